@@ -1,0 +1,9 @@
+// The extension module `persia._core`: glue only, one register function per header of the core.
+#include "module.hpp"
+
+NB_MODULE(_core, m) {
+  m.doc() = "Native core of persia: hot loops only. Use the Python faces in persia.store and persia.nn.";
+  register_threads(m);
+  register_store(m);
+  register_batch(m);
+}

@@ -1,0 +1,40 @@
+// A fixed set of threads that run the iterations of a loop, together with the thread that asks.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace persia {
+
+// Any number of threads may call `parallel_for` at once; each call helps with its own loop only, so calls may
+// not deadlock one another. A pool of one thread runs everything on the caller.
+class ThreadPool {
+ public:
+  explicit ThreadPool(std::size_t threads);
+  ~ThreadPool();
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
+
+  std::size_t threads() const { return workers_.size() + 1; }
+
+  // Runs body(0) ... body(count - 1) in any order and returns when all have ended. The first exception is rethrown.
+  void parallel_for(std::size_t count, const std::function<void(std::size_t)>& body);
+
+ private:
+  struct Loop;
+  void work();
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::deque<std::shared_ptr<Loop>> loops_;
+  bool stopping_ = false;
+  std::vector<std::thread> workers_;
+};
+
+}  // namespace persia

@@ -1,0 +1,66 @@
+// The smallest test harness that reports file, line and expression: the core has no dependency, not even here,
+// so that `cmake -S cpp && ctest` works on a machine with nothing but a compiler.
+#pragma once
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace check {
+
+struct Test {
+  std::string name;
+  std::function<void()> body;
+};
+
+inline std::vector<Test>& tests() {
+  static std::vector<Test> all;
+  return all;
+}
+
+struct Register {
+  Register(const char* name, std::function<void()> body) { tests().push_back({name, std::move(body)}); }
+};
+
+inline int run() {
+  for (const auto& test : tests()) {
+    test.body();
+    std::printf("ok %s\n", test.name.c_str());
+  }
+  if (tests().empty()) std::printf("no tests\n");
+  return tests().empty() ? 1 : 0;
+}
+
+}  // namespace check
+
+#define TEST(name)                                      \
+  static void test_##name();                            \
+  static check::Register register_##name(#name, test_##name); \
+  static void test_##name()
+
+#define CHECK(condition)                                                             \
+  do {                                                                               \
+    if (!(condition)) {                                                              \
+      std::fprintf(stderr, "%s:%d: failed: %s\n", __FILE__, __LINE__, #condition);   \
+      std::exit(1);                                                                  \
+    }                                                                                \
+  } while (0)
+
+#define CHECK_THROWS(statement, type)                                                              \
+  do {                                                                                             \
+    bool thrown = false;                                                                           \
+    try {                                                                                          \
+      statement;                                                                                   \
+    } catch (const type&) {                                                                        \
+      thrown = true;                                                                               \
+    }                                                                                              \
+    if (!thrown) {                                                                                 \
+      std::fprintf(stderr, "%s:%d: no %s from: %s\n", __FILE__, __LINE__, #type, #statement);      \
+      std::exit(1);                                                                                \
+    }                                                                                              \
+  } while (0)
+
+#define MAIN \
+  int main() { return check::run(); }

@@ -1,0 +1,69 @@
+"""Every error that persia raises on purpose.
+
+One root, :class:`PersiaError`. The message says what is wrong, where, and what to do; `fields` carries the same
+facts for programs. Errors survive pickling, so they cross processes unchanged.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "DeadlineError",
+    "MissingExtraError",
+    "PersiaError",
+    "StaleBatchError",
+    "StoreError",
+]
+
+
+class PersiaError(Exception):
+    """Root of all errors of persia.
+
+    Args:
+        message: what is wrong, where, and what to do about it.
+        **fields: the facts of the message by name (`feature`, `step`, `path`, ...).
+    """
+
+    def __init__(self, message: str, **fields: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.fields = fields
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), self.message, self.fields))
+
+
+def _rebuild(cls: type[PersiaError], message: str, fields: dict[str, Any]) -> PersiaError:
+    return cls(message, **fields)
+
+
+class ConfigError(PersiaError):
+    """A configuration, a schema or an argument is not valid; the message names the field."""
+
+
+class DataError(PersiaError):
+    """Input data does not fit the schema: nothing of the batch has been used."""
+
+
+class StoreError(PersiaError):
+    """The embedding store refuses a request; it is unchanged."""
+
+
+class CheckpointError(PersiaError):
+    """A checkpoint cannot be written or read; the store, the model and older checkpoints are unchanged."""
+
+
+class DeadlineError(PersiaError):
+    """A wait has passed its deadline; the message names who was late, and with what."""
+
+
+class StaleBatchError(PersiaError):
+    """A batch is used after it has been released, for example a second backward after its gradient was pushed."""
+
+
+class MissingExtraError(PersiaError):
+    """An optional dependency is missing; the message gives the `pip install` line."""
