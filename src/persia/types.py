@@ -1,0 +1,32 @@
+"""Small typed records that several layers share: what crosses from one role to another."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["BoolArray", "Floats", "Ids", "Int32Array", "Int64Array", "Inverse", "UpdateCounts"]
+
+Ids: TypeAlias = NDArray[np.uint64]
+"""Ids within a table, uint64 `[n]`."""
+
+Floats: TypeAlias = NDArray[np.float32]
+"""float32 of any shape."""
+
+Int64Array: TypeAlias = NDArray[np.int64]
+Int32Array: TypeAlias = NDArray[np.int32]
+BoolArray: TypeAlias = NDArray[np.bool_]
+
+Inverse: TypeAlias = NDArray[np.uint16] | NDArray[np.uint32]
+"""Index of each id of a batch in its table's unique rows; uint16 while they fit."""
+
+
+class UpdateCounts(NamedTuple):
+    """What became of the gradients of one push to one table, in rows."""
+
+    applied: int = 0
+    absent: int = 0
+    non_finite: int = 0
+    duplicate: int = 0
