@@ -1,0 +1,1 @@
+"""The NN worker's side: embeddings as torch tensors, prefetching, models."""
