@@ -62,7 +62,7 @@ class IdColumn:
         return IdColumn(values, offsets)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Batch:
     """The samples of one step. Build it with `from_columns`, or from arrays that are already in this form.
 
@@ -82,6 +82,10 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def __repr__(self) -> str:
+        parts = (f"{len(self)} rows", ", ".join(self.id_features) or "no ID-type features")
+        return f"<Batch of {': '.join(parts)}; {self.dense.shape[1:]} dense, {self.labels.shape[1:]} labels>"
 
     @classmethod
     def from_columns(

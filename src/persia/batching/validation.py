@@ -17,7 +17,7 @@ def check_offsets(name: str, offsets: Any, values: int) -> None:
     """Raises DataError unless `offsets` [batch + 1] rises from 0 to `values`."""
     if offsets.ndim != 1 or len(offsets) == 0:
         raise DataError(
-            f"Offsets of feature {name!r} have shape {list(offsets.shape)}; they must be one-dimensional, of batch + 1.",
+            f"Offsets of feature {name!r} have shape {list(offsets.shape)}; they must be [batch + 1].",
             feature=name,
         )
     if offsets[0] != 0:
