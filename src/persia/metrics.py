@@ -383,7 +383,7 @@ class Metrics:
             when = np.asarray(day)
             if when.dtype.kind not in "iu" or when.shape not in ((), (len(x),)):
                 raise DataError(
-                    f"day has dtype {when.dtype} and shape {when.shape}; give a whole number for each of {len(x)} rows.",
+                    f"day has dtype {when.dtype} and shape {when.shape}; give one integer for each of {len(x)} rows.",
                     field="day",
                 )
         start = 0
