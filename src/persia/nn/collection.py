@@ -164,7 +164,7 @@ class EmbeddingCollection(torch.nn.Module):
                 "drawing the next.",
                 batch_id=batch.batch_id,
             )
-        return self._expander(batch.rows, batch.inverse, batch.offsets, len(batch))
+        return self._expander(batch.rows, batch.inverse, batch.offsets)
 
     # --- what happened ----------------------------------------------------------------------------------------
 
