@@ -28,6 +28,16 @@ MODELS: dict[str, Callable[..., torch.nn.Module]] = {
     "dlrm": models.DLRM,
     "dcn_v2": models.DCNv2,
 }
+READERS: dict[str, Callable[..., Any]] = {
+    "parquet": data.parquet,
+    "csv": data.csv,
+    "criteo": data.criteo,
+    "avazu": data.avazu,
+    "movielens": data.movielens,
+    "adult": data.adult,
+    "globo": data.globo,
+    "synthetic": data.synthetic,
+}
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
@@ -42,7 +52,8 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         kind: a reader of `persia.data`.
-        path: file, directory, glob or fsspec URL; for "globo" and "adult" found by itself when left out.
+        path: file, directory, glob or fsspec URL; "globo" and "adult" look in PERSIA_DATA when it is left out,
+            "synthetic" needs none.
         batch_size: samples per batch.
         options: further arguments of the reader, by name.
     """
@@ -59,25 +70,17 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             schema: needed by "parquet" and "csv"; the others know theirs.
             where: section of the configuration, named in errors.
         """
-        make = getattr(data, self.kind)
+        make = READERS[self.kind]
         arguments = {"batch_size": self.batch_size, **self.options}
         if self.kind == "synthetic":
             return _call(make, arguments, f"{where}.options")
-        path = self.path
-        if path is None and self.kind in ("globo", "adult"):
-            found = data.find({"globo": "globo_ctr", "adult": "adult/adult.data"}[self.kind])
-            path = str(found) if found is not None else None
-        if path is None:
-            raise ConfigError(
-                f"{where}.path is missing, and no {self.kind} data were found. Give the path, or set PERSIA_DATA to "
-                "the directory that holds them.",
-                field=f"{where}.path",
-            )
+        if self.path is None and self.kind not in ("globo", "adult"):
+            raise ConfigError(f"{where}.path is missing; give a file, directory, glob or URL.", field=f"{where}.path")
         if self.kind in ("parquet", "csv"):
             if schema is None:
                 raise ConfigError(f"{where}.kind = {self.kind!r} needs a [schema] section.", field="schema")
             arguments["schema"] = schema
-        return _call(make, arguments, f"{where}.options", path)
+        return _call(make, arguments, f"{where}.options", self.path)
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
