@@ -60,6 +60,19 @@ std::size_t take_size(nb::handle object, const Where& where) {
   return value;
 }
 
+// Entries of each array, by group. Python sizes the outputs of `unique` with it, which checks them again.
+nb::list sizes(nb::list groups) {
+  nb::list result;
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    nb::list group;
+    for (nb::handle feature : take_list(groups[g], {"group", g})) {
+      group.append(take<Vector<const std::uint64_t>>(feature, {"group", g}, "contiguous uint64 arrays [n]").size());
+    }
+    result.append(group);
+  }
+  return result;
+}
+
 nb::list unique(nb::list groups, Vector<std::uint64_t> ids, Vector<std::uint32_t> inverse, ThreadPool& pool,
                 Arena& arena) {
   std::vector<Vector<const std::uint64_t>> held;
@@ -157,7 +170,8 @@ Strided<T> take_values(nb::handle object, const persia::FeaturePlan& plan, std::
     where.fail(sequence ? "must have the shape [batch, max_length, dim] of its feature"
                         : "must have the shape [batch, dim] of its feature");
   }
-  if (dim > 1 && array.stride(ndim - 1) != 1) where.fail("must be contiguous along its last axis");
+  // Strides of an array without items say nothing.
+  if (dim > 1 && array.size() != 0 && array.stride(ndim - 1) != 1) where.fail("must be contiguous along its last axis");
   return array;
 }
 
@@ -189,7 +203,7 @@ void pool_forward(nb::list rows, nb::list plan_list, nb::list outputs, nb::list 
     held_masks.push_back(take<Strided<bool>>(masks[f], where, "a writable bool array"));
     const auto& mask = held_masks.back();
     if (mask.ndim() != 2 || mask.shape(0) != feature.plan.batch || mask.shape(1) != feature.plan.max_length ||
-        (mask.shape(1) > 1 && mask.stride(1) != 1)) {
+        (mask.shape(1) > 1 && mask.size() != 0 && mask.stride(1) != 1)) {
       where.fail("must have the shape [batch, max_length], contiguous along the last axis");
     }
     feature.mask = reinterpret_cast<std::uint8_t*>(mask.data());
@@ -278,6 +292,7 @@ void register_batch(nb::module_& parent) {
   using nb::arg;
   nb::module_ m = parent.def_submodule("batch", "The batch path; use persia.batching, which checks and documents.");
   nb::class_<Arena>(m, "Scratch", "Memory that calls borrow and give back. Thread-safe.").def(nb::init<>());
+  m.def("sizes", &sizes, arg("groups"));
   m.def("unique", &unique, arg("groups"), arg("ids").noconvert(), arg("inverse").noconvert(), arg("pool"),
         arg("scratch"));
   m.def("pool_forward", &pool_forward, arg("rows"), arg("plans"), arg("outputs"), arg("masks"), arg("pool"));
