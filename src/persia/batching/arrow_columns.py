@@ -9,9 +9,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from persia.batching import hash_strings
 from persia.batching.batch import IdColumn
-from persia.batching.columns import missing_number, number_ids, offsets_of_present
+from persia.batching.columns import hash_buffers, missing_number, number_ids, offsets_of_present
 from persia.errors import DataError
 from persia.types import BoolArray, Ids, Int64Array
 
@@ -72,7 +71,7 @@ def _hash(array: Any) -> Ids:
     large = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
     offsets = np.frombuffer(bounds, np.int64 if large else np.int32)[array.offset : array.offset + len(array) + 1]
     text = np.frombuffer(data, np.uint8) if data is not None and data.size else np.empty(0, np.uint8)
-    return hash_strings(text, offsets)
+    return hash_buffers(text, offsets)
 
 
 def _numbers(name: str, array: Any) -> NDArray[Any]:
