@@ -40,6 +40,8 @@ def _scalars(name: str, array: Any, offsets: Int64Array | None) -> IdColumn:
     """Ids of a flat array; nulls are left out."""
     if pa.types.is_null(array.type):
         array = array.cast(pa.uint64())
+    if str(array.type) in ("string_view", "binary_view"):
+        array = array.cast(pa.large_binary())
     if array.null_count:
         offsets = offsets_of_present(_present(array), offsets)
         array = array.drop_null()
@@ -58,18 +60,18 @@ def _scalars(name: str, array: Any, offsets: Int64Array | None) -> IdColumn:
 
 def _is_text(kind: Any) -> bool:
     tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
-    return any(test(kind) for test in tests) or str(kind) in ("string_view", "binary_view")
+    return any(test(kind) for test in tests)
 
 
 def _hash(array: Any) -> Ids:
     """xxhash64 of each text of an array without nulls, straight from its buffers."""
-    if str(array.type).endswith("_view"):
-        array = array.cast(pa.large_binary())
     _, bounds, data = array.buffers()
     if len(array) == 0:
         return np.empty(0, np.uint64)
     large = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
-    offsets = np.frombuffer(bounds, np.int64 if large else np.int32)[array.offset : array.offset + len(array) + 1]
+    offsets: NDArray[Any] = np.frombuffer(bounds, np.int64 if large else np.int32)[
+        array.offset : array.offset + len(array) + 1
+    ]
     text = np.frombuffer(data, np.uint8) if data is not None and data.size else np.empty(0, np.uint8)
     return hash_buffers(text, offsets)
 
