@@ -28,7 +28,7 @@ def build(column: Any, rows: int) -> IdColumn:
 
 def as_lists(column: IdColumn) -> list[list[int]]:
     offsets = np.arange(len(column) + 1) if column.offsets is None else column.offsets
-    return [column.values[a:b].tolist() for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+    return [column.values[a:b].tolist() for a, b in itertools.pairwise(offsets)]
 
 
 def text_id(text: str) -> int:
@@ -185,8 +185,8 @@ def equal(left: Batch, right: Batch) -> bool:
 def test_slices_concatenate_to_the_whole(cuts: list[int]) -> None:
     batch = example(9)
     bounds = [0, *sorted(cuts), 9]
-    parts = [batch.slice(a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
-    assert [len(p) for p in parts] == [b - a for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    parts = [batch.slice(a, b) for a, b in itertools.pairwise(bounds)]
+    assert [len(p) for p in parts] == [b - a for a, b in itertools.pairwise(bounds)]
     assert equal(Batch.concat(parts), batch)
 
 
