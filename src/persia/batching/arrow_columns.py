@@ -9,9 +9,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from persia.batching import hash_strings
 from persia.batching.batch import IdColumn
-from persia.batching.columns import missing_number, number_ids, offsets_of_present
+from persia.batching.columns import hash_buffers, missing_number, number_ids, offsets_of_present
 from persia.errors import DataError
 from persia.types import BoolArray, Ids, Int64Array
 
@@ -41,6 +40,8 @@ def _scalars(name: str, array: Any, offsets: Int64Array | None) -> IdColumn:
     """Ids of a flat array; nulls are left out."""
     if pa.types.is_null(array.type):
         array = array.cast(pa.uint64())
+    if str(array.type) in ("string_view", "binary_view"):
+        array = array.cast(pa.large_binary())
     if array.null_count:
         offsets = offsets_of_present(_present(array), offsets)
         array = array.drop_null()
@@ -59,20 +60,20 @@ def _scalars(name: str, array: Any, offsets: Int64Array | None) -> IdColumn:
 
 def _is_text(kind: Any) -> bool:
     tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
-    return any(test(kind) for test in tests) or str(kind) in ("string_view", "binary_view")
+    return any(test(kind) for test in tests)
 
 
 def _hash(array: Any) -> Ids:
     """xxhash64 of each text of an array without nulls, straight from its buffers."""
-    if str(array.type).endswith("_view"):
-        array = array.cast(pa.large_binary())
     _, bounds, data = array.buffers()
     if len(array) == 0:
         return np.empty(0, np.uint64)
     large = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
-    offsets = np.frombuffer(bounds, np.int64 if large else np.int32)[array.offset : array.offset + len(array) + 1]
+    offsets: NDArray[Any] = np.frombuffer(bounds, np.int64 if large else np.int32)[
+        array.offset : array.offset + len(array) + 1
+    ]
     text = np.frombuffer(data, np.uint8) if data is not None and data.size else np.empty(0, np.uint8)
-    return hash_strings(text, offsets)
+    return hash_buffers(text, offsets)
 
 
 def _numbers(name: str, array: Any) -> NDArray[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.batching import hash_cross, hash_strings, hash_values
+from persia.batching import ThreadPool, hash_cross, hash_strings, hash_values
 from persia.batching.batch import Batch, IdColumn
 from persia.batching.validation import check_finite, check_labels, check_offsets
 from persia.errors import DataError
@@ -141,8 +141,7 @@ def number_ids(name: str, values: NDArray[Any], offsets: Int64Array | None) -> I
         present = ~np.isnan(values)
         if not present.all():
             values, offsets = values[present], offsets_of_present(present, offsets)
-        # + 0.0 makes -0.0 the same category as 0.0.
-        return IdColumn(hash_values(values.astype(np.float64) + 0.0), offsets)
+        return IdColumn(hash_values(values.astype(np.float64), ThreadPool(1)), offsets)
     raise DataError(
         f"Feature {name!r} is {values.dtype}; ids are whole numbers, texts or floats: convert the column.",
         feature=name,
@@ -201,7 +200,13 @@ def hash_texts(texts: list[bytes]) -> Ids:
     """xxhash64 of each text."""
     offsets = np.zeros(len(texts) + 1, np.int64)
     np.cumsum([len(t) for t in texts], out=offsets[1:])
-    return hash_strings(np.frombuffer(b"".join(texts), np.uint8), offsets)
+    return hash_buffers(np.frombuffer(b"".join(texts), np.uint8), offsets)
+
+
+def hash_buffers(data: NDArray[np.uint8], offsets: Int32Array | Int64Array) -> Ids:
+    """xxhash64 of each text of an array in the layout of arrow."""
+    # One thread, the caller: from_columns runs in data loader workers, where there is a process for each core.
+    return hash_strings(data, offsets, ThreadPool(1))
 
 
 def _kind(x: Any) -> str:
@@ -245,9 +250,9 @@ def _cross(feature: IdFeature, parts: list[IdColumn]) -> IdColumn:
                 )
             present &= lengths == 1
     if present.all():
-        return IdColumn(hash_cross([part.values for part in parts]))
+        return IdColumn(hash_cross([part.values for part in parts], ThreadPool(1)))
     kept = [p.values[present] if p.offsets is None else p.values[p.offsets[:-1][present]] for p in parts]
-    return IdColumn(hash_cross(kept), offsets_of_present(present, None))
+    return IdColumn(hash_cross(kept, ThreadPool(1)), offsets_of_present(present, None))
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------

@@ -112,15 +112,21 @@ def _check_column(name: str, column: IdColumn, rows: int) -> None:
             feature=name,
         )
     values, offsets = column.values, column.offsets
-    if not isinstance(values, np.ndarray) or values.dtype != np.uint64 or values.ndim != 1:
+    if (
+        not isinstance(values, np.ndarray)
+        or values.dtype != np.uint64
+        or values.ndim != 1
+        or not values.flags.c_contiguous
+    ):
         raise DataError(
-            f"Ids of feature {name!r} are {_describe(values)}; they must be a one-dimensional uint64 array.",
+            f"Ids of feature {name!r} are {_describe(values)}; they must be a contiguous uint64 array [n].",
             feature=name,
         )
     if offsets is not None:
-        if not isinstance(offsets, np.ndarray) or offsets.dtype != np.int64:
+        if not isinstance(offsets, np.ndarray) or offsets.dtype != np.int64 or not offsets.flags.c_contiguous:
             raise DataError(
-                f"Offsets of feature {name!r} are {_describe(offsets)}; they must be an int64 array.", feature=name
+                f"Offsets of feature {name!r} are {_describe(offsets)}; they must be a contiguous int64 array.",
+                feature=name,
             )
         check_offsets(name, offsets, len(values))
     if len(column) != rows:

@@ -5,16 +5,19 @@ Nothing here imports pyarrow or fsspec before it is used.
 """
 
 from persia.data.files import File, expand, find
+from persia.data.from_adult import adult
+from persia.data.from_avazu import avazu
+from persia.data.from_criteo import criteo
 from persia.data.from_csv import csv
+from persia.data.from_globo import globo
+from persia.data.from_movielens import movielens
 from persia.data.from_parquet import parquet
 from persia.data.generator import Synthetic, synthetic
-from persia.data.public import adult, avazu, criteo, globo, movielens
-from persia.data.reader import Order, OrderOptions, Reader, Source, StreamReader
+from persia.data.reader import Order, Reader, Source, StreamReader
 
 __all__ = [
     "File",
     "Order",
-    "OrderOptions",
     "Reader",
     "Source",
     "StreamReader",

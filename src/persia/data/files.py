@@ -11,7 +11,7 @@ from typing import IO, Any, TypeAlias
 
 from persia.errors import DataError, MissingExtraError, PersiaError
 
-__all__ = ["File", "Paths", "expand", "find"]
+__all__ = ["File", "Paths", "expand", "find", "found"]
 
 Paths: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A file, a directory, a glob or a URL of one, or a list of these."""
@@ -131,3 +131,18 @@ def find(name: str) -> Path | None:
         base = root if (root / "pyproject.toml").is_file() else Path.cwd()
         places = [base / "data", base.parent / "shared" / "data"]
     return next((place / name for place in places if (place / name).exists()), None)
+
+
+def found(name: str) -> Path:
+    """Path of the data set `name`.
+
+    Raises:
+        DataError: it is not here.
+    """
+    path = find(name)
+    if path is None:
+        raise DataError(
+            f"There are no data {name!r} here; give the path, or set PERSIA_DATA to the directory that holds {name}.",
+            path=name,
+        )
+    return path

@@ -21,6 +21,7 @@ BIAS = -0.5
 PAIR_SCALE = 1.0
 FIRST_ORDER_SCALE = 1.0
 DENSE_SCALE = 0.5
+PAIRS_PER_FEATURE = 1.0
 
 _LATENT, _ROTATED, _FIRST = 1, 2, 3  # what a hash is for
 
@@ -42,8 +43,7 @@ def synthetic(
     drop_last: bool = False,
     shard: tuple[int, int] = (0, 1),
 ) -> Synthetic:
-    """DOC.
-    """
+    """DOC."""
     if zipf < 0 or drift < 0:
         raise ConfigError(f"zipf = {zipf} and drift = {drift} must not be negative.", field="zipf")
     return Synthetic(
@@ -130,8 +130,8 @@ class Synthetic:
         ids = self._ranks.sample(rng, self.id_features * n).view(np.uint64).reshape(shape)
         day = (np.arange(first, first + n) * self.days // self.rows).astype(np.int32)
         dense = rng.standard_normal((n, self.dense_features), np.float32)
-        logit = self._logit(ids, day) + dense @ self._dense_weights
-        probability = (1.0 / (1.0 + np.exp(-logit))).astype(np.float32)
+        logit: Floats = self._logit(ids, day) + dense @ self._dense_weights
+        probability: Floats = (1.0 / (1.0 + np.exp(-logit))).astype(np.float32)
         labels = (rng.random(n, np.float32) < probability).astype(np.float32)
         columns = {f"id_{i}": IdColumn(ids[i]) for i in range(self.id_features)}
         extra = rng.integers(0, 1 << 63, (self.extra_id_features, n), np.uint64)
@@ -149,7 +149,7 @@ class Synthetic:
         """[2, pairs]: as many random pairs of features as there are features (fewer, if there are so few)."""
         left, right = np.triu_indices(self.id_features, 1)
         rng = np.random.default_rng((self.seed, 1))
-        chosen = rng.permutation(len(left))[: self.id_features]
+        chosen = rng.permutation(len(left))[: max(1, int(self.id_features * PAIRS_PER_FEATURE))]
         return np.stack([left[chosen], right[chosen]])
 
     @cached_property
@@ -163,8 +163,8 @@ class Synthetic:
         pairs = np.einsum("pnd,pnd->n", latent[left], latent[right])
         first = self._factors(ids, day, _FIRST, 1).sum(axis=(0, 2))
         pair_scale = PAIR_SCALE / max(self.latent_dim * len(left), 1) ** 0.5
-        logit: Floats = BIAS + pair_scale * pairs + (FIRST_ORDER_SCALE / self.id_features**0.5) * first
-        return logit
+        logit = BIAS + pair_scale * pairs + (FIRST_ORDER_SCALE / self.id_features**0.5) * first
+        return logit.astype(np.float32)
 
     def _factors(self, ids: NDArray[np.uint64], day: Int32Array, use: int, dim: int) -> Floats:
         """[features, n, dim] of mean 0 and variance 1; a rotation by `drift` radians a day between two fixed ones."""
@@ -177,13 +177,15 @@ class Synthetic:
 
     def _hashed(self, ids: NDArray[np.uint64], use: int, dim: int) -> Floats:
         """Uniform numbers [features, n, dim] of variance 1, keyed by (seed, feature, id): 4 of a 64-bit hash."""
-        parts = []
+        parts: list[NDArray[np.uint16]] = []
         for word in range(-(-dim // 4)):
             keys = np.random.SeedSequence((self.seed, use, word)).generate_state(self.id_features, np.uint64)
-            parts.append(_mix(ids, keys[:, None]).view("<u2").reshape(*ids.shape, 4))
+            hashes = _mix(ids, keys[:, None].astype(np.uint64))
+            parts.append(hashes.astype("<u8", copy=False).view("<u2").reshape(*ids.shape, 4))
         halves = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=2)
         spread = np.float32(12**0.5 / 65_536)
-        return (halves[..., :dim].astype(np.float32) - np.float32(32_767.5)) * spread
+        numbers: Floats = (halves[..., :dim].astype(np.float32) - np.float32(32_767.5)) * spread
+        return numbers
 
 
 def _mix(ids: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol, TypedDict, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from persia.batching.batch import Batch, IdColumn
 from persia.errors import ConfigError
 from persia.schema import Schema
 
-__all__ = ["Order", "OrderOptions", "Reader", "Source", "StreamReader"]
+__all__ = ["Order", "Reader", "Source", "StreamReader"]
 
 
 @runtime_checkable
@@ -47,16 +47,6 @@ class Source(Protocol):
     def chunks(self, skip: int) -> Iterator[Batch]:
         """All rows but the first `skip`; a source passes over those as cheaply as its format allows."""
         ...
-
-
-class OrderOptions(TypedDict, total=False):
-    """The options that every file reader takes; see `Order`."""
-
-    batch_size: int
-    shuffle_rows: int
-    seed: int
-    drop_last: bool
-    shard: tuple[int, int]
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ class Zipf:
 
     def __init__(self, n: int, exponent: float) -> None:
         self.n, self.exponent = n, exponent
-        self._low = float(self._integral(np.float64(1.5))) - 1.0
-        self._high = float(self._integral(np.float64(n + 0.5)))
+        self._low = float(self._integral(np.array(1.5))) - 1.0
+        self._high = float(self._integral(np.array(n + 0.5)))
 
     def sample(self, rng: np.random.Generator, count: int) -> Int64Array:
         """Draws `count` ranks; about one candidate in twenty is rejected and drawn again."""
