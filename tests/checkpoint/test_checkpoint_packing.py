@@ -173,6 +173,7 @@ def test_too_deep_or_circular() -> None:
         b'{"tensor": "9"}',
         b'{"tensor": []}',
         b'{"code": "import os"}',
+        b"NaN",
         b"[" * 100_000,
         b"1" * 10_000,
     ],

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import fsspec
@@ -230,3 +231,22 @@ def test_manifest_is_plain_json(saved: Path) -> None:
         "steps": [int(make_rows(7, seed=12)["last_step"].min()), int(make_rows(7, seed=12)["last_step"].max())],
     }
     assert (saved / "LATEST").read_text() == "step-000000000012\n"
+
+
+def test_memory_is_that_of_one_part(tmp_path: Path) -> None:
+    rows = make_rows(1 << 18)
+    size = sum(array.nbytes for array in rows.values())
+    tracemalloc.start()
+    with CheckpointWriter(tmp_path, 1) as writer:
+        for shard in range(4):
+            writer.add_rows("item", shard, rows)
+        writer.commit(schema=SCHEMA)
+    written = tracemalloc.get_traced_memory()[1]
+    tracemalloc.reset_peak()
+    for _, arrays in CheckpointReader(tmp_path).rows("item"):
+        del arrays
+    read = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert size > 8 << 20
+    assert written < 3 << 20  # nothing of the rows is copied
+    assert read < 2.2 * size

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from persia.errors import CheckpointError
+from persia.errors import CheckpointError, PersiaError
 from persia.schema import EmbeddingOptimizer
 
 __all__ = [
@@ -143,6 +143,7 @@ class _Head(msgspec.Struct, frozen=True):
     version: int
 
 
+_UNDECODABLE = (ValueError, TypeError, OverflowError, RecursionError, msgspec.MsgspecError, PersiaError)
 _head_decoder = msgspec.json.Decoder(_Head)
 _decoder = msgspec.json.Decoder(Manifest[msgspec.Raw])
 
@@ -221,7 +222,7 @@ def decode_manifest(data: bytes, path: str) -> Manifest[dict[str, Any]]:
         raise CheckpointError(f"{path} has {len(data)} bytes, more than {MAX_MANIFEST_BYTES}. {remedy}", path=path)
     try:
         head = _head_decoder.decode(data)
-    except (ValueError, RecursionError, msgspec.MsgspecError) as error:
+    except _UNDECODABLE as error:
         raise CheckpointError(f"{path} is truncated or no manifest: {error}. {remedy}", path=path) from None
     if head.format != FORMAT:
         raise CheckpointError(f"{path} has format {head.format[:64]!r}, not {FORMAT!r}. {remedy}", path=path)
@@ -238,10 +239,11 @@ def decode_manifest(data: bytes, path: str) -> Manifest[dict[str, Any]]:
         for name in ("schema", "config", "extra"):
             document = getattr(raw, name)
             if len(bytes(document)) > MAX_DOCUMENT_BYTES:
-                raise CheckpointError(f"{path}: {name} exceeds {MAX_DOCUMENT_BYTES} bytes. {remedy}", path=path)
+                raise ValueError(f"{name} exceeds {MAX_DOCUMENT_BYTES} bytes")
             documents[name] = msgspec.json.decode(document, type=dict[str, Any])
-    except (ValueError, RecursionError, msgspec.MsgspecError) as error:
-        raise CheckpointError(f"{path} is not a valid manifest: {error}. {remedy}", path=path) from None
+    except _UNDECODABLE as error:
+        reason = str(error).rstrip(".")
+        raise CheckpointError(f"{path} is not a valid manifest: {reason}. {remedy}", path=path) from None
     if _signed(data)[1] != raw.checksum:
         raise CheckpointError(f"{path} is damaged: its checksum does not match. {remedy}", path=path)
     problem = _contradiction(raw)

@@ -94,7 +94,7 @@ def unpack(tensors: Mapping[str, TensorView], path: str) -> Any:
         CheckpointError: the tree is missing or not valid.
     """
     try:
-        return _value(json.loads(_tree(tensors)), tensors)
+        return _value(json.loads(_tree(tensors), parse_constant=_refuse), tensors)
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         raise CheckpointError(f"{path} holds no valid state: {type(error).__name__}: {error}.", path=path) from None
 
@@ -131,6 +131,10 @@ def _value(node: Any, tensors: Mapping[str, TensorView]) -> Any:
         case "bytes":
             return bytes(tensors[content].data)
     raise ValueError(f"unknown kind {kind[:32]!r}")
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _list(content: Any) -> list[Any]:

@@ -83,7 +83,7 @@ class CheckpointReader:
         self.manifest: Manifest[dict[str, Any]] = self._read_manifest()
         try:
             self.schema = msgspec.convert(self.manifest.schema, Schema)
-        except (ValueError, TypeError, RecursionError, PersiaError, msgspec.MsgspecError) as error:
+        except (ValueError, TypeError, OverflowError, RecursionError, PersiaError, msgspec.MsgspecError) as error:
             raise CheckpointError(f"{self.path}: the schema is not valid: {error}.", path=self.path) from None
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from importlib import metadata
@@ -86,6 +87,7 @@ class CheckpointWriter:
         self._name = step_name(step)
         self._parts: list[Part] = []
         self._tables: dict[str, tuple[int, int]] = {}  # dim, state_width
+        self._numbers: Counter[tuple[str, int]] = Counter()  # parts by table and shard
         self._open = True
         self._base = self._claim()
 
@@ -118,12 +120,12 @@ class CheckpointWriter:
         if shard < 0:
             raise CheckpointError(f"shard = {shard} of table {table!r} is negative.", table=table, shard=shard)
         steps = arrays["last_step"]
-        number = sum(isinstance(p, RowsPart) and p.table == table and p.shard == shard for p in self._parts)
-        path = f"rows/{_segment(table)}/{shard}-{number}.safetensors"
+        path = f"rows/{_segment(table)}/{shard}-{self._numbers[table, shard]}.safetensors"
         written = self._write(path, {name: view(arrays[name], f"{table}.{name}") for name in ROW_ARRAYS})
         span = (int(steps.min()), int(steps.max())) if rows else None
         self._parts.append(RowsPart(table=table, shard=shard, rows=rows, steps=span, **written))
         self._tables[table] = known
+        self._numbers[table, shard] += 1
 
     def add_tensors(self, name: str, tensors: Mapping[str, Value]) -> None:
         """Adds named tensors (numpy, or torch of any dense dtype and device), for example a module's state dict.
