@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
+from numpy.typing import NDArray
 
 from persia.batching.batch import Batch
 from persia.errors import ConfigError, PersiaError, StaleBatchError
@@ -226,12 +227,12 @@ class EmbeddingCollection(torch.nn.Module):
                     self._worker.release(undrawn.batch_id)
         pipeline.raise_push_failure()
 
-    def _register(self, batch: Batch) -> object:
+    def _register(self, batch: Batch) -> tuple[Batch, int]:
         batch.validate(self.schema)
         return batch, self._worker.register(batch.id_features)
 
-    def _lookup(self, registered: object) -> tuple[PreparedBatch, Callable[[], None]]:
-        batch, batch_id = registered  # type: ignore[misc]
+    def _lookup(self, registered: tuple[Batch, int]) -> tuple[PreparedBatch, Callable[[], None]]:
+        batch, batch_id = registered
         prepared, ready = self._stage(batch, self._worker.lookup(batch_id), batch_id)
         prepared.await_gradient(self._end_of_backward)
         return prepared, ready
@@ -298,12 +299,11 @@ class EmbeddingCollection(torch.nn.Module):
         finally:
             pipeline.close()
 
-    def _validated(self, batch: Batch) -> object:
+    def _validated(self, batch: Batch) -> Batch:
         batch.validate(self.schema)
         return batch
 
-    def _read_only(self, batch: object) -> tuple[PreparedBatch, Callable[[], None]]:
-        assert isinstance(batch, Batch)
+    def _read_only(self, batch: Batch) -> tuple[PreparedBatch, Callable[[], None]]:
         return self._stage(batch, self._worker.evaluate(batch.id_features), None)
 
     def _prepare_now(self, batch: Batch) -> PreparedBatch:
@@ -324,7 +324,7 @@ class EmbeddingCollection(torch.nn.Module):
         self, batch: Batch, found: LookedUp, batch_id: int | None
     ) -> tuple[PreparedBatch, Callable[[], None]]:
         on_host = self._expander.on_host
-        arrays = {f"rows/{name}": rows for name, rows in found.rows.items()}
+        arrays: dict[str, NDArray[Any]] = {f"rows/{name}": rows for name, rows in found.rows.items()}
         arrays["dense"] = batch.dense
         arrays["labels"] = batch.labels
         if not on_host:

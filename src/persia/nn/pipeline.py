@@ -38,9 +38,9 @@ class Stages(NamedTuple):
         stop: makes a blocked `may_lookup` return False.
     """
 
-    register: Callable[[Batch], object]
+    register: Callable[[Batch], Any]
     may_lookup: Callable[[], bool]
-    lookup: Callable[[object], tuple[PreparedBatch, Callable[[], None]]]
+    lookup: Callable[[Any], tuple[PreparedBatch, Callable[[], None]]]
     drawn: Callable[[float], None]
     stop: Callable[[], None]
 

@@ -72,7 +72,7 @@ class _NativePool(torch.autograd.Function):
     """Pooling and its backward in the native core: one node for all features of a batch."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         pool: batching.ThreadPool,
         scratch: batching.Scratch,
