@@ -135,7 +135,7 @@ def pool_backward(
         plans: the features, as in the forward call.
         gradients: for each feature float32 `[batch, dim]`, or `[batch, max_length, dim]` for a sequence; any strides
             (the last axis is copied if it is not contiguous); None counts as zero. Padding is not read.
-        pool: threads to run on: over tables, and over the rows of a table that is larger than all others together.
+        pool: threads to run on: over tables, and over the columns of a large table (16 at least per thread).
         scratch: memory kept from call to call.
         out: for each table None or a contiguous float32 array of its shape to write to; what it held does not
             matter. Fresh memory can cost more than the sums.
