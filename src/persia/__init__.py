@@ -1,0 +1,88 @@
+"""Train recommenders with unbounded embedding tables in plain PyTorch.
+
+Importing `persia` is cheap: names load what they need when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from persia import cluster, data, modes, nn, optim
+    from persia.batching.batch import Batch, IdColumn
+    from persia.errors import PersiaError
+    from persia.schema import (
+        AdmitAll,
+        AdmitMinFrequency,
+        AdmitProbability,
+        IdFeature,
+        Normal,
+        RsqrtDim,
+        Schedule,
+        Schema,
+        Table,
+        Uniform,
+        Zeros,
+    )
+    from persia.trainer import FitResult, Trainer, TrainerOptions
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "persia.batching.batch": ("Batch", "IdColumn"),
+    "persia.errors": ("PersiaError",),
+    "persia.schema": (
+        "AdmitAll",
+        "AdmitMinFrequency",
+        "AdmitProbability",
+        "IdFeature",
+        "Normal",
+        "RsqrtDim",
+        "Schedule",
+        "Schema",
+        "Table",
+        "Uniform",
+        "Zeros",
+    ),
+    "persia.trainer": ("FitResult", "Trainer", "TrainerOptions"),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+_PACKAGES = frozenset({"checkpoint", "cluster", "data", "errors", "metrics", "modes", "nn", "optim", "schema"})
+
+__all__ = [
+    "AdmitAll",
+    "AdmitMinFrequency",
+    "AdmitProbability",
+    "Batch",
+    "FitResult",
+    "IdColumn",
+    "IdFeature",
+    "Normal",
+    "PersiaError",
+    "RsqrtDim",
+    "Schedule",
+    "Schema",
+    "Table",
+    "Trainer",
+    "TrainerOptions",
+    "Uniform",
+    "Zeros",
+    "cluster",
+    "data",
+    "modes",
+    "nn",
+    "optim",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME_OF:
+        return getattr(importlib.import_module(_HOME_OF[name]), name)
+    if name in _PACKAGES:
+        return importlib.import_module(f"persia.{name}")
+    raise AttributeError(f"module 'persia' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,119 @@
+// The batch path: what happens to the ids and rows of one batch between the data and the network.
+//
+// Every result is bit-identical whatever the number of threads and whatever the machine: ids keep the order of their
+// first occurrence, a pooled row is summed in the order of its bag, and a gradient row is summed in the order of the
+// features, then of the samples, then of the positions of the bag.
+//
+// Functions block until done, throw std::invalid_argument for contents that do not fit (the outputs then hold no
+// meaning, but nothing outside of them is touched), and may be called from any number of threads at once.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "persia/thread_pool.hpp"
+
+namespace persia {
+
+// Scratch memory that is kept from call to call, because fresh pages cost more than the loops that use them.
+// Thread-safe. A block is returned when its lease ends; all memory is freed with the arena.
+class Arena {
+ public:
+  class Lease {
+   public:
+    Lease(Arena& arena, std::size_t bytes);
+    ~Lease();
+    Lease(const Lease&) = delete;
+    Lease& operator=(const Lease&) = delete;
+    // Uninitialised and aligned to a cache line.
+    template <class T>
+    T* as() {
+      return reinterpret_cast<T*>(block_.memory.get());
+    }
+
+   private:
+    friend class Arena;
+    Arena& arena_;
+    struct Free {
+      void operator()(std::byte* memory) const;
+    };
+    struct Block {
+      std::unique_ptr<std::byte, Free> memory;
+      std::size_t bytes = 0;
+    } block_;
+  };
+
+ private:
+  std::mutex mutex_;
+  std::vector<Lease::Block> free_;
+};
+
+// The features that share a table, and room for their distinct ids.
+struct UniqueGroup {
+  std::vector<std::span<const std::uint64_t>> features;
+  std::uint64_t* ids = nullptr;      // room for one id per position
+  std::uint32_t* inverse = nullptr;  // room for one entry per position; holds uint16 entries if not `wide`
+  std::size_t count = 0;             // result: number of distinct ids
+  bool wide = false;                 // result: inverse is uint32 (more than 65,536 distinct ids)
+
+  std::size_t positions() const;
+};
+
+// Removes duplicates: ids[inverse[i]] is the i-th id of the group's features, one after another.
+void unique(std::span<UniqueGroup> groups, ThreadPool& pool, Arena& arena);
+
+enum class Pooling : std::uint8_t { sum, mean, sqrtn, sequence };
+
+// Where the values of one feature are among the rows of its table.
+struct FeaturePlan {
+  const void* inverse = nullptr;  // uint16 or uint32 [positions]
+  bool wide = false;              // uint32
+  std::size_t positions = 0;
+  const std::int64_t* offsets = nullptr;  // [batch + 1], or null: one value per sample
+  std::size_t batch = 0;
+  Pooling pooling = Pooling::sum;
+  std::size_t max_length = 0;  // only the first so many values of a sample count; 0: all. A sequence needs one.
+};
+
+struct PoolTable {
+  const float* rows = nullptr;  // [count, dim]
+  std::size_t count = 0;
+  std::size_t dim = 0;
+};
+
+// Strides count floats (mask: bytes). Outputs of one call must not overlap.
+struct PoolFeature {
+  FeaturePlan plan;
+  PoolTable table;
+  float* out = nullptr;  // [batch, dim], or [batch, max_length, dim] for a sequence
+  std::ptrdiff_t sample_stride = 0;
+  std::ptrdiff_t position_stride = 0;
+  std::uint8_t* mask = nullptr;  // [batch, max_length], sequences only
+  std::ptrdiff_t mask_stride = 0;
+};
+
+// Empty bags and the padding of sequences become zeros.
+void pool_forward(std::span<const PoolFeature> features, ThreadPool& pool);
+
+struct GradientFeature {
+  FeaturePlan plan;
+  const float* gradient = nullptr;  // shaped like the output; null counts as zero
+  std::ptrdiff_t sample_stride = 0;
+  std::ptrdiff_t position_stride = 0;
+  std::size_t name = 0;  // the number of the feature in messages
+};
+
+struct GradientTable {
+  std::vector<GradientFeature> features;
+  float* out = nullptr;  // [count, dim]
+  std::size_t count = 0;
+  std::size_t dim = 0;
+};
+
+// The gradient of every row of every table.
+void pool_backward(std::span<const GradientTable> tables, ThreadPool& pool, Arena& arena);
+
+}  // namespace persia

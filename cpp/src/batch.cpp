@@ -1,0 +1,578 @@
+#include "persia/batch.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <new>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+
+namespace persia {
+
+namespace {
+
+constexpr std::size_t kLine = 64;
+constexpr std::size_t kNarrow = 65536;  // so many distinct ids have an inverse of uint16
+
+}  // namespace
+
+// ---- scratch ----------------------------------------------------------------------------------------------------
+
+void Arena::Lease::Free::operator()(std::byte* memory) const { ::operator delete(memory, std::align_val_t{kLine}); }
+
+Arena::Lease::Lease(Arena& arena, std::size_t bytes) : arena_(arena) {
+  {
+    const std::lock_guard lock(arena_.mutex_);
+    // The smallest block that is large enough; failing that, any block gives way to a larger one.
+    auto best = arena_.free_.end();
+    for (auto block = arena_.free_.begin(); block != arena_.free_.end(); ++block) {
+      if (block->bytes >= bytes && (best == arena_.free_.end() || block->bytes < best->bytes)) best = block;
+    }
+    if (best == arena_.free_.end() && !arena_.free_.empty()) best = arena_.free_.end() - 1;
+    if (best != arena_.free_.end()) {
+      block_ = std::move(*best);
+      arena_.free_.erase(best);
+    }
+  }
+  if (block_.bytes < bytes || !block_.memory) {
+    block_.memory.reset();
+    block_.bytes = 0;
+    const std::size_t rounded = std::bit_ceil(std::max<std::size_t>(bytes, 4096));
+    block_.memory.reset(static_cast<std::byte*>(::operator new(rounded, std::align_val_t{kLine})));
+    block_.bytes = rounded;
+  }
+}
+
+Arena::Lease::~Lease() {
+  const std::lock_guard lock(arena_.mutex_);
+  try {
+    arena_.free_.push_back(std::move(block_));
+  } catch (...) {  // no memory for the list: the block is freed instead of kept
+  }
+}
+
+// ---- unique -----------------------------------------------------------------------------------------------------
+
+namespace {
+
+// Every input bit reaches the high bits (home slot) and the low bits (tag): ids are often consecutive, or differ in
+// their top bits only.
+inline std::uint64_t mix(std::uint64_t id) {
+  id ^= id >> 32;
+  id *= 0xd6e8feb86659fd93U;
+  id ^= id >> 32;
+  id *= 0xd6e8feb86659fd93U;
+  return id ^ (id >> 32);
+}
+
+// An open-addressing set of ids that live elsewhere, in order of arrival. A slot holds one plus the place of its id.
+// At most a quarter of the slots are in use: collisions cost more (a wrong guess of the processor) than the memory.
+template <class Slot>
+class Index {
+ public:
+  // `slots` has slot_count(capacity) entries; `ids` has room for `capacity`; at most so many are added.
+  Index(Slot* slots, std::size_t capacity, std::uint64_t* ids)
+      : slots_(slots), ids_(ids), mask_(slot_count(capacity) - 1), shift_(64 - std::countr_zero(mask_ + 1)) {
+    std::memset(slots_, 0, (mask_ + 1) * sizeof(Slot));
+  }
+
+  static std::size_t slot_count(std::size_t capacity) { return std::bit_ceil(std::max<std::size_t>(capacity, 8) * 4); }
+
+  void prefetch(std::uint64_t hash) const { __builtin_prefetch(slots_ + (hash >> shift_), 1); }
+
+  // New and known ids take the same way without a branch, as nothing can predict which one comes: the id is written
+  // behind the last one anyway, where an empty slot finds it. Only a slot of another id costs a branch.
+  std::size_t find_or_insert(std::uint64_t id, std::uint64_t hash) {
+    ids_[count_] = id;
+    for (std::size_t slot = hash >> shift_;; slot = (slot + 1) & mask_) {
+      const Slot entry = slots_[slot];
+      const bool empty = entry == 0;
+      // Not `?:`, of which compilers make the branch again.
+      const std::size_t place = (entry | ((count_ + 1) & (std::size_t{0} - std::size_t{empty}))) - 1;
+      if (ids_[place] == id) [[likely]] {
+        slots_[slot] = static_cast<Slot>(place + 1);
+        count_ += empty;
+        return place;
+      }
+    }
+  }
+
+  std::size_t count() const { return count_; }
+
+ private:
+  Slot* slots_;
+  std::uint64_t* ids_;
+  std::size_t mask_;
+  int shift_;
+  std::size_t count_ = 0;
+};
+
+template <class Slot, class Inverse>
+Inverse* add(Index<Slot>& index, std::span<const std::uint64_t> ids, Inverse* inverse) {
+  constexpr std::size_t kGroup = 32;
+  std::uint64_t hashes[kGroup];
+  for (std::size_t i = 0; i < ids.size(); i += kGroup) {
+    const std::size_t n = std::min(kGroup, ids.size() - i);
+    for (std::size_t k = 0; k < n; ++k) {
+      hashes[k] = mix(ids[i + k]);
+      index.prefetch(hashes[k]);
+    }
+    for (std::size_t k = 0; k < n; ++k) {
+      *inverse++ = static_cast<Inverse>(index.find_or_insert(ids[i + k], hashes[k]));
+    }
+  }
+  return inverse;
+}
+
+// uint32 entries become uint16 entries at the start of the same memory.
+void narrow(std::uint32_t* inverse, std::size_t n) {
+  constexpr std::size_t kGroup = 256;
+  auto* bytes = reinterpret_cast<std::byte*>(inverse);
+  std::uint32_t from[kGroup];
+  std::uint16_t to[kGroup];
+  for (std::size_t i = 0; i < n; i += kGroup) {
+    const std::size_t m = std::min(kGroup, n - i);
+    std::memcpy(from, bytes + i * sizeof(std::uint32_t), m * sizeof(std::uint32_t));
+    for (std::size_t k = 0; k < m; ++k) to[k] = static_cast<std::uint16_t>(from[k]);
+    std::memcpy(bytes + i * sizeof(std::uint16_t), to, m * sizeof(std::uint16_t));
+  }
+}
+
+template <class Slot, class Inverse>
+std::size_t unique_as(const UniqueGroup& group, std::size_t n, Arena& arena) {
+  Arena::Lease slots(arena, Index<Slot>::slot_count(n) * sizeof(Slot));
+  Index<Slot> index(slots.as<Slot>(), n, group.ids);
+  auto* inverse = reinterpret_cast<Inverse*>(group.inverse);
+  for (const auto& ids : group.features) inverse = add(index, ids, inverse);
+  return index.count();
+}
+
+void unique_group(UniqueGroup& group, std::size_t n, Arena& arena) {
+  if (n < kNarrow) {
+    group.count = unique_as<std::uint16_t, std::uint16_t>(group, n, arena);
+  } else if (n == kNarrow) {  // the places fit uint16, one plus the place does not
+    group.count = unique_as<std::uint32_t, std::uint16_t>(group, n, arena);
+  } else {
+    group.count = unique_as<std::uint32_t, std::uint32_t>(group, n, arena);
+    if (group.count <= kNarrow) narrow(group.inverse, n);
+  }
+  group.wide = group.count > kNarrow;
+}
+
+}  // namespace
+
+std::size_t UniqueGroup::positions() const {
+  std::size_t n = 0;
+  for (const auto& feature : features) n += feature.size();
+  return n;
+}
+
+void unique(std::span<UniqueGroup> groups, ThreadPool& pool, Arena& arena) {
+  std::vector<std::size_t> sizes;
+  for (const auto& group : groups) sizes.push_back(group.positions());
+  for (std::size_t g = 0; g < sizes.size(); ++g) {
+    if (sizes[g] >= std::numeric_limits<std::uint32_t>::max()) {
+      throw std::invalid_argument("group " + std::to_string(g) + " has 2^32 - 1 ids or more: use smaller batches");
+    }
+  }
+  // Largest first, so that no thread starts the largest when the others are done.
+  std::vector<std::size_t> order(groups.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return sizes[a] > sizes[b]; });
+  pool.parallel_for(order.size(), [&](std::size_t i) { unique_group(groups[order[i]], sizes[order[i]], arena); });
+}
+
+// ---- pooling ----------------------------------------------------------------------------------------------------
+
+namespace {
+
+enum class Fault : std::uint8_t { none, inverse, offsets };
+
+std::string feature_name(std::size_t feature) { return "feature " + std::to_string(feature); }
+
+// Keeps the fault of the first feature, so that the message does not depend on the order of threads.
+class Faults {
+ public:
+  void add(std::size_t feature, Fault fault) {
+    if (fault == Fault::none) return;
+    const std::lock_guard lock(mutex_);
+    if (fault_ != Fault::none && feature_ <= feature) return;
+    feature_ = feature;
+    fault_ = fault;
+  }
+
+  void raise() const {
+    if (fault_ == Fault::none) return;
+    throw std::invalid_argument(feature_name(feature_) + (fault_ == Fault::inverse
+                                                              ? ": inverse points behind the rows of its table"
+                                                              : ": offsets must not decrease and must stay in range"));
+  }
+
+ private:
+  std::mutex mutex_;
+  std::size_t feature_ = 0;
+  Fault fault_ = Fault::none;
+};
+
+void check(const FeaturePlan& plan, const std::string& where) {
+  if (plan.offsets == nullptr) {
+    if (plan.positions != plan.batch)
+      throw std::invalid_argument(where + ": without offsets there is one value per sample");
+  } else if (plan.offsets[0] != 0) {
+    throw std::invalid_argument(where + ": offsets must start at 0");
+  } else if (plan.offsets[plan.batch] != static_cast<std::int64_t>(plan.positions)) {
+    throw std::invalid_argument(where + ": offsets must end at the number of values, " +
+                                std::to_string(plan.positions));
+  }
+  if (plan.pooling == Pooling::sequence && plan.max_length == 0) {
+    throw std::invalid_argument(where + ": a sequence needs a max_length");
+  }
+}
+
+struct Bag {
+  std::size_t begin;
+  std::size_t length;  // after truncation
+};
+
+// Contents are checked where they are used, not in a pass before: that costs less, and an array that somebody changes
+// meanwhile cannot lead outside of its neighbours either.
+inline bool find_bag(const FeaturePlan& plan, std::size_t sample, Bag& bag) {
+  if (plan.offsets == nullptr) {
+    bag = {sample, 1};
+    return true;
+  }
+  const std::int64_t begin = plan.offsets[sample];
+  const std::int64_t end = plan.offsets[sample + 1];
+  if (begin < 0 || end < begin || end > static_cast<std::int64_t>(plan.positions)) return false;
+  bag = {static_cast<std::size_t>(begin), static_cast<std::size_t>(end - begin)};
+  if (plan.max_length != 0 && bag.length > plan.max_length) bag.length = plan.max_length;
+  return true;
+}
+
+inline float divisor(Pooling pooling, std::size_t length) {
+  if (pooling == Pooling::mean) return static_cast<float>(length);
+  if (pooling == Pooling::sqrtn) return std::sqrt(static_cast<float>(length));
+  return 1.0F;
+}
+
+// Rows are short: with the usual dims known to the compiler, a row costs a few instructions instead of a call.
+template <std::size_t kDim>
+struct Row {
+  static std::size_t size(std::size_t dim) { return kDim == 0 ? dim : kDim; }
+  static void copy(float* __restrict to, const float* __restrict from, std::size_t dim) {
+    std::memcpy(to, from, size(dim) * sizeof(float));
+  }
+  static void add(float* __restrict to, const float* __restrict from, std::size_t dim) {
+    for (std::size_t d = 0; d < size(dim); ++d) to[d] += from[d];
+  }
+  static void divide(float* __restrict to, const float* __restrict from, float by, std::size_t dim) {
+    for (std::size_t d = 0; d < size(dim); ++d) to[d] = from[d] / by;
+  }
+};
+
+// Calls body(Inverse{}, Row<dim>{}).
+template <class Inverse, class Body>
+auto with_row(std::size_t dim, Body&& body) {
+  switch (dim) {
+    case 4:
+      return body(Inverse{}, Row<4>{});
+    case 8:
+      return body(Inverse{}, Row<8>{});
+    case 16:
+      return body(Inverse{}, Row<16>{});
+    case 32:
+      return body(Inverse{}, Row<32>{});
+    case 64:
+      return body(Inverse{}, Row<64>{});
+    default:
+      return body(Inverse{}, Row<0>{});
+  }
+}
+
+template <class Body>
+auto with_types(bool wide, std::size_t dim, Body&& body) {
+  return wide ? with_row<std::uint32_t>(dim, body) : with_row<std::uint16_t>(dim, body);
+}
+
+template <class Inverse, class RowOps>
+Fault pool_sequences(const PoolFeature& feature, std::size_t first, std::size_t last) {
+  const auto [rows, count, dim] = feature.table;
+  const auto* inverse = static_cast<const Inverse*>(feature.plan.inverse);
+  for (std::size_t sample = first; sample < last; ++sample) {
+    Bag bag;
+    if (!find_bag(feature.plan, sample, bag)) return Fault::offsets;
+    float* out = feature.out + static_cast<std::ptrdiff_t>(sample) * feature.sample_stride;
+    std::uint8_t* mask = feature.mask + static_cast<std::ptrdiff_t>(sample) * feature.mask_stride;
+    for (std::size_t p = 0; p < feature.plan.max_length; ++p, out += feature.position_stride) {
+      mask[p] = p < bag.length;
+      if (p < bag.length) {
+        const std::size_t row = inverse[bag.begin + p];
+        if (row >= count) return Fault::inverse;
+        RowOps::copy(out, rows + row * dim, dim);
+      } else {
+        std::memset(out, 0, dim * sizeof(float));
+      }
+    }
+  }
+  return Fault::none;
+}
+
+template <class Inverse, class RowOps>
+Fault pool_bags(const PoolFeature& feature, std::size_t first, std::size_t last) {
+  const auto [rows, count, dim] = feature.table;
+  const auto* inverse = static_cast<const Inverse*>(feature.plan.inverse);
+  float* out = feature.out + static_cast<std::ptrdiff_t>(first) * feature.sample_stride;
+  for (std::size_t sample = first; sample < last; ++sample, out += feature.sample_stride) {
+    Bag bag;
+    if (!find_bag(feature.plan, sample, bag)) return Fault::offsets;
+    if (bag.length == 0) {
+      std::memset(out, 0, dim * sizeof(float));
+      continue;
+    }
+    for (std::size_t p = 0; p < bag.length; ++p) {
+      const std::size_t row = inverse[bag.begin + p];
+      if (row >= count) return Fault::inverse;
+      if (p == 0) {
+        RowOps::copy(out, rows + row * dim, dim);
+      } else {
+        RowOps::add(out, rows + row * dim, dim);
+      }
+    }
+    if (bag.length > 1 && feature.plan.pooling != Pooling::sum) {
+      const float by = divisor(feature.plan.pooling, bag.length);
+      for (std::size_t d = 0; d < RowOps::size(dim); ++d) out[d] /= by;
+    }
+  }
+  return Fault::none;
+}
+
+std::size_t positions_used(const FeaturePlan& plan) {
+  if (plan.pooling == Pooling::sequence) return plan.batch * plan.max_length;
+  return std::max(plan.positions, plan.batch);
+}
+
+}  // namespace
+
+void pool_forward(std::span<const PoolFeature> features, ThreadPool& pool) {
+  struct Task {
+    std::size_t feature, first, last;
+  };
+  constexpr std::size_t kSmallest = 1 << 14;  // floats; less is not worth waking a thread
+  std::size_t work = 0;
+  for (std::size_t f = 0; f < features.size(); ++f) {
+    check(features[f].plan, feature_name(f));
+    work += positions_used(features[f].plan) * features[f].table.dim;
+  }
+  const std::size_t share = std::max(kSmallest, work / (pool.threads() * 8));
+  std::vector<Task> tasks;
+  for (std::size_t f = 0; f < features.size(); ++f) {
+    const std::size_t batch = features[f].plan.batch;
+    const std::size_t parts = 1 + positions_used(features[f].plan) * features[f].table.dim / share;
+    const std::size_t step = std::max<std::size_t>(1, (batch + parts - 1) / parts);
+    for (std::size_t first = 0; first < batch; first += step)
+      tasks.push_back({f, first, std::min(batch, first + step)});
+  }
+  Faults faults;
+  const auto run = [&](std::size_t t) {
+    const auto& task = tasks[t];
+    const auto& feature = features[task.feature];
+    faults.add(task.feature,
+               with_types(feature.plan.wide, feature.table.dim, [&]<class Inverse, class RowOps>(Inverse, RowOps) {
+                 return feature.plan.pooling == Pooling::sequence
+                            ? pool_sequences<Inverse, RowOps>(feature, task.first, task.last)
+                            : pool_bags<Inverse, RowOps>(feature, task.first, task.last);
+               }));
+  };
+  if (work <= kSmallest) {
+    for (std::size_t t = 0; t < tasks.size(); ++t) run(t);
+  } else {
+    pool.parallel_for(tasks.size(), run);
+  }
+  faults.raise();
+}
+
+// ---- gradient of pooling ----------------------------------------------------------------------------------------
+
+namespace {
+
+template <class Inverse, class RowOps>
+Fault add_gradient(const GradientFeature& feature, const GradientTable& table, float* scaled) {
+  const std::size_t dim = table.dim;
+  const auto* inverse = static_cast<const Inverse*>(feature.plan.inverse);
+  const bool sequence = feature.plan.pooling == Pooling::sequence;
+  for (std::size_t sample = 0; sample < feature.plan.batch; ++sample) {
+    Bag bag;
+    if (!find_bag(feature.plan, sample, bag)) return Fault::offsets;
+    const float* gradient = feature.gradient + static_cast<std::ptrdiff_t>(sample) * feature.sample_stride;
+    if (bag.length > 1 && !sequence && feature.plan.pooling != Pooling::sum) {
+      RowOps::divide(scaled, gradient, divisor(feature.plan.pooling, bag.length), dim);
+      gradient = scaled;
+    }
+    for (std::size_t p = 0; p < bag.length; ++p) {
+      const std::size_t row = inverse[bag.begin + p];
+      if (row >= table.count) return Fault::inverse;
+      RowOps::add(table.out + row * dim, gradient, dim);
+      if (sequence) gradient += feature.position_stride;
+    }
+  }
+  return Fault::none;
+}
+
+void backward_serial(const GradientTable& table, Arena& arena, Faults& faults) {
+  std::memset(table.out, 0, table.count * table.dim * sizeof(float));
+  Arena::Lease scaled(arena, table.dim * sizeof(float));
+  for (const auto& feature : table.features) {
+    if (feature.gradient == nullptr) continue;
+    faults.add(feature.name,
+               with_types(feature.plan.wide, table.dim, [&]<class Inverse, class RowOps>(Inverse, RowOps) {
+                 return add_gradient<Inverse, RowOps>(feature, table, scaled.as<float>());
+               }));
+  }
+}
+
+// One position of a bag, sent to the thread that owns its row.
+struct Entry {
+  const float* gradient;
+  std::uint32_t row;
+  float divisor;
+};
+
+struct Piece {
+  std::size_t feature, first, last;
+  std::size_t start;     // of this piece's entries: room for all of them, per owner
+  std::size_t capacity;  // positions
+};
+
+template <class Inverse>
+Fault route(const GradientFeature& feature, const Piece& piece, std::size_t count, int block, std::size_t owners,
+            Entry* entries, std::size_t* counts) {
+  const auto* inverse = static_cast<const Inverse*>(feature.plan.inverse);
+  const bool sequence = feature.plan.pooling == Pooling::sequence;
+  for (std::size_t sample = piece.first; sample < piece.last; ++sample) {
+    Bag bag;
+    if (!find_bag(feature.plan, sample, bag)) return Fault::offsets;
+    const float* gradient = feature.gradient + static_cast<std::ptrdiff_t>(sample) * feature.sample_stride;
+    const float by = sequence ? 1.0F : divisor(feature.plan.pooling, bag.length);
+    for (std::size_t p = 0; p < bag.length; ++p) {
+      const std::uint32_t row = inverse[bag.begin + p];
+      if (row >= count) return Fault::inverse;
+      const std::size_t owner = (row >> block) % owners;
+      // Only offsets that change during the call can get here with a full piece.
+      if (counts[owner] == piece.capacity) return Fault::offsets;
+      entries[owner * piece.capacity + counts[owner]++] = {gradient, row, by};
+      if (sequence) gradient += feature.position_stride;
+    }
+  }
+  return Fault::none;
+}
+
+// One large table on all threads: pieces of the batch are sorted by the owner of their rows, then every owner adds
+// what it got, in the order of the batch. Each row has one owner, hence the same order as in `backward_serial`.
+void backward_split(const GradientTable& table, ThreadPool& pool, Arena& arena, Faults& faults) {
+  const std::size_t owners = pool.threads();
+  std::size_t positions = 0;
+  for (const auto& feature : table.features) {
+    if (feature.gradient != nullptr) positions += feature.plan.positions;
+  }
+  const std::size_t share = std::max<std::size_t>(4096, positions / (owners * 2));
+  std::vector<Piece> pieces;
+  std::size_t room = 0;
+  for (std::size_t f = 0; f < table.features.size(); ++f) {
+    const auto& plan = table.features[f].plan;
+    if (table.features[f].gradient == nullptr) continue;
+    const std::size_t parts = 1 + plan.positions / share;
+    const std::size_t step = std::max<std::size_t>(1, (plan.batch + parts - 1) / parts);
+    for (std::size_t first = 0; first < plan.batch; first += step) {
+      const std::size_t last = std::min(plan.batch, first + step);
+      std::size_t capacity = last - first;
+      if (plan.offsets != nullptr) {
+        const std::int64_t begin = plan.offsets[first];
+        const std::int64_t end = plan.offsets[last];
+        if (begin < 0 || end < begin || end > static_cast<std::int64_t>(plan.positions)) {
+          faults.add(table.features[f].name, Fault::offsets);
+          return;
+        }
+        capacity = static_cast<std::size_t>(end - begin);
+      }
+      pieces.push_back({f, first, last, room, capacity});
+      room += capacity * owners;
+    }
+  }
+  // Rows shorter than a cache line are owned in blocks that fill one.
+  int block = 0;
+  while (((table.dim * sizeof(float)) << block) < kLine) ++block;
+  Arena::Lease entries(arena, room * sizeof(Entry));
+  std::vector<std::size_t> counts(pieces.size() * owners);
+  std::atomic<bool> failed{false};
+  pool.parallel_for(pieces.size(), [&](std::size_t i) {
+    const auto& piece = pieces[i];
+    const auto& feature = table.features[piece.feature];
+    std::vector<std::size_t> own(owners);  // not in `counts`, whose lines the threads share
+    const auto to = entries.as<Entry>() + piece.start;
+    const Fault fault = feature.plan.wide
+                            ? route<std::uint32_t>(feature, piece, table.count, block, owners, to, own.data())
+                            : route<std::uint16_t>(feature, piece, table.count, block, owners, to, own.data());
+    std::copy(own.begin(), own.end(), counts.begin() + static_cast<std::ptrdiff_t>(i * owners));
+    if (fault != Fault::none) failed = true;
+    faults.add(feature.name, fault);
+  });
+  if (failed) return;
+  const std::size_t rows = table.count;
+  pool.parallel_for(owners, [&](std::size_t owner) {
+    with_row<std::uint32_t>(table.dim, [&]<class Inverse, class RowOps>(Inverse, RowOps) {
+      const std::size_t dim = table.dim;
+      for (std::size_t first = owner << block; first < rows; first += owners << block) {
+        const std::size_t n = std::min(std::size_t{1} << block, rows - first);
+        std::memset(table.out + first * dim, 0, n * dim * sizeof(float));
+      }
+      Arena::Lease scratch(arena, dim * sizeof(float));
+      float* scaled = scratch.as<float>();
+      for (std::size_t i = 0; i < pieces.size(); ++i) {
+        const Entry* entry = entries.as<Entry>() + pieces[i].start + owner * pieces[i].capacity;
+        const Entry* end = entry + counts[i * owners + owner];
+        for (; entry != end; ++entry) {
+          const float* gradient = entry->gradient;
+          if (entry->divisor != 1.0F) {
+            RowOps::divide(scaled, gradient, entry->divisor, dim);
+            gradient = scaled;
+          }
+          RowOps::add(table.out + entry->row * dim, gradient, dim);
+        }
+      }
+    });
+  });
+}
+
+}  // namespace
+
+void pool_backward(std::span<const GradientTable> tables, ThreadPool& pool, Arena& arena) {
+  constexpr std::size_t kLarge = 1 << 19;  // floats
+  std::vector<std::size_t> work(tables.size());
+  for (std::size_t t = 0; t < tables.size(); ++t) {
+    work[t] = tables[t].count * tables[t].dim;
+    for (const auto& feature : tables[t].features) {
+      check(feature.plan, feature_name(feature.name));
+      if (feature.gradient != nullptr) work[t] += feature.plan.positions * tables[t].dim;
+    }
+  }
+  const std::size_t total = std::accumulate(work.begin(), work.end(), std::size_t{0});
+  Faults faults;
+  std::vector<std::size_t> whole;
+  for (std::size_t t = 0; t < tables.size(); ++t) {
+    if (pool.threads() > 1 && work[t] >= kLarge && work[t] > total / pool.threads() &&
+        tables[t].count <= std::numeric_limits<std::uint32_t>::max() && tables[t].dim > 0) {
+      backward_split(tables[t], pool, arena, faults);
+    } else {
+      whole.push_back(t);
+    }
+  }
+  std::stable_sort(whole.begin(), whole.end(), [&](std::size_t a, std::size_t b) { return work[a] > work[b]; });
+  pool.parallel_for(whole.size(), [&](std::size_t i) { backward_serial(tables[whole[i]], arena, faults); });
+  faults.raise();
+}
+
+}  // namespace persia

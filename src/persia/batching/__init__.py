@@ -1,0 +1,23 @@
+"""What happens to the ids and rows of a batch between data and network; every loop runs natively, without the GIL.
+
+:mod:`persia.batching.reference` has a slow, readable twin of every function here.
+"""
+
+from persia.batching.duplicates import merge_gradients, unique
+from persia.batching.hashing import hash_cross, hash_strings, hash_values
+from persia.batching.native import Scratch, ThreadPool
+from persia.batching.pooling import FeaturePlan, Pooled, pool_backward, pool_forward
+
+__all__ = [
+    "FeaturePlan",
+    "Pooled",
+    "Scratch",
+    "ThreadPool",
+    "hash_cross",
+    "hash_strings",
+    "hash_values",
+    "merge_gradients",
+    "pool_backward",
+    "pool_forward",
+    "unique",
+]

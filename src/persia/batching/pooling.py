@@ -1,0 +1,156 @@
+"""From the unique rows of tables to what the network reads, and back with the gradients; on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from persia.batching.native import Scratch, ThreadPool, as_data_error, core
+from persia.errors import DataError
+from persia.types import BoolArray, Floats, Int64Array, Inverse
+
+__all__ = ["FeaturePlan", "Pooled", "pool_backward", "pool_forward"]
+
+# The numbers of `persia::Pooling`.
+_POOLINGS = {"sum": 0, "mean": 1, "sqrtn": 2, None: 3}
+
+
+@dataclass(frozen=True, slots=True)
+class FeaturePlan:
+    """Where the values of one feature are among the unique rows of its table, and what becomes of them.
+
+    Attributes:
+        table: index of its table in the call.
+        inverse: uint16 or uint32 `[n]`, each less than the number of rows.
+        offsets: int64 `[batch + 1]`, from 0 to n, not decreasing: `inverse[offsets[i]:offsets[i + 1]]` belong to
+            sample i. None when each sample has exactly one value (n = batch).
+        pooling: "sum", "mean" or "sqrtn" (sum / sqrt(count)) of a sample's rows; None keeps them as a sequence.
+        max_length: only the first so many values of a sample count; None for all. A sequence needs one.
+    """
+
+    table: int
+    inverse: Inverse
+    offsets: Int64Array | None = None
+    pooling: Literal["sum", "mean", "sqrtn"] | None = "sum"
+    max_length: int | None = None
+
+    @property
+    def batch(self) -> int:
+        """Number of samples."""
+        return len(self.inverse) if self.offsets is None else max(0, len(self.offsets) - 1)
+
+
+class Pooled(NamedTuple):
+    """What the network reads, by feature.
+
+    Attributes:
+        values: float32 `[batch, dim]`, or `[batch, max_length, dim]` for a sequence.
+        masks: bool `[batch, max_length]` for a sequence, True where there is a value; None for others.
+    """
+
+    values: list[Floats]
+    masks: list[BoolArray | None]
+
+
+_Fields = tuple[int, Inverse, Int64Array | None, int, int | None]
+
+
+def _fields(plans: Sequence[FeaturePlan]) -> list[_Fields]:
+    try:
+        return [(p.table, p.inverse, p.offsets, _POOLINGS[p.pooling], p.max_length) for p in plans]
+    except KeyError as error:
+        raise DataError(f"Unknown pooling {error}: use 'sum', 'mean', 'sqrtn' or None.") from error
+
+
+def _shape(feature: int, plan: FeaturePlan, rows: Sequence[Floats]) -> tuple[int, ...]:
+    if not 0 <= plan.table < len(rows) or rows[plan.table].ndim != 2:
+        raise DataError(f"feature {feature}: table {plan.table} must be one of {len(rows)} arrays [rows, dim].")
+    if plan.pooling is not None:
+        return plan.batch, rows[plan.table].shape[1]
+    if plan.max_length is None or plan.max_length < 1:
+        raise DataError(f"feature {feature}: an un-pooled sequence needs a max_length >= 1.")
+    return plan.batch, plan.max_length, rows[plan.table].shape[1]
+
+
+def pool_forward(
+    rows: Sequence[Floats],
+    plans: Sequence[FeaturePlan],
+    pool: ThreadPool,
+    out: Sequence[Floats | None] | None = None,
+) -> Pooled:
+    """Expands and pools the rows of a batch, all features at once.
+
+    A bag is summed in its order, in float32; mean and sqrtn divide the sum. An empty bag and the padding of a
+    sequence are zeros.
+
+    Args:
+        rows: for each table its unique rows, contiguous float32 `[u, dim]`.
+        plans: the features. Their arrays must not change meanwhile.
+        pool: threads to run on, in parallel over features and samples.
+        out: for each feature None or a float32 array to write to, shaped like the result; only the last axis must be
+            contiguous, so several features may share one `[batch, total]` buffer as column slices. They must not
+            overlap.
+
+    Returns:
+        Values and masks by feature; values are those of `out` where given.
+
+    Raises:
+        DataError: a dtype, shape or content does not fit; the message names the feature. `out` then has no meaning.
+
+    Blocks until done, without the GIL. Thread-safe.
+    """
+    fields = _fields(plans)
+    if out is not None and len(out) != len(plans):
+        raise DataError(f"out has {len(out)} entries for {len(plans)} features.")
+    values: list[Floats] = []
+    masks: list[BoolArray | None] = []
+    with as_data_error:
+        for f, plan in enumerate(plans):
+            shape = _shape(f, plan, rows)
+            given = out[f] if out is not None else None
+            values.append(np.empty(shape, np.float32) if given is None else given)
+            masks.append(np.empty(shape[:2], np.bool_) if plan.pooling is None else None)
+        core.pool_forward(list(rows), fields, values, masks, pool)
+    return Pooled(values, masks)
+
+
+def pool_backward(
+    shapes: Sequence[tuple[int, int]],
+    plans: Sequence[FeaturePlan],
+    gradients: Sequence[Floats | None],
+    pool: ThreadPool,
+    scratch: Scratch | None = None,
+) -> list[Floats]:
+    """The gradient of every unique row, from the gradients of what :func:`pool_forward` returned.
+
+    A row's gradient is summed in float32 in the order of the features, then of the samples, then within the bag:
+    bit-identical whatever the number of threads.
+
+    Args:
+        shapes: for each table the shape of its rows, (u, dim).
+        plans: the features, as in the forward call.
+        gradients: for each feature float32 `[batch, dim]`, or `[batch, max_length, dim]` for a sequence; any strides
+            (the last axis is copied if it is not contiguous); None counts as zero. Padding is not read.
+        pool: threads to run on: over tables, and over the rows of a table that is larger than all others together.
+        scratch: memory kept from call to call.
+
+    Returns:
+        For each table float32 `[u, dim]`; zeros where no sample has the row.
+
+    Raises:
+        DataError: a dtype, shape or content does not fit; the message names the feature.
+
+    Blocks until done, without the GIL. Thread-safe.
+    """
+    fields = _fields(plans)
+    dense = [
+        gradient if gradient is None or gradient.strides[-1:] == (4,) else np.ascontiguousarray(gradient)
+        for gradient in gradients
+    ]
+    out = [np.empty(shape, np.float32) for shape in shapes]
+    with as_data_error:
+        core.pool_backward(fields, dense, out, pool, scratch or Scratch())
+    return out

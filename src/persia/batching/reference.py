@@ -1,0 +1,190 @@
+"""The slow, readable twin of :mod:`persia.batching`: the same results, bit by bit, with plain loops.
+
+Used by tests, and to be read first. Arguments and results are as there, less `pool` and `scratch`; valid input only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from persia.batching.duplicates import UniqueIds
+from persia.batching.pooling import FeaturePlan, Pooled
+from persia.types import BoolArray, Floats, Ids, Int32Array, Int64Array, Inverse
+
+__all__ = [
+    "hash_cross",
+    "hash_strings",
+    "hash_values",
+    "merge_gradients",
+    "pool_backward",
+    "pool_forward",
+    "unique",
+    "xxh64",
+]
+
+
+def unique(groups: Sequence[Sequence[Ids]]) -> list[UniqueIds]:
+    """Twin of :func:`persia.batching.unique`."""
+    result: list[UniqueIds] = []
+    for features in groups:
+        place: dict[int, int] = {}
+        inverses = [[place.setdefault(id_, len(place)) for id_ in ids.tolist()] for ids in features]
+        found: list[Inverse] = [
+            np.array(inverse, np.uint16) if len(place) <= 65_536 else np.array(inverse, np.uint32)
+            for inverse in inverses
+        ]
+        result.append((np.array(list(place), np.uint64), found))
+    return result
+
+
+def merge_gradients(parts: Sequence[tuple[Ids, Floats]]) -> tuple[Ids, Floats]:
+    """Twin of :func:`persia.batching.merge_gradients`."""
+    ((ids, inverses),) = unique([[ids for ids, _ in parts]])
+    merged = np.zeros((len(ids), parts[0][1].shape[1]), np.float32)
+    for (_, gradients), inverse in zip(parts, inverses, strict=True):
+        for row, gradient in zip(inverse, gradients, strict=True):
+            merged[row] += gradient
+    return ids, merged
+
+
+def _bags(plan: FeaturePlan) -> Iterator[list[int]]:
+    """For each sample the rows of its values, truncated."""
+    offsets = plan.offsets if plan.offsets is not None else np.arange(len(plan.inverse) + 1)
+    for begin, end in itertools.pairwise(offsets):
+        yield [int(row) for row in plan.inverse[begin:end][: plan.max_length]]
+
+
+def _divisor(plan: FeaturePlan, length: int) -> np.float32:
+    if plan.pooling == "mean":
+        return np.float32(length)
+    if plan.pooling == "sqrtn":
+        return np.float32(np.sqrt(np.float32(length)))
+    return np.float32(1)
+
+
+def pool_forward(rows: Sequence[Floats], plans: Sequence[FeaturePlan]) -> Pooled:
+    """Twin of :func:`persia.batching.pool_forward`."""
+    pooled = Pooled([], [])
+    for plan in plans:
+        table = rows[plan.table]
+        if plan.pooling is None:
+            assert plan.max_length is not None
+            values = np.zeros((plan.batch, plan.max_length, table.shape[1]), np.float32)
+            mask: BoolArray | None = np.zeros((plan.batch, plan.max_length), np.bool_)
+            assert mask is not None
+            for sample, bag in enumerate(_bags(plan)):
+                values[sample, : len(bag)] = table[bag]
+                mask[sample, : len(bag)] = True
+        else:
+            values = np.zeros((plan.batch, table.shape[1]), np.float32)
+            mask = None
+            for sample, bag in enumerate(_bags(plan)):
+                if not bag:
+                    continue
+                total = table[bag[0]].copy()
+                for row in bag[1:]:
+                    total += table[row]
+                values[sample] = total / _divisor(plan, len(bag))
+        pooled.values.append(values)
+        pooled.masks.append(mask)
+    return pooled
+
+
+def pool_backward(
+    shapes: Sequence[tuple[int, int]], plans: Sequence[FeaturePlan], gradients: Sequence[Floats | None]
+) -> list[Floats]:
+    """Twin of :func:`persia.batching.pool_backward`."""
+    out = [np.zeros(shape, np.float32) for shape in shapes]
+    for plan, gradient in zip(plans, gradients, strict=True):
+        if gradient is None:
+            continue
+        for sample, bag in enumerate(_bags(plan)):
+            for position, row in enumerate(bag):
+                if plan.pooling is None:
+                    out[plan.table][row] += gradient[sample, position]
+                else:
+                    out[plan.table][row] += gradient[sample] / _divisor(plan, len(bag))
+    return out
+
+
+_WORD = 2**64 - 1
+_P1, _P2, _P3, _P4, _P5 = (
+    0x9E3779B185EBCA87,
+    0xC2B2AE3D27D4EB4F,
+    0x165667B19E3779F9,
+    0x85EBCA77C2B2AE63,
+    0x27D4EB2F165667C5,
+)
+
+
+def _rotate(x: int, bits: int) -> int:
+    return ((x << bits) | (x >> (64 - bits))) & _WORD
+
+
+def _round(total: int, word: int) -> int:
+    return _rotate((total + word * _P2) & _WORD, 31) * _P1 & _WORD
+
+
+def xxh64(data: bytes, seed: int = 0) -> int:
+    """XXH64 of the bytes, by the steps of its specification (github.com/Cyan4973/xxHash, doc/xxhash_spec.md)."""
+    at = 0
+    if len(data) >= 32:
+        sums = [(seed + _P1 + _P2) & _WORD, (seed + _P2) & _WORD, seed, (seed - _P1) & _WORD]
+        while len(data) - at >= 32:
+            sums = [_round(s, word) for s, word in zip(sums, struct.unpack_from("<4Q", data, at), strict=True)]
+            at += 32
+        total = sum(_rotate(s, bits) for s, bits in zip(sums, (1, 7, 12, 18), strict=True)) & _WORD
+        for s in sums:
+            total = ((total ^ _round(0, s)) * _P1 + _P4) & _WORD
+    else:
+        total = (seed + _P5) & _WORD
+    total = (total + len(data)) & _WORD
+    while len(data) - at >= 8:
+        total = (_rotate(total ^ _round(0, struct.unpack_from("<Q", data, at)[0]), 27) * _P1 + _P4) & _WORD
+        at += 8
+    if len(data) - at >= 4:
+        total = (_rotate(total ^ (struct.unpack_from("<I", data, at)[0] * _P1 & _WORD), 23) * _P2 + _P3) & _WORD
+        at += 4
+    for byte in data[at:]:
+        total = _rotate(total ^ (byte * _P5 & _WORD), 11) * _P1 & _WORD
+    total = (total ^ (total >> 33)) * _P2 & _WORD
+    total = (total ^ (total >> 29)) * _P3 & _WORD
+    return total ^ (total >> 32)
+
+
+def hash_strings(
+    data: NDArray[np.uint8],
+    offsets: Int32Array | Int64Array,
+    *,
+    validity: NDArray[np.uint8] | None = None,
+    validity_start: int = 0,
+    seed: int = 0,
+    null: int = 0,
+) -> Ids:
+    """Twin of :func:`persia.batching.hash_strings`."""
+    hashes = [xxh64(data[a:b].tobytes(), seed) for a, b in itertools.pairwise(offsets)]
+    if validity is not None:
+        bits = np.unpackbits(validity, bitorder="little")[validity_start:]
+        hashes = [hash_ if bit else null for hash_, bit in zip(hashes, bits, strict=False)]
+    return np.array(hashes, np.uint64)
+
+
+def hash_values(values: NDArray[Any], *, seed: int = 0) -> Ids:
+    """Twin of :func:`persia.batching.hash_values`."""
+    if values.dtype.kind == "f":
+        values = np.where(np.isnan(values), np.array(np.nan, values.dtype), values)
+        values[values == 0] = 0
+    values = values.astype(values.dtype.newbyteorder("<"))
+    return np.array([xxh64(value.tobytes(), seed) for value in values], np.uint64)
+
+
+def hash_cross(columns: Sequence[Ids], *, seed: int = 0) -> Ids:
+    """Twin of :func:`persia.batching.hash_cross`."""
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    return np.array([xxh64(struct.pack(f"<{len(row)}Q", *row), seed) for row in rows], np.uint64)

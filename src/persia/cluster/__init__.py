@@ -1,0 +1,5 @@
+"""Ways to run the roles."""
+
+from persia.cluster.embedded import Embedded
+
+__all__ = ["Embedded"]

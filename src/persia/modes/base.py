@@ -1,0 +1,54 @@
+"""What a mode is: three small decisions, without any knowledge of threads, sockets or clocks."""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple, Protocol
+
+__all__ = ["Aggregation", "Dense", "Mode", "Observation"]
+
+
+class Aggregation(enum.Enum):
+    """What a PS does with the gradients that it has for a step."""
+
+    APPLY = "apply"
+    HOLD = "hold"
+
+
+class Dense(enum.Enum):
+    """How the dense parameters of several NN workers are kept alike."""
+
+    ALL_REDUCE = "all_reduce"
+
+
+class Observation(NamedTuple):
+    """What an NN worker saw of its last steps, for modes that adapt.
+
+    Attributes:
+        waited: seconds that the training thread waited for looked-up rows, over the steps.
+        elapsed: seconds that the steps took, waiting included.
+        steps: how many steps.
+    """
+
+    waited: float
+    elapsed: float
+    steps: int
+
+
+class Mode(Protocol):
+    """The interface of a mode. `depth` is the bound on staleness in force, in the NN worker's own steps."""
+
+    def initial_depth(self) -> int | None:
+        """The depth to begin with; None for no bound."""
+
+    def next_depth(self, depth: int | None, seen: Observation) -> int | None:
+        """The depth after a window of steps."""
+
+    def gate(self, in_flight: int, depth: int | None) -> bool:
+        """May the next step look up its rows, while `in_flight` own steps lack their applied gradient?"""
+
+    def aggregate(self, arrived: int, nn_workers: int) -> Aggregation:
+        """What happens when `arrived` of `nn_workers` gradients of a step have reached a PS."""
+
+    def dense(self) -> Dense:
+        """How dense gradients are combined."""

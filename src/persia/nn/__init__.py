@@ -1,0 +1,15 @@
+"""The NN worker's side: embeddings as torch tensors, prefetching, models."""
+
+from persia.nn.collection import CollectionOptions, EmbeddingCollection
+from persia.nn.prepared import PreparedBatch
+from persia.nn.staleness import Staleness
+from persia.nn.types import Embeddings, SequenceEmbedding
+
+__all__ = [
+    "CollectionOptions",
+    "EmbeddingCollection",
+    "Embeddings",
+    "PreparedBatch",
+    "SequenceEmbedding",
+    "Staleness",
+]

@@ -1,0 +1,66 @@
+"""A bounded first-in-first-out channel between two threads that either side can close."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import Generic, TypeVar
+
+__all__ = ["Channel", "Closed"]
+
+T = TypeVar("T")
+
+
+class Closed(Exception):  # noqa: N818 - not an error: the other side has gone
+    """The channel is closed."""
+
+
+class Channel(Generic[T]):
+    """Like `queue.Queue`, whose `shutdown` only came with Python 3.13."""
+
+    def __init__(self, capacity: int) -> None:
+        self._items: deque[T] = deque()
+        self._capacity = capacity
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def put(self, item: T) -> None:
+        """Blocks while full. Raises Closed when closed."""
+        with self._changed:
+            while len(self._items) >= self._capacity and not self._closed:
+                self._changed.wait()
+            if self._closed:
+                raise Closed
+            self._items.append(item)
+            self._changed.notify_all()
+
+    def get(self, timeout: float | None = None) -> T:
+        """Blocks while empty, at most `timeout` seconds.
+
+        Raises:
+            Closed: closed, and nothing is left.
+            TimeoutError: nothing came in time.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while not self._items:
+                if self._closed:
+                    raise Closed
+                remaining = None if deadline is None else deadline - time.monotonic()
+                if remaining is not None and remaining <= 0:
+                    raise TimeoutError
+                self._changed.wait(remaining)
+            item = self._items.popleft()
+            self._changed.notify_all()
+            return item
+
+    def close(self, *, discard: bool = False) -> list[T]:
+        """No more items come; those inside can still be got, unless discarded, which returns them."""
+        with self._changed:
+            self._closed = True
+            left = list(self._items) if discard else []
+            if discard:
+                self._items.clear()
+            self._changed.notify_all()
+            return left

@@ -1,0 +1,350 @@
+"""`EmbeddingCollection`: unbounded embedding tables as a PyTorch module."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from numpy.typing import NDArray
+
+from persia.batching.batch import Batch
+from persia.errors import ConfigError, PersiaError, StaleBatchError
+from persia.modes import Hybrid, Mode
+from persia.nn.pipeline import Pipeline, Stages
+from persia.nn.pool import Expander
+from persia.nn.prepared import PreparedBatch
+from persia.nn.staging import staging_for
+from persia.nn.staleness import Staleness, StalenessGate
+from persia.nn.types import Embeddings
+from persia.schema import EmbeddingOptimizer, Schema
+from persia.services import Cluster
+from persia.types import Contribution, Floats, LookedUp, UpdateCounts
+
+__all__ = ["CollectionOptions", "EmbeddingCollection", "Pushed"]
+
+
+class CollectionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a collection seldom needs to be told.
+
+    Args:
+        device: where the network runs: "cpu", "cuda", "cuda:1".
+        seed: of row initialisation and admission.
+        accumulation_steps: gradients of so many batches are applied together, as one update.
+        timeout: seconds that a wait for a batch, a lookup or a push may take.
+    """
+
+    device: str = "cpu"
+    seed: int = 0
+    accumulation_steps: int = 1
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in ("accumulation_steps",):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name} = {value!r}; give a whole number >= 1.", field=name)
+        if not self.timeout > 0:
+            raise ConfigError(f"timeout = {self.timeout!r}; give a number of seconds > 0.", field="timeout")
+
+
+class Pushed(NamedTuple):
+    """What became of the gradients so far, in rows, and of batches without one.
+
+    Attributes:
+        applied: rows updated.
+        absent: rows that were not there (not admitted, or evicted): skipped.
+        non_finite: rows whose gradient had a NaN or Inf: dropped.
+        released: batches that were drawn and never back-propagated.
+    """
+
+    applied: int = 0
+    absent: int = 0
+    non_finite: int = 0
+    released: int = 0
+
+
+class _Pending(NamedTuple):
+    """Gradients of a batch on their way to the host."""
+
+    batch_id: int
+    gradients: Callable[[], dict[str, Floats]]
+
+
+class EmbeddingCollection(torch.nn.Module):
+    """All embedding tables of a schema: lookups by prefetching, gradients pushed by `loss.backward()`.
+
+    A drop-in for `nn.EmbeddingBag` / TorchRec's `EmbeddingBagCollection` without a vocabulary. The module has no
+    parameters: rows live in embedding parameter servers, which update them with their own optimizer.
+
+    In training mode (`.train()`, the default) `prefetch` yields batches whose backward pass pushes gradients; in
+    evaluation mode (`.eval()`) it reads only: nothing is admitted or touched, and the gate is not asked.
+
+    Use from one thread, like any module; the background threads are its own. Leaving the loop ends them.
+
+    Args:
+        schema: features and tables.
+        optimizer: for tables that declare none.
+        mode: how far lookups may run ahead of updates: the only place where staleness is set.
+        cluster: where the servers run; None for this process.
+        grad_scaler: the `torch.amp.GradScaler` of fp16 training; gradients are unscaled before they leave.
+        options: the rest.
+
+    Raises:
+        ConfigError: an argument is not valid; the message names it.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        *,
+        optimizer: EmbeddingOptimizer,
+        mode: Mode | None = None,
+        cluster: Cluster | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        options: CollectionOptions | None = None,
+    ) -> None:
+        super().__init__()
+        if cluster is None:
+            from persia.cluster.embedded import Embedded
+
+            cluster = Embedded()
+        self.options = options or CollectionOptions()
+        self.schema = schema
+        self.mode = mode or Hybrid()
+        self.grad_scaler = grad_scaler
+        self.global_step = 0
+        self._staging = staging_for(torch.device(self.options.device))
+        self._expander = Expander(schema, self._staging.device)
+        self.connection = cluster.connect(schema, optimizer, self.mode, self.options.seed)
+        self._worker = self.connection.worker
+        self.gate = StalenessGate(self.mode, self.options.accumulation_steps)
+        self._pipeline: Pipeline | None = None
+        self._group: list[_Pending] = []
+        self._group_batches = 0
+        self._counts: dict[str, UpdateCounts] = {}
+        self._released = 0
+        self._pid = os.getpid()
+
+    # --- the loop ---------------------------------------------------------------------------------------------
+
+    def prefetch(self, loader: Iterable[Batch]) -> Iterator[PreparedBatch]:
+        """Iterates over a loader with rows looked up ahead, in background threads.
+
+        Args:
+            loader: any iterable of `persia.Batch`, a torch `DataLoader` with `batch_size=None` included.
+
+        Yields:
+            Batches on the device. Each is to be used before the next is drawn; one that was not back-propagated by
+            then is released and counted.
+
+        Raises:
+            DataError: a batch does not fit the schema.
+            DeadlineError: a stage was late; it says which.
+            PersiaError: another training pass over this collection is under way.
+        """
+        source = iter(loader)  # Here, so that DataLoader workers are forked by the caller's thread.
+        return self._train(source) if self.training else self._evaluate(source)
+
+    def forward(self, batch: PreparedBatch | Batch) -> Embeddings:
+        """Embeddings by feature: `[batch, dim]`, or a SequenceEmbedding where the feature is not pooled.
+
+        Args:
+            batch: one from `prefetch`. A plain `persia.Batch` is looked up on the spot, which blocks.
+
+        Raises:
+            StaleBatchError: the batch was released or its gradient is pushed, and gradients are enabled.
+        """
+        if isinstance(batch, Batch):
+            batch = self._prepare_now(batch)
+        elif batch.batch_id is not None and not batch.trains and torch.is_grad_enabled() and self.training:
+            raise StaleBatchError(
+                "This batch is used up: its gradient was pushed, or a later batch was drawn. Use each batch before "
+                "drawing the next.",
+                batch_id=batch.batch_id,
+            )
+        return self._expander(batch.rows, batch.inverse, batch.offsets)
+
+    # --- what happened ----------------------------------------------------------------------------------------
+
+    @property
+    def staleness(self) -> Staleness:
+        """Measured staleness of the lookups so far, in own steps."""
+        return self.gate.measured
+
+    @property
+    def pushed(self) -> Pushed:
+        """What became of gradients so far."""
+        counts = list(self._counts.values())
+        return Pushed(
+            sum(c.applied for c in counts),
+            sum(c.absent for c in counts),
+            sum(c.non_finite for c in counts),
+            self._released,
+        )
+
+    def statistics(self) -> dict[str, dict[str, int]]:
+        """Counters of the tables, summed over the servers."""
+        total: dict[str, dict[str, int]] = {}
+        for server in self.connection.servers:
+            for table, counters in server.statistics().items():
+                mine = total.setdefault(table, {})
+                for name, value in counters.items():
+                    mine[name] = mine.get(name, 0) + value
+        return total
+
+    # --- training ---------------------------------------------------------------------------------------------
+
+    def _train(self, source: Iterator[Batch]) -> Iterator[PreparedBatch]:
+        self._check_process()
+        if self._pipeline is not None:
+            raise PersiaError(
+                "A training pass over this EmbeddingCollection is under way. Finish or close its prefetch iterator "
+                "first (`del` it, or leave its loop)."
+            )
+        self.gate.open()
+        stages = Stages(self._register, self.gate.pass_lookup, self._lookup, self.gate.drawn, self.gate.close)
+        pipeline = self._pipeline = Pipeline(source, stages, self.options.timeout)
+        batch: PreparedBatch | None = None
+        try:
+            while True:
+                try:
+                    batch = pipeline.draw()
+                except StopIteration:
+                    break
+                yield batch
+                self._release_if_unused(batch)
+        finally:
+            # Also when the loop is left early: what has a gradient is applied, the rest is forgotten.
+            if batch is not None:
+                self._release_if_unused(batch)
+            self._flush_group()
+            self._pipeline = None
+            for undrawn in pipeline.close():
+                if undrawn.batch_id is not None:
+                    self._worker.release(undrawn.batch_id)
+        pipeline.raise_push_failure()
+
+    def _register(self, batch: Batch) -> tuple[Batch, int]:
+        batch.validate(self.schema)
+        return batch, self._worker.register(batch.id_features)
+
+    def _lookup(self, registered: tuple[Batch, int]) -> tuple[PreparedBatch, Callable[[], None]]:
+        batch, batch_id = registered
+        prepared, ready = self._stage(batch, self._worker.lookup(batch_id), batch_id)
+        prepared.await_gradient(self._end_of_backward)
+        return prepared, ready
+
+    def _end_of_backward(self, batch: PreparedBatch) -> None:
+        assert batch.batch_id is not None
+        scale = self.grad_scaler.get_scale() if self.grad_scaler is not None else 1.0
+        with torch.no_grad():
+            gradients = self._staging.to_host(batch.contribution(scale))
+        self._group.append(_Pending(batch.batch_id, gradients))
+        self._batch_ended()
+
+    def _release_if_unused(self, batch: PreparedBatch) -> None:
+        if batch.close():
+            assert batch.batch_id is not None
+            self._worker.release(batch.batch_id)
+            self._released += 1
+            self._batch_ended()
+
+    def _batch_ended(self) -> None:
+        self._group_batches += 1
+        if self._group_batches >= self.options.accumulation_steps:
+            self._flush_group()
+
+    def _flush_group(self) -> None:
+        """Pushes the gradients of the batches since the last push."""
+        group, batches = self._group, self._group_batches
+        self._group, self._group_batches = [], 0
+        if not batches:
+            return
+        step = self.global_step
+        self.global_step += 1
+        if self._pipeline is None:
+            self._push(group, batches, step)
+        else:
+            self._pipeline.push(lambda: self._push(group, batches, step))
+
+    def _push(self, group: list[_Pending], batches: int, step: int) -> None:
+        contributions = [Contribution(pending.batch_id, pending.gradients()) for pending in group]
+        if contributions:
+            for table, counts in self._worker.push(contributions, step).items():
+                before = self._counts.get(table, UpdateCounts())
+                self._counts[table] = UpdateCounts(*(a + b for a, b in zip(before, counts, strict=True)))
+        self.gate.done(batches)
+
+    # --- without a pipeline -----------------------------------------------------------------------------------
+
+    def _evaluate(self, source: Iterator[Batch]) -> Iterator[PreparedBatch]:
+        stopped = False
+
+        def stop() -> None:
+            nonlocal stopped
+            stopped = True
+
+        stages = Stages(self._validated, lambda: not stopped, self._read_only, lambda _: None, stop)
+        pipeline = Pipeline(source, stages, self.options.timeout)
+        try:
+            while True:
+                try:
+                    batch = pipeline.draw()
+                except StopIteration:
+                    return
+                yield batch
+        finally:
+            pipeline.close()
+
+    def _validated(self, batch: Batch) -> Batch:
+        batch.validate(self.schema)
+        return batch
+
+    def _read_only(self, batch: Batch) -> tuple[PreparedBatch, Callable[[], None]]:
+        return self._stage(batch, self._worker.evaluate(batch.id_features), None)
+
+    def _prepare_now(self, batch: Batch) -> PreparedBatch:
+        self._check_process()
+        if self.training and torch.is_grad_enabled():
+            if self._pipeline is not None:
+                raise PersiaError(
+                    "This EmbeddingCollection is in a `prefetch` loop; call it with the batches that the loop "
+                    "yields, or switch to `.eval()` to read other ones."
+                )
+            prepared, ready = self._lookup(self._register(batch))
+        else:
+            prepared, ready = self._read_only(self._validated(batch))
+        ready()
+        return prepared
+
+    def _stage(
+        self, batch: Batch, found: LookedUp, batch_id: int | None
+    ) -> tuple[PreparedBatch, Callable[[], None]]:
+        on_host = self._expander.on_host
+        arrays: dict[str, NDArray[Any]] = {f"rows/{name}": rows for name, rows in found.rows.items()}
+        arrays["dense"] = batch.dense
+        arrays["labels"] = batch.labels
+        if not on_host:
+            arrays.update((f"inverse/{name}", inverse) for name, inverse in found.inverse.items())
+            arrays.update((f"offsets/{n}", o) for n, o in found.offsets.items() if o is not None)
+        tensors, ready = self._staging.to_device(arrays)
+        prepared = PreparedBatch(
+            tensors["dense"],
+            tensors["labels"],
+            batch.day,
+            {name: tensors[f"rows/{name}"] for name in found.rows},
+            found.inverse if on_host else {name: tensors[f"inverse/{name}"] for name in found.inverse},
+            found.offsets if on_host else {name: tensors.get(f"offsets/{name}") for name in found.offsets},
+            batch_id,
+        )
+        return prepared, ready
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise PersiaError(
+                "This EmbeddingCollection was made in another process (before a fork). Make it in the process that "
+                "trains; DataLoader workers only need the reader."
+            )

@@ -1,0 +1,196 @@
+"""Runs lookups ahead of the step and pushes behind it, in background threads, as far as the mode allows.
+
+One :class:`Pipeline` is one pass over a loader: a thread reads batches ahead, a thread registers them and looks
+their rows up when the gate opens, a thread pushes gradients. A failure of any of them surfaces at the caller's
+next draw, with a note of where it came from; closing ends all three.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from persia.batching.batch import Batch
+from persia.errors import DeadlineError
+from persia.nn.channel import Channel, Closed
+from persia.nn.prepared import PreparedBatch
+
+__all__ = ["Pipeline", "Stages"]
+
+READ_AHEAD = 16
+"""Batches read before they are needed; more only costs memory."""
+
+MOST_READY = 64
+"""Batches looked up before they are needed when the mode sets no bound."""
+
+
+class Stages(NamedTuple):
+    """What the threads of a pipeline do.
+
+    Attributes:
+        register: takes a batch as the loader gave it; the result goes to `lookup`.
+        may_lookup: blocks until the lookup is allowed; False when the pipeline is being closed.
+        lookup: gives the batch to be trained.
+        drawn: told how many seconds a draw had to wait.
+        stop: makes a blocked `may_lookup` return False.
+    """
+
+    register: Callable[[Batch], Any]
+    may_lookup: Callable[[], bool]
+    lookup: Callable[[Any], tuple[PreparedBatch, Callable[[], None]]]
+    drawn: Callable[[float], None]
+    stop: Callable[[], None]
+
+
+class _Failure(NamedTuple):
+    error: BaseException
+
+
+class Pipeline:
+    """One pass over a loader. Used by one thread; owns three more.
+
+    Args:
+        source: the loader's iterator.
+        stages: what the threads do.
+        timeout: seconds that a draw, or the end of the last push, may take.
+    """
+
+    def __init__(self, source: Iterator[Batch], stages: Stages, timeout: float) -> None:
+        self._source = source
+        self._stages = stages
+        self._timeout = timeout
+        self._read: Channel[Batch | _Failure] = Channel(READ_AHEAD)
+        self._ready: Channel[tuple[PreparedBatch, Callable[[], None]] | _Failure] = Channel(MOST_READY)
+        self._pushes: Channel[Callable[[], None]] = Channel(1 << 20)
+        self._push_failure: BaseException | None = None
+        self._doing = "data loader: waiting for its first batch"
+        self._number = 0
+        self._threads = [
+            threading.Thread(target=target, name=f"persia-{name}", daemon=True)
+            for name, target in (("read", self._run_read), ("lookup", self._run_lookup), ("push", self._run_push))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def draw(self) -> PreparedBatch:
+        """The next batch.
+
+        Raises:
+            StopIteration: the loader has ended.
+            DeadlineError: no batch came in time; it says which stage was late.
+            Exception: whatever a background thread failed with.
+        """
+        began = time.monotonic()
+        self.raise_push_failure()
+        try:
+            item = self._ready.get(self._timeout)
+        except Closed:
+            raise StopIteration from None
+        except TimeoutError:
+            raise DeadlineError(
+                f"Batch {self._number} was not ready within {self._timeout:g} s. Late: {self._doing}. "
+                "Look for what blocks that stage, or raise `timeout`.",
+                batch=self._number,
+                stage=self._doing,
+                timeout=self._timeout,
+            ) from None
+        if isinstance(item, _Failure):
+            raise item.error
+        self._number += 1
+        batch, make_ready = item
+        make_ready()
+        self._stages.drawn(time.monotonic() - began)
+        return batch
+
+    def push(self, task: Callable[[], None]) -> None:
+        """Runs the task in the push thread, in order. Does not block; after a failed push, does nothing."""
+        with contextlib.suppress(Closed):
+            self._pushes.put(task)
+
+    def close(self) -> list[PreparedBatch]:
+        """Ends the threads; pushes that are under way are finished. Returns batches that nobody drew.
+
+        Raises:
+            DeadlineError: the loader does not return from its `next`.
+        """
+        self._stages.stop()
+        self._read.close(discard=True)
+        undrawn = [item[0] for item in self._ready.close(discard=True) if not isinstance(item, _Failure)]
+        self._pushes.close()
+        for thread, what in zip(self._threads, ("data loader: next batch", "lookup", "push"), strict=True):
+            self._join(thread, what)
+        return undrawn
+
+    def _join(self, thread: threading.Thread, what: str) -> None:
+        thread.join(self._timeout)
+        if thread.is_alive():
+            raise DeadlineError(
+                f"The pipeline could not be ended within {self._timeout:g} s. Late: {what}.",
+                stage=what,
+                timeout=self._timeout,
+            )
+
+    def raise_push_failure(self) -> None:
+        """Raises what the push thread failed with, if it has."""
+        if self._push_failure is not None:
+            raise self._push_failure
+
+    def _run_read(self) -> None:
+        number = 0
+        try:
+            for batch in self._source:
+                self._read.put(batch)
+                number += 1
+        except Closed:
+            pass
+        except BaseException as error:
+            error.add_note(f"Raised by the loader, in the reading thread of prefetch, at batch {number}.")
+            self._put_failure(self._read, error)
+        self._read.close()
+
+    def _run_lookup(self) -> None:
+        number = 0
+        try:
+            while True:
+                self._doing = f"data loader: batch {number}"
+                item = self._read.get()
+                if isinstance(item, _Failure):
+                    self._ready.put(item)
+                    break
+                self._doing = f"embedding worker: registering batch {number}"
+                registered = self._stages.register(item)
+                self._doing = f"embedding worker: pushed gradients that batch {number} has to wait for"
+                if not self._stages.may_lookup():
+                    break
+                self._doing = f"embedding worker: looking up batch {number}"
+                self._ready.put(self._stages.lookup(registered))
+                number += 1
+        except Closed:
+            pass
+        except BaseException as error:
+            error.add_note(f"Raised in the lookup thread of prefetch, at batch {number}.")
+            self._put_failure(self._ready, error)
+        self._ready.close()
+
+    def _run_push(self) -> None:
+        number = 0
+        try:
+            while True:
+                self._pushes.get()()
+                number += 1
+        except Closed:
+            pass
+        except BaseException as error:
+            self._pushes.close(discard=True)
+            error.add_note(f"Raised in the push thread of prefetch, at push {number}.")
+            self._push_failure = error
+            # The gate may never open now: wake a draw that waits behind it.
+            self._put_failure(self._ready, error)
+
+    @staticmethod
+    def _put_failure(channel: Channel[Any], error: BaseException) -> None:
+        with contextlib.suppress(Closed):
+            channel.put(_Failure(error))

@@ -1,0 +1,96 @@
+"""A batch whose rows are on the device: what `prefetch` yields and the model's loop uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from persia.errors import StaleBatchError
+from persia.types import Int32Array, Int64Array, Inverse
+
+__all__ = ["PreparedBatch"]
+
+
+class PreparedBatch:
+    """The samples of one step on the device, with the rows of their ids.
+
+    Attributes:
+        dense: float32 `[batch, dense features]`.
+        labels: float32 `[batch, labels]`.
+        day: int32 `[batch]` on the host, or None.
+        rows: by table, float32 `[unique ids, dim]`: the autograd leaves. One gradient per table and backward.
+        inverse: by feature, where each id's row is.
+        offsets: by feature, int64 `[batch + 1]`, or None where each sample has one id.
+    """
+
+    def __init__(
+        self,
+        dense: torch.Tensor,
+        labels: torch.Tensor,
+        day: Int32Array | None,
+        rows: dict[str, torch.Tensor],
+        inverse: dict[str, Inverse] | dict[str, torch.Tensor],
+        offsets: dict[str, Int64Array | None] | dict[str, torch.Tensor | None],
+        batch_id: int | None,
+    ) -> None:
+        self.dense = dense
+        self.labels = labels
+        self.day = day
+        self.rows = rows
+        self.inverse = inverse
+        self.offsets = offsets
+        self.batch_id = batch_id
+        self._finish: Callable[[PreparedBatch], None] | None = None
+        self._closed = False
+        self._called_back = False
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def trains(self) -> bool:
+        """Whether a gradient of this batch is awaited."""
+        return self._finish is not None and not self._closed
+
+    def await_gradient(self, finish: Callable[[PreparedBatch], None]) -> None:
+        """Makes the rows autograd leaves; `finish(self)` is called at the end of the first backward pass."""
+        self._finish = finish
+        for leaf in self.rows.values():
+            leaf.requires_grad_()
+            leaf.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def close(self) -> bool:
+        """No gradient is accepted any more. Returns whether one was awaited."""
+        awaited = self.trains
+        self._closed = True
+        return awaited
+
+    def contribution(self, scale: float) -> dict[str, torch.Tensor]:
+        """Takes the gradients off the leaves, by table, divided by `scale`."""
+        gradients: dict[str, torch.Tensor] = {}
+        for table, leaf in self.rows.items():
+            if leaf.grad is not None:
+                gradients[table] = leaf.grad if scale == 1.0 else leaf.grad.mul_(1.0 / scale)
+                leaf.grad = None
+        return gradients
+
+    def _on_gradient(self, _leaf: torch.Tensor) -> None:
+        if self._closed:
+            raise StaleBatchError(
+                "The gradient of this batch was pushed already, or the batch was released when the next one was "
+                "drawn. Call backward once per batch (add losses up first), before drawing the next.",
+                batch_id=self.batch_id,
+            )
+        if not self._called_back:
+            # The leaves of a backward pass come one by one; the engine calls back once all have come.
+            self._called_back = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+
+    def _end_of_backward(self) -> None:
+        finish = self._finish
+        assert finish is not None
+        finish(self)
+        self._closed = True
+
+

@@ -1,0 +1,99 @@
+"""Moves looked-up rows to the device and gradients back, without holding up the training thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from persia.types import Floats
+
+__all__ = ["CpuStaging", "CudaStaging", "Staging", "staging_for"]
+
+Ready = Callable[[], None]
+"""Called by the thread that will use the tensors, before it does."""
+
+
+class Staging(Protocol):
+    """How arrays of the host become tensors of a device and back."""
+
+    device: torch.device
+
+    def to_device(self, arrays: Mapping[str, NDArray[np.generic]]) -> tuple[dict[str, torch.Tensor], Ready]:
+        """Tensors on the device; call the second result in the using thread first."""
+
+    def to_host(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[str, Floats]]:
+        """Starts copying; the result blocks until the copies are there. Called by the training thread."""
+
+
+class CpuStaging:
+    """The host is the device: tensors and arrays share memory."""
+
+    device = torch.device("cpu")
+
+    def to_device(self, arrays: Mapping[str, NDArray[np.generic]]) -> tuple[dict[str, torch.Tensor], Ready]:
+        """Wraps the arrays."""
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}, _nothing
+
+    def to_host(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[str, Floats]]:
+        """Wraps the tensors."""
+        arrays = {name: tensor.contiguous().numpy() for name, tensor in tensors.items()}
+        return lambda: arrays
+
+
+class CudaStaging:
+    """Pinned memory and one side stream per direction, so that copies overlap with computing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._up = torch.cuda.Stream(device)
+        self._down = torch.cuda.Stream(device)
+
+    def to_device(self, arrays: Mapping[str, NDArray[np.generic]]) -> tuple[dict[str, torch.Tensor], Ready]:
+        """Copies on the side stream; the using stream waits for an event, not the thread."""
+        tensors: dict[str, torch.Tensor] = {}
+        with torch.cuda.stream(self._up):
+            for name, array in arrays.items():
+                pinned = torch.from_numpy(array).pin_memory()
+                tensors[name] = pinned.to(self.device, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record(self._up)
+
+        def ready() -> None:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(copied)
+            for tensor in tensors.values():
+                # The caching allocator may not hand the memory out again before this stream has used it.
+                tensor.record_stream(stream)
+
+        return tensors, ready
+
+    def to_host(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[str, Floats]]:
+        """Copies on the side stream, after what the training stream has queued."""
+        self._down.wait_stream(torch.cuda.current_stream(self.device))
+        pinned: dict[str, torch.Tensor] = {}
+        with torch.cuda.stream(self._down):
+            for name, tensor in tensors.items():
+                tensor.record_stream(self._down)
+                pinned[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                pinned[name].copy_(tensor, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record(self._down)
+
+        def wait() -> dict[str, Floats]:
+            copied.synchronize()
+            return {name: tensor.numpy() for name, tensor in pinned.items()}
+
+        return wait
+
+
+def staging_for(device: torch.device) -> Staging:
+    """The staging of a device."""
+    return CudaStaging(device) if device.type == "cuda" else CpuStaging()
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,116 @@
+"""How many own steps are between lookup and applied gradient: the gate, and its measurement."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import NamedTuple
+
+from persia.modes import Mode, Observation
+
+__all__ = ["Staleness", "StalenessGate"]
+
+WINDOW = 32
+"""Steps between two looks of a mode that adapts its depth."""
+
+
+class Staleness(NamedTuple):
+    """Measured staleness: at each lookup, how many earlier own steps had no applied gradient yet.
+
+    Attributes:
+        mean: over all lookups.
+        max: over all lookups.
+        lookups: how many batches were looked up.
+    """
+
+    mean: float = 0.0
+    max: int = 0
+    lookups: int = 0
+
+
+class StalenessGate:
+    """Lets lookups pass as the mode allows. A step is one batch, or `accumulation_steps` of them.
+
+    Safe to use from several threads.
+    """
+
+    def __init__(self, mode: Mode, accumulation_steps: int) -> None:
+        self.mode = mode
+        self.depth = mode.initial_depth()
+        self.versions: list[int] | None = None
+        """When a list: the number of applied steps at each lookup is appended (to replay a run)."""
+        self._accumulation = accumulation_steps
+        # Of the current pass over the data, in batches; earlier passes count as `_steps_before`.
+        self._looked_up = 0
+        self._done = 0
+        self._steps_before = 0
+        self._open = False
+        self._changed = threading.Condition()
+        self._lookups = 0
+        self._sum = 0
+        self._max = 0
+        self._waited = 0.0
+        self._window_began = time.monotonic()
+        self._window_steps = 0
+
+    @property
+    def measured(self) -> Staleness:
+        """Staleness so far."""
+        with self._changed:
+            return Staleness(self._sum / max(1, self._lookups), self._max, self._lookups)
+
+    def open(self) -> None:
+        """Begins a pass over data: nothing is in flight."""
+        with self._changed:
+            self._steps_before += -(-self._done // self._accumulation)
+            self._looked_up = self._done = 0
+            self._open = True
+            self._waited, self._window_steps, self._window_began = 0.0, 0, time.monotonic()
+
+    def close(self) -> None:
+        """Wakes the waiter, who gets False."""
+        with self._changed:
+            self._open = False
+            self._changed.notify_all()
+
+    def pass_lookup(self) -> bool:
+        """Blocks until the next lookup is allowed and counts it; False when closed instead.
+
+        There is no deadline on purpose: the gate opens by the caller's own backward pass, which may take its time.
+        """
+        with self._changed:
+            while self._open and not self.mode.gate(self._in_flight(), self.depth):
+                self._changed.wait()
+            if not self._open:
+                return False
+            staleness = self._in_flight()
+            self._sum += staleness
+            self._max = max(self._max, staleness)
+            if self.versions is not None:
+                self.versions.append(self._steps_before + self._done // self._accumulation)
+            self._lookups += 1
+            self._looked_up += 1
+            return True
+
+    def done(self, batches: int) -> None:
+        """So many looked-up batches are applied or released."""
+        with self._changed:
+            self._done += batches
+            self._changed.notify_all()
+
+    def drawn(self, waited: float) -> None:
+        """The training thread drew a batch and waited so many seconds for it."""
+        with self._changed:
+            self._waited += waited
+            self._window_steps += 1
+            if self._window_steps < WINDOW:
+                return
+            now = time.monotonic()
+            seen = Observation(self._waited, now - self._window_began, self._window_steps)
+            self.depth = self.mode.next_depth(self.depth, seen)
+            self._waited, self._window_steps, self._window_began = 0.0, 0, now
+            self._changed.notify_all()
+
+    def _in_flight(self) -> int:
+        """Steps before that of the next batch which lack their applied gradient."""
+        return self._looked_up // self._accumulation - self._done // self._accumulation

@@ -1,0 +1,111 @@
+"""One step of the dense network: forward, loss, backward, optimizer; precision and accumulation included."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+import torch
+
+from persia.errors import ConfigError
+from persia.nn.prepared import PreparedBatch
+from persia.nn.types import Embeddings
+from persia.schema import Schedule
+
+__all__ = ["DenseStep", "OptimizerFactory", "Precision"]
+
+OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+Precision = Literal["float32", "bf16", "fp16"]
+
+
+class DenseStep:
+    """Trains the dense network. The embeddings' gradients leave by their own hooks during `backward`.
+
+    Args:
+        model: `model(dense, embeddings)` gives logits `[batch, labels]`. A method `loss(logits, labels)` of the
+            model is used where it has one, else the mean binary cross-entropy over all labels.
+        optimizer: made from the model's parameters.
+        schedule: of the learning rates of all parameter groups.
+        precision: "bf16" and "fp16" run the forward pass under autocast; "fp16" also scales the loss.
+        accumulation_steps: backward passes per optimizer step; the loss is divided by it.
+        clip_norm: largest global norm of the dense gradient.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: OptimizerFactory,
+        *,
+        schedule: Schedule | None,
+        precision: Precision,
+        accumulation_steps: int,
+        clip_norm: float | None,
+        device: torch.device,
+    ) -> None:
+        self.model = model.to(device)
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = optimizer(parameters)
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                f"optimizer(params) returned {type(self.optimizer).__name__}; return a torch.optim.Optimizer.",
+                field="optimizer",
+            )
+        self.scheduler = (
+            torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule.factor) if schedule is not None else None
+        )
+        self.scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
+        dtype = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+        self._autocast = (
+            (lambda: torch.autocast(device.type, dtype)) if dtype is not None else contextlib.nullcontext
+        )
+        self._accumulation = accumulation_steps
+        self._clip = clip_norm
+        self._loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = getattr(
+            model, "loss", torch.nn.functional.binary_cross_entropy_with_logits
+        )
+        self._backwards = 0
+
+    def train(self, batch: PreparedBatch, embeddings: Embeddings) -> tuple[torch.Tensor, torch.Tensor]:
+        """One batch.
+
+        Returns:
+            Logits float32 `[batch, labels]` of the forward pass, before the update, and the loss, both detached.
+        """
+        with self._autocast():
+            logits = self.model(batch.dense, embeddings)
+        logits = logits.float()
+        loss = self._loss(logits, batch.labels)
+        scaled = loss if self._accumulation == 1 else loss / self._accumulation
+        if self.scaler is not None:
+            scaled = self.scaler.scale(scaled)
+        scaled.backward()  # type: ignore[no-untyped-call]
+        self._backwards += 1
+        if self._backwards == self._accumulation:
+            self.finish()
+        return logits.detach(), loss.detach()
+
+    def finish(self) -> None:
+        """Applies the gradients since the last update, if there are any."""
+        if not self._backwards:
+            return
+        self._backwards = 0
+        if self._clip is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
+        if self.scaler is not None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    @torch.no_grad()
+    def logits(self, batch: PreparedBatch, embeddings: Embeddings) -> torch.Tensor:
+        """Logits float32 `[batch, labels]`, without training."""
+        with self._autocast():
+            result: torch.Tensor = self.model(batch.dense, embeddings)
+        return result.float()

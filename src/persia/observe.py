@@ -1,0 +1,106 @@
+"""How a run can be watched: one live line on a terminal, plain lines elsewhere, TensorBoard where asked for."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from persia.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+__all__ = ["LiveLine", "Snapshot", "summary_writer"]
+
+REFRESH_SECONDS = 0.5
+PLAIN_SECONDS = 10.0
+
+
+class Snapshot(NamedTuple):
+    """What is shown of a run at one moment.
+
+    Attributes:
+        step: global step.
+        rows: samples trained in this call.
+        rows_per_second: since the last snapshot.
+        loss: of the last steps.
+        auc: progressive AUC so far (each batch scored before it is trained), of the first label.
+        stored_rows: rows in the embedding store.
+        staleness: mean measured staleness in steps.
+    """
+
+    step: int
+    rows: int
+    rows_per_second: float
+    loss: float
+    auc: float
+    stored_rows: int
+    staleness: float
+
+    def text(self) -> str:
+        """One line for people."""
+        return (
+            f"step {self.step:>7,}  {self.rows:>11,} rows  {self.rows_per_second:>9,.0f} rows/s  "
+            f"loss {self.loss:.4f}  AUC {self.auc:.4f}  store {self.stored_rows:,} rows  "
+            f"staleness {self.staleness:.2f}"
+        )
+
+
+class LiveLine:
+    """Shows snapshots: rewritten in place on a terminal, a line every ten seconds elsewhere.
+
+    Args:
+        enabled: False shows nothing and makes `due` always False.
+    """
+
+    def __init__(self, enabled: bool) -> None:
+        self._enabled = enabled
+        self._console = Console(stderr=True)
+        self._live = Live(console=self._console, auto_refresh=False) if enabled and self._console.is_terminal else None
+        self._next = time.monotonic() + (REFRESH_SECONDS if self._live else PLAIN_SECONDS)
+
+    def __enter__(self) -> LiveLine:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._live.stop()
+
+    def due(self) -> bool:
+        """Whether it is time for the next snapshot; cheap."""
+        return self._enabled and time.monotonic() >= self._next
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Shows a snapshot."""
+        if self._live:
+            self._live.update(Text(snapshot.text()), refresh=True)
+        elif self._enabled:
+            print(snapshot.text(), file=sys.stderr, flush=True)
+        self._next = time.monotonic() + (REFRESH_SECONDS if self._live else PLAIN_SECONDS)
+
+
+def summary_writer(directory: str) -> SummaryWriter:
+    """A TensorBoard writer.
+
+    Raises:
+        MissingExtraError: TensorBoard is not installed.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise MissingExtraError(
+            'log_dir needs TensorBoard: pip install "persia[tensorboard]", or leave log_dir out.',
+            extra="tensorboard",
+        ) from error
+    writer: Any = SummaryWriter
+    return writer(directory)  # type: ignore[no-any-return]

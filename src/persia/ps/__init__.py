@@ -1,0 +1,5 @@
+"""The embedding parameter server role."""
+
+from persia.ps.server import EmbeddingServer
+
+__all__ = ["EmbeddingServer"]

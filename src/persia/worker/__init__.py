@@ -1,0 +1,5 @@
+"""The embedding worker role."""
+
+from persia.worker.embedding_worker import Worker
+
+__all__ = ["Worker"]
