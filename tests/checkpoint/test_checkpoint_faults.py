@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ class Faults:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.at = -1
         self.calls: list[str] = []
+        self.lock = threading.Lock()
         self.act: Callable[[], None] = lambda: None
         for owner, name in (
             (LocalFileSystem, "open"),
@@ -53,8 +55,10 @@ class Faults:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             path = next((a for a in args if isinstance(a, str)), "")
-            self.calls.append(f"{name} {path.rpartition('/')[2]}")
-            if len(self.calls) - 1 == self.at:
+            with self.lock:
+                index = len(self.calls)
+                self.calls.append(f"{name} {path.rpartition('/')[2]}")
+            if index == self.at:
                 self.act()
             return original(*args, **kwargs)
 
@@ -159,13 +163,16 @@ def test_sync_order_on_local_disks(tmp_path: Path, faults: Faults) -> None:
     calls = faults.calls
     replaced = [i for i, call in enumerate(calls) if call.startswith("replace")]
     assert len(replaced) == 2
-    written = [i for i, call in enumerate(calls) if call.startswith("open")]
-    for i, after in zip(written, [*written[1:], len(calls)], strict=True):
-        assert any(call.startswith("fsync") for call in calls[i:after])
-    parts = [i for i in written if i < replaced[0]]
-    assert len(parts) == 5  # 4 parts and the manifest
-    between = calls[replaced[0] : replaced[1]]
-    assert sum(call.startswith("fsync") for call in between) >= 3  # directories, then LATEST's temporary file
+
+    def synced(begin: int, end: int) -> int:
+        return sum(call.startswith("fsync") for call in calls[begin:end])
+
+    opened = [i for i, call in enumerate(calls) if call.startswith("open")]
+    assert len(opened) == 6  # 4 parts, the manifest, LATEST
+    assert synced(opened[3], opened[4]) == 4 + 7  # parts; run and its parent, step, rows, item, dense, state
+    assert synced(opened[4], replaced[0]) >= 1
+    assert synced(replaced[0], opened[5]) >= 1
+    assert synced(opened[5], replaced[1]) >= 1
     assert calls[-1].startswith("fsync")
 
 

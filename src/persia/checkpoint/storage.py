@@ -10,8 +10,9 @@ import errno
 import os
 import zlib
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import numpy as np
 from fsspec.core import url_to_fs
@@ -21,6 +22,7 @@ from persia.errors import CheckpointError, MissingExtraError
 
 __all__ = ["Storage"]
 
+SYNC_AT_ONCE = 1 << 20
 SLICE = 1 << 20  # written or read, and checksummed, while it is in the processor's cache
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -56,7 +58,9 @@ class Storage:
         self._fs: Any = fs
         self._root: str = root.rstrip("/") or root
         self._local = isinstance(fs, LocalFileSystem)
-        self._made: set[str] = set()  # directories whose entries are to be synced
+        self._made: set[str] = set()
+        self._changed: set[str] = set()  # directories to be synced
+        self._unsynced: list[str] = []
         fs.invalidate_cache()
 
     def full(self, path: str = "") -> str:
@@ -107,7 +111,7 @@ class Storage:
         return data, crc
 
     def write(self, path: str, buffers: Iterable[memoryview]) -> tuple[int, int]:
-        """Writes a new file and syncs it; returns its length and CRC-32."""
+        """Writes a new file; returns its length and CRC-32. Large files are synced at once, others by `sync`."""
         size = crc = 0
         with _guard("write", self.full(path)):
             self._make_parent(path)
@@ -116,8 +120,11 @@ class Storage:
                     crc = zlib.crc32(piece, crc)
                     size += len(piece)
                     file.write(piece)
-                if self._local:
-                    _sync(file)
+                if self._local and size >= SYNC_AT_ONCE:
+                    file.flush()
+                    os.fsync(file.fileno())
+            if self._local and size < SYNC_AT_ONCE:
+                self._unsynced.append(self.full(path))
         return size, crc
 
     def put(self, path: str, data: bytes) -> None:
@@ -129,8 +136,10 @@ class Storage:
         temporary = f"{path}.tmp"
         try:
             self.write(temporary, [memoryview(data)])
+            self.sync()
             with _guard("write", self.full(path)):
                 os.replace(self.full(temporary), self.full(path))
+                self._changed.add(self.full(path).rpartition("/")[0] or "/")
         except CheckpointError:
             with suppress(OSError):
                 os.unlink(self.full(temporary))
@@ -138,14 +147,13 @@ class Storage:
         self.sync()
 
     def sync(self) -> None:
-        """Makes the entries of all directories written to so far survive a power cut (local disks)."""
-        for directory in sorted(self._made, reverse=True):
-            with _guard("sync", directory):
-                descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
+        """Makes all files written so far, and the entries of their directories, survive a power cut (local disks)."""
+        with ThreadPoolExecutor(16) as pool:  # a disk syncs many small files in the time of one
+            list(pool.map(_sync, self._unsynced))
+        self._unsynced.clear()
+        for directory in sorted(self._changed, reverse=True):
+            _sync(directory)
+        self._changed.clear()
 
     def remove(self, path: str) -> None:
         """Deletes a file, or a directory with all it holds; nothing happens if there is none."""
@@ -153,16 +161,17 @@ class Storage:
             self._fs.rm(self.full(path), recursive=True)
 
     def _make_parent(self, path: str) -> None:
-        parent = self.full(path).rpartition("/")[0]
+        parent = self.full(path).rpartition("/")[0] or "/"
+        if self._local:
+            self._changed.add(parent)
         if parent in self._made:
             return
         missing = parent
-        while self._local and missing and not os.path.isdir(missing):
-            self._made.add(missing)
-            missing = missing.rpartition("/")[0]
+        while self._local and not os.path.isdir(missing):
+            missing = missing.rpartition("/")[0] or "/"
+            self._changed.add(missing)
         self._fs.makedirs(parent, exist_ok=True)
-        if self._local:
-            self._made |= {parent, missing or "/"}
+        self._made.add(parent)
 
 
 def _slices(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
@@ -171,9 +180,14 @@ def _slices(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
             yield buffer[begin : begin + SLICE]
 
 
-def _sync(file: Any) -> None:
-    file.flush()
-    os.fsync(cast(BinaryIO, file).fileno())
+def _sync(path: str) -> None:
+    """Syncs a file or directory of a local disk."""
+    with _guard("sync", path):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 @contextmanager
