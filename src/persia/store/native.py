@@ -99,8 +99,8 @@ class EmbeddingStore:
         """Embeddings of ids, for many tables at once.
 
         In training a missing id is admitted (or not) and initialised, and every row found becomes recently used. In
-        evaluation nothing changes. Ids without a row get zeros. Repeated ids are allowed. Within a shard, ids are served
-        in order: if the batch exceeds the capacity, later ids may evict earlier ones, whose values stay right.
+        evaluation nothing changes. Ids without a row get zeros. Repeated ids are allowed. Within a shard,
+        ids are served in order: if the batch exceeds the capacity, later ids may evict earlier ones, whose values stay right.
 
         Args:
             tables: numbers of the tables, each at most once.
