@@ -196,7 +196,7 @@ class Trainer:
             DataError: a batch does not fit the schema; earlier batches are trained.
             CheckpointError: a checkpoint could not be written; training state is unharmed.
         """
-        if epochs > 1 and iter(train_data) is train_data:  # type: ignore[comparison-overlap]
+        if epochs > 1 and iter(train_data) is train_data:
             raise ConfigError("train_data is an iterator and cannot be read twice; give a reader or a list.")
         run = _Run(self, max_steps)
         self._train_mode(True)
@@ -226,7 +226,7 @@ class Trainer:
     def predict(self, data: Iterable[Batch]) -> Iterator[NDArray[np.float32]]:
         """Yields probabilities float32 `[batch, labels]`, batch by batch; read-only."""
         for _, logits in self._scored(data):
-            yield 1.0 / (1.0 + np.exp(-logits))
+            yield (1.0 / (1.0 + np.exp(-logits))).astype(np.float32)
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 
@@ -386,7 +386,7 @@ class _Run:
         self._seconds = time.monotonic() - self._began
         if self._writer is not None:
             self._write(self._writer, self._snapshot())
-            self._writer.close()  # type: ignore[no-untyped-call]
+            self._writer.close()
 
     def _after(self, every: int | None) -> int | None:
         return None if every is None else self._trainer.global_step + every

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from persia.errors import DataError
 from persia.types import Floats, Ids, Int32Array, Int64Array
+
+if TYPE_CHECKING:
+    from persia.schema import Schema
 
 __all__ = ["Batch", "IdColumn"]
 
@@ -22,15 +29,49 @@ class IdColumn:
     values: Ids
     offsets: Int64Array | None = None
 
+    def __len__(self) -> int:
+        return len(self.values) if self.offsets is None else max(len(self.offsets) - 1, 0)
 
-@dataclass(frozen=True, slots=True)
+    def slice(self, start: int, stop: int) -> IdColumn:
+        """The ids of samples `start` to `stop` (0 <= start <= stop <= len); values are a view."""
+        if self.offsets is None:
+            return IdColumn(self.values[start:stop])
+        low, high = self.offsets[start], self.offsets[stop]
+        return IdColumn(self.values[low:high], self.offsets[start : stop + 1] - low)
+
+    def take(self, rows: Int64Array) -> IdColumn:
+        """The ids of these samples, in this order; a copy."""
+        if self.offsets is None:
+            return IdColumn(self.values[rows])
+        starts = self.offsets[rows]
+        lengths = self.offsets[rows + 1] - starts
+        offsets = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        index = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
+        return IdColumn(self.values[index], offsets)
+
+    @staticmethod
+    def concat(columns: Sequence[IdColumn]) -> IdColumn:
+        """The samples of all columns, one after another; a copy."""
+        values = np.concatenate([c.values for c in columns])
+        if all(c.offsets is None for c in columns):
+            return IdColumn(values)
+        lengths = [np.ones(len(c.values), np.int64) if c.offsets is None else np.diff(c.offsets) for c in columns]
+        offsets = np.zeros(sum(map(len, lengths)) + 1, np.int64)
+        np.cumsum(np.concatenate(lengths), out=offsets[1:])
+        return IdColumn(values, offsets)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Batch:
-    """The samples of one step.
+    """The samples of one step. Build it with `from_columns`, or from arrays that are already in this form.
+
+    Picklable, so torch DataLoader workers can return it. Its arrays are never changed by persia.
 
     Attributes:
         id_features: for each ID-type feature of the schema its ids.
         dense: float32 `[batch, dense features]`, in the order of the schema.
-        labels: float32 `[batch, labels]`, each in [0, 1].
+        labels: float32 `[batch, labels]`, each in [0, 1]; `[batch, 0]` where there are none (prediction).
         day: int32 `[batch]` or None: the period that progressive validation groups by.
     """
 
@@ -41,3 +82,95 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def __repr__(self) -> str:
+        parts = (f"{len(self)} rows", ", ".join(self.id_features) or "no ID-type features")
+        return f"<Batch of {': '.join(parts)}; {self.dense.shape[1:]} dense, {self.labels.shape[1:]} labels>"
+
+    @classmethod
+    def from_columns(
+        cls, schema: Schema, columns: Mapping[str, Any], day: Any = None, *, require_labels: bool = True
+    ) -> Batch:
+        """Builds a batch from columns of almost any kind.
+
+        A column is a numpy array, torch tensor, pyarrow (chunked) array, Python list, or, for ids, a pair
+        `(values, offsets)`. Whole numbers are ids as they are. Texts, and numbers with a fraction (compared as
+        float64), are categories: their id is their xxhash64, the same everywhere. A missing id (None, null, NaN)
+        gives a sample without ids, a missing one within a list is left out. Two-dimensional ids `[batch, k]` are k
+        ids for each sample. Crossed features are computed; a sample that lacks a part has no id there. Columns
+        that the schema does not name are ignored.
+
+        Args:
+            schema: what to take from `columns`.
+            columns: column by name, all of one length.
+            day: whole number for each sample, or one for all, or None.
+            require_labels: if False, and a label column is missing, `labels` is `[batch, 0]`.
+
+        Raises:
+            DataError: a column is missing or does not fit; names the column, the first bad row and the remedy.
+        """
+        from persia.batching.columns import from_columns
+
+        return from_columns(schema, columns, day, require_labels=require_labels)
+
+    def validate(self, schema: Schema, *, require_labels: bool = True) -> None:
+        """Checks a batch that was built by hand: a few vectorised passes, nothing is copied.
+
+        Args:
+            schema: what the batch must fit.
+            require_labels: if False, labels of shape `[batch, 0]` are accepted too.
+
+        Raises:
+            DataError: names the feature, the first bad row and the remedy.
+        """
+        from persia.batching.validation import validate
+
+        validate(self, schema, require_labels=require_labels)
+
+    def slice(self, start: int, stop: int) -> Batch:
+        """Samples `start` to `stop` (clipped to the batch, as in a Python slice) as views of this batch's arrays."""
+        start, stop, _ = slice(start, stop).indices(len(self))
+        stop = max(start, stop)
+        return Batch(
+            {name: column.slice(start, stop) for name, column in self.id_features.items()},
+            self.dense[start:stop],
+            self.labels[start:stop],
+            None if self.day is None else self.day[start:stop],
+        )
+
+    def take(self, rows: Int64Array) -> Batch:
+        """These samples in this order (each in [0, len)), as a copy."""
+        return Batch(
+            {name: column.take(rows) for name, column in self.id_features.items()},
+            self.dense[rows],
+            self.labels[rows],
+            None if self.day is None else self.day[rows],
+        )
+
+    @staticmethod
+    def concat(batches: Sequence[Batch]) -> Batch:
+        """The samples of all batches, one after another; one batch comes back as it is.
+
+        Raises:
+            DataError: there is none, or they have different features.
+        """
+        if not batches:
+            raise DataError("Batch.concat got no batches; give at least one.")
+        first = batches[0]
+        if len(batches) == 1:
+            return first
+        for other in batches[1:]:
+            if (
+                other.id_features.keys() != first.id_features.keys()
+                or other.dense.shape[1:] != first.dense.shape[1:]
+                or other.labels.shape[1:] != first.labels.shape[1:]
+                or (other.day is None) != (first.day is None)
+            ):
+                raise DataError("Batch.concat got batches of different columns; build all with one schema.")
+        days = [b.day for b in batches if b.day is not None]
+        return Batch(
+            {name: IdColumn.concat([b.id_features[name] for b in batches]) for name in first.id_features},
+            np.concatenate([b.dense for b in batches]),
+            np.concatenate([b.labels for b in batches]),
+            np.concatenate(days) if days else None,
+        )

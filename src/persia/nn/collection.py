@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
+from numpy.typing import NDArray
 
 from persia.batching.batch import Batch
 from persia.errors import ConfigError, PersiaError, StaleBatchError
@@ -123,6 +124,7 @@ class EmbeddingCollection(torch.nn.Module):
         self._pipeline: Pipeline | None = None
         self._group: list[_Pending] = []
         self._group_batches = 0
+        self._registered: set[int] = set()
         self._counts: dict[str, UpdateCounts] = {}
         self._released = 0
         self._pid = os.getpid()
@@ -164,7 +166,7 @@ class EmbeddingCollection(torch.nn.Module):
                 "drawing the next.",
                 batch_id=batch.batch_id,
             )
-        return self._expander(batch.rows, batch.inverse, batch.offsets, len(batch))
+        return self._expander(batch.rows, batch.inverse, batch.offsets)
 
     # --- what happened ----------------------------------------------------------------------------------------
 
@@ -221,17 +223,20 @@ class EmbeddingCollection(torch.nn.Module):
                 self._release_if_unused(batch)
             self._flush_group()
             self._pipeline = None
-            for undrawn in pipeline.close():
-                if undrawn.batch_id is not None:
-                    self._worker.release(undrawn.batch_id)
+            pipeline.close()
+            for batch_id in self._registered:
+                self._worker.release(batch_id)
+            self._registered.clear()
         pipeline.raise_push_failure()
 
-    def _register(self, batch: Batch) -> object:
+    def _register(self, batch: Batch) -> tuple[Batch, int]:
         batch.validate(self.schema)
-        return batch, self._worker.register(batch.id_features)
+        batch_id = self._worker.register(batch.id_features)
+        self._registered.add(batch_id)
+        return batch, batch_id
 
-    def _lookup(self, registered: object) -> tuple[PreparedBatch, Callable[[], None]]:
-        batch, batch_id = registered  # type: ignore[misc]
+    def _lookup(self, registered: tuple[Batch, int]) -> tuple[PreparedBatch, Callable[[], None]]:
+        batch, batch_id = registered
         prepared, ready = self._stage(batch, self._worker.lookup(batch_id), batch_id)
         prepared.await_gradient(self._end_of_backward)
         return prepared, ready
@@ -248,6 +253,7 @@ class EmbeddingCollection(torch.nn.Module):
         if batch.close():
             assert batch.batch_id is not None
             self._worker.release(batch.batch_id)
+            self._registered.discard(batch.batch_id)
             self._released += 1
             self._batch_ended()
 
@@ -270,6 +276,7 @@ class EmbeddingCollection(torch.nn.Module):
             self._pipeline.push(lambda: self._push(group, batches, step))
 
     def _push(self, group: list[_Pending], batches: int, step: int) -> None:
+        self._registered.difference_update(pending.batch_id for pending in group)
         contributions = [Contribution(pending.batch_id, pending.gradients()) for pending in group]
         if contributions:
             for table, counts in self._worker.push(contributions, step).items():
@@ -298,12 +305,11 @@ class EmbeddingCollection(torch.nn.Module):
         finally:
             pipeline.close()
 
-    def _validated(self, batch: Batch) -> object:
+    def _validated(self, batch: Batch) -> Batch:
         batch.validate(self.schema)
         return batch
 
-    def _read_only(self, batch: object) -> tuple[PreparedBatch, Callable[[], None]]:
-        assert isinstance(batch, Batch)
+    def _read_only(self, batch: Batch) -> tuple[PreparedBatch, Callable[[], None]]:
         return self._stage(batch, self._worker.evaluate(batch.id_features), None)
 
     def _prepare_now(self, batch: Batch) -> PreparedBatch:
@@ -324,7 +330,7 @@ class EmbeddingCollection(torch.nn.Module):
         self, batch: Batch, found: LookedUp, batch_id: int | None
     ) -> tuple[PreparedBatch, Callable[[], None]]:
         on_host = self._expander.on_host
-        arrays = {f"rows/{name}": rows for name, rows in found.rows.items()}
+        arrays: dict[str, NDArray[Any]] = {f"rows/{name}": rows for name, rows in found.rows.items()}
         arrays["dense"] = batch.dense
         arrays["labels"] = batch.labels
         if not on_host:

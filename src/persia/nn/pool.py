@@ -3,13 +3,107 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 
+from persia import batching
 from persia.nn.types import SequenceEmbedding
-from persia.schema import Pooling
+from persia.schema import Pooling, Schema
+from persia.types import Int64Array, Inverse
 
-__all__ = ["expand_with_torch", "pool_bags", "sequence_of"]
+__all__ = ["Expander", "expand_with_torch", "pool_bags", "sequence_of"]
+
+
+class Expander:
+    """Expands and pools all features of a batch, differentiable with respect to the unique rows.
+
+    Args:
+        schema: features and their pooling.
+        device: on the CPU the native path runs, elsewhere torch operations.
+        threads: of the native path.
+    """
+
+    def __init__(self, schema: Schema, device: torch.device, threads: int | None = None) -> None:
+        self.on_host = device.type == "cpu"
+        self._features = {f.name: (f.table_name, f.pooling, f.max_length) for f in schema.id_features}
+        self._tables = {name: number for number, name in enumerate(schema.resolved_tables())}
+        self._pool = batching.ThreadPool(threads or torch.get_num_threads())
+        self._scratch = batching.Scratch()
+
+    def __call__(
+        self,
+        rows: Mapping[str, torch.Tensor],
+        inverse: Mapping[str, Inverse] | Mapping[str, torch.Tensor],
+        offsets: Mapping[str, Int64Array | None] | Mapping[str, torch.Tensor | None],
+    ) -> dict[str, torch.Tensor | SequenceEmbedding]:
+        """By feature `[batch, dim]`, or a SequenceEmbedding where it is not pooled.
+
+        Args:
+            rows: by table, `[unique, dim]`.
+            inverse: by feature; arrays when `on_host`, else tensors.
+            offsets: by feature, likewise.
+        """
+        if not self.on_host:
+            return expand_with_torch(
+                self._features,
+                rows,
+                cast("Mapping[str, torch.Tensor]", inverse),
+                cast("Mapping[str, torch.Tensor | None]", offsets),
+            )
+        plans = [
+            batching.FeaturePlan(
+                self._tables[table],
+                cast("Inverse", inverse[name]),
+                cast("Int64Array | None", offsets[name]),
+                pooling,
+                max_length if pooling is None else None,
+            )
+            for name, (table, pooling, max_length) in self._features.items()
+        ]
+        outputs = iter(_NativePool.apply(self._pool, self._scratch, plans, *(rows[table] for table in self._tables)))
+        result: dict[str, torch.Tensor | SequenceEmbedding] = {}
+        for name, (_, pooling, _) in self._features.items():
+            result[name] = next(outputs) if pooling is not None else SequenceEmbedding(next(outputs), next(outputs))
+        return result
+
+
+class _NativePool(torch.autograd.Function):
+    """Pooling and its backward in the native core: one node for all features of a batch."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        pool: batching.ThreadPool,
+        scratch: batching.Scratch,
+        plans: list[batching.FeaturePlan],
+        *rows: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        pooled = batching.pool_forward([r.numpy() for r in rows], plans, pool)
+        outputs: list[torch.Tensor] = []
+        masks: list[torch.Tensor] = []
+        for values, mask in zip(pooled.values, pooled.masks, strict=True):
+            outputs.append(torch.from_numpy(values))
+            if mask is not None:
+                masks.append(torch.from_numpy(mask))
+                outputs.append(masks[-1])
+        ctx.mark_non_differentiable(*masks)
+        ctx.set_materialize_grads(False)
+        ctx.pool, ctx.scratch, ctx.plans, ctx.shapes = pool, scratch, plans, [tuple(r.shape) for r in rows]
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        given = iter(gradients)
+        arrays: list[Any] = []
+        for plan in ctx.plans:
+            gradient = next(given)
+            if plan.pooling is None:
+                next(given)  # Of the mask.
+            arrays.append(None if gradient is None else gradient.numpy())
+        sums = batching.pool_backward(ctx.shapes, ctx.plans, arrays, ctx.pool, ctx.scratch)
+        used = {plan.table for plan, array in zip(ctx.plans, arrays, strict=True) if array is not None}
+        return None, None, None, *(torch.from_numpy(s) if i in used else None for i, s in enumerate(sums))
 
 
 def pool_bags(

@@ -85,7 +85,7 @@ class PreparedBatch:
         if not self._called_back:
             # The leaves of a backward pass come one by one; the engine calls back once all have come.
             self._called_back = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
 
     def _end_of_backward(self) -> None:
         finish = self._finish

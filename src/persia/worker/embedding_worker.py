@@ -7,6 +7,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from persia import batching
 from persia.batching.batch import IdColumn
 from persia.errors import StaleBatchError
@@ -46,9 +48,11 @@ class Worker:
     ) -> None:
         self._server = server
         self._pool = batching.ThreadPool(threads)
+        self._scratch = batching.Scratch()
         self._features: dict[str, list[str]] = {name: [] for name in schema.resolved_tables()}
         for feature in schema.id_features:
             self._features[feature.table_name].append(feature.name)
+        self._max_length = {f.name: f.max_length for f in schema.id_features}
         self._identity = rank << INCARNATION_BITS | incarnation
         self._counter = itertools.count()
         self._sequence = itertools.count(1)
@@ -93,7 +97,7 @@ class Worker:
             if len(parts) == 1:
                 gradients[table] = parts[0]
             elif parts:
-                gradients[table] = batching.merge_gradients(parts)
+                gradients[table] = batching.merge_gradients(parts, self._pool, self._scratch)
         # A PS expects the sequence numbers of a client in order.
         with self._push_order:
             counts = self._server.push(self._identity, next(self._sequence), step, gradients)
@@ -121,12 +125,25 @@ class Worker:
         return entry
 
     def _deduplicate(self, id_features: Mapping[str, IdColumn]) -> _Entry:
-        groups = [[id_features[feature].values for feature in features] for features in self._features.values()]
+        columns = {name: _truncated(id_features[name], most) for name, most in self._max_length.items()}
+        groups = [[columns[feature].values for feature in features] for features in self._features.values()]
         ids: dict[str, Ids] = {}
         inverse: dict[str, Inverse] = {}
         for (table, features), (unique, inverses) in zip(
-            self._features.items(), batching.unique(groups, self._pool), strict=True
+            self._features.items(), batching.unique(groups, self._pool, self._scratch), strict=True
         ):
             ids[table] = unique
             inverse.update(zip(features, inverses, strict=True))
-        return _Entry(ids, inverse, {name: id_features[name].offsets for name in inverse})
+        return _Entry(ids, inverse, {name: column.offsets for name, column in columns.items()})
+
+
+def _truncated(column: IdColumn, most: int | None) -> IdColumn:
+    """The first `most` ids of each sample: what is not read is neither looked up nor admitted."""
+    if most is None or column.offsets is None:
+        return column
+    lengths = np.diff(column.offsets)
+    if not len(lengths) or lengths.max() <= most:
+        return column
+    position = np.arange(len(column.values)) - np.repeat(column.offsets[:-1], lengths)
+    offsets = np.concatenate(([0], np.cumsum(np.minimum(lengths, most)))).astype(np.int64)
+    return IdColumn(column.values[position < most], offsets)

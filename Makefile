@@ -1,0 +1,69 @@
+# Two commands on a fresh machine: `make demo`, `make test`. Needs Python 3.11+ and a C++20 compiler.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+SOURCES := $(shell find cpp bindings -name '*.cpp' -o -name '*.hpp' -o -name CMakeLists.txt) CMakeLists.txt pyproject.toml
+
+.PHONY: demo test test-all test-cpp sanitize lint format bench bench-smoke examples docs clean install
+
+install: $(READY)  ## create .venv and install persia into it, editable
+
+# torch first and pinned: a looser request would pull gigabytes of CUDA.
+$(VENV)/.dependencies: constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt torch
+	$(BIN)/python -m pip install -q -c constraints.txt scikit-build-core nanobind ninja cmake
+	touch $@
+
+$(READY): $(VENV)/.dependencies $(SOURCES)
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e ".[dev,docs]"
+	touch $@
+
+demo: install  ## train on real click logs if there are any, else on generated ones
+	$(BIN)/python examples/demo.py
+
+test: install test-cpp  ## unit tests
+	$(BIN)/python -m pytest -q
+
+test-all: install test-cpp  ## unit tests and the slow ones
+	$(BIN)/python -m pytest -q -m "slow or not slow"
+
+test-cpp: $(VENV)/.dependencies  ## the core's own tests
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S cpp -B build/cpp -GNinja -DCMAKE_BUILD_TYPE=Release > /dev/null
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/cpp
+	ctest --test-dir build/cpp --output-on-failure
+
+sanitize: $(VENV)/.dependencies  ## the core's tests under ASan + UBSan and under TSan
+	for kind in address,undefined thread; do \
+	  PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S cpp -B build/$$kind -GNinja -DPERSIA_SANITIZE=$$kind -DCMAKE_BUILD_TYPE=RelWithDebInfo > /dev/null && \
+	  PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/$$kind && \
+	  ctest --test-dir build/$$kind --output-on-failure || exit 1; \
+	done
+
+lint: install  ## style, types, layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.hpp')
+
+format: install  ## fix style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $$(git ls-files '*.cpp' '*.hpp')
+
+bench: install  ## every figure of docs/performance.md, about an hour
+	for file in store batch step globo quality; do $(BIN)/python benchmarks/$$file.py --preset laptop || exit 1; done
+
+bench-smoke: install  ## every benchmark, small; figures mean nothing
+	for file in store batch step globo quality; do $(BIN)/python benchmarks/$$file.py --preset smoke || exit 1; done
+
+examples: install  ## run every example, small
+	for file in examples/*.py; do echo "== $$file"; PERSIA_EXAMPLE_SMALL=1 $(BIN)/python $$file || exit 1; done
+
+docs: install  ## build the documentation into site/
+	$(BIN)/mkdocs build --strict -q
+
+clean:
+	rm -rf build dist site runs .mypy_cache .ruff_cache .pytest_cache .hypothesis src/persia/*.so

@@ -1,0 +1,1 @@
+"""Plain peers that the benchmarks compare persia with."""

@@ -1,0 +1,231 @@
+"""Training with delayed embedding gradients, replayed in plain PyTorch: the judge of persia's modes.
+
+Tables are plain tensors with an Adagrad of their own; the network is the module that persia trains, with Adam. Which
+gradients the embeddings of a batch contain is an input: a constant delay, or the versions that a run of persia has
+recorded. What the two then disagree about is an error of persia, not a matter of chance.
+
+    python -m benchmarks.baselines.delayed_torch [--rows 3000000] [--delay 4] [--dense-delay 0] [--seed 0]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from persia.batching.batch import Batch, IdColumn
+from persia.nn.models import DeepFM
+from persia.schema import IdFeature, Schema
+
+from .globo_torch import auc
+
+InitialRows = Callable[[str, np.ndarray], np.ndarray]
+"""From a table's name and ids uint64 `[n]` to rows float32 `[n, dim]`."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a replay yields.
+
+    Attributes:
+        auc: progressive: each batch is scored before it is trained on; mean over labels.
+        logits: those scores, float32 `[rows, labels]`.
+        test_logits: scores of the test batches after training, float32 `[rows, labels]`; ids never trained are zeros.
+        rows_per_s: speed of training.
+    """
+
+    auc: float
+    logits: np.ndarray
+    test_logits: np.ndarray | None
+    rows_per_s: float
+
+
+class Tables:
+    """All tables (of one dim), one below the other, with Adagrad; the last row is zero and stands for unknown ids."""
+
+    def __init__(
+        self, batches: Sequence[Batch], schema: Schema, seed: int, initial_rows: InitialRows | None, lr: float
+    ) -> None:
+        declared = schema.resolved_tables()
+        dims = {table.dim for table in declared.values()}
+        if len(dims) != 1 or any(f.pooling is None or f.max_length or f.cross for f in schema.id_features):
+            raise ValueError("The replay knows one dim for all tables, and neither sequences nor lengths nor crosses.")
+        self.dim = dims.pop()
+        self.lr, self.eps, initial_accumulator = lr, 1e-10, 0.01
+        self.ids: dict[str, np.ndarray] = {}  # sorted, by table
+        self.starts: dict[str, int] = {}
+        generator = torch.Generator().manual_seed(seed)
+        parts: list[Tensor] = []
+        at = 0
+        for name in declared:
+            readers = [f.name for f in schema.id_features if f.table_name == name]
+            self.ids[name] = np.unique(np.concatenate([b.id_features[f].values for f in readers for b in batches]))
+            self.starts[name] = at
+            count = len(self.ids[name])
+            at += count
+            if initial_rows is not None:
+                parts.append(torch.from_numpy(np.array(initial_rows(name, self.ids[name]), np.float32)))
+            else:
+                parts.append(torch.empty(count, self.dim).uniform_(-0.01, 0.01, generator=generator))
+        self.rows = nn.Parameter(torch.cat([*parts, torch.zeros(1, self.dim)]), requires_grad=False)
+        self.accumulator = torch.full_like(self.rows, initial_accumulator)
+
+    def positions(self, table: str, ids: np.ndarray) -> np.ndarray:
+        """Row of each id; the last one where it is unknown."""
+        known = self.ids[table]
+        at = np.minimum(np.searchsorted(known, ids), len(known) - 1)
+        return np.where(known[at] == ids, at + self.starts[table], len(self.rows) - 1)
+
+    def lookup(self, batch: Batch, schema: Schema) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """Pooled features, and the distinct rows behind them: their positions, and the leaf that gets the gradient."""
+        columns = [batch.id_features[f.name] for f in schema.id_features]
+        flat = [self.positions(f.table_name, c.values) for f, c in zip(schema.id_features, columns, strict=True)]
+        unique, inverse = torch.unique(torch.from_numpy(np.concatenate(flat)), return_inverse=True)
+        leaf = self.rows[unique].requires_grad_()
+        features = {}
+        indices = inverse.split([len(f) for f in flat])
+        for feature, column, index in zip(schema.id_features, columns, indices, strict=True):
+            if column.offsets is None:
+                features[feature.name] = leaf[index]
+                continue
+            offsets = torch.from_numpy(column.offsets)
+            total = F.embedding_bag(index, leaf, offsets, mode="sum", include_last_offset=True)
+            counts = offsets.diff().clamp(min=1).unsqueeze(1)
+            power = {"sum": 0.0, "mean": 1.0, "sqrtn": 0.5}[str(feature.pooling)]
+            features[feature.name] = total / counts**power
+        return features, unique, leaf
+
+    def apply(self, unique: Tensor, gradient: Tensor) -> None:
+        """One Adagrad update of each distinct row."""
+        accumulator = self.accumulator[unique].addcmul_(gradient, gradient)
+        self.accumulator[unique] = accumulator
+        self.rows[unique] -= self.lr * gradient / (accumulator.sqrt() + self.eps)
+
+
+def replay(
+    batches: Sequence[Batch],
+    schema: Schema,
+    seed: int = 0,
+    versions: Sequence[int] | None = None,
+    delay: int = 0,
+    dense_delay: int = 0,
+    initial_rows: InitialRows | None = None,
+    *,
+    network: Callable[[Schema], nn.Module] = DeepFM,
+    test: Sequence[Batch] | None = None,
+    embedding_lr: float = 0.05,
+    network_lr: float = 1e-3,
+) -> Replay:
+    """Trains once over the batches, with gradients applied late.
+
+    Args:
+        batches: the data, in order.
+        schema: of the batches.
+        seed: of the network (built right after `torch.manual_seed(seed)`), and of the rows unless they are given.
+        versions: batch i sees the embeddings after the gradients of batches 0 to versions[i] - 1. Never falls.
+        delay: without `versions`, batch i sees those of batches 0 to i - delay - 1.
+        dense_delay: the network's gradient is applied so many batches late.
+        initial_rows: first value of the rows; by default uniform in +-0.01.
+        network: builds the network.
+        test: batches to score after training, when all gradients have been applied.
+        embedding_lr: of Adagrad (initial accumulator 0.01) on the rows.
+        network_lr: of Adam on the network.
+
+    Raises:
+        ValueError: versions fall or reach into the future, or the schema has what the replay does not know.
+    """
+    tables = Tables(batches, schema, seed, initial_rows, embedding_lr)
+    torch.manual_seed(seed)
+    model = network(schema)
+    optimizer = torch.optim.Adam(model.parameters(), network_lr, fused=True)
+    waiting: deque[tuple[Tensor, Tensor]] = deque()  # embedding gradients not yet applied, oldest first
+    dense_waiting: deque[list[Tensor | None]] = deque()
+    scores: list[Tensor] = []
+    applied = 0
+
+    def apply_until(version: int) -> None:
+        nonlocal applied
+        while applied < version:
+            tables.apply(*waiting.popleft())
+            applied += 1
+
+    def step_until(left: int) -> None:
+        while len(dense_waiting) > left:
+            for parameter, gradient in zip(model.parameters(), dense_waiting.popleft(), strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+
+    begin = time.perf_counter()
+    for i, batch in enumerate(batches):
+        version = max(0, i - delay) if versions is None else int(versions[i])
+        if not applied <= version <= i:
+            raise ValueError(f"versions[{i}] = {version} is not from {applied}, the one before, to {i}.")
+        apply_until(version)
+        features, unique, leaf = tables.lookup(batch, schema)
+        logits = model(torch.from_numpy(batch.dense), features)
+        loss = F.binary_cross_entropy_with_logits(logits, torch.from_numpy(batch.labels))
+        optimizer.zero_grad()
+        loss.backward()
+        assert leaf.grad is not None
+        waiting.append((unique, leaf.grad))
+        dense_waiting.append([parameter.grad for parameter in model.parameters()])
+        step_until(dense_delay)
+        scores.append(logits.detach())
+    apply_until(len(batches))
+    step_until(0)
+    logits_seen = torch.cat(scores).numpy()
+    seconds = time.perf_counter() - begin
+    labels = np.concatenate([b.labels for b in batches])
+    areas = [auc(labels[:, k], logits_seen[:, k]) for k in range(labels.shape[1])]
+    test_logits = None
+    if test is not None:
+        model.eval()
+        with torch.no_grad():
+            scored = [model(torch.from_numpy(b.dense), tables.lookup(b, schema)[0]) for b in test]
+        test_logits = torch.cat(scored).numpy()
+    return Replay(float(np.mean(areas)), logits_seen, test_logits, len(labels) / seconds)
+
+
+def example(
+    rows: int, seed: int = 0, features: int = 12, vocabulary: int = 100_000, batch: int = 1024
+) -> tuple[Schema, list[Batch]]:
+    """Stationary data: Zipf(1.05) ids; logits are effects of each id and of each pair of neighbouring features."""
+    rng = np.random.default_rng(seed)
+    schema = Schema([IdFeature(f"f{i}", dim=16) for i in range(features)])
+    weight = np.cumsum(np.arange(1, vocabulary + 1) ** -1.05)
+    latent = rng.normal(size=(features, vocabulary, 3)).astype(np.float32)  # an effect of its own, two of pairs
+    batches = []
+    for _ in range(rows // batch):
+        ids = np.searchsorted(weight, rng.random((features, batch)) * weight[-1])
+        vectors = np.stack([latent[f, ids[f]] for f in range(features)])
+        own = vectors[:, :, 0].sum(0) / np.sqrt(features)
+        pairs = (vectors[0::2, :, 1:] * vectors[1::2, :, 1:]).sum((0, 2)) / np.sqrt(features)
+        logits = own + pairs
+        labels = (rng.random(batch) < 1 / (1 + np.exp(-logits))).astype(np.float32)[:, None]
+        columns = {f"f{f}": IdColumn(ids[f].astype(np.uint64)) for f in range(features)}
+        batches.append(Batch(columns, np.zeros((batch, 0), np.float32), labels))
+    return schema, batches
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="AUC with delayed gradients on built-in data; prints one JSON line.")
+    parser.add_argument("--rows", type=int, default=3_000_000)
+    parser.add_argument("--delay", type=int, default=0)
+    parser.add_argument("--dense-delay", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    schema, batches = example(args.rows, args.seed)
+    result = replay(batches, schema, args.seed, delay=args.delay, dense_delay=args.dense_delay)
+    print(json.dumps({"auc": result.auc, "rows_per_s": result.rows_per_s, **vars(args)}))
+
+
+if __name__ == "__main__":
+    main()

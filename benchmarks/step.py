@@ -1,0 +1,78 @@
+"""A whole training step: persia against plain PyTorch, TorchRec's fused kernels, and the network alone.
+
+    python benchmarks/step.py [--only NAME] [--preset smoke|laptop|full] [--json FILE]
+
+TorchRec runs in an environment of its own: create it with benchmarks/baselines/torchrec_env.sh; without it that
+measure is skipped, and says so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import harness
+from benchmarks.baselines.step_torch import DenseOnly, Plain, Samples, TorchRec, Variant, Workload, generate
+from persia import Batch, IdColumn, IdFeature, Schema
+from persia.modes import Hybrid
+from persia.nn import EmbeddingCollection
+from persia.schema import Adagrad, EmbeddingOptimizer, RowwiseAdagrad
+
+WORK = {"smoke": Workload(rows=20_000, batch=1024, batches=8), "laptop": Workload(), "full": Workload()}
+STEPS = {"smoke": 5, "laptop": 20, "full": 50}
+ROUNDS = {"smoke": 5, "laptop": 9, "full": 15}
+
+
+class Persia(Variant):
+    """The same network and data with `EmbeddingCollection`, in Hybrid(4)."""
+
+    def __init__(self, work: Workload, data: list[Samples], optimizer: EmbeddingOptimizer) -> None:
+        super().__init__(work, data)
+        names = [f"f{i}" for i in range(work.features)]
+        schema = Schema([IdFeature(name, dim=work.dim) for name in names], [f"d{i}" for i in range(work.dense)])
+        self.embeddings = EmbeddingCollection(schema, optimizer=optimizer, mode=Hybrid(4))
+        batches = [
+            Batch({n: IdColumn(ids.astype(np.uint64)) for n, ids in zip(names, s.ids, strict=True)}, s.dense, s.labels)
+            for s in data
+        ]
+        self.prefetched: Iterator = self.embeddings.prefetch(itertools.cycle(batches))
+
+    def step(self) -> None:
+        """One training step."""
+        batch = next(self.prefetched)
+        self.backward(list(self.embeddings(batch).values()), batch)
+
+    def close(self) -> None:
+        """Ends the background threads."""
+        self.prefetched.close()
+
+
+def compare(preset: str, peer_of, optimizer: EmbeddingOptimizer, name: str, target: float | None) -> harness.Measure:
+    """Samples/s of persia over the peer's, alternating."""
+    work = WORK[preset]
+    data = generate(work)
+    peer = peer_of(work, data)
+    persia = Persia(work, data, optimizer)
+    try:
+        steps = STEPS[preset]
+        # The first rounds fill the tables: every id of the 64 batches gets its row.
+        for variant in (persia, peer):
+            variant.time(2 * len(data))
+        return harness.ratio(
+            name,
+            ours=lambda: work.batch * steps / persia.time(steps),
+            theirs=lambda: work.batch * steps / peer.time(steps),
+            rounds=ROUNDS[preset],
+            unit="x samples/s",
+            target=target,
+        )
+    finally:
+        persia.close()
+        peer.close()

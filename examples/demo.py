@@ -1,0 +1,24 @@
+"""`make demo`: trains on real click logs where there are any, else on generated ones, and saves the model."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from persia import data
+
+HERE = Path(__file__).parent
+
+
+def main() -> int:
+    real = data.find("globo_ctr") is not None
+    config = HERE / ("globo.toml" if real else "synthetic.toml")
+    print(f"Training {config.name}" + ("" if real else " (no real data: set PERSIA_DATA to use some)"), flush=True)
+    command = [sys.executable, "-m", "persia", "train", str(config), "--output", "runs/demo"]
+    if os.environ.get("PERSIA_EXAMPLE_SMALL"):
+        command += ["--set", "train.max_steps=300"]
+    return subprocess.run(command, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""Checks that a batch fits its schema; every rejection names the feature, the row and the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from persia.batching.batch import Batch, IdColumn
+from persia.errors import DataError
+from persia.schema import Schema
+
+__all__ = ["check_finite", "check_labels", "check_offsets", "validate"]
+
+
+def check_offsets(name: str, offsets: Any, values: int) -> None:
+    """Raises DataError unless `offsets` [batch + 1] rises from 0 to `values`."""
+    if offsets.ndim != 1 or len(offsets) == 0:
+        raise DataError(
+            f"Offsets of feature {name!r} have shape {list(offsets.shape)}; they must be [batch + 1].",
+            feature=name,
+        )
+    if offsets[0] != 0:
+        raise DataError(
+            f"Offsets of feature {name!r} start at {offsets[0]}; they must start at 0 (subtract the first one).",
+            feature=name,
+            row=0,
+        )
+    falls = offsets[1:] < offsets[:-1]
+    if falls.any():
+        row = int(falls.argmax())
+        raise DataError(
+            f"Offsets of feature {name!r} fall from {offsets[row]} to {offsets[row + 1]} at row {row}; they must "
+            "never decrease.",
+            feature=name,
+            row=row,
+        )
+    if offsets[-1] != values:
+        raise DataError(
+            f"Offsets of feature {name!r} end at {offsets[-1]}, but there are {values} ids; the last offset must be "
+            "the number of ids.",
+            feature=name,
+            row=len(offsets) - 2,
+        )
+
+
+def check_finite(name: str, values: Any, kind: str) -> None:
+    """Raises DataError at the first NaN or infinity of a column [batch]."""
+    finite = np.isfinite(values)
+    if not finite.all():
+        row = int(finite.argmin())
+        raise DataError(
+            f"{kind} {name!r} is {values[row]} at row {row}; fill in or drop such rows (float32 is the range).",
+            column=name,
+            row=row,
+        )
+
+
+def check_labels(name: str, values: Any) -> None:
+    """Raises DataError unless a label column [batch] is finite and in [0, 1]."""
+    check_finite(name, values, "Label")
+    outside = (values < 0) | (values > 1)
+    if outside.any():
+        row = int(outside.argmax())
+        raise DataError(
+            f"Label {name!r} is {values[row]} at row {row}, outside [0, 1]; rescale or threshold it.",
+            column=name,
+            row=row,
+        )
+
+
+def validate(batch: Batch, schema: Schema, *, require_labels: bool = True) -> None:
+    """See `Batch.validate`."""
+    rows = len(batch)
+    if rows == 0:
+        raise DataError("The batch is empty; leave it out.")
+    names = [f.name for f in schema.id_features]
+    for name in batch.id_features:
+        if name not in names:
+            raise DataError(
+                f"The batch has a feature {name!r} that the schema lacks; remove it or declare it "
+                f"(the schema has {', '.join(names)}).",
+                feature=name,
+            )
+    for name in names:
+        if name not in batch.id_features:
+            raise DataError(
+                f"The batch lacks feature {name!r} of the schema; add it, or build the batch with Batch.from_columns.",
+                feature=name,
+            )
+        _check_column(name, batch.id_features[name], rows)
+    _check_matrix("dense", batch.dense, rows, len(schema.dense_features))
+    if batch.dense.size and not np.isfinite(batch.dense).all():
+        for i, name in enumerate(schema.dense_features):
+            check_finite(name, batch.dense[:, i], "Dense feature")
+    if require_labels or batch.labels.shape != (rows, 0):
+        _check_matrix("labels", batch.labels, rows, len(schema.labels))
+        if not ((batch.labels >= 0) & (batch.labels <= 1)).all():
+            for i, name in enumerate(schema.labels):
+                check_labels(name, batch.labels[:, i])
+    if batch.day is not None and (batch.day.dtype != np.int32 or batch.day.shape != (rows,)):
+        raise DataError(
+            f"Batch.day is {batch.day.dtype}{list(batch.day.shape)}; it must be int32[{rows}].", column="day"
+        )
+
+
+def _check_column(name: str, column: IdColumn, rows: int) -> None:
+    if not isinstance(column, IdColumn):
+        raise DataError(
+            f"Feature {name!r} is a {type(column).__name__}; give an IdColumn, or build the batch with "
+            "Batch.from_columns.",
+            feature=name,
+        )
+    values, offsets = column.values, column.offsets
+    if (
+        not isinstance(values, np.ndarray)
+        or values.dtype != np.uint64
+        or values.ndim != 1
+        or not values.flags.c_contiguous
+    ):
+        raise DataError(
+            f"Ids of feature {name!r} are {_describe(values)}; they must be a contiguous uint64 array [n].",
+            feature=name,
+        )
+    if offsets is not None:
+        if not isinstance(offsets, np.ndarray) or offsets.dtype != np.int64 or not offsets.flags.c_contiguous:
+            raise DataError(
+                f"Offsets of feature {name!r} are {_describe(offsets)}; they must be a contiguous int64 array.",
+                feature=name,
+            )
+        check_offsets(name, offsets, len(values))
+    if len(column) != rows:
+        raise DataError(
+            f"Feature {name!r} has {len(column)} rows, but the batch has {rows}; all must have the same.",
+            feature=name,
+        )
+
+
+def _check_matrix(name: str, array: Any, rows: int, columns: int) -> None:
+    if not isinstance(array, np.ndarray) or array.dtype != np.float32 or array.shape != (rows, columns):
+        raise DataError(f"Batch.{name} is {_describe(array)}; it must be float32[{rows}, {columns}].", column=name)
+
+
+def _describe(array: Any) -> str:
+    return f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__

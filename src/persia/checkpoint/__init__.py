@@ -1,0 +1,25 @@
+"""Checkpoints: safetensors parts and a manifest, written so that a kill leaves the old or the new one.
+
+The format is specified in `docs/reference/checkpoint.md`. Nothing here imports torch until it meets a torch tensor.
+"""
+
+from persia.checkpoint.format import Manifest, Part, RowsPart, StatePart, TableRecord, TensorsPart
+from persia.checkpoint.inspection import Inspection, format_inspection, inspect
+from persia.checkpoint.reader import CheckpointEntry, CheckpointReader, list_checkpoints
+from persia.checkpoint.writer import CheckpointWriter
+
+__all__ = [
+    "CheckpointEntry",
+    "CheckpointReader",
+    "CheckpointWriter",
+    "Inspection",
+    "Manifest",
+    "Part",
+    "RowsPart",
+    "StatePart",
+    "TableRecord",
+    "TensorsPart",
+    "format_inspection",
+    "inspect",
+    "list_checkpoints",
+]

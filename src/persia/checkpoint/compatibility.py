@@ -1,0 +1,86 @@
+"""Whether a model can go on from a checkpoint, and if not, why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from persia.checkpoint.format import Manifest
+from persia.schema import SGD, EmbeddingOptimizer, IdFeature, Schema
+
+__all__ = ["differences"]
+
+
+def differences(
+    manifest: Manifest[Any], saved: Schema, schema: Schema, optimizer: EmbeddingOptimizer | None
+) -> list[str]:
+    """Everything in which `schema` cannot use rows or dense model of a checkpoint, one sentence each.
+
+    Args:
+        manifest: of the checkpoint.
+        saved: schema of the checkpoint.
+        schema: schema of the model.
+        optimizer: of tables of the model whose declaration names none.
+    """
+    return [*_tables(manifest, schema, optimizer), *_features(saved, schema), *_columns(saved, schema)]
+
+
+def _tables(manifest: Manifest[Any], schema: Schema, default: EmbeddingOptimizer | None) -> list[str]:
+    found: list[str] = []
+    tables = schema.resolved_tables()
+    for name, table in tables.items():
+        record = manifest.tables.get(name)
+        if record is None:
+            found.append(f"table {name!r} is not in the checkpoint")
+            continue
+        if record.dim != table.dim:
+            found.append(f"table {name!r} has dim {table.dim}, in the checkpoint {record.dim}")
+        optimizer = table.optimizer or default
+        if optimizer is not None and record.optimizer is not None:
+            mine, theirs = _rule(optimizer), _rule(record.optimizer)
+            if mine != theirs:
+                found.append(f"table {name!r} is trained by {mine}, in the checkpoint by {theirs}")
+    found += [f"table {name!r} of the checkpoint is not in the model" for name in manifest.tables if name not in tables]
+    return found
+
+
+def _rule(optimizer: EmbeddingOptimizer) -> str:
+    """What decides the meaning of a row's optimizer state."""
+    name = type(optimizer).__name__
+    return f"{name} with momentum" if isinstance(optimizer, SGD) and optimizer.momentum > 0 else name
+
+
+def _features(saved: Schema, schema: Schema) -> list[str]:
+    found: list[str] = []
+    theirs = {feature.name: feature for feature in saved.id_features}
+    mine = {feature.name: feature for feature in schema.id_features}
+    for name in mine.keys() | theirs.keys():
+        if name not in theirs or name not in mine:
+            place = "the checkpoint" if name not in theirs else "the model"
+            found.append(f"ID-type feature {name!r} is not in {place}")
+            continue
+        for field, value in _meaning(mine[name]).items():
+            other = _meaning(theirs[name])[field]
+            if value != other:
+                found.append(f"ID-type feature {name!r} has {field} {value!r}, in the checkpoint {other!r}")
+    return sorted(found)
+
+
+def _meaning(feature: IdFeature) -> dict[str, Any]:
+    """What the rows and the dense model depend on."""
+    length = feature.max_length if feature.pooling is None else None
+    return {
+        "table": feature.table_name,
+        "pooling": feature.pooling,
+        "max_length": length,
+        "cross": tuple(feature.cross),
+    }
+
+
+def _columns(saved: Schema, schema: Schema) -> list[str]:
+    found: list[str] = []
+    for field in ("dense_features", "labels"):
+        mine, theirs = list(getattr(schema, field)), list(getattr(saved, field))
+        if mine != theirs:
+            only = [f"{name!r}" for name in mine if name not in theirs] + [f"{n!r}" for n in theirs if n not in mine]
+            found.append(f"{field} differ in {', '.join(only[:8])}" if only else f"{field} are in another order")
+    return found

@@ -1,0 +1,285 @@
+"""The manifest: what a checkpoint consists of, as typed records, and the names of its files.
+
+`docs/reference/checkpoint.md` is the specification. Everything that is read here may be hostile: sizes are limited
+before anything is decoded, fields are strict, and numbers that contradict one another are refused.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections import Counter
+from datetime import datetime
+from typing import Annotated, Any, Generic, TypeVar
+from urllib.parse import quote
+
+import msgspec
+
+from persia.errors import CheckpointError, PersiaError
+from persia.schema import EmbeddingOptimizer
+
+__all__ = [
+    "FORMAT",
+    "LATEST",
+    "MANIFEST",
+    "MAX_MANIFEST_BYTES",
+    "MAX_PART_BYTES",
+    "VERSION",
+    "Manifest",
+    "Part",
+    "RowsPart",
+    "StatePart",
+    "TableRecord",
+    "TensorsPart",
+    "checksum_text",
+    "decode_manifest",
+    "encode_manifest",
+    "file_name",
+    "parse_step",
+    "step_name",
+]
+
+FORMAT = "persia-checkpoint"
+VERSION = 1
+MANIFEST = "manifest.json"
+LATEST = "LATEST"
+
+MAX_MANIFEST_BYTES = 64 << 20
+MAX_DOCUMENT_BYTES = 4 << 20  # schema, config, extra: free-form JSON costs up to 20 times its length in memory
+MAX_PART_BYTES = 64 << 30
+MAX_STEP = 10**12
+
+_STEP = re.compile(r"step-([0-9]{12})")
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+Dim = Annotated[int, msgspec.Meta(ge=1, le=4096)]
+Width = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+PartBytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_PART_BYTES)]
+# Relative, forward slashes, no segment that begins with a dot: nothing outside the step directory can be named.
+PartPath = Annotated[
+    str, msgspec.Meta(max_length=512, pattern=r"^[A-Za-z0-9_~%-][A-Za-z0-9_.~%-]*(/[A-Za-z0-9_~%-][A-Za-z0-9_.~%-]*)*$")
+]
+Checksum = Annotated[str, msgspec.Meta(pattern=r"^crc32:[0-9a-f]{8}$")]
+
+
+class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind"):
+    """Base of the records below."""
+
+
+class _Part(_Record, frozen=True):
+    """One file: its path below the step directory, its length and its checksum."""
+
+    path: PartPath
+    bytes: PartBytes
+    checksum: Checksum
+
+
+class RowsPart(_Part, frozen=True, tag="rows"):
+    """Rows of one shard of a table; `steps` are the lowest and highest `last_step` of them (None without rows)."""
+
+    table: Name
+    shard: Count
+    rows: Count
+    steps: tuple[Count, Count] | None = None
+
+
+class TensorsPart(_Part, frozen=True, tag="tensors"):
+    """Named tensors, for example the dense model."""
+
+    name: Name
+
+
+class StatePart(_Part, frozen=True, tag="state"):
+    """A nested Python value, see `packing`."""
+
+    name: Name
+
+
+Part = RowsPart | TensorsPart | StatePart
+
+
+class TableRecord(_Record, frozen=True):
+    """One embedding table: what its rows look like, how many there are, from how many shards."""
+
+    dim: Dim
+    optimizer: EmbeddingOptimizer | None
+    state_width: Width
+    rows: Count
+    shards: Count
+
+
+Document = TypeVar("Document")
+
+
+class Manifest(_Record, Generic[Document], frozen=True):
+    """Everything about a checkpoint but the tensors.
+
+    Args:
+        span: first and last global step at which rows were taken; equal when all belong to one step boundary.
+        base: global step of the checkpoint that this one only adds to; None for a full one (the only kind so far).
+        checksum: of the file's bytes before the last `"checksum"` in it.
+    """
+
+    format: str
+    version: int
+    persia: str
+    created: Annotated[datetime, msgspec.Meta(tz=True)]
+    global_step: Count
+    span: tuple[Count, Count]
+    base: Count | None
+    tables: dict[Name, TableRecord]
+    parts: list[Part]
+    schema: Document
+    config: Document
+    extra: Document
+    checksum: Checksum = "crc32:00000000"
+
+
+class _Head(msgspec.Struct, frozen=True):
+    """The two fields that every version of the format has."""
+
+    format: str
+    version: int
+
+
+_UNDECODABLE = (ValueError, TypeError, OverflowError, RecursionError, msgspec.MsgspecError, PersiaError)
+_head_decoder = msgspec.json.Decoder(_Head)
+_decoder = msgspec.json.Decoder(Manifest[msgspec.Raw])
+
+
+def checksum_text(crc: int) -> str:
+    """The form in which a CRC-32 stands in a manifest."""
+    return f"crc32:{crc:08x}"
+
+
+def step_name(step: int) -> str:
+    """Name of the directory of a step."""
+    return f"step-{step:012d}"
+
+
+def parse_step(name: str) -> int | None:
+    """The step of a directory name, None when it is not one."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def file_name(name: str) -> str:
+    """`name` percent-encoded, so that any table name is one safe path segment (a leading dot included)."""
+    encoded = quote(name, safe="")
+    return "%2E" + encoded[1:] if encoded.startswith(".") else encoded
+
+
+def _signed(data: bytes) -> tuple[bytes, str]:
+    """What a manifest's checksum covers, and its value."""
+    body = data.rpartition(b'"checksum"')[0]
+    return body, checksum_text(zlib.crc32(body))
+
+
+def encode_manifest(manifest: Manifest[dict[str, Any]]) -> bytes:
+    """The bytes of `manifest.json`, checksum filled in.
+
+    Raises:
+        CheckpointError: the reader would not accept it, for example because of a NaN or too large a `config`.
+    """
+    for name in ("schema", "config", "extra"):
+        _check_json(getattr(manifest, name), name)
+    data = msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
+    body, value = _signed(data)
+    data = body + f'"checksum": "{value}"\n}}\n'.encode()
+    decode_manifest(data, MANIFEST)
+    return data
+
+
+def _check_json(value: Any, where: str) -> None:
+    """Refuses what JSON would change silently."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise CheckpointError(f"{where} has the key {key!r}; keys must be text. Use add_state.", field=where)
+            _check_json(item, f"{where}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            _check_json(item, f"{where}[{i}]")
+    elif isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        raise CheckpointError(f"{where} = {value} cannot be written as JSON; use add_state for it.", field=where)
+    elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+        raise CheckpointError(f"{where} = {value} does not fit 64 bits; use add_state for it.", field=where)
+    elif value is not None and not isinstance(value, (str, int, float)):
+        raise CheckpointError(
+            f"{where} is a {type(value).__name__}, which is not JSON; use add_state for it.", field=where
+        )
+
+
+def decode_manifest(data: bytes, path: str) -> Manifest[dict[str, Any]]:
+    """Decodes and checks a manifest; `path` is for messages.
+
+    Raises:
+        CheckpointError: not a manifest, of another version, damaged, or contradictory.
+    """
+    remedy = "Use another checkpoint (list_checkpoints names them)."
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise CheckpointError(f"{path} has {len(data)} bytes, more than {MAX_MANIFEST_BYTES}. {remedy}", path=path)
+    try:
+        head = _head_decoder.decode(data)
+    except _UNDECODABLE as error:
+        raise CheckpointError(f"{path} is truncated or no manifest: {error}. {remedy}", path=path) from None
+    if head.format != FORMAT:
+        raise CheckpointError(f"{path} has format {head.format[:64]!r}, not {FORMAT!r}. {remedy}", path=path)
+    if head.version != VERSION:
+        raise CheckpointError(
+            f"{path} has version {head.version} of the format, this persia reads version {VERSION}. "
+            "Install the persia that wrote it, or a newer one.",
+            path=path,
+            version=head.version,
+        )
+    try:
+        raw = _decoder.decode(data)
+        documents: dict[str, Any] = {}
+        for name in ("schema", "config", "extra"):
+            document = getattr(raw, name)
+            if len(bytes(document)) > MAX_DOCUMENT_BYTES:
+                raise ValueError(f"{name} exceeds {MAX_DOCUMENT_BYTES} bytes")
+            documents[name] = msgspec.json.decode(document, type=dict[str, Any])
+    except _UNDECODABLE as error:
+        reason = str(error).rstrip(".")
+        raise CheckpointError(f"{path} is not a valid manifest: {reason}. {remedy}", path=path) from None
+    if _signed(data)[1] != raw.checksum:
+        raise CheckpointError(f"{path} is damaged: its checksum does not match. {remedy}", path=path)
+    problem = _contradiction(raw)
+    if problem:
+        raise CheckpointError(f"{path} is contradictory: {problem}. {remedy}", path=path)
+    fields = {name: getattr(raw, name) for name in raw.__struct_fields__}
+    return Manifest[dict[str, Any]](**(fields | documents))
+
+
+def _contradiction(manifest: Manifest[Any]) -> str | None:
+    """The first thing in a manifest that cannot be."""
+    if manifest.base is not None:
+        return f"it is incremental, on step {manifest.base}, which this version cannot read"
+    if manifest.span[0] > manifest.span[1]:
+        return f"its span of steps {manifest.span} runs backwards"
+    seen: set[tuple[str, str]] = set()
+    paths: set[str] = set()
+    rows: Counter[str] = Counter()
+    shards: dict[str, set[int]] = {}
+    for part in manifest.parts:
+        if part.path in paths:
+            return f"the part {part.path} occurs twice"
+        paths.add(part.path)
+        if isinstance(part, RowsPart):
+            if part.table not in manifest.tables:
+                return f"the part {part.path} belongs to an unknown table {part.table!r}"
+            if part.steps is not None and part.steps[0] > part.steps[1]:
+                return f"the part {part.path} has steps that run backwards"
+            rows[part.table] += part.rows
+            shards.setdefault(part.table, set()).add(part.shard)
+            continue
+        key = (type(part).__name__, part.name)
+        if key in seen:
+            return f"the name {part.name!r} occurs twice"
+        seen.add(key)
+    for name, table in manifest.tables.items():
+        if rows[name] != table.rows or len(shards.get(name, ())) != table.shards:
+            return f"table {name!r} has {table.rows} rows in {table.shards} shards, its parts hold {rows[name]} rows"
+    return None

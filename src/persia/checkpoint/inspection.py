@@ -1,0 +1,131 @@
+"""What is in a checkpoint, for people: read from the manifest and the headers of dense parts only."""
+
+from __future__ import annotations
+
+import math
+import os
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from persia.checkpoint.format import RowsPart, StatePart, TensorsPart
+from persia.checkpoint.reader import CheckpointReader
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+__all__ = ["Inspection", "TableInspection", "TensorInspection", "format_inspection", "inspect"]
+
+
+class TableInspection(msgspec.Struct, frozen=True):
+    """One table; `bytes` of all its parts."""
+
+    name: str
+    rows: int
+    dim: int
+    optimizer: str
+    state_width: int
+    shards: int
+    parts: int
+    bytes: int
+
+
+class TensorInspection(msgspec.Struct, frozen=True):
+    """One dense tensor; `part` is the name it was added under."""
+
+    part: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+
+
+class Inspection(msgspec.Struct, frozen=True):
+    """What is in a checkpoint. `states` are name and bytes; `span` the steps at which rows were taken."""
+
+    path: str
+    global_step: int
+    span: tuple[int, int]
+    created: datetime
+    persia: str
+    version: int
+    tables: tuple[TableInspection, ...]
+    tensors: tuple[TensorInspection, ...]
+    states: tuple[tuple[str, int], ...]
+    parts: int
+    bytes: int
+
+
+def inspect(url: str | os.PathLike[str], step: int | None = None) -> Inspection:
+    """Reads what there is in a checkpoint, without its rows.
+
+    Args:
+        url: directory of checkpoints, or a step's own directory.
+        step: the step to look at instead of the latest.
+
+    Raises:
+        CheckpointError: there is no valid checkpoint.
+    """
+    reader = CheckpointReader(url, step)
+    manifest = reader.manifest
+    tables: list[TableInspection] = []
+    for name, table in manifest.tables.items():
+        sizes = [part.bytes for part in manifest.parts if isinstance(part, RowsPart) and part.table == name]
+        rule = type(table.optimizer).__name__ if table.optimizer else "-"
+        tables.append(
+            TableInspection(name, table.rows, table.dim, rule, table.state_width, table.shards, len(sizes), sum(sizes))
+        )
+    tensors = [
+        TensorInspection(part.name, name, dtype, shape, size)
+        for part in manifest.parts
+        if isinstance(part, TensorsPart)
+        for name, dtype, shape, size in reader.describe(part)
+    ]
+    return Inspection(
+        path=reader.path,
+        global_step=manifest.global_step,
+        span=manifest.span,
+        created=manifest.created,
+        persia=manifest.persia,
+        version=manifest.version,
+        tables=tuple(tables),
+        tensors=tuple(tensors),
+        states=tuple((part.name, part.bytes) for part in manifest.parts if isinstance(part, StatePart)),
+        parts=len(manifest.parts),
+        bytes=sum(part.bytes for part in manifest.parts),
+    )
+
+
+def format_inspection(inspection: Inspection) -> Group:
+    """The inspection as something that a `rich` console prints; its text contains no markup."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    step = f"step {inspection.global_step}"
+    if inspection.span[0] != inspection.span[1]:
+        step += f" (rows of steps {inspection.span[0]} to {inspection.span[1]})"
+    about = Text(
+        f"{inspection.path}\n{step}, created {inspection.created:%Y-%m-%d %H:%M:%S %Z} by persia {inspection.persia}\n"
+        f"{inspection.parts} parts, {_bytes(inspection.bytes)}"
+    )
+    tables = Table("table", "dim", "optimizer", title="Embedding tables", title_justify="left")
+    for heading in ("rows", "shards", "parts", "size"):
+        tables.add_column(heading, justify="right")
+    for t in inspection.tables:
+        cells = (t.name, str(t.dim), t.optimizer, f"{t.rows:,}", str(t.shards), str(t.parts), _bytes(t.bytes))
+        tables.add_row(*map(Text, cells))
+    dense = Table("part", "tensor", "dtype", "shape", title="Dense tensors and states", title_justify="left")
+    dense.add_column("size", justify="right")
+    for d in inspection.tensors:
+        dense.add_row(*map(Text, (d.part, d.name, d.dtype, "x".join(map(str, d.shape)) or "-", _bytes(d.bytes))))
+    for name, size in inspection.states:
+        dense.add_row(*map(Text, (name, "", "", "", _bytes(size))))
+    return Group(about, tables, dense)
+
+
+def _bytes(count: int) -> str:
+    """1536 as '1.5 KiB'."""
+    power = min(5, int(math.log2(count) // 10)) if count else 0
+    return f"{count / 1024**power:.1f} {' KMGTP'[power]}iB" if power else f"{count} B"

@@ -1,0 +1,285 @@
+"""Reads checkpoints, trusting nothing: lengths and checksums are verified before a part is used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import msgspec
+from numpy.typing import NDArray
+
+from persia.checkpoint.compatibility import differences
+from persia.checkpoint.format import (
+    LATEST,
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    Part,
+    RowsPart,
+    StatePart,
+    TensorsPart,
+    checksum_text,
+    decode_manifest,
+    parse_step,
+    step_name,
+)
+from persia.checkpoint.packing import unpack
+from persia.checkpoint.storage import Storage
+from persia.checkpoint.tensors import TensorView, decode, header_length, parse_header
+from persia.checkpoint.writer import ROW_ARRAYS
+from persia.errors import CheckpointError, PersiaError
+from persia.schema import EmbeddingOptimizer, Schema
+
+__all__ = ["CheckpointEntry", "CheckpointReader", "list_checkpoints"]
+
+_P = TypeVar("_P", TensorsPart, StatePart)
+
+
+class CheckpointEntry(NamedTuple):
+    """A complete checkpoint in a directory: its step, its path, and whether LATEST names it."""
+
+    step: int
+    path: str
+    latest: bool
+
+
+def list_checkpoints(url: str | os.PathLike[str]) -> list[CheckpointEntry]:
+    """The complete checkpoints of a directory, by step; a damaged or missing LATEST marks none.
+
+    Raises:
+        CheckpointError: the directory cannot be listed.
+    """
+    storage = Storage(url)
+    try:
+        latest = _latest(storage)
+    except CheckpointError:
+        latest = None
+    return [CheckpointEntry(s, storage.full(step_name(s)), s == latest) for s in _complete(storage)]
+
+
+class CheckpointReader:
+    """Reads one checkpoint.
+
+    Methods block while they read. A reader may be shared by threads.
+
+    Args:
+        url: directory of checkpoints, of which LATEST names one, or a step's own directory.
+        step: the step to read instead of the latest.
+
+    Attributes:
+        path: the step's directory.
+        manifest: everything but the tensors.
+        schema: the schema of the model.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or its manifest is not valid.
+    """
+
+    def __init__(self, url: str | os.PathLike[str], step: int | None = None) -> None:
+        self._storage = Storage(url)
+        self._prefix = self._resolve(step)
+        self.path = self._storage.full(self._prefix.rstrip("/"))
+        self.manifest: Manifest[dict[str, Any]] = self._read_manifest()
+        try:
+            self.schema = msgspec.convert(self.manifest.schema, Schema)
+        except (ValueError, TypeError, OverflowError, RecursionError, PersiaError, msgspec.MsgspecError) as error:
+            raise CheckpointError(f"{self.path}: the schema is not valid: {error}.", path=self.path) from None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration that was saved, as JSON values."""
+        return self.manifest.config
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What the caller of `commit` gave besides."""
+        return self.manifest.extra
+
+    def check_schema(self, schema: Schema, optimizer: EmbeddingOptimizer | None = None) -> None:
+        """Checks that a model of `schema` can go on from this checkpoint.
+
+        Learning rates, capacities, initialisers and admission may differ.
+
+        Args:
+            schema: of the model.
+            optimizer: of tables whose declaration names none.
+
+        Raises:
+            CheckpointError: it cannot; all differences are named.
+        """
+        found = differences(self.manifest, self.schema, schema, optimizer)
+        if found:
+            raise CheckpointError(
+                f"{self.path} does not fit this model:\n- "
+                + "\n- ".join(found)
+                + "\nUse the schema and optimizer of the checkpoint (`persia checkpoint inspect` shows them), "
+                "or begin anew in another directory.",
+                path=self.path,
+                differences=found,
+            )
+
+    def rows(self, table: str) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
+        """The rows of a table, part by part in the order of (shard, writing).
+
+        Yields:
+            Number of the shard, and the arrays of `CheckpointWriter.add_rows`; they are the caller's.
+
+        Raises:
+            CheckpointError: no such table, or a part is missing or damaged.
+        """
+        if table not in self.manifest.tables:
+            known = ", ".join(self.manifest.tables) or "none"
+            raise CheckpointError(f"{self.path} has no table {table!r}; it has {known}.", path=self.path, table=table)
+        parts = [part for part in self.manifest.parts if isinstance(part, RowsPart) and part.table == table]
+        return ((part.shard, self._read_rows(part)) for part in sorted(parts, key=lambda part: part.shard))
+
+    def tensors(self, name: str, framework: Literal["torch", "numpy"] = "torch") -> dict[str, Any]:
+        """The tensors that were added under `name`, in CPU memory.
+
+        Args:
+            name: as given to `add_tensors`.
+            framework: "torch", or "numpy", which has no bfloat16 and imports no torch.
+
+        Raises:
+            CheckpointError: no such name, the part is missing or damaged, or numpy has no such dtype.
+        """
+        views = self._read(self._find(TensorsPart, name))
+        return {key: view.torch() if framework == "torch" else view.numpy() for key, view in views.items()}
+
+    def state(self, name: str) -> Any:
+        """The value that was added under `name`.
+
+        Raises:
+            CheckpointError: no such name, or the part is missing or damaged.
+        """
+        part = self._find(StatePart, name)
+        return unpack(self._read(part), self._full(part))
+
+    def describe(self, part: Part) -> list[tuple[str, str, tuple[int, ...], int]]:
+        """Name, dtype, shape and bytes of each tensor of a part; reads its header only.
+
+        Raises:
+            CheckpointError: the part is missing, or its header is not valid.
+        """
+        path, full = self._prefix + part.path, self._full(part)
+        if self._storage.size(path) != part.bytes:
+            raise CheckpointError(f"{full} is missing or truncated.", path=full)
+        start = 8 + header_length(self._storage.head(path, 0, 8), full)
+        header = self._storage.head(path, 8, start)
+        entries = parse_header(header, part.bytes - start, full)
+        return [(k, e.dtype, e.shape, e.data_offsets[1] - e.data_offsets[0]) for k, e in entries.items()]
+
+    def verify(self) -> int:
+        """Reads and checks every part.
+
+        Returns:
+            Bytes read.
+
+        Raises:
+            CheckpointError: some parts are missing or damaged; all of them are named.
+        """
+        problems: list[str] = []
+        for part in self.manifest.parts:
+            try:
+                if isinstance(part, RowsPart):
+                    self._read_rows(part)
+                else:
+                    self._read(part)
+            except CheckpointError as error:
+                problems.append(error.message)
+        if problems:
+            raise CheckpointError("\n".join(problems), path=self.path, problems=problems)
+        return sum(part.bytes for part in self.manifest.parts)
+
+    def _resolve(self, step: int | None) -> str:
+        """The prefix of the step directory below the given one."""
+        if step is None and self._storage.size(MANIFEST) is not None:
+            return ""
+        found = _complete(self._storage)
+        have = f"Complete steps are {', '.join(map(str, found[-8:]))}: name one by step=." if found else ""
+        if step is None:
+            step = _latest(self._storage)
+            if step is None:
+                where = self._storage.full()
+                raise CheckpointError(f"{where} holds no checkpoint: there is no {LATEST}. {have}".strip(), path=where)
+        if not isinstance(step, int) or step not in found:
+            path = self._storage.full(step_name(step) if isinstance(step, int) else str(step))
+            raise CheckpointError(f"{path} holds no complete checkpoint. {have}".strip(), path=path, step=step)
+        return f"{step_name(step)}/"
+
+    def _read_manifest(self) -> Manifest[dict[str, Any]]:
+        path = self._prefix + MANIFEST
+        size = self._storage.size(path)
+        if size is None or size > MAX_MANIFEST_BYTES:
+            full = self._storage.full(path)
+            raise CheckpointError(f"{full} is missing or larger than {MAX_MANIFEST_BYTES} bytes.", path=full)
+        return decode_manifest(self._storage.head(path, 0, size), self._storage.full(path))
+
+    def _find(self, kind: type[_P], name: str) -> _P:
+        parts = {part.name: part for part in self.manifest.parts if isinstance(part, kind)}
+        if name not in parts:
+            what = "tensors" if kind is TensorsPart else "state"
+            known = ", ".join(parts) or "none"
+            raise CheckpointError(f"{self.path} has no {what} {name!r}; it has {known}.", path=self.path, name=name)
+        return parts[name]
+
+    def _full(self, part: Part) -> str:
+        return self._storage.full(self._prefix + part.path)
+
+    def _read(self, part: Part) -> dict[str, TensorView]:
+        """The tensors of a part, after its length and checksum have been found right."""
+        path, full = self._prefix + part.path, self._full(part)
+        size = self._storage.size(path)
+        remedy = "Use another checkpoint, or copy this one anew."
+        if size is None:
+            raise CheckpointError(f"{full} is missing. {remedy}", path=full)
+        if size != part.bytes:
+            fault = "truncated" if size < part.bytes else "too long"
+            raise CheckpointError(f"{full} is {fault}: {size} of {part.bytes} bytes. {remedy}", path=full)
+        data, crc = self._storage.load(path, size)
+        if checksum_text(crc) != part.checksum:
+            raise CheckpointError(f"{full} is damaged: its checksum does not match. {remedy}", path=full)
+        return decode(data, full)
+
+    def _read_rows(self, part: RowsPart) -> dict[str, NDArray[Any]]:
+        table = self.manifest.tables[part.table]
+        views = self._read(part)
+        shapes = {"embeddings": (part.rows, table.dim), "state": (part.rows, table.state_width)}
+        if set(views) != set(ROW_ARRAYS):
+            raise CheckpointError(f"{self._full(part)} has not the arrays of rows.", path=self._full(part))
+        arrays: dict[str, NDArray[Any]] = {}
+        for name, (dtype, _) in ROW_ARRAYS.items():
+            array = views[name].numpy()
+            if array.dtype != dtype or array.shape != shapes.get(name, (part.rows,)):
+                raise CheckpointError(
+                    f"{self._full(part)}: {name} is {array.dtype} {list(array.shape)}, not as the manifest says.",
+                    path=self._full(part),
+                )
+            arrays[name] = array
+        return arrays
+
+
+def _complete(storage: Storage) -> list[int]:
+    """Steps that have a manifest."""
+    steps = [step for name in storage.names() if (step := parse_step(name)) is not None]
+    return [step for step in steps if storage.size(f"{step_name(step)}/{MANIFEST}") is not None]
+
+
+def _latest(storage: Storage) -> int | None:
+    """The step that LATEST names; None if there is no LATEST."""
+    if storage.size(LATEST) is None:
+        return None
+    content = storage.head(LATEST, 0, 64)
+    try:
+        step = parse_step(content.decode("ascii").removesuffix("\n"))
+    except UnicodeDecodeError:
+        step = None
+    if step is None:
+        path = storage.full(LATEST)
+        raise CheckpointError(
+            f"{path} is damaged: {content[:32]!r} is not the name of a step. "
+            "Name the step to read by step=; the next checkpoint replaces the file.",
+            path=path,
+        )
+    return step

@@ -1,0 +1,209 @@
+"""Safetensors without copies, for numpy and torch alike.
+
+The safetensors library copies every tensor once when it writes and once when it reads, and needs either numpy or
+torch; checkpoints are larger than memory and parameter servers have no torch. The format is a length, a JSON header
+and the bytes; the tests hold this module against the library, both ways.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from persia.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["MAX_HEADER_BYTES", "TensorView", "Value", "decode", "encode", "header_length", "parse_header", "view"]
+
+MAX_HEADER_BYTES = 32 << 20
+MAX_RANK = 32
+
+Value: TypeAlias = "NDArray[Any] | torch.Tensor"
+
+# safetensors name: (bytes per element, numpy name, torch name)
+_DTYPES: dict[str, tuple[int, str | None, str | None]] = {
+    "BOOL": (1, "bool", "bool"),
+    "U8": (1, "uint8", "uint8"),
+    "I8": (1, "int8", "int8"),
+    "U16": (2, "uint16", "uint16"),
+    "I16": (2, "int16", "int16"),
+    "U32": (4, "uint32", "uint32"),
+    "I32": (4, "int32", "int32"),
+    "U64": (8, "uint64", "uint64"),
+    "I64": (8, "int64", "int64"),
+    "F16": (2, "float16", "float16"),
+    "F32": (4, "float32", "float32"),
+    "F64": (8, "float64", "float64"),
+    "C64": (8, "complex64", "complex64"),
+    "BF16": (2, None, "bfloat16"),
+    "F8_E4M3": (1, None, "float8_e4m3fn"),
+    "F8_E5M2": (1, None, "float8_e5m2"),
+    "F8_E8M0": (1, None, "float8_e8m0fnu"),
+}
+_FROM_NUMPY = {numpy: code for code, (_, numpy, _) in _DTYPES.items() if numpy}
+_FROM_TORCH = {f"torch.{torch}": code for code, (_, _, torch) in _DTYPES.items() if torch}
+
+Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One tensor of a header."""
+
+    dtype: str
+    shape: Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_RANK)]
+    data_offsets: tuple[Size, Size]
+
+
+_entry_decoder = msgspec.json.Decoder(_Entry)
+_header_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class TensorView(NamedTuple):
+    """A tensor of any framework: dtype in the names of safetensors, shape, and its bytes (little-endian, C order)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+    def numpy(self) -> NDArray[Any]:
+        """As numpy array on the same memory.
+
+        Raises:
+            CheckpointError: numpy has no such dtype.
+        """
+        size, name, _ = _DTYPES[self.dtype]
+        if name is None:
+            raise CheckpointError(f"numpy has no dtype for {self.dtype}; read it as torch tensor.", dtype=self.dtype)
+        data = self._aligned(size)
+        try:
+            return np.frombuffer(data, np.dtype(name).newbyteorder("<")).reshape(self.shape)
+        except ValueError as error:
+            raise CheckpointError(f"A tensor of shape {self.shape} cannot be: {error}.", shape=self.shape) from None
+
+    def torch(self) -> torch.Tensor:
+        """As torch tensor in CPU memory, on the same bytes."""
+        import torch
+
+        size, _, name = _DTYPES[self.dtype]
+        dtype = getattr(torch, str(name), None)
+        if dtype is None:
+            raise CheckpointError(f"This torch has no dtype {name}; install a newer one.", dtype=self.dtype)
+        try:
+            if not len(self.data):
+                return torch.empty(self.shape, dtype=dtype)
+            return torch.frombuffer(self._aligned(size), dtype=dtype).reshape(self.shape)
+        except (ValueError, RuntimeError, TypeError) as error:
+            raise CheckpointError(f"A tensor of shape {self.shape} cannot be: {error}.", shape=self.shape) from None
+
+    def _aligned(self, size: int) -> memoryview:
+        address = np.frombuffer(self.data, np.uint8).ctypes.data if len(self.data) else 0
+        return memoryview(bytearray(self.data)) if address % size else self.data
+
+
+def is_torch(value: object) -> bool:
+    """Whether it is a torch tensor; torch is never imported to find out."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def view(value: Value, where: str) -> TensorView:
+    """The bytes of an array or tensor; copied only if not contiguous, little-endian and in CPU memory.
+
+    Args:
+        value: numpy array or strided torch tensor.
+        where: its name, for messages.
+
+    Raises:
+        CheckpointError: safetensors cannot hold it.
+    """
+    code: str | None = None
+    if isinstance(value, np.ndarray):
+        code = _FROM_NUMPY.get(value.dtype.newbyteorder("=").name)
+        if code:
+            array = np.asarray(value, value.dtype.newbyteorder("<"), order="C")
+            return TensorView(code, value.shape, array.reshape(-1).view(np.uint8).data)
+    elif is_torch(value):
+        code = _FROM_TORCH.get(str(value.dtype))
+        if code and str(value.layout) == "torch.strided" and value.device.type != "meta":
+            import torch
+
+            flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+            return TensorView(code, tuple(value.shape), flat.numpy().data)
+    kind = f"{type(value).__name__} of {getattr(value, 'dtype', 'no dtype')}"
+    raise CheckpointError(
+        f"{where} is a {kind}, which safetensors cannot hold; convert it to a dense array or tensor first.", name=where
+    )
+
+
+def encode(views: Mapping[str, TensorView]) -> list[memoryview]:
+    """A safetensors file as a list of buffers: header, then each tensor's own memory.
+
+    Tensors of wider elements come first and the header is padded to 8 bytes, so every tensor is aligned.
+    """
+    order = sorted(views, key=lambda name: (-_DTYPES[views[name].dtype][0], name))
+    header: dict[str, _Entry] = {}
+    offset = 0
+    for name in order:
+        end = offset + len(views[name].data)
+        header[name] = _Entry(views[name].dtype, views[name].shape, (offset, end))
+        offset = end
+    text = msgspec.json.encode(header)
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise CheckpointError(f"{len(views)} tensors are too many for one file; divide them.", tensors=len(views))
+    return [memoryview(len(text).to_bytes(8, "little") + text), *(views[name].data for name in order)]
+
+
+def header_length(data: bytes | memoryview, path: str) -> int:
+    """Length of the header, from the first 8 bytes of a file."""
+    length = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or length > MAX_HEADER_BYTES:
+        raise CheckpointError(f"{path} is not a safetensors file: its header is missing or too long.", path=path)
+    return length
+
+
+def parse_header(header: bytes | memoryview, body: int, path: str) -> dict[str, _Entry]:
+    """The tensors named in a header (without `__metadata__`), checked to fill `body` bytes without gap or overlap.
+
+    Raises:
+        CheckpointError: it is not such a header.
+    """
+    try:
+        raw = _header_decoder.decode(header)
+        raw.pop("__metadata__", None)
+        entries = {name: _entry_decoder.decode(entry) for name, entry in raw.items()}
+    except (ValueError, RecursionError, msgspec.MsgspecError) as error:
+        raise CheckpointError(f"{path} is not a safetensors file: {error}.", path=path) from None
+    position = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        begin, end = entry.data_offsets
+        if entry.dtype not in _DTYPES:
+            raise CheckpointError(f"{path}: tensor {name[:64]!r} has unknown dtype {entry.dtype[:16]!r}.", path=path)
+        if begin != position or end - begin != math.prod(entry.shape) * _DTYPES[entry.dtype][0]:
+            raise CheckpointError(f"{path}: the offsets of tensor {name[:64]!r} do not fit its shape.", path=path)
+        position = end
+    if position != body:
+        raise CheckpointError(f"{path} holds {body} bytes of tensors, its header describes {position}.", path=path)
+    return entries
+
+
+def decode(data: memoryview, path: str) -> dict[str, TensorView]:
+    """The tensors of a safetensors file in memory, on that memory.
+
+    Raises:
+        CheckpointError: `data` is not a valid file.
+    """
+    start = 8 + header_length(data, path)
+    entries = parse_header(bytes(data[8:start]), len(data) - start, path)
+    return {
+        name: TensorView(entry.dtype, entry.shape, data[start + entry.data_offsets[0] : start + entry.data_offsets[1]])
+        for name, entry in entries.items()
+    }

@@ -1,0 +1,362 @@
+"""Writes one checkpoint, a part at a time; nothing counts until `commit`.
+
+Order of writes (a kill between any two leaves the previous checkpoint in force): parts, each synced; their
+directories; `manifest.json`; `LATEST`; only then are older checkpoints removed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from importlib import metadata
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from persia.checkpoint.format import (
+    FORMAT,
+    LATEST,
+    MANIFEST,
+    MAX_PART_BYTES,
+    MAX_STEP,
+    VERSION,
+    Manifest,
+    Part,
+    RowsPart,
+    StatePart,
+    TableRecord,
+    TensorsPart,
+    checksum_text,
+    encode_manifest,
+    file_name,
+    parse_step,
+    step_name,
+)
+from persia.checkpoint.packing import pack
+from persia.checkpoint.storage import Storage
+from persia.checkpoint.tensors import TensorView, Value, encode, view
+from persia.errors import CheckpointError
+from persia.schema import EmbeddingOptimizer, Schema
+
+__all__ = ["ROW_ARRAYS", "CheckpointWriter"]
+
+_log = logging.getLogger("persia.checkpoint")
+_T = TypeVar("_T")
+
+ROW_ARRAYS: dict[str, tuple[str, int]] = {
+    "ids": ("uint64", 1),
+    "embeddings": ("float32", 2),
+    "state": ("float32", 2),
+    "update_count": ("uint32", 1),
+    "last_step": ("uint32", 1),
+    "stamp": ("uint32", 1),
+}
+"""Arrays of a part of rows: dtype and number of axes; the first axis is the row."""
+
+
+class CheckpointWriter:
+    """Writes the checkpoint of one step into `url/step-N/`.
+
+    As a context manager, it aborts unless `commit` has been called. One process writes a directory at a time; a
+    writer is used by one thread. Calls block until their data is on disk (local) or uploaded.
+
+    Args:
+        url: directory of checkpoints: a path, or any URL that fsspec knows.
+        step: global step, names the directory. A step that already has a checkpoint is replaced at `commit`,
+            and stays valid until then; what an interrupted writer has left is removed.
+        keep_last: after `commit`, keep this one and the `keep_last - 1` newest of the earlier steps; None keeps all.
+
+    Raises:
+        CheckpointError: the step or URL is not valid; the directory cannot be used.
+    """
+
+    def __init__(self, url: str | os.PathLike[str], step: int, *, keep_last: int | None = None) -> None:
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < MAX_STEP:
+            raise CheckpointError(f"step = {step!r} is not a whole number from 0 to {MAX_STEP - 1}.", step=step)
+        if keep_last is not None and (not isinstance(keep_last, int) or keep_last < 1):
+            raise CheckpointError(f"keep_last = {keep_last!r}; give 1 or more, or None to keep all.", field="keep_last")
+        self._storage = Storage(url)
+        self._step = step
+        self._keep_last = keep_last
+        self._name = step_name(step)
+        self._parts: list[Part] = []
+        self._tables: dict[str, tuple[int, int]] = {}  # dim, state_width
+        self._numbers: Counter[tuple[str, int]] = Counter()  # parts by table and shard
+        self._open = True
+        self._base = self._claim()
+
+    @property
+    def path(self) -> str:
+        """Path of the step directory."""
+        return self._storage.full(self._name)
+
+    def add_rows(self, table: str, shard: int, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Appends rows of a shard as one part; give chunks of about 64 MiB.
+
+        Args:
+            table: name of the table.
+            shard: number of the shard, unique within the table over all parameter servers.
+            arrays: `ids` uint64 `[n]`, `embeddings` float32 `[n, dim]`, `state` float32 `[n, width]` (width may be
+                0), `update_count`, `last_step` and `stamp` uint32 `[n]`; read before the call returns.
+
+        Raises:
+            CheckpointError: an array is missing or does not fit, or the part cannot be written (then all is aborted).
+        """
+        self._check_open()
+        rows, dim, width = _check_rows(table, arrays)
+        known = self._tables.get(table, (dim, width))
+        if known != (dim, width):
+            raise CheckpointError(
+                f"Rows of table {table!r} have dim {dim} and state width {width}, earlier parts had {known}.",
+                table=table,
+            )
+        shard = int(shard)
+        if shard < 0:
+            raise CheckpointError(f"shard = {shard} of table {table!r} is negative.", table=table, shard=shard)
+        steps = arrays["last_step"]
+        path = f"rows/{_segment(table)}/{shard}-{self._numbers[table, shard]}.safetensors"
+        written = self._write(path, {name: view(arrays[name], f"{table}.{name}") for name in ROW_ARRAYS})
+        span = (int(steps.min()), int(steps.max())) if rows else None
+        self._parts.append(RowsPart(table=table, shard=shard, rows=rows, steps=span, **written))
+        self._tables[table] = known
+        self._numbers[table, shard] += 1
+
+    def add_tensors(self, name: str, tensors: Mapping[str, Value]) -> None:
+        """Adds named tensors (numpy, or torch of any dense dtype and device), for example a module's state dict.
+
+        Raises:
+            CheckpointError: the name is taken, a tensor cannot be held, or the part cannot be written.
+        """
+        self._check_open()
+        self._check_name(name, TensorsPart)
+        views: dict[str, TensorView] = {}
+        for key, tensor in tensors.items():
+            if not isinstance(key, str) or key == "__metadata__":
+                raise CheckpointError(f"{name}: a tensor cannot be named {key!r}; give it another text.", name=name)
+            views[key] = view(tensor, f"{name}.{key}")
+        written = self._write(f"dense/{_segment(name)}.safetensors", views)
+        self._parts.append(TensorsPart(name=name, **written))
+
+    def add_state(self, name: str, state: Any) -> None:
+        """Adds a nested value (see `packing.pack` for what it may hold); it is read back exactly equal.
+
+        Raises:
+            CheckpointError: the name is taken, something in it cannot be held, or the part cannot be written.
+        """
+        self._check_open()
+        self._check_name(name, StatePart)
+        written = self._write(f"state/{_segment(name)}.safetensors", pack(state, name))
+        self._parts.append(StatePart(name=name, **written))
+
+    def commit(
+        self,
+        *,
+        schema: Schema,
+        config: Any = None,
+        global_step: int | None = None,
+        extra: Mapping[str, Any] | None = None,
+        optimizer: EmbeddingOptimizer | None = None,
+        span: tuple[int, int] | None = None,
+    ) -> str:
+        """Makes this the latest checkpoint.
+
+        Args:
+            schema: the schema; every table of it is recorded, also those without rows.
+            config: configuration as a dict of JSON values or a msgspec record.
+            global_step: by default the step that names the directory.
+            extra: anything small, as JSON values.
+            optimizer: of tables whose declaration names none.
+            span: first and last global step at which rows were taken; both `global_step` when all are of one moment.
+
+        Returns:
+            Path of the step directory.
+
+        Raises:
+            CheckpointError: rows do not fit the schema, something is not JSON, or writing failed; the previous
+                checkpoint is then in force.
+        """
+        self._check_open()
+        step = self._step if global_step is None else global_step
+        manifest = Manifest[dict[str, Any]](
+            format=FORMAT,
+            version=VERSION,
+            persia=_version(),
+            created=datetime.now(UTC),
+            global_step=step,
+            span=(step, step) if span is None else span,
+            base=None,
+            tables=self._table_records(schema, optimizer),
+            parts=self._parts,
+            schema=_builtins(schema, "schema"),
+            config=_builtins({} if config is None else config, "config"),
+            extra=_builtins({} if extra is None else extra, "extra"),
+        )
+        data = encode_manifest(manifest)
+        self._guarded(self._storage.sync)
+        try:
+            self._storage.put(f"{self._name}/{MANIFEST}", data)
+        except CheckpointError:
+            if self._manifest_is_not(data):
+                self.abort()
+            raise
+        finally:
+            self._open = False  # from here on the files stay: a call that failed may yet have taken effect
+        self._storage.put(LATEST, f"{self._name}\n".encode())
+        self._prune()
+        return self.path
+
+    def abort(self) -> None:
+        """Removes what has been written, unless committed. Does not raise."""
+        if not self._open:
+            return
+        self._open = False
+        try:
+            self._storage.remove(f"{self._name}/{self._base}".rstrip("/"))
+        except CheckpointError as error:
+            _log.warning("An unfinished checkpoint could not be removed, it will be ignored: %s", error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+    def _claim(self) -> str:
+        """Clears what a killed writer has left of this step; returns the prefix for this writer's parts."""
+        names = self._storage.names(self._name)
+        if MANIFEST not in names:
+            if names:
+                self._storage.remove(self._name)
+            return ""
+        rewrites = [int(name[8:]) for name in names if name.startswith("rewrite-") and name[8:].isdecimal()]
+        return f"rewrite-{max(rewrites, default=0) + 1}/"
+
+    def _write(self, path: str, views: Mapping[str, TensorView]) -> dict[str, Any]:
+        buffers = encode(views)
+        size = sum(map(len, buffers))
+        if size > MAX_PART_BYTES:
+            raise CheckpointError(f"{path} would have {size} bytes, more than {MAX_PART_BYTES}; divide it.", path=path)
+        path = self._base + path
+        size, crc = self._guarded(lambda: self._storage.write(f"{self._name}/{path}", buffers))
+        return {"path": path, "bytes": size, "checksum": checksum_text(crc)}
+
+    def _guarded(self, call: Callable[[], _T]) -> _T:
+        """A failed write ends this checkpoint and removes what there is of it."""
+        try:
+            return call()
+        except CheckpointError:
+            self.abort()
+            raise
+
+    def _manifest_is_not(self, data: bytes) -> bool:
+        """Whether it is certain that the step's manifest is not `data`."""
+        path = f"{self._name}/{MANIFEST}"
+        try:
+            return self._storage.size(path) != len(data) or self._storage.head(path, 0, len(data)) != data
+        except CheckpointError:
+            return False
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise CheckpointError(f"The writer of {self.path} is closed; make a new one.", path=self.path)
+
+    def _check_name(self, name: str, kind: type[TensorsPart | StatePart]) -> None:
+        if any(isinstance(part, kind) and part.name == name for part in self._parts):
+            raise CheckpointError(f"{name!r} has been added already; use another name.", name=name)
+
+    def _table_records(self, schema: Schema, optimizer: EmbeddingOptimizer | None) -> dict[str, TableRecord]:
+        tables = schema.resolved_tables()
+        for name, (dim, _) in self._tables.items():
+            if name not in tables or tables[name].dim != dim:
+                found = f"has dim {tables[name].dim}" if name in tables else "does not exist"
+                raise CheckpointError(f"Rows of table {name!r} have dim {dim}; in the schema it {found}.", table=name)
+        records: dict[str, TableRecord] = {}
+        for name, table in tables.items():
+            parts = [part for part in self._parts if isinstance(part, RowsPart) and part.table == name]
+            records[name] = TableRecord(
+                dim=table.dim,
+                optimizer=table.optimizer or optimizer,
+                state_width=self._tables.get(name, (0, 0))[1],
+                rows=sum(part.rows for part in parts),
+                shards=len({part.shard for part in parts}),
+            )
+        return records
+
+    def _prune(self) -> None:
+        """Removes what is no longer needed; a failure is only logged, the checkpoint is complete."""
+        try:
+            if self._base:
+                for name in self._storage.names(self._name):
+                    if name not in (MANIFEST, self._base.rstrip("/")):
+                        self._storage.remove(f"{self._name}/{name}")
+            if self._keep_last is not None:
+                self._remove_older(self._keep_last)
+        except CheckpointError as error:
+            _log.warning("Older checkpoints could not be removed: %s", error)
+
+    def _remove_older(self, keep: int) -> None:
+        kept = 1
+        for name in reversed(self._storage.names()):
+            step = parse_step(name)
+            if step is None or step >= self._step:
+                continue
+            if MANIFEST in self._storage.names(name):
+                kept += 1
+                if kept <= keep:
+                    continue
+                self._storage.remove(f"{name}/{MANIFEST}")  # first: what is half removed is no checkpoint
+            self._storage.remove(name)
+
+
+def _check_rows(table: str, arrays: Mapping[str, NDArray[Any]]) -> tuple[int, int, int]:
+    """Number of rows, dim and state width of a part."""
+    if set(arrays) != set(ROW_ARRAYS):
+        raise CheckpointError(f"Rows of table {table!r} need exactly the arrays {', '.join(ROW_ARRAYS)}.", table=table)
+    count = len(arrays["ids"])
+    for name, (dtype, axes) in ROW_ARRAYS.items():
+        array = arrays[name]
+        if array.dtype != np.dtype(dtype) or array.ndim != axes or len(array) != count:
+            raise CheckpointError(
+                f"{name} of table {table!r} is {array.dtype} {list(array.shape)}; "
+                f"{dtype} with {axes} axes and {count} rows is expected.",
+                table=table,
+                field=name,
+            )
+    return count, arrays["embeddings"].shape[1], arrays["state"].shape[1]
+
+
+def _segment(name: str) -> str:
+    try:
+        valid = 0 < len(name.encode()) <= 64
+    except (AttributeError, UnicodeEncodeError):
+        valid = False
+    if not valid:
+        raise CheckpointError(f"The name {name!r} is not a text of 1 to 64 bytes.", name=name)
+    return file_name(name)
+
+
+def _builtins(value: Any, field: str) -> dict[str, Any]:
+    try:
+        result = msgspec.to_builtins(value)
+    except (TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{field} holds something that is not JSON: {error}. Use add_state.", field=field
+        ) from None
+    if not isinstance(result, dict):
+        raise CheckpointError(f"{field} is a {type(value).__name__}; give a dict or a record.", field=field)
+    return result
+
+
+def _version() -> str:
+    try:
+        return metadata.version("persia")
+    except metadata.PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,143 @@
+"""Commands of `persia`. Each imports what it needs when it runs, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from persia.errors import PersiaError
+
+if TYPE_CHECKING:
+    from persia.cli.run_config import RunConfig
+    from persia.trainer import Trainer
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="persia",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    help="Train recommenders with unbounded embedding tables. Start with `persia train examples/globo.toml`.",
+)
+checkpoint_app = typer.Typer(no_args_is_help=True, help="Look at checkpoints.")
+app.add_typer(checkpoint_app, name="checkpoint")
+
+Config = Annotated[str, typer.Argument(help="TOML file; see examples/*.toml.", metavar="CONFIG")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Override a field, e.g. `--set mode.kind=sync`; repeatable.", metavar="KEY=VALUE"),
+]
+Checkpoint = Annotated[str, typer.Option(help="Directory that `train --output` or `trainer.save` wrote.")]
+
+
+@app.command()
+def train(
+    config: Config,
+    overrides: Set = None,
+    output: Annotated[
+        str | None, typer.Option(help="Directory for checkpoints and the resolved configuration.", metavar="DIR")
+    ] = None,
+    json: Annotated[str | None, typer.Option(help="Write the result as JSON here.", metavar="FILE")] = None,
+    resume: Annotated[
+        str | None, typer.Option(help="Go on from the latest checkpoint of this directory.", metavar="DIR")
+    ] = None,
+    dump_config: Annotated[
+        bool, typer.Option("--dump-config", help="Print the complete resolved configuration and stop.")
+    ] = False,
+) -> None:
+    """Train a model and print its progressive AUC and speed.
+
+    Progressive means that each batch is scored before it is trained, so the figure is on unseen data.
+    """
+    from persia.cli import output as out
+
+    run = _read(config, overrides, output)
+    if dump_config:
+        out.print_toml(run.dump())
+        return
+    reader = run.reader()
+    trainer = run.build_trainer(reader.schema)
+    if resume is not None:
+        trainer.load(resume)
+    evaluation = run.eval_data.reader(reader.schema, "eval_data") if run.eval_data is not None else None
+    result = trainer.fit(reader, evaluation, epochs=run.train.epochs, max_steps=run.train.max_steps)
+    if output is not None:
+        out.write_json(f"{output.rstrip('/')}/config.json", run.dump())
+    out.print_fit(result, trainer.options.checkpoint_dir)
+    if json is not None:
+        out.write_json(json, out.fit_record(result))
+
+
+@app.command()
+def evaluate(
+    config: Config,
+    checkpoint: Checkpoint,
+    overrides: Set = None,
+    json: Annotated[str | None, typer.Option(help="Write the result as JSON here.", metavar="FILE")] = None,
+) -> None:
+    """Evaluate a checkpoint on `eval_data` (or `data`, where the configuration has none); nothing is changed."""
+    from persia.cli import output as out
+
+    trainer, reader = _restored(config, overrides, checkpoint)
+    result = trainer.evaluate(reader)
+    out.print_metrics("evaluation", result)
+    if json is not None:
+        out.write_json(json, out.metrics_record(result))
+
+
+@app.command()
+def predict(
+    config: Config,
+    checkpoint: Checkpoint,
+    output: Annotated[str, typer.Option(help="Parquet or .csv file for the probabilities.", metavar="FILE")],
+    overrides: Set = None,
+) -> None:
+    """Write the predicted probability of every label for each sample of `eval_data` (or `data`), in order."""
+    from persia.cli import output as out
+
+    trainer, reader = _restored(config, overrides, checkpoint)
+    rows = out.write_predictions(output, list(trainer.schema.labels), trainer.predict(reader))
+    typer.echo(f"{rows:,} predictions in {output}")
+
+
+@checkpoint_app.command()
+def inspect(
+    directory: Annotated[str, typer.Argument(help="Directory with checkpoints, or one step-N of it.", metavar="DIR")],
+) -> None:
+    """Show what a checkpoint holds: step, tables, rows, sizes, parts."""
+    from persia.checkpoint import format_inspection
+    from persia.checkpoint import inspect as inspect_checkpoint
+    from persia.cli import output as out
+
+    out.CONSOLE.print(format_inspection(inspect_checkpoint(directory)))
+
+
+def main() -> Any:
+    """Runs the command line; errors of persia are one line, not a traceback."""
+    try:
+        return app()
+    except PersiaError as error:
+        print(f"persia: {error}", file=sys.stderr)
+        return sys.exit(1)
+
+
+def _read(config: str, overrides: list[str] | None, output: str | None = None) -> RunConfig:
+    from persia.cli.run_config import RunConfig
+    from persia.config import read
+
+    changes = list(overrides or [])
+    if output is not None:
+        changes.append(f'trainer.checkpoint_dir="{output}"')
+    return read(config, changes, RunConfig)
+
+
+def _restored(config: str, overrides: list[str] | None, checkpoint: str) -> tuple[Trainer, Any]:
+    run = _read(config, overrides)
+    source = run.eval_data or run.data
+    reader = source.reader(run.schema, "eval_data" if run.eval_data else "data")
+    trainer = run.build_trainer(reader.schema)
+    trainer.load(checkpoint)
+    return trainer, reader

@@ -1,0 +1,144 @@
+"""What commands print and write."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from persia.metrics import Figures, MetricsResult
+from persia.trainer import FitResult
+
+__all__ = [
+    "CONSOLE",
+    "fit_record",
+    "metrics_record",
+    "print_fit",
+    "print_metrics",
+    "print_toml",
+    "write_json",
+    "write_predictions",
+]
+
+CONSOLE = Console()
+
+
+def print_fit(result: FitResult, checkpoint: str | None) -> None:
+    """The small table at the end of a training run."""
+    table = Table(title="training")
+    table.add_column("")
+    table.add_column("", justify="right")
+    table.add_row("rows trained", f"{result.rows:,}")
+    table.add_row("rows/s", f"{result.rows_per_second:,.0f}")
+    table.add_row("global step", f"{result.global_step:,}")
+    table.add_row("progressive AUC", f"{result.progressive.auc:.4f}")
+    if result.progressive.per_day:
+        table.add_row("progressive AUC, mean of days", f"{result.progressive.auc_mean_of_days:.4f}")
+    table.add_row("log-loss", f"{result.progressive.log_loss:.4f}")
+    table.add_row("calibration", f"{result.progressive.calibration:.3f}")
+    table.add_row("staleness mean / max", f"{result.staleness_mean:.2f} / {result.staleness_max}")
+    table.add_row("rows stored", f"{result.stored_rows:,}")
+    table.add_row("store memory", f"{result.stored_bytes / 2**20:,.0f} MiB")
+    if checkpoint is not None:
+        table.add_row("saved in", checkpoint)
+    CONSOLE.print(table)
+    if result.evaluation is not None:
+        print_metrics("evaluation", result.evaluation)
+
+
+def print_metrics(title: str, result: MetricsResult) -> None:
+    """Metrics by label, and by day where there are days."""
+    table = Table(title=title)
+    for column in ("", "rows", "AUC", "log-loss", "calibration"):
+        table.add_column(column, justify="left" if not column else "right")
+    lines: list[tuple[str, Figures]] = list(result.labels.items())
+    for day, figures in result.per_day.items():
+        lines += [(f"{label}, day {day}", f) for label, f in figures.items()]
+    for name, f in lines:
+        table.add_row(name, f"{f.rows:,}", f"{f.auc:.4f}", f"{f.log_loss:.4f}", f"{f.calibration:.3f}")
+    CONSOLE.print(table)
+
+
+def metrics_record(result: MetricsResult) -> dict[str, Any]:
+    """Metrics as plain data."""
+
+    def plain(f: Figures) -> dict[str, Any]:
+        return {"rows": f.rows, "auc": f.auc, "log_loss": f.log_loss, "calibration": f.calibration}
+
+    return {
+        "rows": result.rows,
+        "auc": result.auc,
+        "auc_mean_of_days": result.auc_mean_of_days,
+        "log_loss": result.log_loss,
+        "calibration": result.calibration,
+        "labels": {name: plain(f) for name, f in result.labels.items()},
+        "per_day": {
+            str(day): {name: plain(f) for name, f in figures.items()} for day, figures in result.per_day.items()
+        },
+    }
+
+
+def fit_record(result: FitResult) -> dict[str, Any]:
+    """The result of a training run as plain data."""
+    record: dict[str, Any] = {name: getattr(result, name) for name in result.__struct_fields__}
+    record["progressive"] = metrics_record(result.progressive)
+    record["evaluation"] = metrics_record(result.evaluation) if result.evaluation is not None else None
+    return record
+
+
+def write_json(path: str, record: Any) -> None:
+    """Writes strict JSON: what is not a number (an AUC of one class) becomes null."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(_finite(record), indent=2) + "\n", encoding="utf-8")
+
+
+def write_predictions(path: str, labels: list[str], batches: Iterator[NDArray[np.float32]]) -> int:
+    """Streams probabilities to a Parquet or CSV file; returns how many samples there were."""
+    schema = pa.schema([(label, pa.float32()) for label in labels])
+    csv = path.endswith(".csv")
+    writer: Any = pa.csv.CSVWriter(path, schema) if csv else pa.parquet.ParquetWriter(path, schema)
+    rows = 0
+    with writer:
+        for probabilities in batches:
+            columns = [pa.array(np.ascontiguousarray(column)) for column in probabilities.T]
+            writer.write_table(pa.table(columns, schema=schema))
+            rows += len(probabilities)
+    return rows
+
+
+def print_toml(tree: dict[str, Any], prefix: str = "") -> None:
+    """Prints plain data as TOML; keys without a value are comments."""
+    sections: list[tuple[str, Any]] = []
+    for key, value in tree.items():
+        tables = isinstance(value, list) and value and all(isinstance(item, dict) for item in value)
+        if tables or (isinstance(value, dict) and value):
+            sections.append((key, value))
+        elif value is None:
+            print(f"# {key} is not set")
+        else:
+            print(f"{key} = {json.dumps(value)}")
+    for key, value in sections:
+        for item in value if isinstance(value, list) else [value]:
+            brackets = ("[[", "]]") if isinstance(value, list) else ("[", "]")
+            print(f"\n{brackets[0]}{prefix}{key}{brackets[1]}")
+            print_toml(item, f"{prefix}{key}.")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

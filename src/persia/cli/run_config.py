@@ -1,0 +1,210 @@
+"""The configuration of a run: what `persia train CONFIG` reads."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+import torch
+
+from persia import data
+from persia.cluster import Embedded
+from persia.config import dump
+from persia.errors import ConfigError
+from persia.modes import Hybrid, Sync
+from persia.nn import models
+from persia.nn.step import OptimizerFactory
+from persia.schema import Adagrad, EmbeddingOptimizer, Schema
+from persia.trainer import Trainer, TrainerOptions
+
+__all__ = ["ClusterConfig", "DataConfig", "ModelConfig", "OptimizerConfig", "RunConfig", "TrainConfig"]
+
+MODELS: dict[str, Callable[..., torch.nn.Module]] = {
+    "ffnn": models.FFNN,
+    "ffnn_paper": models.FFNN.paper,
+    "deepfm": models.DeepFM,
+    "dlrm": models.DLRM,
+    "dcn_v2": models.DCNv2,
+}
+READERS: dict[str, Callable[..., Any]] = {
+    "parquet": data.parquet,
+    "csv": data.csv,
+    "criteo": data.criteo,
+    "avazu": data.avazu,
+    "movielens": data.movielens,
+    "adult": data.adult,
+    "globo": data.globo,
+    "synthetic": data.synthetic,
+}
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "adagrad": torch.optim.Adagrad,
+    "sgd": torch.optim.SGD,
+    "rmsprop": torch.optim.RMSprop,
+}
+
+
+class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where samples come from.
+
+    Attributes:
+        kind: a reader of `persia.data`.
+        path: file, directory, glob or fsspec URL; "globo" and "adult" look in PERSIA_DATA when it is left out,
+            "synthetic" needs none.
+        batch_size: samples per batch.
+        options: further arguments of the reader, by name.
+    """
+
+    kind: Literal["parquet", "csv", "criteo", "avazu", "movielens", "adult", "globo", "synthetic"]
+    path: str | None = None
+    batch_size: int = 1024
+    options: dict[str, Any] = {}
+
+    def reader(self, schema: Schema | None, where: str) -> Any:
+        """Opens the reader.
+
+        Args:
+            schema: needed by "parquet" and "csv"; the others know theirs.
+            where: section of the configuration, named in errors.
+        """
+        make = READERS[self.kind]
+        arguments = {"batch_size": self.batch_size, **self.options}
+        if self.kind == "synthetic":
+            return _call(make, arguments, f"{where}.options")
+        if self.path is None and self.kind not in ("globo", "adult"):
+            raise ConfigError(f"{where}.path is missing; give a file, directory, glob or URL.", field=f"{where}.path")
+        if self.kind in ("parquet", "csv"):
+            if schema is None:
+                raise ConfigError(f"{where}.kind = {self.kind!r} needs a [schema] section.", field="schema")
+            arguments["schema"] = schema
+        return _call(make, arguments, f"{where}.options", self.path)
+
+
+class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The network.
+
+    Attributes:
+        kind: a model of `persia.nn.models`.
+        options: its arguments, by name (`hidden`, `dropout`, ...).
+    """
+
+    kind: Literal["ffnn", "ffnn_paper", "deepfm", "dlrm", "dcn_v2"] = "ffnn"
+    options: dict[str, Any] = {}
+
+    def build(self, schema: Schema) -> torch.nn.Module:
+        """Makes the network for a schema."""
+        options = {name: tuple(v) if isinstance(v, list) else v for name, v in self.options.items()}
+        network: torch.nn.Module = _call(MODELS[self.kind], options, "model.options", schema)
+        return network
+
+
+class OptimizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The optimizer of the network.
+
+    Attributes:
+        kind: of `torch.optim`.
+        lr: learning rate.
+        options: its further arguments, by name.
+    """
+
+    kind: Literal["adam", "adamw", "adagrad", "sgd", "rmsprop"] = "adam"
+    lr: float = 1e-3
+    options: dict[str, Any] = {}
+
+    def factory(self) -> OptimizerFactory:
+        """What makes the optimizer from parameters."""
+        return lambda parameters: _call(
+            OPTIMIZERS[self.kind], {"lr": self.lr, **self.options}, "optimizer.options", parameters
+        )
+
+
+class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the roles run.
+
+    Attributes:
+        kind: "embedded": all in one process.
+        threads: of the embedding store; null for one per core.
+    """
+
+    kind: Literal["embedded"] = "embedded"
+    threads: int | None = None
+
+
+class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How long to train.
+
+    Attributes:
+        epochs: passes over the data.
+        max_steps: most global steps; null for no bound.
+    """
+
+    epochs: int = 1
+    max_steps: int | None = None
+
+
+class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A whole run.
+
+    Attributes:
+        data: training samples.
+        eval_data: evaluated at the end; null for none.
+        schema: needed by "parquet" and "csv"; other readers know theirs.
+        model: the network.
+        optimizer: of the network.
+        embedding_optimizer: of tables that declare none.
+        mode: how far embeddings may run ahead: `kind = "sync"` or `kind = "hybrid"` with `staleness`.
+        cluster: where the roles run.
+        train: how long.
+        trainer: precision, checkpoints, seed, ...
+    """
+
+    data: DataConfig
+    eval_data: DataConfig | None = None
+    schema: Schema | None = None
+    model: ModelConfig = ModelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    embedding_optimizer: EmbeddingOptimizer = Adagrad(lr=0.05)
+    mode: Sync | Hybrid = Hybrid()
+    cluster: ClusterConfig = ClusterConfig()
+    train: TrainConfig = TrainConfig()
+    trainer: TrainerOptions = TrainerOptions()
+
+    def reader(self) -> Any:
+        """The training reader; its `schema` is the run's."""
+        return self.data.reader(self.schema, "data")
+
+    def build_trainer(self, schema: Schema) -> Trainer:
+        """A new trainer; the network's initialisation follows `trainer.seed`."""
+        torch.manual_seed(self.trainer.seed)
+        return Trainer(
+            self.model.build(schema),
+            schema,
+            optimizer=self.optimizer.factory(),
+            embedding_optimizer=self.embedding_optimizer,
+            mode=self.mode,
+            cluster=Embedded(self.cluster.threads),
+            options=self.trainer,
+        )
+
+    def dump(self) -> dict[str, Any]:
+        """The configuration as plain data, defaults included."""
+        return dump(self)
+
+
+def _call(make: Callable[..., Any], options: dict[str, Any], where: str, *positional: Any) -> Any:
+    """Calls with options from a configuration; a wrong name becomes an error that lists the right ones."""
+    known = [
+        name
+        for name, parameter in inspect.signature(make).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"{where}.{name} is unknown; there are {', '.join(known)}.", field=f"{where}.{name}")
+    try:
+        return make(*positional, **options)
+    except TypeError as error:
+        raise ConfigError(f"{where}: {error}.", field=where) from error

@@ -1,0 +1,35 @@
+"""Readers: from files, public data sets and a generator to `persia.Batch`.
+
+A reader is anything that satisfies `Reader`; any iterable of batches trains as well, but only a reader can resume.
+Nothing here imports pyarrow or fsspec before it is used.
+"""
+
+from persia.data.files import File, expand, find
+from persia.data.from_adult import adult
+from persia.data.from_avazu import avazu
+from persia.data.from_criteo import criteo
+from persia.data.from_csv import csv
+from persia.data.from_globo import globo
+from persia.data.from_movielens import movielens
+from persia.data.from_parquet import parquet
+from persia.data.generator import Synthetic, synthetic
+from persia.data.reader import Order, Reader, Source, StreamReader
+
+__all__ = [
+    "File",
+    "Order",
+    "Reader",
+    "Source",
+    "StreamReader",
+    "Synthetic",
+    "adult",
+    "avazu",
+    "criteo",
+    "csv",
+    "expand",
+    "find",
+    "globo",
+    "movielens",
+    "parquet",
+    "synthetic",
+]

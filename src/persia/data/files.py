@@ -1,0 +1,148 @@
+"""Where data lie: local paths, globs, directories and any URL that fsspec understands."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, TypeAlias
+
+from persia.errors import DataError, MissingExtraError, PersiaError
+
+__all__ = ["File", "Paths", "expand", "find", "found"]
+
+Paths: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""A file, a directory, a glob or a URL of one, or a list of these."""
+
+_EXTRAS = {"s3": "s3", "s3a": "s3"}
+_COMPRESSION = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
+
+
+@dataclass(frozen=True)
+class File:
+    """One file of a data set.
+
+    Attributes:
+        path: as fsspec takes it, with the protocol unless it is local.
+        keys: the hive keys in the path, such as {"day": "03"} for `clicks/day=03/part.parquet`.
+    """
+
+    path: str
+    keys: dict[str, str] = field(default_factory=dict)
+
+    @contextmanager
+    def open(self) -> Iterator[IO[bytes]]:
+        """Opens it for reading; whatever goes wrong until it is closed becomes a DataError that names the path."""
+        import fsspec
+
+        try:
+            with fsspec.open(self.path, "rb") as stream:
+                yield stream
+        except (PersiaError, MemoryError):
+            raise
+        except Exception as error:  # pyarrow and each of fsspec's file systems have their own
+            if isinstance(error, FileNotFoundError):
+                raise DataError(f"{self.path}: there is no such file; correct the path.", path=self.path) from error
+            raise DataError(
+                f"{self.path} cannot be read, it may be truncated, corrupt or of another format "
+                f"({type(error).__name__}: {error}); restore or exclude it.",
+                path=self.path,
+            ) from error
+
+    @property
+    def compression(self) -> str | None:
+        """How its name says that it is compressed."""
+        return _COMPRESSION.get(PurePosixPath(self.path).suffix)
+
+
+def expand(paths: Paths, suffixes: tuple[str, ...]) -> list[File]:
+    """The files that `paths` stand for, each entry's in sorted order; in directories those with these suffixes.
+
+    Raises:
+        DataError: an entry stands for no file.
+        MissingExtraError: a protocol needs a package that is not installed.
+    """
+    entries = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    files = [file for entry in entries for file in _expand_one(os.fspath(entry), suffixes)]
+    if not files:
+        raise DataError("The list of paths is empty; give at least one.", path="")
+    return files
+
+
+def _expand_one(path: str, suffixes: tuple[str, ...]) -> list[File]:
+    system, local = _file_system(path)
+    remote = "://" in path
+    try:
+        if any(c in local for c in "*?["):
+            names = system.glob(local)
+        elif system.isdir(local):
+            names = [n for n in system.find(local) if n.endswith(suffixes) and not _hidden(n[len(local) :])]
+        else:
+            names = [local] if system.exists(local) else []
+    except OSError as error:
+        raise DataError(f"{path} cannot be listed ({error}); check path and access.", path=path) from error
+    if not names:
+        raise DataError(
+            f"{path} stands for no file; correct it, or point PERSIA_DATA at the data "
+            f"(in a directory, {' and '.join(suffixes)} files count).",
+            path=path,
+        )
+    return [File(system.unstrip_protocol(n) if remote else n, _hive_keys(n)) for n in sorted(map(str, names))]
+
+
+def _file_system(path: str) -> tuple[Any, str]:
+    import fsspec
+
+    try:
+        return fsspec.core.url_to_fs(path)  # type: ignore[no-any-return]
+    except ImportError as error:
+        protocol = path.split("://")[0]
+        extra = _EXTRAS.get(protocol)
+        remedy = f'pip install "persia[{extra}]"' if extra else f"the package that fsspec asks for ({error})"
+        raise MissingExtraError(f"{path}: reading {protocol}:// needs {remedy}.", path=path) from error
+    except ValueError as error:
+        raise DataError(f"{path}: {error}; correct the protocol.", path=path) from error
+
+
+def _hidden(path: str) -> bool:
+    return any(part.startswith((".", "_")) for part in PurePosixPath(path).parts)
+
+
+def _hive_keys(path: str) -> dict[str, str]:
+    """The `key=value` parts of a path; of the file's own name, what precedes the first dot."""
+    *folders, name = PurePosixPath(path).parts
+    parts = [*folders, name.split(".")[0]]
+    return {key: value for key, _, value in (part.partition("=") for part in parts) if key and value}
+
+
+def find(name: str) -> Path | None:
+    """Path of the data set `name`, or None where it is not.
+
+    Looks in the directory that the environment variable PERSIA_DATA names; without it, in `data` in the checkout
+    (else in the current directory), then in `../shared/data` beside it.
+    """
+    configured = os.environ.get("PERSIA_DATA")
+    if configured:
+        places = [Path(configured)]
+    else:
+        root = Path(__file__).resolve().parents[3]
+        base = root if (root / "pyproject.toml").is_file() else Path.cwd()
+        places = [base / "data", base.parent / "shared" / "data"]
+    return next((place / name for place in places if (place / name).exists()), None)
+
+
+def found(name: str) -> Path:
+    """Path of the data set `name`.
+
+    Raises:
+        DataError: it is not here.
+    """
+    path = find(name)
+    if path is None:
+        raise DataError(
+            f"There are no data {name!r} here; give the path, or set PERSIA_DATA to the directory that holds {name}.",
+            path=name,
+        )
+    return path

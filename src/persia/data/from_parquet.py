@@ -1,0 +1,90 @@
+"""Parquet files as batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from persia.batching.batch import Batch
+from persia.data.files import File, Paths, expand
+from persia.data.reader import Order, StreamReader
+from persia.data.rows import Conversion, DayUnit
+from persia.schema import Schema
+
+__all__ = ["parquet"]
+
+_CHUNK_ROWS = 65_536
+
+
+def parquet(
+    paths: Paths,
+    schema: Schema,
+    batch_size: int = 1024,
+    *,
+    rename: Mapping[str, str] | None = None,
+    day: str | None = None,
+    day_unit: DayUnit = "day",
+    shuffle_rows: int = 0,
+    seed: int = 0,
+    drop_last: bool = False,
+    shard: tuple[int, int] = (0, 1),
+    require_labels: bool = True,
+) -> StreamReader:
+    """Reads Parquet files, one after another, in pieces of 65,536 rows: memory does not grow with their size.
+
+    Without shuffling, resuming skips files and row groups by their metadata; with it, all before the current block.
+
+    Args:
+        paths: file, glob, directory (searched for `*.parquet`), URL of one of these, or a list; read in sorted order.
+        schema: what to take from the files; other columns are not read. A column may also be a hive key, a part
+            `key=value` of the path.
+        batch_size: samples of a batch; a batch may straddle files and days.
+        rename: column of the file by name of the schema, where they differ.
+        day: column or hive key that gives `Batch.day`: whole numbers, dates, timestamps.
+        day_unit: unit of whole numbers in `day`; "ms" divides by 86,400,000.
+        shuffle_rows: permute rows within blocks of so many, differently in each epoch; 0 keeps their order.
+        seed: of the permutations.
+        drop_last: leave out a last batch that is not full.
+        shard: (index, count): only batches i with i % count == index.
+        require_labels: if False, files without the label columns give `labels` of shape `[batch, 0]`.
+
+    Raises:
+        DataError: no file; while iterating: a file is missing or corrupt, lacks a column, or holds bad values.
+        MissingExtraError: the protocol of a URL needs a package that is not installed.
+        ConfigError: an argument is not valid.
+    """
+    order = Order(batch_size, shuffle_rows, seed, drop_last, shard)
+    conversion = Conversion(schema, dict(rename or {}), day, day_unit, require_labels)
+    return StreamReader(schema, ParquetSource(tuple(expand(paths, (".parquet", ".pq"))), conversion), order)
+
+
+@dataclass(frozen=True)
+class ParquetSource:
+    """Rows of Parquet files."""
+
+    files: tuple[File, ...]
+    conversion: Conversion
+
+    def chunks(self, skip: int) -> Iterator[Batch]:
+        """See `Source.chunks`; whole files and row groups are skipped by their metadata."""
+        for file in self.files:
+            with file.open() as stream:
+                import pyarrow.parquet as pq
+
+                table = pq.ParquetFile(stream, pre_buffer=False)
+                total = table.metadata.num_rows
+                if skip >= total:
+                    skip -= total
+                    continue
+                columns = self.conversion.columns_of(file, table.schema_arrow.names)
+                groups = list(range(table.num_row_groups))
+                row = 0
+                while (rows := table.metadata.row_group(groups[0]).num_rows) <= skip:
+                    groups, skip, row = groups[1:], skip - rows, row + rows
+                for piece in table.iter_batches(_CHUNK_ROWS, groups, columns, use_threads=False):
+                    begin, skip = min(skip, len(piece)), max(skip - len(piece), 0)
+                    kept = piece.slice(begin)
+                    if len(kept):
+                        data = dict(zip(kept.schema.names, kept.columns, strict=True))
+                        yield self.conversion.batch(file, row + begin, data, len(kept))
+                    row += len(piece)

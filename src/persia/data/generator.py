@@ -1,0 +1,206 @@
+"""Synthetic click logs whose true click probabilities are known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from persia.batching.batch import Batch, IdColumn
+from persia.data.zipf import Zipf
+from persia.errors import ConfigError
+from persia.schema import IdFeature, Schema
+from persia.types import Floats, Int32Array
+
+__all__ = ["Synthetic", "expected_auc", "synthetic"]
+
+BIAS = -0.5  # about 40 % clicks
+PAIR_SCALE = 1.0  # standard deviation of the logit's pairwise part,
+FIRST_ORDER_SCALE = 1.0  # of its first-order part,
+DENSE_SCALE = 0.5  # and of its dense part
+
+_LATENT, _FIRST = 0, 1  # what a hash is for
+
+
+def synthetic(
+    rows: int,
+    *,
+    id_features: int = 12,
+    ids_per_feature: int = 100_000,
+    zipf: float = 1.05,
+    latent_dim: int = 2,
+    dense_features: int = 0,
+    days: int = 1,
+    drift: float = 0.0,
+    extra_id_features: int = 0,
+    seed: int = 0,
+    batch_size: int = 1024,
+    dim: int = 16,
+    drop_last: bool = False,
+    shard: tuple[int, int] = (0, 1),
+) -> Synthetic:
+    """DOC."""
+    if zipf < 0 or drift < 0:
+        raise ConfigError(f"zipf = {zipf} and drift = {drift} must not be negative.", field="zipf")
+    return Synthetic(
+        rows,
+        id_features,
+        ids_per_feature,
+        zipf,
+        latent_dim,
+        dense_features,
+        days,
+        drift,
+        extra_id_features,
+        seed,
+        batch_size,
+        dim,
+        drop_last,
+        shard,
+    )
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """The reader that `synthetic` returns; its fields are that function's arguments."""
+
+    rows: int
+    id_features: int
+    ids_per_feature: int
+    zipf: float
+    latent_dim: int
+    dense_features: int
+    days: int
+    drift: float
+    extra_id_features: int
+    seed: int
+    batch_size: int
+    dim: int
+    drop_last: bool
+    shard: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        lows = {"rows": 1, "id_features": 1, "ids_per_feature": 1, "latent_dim": 1, "dense_features": 0, "days": 1}
+        lows |= {"extra_id_features": 0, "seed": 0, "batch_size": 1}
+        for name, low in lows.items():
+            if getattr(self, name) < low:
+                raise ConfigError(f"synthetic: {name} = {getattr(self, name)} must be at least {low}.", field=name)
+        if not 0 <= self.shard[0] < self.shard[1]:
+            raise ConfigError(f"shard = {self.shard} is not (index, count) with 0 <= index < count.", field="shard")
+
+    @cached_property
+    def schema(self) -> Schema:
+        """Features id_0.., extra_0.., dense_0.., label `click`."""
+        names = [f"id_{i}" for i in range(self.id_features)] + [f"extra_{i}" for i in range(self.extra_id_features)]
+        dense = [f"dense_{i}" for i in range(self.dense_features)]
+        return Schema([IdFeature(n, dim=self.dim) for n in names], dense_features=dense, labels=["click"])
+
+    def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
+        """Batches of one pass; skipping the first `start` costs nothing. Each epoch has new rows of the same truth."""
+        index, count = self.shard
+        stop = self.rows // self.batch_size if self.drop_last else -(-self.rows // self.batch_size)
+        for number in range(start * count + index, stop, count):
+            yield self._batch(epoch, number)[0]
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The first pass, from its beginning."""
+        return self.batches()
+
+    def best_auc(self, rows: int = 1_000_000, *, epoch: int = 0) -> float:
+        """The AUC that the true click probabilities are expected to reach on the first `rows` rows of a pass.
+
+        No model can be expected to do better: labels are drawn from these probabilities.
+        """
+        numbers = range(-(-min(rows, self.rows) // self.batch_size))
+        return expected_auc(np.concatenate([self._batch(epoch, n)[1] for n in numbers])[:rows])
+
+    def probabilities(self, epoch: int, number: int) -> Floats:
+        """True click probability [batch] of each row of batch `number`."""
+        return self._batch(epoch, number)[1]
+
+    def _batch(self, epoch: int, number: int) -> tuple[Batch, Floats]:
+        first = number * self.batch_size
+        n = min(self.batch_size, self.rows - first)
+        rng = np.random.Generator(np.random.PCG64((self.seed, epoch, number)))
+        shape = (self.id_features, n)
+        ids = self._ranks.sample(rng, self.id_features * n).view(np.uint64).reshape(shape)
+        day = (np.arange(first, first + n) * self.days // self.rows).astype(np.int32)
+        dense = rng.standard_normal((n, self.dense_features), np.float32)
+        logit: Floats = self._logit(ids, day) + dense @ self._dense_weights
+        probability: Floats = (1.0 / (1.0 + np.exp(-logit))).astype(np.float32)
+        labels = (rng.random(n, np.float32) < probability).astype(np.float32)
+        columns = {f"id_{i}": IdColumn(ids[i]) for i in range(self.id_features)}
+        extra = rng.integers(0, 1 << 63, (self.extra_id_features, n), np.uint64)
+        columns |= {f"extra_{i}": IdColumn(extra[i]) for i in range(self.extra_id_features)}
+        return Batch(columns, dense, labels[:, None], day), probability
+
+    # --- the truth ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _ranks(self) -> Zipf:
+        return Zipf(self.ids_per_feature, self.zipf)
+
+    @cached_property
+    def _dense_weights(self) -> Floats:
+        weights = np.random.default_rng((self.seed, 2)).standard_normal(self.dense_features)
+        return (weights * (DENSE_SCALE / max(self.dense_features, 1) ** 0.5)).astype(np.float32)
+
+    def _logit(self, ids: NDArray[np.uint64], day: Int32Array) -> Floats:
+        latent = self._factors(ids, day, _LATENT, self.latent_dim)
+        # The sum over pairs i < j of <u_i, u_j> is half of |sum of u_i|^2 - sum of |u_i|^2.
+        total = latent.sum(axis=0)
+        pairs = 0.5 * (np.einsum("nd,nd->n", total, total) - np.einsum("fnd,fnd->n", latent, latent))
+        first = self._factors(ids, day, _FIRST, 1).sum(axis=(0, 2))
+        count = self.id_features * (self.id_features - 1) // 2
+        pair_scale = PAIR_SCALE / max(self.latent_dim * count, 1) ** 0.5
+        logit = BIAS + pair_scale * pairs + (FIRST_ORDER_SCALE / self.id_features**0.5) * first
+        return logit.astype(np.float32)  # type: ignore[no-any-return]
+
+    def _factors(self, ids: NDArray[np.uint64], day: Int32Array, use: int, dim: int) -> Floats:
+        """[features, n, dim] of mean 0 and variance 1; a rotation by `drift` radians a day between two fixed ones."""
+        factors = self._hashed(ids, 2 * use, dim)
+        if self.drift == 0.0:
+            return factors
+        angle = (self.drift * day).astype(np.float32)[:, None]
+        factors *= np.cos(angle)
+        factors += np.sin(angle) * self._hashed(ids, 2 * use + 1, dim)
+        return factors
+
+    def _hashed(self, ids: NDArray[np.uint64], use: int, dim: int) -> Floats:
+        """Uniform numbers [features, n, dim] of variance 1, keyed by (seed, feature, id): 4 of a 64-bit hash."""
+        parts: list[NDArray[np.uint16]] = []
+        for word in range(-(-dim // 4)):
+            keys = np.random.SeedSequence((self.seed, use, word)).generate_state(self.id_features, np.uint64)
+            hashes = _mix(ids, keys[:, None].astype(np.uint64))
+            parts.append(hashes.astype("<u8", copy=False).view("<u2").reshape(*ids.shape, 4))
+        halves = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=2)
+        spread = np.float32(12**0.5 / 65_536)
+        numbers: Floats = (halves[..., :dim].astype(np.float32) - np.float32(32_767.5)) * spread
+        return numbers
+
+
+def _mix(ids: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of splitmix64, keyed."""
+    x = ids * np.uint64(0x9E3779B97F4A7C15) + keys
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return x
+
+
+def expected_auc(probabilities: Floats) -> float:
+    """AUC of scoring rows by their true probabilities [n], in expectation over their labels.
+
+    The pair (i, j) counts with weight p_i (1 - p_j), half where both are equal; a row is no pair with itself.
+    """
+    p = np.sort(probabilities.astype(np.float64))
+    below = np.concatenate(([0.0], np.cumsum(1 - p)))
+    first, last = np.searchsorted(p, p, "left"), np.searchsorted(p, p, "right")
+    self_pairs = p * (1 - p)
+    won = p @ ((below[first] + below[last]) / 2) - self_pairs.sum() / 2
+    return float(won / (p.sum() * (1 - p).sum() - self_pairs.sum()))

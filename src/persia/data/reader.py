@@ -1,0 +1,157 @@
+"""What a reader is, and the machinery that all file readers share: skip, shuffle, cut into batches, shard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from persia.batching.batch import Batch, IdColumn
+from persia.errors import ConfigError
+from persia.schema import Schema
+
+__all__ = ["Order", "Reader", "Source", "StreamReader"]
+
+
+@runtime_checkable
+class Reader(Protocol):
+    """A source of batches that can be read again, and from the middle.
+
+    The same (reader, epoch) always gives the same batches, so a position is one number. Readers are picklable
+    and hold no open files; each iterator is independent, and must stay in the thread that draws from it.
+    """
+
+    @property
+    def schema(self) -> Schema:
+        """What the batches contain."""
+        ...
+
+    def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
+        """Batches of one pass over the data, without the first `start`.
+
+        Raises:
+            DataError: while iterating, where the data do not fit; names the path and the row.
+        """
+        ...
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The first pass, from its beginning."""
+        ...
+
+
+class Source(Protocol):
+    """Rows in a fixed order, in pieces of any size."""
+
+    def chunks(self, skip: int) -> Iterator[Batch]:
+        """All rows but the first `skip`; a source passes over those as cheaply as its format allows."""
+        ...
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which rows come in which batch.
+
+    Attributes:
+        batch_size: samples of a batch.
+        shuffle_rows: 0 keeps the order of the source. Otherwise rows are permuted within consecutive blocks of so
+            many rows, anew in each epoch: memory stays bounded, and resuming needs to read one block only.
+        seed: of the permutations.
+        drop_last: whether to leave out the last batch when it is not full.
+        shard: (index, count): batch i goes to the shard with i % count == index.
+    """
+
+    batch_size: int = 1024
+    shuffle_rows: int = 0
+    seed: int = 0
+    drop_last: bool = False
+    shard: tuple[int, int] = (0, 1)
+
+    def __post_init__(self) -> None:
+        for name, low in (("batch_size", 1), ("shuffle_rows", 0), ("seed", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise ConfigError(f"{name} = {value!r} is not a whole number of at least {low}.", field=name)
+        index, count = self.shard
+        if not 0 <= index < count:
+            raise ConfigError(f"shard = {self.shard!r} is not (index, count) with 0 <= index < count.", field="shard")
+
+
+@dataclass(frozen=True)
+class StreamReader:
+    """A reader over a source of rows.
+
+    Attributes:
+        schema: what the batches contain.
+        source: the rows.
+        order: which rows come in which batch.
+    """
+
+    schema: Schema
+    source: Source
+    order: Order = field(default_factory=Order)
+
+    def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
+        """Batches of one pass, without the first `start` of this shard; see `Reader.batches`."""
+        index, count = self.order.shard
+        first = start * count + index
+        skip = first * self.order.batch_size
+        if not self.order.shuffle_rows:
+            return self._cut(self.source.chunks(skip), first)
+        block = skip // self.order.shuffle_rows
+        return self._cut(self._shuffled(epoch, block, skip), first)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The first pass, from its beginning."""
+        return self.batches()
+
+    def _shuffled(self, epoch: int, block: int, skip: int) -> Iterator[Batch]:
+        """Rows from `skip` on, each block of `shuffle_rows` in its own order; `skip` lies in block `block`."""
+        size = self.order.shuffle_rows
+        drop = skip - block * size
+        for rows in cut(self.source.chunks(block * size), size):
+            order = np.random.default_rng((self.order.seed, epoch, block)).permutation(len(rows))[drop:]
+            if len(order):
+                yield rows.take(order)
+            drop, block = 0, block + 1
+
+    def _cut(self, chunks: Iterator[Batch], first: int) -> Iterator[Batch]:
+        index, count = self.order.shard
+        size = self.order.batch_size
+        for batch in cut(chunks, size, first=first, every=count, offset=index):
+            if len(batch) == size or not self.order.drop_last:
+                yield _canonical(batch)
+
+
+def cut(chunks: Iterator[Batch], size: int, *, first: int = 0, every: int = 1, offset: int = 0) -> Iterator[Batch]:
+    """Cuts a stream of rows into batches of `size`, numbered from `first`; keeps those i with i % every == offset.
+
+    Batches are views of the chunks wherever they lie within one.
+    """
+    number, parts, have = first, list[Batch](), 0
+    for chunk in chunks:
+        position = 0
+        while have + len(chunk) - position >= size:
+            stop = position + size - have
+            if number % every == offset:
+                yield Batch.concat([*parts, chunk.slice(position, stop)])
+            number, parts, have, position = number + 1, [], 0, stop
+        if position < len(chunk):
+            parts.append(chunk.slice(position, len(chunk)))
+            have += len(chunk) - position
+    if parts and number % every == offset:
+        yield Batch.concat(parts)
+
+
+def _canonical(batch: Batch) -> Batch:
+    """No offsets where each sample has exactly one id: how a batch looks must not depend on the chunk it lay in."""
+    features = {
+        name: IdColumn(column.values) if _single(column, len(batch)) else column
+        for name, column in batch.id_features.items()
+    }
+    return Batch(features, batch.dense, batch.labels, batch.day)
+
+
+def _single(column: IdColumn, rows: int) -> bool:
+    return column.offsets is not None and len(column.values) == rows and bool((np.diff(column.offsets) == 1).all())

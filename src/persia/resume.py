@@ -1,0 +1,159 @@
+"""The state of a training run as a checkpoint, and back: what `Trainer.save` and `Trainer.load` do."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from persia.checkpoint import CheckpointReader, CheckpointWriter
+from persia.config import convert, dump
+from persia.errors import CheckpointError, PersiaError
+from persia.modes import Hybrid, Mode, Sync
+from persia.schema import EmbeddingOptimizer, Schema
+from persia.services import RowChunk
+
+if TYPE_CHECKING:
+    from persia.trainer import Trainer, TrainerOptions
+
+__all__ = ["Recorded", "load", "recorded", "save"]
+
+
+class Recorded(NamedTuple):
+    """The declarations that a checkpoint was written with."""
+
+    schema: Schema
+    embedding_optimizer: EmbeddingOptimizer
+    mode: Mode
+    options: TrainerOptions
+
+
+def save(trainer: Trainer, directory: str) -> str:
+    """Writes a checkpoint of a trainer at rest; returns its path."""
+    with CheckpointWriter(directory, trainer.global_step, keep_last=trainer.options.keep_last) as writer:
+        for number, server in enumerate(trainer.embeddings.connection.servers):
+            for chunk in server.export_rows():
+                writer.add_rows(chunk.table, chunk.shard, chunk.arrays)
+            writer.add_state(f"server-{number}", server.state())
+        writer.add_tensors("model", trainer.model.state_dict())
+        writer.add_state("training", _training_state(trainer))
+        return writer.commit(
+            schema=resolved(trainer),
+            config={
+                "schema": dump(trainer.schema),
+                "embedding_optimizer": dump(trainer.embedding_optimizer),
+                "mode": dump(trainer.mode),
+                "options": dump(trainer.options),
+            },
+            global_step=trainer.global_step,
+        )
+
+
+def recorded(directory: str) -> Recorded:
+    """The declarations in the latest checkpoint of a directory."""
+    from persia.trainer import TrainerOptions
+
+    config = CheckpointReader(directory).manifest.config
+    origin = f"the checkpoint in {directory}"
+    return Recorded(
+        convert(config.get("schema"), Schema, origin),
+        convert(config.get("embedding_optimizer"), EmbeddingOptimizer, origin),  # type: ignore[arg-type]
+        convert(config.get("mode"), Sync | Hybrid, origin),  # type: ignore[arg-type]
+        convert(config.get("options"), TrainerOptions, origin),
+    )
+
+
+def load(trainer: Trainer, directory: str) -> None:
+    """Puts the latest checkpoint of a directory into a fresh trainer; everything is checked before anything changes."""
+    if trainer.global_step or any(t["rows"] for t in trainer.embeddings.statistics().values()):
+        raise PersiaError("load() needs a fresh Trainer; this one has trained. Make a new one.")
+    reader = CheckpointReader(directory)
+    reader.check_schema(resolved(trainer))
+    reader.verify()
+    training = reader.state("training")
+    tensors = reader.tensors("model")
+    _check_model(trainer.model, tensors, directory)
+    _check_optimizer(trainer, training, directory)
+    _load_rows(trainer, reader)
+    trainer.model.load_state_dict(tensors)
+    _load_training_state(trainer, training)
+
+
+def resolved(trainer: Trainer) -> Schema:
+    """The schema with every table declared and its optimizer filled in, as the rows were written with."""
+    server = trainer.embeddings.connection.servers[0]
+    schema = trainer.schema
+    return Schema(schema.id_features, schema.dense_features, schema.labels, list(server.tables().values()))
+
+
+def _training_state(trainer: Trainer) -> dict[str, Any]:
+    step = trainer.step
+    return {
+        "optimizer": step.optimizer.state_dict(),
+        "scheduler": step.scheduler.state_dict() if step.scheduler else None,
+        "scaler": step.scaler.state_dict() if step.scaler else None,
+        "metrics": trainer.metrics.state_dict(),
+        "global_step": trainer.global_step,
+        "depth": trainer.embeddings.gate.depth,
+        "epoch": trainer.epoch,
+        "position": trainer.position,
+        "random": {
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+            "numpy": np.random.get_state(),  # noqa: NPY002 - the user's model may draw from it
+            "python": random.getstate(),
+        },
+    }
+
+
+def _load_training_state(trainer: Trainer, state: dict[str, Any]) -> None:
+    step = trainer.step
+    step.optimizer.load_state_dict(state["optimizer"])
+    if step.scheduler is not None and state["scheduler"] is not None:
+        step.scheduler.load_state_dict(state["scheduler"])
+    if step.scaler is not None and state["scaler"] is not None:
+        step.scaler.load_state_dict(state["scaler"])
+    trainer.metrics.load_state_dict(state["metrics"])
+    trainer.embeddings.global_step = state["global_step"]
+    if trainer.mode == Hybrid("auto") and isinstance(state["depth"], int):
+        trainer.embeddings.gate.depth = state["depth"]
+    trainer.epoch, trainer.position = state["epoch"], state["position"]
+    torch.set_rng_state(state["random"]["torch"])
+    if torch.cuda.is_available() and len(state["random"]["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["random"]["cuda"])
+    np.random.set_state(state["random"]["numpy"])  # noqa: NPY002
+    random.setstate(state["random"]["python"])
+
+
+def _load_rows(trainer: Trainer, reader: CheckpointReader) -> None:
+    for number, server in enumerate(trainer.embeddings.connection.servers):
+        for table in server.tables():
+            for shard, arrays in reader.rows(table):
+                server.import_rows(RowChunk(table, shard, arrays))
+        server.load_state(reader.state(f"server-{number}"))
+
+
+def _check_model(model: torch.nn.Module, tensors: dict[str, torch.Tensor], directory: str) -> None:
+    mine = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    theirs = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for name in sorted(mine.keys() | theirs.keys()):
+        if mine.get(name) != theirs.get(name):
+            raise CheckpointError(
+                f"{directory}: the model's tensor {name!r} is {theirs.get(name, 'missing')} in the checkpoint and "
+                f"{mine.get(name, 'missing')} here. Build the model as it was when the checkpoint was written.",
+                path=directory,
+                tensor=name,
+            )
+
+
+def _check_optimizer(trainer: Trainer, state: dict[str, Any], directory: str) -> None:
+    mine = [len(group["params"]) for group in trainer.step.optimizer.state_dict()["param_groups"]]
+    theirs = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
+    if mine != theirs:
+        raise CheckpointError(
+            f"{directory}: the optimizer has parameter groups of {theirs} tensors in the checkpoint and of {mine} "
+            "here. Make the optimizer as it was.",
+            path=directory,
+        )

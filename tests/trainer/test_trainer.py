@@ -1,0 +1,192 @@
+"""Fit, evaluate, predict; precision, accumulation, several labels; the same figures twice."""
+
+import numpy as np
+import pytest
+import torch
+
+import persia
+from persia.errors import ConfigError, DataError
+from persia.modes import Hybrid, Sync
+from persia.optim import Adagrad
+
+
+def reader(rows=4_000, **options):
+    options = {"id_features": 3, "ids_per_feature": 50, "dense_features": 2, "batch_size": 200} | options
+    return persia.data.synthetic(rows, **options)
+
+
+def trainer(schema, mode=None, model=None, optimizer=None, **options):
+    torch.manual_seed(0)
+    return persia.Trainer(
+        model or persia.nn.models.FFNN(schema, hidden=(16,)),
+        schema,
+        optimizer=optimizer or (lambda p: torch.optim.Adam(p, 1e-2)),
+        embedding_optimizer=Adagrad(lr=0.1),
+        mode=mode or Sync(),
+        options=persia.TrainerOptions(**{"progress": False} | options),
+    )
+
+
+def test_fit_learns_and_reports():
+    data = reader(40_000, days=2)
+    result = trainer(data.schema).fit(data, eval_data=reader(4_000, seed=0).batches(epoch=5))
+    assert result.rows == 40_000
+    assert result.steps == result.global_step == 200
+    assert result.progressive.rows == 40_000
+    assert set(result.progressive.auc_per_day) == {0, 1}
+    assert result.progressive.auc_per_day[1] > 0.6
+    assert result.evaluation.auc > 0.65
+    assert result.stored_rows == 150
+    assert result.stored_bytes > 0
+    assert result.staleness_max == 0
+
+
+def test_sync_gives_the_same_figures_twice():
+    results = []
+    for _ in range(2):
+        data = reader()
+        t = trainer(data.schema)
+        result = t.fit(data, epochs=2)
+        results.append((result.progressive.auc, result.progressive.log_loss, [p.sum().item() for p in t.model.parameters()]))
+    assert results[0] == results[1]
+
+
+def test_progressive_metrics_are_those_of_the_forward_pass_before_the_update():
+    data = reader(200)
+    t = trainer(data.schema)
+    before = np.concatenate(list(trainer(data.schema).predict(data)))
+    result = t.fit(data)
+    labels = next(iter(data)).labels
+    expected = -np.mean(np.log(np.where(labels > 0, 0.5, 0.5)))
+    # Evaluation reads zeros for unseen ids, training reads their first values: near each other, not equal.
+    assert result.progressive.log_loss == pytest.approx(expected, abs=0.1)
+    assert before.shape == (200, 1)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_reduced_precision_trains(precision):
+    data = reader(20_000)
+    result = trainer(data.schema, precision=precision).fit(data)
+    full = trainer(data.schema).fit(reader(20_000))
+    assert result.progressive.auc == pytest.approx(full.progressive.auc, abs=0.01)
+    assert result.non_finite_rows < result.rows
+
+
+def test_accumulation_counts_steps_and_applies_the_rest():
+    data = reader(1_400)
+    t = trainer(data.schema, accumulation_steps=3)
+    result = t.fit(data)
+    assert result.steps == 3
+    assert result.rows == 1_400
+
+
+def test_schedules_and_clipping():
+    data = reader(2_000)
+    t = trainer(
+        data.schema,
+        schedule=persia.Schedule(warmup_steps=5, decay="cosine", total_steps=10),
+        clip_norm=0.1,
+        optimizer=lambda p: torch.optim.SGD(p, 1.0),
+    )
+    t.fit(data)
+    assert t.step.optimizer.param_groups[0]["lr"] == pytest.approx(0.0)
+
+
+def test_max_steps_and_going_on():
+    data = reader(4_000)
+    stopped = trainer(data.schema)
+    assert stopped.fit(data, max_steps=7).steps == 7
+    assert stopped.position == 7
+    stopped.fit(data)
+    whole = trainer(data.schema)
+    whole.fit(data)
+    for a, b in zip(stopped.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_plain_list_of_batches_and_hybrid_auto():
+    batches = list(reader())
+    t = trainer(reader().schema, mode=Hybrid("auto"))
+    assert t.fit(batches, epochs=2).rows == 8_000
+
+
+def test_an_iterator_cannot_be_read_twice():
+    t = trainer(reader().schema)
+    with pytest.raises(ConfigError, match="read twice"):
+        t.fit(iter(list(reader())), epochs=2)
+
+
+def test_evaluation_and_prediction_change_nothing():
+    data = reader()
+    t = trainer(data.schema)
+    t.fit(data)
+    before = t.embeddings.statistics()
+    first, second = t.evaluate(reader(seed=3)), t.evaluate(reader(seed=3))
+    assert first == second
+    probabilities = np.concatenate(list(t.predict(reader(1_000))))
+    assert probabilities.shape == (1_000, 1)
+    assert ((probabilities > 0) & (probabilities < 1)).all()
+    assert t.embeddings.statistics() == before
+
+
+def test_several_labels_with_a_loss_of_the_model():
+    schema = persia.Schema([persia.IdFeature("a", dim=4)], labels=["click", "buy"])
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = torch.nn.Linear(4, 2)
+            self.asked = 0
+
+        def forward(self, dense, embeddings):
+            return self.head(embeddings["a"])
+
+        def loss(self, logits, labels):
+            self.asked += 1
+            return torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
+
+    rng = np.random.default_rng(0)
+    batches = []
+    for _ in range(50):
+        ids = rng.integers(0, 20, 100)
+        batches.append(persia.Batch.from_columns(schema, {"a": ids, "click": ids % 2 == 0, "buy": ids % 3 == 0}))
+    net = Net()
+    result = trainer(schema, model=net).fit(batches)
+    assert net.asked == 50
+    assert result.progressive.labels["click"].auc > 0.8
+    assert result.progressive.labels["buy"].auc > 0.8
+
+
+def test_a_bad_batch_leaves_the_trainer_usable():
+    data = reader()
+    t = trainer(data.schema)
+    batches = list(data)
+    bad = persia.Batch({}, batches[0].dense, batches[0].labels)
+    with pytest.raises(DataError):
+        t.fit([batches[0], bad])
+    assert t.global_step == 1
+    assert t.fit(batches[:3], epochs=1).global_step >= 1
+
+
+def test_tensorboard(tmp_path):
+    data = reader(12_000)
+    trainer(data.schema, log_dir=str(tmp_path)).fit(data)
+    assert list(tmp_path.glob("events.*"))
+
+
+def test_options_are_checked():
+    for wrong in ({"precision": "fp8"}, {"accumulation_steps": 0}, {"checkpoint_every_steps": 5}):
+        with pytest.raises(ConfigError):
+            persia.TrainerOptions(**wrong)
+    with pytest.raises(ConfigError, match="optimizer"):
+        trainer(reader().schema, optimizer=lambda p: None)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
+def test_cuda_trains(precision):
+    data = reader(20_000)
+    result = trainer(data.schema, device="cuda", precision=precision, mode=Hybrid(4)).fit(data)
+    full = trainer(data.schema, mode=Hybrid(4)).fit(reader(20_000))
+    assert result.progressive.auc == pytest.approx(full.progressive.auc, abs=0.01)
