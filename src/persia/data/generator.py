@@ -42,7 +42,40 @@ def synthetic(
     drop_last: bool = False,
     shard: tuple[int, int] = (0, 1),
 ) -> Synthetic:
-    """DOC."""
+    """Generates a click log of any length whose best-possible AUC is known.
+
+    Each feature draws its ids independently from a Zipf distribution. Each id has a latent vector u and a first-order
+    effect w, fixed by hashes of (seed, feature, id), so memory stays bounded. The logit of a click is
+
+        bias + a * (sum over pairs i < j of features of <u_i, u_j>) + b * (sum of w_i) + c * <dense, v>,
+
+    scaled so that the pairwise and the first-order part each have variance 1 (over uniform ids), the dense part 0.25.
+    Extra features carry no information: uniform ids below 2**63, as in the Criteo-Syn data sets of the Persia paper
+    (section 6). Batch k of an epoch is generated from (seed, epoch, k) alone; another epoch has new rows of the same
+    truth, so an `epoch` that is not trained on is a test set.
+
+    With the defaults the best AUC is about 0.80.
+
+    Args:
+        rows: of one epoch.
+        id_features: features id_0, id_1, ... that the label depends on.
+        ids_per_feature: ids are 0 (the most frequent) to this minus 1.
+        zipf: exponent; 0 is uniform.
+        latent_dim: length of u. A factorization machine needs embeddings of at least this and one more.
+        dense_features: standard normal columns dense_0, dense_1, ...
+        days: the rows are spread evenly over so many days, in order.
+        drift: each day, u and w turn by so many radians towards other fixed vectors; 0 is stationary, and
+            pi / 2 a wholly new truth every day.
+        extra_id_features: features extra_0, extra_1, ... of random ids.
+        seed: of the truth and the rows.
+        batch_size: samples of a batch.
+        dim: of all embeddings in the schema.
+        drop_last: leave out a last batch that is not full.
+        shard: (index, count): only batches i with i % count == index; the others are not generated.
+
+    Raises:
+        ConfigError: an argument is out of its range.
+    """
     if zipf < 0 or drift < 0:
         raise ConfigError(f"zipf = {zipf} and drift = {drift} must not be negative.", field="zipf")
     return Synthetic(
@@ -129,7 +162,7 @@ class Synthetic:
         ids = self._ranks.sample(rng, self.id_features * n).view(np.uint64).reshape(shape)
         day = (np.arange(first, first + n) * self.days // self.rows).astype(np.int32)
         dense = rng.standard_normal((n, self.dense_features), np.float32)
-        logit: Floats = self._logit(ids, day) + dense @ self._dense_weights
+        logit = self._logit(ids, day) + dense @ self._dense_weights
         probability: Floats = (1.0 / (1.0 + np.exp(-logit))).astype(np.float32)
         labels = (rng.random(n, np.float32) < probability).astype(np.float32)
         columns = {f"id_{i}": IdColumn(ids[i]) for i in range(self.id_features)}
@@ -146,7 +179,8 @@ class Synthetic:
     @cached_property
     def _dense_weights(self) -> Floats:
         weights = np.random.default_rng((self.seed, 2)).standard_normal(self.dense_features)
-        return (weights * (DENSE_SCALE / max(self.dense_features, 1) ** 0.5)).astype(np.float32)
+        scaled: Floats = (weights * (DENSE_SCALE / max(self.dense_features, 1) ** 0.5)).astype(np.float32)
+        return scaled
 
     def _logit(self, ids: NDArray[np.uint64], day: Int32Array) -> Floats:
         latent = self._factors(ids, day, _LATENT, self.latent_dim)
@@ -156,8 +190,8 @@ class Synthetic:
         first = self._factors(ids, day, _FIRST, 1).sum(axis=(0, 2))
         count = self.id_features * (self.id_features - 1) // 2
         pair_scale = PAIR_SCALE / max(self.latent_dim * count, 1) ** 0.5
-        logit = BIAS + pair_scale * pairs + (FIRST_ORDER_SCALE / self.id_features**0.5) * first
-        return logit.astype(np.float32)  # type: ignore[no-any-return]
+        logit: Floats = BIAS + pair_scale * pairs + (FIRST_ORDER_SCALE / self.id_features**0.5) * first
+        return logit
 
     def _factors(self, ids: NDArray[np.uint64], day: Int32Array, use: int, dim: int) -> Floats:
         """[features, n, dim] of mean 0 and variance 1; a rotation by `drift` radians a day between two fixed ones."""
