@@ -22,7 +22,9 @@ def gather(reader: data.Synthetic, epoch: int = 0) -> tuple[Any, Any, Any]:
     return ids, np.concatenate([b.labels[:, 0] for b in batches]), p
 
 
-@pytest.mark.parametrize("options", [{}, {"dense_features": 3, "drift": 0.3, "days": 5}, {"ids_per_feature": 20}])
+@pytest.mark.parametrize(
+    "options", [{}, {"dense_features": 3, "drift": 0.3, "days": 5}, {"ids_per_feature": 20, "pairs": 12}]
+)
 def test_best_auc_is_what_the_true_probabilities_reach(options: dict[str, Any]) -> None:
     reader = data.synthetic(200_000, batch_size=8192, **options)
     _, labels, p = gather(reader)
@@ -64,6 +66,14 @@ def test_zipf_over_very_many_ids() -> None:
     ranks = Zipf(10**12, 1.05).sample(np.random.default_rng(0), 10_000)
     assert ranks.min() == 0
     assert 10**10 < ranks.max() < 10**12
+
+
+def test_all_pairs_are_the_sum_over_each() -> None:
+    reader = data.synthetic(500, batch_size=500, id_features=6, ids_per_feature=9)
+    every = data.synthetic(500, batch_size=500, id_features=6, ids_per_feature=9, pairs=15)
+    assert np.allclose(reader.probabilities(0, 0), every.probabilities(0, 0), atol=1e-5)
+    some = data.synthetic(500, batch_size=500, id_features=6, ids_per_feature=9, pairs=4)
+    assert not np.allclose(reader.probabilities(0, 0), some.probabilities(0, 0), atol=1e-2)
 
 
 def test_features_and_extra_features() -> None:
@@ -119,7 +129,8 @@ def test_latent_factors_are_standardised_and_independent(latent_dim: int) -> Non
 
 
 @pytest.mark.parametrize(
-    "options", [{"rows": 0}, {"batch_size": 0}, {"zipf": -1.0}, {"drift": -0.1}, {"days": 0}, {"shard": (2, 2)}]
+    "options",
+    [{"rows": 0}, {"batch_size": 0}, {"zipf": -1.0}, {"drift": -0.1}, {"days": 0}, {"shard": (2, 2)}, {"pairs": 67}],
 )
 def test_bad_options(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):

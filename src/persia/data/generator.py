@@ -32,6 +32,7 @@ def synthetic(
     ids_per_feature: int = 100_000,
     zipf: float = 1.05,
     latent_dim: int = 2,
+    pairs: int | None = None,
     dense_features: int = 0,
     days: int = 1,
     drift: float = 0.0,
@@ -47,7 +48,7 @@ def synthetic(
     Each feature draws its ids independently from a Zipf distribution. Each id has a latent vector u and a first-order
     effect w, fixed by hashes of (seed, feature, id), so memory stays bounded. The logit of a click is
 
-        bias + a * (sum over pairs i < j of features of <u_i, u_j>) + b * (sum of w_i) + c * <dense, v>,
+        bias + a * (sum over pairs i, j of features of <u_i, u_j>) + b * (sum of w_i) + c * <dense, v>,
 
     scaled so that the pairwise and the first-order part each have variance 1 (over uniform ids), the dense part 0.25.
     Extra features carry no information: uniform ids below 2**63, as in the Criteo-Syn data sets of the Persia paper
@@ -61,7 +62,9 @@ def synthetic(
         id_features: features id_0, id_1, ... that the label depends on.
         ids_per_feature: ids are 0 (the most frequent) to this minus 1.
         zipf: exponent; 0 is uniform.
-        latent_dim: length of u. A factorization machine needs embeddings of at least this and one more.
+        latent_dim: length of u.
+        pairs: only so many random pairs of features interact; None for all. All pairs are a factorization machine
+            with embeddings of length latent_dim, and easy for one; few are not, so a network must learn them.
         dense_features: standard normal columns dense_0, dense_1, ...
         days: the rows are spread evenly over so many days, in order.
         drift: each day, u and w turn by so many radians towards other fixed vectors; 0 is stationary, and
@@ -84,6 +87,7 @@ def synthetic(
         ids_per_feature,
         zipf,
         latent_dim,
+        pairs,
         dense_features,
         days,
         drift,
@@ -105,6 +109,7 @@ class Synthetic:
     ids_per_feature: int
     zipf: float
     latent_dim: int
+    pairs: int | None
     dense_features: int
     days: int
     drift: float
@@ -121,6 +126,8 @@ class Synthetic:
         for name, low in lows.items():
             if getattr(self, name) < low:
                 raise ConfigError(f"synthetic: {name} = {getattr(self, name)} must be at least {low}.", field=name)
+        if self.pairs is not None and not 0 <= self.pairs <= self.id_features * (self.id_features - 1) // 2:
+            raise ConfigError(f"synthetic: pairs = {self.pairs} is more than there are; or None.", field="pairs")
         if not 0 <= self.shard[0] < self.shard[1]:
             raise ConfigError(f"shard = {self.shard} is not (index, count) with 0 <= index < count.", field="shard")
 
@@ -177,6 +184,14 @@ class Synthetic:
         return Zipf(self.ids_per_feature, self.zipf)
 
     @cached_property
+    def _pairs(self) -> NDArray[np.int64]:
+        """[2, pairs]: the pairs of features that interact."""
+        all_pairs: NDArray[np.int64] = np.stack(np.triu_indices(self.id_features, 1))
+        if self.pairs is None:
+            return all_pairs
+        return all_pairs[:, np.random.default_rng((self.seed, 1)).permutation(all_pairs.shape[1])[: self.pairs]]
+
+    @cached_property
     def _dense_weights(self) -> Floats:
         weights = np.random.default_rng((self.seed, 2)).standard_normal(self.dense_features)
         scaled: Floats = (weights * (DENSE_SCALE / max(self.dense_features, 1) ** 0.5)).astype(np.float32)
@@ -184,12 +199,15 @@ class Synthetic:
 
     def _logit(self, ids: NDArray[np.uint64], day: Int32Array) -> Floats:
         latent = self._factors(ids, day, _LATENT, self.latent_dim)
-        # The sum over pairs i < j of <u_i, u_j> is half of |sum of u_i|^2 - sum of |u_i|^2.
-        total = latent.sum(axis=0)
-        pairs = 0.5 * (np.einsum("nd,nd->n", total, total) - np.einsum("fnd,fnd->n", latent, latent))
+        left, right = self._pairs
+        if self.pairs is None:
+            # The sum over i < j of <u_i, u_j> is half of |sum of u_i|^2 - sum of |u_i|^2.
+            total = latent.sum(axis=0)
+            pairs = 0.5 * (np.einsum("nd,nd->n", total, total) - np.einsum("fnd,fnd->n", latent, latent))
+        else:
+            pairs = np.einsum("pnd,pnd->n", latent[left], latent[right])
         first = self._factors(ids, day, _FIRST, 1).sum(axis=(0, 2))
-        count = self.id_features * (self.id_features - 1) // 2
-        pair_scale = PAIR_SCALE / max(self.latent_dim * count, 1) ** 0.5
+        pair_scale = PAIR_SCALE / max(self.latent_dim * len(left), 1) ** 0.5
         logit: Floats = BIAS + pair_scale * pairs + (FIRST_ORDER_SCALE / self.id_features**0.5) * first
         return logit
 
