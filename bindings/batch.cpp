@@ -4,11 +4,14 @@
 // time of the call, and the GIL is released while the core works.
 #include "persia/batch.hpp"
 
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
-#include <limits>
+#include <algorithm>
+#include <span>
 #include <string>
+#include <string_view>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "module.hpp"
@@ -21,12 +24,85 @@ namespace {
 using persia::Arena;
 using persia::ThreadPool;
 
+// A borrowed array, by the buffer protocol: five times cheaper than nb::ndarray, which counts with 26 features and
+// three arrays each.
+class Buffer {
+ public:
+  Buffer() { view_.obj = nullptr; }
+  // The view may point into itself, so what it points to is not used after `open`.
+  Buffer(Buffer&& other) noexcept : view_(other.view_), contiguous_(other.contiguous_) {
+    std::copy(other.shape_, other.shape_ + kAxes, shape_);
+    std::copy(other.strides_, other.strides_ + kAxes, strides_);
+    other.view_.obj = nullptr;
+  }
+  Buffer& operator=(Buffer&&) = delete;
+  ~Buffer() {
+    if (view_.obj != nullptr) PyBuffer_Release(&view_);
+  }
+
+  // False if it is not an aligned array of one of the `formats` (of the struct module) with at most three axes.
+  bool open(nb::handle object, std::string_view formats, bool writable) {
+    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_STRIDED_RO | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0)) !=
+        0) {
+      PyErr_Clear();
+      view_.obj = nullptr;
+      return false;
+    }
+    const bool known = view_.format != nullptr && view_.format[0] != 0 && view_.format[1] == 0 &&
+                       formats.find(view_.format[0]) != std::string_view::npos && view_.ndim <= kAxes;
+    if (!known || reinterpret_cast<std::uintptr_t>(view_.buf) % static_cast<std::size_t>(view_.itemsize) != 0) {
+      return false;
+    }
+    contiguous_ = PyBuffer_IsContiguous(&view_, 'C') != 0;
+    for (int axis = 0; axis < view_.ndim; ++axis) {
+      shape_[axis] = static_cast<std::size_t>(view_.shape[axis]);
+      // Strides of an array without items say nothing.
+      if (size() != 0 && view_.strides[axis] % view_.itemsize != 0) return false;
+      strides_[axis] = view_.strides[axis] / view_.itemsize;
+    }
+    return true;
+  }
+
+  std::size_t ndim() const { return static_cast<std::size_t>(view_.ndim); }
+  std::size_t shape(std::size_t axis) const { return shape_[axis]; }
+  std::ptrdiff_t stride(std::size_t axis) const { return strides_[axis]; }
+  std::size_t itemsize() const { return static_cast<std::size_t>(view_.itemsize); }
+  std::size_t size() const { return static_cast<std::size_t>(view_.len / view_.itemsize); }
+  bool contiguous() const { return contiguous_; }
+  template <class T>
+  T* data() const {
+    return static_cast<T*>(view_.buf);
+  }
+  template <class T>
+  std::span<T> span() const {
+    return {data<T>(), size()};
+  }
+
+ private:
+  static constexpr int kAxes = 3;
+  Py_buffer view_;
+  bool contiguous_ = false;
+  std::size_t shape_[kAxes] = {};
+  std::ptrdiff_t strides_[kAxes] = {};
+};
+
+// Formats of the types, as numpy writes them.
 template <class T>
-using Vector = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-template <class T>
-using Matrix = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-template <class T>
-using Strided = nb::ndarray<T, nb::device::cpu>;
+constexpr std::string_view kFormats = "";
+template <>
+constexpr std::string_view kFormats<bool> = "?";
+template <>
+constexpr std::string_view kFormats<float> = "f";
+template <>
+constexpr std::string_view kFormats<std::uint8_t> = "B";
+template <>
+constexpr std::string_view kFormats<std::uint16_t> = "H";
+template <>
+constexpr std::string_view kFormats<std::uint32_t> = "I";
+template <>
+constexpr std::string_view kFormats<std::int64_t> = sizeof(long) == 8 ? "lq" : "q";
+template <>
+constexpr std::string_view kFormats<std::uint64_t> = sizeof(long) == 8 ? "LQ" : "Q";
 
 // Names an argument in messages; its text is only made when one is needed.
 struct Where {
@@ -38,14 +114,21 @@ struct Where {
   }
 };
 
-template <class Array>
-Array take(nb::handle object, const Where& where, const char* expected) {
-  Array array;
-  if (!nb::try_cast(object, array, false) || !array.is_valid()) where.fail(std::string("must be ") + expected);
-  if (reinterpret_cast<std::uintptr_t>(array.data()) % sizeof(typename Array::Scalar) != 0) {
-    where.fail("must be aligned to its items");
+// Any strides.
+template <class T>
+Buffer take(nb::handle object, const Where& where, const char* expected) {
+  Buffer buffer;
+  if (!buffer.open(object, kFormats<std::remove_const_t<T>>, !std::is_const_v<T>)) {
+    where.fail(std::string("must be ") + expected);
   }
-  return array;
+  return buffer;
+}
+
+template <class T>
+Buffer take_dense(nb::handle object, std::size_t ndim, const Where& where, const char* expected) {
+  Buffer buffer = take<T>(object, where, expected);
+  if (buffer.ndim() != ndim || !buffer.contiguous()) where.fail(std::string("must be ") + expected);
+  return buffer;
 }
 
 nb::list take_list(nb::handle object, const Where& where) {
@@ -60,36 +143,25 @@ std::size_t take_size(nb::handle object, const Where& where) {
   return value;
 }
 
-// Entries of each array, by group. Python sizes the outputs of `unique` with it, which checks them again.
-nb::list sizes(nb::list groups) {
-  nb::list result;
-  for (std::size_t g = 0; g < groups.size(); ++g) {
-    nb::list group;
-    for (nb::handle feature : take_list(groups[g], {"group", g})) {
-      group.append(take<Vector<const std::uint64_t>>(feature, {"group", g}, "contiguous uint64 arrays [n]").size());
-    }
-    result.append(group);
-  }
-  return result;
-}
-
-nb::list unique(nb::list groups, Vector<std::uint64_t> ids, Vector<std::uint32_t> inverse, ThreadPool& pool,
-                Arena& arena) {
-  std::vector<Vector<const std::uint64_t>> held;
+nb::list unique(nb::list groups, nb::handle ids_out, nb::handle inverse_out, ThreadPool& pool, Arena& arena) {
+  const Buffer ids = take_dense<std::uint64_t>(ids_out, 1, {"output", 0}, "a contiguous uint64 array [n]");
+  const Buffer inverse = take_dense<std::uint32_t>(inverse_out, 1, {"output", 1}, "a contiguous uint32 array [n]");
+  if (inverse.size() != ids.size()) throw nb::value_error("ids, inverse: must have one entry per id");
+  std::vector<Buffer> held;
   std::vector<persia::UniqueGroup> records(groups.size());
   std::size_t total = 0;
   for (std::size_t g = 0; g < records.size(); ++g) {
-    records[g].ids = ids.data() + total;
-    records[g].inverse = inverse.data() + total;
+    records[g].ids = ids.data<std::uint64_t>() + total;
+    records[g].inverse = inverse.data<std::uint32_t>() + total;
     for (nb::handle feature : take_list(groups[g], {"group", g})) {
-      held.push_back(take<Vector<const std::uint64_t>>(feature, {"group", g}, "contiguous uint64 arrays [n]"));
+      held.push_back(take_dense<const std::uint64_t>(feature, 1, {"group", g}, "contiguous uint64 arrays [n]"));
       const auto& array = held.back();
       if (array.size() > ids.size() - total) throw nb::value_error("ids: too small");
-      records[g].features.emplace_back(array.data(), array.size());
+      records[g].features.push_back(array.span<const std::uint64_t>());
       total += array.size();
     }
   }
-  if (ids.size() != total || inverse.size() != total) throw nb::value_error("ids, inverse: must have one entry per id");
+  if (ids.size() != total) throw nb::value_error("ids, inverse: must have one entry per id");
   {
     const nb::gil_scoped_release release;
     persia::unique(records, pool, arena);
@@ -110,28 +182,21 @@ class Plans {
       }
       persia::FeaturePlan plan;
       tables.push_back(take_size(fields[0], {"feature", f, ", table"}));
-      Vector<const std::uint16_t> narrow;
-      if (nb::try_cast(fields[1], narrow, false) && narrow.is_valid()) {
-        plan.inverse = narrow.data();
-        plan.positions = narrow.size();
-        if (reinterpret_cast<std::uintptr_t>(narrow.data()) % sizeof(std::uint16_t) != 0) {
-          Where{"feature", f, ", inverse"}.fail("must be aligned to its items");
-        }
-        narrow_.push_back(std::move(narrow));
-      } else {
-        wide_.push_back(take<Vector<const std::uint32_t>>(fields[1], {"feature", f, ", inverse"},
-                                                          "a contiguous uint16 or uint32 array [n]"));
-        plan.inverse = wide_.back().data();
-        plan.positions = wide_.back().size();
-        plan.wide = true;
+      Buffer inverse;
+      if (!inverse.open(fields[1], "HI", false) || inverse.ndim() != 1 || !inverse.contiguous()) {
+        Where{"feature", f, ", inverse"}.fail("must be a contiguous uint16 or uint32 array [n]");
       }
+      plan.inverse = inverse.data<const void>();
+      plan.positions = inverse.size();
+      plan.wide = inverse.itemsize() == sizeof(std::uint32_t);
       plan.batch = plan.positions;
+      held_.push_back(std::move(inverse));
       if (!fields[2].is_none()) {
-        offsets_.push_back(take<Vector<const std::int64_t>>(fields[2], {"feature", f, ", offsets"},
-                                                            "None or a contiguous int64 array [batch + 1]"));
-        if (offsets_.back().size() == 0) Where{"feature", f, ", offsets"}.fail("must have batch + 1 entries");
-        plan.offsets = offsets_.back().data();
-        plan.batch = offsets_.back().size() - 1;
+        held_.push_back(take_dense<const std::int64_t>(fields[2], 1, {"feature", f, ", offsets"},
+                                                       "None or a contiguous int64 array [batch + 1]"));
+        if (held_.back().size() == 0) Where{"feature", f, ", offsets"}.fail("must have batch + 1 entries");
+        plan.offsets = held_.back().data<const std::int64_t>();
+        plan.batch = held_.back().size() - 1;
       }
       const std::size_t pooling = take_size(fields[3], {"feature", f, ", pooling"});
       if (pooling > static_cast<std::size_t>(persia::Pooling::sequence)) {
@@ -154,15 +219,13 @@ class Plans {
 
  private:
   std::vector<persia::FeaturePlan> plans_;
-  std::vector<Vector<const std::uint16_t>> narrow_;
-  std::vector<Vector<const std::uint32_t>> wide_;
-  std::vector<Vector<const std::int64_t>> offsets_;
+  std::vector<Buffer> held_;
 };
 
 // float32 [batch, dim], or [batch, max_length, dim] for a sequence; only the last axis must be dense.
 template <class T>
-Strided<T> take_values(nb::handle object, const persia::FeaturePlan& plan, std::size_t dim, const Where& where) {
-  auto array = take<Strided<T>>(object, where, "a float32 array, writable if it is an output");
+Buffer take_values(nb::handle object, const persia::FeaturePlan& plan, std::size_t dim, const Where& where) {
+  Buffer array = take<T>(object, where, "a float32 array, writable if it is an output");
   const bool sequence = plan.pooling == persia::Pooling::sequence;
   const std::size_t ndim = sequence ? 3 : 2;
   if (array.ndim() != ndim || array.shape(0) != plan.batch || array.shape(ndim - 1) != dim ||
@@ -176,37 +239,36 @@ Strided<T> take_values(nb::handle object, const persia::FeaturePlan& plan, std::
 }
 
 void pool_forward(nb::list rows, nb::list plan_list, nb::list outputs, nb::list masks, ThreadPool& pool) {
-  std::vector<Matrix<const float>> tables;
+  std::vector<Buffer> tables;
   for (std::size_t t = 0; t < rows.size(); ++t) {
     tables.push_back(
-        take<Matrix<const float>>(rows[t], {"table", t, ", rows"}, "a contiguous float32 array [rows, dim]"));
+        take_dense<const float>(rows[t], 2, {"table", t, ", rows"}, "a contiguous float32 array [rows, dim]"));
   }
   const Plans plans(plan_list);
   if (outputs.size() != plans.size() || masks.size() != plans.size()) {
     throw nb::value_error("outputs and masks: there must be one per feature");
   }
-  std::vector<Strided<float>> held;
-  std::vector<Strided<bool>> held_masks;
+  std::vector<Buffer> held;
   std::vector<persia::PoolFeature> features(plans.size());
   for (std::size_t f = 0; f < plans.size(); ++f) {
     auto& feature = features[f];
     feature.plan = plans[f];
     if (plans.tables[f] >= tables.size()) Where{"feature", f, ", table"}.fail("there is no such table");
     const auto& table = tables[plans.tables[f]];
-    feature.table = {table.data(), table.shape(0), table.shape(1)};
+    feature.table = {table.data<const float>(), table.shape(0), table.shape(1)};
     held.push_back(take_values<float>(outputs[f], feature.plan, feature.table.dim, {"feature", f, ", output"}));
-    feature.out = held.back().data();
+    feature.out = held.back().data<float>();
     feature.sample_stride = held.back().stride(0);
     if (feature.plan.pooling != persia::Pooling::sequence) continue;
     feature.position_stride = held.back().stride(1);
     const Where where{"feature", f, ", mask"};
-    held_masks.push_back(take<Strided<bool>>(masks[f], where, "a writable bool array"));
-    const auto& mask = held_masks.back();
+    held.push_back(take<bool>(masks[f], where, "a writable bool array"));
+    const auto& mask = held.back();
     if (mask.ndim() != 2 || mask.shape(0) != feature.plan.batch || mask.shape(1) != feature.plan.max_length ||
         (mask.shape(1) > 1 && mask.size() != 0 && mask.stride(1) != 1)) {
       where.fail("must have the shape [batch, max_length], contiguous along the last axis");
     }
-    feature.mask = reinterpret_cast<std::uint8_t*>(mask.data());
+    feature.mask = mask.data<std::uint8_t>();
     feature.mask_stride = mask.stride(0);
   }
   const nb::gil_scoped_release release;
@@ -214,18 +276,18 @@ void pool_forward(nb::list rows, nb::list plan_list, nb::list outputs, nb::list 
 }
 
 void pool_backward(nb::list plan_list, nb::list gradients, nb::list outputs, ThreadPool& pool, Arena& arena) {
-  std::vector<Matrix<float>> held_out;
+  std::vector<Buffer> held_out;
   std::vector<persia::GradientTable> tables(outputs.size());
   for (std::size_t t = 0; t < tables.size(); ++t) {
-    held_out.push_back(
-        take<Matrix<float>>(outputs[t], {"table", t, ", gradient"}, "a contiguous writable float32 array [rows, dim]"));
-    tables[t].out = held_out.back().data();
+    held_out.push_back(take_dense<float>(outputs[t], 2, {"table", t, ", gradient"},
+                                         "a contiguous writable float32 array [rows, dim]"));
+    tables[t].out = held_out.back().data<float>();
     tables[t].count = held_out.back().shape(0);
     tables[t].dim = held_out.back().shape(1);
   }
   const Plans plans(plan_list);
   if (gradients.size() != plans.size()) throw nb::value_error("gradients: there must be one per feature (or None)");
-  std::vector<Strided<const float>> held;
+  std::vector<Buffer> held;
   for (std::size_t f = 0; f < plans.size(); ++f) {
     if (plans.tables[f] >= tables.size()) Where{"feature", f, ", table"}.fail("there is no such table");
     auto& table = tables[plans.tables[f]];
@@ -234,7 +296,7 @@ void pool_backward(nb::list plan_list, nb::list gradients, nb::list outputs, Thr
     feature.name = f;
     if (!gradients[f].is_none()) {
       held.push_back(take_values<const float>(gradients[f], feature.plan, table.dim, {"feature", f, ", gradient"}));
-      feature.gradient = held.back().data();
+      feature.gradient = held.back().data<const float>();
       feature.sample_stride = held.back().stride(0);
       if (feature.plan.pooling == persia::Pooling::sequence) feature.position_stride = held.back().stride(1);
     }
@@ -244,46 +306,61 @@ void pool_backward(nb::list plan_list, nb::list gradients, nb::list outputs, Thr
   persia::pool_backward(tables, pool, arena);
 }
 
-template <class Offset>
-void hash_strings(Vector<const std::uint8_t> data, Vector<const Offset> offsets, nb::object validity,
-                  std::size_t validity_start, std::uint64_t seed, std::uint64_t null, Vector<std::uint64_t> out,
-                  ThreadPool& pool) {
-  if (offsets.size() != out.size() + 1) throw nb::value_error("offsets: there must be one more than strings");
+void hash_strings(nb::handle data, nb::handle offsets, nb::handle validity, std::size_t validity_start,
+                  std::uint64_t seed, std::uint64_t null, nb::handle out, ThreadPool& pool) {
+  const Buffer bytes = take_dense<const std::uint8_t>(data, 1, {"argument", 0}, "a contiguous uint8 array");
+  const Buffer hashes = take_dense<std::uint64_t>(out, 1, {"output", 0}, "a contiguous uint64 array [n]");
+  Buffer ends;
+  if (!ends.open(offsets, "ilq", false) || ends.ndim() != 1 || !ends.contiguous()) {
+    throw nb::value_error("offsets: must be a contiguous int32 or int64 array [n + 1]");
+  }
+  if (ends.size() != hashes.size() + 1) throw nb::value_error("offsets: there must be one more than strings");
   persia::Strings strings;
-  strings.data = {data.data(), data.size()};
-  Vector<const std::uint8_t> bitmap;
+  strings.data = bytes.span<const std::uint8_t>();
+  Buffer bitmap;
   if (!validity.is_none()) {
-    if (!nb::try_cast(validity, bitmap, false)) throw nb::value_error("validity: must be a contiguous uint8 array");
-    if (validity_start > bitmap.size() * 8 || out.size() > bitmap.size() * 8 - validity_start) {
+    if (!bitmap.open(validity, "B", false) || bitmap.ndim() != 1 || !bitmap.contiguous()) {
+      throw nb::value_error("validity: must be a contiguous uint8 array");
+    }
+    if (validity_start > bitmap.size() * 8 || hashes.size() > bitmap.size() * 8 - validity_start) {
       throw nb::value_error("validity: must have one bit per string");
     }
-    strings.validity = bitmap.data();
+    strings.validity = bitmap.data<const std::uint8_t>();
     strings.validity_start = validity_start;
   }
   const nb::gil_scoped_release release;
-  persia::hash_strings(strings, std::span<const Offset>(offsets.data(), offsets.size()), seed, null,
-                       {out.data(), out.size()}, pool);
+  if (ends.itemsize() == sizeof(std::int32_t)) {
+    persia::hash_strings(strings, ends.span<const std::int32_t>(), seed, null, hashes.span<std::uint64_t>(), pool);
+  } else {
+    persia::hash_strings(strings, ends.span<const std::int64_t>(), seed, null, hashes.span<std::uint64_t>(), pool);
+  }
 }
 
-template <class T>
-void hash_values(Vector<const T> values, bool floating, std::uint64_t seed, Vector<std::uint64_t> out,
-                 ThreadPool& pool) {
-  if (values.size() != out.size()) throw nb::value_error("out: must have one entry per value");
+// Floating point values come as the unsigned integers of their bits.
+void hash_values(nb::handle values, bool floating, std::uint64_t seed, nb::handle out, ThreadPool& pool) {
+  Buffer bits;
+  if (!bits.open(values, "BHILQ", false) || bits.ndim() != 1 || !bits.contiguous()) {
+    throw nb::value_error("values: must be a contiguous array [n] of unsigned integers");
+  }
+  const Buffer hashes = take_dense<std::uint64_t>(out, 1, {"output", 0}, "a contiguous uint64 array [n]");
+  if (bits.size() != hashes.size()) throw nb::value_error("out: must have one entry per value");
   const nb::gil_scoped_release release;
-  persia::hash_values(values.data(), sizeof(T), floating ? persia::ValueKind::floating : persia::ValueKind::integer,
-                      seed, {out.data(), out.size()}, pool);
+  persia::hash_values(bits.data<const void>(), bits.itemsize(),
+                      floating ? persia::ValueKind::floating : persia::ValueKind::integer, seed,
+                      hashes.span<std::uint64_t>(), pool);
 }
 
-void hash_cross(nb::list columns, std::uint64_t seed, Vector<std::uint64_t> out, ThreadPool& pool) {
-  std::vector<Vector<const std::uint64_t>> held;
+void hash_cross(nb::list columns, std::uint64_t seed, nb::handle out, ThreadPool& pool) {
+  const Buffer hashes = take_dense<std::uint64_t>(out, 1, {"output", 0}, "a contiguous uint64 array [n]");
+  std::vector<Buffer> held;
   std::vector<const std::uint64_t*> pointers;
   for (std::size_t c = 0; c < columns.size(); ++c) {
-    held.push_back(take<Vector<const std::uint64_t>>(columns[c], {"column", c}, "a contiguous uint64 array [n]"));
-    if (held.back().size() != out.size()) Where{"column", c}.fail("must be as long as the first");
-    pointers.push_back(held.back().data());
+    held.push_back(take_dense<const std::uint64_t>(columns[c], 1, {"column", c}, "a contiguous uint64 array [n]"));
+    if (held.back().size() != hashes.size()) Where{"column", c}.fail("must be as long as the first");
+    pointers.push_back(held.back().data<const std::uint64_t>());
   }
   const nb::gil_scoped_release release;
-  persia::hash_cross(pointers, seed, {out.data(), out.size()}, pool);
+  persia::hash_cross(pointers, seed, hashes.span<std::uint64_t>(), pool);
 }
 
 }  // namespace
@@ -292,24 +369,11 @@ void register_batch(nb::module_& parent) {
   using nb::arg;
   nb::module_ m = parent.def_submodule("batch", "The batch path; use persia.batching, which checks and documents.");
   nb::class_<Arena>(m, "Scratch", "Memory that calls borrow and give back. Thread-safe.").def(nb::init<>());
-  m.def("sizes", &sizes, arg("groups"));
-  m.def("unique", &unique, arg("groups"), arg("ids").noconvert(), arg("inverse").noconvert(), arg("pool"),
-        arg("scratch"));
+  m.def("unique", &unique, arg("groups"), arg("ids"), arg("inverse"), arg("pool"), arg("scratch"));
   m.def("pool_forward", &pool_forward, arg("rows"), arg("plans"), arg("outputs"), arg("masks"), arg("pool"));
   m.def("pool_backward", &pool_backward, arg("plans"), arg("gradients"), arg("outputs"), arg("pool"), arg("scratch"));
-  const auto strings = [&]<class Offset>(Offset) {
-    m.def("hash_strings", &hash_strings<Offset>, arg("data").noconvert(), arg("offsets").noconvert(),
-          arg("validity").none(), arg("validity_start"), arg("seed"), arg("null"), arg("out").noconvert(), arg("pool"));
-  };
-  strings(std::int32_t{});
-  strings(std::int64_t{});
-  const auto values = [&]<class T>(T) {
-    m.def("hash_values", &hash_values<T>, arg("values").noconvert(), arg("floating"), arg("seed"),
-          arg("out").noconvert(), arg("pool"));
-  };
-  values(std::uint8_t{});
-  values(std::uint16_t{});
-  values(std::uint32_t{});
-  values(std::uint64_t{});
-  m.def("hash_cross", &hash_cross, arg("columns"), arg("seed"), arg("out").noconvert(), arg("pool"));
+  m.def("hash_strings", &hash_strings, arg("data"), arg("offsets"), arg("validity").none(), arg("validity_start"),
+        arg("seed"), arg("null"), arg("out"), arg("pool"));
+  m.def("hash_values", &hash_values, arg("values"), arg("floating"), arg("seed"), arg("out"), arg("pool"));
+  m.def("hash_cross", &hash_cross, arg("columns"), arg("seed"), arg("out"), arg("pool"));
 }

@@ -88,13 +88,13 @@ def test_backward_is_the_reference(threads, call, missing, data):
     assert_equal_arrays(found, reference.pool_backward(shapes, plans, gradients))
 
 
-@pytest.mark.parametrize("dim", [1, 5, 16])
+@pytest.mark.parametrize("dim", [1, 16, 33, 64])
 @pytest.mark.parametrize("pooling", ["sum", "mean", None])
 def test_backward_of_one_large_table_does_not_depend_on_threads(dim, pooling):
     rng = np.random.default_rng(dim)
-    batch = 60_000 if dim >= 5 else 300_000
+    batch = 20_000
     plans = []
-    rows = 20_000
+    rows = 5_000
     for _ in range(2):
         offsets = np.concatenate([[0], np.cumsum(rng.integers(0, 5, batch))]).astype(np.int64)
         inverse = (rows * rng.random(offsets[-1]) ** 3).astype(np.uint16)
@@ -183,7 +183,7 @@ def test_hostile_contents_of_a_split_table_are_refused():
             ends[77_777] = 2**40
         with pytest.raises(DataError, match="feature 0"):
             batching.pool_backward(
-                [(9, 16)], [plan(inverse=inverse, offsets=ends)], [np.ones((100_000, 16), "f4")], POOLS[3]
+                [(9, 32)], [plan(inverse=inverse, offsets=ends)], [np.ones((100_000, 32), "f4")], POOLS[3]
             )
 
 

@@ -20,6 +20,13 @@ UniqueIds: TypeAlias = tuple[Ids, list[Inverse]]
 _NARROW = 65_536
 
 
+def _sizes(number: int, group: list[Ids]) -> list[int]:
+    try:
+        return [len(ids) for ids in group]
+    except TypeError as error:
+        raise DataError(f"group {number}: must be contiguous uint64 arrays [n].") from error
+
+
 def unique(groups: Sequence[Sequence[Ids]], pool: ThreadPool, scratch: Scratch | None = None) -> list[UniqueIds]:
     """Removes duplicates over a whole batch, for all tables at once (tables run in parallel).
 
@@ -41,8 +48,8 @@ def unique(groups: Sequence[Sequence[Ids]], pool: ThreadPool, scratch: Scratch |
     Blocks until done, without the GIL. Thread-safe.
     """
     lists = [list(group) for group in groups]
+    sizes = [_sizes(number, group) for number, group in enumerate(lists)]
     with as_data_error:
-        sizes = core.sizes(lists)
         total = sum(map(sum, sizes))
         ids = np.empty(total, np.uint64)
         wide = np.empty(total, np.uint32)

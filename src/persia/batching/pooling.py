@@ -123,6 +123,7 @@ def pool_backward(
     gradients: Sequence[Floats | None],
     pool: ThreadPool,
     scratch: Scratch | None = None,
+    out: Sequence[Floats | None] | None = None,
 ) -> list[Floats]:
     """The gradient of every unique row, from the gradients of what :func:`pool_forward` returned.
 
@@ -134,8 +135,10 @@ def pool_backward(
         plans: the features, as in the forward call.
         gradients: for each feature float32 `[batch, dim]`, or `[batch, max_length, dim]` for a sequence; any strides
             (the last axis is copied if it is not contiguous); None counts as zero. Padding is not read.
-        pool: threads to run on: over tables, and over the rows of a table that is larger than all others together.
+        pool: threads to run on: over tables, and over the columns of a large table (16 at least per thread).
         scratch: memory kept from call to call.
+        out: for each table None or a contiguous float32 array of its shape to write to; what it held does not
+            matter. Fresh memory can cost more than the sums.
 
     Returns:
         For each table float32 `[u, dim]`; zeros where no sample has the row.
@@ -150,7 +153,11 @@ def pool_backward(
         gradient if gradient is None or gradient.strides[-1:] == (4,) else np.ascontiguousarray(gradient)
         for gradient in gradients
     ]
-    out = [np.empty(shape, np.float32) for shape in shapes]
+    if out is None:
+        out = [None] * len(shapes)
+    if [shape if given is None else given.shape for shape, given in zip(shapes, out, strict=True)] != list(shapes):
+        raise DataError("Each array of out must have the shape of the rows of its table.")
     with as_data_error:
-        core.pool_backward(fields, dense, out, pool, scratch or Scratch())
-    return out
+        found = [np.empty(s, np.float32) if given is None else given for s, given in zip(shapes, out, strict=True)]
+        core.pool_backward(fields, dense, found, pool, scratch or Scratch())
+    return found
