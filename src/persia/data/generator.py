@@ -55,7 +55,15 @@ def synthetic(
     (section 6). Batch k of an epoch is generated from (seed, epoch, k) alone; another epoch has new rows of the same
     truth, so an `epoch` that is not trained on is a test set.
 
-    With the defaults the best AUC is about 0.80.
+    With the defaults the best AUC is about 0.80. What plain PyTorch reached on it (DeepFM with embeddings of 16 and
+    layers of 256 and 128, one pass, Adagrad 0.05 from accumulators of 0.01 on embeddings, Adam 1e-3 on the network,
+    batch 1024, one seed; AUC on another epoch):
+
+    - 100 ids per feature: 0.015 below the best after 1 million rows, 0.008 after 1.5, 0.005 after 3;
+      with batches of 256 0.008 after 1 million.
+    - 100,000 ids per feature, 3 million rows: 0.691 of 0.796; with embedding gradients 4 batches late 0.686, with
+      dense gradients 8 late as well 0.683. Such a model is still learning fast, so it pays for every delay.
+    - the same with `pairs=12, latent_dim=4`: 0.668 of 0.798; 4 late 0.667, dense 8 late as well 0.666.
 
     Args:
         rows: of one epoch.
