@@ -1,6 +1,6 @@
 """The embedding store against plain arrays.
 
-    python benchmarks/store.py [--only NAME] [--preset smoke|laptop|full] [--json FILE]
+python benchmarks/store.py [--only NAME] [--preset smoke|laptop|full] [--json FILE]
 """
 
 from __future__ import annotations
