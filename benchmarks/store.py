@@ -25,6 +25,8 @@ DIM = 16
 
 @dataclass(frozen=True)
 class Scale:
+    """How much of everything a preset does."""
+
     rows: int
     large: int  # rows of the large table in store.growth
     small: int

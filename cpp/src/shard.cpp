@@ -120,6 +120,12 @@ void Shard::prepare(const Slice& slice, std::size_t start, Group& group, std::si
   }
 }
 
+// One shard's part of a batch is scattered over the output, where the hardware does not see it coming.
+void Shard::prefetch_output(const Slice& slice, std::size_t start, const Group& group, const float* out) const {
+  if (slice.positions == nullptr) return;
+  for (std::size_t i = 0; i < group.count; ++i) __builtin_prefetch(out + slice.position(start + i) * dim_, 1);
+}
+
 // The candidate may be another id with the same tag, or have been evicted or inserted since it was probed.
 std::uint32_t Shard::resolve(const Group& group, std::size_t lane) const {
   const std::uint32_t number = group.row[lane];
@@ -146,6 +152,7 @@ void Shard::lookup_only(const Slice& slice, float* out) const {
   Group group;
   for (std::size_t start = 0; start < slice.count; start += kGroup) {
     prepare(slice, start, group, bytes);
+    prefetch_output(slice, start, group, out);
     for (std::size_t i = 0; i < group.count; ++i) {
       float* to = out + slice.position(start + i) * dim_;
       const std::uint32_t number = resolve(group, i);
@@ -167,6 +174,7 @@ void Shard::lookup_train(const Slice& slice, float* out) {
   Group group;
   for (std::size_t start = 0; start < slice.count; start += kGroup) {
     prepare(slice, start, group, bytes);
+    prefetch_output(slice, start, group, out);
     for (std::size_t i = 0; i < group.count; ++i) {
       float* to = out + slice.position(start + i) * dim_;
       std::uint32_t number = resolve(group, i);

@@ -128,6 +128,7 @@ class Shard {
   Stamps stamps() const { return {rows_, stride_, header_->rows_used}; }
 
   void prepare(const Slice& slice, std::size_t start, Group& group, std::size_t prefetch_bytes) const;
+  void prefetch_output(const Slice& slice, std::size_t start, const Group& group, const float* out) const;
   std::uint32_t resolve(const Group& group, std::size_t lane) const;
   std::uint32_t find(std::uint64_t id) const;
   void lookup_train(const Slice& slice, float* out);
