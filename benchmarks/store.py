@@ -17,6 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import harness
+
 from persia.store import EmbeddingStore, TableConfig
 
 BATCH = 65_536
