@@ -56,8 +56,8 @@ class EmbeddingStore:
     method raises there.
 
     Args:
-        threads: threads that share the work of a call, over tables and their shards; or a native `ThreadPool` to share with others.
-            The caller is one of the threads.
+        threads: threads that share the work of a call, over tables and their shards; or a native
+            `ThreadPool` to share with others. The caller is one of the threads.
     """
 
     def __init__(self, threads: int | object = 1) -> None:
