@@ -306,7 +306,7 @@ class EmbeddingCollection(torch.nn.Module):
             pipeline.close()
 
     def _validated(self, batch: Batch) -> Batch:
-        batch.validate(self.schema)
+        batch.validate(self.schema, require_labels=False)
         return batch
 
     def _read_only(self, batch: Batch) -> tuple[PreparedBatch, Callable[[], None]]:
