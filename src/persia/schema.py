@@ -254,7 +254,7 @@ class AdmitProbability(_Record, frozen=True, tag="probability"):
     probability: float
 
     def __post_init__(self) -> None:
-        self._number("probability", 0, 1)
+        self._number("probability", 0, 1, open_low=True)
 
 
 class AdmitMinFrequency(_Record, frozen=True, tag="min_frequency"):

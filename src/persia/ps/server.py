@@ -6,17 +6,23 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from persia.errors import ConfigError, StoreError
 from persia.modes import Aggregation, Mode
-from persia.schema import EmbeddingOptimizer, Schedule, Table
+from persia.ps.tables import learning_rate, table_config
+from persia.schema import EmbeddingOptimizer, Table
 from persia.services import RowChunk
-from persia.store import EmbeddingStore, TableConfig
+from persia.store import EmbeddingStore, Rows, ThreadPool
 from persia.types import Floats, Ids, UpdateCounts
 
 __all__ = ["EmbeddingServer"]
 
+COLUMNS = ("ids", "embeddings", "state", "update_count", "last_step", "stamp")
+"""Columns of a RowChunk, in the order of `persia.store.Rows`."""
+
 CHUNK_BYTES = 64 << 20
+"""About the size of an exported chunk: bounds the memory of a checkpoint, and how long a shard is locked."""
 
 
 class EmbeddingServer:
@@ -34,14 +40,13 @@ class EmbeddingServer:
         self, tables: Mapping[str, Table], optimizer: EmbeddingOptimizer, mode: Mode, seed: int, threads: int
     ) -> None:
         self._mode = mode
-        self._store = EmbeddingStore(threads)
+        self._store = EmbeddingStore(ThreadPool(threads))
         self._tables = {
             name: msgspec.structs.replace(table, optimizer=table.optimizer or optimizer)
             for name, table in tables.items()
         }
-        shards = shards_for(threads, len(tables))
         self._index = {
-            name: self._store.create_table(table_config(table, seed, shards)) for name, table in self._tables.items()
+            name: self._store.create_table(table_config(table, seed)) for name, table in self._tables.items()
         }
 
     def tables(self) -> Mapping[str, Table]:
@@ -50,7 +55,7 @@ class EmbeddingServer:
 
     def lookup(self, ids: Mapping[str, Ids], train: bool) -> dict[str, Floats]:
         """Rows of distinct ids, by table; see `persia.services.EmbeddingPS`."""
-        rows = self._store.lookup([self._number(name) for name in ids], list(ids.values()), train)
+        rows = self._store.lookup([self._number(name) for name in ids], list(ids.values()), train=train)
         return dict(zip(ids, rows, strict=True))
 
     def push(
@@ -64,15 +69,59 @@ class EmbeddingServer:
             [ids for ids, _ in gradients.values()],
             [values for _, values in gradients.values()],
             [learning_rate(self._tables[name], step) for name in gradients],
-            step,
-            client,
-            sequence,
+            step=step,
+            client=client,
+            sequence=sequence,
         )
-        return dict(zip(gradients, counts, strict=True))
+        return {name: UpdateCounts(*count) for name, count in zip(gradients, counts, strict=True)}
 
     def statistics(self) -> dict[str, dict[str, int]]:
-        """Counters by table."""
-        return {name: dict(self._store.statistics(index)) for name, index in self._index.items()}
+        """Counters by table, with `rows` and `bytes` in use."""
+        return {
+            name: {
+                "rows": self._store.size(index),
+                "bytes": self._store.memory_bytes(index),
+                **self._store.statistics(index),
+            }
+            for name, index in self._index.items()
+        }
+
+    # --- checkpoints ------------------------------------------------------------------------------------------
+
+    def export_rows(self) -> Iterator[RowChunk]:
+        """All rows, in chunks of about 64 MiB; each row is of one moment."""
+        for name, index in self._index.items():
+            config = self._store.config(index)
+            most = max(1, CHUNK_BYTES // (24 + 4 * (config.dim + config.state_width)))
+            for shard, rows in self._store.iterate_rows(index, max_rows=most):
+                arrays = (rows.ids, rows.embeddings, rows.states, rows.update_counts, rows.last_steps, rows.stamps)
+                yield RowChunk(name, shard, dict(zip(COLUMNS, arrays, strict=True)))
+
+    def import_rows(self, chunk: RowChunk) -> None:
+        """Puts rows back; rows of the same ids are replaced."""
+        self._store.import_rows(self._number(chunk.table), Rows(*(chunk.arrays[name] for name in COLUMNS)))
+
+    def state(self) -> dict[str, Any]:
+        """What besides the rows decides the future: clocks, counters and admission sketches of each shard.
+
+        Which pushes are applied is left out: a resumed run has new clients.
+        """
+        return {
+            name: [
+                {key: value for key, value in self._store.export_state(index, shard).items() if key != "clients"}
+                for shard in range(self._store.config(index).resolved_shards)
+            ]
+            for name, index in self._index.items()
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Puts `state()` back, after the rows."""
+        for name, shards in state.items():
+            index = self._number(name)
+            for shard, values in enumerate(shards):
+                clients = self._store.export_state(index, shard)["clients"]
+                arrays = {key: np.ascontiguousarray(value) for key, value in values.items()}
+                self._store.import_state(index, shard, {**arrays, "clients": clients})
 
     def _number(self, table: str) -> int:
         index = self._index.get(table)
@@ -83,18 +132,3 @@ class EmbeddingServer:
                 table=table,
             )
         return index
-
-
-def shards_for(threads: int, tables: int) -> int:
-    """Shards per table: enough for the threads to share one table, few enough not to cut small batches to pieces."""
-    shards = 1
-    while shards < 2 * threads and shards * tables < 16 * threads:
-        shards *= 2
-    return shards
-
-
-def learning_rate(table: Table, step: int) -> float:
-    """The learning rate of a table at a global step."""
-    assert table.optimizer is not None
-    schedule: Schedule | None = table.optimizer.schedule
-    return table.optimizer.lr * (schedule.factor(step) if schedule is not None else 1.0)

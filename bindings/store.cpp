@@ -1,0 +1,283 @@
+#include "persia/store.hpp"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <stdexcept>
+
+#include "module.hpp"
+
+namespace nb = nanobind;
+using persia::RowBatch;
+using persia::Store;
+
+namespace {
+
+using Ids = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Words = nb::ndarray<const std::uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Halves = nb::ndarray<const std::uint16_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Floats = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Output = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+// Arrays are taken as they are or refused, never copied; the error names the table.
+template <class Array>
+Array take(nb::handle object, const std::string& table, const char* what) {
+  Array array;
+  if (!nb::try_cast<Array>(object, array, false)) {
+    throw std::invalid_argument("table '" + table + "': " + what);
+  }
+  return array;
+}
+
+void check_rows(std::size_t rows, std::size_t width, std::size_t count, const persia::Table& table, const char* what) {
+  if (rows == count && width == table.config.dim) return;
+  throw std::invalid_argument("table '" + table.config.name + "': " + what + " must have shape [" +
+                              std::to_string(count) + ", " + std::to_string(table.config.dim) + "], not [" +
+                              std::to_string(rows) + ", " + std::to_string(width) + "]");
+}
+
+void check_lengths(std::size_t tables, std::initializer_list<std::size_t> others) {
+  for (const std::size_t other : others) {
+    if (other != tables) throw std::invalid_argument("tables, ids and the other lists must have one entry per table");
+  }
+}
+
+constexpr const char* kIdsWanted =
+    "ids must be a contiguous one-dimensional numpy array of uint64 (use `.astype(np.uint64)`)";
+constexpr const char* kOutWanted = "out must be a writable, contiguous numpy array [ids, dim] of float32";
+constexpr const char* kGradientsWanted =
+    "gradients must be a contiguous numpy array [ids, dim] of float32 (use `np.ascontiguousarray(g, np.float32)`)";
+
+void lookup(Store& store, const std::vector<std::size_t>& tables, nb::list ids, nb::list out, bool train) {
+  check_lengths(tables.size(), {ids.size(), out.size()});
+  std::vector<persia::LookupRequest> requests;
+  for (std::size_t i = 0; i < tables.size(); ++i) {
+    const auto& table = store.table(tables[i]);
+    const auto keys = take<Ids>(ids[i], table.config.name, kIdsWanted);
+    const auto to = take<Output>(out[i], table.config.name, kOutWanted);
+    check_rows(to.shape(0), to.shape(1), keys.shape(0), table, "out");
+    requests.push_back({tables[i], keys.data(), keys.shape(0), to.data()});
+  }
+  const nb::gil_scoped_release release;
+  store.lookup(requests, train);
+}
+
+// One tuple (applied, absent, nonfinite, duplicates) per table.
+nb::list update(Store& store, const std::vector<std::size_t>& tables, nb::list ids, nb::list gradients,
+                const std::vector<float>& lrs, std::uint32_t step, std::uint64_t client, std::uint64_t sequence) {
+  check_lengths(tables.size(), {ids.size(), gradients.size(), lrs.size()});
+  std::vector<persia::UpdateRequest> requests;
+  for (std::size_t i = 0; i < tables.size(); ++i) {
+    const auto& table = store.table(tables[i]);
+    const auto keys = take<Ids>(ids[i], table.config.name, kIdsWanted);
+    const auto values = take<Floats>(gradients[i], table.config.name, kGradientsWanted);
+    check_rows(values.shape(0), values.shape(1), keys.shape(0), table, "gradients");
+    requests.push_back({tables[i], keys.data(), keys.shape(0), values.data(), lrs[i]});
+  }
+  std::vector<persia::PushCounts> counts;
+  {
+    const nb::gil_scoped_release release;
+    counts = store.update(requests, step, client, sequence);
+  }
+  nb::list result;
+  for (const auto& c : counts) result.append(nb::make_tuple(c.applied, c.absent, c.nonfinite, c.duplicates));
+  return result;
+}
+
+template <class T>
+nb::object to_numpy(std::vector<T>&& values, std::vector<std::size_t> shape) {
+  auto* kept = new std::vector<T>(std::move(values));
+  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+  return nb::cast(nb::ndarray<nb::numpy, T>(kept->data(), shape.size(), shape.data(), owner));
+}
+
+// (ids, embeddings, states, update_counts, last_steps, stamps)
+nb::tuple to_tuple(RowBatch&& rows, const persia::Table& table) {
+  const std::size_t n = rows.ids.size();
+  return nb::make_tuple(to_numpy(std::move(rows.ids), {n}), to_numpy(std::move(rows.embeddings), {n, table.config.dim}),
+                        to_numpy(std::move(rows.states), {n, table.state_width}),
+                        to_numpy(std::move(rows.update_counts), {n}), to_numpy(std::move(rows.last_steps), {n}),
+                        to_numpy(std::move(rows.stamps), {n}));
+}
+
+nb::tuple peek(Store& store, std::size_t index, nb::object ids) {
+  const auto& table = store.table(index);
+  const auto keys = take<Ids>(ids, table.config.name, kIdsWanted);
+  std::vector<std::uint8_t> found(keys.shape(0));
+  RowBatch rows;
+  {
+    const nb::gil_scoped_release release;
+    rows = store.peek(index, {keys.data(), keys.shape(0)}, found.data());
+  }
+  const std::size_t n = found.size();
+  return nb::make_tuple(to_numpy(std::move(found), {n}), to_tuple(std::move(rows), table));
+}
+
+// (rows, row number to go on with)
+nb::tuple export_rows(Store& store, std::size_t index, std::size_t shard, std::uint64_t start, std::uint64_t max_rows,
+                      std::uint32_t since_epoch) {
+  RowBatch rows;
+  std::uint64_t next = 0;
+  {
+    const nb::gil_scoped_release release;
+    next = store.shard(index, shard).export_rows(start, max_rows, since_epoch, rows);
+  }
+  return nb::make_tuple(to_tuple(std::move(rows), store.table(index)), next);
+}
+
+void import_rows(Store& store, std::size_t index, nb::object ids, nb::object embeddings, nb::object states,
+                 nb::object update_counts, nb::object last_steps, nb::object stamps) {
+  const auto& table = store.table(index);
+  const auto& name = table.config.name;
+  const auto keys = take<Ids>(ids, name, kIdsWanted);
+  const auto weights = take<Floats>(embeddings, name, "embeddings must be float32 [rows, dim]");
+  const auto state = take<Floats>(states, name, "states must be float32 [rows, state width]");
+  const auto counts = take<Words>(update_counts, name, "update_counts must be uint32 [rows]");
+  const auto steps = take<Words>(last_steps, name, "last_steps must be uint32 [rows]");
+  const auto recency = take<Words>(stamps, name, "stamps must be uint32 [rows]");
+  const std::size_t n = keys.shape(0);
+  check_rows(weights.shape(0), weights.shape(1), n, table, "embeddings");
+  if (state.shape(0) != n || state.shape(1) != table.state_width) {
+    throw std::invalid_argument("table '" + name + "': states must have " + std::to_string(table.state_width) +
+                                " columns: were the rows written with another optimizer?");
+  }
+  if (counts.shape(0) != n || steps.shape(0) != n || recency.shape(0) != n) {
+    throw std::invalid_argument("table '" + name + "': the columns differ in length");
+  }
+  const nb::gil_scoped_release release;
+  store.import_rows(index, n, {keys.data(), weights.data(), state.data(), counts.data(), steps.data(), recency.data()});
+}
+
+nb::dict export_state(Store& store, std::size_t index, std::size_t shard) {
+  persia::ShardState state;
+  {
+    const nb::gil_scoped_release release;
+    state = store.shard(index, shard).export_state();
+  }
+  std::vector<std::uint64_t> clients(state.clients.size() * persia::kClientWords);
+  std::memcpy(clients.data(), state.clients.data(), clients.size() * sizeof(std::uint64_t));
+  std::vector<std::uint64_t> counters(state.counters.begin(), state.counters.end());
+  const std::size_t sketch = state.sketch.size();
+  nb::dict result;
+  result["clocks"] = to_numpy(std::vector<std::uint64_t>{state.clock, state.dirty_epoch, state.client_clock}, {3});
+  result["clients"] = to_numpy(std::move(clients), {persia::kClients, persia::kClientWords});
+  result["counters"] = to_numpy(std::move(counters), {persia::kCounters});
+  result["sketch"] = to_numpy(std::move(state.sketch), {sketch});
+  return result;
+}
+
+void import_state(Store& store, std::size_t index, std::size_t shard, nb::dict values) {
+  const auto& name = store.table(index).config.name;
+  const auto clocks = take<Ids>(values["clocks"], name, "clocks must be uint64 [3]");
+  const auto counters = take<Ids>(values["counters"], name, "counters must be uint64 [10]");
+  const auto sketch = take<Halves>(values["sketch"], name, "sketch must be uint16 [counters]");
+  using Table2 = nb::ndarray<const std::uint64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+  const auto clients = take<Table2>(values["clients"], name, "clients must be uint64 [256, 6]");
+  if (clocks.shape(0) != 3 || counters.shape(0) != persia::kCounters || clients.shape(0) != persia::kClients ||
+      clients.shape(1) != persia::kClientWords) {
+    throw std::invalid_argument("table '" + name + "': the shard state has another shape: is it of another version?");
+  }
+  persia::ShardState state;
+  state.clock = static_cast<std::uint32_t>(clocks.data()[0]);
+  state.dirty_epoch = static_cast<std::uint32_t>(clocks.data()[1]);
+  state.client_clock = clocks.data()[2];
+  state.clients.resize(persia::kClients);
+  std::memcpy(state.clients.data(), clients.data(), persia::kClients * sizeof(persia::ClientEntry));
+  std::memcpy(state.counters.data(), counters.data(), sizeof(persia::Counters));
+  state.sketch.assign(sketch.data(), sketch.data() + sketch.shape(0));
+  const nb::gil_scoped_release release;
+  store.shard(index, shard).import_state(state);
+}
+
+nb::dict statistics(Store& store, std::size_t index) {
+  persia::Counters c;
+  {
+    const nb::gil_scoped_release release;
+    c = store.counters(index);
+  }
+  nb::dict d;
+  d["lookups"] = c.lookups;
+  d["hits"] = c.hits;
+  d["misses"] = c.misses;
+  d["admitted"] = c.admitted;
+  d["rejected"] = c.rejected;
+  d["evicted"] = c.evicted;
+  d["applied"] = c.applied;
+  d["absent"] = c.absent;
+  d["nonfinite"] = c.nonfinite;
+  d["duplicates"] = c.duplicates;
+  return d;
+}
+
+void register_config(nb::module_& m) {
+  using persia::OptimizerConfig;
+  using persia::TableConfig;
+  nb::enum_<persia::Initializer>(m, "Initializer")
+      .value("zeros", persia::Initializer::kZeros)
+      .value("uniform", persia::Initializer::kUniform)
+      .value("normal", persia::Initializer::kNormal);
+  nb::enum_<persia::Admission>(m, "Admission")
+      .value("all", persia::Admission::kAll)
+      .value("probability", persia::Admission::kProbability)
+      .value("min_frequency", persia::Admission::kMinFrequency);
+  nb::class_<OptimizerConfig>(m, "OptimizerConfig")
+      .def(nb::init<>())
+      .def_prop_rw(
+          "kind", [](const OptimizerConfig& c) { return static_cast<std::uint32_t>(c.kind); },
+          [](OptimizerConfig& c, const std::string& kind) { c.kind = persia::optimizer_kind(kind); })
+      .def_rw("momentum", &OptimizerConfig::momentum)
+      .def_rw("weight_decay", &OptimizerConfig::weight_decay)
+      .def_rw("initial_accumulator", &OptimizerConfig::initial_accumulator)
+      .def_rw("eps", &OptimizerConfig::eps)
+      .def_rw("beta1", &OptimizerConfig::beta1)
+      .def_rw("beta2", &OptimizerConfig::beta2)
+      .def_rw("beta", &OptimizerConfig::beta)
+      .def_rw("l1", &OptimizerConfig::l1)
+      .def_rw("l2", &OptimizerConfig::l2)
+      .def_rw("bound", &OptimizerConfig::bound);
+  nb::class_<persia::InitializerConfig>(m, "InitializerConfig")
+      .def(nb::init<>())
+      .def_rw("kind", &persia::InitializerConfig::kind)
+      .def_rw("a", &persia::InitializerConfig::a)
+      .def_rw("b", &persia::InitializerConfig::b);
+  nb::class_<TableConfig>(m, "TableConfig")
+      .def(nb::init<>())
+      .def_rw("name", &TableConfig::name)
+      .def_rw("dim", &TableConfig::dim)
+      .def_rw("capacity", &TableConfig::capacity)
+      .def_rw("shards", &TableConfig::shards)
+      .def_rw("seed", &TableConfig::seed)
+      .def_rw("optimizer", &TableConfig::optimizer)
+      .def_rw("initializer", &TableConfig::initializer)
+      .def_rw("admission", &TableConfig::admission)
+      .def_rw("admission_value", &TableConfig::admission_value);
+}
+
+}  // namespace
+
+void register_store(nb::module_& m) {
+  register_config(m);
+  using Release = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<Store>(m, "Store", "Tables of embedding rows; see persia.store.EmbeddingStore.")
+      .def(nb::init<persia::ThreadPool&>(), nb::arg("pool"), nb::keep_alive<1, 2>())
+      .def("create_table", &Store::create_table, nb::arg("config"), Release())
+      .def("lookup", &lookup, nb::arg("tables"), nb::arg("ids"), nb::arg("out"), nb::arg("train"))
+      .def("update", &update, nb::arg("tables"), nb::arg("ids"), nb::arg("gradients"), nb::arg("lrs"), nb::arg("step"),
+           nb::arg("client"), nb::arg("sequence"))
+      .def("peek", &peek, nb::arg("table"), nb::arg("ids"))
+      .def("export_rows", &export_rows, nb::arg("table"), nb::arg("shard"), nb::arg("start"), nb::arg("max_rows"),
+           nb::arg("since_epoch"))
+      .def("import_rows", &import_rows, nb::arg("table"), nb::arg("ids"), nb::arg("embeddings"), nb::arg("states"),
+           nb::arg("update_counts"), nb::arg("last_steps"), nb::arg("stamps"))
+      .def("export_state", &export_state, nb::arg("table"), nb::arg("shard"))
+      .def("import_state", &import_state, nb::arg("table"), nb::arg("shard"), nb::arg("state"))
+      .def("state_width", [](const Store& s, std::size_t table) { return s.table(table).state_width; })
+      .def("size", &Store::size, nb::arg("table"), Release())
+      .def("memory_bytes", &Store::memory_bytes, nb::arg("table"), Release())
+      .def("statistics", &statistics, nb::arg("table"))
+      .def("clear", &Store::clear, nb::arg("table"), Release())
+      .def("set_dirty_epoch", &Store::set_dirty_epoch, nb::arg("table"), nb::arg("epoch"), Release());
+}

@@ -1,0 +1,136 @@
+// Ordered linear probing (Amble, Knuth 1974): an open hash table whose slots stay sorted by hash.
+//
+// A slot is a 32-bit tag (from the hash) over a 32-bit row number. The home position is monotone in the tag, so the
+// whole array is sorted, with holes. That gives three things: a miss ends at the first smaller tag, erasing needs no
+// tombstone, and the table grows in place by moving slots in order, without reading any row.
+// Tags are sorted downwards so that an empty slot (zero) ends a search by the same comparison.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+
+#include "persia/layout.hpp"
+
+namespace persia {
+
+class Index {
+ public:
+  static constexpr std::uint32_t kNone = 0xFFFFFFFFu;
+  static constexpr std::uint64_t kFirstSlots = 64;
+  static constexpr std::uint64_t kDoubling = 1u << 16;
+
+  Index() = default;
+  Index(std::uint64_t* slots, std::uint64_t slot_count, std::uint64_t max_slots)
+      : slots_(slots), count_(slot_count), max_(max_slots) {}
+
+  std::uint64_t slot_count() const { return count_; }
+
+  static std::uint32_t tag_of(std::uint64_t hash) { return std::max(~static_cast<std::uint32_t>(hash >> 32), 1u); }
+
+  std::uint64_t home(std::uint32_t tag) const { return (std::uint64_t{~tag} * count_) >> 32; }
+
+  void prefetch(std::uint64_t home) const {
+    __builtin_prefetch(slots_ + home);
+    __builtin_prefetch(slots_ + home + kStride - 1);
+  }
+
+  // The first position whose tag is not above `tag`. Counting instead of comparing one by one costs no mispredicted
+  // branch: all slots behind the first smaller one are smaller too.
+  std::uint64_t lower_bound(std::uint64_t home, std::uint32_t tag) const {
+    const std::uint64_t bound = (std::uint64_t{tag} << 32) | 0xFFFFFFFFu;
+    for (std::uint64_t at = home;; at += kStride) {
+      std::uint64_t above = 0;
+      for (std::uint64_t i = 0; i < kStride; ++i) above += slots_[at + i] > bound;
+      if (above < kStride) return at + above;
+    }
+  }
+
+  // A row with this tag, most likely the right one; kNone if there is none.
+  std::uint32_t candidate(std::uint64_t home, std::uint32_t tag) const {
+    const std::uint64_t slot = slots_[lower_bound(home, tag)];
+    return tag_in(slot) == tag ? row_in(slot) : kNone;
+  }
+
+  // The row for which `matches(row)` holds, among those with this tag.
+  template <class Matches>
+  std::uint32_t find(std::uint32_t tag, Matches&& matches) const {
+    for (std::uint64_t at = lower_bound(home(tag), tag); tag_in(slots_[at]) == tag; ++at) {
+      if (matches(row_in(slots_[at]))) return row_in(slots_[at]);
+    }
+    return kNone;
+  }
+
+  bool full(std::uint64_t rows) const { return (rows + 1) * 5 > count_ * 4 && count_ < max_; }
+
+  void insert(std::uint32_t tag, std::uint32_t row) {
+    const std::uint64_t at = lower_bound(home(tag), tag);
+    std::uint64_t hole = at;
+    while (slots_[hole] != 0) ++hole;
+    if (hole >= count_ + kIndexTail - kStride) {
+      throw std::runtime_error("the index overflows: thousands of ids share one hash; hash the ids before use");
+    }
+    std::memmove(slots_ + at + 1, slots_ + at, (hole - at) * sizeof(std::uint64_t));
+    slots_[at] = (std::uint64_t{tag} << 32) | row;
+  }
+
+  void erase(std::uint32_t tag, std::uint32_t row) {
+    const std::uint64_t wanted = (std::uint64_t{tag} << 32) | row;
+    std::uint64_t at = lower_bound(home(tag), tag);
+    while (slots_[at] != wanted) ++at;
+    std::uint64_t end = at + 1;
+    while (slots_[end] != 0 && home(tag_in(slots_[end])) < end) ++end;
+    std::memmove(slots_ + at, slots_ + at + 1, (end - at - 1) * sizeof(std::uint64_t));
+    slots_[end - 1] = 0;
+  }
+
+  // One step larger, in place: packs the slots at the end of the new array, then deals them out from its start.
+  // What is dealt never overtakes what is still packed, since the rest fits behind it. Overflow into the tail can only
+  // shrink, because distances to the end grow.
+  void grow() {
+    const std::uint64_t old_end = used_end();
+    count_ = std::min(count_ < kDoubling ? count_ * 2 : count_ + count_ / 4, max_);
+    const std::uint64_t end = count_ + kIndexTail;
+    deal(pack(old_end, end), end);
+  }
+
+  void clear() { std::memset(slots_, 0, (count_ + kIndexTail) * sizeof(std::uint64_t)); }
+
+ private:
+  static constexpr std::uint64_t kStride = 4;
+
+  static std::uint32_t tag_in(std::uint64_t slot) { return static_cast<std::uint32_t>(slot >> 32); }
+  static std::uint32_t row_in(std::uint64_t slot) { return static_cast<std::uint32_t>(slot); }
+
+  // Behind the last used slot; keeps the untouched part of the tail untouched.
+  std::uint64_t used_end() const {
+    std::uint64_t end = count_;
+    while (slots_[end] != 0) ++end;
+    return end;
+  }
+
+  std::uint64_t pack(std::uint64_t from, std::uint64_t to) {
+    while (from > 0) {
+      if (slots_[--from] != 0) slots_[--to] = slots_[from];
+    }
+    return to;
+  }
+
+  void deal(std::uint64_t from, std::uint64_t end) {
+    std::uint64_t next = 0;
+    for (; from < end; ++from) {
+      const std::uint64_t slot = slots_[from];
+      const std::uint64_t at = std::max(home(tag_in(slot)), next);
+      for (; next < at; ++next) slots_[next] = 0;
+      slots_[at] = slot;
+      next = at + 1;
+    }
+    std::memset(slots_ + next, 0, (end - next) * sizeof(std::uint64_t));
+  }
+
+  std::uint64_t* slots_ = nullptr;
+  std::uint64_t count_ = 0;
+  std::uint64_t max_ = 0;
+};
+
+}  // namespace persia

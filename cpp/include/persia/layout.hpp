@@ -1,0 +1,125 @@
+// The bytes of a region: header | undo slot | sketch | index | rows. Everything in here is format version 1.
+//
+// Offsets only, never pointers; no locks. A process that attaches to a region written by another finds all it needs.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "persia/region.hpp"
+
+namespace persia {
+
+inline constexpr std::uint64_t kMagic = 0x3130414953524550u;  // "PERSIA01" in memory order
+inline constexpr std::uint32_t kFormat = 1;
+inline constexpr std::size_t kClients = 256;
+inline constexpr std::size_t kNameBytes = 64;
+inline constexpr std::size_t kHeaderBytes = 16384;
+inline constexpr std::size_t kSketchRows = 4;
+// Slots behind the last home position. Runs that long do not occur by chance (< 1e-700 at the highest load).
+inline constexpr std::uint64_t kIndexTail = 4096;
+
+struct RowHeader {
+  std::uint64_t key;
+  std::uint32_t update_count;
+  std::uint32_t last_step;
+  std::uint32_t stamp;
+  std::uint32_t dirty_epoch;
+};
+static_assert(sizeof(RowHeader) == 24);
+
+// The pushes of one client that a shard has applied: `last` is the highest number, bit i of `recent` says whether
+// last - 1 - i has been applied too. `used` orders the entries by recency, so that the oldest makes room.
+// `open_sequence` is a push that a crash has interrupted after `open_rows` rows, and that is yet to be retried.
+struct ClientEntry {
+  std::uint64_t client;
+  std::uint64_t last;
+  std::uint64_t recent;
+  std::uint64_t used;
+  std::uint64_t open_sequence;
+  std::uint64_t open_rows;
+};
+inline constexpr std::size_t kClientWords = 6;
+static_assert(sizeof(ClientEntry) == kClientWords * 8);
+
+struct Counters {
+  std::uint64_t lookups;
+  std::uint64_t hits;
+  std::uint64_t misses;
+  std::uint64_t admitted;
+  std::uint64_t rejected;
+  std::uint64_t evicted;
+  std::uint64_t applied;
+  std::uint64_t absent;
+  std::uint64_t nonfinite;
+  std::uint64_t duplicates;
+};
+inline constexpr std::size_t kCounters = 10;
+static_assert(sizeof(Counters) == kCounters * 8);
+
+struct PushProgress {
+  std::uint64_t client;
+  std::uint64_t sequence;
+  std::uint64_t rows_applied;  // in the push's own order, skipped rows included
+};
+
+struct Header {
+  std::uint64_t magic;
+  std::uint32_t format;
+  std::uint32_t durable;
+  std::uint64_t name_hash;
+  char name[kNameBytes];
+  std::uint32_t dim;
+  std::uint32_t optimizer;
+  std::uint32_t state_width;
+  std::uint32_t row_stride;
+  std::uint64_t capacity;
+  std::uint64_t seed;
+  std::uint32_t shard;
+  std::uint32_t shards;
+  std::uint64_t sketch_width;
+  std::uint64_t rows_used;
+  std::uint64_t free_head;  // reserved: an evicted row is reused at once, so nothing is ever free below rows_used
+  std::uint64_t index_slots;
+  std::uint32_t clock;
+  std::uint32_t dirty_epoch;
+  std::uint32_t busy;
+  std::uint32_t commit_slot;  // entry + 1 of `clients` that `commit_entry` is about to replace
+  std::uint64_t undo_row;     // row + 1 whose bytes the undo slot holds ...
+  std::uint64_t undo_mark;    // ... unless push.rows_applied has moved on from here: then the row is complete
+  std::uint64_t client_clock;
+  PushProgress push;
+  ClientEntry commit_entry;
+  Counters counters;
+  std::uint8_t reserved[160];
+  ClientEntry clients[kClients];
+};
+static_assert(offsetof(Header, dim) == 88);
+static_assert(offsetof(Header, capacity) == 104);
+static_assert(offsetof(Header, rows_used) == 136);
+static_assert(offsetof(Header, clock) == 160);
+static_assert(offsetof(Header, push) == 200);
+static_assert(offsetof(Header, counters) == 272);
+static_assert(offsetof(Header, clients) == 512);
+static_assert(sizeof(Header) <= kHeaderBytes);
+
+// Where the sections of a region lie. It follows from these numbers alone, all of them in the header.
+struct Layout {
+  std::size_t undo, sketch, sketch_bytes, index, index_bytes, rows, rows_bytes, total;
+  std::uint64_t max_slots;
+
+  static Layout of(std::uint64_t capacity, std::size_t row_stride, std::uint64_t sketch_width) {
+    Layout l{};
+    l.max_slots = capacity + capacity / 4 + 64;
+    l.undo = kHeaderBytes;
+    l.sketch = align_up(l.undo + row_stride, 4096);
+    l.sketch_bytes = sketch_width * kSketchRows * sizeof(std::uint16_t);
+    l.index = align_up(l.sketch + l.sketch_bytes, kHugePage);
+    l.index_bytes = (l.max_slots + kIndexTail) * sizeof(std::uint64_t);
+    l.rows = align_up(l.index + l.index_bytes, kHugePage);
+    l.rows_bytes = capacity * row_stride;
+    l.total = l.rows + l.rows_bytes;
+    return l;
+  }
+};
+
+}  // namespace persia

@@ -1,0 +1,37 @@
+// The hash functions of the store. They are part of the format: ids would change shard and value with them.
+#pragma once
+#include <cstdint>
+#include <string_view>
+
+namespace persia {
+
+inline constexpr std::uint64_t kGolden = 0x9E3779B97F4A7C15u;
+
+// The finalizer of splitmix64 (Steele, Lea, Flood 2014): a bijection whose output bits each depend on all input bits.
+inline constexpr std::uint64_t mix64(std::uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+  return x ^ (x >> 31);
+}
+
+// High 32 bits place the id in the index of its shard, low bits choose the shard: they must not be the same bits,
+// or the ids of one shard would crowd a part of its index.
+inline constexpr std::uint64_t hash_id(std::uint64_t id) { return mix64(id + kGolden); }
+
+inline constexpr std::uint64_t hash_name(std::string_view name) {
+  std::uint64_t h = 0xCBF29CE484222325u;
+  for (const char c : name) h = (h ^ static_cast<unsigned char>(c)) * 0x100000001B3u;
+  return mix64(h);
+}
+
+// Everything random about an id follows from this key, so it depends on nothing but (seed, table, id).
+inline constexpr std::uint64_t row_key(std::uint64_t seed, std::uint64_t name_hash, std::uint64_t id) {
+  return mix64(mix64(seed + name_hash) ^ mix64(id));
+}
+
+// Number `counter` of the random 64-bit sequence of a key (splitmix64, addressed by position).
+inline constexpr std::uint64_t random_bits(std::uint64_t key, std::uint64_t counter) {
+  return mix64(key + (counter + 1) * kGolden);
+}
+
+}  // namespace persia

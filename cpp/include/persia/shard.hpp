@@ -1,0 +1,161 @@
+// One shard of one table: index, rows, recency and counters in one region, behind one lock.
+#pragma once
+#include <array>
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "persia/index.hpp"
+#include "persia/layout.hpp"
+#include "persia/optim.hpp"
+#include "persia/push_log.hpp"
+#include "persia/random.hpp"
+#include "persia/recency.hpp"
+#include "persia/region.hpp"
+#include "persia/sketch.hpp"
+
+namespace persia {
+
+enum class Admission : std::uint32_t { kAll = 0, kProbability = 1, kMinFrequency = 2 };
+
+struct TableConfig {
+  std::string name;
+  std::size_t dim = 16;
+  std::uint64_t capacity = std::uint64_t{1} << 30;  // rows, over all shards
+  std::uint32_t shards = 8;                         // power of two
+  std::uint64_t seed = 0;
+  OptimizerConfig optimizer;
+  InitializerConfig initializer;
+  Admission admission = Admission::kAll;
+  double admission_value = 0.0;  // the probability, or the number of occurrences
+  bool durable = false;          // keep undo slot and push progress: for memory that outlives the process
+};
+
+// The ids of a batch that belong to one shard: all of `ids`, or those at `positions`.
+struct Slice {
+  const std::uint64_t* ids;
+  const std::uint32_t* positions;  // nullptr: 0 ... count - 1
+  std::size_t count;
+
+  std::size_t position(std::size_t i) const { return positions == nullptr ? i : positions[i]; }
+};
+
+struct PushCounts {
+  std::uint64_t applied = 0;
+  std::uint64_t absent = 0;
+  std::uint64_t nonfinite = 0;
+  std::uint64_t duplicates = 0;  // gradients of a push that the shard had applied before
+
+  PushCounts& operator+=(const PushCounts& other);
+};
+
+struct Push {
+  const float* gradients;  // row-major, one row per position
+  float lr;
+  std::uint32_t step;
+  std::uint64_t client;  // 0: not tracked
+  std::uint64_t sequence;
+};
+
+// Whole rows, column by column.
+struct RowBatch {
+  std::vector<std::uint64_t> ids;
+  std::vector<float> embeddings;  // [rows, dim]
+  std::vector<float> states;      // [rows, state width]
+  std::vector<std::uint32_t> update_counts;
+  std::vector<std::uint32_t> last_steps;
+  std::vector<std::uint32_t> stamps;
+};
+
+struct RowView {
+  const std::uint64_t* ids;
+  const float* embeddings;
+  const float* states;
+  const std::uint32_t* update_counts;
+  const std::uint32_t* last_steps;
+  const std::uint32_t* stamps;
+};
+
+// What a shard knows besides its rows.
+struct ShardState {
+  std::uint32_t clock = 0;
+  std::uint32_t dirty_epoch = 1;
+  std::uint64_t client_clock = 0;
+  std::vector<ClientEntry> clients;  // kClients
+  std::array<std::uint64_t, kCounters> counters{};
+  std::vector<std::uint16_t> sketch;  // empty without one
+};
+
+// All methods lock; any thread may call them.
+class Shard {
+ public:
+  Shard(const TableConfig& config, const Optimizer& optimizer, std::uint32_t shard);
+
+  // Writes one embedding per position. Training admits missing ids and touches rows; otherwise nothing changes.
+  void lookup(const Slice& slice, float* out, bool train);
+  PushCounts update(const Slice& slice, const Push& push);
+
+  // found[position] and, where it is 1, the row at the same position of `rows`.
+  void peek(const Slice& slice, std::uint8_t* found, RowBatch& rows);
+  // Appends up to `max_rows` rows from row number `start` on to `rows`; those changed before `since_epoch` are left
+  // out. Returns the row number to go on with, at least `size()` at the end.
+  std::uint64_t export_rows(std::uint64_t start, std::uint64_t max_rows, std::uint32_t since_epoch, RowBatch& rows);
+  // Overwrites or appends. In a full shard the less recent of incoming and oldest row gives way.
+  void import_rows(const Slice& slice, const RowView& rows);
+  ShardState export_state();
+  void import_state(const ShardState& state);
+
+  void clear();
+  void set_dirty_epoch(std::uint32_t epoch);
+  // After an interruption: undoes the row that was being written, completes a commit, rebuilds the index.
+  void recover();
+
+  std::uint64_t size();
+  std::uint64_t memory_bytes();
+  Counters counters();
+  // For tests and for attaching tools; not locked.
+  Header& header() { return *header_; }
+  std::byte* row_bytes(std::uint32_t row) const { return rows_ + std::size_t{row} * stride_; }
+
+ private:
+  struct Group;
+  class Mutation;
+
+  RowHeader* row(std::uint32_t number) const { return reinterpret_cast<RowHeader*>(row_bytes(number)); }
+  float* weight(std::uint32_t number) const { return reinterpret_cast<float*>(row_bytes(number) + sizeof(RowHeader)); }
+  float* state(std::uint32_t number) const { return weight(number) + dim_; }
+  Stamps stamps() const { return {rows_, stride_, header_->rows_used}; }
+
+  void prepare(const Slice& slice, std::size_t start, Group& group, std::size_t prefetch_bytes) const;
+  std::uint32_t resolve(const Group& group, std::size_t lane) const;
+  std::uint32_t find(std::uint64_t id) const;
+  void lookup_train(const Slice& slice, float* out);
+  void lookup_only(const Slice& slice, float* out) const;
+  std::uint32_t admit(std::uint64_t id);
+  std::uint32_t insert(std::uint64_t id);
+  std::uint32_t acquire();
+  void publish(std::uint64_t id, std::uint32_t number);
+  void import_row(const RowView& rows, std::size_t position);
+  void apply(std::uint32_t number, const Push& push, const float* gradient);
+  void tick();
+  void save_undo(std::uint32_t number);
+  void drop_undo();
+  void rebuild_index();
+  void append(std::uint32_t number, RowBatch& rows) const;
+
+  const TableConfig* config_;
+  const Optimizer* optimizer_;
+  std::size_t dim_;
+  std::size_t stride_;
+  Layout layout_;
+  Region region_;
+  Header* header_;
+  std::byte* rows_;
+  Index index_;
+  Sketch sketch_;
+  VictimQueue victims_;
+  std::mutex mutex_;
+};
+
+}  // namespace persia

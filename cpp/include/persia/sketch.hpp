@@ -1,0 +1,40 @@
+// Count-min sketch with conservative update (Cormode, Muthukrishnan 2005; Estan, Varghese 2002).
+#pragma once
+#include <algorithm>
+#include <cstdint>
+
+#include "persia/layout.hpp"
+#include "persia/mix.hpp"
+
+namespace persia {
+
+// Counts how often an id was asked for before it had a row. Bounded memory: counts can be too high, never too low.
+class Sketch {
+ public:
+  static constexpr std::uint32_t kMax = 65535;
+
+  Sketch() = default;
+  Sketch(std::uint16_t* counters, std::uint64_t width) : counters_(counters), mask_(width - 1), width_(width) {}
+
+  // Counts this occurrence too; stays at 65,535 from there on.
+  std::uint32_t add(std::uint64_t id) {
+    const std::uint64_t hash = mix64(id ^ 0x5DEECE66D1CE4E5Bu);
+    const std::uint64_t step = (hash >> 32) | 1u;
+    std::uint16_t* cells[kSketchRows];
+    std::uint16_t least = kMax;
+    for (std::size_t i = 0; i < kSketchRows; ++i) {
+      cells[i] = counters_ + i * width_ + ((hash + i * step) & mask_);
+      least = std::min(least, *cells[i]);
+    }
+    if (least == kMax) return kMax;
+    for (auto* cell : cells) *cell = std::max<std::uint16_t>(*cell, static_cast<std::uint16_t>(least + 1));
+    return least + 1u;
+  }
+
+ private:
+  std::uint16_t* counters_ = nullptr;
+  std::uint64_t mask_ = 0;
+  std::uint64_t width_ = 0;
+};
+
+}  // namespace persia

@@ -1,0 +1,253 @@
+#include "persia/optim.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+
+namespace persia {
+namespace {
+
+constexpr std::size_t kLanes = 16;
+constexpr std::uint32_t kCachedCorrections = 1u << 15;
+
+inline float clamp(float value, float bound) { return std::min(std::max(value, -bound), bound); }
+
+// The mean of squares, summed in 16 lanes and then pairwise: an order that every vector width can keep.
+[[gnu::always_inline]] inline float mean_square(const float* gradient, const float* weight, float decay,
+                                                std::size_t dim) {
+  float lanes[kLanes] = {};
+  std::size_t i = 0;
+  for (; i + kLanes <= dim; i += kLanes) {
+    for (std::size_t j = 0; j < kLanes; ++j) {
+      const float g = gradient[i + j] + decay * weight[i + j];
+      lanes[j] += g * g;
+    }
+  }
+  for (std::size_t j = 0; i + j < dim; ++j) {
+    const float g = gradient[i + j] + decay * weight[i + j];
+    lanes[j] += g * g;
+  }
+  for (std::size_t width = kLanes / 2; width > 0; width /= 2) {
+    for (std::size_t j = 0; j < width; ++j) lanes[j] += lanes[j + width];
+  }
+  return lanes[0] / static_cast<float>(dim);
+}
+
+template <OptimizerKind>
+struct Step;
+
+template <>
+struct Step<OptimizerKind::kSgd> {
+  [[gnu::always_inline]] static inline void run(const Optimizer& o, const Optimizer::Row& r) {
+    const auto& c = o.config();
+    const float momentum = c.momentum, decay = c.weight_decay, bound = o.bound(), lr = r.lr;
+    float* __restrict weight = r.weight;
+    float* __restrict buffer = r.state;
+    const float* __restrict gradient = r.gradient;
+    if (momentum == 0.0f) {
+      for (std::size_t i = 0; i < r.dim; ++i) {
+        const float g = gradient[i] + decay * weight[i];
+        weight[i] = clamp(weight[i] - lr * g, bound);
+      }
+      return;
+    }
+    for (std::size_t i = 0; i < r.dim; ++i) {
+      const float g = gradient[i] + decay * weight[i];
+      buffer[i] = momentum * buffer[i] + g;
+      weight[i] = clamp(weight[i] - lr * buffer[i], bound);
+    }
+  }
+};
+
+// Duchi, Hazan, Singer 2011, diagonal form.
+template <>
+struct Step<OptimizerKind::kAdagrad> {
+  [[gnu::always_inline]] static inline void run(const Optimizer& o, const Optimizer::Row& r) {
+    const auto& c = o.config();
+    const float decay = c.weight_decay, eps = c.eps, bound = o.bound(), lr = r.lr;
+    float* __restrict weight = r.weight;
+    float* __restrict sum = r.state;
+    const float* __restrict gradient = r.gradient;
+    for (std::size_t i = 0; i < r.dim; ++i) {
+      const float g = gradient[i] + decay * weight[i];
+      sum[i] += g * g;
+      weight[i] = clamp(weight[i] - lr * g / (std::sqrt(sum[i]) + eps), bound);
+    }
+  }
+};
+
+template <>
+struct Step<OptimizerKind::kRowwiseAdagrad> {
+  [[gnu::always_inline]] static inline void run(const Optimizer& o, const Optimizer::Row& r) {
+    const auto& c = o.config();
+    const float decay = c.weight_decay, bound = o.bound();
+    float* __restrict weight = r.weight;
+    const float* __restrict gradient = r.gradient;
+    r.state[0] += mean_square(gradient, weight, decay, r.dim);
+    const float lr = r.lr / (std::sqrt(r.state[0]) + c.eps);
+    for (std::size_t i = 0; i < r.dim; ++i) {
+      const float g = gradient[i] + decay * weight[i];
+      weight[i] = clamp(weight[i] - lr * g, bound);
+    }
+  }
+};
+
+// Kingma, Ba 2015, on the steps in which the row takes part only ("lazy"), corrected by the row's own count.
+template <>
+struct Step<OptimizerKind::kAdam> {
+  [[gnu::always_inline]] static inline void run(const Optimizer& o, const Optimizer::Row& r) {
+    const auto& c = o.config();
+    const auto beta1 = static_cast<float>(c.beta1), beta2 = static_cast<float>(c.beta2);
+    const auto rest1 = static_cast<float>(1.0 - c.beta1), rest2 = static_cast<float>(1.0 - c.beta2);
+    const float decay = c.weight_decay, eps = c.eps, bound = o.bound();
+    const auto correction = o.correction(r.count);
+    const float lr = r.lr * correction.scale, root_scale = correction.root_scale;
+    float* __restrict weight = r.weight;
+    float* __restrict first = r.state;
+    float* __restrict second = r.state + r.dim;
+    const float* __restrict gradient = r.gradient;
+    for (std::size_t i = 0; i < r.dim; ++i) {
+      const float g = gradient[i] + decay * weight[i];
+      first[i] = beta1 * first[i] + rest1 * g;
+      second[i] = beta2 * second[i] + rest2 * (g * g);
+      weight[i] = clamp(weight[i] - lr * first[i] / (std::sqrt(second[i]) * root_scale + eps), bound);
+    }
+  }
+};
+
+// McMahan et al. 2013, Algorithm 1; alpha is the learning rate.
+template <>
+struct Step<OptimizerKind::kFtrl> {
+  [[gnu::always_inline]] static inline void run(const Optimizer& o, const Optimizer::Row& r) {
+    const auto& c = o.config();
+    const float beta = c.beta, l1 = c.l1, l2 = c.l2, bound = o.bound(), alpha = r.lr;
+    float* __restrict weight = r.weight;
+    float* __restrict z = r.state;
+    float* __restrict n = r.state + r.dim;
+    const float* __restrict gradient = r.gradient;
+    for (std::size_t i = 0; i < r.dim; ++i) {
+      const float g = gradient[i];
+      const float squares = n[i] + g * g;
+      const float root = std::sqrt(squares);
+      const float sigma = (root - std::sqrt(n[i])) / alpha;
+      z[i] = z[i] + (g - sigma * weight[i]);
+      n[i] = squares;
+      const float shrunk = z[i] - std::copysign(l1, z[i]);
+      const float solved = -shrunk / ((beta + root) / alpha + l2);
+      weight[i] = clamp(std::fabs(z[i]) <= l1 ? 0.0f : solved, bound);
+    }
+  }
+};
+
+[[gnu::always_inline]] inline bool finite(const float* values, std::size_t count) {
+  std::uint32_t largest = 0;
+  for (std::size_t i = 0; i < count; ++i) {
+    largest = std::max(largest, std::bit_cast<std::uint32_t>(values[i]) & 0x7FFFFFFFu);
+  }
+  return largest < 0x7F800000u;
+}
+
+template <OptimizerKind K>
+void step_base(const Optimizer& o, const Optimizer::Row& r) {
+  Step<K>::run(o, r);
+}
+
+#if defined(__x86_64__)
+template <OptimizerKind K>
+[[gnu::target("avx2")]] void step_avx2(const Optimizer& o, const Optimizer::Row& r) {
+  Step<K>::run(o, r);
+}
+template <OptimizerKind K>
+[[gnu::target("avx512f,avx512vl,prefer-vector-width=512")]] void step_avx512(const Optimizer& o,
+                                                                             const Optimizer::Row& r) {
+  Step<K>::run(o, r);
+}
+#endif
+
+template <OptimizerKind K>
+Optimizer::Kernel choose() {
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl")) return step_avx512<K>;
+  if (__builtin_cpu_supports("avx2")) return step_avx2<K>;
+#endif
+  return step_base<K>;
+}
+
+Optimizer::Kernel choose(OptimizerKind kind) {
+  switch (kind) {
+    case OptimizerKind::kSgd:
+      return choose<OptimizerKind::kSgd>();
+    case OptimizerKind::kAdagrad:
+      return choose<OptimizerKind::kAdagrad>();
+    case OptimizerKind::kRowwiseAdagrad:
+      return choose<OptimizerKind::kRowwiseAdagrad>();
+    case OptimizerKind::kAdam:
+      return choose<OptimizerKind::kAdam>();
+    case OptimizerKind::kFtrl:
+      return choose<OptimizerKind::kFtrl>();
+  }
+  throw std::invalid_argument("unknown optimizer");
+}
+
+// By squaring, not std::pow: multiplications round alike everywhere.
+double power(double base, std::uint32_t exponent) {
+  double result = 1.0;
+  for (; exponent > 0; exponent >>= 1, base *= base) {
+    if (exponent & 1u) result *= base;
+  }
+  return result;
+}
+
+}  // namespace
+
+OptimizerKind optimizer_kind(const std::string& name) {
+  if (name == "sgd") return OptimizerKind::kSgd;
+  if (name == "adagrad") return OptimizerKind::kAdagrad;
+  if (name == "rowwise_adagrad") return OptimizerKind::kRowwiseAdagrad;
+  if (name == "adam") return OptimizerKind::kAdam;
+  if (name == "ftrl") return OptimizerKind::kFtrl;
+  throw std::invalid_argument("unknown optimizer '" + name + "': use sgd, adagrad, rowwise_adagrad, adam or ftrl");
+}
+
+Optimizer::Optimizer(const OptimizerConfig& config)
+    : config_(config),
+      bound_(config.bound > 0.0f ? config.bound : std::numeric_limits<float>::infinity()),
+      kernel_(choose(config.kind)) {
+  if (config.kind != OptimizerKind::kAdam) return;
+  corrections_.reserve(kCachedCorrections);
+  for (std::uint32_t t = 0; t < kCachedCorrections; ++t) corrections_.push_back(compute_correction(t));
+}
+
+std::size_t Optimizer::state_width(std::size_t dim) const {
+  switch (config_.kind) {
+    case OptimizerKind::kSgd:
+      return config_.momentum != 0.0f ? dim : 0;
+    case OptimizerKind::kAdagrad:
+      return dim;
+    case OptimizerKind::kRowwiseAdagrad:
+      return 1;
+    case OptimizerKind::kAdam:
+    case OptimizerKind::kFtrl:
+      return 2 * dim;
+  }
+  return 0;
+}
+
+void Optimizer::initialize_state(float* state, std::size_t width) const {
+  const bool sums = config_.kind == OptimizerKind::kAdagrad || config_.kind == OptimizerKind::kRowwiseAdagrad;
+  const std::size_t zeros = sums ? 0 : config_.kind == OptimizerKind::kFtrl ? width / 2 : width;
+  std::fill(state, state + zeros, 0.0f);
+  std::fill(state + zeros, state + width, config_.initial_accumulator);
+}
+
+Optimizer::Correction Optimizer::compute_correction(std::uint32_t count) const {
+  const double t1 = 1.0 - power(config_.beta1, count);
+  const double t2 = 1.0 - power(config_.beta2, count);
+  return {static_cast<float>(1.0 / t1), static_cast<float>(1.0 / std::sqrt(t2))};
+}
+
+bool all_finite(const float* values, std::size_t count) { return finite(values, count); }
+
+}  // namespace persia

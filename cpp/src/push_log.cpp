@@ -1,0 +1,91 @@
+#include "persia/push_log.hpp"
+
+#include <algorithm>
+#include <atomic>
+
+namespace persia {
+namespace {
+
+// What a kill can cut in two is the order of stores of this process: the compiler must keep it, the CPU does.
+void barrier() { std::atomic_signal_fence(std::memory_order_seq_cst); }
+
+ClientEntry advance(const ClientEntry& entry, std::uint64_t sequence) {
+  ClientEntry next = entry;
+  if (entry.open_sequence == sequence) next.open_sequence = next.open_rows = 0;
+  if (sequence <= entry.last) {
+    if (sequence < entry.last) next.recent |= std::uint64_t{1} << (entry.last - sequence - 1);
+    return next;
+  }
+  const std::uint64_t gap = sequence - entry.last;
+  next.recent = gap < 64 ? entry.recent << gap : 0;
+  if (entry.last != 0 && gap <= 64) next.recent |= std::uint64_t{1} << (gap - 1);
+  next.last = sequence;
+  return next;
+}
+
+}  // namespace
+
+ClientEntry* PushLog::entry_of(std::uint64_t client) const {
+  auto* const end = header_->clients + kClients;
+  auto* const found = std::find_if(header_->clients, end, [&](const auto& entry) { return entry.client == client; });
+  return found == end ? nullptr : found;
+}
+
+bool PushLog::applied(std::uint64_t client, std::uint64_t sequence) const {
+  const ClientEntry* entry = entry_of(client);
+  if (entry == nullptr || sequence > entry->last) return false;
+  const std::uint64_t behind = entry->last - sequence;
+  return behind == 0 || behind > 64 || ((entry->recent >> (behind - 1)) & 1u) != 0;
+}
+
+std::uint64_t PushLog::begin(std::uint64_t client, std::uint64_t sequence) {
+  const ClientEntry* entry = entry_of(client);
+  const bool open = client != 0 && entry != nullptr && entry->open_sequence == sequence;
+  header_->push = {0, 0, open ? entry->open_rows : 0};
+  barrier();
+  header_->push.sequence = sequence;
+  header_->push.client = client;
+  return header_->push.rows_applied;
+}
+
+void PushLog::commit(std::uint64_t client, std::uint64_t sequence) {
+  const ClientEntry* entry = entry_of(client);
+  replace(client, advance(entry == nullptr ? ClientEntry{client, 0, 0, 0, 0, 0} : *entry, sequence));
+}
+
+// In one step as seen after a kill: the new entry is complete beside the table before the table changes.
+void PushLog::replace(std::uint64_t client, ClientEntry next) {
+  ClientEntry* entry = entry_of(client);
+  if (entry == nullptr) {
+    entry = std::min_element(header_->clients, header_->clients + kClients,
+                             [](const auto& a, const auto& b) { return a.used < b.used; });
+  }
+  next.used = header_->client_clock + 1;
+  header_->commit_entry = next;
+  barrier();
+  header_->commit_slot = static_cast<std::uint32_t>(entry - header_->clients) + 1;
+  barrier();
+  finish_commit();
+}
+
+void PushLog::finish_commit() {
+  header_->clients[header_->commit_slot - 1] = header_->commit_entry;
+  header_->client_clock = header_->commit_entry.used;
+  barrier();
+  header_->push = {0, 0, 0};
+  barrier();
+  header_->commit_slot = 0;
+}
+
+void PushLog::recover() {
+  if (header_->commit_slot != 0) finish_commit();
+  const PushProgress push = header_->push;
+  if (push.client == 0) return;
+  const ClientEntry* entry = entry_of(push.client);
+  ClientEntry next = entry == nullptr ? ClientEntry{push.client, 0, 0, 0, 0, 0} : *entry;
+  next.open_sequence = push.sequence;
+  next.open_rows = push.rows_applied;
+  replace(push.client, next);
+}
+
+}  // namespace persia

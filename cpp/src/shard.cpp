@@ -1,0 +1,487 @@
+#include "persia/shard.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+
+namespace persia {
+namespace {
+
+constexpr std::size_t kGroup = 32;
+constexpr std::size_t kLine = 64;
+constexpr std::size_t kMaxPrefetch = 8 * kLine;  // the hardware follows a stream by itself from there on
+constexpr std::uint64_t kMaxRows = std::numeric_limits<std::uint32_t>::max() - 1u;
+
+void barrier() { std::atomic_signal_fence(std::memory_order_seq_cst); }
+
+std::size_t stride_of(const TableConfig& config, const Optimizer& optimizer) {
+  return align_up(sizeof(RowHeader) + sizeof(float) * (config.dim + optimizer.state_width(config.dim)), 8);
+}
+
+std::uint64_t capacity_of(const TableConfig& config, std::uint32_t shard) {
+  const std::uint64_t capacity = config.capacity / config.shards + (shard < config.capacity % config.shards ? 1 : 0);
+  if (capacity > kMaxRows) throw std::invalid_argument("a shard holds fewer than 2^32 - 1 rows: use more shards");
+  return capacity;
+}
+
+std::uint64_t sketch_width_of(const TableConfig& config, std::uint64_t capacity) {
+  if (config.admission == Admission::kAll) return 0;
+  return std::clamp<std::uint64_t>(std::bit_ceil(capacity), 1u << 10, 1u << 20);
+}
+
+void copy_floats(float* to, const float* from, std::size_t count) { std::memcpy(to, from, count * sizeof(float)); }
+
+}  // namespace
+
+PushCounts& PushCounts::operator+=(const PushCounts& other) {
+  applied += other.applied;
+  absent += other.absent;
+  nonfinite += other.nonfinite;
+  duplicates += other.duplicates;
+  return *this;
+}
+
+// The ids of a few rows on their way through the pipeline: hash and fetch slots, probe and fetch rows, use rows.
+struct Shard::Group {
+  std::size_t count;
+  std::uint64_t id[kGroup];
+  std::uint64_t home[kGroup];
+  std::uint32_t tag[kGroup];
+  std::uint32_t row[kGroup];
+};
+
+// Marks the region as being changed, for whoever finds it after a crash.
+class Shard::Mutation {
+ public:
+  explicit Mutation(Header& header) : header_(header) {
+    header_.busy = 1;
+    barrier();
+  }
+  ~Mutation() {
+    barrier();
+    header_.busy = 0;
+  }
+  Mutation(const Mutation&) = delete;
+  Mutation& operator=(const Mutation&) = delete;
+
+ private:
+  Header& header_;
+};
+
+Shard::Shard(const TableConfig& config, const Optimizer& optimizer, std::uint32_t shard)
+    : config_(&config), optimizer_(&optimizer), dim_(config.dim), stride_(stride_of(config, optimizer)) {
+  const std::uint64_t capacity = capacity_of(config, shard);
+  const std::uint64_t sketch_width = sketch_width_of(config, capacity);
+  layout_ = Layout::of(capacity, stride_, sketch_width);
+  region_ = Region::anonymous(layout_.total);
+  region_.advise_huge(layout_.index + kHugePage, layout_.index_bytes - std::min(layout_.index_bytes, kHugePage));
+  region_.advise_huge(layout_.rows + kHugePage, layout_.rows_bytes - std::min(layout_.rows_bytes, kHugePage));
+  rows_ = region_.base() + layout_.rows;
+  header_ = reinterpret_cast<Header*>(region_.base());
+  Header& h = *header_;
+  h.format = kFormat;
+  h.durable = config.durable;
+  h.name_hash = hash_name(config.name);
+  std::memcpy(h.name, config.name.data(), std::min(config.name.size(), kNameBytes));
+  h.dim = static_cast<std::uint32_t>(dim_);
+  h.optimizer = static_cast<std::uint32_t>(optimizer.config().kind);
+  h.state_width = static_cast<std::uint32_t>(optimizer.state_width(dim_));
+  h.row_stride = static_cast<std::uint32_t>(stride_);
+  h.capacity = capacity;
+  h.seed = config.seed;
+  h.shard = shard;
+  h.shards = config.shards;
+  h.sketch_width = sketch_width;
+  h.index_slots = std::min(Index::kFirstSlots, layout_.max_slots);
+  h.dirty_epoch = 1;
+  barrier();
+  h.magic = kMagic;
+  index_ = Index(reinterpret_cast<std::uint64_t*>(region_.base() + layout_.index), h.index_slots, layout_.max_slots);
+  sketch_ = Sketch(reinterpret_cast<std::uint16_t*>(region_.base() + layout_.sketch), sketch_width);
+}
+
+void Shard::prepare(const Slice& slice, std::size_t start, Group& group, std::size_t prefetch_bytes) const {
+  group.count = std::min(kGroup, slice.count - start);
+  for (std::size_t i = 0; i < group.count; ++i) {
+    group.id[i] = slice.ids[slice.position(start + i)];
+    group.tag[i] = Index::tag_of(hash_id(group.id[i]));
+    group.home[i] = index_.home(group.tag[i]);
+    index_.prefetch(group.home[i]);
+  }
+  for (std::size_t i = 0; i < group.count; ++i) {
+    group.row[i] = index_.candidate(group.home[i], group.tag[i]);
+    if (group.row[i] == Index::kNone) continue;
+    const std::byte* bytes = row_bytes(group.row[i]);
+    for (std::size_t at = 0; at < prefetch_bytes; at += kLine) __builtin_prefetch(bytes + at, 1);
+    __builtin_prefetch(bytes + prefetch_bytes - 1, 1);
+  }
+}
+
+// The candidate may be another id with the same tag, or have been evicted or inserted since it was probed.
+std::uint32_t Shard::resolve(const Group& group, std::size_t lane) const {
+  const std::uint32_t number = group.row[lane];
+  if (number != Index::kNone && row(number)->key == group.id[lane]) return number;
+  return find(group.id[lane]);
+}
+
+std::uint32_t Shard::find(std::uint64_t id) const {
+  return index_.find(Index::tag_of(hash_id(id)), [&](std::uint32_t number) { return row(number)->key == id; });
+}
+
+void Shard::lookup(const Slice& slice, float* out, bool train) {
+  if (slice.count == 0) return;
+  const std::lock_guard lock(mutex_);
+  if (train) {
+    lookup_train(slice, out);
+  } else {
+    lookup_only(slice, out);
+  }
+}
+
+void Shard::lookup_only(const Slice& slice, float* out) const {
+  const std::size_t bytes = std::min(sizeof(RowHeader) + dim_ * sizeof(float), kMaxPrefetch);
+  Group group;
+  for (std::size_t start = 0; start < slice.count; start += kGroup) {
+    prepare(slice, start, group, bytes);
+    for (std::size_t i = 0; i < group.count; ++i) {
+      float* to = out + slice.position(start + i) * dim_;
+      const std::uint32_t number = resolve(group, i);
+      if (number == Index::kNone) {
+        std::fill_n(to, dim_, 0.0f);
+      } else {
+        copy_floats(to, weight(number), dim_);
+      }
+    }
+  }
+}
+
+void Shard::lookup_train(const Slice& slice, float* out) {
+  const Mutation mutation(*header_);
+  tick();
+  const std::size_t bytes = std::min(sizeof(RowHeader) + dim_ * sizeof(float), kMaxPrefetch);
+  const std::uint32_t clock = header_->clock;
+  std::uint64_t misses = 0;
+  Group group;
+  for (std::size_t start = 0; start < slice.count; start += kGroup) {
+    prepare(slice, start, group, bytes);
+    for (std::size_t i = 0; i < group.count; ++i) {
+      float* to = out + slice.position(start + i) * dim_;
+      std::uint32_t number = resolve(group, i);
+      if (number == Index::kNone) {
+        ++misses;
+        number = admit(group.id[i]);
+        if (number == Index::kNone) {
+          std::fill_n(to, dim_, 0.0f);
+          continue;
+        }
+      } else {
+        row(number)->stamp = clock;
+      }
+      copy_floats(to, weight(number), dim_);
+    }
+  }
+  header_->counters.lookups += slice.count;
+  header_->counters.misses += misses;
+  header_->counters.hits += slice.count - misses;
+}
+
+std::uint32_t Shard::admit(std::uint64_t id) {
+  bool admitted = true;
+  if (config_->admission != Admission::kAll) {
+    const std::uint32_t occurrence = sketch_.add(id);
+    if (config_->admission == Admission::kMinFrequency) {
+      admitted = occurrence >= config_->admission_value;
+    } else {
+      const std::uint64_t key = row_key(~header_->seed, header_->name_hash, id);
+      admitted = static_cast<double>(random_bits(key, occurrence) >> 11) * 0x1p-53 < config_->admission_value;
+    }
+  }
+  if (!admitted) {
+    ++header_->counters.rejected;
+    return Index::kNone;
+  }
+  ++header_->counters.admitted;
+  return insert(id);
+}
+
+std::uint32_t Shard::insert(std::uint64_t id) {
+  const std::uint32_t number = acquire();
+  RowHeader& r = *row(number);
+  r = {id, 0, 0, header_->clock, header_->dirty_epoch};
+  initialize(config_->initializer, weight(number), dim_, row_key(header_->seed, header_->name_hash, id));
+  optimizer_->initialize_state(state(number), header_->state_width);
+  publish(id, number);
+  return number;
+}
+
+// A row number to write to: the next unused one, or that of the least recently used row, which leaves the index.
+std::uint32_t Shard::acquire() {
+  if (header_->rows_used < header_->capacity) return static_cast<std::uint32_t>(header_->rows_used);
+  const std::uint32_t number = victims_.pop(stamps(), header_->clock);
+  save_undo(number);
+  index_.erase(Index::tag_of(hash_id(row(number)->key)), number);
+  ++header_->counters.evicted;
+  return number;
+}
+
+// Makes a row that has been written completely reachable.
+void Shard::publish(std::uint64_t id, std::uint32_t number) {
+  const std::uint64_t rows = std::max<std::uint64_t>(header_->rows_used, std::uint64_t{number} + 1);
+  if (index_.full(rows)) {
+    index_.grow();
+    header_->index_slots = index_.slot_count();
+  }
+  index_.insert(Index::tag_of(hash_id(id)), number);
+  barrier();
+  header_->rows_used = rows;
+  drop_undo();
+}
+
+PushCounts Shard::update(const Slice& slice, const Push& push) {
+  PushCounts counts;
+  if (slice.count == 0) return counts;
+  const std::lock_guard lock(mutex_);
+  PushLog log(*header_);
+  const bool tracked = push.client != 0 && push.sequence != 0;
+  if (tracked && log.applied(push.client, push.sequence)) {
+    counts.duplicates = slice.count;
+    header_->counters.duplicates += slice.count;
+    return counts;
+  }
+  const Mutation mutation(*header_);
+  tick();
+  const std::size_t first = log.begin(tracked ? push.client : 0, push.sequence);
+  const std::size_t bytes = std::min(stride_, kMaxPrefetch);
+  Group group;
+  for (std::size_t start = first; start < slice.count; start += kGroup) {
+    prepare(slice, start, group, bytes);
+    for (std::size_t i = 0; i < group.count; ++i) {
+      const float* gradient = push.gradients + slice.position(start + i) * dim_;
+      const std::uint32_t number = resolve(group, i);
+      if (number == Index::kNone) {
+        ++counts.absent;
+      } else if (!all_finite(gradient, dim_)) {
+        ++counts.nonfinite;
+      } else {
+        apply(number, push, gradient);
+        ++counts.applied;
+      }
+      if (header_->durable) {
+        // One store both counts the row and makes its undo void, so that no kill can separate the two.
+        barrier();
+        header_->push.rows_applied = start + i + 1;
+        drop_undo();
+      }
+    }
+  }
+  if (tracked) log.commit(push.client, push.sequence);
+  header_->counters.applied += counts.applied;
+  header_->counters.absent += counts.absent;
+  header_->counters.nonfinite += counts.nonfinite;
+  return counts;
+}
+
+void Shard::apply(std::uint32_t number, const Push& push, const float* gradient) {
+  save_undo(number);
+  RowHeader& r = *row(number);
+  if (r.update_count != std::numeric_limits<std::uint32_t>::max()) ++r.update_count;
+  r.last_step = push.step;
+  r.stamp = header_->clock;
+  r.dirty_epoch = header_->dirty_epoch;
+  optimizer_->apply({weight(number), state(number), gradient, dim_, push.lr, r.update_count});
+}
+
+void Shard::tick() {
+  if (header_->clock == std::numeric_limits<std::uint32_t>::max()) {
+    header_->clock = renumber(stamps());
+    victims_.clear();
+  }
+  ++header_->clock;
+}
+
+void Shard::save_undo(std::uint32_t number) {
+  if (!header_->durable) return;
+  std::memcpy(region_.base() + layout_.undo, row_bytes(number), stride_);
+  header_->undo_mark = header_->push.rows_applied;
+  barrier();
+  header_->undo_row = std::uint64_t{number} + 1;
+  barrier();
+}
+
+void Shard::drop_undo() {
+  if (!header_->durable) return;
+  barrier();
+  header_->undo_row = 0;
+  barrier();
+}
+
+void Shard::append(std::uint32_t number, RowBatch& rows) const {
+  const RowHeader& r = *row(number);
+  rows.ids.push_back(r.key);
+  rows.update_counts.push_back(r.update_count);
+  rows.last_steps.push_back(r.last_step);
+  rows.stamps.push_back(r.stamp);
+  rows.embeddings.insert(rows.embeddings.end(), weight(number), weight(number) + dim_);
+  rows.states.insert(rows.states.end(), state(number), state(number) + header_->state_width);
+}
+
+void Shard::peek(const Slice& slice, std::uint8_t* found, RowBatch& rows) {
+  const std::lock_guard lock(mutex_);
+  const std::size_t width = header_->state_width;
+  for (std::size_t i = 0; i < slice.count; ++i) {
+    const std::size_t at = slice.position(i);
+    const std::uint32_t number = find(slice.ids[at]);
+    found[at] = number != Index::kNone;
+    if (number == Index::kNone) continue;
+    const RowHeader& r = *row(number);
+    rows.update_counts[at] = r.update_count;
+    rows.last_steps[at] = r.last_step;
+    rows.stamps[at] = r.stamp;
+    copy_floats(rows.embeddings.data() + at * dim_, weight(number), dim_);
+    if (width > 0) copy_floats(rows.states.data() + at * width, state(number), width);
+  }
+}
+
+std::uint64_t Shard::export_rows(std::uint64_t start, std::uint64_t max_rows, std::uint32_t since_epoch,
+                                 RowBatch& rows) {
+  const std::lock_guard lock(mutex_);
+  const std::uint64_t end = start + std::min(max_rows, header_->rows_used - std::min(start, header_->rows_used));
+  for (std::uint64_t number = start; number < end; ++number) {
+    const auto n = static_cast<std::uint32_t>(number);
+    if (row(n)->dirty_epoch >= since_epoch) append(n, rows);
+  }
+  return end;
+}
+
+void Shard::import_rows(const Slice& slice, const RowView& rows) {
+  if (slice.count == 0) return;
+  const std::lock_guard lock(mutex_);
+  const Mutation mutation(*header_);
+  victims_.clear();
+  for (std::size_t i = 0; i < slice.count; ++i) {
+    header_->clock = std::max(header_->clock, rows.stamps[slice.position(i)]);
+  }
+  for (std::size_t i = 0; i < slice.count; ++i) import_row(rows, slice.position(i));
+  victims_.clear();
+}
+
+void Shard::import_row(const RowView& rows, std::size_t at) {
+  const std::uint64_t id = rows.ids[at];
+  const std::size_t width = header_->state_width;
+  std::uint32_t number = find(id);
+  const bool known = number != Index::kNone;
+  if (known) {
+    save_undo(number);
+  } else {
+    if (header_->rows_used == header_->capacity) {
+      const std::uint32_t oldest = victims_.front(stamps(), header_->clock);
+      if (row(oldest)->stamp >= rows.stamps[at]) {
+        ++header_->counters.evicted;
+        return;
+      }
+    }
+    number = acquire();
+  }
+  *row(number) = {id, rows.update_counts[at], rows.last_steps[at], rows.stamps[at], 0};
+  copy_floats(weight(number), rows.embeddings + at * dim_, dim_);
+  if (width > 0) copy_floats(state(number), rows.states + at * width, width);
+  if (known) {
+    drop_undo();
+  } else {
+    publish(id, number);
+  }
+}
+
+ShardState Shard::export_state() {
+  const std::lock_guard lock(mutex_);
+  ShardState s;
+  s.clock = header_->clock;
+  s.dirty_epoch = header_->dirty_epoch;
+  s.client_clock = header_->client_clock;
+  s.clients.assign(header_->clients, header_->clients + kClients);
+  std::memcpy(s.counters.data(), &header_->counters, sizeof(Counters));
+  const auto* counters = reinterpret_cast<const std::uint16_t*>(region_.base() + layout_.sketch);
+  s.sketch.assign(counters, counters + header_->sketch_width * kSketchRows);
+  return s;
+}
+
+void Shard::import_state(const ShardState& s) {
+  const std::lock_guard lock(mutex_);
+  if (s.clients.size() != kClients) throw std::invalid_argument("the state has another number of client entries");
+  if (s.sketch.size() != header_->sketch_width * kSketchRows) {
+    throw std::invalid_argument("the state has an admission sketch of " + std::to_string(s.sketch.size()) +
+                                " counters, the shard one of " + std::to_string(header_->sketch_width * kSketchRows) +
+                                ": use the same capacity, shards and admission");
+  }
+  const Stamps all = stamps();
+  std::uint32_t clock = s.clock;
+  for (std::uint64_t number = 0; number < all.count; ++number) clock = std::max(clock, all[number]);
+  header_->clock = clock;
+  header_->dirty_epoch = s.dirty_epoch;
+  header_->client_clock = s.client_clock;
+  std::copy(s.clients.begin(), s.clients.end(), header_->clients);
+  std::memcpy(&header_->counters, s.counters.data(), sizeof(Counters));
+  std::memcpy(region_.base() + layout_.sketch, s.sketch.data(), s.sketch.size() * sizeof(std::uint16_t));
+  victims_.clear();
+}
+
+void Shard::clear() {
+  const std::lock_guard lock(mutex_);
+  const Mutation mutation(*header_);
+  header_->rows_used = 0;
+  barrier();
+  index_.clear();
+  region_.discard(layout_.rows, layout_.rows_bytes);
+  std::memset(region_.base() + layout_.sketch, 0, layout_.sketch_bytes);
+  header_->clock = 0;
+  header_->counters = {};
+  victims_.clear();
+}
+
+void Shard::set_dirty_epoch(std::uint32_t epoch) {
+  const std::lock_guard lock(mutex_);
+  header_->dirty_epoch = epoch;
+}
+
+void Shard::recover() {
+  const std::lock_guard lock(mutex_);
+  if (header_->undo_row != 0 && header_->undo_mark == header_->push.rows_applied) {
+    std::memcpy(row_bytes(static_cast<std::uint32_t>(header_->undo_row - 1)), region_.base() + layout_.undo, stride_);
+  }
+  barrier();
+  header_->undo_row = 0;
+  barrier();
+  PushLog(*header_).recover();
+  rebuild_index();
+  victims_.clear();
+  header_->busy = 0;
+}
+
+void Shard::rebuild_index() {
+  std::memset(region_.base() + layout_.index, 0, (header_->index_slots + kIndexTail) * sizeof(std::uint64_t));
+  for (std::uint64_t number = 0; number < header_->rows_used; ++number) {
+    const auto n = static_cast<std::uint32_t>(number);
+    index_.insert(Index::tag_of(hash_id(row(n)->key)), n);
+  }
+}
+
+std::uint64_t Shard::size() {
+  const std::lock_guard lock(mutex_);
+  return header_->rows_used;
+}
+
+std::uint64_t Shard::memory_bytes() {
+  const std::lock_guard lock(mutex_);
+  return layout_.sketch + layout_.sketch_bytes + header_->index_slots * sizeof(std::uint64_t) +
+         header_->rows_used * stride_;
+}
+
+Counters Shard::counters() {
+  const std::lock_guard lock(mutex_);
+  return header_->counters;
+}
+
+}  // namespace persia

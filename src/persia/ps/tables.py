@@ -1,0 +1,86 @@
+"""From the declarations of a schema to what the store takes."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from persia.schema import (
+    SGD,
+    Adagrad,
+    Adam,
+    AdmitMinFrequency,
+    AdmitProbability,
+    EmbeddingOptimizer,
+    Ftrl,
+    Initializer,
+    Normal,
+    RowwiseAdagrad,
+    RsqrtDim,
+    Table,
+    Uniform,
+)
+from persia.store import TableConfig
+from persia.store.config import AdmissionKind, InitializerKind, OptimizerKind
+
+__all__ = ["learning_rate", "table_config"]
+
+OPTIMIZERS: dict[type[EmbeddingOptimizer], OptimizerKind] = {
+    SGD: "sgd",
+    Adagrad: "adagrad",
+    RowwiseAdagrad: "rowwise_adagrad",
+    Adam: "adam",
+    Ftrl: "ftrl",
+}
+
+
+def table_config(table: Table, seed: int) -> TableConfig:
+    """The store's configuration of a table whose optimizer is filled in."""
+    optimizer = cast("EmbeddingOptimizer", table.optimizer)
+    kind, low, high = _initializer(table.initializer)
+    admission, value = _admission(table)
+    return TableConfig(
+        name=table.name,
+        dim=table.dim,
+        capacity=table.capacity,
+        seed=seed,
+        optimizer=OPTIMIZERS[type(optimizer)],
+        optimizer_params={
+            name: getattr(optimizer, name)
+            for name in type(optimizer).__struct_fields__
+            if name not in ("lr", "schedule")
+        },
+        initializer=kind,
+        initializer_a=low,
+        initializer_b=high,
+        admission=admission,
+        admission_value=value,
+        value_bound=table.value_bound,
+    )
+
+
+def learning_rate(table: Table, step: int) -> float:
+    """The learning rate of a table at a global step."""
+    optimizer = cast("EmbeddingOptimizer", table.optimizer)
+    return optimizer.lr * (optimizer.schedule.factor(step) if optimizer.schedule is not None else 1.0)
+
+
+def _initializer(initializer: Initializer) -> tuple[InitializerKind, float, float]:
+    match initializer:
+        case Uniform(low, high):
+            return "uniform", low, high
+        case Normal(mean, std):
+            return "normal", mean, std
+        case RsqrtDim():
+            return "rsqrt_dim", 0.0, 0.0
+        case _:
+            return "zeros", 0.0, 0.0
+
+
+def _admission(table: Table) -> tuple[AdmissionKind, float]:
+    match table.admission:
+        case AdmitProbability(probability):
+            return "probability", probability
+        case AdmitMinFrequency(count):
+            return "min_frequency", float(count)
+        case _:
+            return "all", 0.0

@@ -1,0 +1,145 @@
+"""What a table is: plain, typed fields, checked before anything is allocated."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from persia.errors import ConfigError
+
+__all__ = ["OPTIMIZER_PARAMS", "TableConfig"]
+
+OptimizerKind = Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "ftrl"]
+InitializerKind = Literal["uniform", "normal", "zeros", "rsqrt_dim"]
+AdmissionKind = Literal["all", "probability", "min_frequency"]
+
+OPTIMIZER_PARAMS: dict[str, dict[str, float]] = {
+    "sgd": {"momentum": 0.0, "weight_decay": 0.0},
+    "adagrad": {"initial_accumulator": 0.0, "eps": 1e-10, "weight_decay": 0.0},
+    "rowwise_adagrad": {"initial_accumulator": 0.0, "eps": 1e-10, "weight_decay": 0.0},
+    "adam": {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
+    "ftrl": {"beta": 1.0, "l1": 0.0, "l2": 0.0, "initial_accumulator": 0.0},
+}
+"""The parameters of each optimizer, with their defaults."""
+
+_INITIALIZERS = ("uniform", "normal", "zeros", "rsqrt_dim")
+_ADMISSIONS = ("all", "probability", "min_frequency")
+_ROWS_PER_SHARD = 4096
+_DEFAULT_SHARDS = 8
+
+
+@dataclass(frozen=True)
+class TableConfig:
+    """One table: its rows, how they start, who gets one, and how they are trained.
+
+    Attributes:
+        name: unique within a store; part of the key of the random start values.
+        dim: floats per embedding, 1 to 65536.
+        capacity: rows kept at most. Memory is used by rows that exist, not by capacity.
+        shards: power of two; 0 chooses 8, or fewer where capacity is small. Each shard has its lock and its share of
+            the capacity.
+        seed: of start values and random admission.
+        optimizer: "sgd", "adagrad", "rowwise_adagrad", "adam" or "ftrl".
+        optimizer_params: overrides of `OPTIMIZER_PARAMS[optimizer]`. The learning rate is given with each update.
+        initializer: "uniform" on [a, b), "normal" with mean a and deviation b, "zeros", or "rsqrt_dim": uniform on
+            [-1/sqrt(dim), 1/sqrt(dim)).
+        initializer_a: see `initializer`.
+        initializer_b: see `initializer`.
+        admission: who gets a row when looked up in training: "all", each occurrence with "probability", or from the
+            n-th occurrence on, "min_frequency".
+        admission_value: the probability, or n (up to 65535).
+        value_bound: embeddings are clamped to [-value_bound, value_bound] after each update; 0 does not clamp.
+    """
+
+    name: str
+    dim: int
+    capacity: int = 2**30
+    shards: int = 0
+    seed: int = 0
+    optimizer: OptimizerKind = "adagrad"
+    optimizer_params: dict[str, float] = field(default_factory=dict)
+    initializer: InitializerKind = "uniform"
+    initializer_a: float = -0.01
+    initializer_b: float = 0.01
+    admission: AdmissionKind = "all"
+    admission_value: float = 0.0
+    value_bound: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._check_shape()
+        self._check_optimizer()
+        self._check_rows()
+
+    def _check_shape(self) -> None:
+        self._require("name", bool(self.name), "must not be empty")
+        self._require("dim", 1 <= self.dim <= 65536, "must be within 1 ... 65536")
+        self._require("capacity", 1 <= self.capacity < 2**41, "must be within 1 ... 2^41")
+        shards = self.shards
+        self._require("shards", 0 <= shards <= 1024 and shards & (shards - 1) == 0, "must be a power of two <= 1024")
+        self._require("capacity", self.capacity >= shards, "must be at least the number of shards")
+        self._require("seed", 0 <= self.seed < 2**64, "must be within 0 ... 2^64 - 1")
+
+    def _check_optimizer(self) -> None:
+        self._require("optimizer", self.optimizer in OPTIMIZER_PARAMS, f"must be one of {list(OPTIMIZER_PARAMS)}")
+        known = OPTIMIZER_PARAMS[self.optimizer]
+        for key, value in self.optimizer_params.items():
+            place = f"optimizer_params[{key!r}]"
+            self._require(place, key in known, f"is no parameter of {self.optimizer}; it has {list(known)}")
+            self._require(place, math.isfinite(value) and value >= 0, "must be finite and not negative")
+            self._require(place, not key.startswith("beta") or key == "beta" or value < 1, "must be below 1")
+
+    def _check_rows(self) -> None:
+        finite = math.isfinite(self.initializer_a) and math.isfinite(self.initializer_b)
+        self._require("initializer", self.initializer in _INITIALIZERS, f"must be one of {list(_INITIALIZERS)}")
+        self._require("initializer_a", finite, "and initializer_b must be finite")
+        self._require("admission", self.admission in _ADMISSIONS, f"must be one of {list(_ADMISSIONS)}")
+        value = self.admission_value
+        self._require(
+            "admission_value",
+            self.admission != "probability" or 0 < value <= 1,
+            "must be within (0, 1] for a probability",
+        )
+        self._require(
+            "admission_value",
+            self.admission != "min_frequency" or (1 <= value <= 65535 and value == int(value)),
+            "must be a whole number within 1 ... 65535 for a minimum frequency",
+        )
+        bound = self.value_bound
+        self._require("value_bound", math.isfinite(bound) and bound >= 0, "must be finite and not negative")
+
+    def _require(self, name: str, condition: bool, message: str) -> None:
+        if not condition:
+            raise ConfigError(
+                f"table {self.name!r}: {name} {message}; it is {getattr(self, name.split('[')[0])!r}",
+                table=self.name,
+                field=name,
+            )
+
+    def with_defaults(self) -> dict[str, float]:
+        """All parameters of the optimizer."""
+        return {**OPTIMIZER_PARAMS[self.optimizer], **self.optimizer_params}
+
+    @property
+    def resolved_shards(self) -> int:
+        """The number of shards, chosen if `shards` is 0."""
+        if self.shards:
+            return self.shards
+        shards = _DEFAULT_SHARDS
+        while shards > 1 and self.capacity // shards < _ROWS_PER_SHARD:
+            shards //= 2
+        return shards
+
+    @property
+    def state_width(self) -> int:
+        """Floats of optimizer state per row."""
+        if self.optimizer == "sgd":
+            return self.dim if self.with_defaults()["momentum"] else 0
+        return {"adagrad": self.dim, "rowwise_adagrad": 1, "adam": 2 * self.dim, "ftrl": 2 * self.dim}[self.optimizer]
+
+    @property
+    def initial_range(self) -> tuple[float, float]:
+        """(a, b) of the initializer, with "rsqrt_dim" worked out."""
+        if self.initializer == "rsqrt_dim":
+            return -1 / math.sqrt(self.dim), 1 / math.sqrt(self.dim)
+        return self.initializer_a, self.initializer_b

@@ -1,0 +1,247 @@
+"""The store: many tables of embedding rows in native memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+from numpy.typing import NDArray
+
+from persia import _core
+from persia.errors import ConfigError, StoreError
+from persia.store.config import TableConfig
+from persia.store.rows import PushResult, Rows, ShardState
+
+__all__ = ["EmbeddingStore"]
+
+
+@contextmanager
+def _store_errors() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, RuntimeError, TypeError, IndexError) as error:
+        raise StoreError(str(error)) from error
+
+
+def _native_config(config: TableConfig) -> _core.TableConfig:
+    native = _core.TableConfig()
+    for name in ("name", "dim", "capacity", "seed", "admission_value"):
+        setattr(native, name, getattr(config, name))
+    native.shards = config.resolved_shards
+    native.admission = getattr(_core.Admission, config.admission)
+    optimizer = _core.OptimizerConfig()
+    optimizer.kind = config.optimizer
+    for name, value in config.with_defaults().items():
+        setattr(optimizer, name, value)
+    optimizer.bound = config.value_bound
+    native.optimizer = optimizer
+    initializer = _core.InitializerConfig()
+    kind = "uniform" if config.initializer == "rsqrt_dim" else config.initializer
+    initializer.kind = getattr(_core.Initializer, kind)
+    initializer.a, initializer.b = config.initial_range
+    native.initializer = initializer
+    return native
+
+
+class EmbeddingStore:
+    """Hash tables from id to embedding row, bounded by least-recently-used eviction.
+
+    Tables are numbered in the order of creation. Every method may be called from any thread; it blocks while another
+    thread works on the same shard, and runs without the interpreter lock. A forked child must not use the store: each
+    method raises there.
+
+    Args:
+        pool: threads that share the work of a call; the caller is one of them.
+    """
+
+    def __init__(self, pool: _core.ThreadPool) -> None:
+        self._native = _core.Store(pool)
+        self._configs: list[TableConfig] = []
+
+    def create_table(self, config: TableConfig) -> int:
+        """Adds an empty table and returns its number.
+
+        Address space is reserved for the whole capacity, memory is used as rows arrive.
+
+        Raises:
+            ConfigError: the name is in use.
+            StoreError: the address space cannot be reserved.
+        """
+        if any(config.name == other.name for other in self._configs):
+            raise ConfigError(f"table {config.name!r} exists already: give each table its own name", table=config.name)
+        with _store_errors():
+            index: int = self._native.create_table(_native_config(config))
+        self._configs.append(config)
+        return index
+
+    @property
+    def configs(self) -> Sequence[TableConfig]:
+        """The tables, by number."""
+        return tuple(self._configs)
+
+    def config(self, table: int) -> TableConfig:
+        """The configuration of a table. Raises `StoreError` for an unknown number."""
+        if not 0 <= table < len(self._configs):
+            raise StoreError(f"there is no table {table}: the store has {len(self._configs)}", table=table)
+        return self._configs[table]
+
+    def lookup(
+        self,
+        tables: Sequence[int],
+        ids: Sequence[NDArray[np.uint64]],
+        *,
+        train: bool,
+        out: Sequence[NDArray[np.float32]] | None = None,
+    ) -> list[NDArray[np.float32]]:
+        """Embeddings of ids, for many tables at once.
+
+        In training a missing id is admitted (or not) and initialised, and every row found becomes recently used. In
+        evaluation nothing changes. Ids without a row get zeros. Repeated ids are allowed. Within a shard, ids are served
+        in order: if the batch exceeds the capacity, later ids may evict earlier ones, whose values stay right.
+
+        Args:
+            tables: numbers of the tables, each at most once.
+            ids: per table, uint64 [n], contiguous.
+            train: see above.
+            out: per table, float32 [n, dim] to write to, instead of new arrays.
+
+        Returns:
+            Per table, float32 [n, dim].
+
+        Raises:
+            StoreError: an argument does not fit; the message names the table. Nothing has been changed.
+        """
+        if out is None:
+            out = [np.empty((len(i), self.config(t).dim), np.float32) for t, i in zip(tables, ids, strict=False)]
+        result = list(out)
+        with _store_errors():
+            self._native.lookup(list(tables), list(ids), result, train)
+        return result
+
+    def update(
+        self,
+        tables: Sequence[int],
+        ids: Sequence[NDArray[np.uint64]],
+        gradients: Sequence[NDArray[np.float32]],
+        lrs: Sequence[float],
+        *,
+        step: int,
+        client: int = 0,
+        sequence: int = 0,
+    ) -> list[PushResult]:
+        """Applies gradients to rows, in order; a repeated id is updated once per occurrence.
+
+        With `client` and `sequence` (both above 0) each shard applies the push exactly once, however often it is sent.
+        A shard remembers the last 65 sequence numbers of each of its 256 most recent clients.
+
+        Args:
+            tables: numbers of the tables, each at most once.
+            ids: per table, uint64 [n], contiguous.
+            gradients: per table, float32 [n, dim], contiguous.
+            lrs: per table, the learning rate.
+            step: global step or token, kept as `last_step` of each row.
+            client: who pushes; 0 is not tracked.
+            sequence: number of the push at that client, rising from 1; 0 is not tracked.
+
+        Returns:
+            Per table, what became of the gradients.
+
+        Raises:
+            StoreError: an argument does not fit; the message names the table. Nothing has been changed.
+        """
+        with _store_errors():
+            counts = self._native.update(
+                list(tables), list(ids), list(gradients), list(lrs), step, client, sequence
+            )
+        return [PushResult(*count) for count in counts]
+
+    def peek(self, table: int, ids: NDArray[np.uint64]) -> tuple[NDArray[np.bool_], Rows]:
+        """Whole rows without touching them: (found [n], rows [n]); columns of ids without a row are zero."""
+        with _store_errors():
+            found, rows = self._native.peek(table, ids)
+        return found.astype(np.bool_), Rows(*rows)
+
+    def contains(self, table: int, ids: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Which ids have a row: bool [n]."""
+        return self.peek(table, ids)[0]
+
+    def export_rows(
+        self, table: int, shard: int, start: int = 0, max_rows: int = 65536, since_epoch: int = 0
+    ) -> tuple[Rows, int | None]:
+        """Up to `max_rows` rows of a shard from row number `start` on, in row order, each as of one moment.
+
+        Args:
+            table: number of the table.
+            shard: 0 to `config(table).resolved_shards - 1`.
+            start: 0, then what the previous call returned.
+            max_rows: bounds the time for which the shard is locked.
+            since_epoch: leaves out rows that have not changed in this dirty epoch or later; 0 takes all.
+
+        Returns:
+            The rows and where to go on, or None at the end. Rows evicted between two calls may be missing or replaced.
+        """
+        with _store_errors():
+            rows, following = self._native.export_rows(table, shard, start, max_rows, since_epoch)
+        return Rows(*rows), following if following == start + max_rows else None
+
+    def iterate_rows(self, table: int, *, since_epoch: int = 0, max_rows: int = 65536) -> Iterator[tuple[int, Rows]]:
+        """All rows of a table in parts: (shard, rows), shard by shard, in row order."""
+        for shard in range(self.config(table).resolved_shards):
+            start: int | None = 0
+            while start is not None:
+                rows, start = self.export_rows(table, shard, start, max_rows, since_epoch)
+                if len(rows.ids):
+                    yield shard, rows
+
+    def import_rows(self, table: int, rows: Rows) -> None:
+        """Writes rows as exported: known ids are overwritten, others appended in order.
+
+        Imported into an empty table of the same shards, in the order of export and followed by `import_state`, a table
+        continues bit for bit, later evictions included. In a full shard the less recent of the incoming and the oldest
+        row gives way. Imported rows count as unchanged for `since_epoch`.
+        """
+        with _store_errors():
+            self._native.import_rows(table, *rows)
+
+    def export_state(self, table: int, shard: int) -> ShardState:
+        """What a shard knows besides its rows: clocks, client sequences, counters, admission sketch."""
+        with _store_errors():
+            state: ShardState = self._native.export_state(table, shard)
+        return state
+
+    def import_state(self, table: int, shard: int, state: ShardState) -> None:
+        """Restores `export_state`. Capacity, shards and admission must be those of the exporting table."""
+        try:
+            with _store_errors():
+                self._native.import_state(table, shard, state)
+        except KeyError as error:
+            raise StoreError(f"the shard state lacks {error}", table=table, shard=shard) from error
+
+    def set_dirty_epoch(self, table: int, epoch: int) -> None:
+        """Rows that change from now on bear this epoch. It starts at 1; 0 is "unchanged since import"."""
+        with _store_errors():
+            self._native.set_dirty_epoch(table, epoch)
+
+    def size(self, table: int) -> int:
+        """Rows in a table."""
+        with _store_errors():
+            return int(self._native.size(table))
+
+    def memory_bytes(self, table: int) -> int:
+        """Bytes of rows, index, sketch and headers in use."""
+        with _store_errors():
+            return int(self._native.memory_bytes(table))
+
+    def statistics(self, table: int) -> dict[str, int]:
+        """Counts since creation: lookups, hits, misses, admitted, rejected, evicted (ids looked up in training);
+        applied, absent, nonfinite, duplicates (gradients).
+        """  # noqa: D205
+        with _store_errors():
+            counts: dict[str, int] = self._native.statistics(table)
+        return counts
+
+    def clear(self, table: int) -> None:
+        """Removes all rows and gives their memory back. Client sequences are kept."""
+        with _store_errors():
+            self._native.clear(table)
