@@ -228,8 +228,8 @@ def test_features_outside_the_loss_get_no_gradient():
     for batch in embeddings.prefetch(make_batches(3)):
         embeddings(batch)["tags"].sum().backward()
     counts = embeddings.statistics()
-    assert counts["tags"]["updates"] > 0
-    assert counts["item"]["updates"] == 0
+    assert counts["tags"]["applied"] > 0
+    assert counts["item"]["applied"] == 0
 
 
 def test_accumulation_equals_one_large_batch():

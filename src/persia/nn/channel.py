@@ -55,12 +55,10 @@ class Channel(Generic[T]):
             self._changed.notify_all()
             return item
 
-    def close(self, *, discard: bool = False) -> list[T]:
-        """No more items come; those inside can still be got, unless discarded, which returns them."""
+    def close(self, *, discard: bool = False) -> None:
+        """No more items come; those inside can still be got, unless discarded."""
         with self._changed:
             self._closed = True
-            left = list(self._items) if discard else []
             if discard:
                 self._items.clear()
             self._changed.notify_all()
-            return left

@@ -124,6 +124,7 @@ class EmbeddingCollection(torch.nn.Module):
         self._pipeline: Pipeline | None = None
         self._group: list[_Pending] = []
         self._group_batches = 0
+        self._registered: set[int] = set()
         self._counts: dict[str, UpdateCounts] = {}
         self._released = 0
         self._pid = os.getpid()
@@ -222,14 +223,17 @@ class EmbeddingCollection(torch.nn.Module):
                 self._release_if_unused(batch)
             self._flush_group()
             self._pipeline = None
-            for undrawn in pipeline.close():
-                if undrawn.batch_id is not None:
-                    self._worker.release(undrawn.batch_id)
+            pipeline.close()
+            for batch_id in self._registered:
+                self._worker.release(batch_id)
+            self._registered.clear()
         pipeline.raise_push_failure()
 
     def _register(self, batch: Batch) -> tuple[Batch, int]:
         batch.validate(self.schema)
-        return batch, self._worker.register(batch.id_features)
+        batch_id = self._worker.register(batch.id_features)
+        self._registered.add(batch_id)
+        return batch, batch_id
 
     def _lookup(self, registered: tuple[Batch, int]) -> tuple[PreparedBatch, Callable[[], None]]:
         batch, batch_id = registered
@@ -249,6 +253,7 @@ class EmbeddingCollection(torch.nn.Module):
         if batch.close():
             assert batch.batch_id is not None
             self._worker.release(batch.batch_id)
+            self._registered.discard(batch.batch_id)
             self._released += 1
             self._batch_ended()
 
@@ -271,6 +276,7 @@ class EmbeddingCollection(torch.nn.Module):
             self._pipeline.push(lambda: self._push(group, batches, step))
 
     def _push(self, group: list[_Pending], batches: int, step: int) -> None:
+        self._registered.difference_update(pending.batch_id for pending in group)
         contributions = [Contribution(pending.batch_id, pending.gradients()) for pending in group]
         if contributions:
             for table, counts in self._worker.push(contributions, step).items():

@@ -110,19 +110,18 @@ class Pipeline:
         with contextlib.suppress(Closed):
             self._pushes.put(task)
 
-    def close(self) -> list[PreparedBatch]:
-        """Ends the threads; pushes that are under way are finished. Returns batches that nobody drew.
+    def close(self) -> None:
+        """Ends the threads; pushes that were handed over are finished, batches that nobody drew are dropped.
 
         Raises:
             DeadlineError: the loader does not return from its `next`.
         """
         self._stages.stop()
         self._read.close(discard=True)
-        undrawn = [item[0] for item in self._ready.close(discard=True) if not isinstance(item, _Failure)]
+        self._ready.close(discard=True)
         self._pushes.close()
         for thread, what in zip(self._threads, ("data loader: next batch", "lookup", "push"), strict=True):
             self._join(thread, what)
-        return undrawn
 
     def _join(self, thread: threading.Thread, what: str) -> None:
         thread.join(self._timeout)

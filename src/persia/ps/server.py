@@ -8,12 +8,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from persia.batching import ThreadPool
 from persia.errors import ConfigError, StoreError
 from persia.modes import Aggregation, Mode
 from persia.ps.tables import learning_rate, table_config
 from persia.schema import EmbeddingOptimizer, Table
 from persia.services import RowChunk
-from persia.store import EmbeddingStore, Rows, ThreadPool
+from persia.store import EmbeddingStore, Rows
 from persia.types import Floats, Ids, UpdateCounts
 
 __all__ = ["EmbeddingServer"]
