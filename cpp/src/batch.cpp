@@ -265,11 +265,29 @@ struct Row {
   static void copy(float* __restrict to, const float* __restrict from, std::size_t dim) {
     std::memcpy(to, from, size(dim) * sizeof(float));
   }
-  static void add(float* __restrict to, const float* __restrict from, std::size_t dim) {
-    for (std::size_t d = 0; d < size(dim); ++d) to[d] += from[d];
+  static void add(float* to, const float* from, std::size_t dim) {
+    each(to, to, from, dim, [](auto a, auto b) { return a + b; });
   }
-  static void divide(float* __restrict to, const float* __restrict from, float by, std::size_t dim) {
-    for (std::size_t d = 0; d < size(dim); ++d) to[d] = from[d] / by;
+  static void divide(float* to, const float* from, float by, std::size_t dim) {
+    each(to, from, from, dim, [by](auto a, auto) { return a / by; });
+  }
+
+ private:
+  // Four at a time, spelled out: compilers unroll the short loop first and then find nothing to vectorise. All `to`
+  // of a step are written after its `a` and `b` are read, so that they may be the same.
+  template <class Operation>
+  static void each(float* to, const float* a, const float* b, std::size_t dim, Operation operation) {
+    using Four = float __attribute__((vector_size(4 * sizeof(float))));
+    std::size_t d = 0;
+    for (; d + 4 <= size(dim); d += 4) {
+      Four x;
+      Four y;
+      std::memcpy(&x, a + d, sizeof(x));
+      std::memcpy(&y, b + d, sizeof(y));
+      x = operation(x, y);
+      std::memcpy(to + d, &x, sizeof(x));
+    }
+    for (; d < size(dim); ++d) to[d] = operation(a[d], b[d]);
   }
 };
 
@@ -343,7 +361,7 @@ Fault pool_bags(const PoolFeature& feature, std::size_t first, std::size_t last)
     }
     if (bag.length > 1 && feature.plan.pooling != Pooling::sum) {
       const float by = divisor(feature.plan.pooling, bag.length);
-      for (std::size_t d = 0; d < RowOps::size(dim); ++d) out[d] /= by;
+      RowOps::divide(out, out, by, dim);
     }
   }
   return Fault::none;
@@ -410,6 +428,8 @@ Fault add_gradient(const GradientFeature& feature, const GradientTable& table, c
   const std::size_t width = columns.width;
   const auto* inverse = static_cast<const Inverse*>(feature.plan.inverse);
   const bool sequence = feature.plan.pooling == Pooling::sequence;
+  const std::size_t dim = table.dim;
+  const std::size_t count = table.count;
   float* out = table.out + columns.first;
   for (std::size_t sample = 0; sample < feature.plan.batch; ++sample) {
     Bag bag;
@@ -426,12 +446,12 @@ Fault add_gradient(const GradientFeature& feature, const GradientTable& table, c
     }
     for (std::size_t p = 0; p < bag.length; ++p) {
       const std::size_t row = inverse[bag.begin + p];
-      if (row >= table.count) return Fault::inverse;
+      if (row >= count) return Fault::inverse;
       if (bag.begin + p + kAhead < feature.plan.positions) {
         const std::size_t later = inverse[bag.begin + p + kAhead];
-        if (later < table.count) __builtin_prefetch(out + later * table.dim, 1);
+        if (later < count) __builtin_prefetch(out + later * dim, 1);
       }
-      RowOps::add(out + row * table.dim, gradient, width);
+      RowOps::add(out + row * dim, gradient, width);
       if (sequence) gradient += feature.position_stride;
     }
   }
@@ -439,8 +459,12 @@ Fault add_gradient(const GradientFeature& feature, const GradientTable& table, c
 }
 
 void backward(const GradientTable& table, const Columns& columns, Arena& arena, Faults& faults) {
-  for (std::size_t row = 0; row < table.count; ++row) {
-    std::memset(table.out + row * table.dim + columns.first, 0, columns.width * sizeof(float));
+  if (columns.width == table.dim) {
+    std::memset(table.out, 0, table.count * table.dim * sizeof(float));
+  } else {
+    for (std::size_t row = 0; row < table.count; ++row) {
+      std::memset(table.out + row * table.dim + columns.first, 0, columns.width * sizeof(float));
+    }
   }
   Arena::Lease scaled(arena, columns.width * sizeof(float));
   for (const auto& feature : table.features) {

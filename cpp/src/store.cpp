@@ -33,7 +33,7 @@ void validate(const TableConfig& c) {
   require(unit_interval(o.beta1) && unit_interval(o.beta2), c.name, "beta1 and beta2 must be within [0, 1)");
   require(std::isfinite(c.initializer.a) && std::isfinite(c.initializer.b), c.name, "initializer must be finite");
   if (c.admission == Admission::kProbability) {
-    require(c.admission_value > 0.0 && c.admission_value <= 1.0, c.name, "the probability must be within (0, 1]");
+    require(c.admission_value >= 0.0 && c.admission_value <= 1.0, c.name, "the probability must be within [0, 1]");
   }
   if (c.admission == Admission::kMinFrequency) {
     require(c.admission_value >= 1.0 && c.admission_value <= Sketch::kMax, c.name,

@@ -97,8 +97,8 @@ class TableConfig:
         value = self.admission_value
         self._require(
             "admission_value",
-            self.admission != "probability" or 0 < value <= 1,
-            "must be within (0, 1] for a probability",
+            self.admission != "probability" or 0 <= value <= 1,
+            "must be within [0, 1] for a probability",
         )
         self._require(
             "admission_value",

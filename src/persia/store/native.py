@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from persia import _core
 from persia.errors import ConfigError, StoreError
 from persia.store.config import TableConfig
-from persia.store.rows import PushResult, Rows, ShardState
+from persia.store.rows import Rows, ShardState
+from persia.types import UpdateCounts
 
 __all__ = ["EmbeddingStore"]
 
@@ -52,10 +53,12 @@ class EmbeddingStore:
     method raises there.
 
     Args:
-        pool: threads that share the work of a call; the caller is one of them.
+        threads: threads that share the work of a call, over tables and their shards; or a pool to share with others.
+            The caller is one of the threads.
     """
 
-    def __init__(self, pool: _core.ThreadPool) -> None:
+    def __init__(self, threads: int | _core.ThreadPool = 1) -> None:
+        pool = _core.ThreadPool(threads) if isinstance(threads, int) else threads
         self._native = _core.Store(pool)
         self._configs: list[TableConfig] = []
 
@@ -90,15 +93,14 @@ class EmbeddingStore:
         self,
         tables: Sequence[int],
         ids: Sequence[NDArray[np.uint64]],
-        *,
         train: bool,
         out: Sequence[NDArray[np.float32]] | None = None,
     ) -> list[NDArray[np.float32]]:
         """Embeddings of ids, for many tables at once.
 
         In training a missing id is admitted (or not) and initialised, and every row found becomes recently used. In
-        evaluation nothing changes. Ids without a row get zeros. Repeated ids are allowed. Within a shard, ids are served
-        in order: if the batch exceeds the capacity, later ids may evict earlier ones, whose values stay right.
+        evaluation nothing changes. Ids without a row get zeros. Repeated ids are allowed. Within a shard,
+        ids are served in order: if the batch exceeds the capacity, later ids may evict earlier ones, whose values stay right.
 
         Args:
             tables: numbers of the tables, each at most once.
@@ -125,11 +127,10 @@ class EmbeddingStore:
         ids: Sequence[NDArray[np.uint64]],
         gradients: Sequence[NDArray[np.float32]],
         lrs: Sequence[float],
-        *,
         step: int,
         client: int = 0,
         sequence: int = 0,
-    ) -> list[PushResult]:
+    ) -> list[UpdateCounts]:
         """Applies gradients to rows, in order; a repeated id is updated once per occurrence.
 
         With `client` and `sequence` (both above 0) each shard applies the push exactly once, however often it is sent.
@@ -151,10 +152,8 @@ class EmbeddingStore:
             StoreError: an argument does not fit; the message names the table. Nothing has been changed.
         """
         with _store_errors():
-            counts = self._native.update(
-                list(tables), list(ids), list(gradients), list(lrs), step, client, sequence
-            )
-        return [PushResult(*count) for count in counts]
+            counts = self._native.update(list(tables), list(ids), list(gradients), list(lrs), step, client, sequence)
+        return [UpdateCounts(*count) for count in counts]
 
     def peek(self, table: int, ids: NDArray[np.uint64]) -> tuple[NDArray[np.bool_], Rows]:
         """Whole rows without touching them: (found [n], rows [n]); columns of ids without a row are zero."""
@@ -234,9 +233,10 @@ class EmbeddingStore:
             return int(self._native.memory_bytes(table))
 
     def statistics(self, table: int) -> dict[str, int]:
-        """Counts since creation: lookups, hits, misses, admitted, rejected, evicted (ids looked up in training);
-        applied, absent, nonfinite, duplicates (gradients).
-        """  # noqa: D205
+        """Counts of ids looked up in training and of gradients.
+
+        Ids: lookups, hits, misses, admitted, rejected, evicted. Gradients: applied, absent, nonfinite, duplicates.
+        """
         with _store_errors():
             counts: dict[str, int] = self._native.statistics(table)
         return counts

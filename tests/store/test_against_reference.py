@@ -1,0 +1,165 @@
+"""Native store and reference agree to the last bit, whatever is done to them."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from persia.store import EmbeddingStore, ReferenceStore, TableConfig
+
+OPTIMIZERS = [
+    ("sgd", {}),
+    ("sgd", {"momentum": 0.9, "weight_decay": 0.01}),
+    ("adagrad", {"initial_accumulator": 0.1, "weight_decay": 0.01}),
+    ("adagrad", {}),
+    ("rowwise_adagrad", {"weight_decay": 0.01}),
+    ("adam", {}),
+    ("adam", {"weight_decay": 0.1, "beta2": 0.99}),
+    ("ftrl", {"l1": 0.01, "l2": 0.1}),
+]
+ADMISSIONS = [("all", 0.0), ("probability", 0.5), ("min_frequency", 3.0)]
+INITIALIZERS = [("uniform", -0.5, 0.25), ("rsqrt_dim", 0, 0), ("zeros", 0, 0), ("normal", 0.5, 0.1)]
+VALUES = st.sampled_from([0.0, -0.0, 1.0, -0.3, 1e-30, -1e-42, 1e19, -3e38, np.nan, np.inf, 0.1])
+
+
+@st.composite
+def configs(draw):
+    optimizer, params = draw(st.sampled_from(OPTIMIZERS))
+    initializer, a, b = draw(st.sampled_from(INITIALIZERS))
+    admission, value = draw(st.sampled_from(ADMISSIONS))
+    shards = draw(st.sampled_from([1, 2, 4]))
+    return TableConfig(
+        name="t",
+        dim=draw(st.integers(1, 40) | st.sampled_from([63, 64, 65, 129, 256, 257])),
+        capacity=draw(st.integers(shards, 40) | st.just(10_000)),
+        shards=shards,
+        seed=draw(st.integers(0, 2**64 - 1)),
+        optimizer=optimizer,
+        optimizer_params=params,
+        initializer=initializer,
+        initializer_a=a,
+        initializer_b=b,
+        admission=admission,
+        admission_value=value,
+        value_bound=draw(st.sampled_from([0.0, 0.0, 0.4])),
+    )
+
+
+def export_all(store, config, table=0):
+    parts = []
+    for shard in range(config.resolved_shards):
+        start = 0
+        while start is not None:
+            rows, start = store.export_rows(table, shard, start, 7)
+            parts.append((shard, rows))
+    return parts
+
+
+def restored(store, config, threads):
+    """A new store with the same content."""
+    other = EmbeddingStore(threads)
+    other.create_table(config)
+    for _, rows in export_all(store, config):
+        other.import_rows(0, rows)
+    for shard in range(config.resolved_shards):
+        other.import_state(0, shard, store.export_state(0, shard))
+    return other
+
+
+def compare(store, reference, config):
+    assert store.size(0) == reference.size(0)
+    assert store.statistics(0) == reference.statistics(0)
+    for shard in range(config.resolved_shards):
+        mine, end = store.export_rows(0, shard, 0, 10**6)
+        assert end is None
+        for a, b in zip(mine, reference.export_rows(0, shard), strict=True):
+            assert a.dtype == b.dtype
+            np.testing.assert_array_equal(a, b)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_any_history(data):
+    config = data.draw(configs())
+    threads = data.draw(st.sampled_from([1, 3]))
+    store, reference = EmbeddingStore(threads), ReferenceStore()
+    store.create_table(config)
+    reference.create_table(config)
+    random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    universe = random.integers(0, 2**64, data.draw(st.integers(1, 120)), dtype=np.uint64)
+    for step in range(data.draw(st.integers(1, 12))):
+        action = data.draw(st.sampled_from(["train", "train", "update", "update", "evaluate", "restore"]))
+        ids = random.choice(universe, random.integers(0, 100))
+        if action in ("train", "evaluate"):
+            (mine,), (theirs,) = (s.lookup([0], [ids], action == "train") for s in (store, reference))
+            np.testing.assert_array_equal(mine, theirs)
+        elif action == "update":
+            gradients = random.normal(size=(len(ids), config.dim)).astype(np.float32)
+            if len(ids):
+                gradients[0, random.integers(config.dim)] = data.draw(VALUES)
+            push = data.draw(st.tuples(st.integers(0, 2), st.integers(0, 5)))
+            arguments = ([0], [ids], [gradients], [0.1], step, *push)
+            assert store.update(*arguments) == reference.update(*arguments)
+        else:
+            store = restored(store, config, threads)
+    compare(store, reference, config)
+
+
+def test_adam_beyond_cached_corrections():
+    """Long-lived rows leave the table of bias corrections; the value must not jump."""
+    config = TableConfig("t", 4, optimizer="adam", shards=1)
+    store, reference = EmbeddingStore(), ReferenceStore()
+    ids = np.zeros(500, np.uint64)
+    for s in (store, reference):
+        s.create_table(config)
+        s.lookup([0], [ids[:1]], True)
+    gradients = np.random.default_rng(0).normal(size=(500, 4)).astype(np.float32)
+    rows, _ = store.export_rows(0, 0)
+    store.import_rows(0, rows._replace(update_count=np.array([2**15 - 100], np.uint32)))
+    reference._tables[0][1][0].rows[0].update_count = 2**15 - 100
+    for s in (store, reference):
+        s.update([0], [ids], [gradients], [0.01], 1)
+    np.testing.assert_array_equal(store.export_rows(0, 0)[0].embeddings, reference.export_rows(0, 0).embeddings)
+
+
+def test_values_do_not_depend_on_shards_or_order():
+    ids = np.arange(5000, dtype=np.uint64)
+    values = []
+    for shards, order in ((1, ids), (8, ids[::-1].copy())):
+        store = EmbeddingStore(2)
+        store.create_table(TableConfig("t", 16, shards=shards, seed=3))
+        store.lookup([0], [order], True)
+        values.append(store.lookup([0], [ids], False)[0])
+    np.testing.assert_array_equal(*values)
+
+
+def test_large_eviction_is_least_recently_used():
+    """Beyond one scan of the queue: batches in order, so exactly the latest `capacity` ids survive."""
+    store = EmbeddingStore()
+    store.create_table(TableConfig("t", 2, capacity=50_000, shards=1))
+    for start in range(0, 400_000, 1000):
+        store.lookup([0], [np.arange(start, start + 1000, dtype=np.uint64)], True)
+        store.lookup([0], [np.arange(100, dtype=np.uint64)], True)
+    survivors = store.contains(0, np.arange(400_000, dtype=np.uint64))
+    assert survivors[:100].all()
+    assert survivors.sum() == 50_000
+    # 49,900 ids left for what came last, whole batches but for the oldest one.
+    assert survivors[400_000 - 49_900 :].all()
+
+
+def test_clock_overflow_keeps_order():
+    config = TableConfig("t", 2, capacity=8, shards=1)
+    store, reference = EmbeddingStore(), ReferenceStore()
+    for s in (store, reference):
+        s.create_table(config)
+        for id_ in (5, 3, 1, 4, 2, 0, 6, 7):
+            s.lookup([0], [np.array([id_], np.uint64)], True)
+    state = store.export_state(0, 0)
+    state["clocks"] = np.array([2**32 - 3, 1, 0], np.uint64)
+    store.import_state(0, 0, state)
+    for step in range(20):
+        ids = np.array([step % 5, 100 + step], np.uint64)
+        for s in (store, reference):
+            s.lookup([0], [ids], True)
+    np.testing.assert_array_equal(store.export_rows(0, 0)[0].ids, reference.export_rows(0, 0).ids)
