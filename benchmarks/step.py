@@ -76,3 +76,28 @@ def compare(preset: str, peer_of, optimizer: EmbeddingOptimizer, name: str, targ
     finally:
         persia.close()
         peer.close()
+
+
+def vs_torch(preset: str) -> harness.Measure:
+    return compare(preset, Plain, Adagrad(lr=0.05), "step.vs_torch", 1.7)
+
+
+def vs_torchrec(preset: str) -> harness.Measure | None:
+    if TorchRec.python() is None:
+        print("TorchRec's environment is missing; create it: benchmarks/baselines/torchrec_env.sh", file=sys.stderr)
+        return None
+    return compare(preset, lambda work, _: TorchRec(work), RowwiseAdagrad(lr=0.05), "step.vs_torchrec", 1.2)
+
+
+def vs_dense_only(preset: str) -> harness.Measure:
+    return compare(preset, DenseOnly, Adagrad(lr=0.05), "step.vs_dense_only", 0.65)
+
+
+MEASURES = {
+    "step.vs_torch": vs_torch,
+    "step.vs_torchrec": vs_torchrec,
+    "step.vs_dense_only": vs_dense_only,
+}
+
+if __name__ == "__main__":
+    harness.main(MEASURES)

@@ -1,0 +1,127 @@
+"""Speed and progressive AUC on globo_ctr, one pass, against a plain PyTorch script of the same model.
+
+    python benchmarks/globo.py [--only NAME] [--preset smoke|laptop|full] [--json FILE]
+
+Needs the data (see persia.data.globo); without them every measure is skipped. `globo.modes` puts the modes side by
+side: this stream punishes every batch of delay.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from benchmarks import harness
+from benchmarks.baselines import globo_torch
+from persia import Trainer, TrainerOptions, data
+from persia.modes import Hybrid, Mode, Sync
+from persia.nn.models import FFNN
+from persia.optim import Adagrad
+
+SEEDS = (0, 1, 2)
+SPEED_ROWS = {"smoke": 30_000, "laptop": 1_000_000, "full": 1_000_000}
+AUC_ROWS = {"smoke": 30_000, "laptop": None, "full": None}
+
+
+class Run(NamedTuple):
+    """One pass."""
+
+    rows_per_second: float
+    auc: float
+    last_day: float
+    staleness: float
+
+
+def persia_run(mode: Mode, seed: int, rows: int | None) -> Run:
+    reader = data.globo(batch_size=globo_torch.BATCH)
+    torch.manual_seed(seed)
+    trainer = Trainer(
+        FFNN(reader.schema, hidden=(256, 128), products=[("article_id", "history")]),
+        reader.schema,
+        optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-3, fused=True),
+        embedding_optimizer=Adagrad(lr=0.2, initial_accumulator=0.01),
+        mode=mode,
+        options=TrainerOptions(seed=seed, progress=False),
+    )
+    result = trainer.fit(reader, max_steps=None if rows is None else rows // globo_torch.BATCH)
+    days = list(result.progressive.auc_per_day.values())
+    return Run(result.rows_per_second, statistics.fmean(days), days[-1], result.staleness_mean)
+
+
+def torch_run(seed: int, rows: int | None) -> Run:
+    result: dict[str, Any] = globo_torch.run(seed, max_rows=rows)
+    return Run(result["rows_per_s"], result["auc_mean"], result["auc_per_day"][-1], 0.0)
+
+
+def found() -> bool:
+    if data.find("globo_ctr") is None:
+        print("globo_ctr is not here; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
+        return False
+    return True
+
+
+def rows(preset: str) -> harness.Measure | None:
+    """Rows/s of Hybrid("auto") over the script's, both from the files."""
+    if not found():
+        return None
+    most = SPEED_ROWS[preset]
+    return harness.ratio(
+        "globo.rows",
+        ours=lambda: persia_run(Hybrid("auto"), 0, most).rows_per_second,
+        theirs=lambda: torch_run(0, most).rows_per_second,
+        rounds=7,
+        unit="x rows/s",
+        target=1.5,
+    )
+
+
+def auc(preset: str) -> harness.Measure | None:
+    """Mean progressive AUC of Sync minus the script's, three seeds each."""
+    if not found():
+        return None
+    ours = [persia_run(Sync(), seed, AUC_ROWS[preset]).auc for seed in SEEDS]
+    theirs = [torch_run(seed, AUC_ROWS[preset]).auc for seed in SEEDS]
+    return harness.Measure(
+        "globo.auc",
+        abs(statistics.fmean(ours) - statistics.fmean(theirs)),
+        "AUC apart",
+        0.002,
+        at_least=False,
+        details={"ours": ours, "theirs": theirs},
+    )
+
+
+def modes(preset: str) -> Iterator[harness.Measure]:
+    """AUC and rows/s of each mode; what "auto" loses against what Hybrid(4) loses, and their speeds."""
+    if not found():
+        return
+    candidates: dict[str, Mode] = {"sync": Sync()}
+    candidates |= {f"hybrid_{n}": Hybrid(n) for n in (1, 2, 4, 8)}  # type: ignore[arg-type]
+    candidates["auto"] = Hybrid("auto")
+    runs = {name: [persia_run(mode, seed, AUC_ROWS[preset]) for seed in SEEDS] for name, mode in candidates.items()}
+    mean = {name: Run(*(statistics.fmean(column) for column in zip(*each, strict=True))) for name, each in runs.items()}
+    for name, run in mean.items():
+        yield harness.Measure(f"globo.modes.{name}", run.auc, "mean progressive AUC", details=run._asdict())
+    loss = {name: mean["sync"].auc - mean[name].auc for name in ("auto", "hybrid_4")}
+    yield harness.Measure(
+        "globo.modes.auto_loss", loss["auto"] / loss["hybrid_4"], "x AUC lost by Hybrid(4)", 1 / 3, at_least=False
+    )
+    yield harness.ratio(
+        "globo.modes.auto_rate",
+        ours=lambda: persia_run(Hybrid("auto"), 0, SPEED_ROWS[preset]).rows_per_second,
+        theirs=lambda: persia_run(Hybrid(4), 0, SPEED_ROWS[preset]).rows_per_second,
+        rounds=7,
+        unit="x rows/s of Hybrid(4)",
+        target=0.97,
+    )
+
+
+if __name__ == "__main__":
+    harness.main({"globo.rows": rows, "globo.auc": auc, "globo.modes": modes})
