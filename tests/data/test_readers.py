@@ -40,7 +40,10 @@ def table(rows: int, first: int = 0) -> pa.Table:
 
 def facts(batches: Iterator[Batch]) -> list[bytes]:
     """Batches as bytes: the same only if every array is the same."""
-    return [pickle.dumps([{n: (c.values, c.offsets) for n, c in b.id_features.items()}, b.dense, b.labels, b.day]) for b in batches]
+    return [
+        pickle.dumps([{n: (c.values, c.offsets) for n, c in b.id_features.items()}, b.dense, b.labels, b.day])
+        for b in batches
+    ]
 
 
 class Rows:
@@ -83,7 +86,9 @@ def test_resuming_and_sharding(
         assert facts(reader(index, shards).batches(epoch, start)) == part[start:]
     seen = [b.dense[:, 0] for b in reader().batches(epoch)]
     sizes = [len(x) for x in seen]
-    assert sizes == [batch_size] * (rows // batch_size) + ([rows % batch_size] if rows % batch_size and not drop_last else [])
+    assert sizes == [batch_size] * (rows // batch_size) + (
+        [rows % batch_size] if rows % batch_size and not drop_last else []
+    )
     if seen and not shuffle_rows:
         assert np.array_equal(np.concatenate(seen), np.arange(sum(sizes)))
     if not drop_last:

@@ -104,5 +104,5 @@ def _adult_columns(columns: dict[str, Any]) -> dict[str, Any]:
     incomes = columns["income"].to_pylist()
     bad = next((i for i, x in enumerate(incomes) if x not in ("<=50K", ">50K", "<=50K.", ">50K.")), None)
     if bad is not None:
-        raise DataError(f"The income {incomes[bad]!r} at row {bad} of a block is neither <=50K nor >50K.", row=bad)
+        raise DataError(f"The income {incomes[bad]!r} is neither <=50K nor >50K.", row=bad)
     return {**columns, "income": np.array([x[0] == ">" for x in incomes])}

@@ -9,7 +9,7 @@ from typing import Any
 from persia.batching.batch import Batch
 from persia.data.files import File, Paths, expand
 from persia.data.reader import Order, StreamReader
-from persia.data.rows import Conversion, DayUnit
+from persia.data.rows import Conversion, DayUnit, located
 from persia.errors import DataError
 from persia.schema import Schema
 
@@ -115,7 +115,9 @@ class CsvSource:
                 begin, skip = min(skip, len(piece)), max(skip - len(piece), 0)
                 kept = piece.slice(begin)
                 if len(kept):
-                    yield self.conversion.batch(file, row + begin, self._columns(kept, types), len(kept))
+                    with located(file, row + begin):
+                        columns = self._columns(kept, types)
+                    yield self.conversion.batch(file, row + begin, columns, len(kept))
                 row += len(piece)
 
     def _types(self) -> dict[str, Any]:

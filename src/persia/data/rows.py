@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date
 from typing import Any, Literal, TypeAlias
@@ -14,7 +15,7 @@ from persia.data.files import File
 from persia.errors import ConfigError, DataError
 from persia.schema import Schema
 
-__all__ = ["Conversion", "DayUnit"]
+__all__ = ["Conversion", "DayUnit", "located"]
 
 DayUnit: TypeAlias = Literal["day", "s", "ms", "us", "ns"]
 """What a whole number in a day column counts since its zero."""
@@ -85,21 +86,13 @@ class Conversion:
     def batch(self, file: File, row: int, columns: Mapping[str, Any], rows: int) -> Batch:
         """Converts rows `row` to `row + rows` of a file, given by column of the file."""
         named = {name: self._column(file, column, columns, rows) for name, column in self.wanted.items()}
-        try:
-            day = self._day(file, columns)
+        with located(file, row):
             return Batch.from_columns(
                 self.schema,
                 {name: column for name, column in named.items() if column is not None},
-                day,
+                self._day(file, columns),
                 require_labels=self.require_labels,
             )
-        except DataError as error:
-            fields = dict(error.fields)
-            where = f"{file.path}, rows from {row}"
-            if "row" in fields:
-                fields["row"] += row
-                where = f"{file.path}, row {fields['row']}"
-            raise DataError(f"{where}: {error.message}", **{**fields, "path": file.path}) from error
 
     def _column(self, file: File, column: str, columns: Mapping[str, Any], rows: int) -> Any:
         """A column of the file, else its hive key as a constant one."""
@@ -116,6 +109,20 @@ class Conversion:
         if self.day not in columns:
             return _day_of_text(self.day, file.keys[self.day], _PER_DAY[self.day_unit])
         return _day_of_column(self.day, columns[self.day], self.day_unit)
+
+
+@contextmanager
+def located(file: File, row: int) -> Iterator[None]:
+    """A DataError about rows that begin at `row` of a file becomes one that names the file and its own row."""
+    try:
+        yield
+    except DataError as error:
+        fields = {**error.fields, "path": file.path}
+        where = f"{file.path}, rows from {row}"
+        if "row" in fields:
+            fields["row"] += row
+            where = f"{file.path}, row {fields['row']}"
+        raise DataError(f"{where}: {error.message}", **fields) from error
 
 
 def _day_of_text(key: str, text: str, per_day: int) -> int:

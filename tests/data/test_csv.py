@@ -1,0 +1,119 @@
+"""CSV: types of ids, lists, compression, bad files."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import xxhash
+
+from persia import data
+from persia.data import from_csv
+from persia.errors import DataError
+from persia.schema import IdFeature, Schema
+
+SCHEMA = Schema([IdFeature("user", dim=2), IdFeature("site", dim=2)], dense_features=["age"], labels=["click"])
+TEXT = "user,site,age,click,day\n1,a,0.5,1,3\n18446744073709551615,,2,0,4\n"
+
+
+def text_id(text: str) -> int:
+    return xxhash.xxh64_intdigest(text.encode())
+
+
+def write(path: Path, text: str = TEXT) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_header_missing_ids_and_day(tmp_path: Path) -> None:
+    (batch,) = list(data.csv(write(tmp_path / "a.csv"), SCHEMA, day="day"))
+    assert batch.id_features["user"].values.tolist() == [1, 2**64 - 1]
+    assert batch.id_features["site"].values.tolist() == [text_id("a")]
+    assert batch.id_features["site"].offsets is not None
+    assert batch.id_features["site"].offsets.tolist() == [0, 1, 1]
+    assert batch.dense.tolist() == [[0.5], [2.0]]
+    assert batch.labels.tolist() == [[1.0], [0.0]]
+    assert batch.day is not None
+    assert batch.day.tolist() == [3, 4]
+
+
+def test_given_names_delimiter_rename_and_compression(tmp_path: Path) -> None:
+    text = "\n".join(line.replace(",", "\t") for line in TEXT.splitlines()[1:])
+    with gzip.open(tmp_path / "a.tsv.gz", "wt") as stream:
+        stream.write(text)
+    names = ["u", "site", "age", "click", "day"]
+    reader = data.csv(tmp_path, SCHEMA, column_names=names, delimiter="\t", rename={"user": "u"})
+    (batch,) = list(reader)
+    assert batch.id_features["user"].values.tolist() == [1, 2**64 - 1]
+
+
+def test_the_first_block_of_the_first_file_decides_what_is_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(from_csv, "_BLOCK_BYTES", 64)
+    rows = [f"{i},{i},1,0" for i in range(50)]
+    path = write(tmp_path / "a.csv", "\n".join(["user,site,age,click", *rows, "51,x,1,0"]))
+    with pytest.raises(DataError, match=r"a\.csv: .*uint64.*'x'.*name the feature in `hashed`"):
+        list(data.csv(path, SCHEMA))
+    batches = list(data.csv(path, SCHEMA, 20, hashed=["site"]))
+    assert batches[0].id_features["site"].values[7] == text_id("7")
+    assert batches[0].id_features["user"].values[7] == 7
+    assert next(iter(data.csv(path, SCHEMA, 20, hashed=["site"]).batches(start=2))).id_features["user"].values[0] == 40
+
+
+def test_lists_in_a_field(tmp_path: Path) -> None:
+    schema = Schema([IdFeature("user", dim=2), IdFeature("genres", dim=2)], labels=["click"])
+    path = write(tmp_path / "a.csv", "user,genres,click\n1|2,x|y,0\n3,,1\n,z,0\n")
+    (batch,) = list(data.csv(path, schema, lists={"user": "|", "genres": "|"}))
+    users, genres = batch.id_features["user"], batch.id_features["genres"]
+    assert users.values.tolist() == [1, 2, 3]
+    assert users.offsets is not None
+    assert users.offsets.tolist() == [0, 2, 3, 3]
+    assert genres.values.tolist() == [text_id(x) for x in "xyz"]
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(from_csv, "_BLOCK_BYTES", 1 << 16)
+
+    def peak(rows: int) -> int:
+        path = write(tmp_path / f"{rows}.csv", "user,site,age,click\n" + "12345,abcdef,1.5,1\n" * rows)
+        before, highest = pa.total_allocated_bytes(), 0
+        for _ in data.csv(path, SCHEMA, 256):
+            highest = max(highest, pa.total_allocated_bytes() - before)
+        return highest
+
+    assert peak(200_000) < 2 * peak(20_000) + (1 << 20)
+
+
+BAD: dict[str, tuple[str, str]] = {
+    "empty": ("", "cannot be read"),
+    "too few fields": (TEXT + "5,b\n", "cannot be read"),
+    "missing column": ("user,site,age\n1,a,2\n", "no column 'click'"),
+    "text in a number": (TEXT + "5,b,old,1,3\n", "cannot be read.*old"),
+    "missing number": (TEXT + "5,b,,1,3\n", "row 2: Column 'age' has a missing value"),
+    "label outside": (TEXT + "5,b,1,7,3\n", "row 2: Label 'click' is 7.0"),
+    "negative id": (TEXT.replace("1,a", "-1,a"), "uint64.*'-1'.*`hashed`"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_files(name: str, tmp_path: Path) -> None:
+    text, message = BAD[name]
+    path = write(tmp_path / "a.csv", text)
+    hashed: Any = ["site"] if name == "negative id" else None
+    with pytest.raises(DataError, match=message) as caught:
+        list(data.csv(path, SCHEMA, hashed=hashed))
+    assert str(caught.value.fields["path"]).endswith("a.csv")
+    assert "a.csv" in str(caught.value)
+
+
+def test_truncated_compressed_file(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 1 << 60, 5000)
+    content = gzip.compress(("user,site,age,click\n" + "".join(f"{x},a,1,0\n" for x in noise)).encode())
+    (tmp_path / "a.csv.gz").write_bytes(content[: len(content) // 2])
+    with pytest.raises(DataError, match=r"a\.csv\.gz cannot be read, it may be truncated"):
+        list(data.csv(tmp_path, SCHEMA))
