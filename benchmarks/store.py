@@ -1,6 +1,6 @@
 """The embedding store against plain arrays.
 
-    python benchmarks/store.py [--only NAME] [--preset smoke|laptop|full] [--json FILE]
+python benchmarks/store.py [--only NAME] [--preset smoke|laptop|full] [--json FILE]
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import harness
+
 from persia.store import EmbeddingStore, TableConfig
 
 BATCH = 65_536
@@ -25,6 +26,8 @@ DIM = 16
 
 @dataclass(frozen=True)
 class Scale:
+    """How much of everything a preset does."""
+
     rows: int
     large: int  # rows of the large table in store.growth
     small: int

@@ -10,7 +10,7 @@
 namespace persia {
 namespace {
 
-constexpr std::size_t kGroup = 32;
+constexpr std::size_t kGroup = 16;
 constexpr std::size_t kLine = 64;
 constexpr std::size_t kMaxPrefetch = 8 * kLine;  // the hardware follows a stream by itself from there on
 constexpr std::uint64_t kMaxRows = std::numeric_limits<std::uint32_t>::max() - 1u;
@@ -32,7 +32,12 @@ std::uint64_t sketch_width_of(const TableConfig& config, std::uint64_t capacity)
   return std::clamp<std::uint64_t>(std::bit_ceil(capacity), 1u << 10, 1u << 20);
 }
 
-void copy_floats(float* to, const float* from, std::size_t count) { std::memcpy(to, from, count * sizeof(float)); }
+// Unrolled for whole blocks of 8, which common dims are: a call of memcpy per row costs as much as the copy.
+inline void copy_floats(float* to, const float* from, std::size_t count) {
+  std::size_t i = 0;
+  for (; i + 8 <= count; i += 8) std::memcpy(to + i, from + i, 8 * sizeof(float));
+  for (; i < count; ++i) to[i] = from[i];
+}
 
 }  // namespace
 
@@ -48,7 +53,6 @@ PushCounts& PushCounts::operator+=(const PushCounts& other) {
 struct Shard::Group {
   std::size_t count;
   std::uint64_t id[kGroup];
-  std::uint64_t home[kGroup];
   std::uint32_t tag[kGroup];
   std::uint32_t row[kGroup];
 };
@@ -103,21 +107,49 @@ Shard::Shard(const TableConfig& config, const Optimizer& optimizer, std::uint32_
   sketch_ = Sketch(reinterpret_cast<std::uint16_t*>(region_.base() + layout_.sketch), sketch_width);
 }
 
-void Shard::prepare(const Slice& slice, std::size_t start, Group& group, std::size_t prefetch_bytes) const {
-  group.count = std::min(kGroup, slice.count - start);
+void Shard::fetch_slots(const Slice& slice, std::size_t start, Group& group) const {
+  group.count = start < slice.count ? std::min(kGroup, slice.count - start) : 0;
   for (std::size_t i = 0; i < group.count; ++i) {
     group.id[i] = slice.ids[slice.position(start + i)];
     group.tag[i] = Index::tag_of(hash_id(group.id[i]));
-    group.home[i] = index_.home(group.tag[i]);
-    index_.prefetch(group.home[i]);
+    index_.prefetch(index_.home(group.tag[i]));
   }
+}
+
+void Shard::fetch_rows(Group& group, std::size_t prefetch_bytes) const {
   for (std::size_t i = 0; i < group.count; ++i) {
-    group.row[i] = index_.candidate(group.home[i], group.tag[i]);
+    // The home is worked out again: the index may have grown in between.
+    group.row[i] = index_.candidate(index_.home(group.tag[i]), group.tag[i]);
     if (group.row[i] == Index::kNone) continue;
     const std::byte* bytes = row_bytes(group.row[i]);
     for (std::size_t at = 0; at < prefetch_bytes; at += kLine) __builtin_prefetch(bytes + at, 1);
     __builtin_prefetch(bytes + prefetch_bytes - 1, 1);
   }
+}
+
+// Three groups are on their way at any time: while one is used, the rows of the next and the slots of the one after
+// it are being fetched.
+template <class Use>
+void Shard::pipeline(const Slice& slice, std::size_t first, std::size_t prefetch_bytes, Use&& use) const {
+  Group groups[3];
+  fetch_slots(slice, first, groups[0]);
+  fetch_rows(groups[0], prefetch_bytes);
+  fetch_slots(slice, first + kGroup, groups[1]);
+  std::size_t turn = 0;
+  for (std::size_t start = first; start < slice.count; start += kGroup) {
+    Group& next = groups[(turn + 1) % 3];
+    fetch_rows(next, prefetch_bytes);
+    fetch_slots(slice, start + 2 * kGroup, groups[(turn + 2) % 3]);
+    const Group& group = groups[turn];
+    for (std::size_t i = 0; i < group.count; ++i) use(start + i, group, i);
+    turn = (turn + 1) % 3;
+  }
+}
+
+// One shard's part of a batch is scattered over the output, where the hardware does not see it coming.
+void Shard::prefetch_output(const Slice& slice, std::size_t i, const float* out) const {
+  if (slice.positions == nullptr || i + kGroup >= slice.count) return;
+  __builtin_prefetch(out + slice.position(i + kGroup) * dim_, 1);
 }
 
 // The candidate may be another id with the same tag, or have been evicted or inserted since it was probed.
@@ -143,19 +175,16 @@ void Shard::lookup(const Slice& slice, float* out, bool train) {
 
 void Shard::lookup_only(const Slice& slice, float* out) const {
   const std::size_t bytes = std::min(sizeof(RowHeader) + dim_ * sizeof(float), kMaxPrefetch);
-  Group group;
-  for (std::size_t start = 0; start < slice.count; start += kGroup) {
-    prepare(slice, start, group, bytes);
-    for (std::size_t i = 0; i < group.count; ++i) {
-      float* to = out + slice.position(start + i) * dim_;
-      const std::uint32_t number = resolve(group, i);
-      if (number == Index::kNone) {
-        std::fill_n(to, dim_, 0.0f);
-      } else {
-        copy_floats(to, weight(number), dim_);
-      }
+  pipeline(slice, 0, bytes, [&](std::size_t i, const Group& group, std::size_t lane) {
+    prefetch_output(slice, i, out);
+    float* to = out + slice.position(i) * dim_;
+    const std::uint32_t number = resolve(group, lane);
+    if (number == Index::kNone) {
+      std::fill_n(to, dim_, 0.0f);
+    } else {
+      copy_floats(to, weight(number), dim_);
     }
-  }
+  });
 }
 
 void Shard::lookup_train(const Slice& slice, float* out) {
@@ -164,25 +193,22 @@ void Shard::lookup_train(const Slice& slice, float* out) {
   const std::size_t bytes = std::min(sizeof(RowHeader) + dim_ * sizeof(float), kMaxPrefetch);
   const std::uint32_t clock = header_->clock;
   std::uint64_t misses = 0;
-  Group group;
-  for (std::size_t start = 0; start < slice.count; start += kGroup) {
-    prepare(slice, start, group, bytes);
-    for (std::size_t i = 0; i < group.count; ++i) {
-      float* to = out + slice.position(start + i) * dim_;
-      std::uint32_t number = resolve(group, i);
+  pipeline(slice, 0, bytes, [&](std::size_t i, const Group& group, std::size_t lane) {
+    prefetch_output(slice, i, out);
+    float* to = out + slice.position(i) * dim_;
+    std::uint32_t number = resolve(group, lane);
+    if (number != Index::kNone) {
+      row(number)->stamp = clock;
+    } else {
+      ++misses;
+      number = admit(group.id[lane]);
       if (number == Index::kNone) {
-        ++misses;
-        number = admit(group.id[i]);
-        if (number == Index::kNone) {
-          std::fill_n(to, dim_, 0.0f);
-          continue;
-        }
-      } else {
-        row(number)->stamp = clock;
+        std::fill_n(to, dim_, 0.0f);
+        return;
       }
-      copy_floats(to, weight(number), dim_);
     }
-  }
+    copy_floats(to, weight(number), dim_);
+  });
   header_->counters.lookups += slice.count;
   header_->counters.misses += misses;
   header_->counters.hits += slice.count - misses;
@@ -255,28 +281,24 @@ PushCounts Shard::update(const Slice& slice, const Push& push) {
   tick();
   const std::size_t first = log.begin(tracked ? push.client : 0, push.sequence);
   const std::size_t bytes = std::min(stride_, kMaxPrefetch);
-  Group group;
-  for (std::size_t start = first; start < slice.count; start += kGroup) {
-    prepare(slice, start, group, bytes);
-    for (std::size_t i = 0; i < group.count; ++i) {
-      const float* gradient = push.gradients + slice.position(start + i) * dim_;
-      const std::uint32_t number = resolve(group, i);
-      if (number == Index::kNone) {
-        ++counts.absent;
-      } else if (!all_finite(gradient, dim_)) {
-        ++counts.nonfinite;
-      } else {
-        apply(number, push, gradient);
-        ++counts.applied;
-      }
-      if (header_->durable) {
-        // One store both counts the row and makes its undo void, so that no kill can separate the two.
-        barrier();
-        header_->push.rows_applied = start + i + 1;
-        drop_undo();
-      }
+  pipeline(slice, first, bytes, [&](std::size_t i, const Group& group, std::size_t lane) {
+    const float* gradient = push.gradients + slice.position(i) * dim_;
+    const std::uint32_t number = resolve(group, lane);
+    if (number == Index::kNone) {
+      ++counts.absent;
+    } else if (!all_finite(gradient, dim_)) {
+      ++counts.nonfinite;
+    } else {
+      apply(number, push, gradient);
+      ++counts.applied;
     }
-  }
+    if (header_->durable) {
+      // One store both counts the row and makes its undo void, so that no kill can separate the two.
+      barrier();
+      header_->push.rows_applied = i + 1;
+      drop_undo();
+    }
+  });
   if (tracked) log.commit(push.client, push.sequence);
   header_->counters.applied += counts.applied;
   header_->counters.absent += counts.absent;

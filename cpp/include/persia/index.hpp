@@ -18,7 +18,7 @@ class Index {
  public:
   static constexpr std::uint32_t kNone = 0xFFFFFFFFu;
   static constexpr std::uint64_t kFirstSlots = 64;
-  static constexpr std::uint64_t kDoubling = 1u << 16;
+  static constexpr std::uint64_t kDoubling = 1u << 12;
 
   Index() = default;
   Index(std::uint64_t* slots, std::uint64_t slot_count, std::uint64_t max_slots)

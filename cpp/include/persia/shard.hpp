@@ -127,7 +127,12 @@ class Shard {
   float* state(std::uint32_t number) const { return weight(number) + dim_; }
   Stamps stamps() const { return {rows_, stride_, header_->rows_used}; }
 
-  void prepare(const Slice& slice, std::size_t start, Group& group, std::size_t prefetch_bytes) const;
+  void fetch_slots(const Slice& slice, std::size_t start, Group& group) const;
+  void fetch_rows(Group& group, std::size_t prefetch_bytes) const;
+  // Calls use(i, group, lane) for i = first ... slice.count - 1, in order.
+  template <class Use>
+  void pipeline(const Slice& slice, std::size_t first, std::size_t prefetch_bytes, Use&& use) const;
+  void prefetch_output(const Slice& slice, std::size_t i, const float* out) const;
   std::uint32_t resolve(const Group& group, std::size_t lane) const;
   std::uint32_t find(std::uint64_t id) const;
   void lookup_train(const Slice& slice, float* out);

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from persia import _core
 from persia.errors import ConfigError, StoreError
 from persia.store.config import TableConfig
 from persia.store.rows import Rows, ShardState
 from persia.types import UpdateCounts
 
 __all__ = ["EmbeddingStore"]
+
+_core: Any = importlib.import_module("persia._core")
 
 
 @contextmanager
@@ -25,7 +28,7 @@ def _store_errors() -> Iterator[None]:
         raise StoreError(str(error)) from error
 
 
-def _native_config(config: TableConfig) -> _core.TableConfig:
+def _native_config(config: TableConfig) -> Any:
     native = _core.TableConfig()
     for name in ("name", "dim", "capacity", "seed", "admission_value"):
         setattr(native, name, getattr(config, name))
@@ -53,11 +56,11 @@ class EmbeddingStore:
     method raises there.
 
     Args:
-        threads: threads that share the work of a call, over tables and their shards; or a pool to share with others.
-            The caller is one of the threads.
+        threads: threads that share the work of a call, over tables and their shards; or a native
+            `ThreadPool` to share with others. The caller is one of the threads.
     """
 
-    def __init__(self, threads: int | _core.ThreadPool = 1) -> None:
+    def __init__(self, threads: int | object = 1) -> None:
         pool = _core.ThreadPool(threads) if isinstance(threads, int) else threads
         self._native = _core.Store(pool)
         self._configs: list[TableConfig] = []
@@ -99,8 +102,8 @@ class EmbeddingStore:
         """Embeddings of ids, for many tables at once.
 
         In training a missing id is admitted (or not) and initialised, and every row found becomes recently used. In
-        evaluation nothing changes. Ids without a row get zeros. Repeated ids are allowed. Within a shard,
-        ids are served in order: if the batch exceeds the capacity, later ids may evict earlier ones, whose values stay right.
+        evaluation nothing changes. Ids without a row get zeros. Repeated ids are allowed. Within a shard, ids are
+        served in order: if the batch exceeds the capacity, later ids may evict earlier ones, whose values stay right.
 
         Args:
             tables: numbers of the tables, each at most once.

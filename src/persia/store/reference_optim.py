@@ -72,7 +72,7 @@ def _sum_in_lanes(values: Vector) -> F:
         lanes[: len(part)] += part
     for width in (8, 4, 2, 1):
         lanes[:width] += lanes[width : 2 * width]
-    return lanes[0]
+    return F(lanes[0])
 
 
 def _adam(params: dict[str, float], weight: Vector, state: Vector, gradient: Vector, lr: F, count: int) -> None:

@@ -1,0 +1,104 @@
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+#include <vector>
+
+#include "check.hpp"
+#include "persia/optim.hpp"
+
+using persia::Optimizer;
+using persia::OptimizerConfig;
+using persia::OptimizerKind;
+
+namespace {
+
+// One update of a row of equal elements; returns the first weight.
+float step(const Optimizer& o, std::size_t dim, std::vector<float>& weight, std::vector<float>& state, float gradient,
+           std::uint32_t count) {
+  const std::vector<float> gradients(dim, gradient);
+  o.apply({weight.data(), state.data(), gradients.data(), dim, 0.1f, count});
+  for (const float w : weight) CHECK(w == weight[0]);
+  return weight[0];
+}
+
+float one_step(OptimizerConfig config, float gradient, std::size_t dim = 33) {
+  const Optimizer o(config);
+  std::vector<float> weight(dim, 0.5f), state(o.state_width(dim));
+  o.initialize_state(state.data(), state.size());
+  return step(o, dim, weight, state, gradient, 1);
+}
+
+bool near(float a, float b) { return std::fabs(a - b) < 1e-6f; }
+
+}  // namespace
+
+TEST(first_steps_by_hand) {
+  OptimizerConfig c;
+  c.kind = OptimizerKind::kSgd;
+  CHECK(near(one_step(c, 2.0f), 0.5f - 0.1f * 2.0f));
+  c.weight_decay = 0.1f;
+  CHECK(near(one_step(c, 2.0f), 0.5f - 0.1f * 2.05f));
+  c = {};
+  c.kind = OptimizerKind::kAdagrad;
+  CHECK(near(one_step(c, 2.0f), 0.4f));
+  c.initial_accumulator = 12.0f;
+  CHECK(near(one_step(c, 2.0f), 0.5f - 0.1f * 2.0f / 4.0f));
+  c.kind = OptimizerKind::kRowwiseAdagrad;
+  CHECK(near(one_step(c, 2.0f), 0.5f - 0.1f * 2.0f / 4.0f));
+  c = {};
+  c.kind = OptimizerKind::kAdam;
+  CHECK(near(one_step(c, 2.0f), 0.4f));
+  c.kind = OptimizerKind::kFtrl;
+  c.l1 = 100.0f;
+  CHECK(one_step(c, 2.0f) == 0.0f);
+}
+
+TEST(bound_clamps) {
+  OptimizerConfig c;
+  c.kind = OptimizerKind::kSgd;
+  c.bound = 0.25f;
+  CHECK(one_step(c, 100.0f) == -0.25f);
+  CHECK(one_step(c, -100.0f) == 0.25f);
+}
+
+TEST(momentum_accumulates) {
+  OptimizerConfig c;
+  c.kind = OptimizerKind::kSgd;
+  c.momentum = 0.5f;
+  const Optimizer o(c);
+  std::vector<float> weight(3, 0.0f), state(3, 0.0f);
+  step(o, 3, weight, state, 1.0f, 1);
+  CHECK(near(step(o, 3, weight, state, 1.0f, 2), -0.1f - 0.15f));
+}
+
+TEST(adam_correction_is_continuous_past_its_table) {
+  OptimizerConfig c;
+  c.kind = OptimizerKind::kAdam;
+  c.beta2 = 0.99999;
+  const Optimizer o(c);
+  for (std::uint32_t t = (1u << 15) - 3; t < (1u << 15) + 3; ++t) {
+    CHECK(o.correction(t + 1).root_scale < o.correction(t).root_scale);
+    CHECK(o.correction(t).scale == 1.0f);
+  }
+}
+
+TEST(finite_check_finds_each_position) {
+  for (std::size_t n : {1u, 16u, 257u}) {
+    std::vector<float> values(n, std::numeric_limits<float>::max());
+    CHECK(persia::all_finite(values.data(), n));
+    for (std::size_t i = 0; i < n; ++i) {
+      for (const float bad : {std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::infinity()}) {
+        values[i] = bad;
+        CHECK(!persia::all_finite(values.data(), n));
+        values[i] = -1.0f;
+      }
+    }
+  }
+}
+
+TEST(names) {
+  CHECK(persia::optimizer_kind("ftrl") == OptimizerKind::kFtrl);
+  CHECK_THROWS(persia::optimizer_kind("adamw"), std::invalid_argument);
+}
+
+MAIN
