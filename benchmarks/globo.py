@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-
 from benchmarks import harness
 from benchmarks.baselines import globo_torch
+
 from persia import Trainer, TrainerOptions, data
 from persia.modes import Hybrid, Mode, Sync
 from persia.nn.models import FFNN

@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import harness
 from benchmarks.baselines.step_torch import DenseOnly, Plain, Samples, TorchRec, Variant, Workload, generate
+
 from persia import Batch, IdColumn, IdFeature, Schema
 from persia.modes import Hybrid
 from persia.nn import EmbeddingCollection

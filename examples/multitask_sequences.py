@@ -22,7 +22,7 @@ SCHEMA = persia.Schema(
     dense_features=["price"],
     labels=["click", "purchase"],
     tables=[
-        persia.Table("item", dim=16, optimizer=persia.optim.Adam(lr=1e-3), capacity=1_000_000),
+        persia.Table("item", dim=16, optimizer=persia.optim.Adam(lr=1e-2), capacity=1_000_000),
         persia.Table("user", dim=8, admission=persia.AdmitMinFrequency(2)),  # No row for users seen once.
     ],
 )
@@ -54,13 +54,14 @@ class Net(torch.nn.Module):
 
 
 def batches() -> list[persia.Batch]:
-    """Users like items of their own parity; ragged columns are plain Python lists."""
+    """Every fourth item and every second user clicks more; ragged columns are plain Python lists."""
     rng = np.random.default_rng(0)
     result = []
     for _ in range(STEPS):
         user, item = rng.integers(0, 500, BATCH), rng.integers(0, 200, BATCH)
-        history = [(rng.integers(0, 100, n) * 2 + u % 2).tolist() for u, n in zip(user, rng.integers(0, 25, BATCH))]
-        click = rng.random(BATCH) < np.where(user % 2 == item % 2, 0.7, 0.2)
+        length = rng.integers(0, 25, BATCH)
+        history = [(rng.integers(0, 100, n) * 2 + u % 2).tolist() for u, n in zip(user, length, strict=True)]
+        click = rng.random(BATCH) < np.where(item % 4 == 0, 0.6, 0.2) + 0.2 * (user % 2)
         columns = {
             "user": user,
             "item": item,
@@ -80,8 +81,8 @@ def main() -> None:
     trainer = persia.Trainer(
         Net(),
         SCHEMA,
-        optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-3),
-        embedding_optimizer=persia.optim.Adagrad(lr=0.05),
+        optimizer=lambda parameters: torch.optim.Adam(parameters, 3e-3),
+        embedding_optimizer=persia.optim.Adagrad(lr=0.2),
         mode=persia.modes.Sync(),
     )
     result = trainer.fit(batches())

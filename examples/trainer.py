@@ -15,7 +15,7 @@ def make_model(schema: persia.Schema) -> torch.nn.Module:
     return persia.nn.models.DeepFM(schema, hidden=(128, 64))
 
 
-def make_optimizer(parameters):  # noqa: ANN001, ANN201
+def make_optimizer(parameters):
     return torch.optim.Adam(parameters, 1e-3)
 
 

@@ -24,7 +24,7 @@ def write_files(directory: Path) -> None:
             "shop": [f"shop-{s}" for s in shop],
             "viewed": [[int(taste[i]) * 100 + j for j in range(i % 4)] for i in range(ROWS)],
             "price": rng.lognormal(size=ROWS),
-            "clicked": rng.random(ROWS) < np.where(shop % 10 == taste, 0.8, 0.1),
+            "clicked": rng.random(ROWS) < np.where(shop % 3 == 0, 0.6, 0.2) + 0.03 * taste,
         }
         pq.write_table(pa.table(table), directory / f"part-{part}.parquet")
 

@@ -35,31 +35,31 @@ inline int run() {
 
 }  // namespace check
 
-#define TEST(name)                                      \
-  static void test_##name();                            \
+#define TEST(name)                                            \
+  static void test_##name();                                  \
   static check::Register register_##name(#name, test_##name); \
   static void test_##name()
 
-#define CHECK(condition)                                                             \
-  do {                                                                               \
-    if (!(condition)) {                                                              \
-      std::fprintf(stderr, "%s:%d: failed: %s\n", __FILE__, __LINE__, #condition);   \
-      std::exit(1);                                                                  \
-    }                                                                                \
+#define CHECK(condition)                                                           \
+  do {                                                                             \
+    if (!(condition)) {                                                            \
+      std::fprintf(stderr, "%s:%d: failed: %s\n", __FILE__, __LINE__, #condition); \
+      std::exit(1);                                                                \
+    }                                                                              \
   } while (0)
 
-#define CHECK_THROWS(statement, type)                                                              \
-  do {                                                                                             \
-    bool thrown = false;                                                                           \
-    try {                                                                                          \
-      statement;                                                                                   \
-    } catch (const type&) {                                                                        \
-      thrown = true;                                                                               \
-    }                                                                                              \
-    if (!thrown) {                                                                                 \
-      std::fprintf(stderr, "%s:%d: no %s from: %s\n", __FILE__, __LINE__, #type, #statement);      \
-      std::exit(1);                                                                                \
-    }                                                                                              \
+#define CHECK_THROWS(statement, type)                                                         \
+  do {                                                                                        \
+    bool thrown = false;                                                                      \
+    try {                                                                                     \
+      statement;                                                                              \
+    } catch (const type&) {                                                                   \
+      thrown = true;                                                                          \
+    }                                                                                         \
+    if (!thrown) {                                                                            \
+      std::fprintf(stderr, "%s:%d: no %s from: %s\n", __FILE__, __LINE__, #type, #statement); \
+      std::exit(1);                                                                           \
+    }                                                                                         \
   } while (0)
 
 #define MAIN \

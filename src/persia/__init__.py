@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from persia import cluster, data, modes, nn, optim
     from persia.batching.batch import Batch, IdColumn
     from persia.errors import PersiaError
+    from persia.options import TrainerOptions
     from persia.schema import (
         AdmitAll,
         AdmitMinFrequency,
@@ -25,13 +26,14 @@ if TYPE_CHECKING:
         Uniform,
         Zeros,
     )
-    from persia.trainer import FitResult, Trainer, TrainerOptions
+    from persia.trainer import FitResult, Trainer
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "persia.batching.batch": ("Batch", "IdColumn"),
     "persia.errors": ("PersiaError",),
+    "persia.options": ("TrainerOptions",),
     "persia.schema": (
         "AdmitAll",
         "AdmitMinFrequency",
@@ -45,7 +47,7 @@ _HOMES = {
         "Uniform",
         "Zeros",
     ),
-    "persia.trainer": ("FitResult", "Trainer", "TrainerOptions"),
+    "persia.trainer": ("FitResult", "Trainer"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 _PACKAGES = frozenset({"checkpoint", "cluster", "data", "errors", "metrics", "modes", "nn", "optim", "schema"})

@@ -12,11 +12,12 @@ from persia.checkpoint import CheckpointReader, CheckpointWriter
 from persia.config import convert, dump
 from persia.errors import CheckpointError, PersiaError
 from persia.modes import Hybrid, Mode, Sync
+from persia.options import TrainerOptions
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import RowChunk
 
 if TYPE_CHECKING:
-    from persia.trainer import Trainer, TrainerOptions
+    from persia.trainer import Trainer
 
 __all__ = ["Recorded", "load", "recorded", "save"]
 
@@ -53,8 +54,6 @@ def save(trainer: Trainer, directory: str) -> str:
 
 def recorded(directory: str) -> Recorded:
     """The declarations in the latest checkpoint of a directory."""
-    from persia.trainer import TrainerOptions
-
     config = CheckpointReader(directory).manifest.config
     origin = f"the checkpoint in {directory}"
     return Recorded(
@@ -102,7 +101,7 @@ def _training_state(trainer: Trainer) -> dict[str, Any]:
         "random": {
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-            "numpy": np.random.get_state(),  # noqa: NPY002 - the user's model may draw from it
+            "numpy": np.random.get_state(),
             "python": random.getstate(),
         },
     }
@@ -123,7 +122,7 @@ def _load_training_state(trainer: Trainer, state: dict[str, Any]) -> None:
     torch.set_rng_state(state["random"]["torch"])
     if torch.cuda.is_available() and len(state["random"]["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["random"]["cuda"])
-    np.random.set_state(state["random"]["numpy"])  # noqa: NPY002
+    np.random.set_state(state["random"]["numpy"])
     random.setstate(state["random"]["python"])
 
 

@@ -308,7 +308,7 @@ class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         dim: length of its embeddings; may be left out where `table` is declared in the schema.
         table: table whose rows it reads; its own name by default. Features of one table share rows.
         pooling: how the embeddings of a sample's ids become one: "sum", "mean", "sqrtn" (sum / sqrt(count)).
-            None keeps the sequence: the model gets `[batch, max_length, dim]` and a mask.
+            None ("none" in a file) keeps the sequence: the model gets `[batch, max_length, dim]` and a mask.
         max_length: only the first so many ids of a sample count; needed when `pooling` is None.
         cross: names of single-valued features whose combination is the id (the column is then computed, not read).
     """
@@ -316,7 +316,7 @@ class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     dim: int | None = None
     table: str | None = None
-    pooling: Pooling | None = "sum"
+    pooling: Pooling | Literal["none"] | None = "sum"
     max_length: int | None = None
     cross: tuple[str, ...] = ()
 
@@ -325,6 +325,8 @@ class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         _name("IdFeature", self.name)
         if self.dim is not None:
             _integer(owner, "dim", self.dim, 1, MAX_DIM)
+        if self.pooling == "none":  # TOML has no null.
+            msgspec.structs.force_setattr(self, "pooling", None)
         if self.pooling not in ("sum", "mean", "sqrtn", None):
             raise ConfigError(
                 f"{owner}.pooling = {self.pooling!r}; use 'sum', 'mean', 'sqrtn', or None for the sequence.",

@@ -25,8 +25,8 @@ class RowChunk(NamedTuple):
     Attributes:
         table: name of the table.
         shard: internal slice of the PS that the rows are from.
-        arrays: `ids` uint64 `[n]`, `embeddings` float32 `[n, dim]`, `state` float32 `[n, width]`,
-            `update_count`, `last_step` and `stamp` uint32 `[n]`.
+        arrays: the columns of `persia.store.Rows`: `ids` uint64 `[n]`, `embeddings` float32 `[n, dim]`, `state`
+            float32 `[n, width]`, `update_count`, `last_step` and `stamp` uint32 `[n]`.
     """
 
     table: str

@@ -205,7 +205,7 @@ def test_a_step_can_be_written_again(url: str) -> None:
 
 def test_leaving_without_commit_removes_everything(url: str) -> None:
     write(url, 1)
-    with pytest.raises(ZeroDivisionError), CheckpointWriter(url, 2) as writer:  # noqa: PT012
+    with pytest.raises(ZeroDivisionError), CheckpointWriter(url, 2) as writer:
         writer.add_rows("item", 0, make_rows(3))
         raise ZeroDivisionError
     fs, root = fsspec.core.url_to_fs(url)

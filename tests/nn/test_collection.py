@@ -81,7 +81,9 @@ class TorchTwin:
             offsets = column.offsets if column.offsets is not None else np.arange(len(batch) + 1)
             samples = []
             for i in range(len(batch)):
-                ids = torch.from_numpy(column.values[offsets[i] : offsets[i + 1]][: feature.max_length].astype(np.int64))
+                ids = torch.from_numpy(
+                    column.values[offsets[i] : offsets[i + 1]][: feature.max_length].astype(np.int64)
+                )
                 found = rows[ids]
                 if feature.pooling is None:
                     padded = torch.zeros(feature.max_length, rows.shape[1])
@@ -293,7 +295,9 @@ def test_a_second_training_pass_at_once_is_refused():
 def test_a_bad_batch_surfaces_with_its_origin_and_earlier_ones_are_trained():
     embeddings = collection()
     batches = make_batches(4)
-    bad = Batch({**batches[2].id_features, "item": IdColumn(np.zeros(3, np.uint64))}, batches[2].dense, batches[2].labels)
+    bad = Batch(
+        {**batches[2].id_features, "item": IdColumn(np.zeros(3, np.uint64))}, batches[2].dense, batches[2].labels
+    )
     trained = 0
     with pytest.raises(DataError, match="item") as caught:
         for batch in embeddings.prefetch([*batches[:2], bad, batches[3]]):

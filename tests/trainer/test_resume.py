@@ -82,7 +82,10 @@ def test_resuming_in_sync_mode_is_bit_identical(tmp_path, optimizer):
 
 def test_periodic_checkpoints_do_not_disturb_sync(tmp_path):
     schema = schema_of()
-    plain, saving = trainer(schema), trainer(schema, checkpoint_dir=str(tmp_path), checkpoint_every_steps=6, keep_last=2)
+    plain, saving = (
+        trainer(schema),
+        trainer(schema, checkpoint_dir=str(tmp_path), checkpoint_every_steps=6, keep_last=2),
+    )
     results = []
     for t in (plain, saving):
         torch.manual_seed(1)

@@ -47,7 +47,9 @@ def test_sync_gives_the_same_figures_twice():
         data = reader()
         t = trainer(data.schema)
         result = t.fit(data, epochs=2)
-        results.append((result.progressive.auc, result.progressive.log_loss, [p.sum().item() for p in t.model.parameters()]))
+        results.append(
+            (result.progressive.auc, result.progressive.log_loss, [p.sum().item() for p in t.model.parameters()])
+        )
     assert results[0] == results[1]
 
 

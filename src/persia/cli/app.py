@@ -38,7 +38,10 @@ def train(
     config: Config,
     overrides: Set = None,
     output: Annotated[
-        str | None, typer.Option(help="Directory for checkpoints and the resolved configuration.", metavar="DIR")
+        str | None,
+        typer.Option(
+            help="Directory for checkpoints and the resolved configuration; that of --resume by default.", metavar="DIR"
+        ),
     ] = None,
     json: Annotated[str | None, typer.Option(help="Write the result as JSON here.", metavar="FILE")] = None,
     resume: Annotated[
@@ -54,7 +57,7 @@ def train(
     """
     from persia.cli import output as out
 
-    run = _read(config, overrides, output)
+    run = _read(config, overrides, output or resume)
     if dump_config:
         out.print_toml(run.dump())
         return

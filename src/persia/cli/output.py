@@ -116,6 +116,10 @@ def write_predictions(path: str, labels: list[str], batches: Iterator[NDArray[np
     return rows
 
 
+NULLS = {"pooling": "none", "staleness": "unbounded"}
+"""How fields whose null means something are spelled in TOML, which has none."""
+
+
 def print_toml(tree: dict[str, Any], prefix: str = "") -> None:
     """Prints plain data as TOML; keys without a value are comments."""
     sections: list[tuple[str, Any]] = []
@@ -123,6 +127,8 @@ def print_toml(tree: dict[str, Any], prefix: str = "") -> None:
         tables = isinstance(value, list) and value and all(isinstance(item, dict) for item in value)
         if tables or (isinstance(value, dict) and value):
             sections.append((key, value))
+        elif value is None and key in NULLS:
+            print(f"{key} = {json.dumps(NULLS[key])}")
         elif value is None:
             print(f"# {key} is not set")
         else:

@@ -16,8 +16,9 @@ from persia.errors import ConfigError
 from persia.modes import Hybrid, Sync
 from persia.nn import models
 from persia.nn.step import OptimizerFactory
+from persia.options import TrainerOptions
 from persia.schema import Adagrad, EmbeddingOptimizer, Schema
-from persia.trainer import Trainer, TrainerOptions
+from persia.trainer import Trainer
 
 __all__ = ["ClusterConfig", "DataConfig", "ModelConfig", "OptimizerConfig", "RunConfig", "TrainConfig"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, cast
 
 import msgspec
 
@@ -23,12 +23,14 @@ class Hybrid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
 
     Args:
         staleness: a number >= 1; "auto" keeps as few steps in flight as keep the training thread from waiting;
-            None sets no bound.
+            None ("unbounded" in a file) sets no bound.
     """
 
-    staleness: int | Literal["auto"] | None = "auto"
+    staleness: int | Literal["auto", "unbounded"] | None = "auto"
 
     def __post_init__(self) -> None:
+        if self.staleness == "unbounded":  # TOML has no null.
+            msgspec.structs.force_setattr(self, "staleness", None)
         number = isinstance(self.staleness, int) and not isinstance(self.staleness, bool) and self.staleness >= 1
         if not (number or self.staleness is None or self.staleness == "auto"):
             raise ConfigError(
@@ -39,7 +41,7 @@ class Hybrid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
 
     def initial_depth(self) -> int | None:
         """The bound itself, or the least that overlaps anything."""
-        return 1 if self.staleness == "auto" else self.staleness
+        return 1 if self.staleness == "auto" else cast("int | None", self.staleness)
 
     def next_depth(self, depth: int | None, seen: Observation) -> int | None:
         """Fixed, unless "auto": one more while the training thread waits, one less while it does not."""

@@ -1,5 +1,6 @@
 """The NN worker's side: embeddings as torch tensors, prefetching, models."""
 
+from persia.nn import models
 from persia.nn.collection import CollectionOptions, EmbeddingCollection
 from persia.nn.prepared import PreparedBatch
 from persia.nn.staleness import Staleness
@@ -12,4 +13,5 @@ __all__ = [
     "PreparedBatch",
     "SequenceEmbedding",
     "Staleness",
+    "models",
 ]

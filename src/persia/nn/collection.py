@@ -326,9 +326,7 @@ class EmbeddingCollection(torch.nn.Module):
         ready()
         return prepared
 
-    def _stage(
-        self, batch: Batch, found: LookedUp, batch_id: int | None
-    ) -> tuple[PreparedBatch, Callable[[], None]]:
+    def _stage(self, batch: Batch, found: LookedUp, batch_id: int | None) -> tuple[PreparedBatch, Callable[[], None]]:
         on_host = self._expander.on_host
         arrays: dict[str, NDArray[Any]] = {f"rows/{name}": rows for name, rows in found.rows.items()}
         arrays["dense"] = batch.dense

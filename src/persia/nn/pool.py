@@ -26,7 +26,9 @@ class Expander:
 
     def __init__(self, schema: Schema, device: torch.device, threads: int | None = None) -> None:
         self.on_host = device.type == "cpu"
-        self._features = {f.name: (f.table_name, f.pooling, f.max_length) for f in schema.id_features}
+        self._features = {
+            f.name: (f.table_name, cast("Pooling | None", f.pooling), f.max_length) for f in schema.id_features
+        }
         self._tables = {name: number for number, name in enumerate(schema.resolved_tables())}
         self._pool = batching.ThreadPool(threads or torch.get_num_threads())
         self._scratch = batching.Scratch()
@@ -61,7 +63,7 @@ class Expander:
             )
             for name, (table, pooling, max_length) in self._features.items()
         ]
-        outputs = iter(_NativePool.apply(self._pool, self._scratch, plans, *(rows[table] for table in self._tables)))
+        outputs = iter(_NativePool.apply(self._pool, self._scratch, plans, *(rows[table] for table in self._tables)))  # type: ignore[no-untyped-call]
         result: dict[str, torch.Tensor | SequenceEmbedding] = {}
         for name, (_, pooling, _) in self._features.items():
             result[name] = next(outputs) if pooling is not None else SequenceEmbedding(next(outputs), next(outputs))

@@ -92,5 +92,3 @@ class PreparedBatch:
         assert finish is not None
         finish(self)
         self._closed = True
-
-

@@ -56,9 +56,7 @@ class DenseStep:
         )
         self.scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
         dtype = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-        self._autocast = (
-            (lambda: torch.autocast(device.type, dtype)) if dtype is not None else contextlib.nullcontext
-        )
+        self._autocast = (lambda: torch.autocast(device.type, dtype)) if dtype is not None else contextlib.nullcontext
         self._accumulation = accumulation_steps
         self._clip = clip_norm
         self._loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = getattr(
@@ -79,7 +77,7 @@ class DenseStep:
         scaled = loss if self._accumulation == 1 else loss / self._accumulation
         if self.scaler is not None:
             scaled = self.scaler.scale(scaled)
-        scaled.backward()  # type: ignore[no-untyped-call]
+        scaled.backward()
         self._backwards += 1
         if self._backwards == self._accumulation:
             self.finish()

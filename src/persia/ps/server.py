@@ -19,9 +19,6 @@ from persia.types import Floats, Ids, UpdateCounts
 
 __all__ = ["EmbeddingServer"]
 
-COLUMNS = ("ids", "embeddings", "state", "update_count", "last_step", "stamp")
-"""Columns of a RowChunk, in the order of `persia.store.Rows`."""
-
 CHUNK_BYTES = 64 << 20
 """About the size of an exported chunk: bounds the memory of a checkpoint, and how long a shard is locked."""
 
@@ -95,12 +92,11 @@ class EmbeddingServer:
             config = self._store.config(index)
             most = max(1, CHUNK_BYTES // (24 + 4 * (config.dim + config.state_width)))
             for shard, rows in self._store.iterate_rows(index, max_rows=most):
-                arrays = (rows.ids, rows.embeddings, rows.states, rows.update_counts, rows.last_steps, rows.stamps)
-                yield RowChunk(name, shard, dict(zip(COLUMNS, arrays, strict=True)))
+                yield RowChunk(name, shard, rows._asdict())
 
     def import_rows(self, chunk: RowChunk) -> None:
         """Puts rows back; rows of the same ids are replaced."""
-        self._store.import_rows(self._number(chunk.table), Rows(*(chunk.arrays[name] for name in COLUMNS)))
+        self._store.import_rows(self._number(chunk.table), Rows(**chunk.arrays))
 
     def state(self) -> dict[str, Any]:
         """What besides the rows decides the future: clocks, counters and admission sketches of each shard.

@@ -1,0 +1,53 @@
+"""Options of a training run."""
+
+from __future__ import annotations
+
+import msgspec
+
+from persia.errors import ConfigError
+from persia.nn.step import Precision
+from persia.schema import Schedule
+
+__all__ = ["TrainerOptions"]
+
+
+class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a training run seldom needs to be told.
+
+    Args:
+        seed: of row initialisation and admission. The dense model is initialised by its maker: seed torch before.
+        device: where the network runs: "cpu", "cuda", "cuda:1", or "auto" for CUDA where there is any.
+        precision: "float32", or autocast to "bf16" or "fp16" (with loss scaling).
+        accumulation_steps: batches per update, of the network and of the embeddings.
+        clip_norm: largest global norm of the dense gradient; None for no clipping.
+        schedule: learning-rate factor of the dense optimizer by global step.
+        checkpoint_dir: where checkpoints go; None for none.
+        checkpoint_every_steps: global steps between two checkpoints during `fit`; None for one at its end.
+        keep_last: checkpoints kept; older ones are removed.
+        log_dir: TensorBoard directory (needs the extra `tensorboard`).
+        progress: whether to show a live line.
+        timeout: seconds that any wait for data or embeddings may take.
+    """
+
+    seed: int = 0
+    device: str = "cpu"
+    precision: Precision = "float32"
+    accumulation_steps: int = 1
+    clip_norm: float | None = None
+    schedule: Schedule | None = None
+    checkpoint_dir: str | None = None
+    checkpoint_every_steps: int | None = None
+    keep_last: int = 2
+    log_dir: str | None = None
+    progress: bool = True
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.precision not in ("float32", "bf16", "fp16"):
+            raise ConfigError(f"precision = {self.precision!r}; use float32, bf16 or fp16.", field="precision")
+        for name in ("accumulation_steps", "keep_last", "checkpoint_every_steps"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"{name} = {value!r}; give a whole number >= 1.", field=name)
+        if self.checkpoint_every_steps is not None and self.checkpoint_dir is None:
+            raise ConfigError("checkpoint_every_steps needs checkpoint_dir.", field="checkpoint_dir")
