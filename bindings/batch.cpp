@@ -4,6 +4,7 @@
 // time of the call, and the GIL is released while the core works.
 #include "persia/batch.hpp"
 
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
@@ -363,12 +364,25 @@ void hash_cross(nb::list columns, std::uint64_t seed, nb::handle out, ThreadPool
   persia::hash_cross(pointers, seed, hashes.span<std::uint64_t>(), pool);
 }
 
+// A borrowed array: its memory goes back to the scratch when the last reference to the array is gone.
+nb::object floats(nb::object scratch, std::size_t count) {
+  struct Loan {
+    nb::object scratch;  // outlives the lease, which is destroyed first
+    Arena::Lease lease;
+  };
+  auto* loan = new Loan{scratch, {nb::cast<Arena&>(scratch), count * sizeof(float)}};
+  const nb::capsule owner(loan, [](void* p) noexcept { delete static_cast<Loan*>(p); });
+  return nb::cast(nb::ndarray<nb::numpy, float, nb::ndim<1>>(loan->lease.as<float>(), {count}, owner));
+}
+
 }  // namespace
 
 void register_batch(nb::module_& parent) {
   using nb::arg;
   nb::module_ m = parent.def_submodule("batch", "The batch path; use persia.batching, which checks and documents.");
-  nb::class_<Arena>(m, "Scratch", "Memory that calls borrow and give back. Thread-safe.").def(nb::init<>());
+  nb::class_<Arena>(m, "Scratch", "Memory that calls borrow and give back. Thread-safe.")
+      .def(nb::init<>())
+      .def("floats", &floats, arg("count"));
   m.def("unique", &unique, arg("groups"), arg("ids"), arg("inverse"), arg("pool"), arg("scratch"));
   m.def("pool_forward", &pool_forward, arg("rows"), arg("plans"), arg("outputs"), arg("masks"), arg("pool"));
   m.def("pool_backward", &pool_backward, arg("plans"), arg("gradients"), arg("outputs"), arg("pool"), arg("scratch"));

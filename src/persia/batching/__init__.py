@@ -5,7 +5,7 @@
 
 from persia.batching.duplicates import merge_gradients, unique
 from persia.batching.hashing import hash_cross, hash_strings, hash_values
-from persia.batching.native import Scratch, ThreadPool
+from persia.batching.native import Scratch, ThreadPool, borrow
 from persia.batching.pooling import FeaturePlan, Pooled, pool_backward, pool_forward
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Pooled",
     "Scratch",
     "ThreadPool",
+    "borrow",
     "hash_cross",
     "hash_strings",
     "hash_values",

@@ -125,6 +125,7 @@ class EmbeddingCollection(torch.nn.Module):
         self._group: list[_Pending] = []
         self._group_batches = 0
         self._registered: set[int] = set()
+        self._inline: PreparedBatch | None = None
         self._counts: dict[str, UpdateCounts] = {}
         self._released = 0
         self._pid = os.getpid()
@@ -321,6 +322,9 @@ class EmbeddingCollection(torch.nn.Module):
                     "yields, or switch to `.eval()` to read other ones."
                 )
             prepared, ready = self._lookup(self._register(batch))
+            if self._inline is not None:
+                self._release_if_unused(self._inline)
+            self._inline = prepared
         else:
             prepared, ready = self._read_only(self._validated(batch))
         ready()

@@ -81,7 +81,13 @@ class _NativePool(torch.autograd.Function):
         plans: list[batching.FeaturePlan],
         *rows: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        pooled = batching.pool_forward([r.numpy() for r in rows], plans, pool)
+        shapes = [
+            (plan.batch, rows[plan.table].shape[1])
+            if plan.pooling is not None
+            else (plan.batch, plan.max_length or 0, rows[plan.table].shape[1])
+            for plan in plans
+        ]
+        pooled = batching.pool_forward([r.numpy() for r in rows], plans, pool, batching.borrow(shapes, scratch))
         outputs: list[torch.Tensor] = []
         masks: list[torch.Tensor] = []
         for values, mask in zip(pooled.values, pooled.masks, strict=True):
@@ -103,7 +109,8 @@ class _NativePool(torch.autograd.Function):
             if plan.pooling is None:
                 next(given)  # Of the mask.
             arrays.append(None if gradient is None else gradient.numpy())
-        sums = batching.pool_backward(ctx.shapes, ctx.plans, arrays, ctx.pool, ctx.scratch)
+        out = batching.borrow(ctx.shapes, ctx.scratch)
+        sums = batching.pool_backward(ctx.shapes, ctx.plans, arrays, ctx.pool, ctx.scratch, out)
         used = {plan.table for plan, array in zip(ctx.plans, arrays, strict=True) if array is not None}
         return None, None, None, *(torch.from_numpy(s) if i in used else None for i, s in enumerate(sums))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -56,9 +57,21 @@ class PreparedBatch:
     def await_gradient(self, finish: Callable[[PreparedBatch], None]) -> None:
         """Makes the rows autograd leaves; `finish(self)` is called at the end of the first backward pass."""
         self._finish = finish
+        # Weak: a leaf that kept its batch alive would be a cycle, and megabytes would wait for the cycle collector.
+        myself = weakref.ref(self)
+
+        def on_gradient(_: torch.Tensor) -> None:
+            batch = myself()
+            if batch is None or batch._closed:
+                raise StaleBatchError(
+                    "The gradient of this batch was pushed already, or the batch was released when the next one was "
+                    "drawn. Call backward once per batch (add losses up first), before drawing the next."
+                )
+            batch._on_gradient()
+
         for leaf in self.rows.values():
             leaf.requires_grad_()
-            leaf.register_post_accumulate_grad_hook(self._on_gradient)
+            leaf.register_post_accumulate_grad_hook(on_gradient)
 
     def close(self) -> bool:
         """No gradient is accepted any more. Returns whether one was awaited."""
@@ -75,13 +88,7 @@ class PreparedBatch:
                 leaf.grad = None
         return gradients
 
-    def _on_gradient(self, _leaf: torch.Tensor) -> None:
-        if self._closed:
-            raise StaleBatchError(
-                "The gradient of this batch was pushed already, or the batch was released when the next one was "
-                "drawn. Call backward once per batch (add losses up first), before drawing the next.",
-                batch_id=self.batch_id,
-            )
+    def _on_gradient(self) -> None:
         if not self._called_back:
             # The leaves of a backward pass come one by one; the engine calls back once all have come.
             self._called_back = True

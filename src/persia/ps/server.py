@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from persia.batching import ThreadPool
+from persia import batching
 from persia.errors import ConfigError, StoreError
 from persia.modes import Aggregation, Mode
 from persia.ps.tables import learning_rate, table_config
@@ -38,7 +38,8 @@ class EmbeddingServer:
         self, tables: Mapping[str, Table], optimizer: EmbeddingOptimizer, mode: Mode, seed: int, threads: int
     ) -> None:
         self._mode = mode
-        self._store = EmbeddingStore(ThreadPool(threads))
+        self._store = EmbeddingStore(batching.ThreadPool(threads))
+        self._scratch = batching.Scratch()
         self._tables = {
             name: msgspec.structs.replace(table, optimizer=table.optimizer or optimizer)
             for name, table in tables.items()
@@ -53,7 +54,9 @@ class EmbeddingServer:
 
     def lookup(self, ids: Mapping[str, Ids], train: bool) -> dict[str, Floats]:
         """Rows of distinct ids, by table; see `persia.services.EmbeddingPS`."""
-        rows = self._store.lookup([self._number(name) for name in ids], list(ids.values()), train=train)
+        numbers = [self._number(name) for name in ids]
+        rows = batching.borrow([(len(i), self._tables[name].dim) for name, i in ids.items()], self._scratch)
+        self._store.lookup(numbers, list(ids.values()), train=train, out=rows)
         return dict(zip(ids, rows, strict=True))
 
     def push(
