@@ -1,0 +1,145 @@
+"""Statistical bars: does persia train as well as it should?
+
+    python benchmarks/quality.py [--only NAME] [--preset smoke|laptop|full] [--json FILE]
+
+quality.replay   (with --only quality.hybrid) Hybrid(4) on stationary synthetic data against a plain-PyTorch replay of the delays it recorded: the
+                 two may differ by rounding only, so this tells whether the implementation is right.
+quality.hybrid   Hybrid(4) minus Sync on the same data, paired by seed.
+quality.optimum  How far DeepFM stays below the known best AUC where there are few ids.
+quality.adult    Test AUC on PERSIA's example task; needs the data.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+
+from benchmarks import harness
+from benchmarks.baselines.delayed_torch import replay
+from persia import Batch, Schema, Trainer, TrainerOptions, data
+from persia.modes import Hybrid, Mode, Sync
+from persia.nn import Embeddings
+from persia.nn.models import DeepFM
+from persia.optim import Adagrad
+
+SEEDS = {"smoke": 1, "laptop": 5, "full": 5}
+ROWS = {"smoke": 20_000, "laptop": 3_000_000, "full": 3_000_000}
+BATCH = 1024
+
+
+def stationary(rows: int, seed: int) -> tuple[Schema, list[Batch]]:
+    """12 features of 100,000 Zipf(1.05) ids with latent pair interactions."""
+    reader = data.synthetic(rows, pairs=12, latent_dim=4, seed=seed, batch_size=BATCH)
+    return reader.schema, list(reader)
+
+
+def trainer_for(schema: Schema, mode: Mode, seed: int) -> Trainer:
+    torch.manual_seed(seed)
+    return Trainer(
+        DeepFM(schema),
+        schema,
+        optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-3, fused=True),
+        embedding_optimizer=Adagrad(lr=0.05),
+        mode=mode,
+        options=TrainerOptions(seed=seed, progress=False),
+    )
+
+
+def first_rows(schema: Schema, seed: int):  # noqa: ANN201 - a function of the replay's type
+    """The value that each id's row begins with."""
+    fresh = trainer_for(schema, Sync(), seed).embeddings.connection.servers[0]
+
+    def initial(table: str, ids: np.ndarray) -> np.ndarray:
+        return fresh.lookup({table: np.ascontiguousarray(ids)}, train=True)[table].copy()
+
+    return initial
+
+
+def hybrid(preset: str) -> Iterator[harness.Measure]:
+    """Hybrid(4) against its replay, and against Sync."""
+    apart, gaps, staleness = [], [], []
+    for seed in range(SEEDS[preset]):
+        schema, batches = stationary(ROWS[preset], seed)
+        trainer = trainer_for(schema, Hybrid(4), seed)
+        trainer.embeddings.gate.versions = versions = []
+        result = trainer.fit(batches)
+        staleness.append(result.staleness_mean)
+        again = replay(batches, schema, seed, versions, initial_rows=first_rows(schema, seed))
+        sync = trainer_for(schema, Sync(), seed).fit(batches)
+        apart.append(result.progressive.auc - again.auc)
+        gaps.append(result.progressive.auc - sync.progressive.auc)
+    details = {"per_seed": apart, "staleness": staleness}
+    mean = abs(statistics.fmean(apart))
+    yield harness.Measure("quality.replay", mean, "AUC apart", 0.0003, at_least=False, details=details)
+    yield harness.Measure("quality.hybrid", statistics.fmean(gaps), "AUC - Sync", details={"per_seed": gaps})
+
+
+def optimum(preset: str) -> harness.Measure:
+    """Best AUC minus DeepFM's on rows that it was not trained on."""
+    rows = {"smoke": 20_000, "laptop": 2_000_000, "full": 3_000_000}[preset]
+    test_rows = min(rows, 500_000)
+    reader = data.synthetic(rows, ids_per_feature=100, batch_size=BATCH)
+    trainer = trainer_for(reader.schema, Hybrid(4), 0)
+    trainer.fit(reader)
+    test = data.synthetic(rows, ids_per_feature=100, batch_size=BATCH)
+    batches = [b for b, _ in zip(test.batches(epoch=1), range(test_rows // BATCH), strict=False)]
+    reached = trainer.evaluate(batches).auc
+    best = test.best_auc(test_rows // BATCH * BATCH, epoch=1)
+    details = {"best": best, "reached": reached, "rows": rows}
+    return harness.Measure("quality.optimum", best - reached, "AUC below best", 0.01, at_least=False, details=details)
+
+
+class AdultNet(torch.nn.Module):
+    """PERSIA's example network: numbers to 16 and embeddings to 128, each batch-normalised, then 256-128-1."""
+
+    def __init__(self, schema: Schema) -> None:
+        super().__init__()
+        norm, linear = torch.nn.BatchNorm1d, torch.nn.Linear
+        slots = sum(feature.dim or 0 for feature in schema.id_features)
+        self.numbers = torch.nn.Sequential(linear(len(schema.dense_features), 16), norm(16), torch.nn.ReLU())
+        self.slots = torch.nn.Sequential(linear(slots, 128), norm(128), torch.nn.ReLU())
+        self.top = torch.nn.Sequential(
+            linear(144, 256), norm(256), torch.nn.ReLU(), linear(256, 128), norm(128), torch.nn.ReLU(), linear(128, 1)
+        )
+
+    def forward(self, dense: torch.Tensor, embeddings: Embeddings) -> torch.Tensor:
+        """Logits `[batch, 1]`."""
+        ids = torch.cat(list(embeddings.values()), dim=1)
+        logits: torch.Tensor = self.top(torch.cat([self.numbers(dense), self.slots(ids)], dim=1))
+        return logits
+
+
+def adult(preset: str) -> harness.Measure | None:
+    """Test AUC after one pass, batch 128, SGD 0.1 and Adagrad 0.01; mean of three seeds."""
+    if data.find("adult") is None:
+        print("adult is not here; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
+        return None
+    areas = []
+    for seed in range(1 if preset == "smoke" else 3):
+        train = data.adult(split="train", batch_size=128, shuffle_rows=50_000, seed=seed)
+        torch.manual_seed(seed)
+        trainer = Trainer(
+            AdultNet(train.schema),
+            train.schema,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1),
+            embedding_optimizer=Adagrad(lr=0.01),
+            mode=Sync(),
+            options=TrainerOptions(seed=seed, progress=False),
+        )
+        result = trainer.fit(train, data.adult(split="test", batch_size=1024))
+        assert result.evaluation is not None
+        areas.append(result.evaluation.auc)
+    return harness.quantity("quality.adult", areas, "test AUC", 0.885, details={"per_seed": areas})
+
+
+MEASURES = {"quality.hybrid": hybrid, "quality.optimum": optimum, "quality.adult": adult}
+
+if __name__ == "__main__":
+    harness.main(MEASURES)
