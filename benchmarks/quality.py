@@ -2,8 +2,9 @@
 
     python benchmarks/quality.py [--only NAME] [--preset smoke|laptop|full] [--json FILE]
 
-quality.replay   (with --only quality.hybrid) Hybrid(4) on stationary synthetic data against a plain-PyTorch replay of the delays it recorded: the
-                 two may differ by rounding only, so this tells whether the implementation is right.
+quality.replay   Hybrid(4) on stationary synthetic data against a plain-PyTorch replay of the delays it recorded: the
+                 two may differ by rounding only, so this tells whether the implementation is right. Printed with
+                 quality.hybrid.
 quality.hybrid   Hybrid(4) minus Sync on the same data, paired by seed.
 quality.optimum  How far DeepFM stays below the known best AUC where there are few ids.
 quality.adult    Test AUC on PERSIA's example task; needs the data.
@@ -20,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
-
 from benchmarks import harness
 from benchmarks.baselines.delayed_torch import replay
+
 from persia import Batch, Schema, Trainer, TrainerOptions, data
 from persia.modes import Hybrid, Mode, Sync
 from persia.nn import Embeddings
@@ -52,7 +53,7 @@ def trainer_for(schema: Schema, mode: Mode, seed: int) -> Trainer:
     )
 
 
-def first_rows(schema: Schema, seed: int):  # noqa: ANN201 - a function of the replay's type
+def first_rows(schema: Schema, seed: int):
     """The value that each id's row begins with."""
     fresh = trainer_for(schema, Sync(), seed).embeddings.connection.servers[0]
 

@@ -15,6 +15,7 @@ namespace persia {
 namespace {
 
 constexpr std::size_t kLine = 64;
+constexpr std::size_t kKept = 8;        // blocks that an arena keeps
 constexpr std::size_t kNarrow = 65536;  // so many distinct ids have an inverse of uint16
 
 }  // namespace
@@ -48,6 +49,7 @@ Arena::Lease::Lease(Arena& arena, std::size_t bytes) : arena_(arena) {
 
 Arena::Lease::~Lease() {
   const std::lock_guard lock(arena_.mutex_);
+  if (arena_.free_.size() >= kKept) return;  // What a burst has borrowed is freed.
   try {
     arena_.free_.push_back(std::move(block_));
   } catch (...) {  // no memory for the list: the block is freed instead of kept

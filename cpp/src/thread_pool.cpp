@@ -1,5 +1,7 @@
 #include "persia/thread_pool.hpp"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <exception>
 
@@ -33,57 +35,63 @@ struct ThreadPool::Loop {
   }
 };
 
-ThreadPool::ThreadPool(std::size_t threads) {
-  for (std::size_t i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
+ThreadPool::ThreadPool(std::size_t threads) : state_(std::make_unique<State>()), process_(getpid()) {
+  for (std::size_t i = 1; i < threads; ++i) state_->workers.emplace_back([state = state_.get()] { work(*state); });
 }
 
 ThreadPool::~ThreadPool() {
-  {
-    const std::lock_guard lock(mutex_);
-    stopping_ = true;
+  if (getpid() != process_) {
+    // In a forked child the threads do not exist: joining them, or destroying what they wait on, would hang.
+    static_cast<void>(state_.release());
+    return;
   }
-  wake_.notify_all();
-  for (auto& worker : workers_) worker.join();
+  {
+    const std::lock_guard lock(state_->mutex);
+    state_->stopping = true;
+  }
+  state_->wake.notify_all();
+  for (auto& worker : state_->workers) worker.join();
 }
 
 void ThreadPool::parallel_for(std::size_t count, const std::function<void(std::size_t)>& body) {
-  if (count <= 1 || workers_.empty()) {
+  if (count <= 1 || state_->workers.empty() || getpid() != process_) {
     for (std::size_t i = 0; i < count; ++i) body(i);
     return;
   }
+  auto& loops = state_->loops;
   auto loop = std::make_shared<Loop>();
   loop->body = &body;
   loop->count = count;
   {
-    const std::lock_guard lock(mutex_);
-    loops_.push_back(loop);
+    const std::lock_guard lock(state_->mutex);
+    loops.push_back(loop);
   }
-  const std::size_t helpers = std::min(count - 1, workers_.size());
-  for (std::size_t i = 0; i < helpers; ++i) wake_.notify_one();
+  const std::size_t helpers = std::min(count - 1, state_->workers.size());
+  for (std::size_t i = 0; i < helpers; ++i) state_->wake.notify_one();
   loop->run();
   {
     std::unique_lock lock(loop->mutex);
     loop->done.wait(lock, [&] { return loop->ended == loop->count; });
   }
   {
-    const std::lock_guard lock(mutex_);
-    const auto found = std::find(loops_.begin(), loops_.end(), loop);
-    if (found != loops_.end()) loops_.erase(found);
+    const std::lock_guard lock(state_->mutex);
+    const auto found = std::find(loops.begin(), loops.end(), loop);
+    if (found != loops.end()) loops.erase(found);
   }
   if (loop->error) std::rethrow_exception(loop->error);
 }
 
-void ThreadPool::work() {
+void ThreadPool::work(State& state) {
   for (;;) {
     std::shared_ptr<Loop> loop;
     {
-      std::unique_lock lock(mutex_);
-      wake_.wait(lock, [this] { return stopping_ || !loops_.empty(); });
-      if (stopping_) return;
-      loop = loops_.front();
+      std::unique_lock lock(state.mutex);
+      state.wake.wait(lock, [&] { return state.stopping || !state.loops.empty(); });
+      if (state.stopping) return;
+      loop = state.loops.front();
       // An exhausted loop is of no use to anybody else; its owner waits for those still running in it.
       if (loop->next.load() >= loop->count) {
-        loops_.pop_front();
+        state.loops.pop_front();
         continue;
       }
     }

@@ -49,5 +49,5 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name} = {value!r}; give a whole number >= 1.", field=name)
-        if self.checkpoint_every_steps is not None and self.checkpoint_dir is None:
-            raise ConfigError("checkpoint_every_steps needs checkpoint_dir.", field="checkpoint_dir")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ConfigError(f"clip_norm = {self.clip_norm!r}; give a number > 0.", field="clip_norm")

@@ -90,6 +90,8 @@ def resolved(trainer: Trainer) -> Schema:
 def _training_state(trainer: Trainer) -> dict[str, Any]:
     step = trainer.step
     return {
+        "seed": trainer.options.seed,
+        "optimizer_class": type(step.optimizer).__qualname__,
         "optimizer": step.optimizer.state_dict(),
         "scheduler": step.scheduler.state_dict() if step.scheduler else None,
         "scaler": step.scaler.state_dict() if step.scaler else None,
@@ -148,11 +150,22 @@ def _check_model(model: torch.nn.Module, tensors: dict[str, torch.Tensor], direc
 
 
 def _check_optimizer(trainer: Trainer, state: dict[str, Any], directory: str) -> None:
-    mine = [len(group["params"]) for group in trainer.step.optimizer.state_dict()["param_groups"]]
-    theirs = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
+    mine = _kind_of_optimizer(trainer.step.optimizer, trainer.step.optimizer.state_dict())
+    theirs = _kind_of_optimizer(state["optimizer_class"], state["optimizer"])
     if mine != theirs:
         raise CheckpointError(
-            f"{directory}: the optimizer has parameter groups of {theirs} tensors in the checkpoint and of {mine} "
-            "here. Make the optimizer as it was.",
+            f"{directory}: the optimizer is {theirs} in the checkpoint and {mine} here. Make the optimizer as it was.",
             path=directory,
         )
+    seed = state["seed"]
+    if seed != trainer.options.seed:
+        raise CheckpointError(
+            f"{directory}: rows were initialised with seed {seed}, and new ones would be with {trainer.options.seed}. "
+            "Set the same seed.",
+            path=directory,
+        )
+
+
+def _kind_of_optimizer(optimizer: torch.optim.Optimizer | str, state: dict[str, Any]) -> str:
+    name = optimizer if isinstance(optimizer, str) else type(optimizer).__qualname__
+    return f"{name} with groups of {[len(group['params']) for group in state['param_groups']]} tensors"

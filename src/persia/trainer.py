@@ -20,11 +20,13 @@ from persia.metrics import Metrics, MetricsResult
 from persia.modes import Hybrid, Mode
 from persia.nn.collection import CollectionOptions, EmbeddingCollection
 from persia.nn.prepared import PreparedBatch
+from persia.nn.staging import staging_for
 from persia.nn.step import DenseStep, OptimizerFactory
 from persia.observe import LiveLine, Snapshot, summary_writer
 from persia.options import TrainerOptions
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Cluster, Seekable
+from persia.types import Int32Array
 
 __all__ = ["FitResult", "Trainer", "TrainerOptions"]
 
@@ -37,11 +39,12 @@ class FitResult(msgspec.Struct, frozen=True):
 
     Attributes:
         rows: samples trained.
-        seconds: of the training loop.
+        seconds: of the training loop, checkpoints within it included.
         rows_per_second: rows / seconds.
         steps: global steps of this call.
         global_step: global steps in all.
-        progressive: metrics of the training logits themselves: each batch scored before it is trained.
+        progressive: metrics of the training logits themselves, each batch scored before it is trained; they and the
+            counts below go on from call to call, and over a resume.
         evaluation: metrics on `eval_data` after training, or None.
         staleness_mean: measured, in own steps.
         staleness_max: measured, in own steps.
@@ -100,7 +103,9 @@ class Trainer:
         self.embedding_optimizer = embedding_optimizer
         self.mode: Mode = mode or Hybrid()
         self.options = options or TrainerOptions()
-        device = torch.device(self._device_name())
+        if self.options.checkpoint_every_steps is not None and self.options.checkpoint_dir is None:
+            raise ConfigError("checkpoint_every_steps needs checkpoint_dir.", field="checkpoint_dir")
+        device = staging_for(self._device_name()).device
         self.step = DenseStep(
             model,
             optimizer,
@@ -122,6 +127,8 @@ class Trainer:
             ),
         )
         self.metrics = Metrics(list(schema.labels))
+        self._finished = False
+        self._loaded = False
         self.epoch = 0
         self.position = 0
         """Batches of the current epoch that are trained."""
@@ -143,27 +150,36 @@ class Trainer:
     ) -> FitResult:
         """Trains until `epochs` epochs, or `max_steps` steps of this call, are done.
 
-        After a resume it goes on where the checkpoint was written.
+        A call that was stopped by `max_steps` or an error, or that a checkpoint is from, is continued by the next one,
+        where it was; after a call that came to its end the next one begins anew, with other data perhaps.
 
         Args:
             train_data: a reader of `persia.data`, or any iterable of `persia.Batch` (not a one-shot iterator when
                 there are several epochs).
             eval_data: evaluated once, at the end.
-            epochs: epochs in all, those before a resume included.
+            epochs: passes over the data; those before a resume count.
             max_steps: most global steps of this call.
 
         Raises:
+            ConfigError: an argument is not valid.
             DataError: a batch does not fit the schema; earlier batches are trained.
             CheckpointError: a checkpoint could not be written; training state is unharmed.
         """
-        if epochs > 1 and iter(train_data) is train_data:
+        if epochs > 1 and isinstance(train_data, Iterator):
             raise ConfigError("train_data is an iterator and cannot be read twice; give a reader or a list.")
+        for name, value in (("epochs", epochs), ("max_steps", max_steps)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"{name} = {value!r}; give a whole number >= 1.", field=name)
+        if self._finished:
+            self.epoch = self.position = 0
+        self._finished = False
         run = _Run(self, max_steps)
-        self._train_mode(True)
+        self.model.train()
+        self.embeddings.train()
         try:
             with run.line:
                 while self.epoch < epochs and not run.finished():
-                    source = _from(train_data, self.epoch, self.position)
+                    source = self._source(train_data)
                     while not run.finished():
                         if self._train_segment(source, run):
                             self.epoch, self.position = self.epoch + 1, 0
@@ -171,7 +187,8 @@ class Trainer:
                         run.checkpoint_if_due()
         finally:
             run.close()
-        if self.options.checkpoint_dir is not None:
+        self._finished = self.epoch >= epochs
+        if self.options.checkpoint_dir is not None and run.unsaved():
             self.save(self.options.checkpoint_dir)
         evaluation = self.evaluate(eval_data) if eval_data is not None else None
         return run.result(evaluation)
@@ -204,12 +221,13 @@ class Trainer:
         return resume.save(self, directory)
 
     def load(self, directory: str) -> None:
-        """Takes everything from a checkpoint, the latest of `directory`. Nothing is changed unless all is well.
+        """Takes everything from a checkpoint, the latest of `directory`; all is checked before anything is changed.
 
         Raises:
             CheckpointError: it is damaged, or of another schema, model or optimizer.
         """
         resume.load(self, directory)
+        self._loaded = True
 
     @classmethod
     def resume(
@@ -252,29 +270,51 @@ class Trainer:
         """Trains to the next checkpoint or end; nothing is in flight afterwards. Returns whether the source ended."""
         wanted = run.batches_to_boundary()
         drawn = 0
-        with contextlib.closing(self.embeddings.prefetch(itertools.islice(source, wanted))) as batches:  # type: ignore[type-var]
-            for batch in batches:
-                logits, loss = self.step.train(batch, self.embeddings(batch))
-                run.score(logits, batch)
-                drawn += 1
-                self.position += 1
-                run.trained(len(batch), loss)
-        self.step.finish()
-        run.score_rest()
+        try:
+            with contextlib.closing(self.embeddings.prefetch(itertools.islice(source, wanted))) as batches:  # type: ignore[type-var]
+                for batch in batches:
+                    logits, loss = self.step.train(batch, self.embeddings(batch))
+                    run.score(logits, batch)
+                    drawn += 1
+                    self.position += 1
+                    run.trained(len(batch), loss)
+        finally:
+            # Also after an error: the embeddings have applied what was computed, the network does likewise.
+            self.step.finish()
+            run.score_rest()
         return wanted is None or drawn < wanted
 
-    def _scored(self, data: Iterable[Batch]) -> Iterator[tuple[Any, NDArray[np.float32]]]:
-        self._train_mode(False)
-        try:
-            with torch.no_grad(), contextlib.closing(self.embeddings.prefetch(data)) as batches:  # type: ignore[type-var]
-                for batch in batches:
-                    yield batch, self.step.logits(batch, self.embeddings(batch)).cpu().numpy()
-        finally:
-            self._train_mode(True)
+    def _source(self, data: Iterable[Batch]) -> Iterator[Batch]:
+        """The rest of the current epoch; readers seek, other iterables are read and skipped."""
+        loaded, self._loaded = self._loaded, False
+        if isinstance(data, Seekable):
+            return data.batches(self.epoch, self.position)
+        if isinstance(data, Iterator) and not loaded:
+            return data  # It is where the call before left it.
+        return itertools.islice(iter(data), self.position, None)
 
-    def _train_mode(self, train: bool) -> None:
-        self.model.train(train)
-        self.embeddings.train(train)
+    def _scored(self, data: Iterable[Batch]) -> Iterator[tuple[PreparedBatch, NDArray[np.float32]]]:
+        """Batches and their logits. Between two of them the caller finds model and collection in the mode they had."""
+        with self._reading():
+            batches = self.embeddings.prefetch(data)
+        with contextlib.closing(batches):  # type: ignore[type-var]
+            for batch in batches:
+                with self._reading():
+                    logits = self.step.logits(batch, self.embeddings(batch)).cpu().numpy()
+                yield batch, logits
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Evaluation mode, for the time of the block."""
+        modes = [(module, module.training) for module in (self.model, self.embeddings)]
+        self.model.eval()
+        self.embeddings.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for module, training in modes:
+                module.train(training)
 
     def _device_name(self) -> str:
         if self.options.device != "auto":
@@ -290,12 +330,13 @@ class _Run:
         self._first_step = trainer.global_step
         self._last_step = None if max_steps is None else trainer.global_step + max_steps
         self._next_checkpoint = self._after(trainer.options.checkpoint_every_steps)
+        self._saved_step: int | None = None
         self._began = time.monotonic()
         self._rows = 0
         self._batches = 0
         self._loss = float("nan")
         self._seconds = 0.0
-        self._unscored: tuple[torch.Tensor, PreparedBatch] | None = None
+        self._unscored: tuple[torch.Tensor, torch.Tensor, Int32Array | None] | None = None
         self._shown = (self._began, 0)
         self.line = LiveLine(trainer.options.progress)
         self._writer = summary_writer(trainer.options.log_dir) if trainer.options.log_dir else None
@@ -303,6 +344,10 @@ class _Run:
     def finished(self) -> bool:
         """Whether `max_steps` is reached."""
         return self._last_step is not None and self._trainer.global_step >= self._last_step
+
+    def unsaved(self) -> bool:
+        """Whether something was trained since the last checkpoint of this call."""
+        return self._saved_step != self._trainer.global_step
 
     def batches_to_boundary(self) -> int | None:
         """How many batches may be trained before a checkpoint is due or the call ends; None for any number."""
@@ -316,6 +361,7 @@ class _Run:
         if self._next_checkpoint is not None and trainer.global_step >= self._next_checkpoint:
             assert trainer.options.checkpoint_dir is not None
             trainer.save(trainer.options.checkpoint_dir)
+            self._saved_step = trainer.global_step
             self._next_checkpoint = self._after(trainer.options.checkpoint_every_steps)
 
     def trained(self, rows: int, loss: torch.Tensor) -> None:
@@ -332,14 +378,14 @@ class _Run:
     def score(self, logits: torch.Tensor, batch: PreparedBatch) -> None:
         """Counts the logits of the batch before; those of this one may still be computing on the device."""
         self.score_rest()
-        self._unscored = (logits, batch)
+        self._unscored = (logits, batch.labels, batch.day)
 
     def score_rest(self) -> None:
         """Counts the logits that are left."""
         if self._unscored is not None:
-            logits, batch = self._unscored
-            self._trainer.metrics.update(logits.cpu().numpy(), batch.labels.cpu().numpy(), batch.day)
+            logits, labels, day = self._unscored
             self._unscored = None
+            self._trainer.metrics.update(logits.cpu().numpy(), labels.cpu().numpy(), day)
 
     def close(self) -> None:
         """Stops the clock."""
@@ -393,10 +439,3 @@ class _Run:
             non_finite_rows=pushed.non_finite,
             released_batches=pushed.released,
         )
-
-
-def _from(data: Iterable[Batch], epoch: int, start: int) -> Iterator[Batch]:
-    """The batches of an epoch from number `start` on; readers seek, other iterables are read and skipped."""
-    if isinstance(data, Seekable):
-        return data.batches(epoch, start)
-    return itertools.islice(iter(data), start, None)

@@ -82,6 +82,10 @@ def test_the_dumped_configuration_is_complete_and_can_be_read(config, tmp_path):
         ("trainer.accumulation_steps=0", "accumulation_steps"),
         ("embedding_optimizer.kind=magic", "embedding_optimizer.kind"),
         ("nonsense", "a.b=value"),
+        ("optimizer.lr=-1", "optimizer.options"),
+        ("trainer.device=banana", "banana"),
+        ("trainer.clip_norm=-1", "clip_norm"),
+        ("train.epochs=0", "epochs"),
     ],
 )
 def test_a_wrong_configuration_is_one_line_that_names_the_field(config, change, named):

@@ -1,5 +1,7 @@
 """EmbeddingCollection against plain torch, and its manners in a loop."""
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -344,7 +346,7 @@ def test_a_late_loader_is_named():
     passing = embeddings.prefetch(loader())
     batch = next(passing)
     flat(embeddings(batch)).sum().backward()
-    with pytest.raises(PersiaError, match="data loader"):
+    with pytest.raises(PersiaError, match=r"was not ready.*data loader"):
         next(passing)
     stop.set()
 
@@ -406,6 +408,72 @@ def test_per_table_optimizers_and_two_collections_live_side_by_side():
     assert not torch.equal(found["a"], two(batch)["a"])
     found["b"].sum().backward()
     np.testing.assert_array_equal(row(one, "b", 0), -np.ones(5, np.float32))
+
+
+def test_batches_without_prefetch_before_a_loop_do_not_hold_its_gate():
+    embeddings = collection(mode=Sync(), accumulation_steps=3, timeout=20)
+    for batch in make_batches(2):
+        flat(embeddings(batch)).sum().backward()
+    for batch in embeddings.prefetch(make_batches(6)):
+        flat(embeddings(batch)).sum().backward()
+    assert embeddings.global_step == 3
+    flat(embeddings(make_batches(1)[0])).sum().backward()
+    embeddings.flush()
+    assert embeddings.global_step == 4
+
+
+def test_a_batch_abandoned_by_an_error_is_no_step():
+    embeddings = collection(mode=Sync())
+    with pytest.raises(RuntimeError, match="mine"):
+        for number, batch in enumerate(embeddings.prefetch(make_batches(9))):
+            if number == 4:
+                raise RuntimeError("mine")
+            flat(embeddings(batch)).sum().backward()
+    assert embeddings.global_step == 4
+
+
+def test_a_failed_push_before_leaving_early_surfaces_at_the_next_call(monkeypatch):
+    embeddings = collection()
+
+    def broken(*_):
+        raise PersiaError("no room")
+
+    monkeypatch.setattr(embeddings.connection.worker, "push", broken)
+    for batch in embeddings.prefetch(make_batches(5)):
+        flat(embeddings(batch)).sum().backward()
+        break
+    assert embeddings.connection.worker.buffered == 0
+    with pytest.raises(PersiaError, match="no room"):
+        next(embeddings.prefetch(make_batches(1)))
+
+
+FORKED = """
+import gc, os, sys
+import numpy as np
+import persia
+from persia.batching.batch import Batch, IdColumn
+
+schema = persia.Schema([persia.IdFeature("a", dim=4)], labels=["y"])
+ids, dense, labels = np.arange(4, dtype=np.uint64), np.zeros((4, 0), np.float32), np.zeros((4, 1), np.float32)
+batch = Batch({"a": IdColumn(ids)}, dense, labels)
+embeddings = persia.nn.EmbeddingCollection(schema, optimizer=persia.optim.SGD(lr=1.0))
+embeddings(batch)["a"].sum().backward()
+child = os.fork()
+if child == 0:
+    try:
+        next(embeddings.eval().prefetch([batch]))
+    except persia.PersiaError as error:
+        assert "another process" in str(error)
+        del embeddings
+        gc.collect()  # Must not join threads that only the parent has.
+        os._exit(0)
+    os._exit(1)
+sys.exit(os.waitpid(child, 0)[1])
+"""
+
+
+def test_a_forked_child_is_told_and_can_drop_what_it_inherited():
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], check=True, timeout=60)
 
 
 @pytest.mark.gpu

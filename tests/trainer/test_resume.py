@@ -132,6 +132,10 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path):
     torch.manual_seed(0)
     with pytest.raises(CheckpointError, match="tensor"):
         persia.Trainer.resume(str(tmp_path), persia.nn.models.FFNN(schema, hidden=(17,)), optimizer=adam)
+    with pytest.raises(CheckpointError, match="SGD"):
+        persia.Trainer.resume(str(tmp_path), model(schema), optimizer=lambda p: torch.optim.SGD(p, 0.1))
+    with pytest.raises(CheckpointError, match="seed"):
+        persia.Trainer.resume(str(tmp_path), model(schema), optimizer=adam, options=persia.TrainerOptions(seed=7))
     with pytest.raises(PersiaError, match="fresh"):
         first.load(str(tmp_path))
 

@@ -177,11 +177,69 @@ def test_tensorboard(tmp_path):
 
 
 def test_options_are_checked():
-    for wrong in ({"precision": "fp8"}, {"accumulation_steps": 0}, {"checkpoint_every_steps": 5}):
+    for wrong in ({"precision": "fp8"}, {"accumulation_steps": 0}, {"clip_norm": -1.0}):
         with pytest.raises(ConfigError):
             persia.TrainerOptions(**wrong)
+    schema = reader().schema
+    for wrong in ({"checkpoint_every_steps": 5}, {"device": "banana"}, {"device": "meta"}):
+        with pytest.raises(ConfigError):
+            trainer(schema, **wrong)
     with pytest.raises(ConfigError, match="optimizer"):
-        trainer(reader().schema, optimizer=lambda p: None)
+        trainer(schema, optimizer=lambda p: None)
+    for wrong in ({"epochs": 0}, {"max_steps": -3}):
+        with pytest.raises(ConfigError):
+            trainer(schema).fit(reader(), **wrong)
+
+
+def test_after_a_finished_fit_the_next_one_trains_other_data():
+    t = trainer(reader().schema)
+    assert t.fit(reader(2_000)).steps == 10
+    assert t.fit(reader(1_000)).steps == 5
+    batches = iter(list(reader(1_400)))
+    assert t.fit(batches, max_steps=3).steps == 3
+    assert t.fit(batches).steps == 4
+
+
+def test_an_unfinished_prediction_leaves_everything_as_it_was():
+    data = reader()
+    t = trainer(data.schema)
+    next(t.predict(data))
+    assert torch.is_grad_enabled()
+    assert t.model.training
+    assert t.fit(data, max_steps=2).steps == 2
+
+
+def test_an_error_keeps_network_and_embeddings_in_step():
+    data = reader()
+    t = trainer(data.schema, accumulation_steps=3)
+    batches = list(data)
+    bad = persia.Batch({}, batches[0].dense, batches[0].labels)
+    before = [p.clone() for p in t.model.parameters()]
+    with pytest.raises(DataError):
+        t.fit([batches[0], batches[1], bad])
+    assert t.global_step == 1
+    assert not all(torch.equal(a, b) for a, b in zip(before, t.model.parameters(), strict=True))
+    assert all(p.grad is None for p in t.model.parameters())
+    assert t.metrics.rows == 400
+
+
+def test_a_bad_batch_changes_neither_store_nor_model():
+    data = reader()
+    t = trainer(data.schema)
+    t.fit(data, max_steps=3)
+    batches = list(data)
+    bad = persia.Batch(batches[0].id_features, batches[0].dense * np.nan, batches[0].labels)
+    before = ([p.clone() for p in t.model.parameters()], rows_of(t))
+    with pytest.raises(DataError, match="dense"):
+        t.fit([*batches[:3], bad])
+    assert all(torch.equal(a, b) for a, b in zip(before[0], t.model.parameters(), strict=True))
+    for a, b in zip(before[1], rows_of(t), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def rows_of(t):
+    server = t.embeddings.connection.servers[0]
+    return [chunk.arrays[name] for chunk in server.export_rows() for name in sorted(chunk.arrays)]
 
 
 @pytest.mark.gpu

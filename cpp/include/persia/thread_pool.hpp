@@ -1,5 +1,7 @@
 // A fixed set of threads that run the iterations of a loop, together with the thread that asks.
 #pragma once
+#include <sys/types.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
@@ -21,20 +23,24 @@ class ThreadPool {
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
-  std::size_t threads() const { return workers_.size() + 1; }
+  std::size_t threads() const { return state_->workers.size() + 1; }
 
   // Runs body(0) ... body(count - 1) in any order and returns when all have ended. The first exception is rethrown.
   void parallel_for(std::size_t count, const std::function<void(std::size_t)>& body);
 
  private:
   struct Loop;
-  void work();
+  struct State {
+    std::mutex mutex;
+    std::condition_variable wake;
+    std::deque<std::shared_ptr<Loop>> loops;
+    bool stopping = false;
+    std::vector<std::thread> workers;
+  };
+  static void work(State& state);
 
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  std::deque<std::shared_ptr<Loop>> loops_;
-  bool stopping_ = false;
-  std::vector<std::thread> workers_;
+  std::unique_ptr<State> state_;
+  pid_t process_;
 };
 
 }  // namespace persia

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json as jsonlib
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,9 +40,7 @@ def train(
     overrides: Set = None,
     output: Annotated[
         str | None,
-        typer.Option(
-            help="Directory for checkpoints and the resolved configuration; that of --resume by default.", metavar="DIR"
-        ),
+        typer.Option(help="Directory for checkpoints; that of --resume by default.", metavar="DIR"),
     ] = None,
     json: Annotated[str | None, typer.Option(help="Write the result as JSON here.", metavar="FILE")] = None,
     resume: Annotated[
@@ -61,14 +60,14 @@ def train(
     if dump_config:
         out.print_toml(run.dump())
         return
+    if json is not None:
+        out.check_writable(json)
     reader = run.reader()
     trainer = run.build_trainer(reader.schema)
     if resume is not None:
         trainer.load(resume)
     evaluation = run.eval_data.reader(reader.schema, "eval_data") if run.eval_data is not None else None
     result = trainer.fit(reader, evaluation, epochs=run.train.epochs, max_steps=run.train.max_steps)
-    if output is not None:
-        out.write_json(f"{output.rstrip('/')}/config.json", run.dump())
     out.print_fit(result, trainer.options.checkpoint_dir)
     if json is not None:
         out.write_json(json, out.fit_record(result))
@@ -122,7 +121,7 @@ def main() -> Any:
     """Runs the command line; errors of persia are one line, not a traceback."""
     try:
         return app()
-    except PersiaError as error:
+    except (PersiaError, OSError) as error:
         print(f"persia: {error}", file=sys.stderr)
         return sys.exit(1)
 
@@ -133,14 +132,15 @@ def _read(config: str, overrides: list[str] | None, output: str | None = None) -
 
     changes = list(overrides or [])
     if output is not None:
-        changes.append(f'trainer.checkpoint_dir="{output}"')
+        changes.append(f"trainer.checkpoint_dir={jsonlib.dumps(output)}")
     return read(config, changes, RunConfig)
 
 
 def _restored(config: str, overrides: list[str] | None, checkpoint: str) -> tuple[Trainer, Any]:
     run = _read(config, overrides)
     source = run.eval_data or run.data
-    reader = source.reader(run.schema, "eval_data" if run.eval_data else "data")
+    schema = run.schema if run.schema is not None or run.eval_data is None else run.reader().schema
+    reader = source.reader(schema, "eval_data" if run.eval_data else "data")
     trainer = run.build_trainer(reader.schema)
     trainer.load(checkpoint)
     return trainer, reader

@@ -21,6 +21,7 @@ from persia.trainer import FitResult
 
 __all__ = [
     "CONSOLE",
+    "check_writable",
     "fit_record",
     "metrics_record",
     "print_fit",
@@ -94,6 +95,13 @@ def fit_record(result: FitResult) -> dict[str, Any]:
     record["progressive"] = metrics_record(result.progressive)
     record["evaluation"] = metrics_record(result.evaluation) if result.evaluation is not None else None
     return record
+
+
+def check_writable(path: str) -> None:
+    """Raises OSError now rather than after hours of training."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", encoding="utf-8"):
+        pass
 
 
 def write_json(path: str, record: Any) -> None:

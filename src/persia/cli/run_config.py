@@ -207,5 +207,5 @@ def _call(make: Callable[..., Any], options: dict[str, Any], where: str, *positi
             raise ConfigError(f"{where}.{name} is unknown; there are {', '.join(known)}.", field=f"{where}.{name}")
     try:
         return make(*positional, **options)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError(f"{where}: {error}.", field=where) from error

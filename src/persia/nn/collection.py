@@ -26,6 +26,10 @@ from persia.types import Contribution, Floats, LookedUp, UpdateCounts
 __all__ = ["CollectionOptions", "EmbeddingCollection", "Pushed"]
 
 
+EVALUATION_READY = 4
+"""Batches looked up ahead in evaluation, where no mode says how many."""
+
+
 class CollectionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a collection seldom needs to be told.
 
@@ -42,10 +46,9 @@ class CollectionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
-        for name in ("accumulation_steps",):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name} = {value!r}; give a whole number >= 1.", field=name)
+        value = self.accumulation_steps
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"accumulation_steps = {value!r}; give a whole number >= 1.", field="accumulation_steps")
         if not self.timeout > 0:
             raise ConfigError(f"timeout = {self.timeout!r}; give a number of seconds > 0.", field="timeout")
 
@@ -116,7 +119,7 @@ class EmbeddingCollection(torch.nn.Module):
         self.mode = mode or Hybrid()
         self.grad_scaler = grad_scaler
         self.global_step = 0
-        self._staging = staging_for(torch.device(self.options.device))
+        self._staging = staging_for(self.options.device)
         self._expander = Expander(schema, self._staging.device)
         self.connection = cluster.connect(schema, optimizer, self.mode, self.options.seed)
         self._worker = self.connection.worker
@@ -126,6 +129,7 @@ class EmbeddingCollection(torch.nn.Module):
         self._group_batches = 0
         self._registered: set[int] = set()
         self._inline: PreparedBatch | None = None
+        self._push_failure: BaseException | None = None
         self._counts: dict[str, UpdateCounts] = {}
         self._released = 0
         self._pid = os.getpid()
@@ -169,6 +173,17 @@ class EmbeddingCollection(torch.nn.Module):
             )
         return self._expander(batch.rows, batch.inverse, batch.offsets)
 
+    def flush(self) -> None:
+        """Applies what is left of a group of `accumulation_steps` batches that were called without `prefetch`.
+
+        A `prefetch` loop does this by itself, at its begin and its end. Blocks.
+        """
+        self._raise_push_failure()
+        if self._inline is not None:
+            self._release_if_unused(self._inline)
+            self._inline = None
+        self._flush_group()
+
     # --- what happened ----------------------------------------------------------------------------------------
 
     @property
@@ -206,6 +221,7 @@ class EmbeddingCollection(torch.nn.Module):
                 "A training pass over this EmbeddingCollection is under way. Finish or close its prefetch iterator "
                 "first (`del` it, or leave its loop)."
             )
+        self.flush()
         self.gate.open()
         stages = Stages(self._register, self.gate.pass_lookup, self._lookup, self.gate.drawn, self.gate.close)
         pipeline = self._pipeline = Pipeline(source, stages, self.options.timeout)
@@ -219,16 +235,20 @@ class EmbeddingCollection(torch.nn.Module):
                 yield batch
                 self._release_if_unused(batch)
         finally:
-            # Also when the loop is left early: what has a gradient is applied, the rest is forgotten.
-            if batch is not None:
-                self._release_if_unused(batch)
+            # Also when the loop is left early: what has a gradient is applied, the rest is forgotten. A batch that was
+            # abandoned is no step.
+            if batch is not None and batch.close():
+                self._released += 1
             self._flush_group()
             self._pipeline = None
-            pipeline.close()
-            for batch_id in self._registered:
-                self._worker.release(batch_id)
-            self._registered.clear()
-        pipeline.raise_push_failure()
+            try:
+                pipeline.close()
+            finally:
+                for batch_id in self._registered:
+                    self._worker.release(batch_id)
+                self._registered.clear()
+                self._push_failure = pipeline.push_failure
+        self._raise_push_failure()
 
     def _register(self, batch: Batch) -> tuple[Batch, int]:
         batch.validate(self.schema)
@@ -277,17 +297,18 @@ class EmbeddingCollection(torch.nn.Module):
             self._pipeline.push(lambda: self._push(group, batches, step))
 
     def _push(self, group: list[_Pending], batches: int, step: int) -> None:
-        self._registered.difference_update(pending.batch_id for pending in group)
         contributions = [Contribution(pending.batch_id, pending.gradients()) for pending in group]
         if contributions:
             for table, counts in self._worker.push(contributions, step).items():
                 before = self._counts.get(table, UpdateCounts())
                 self._counts[table] = UpdateCounts(*(a + b for a, b in zip(before, counts, strict=True)))
+            self._registered.difference_update(c.batch_id for c in contributions)
         self.gate.done(batches)
 
     # --- without a pipeline -----------------------------------------------------------------------------------
 
     def _evaluate(self, source: Iterator[Batch]) -> Iterator[PreparedBatch]:
+        self._check_process()
         stopped = False
 
         def stop() -> None:
@@ -295,7 +316,7 @@ class EmbeddingCollection(torch.nn.Module):
             stopped = True
 
         stages = Stages(self._validated, lambda: not stopped, self._read_only, lambda _: None, stop)
-        pipeline = Pipeline(source, stages, self.options.timeout)
+        pipeline = Pipeline(source, stages, self.options.timeout, ready=EVALUATION_READY)
         try:
             while True:
                 try:
@@ -349,6 +370,12 @@ class EmbeddingCollection(torch.nn.Module):
             batch_id,
         )
         return prepared, ready
+
+    def _raise_push_failure(self) -> None:
+        """Raises, once, what the push thread of an earlier pass failed with."""
+        failure, self._push_failure = self._push_failure, None
+        if failure is not None:
+            raise failure
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

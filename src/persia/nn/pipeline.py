@@ -23,6 +23,9 @@ __all__ = ["Pipeline", "Stages"]
 READ_AHEAD = 16
 """Batches read before they are needed; more only costs memory."""
 
+LOADER_GRACE = 1.0
+"""Seconds that the end of a pass waits for the loader."""
+
 MOST_READY = 64
 """Batches looked up before they are needed when the mode sets no bound."""
 
@@ -56,16 +59,17 @@ class Pipeline:
         source: the loader's iterator.
         stages: what the threads do.
         timeout: seconds that a draw, or the end of the last push, may take.
+        ready: most batches looked up ahead.
     """
 
-    def __init__(self, source: Iterator[Batch], stages: Stages, timeout: float) -> None:
+    def __init__(self, source: Iterator[Batch], stages: Stages, timeout: float, ready: int = MOST_READY) -> None:
         self._source = source
         self._stages = stages
         self._timeout = timeout
         self._read: Channel[Batch | _Failure] = Channel(READ_AHEAD)
-        self._ready: Channel[tuple[PreparedBatch, Callable[[], None]] | _Failure] = Channel(MOST_READY)
-        self._pushes: Channel[Callable[[], None]] = Channel(1 << 20)
-        self._push_failure: BaseException | None = None
+        self._ready: Channel[tuple[PreparedBatch, Callable[[], None]] | _Failure] = Channel(ready)
+        self._pushes: Channel[Callable[[], None]] = Channel(MOST_READY)
+        self.push_failure: BaseException | None = None
         self._doing = "data loader: waiting for its first batch"
         self._number = 0
         self._threads = [
@@ -84,7 +88,8 @@ class Pipeline:
             Exception: whatever a background thread failed with.
         """
         began = time.monotonic()
-        self.raise_push_failure()
+        if self.push_failure is not None:
+            raise self.push_failure
         try:
             item = self._ready.get(self._timeout)
         except Closed:
@@ -106,7 +111,10 @@ class Pipeline:
         return batch
 
     def push(self, task: Callable[[], None]) -> None:
-        """Runs the task in the push thread, in order. Does not block; after a failed push, does nothing."""
+        """Runs the task in the push thread, in order; after a failed push, does nothing.
+
+        Blocks while 64 pushes wait: a slow server holds the training thread up, memory stays bounded.
+        """
         with contextlib.suppress(Closed):
             self._pushes.put(task)
 
@@ -114,14 +122,16 @@ class Pipeline:
         """Ends the threads; pushes that were handed over are finished, batches that nobody drew are dropped.
 
         Raises:
-            DeadlineError: the loader does not return from its `next`.
+            DeadlineError: a lookup or a push under way does not end.
         """
         self._stages.stop()
         self._read.close(discard=True)
         self._ready.close(discard=True)
         self._pushes.close()
-        for thread, what in zip(self._threads, ("data loader: next batch", "lookup", "push"), strict=True):
-            self._join(thread, what)
+        # The loader may sit in its `next` for long; its thread ends with that, and nobody needs to wait.
+        self._threads[0].join(LOADER_GRACE)
+        for thread, what in zip(self._threads[1:], ("lookup", "push"), strict=True):
+            self._join(thread, f"embedding worker: {what}")
 
     def _join(self, thread: threading.Thread, what: str) -> None:
         thread.join(self._timeout)
@@ -131,11 +141,6 @@ class Pipeline:
                 stage=what,
                 timeout=self._timeout,
             )
-
-    def raise_push_failure(self) -> None:
-        """Raises what the push thread failed with, if it has."""
-        if self._push_failure is not None:
-            raise self._push_failure
 
     def _run_read(self) -> None:
         number = 0
@@ -185,7 +190,7 @@ class Pipeline:
         except BaseException as error:
             self._pushes.close(discard=True)
             error.add_note(f"Raised in the push thread of prefetch, at push {number}.")
-            self._push_failure = error
+            self.push_failure = error
             # The gate may never open now: wake a draw that waits behind it.
             self._put_failure(self._ready, error)
 

@@ -101,6 +101,7 @@ class _NativePool(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         given = iter(gradients)
         arrays: list[Any] = []

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from persia.errors import ConfigError
 from persia.types import Floats
 
 __all__ = ["CpuStaging", "CudaStaging", "Staging", "staging_for"]
@@ -36,7 +37,9 @@ class CpuStaging:
 
     def to_device(self, arrays: Mapping[str, NDArray[np.generic]]) -> tuple[dict[str, torch.Tensor], Ready]:
         """Wraps the arrays."""
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}, _nothing
+        # torch has no read-only tensors: it warns, and writing would be a fault.
+        writable = {n: array if array.flags.writeable else array.copy() for n, array in arrays.items()}
+        return {name: torch.from_numpy(array) for name, array in writable.items()}, _nothing
 
     def to_host(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[str, Floats]]:
         """Wraps the tensors."""
@@ -90,9 +93,21 @@ class CudaStaging:
         return wait
 
 
-def staging_for(device: torch.device) -> Staging:
-    """The staging of a device."""
-    return CudaStaging(device) if device.type == "cuda" else CpuStaging()
+def staging_for(name: str) -> Staging:
+    """The staging of a device.
+
+    Raises:
+        ConfigError: the device is unknown, or not there.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device = {name!r} is unknown; use cpu, cuda or cuda:N.", field="device") from error
+    if device.type == "cpu":
+        return CpuStaging()
+    if device.type != "cuda" or not torch.cuda.is_available():
+        raise ConfigError(f"device = {name!r} is not available here; use cpu.", field="device")
+    return CudaStaging(device)
 
 
 def _nothing() -> None:
