@@ -10,7 +10,7 @@
 namespace persia {
 namespace {
 
-constexpr std::size_t kGroup = 16;
+constexpr std::size_t kGroup = 8;  // longer bursts of prefetches stall on the few misses a core has in flight
 constexpr std::size_t kLine = 64;
 constexpr std::size_t kMaxPrefetch = 8 * kLine;  // the hardware follows a stream by itself from there on
 constexpr std::uint64_t kMaxRows = std::numeric_limits<std::uint32_t>::max() - 1u;
@@ -117,13 +117,13 @@ void Shard::fetch_slots(const Slice& slice, std::size_t start, Group& group) con
 }
 
 void Shard::fetch_rows(Group& group, std::size_t prefetch_bytes) const {
+  index_.candidates(group.tag, group.count, group.row);
   for (std::size_t i = 0; i < group.count; ++i) {
-    // The home is worked out again: the index may have grown in between.
-    group.row[i] = index_.candidate(index_.home(group.tag[i]), group.tag[i]);
     if (group.row[i] == Index::kNone) continue;
     const std::byte* bytes = row_bytes(group.row[i]);
-    for (std::size_t at = 0; at < prefetch_bytes; at += kLine) __builtin_prefetch(bytes + at, 1);
-    __builtin_prefetch(bytes + prefetch_bytes - 1, 1);
+    // Past the outer caches: a row is used once per batch; the index profits from the room.
+    for (std::size_t at = 0; at < prefetch_bytes; at += kLine) __builtin_prefetch(bytes + at, 0, 0);
+    __builtin_prefetch(bytes + prefetch_bytes - 1, 0, 0);
   }
 }
 

@@ -1,9 +1,10 @@
 // Ordered linear probing (Amble, Knuth 1974): an open hash table whose slots stay sorted by hash.
 //
 // A slot is a 32-bit tag (from the hash) over a 32-bit row number. The home position is monotone in the tag, so the
-// whole array is sorted, with holes. That gives three things: a miss ends at the first smaller tag, erasing needs no
-// tombstone, and the table grows in place by moving slots in order, without reading any row.
-// Tags are sorted downwards so that an empty slot (zero) ends a search by the same comparison.
+// whole array is sorted, with holes. It is always the first slot of a cache line: nearly every search stays in one.
+// That gives three things: a miss ends at the first smaller tag, erasing needs no tombstone, and the table grows in
+// place by moving slots in order, without reading any row. Tags are sorted downwards so that an empty slot (zero) ends
+// a search by the same comparison.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -19,6 +20,7 @@ class Index {
   static constexpr std::uint32_t kNone = 0xFFFFFFFFu;
   static constexpr std::uint64_t kFirstSlots = 64;
   static constexpr std::uint64_t kDoubling = 1u << 12;
+  static constexpr std::uint64_t kLineSlots = 8;
 
   Index() = default;
   Index(std::uint64_t* slots, std::uint64_t slot_count, std::uint64_t max_slots)
@@ -28,29 +30,25 @@ class Index {
 
   static std::uint32_t tag_of(std::uint64_t hash) { return std::max(~static_cast<std::uint32_t>(hash >> 32), 1u); }
 
-  std::uint64_t home(std::uint32_t tag) const { return (std::uint64_t{~tag} * count_) >> 32; }
-
-  void prefetch(std::uint64_t home) const {
-    __builtin_prefetch(slots_ + home);
-    __builtin_prefetch(slots_ + home + kStride - 1);
+  std::uint64_t home(std::uint32_t tag) const {
+    return ((std::uint64_t{~tag} * (count_ / kLineSlots)) >> 32) * kLineSlots;
   }
+
+  void prefetch(std::uint64_t home) const { __builtin_prefetch(slots_ + home); }
 
   // The first position whose tag is not above `tag`. Counting instead of comparing one by one costs no mispredicted
   // branch: all slots behind the first smaller one are smaller too.
   std::uint64_t lower_bound(std::uint64_t home, std::uint32_t tag) const {
-    const std::uint64_t bound = (std::uint64_t{tag} << 32) | 0xFFFFFFFFu;
-    for (std::uint64_t at = home;; at += kStride) {
+    const std::uint64_t bound = bound_of(tag);
+    for (std::uint64_t at = home;; at += kLineSlots) {
       std::uint64_t above = 0;
-      for (std::uint64_t i = 0; i < kStride; ++i) above += slots_[at + i] > bound;
-      if (above < kStride) return at + above;
+      for (std::uint64_t i = 0; i < kLineSlots; ++i) above += slots_[at + i] > bound;
+      if (above < kLineSlots) return at + above;
     }
   }
 
-  // A row with this tag, most likely the right one; kNone if there is none.
-  std::uint32_t candidate(std::uint64_t home, std::uint32_t tag) const {
-    const std::uint64_t slot = slots_[lower_bound(home, tag)];
-    return tag_in(slot) == tag ? row_in(slot) : kNone;
-  }
+  // For each tag a row that bears it, most likely the right one; kNone where there is none.
+  void candidates(const std::uint32_t* tags, std::size_t count, std::uint32_t* rows) const;
 
   // The row for which `matches(row)` holds, among those with this tag.
   template <class Matches>
@@ -67,7 +65,7 @@ class Index {
     const std::uint64_t at = lower_bound(home(tag), tag);
     std::uint64_t hole = at;
     while (slots_[hole] != 0) ++hole;
-    if (hole >= count_ + kIndexTail - kStride) {
+    if (hole >= count_ + kIndexTail - kLineSlots) {
       throw std::runtime_error("the index overflows: thousands of ids share one hash; hash the ids before use");
     }
     std::memmove(slots_ + at + 1, slots_ + at, (hole - at) * sizeof(std::uint64_t));
@@ -89,7 +87,7 @@ class Index {
   // shrink, because distances to the end grow.
   void grow() {
     const std::uint64_t old_end = used_end();
-    count_ = std::min(count_ < kDoubling ? count_ * 2 : count_ + count_ / 4, max_);
+    count_ = std::min(count_ < kDoubling ? count_ * 2 : (count_ + count_ / 4) / kLineSlots * kLineSlots, max_);
     const std::uint64_t end = count_ + kIndexTail;
     deal(pack(old_end, end), end);
   }
@@ -97,8 +95,14 @@ class Index {
   void clear() { std::memset(slots_, 0, (count_ + kIndexTail) * sizeof(std::uint64_t)); }
 
  private:
-  static constexpr std::uint64_t kStride = 4;
+  void candidates_base(const std::uint32_t* tags, std::size_t count, std::uint32_t* rows) const;
+  void candidates_avx2(const std::uint32_t* tags, std::size_t count, std::uint32_t* rows) const;
+  void candidates_avx512(const std::uint32_t* tags, std::size_t count, std::uint32_t* rows) const;
+  std::uint32_t row_at(std::uint64_t at, std::uint32_t tag) const {
+    return tag_in(slots_[at]) == tag ? row_in(slots_[at]) : kNone;
+  }
 
+  static std::uint64_t bound_of(std::uint32_t tag) { return (std::uint64_t{tag} << 32) | 0xFFFFFFFFu; }
   static std::uint32_t tag_in(std::uint64_t slot) { return static_cast<std::uint32_t>(slot >> 32); }
   static std::uint32_t row_in(std::uint64_t slot) { return static_cast<std::uint32_t>(slot); }
 

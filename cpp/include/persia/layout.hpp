@@ -109,7 +109,7 @@ struct Layout {
 
   static Layout of(std::uint64_t capacity, std::size_t row_stride, std::uint64_t sketch_width) {
     Layout l{};
-    l.max_slots = capacity + capacity / 4 + 64;
+    l.max_slots = align_up(capacity + capacity / 4 + 64, 8);  // whole cache lines
     l.undo = kHeaderBytes;
     l.sketch = align_up(l.undo + row_stride, 4096);
     l.sketch_bytes = sketch_width * kSketchRows * sizeof(std::uint16_t);
