@@ -11,7 +11,7 @@
 using persia::Region;
 
 TEST(starts_as_zeros_on_a_huge_page_boundary) {
-  const Region region = Region::anonymous(std::size_t{1} << 40);
+  const Region region = Region::anonymous(std::size_t{1} << 36);
   CHECK(reinterpret_cast<std::size_t>(region.base()) % persia::kHugePage == 0);
   CHECK(region.base()[0] == std::byte{0});
   CHECK(region.base()[region.size() - 1] == std::byte{0});
