@@ -139,36 +139,26 @@ class SGD(_Record, frozen=True, tag="sgd"):
         self._number("weight_decay", 0, math.inf)
 
 
-class Adagrad(_Record, frozen=True, tag="adagrad"):
+class _AdagradFields(_Record, frozen=True):
+    lr: float
+    initial_accumulator: float = 0.01
+    eps: float = 1e-10
+    weight_decay: float = 0.0
+    schedule: Schedule | None = None
+
+    def __post_init__(self) -> None:
+        self._number("lr", 0, math.inf, open_low=True)
+        self._number("initial_accumulator", 0, math.inf)
+        self._number("eps", 0, math.inf)
+        self._number("weight_decay", 0, math.inf)
+
+
+class Adagrad(_AdagradFields, frozen=True, tag="adagrad"):
     """Adagrad, one accumulator per element (Duchi et al., 2011). Rule as in `torch.optim.Adagrad`."""
 
-    lr: float
-    initial_accumulator: float = 0.01
-    eps: float = 1e-10
-    weight_decay: float = 0.0
-    schedule: Schedule | None = None
 
-    def __post_init__(self) -> None:
-        self._number("lr", 0, math.inf, open_low=True)
-        self._number("initial_accumulator", 0, math.inf)
-        self._number("eps", 0, math.inf)
-        self._number("weight_decay", 0, math.inf)
-
-
-class RowwiseAdagrad(_Record, frozen=True, tag="rowwise_adagrad"):
+class RowwiseAdagrad(_AdagradFields, frozen=True, tag="rowwise_adagrad"):
     """Adagrad with one accumulator per row: the mean of the squared gradient, as in FBGEMM's fused optimizer."""
-
-    lr: float
-    initial_accumulator: float = 0.01
-    eps: float = 1e-10
-    weight_decay: float = 0.0
-    schedule: Schedule | None = None
-
-    def __post_init__(self) -> None:
-        self._number("lr", 0, math.inf, open_low=True)
-        self._number("initial_accumulator", 0, math.inf)
-        self._number("eps", 0, math.inf)
-        self._number("weight_decay", 0, math.inf)
 
 
 class Adam(_Record, frozen=True, tag="adam"):
