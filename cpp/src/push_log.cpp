@@ -1,13 +1,11 @@
 #include "persia/push_log.hpp"
 
 #include <algorithm>
-#include <atomic>
+
+#include "persia/memory.hpp"
 
 namespace persia {
 namespace {
-
-// What a kill can cut in two is the order of stores of this process: the compiler must keep it, the CPU does.
-void barrier() { std::atomic_signal_fence(std::memory_order_seq_cst); }
 
 ClientEntry advance(const ClientEntry& entry, std::uint64_t sequence) {
   ClientEntry next = entry;

@@ -1,21 +1,17 @@
 #include "persia/shard.hpp"
 
 #include <algorithm>
-#include <atomic>
 #include <bit>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
 
+#include "persia/memory.hpp"
+
 namespace persia {
 namespace {
 
-constexpr std::size_t kGroup = 8;  // longer bursts of prefetches stall on the few misses a core has in flight
-constexpr std::size_t kLine = 64;
-constexpr std::size_t kMaxPrefetch = 8 * kLine;  // the hardware follows a stream by itself from there on
 constexpr std::uint64_t kMaxRows = std::numeric_limits<std::uint32_t>::max() - 1u;
-
-void barrier() { std::atomic_signal_fence(std::memory_order_seq_cst); }
 
 std::size_t stride_of(const TableConfig& config, const Optimizer& optimizer) {
   return align_up(sizeof(RowHeader) + sizeof(float) * (config.dim + optimizer.state_width(config.dim)), 8);
@@ -32,13 +28,6 @@ std::uint64_t sketch_width_of(const TableConfig& config, std::uint64_t capacity)
   return std::clamp<std::uint64_t>(std::bit_ceil(capacity), 1u << 10, 1u << 20);
 }
 
-// Unrolled for whole blocks of 8, which common dims are: a call of memcpy per row costs as much as the copy.
-inline void copy_floats(float* to, const float* from, std::size_t count) {
-  std::size_t i = 0;
-  for (; i + 8 <= count; i += 8) std::memcpy(to + i, from + i, 8 * sizeof(float));
-  for (; i < count; ++i) to[i] = from[i];
-}
-
 }  // namespace
 
 PushCounts& PushCounts::operator+=(const PushCounts& other) {
@@ -48,14 +37,6 @@ PushCounts& PushCounts::operator+=(const PushCounts& other) {
   duplicates += other.duplicates;
   return *this;
 }
-
-// The ids of a few rows on their way through the pipeline: hash and fetch slots, probe and fetch rows, use rows.
-struct Shard::Group {
-  std::size_t count;
-  std::uint64_t id[kGroup];
-  std::uint32_t tag[kGroup];
-  std::uint32_t row[kGroup];
-};
 
 // Marks the region as being changed, for whoever finds it after a crash.
 class Shard::Mutation {
@@ -107,111 +88,8 @@ Shard::Shard(const TableConfig& config, const Optimizer& optimizer, std::uint32_
   sketch_ = Sketch(reinterpret_cast<std::uint16_t*>(region_.base() + layout_.sketch), sketch_width);
 }
 
-void Shard::fetch_slots(const Slice& slice, std::size_t start, Group& group) const {
-  group.count = start < slice.count ? std::min(kGroup, slice.count - start) : 0;
-  for (std::size_t i = 0; i < group.count; ++i) {
-    group.id[i] = slice.ids[slice.position(start + i)];
-    group.tag[i] = Index::tag_of(hash_id(group.id[i]));
-    index_.prefetch(index_.home(group.tag[i]));
-  }
-}
-
-void Shard::fetch_rows(Group& group, std::size_t prefetch_bytes) const {
-  index_.candidates(group.tag, group.count, group.row);
-  for (std::size_t i = 0; i < group.count; ++i) {
-    if (group.row[i] == Index::kNone) continue;
-    const std::byte* bytes = row_bytes(group.row[i]);
-    // Past the outer caches: a row is used once per batch; the index profits from the room.
-    for (std::size_t at = 0; at < prefetch_bytes; at += kLine) __builtin_prefetch(bytes + at, 0, 0);
-    __builtin_prefetch(bytes + prefetch_bytes - 1, 0, 0);
-  }
-}
-
-// Three groups are on their way at any time: while one is used, the rows of the next and the slots of the one after
-// it are being fetched.
-template <class Use>
-void Shard::pipeline(const Slice& slice, std::size_t first, std::size_t prefetch_bytes, Use&& use) const {
-  Group groups[3];
-  fetch_slots(slice, first, groups[0]);
-  fetch_rows(groups[0], prefetch_bytes);
-  fetch_slots(slice, first + kGroup, groups[1]);
-  std::size_t turn = 0;
-  for (std::size_t start = first; start < slice.count; start += kGroup) {
-    Group& next = groups[(turn + 1) % 3];
-    fetch_rows(next, prefetch_bytes);
-    fetch_slots(slice, start + 2 * kGroup, groups[(turn + 2) % 3]);
-    const Group& group = groups[turn];
-    for (std::size_t i = 0; i < group.count; ++i) use(start + i, group, i);
-    turn = (turn + 1) % 3;
-  }
-}
-
-// One shard's part of a batch is scattered over the output, where the hardware does not see it coming.
-void Shard::prefetch_output(const Slice& slice, std::size_t i, const float* out) const {
-  if (slice.positions == nullptr || i + kGroup >= slice.count) return;
-  __builtin_prefetch(out + slice.position(i + kGroup) * dim_, 1);
-}
-
-// The candidate may be another id with the same tag, or have been evicted or inserted since it was probed.
-std::uint32_t Shard::resolve(const Group& group, std::size_t lane) const {
-  const std::uint32_t number = group.row[lane];
-  if (number != Index::kNone && row(number)->key == group.id[lane]) return number;
-  return find(group.id[lane]);
-}
-
 std::uint32_t Shard::find(std::uint64_t id) const {
   return index_.find(Index::tag_of(hash_id(id)), [&](std::uint32_t number) { return row(number)->key == id; });
-}
-
-void Shard::lookup(const Slice& slice, float* out, bool train) {
-  if (slice.count == 0) return;
-  const std::lock_guard lock(mutex_);
-  if (train) {
-    lookup_train(slice, out);
-  } else {
-    lookup_only(slice, out);
-  }
-}
-
-void Shard::lookup_only(const Slice& slice, float* out) const {
-  const std::size_t bytes = std::min(sizeof(RowHeader) + dim_ * sizeof(float), kMaxPrefetch);
-  pipeline(slice, 0, bytes, [&](std::size_t i, const Group& group, std::size_t lane) {
-    prefetch_output(slice, i, out);
-    float* to = out + slice.position(i) * dim_;
-    const std::uint32_t number = resolve(group, lane);
-    if (number == Index::kNone) {
-      std::fill_n(to, dim_, 0.0f);
-    } else {
-      copy_floats(to, weight(number), dim_);
-    }
-  });
-}
-
-void Shard::lookup_train(const Slice& slice, float* out) {
-  const Mutation mutation(*header_);
-  tick();
-  const std::size_t bytes = std::min(sizeof(RowHeader) + dim_ * sizeof(float), kMaxPrefetch);
-  const std::uint32_t clock = header_->clock;
-  std::uint64_t misses = 0;
-  pipeline(slice, 0, bytes, [&](std::size_t i, const Group& group, std::size_t lane) {
-    prefetch_output(slice, i, out);
-    float* to = out + slice.position(i) * dim_;
-    std::uint32_t number = resolve(group, lane);
-    if (number != Index::kNone) {
-      row(number)->stamp = clock;
-    } else {
-      ++misses;
-      number = admit(group.id[lane]);
-      if (number == Index::kNone) {
-        std::fill_n(to, dim_, 0.0f);
-        return;
-      }
-    }
-    copy_floats(to, weight(number), dim_);
-  });
-  header_->counters.lookups += slice.count;
-  header_->counters.misses += misses;
-  header_->counters.hits += slice.count - misses;
 }
 
 std::uint32_t Shard::admit(std::uint64_t id) {
@@ -264,56 +142,6 @@ void Shard::publish(std::uint64_t id, std::uint32_t number) {
   barrier();
   header_->rows_used = rows;
   drop_undo();
-}
-
-PushCounts Shard::update(const Slice& slice, const Push& push) {
-  PushCounts counts;
-  if (slice.count == 0) return counts;
-  const std::lock_guard lock(mutex_);
-  PushLog log(*header_);
-  const bool tracked = push.client != 0 && push.sequence != 0;
-  if (tracked && log.applied(push.client, push.sequence)) {
-    counts.duplicates = slice.count;
-    header_->counters.duplicates += slice.count;
-    return counts;
-  }
-  const Mutation mutation(*header_);
-  tick();
-  const std::size_t first = log.begin(tracked ? push.client : 0, push.sequence);
-  const std::size_t bytes = std::min(stride_, kMaxPrefetch);
-  pipeline(slice, first, bytes, [&](std::size_t i, const Group& group, std::size_t lane) {
-    const float* gradient = push.gradients + slice.position(i) * dim_;
-    const std::uint32_t number = resolve(group, lane);
-    if (number == Index::kNone) {
-      ++counts.absent;
-    } else if (!all_finite(gradient, dim_)) {
-      ++counts.nonfinite;
-    } else {
-      apply(number, push, gradient);
-      ++counts.applied;
-    }
-    if (header_->durable) {
-      // One store both counts the row and makes its undo void, so that no kill can separate the two.
-      barrier();
-      header_->push.rows_applied = i + 1;
-      drop_undo();
-    }
-  });
-  if (tracked) log.commit(push.client, push.sequence);
-  header_->counters.applied += counts.applied;
-  header_->counters.absent += counts.absent;
-  header_->counters.nonfinite += counts.nonfinite;
-  return counts;
-}
-
-void Shard::apply(std::uint32_t number, const Push& push, const float* gradient) {
-  save_undo(number);
-  RowHeader& r = *row(number);
-  if (r.update_count != std::numeric_limits<std::uint32_t>::max()) ++r.update_count;
-  r.last_step = push.step;
-  r.stamp = header_->clock;
-  r.dirty_epoch = header_->dirty_epoch;
-  optimizer_->apply({weight(number), state(number), gradient, dim_, push.lr, r.update_count});
 }
 
 void Shard::tick() {

@@ -52,7 +52,10 @@ Table::Table(TableConfig table_config)
     : config(validated(std::move(table_config))),
       optimizer(config.optimizer),
       state_width(optimizer.state_width(config.dim)) {
-  for (std::uint32_t i = 0; i < config.shards; ++i) shards.push_back(std::make_unique<Shard>(config, optimizer, i));
+  for (std::uint32_t i = 0; i < config.shards; ++i) {
+    shards.push_back(std::make_unique<Shard>(config, optimizer, i));
+    all.push_back(shards.back().get());
+  }
 }
 
 // The positions of a request's ids, sorted by shard, order kept within a shard.
@@ -83,8 +86,8 @@ class Store::Scratch {
  public:
   struct Item {
     std::size_t request;
-    std::uint32_t shard;
     Slice slice;
+    Shard::Shards shards;
   };
   std::vector<Grouping> groupings;
   std::vector<Item> items;
@@ -148,44 +151,54 @@ void Store::give_scratch(std::unique_ptr<Scratch> scratch) {
 }
 
 template <class Request, class Body>
-void Store::for_each_slice(std::span<const Request> requests, Body&& body) {
+void Store::for_each_part(std::span<const Request> requests, Parts parts, Body&& body) {
   std::vector<bool> seen;
   std::size_t total = 0;
   for (const auto& request : requests) {
     checked(request.table, request.count, seen);
     total += request.count;
   }
+  const std::size_t threads = total < kSerial ? 1 : pool_->threads();
   const auto run = [&](std::size_t count, const std::function<void(std::size_t)>& work) {
-    if (total >= kSerial) return pool_->parallel_for(count, work);
+    if (threads > 1) return pool_->parallel_for(count, work);
     for (std::size_t i = 0; i < count; ++i) work(i);
+  };
+  // The order of the request is the best one for the caches, and costs no grouping; but all threads shall have work.
+  const auto split = [&](std::size_t r) {
+    if (parts == Parts::kShards) return true;
+    return threads > 1 && table(requests[r].table).all.size() > 1 && requests[r].count * threads * 2 > total;
   };
   auto scratch = take_scratch();
   if (scratch->groupings.size() < requests.size()) scratch->groupings.resize(requests.size());
   run(requests.size(), [&](std::size_t r) {
-    const std::size_t shards = table(requests[r].table).shards.size();
-    if (shards == 1) return;
-    scratch->groupings[r].build(requests[r].ids, requests[r].count, static_cast<std::uint32_t>(shards));
+    if (!split(r)) return;
+    const auto shards = static_cast<std::uint32_t>(table(requests[r].table).all.size());
+    scratch->groupings[r].build(requests[r].ids, requests[r].count, shards);
   });
   scratch->items.clear();
   for (std::size_t r = 0; r < requests.size(); ++r) {
-    const std::size_t shards = table(requests[r].table).shards.size();
-    for (std::uint32_t s = 0; s < shards; ++s) {
-      const Slice slice = shards == 1 ? Slice{requests[r].ids, nullptr, requests[r].count}
-                                      : scratch->groupings[r].slice(requests[r].ids, s);
-      if (slice.count > 0) scratch->items.push_back({r, s, slice});
+    const Shard::Shards all = table(requests[r].table).all;
+    if (!split(r)) {
+      scratch->items.push_back({r, {requests[r].ids, nullptr, requests[r].count}, all});
+      continue;
+    }
+    for (std::size_t s = 0; s < all.size(); ++s) {
+      const Slice slice = scratch->groupings[r].slice(requests[r].ids, s);
+      if (slice.count > 0) scratch->items.push_back({r, slice, all.subspan(s, 1)});
     }
   }
   run(scratch->items.size(), [&](std::size_t i) {
     const auto& item = scratch->items[i];
-    body(item.request, item.slice, *table(requests[item.request].table).shards[item.shard]);
+    body(item.request, item.slice, item.shards);
   });
   give_scratch(std::move(scratch));
 }
 
 void Store::lookup(std::span<const LookupRequest> requests, bool train) {
   check_process();
-  for_each_slice(requests,
-                 [&](std::size_t r, const Slice& slice, Shard& shard) { shard.lookup(slice, requests[r].out, train); });
+  for_each_part(requests, Parts::kAny, [&](std::size_t r, const Slice& slice, Shard::Shards shards) {
+    Shard::lookup(shards, slice, requests[r].out, train);
+  });
 }
 
 std::vector<PushCounts> Store::update(std::span<const UpdateRequest> requests, std::uint32_t step, std::uint64_t client,
@@ -198,8 +211,8 @@ std::vector<PushCounts> Store::update(std::span<const UpdateRequest> requests, s
   }
   std::vector<PushCounts> counts(requests.size());
   std::mutex mutex;
-  for_each_slice(requests, [&](std::size_t r, const Slice& slice, Shard& shard) {
-    const auto done = shard.update(slice, {requests[r].gradients, requests[r].lr, step, client, sequence});
+  for_each_part(requests, Parts::kAny, [&](std::size_t r, const Slice& slice, Shard::Shards shards) {
+    const auto done = Shard::update(shards, slice, {requests[r].gradients, requests[r].lr, step, client, sequence});
     const std::lock_guard lock(mutex);
     counts[r] += done;
   });
@@ -216,15 +229,15 @@ RowBatch Store::peek(std::size_t index, std::span<const std::uint64_t> ids, std:
   rows.last_steps.resize(ids.size());
   rows.stamps.resize(ids.size());
   const UpdateRequest request{index, ids.data(), ids.size(), nullptr, 0.0f};
-  for_each_slice(std::span(&request, 1),
-                 [&](std::size_t, const Slice& slice, Shard& shard) { shard.peek(slice, found, rows); });
+  for_each_part(std::span(&request, 1), Parts::kShards,
+                [&](std::size_t, const Slice& slice, Shard::Shards one) { one[0]->peek(slice, found, rows); });
   return rows;
 }
 
 void Store::import_rows(std::size_t index, std::size_t count, const RowView& rows) {
   const UpdateRequest request{index, rows.ids, count, nullptr, 0.0f};
-  for_each_slice(std::span(&request, 1),
-                 [&](std::size_t, const Slice& slice, Shard& shard) { shard.import_rows(slice, rows); });
+  for_each_part(std::span(&request, 1), Parts::kShards,
+                [&](std::size_t, const Slice& slice, Shard::Shards one) { one[0]->import_rows(slice, rows); });
 }
 
 Shard& Store::shard(std::size_t index, std::size_t shard) const {

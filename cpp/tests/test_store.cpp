@@ -174,6 +174,32 @@ TEST(a_push_counts_once_even_after_a_crash_in_its_middle) {
   CHECK(look(store, keys, false) == look(twin, keys, false));
 }
 
+TEST(an_interrupted_push_goes_on_in_each_shard_where_it_stopped) {
+  ThreadPool one(1), two(2);
+  Store store(one), twin(two);  // the twin works shard by shard, the store in the order of the push
+  for (Store* s : {&store, &twin}) {
+    s->create_table(config_of(5000, 4, true));
+    look(*s, range(0, 4000));
+  }
+  const Keys keys = range(0, 4000);
+  for (std::size_t s = 0; s < 4; ++s) {
+    Keys mine;
+    for (const auto id : keys) {
+      if (shard_of(id, 4) == s) mine.push_back(id);
+    }
+    mine.resize(100 * s);
+    push(store, mine);
+    Shard& shard = store.shard(0, s);
+    shard.header().push = {9, 1, mine.size()};
+    shard.header().busy = 1;
+    shard.recover();
+  }
+  CHECK(push(store, keys, 9, 1).applied == 4000 - 600);
+  CHECK(push(store, keys, 9, 1).duplicates == 4000);
+  CHECK(push(twin, keys, 9, 1).applied == 4000);
+  CHECK(look(store, keys, false) == look(twin, keys, false));
+}
+
 TEST(a_completed_row_is_not_undone) {
   ThreadPool pool(1);
   Store store(pool);

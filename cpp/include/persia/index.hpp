@@ -47,8 +47,10 @@ class Index {
     }
   }
 
-  // For each tag a row that bears it, most likely the right one; kNone where there is none.
-  void candidates(const std::uint32_t* tags, std::size_t count, std::uint32_t* rows) const;
+  // For each tag a row that bears it in the index at the same place, most likely the right one; kNone where there is
+  // none.
+  static void candidates(const Index* const* indices, const std::uint32_t* tags, std::size_t count,
+                         std::uint32_t* rows);
 
   // The row for which `matches(row)` holds, among those with this tag.
   template <class Matches>
@@ -87,7 +89,7 @@ class Index {
   // shrink, because distances to the end grow.
   void grow() {
     const std::uint64_t old_end = used_end();
-    count_ = std::min(count_ < kDoubling ? count_ * 2 : (count_ + count_ / 4) / kLineSlots * kLineSlots, max_);
+    count_ = std::min(count_ < kDoubling ? count_ * 2 : (count_ + count_ / 2) / kLineSlots * kLineSlots, max_);
     const std::uint64_t end = count_ + kIndexTail;
     deal(pack(old_end, end), end);
   }
@@ -95,9 +97,10 @@ class Index {
   void clear() { std::memset(slots_, 0, (count_ + kIndexTail) * sizeof(std::uint64_t)); }
 
  private:
-  void candidates_base(const std::uint32_t* tags, std::size_t count, std::uint32_t* rows) const;
-  void candidates_avx2(const std::uint32_t* tags, std::size_t count, std::uint32_t* rows) const;
-  void candidates_avx512(const std::uint32_t* tags, std::size_t count, std::uint32_t* rows) const;
+  static void candidates_avx2(const Index* const* indices, const std::uint32_t* tags, std::size_t count,
+                              std::uint32_t* rows);
+  static void candidates_avx512(const Index* const* indices, const std::uint32_t* tags, std::size_t count,
+                                std::uint32_t* rows);
   std::uint32_t row_at(std::uint64_t at, std::uint32_t tag) const {
     return tag_in(slots_[at]) == tag ? row_in(slots_[at]) : kNone;
   }

@@ -5,6 +5,7 @@
 //   adam             first moment [dim], second moment [dim]
 //   ftrl             z [dim], n [dim]
 #pragma once
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -68,7 +69,13 @@ class Optimizer {
   std::vector<Correction> corrections_;
 };
 
-// Whether no element is NaN or infinite.
-bool all_finite(const float* values, std::size_t count);
+// Whether no element is NaN or infinite: none has an exponent of ones only, which the addition carries into the sign.
+inline bool all_finite(const float* values, std::size_t count) {
+  std::uint32_t carried = 0;
+  for (std::size_t i = 0; i < count; ++i) {
+    carried |= (std::bit_cast<std::uint32_t>(values[i]) & 0x7F800000u) + 0x00800000u;
+  }
+  return (carried & 0x80000000u) == 0;
+}
 
 }  // namespace persia

@@ -3,6 +3,7 @@
 #include <array>
 #include <cstdint>
 #include <mutex>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -32,7 +33,10 @@ struct TableConfig {
   bool durable = false;          // keep undo slot and push progress: for memory that outlives the process
 };
 
-// The ids of a batch that belong to one shard: all of `ids`, or those at `positions`.
+// Among `shards`, a power of two.
+inline std::size_t shard_of_hash(std::uint64_t hash, std::size_t shards) { return hash & (shards - 1); }
+
+// Ids of a batch: all of `ids`, or those at `positions`.
 struct Slice {
   const std::uint64_t* ids;
   const std::uint32_t* positions;  // nullptr: 0 ... count - 1
@@ -90,11 +94,14 @@ struct ShardState {
 // All methods lock; any thread may call them.
 class Shard {
  public:
+  // Among which the ids of a slice are spread: one, or all of a table in the order of their numbers.
+  using Shards = std::span<Shard* const>;
+
   Shard(const TableConfig& config, const Optimizer& optimizer, std::uint32_t shard);
 
   // Writes one embedding per position. Training admits missing ids and touches rows; otherwise nothing changes.
-  void lookup(const Slice& slice, float* out, bool train);
-  PushCounts update(const Slice& slice, const Push& push);
+  static void lookup(Shards shards, const Slice& slice, float* out, bool train);
+  static PushCounts update(Shards shards, const Slice& slice, const Push& push);
 
   // found[position] and, where it is 1, the row at the same position of `rows`.
   void peek(const Slice& slice, std::uint8_t* found, RowBatch& rows);
@@ -120,23 +127,28 @@ class Shard {
 
  private:
   struct Group;
+  class Turn;
   class Mutation;
+  enum class PushState { kNone, kOpen, kDuplicate };
 
   RowHeader* row(std::uint32_t number) const { return reinterpret_cast<RowHeader*>(row_bytes(number)); }
   float* weight(std::uint32_t number) const { return reinterpret_cast<float*>(row_bytes(number) + sizeof(RowHeader)); }
   float* state(std::uint32_t number) const { return weight(number) + dim_; }
   Stamps stamps() const { return {rows_, stride_, header_->rows_used}; }
 
-  void fetch_slots(const Slice& slice, std::size_t start, Group& group) const;
-  void fetch_rows(Group& group, std::size_t prefetch_bytes) const;
-  // Calls use(i, group, lane) for i = first ... slice.count - 1, in order.
+  void begin();
+  void begin_push(const Push& push);
+  void end_push(const Push& push);
+  static void fetch_slots(Shards shards, const Slice& slice, std::size_t start, Group& group);
+  static void fetch_rows(Group& group, std::size_t prefetch_bytes);
+  // Calls use(i, group, lane) for i = 0 ... slice.count - 1, in order.
   template <class Use>
-  void pipeline(const Slice& slice, std::size_t first, std::size_t prefetch_bytes, Use&& use) const;
+  static void pipeline(Shards shards, const Slice& slice, std::size_t prefetch_bytes, Use&& use);
   void prefetch_output(const Slice& slice, std::size_t i, const float* out) const;
   std::uint32_t resolve(const Group& group, std::size_t lane) const;
   std::uint32_t find(std::uint64_t id) const;
-  void lookup_train(const Slice& slice, float* out);
-  void lookup_only(const Slice& slice, float* out) const;
+  static void lookup_train(Shards shards, const Slice& slice, float* out);
+  static void lookup_only(Shards shards, const Slice& slice, float* out);
   std::uint32_t admit(std::uint64_t id);
   std::uint32_t insert(std::uint64_t id);
   std::uint32_t acquire();
@@ -161,6 +173,10 @@ class Shard {
   Sketch sketch_;
   VictimQueue victims_;
   std::mutex mutex_;
+  // Of the request that holds the lock:
+  bool begun_ = false;
+  PushState begun_push_ = PushState::kNone;
+  std::uint64_t skip_ = 0;  // gradients that an interrupted attempt of the push has applied
 };
 
 }  // namespace persia

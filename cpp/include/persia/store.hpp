@@ -17,7 +17,7 @@ namespace persia {
 
 // The shard of an id among `shards`, a power of two.
 inline std::uint32_t shard_of(std::uint64_t id, std::uint32_t shards) {
-  return static_cast<std::uint32_t>(hash_id(id)) & (shards - 1);
+  return static_cast<std::uint32_t>(shard_of_hash(hash_id(id), shards));
 }
 
 struct Table {
@@ -29,6 +29,7 @@ struct Table {
   Optimizer optimizer;
   std::size_t state_width;
   std::vector<std::unique_ptr<Shard>> shards;
+  std::vector<Shard*> all;  // the same, for calls that go to all of them
 };
 
 struct LookupRequest {
@@ -79,12 +80,14 @@ class Store {
  private:
   struct Grouping;
   class Scratch;
+  enum class Parts { kAny, kShards };
 
   void check_process() const;
   const Table& checked(std::size_t index, std::size_t count, std::vector<bool>& seen) const;
-  // Calls body(request, slice, shard number) for every shard that the ids of a request fall into, in parallel.
+  // Calls body(request, slice, shards) for parts of all requests, in parallel. A part is a whole request in its own
+  // order, or, of a request too large for one thread and always with kShards, the ids that fall into one shard.
   template <class Request, class Body>
-  void for_each_slice(std::span<const Request> requests, Body&& body);
+  void for_each_part(std::span<const Request> requests, Parts parts, Body&& body);
   std::unique_ptr<Scratch> take_scratch();
   void give_scratch(std::unique_ptr<Scratch> scratch);
 

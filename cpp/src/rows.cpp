@@ -1,0 +1,243 @@
+// The hot loops of a shard: lookups and updates of the rows of a request.
+#include <algorithm>
+#include <limits>
+
+#include "persia/memory.hpp"
+#include "persia/shard.hpp"
+
+namespace persia {
+namespace {
+
+constexpr std::size_t kGroup = 8;  // longer bursts of prefetches stall on the few misses a core has in flight
+constexpr std::size_t kLine = 64;
+constexpr std::size_t kMaxPrefetch = 8 * kLine;  // the hardware follows a stream by itself from there on
+
+}  // namespace
+
+// The ids of a few rows on their way through the pipeline: hash and fetch slots, probe and fetch rows, use rows.
+struct Shard::Group {
+  std::size_t count;
+  std::uint64_t id[kGroup];
+  Shard* shard[kGroup];
+  const Index* index[kGroup];
+  std::uint32_t tag[kGroup];
+  std::uint32_t row[kGroup];
+};
+
+// Holds the locks of all shards of a request; those in which rows change are marked, for whoever finds their region
+// after a crash.
+class Shard::Turn {
+ public:
+  explicit Turn(Shards shards) : shards_(shards) {
+    // All callers lock in this order, or only one shard.
+    for (Shard* shard : shards_) shard->mutex_.lock();
+  }
+  ~Turn() {
+    for (Shard* shard : shards_) {
+      shard->begun_push_ = PushState::kNone;
+      if (shard->begun_) {
+        barrier();
+        shard->header_->busy = 0;
+        shard->begun_ = false;
+      }
+      shard->mutex_.unlock();
+    }
+  }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+ private:
+  Shards shards_;
+};
+
+// At the first id of a request that falls into this shard.
+void Shard::begin() {
+  begun_ = true;
+  header_->busy = 1;
+  barrier();
+  tick();
+}
+
+void Shard::fetch_slots(Shards shards, const Slice& slice, std::size_t start, Group& group) {
+  group.count = start < slice.count ? std::min(kGroup, slice.count - start) : 0;
+  for (std::size_t i = 0; i < group.count; ++i) {
+    group.id[i] = slice.ids[slice.position(start + i)];
+    const std::uint64_t hash = hash_id(group.id[i]);
+    group.tag[i] = Index::tag_of(hash);
+    Shard* const shard = shards[shard_of_hash(hash, shards.size())];
+    group.shard[i] = shard;
+    group.index[i] = &shard->index_;
+    shard->index_.prefetch(shard->index_.home(group.tag[i]));
+  }
+}
+
+void Shard::fetch_rows(Group& group, std::size_t prefetch_bytes) {
+  Index::candidates(group.index, group.tag, group.count, group.row);
+  for (std::size_t i = 0; i < group.count; ++i) {
+    if (group.row[i] == Index::kNone) continue;
+    const std::byte* bytes = group.shard[i]->row_bytes(group.row[i]);
+    // Past the outer caches: a row is used once per batch; the index profits from the room.
+    for (std::size_t at = 0; at < prefetch_bytes; at += kLine) __builtin_prefetch(bytes + at, 0, 0);
+    __builtin_prefetch(bytes + prefetch_bytes - 1, 0, 0);
+  }
+}
+
+// Three groups are on their way at any time: while one is used, the rows of the next and the slots of the one after
+// it are being fetched.
+template <class Use>
+void Shard::pipeline(Shards shards, const Slice& slice, std::size_t prefetch_bytes, Use&& use) {
+  Group groups[3];
+  fetch_slots(shards, slice, 0, groups[0]);
+  fetch_rows(groups[0], prefetch_bytes);
+  fetch_slots(shards, slice, kGroup, groups[1]);
+  std::size_t turn = 0;
+  for (std::size_t start = 0; start < slice.count; start += kGroup) {
+    Group& next = groups[(turn + 1) % 3];
+    fetch_rows(next, prefetch_bytes);
+    fetch_slots(shards, slice, start + 2 * kGroup, groups[(turn + 2) % 3]);
+    const Group& group = groups[turn];
+    for (std::size_t i = 0; i < group.count; ++i) use(start + i, group, i);
+    turn = (turn + 1) % 3;
+  }
+}
+
+// One shard's part of a batch is scattered over the output, where the hardware does not see it coming.
+void Shard::prefetch_output(const Slice& slice, std::size_t i, const float* out) const {
+  if (slice.positions == nullptr || i + kGroup >= slice.count) return;
+  __builtin_prefetch(out + slice.position(i + kGroup) * dim_, 1);
+}
+
+// The candidate may be another id with the same tag, or have been evicted or inserted since it was probed.
+std::uint32_t Shard::resolve(const Group& group, std::size_t lane) const {
+  const std::uint32_t number = group.row[lane];
+  if (number != Index::kNone && row(number)->key == group.id[lane]) return number;
+  return find(group.id[lane]);
+}
+
+void Shard::lookup(Shards shards, const Slice& slice, float* out, bool train) {
+  if (slice.count == 0) return;
+  const Turn turn(shards);
+  if (train) {
+    lookup_train(shards, slice, out);
+  } else {
+    lookup_only(shards, slice, out);
+  }
+}
+
+void Shard::lookup_only(Shards shards, const Slice& slice, float* out) {
+  const std::size_t dim = shards[0]->dim_;
+  const std::size_t bytes = std::min(sizeof(RowHeader) + dim * sizeof(float), kMaxPrefetch);
+  pipeline(shards, slice, bytes, [&](std::size_t i, const Group& group, std::size_t lane) {
+    const Shard& shard = *group.shard[lane];
+    shard.prefetch_output(slice, i, out);
+    float* to = out + slice.position(i) * dim;
+    const std::uint32_t number = shard.resolve(group, lane);
+    if (number == Index::kNone) {
+      std::fill_n(to, dim, 0.0f);
+    } else {
+      copy_floats(to, shard.weight(number), dim);
+    }
+  });
+}
+
+void Shard::lookup_train(Shards shards, const Slice& slice, float* out) {
+  const std::size_t dim = shards[0]->dim_;
+  const std::size_t bytes = std::min(sizeof(RowHeader) + dim * sizeof(float), kMaxPrefetch);
+  pipeline(shards, slice, bytes, [&](std::size_t i, const Group& group, std::size_t lane) {
+    Shard& shard = *group.shard[lane];
+    if (!shard.begun_) shard.begin();
+    shard.prefetch_output(slice, i, out);
+    float* to = out + slice.position(i) * dim;
+    std::uint32_t number = shard.resolve(group, lane);
+    Header& header = *shard.header_;
+    ++header.counters.lookups;
+    if (number != Index::kNone) {
+      shard.row(number)->stamp = header.clock;
+      ++header.counters.hits;
+    } else {
+      ++header.counters.misses;
+      number = shard.admit(group.id[lane]);
+      if (number == Index::kNone) {
+        std::fill_n(to, dim, 0.0f);
+        return;
+      }
+    }
+    copy_floats(to, shard.weight(number), dim);
+  });
+}
+
+// At the first gradient of a push that falls into this shard: how many of its rows are applied already.
+void Shard::begin_push(const Push& push) {
+  const bool tracked = push.client != 0 && push.sequence != 0;
+  PushLog log(*header_);
+  if (tracked && log.applied(push.client, push.sequence)) {
+    begun_push_ = PushState::kDuplicate;
+    return;
+  }
+  begin();
+  skip_ = log.begin(tracked ? push.client : 0, push.sequence);
+  begun_push_ = PushState::kOpen;
+}
+
+void Shard::end_push(const Push& push) {
+  if (begun_push_ == PushState::kOpen && push.client != 0 && push.sequence != 0) {
+    PushLog(*header_).commit(push.client, push.sequence);
+  }
+}
+
+PushCounts Shard::update(Shards shards, const Slice& slice, const Push& push) {
+  PushCounts counts;
+  if (slice.count == 0) return counts;
+  const Turn turn(shards);
+  const std::size_t dim = shards[0]->dim_;
+  const std::size_t bytes = std::min(shards[0]->stride_, kMaxPrefetch);
+  pipeline(shards, slice, bytes, [&](std::size_t i, const Group& group, std::size_t lane) {
+    Shard& shard = *group.shard[lane];
+    if (shard.begun_push_ != PushState::kOpen) {
+      if (shard.begun_push_ == PushState::kNone) shard.begin_push(push);
+      if (shard.begun_push_ == PushState::kDuplicate) {
+        ++counts.duplicates;
+        ++shard.header_->counters.duplicates;
+        return;
+      }
+    }
+    if (shard.skip_ > 0) {
+      --shard.skip_;
+      return;
+    }
+    const std::uint32_t number = shard.resolve(group, lane);
+    const float* gradient = push.gradients + slice.position(i) * dim;
+    Header& header = *shard.header_;
+    if (number == Index::kNone) {
+      ++counts.absent;
+      ++header.counters.absent;
+    } else if (!all_finite(gradient, dim)) {
+      ++counts.nonfinite;
+      ++header.counters.nonfinite;
+    } else {
+      shard.apply(number, push, gradient);
+      ++counts.applied;
+      ++header.counters.applied;
+    }
+    if (header.durable) {
+      // One store both counts the row and makes its undo void, so that no kill can separate the two.
+      barrier();
+      ++header.push.rows_applied;
+      shard.drop_undo();
+    }
+  });
+  for (Shard* shard : shards) shard->end_push(push);
+  return counts;
+}
+
+void Shard::apply(std::uint32_t number, const Push& push, const float* gradient) {
+  save_undo(number);
+  RowHeader& r = *row(number);
+  if (r.update_count != std::numeric_limits<std::uint32_t>::max()) ++r.update_count;
+  r.last_step = push.step;
+  r.stamp = header_->clock;
+  r.dirty_epoch = header_->dirty_epoch;
+  optimizer_->apply({weight(number), state(number), gradient, dim_, push.lr, r.update_count});
+}
+
+}  // namespace persia
