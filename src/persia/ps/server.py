@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from persia import batching
 from persia.errors import ConfigError, StoreError
@@ -15,7 +16,7 @@ from persia.ps.tables import learning_rate, table_config
 from persia.schema import EmbeddingOptimizer, Table
 from persia.services import RowChunk
 from persia.store import EmbeddingStore, Rows
-from persia.types import Floats, Ids, UpdateCounts
+from persia.types import Floats, Gradients, Ids, PushHeader, UpdateCounts
 
 __all__ = ["EmbeddingServer"]
 
@@ -59,20 +60,18 @@ class EmbeddingServer:
         self._store.lookup(numbers, list(ids.values()), train=train, out=rows)
         return dict(zip(ids, rows, strict=True))
 
-    def push(
-        self, client: int, sequence: int, step: int, gradients: Mapping[str, tuple[Ids, Floats]]
-    ) -> dict[str, UpdateCounts]:
-        """Applies gradients, once per (client, sequence); see `persia.services.EmbeddingPS`."""
+    def push(self, header: PushHeader, gradients: Mapping[str, Gradients]) -> dict[str, UpdateCounts]:
+        """Applies gradients, each once; see `persia.services.EmbeddingPS`."""
         if self._mode.aggregate(arrived=1, nn_workers=1) is not Aggregation.APPLY:
             raise ConfigError(f"Mode {self._mode!r} holds gradients back, which needs several NN workers.")
         counts = self._store.update(
             [self._number(name) for name in gradients],
             [ids for ids, _ in gradients.values()],
             [values for _, values in gradients.values()],
-            [learning_rate(self._tables[name], step) for name in gradients],
-            step=step,
-            client=client,
-            sequence=sequence,
+            [learning_rate(self._tables[name], header.step) for name in gradients],
+            step=header.step,
+            client=header.client,
+            sequence=header.sequence,
         )
         return {name: UpdateCounts(*count) for name, count in zip(gradients, counts, strict=True)}
 
@@ -101,7 +100,7 @@ class EmbeddingServer:
         """Puts rows back; rows of the same ids are replaced."""
         self._store.import_rows(self._number(chunk.table), Rows(**chunk.arrays))
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, list[dict[str, NDArray[Any]]]]:
         """What besides the rows decides the future: clocks, counters and admission sketches of each shard.
 
         Which pushes are applied is left out: a resumed run has new clients.
@@ -114,7 +113,7 @@ class EmbeddingServer:
             for name, index in self._index.items()
         }
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Sequence[Mapping[str, NDArray[Any]]]]) -> None:
         """Puts `state()` back, after the rows."""
         for name, shards in state.items():
             index = self._number(name)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -14,12 +14,20 @@ from persia.batching.batch import IdColumn
 from persia.errors import StaleBatchError
 from persia.schema import Schema
 from persia.services import EmbeddingPS
-from persia.types import Contribution, Floats, Ids, Int64Array, Inverse, LookedUp, UpdateCounts
+from persia.types import (
+    BatchId,
+    Contribution,
+    Floats,
+    Gradients,
+    Ids,
+    Int64Array,
+    Inverse,
+    LookedUp,
+    PushHeader,
+    UpdateCounts,
+)
 
 __all__ = ["Worker"]
-
-COUNTER_BITS = 40
-INCARNATION_BITS = 16
 
 
 class _Entry(NamedTuple):
@@ -53,66 +61,75 @@ class Worker:
         for feature in schema.id_features:
             self._features[feature.table_name].append(feature.name)
         self._max_length = {f.name: f.max_length for f in schema.id_features}
-        self._identity = rank << INCARNATION_BITS | incarnation
+        self._rank, self._incarnation = rank, incarnation
         self._counter = itertools.count()
-        self._sequence = itertools.count(1)
-        self._push_order = threading.Lock()
         self._entries: dict[int, _Entry] = {}
+        self._counts: Counter[str] = Counter()
 
     def register(self, id_features: Mapping[str, IdColumn]) -> int:
         """Buffers a batch, duplicates removed, and returns its batch id (docs: rank, incarnation, counter)."""
         entry = self._deduplicate(id_features)
-        batch_id = self._identity << COUNTER_BITS | next(self._counter)
+        batch_id = BatchId(self._rank, self._incarnation, next(self._counter)).pack()
         self._entries[batch_id] = entry
+        self._counts["registered"] += 1
         return batch_id
 
-    def lookup(self, batch_id: int) -> LookedUp:
-        """Rows of a registered batch, for training.
+    def lookup(self, batch_id: int, train: bool = True) -> LookedUp:
+        """Rows of a registered batch; without `train` they are only read, and the batch is forgotten.
 
         Raises:
             StaleBatchError: the batch is unknown, pushed or released.
         """
         entry = self._entry(batch_id)
-        return LookedUp(self._server.lookup(entry.ids, train=True), entry.inverse, entry.offsets)
+        found = self._rows(entry, train)
+        self._counts["looked_up"] += 1
+        if not train:
+            self.release(batch_id)
+        return found
 
     def evaluate(self, id_features: Mapping[str, IdColumn]) -> LookedUp:
         """Rows of a batch, read-only; nothing is buffered."""
-        entry = self._deduplicate(id_features)
-        return LookedUp(self._server.lookup(entry.ids, train=False), entry.inverse, entry.offsets)
+        return self._rows(self._deduplicate(id_features), train=False)
 
-    def push(self, contributions: Sequence[Contribution], step: int) -> dict[str, UpdateCounts]:
+    def push(self, header: PushHeader, contributions: Sequence[Contribution]) -> dict[str, UpdateCounts]:
         """Sends the summed gradients of the batches to the PS and forgets the batches.
 
         Raises:
             StaleBatchError: a batch is unknown, pushed or released; nothing is applied.
         """
         entries = [self._entry(c.batch_id) for c in contributions]
-        gradients: dict[str, tuple[Ids, Floats]] = {}
+        gradients: dict[str, Gradients] = {}
         for table in self._features:
             parts = [
-                (entry.ids[table], contribution.gradients[table])
+                Gradients(entry.ids[table], cast("Floats", contribution.gradients[table]))
                 for entry, contribution in zip(entries, contributions, strict=True)
                 if table in contribution.gradients
             ]
             if len(parts) == 1:
                 gradients[table] = parts[0]
             elif parts:
-                gradients[table] = batching.merge_gradients(parts, self._pool, self._scratch)
-        # A PS expects the sequence numbers of a client in order.
-        with self._push_order:
-            counts = self._server.push(self._identity, next(self._sequence), step, gradients)
+                gradients[table] = Gradients(*batching.merge_gradients(parts, self._pool, self._scratch))
+        counts = self._server.push(header, gradients)
         for contribution in contributions:
-            self._entries.pop(contribution.batch_id, None)
+            self._counts["pushed"] += self._entries.pop(contribution.batch_id, None) is not None
         return counts
 
     def release(self, batch_id: int) -> None:
         """Forgets a batch that will have no gradient; unknown batches are no error."""
-        self._entries.pop(batch_id, None)
+        self._counts["released"] += self._entries.pop(batch_id, None) is not None
+
+    def statistics(self) -> dict[str, int]:
+        """Batches buffered now; batches registered, looked up, pushed and released so far."""
+        counts = {name: self._counts[name] for name in ("registered", "looked_up", "pushed", "released")}
+        return {"buffered": self.buffered, **counts}
 
     @property
     def buffered(self) -> int:
         """Batches between registration and push."""
         return len(self._entries)
+
+    def _rows(self, entry: _Entry, train: bool) -> LookedUp:
+        return LookedUp(dict(self._server.lookup(entry.ids, train)), entry.inverse, entry.offsets)
 
     def _entry(self, batch_id: int) -> _Entry:
         entry = self._entries.get(batch_id)
