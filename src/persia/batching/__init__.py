@@ -3,7 +3,7 @@
 :mod:`persia.batching.reference` has a slow, readable twin of every function here.
 """
 
-from persia.batching.duplicates import merge_gradients, unique
+from persia.batching.duplicates import average_gradients, merge_gradients, unique
 from persia.batching.hashing import hash_cross, hash_strings, hash_values
 from persia.batching.native import Scratch, ThreadPool, borrow
 from persia.batching.pooling import FeaturePlan, Pooled, pool_backward, pool_forward
@@ -13,6 +13,7 @@ __all__ = [
     "Pooled",
     "Scratch",
     "ThreadPool",
+    "average_gradients",
     "borrow",
     "hash_cross",
     "hash_strings",

@@ -18,6 +18,7 @@ from persia.batching.pooling import FeaturePlan, Pooled
 from persia.types import BoolArray, Floats, Ids, Int32Array, Int64Array, Inverse
 
 __all__ = [
+    "average_gradients",
     "hash_cross",
     "hash_strings",
     "hash_values",
@@ -51,6 +52,21 @@ def merge_gradients(parts: Sequence[tuple[Ids, Floats]]) -> tuple[Ids, Floats]:
         for row, gradient in zip(inverse, gradients, strict=True):
             merged[row] += gradient
     return ids, merged
+
+
+def average_gradients(
+    parts: Sequence[tuple[Ids, Floats]], weights: Sequence[float], total: float | None
+) -> tuple[Ids, Floats]:
+    """Twin of :func:`persia.batching.average_gradients`."""
+    divisor: dict[int, float] = {}
+    for (ids, _), weight in zip(parts, weights, strict=True):
+        for id_ in ids.tolist():
+            divisor[id_] = total if total is not None else divisor.get(id_, 0.0) + weight
+    average = {id_: np.zeros(parts[0][1].shape[1], np.float32) for id_ in divisor}
+    for (ids, gradients), weight in zip(parts, weights, strict=True):
+        for id_, gradient in zip(ids.tolist(), gradients, strict=True):
+            average[id_] += np.float32(weight / divisor[id_]) * gradient
+    return np.array(list(average), np.uint64), np.array(list(average.values()), np.float32)
 
 
 def _bags(plan: FeaturePlan) -> Iterator[list[int]]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from persia.batching.batch import Batch
 from persia.errors import ConfigError, PersiaError, StaleBatchError
-from persia.modes import Hybrid, Mode
+from persia.modes import Aggregation, Hybrid, Mode
 from persia.nn.pipeline import Pipeline, Stages
 from persia.nn.pool import Expander
 from persia.nn.prepared import PreparedBatch
@@ -300,8 +300,10 @@ class EmbeddingCollection(torch.nn.Module):
 
     def _push(self, group: list[_Pending], batches: int, step: int) -> None:
         contributions = [Contribution(pending.batch_id, dict(pending.gradients())) for pending in group]
-        if contributions:
-            connection = self.connection
+        connection = self.connection
+        # A PS that holds a step waits for every NN worker, also for one without gradients.
+        held = self.mode.aggregate(1, connection.nn_workers) is Aggregation.HOLD
+        if contributions or held:
             self._pushes += 1
             header = PushHeader(
                 connection.generation, connection.rank, self._pushes, step, sum(pending.rows for pending in group)
