@@ -146,8 +146,8 @@ class EmbeddingWorker(Protocol):
     def push(self, header: PushHeader, contributions: Sequence[Contribution]) -> dict[str, UpdateCounts]:
         """Sends the sum of the gradients of these batches to the PSs as one update, and forgets the batches.
 
-        Every PS gets a push in a mode that holds gradients, also without contributions; otherwise only those whose
-        rows have gradients.
+        Every PS gets a push, also when it owns no row of it, and also without contributions: it counts. A repetition
+        of an NN worker's last push gets the same answer.
 
         Args:
             header: passed on to the PSs.

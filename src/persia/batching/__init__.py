@@ -6,6 +6,7 @@
 from persia.batching.duplicates import average_gradients, merge_gradients, unique
 from persia.batching.hashing import hash_cross, hash_strings, hash_values
 from persia.batching.native import Scratch, ThreadPool, borrow
+from persia.batching.owners import group_by_owner, owners
 from persia.batching.pooling import FeaturePlan, Pooled, pool_backward, pool_forward
 
 __all__ = [
@@ -15,10 +16,12 @@ __all__ = [
     "ThreadPool",
     "average_gradients",
     "borrow",
+    "group_by_owner",
     "hash_cross",
     "hash_strings",
     "hash_values",
     "merge_gradients",
+    "owners",
     "pool_backward",
     "pool_forward",
     "unique",

@@ -19,10 +19,12 @@ from persia.types import BoolArray, Floats, Ids, Int32Array, Int64Array, Inverse
 
 __all__ = [
     "average_gradients",
+    "group_by_owner",
     "hash_cross",
     "hash_strings",
     "hash_values",
     "merge_gradients",
+    "owner",
     "pool_backward",
     "pool_forward",
     "unique",
@@ -52,6 +54,28 @@ def merge_gradients(parts: Sequence[tuple[Ids, Floats]]) -> tuple[Ids, Floats]:
         for row, gradient in zip(inverse, gradients, strict=True):
             merged[row] += gradient
     return ids, merged
+
+
+def owner(table: str, id_: int, servers: int) -> int:
+    """The number of the embedding PS that owns an id."""
+    x = xxh64(table.encode()) ^ id_
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _WORD
+    x ^= x >> 31
+    return ((x >> 32) * servers) >> 32
+
+
+def group_by_owner(tables: Sequence[str], found: Sequence[UniqueIds], servers: int) -> list[Int64Array]:
+    """Twin of :func:`persia.batching.group_by_owner`."""
+    result: list[Int64Array] = []
+    for table, (ids, inverses) in zip(tables, found, strict=True):
+        owners = np.array([owner(table, id_, servers) for id_ in ids.tolist()], np.int64)
+        order = np.argsort(owners, kind="stable")  # Place, of the id that is to be there.
+        for inverse in inverses:
+            inverse[:] = np.argsort(order)[inverse]
+        ids[:] = ids[order]
+        result.append(np.searchsorted(owners[order], np.arange(servers + 1)).astype(np.int64))
+    return result
 
 
 def average_gradients(
