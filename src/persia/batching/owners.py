@@ -46,6 +46,8 @@ def group_by_owner(
 def owners(table: str, ids: Ids, servers: int) -> NDArray[np.uint16]:
     """The number of the PS that owns each id, uint16 `[n]`: for whole tables, as in checkpoints."""
     order = np.arange(len(ids), dtype=np.uint32)
-    (bounds,) = group_by_owner([table], [(ids.copy(), [order])], servers, ThreadPool(1))
+    scratch = np.empty(len(ids), np.uint64)
+    scratch[:] = ids  # Not a copy, which would keep the byte order that a file has declared.
+    (bounds,) = group_by_owner([table], [(scratch, [order])], servers, ThreadPool(1))
     # `order` now tells the place of each id among the sorted ones.
     return (np.searchsorted(bounds, order, side="right") - 1).astype(np.uint16)
