@@ -172,6 +172,39 @@ nb::list unique(nb::list groups, nb::handle ids_out, nb::handle inverse_out, Thr
   return counts;
 }
 
+// Groups are (table name, ids, [inverse, ...]); `bounds` is int64 [groups, servers + 1].
+void group_by_owner(nb::list groups, nb::handle bounds_out, ThreadPool& pool, Arena& arena) {
+  const Buffer bounds =
+      take_dense<std::int64_t>(bounds_out, 2, {"output", 0}, "a contiguous int64 array [groups, servers + 1]");
+  if (bounds.shape(0) != groups.size() || bounds.shape(1) < 2 || bounds.shape(1) > (1u << 16) + 1) {
+    throw nb::value_error("bounds: must have the shape [groups, servers + 1]");
+  }
+  std::vector<Buffer> held;
+  std::vector<persia::OwnerGroup> records(groups.size());
+  for (std::size_t g = 0; g < records.size(); ++g) {
+    nb::tuple fields;
+    std::string name;
+    if (!nb::try_cast(groups[g], fields, false) || fields.size() != 3 || !nb::try_cast(fields[0], name, false)) {
+      Where{"group", g}.fail("must be (name, ids, inverses)");
+    }
+    auto& record = records[g];
+    record.name_hash = persia::xxh64(name.data(), name.size(), 0);
+    record.bounds = bounds.data<std::int64_t>() + g * bounds.shape(1);
+    held.push_back(take_dense<std::uint64_t>(fields[1], 1, {"group", g}, "writable contiguous uint64 ids [n]"));
+    record.ids = held.back().span<std::uint64_t>();
+    for (nb::handle inverse : take_list(fields[2], {"group", g})) {
+      Buffer entries;
+      if (!entries.open(inverse, "HI", true) || entries.ndim() != 1 || !entries.contiguous()) {
+        Where{"group", g, ", inverse"}.fail("must be a writable contiguous uint16 or uint32 array [n]");
+      }
+      record.inverses.push_back({entries.data<void>(), entries.size(), entries.itemsize() == sizeof(std::uint32_t)});
+      held.push_back(std::move(entries));
+    }
+  }
+  const nb::gil_scoped_release release;
+  persia::group_by_owner(records, static_cast<std::uint32_t>(bounds.shape(1) - 1), pool, arena);
+}
+
 // The plans of a call, with the arrays they point into.
 class Plans {
  public:
@@ -384,6 +417,7 @@ void register_batch(nb::module_& parent) {
       .def(nb::init<>())
       .def("floats", &floats, arg("count"));
   m.def("unique", &unique, arg("groups"), arg("ids"), arg("inverse"), arg("pool"), arg("scratch"));
+  m.def("group_by_owner", &group_by_owner, arg("groups"), arg("bounds"), arg("pool"), arg("scratch"));
   m.def("pool_forward", &pool_forward, arg("rows"), arg("plans"), arg("outputs"), arg("masks"), arg("pool"));
   m.def("pool_backward", &pool_backward, arg("plans"), arg("gradients"), arg("outputs"), arg("pool"), arg("scratch"));
   m.def("hash_strings", &hash_strings, arg("data"), arg("offsets"), arg("validity").none(), arg("validity_start"),

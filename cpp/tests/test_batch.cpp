@@ -8,6 +8,7 @@
 
 #include "check.hpp"
 #include "persia/batch.hpp"
+#include "persia/mix.hpp"
 
 using namespace persia;
 
@@ -210,6 +211,42 @@ TEST(hostile_contents_are_refused) {
     refused({good.data(), true, 4, nullptr, 2, pooling, 2});
   }
   refused({good.data(), true, 4, offsets.data(), 2, Pooling::sequence, 0});
+}
+
+TEST(ids_are_grouped_by_owner_and_inverses_follow) {
+  Arena arena;
+  for (const std::size_t threads : {1u, 3u}) {
+    ThreadPool pool(threads);
+    for (const std::uint32_t servers : {1u, 2u, 3u, 7u}) {
+      std::vector<std::uint64_t> ids(1000), before;
+      for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = i * i;
+      before = ids;
+      std::vector<std::uint16_t> narrow(1000);
+      std::vector<std::uint32_t> wide(1000);
+      for (std::size_t i = 0; i < ids.size(); ++i) narrow[i] = wide[i] = static_cast<std::uint16_t>(999 - i);
+      std::vector<std::int64_t> bounds(servers + 1);
+      std::vector<OwnerGroup> groups(1);
+      groups[0].name_hash = 42;
+      groups[0].ids = ids;
+      groups[0].inverses = {{narrow.data(), narrow.size(), false}, {wide.data(), wide.size(), true}};
+      groups[0].bounds = bounds.data();
+      group_by_owner(groups, servers, pool, arena);
+      CHECK(bounds.front() == 0 && bounds.back() == 1000);
+      for (std::uint32_t p = 0; p < servers; ++p) {
+        CHECK(bounds[p + 1] - bounds[p] > 1000 / servers / 2);
+        for (auto i = bounds[p]; i < bounds[p + 1]; ++i) {
+          CHECK(owner_of(42, ids[i], servers) == p);
+          CHECK(i == bounds[p] || ids[i - 1] < ids[i]);
+        }
+      }
+      for (std::size_t i = 0; i < ids.size(); ++i) {
+        CHECK(ids[narrow[i]] == before[999 - i]);
+        CHECK(narrow[i] == wide[i]);
+      }
+      wide[0] = 1000;
+      CHECK_THROWS(group_by_owner(groups, servers, pool, arena), std::invalid_argument);
+    }
+  }
 }
 
 MAIN

@@ -14,8 +14,10 @@ __all__ = [
     "DataError",
     "DeadlineError",
     "MissingExtraError",
+    "MovedError",
     "PersiaError",
     "StaleBatchError",
+    "StalePushError",
     "StoreError",
 ]
 
@@ -63,6 +65,14 @@ class DeadlineError(PersiaError):
 
 class StaleBatchError(PersiaError):
     """A batch is used after it has been released, for example a second backward after its gradient was pushed."""
+
+
+class StalePushError(PersiaError):
+    """A gradient is of NN workers that have been replaced, or of a step that is not in work; it is not applied."""
+
+
+class MovedError(PersiaError):
+    """The one that was asked is leaving, or no longer responsible: get the membership and ask another."""
 
 
 class MissingExtraError(PersiaError):

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from persia import batching
 from persia.checkpoint import CheckpointReader, CheckpointWriter
+from persia.checkpoint.format import StatePart
 from persia.config import convert, dump
 from persia.errors import CheckpointError, PersiaError
 from persia.modes import Hybrid, Mode, Sync
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
     from persia.trainer import Trainer
 
 __all__ = ["Recorded", "load", "recorded", "save"]
+
+
+MOST_SHARDS = 1024
+"""Of a table in one PS: shard s of PS p is number p * MOST_SHARDS + s in a checkpoint."""
 
 
 class Recorded(NamedTuple):
@@ -36,7 +42,7 @@ def save(trainer: Trainer, directory: str) -> str:
     with CheckpointWriter(directory, trainer.global_step, keep_last=trainer.options.keep_last) as writer:
         for number, server in enumerate(trainer.embeddings.connection.servers):
             for chunk in server.export_rows():
-                writer.add_rows(chunk.table, chunk.shard, chunk.arrays)
+                writer.add_rows(chunk.table, number * MOST_SHARDS + chunk.shard, chunk.arrays)
             writer.add_state(f"server-{number}", server.state())
         writer.add_tensors("model", trainer.model.state_dict())
         writer.add_state("training", _training_state(trainer))
@@ -75,6 +81,7 @@ def load(trainer: Trainer, directory: str) -> None:
     tensors = reader.tensors("model")
     _check_model(trainer.model, tensors, directory)
     _check_optimizer(trainer, training, directory)
+    _check_servers(trainer, reader)
     _load_rows(trainer, reader)
     trainer.model.load_state_dict(tensors)
     _load_training_state(trainer, training)
@@ -129,11 +136,28 @@ def _load_training_state(trainer: Trainer, state: dict[str, Any]) -> None:
 
 
 def _load_rows(trainer: Trainer, reader: CheckpointReader) -> None:
-    for number, server in enumerate(trainer.embeddings.connection.servers):
-        for table in server.tables():
-            for shard, arrays in reader.rows(table):
-                server.import_rows(RowChunk(table, shard, arrays))
+    servers = trainer.embeddings.connection.servers
+    for table in servers[0].tables():
+        for shard, arrays in reader.rows(table):
+            if len(servers) == 1:
+                servers[0].import_rows(RowChunk(table, shard, arrays))
+                continue
+            owners = batching.owners(table, arrays["ids"], len(servers))
+            for owner in np.unique(owners):
+                part = {name: array[owners == owner] for name, array in arrays.items()}
+                servers[owner].import_rows(RowChunk(table, shard, part))
+    for number, server in enumerate(servers):
         server.load_state(reader.state(f"server-{number}"))
+
+
+def _check_servers(trainer: Trainer, reader: CheckpointReader) -> None:
+    saved = sum(isinstance(part, StatePart) and part.name.startswith("server-") for part in reader.manifest.parts)
+    mine = len(trainer.embeddings.connection.servers)
+    if saved != mine:
+        raise CheckpointError(
+            f"{reader.path}: it was written by {saved} embedding PSs, and there are {mine} here. Start as many.",
+            path=reader.path,
+        )
 
 
 def _check_model(model: torch.nn.Module, tensors: dict[str, torch.Tensor], directory: str) -> None:

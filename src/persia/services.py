@@ -1,22 +1,49 @@
 """The Protocols through which roles meet, and nothing else.
 
 A role is a plain class that has these methods. A caller holds the object itself or a stub of it and cannot tell.
-All methods block, are safe to call from several threads, and raise :class:`persia.errors.PersiaError`.
+All methods block, are safe to call from several threads, and raise :class:`persia.errors.PersiaError`. All of them
+may be repeated: the same call again has the effect of one. docs/reference/protocol.md tells who calls what when.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from persia.batching.batch import Batch, IdColumn
 from persia.modes import Mode
 from persia.schema import EmbeddingOptimizer, Schema, Table
-from persia.types import Contribution, Floats, Ids, LookedUp, UpdateCounts
+from persia.types import (
+    Contribution,
+    Delivery,
+    Feed,
+    Floats,
+    Gradients,
+    Ids,
+    LookedUp,
+    Member,
+    Membership,
+    PushHeader,
+    UpdateCounts,
+)
 
-__all__ = ["Cluster", "Connection", "EmbeddingPS", "EmbeddingWorker", "RowChunk", "Seekable"]
+__all__ = [
+    "Cluster",
+    "Connection",
+    "Coordinator",
+    "DataLoader",
+    "EmbeddingPS",
+    "EmbeddingWorker",
+    "ProcessCluster",
+    "RowChunk",
+    "Seekable",
+    "Sharded",
+]
+
+T = TypeVar("T")
 
 
 class RowChunk(NamedTuple):
@@ -51,16 +78,25 @@ class EmbeddingPS(Protocol):
             By table, float32 `[n, dim]`.
         """
 
-    def push(
-        self, client: int, sequence: int, step: int, gradients: Mapping[str, tuple[Ids, Floats]]
-    ) -> dict[str, UpdateCounts]:
-        """Applies gradients, by table (ids `[n]`, gradients `[n, dim]`); once per (client, sequence).
+    def push(self, header: PushHeader, gradients: Mapping[str, Gradients]) -> dict[str, UpdateCounts]:
+        """Takes gradients of an NN worker; returns once they are applied, as the mode says, each once.
+
+        In a mode that holds gradients this blocks until those of all NN workers have come. Send a push without
+        gradients too, to every PS: it counts.
 
         Args:
-            client: identity of the sender, not 0.
-            sequence: rises by one with every push of the client.
-            step: global step; the learning-rate schedule and `last_step` of the rows follow it.
+            header: who pushes, and for which step; the learning-rate schedule and `last_step` of the rows follow it.
             gradients: by table.
+
+        Returns:
+            By table, what became of the gradients. The counts of a step that was summed over NN workers go to the
+            lowest rank, the others get none.
+
+        Raises:
+            StoreError: an unknown table, or arrays that do not fit; nothing is held or applied.
+            DeadlineError: gradients of the step did not come in time; it names the NN workers. What was sent stays
+                held, and the call may be repeated.
+            StalePushError: the NN workers have started anew since, or the step is not the one in work.
         """
 
     def statistics(self) -> dict[str, dict[str, int]]:
@@ -72,30 +108,124 @@ class EmbeddingPS(Protocol):
     def import_rows(self, chunk: RowChunk) -> None:
         """Puts rows back; rows of the same ids are replaced."""
 
-    def state(self) -> dict[str, Any]:
-        """What besides the rows decides the future: clocks, counters, admission sketches, applied pushes."""
+    def state(self) -> dict[str, list[dict[str, NDArray[Any]]]]:
+        """What besides the rows decides the future, by table and shard: clocks, counters, admission sketches."""
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Sequence[Mapping[str, NDArray[Any]]]]) -> None:
         """Puts `state()` back, after the rows."""
 
 
 class EmbeddingWorker(Protocol):
-    """Embedding worker (Persia paper, Algorithm 1): buffers ID features, removes duplicates, routes."""
+    """Embedding worker (Persia paper, Algorithm 1): buffers ID features, removes duplicates, routes.
+
+    With `compression="fp16"` rows and gradients travel as float16 with a scale per row.
+    """
 
     def register(self, id_features: Mapping[str, IdColumn]) -> int:
-        """Buffers the ID features of a batch and returns its batch id."""
+        """Buffers the ID features of a batch and returns its batch id. A repetition registers another batch.
 
-    def lookup(self, batch_id: int) -> LookedUp:
-        """Rows of a registered batch, for training. The batch stays registered until its push or release."""
+        Blocks while the buffer is full.
 
-    def push(self, contributions: Sequence[Contribution], step: int) -> dict[str, UpdateCounts]:
-        """Applies the sum of the gradients of one or several batches as one update, and forgets the batches."""
+        Raises:
+            DeadlineError: the buffer stayed full.
+            MovedError: this embedding worker is leaving; register with another one.
+        """
+
+    def lookup(self, batch_id: int, train: bool = True) -> LookedUp:
+        """Rows of a registered batch.
+
+        Args:
+            batch_id: what `register` returned.
+            train: if so, ids may be admitted, and the batch stays registered until its push or release. Otherwise
+                nothing changes, and the batch is forgotten.
+
+        Raises:
+            StaleBatchError: the batch is unknown here: pushed, released, expired, or of an earlier incarnation.
+        """
+
+    def push(self, header: PushHeader, contributions: Sequence[Contribution]) -> dict[str, UpdateCounts]:
+        """Sends the sum of the gradients of these batches to the PSs as one update, and forgets the batches.
+
+        Every PS gets a push, also when it owns no row of it, and also without contributions: it counts. A repetition
+        of an NN worker's last push gets the same answer.
+
+        Args:
+            header: passed on to the PSs.
+            contributions: of batches that were looked up here; none for a push without data.
+
+        Returns:
+            By table, what became of the gradients, over all PSs.
+
+        Raises:
+            StaleBatchError: a batch is unknown; nothing is sent.
+            DeadlineError: a PS, or what it waits for, was late.
+        """
 
     def release(self, batch_id: int) -> None:
-        """Forgets a batch that will have no gradient."""
+        """Forgets a batch that will have no gradient; an unknown one is no error."""
 
     def evaluate(self, id_features: Mapping[str, IdColumn]) -> LookedUp:
         """Rows for evaluation: read-only, nothing is admitted, touched or buffered."""
+
+    def statistics(self) -> dict[str, int]:
+        """Counters: batches buffered, registered, looked up, pushed, released, expired; rows of gradients."""
+
+
+class DataLoader(Protocol):
+    """Data loader: reads its share of the batches, registers their ID features, and has them ready for NN workers.
+
+    It decides nothing: NN workers ask for batches by number, so a restarted or added loader repeats and skips nothing.
+    """
+
+    def begin(self, feed: Feed) -> None:
+        """Starts reading for a pass, or for another share of it; what is ready and no longer wanted is released.
+
+        Raises:
+            DataError: the source cannot be read from the middle, and this would be needed.
+        """
+
+    def take(self, rank: int, epoch: int, number: int) -> Delivery:
+        """Batch `number` of a pass, for the NN worker `rank`. Blocks until it is ready.
+
+        It acknowledges all lower numbers that this rank has taken here; those are forgotten. A batch that is not
+        ready because the loader is new, or has been asked for a higher one, is sought in the source.
+
+        Raises:
+            DataError: the batch could not be read, or does not fit the schema.
+            DeadlineError: the source, or the embedding workers, were late.
+            MovedError: the batch is another loader's; get the membership anew.
+        """
+
+    def end(self) -> None:
+        """Stops reading; what is ready is released."""
+
+    def statistics(self) -> dict[str, int]:
+        """Counters: batches read, ready, taken, registered again; rows and bytes read."""
+
+
+class Coordinator(Protocol):
+    """The control plane: who is there, how far training is, and what everyone reports. No data pass through it."""
+
+    def join(self, role: str, rank: int, address: str) -> Member:
+        """A process has started. Returns it with its incarnation; an earlier one of this rank is dead from now on."""
+
+    def depart(self, role: str, rank: int, incarnation: int, reason: str = "") -> None:
+        """A process has ended, or is found dead; without a reason it ended as it was asked to."""
+
+    def retire(self, role: str, rank: int) -> None:
+        """Asks an embedding worker or a data loader to finish what it has and leave."""
+
+    def regenerate(self, nn_workers: int) -> int:
+        """The NN workers start anew, so many of them. Returns the new generation."""
+
+    def membership(self, newer_than: int = 0, timeout: float = 0.0) -> Membership:
+        """All members; waits until the version is above `newer_than`, at most `timeout` seconds."""
+
+    def report(self, role: str, rank: int, counters: Mapping[str, float]) -> None:
+        """A sign of life with counters; NN workers report `step`, `epoch`, `position`, `ended` among them."""
+
+    def statistics(self) -> dict[str, dict[str, float]]:
+        """The last report of every member, by "role-rank", with its `age` in seconds."""
 
 
 @runtime_checkable
@@ -106,18 +236,40 @@ class Seekable(Protocol):
         """The batches of an epoch, from number `start` on; the same ones every time."""
 
 
+@runtime_checkable
+class Sharded(Seekable, Protocol):
+    """A source that can pass over other loaders' batches without making them."""
+
+    def shard(self, index: int, count: int) -> Seekable:
+        """The batches with number % count == index; number `i` there is `i * count + index` here."""
+
+
 class Connection(NamedTuple):
-    """What an NN worker holds of a cluster."""
+    """What an NN worker holds of a cluster.
+
+    Attributes:
+        worker: the embedding workers as one: calls go to the one that the batch id names.
+        servers: the embedding PSs, by partition.
+        loader: the data loaders as one: `take` goes to the one that reads the number. None when the NN worker reads
+            its data itself.
+        rank: of this NN worker.
+        nn_workers: how many there are.
+        generation: of the NN workers.
+    """
 
     worker: EmbeddingWorker
     servers: Sequence[EmbeddingPS]
+    loader: DataLoader | None = None
+    rank: int = 0
+    nn_workers: int = 1
+    generation: int = 1
 
 
 class Cluster(Protocol):
     """A way to run the roles."""
 
     def connect(self, schema: Schema, optimizer: EmbeddingOptimizer, mode: Mode, seed: int) -> Connection:
-        """Starts the roles for this schema and returns what an NN worker needs of them.
+        """Starts the roles for this schema, or finds them, and returns what an NN worker needs of them.
 
         Args:
             schema: the input of the model.
@@ -125,3 +277,22 @@ class Cluster(Protocol):
             mode: how gradients are aggregated.
             seed: of row initialisation and admission.
         """
+
+
+class ProcessCluster(Cluster, Protocol):
+    """A cluster whose roles are processes."""
+
+    def run(self, function: Callable[[], T]) -> list[T]:
+        """Runs a function on every NN worker, where `connect` returns that worker's connection; results by rank."""
+
+    def feed(self, source: Seekable, epoch: int, start: int) -> None:
+        """Lets the data loaders read a source, from batch `start` of an epoch on."""
+
+    def scale(self, embedding_workers: int | None = None, data_loaders: int | None = None) -> None:
+        """Starts or retires embedding workers and data loaders, while training. Returns when they serve."""
+
+    def statistics(self) -> dict[str, dict[str, float]]:
+        """What all roles last reported; see `Coordinator.statistics`."""
+
+    def close(self) -> None:
+        """Ends all processes; a second call does nothing."""

@@ -65,6 +65,22 @@ struct UniqueGroup {
 // Removes duplicates: ids[inverse[i]] is the i-th id of the group's features, one after another.
 void unique(std::span<UniqueGroup> groups, ThreadPool& pool, Arena& arena);
 
+// The distinct ids of a table, and the inverses that point to them.
+struct OwnerGroup {
+  struct Inverse {
+    void* entries = nullptr;  // uint16 or uint32
+    std::size_t count = 0;
+    bool wide = false;
+  };
+  std::uint64_t name_hash = 0;  // XXH64 of the table's name
+  std::span<std::uint64_t> ids;
+  std::vector<Inverse> inverses;
+  std::int64_t* bounds = nullptr;  // result: [servers + 1], the ids of server p are bounds[p] ... bounds[p + 1]
+};
+
+// Sorts ids by the server that owns them (`owner_of`), order kept within a server, and lets the inverses follow.
+void group_by_owner(std::span<OwnerGroup> groups, std::uint32_t servers, ThreadPool& pool, Arena& arena);
+
 enum class Pooling : std::uint8_t { sum, mean, sqrtn, sequence };
 
 // Where the values of one feature are among the rows of its table.

@@ -29,6 +29,13 @@ inline constexpr std::uint64_t row_key(std::uint64_t seed, std::uint64_t name_ha
   return mix64(mix64(seed + name_hash) ^ mix64(id));
 }
 
+// The embedding PS that owns an id, by the top bits of a hash that neither shards nor indices use: part of the
+// protocol. `name_hash` is XXH64 of the table's name. Multiplying spreads as evenly as a remainder, and costs no
+// division.
+inline constexpr std::uint32_t owner_of(std::uint64_t name_hash, std::uint64_t id, std::uint32_t servers) {
+  return static_cast<std::uint32_t>(((mix64(name_hash ^ id) >> 32) * servers) >> 32);
+}
+
 // Number `counter` of the random 64-bit sequence of a key (splitmix64, addressed by position).
 inline constexpr std::uint64_t random_bits(std::uint64_t key, std::uint64_t counter) {
   return mix64(key + (counter + 1) * kGolden);

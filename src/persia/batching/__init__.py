@@ -3,9 +3,10 @@
 :mod:`persia.batching.reference` has a slow, readable twin of every function here.
 """
 
-from persia.batching.duplicates import merge_gradients, unique
+from persia.batching.duplicates import average_gradients, merge_gradients, unique
 from persia.batching.hashing import hash_cross, hash_strings, hash_values
 from persia.batching.native import Scratch, ThreadPool, borrow
+from persia.batching.owners import group_by_owner, owners
 from persia.batching.pooling import FeaturePlan, Pooled, pool_backward, pool_forward
 
 __all__ = [
@@ -13,11 +14,14 @@ __all__ = [
     "Pooled",
     "Scratch",
     "ThreadPool",
+    "average_gradients",
     "borrow",
+    "group_by_owner",
     "hash_cross",
     "hash_strings",
     "hash_values",
     "merge_gradients",
+    "owners",
     "pool_backward",
     "pool_forward",
     "unique",

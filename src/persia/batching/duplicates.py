@@ -11,7 +11,7 @@ from persia.batching.native import Scratch, ThreadPool, as_data_error, core
 from persia.errors import DataError
 from persia.types import Floats, Ids, Inverse
 
-__all__ = ["UniqueIds", "merge_gradients", "unique"]
+__all__ = ["UniqueIds", "average_gradients", "merge_gradients", "unique"]
 
 UniqueIds: TypeAlias = tuple[Ids, list[Inverse]]
 """The distinct ids of a table, and for each of its features the place of every id among them."""
@@ -88,16 +88,67 @@ def merge_gradients(
 
     Blocks until done, without the GIL. Thread-safe.
     """
+    pool = pool or ThreadPool(1)
+    scratch = scratch or Scratch()
+    dim = _dim(parts)
+    ((ids, inverses),) = unique([[ids for ids, _ in parts]], pool, scratch)
+    return ids, _sum_rows(len(ids), dim, inverses, [gradients for _, gradients in parts], pool, scratch)
+
+
+def average_gradients(
+    parts: Sequence[tuple[Ids, Floats]],
+    weights: Sequence[float],
+    total: float | None,
+    pool: ThreadPool,
+    scratch: Scratch | None = None,
+) -> tuple[Ids, Floats]:
+    """Averages the gradients of one table that several NN workers have computed.
+
+    Args:
+        parts: for each NN worker distinct ids, uint64 `[n_i]`, and gradients, float32 `[n_i, dim]`.
+        weights: of the NN workers, above 0.
+        total: what the weighted sum is divided by; None divides each id's by the weights of those that have the id.
+        pool: threads to run on.
+        scratch: memory kept from call to call.
+
+    Returns:
+        The distinct ids in order of first occurrence, uint64 `[u]`, and their gradients, float32 `[u, dim]`: the sum,
+        in the order of the parts, of float32(weight / divisor) * gradient. Bit-identical whatever the number of
+        threads. What one NN worker alone has is its gradient itself when `total` is None.
+
+    Raises:
+        DataError: no parts, or arrays whose dtypes or shapes do not fit.
+
+    Blocks until done. Thread-safe.
+    """
+    scratch = scratch or Scratch()
+    dim = _dim(parts)
+    ((ids, inverses),) = unique([[ids for ids, _ in parts]], pool, scratch)
+    divisor = np.full(len(ids), total or 0.0)
+    if total is None:
+        for inverse, weight in zip(inverses, weights, strict=True):
+            divisor[inverse] += weight
+    scaled = [
+        gradients * (weight / divisor[inverse]).astype(np.float32)[:, None]
+        for (_, gradients), inverse, weight in zip(parts, inverses, weights, strict=True)
+    ]
+    return ids, _sum_rows(len(ids), dim, inverses, scaled, pool, scratch)
+
+
+def _dim(parts: Sequence[tuple[Ids, Floats]]) -> int:
     if not parts:
         raise DataError("There are no gradients to merge: give at least one (ids, gradients).")
     dims = {gradients.shape[1:] for _, gradients in parts}
     if len(dims) != 1 or len(next(iter(dims))) != 1:
         raise DataError(f"Gradients of one table must be [n, dim] with one dim; got trailing shapes {sorted(dims)}.")
-    pool = pool or ThreadPool(1)
-    scratch = scratch or Scratch()
-    ((ids, inverses),) = unique([[ids for ids, _ in parts]], pool, scratch)
-    merged = np.empty((len(ids), *next(iter(dims))), np.float32)
+    return int(next(iter(dims))[0])
+
+
+def _sum_rows(
+    rows: int, dim: int, inverses: Sequence[Inverse], parts: Sequence[Floats], pool: ThreadPool, scratch: Scratch
+) -> Floats:
+    """Row i is the sum, part after part, of the rows whose inverse is i."""
+    merged = np.empty((rows, dim), np.float32)
     with as_data_error:
-        plans = [(0, inverse, None, 0, None) for inverse in inverses]
-        core.pool_backward(plans, [gradients for _, gradients in parts], [merged], pool, scratch)
-    return ids, merged
+        core.pool_backward([(0, inverse, None, 0, None) for inverse in inverses], list(parts), [merged], pool, scratch)
+    return merged

@@ -18,10 +18,13 @@ from persia.batching.pooling import FeaturePlan, Pooled
 from persia.types import BoolArray, Floats, Ids, Int32Array, Int64Array, Inverse
 
 __all__ = [
+    "average_gradients",
+    "group_by_owner",
     "hash_cross",
     "hash_strings",
     "hash_values",
     "merge_gradients",
+    "owner",
     "pool_backward",
     "pool_forward",
     "unique",
@@ -51,6 +54,43 @@ def merge_gradients(parts: Sequence[tuple[Ids, Floats]]) -> tuple[Ids, Floats]:
         for row, gradient in zip(inverse, gradients, strict=True):
             merged[row] += gradient
     return ids, merged
+
+
+def owner(table: str, id_: int, servers: int) -> int:
+    """The number of the embedding PS that owns an id."""
+    x = xxh64(table.encode()) ^ id_
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _WORD
+    x ^= x >> 31
+    return ((x >> 32) * servers) >> 32
+
+
+def group_by_owner(tables: Sequence[str], found: Sequence[UniqueIds], servers: int) -> list[Int64Array]:
+    """Twin of :func:`persia.batching.group_by_owner`."""
+    result: list[Int64Array] = []
+    for table, (ids, inverses) in zip(tables, found, strict=True):
+        owners = np.array([owner(table, id_, servers) for id_ in ids.tolist()], np.int64)
+        order = np.argsort(owners, kind="stable")  # Place, of the id that is to be there.
+        for inverse in inverses:
+            inverse[:] = np.argsort(order)[inverse]
+        ids[:] = ids[order]
+        result.append(np.searchsorted(owners[order], np.arange(servers + 1)).astype(np.int64))
+    return result
+
+
+def average_gradients(
+    parts: Sequence[tuple[Ids, Floats]], weights: Sequence[float], total: float | None
+) -> tuple[Ids, Floats]:
+    """Twin of :func:`persia.batching.average_gradients`."""
+    divisor: dict[int, float] = {}
+    for (ids, _), weight in zip(parts, weights, strict=True):
+        for id_ in ids.tolist():
+            divisor[id_] = total if total is not None else divisor.get(id_, 0.0) + weight
+    average = {id_: np.zeros(parts[0][1].shape[1], np.float32) for id_ in divisor}
+    for (ids, gradients), weight in zip(parts, weights, strict=True):
+        for id_, gradient in zip(ids.tolist(), gradients, strict=True):
+            average[id_] += np.float32(weight / divisor[id_]) * gradient
+    return np.array(list(average), np.uint64), np.array(list(average.values()), np.float32)
 
 
 def _bags(plan: FeaturePlan) -> Iterator[list[int]]:

@@ -29,4 +29,4 @@ class Embedded:
     def connect(self, schema: Schema, optimizer: EmbeddingOptimizer, mode: Mode, seed: int) -> Connection:
         """Makes a store and an embedding worker; each call makes new ones."""
         server = EmbeddingServer(schema.resolved_tables(), optimizer, mode, seed, self.threads)
-        return Connection(Worker(schema, server, self.threads), [server])
+        return Connection(Worker(schema, [server], self.threads), [server])

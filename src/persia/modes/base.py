@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
-__all__ = ["Aggregation", "Dense", "Mode", "Observation"]
+__all__ = ["Aggregation", "Dense", "Mode", "Observation", "Reduction"]
+
+Reduction: TypeAlias = Literal["per_id", "global"]
+"""What the weighted sum of a held step is divided by: the weights of those that have the id, or all weights."""
 
 
 class Aggregation(enum.Enum):
@@ -49,6 +52,10 @@ class Mode(Protocol):
 
     def aggregate(self, arrived: int, nn_workers: int) -> Aggregation:
         """What happens when `arrived` of `nn_workers` gradients of a step have reached a PS."""
+
+    @property
+    def reduction(self) -> Reduction:
+        """How the gradients of several NN workers become one."""
 
     def dense(self) -> Dense:
         """How dense gradients are combined."""

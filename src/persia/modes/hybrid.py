@@ -7,7 +7,7 @@ from typing import Literal, cast
 import msgspec
 
 from persia.errors import ConfigError
-from persia.modes.base import Aggregation, Dense, Observation
+from persia.modes.base import Aggregation, Dense, Observation, Reduction
 
 __all__ = ["Hybrid"]
 
@@ -59,6 +59,11 @@ class Hybrid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     def aggregate(self, arrived: int, nn_workers: int) -> Aggregation:
         """On arrival."""
         return Aggregation.APPLY
+
+    @property
+    def reduction(self) -> Reduction:
+        """Of no effect: gradients of several NN workers are never summed."""
+        return "per_id"
 
     def dense(self) -> Dense:
         """All-reduce, overlapped with the backward pass."""

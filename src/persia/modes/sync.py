@@ -4,13 +4,30 @@ from __future__ import annotations
 
 import msgspec
 
-from persia.modes.base import Aggregation, Dense, Observation
+from persia.errors import ConfigError
+from persia.modes.base import Aggregation, Dense, Observation, Reduction
 
 __all__ = ["Sync"]
 
 
 class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="sync"):
-    """Every gradient is applied before the next lookup: staleness 0, deterministic given a seed."""
+    """Every gradient is applied before the next lookup: staleness 0, deterministic given a seed.
+
+    With one NN worker `reduction` changes nothing.
+
+    Args:
+        reduction: how the gradients of several NN workers become one, weighted by their rows. "per_id" averages an
+            id's gradient over the NN workers whose batch has the id: updates are as large as in the other modes, so
+            that a switch needs no tuning. "global" averages over all: exactly the gradient of one large batch.
+    """
+
+    reduction: Reduction = "per_id"
+
+    def __post_init__(self) -> None:
+        if self.reduction not in ("per_id", "global"):
+            raise ConfigError(
+                f"Sync.reduction = {self.reduction!r}; give 'per_id' or 'global'.", field="mode.reduction"
+            )
 
     def initial_depth(self) -> int | None:
         """No step may be missing."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from persia.batching.batch import Batch
 from persia.errors import ConfigError, PersiaError, StaleBatchError
-from persia.modes import Hybrid, Mode
+from persia.modes import Aggregation, Hybrid, Mode
 from persia.nn.pipeline import Pipeline, Stages
 from persia.nn.pool import Expander
 from persia.nn.prepared import PreparedBatch
@@ -21,7 +21,7 @@ from persia.nn.staleness import Staleness, StalenessGate
 from persia.nn.types import Embeddings
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Cluster
-from persia.types import Contribution, Floats, LookedUp, UpdateCounts
+from persia.types import Contribution, Floats, LookedUp, PushHeader, UpdateCounts
 
 __all__ = ["CollectionOptions", "EmbeddingCollection", "Pushed"]
 
@@ -73,6 +73,7 @@ class _Pending(NamedTuple):
     """Gradients of a batch on their way to the host."""
 
     batch_id: int
+    rows: int
     gradients: Callable[[], dict[str, Floats]]
 
 
@@ -132,6 +133,7 @@ class EmbeddingCollection(torch.nn.Module):
         self._push_failure: BaseException | None = None
         self._counts: dict[str, UpdateCounts] = {}
         self._released = 0
+        self._pushes = 0
         self._pid = os.getpid()
 
     # --- the loop ---------------------------------------------------------------------------------------------
@@ -267,7 +269,7 @@ class EmbeddingCollection(torch.nn.Module):
         scale = self.grad_scaler.get_scale() if self.grad_scaler is not None else 1.0
         with torch.no_grad():
             gradients = self._staging.to_host(batch.contribution(scale))
-        self._group.append(_Pending(batch.batch_id, gradients))
+        self._group.append(_Pending(batch.batch_id, len(batch), gradients))
         self._batch_ended()
 
     def _release_if_unused(self, batch: PreparedBatch) -> None:
@@ -297,9 +299,16 @@ class EmbeddingCollection(torch.nn.Module):
             self._pipeline.push(lambda: self._push(group, batches, step))
 
     def _push(self, group: list[_Pending], batches: int, step: int) -> None:
-        contributions = [Contribution(pending.batch_id, pending.gradients()) for pending in group]
-        if contributions:
-            for table, counts in self._worker.push(contributions, step).items():
+        contributions = [Contribution(pending.batch_id, dict(pending.gradients())) for pending in group]
+        connection = self.connection
+        # A PS that holds a step waits for every NN worker, also for one without gradients.
+        held = self.mode.aggregate(1, connection.nn_workers) is Aggregation.HOLD
+        if contributions or held:
+            self._pushes += 1
+            header = PushHeader(
+                connection.generation, connection.rank, self._pushes, step, sum(pending.rows for pending in group)
+            )
+            for table, counts in self._worker.push(header, contributions).items():
                 before = self._counts.get(table, UpdateCounts())
                 self._counts[table] = UpdateCounts(*(a + b for a, b in zip(before, counts, strict=True)))
             self._registered.difference_update(c.batch_id for c in contributions)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from persia import batching
-from persia.errors import ConfigError, StoreError
+from persia.errors import StoreError
 from persia.modes import Aggregation, Mode
+from persia.ps.held import Arrived, HeldSteps, HoldOptions
+from persia.ps.reduction import average_step
 from persia.ps.tables import learning_rate, table_config
 from persia.schema import EmbeddingOptimizer, Table
 from persia.services import RowChunk
 from persia.store import EmbeddingStore, Rows
-from persia.types import Floats, Ids, UpdateCounts
+from persia.types import Floats, Gradients, Ids, PushHeader, UpdateCounts
 
 __all__ = ["EmbeddingServer"]
 
@@ -32,13 +35,26 @@ class EmbeddingServer:
         mode: decides what happens to arriving gradients.
         seed: of row initialisation and admission.
         threads: threads that share the work of a call, over tables and their shards.
+        hold: whose gradients make a step, in a mode that waits for all.
     """
 
     def __init__(
-        self, tables: Mapping[str, Table], optimizer: EmbeddingOptimizer, mode: Mode, seed: int, threads: int
+        self,
+        tables: Mapping[str, Table],
+        optimizer: EmbeddingOptimizer,
+        mode: Mode,
+        seed: int,
+        threads: int,
+        hold: HoldOptions = HoldOptions(),  # noqa: B008 - frozen
     ) -> None:
         self._mode = mode
-        self._store = EmbeddingStore(batching.ThreadPool(threads))
+        self._hold = hold
+        self._on_arrival = mode.aggregate(1, hold.nn_workers) is Aggregation.APPLY
+        ranks = range(hold.nn_workers)
+        groups = [[rank] for rank in ranks] if self._on_arrival else [ranks]
+        self._held = [HeldSteps(group, hold.timeout, self._apply_held) for group in groups]
+        self._pool = batching.ThreadPool(threads)
+        self._store = EmbeddingStore(self._pool)
         self._scratch = batching.Scratch()
         self._tables = {
             name: msgspec.structs.replace(table, optimizer=table.optimizer or optimizer)
@@ -59,12 +75,29 @@ class EmbeddingServer:
         self._store.lookup(numbers, list(ids.values()), train=train, out=rows)
         return dict(zip(ids, rows, strict=True))
 
-    def push(
-        self, client: int, sequence: int, step: int, gradients: Mapping[str, tuple[Ids, Floats]]
+    def push(self, header: PushHeader, gradients: Mapping[str, Gradients]) -> dict[str, UpdateCounts]:
+        """Applies gradients, each once; see `persia.services.EmbeddingPS`."""
+        if self._on_arrival and header.parts == 1:
+            return self._apply(header.client, header.sequence, header.step, gradients)
+        for table, part in gradients.items():
+            self._check(table, part)  # Now: what is held must not fail others later.
+        if self._on_arrival:
+            if header.rank >= len(self._held):
+                raise StoreError(f"There is no NN worker {header.rank}, only {len(self._held)}.", rank=header.rank)
+            return self._held[header.rank].push(header.sequence, Arrived(header, gradients))
+        return self._held[0].push(header.step, Arrived(header, gradients))
+
+    def _apply_held(self, arrived: Sequence[Arrived]) -> dict[str, UpdateCounts]:
+        """Applies a complete step: one update of the average over its NN workers."""
+        header = arrived[0].header
+        average = average_step(arrived, self._mode.reduction, self._pool, self._scratch)
+        if self._on_arrival:
+            return self._apply(header.client, header.sequence, header.step, average)
+        return self._apply(header.merged_client, header.step + 1, header.step, average)
+
+    def _apply(
+        self, client: int, sequence: int, step: int, gradients: Mapping[str, Gradients]
     ) -> dict[str, UpdateCounts]:
-        """Applies gradients, once per (client, sequence); see `persia.services.EmbeddingPS`."""
-        if self._mode.aggregate(arrived=1, nn_workers=1) is not Aggregation.APPLY:
-            raise ConfigError(f"Mode {self._mode!r} holds gradients back, which needs several NN workers.")
         counts = self._store.update(
             [self._number(name) for name in gradients],
             [ids for ids, _ in gradients.values()],
@@ -101,7 +134,7 @@ class EmbeddingServer:
         """Puts rows back; rows of the same ids are replaced."""
         self._store.import_rows(self._number(chunk.table), Rows(**chunk.arrays))
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, list[dict[str, NDArray[Any]]]]:
         """What besides the rows decides the future: clocks, counters and admission sketches of each shard.
 
         Which pushes are applied is left out: a resumed run has new clients.
@@ -114,7 +147,7 @@ class EmbeddingServer:
             for name, index in self._index.items()
         }
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Sequence[Mapping[str, NDArray[Any]]]]) -> None:
         """Puts `state()` back, after the rows."""
         for name, shards in state.items():
             index = self._number(name)
@@ -122,6 +155,17 @@ class EmbeddingServer:
                 clients = self._store.export_state(index, shard)["clients"]
                 arrays = {key: np.ascontiguousarray(value) for key, value in values.items()}
                 self._store.import_state(index, shard, {**arrays, "clients": clients})
+
+    def _check(self, table: str, gradients: Gradients) -> None:
+        self._number(table)
+        ids, values = gradients
+        shape = (len(ids), self._tables[table].dim)
+        if ids.dtype != np.uint64 or ids.ndim != 1 or values.dtype != np.float32 or values.shape != shape:
+            raise StoreError(
+                f"table {table!r}: gradients must be ids uint64 [n] and values float32 [n, {shape[1]}]; got "
+                f"{ids.dtype} {ids.shape} and {values.dtype} {values.shape}.",
+                table=table,
+            )
 
     def _number(self, table: str) -> int:
         index = self._index.get(table)

@@ -1,0 +1,204 @@
+"""Holds the gradients of a step until those of all NN workers have come (docs/reference/protocol.md, section 5).
+
+Nothing here knows tables or rows: what to do with a complete step is the caller's.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from persia.errors import DeadlineError, StalePushError, StoreError
+from persia.types import Gradients, PushHeader, UpdateCounts
+
+__all__ = ["Arrived", "HeldSteps", "HoldOptions"]
+
+
+class HoldOptions(msgspec.Struct, frozen=True):
+    """Whose gradients make a step.
+
+    Args:
+        nn_workers: how many NN workers push.
+        timeout: seconds that a push waits for those of the others.
+    """
+
+    nn_workers: int = 1
+    timeout: float = 600.0
+
+
+class Arrived(NamedTuple):
+    """One push, or one part of it."""
+
+    header: PushHeader
+    gradients: Mapping[str, Gradients]
+
+
+Counts = dict[str, UpdateCounts]
+Apply = Callable[[Sequence[Arrived]], Counts]
+"""Applies a complete step, given in the order of (rank, part)."""
+
+
+class _Step:
+    """The step in work."""
+
+    def __init__(self, turn: int) -> None:
+        self.turn = turn
+        self.arrived: dict[tuple[int, int], Arrived] = {}
+        self.applying = False
+        self.counts: Counts | None = None
+        self.failure: Exception | None = None
+
+    def over(self) -> bool:
+        return self.counts is not None or self.failure is not None
+
+    def missing(self, ranks: Sequence[int]) -> list[int]:
+        """Ranks of which no part, or not every part, is there."""
+        parts = {arrived.header.rank: arrived.header.parts for arrived in self.arrived.values()}
+        return [
+            rank
+            for rank in ranks
+            if rank not in parts or any((rank, part) not in self.arrived for part in range(parts[rank]))
+        ]
+
+
+class HeldSteps:
+    """One step after another: pushes of a step wait for each other and return together.
+
+    Safe to call from several threads; a call blocks until its step is applied, by whichever thread completes it.
+
+    Args:
+        ranks: the NN workers that make a step.
+        timeout: seconds that a push waits.
+        apply: what to do with a complete step. If it raises, all pushes of the step do, and may be repeated.
+    """
+
+    def __init__(self, ranks: Sequence[int], timeout: float, apply: Apply) -> None:
+        self._ranks = ranks
+        self._timeout = timeout
+        self._apply = apply
+        self._changed = threading.Condition()
+        self._generation = 0
+        self._step: _Step | None = None
+        self._last: _Step | None = None
+        """The last step that was applied: what a repeated push is answered from."""
+
+    def push(self, turn: int, arrived: Arrived) -> Counts:
+        """Adds one push to step `turn`, and returns when the step is applied.
+
+        Args:
+            turn: rises from step to step.
+            arrived: the push. One of the same rank and part that is there already counts once, and it is the first.
+
+        Returns:
+            What became of the step's gradients for part 0 of the lowest rank; nothing for the others.
+
+        Raises:
+            DeadlineError: not all have come; it names who is missing. The push stays held.
+            StalePushError: the generation is over, or another step is in work.
+        """
+        header = arrived.header
+        if header.rank not in self._ranks or not 0 <= header.part < header.parts or header.weight < 0:
+            raise StoreError(
+                f"A push of NN worker {header.rank}, part {header.part} of {header.parts}, fits no step of the NN "
+                f"workers {list(self._ranks)}. Start PSs and NN workers with the same number of NN workers.",
+                rank=header.rank,
+            )
+        with self._changed:
+            self._enter(header.generation)
+            step = self._step_of(turn, header)
+            complete = self._add(step, arrived)
+        if complete is not None:
+            self._finish(step, complete)
+        return self._await(step, header)
+
+    def _add(self, step: _Step, arrived: Arrived) -> list[Arrived] | None:
+        """Returns the whole step, sorted, to the one push that completes it."""
+        if step.applying:
+            return None
+        header = arrived.header
+        if any(a.header.rank == header.rank and a.header.parts != header.parts for a in step.arrived.values()):
+            raise StoreError(
+                f"NN worker {header.rank} says that step {step.turn} has {header.parts} parts, and before otherwise.",
+                rank=header.rank,
+                step=step.turn,
+            )
+        step.arrived.setdefault((header.rank, header.part), arrived)
+        if step.missing(self._ranks):
+            return None
+        step.applying = True
+        return [step.arrived[key] for key in sorted(step.arrived)]
+
+    def _enter(self, generation: int) -> None:
+        """NN workers that have started anew begin where they like; what the ones before had under way is void."""
+        if generation < self._generation:
+            raise StalePushError(
+                f"A push of generation {generation} of the NN workers came after those of {self._generation} had "
+                "started. It is not applied.",
+                generation=generation,
+            )
+        if generation == self._generation:
+            return
+        if self._step is not None and not self._step.applying:
+            self._step.failure = StalePushError(
+                f"The NN workers have started anew, as generation {generation}, while step {self._step.turn} of "
+                f"generation {self._generation} was incomplete. It is not applied.",
+                generation=self._generation,
+                step=self._step.turn,
+            )
+            self._changed.notify_all()
+        self._generation, self._step, self._last = generation, None, None
+
+    def _step_of(self, turn: int, header: PushHeader) -> _Step:
+        if self._last is not None and turn == self._last.turn:
+            return self._last
+        step, last = self._step, self._last
+        if step is None and (last is None or turn > last.turn):
+            step = self._step = _Step(turn)
+        if step is None or turn != step.turn:
+            place = f"{step.turn} is in work" if step is not None else f"{last.turn} is applied" if last else ""
+            raise StalePushError(
+                f"NN worker {header.rank} pushed gradients of step {turn}, but step {place}. NN workers must push "
+                "every step once, in order.",
+                rank=header.rank,
+                step=turn,
+            )
+        return step
+
+    def _finish(self, step: _Step, complete: list[Arrived]) -> None:
+        counts: Counts | None = None
+        failure: Exception | None = None
+        try:
+            counts = self._apply(complete)
+        except Exception as error:
+            failure = error
+        with self._changed:
+            step.counts, step.failure = counts, failure
+            step.arrived.clear()  # `_last` keeps the counts only.
+            if self._step is step:  # Else a new generation has begun meanwhile.
+                self._step = None
+                if failure is None:
+                    self._last = step
+            self._changed.notify_all()
+
+    def _await(self, step: _Step, header: PushHeader) -> Counts:
+        began = time.monotonic()
+        with self._changed:
+            if not self._changed.wait_for(step.over, self._timeout):
+                missing = step.missing(self._ranks)
+                late = f"NN workers {', '.join(map(str, missing))} have not pushed" if missing else "applying it lasts"
+                raise DeadlineError(
+                    f"Step {step.turn} (generation {header.generation}) was not complete within "
+                    f"{time.monotonic() - began:.1f} s: {late}. See what holds them up, or raise `timeout`.",
+                    step=step.turn,
+                    missing=missing,
+                    timeout=self._timeout,
+                )
+        if step.failure is not None:
+            raise copy.copy(step.failure) from step.failure  # Each thread its own: a traceback is written to it.
+        assert step.counts is not None
+        return step.counts if (header.rank, header.part) == (min(self._ranks), 0) else {}

@@ -1,0 +1,305 @@
+"""Several PSs: the same numbers as one; and what an embedding worker does with repeated pushes."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import persia
+from persia.batching.batch import Batch, IdColumn
+from persia.errors import CheckpointError, StaleBatchError, StoreError
+from persia.modes import Hybrid, Sync
+from persia.optim import SGD, Adagrad
+from persia.ps import EmbeddingServer, HoldOptions
+from persia.services import Connection
+from persia.types import Contribution, PushHeader, UpdateCounts
+from persia.worker import Worker
+from persia.worker.calls import call_all
+
+TIMEOUT = 20.0
+SCHEMA = persia.Schema(
+    id_features=[
+        persia.IdFeature("item", dim=4),
+        persia.IdFeature("history", dim=4, table="item", pooling="sum"),
+        persia.IdFeature("user", dim=3),
+    ],
+    dense_features=[],
+    labels=["click"],
+)
+
+
+class SeveralServers:
+    """A cluster of `count` PSs in this process."""
+
+    def __init__(self, count, nn_workers=1):
+        self.count, self.nn_workers = count, nn_workers
+
+    def connect(self, schema, optimizer, mode, seed):
+        hold = HoldOptions(self.nn_workers, TIMEOUT)
+        servers = [EmbeddingServer(schema.resolved_tables(), optimizer, mode, seed, 1, hold) for _ in range(self.count)]
+        return Connection(Worker(schema, servers), servers)
+
+
+def connect(servers, nn_workers=1, mode=None, optimizer=None):
+    cluster = SeveralServers(servers, nn_workers)
+    return cluster.connect(SCHEMA, optimizer or Adagrad(lr=0.1), mode or Sync(), 5)
+
+
+def features(draw_ids, samples):
+    """Ids by feature; `history` has two per sample."""
+    columns = {name: IdColumn(draw_ids(samples)) for name in ("item", "user")}
+    return columns | {"history": IdColumn(draw_ids(2 * samples), np.arange(0, 2 * samples + 1, 2, dtype=np.int64))}
+
+
+def drawn(rng, ids):
+    return lambda n: rng.integers(0, ids, n).astype(np.uint64)
+
+
+def header(step, rank=0, weight=1, part=0, parts=1):
+    return PushHeader(1, rank, step + 1, step, weight, part, parts)
+
+
+def rows_of(found):
+    """Rows as each feature sees them: the order of the unique rows is the embedding worker's own business."""
+    table = {feature.name: feature.table_name for feature in SCHEMA.id_features}
+    return {name: found.rows[table[name]][inverse] for name, inverse in found.inverse.items()}
+
+
+def gradients_for(ids_of, found):
+    """A gradient that depends on the id and its row only."""
+    result = {}
+    for table, rows in found.rows.items():
+        result[table] = (rows + (ids_of[table] % np.uint64(7)).astype(np.float32)[:, None]).astype(np.float32)
+    return result
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.tuples(st.integers(0, 2**32), st.integers(0, 12), st.integers(1, 2)), max_size=5))
+def test_rows_are_the_same_to_the_bit_with_1_2_and_3_servers(steps):
+    results = []
+    for servers in (1, 2, 3):
+        connection = connect(servers)
+        worker, seen, counts = connection.worker, [], []
+        for step, (seed, samples, batches) in enumerate(steps):
+            rng = np.random.default_rng(seed)
+            contributions = []
+            for _ in range(batches):
+                batch_id = worker.register(features(drawn(rng, 20), samples))
+                found = worker.lookup(batch_id)
+                seen.append(rows_of(found))
+                entry = worker._entries[batch_id]
+                contributions.append(Contribution(batch_id, gradients_for(entry.ids, found)))
+            counts.append(worker.push(header(step), contributions))
+        results.append((seen, counts))
+        assert worker.buffered == 0
+        if servers == 3 and sum(samples for _, samples, _ in steps) > 30:
+            assert all(sum(t["rows"] for t in server.statistics().values()) for server in connection.servers)
+    for seen, counts in results[1:]:
+        assert counts == results[0][1]
+        for found, expected in zip(seen, results[0][0], strict=True):
+            for name in expected:
+                np.testing.assert_array_equal(found[name], expected[name])
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_training_run_has_the_same_losses_with_1_2_and_3_servers(accumulation):
+    outcomes = []
+    for servers in (1, 2, 3):
+        data = persia.data.synthetic(2_000, id_features=3, ids_per_feature=300, dense_features=1, batch_size=100)
+        torch.manual_seed(0)
+        trainer = persia.Trainer(
+            persia.nn.models.FFNN(data.schema, hidden=(8,)),
+            data.schema,
+            optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-2),
+            embedding_optimizer=Adagrad(lr=0.1),
+            mode=Sync(),
+            cluster=SeveralServers(servers),
+            options=persia.TrainerOptions(progress=False, accumulation_steps=accumulation),
+        )
+        result = trainer.fit(data, eval_data=data)
+        outcomes.append((result.progressive.log_loss, result.evaluation.auc, result.stored_rows))
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+
+
+def test_a_run_with_several_servers_is_saved_and_resumed(tmp_path):
+    data = persia.data.synthetic(2_000, id_features=2, ids_per_feature=300, dense_features=1, batch_size=100)
+    options = persia.TrainerOptions(progress=False)
+
+    def trainer(servers):
+        torch.manual_seed(0)
+        return persia.Trainer(
+            persia.nn.models.FFNN(data.schema, hidden=(8,)),
+            data.schema,
+            optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-2),
+            embedding_optimizer=Adagrad(lr=0.1),
+            mode=Sync(),
+            cluster=SeveralServers(servers),
+            options=options,
+        )
+
+    straight, first, second = trainer(2), trainer(2), trainer(2)
+    expected = straight.fit(data)
+    first.fit(data, max_steps=7)
+    first.save(tmp_path)
+    second.load(tmp_path)
+    result = second.fit(data)
+    assert result.progressive == expected.progressive
+    assert result.stored_rows == expected.stored_rows
+    for one, two in zip(second.embeddings.connection.servers, straight.embeddings.connection.servers, strict=True):
+        for a, b in zip(one.export_rows(), two.export_rows(), strict=True):
+            for name in a.arrays:
+                np.testing.assert_array_equal(a.arrays[name], b.arrays[name])
+    with pytest.raises(CheckpointError, match="2 embedding PSs, and there are 3 here"):
+        trainer(3).load(tmp_path)
+
+
+def test_a_step_without_gradients_is_pushed_too_where_the_others_wait_for_it():
+    """Two NN workers; the second one's batches have no backward pass."""
+    shared = SeveralServers(2, nn_workers=2).connect(SCHEMA, SGD(lr=1.0), Sync(), 5)
+    rng = np.random.default_rng(2)
+    batches = [
+        Batch(features(drawn(rng, 9), 6), np.zeros((6, 0), np.float32), np.zeros((6, 1), np.float32)) for _ in range(4)
+    ]
+
+    class OfRank:
+        def __init__(self, rank):
+            self.rank = rank
+
+        def connect(self, *_):
+            return shared._replace(rank=self.rank, nn_workers=2)
+
+    def train(rank):
+        embeddings = persia.nn.EmbeddingCollection(SCHEMA, optimizer=SGD(lr=1.0), mode=Sync(), cluster=OfRank(rank))
+        for batch in embeddings.prefetch(batches):
+            if rank == 0:
+                sum(e.sum() for e in embeddings(batch).values()).backward()
+        return embeddings.global_step, embeddings.pushed, embeddings.staleness.max
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = (call.result(TIMEOUT) for call in [threads.submit(train, rank) for rank in (0, 1)])
+    assert (first[0], second[0]) == (4, 4)
+    assert first[1].applied > 0
+    assert second[1]._asdict() == {"applied": 0, "absent": 0, "non_finite": 0, "released": 4}
+    assert first[2] == second[2] == 0
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3])
+def test_global_reduction_over_workers_is_one_large_batch(servers):
+    """3 NN workers of 4, 8 and 0 rows against one of 12, gradients of a mean loss."""
+    rng = np.random.default_rng(1)
+    together = connect(2, optimizer=SGD(lr=1.0))
+    apart = connect(servers, 3, Sync("global"), SGD(lr=1.0))
+    with ThreadPoolExecutor(3) as threads:
+        for step in range(4):
+            whole = features(drawn(rng, 9), 12)
+            split = [{name: column.slice(a, b) for name, column in whole.items()} for a, b in ((0, 4), (4, 12))]
+            large = mean_gradient(together.worker, whole)
+            together.worker.push(header(step, weight=12), [large])
+            parts = [mean_gradient(apart.worker, part) for part in split]
+            calls = [
+                threads.submit(apart.worker.push, header(step, 0, 4), [parts[0]]),
+                threads.submit(apart.worker.push, header(step, 1, 8), [parts[1]]),
+                threads.submit(apart.worker.push, header(step, 2, 0), []),
+            ]
+            counts = [call.result(TIMEOUT) for call in calls]
+            assert counts[1:] == [{}, {}]
+            assert sum(c.applied for c in counts[0].values()) > 0
+    every = {name: IdColumn(np.arange(9, dtype=np.uint64)) for name in ("item", "user", "history")}
+    found, expected = (rows_of(c.worker.evaluate(every)) for c in (apart, together))
+    for name in found:
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=1e-6)
+
+
+def mean_gradient(worker, columns):
+    """Of the mean over samples of the sum of squares of all rows that a sample reads, by table."""
+    batch_id = worker.register(columns)
+    found = worker.lookup(batch_id)
+    samples = len(columns["item"])
+    gradients = {table: np.zeros_like(rows) for table, rows in found.rows.items()}
+    for feature in SCHEMA.id_features:
+        rows = found.rows[feature.table_name]
+        inverse = found.inverse[feature.name]
+        np.add.at(gradients[feature.table_name], inverse, 2 * rows[inverse] / samples)
+    return Contribution(batch_id, gradients)
+
+
+def test_a_repeated_push_gets_the_answer_of_the_first():
+    connection = connect(2)
+    worker = connection.worker
+    contribution = mean_gradient(worker, features(lambda n: np.arange(n, dtype=np.uint64), 6))
+    counts = worker.push(header(0), [contribution])
+    assert worker.push(header(0), [contribution]) == counts
+    assert sum(c.applied for c in counts.values()) == 12 + 6
+    assert all(t["duplicates"] == 0 for server in connection.servers for t in server.statistics().values())
+    with pytest.raises(StaleBatchError):
+        worker.push(header(1), [contribution])
+    assert worker.statistics() == {"buffered": 0, "registered": 1, "looked_up": 1, "pushed": 1, "released": 0}
+
+
+def test_a_push_that_reached_some_servers_only_is_completed_by_its_repetition():
+    """One PS applied it, the other's reply failed: at the second attempt each row is updated once in all."""
+    connection = connect(2, mode=Hybrid(1), optimizer=SGD(lr=1.0))
+    worker, broken = connection.worker, connection.servers[1]
+    contribution = mean_gradient(worker, features(lambda n: np.arange(n, dtype=np.uint64), 6))
+    healthy, failing = broken.push, [True]
+
+    def push(*args):
+        if failing.pop() if failing else False:
+            raise StoreError("not there")
+        return healthy(*args)
+
+    broken.push = push
+    with pytest.raises(StoreError):
+        worker.push(header(0), [contribution])
+    counts = worker.push(header(0), [contribution])
+    assert sum(c.duplicate for c in counts.values()) > 0
+    counts_in_rows = [chunk.arrays["update_count"] for server in connection.servers for chunk in server.export_rows()]
+    assert set(np.concatenate(counts_in_rows).tolist()) == {1}
+
+
+def test_lookup_for_evaluation_forgets_the_batch_and_changes_nothing():
+    connection = connect(2)
+    worker = connection.worker
+    batch_id = worker.register(features(lambda n: np.arange(n, dtype=np.uint64), 3))
+    assert not any(rows.any() for rows in worker.lookup(batch_id, train=False).rows.values())
+    assert worker.buffered == 0
+    assert sum(t["rows"] for server in connection.servers for t in server.statistics().values()) == 0
+    with pytest.raises(StaleBatchError):
+        worker.lookup(batch_id)
+
+
+def test_float16_gradients_with_scales_are_taken():
+    worker = connect(2, optimizer=SGD(lr=1.0)).worker
+    columns = features(lambda n: np.arange(n, dtype=np.uint64), 4)
+    contribution = mean_gradient(worker, columns)
+    halves = {table: np.ones(g.shape, np.float16) for table, g in contribution.gradients.items()}
+    scales = {table: np.full(len(g), 0.25, np.float32) for table, g in contribution.gradients.items()}
+    before = rows_of(worker.evaluate(columns))
+    worker.push(header(0), [Contribution(contribution.batch_id, halves, scales)])
+    for name, rows in rows_of(worker.evaluate(columns)).items():
+        np.testing.assert_allclose(rows, before[name] - 0.25, atol=1e-6)
+
+
+def test_call_all_runs_side_by_side_and_raises_the_first_failure():
+    barrier = threading.Barrier(3, timeout=TIMEOUT)
+    assert call_all([lambda n=n: (barrier.wait(), n)[1] for n in range(3)]) == [0, 1, 2]
+    assert call_all([]) == []
+
+    def fail(message):
+        raise StoreError(message)
+
+    began = time.monotonic()
+    with pytest.raises(StoreError, match="second"):
+        call_all([lambda: 1, lambda: fail("second"), lambda: fail("third")])
+    assert time.monotonic() - began < TIMEOUT
+
+
+def test_counts_are_summed_over_servers():
+    worker = connect(3).worker
+    contribution = mean_gradient(worker, features(lambda n: np.arange(n, dtype=np.uint64), 50))
+    assert worker.push(header(0), [contribution]) == {"item": UpdateCounts(100), "user": UpdateCounts(50)}
