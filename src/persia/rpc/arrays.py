@@ -155,15 +155,14 @@ class Decoder(Generic[T]):
         return array if array.flags.aligned else array.copy()
 
     def _check(self, kind: Any, value: object) -> object:
+        # msgspec adds the place to a ValueError.
         if not isinstance(value, np.ndarray):
-            raise msgspec.ValidationError(f"expected an array, got {type(value).__name__}")
+            raise ValueError(f"expected an array, got {type(value).__name__}")
         accepted = self._accepted.get(kind)
         if accepted is None:
             accepted = self._accepted[kind] = _dtypes(kind)
         if value.dtype not in accepted:
-            raise msgspec.ValidationError(
-                f"expected an array of {' or '.join(sorted(map(str, accepted)))}, got {value.dtype}"
-            )
+            raise ValueError(f"expected an array of {' or '.join(sorted(map(str, accepted)))}, got {value.dtype}")
         return value
 
 

@@ -142,7 +142,7 @@ class Connection:
         """
         self._check_process()
         try:
-            while not call.over():
+            while not call.over() and time.monotonic() < call.expires:
                 with self._port.lock:
                     if call.over():
                         break
@@ -157,8 +157,8 @@ class Connection:
                         self._lead(call)
                     finally:
                         self._resign()
-                elif not gate.acquire(timeout=max(0.0, call.expires - time.monotonic())):
-                    break
+                else:
+                    gate.acquire(timeout=max(0.0, call.expires - time.monotonic()))
         finally:
             self._forget(call)
         if call.error is not None:
@@ -194,6 +194,9 @@ class Connection:
                 self._port.close(linger_seconds=0.1)
             else:
                 self._port.wake()  # The thread that leads closes the port when it is done.
+
+    def __del__(self) -> None:
+        self.close()
 
     # --- one thread at a time leads -----------------------------------------------------------------------------
 

@@ -42,6 +42,7 @@ class Method(NamedTuple):
     Attributes:
         name: as it is called.
         parameters: names and defaults, in order; `inspect.Parameter.empty` where there is none.
+        positional: how many of them may be given without their name.
         arguments: decodes a call.
         result: decodes a result, or an item of a stream.
         streams: whether it returns an iterator.
@@ -51,6 +52,7 @@ class Method(NamedTuple):
 
     name: str
     parameters: tuple[tuple[str, Any], ...]
+    positional: int
     arguments: Decoder[tuple[Any, ...]]
     result: Decoder[Any]
     streams: bool
@@ -63,10 +65,10 @@ class Method(NamedTuple):
         Raises:
             TypeError: as for any function.
         """
+        if len(args) > self.positional:
+            raise TypeError(f"{self.name}() takes {self.positional} positional arguments, {len(args)} were given")
         if not kwargs and len(args) == len(self.parameters):
             return args
-        if len(args) > len(self.parameters):
-            raise TypeError(f"{self.name}() takes {len(self.parameters)} arguments, {len(args)} were given")
         rest = dict(kwargs)
         values = list(args)
         for name, default in self.parameters[len(args) :]:
@@ -77,6 +79,14 @@ class Method(NamedTuple):
         if rest:
             raise TypeError(f"{self.name}() has no further argument {', '.join(rest)}")
         return tuple(values)
+
+    def call(self, service: object, arguments: tuple[Any, ...]) -> Any:
+        """Calls the method of an object with what `bind` returned."""
+        function = getattr(service, self.name)
+        if self.positional == len(arguments):
+            return function(*arguments)
+        named = zip(self.parameters[self.positional :], arguments[self.positional :], strict=True)
+        return function(*arguments[: self.positional], **{name: value for (name, _), value in named})
 
 
 def describe(protocol: type) -> Mapping[str, Method]:
@@ -111,6 +121,7 @@ def _describe(protocol: type, name: str, function: Callable[..., Any]) -> Method
         return Method(
             name,
             tuple((p.name, p.default) for p in parameters),
+            sum(p.kind is not p.KEYWORD_ONLY for p in parameters),
             Decoder(tuple[tuple(hints[p.name] for p in parameters)] if parameters else tuple[()]),  # type: ignore[misc]
             Decoder(typing.get_args(result)[0] if streams else result),
             streams,

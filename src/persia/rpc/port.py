@@ -60,6 +60,8 @@ class Port:
         self._context = context
         self._socket = socket
         self._monitor = socket.get_monitor_socket(EVENTS)
+        # A descriptor announces nothing before the first look.
+        self._monitor.getsockopt(zmq.EVENTS)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._socket_fd = int(socket.getsockopt(zmq.FD))
         self._monitor_fd = int(self._monitor.getsockopt(zmq.FD))
@@ -163,10 +165,10 @@ class Port:
     def events(self) -> Iterator[zmq.Event]:
         """What happened to connections since the last look."""
         while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            yield parse_monitor_message(self._monitor.recv_multipart())["event"]
+            yield zmq.Event(parse_monitor_message(self._monitor.recv_multipart())["event"])
 
-    def close(self, linger_seconds: float) -> None:
-        """Closes the socket; what is not sent gets so long. Nobody may wait any more."""
+    def close(self, linger_seconds: float, *, term: bool = True) -> None:
+        """Closes the socket and its context; what is not sent gets so long. Nobody may wait any more."""
         if self.closed:
             return
         self.closed = True
@@ -175,7 +177,8 @@ class Port:
         self._socket.close(linger=int(linger_seconds * 1000))
         if self._authenticator is not None:
             self._authenticator.stop()
-        self._context.term()
+        if term:
+            self._context.term()
         os.close(self._wake)
 
 

@@ -328,12 +328,15 @@ class Server:
                 f"There is no method {header.method!r} here; there are {', '.join(self._methods)}. "
                 "Connect to the address of the right service."
             )
-        arguments = method.arguments.decode(header.payload, frames)
+        try:
+            arguments = method.arguments.decode(header.payload, frames)
+        except WireError as error:
+            raise WireError(f"{method.name}: {error.message}", operation=method.name) from error
         return lambda: self._call(method, arguments)
 
     def _call(self, method: Method, arguments: tuple[Any, ...]) -> tuple[Kind, object]:
         self._count("calls")
-        result = getattr(self._service, method.name)(*arguments)
+        result = method.call(self._service, arguments)
         return (Kind.STREAM, self._streams.open(result)) if method.streams else (Kind.RESULT, result)
 
     def _advance(self, kind: Kind, number: int, position: int) -> tuple[Kind, object]:

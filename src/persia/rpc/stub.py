@@ -206,7 +206,7 @@ def start(method: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R
 
 
 def within(service: T, seconds: float) -> T:
-    """The same service over the same connection, with another deadline for each call; objects that are no stub as is."""
+    """The stub on its connection, with another deadline for each call; other objects come back as they are."""
     if not isinstance(service, Stub):
         return service
     return cast("T", Stub(service._connection, service._methods, seconds))
