@@ -201,6 +201,9 @@ def server_port(limits: Limits) -> Port:
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.MAXMSGSIZE, limits.message_bytes)
     socket.setsockopt(zmq.SNDHWM, limits.unread_replies)
+    # With a domain, ZeroMQ refuses peers of protocol 1 and 2, which know neither CURVE nor heartbeats: any bytes look
+    # like a greeting of version 1, and two such peers of one name leave a connection that is never closed.
+    socket.setsockopt(zmq.ZAP_DOMAIN, b"persia")
     # Few messages per connection wait here: the rest stays with the client while this process is busy.
     socket.setsockopt(zmq.RCVHWM, 16)
     _common(socket)
