@@ -10,15 +10,19 @@ from typing import Any
 
 __all__ = [
     "CheckpointError",
+    "ClosedError",
     "ConfigError",
     "DataError",
     "DeadlineError",
     "MissingExtraError",
     "MovedError",
+    "PeerRestartedError",
     "PersiaError",
+    "RemoteError",
     "StaleBatchError",
     "StalePushError",
     "StoreError",
+    "WireError",
 ]
 
 
@@ -60,7 +64,32 @@ class CheckpointError(PersiaError):
 
 
 class DeadlineError(PersiaError):
-    """A wait has passed its deadline; the message names who was late, and with what."""
+    """A wait has passed its deadline; the message names who was late, and with what.
+
+    From a call to another process it has the fields `peer`, `address`, `operation` and `seconds`.
+    """
+
+
+class RemoteError(PersiaError):
+    """A method of another process raised something that is no PersiaError; a note has the remote traceback.
+
+    Fields: `kind` (class of the error), `peer`, `address`, `operation`.
+    """
+
+
+class PeerRestartedError(PersiaError):
+    """The connection was lost during a call that must not be repeated: it ran once, or not at all.
+
+    Fields: `peer`, `address`, `operation`.
+    """
+
+
+class WireError(PersiaError):
+    """A message breaks the wire format or its limits, or a value cannot be sent; nothing of it has been used."""
+
+
+class ClosedError(PersiaError):
+    """A stub or server is used after it was closed, or in a forked child of the process that made it."""
 
 
 class StaleBatchError(PersiaError):

@@ -48,7 +48,7 @@ Int64Array: TypeAlias = NDArray[np.int64]
 Int32Array: TypeAlias = NDArray[np.int32]
 BoolArray: TypeAlias = NDArray[np.bool_]
 
-Inverse: TypeAlias = NDArray[np.uint16] | NDArray[np.uint32]
+Inverse: TypeAlias = NDArray[np.uint16 | np.uint32]
 """Index of each id of a batch in its table's unique rows; uint16 while they fit."""
 
 WireRows: TypeAlias = Floats | NDArray[np.float16]

@@ -1,0 +1,29 @@
+"""Calls between processes: zero-copy tensor messages over ZeroMQ. A service is a plain class.
+
+    server = rpc.serve(EmbeddingServer(...), "tcp://127.0.0.1:*", protocol=EmbeddingPS)
+    ps = rpc.connect(server.address, EmbeddingPS, peer="embedding PS 0")
+    rows = ps.lookup({"item": ids}, train=True)
+
+The wire format is specified in `docs/reference/wire.md`.
+"""
+
+from persia.rpc.interface import inline, once
+from persia.rpc.keys import make_keys
+from persia.rpc.limits import Limits
+from persia.rpc.server import Server, serve
+from persia.rpc.stub import Future, close, connect, start, statistics, within
+
+__all__ = [
+    "Future",
+    "Limits",
+    "Server",
+    "close",
+    "connect",
+    "inline",
+    "make_keys",
+    "once",
+    "serve",
+    "start",
+    "statistics",
+    "within",
+]

@@ -1,0 +1,176 @@
+"""Values with numpy arrays in them, to and from msgpack and raw buffers, without copying the arrays.
+
+An array becomes a msgpack extension that says which frame its bytes are in; `docs/reference/wire.md` has the layout.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import threading
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar, Union, get_args, get_origin
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from persia.errors import ConfigError, WireError
+
+__all__ = ["DTYPES", "MAX_NDIM", "Arrays", "Buffer", "Decoder", "encode"]
+
+T = TypeVar("T")
+Arrays = list[NDArray[Any]]
+
+DTYPES: tuple[np.dtype[Any], ...] = tuple(
+    np.dtype(name) for name in ("?", "<i1", "<i2", "<i4", "<i8", "<u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8")
+)
+"""By code. Codes are part of the wire format: append only."""
+
+MAX_NDIM = 8
+ARRAY_EXTENSION = 1
+
+_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+_HEAD = struct.Struct("<HBB")
+_SHAPES = tuple(struct.Struct(f"<{ndim}Q") for ndim in range(MAX_NDIM + 1))
+
+
+class Buffer(Protocol):
+    """A received frame."""
+
+    @property
+    def buffer(self) -> memoryview:
+        """Its bytes."""
+
+
+def encode(value: object, most_arrays: int) -> tuple[bytes, Arrays]:
+    """A value as msgpack, and the arrays in it, in the order of their frames; contiguous arrays are not copied.
+
+    Args:
+        value: None, scalars, texts, bytes, lists, tuples, dicts, dataclasses, structs and arrays of these.
+        most_arrays: more than so many are an error.
+
+    Raises:
+        WireError: the value contains something else, or too many arrays.
+    """
+    arrays: Arrays = []
+
+    def hook(item: object) -> object:
+        if isinstance(item, np.ndarray):
+            arrays.append(contiguous := _sendable(item))
+            head = _HEAD.pack(len(arrays) - 1, _CODES[contiguous.dtype], item.ndim)
+            return msgspec.msgpack.Ext(ARRAY_EXTENSION, head + _SHAPES[item.ndim].pack(*item.shape))
+        if isinstance(item, np.generic):
+            return item.item()
+        if isinstance(item, Mapping):
+            return dict(item)
+        if isinstance(item, Sequence):
+            return list(item)
+        raise WireError(
+            f"A {type(item).__name__} cannot be sent; use scalars, texts, lists, dicts, records and numeric arrays."
+        )
+
+    try:
+        payload = msgspec.msgpack.encode(value, enc_hook=hook)
+    except (TypeError, ValueError, OverflowError, RecursionError, struct.error) as error:
+        raise WireError(f"A value cannot be sent: {error}.") from error
+    if len(arrays) > most_arrays:
+        raise WireError(f"A message has {len(arrays)} arrays, and {most_arrays} are allowed; send fewer at a time.")
+    return payload, arrays
+
+
+def _sendable(array: NDArray[Any]) -> NDArray[Any]:
+    if array.dtype not in _CODES:
+        array = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    if array.dtype not in _CODES or array.ndim > MAX_NDIM:
+        raise WireError(
+            f"An array of dtype {array.dtype} and {array.ndim} dimensions cannot be sent; "
+            f"convert it to one of {', '.join(str(dtype) for dtype in DTYPES)}, at most {MAX_NDIM} dimensions."
+        )
+    return array if array.flags.c_contiguous else np.ascontiguousarray(array)
+
+
+class Decoder(Generic[T]):
+    """Builds values of one type. Thread-safe.
+
+    Args:
+        kind: an annotation: what msgspec decodes, and `NDArray[...]` anywhere in it. `NDArray[A | B]` takes both
+            dtypes; `Any` takes everything.
+
+    Raises:
+        ConfigError: the annotation cannot be decoded.
+    """
+
+    def __init__(self, kind: Any) -> None:
+        # The hooks of msgspec take no context, so the frames of the message in work are kept by thread.
+        self._work = threading.local()
+        self._accepted: dict[Any, frozenset[np.dtype[Any]]] = {}
+        try:
+            self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(
+                kind, dec_hook=self._check, ext_hook=self._array
+            )
+        except TypeError as error:
+            raise ConfigError(
+                f"{kind} cannot be sent between processes: {error}. For arrays of either dtype write NDArray[A | B]."
+            ) from error
+
+    def decode(self, payload: bytes | memoryview | msgspec.Raw, frames: Sequence[Buffer]) -> T:
+        """The value; its arrays are views of the frames, writable, and nobody else's. Unaligned ones are copied.
+
+        Raises:
+            WireError: the message does not fit the type, or its frames do not fit what it says of them.
+        """
+        self._work.frames = frames
+        self._work.used = used = set[int]()
+        try:
+            value = self._decoder.decode(payload)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            raise WireError(f"The message does not fit its type: {error}.") from error
+        finally:
+            del self._work.frames
+        if len(used) != len(frames):
+            raise WireError(f"The message has {len(frames)} arrays and names {len(used)}.")
+        return value
+
+    def _array(self, code: int, data: memoryview) -> NDArray[Any]:
+        if code != ARRAY_EXTENSION or len(data) < _HEAD.size:
+            raise msgspec.ValidationError(f"unknown extension {code} of {len(data)} bytes")
+        frame, kind, ndim = _HEAD.unpack_from(data)
+        if kind >= len(DTYPES) or ndim > MAX_NDIM or len(data) != _HEAD.size + 8 * ndim:
+            raise msgspec.ValidationError(f"no array has dtype {kind} and {ndim} dimensions in {len(data)} bytes")
+        frames, used = self._work.frames, self._work.used
+        if frame >= len(frames) or frame in used:
+            raise msgspec.ValidationError(f"frame {frame} is missing or used twice")
+        used.add(frame)
+        dtype, shape, buffer = DTYPES[kind], _SHAPES[ndim].unpack_from(data, _HEAD.size), frames[frame].buffer
+        if math.prod(shape) * dtype.itemsize != buffer.nbytes:
+            raise msgspec.ValidationError(f"{buffer.nbytes} bytes are no {dtype} array of shape {list(shape)}")
+        try:
+            array: NDArray[Any] = np.ndarray(shape, dtype, buffer)
+        except ValueError as error:  # An empty array with other sizes beyond what numpy can express.
+            raise msgspec.ValidationError(f"numpy refuses the shape {list(shape)}") from error
+        if kind == 0 and array.size and array.view(np.uint8).max() > 1:
+            raise msgspec.ValidationError("a bool array has other bytes than 0 and 1")
+        return array if array.flags.aligned else array.copy()
+
+    def _check(self, kind: Any, value: object) -> object:
+        # msgspec adds the place to a ValueError.
+        if not isinstance(value, np.ndarray):
+            raise ValueError(f"expected an array, got {type(value).__name__}")
+        accepted = self._accepted.get(kind)
+        if accepted is None:
+            accepted = self._accepted[kind] = _dtypes(kind)
+        if value.dtype not in accepted:
+            raise ValueError(f"expected an array of {' or '.join(sorted(map(str, accepted)))}, got {value.dtype}")
+        return value
+
+
+def _dtypes(kind: Any) -> frozenset[np.dtype[Any]]:
+    """What `NDArray[...]` stands for; a class such as `np.floating` stands for all its dtypes."""
+    arguments = get_args(kind)
+    scalar: Any = np.generic
+    if len(arguments) == 2 and get_args(arguments[1]):
+        (scalar,) = get_args(arguments[1])
+    scalars = get_args(scalar) if get_origin(scalar) in (Union, types.UnionType) else (scalar,)
+    return frozenset(d for d in DTYPES if any(not isinstance(s, type) or issubclass(d.type, s) for s in scalars))

@@ -1,0 +1,362 @@
+"""The calling side of a connection: many calls in flight; one of the threads that wait does the receiving for all."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import os
+import threading
+import time
+import weakref
+
+import zmq
+
+from persia.errors import ClosedError, DeadlineError, PeerRestartedError, PersiaError, WireError
+from persia.rpc.arrays import Arrays, Decoder
+from persia.rpc.failures import Failure, to_error
+from persia.rpc.limits import Limits
+from persia.rpc.messages import Kind, Message, header_bytes, parse
+from persia.rpc.port import Port
+
+__all__ = ["Call", "Connection"]
+
+KEEPER_SECONDS = 0.05
+"""How often replies are fetched while nobody waits for them."""
+
+_HANDSHAKE_FAILURES = {
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it speaks another protocol or encrypts otherwise",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it speaks another protocol or encrypts otherwise",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not accept our keys",
+}
+
+
+class Call:
+    """One request, until its reply is there. Its fields belong to the connection.
+
+    Attributes:
+        reply: what came.
+        error: what happened instead.
+    """
+
+    __slots__ = (
+        "arrays", "error", "expires", "gate", "kind", "method", "number", "once", "payload", "reply", "seconds", "sent",
+    )  # fmt: skip
+
+    def __init__(self, kind: Kind, method: str, payload: bytes, arrays: Arrays, seconds: float, once: bool) -> None:
+        self.kind = kind
+        self.method = method
+        self.payload = payload
+        self.arrays = arrays
+        self.seconds = seconds
+        self.expires = time.monotonic() + seconds
+        self.once = once
+        self.number = 0
+        self.sent = False
+        self.reply: Message | None = None
+        self.error: PersiaError | None = None
+        # Held while its thread sleeps; made when it first has to.
+        self.gate: threading.Lock | None = None
+
+    def over(self) -> bool:
+        """Whether there is a reply or an error."""
+        return self.reply is not None or self.error is not None
+
+
+class Connection:
+    """All calls to one address. Thread-safe.
+
+    The first thread that waits receives, for the others too; when its own reply is there it wakes one of the others to
+    go on. So a lone caller changes no threads. Calls that are started and not waited for are looked after by a thread
+    that lives as long as there are any.
+
+    Args:
+        port: being connected.
+        peer: for errors, such as "embedding PS 2".
+        limits: bounds on messages.
+    """
+
+    def __init__(self, port: Port, peer: str, limits: Limits) -> None:
+        self.peer = peer
+        self.limits = limits
+        self._port = port
+        self._process = os.getpid()
+        self._failure = Decoder[Failure](Failure)
+        self._numbers = itertools.count(1)
+        # Guarded by the lock of the port.
+        self._calls: dict[int, Call] = {}
+        self._unsent: collections.deque[Call] = collections.deque()
+        self._leader: Call | None = None
+        self._keeper: threading.Thread | None = None
+        self._connected = False
+        self._ever = False
+        self._trouble = ""
+        self._closed = False
+        self._counts: collections.Counter[str] = collections.Counter()
+
+    @property
+    def address(self) -> str:
+        """Where the peer listens."""
+        return self._port.address
+
+    def statistics(self) -> dict[str, int]:
+        """Counters: `calls`, `resent` after a reconnection, `late_replies` dropped, `malformed` replies, `connects`."""
+        self._check_process()
+        with self._port.lock:
+            names = ("calls", "resent", "late_replies", "malformed", "connects")
+            return {**{name: self._counts[name] for name in names}, "in_flight": len(self._calls)}
+
+    def submit(self, call: Call, *, unattended: bool = False) -> None:
+        """Sends a request as soon as there is a connection, without waiting for it.
+
+        Args:
+            call: its arrays must not change before it is over.
+            unattended: whether nobody may wait for it soon.
+
+        Raises:
+            ClosedError: the connection is closed, or of another process.
+        """
+        self._check_process()
+        with self._port.lock:
+            if self._closed:
+                raise self._closed_error(call)
+            call.number = next(self._numbers)
+            self._calls[call.number] = call
+            self._counts["calls"] += 1
+            self._unsent.append(call)
+            if self._connected:
+                self._flush()
+            if unattended and self._keeper is None:
+                self._keeper = threading.Thread(
+                    target=_keep, args=(weakref.ref(self),), name=f"rpc {self.address}", daemon=True
+                )
+                self._keeper.start()
+
+    def wait(self, call: Call) -> Message:
+        """Blocks until the reply is there.
+
+        Raises:
+            DeadlineError: it did not come in time.
+            PeerRestartedError: the connection was lost, and the call must not be repeated.
+            ClosedError: the connection was closed meanwhile.
+            PersiaError: what the method raised.
+        """
+        self._check_process()
+        try:
+            while not call.over() and time.monotonic() < call.expires:
+                with self._port.lock:
+                    if call.over():
+                        break
+                    leads = self._leader is None
+                    if leads:
+                        self._leader = call
+                    else:
+                        gate = call.gate = call.gate or threading.Lock()
+                        gate.acquire(blocking=False)
+                if leads:
+                    try:
+                        self._lead(call)
+                    finally:
+                        self._resign()
+                else:
+                    gate.acquire(timeout=max(0.0, call.expires - time.monotonic()))
+        finally:
+            self._forget(call)
+        if call.error is not None:
+            raise call.error
+        if call.reply is None:
+            raise self._deadline_error(call)
+        if call.reply.header.kind is Kind.ERROR:
+            failure = self._failure.decode(call.reply.header.payload, call.reply.frames)
+            raise to_error(failure, peer=self.peer, address=self.address, operation=call.method)
+        return call.reply
+
+    def post(self, call: Call) -> None:
+        """Sends a message that has no reply, if there is a connection."""
+        if self._process != os.getpid():
+            return
+        with self._port.lock:
+            if self._connected and not self._closed:
+                call.number = next(self._numbers)
+                self._send(call)
+                self._drain()
+
+    def close(self) -> None:
+        """Ends all calls with ClosedError and gives up the connection."""
+        if self._process != os.getpid():
+            return
+        with self._port.lock:
+            if self._closed:
+                return
+            self._closed = True
+            for call in list(self._calls.values()):
+                self._end(call, error=self._closed_error(call))
+            if self._leader is None:
+                self._port.close(linger_seconds=0.1)
+            else:
+                self._port.wake()  # The thread that leads closes the port when it is done.
+
+    def __del__(self) -> None:
+        self.close()
+
+    # --- one thread at a time leads -----------------------------------------------------------------------------
+
+    def _lead(self, call: Call) -> None:
+        """Receives until this call is over or late."""
+        port = self._port
+        watch = True
+        while True:
+            with port.lock:
+                if watch:
+                    self._watch()
+                if self._unsent and self._connected:
+                    self._flush()
+                else:
+                    self._drain()
+                if call.over() or self._closed:
+                    return
+            left = call.expires - time.monotonic()
+            if left <= 0:
+                return
+            watch = port.wait(left).monitor
+
+    def _resign(self) -> None:
+        with self._port.lock:
+            self._leader = None
+            if self._closed:
+                self._port.close(linger_seconds=0.1)
+                return
+            for other in self._calls.values():
+                if other.gate is not None and other.gate.locked() and not other.over():
+                    other.gate.release()
+                    return
+
+    def _keep(self) -> bool:
+        """Fetches what has come while nobody leads; False when there is nothing left to look after."""
+        with self._port.lock:
+            if self._closed or not self._calls:
+                self._keeper = None
+                return False
+            if self._leader is None:
+                self._watch()
+                self._flush()
+                now = time.monotonic()
+                for call in [c for c in self._calls.values() if c.expires < now]:
+                    self._end(call, error=self._deadline_error(call))
+            return True
+
+    # --- under the lock of the port -----------------------------------------------------------------------------
+
+    def _flush(self) -> None:
+        while self._unsent and self._connected:
+            call = self._unsent[0]
+            if call.number in self._calls and not self._send(call):
+                break
+            self._unsent.popleft()
+        self._drain()
+
+    def _send(self, call: Call) -> bool:
+        seconds = max(0.0, call.expires - time.monotonic())
+        header = header_bytes(call.kind, call.number, call.method, seconds, call.payload, self.limits)
+        call.sent = self._port.send((header,), call.arrays) or call.sent
+        return call.sent
+
+    def _drain(self) -> None:
+        while self._port.pending():
+            frames = self._port.receive(self.limits.arrays)
+            if frames is None:
+                return
+            try:
+                message = parse(frames, self.limits)
+            except WireError:
+                self._counts["malformed"] += 1
+                continue
+            call = self._calls.get(message.header.call)
+            if call is None or message.header.kind < Kind.RESULT:
+                # After a reconnection a call can be answered twice; a call that was given up, too late.
+                self._counts["late_replies"] += 1
+                continue
+            self._end(call, reply=message)
+
+    def _end(self, call: Call, *, reply: Message | None = None, error: PersiaError | None = None) -> None:
+        self._calls.pop(call.number, None)
+        call.reply, call.error = reply, error
+        if call is self._leader:
+            self._port.wake()
+        elif call.gate is not None and call.gate.locked():
+            call.gate.release()
+
+    def _watch(self) -> None:
+        for event in self._port.events():
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._connected = self._ever = True
+                self._trouble = ""
+                self._counts["connects"] += 1
+                self._send_again()
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._connected = False
+            elif event in _HANDSHAKE_FAILURES:
+                self._trouble = _HANDSHAKE_FAILURES[event]
+
+    def _send_again(self) -> None:
+        """What had been sent over the last connection is lost, or its reply is."""
+        self._unsent.clear()
+        for call in list(self._calls.values()):
+            if call.sent and call.once:
+                self._end(
+                    call,
+                    error=PeerRestartedError(
+                        f"{self.peer} at {self.address}: the connection was lost during {call.method}, which must not "
+                        "be repeated; it ran once or not at all. Find out which before you call it again.",
+                        peer=self.peer, address=self.address, operation=call.method,
+                    ),
+                )  # fmt: skip
+            else:
+                self._counts["resent"] += call.sent
+                call.sent = False
+                self._unsent.append(call)
+
+    # --- the rest -----------------------------------------------------------------------------------------------
+
+    def _forget(self, call: Call) -> None:
+        with self._port.lock:
+            self._calls.pop(call.number, None)
+
+    def _check_process(self) -> None:
+        if self._process != os.getpid():
+            raise ClosedError(
+                f"The stub of {self.peer} at {self.address} was made in process {self._process}, and this is a fork of "
+                "it; connect again here, or start processes with the spawn method.",
+                peer=self.peer, address=self.address,
+            )  # fmt: skip
+
+    def _closed_error(self, call: Call) -> ClosedError:
+        return ClosedError(
+            f"{call.method}: the stub of {self.peer} at {self.address} is closed; connect again.",
+            peer=self.peer, address=self.address, operation=call.method,
+        )  # fmt: skip
+
+    def _deadline_error(self, call: Call) -> DeadlineError:
+        if self._connected:
+            state = "it is connected, and has not answered" if call.sent else "it is connected, and does not read"
+        elif self._trouble:
+            state = f"a connection fails: {self._trouble}; give both sides the same keys"
+        elif self._ever:
+            state = "the connection is lost"
+        else:
+            state = "nobody answers there"
+        seconds = round(call.seconds, 3)
+        return DeadlineError(
+            f"{self.peer} at {self.address} is late: {call.method} took more than {seconds:g} s; {state}. "
+            "Check that it runs, or allow more time.",
+            peer=self.peer, address=self.address, operation=call.method, seconds=seconds,
+        )  # fmt: skip
+
+
+def _keep(reference: weakref.ref[Connection]) -> None:
+    """Runs in a thread that does not keep the connection alive."""
+    while True:
+        time.sleep(KEEPER_SECONDS)
+        connection = reference()
+        if connection is None or not connection._keep():
+            return
+        del connection

@@ -1,0 +1,132 @@
+"""What can be called: the public methods of a Protocol or class, and the types that their annotations name."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from persia.errors import ConfigError
+from persia.rpc.arrays import Decoder
+
+__all__ = ["Method", "describe", "inline", "once"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_ONCE = "__rpc_once__"
+_INLINE = "__rpc_inline__"
+
+
+def once(method: F) -> F:
+    """Marks a method that must not be repeated: where a call may have run before its connection was lost, it raises.
+
+    All other methods are sent again after a reconnection, so they must be safe to repeat.
+    """
+    setattr(method, _ONCE, True)
+    return method
+
+
+def inline(method: F) -> F:
+    """Marks a method that takes microseconds and never waits: it runs on the thread that reads the socket.
+
+    That saves a change of threads. While it runs, its server reads no other request.
+    """
+    setattr(method, _INLINE, True)
+    return method
+
+
+class Method(NamedTuple):
+    """One method, as both sides see it.
+
+    Attributes:
+        name: as it is called.
+        parameters: names and defaults, in order; `inspect.Parameter.empty` where there is none.
+        positional: how many of them may be given without their name.
+        arguments: decodes a call.
+        result: decodes a result, or an item of a stream.
+        streams: whether it returns an iterator.
+        once: whether it must not be repeated.
+        inline: whether it runs on the reading thread.
+    """
+
+    name: str
+    parameters: tuple[tuple[str, Any], ...]
+    positional: int
+    arguments: Decoder[tuple[Any, ...]]
+    result: Decoder[Any]
+    streams: bool
+    once: bool
+    inline: bool
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """All arguments in order.
+
+        Raises:
+            TypeError: as for any function.
+        """
+        if len(args) > self.positional:
+            raise TypeError(f"{self.name}() takes {self.positional} positional arguments, {len(args)} were given")
+        if not kwargs and len(args) == len(self.parameters):
+            return args
+        rest = dict(kwargs)
+        values = list(args)
+        for name, default in self.parameters[len(args) :]:
+            value = rest.pop(name, default)
+            if value is inspect.Parameter.empty:
+                raise TypeError(f"{self.name}() misses its argument {name!r}")
+            values.append(value)
+        if rest:
+            raise TypeError(f"{self.name}() has no further argument {', '.join(rest)}")
+        return tuple(values)
+
+    def call(self, service: object, arguments: tuple[Any, ...]) -> Any:
+        """Calls the method of an object with what `bind` returned."""
+        function = getattr(service, self.name)
+        if self.positional == len(arguments):
+            return function(*arguments)
+        named = zip(self.parameters[self.positional :], arguments[self.positional :], strict=True)
+        return function(*arguments[: self.positional], **{name: value for (name, _), value in named})
+
+
+def describe(protocol: type) -> Mapping[str, Method]:
+    """The public methods of a Protocol or class by name.
+
+    Raises:
+        ConfigError: a method has an annotation missing, or one that cannot be sent; names it.
+    """
+    return {
+        name: _describe(protocol, name, function)
+        for name, function in inspect.getmembers(protocol, inspect.isfunction)
+        if not name.startswith("_")
+    }
+
+
+def _describe(protocol: type, name: str, function: Callable[..., Any]) -> Method:
+    place = f"{protocol.__qualname__}.{name}"
+    hints = typing.get_type_hints(function, include_extras=True)
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    for parameter in parameters:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or parameter.name not in hints:
+            raise ConfigError(
+                f"{place}: parameter {parameter.name!r} needs a name and an annotation of its own to be callable "
+                "from another process.",
+                field=place,
+            )
+    if "return" not in hints:
+        raise ConfigError(f"{place} needs an annotation of what it returns.", field=place)
+    result = hints["return"]
+    streams = typing.get_origin(result) in (Iterator, Generator)
+    try:
+        return Method(
+            name,
+            tuple((p.name, p.default) for p in parameters),
+            sum(p.kind is not p.KEYWORD_ONLY for p in parameters),
+            Decoder(tuple[tuple(hints[p.name] for p in parameters)] if parameters else tuple[()]),  # type: ignore[misc]
+            Decoder(typing.get_args(result)[0] if streams else result),
+            streams,
+            getattr(function, _ONCE, False),
+            getattr(function, _INLINE, False),
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error.message}", field=place) from error

@@ -1,0 +1,117 @@
+"""Iterators that a server runs for its clients, one item on demand at a time."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from persia.errors import WireError
+from persia.rpc.limits import Limits
+
+__all__ = ["END", "Streams"]
+
+END = object()
+"""Stands for the end of an iterator."""
+
+
+class _Stream:
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self.lock = threading.Lock()
+        self.iterator = iterator
+        self.position = -1
+        self.item: Any = END
+        self.error: BaseException | None = None
+        self.used = time.monotonic()
+
+    def close(self) -> None:
+        """Ends the iterator; a generator runs its `finally`."""
+        with self.lock:
+            self.iterator, iterator, self.item = iter(()), self.iterator, END
+        close = getattr(iterator, "close", None)
+        if close is not None:
+            close()
+
+
+class Streams:
+    """Open iterators by number. Thread-safe; `next` blocks for the work of the iterator.
+
+    Each keeps its last item, so that a client may ask for it again after a reconnection.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._streams: dict[int, _Stream] = {}
+        self.expired = 0
+
+    def open(self, iterator: Iterator[Any]) -> int:
+        """Keeps an iterator and returns its number, which others cannot guess.
+
+        Raises:
+            WireError: there are too many.
+        """
+        number = secrets.randbits(63)
+        with self._lock:
+            if len(self._streams) >= self._limits.streams:
+                raise WireError(
+                    f"{len(self._streams)} iterators are open, as many as Limits.streams allows; read them to their "
+                    "end or close them."
+                )
+            self._streams[number] = _Stream(iterator)
+        return number
+
+    def next(self, number: int, position: int) -> Any:
+        """The item at a position, which is that of the last one or one more; END after the last.
+
+        Raises:
+            WireError: there is no such iterator, or the position is another.
+        """
+        with self._lock:
+            stream = self._streams.get(number)
+        if stream is None:
+            raise WireError(
+                "The iterator is gone: it ended, nobody read it for too long, or its process restarted; begin again."
+            )
+        with stream.lock:
+            stream.used = time.monotonic()
+            if position == stream.position + 1:
+                stream.item = END  # The last one can go now: at most one is in memory while the next is made.
+                stream.position, stream.error = position, None
+                try:
+                    stream.item = next(stream.iterator, END)
+                except Exception as error:
+                    stream.error = error
+                stream.used = time.monotonic()
+            elif position != stream.position:
+                raise WireError(f"Item {position} of an iterator is asked for, which is at {stream.position}.")
+            if stream.error is not None:
+                raise stream.error
+            return stream.item
+
+    def close(self, number: int) -> None:
+        """Forgets an iterator; unknown ones are no error."""
+        with self._lock:
+            stream = self._streams.pop(number, None)
+        if stream is not None:
+            stream.close()
+
+    def expire(self) -> None:
+        """Closes iterators that nobody has read for too long."""
+        oldest = time.monotonic() - self._limits.stream_seconds
+        with self._lock:
+            # One that makes an item right now is in use.
+            late = [n for n, s in self._streams.items() if s.used < oldest and not s.lock.locked()]
+            self.expired += len(late)
+        for number in late:
+            self.close(number)
+
+    def close_all(self) -> None:
+        """Closes all."""
+        for number in list(self._streams):
+            self.close(number)
+
+    def __len__(self) -> int:
+        return len(self._streams)

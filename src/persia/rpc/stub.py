@@ -1,0 +1,230 @@
+"""Stubs: objects that have the methods of a Protocol, and call them in another process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
+
+from persia.rpc.arrays import Decoder, encode
+from persia.rpc.client import Call, Connection
+from persia.rpc.interface import Method, describe
+from persia.rpc.keys import find_keys
+from persia.rpc.limits import Limits
+from persia.rpc.messages import Kind
+from persia.rpc.port import client_port
+
+__all__ = ["Future", "close", "connect", "start", "statistics", "within"]
+
+T = TypeVar("T")
+R_co = TypeVar("R_co", covariant=True)
+R = TypeVar("R")
+P = ParamSpec("P")
+
+DEFAULT_SECONDS = 60.0
+
+
+def connect(
+    address: str,
+    protocol: Callable[..., T],
+    *,
+    peer: str = "",
+    timeout: float = DEFAULT_SECONDS,
+    keys: str | os.PathLike[str] | None = None,
+    limits: Limits | None = None,
+) -> T:
+    """An object with the methods of a Protocol that calls them at an address. Returns at once, connected or not.
+
+    A stub is for any number of threads. A call blocks until its reply is there; if the connection breaks it is sent
+    again after the reconnection, until its deadline. Arrays that are passed must not change before the call returns;
+    after a DeadlineError they may still be read for a while. Arrays that come back are the caller's own, and writable.
+
+    Args:
+        address: `tcp://host:port`.
+        protocol: the Protocol, or a class.
+        peer: whom errors name, such as "embedding PS 2"; None for the Protocol's name.
+        timeout: deadline of each call in seconds.
+        keys: file made by `make_keys`; None for the one that PERSIA_CURVE_KEYS names, if any.
+        limits: bounds on messages.
+
+    Raises:
+        ConfigError: the address or the keys are not valid; the Protocol has annotations that cannot be sent.
+    """
+    kind = cast("type", protocol)
+    methods = describe(kind)
+    found = find_keys(keys)
+    port = client_port()
+    try:
+        port.connect(address, found)
+    except BaseException:
+        port.close(0)
+        raise
+    return cast("T", Stub(Connection(port, peer or kind.__name__, limits or Limits()), methods, timeout))
+
+
+class Stub:
+    """What `connect` returns; its methods are attributes."""
+
+    def __init__(self, connection: Connection, methods: Mapping[str, Method], timeout: float) -> None:
+        self._connection = connection
+        self._methods = methods
+        for name, method in methods.items():
+            setattr(self, name, RemoteMethod(connection, method, timeout))
+
+    def __repr__(self) -> str:
+        return f"<stub of {self._connection.peer} at {self._connection.address}>"
+
+
+class Future(Protocol[R_co]):
+    """A call that has been started."""
+
+    def result(self) -> R_co:
+        """Waits for the call; returns what it returns, raises what it raises. May be called again."""
+
+
+class RemoteMethod:
+    """A method of a stub."""
+
+    def __init__(self, connection: Connection, method: Method, timeout: float) -> None:
+        self._connection = connection
+        self._method = method
+        self._timeout = timeout
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls it and waits."""
+        call = self._call(args, kwargs)
+        self._connection.submit(call)
+        return self._value(call)
+
+    def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
+        """Calls it without waiting."""
+        call = self._call(args, kwargs)
+        self._connection.submit(call, unattended=True)
+        return _Started(lambda: self._value(call))
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        method = self._method
+        payload, arrays = encode(method.bind(args, kwargs), self._connection.limits.arrays)
+        return Call(Kind.CALL, method.name, payload, arrays, self._timeout, method.once)
+
+    def _value(self, call: Call) -> Any:
+        header, frames, _ = self._connection.wait(call)
+        if header.kind is Kind.STREAM:
+            number = _NUMBER.decode(header.payload, frames)
+            return RemoteIterator(self._connection, self._method, self._timeout, number)
+        return self._method.result.decode(header.payload, frames)
+
+
+class RemoteIterator(Iterator[Any]):
+    """The items that a method of another process yields. The next one is under way while one is worked on.
+
+    Not for several threads. Read it to the end, or `close` it; otherwise it expires at the other side.
+    """
+
+    def __init__(self, connection: Connection, method: Method, timeout: float, number: int) -> None:
+        self._connection = connection
+        self._method = method
+        self._timeout = timeout
+        self._number = number
+        self._position = 0
+        self._ahead: Call | None = self._ask()
+
+    def __next__(self) -> Any:
+        if self._ahead is None:
+            raise StopIteration
+        call, self._ahead = self._ahead, None
+        try:
+            header, frames, _ = self._connection.wait(call)
+            item = None if header.kind is Kind.END else self._method.result.decode(header.payload, frames)
+        except BaseException:
+            self._end()
+            raise
+        if header.kind is Kind.END:
+            self._end()
+            raise StopIteration
+        self._position += 1
+        self._ahead = self._ask()
+        return item
+
+    def close(self) -> None:
+        """Ends it at the other side, too."""
+        if self._ahead is not None:
+            self._ahead = None
+            self._end()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _ask(self) -> Call:
+        call = self._message(Kind.NEXT)
+        self._connection.submit(call, unattended=True)
+        return call
+
+    def _end(self) -> None:
+        self._connection.post(self._message(Kind.CLOSE))
+
+    def _message(self, kind: Kind) -> Call:
+        payload, arrays = encode((self._number, self._position), 0)
+        return Call(kind, self._method.name, payload, arrays, self._timeout, once=False)
+
+
+class _Started(Generic[R]):
+    """A Future whose work is done by the first that asks for its result."""
+
+    def __init__(self, work: Callable[[], R]) -> None:
+        self._work: Callable[[], R] | None = work
+        self._value: R | None = None
+        self._error: BaseException | None = None
+
+    def result(self) -> R:
+        work, self._work = self._work, None
+        if work is not None:
+            try:
+                self._value = work()
+            except BaseException as error:
+                self._error = error
+        if self._error is not None:
+            raise self._error
+        return cast("R", self._value)
+
+
+def start(method: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+    """Starts a call without waiting for it, so that several peers work at the same time, without a thread for each.
+
+    Args:
+        method: of a stub: it is sent, and its deadline begins. Anything else is called at once, here.
+        *args: of the method.
+        **kwargs: of the method.
+    """
+    if isinstance(method, RemoteMethod):
+        return method.start(args, kwargs)
+    future = _Started(lambda: method(*args, **kwargs))
+    with contextlib.suppress(Exception):  # Raised by result().
+        future.result()
+    return future
+
+
+def within(service: T, seconds: float) -> T:
+    """The stub on its connection, with another deadline for each call; other objects come back as they are."""
+    if not isinstance(service, Stub):
+        return service
+    return cast("T", Stub(service._connection, service._methods, seconds))
+
+
+def close(service: object) -> None:
+    """Closes the connection of a stub: calls in flight and later ones raise ClosedError. Ignores other objects."""
+    if isinstance(service, Stub):
+        service._connection.close()
+
+
+def statistics(service: object) -> dict[str, int]:
+    """What the connection of a stub has counted; {} for other objects.
+
+    `calls`, `resent` after a reconnection, `late_replies` (dropped), `malformed` replies (dropped), `connects`,
+    `in_flight`.
+    """
+    return service._connection.statistics() if isinstance(service, Stub) else {}
+
+
+_NUMBER = Decoder[int](int)

@@ -1,0 +1,25 @@
+import pytest
+from rpc_samples import DEADLINE, Sample, Service
+
+from persia import rpc
+
+
+@pytest.fixture
+def service():
+    found = Service()
+    yield found
+    found.gate.set()
+
+
+@pytest.fixture
+def server(service):
+    with rpc.serve(service, protocol=Sample) as found:
+        yield found
+        service.gate.set()
+
+
+@pytest.fixture
+def stub(server):
+    found = rpc.connect(server.address, Sample, peer="sample 0", timeout=DEADLINE)
+    yield found
+    rpc.close(found)

@@ -1,0 +1,107 @@
+"""A server is killed, and another one takes its address."""
+
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rpc_samples import DEADLINE, Sample, wait_until
+
+from persia import rpc
+from persia.errors import DeadlineError, PeerRestartedError, WireError
+
+SCRIPT = Path(__file__).with_name("rpc_process.py")
+
+
+@contextmanager
+def server_process(address="tcp://127.0.0.1:*"):
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        yield process, process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+
+
+def kill(process):
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+@pytest.fixture
+def first():
+    with server_process() as (process, address):
+        stub = rpc.connect(address, Sample, peer="sample 1", timeout=DEADLINE)
+        yield process, address, stub
+        rpc.close(stub)
+
+
+def test_calls_without_reply_are_sent_again(first):
+    process, address, stub = first
+    assert stub.process() == process.pid
+    array = np.arange(1 << 18, dtype=np.float32)
+    kept = [rpc.start(stub.wait_with, array) for _ in range(3)]
+    wait_until(lambda: rpc.statistics(stub)["in_flight"] == 3)
+    kill(process)
+    pid = rpc.start(stub.process)
+    big = rpc.start(stub.array, array)
+    with server_process(address) as (second, _):
+        assert pid.result() == second.pid
+        assert np.array_equal(big.result(), array)
+        counts = rpc.statistics(stub)
+        assert counts["resent"] == 3
+        assert counts["connects"] == 2
+        assert counts["in_flight"] == 3  # The new server has them, and they block there.
+        with pytest.raises(DeadlineError):
+            rpc.within(stub, 0.1).wait()
+    del kept
+
+
+def test_a_call_that_must_not_be_repeated_fails(first):
+    process, address, stub = first
+    assert stub.process() == process.pid
+    future = rpc.start(stub.wait_once)
+    later = rpc.start(stub.process)
+    assert later.result() == process.pid  # So the first has been sent, too.
+    kill(process)
+    with server_process(address) as (second, _):
+        with pytest.raises(PeerRestartedError, match=r"sample 1 .* wait_once, which must not be repeated") as caught:
+            future.result()
+        assert caught.value.fields == {"peer": "sample 1", "address": address, "operation": "wait_once"}
+        assert stub.process() == second.pid
+
+
+def test_calls_before_the_server_are_sent_when_it_comes(first):
+    process, address, stub = first
+    kill(process)
+    other = rpc.connect(address, Sample, timeout=DEADLINE)
+    futures = [rpc.start(other.defaults, n) for n in range(5)]
+    with server_process(address):
+        assert [future.result() for future in futures] == ["x" * n for n in range(5)]
+        assert stub.defaults(1) == "x"
+    rpc.close(other)
+
+
+def test_iterators_do_not_survive(first):
+    process, address, stub = first
+    items = stub.chunks(100, 10)
+    assert next(items).number == 0
+    assert next(items).number == 1
+    kill(process)
+    with server_process(address), pytest.raises(WireError, match="begin again"):
+        list(items)
+
+
+def test_the_lost_connection_is_named(first):
+    process, _, stub = first
+    assert stub.process() == process.pid
+    kill(process)
+    with pytest.raises(DeadlineError, match="the connection is lost"):
+        rpc.within(stub, 0.3).process()

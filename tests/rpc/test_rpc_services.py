@@ -1,0 +1,186 @@
+"""The embedding PS and worker behave alike in this process and over rpc; each of their calls has a deadline."""
+
+import threading
+from contextlib import contextmanager
+
+import msgspec
+import numpy as np
+import pytest
+from rpc_samples import DEADLINE
+
+from persia import rpc
+from persia.batching.batch import IdColumn
+from persia.errors import DeadlineError, StaleBatchError, StoreError
+from persia.modes import Hybrid
+from persia.ps import EmbeddingServer
+from persia.rpc.interface import describe
+from persia.schema import Adagrad, Adam, AdmitMinFrequency, IdFeature, Schema, Table
+from persia.services import EmbeddingPS, EmbeddingWorker, RowChunk
+from persia.types import Contribution, LookedUp, UpdateCounts
+from persia.worker import Worker
+
+SCHEMA = Schema(
+    id_features=[
+        IdFeature("item", dim=8),
+        IdFeature("history", dim=8, table="item", pooling="mean"),
+        IdFeature("user", dim=4),
+    ],
+    tables=[Table("user", dim=4, optimizer=Adam(0.01), admission=AdmitMinFrequency(1))],
+)
+IDS = {"item": np.arange(5, dtype=np.uint64), "user": np.arange(3, dtype=np.uint64)}
+ROWS = {"item": np.ones((5, 8), np.float32), "user": np.ones((3, 4), np.float32)}
+COLUMNS = {
+    "item": IdColumn(np.array([1, 2, 1], np.uint64)),
+    "history": IdColumn(np.array([1, 5, 6], np.uint64), np.array([0, 2, 2, 3], np.int64)),
+    "user": IdColumn(np.array([7, 8, 7], np.uint64)),
+}
+
+
+def new_ps():
+    return EmbeddingServer(SCHEMA.resolved_tables(), Adagrad(0.1), Hybrid(4), seed=1, threads=1)
+
+
+@contextmanager
+def reached(service, protocol, how):
+    if how == "here":
+        yield service
+        return
+    with rpc.serve(service, protocol=protocol) as server:
+        stub = rpc.connect(server.address, protocol, peer=f"{protocol.__name__} 0", timeout=DEADLINE)
+        try:
+            yield stub
+        finally:
+            rpc.close(stub)
+
+
+@pytest.fixture(params=["here", "rpc"])
+def ps(request):
+    with reached(new_ps(), EmbeddingPS, request.param) as found:
+        yield found
+
+
+@pytest.fixture(params=["here", "rpc"])
+def worker(request, ps):
+    with reached(Worker(SCHEMA, ps, rank=3), EmbeddingWorker, request.param) as found:
+        yield found
+
+
+def assert_same(a, b):
+    assert type(a) is type(b)
+    if isinstance(a, np.ndarray):
+        assert a.dtype == b.dtype
+        assert np.array_equal(a, b)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_same(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+    else:
+        assert a == b
+
+
+def test_ps(ps):
+    twin = new_ps()
+    assert dict(ps.tables()) == dict(twin.tables())
+    assert_same(ps.lookup(IDS, train=True), twin.lookup(IDS, train=True))
+    gradients = {name: (IDS[name], ROWS[name]) for name in IDS}
+    for sequence in (1, 2, 2):
+        counts = ps.push(9, sequence, sequence, gradients)
+        assert_same(counts, twin.push(9, sequence, sequence, gradients))
+        assert all(type(count) is UpdateCounts for count in counts.values())
+    assert_same(ps.lookup(IDS, train=False), twin.lookup(IDS, train=False))
+    statistics = ps.statistics()
+    assert_same(statistics, twin.statistics())
+    assert statistics["item"]["rows"] == 5
+
+
+def test_ps_moves_to_another(ps):
+    ps.lookup(IDS, train=True)
+    ps.push(9, 1, 1, {name: (IDS[name], ROWS[name]) for name in IDS})
+    other = new_ps()
+    for chunk in ps.export_rows():
+        assert type(chunk) is RowChunk
+        other.import_rows(chunk)
+    other.load_state(ps.state())
+    assert_same(other.lookup(IDS, train=False), ps.lookup(IDS, train=False))
+    with reached(new_ps(), EmbeddingPS, "rpc") as third:  # And into one over rpc.
+        for chunk in ps.export_rows():
+            third.import_rows(chunk)
+        third.load_state(ps.state())
+        assert_same(third.lookup(IDS, train=False), ps.lookup(IDS, train=False))
+        assert_same(third.state(), ps.state())
+
+
+def test_ps_errors(ps):
+    with pytest.raises(StoreError, match="no table 'nope'") as caught:
+        ps.lookup({"nope": IDS["item"]}, train=False)
+    assert caught.value.fields == {"table": "nope"}
+    with pytest.raises(StoreError):
+        ps.push(9, 1, 1, {"item": (IDS["item"], np.ones((2, 3), np.float32))})
+
+
+def test_worker(worker):
+    batch_id = worker.register(COLUMNS)
+    found = worker.lookup(batch_id)
+    twin = Worker(SCHEMA, new_ps(), rank=3)
+    assert twin.register(COLUMNS) == batch_id
+    expected = twin.lookup(batch_id)
+    assert type(found) is LookedUp
+    assert_same(found, expected)
+    contribution = Contribution(batch_id, {name: np.ones_like(rows) for name, rows in found.rows.items()})
+    assert_same(worker.push([contribution], 1), twin.push([contribution], 1))
+    assert_same(worker.evaluate(COLUMNS), twin.evaluate(COLUMNS))
+    with pytest.raises(StaleBatchError) as caught:
+        worker.lookup(batch_id)
+    assert caught.value.fields == {"batch_id": batch_id}
+    assert worker.release(batch_id) is None
+
+
+CALLS = {
+    EmbeddingPS: {
+        "tables": (),
+        "lookup": (IDS, True),
+        "push": (9, 1, 1, {"item": (IDS["item"], ROWS["item"])}),
+        "statistics": (),
+        "export_rows": (),
+        "import_rows": (RowChunk("item", 0, {"ids": IDS["item"]}),),
+        "state": (),
+        "load_state": ({"item": [{"clock": IDS["item"]}]},),
+    },
+    EmbeddingWorker: {
+        "register": (COLUMNS,),
+        "lookup": (1,),
+        "push": ([Contribution(1, ROWS)], 1),
+        "release": (1,),
+        "evaluate": (COLUMNS,),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("protocol", "method"), [(protocol, method) for protocol in CALLS for method in describe(protocol)]
+)
+def test_every_call_has_a_deadline(protocol, method):
+    gate = threading.Event()
+
+    class Stuck:
+        def __getattr__(self, name):
+            return lambda *arguments: gate.wait(DEADLINE)
+
+    with rpc.serve(Stuck(), protocol=protocol) as server:
+        stub = rpc.connect(server.address, protocol, peer="embedding PS 2", timeout=0.1)
+        with pytest.raises(DeadlineError, match=rf"embedding PS 2 at {server.address} is late: {method} ") as caught:
+            getattr(stub, method)(*CALLS[protocol][method])
+        assert caught.value.fields == {
+            "peer": "embedding PS 2", "address": server.address, "operation": method, "seconds": 0.1,
+        }  # fmt: skip
+        gate.set()
+        rpc.close(stub)
+
+
+def test_tables_cross_as_the_records_they_are():
+    table = Table("t", 4, optimizer=Adam(0.1), admission=AdmitMinFrequency(3))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(table), type=Table) == table
