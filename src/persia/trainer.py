@@ -21,7 +21,7 @@ from persia.modes import Hybrid, Mode
 from persia.nn.collection import CollectionOptions, EmbeddingCollection
 from persia.nn.prepared import PreparedBatch
 from persia.nn.staging import staging_for
-from persia.nn.step import DenseStep, OptimizerFactory
+from persia.nn.step import DenseStep, OptimizerFactory, StepOptions
 from persia.observe import LiveLine, Snapshot, summary_writer
 from persia.options import TrainerOptions
 from persia.schema import EmbeddingOptimizer, Schema
@@ -109,11 +109,13 @@ class Trainer:
         self.step = DenseStep(
             model,
             optimizer,
-            schedule=self.options.schedule,
-            precision=self.options.precision,
-            accumulation_steps=self.options.accumulation_steps,
-            clip_norm=self.options.clip_norm,
-            device=device,
+            device,
+            StepOptions(
+                self.options.schedule,
+                self.options.precision,
+                self.options.accumulation_steps,
+                self.options.clip_norm,
+            ),
         )
         self.model = self.step.model
         self.embeddings = EmbeddingCollection(
