@@ -13,6 +13,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DeadlineError",
+    "DivergedError",
     "MissingExtraError",
     "PersiaError",
     "StaleBatchError",
@@ -59,6 +60,10 @@ class CheckpointError(PersiaError):
 
 class DeadlineError(PersiaError):
     """A wait has passed its deadline; the message names who was late, and with what."""
+
+
+class DivergedError(PersiaError):
+    """Logits or loss of a batch are not finite; the message names the batch. The network may hold NaN by now."""
 
 
 class StaleBatchError(PersiaError):

@@ -23,7 +23,7 @@ class StepOptions(NamedTuple):
     """How the dense network is updated.
 
     Attributes:
-        schedule: of the learning rates of all parameter groups, by updates made.
+        schedule: of the learning rates of all parameter groups, by updates made; one that overflows in fp16 is none.
         precision: "bf16" and "fp16" run the forward pass under autocast; "fp16" also scales the loss.
         accumulation_steps: backward passes per optimizer step; the loss is divided by it.
         clip_norm: largest global norm of the dense gradient; None for no clipping.
@@ -102,13 +102,16 @@ class DenseStep:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
+        skipped = False
         if self.scaler is not None:
+            scale = self.scaler.get_scale()
             self.scaler.step(self.optimizer)
             self.scaler.update()
+            skipped = self.scaler.get_scale() < scale  # It tells of an overflow in no other way.
         else:
             self.optimizer.step()
         self.optimizer.zero_grad()
-        if self.scheduler is not None:
+        if self.scheduler is not None and not skipped:
             self.scheduler.step()
 
     @torch.no_grad()
