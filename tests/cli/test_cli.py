@@ -49,7 +49,7 @@ def test_train_evaluate_predict_inspect_resume(config, tmp_path):
     assert record["evaluation"]["rows"] == 500
 
     assert "AUC" in persia("evaluate", config, "--checkpoint", out)
-    predictions = str(tmp_path / "p.parquet")
+    predictions = str(tmp_path / "new" / "p.parquet")
     persia("predict", config, "--checkpoint", out, "--output", predictions)
     assert pq.read_table(predictions).num_rows == 500
     persia("predict", config, "--checkpoint", out, "--output", str(tmp_path / "p.csv"))
