@@ -1,6 +1,7 @@
 """`make demo`: trains on real click logs where there are any, else on generated ones, and saves the model."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,13 +9,15 @@ from pathlib import Path
 from persia import data
 
 HERE = Path(__file__).parent
+OUTPUT = "runs/demo"
 
 
 def main() -> int:
     real = data.find("globo_ctr") is not None
     config = HERE / ("globo.toml" if real else "synthetic.toml")
     print(f"Training {config.name}" + ("" if real else " (no real data: set PERSIA_DATA to use some)"), flush=True)
-    command = [sys.executable, "-m", "persia", "train", str(config), "--output", "runs/demo"]
+    shutil.rmtree(OUTPUT, ignore_errors=True)  # Of an earlier demo: `persia train` does not mix two runs.
+    command = [sys.executable, "-m", "persia", "train", str(config), "--output", OUTPUT]
     if os.environ.get("PERSIA_EXAMPLE_SMALL"):
         command += ["--set", "train.max_steps=300"]
     return subprocess.run(command, check=False).returncode

@@ -14,6 +14,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DeadlineError",
+    "DivergedError",
     "MissingExtraError",
     "MovedError",
     "PeerRestartedError",
@@ -90,6 +91,10 @@ class WireError(PersiaError):
 
 class ClosedError(PersiaError):
     """A stub or server is used after it was closed, or in a forked child of the process that made it."""
+
+
+class DivergedError(PersiaError):
+    """Logits or loss of a batch are not finite; the message names the batch. The network may hold NaN by now."""
 
 
 class StaleBatchError(PersiaError):

@@ -20,7 +20,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         precision: "float32", or autocast to "bf16" or "fp16" (with loss scaling).
         accumulation_steps: batches per update, of the network and of the embeddings.
         clip_norm: largest global norm of the dense gradient; None for no clipping.
-        schedule: learning-rate factor of the dense optimizer by global step.
+        schedule: learning-rate factor of the dense optimizer by global step; steps that overflow in fp16 do not count.
         checkpoint_dir: where checkpoints go; None for none.
         checkpoint_every_steps: global steps between two checkpoints during `fit`; None for one at its end.
         keep_last: checkpoints kept; older ones are removed.

@@ -4,71 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 from collections.abc import Iterable, Iterator
-from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from persia import resume
 from persia.batching.batch import Batch
-from persia.errors import ConfigError
+from persia.errors import ConfigError, DataError
+from persia.fit import FitResult, Run, check_finite
 from persia.metrics import Metrics, MetricsResult
 from persia.modes import Hybrid, Mode
 from persia.nn.collection import CollectionOptions, EmbeddingCollection
 from persia.nn.prepared import PreparedBatch
 from persia.nn.staging import staging_for
-from persia.nn.step import DenseStep, OptimizerFactory
-from persia.observe import LiveLine, Snapshot, summary_writer
+from persia.nn.step import DenseStep, OptimizerFactory, StepOptions
 from persia.options import TrainerOptions
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Cluster, Seekable
-from persia.types import Int32Array
 
 __all__ = ["FitResult", "Trainer", "TrainerOptions"]
-
-LOSS_EVERY = 50
-"""Steps between two readings of the loss, which make the host wait for the device."""
-
-
-class FitResult(msgspec.Struct, frozen=True):
-    """What a call of `fit` did.
-
-    Attributes:
-        rows: samples trained.
-        seconds: of the training loop, checkpoints within it included.
-        rows_per_second: rows / seconds.
-        steps: global steps of this call.
-        global_step: global steps in all.
-        progressive: metrics of the training logits themselves, each batch scored before it is trained; they and the
-            counts below go on from call to call, and over a resume.
-        evaluation: metrics on `eval_data` after training, or None.
-        staleness_mean: measured, in own steps.
-        staleness_max: measured, in own steps.
-        stored_rows: rows in the embedding store at the end.
-        stored_bytes: memory of the store at the end.
-        absent_rows: gradient rows skipped because their id had no row (not admitted, or evicted).
-        non_finite_rows: gradient rows dropped because of a NaN or Inf.
-        released_batches: batches without a backward pass.
-    """
-
-    rows: int
-    seconds: float
-    rows_per_second: float
-    steps: int
-    global_step: int
-    progressive: MetricsResult
-    evaluation: MetricsResult | None
-    staleness_mean: float
-    staleness_max: int
-    stored_rows: int
-    stored_bytes: int
-    absent_rows: int
-    non_finite_rows: int
-    released_batches: int
 
 
 class Trainer:
@@ -105,15 +61,18 @@ class Trainer:
         self.options = options or TrainerOptions()
         if self.options.checkpoint_every_steps is not None and self.options.checkpoint_dir is None:
             raise ConfigError("checkpoint_every_steps needs checkpoint_dir.", field="checkpoint_dir")
-        device = staging_for(self._device_name()).device
+        self._staging = staging_for(self._device_name())
+        device = self._staging.device
         self.step = DenseStep(
             model,
             optimizer,
-            schedule=self.options.schedule,
-            precision=self.options.precision,
-            accumulation_steps=self.options.accumulation_steps,
-            clip_norm=self.options.clip_norm,
-            device=device,
+            device,
+            StepOptions(
+                self.options.schedule,
+                self.options.precision,
+                self.options.accumulation_steps,
+                self.options.clip_norm,
+            ),
         )
         self.model = self.step.model
         self.embeddings = EmbeddingCollection(
@@ -163,6 +122,8 @@ class Trainer:
         Raises:
             ConfigError: an argument is not valid.
             DataError: a batch does not fit the schema; earlier batches are trained.
+            DivergedError: logits or loss are not finite. The network has had that batch's gradient, on a GPU that of
+                one more; no checkpoint has been written since.
             CheckpointError: a checkpoint could not be written; training state is unharmed.
         """
         if epochs > 1 and isinstance(train_data, Iterator):
@@ -173,7 +134,7 @@ class Trainer:
         if self._finished:
             self.epoch = self.position = 0
         self._finished = False
-        run = _Run(self, max_steps)
+        run = Run(self, self._staging, max_steps)
         self.model.train()
         self.embeddings.train()
         try:
@@ -194,14 +155,29 @@ class Trainer:
         return run.result(evaluation)
 
     def evaluate(self, data: Iterable[Batch]) -> MetricsResult:
-        """Metrics on data, read-only: the store and the model stay as they are."""
+        """Metrics on data, read-only: the store and the model stay as they are.
+
+        Raises:
+            DataError: a batch does not fit the schema, or has no labels.
+            DivergedError: logits are not finite.
+        """
         metrics = Metrics(list(self.schema.labels))
-        for batch, logits in self._scored(data):
+        for number, (batch, logits) in enumerate(self._scored(data)):
+            if not batch.labels.shape[1]:
+                raise DataError(
+                    f"Batch {number} of the data to evaluate has no labels. Use `predict` for data without labels; or, "
+                    "if the source has some, leave `require_labels=False` out.",
+                    batch=number,
+                )
+            check_finite(f"Batch {number} of the data to evaluate", logits, batch=number)
             metrics.update(logits, batch.labels.cpu().numpy(), batch.day)
         return metrics.result()
 
     def predict(self, data: Iterable[Batch]) -> Iterator[NDArray[np.float32]]:
-        """Yields probabilities float32 `[batch, labels]`, batch by batch; read-only."""
+        """Yields probabilities float32 `[batch, labels]`, batch by batch; read-only. The data need no labels.
+
+        They come in the order of the data: a reader with `shuffle_rows` gives its rows shuffled.
+        """
         for _, logits in self._scored(data):
             yield (1.0 / (1.0 + np.exp(-logits))).astype(np.float32)
 
@@ -266,18 +242,18 @@ class Trainer:
 
     # --- inside -----------------------------------------------------------------------------------------------
 
-    def _train_segment(self, source: Iterator[Batch], run: _Run) -> bool:
+    def _train_segment(self, source: Iterator[Batch], run: Run) -> bool:
         """Trains to the next checkpoint or end; nothing is in flight afterwards. Returns whether the source ended."""
         wanted = run.batches_to_boundary()
         drawn = 0
         try:
             with contextlib.closing(self.embeddings.prefetch(itertools.islice(source, wanted))) as batches:  # type: ignore[type-var]
                 for batch in batches:
+                    step = self.global_step + 1
                     logits, loss = self.step.train(batch, self.embeddings(batch))
-                    run.score(logits, batch)
                     drawn += 1
                     self.position += 1
-                    run.trained(len(batch), loss)
+                    run.trained(step, batch, logits, loss)
         finally:
             # Also after an error: the embeddings have applied what was computed, the network does likewise.
             self.step.finish()
@@ -320,122 +296,3 @@ class Trainer:
         if self.options.device != "auto":
             return self.options.device
         return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-class _Run:
-    """The bookkeeping of one call of `fit`."""
-
-    def __init__(self, trainer: Trainer, max_steps: int | None) -> None:
-        self._trainer = trainer
-        self._first_step = trainer.global_step
-        self._last_step = None if max_steps is None else trainer.global_step + max_steps
-        self._next_checkpoint = self._after(trainer.options.checkpoint_every_steps)
-        self._saved_step: int | None = None
-        self._began = time.monotonic()
-        self._rows = 0
-        self._batches = 0
-        self._loss = float("nan")
-        self._seconds = 0.0
-        self._unscored: tuple[torch.Tensor, torch.Tensor, Int32Array | None] | None = None
-        self._shown = (self._began, 0)
-        self.line = LiveLine(trainer.options.progress)
-        self._writer = summary_writer(trainer.options.log_dir) if trainer.options.log_dir else None
-
-    def finished(self) -> bool:
-        """Whether `max_steps` is reached."""
-        return self._last_step is not None and self._trainer.global_step >= self._last_step
-
-    def unsaved(self) -> bool:
-        """Whether something was trained since the last checkpoint of this call."""
-        return self._saved_step != self._trainer.global_step
-
-    def batches_to_boundary(self) -> int | None:
-        """How many batches may be trained before a checkpoint is due or the call ends; None for any number."""
-        bounds = [b for b in (self._last_step, self._next_checkpoint) if b is not None]
-        if not bounds:
-            return None
-        return (min(bounds) - self._trainer.global_step) * self._trainer.options.accumulation_steps
-
-    def checkpoint_if_due(self) -> None:
-        trainer = self._trainer
-        if self._next_checkpoint is not None and trainer.global_step >= self._next_checkpoint:
-            assert trainer.options.checkpoint_dir is not None
-            trainer.save(trainer.options.checkpoint_dir)
-            self._saved_step = trainer.global_step
-            self._next_checkpoint = self._after(trainer.options.checkpoint_every_steps)
-
-    def trained(self, rows: int, loss: torch.Tensor) -> None:
-        """Counts a batch and shows progress when it is time to."""
-        self._rows += rows
-        self._batches += 1
-        if self._batches % LOSS_EVERY == 1:
-            self._loss = float(loss)
-            if self._writer is not None:
-                self._write(self._writer, self._snapshot())
-        if self.line.due():
-            self.line.show(self._snapshot())
-
-    def score(self, logits: torch.Tensor, batch: PreparedBatch) -> None:
-        """Counts the logits of the batch before; those of this one may still be computing on the device."""
-        self.score_rest()
-        self._unscored = (logits, batch.labels, batch.day)
-
-    def score_rest(self) -> None:
-        """Counts the logits that are left."""
-        if self._unscored is not None:
-            logits, labels, day = self._unscored
-            self._unscored = None
-            self._trainer.metrics.update(logits.cpu().numpy(), labels.cpu().numpy(), day)
-
-    def close(self) -> None:
-        """Stops the clock."""
-        self._seconds = time.monotonic() - self._began
-        if self._writer is not None:
-            self._write(self._writer, self._snapshot())
-            self._writer.close()
-
-    def _after(self, every: int | None) -> int | None:
-        return None if every is None else self._trainer.global_step + every
-
-    def _snapshot(self) -> Snapshot:
-        trainer = self._trainer
-        now = time.monotonic()
-        before, rows_before = self._shown
-        self._shown = (now, self._rows)
-        return Snapshot(
-            step=trainer.global_step,
-            rows=self._rows,
-            rows_per_second=(self._rows - rows_before) / max(now - before, 1e-9),
-            loss=self._loss,
-            auc=trainer.metrics.result().auc,
-            stored_rows=sum(t["rows"] for t in trainer.embeddings.statistics().values()),
-            staleness=trainer.embeddings.staleness.mean,
-        )
-
-    @staticmethod
-    def _write(writer: Any, snapshot: Snapshot) -> None:
-        for name in ("rows_per_second", "loss", "auc", "stored_rows", "staleness"):
-            writer.add_scalar(f"train/{name}", getattr(snapshot, name), snapshot.step)
-
-    def result(self, evaluation: MetricsResult | None) -> FitResult:
-        trainer = self._trainer
-        seconds = self._seconds
-        staleness = trainer.embeddings.staleness
-        pushed = trainer.embeddings.pushed
-        tables = trainer.embeddings.statistics().values()
-        return FitResult(
-            rows=self._rows,
-            seconds=seconds,
-            rows_per_second=self._rows / seconds if seconds else 0.0,
-            steps=trainer.global_step - self._first_step,
-            global_step=trainer.global_step,
-            progressive=trainer.metrics.result(),
-            evaluation=evaluation,
-            staleness_mean=staleness.mean,
-            staleness_max=staleness.max,
-            stored_rows=sum(t["rows"] for t in tables),
-            stored_bytes=sum(t["bytes"] for t in tables),
-            absent_rows=pushed.absent,
-            non_finite_rows=pushed.non_finite,
-            released_batches=pushed.released,
-        )

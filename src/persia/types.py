@@ -51,7 +51,7 @@ BoolArray: TypeAlias = NDArray[np.bool_]
 Inverse: TypeAlias = NDArray[np.uint16 | np.uint32]
 """Index of each id of a batch in its table's unique rows; uint16 while they fit."""
 
-WireRows: TypeAlias = Floats | NDArray[np.float16]
+WireRows: TypeAlias = NDArray[np.float32 | np.float16]
 """Rows as they travel, `[n, dim]`: float32, or float16 that is to be multiplied by a scale per row."""
 
 

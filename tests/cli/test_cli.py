@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -47,7 +49,7 @@ def test_train_evaluate_predict_inspect_resume(config, tmp_path):
     assert record["evaluation"]["rows"] == 500
 
     assert "AUC" in persia("evaluate", config, "--checkpoint", out)
-    predictions = str(tmp_path / "p.parquet")
+    predictions = str(tmp_path / "new" / "p.parquet")
     persia("predict", config, "--checkpoint", out, "--output", predictions)
     assert pq.read_table(predictions).num_rows == 500
     persia("predict", config, "--checkpoint", out, "--output", str(tmp_path / "p.csv"))
@@ -55,6 +57,69 @@ def test_train_evaluate_predict_inspect_resume(config, tmp_path):
 
     persia("train", config, "--resume", out, "--json", str(result), "--set", "train.epochs=2")
     assert json.loads(result.read_text())["global_step"] == 20
+
+
+def test_a_directory_with_another_run_is_refused(config, tmp_path):
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    short = ("--set", "train.max_steps=2")
+    persia("train", config, "--output", one, *short)
+    persia("train", config, "--output", two, *short)
+    before = sorted(path.name for path in (tmp_path / "one").rglob("*"))
+    for arguments in (
+        ("--output", one),
+        ("--set", f"trainer.checkpoint_dir={one}"),
+        ("--output", one, "--resume", two),
+    ):
+        text = persia("train", config, *arguments, ok=False)
+        assert "holds another run, trained to step 2" in text
+        assert f"--resume {one}" in text
+        assert "Traceback" not in text
+    assert sorted(path.name for path in (tmp_path / "one").rglob("*")) == before
+    # The run itself goes on, there or elsewhere.
+    persia("train", config, "--resume", f"{tmp_path}/./one", "--output", one, *short)
+    persia("train", config, "--resume", one, "--output", str(tmp_path / "three"))
+    assert "step 4" in persia("checkpoint", "inspect", one)
+    assert "step 10" in persia("checkpoint", "inspect", str(tmp_path / "three"))
+
+
+SHUFFLED = """
+[data]
+kind = "parquet"
+path = "{path}"
+batch_size = 64
+options = {{ shuffle_rows = 300, drop_last = true }}
+
+[schema]
+id_features = [{{ name = "item", dim = 4 }}]
+labels = ["label"]
+
+[trainer]
+progress = false
+"""
+
+
+def test_predictions_are_in_the_order_of_the_source_however_training_shuffles(tmp_path):
+    items = np.repeat(np.arange(6), 50)
+    pq.write_table(pa.table({"item": items, "label": items % 2}), tmp_path / "clicks.parquet")
+    config = tmp_path / "run.toml"
+    config.write_text(SHUFFLED.format(path=tmp_path / "clicks.parquet"))
+    out, predictions = str(tmp_path / "out"), str(tmp_path / "p.parquet")
+    persia("train", str(config), "--output", out)
+    persia("predict", str(config), "--checkpoint", out, "--output", predictions)
+    p = pq.read_table(predictions)["label"].to_numpy()
+    assert len(p) == 300
+    # Equal ids have equal predictions, and different ones different.
+    assert np.count_nonzero(np.diff(p)) == 5
+    assert len(np.unique(p)) == 6
+    persia("evaluate", str(config), "--checkpoint", out, "--json", str(tmp_path / "e.json"))
+    assert json.loads((tmp_path / "e.json").read_text())["rows"] == 300
+
+    # Data without labels can be predicted, not evaluated.
+    pq.write_table(pa.table({"item": items}), tmp_path / "clicks.parquet")
+    bare = ("--checkpoint", out, "--set", "data.options.require_labels=false")
+    persia("predict", str(config), *bare, "--output", predictions)
+    np.testing.assert_array_equal(pq.read_table(predictions)["label"].to_numpy(), p)
+    assert "predict" in persia("evaluate", str(config), *bare, ok=False)
 
 
 def test_help_teaches():

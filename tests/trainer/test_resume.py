@@ -1,11 +1,17 @@
 """A run that is saved and resumed goes on as if nothing had happened."""
 
+import errno
+import os
+import resource
+import signal
+
 import numpy as np
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileOpener
 
 import persia
-from persia.errors import CheckpointError, PersiaError
+from persia.errors import CheckpointError, DataError, PersiaError
 from persia.modes import Hybrid, Sync
 from persia.optim import SGD, Adagrad, Adam
 
@@ -149,3 +155,137 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path):
     assert not any(t["rows"] for t in fresh.embeddings.statistics().values())
     with pytest.raises(CheckpointError):
         persia.Trainer.resume(str(tmp_path / "nothing"), model(schema), optimizer=adam)
+
+
+def assert_same_training(one, two):
+    assert one.global_step == two.global_step
+    for a, b in zip(one.model.parameters(), two.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert repr(one.metrics.result()) == repr(two.metrics.result())
+    assert_same_rows(one, two)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
+@pytest.mark.parametrize("stop", [5, 6, 7, 9, 14])
+def test_resuming_around_the_remainder_of_an_accumulation(tmp_path, stop, precision):
+    """20 batches in groups of 3 leave 2: step 7 is smaller than the others, step 8 begins a new epoch and group."""
+    options = {"accumulation_steps": 3, "precision": precision, "clip_norm": 1.0}
+    options["schedule"] = persia.Schedule(warmup_steps=4, decay="linear", total_steps=14)
+    schema = schema_of()
+    whole = trainer(schema, **options)
+    torch.manual_seed(1)
+    whole.fit(reader(), epochs=2)
+    assert whole.global_step == 14
+
+    first = trainer(schema, **options)
+    torch.manual_seed(1)
+    first.fit(reader(), epochs=2, max_steps=stop)
+    first.save(str(tmp_path))
+    second = persia.Trainer.resume(str(tmp_path), model(schema), optimizer=adam)
+    if stop < 14:
+        second.fit(reader(), epochs=2)
+    assert_same_training(whole, second)
+    assert second.step.optimizer.param_groups[0]["lr"] == whole.step.optimizer.param_groups[0]["lr"]
+    if precision == "fp16":
+        assert second.step.scaler.state_dict() == whole.step.scaler.state_dict()
+
+
+def test_resuming_after_an_error_amid_a_group(tmp_path):
+    """The part of the group before the error is a step of its own; the next group begins behind it."""
+    schema = schema_of()
+    batches = list(reader())
+    bad = persia.Batch({}, batches[0].dense, batches[0].labels)
+    first = trainer(schema, accumulation_steps=3, precision="fp16")
+    torch.manual_seed(1)
+    with pytest.raises(DataError):
+        first.fit([*batches[:10], bad, *batches[11:]])
+    assert (first.global_step, first.position) == (4, 10)
+    first.save(str(tmp_path))
+    torch.manual_seed(2)
+    first.fit(batches)
+    second = persia.Trainer.resume(str(tmp_path), model(schema), optimizer=adam)
+    torch.manual_seed(2)
+    second.fit(batches)
+    assert second.global_step == 4 + 4
+    assert_same_training(first, second)
+
+
+class FullDisk:
+    """The local file system has room for so many writes more."""
+
+    def __init__(self, patch, room):
+        self.room = room
+        write = LocalFileOpener.write
+
+        def limited(file, data):
+            self.room -= 1
+            if self.room < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return write(file, data)
+
+        patch.setattr(LocalFileOpener, "write", limited, raising=False)
+
+
+def save_error(t, directory):
+    try:
+        t.save(directory)
+    except CheckpointError as error:
+        return error
+    return None
+
+
+def test_a_full_disk_at_any_write_leaves_checkpoint_and_trainer_usable(tmp_path, monkeypatch):
+    schema = schema_of()
+    torch.manual_seed(1)
+    undisturbed = trainer(schema)
+    undisturbed.fit(reader(), max_steps=9)
+    undisturbed.fit(reader())
+
+    torch.manual_seed(1)
+    t = trainer(schema)
+    t.fit(reader(), max_steps=4)
+    t.save(str(tmp_path))
+    t.fit(reader(), max_steps=5)
+    attempts, full = 0, True
+    while full:
+        with monkeypatch.context() as patch:
+            FullDisk(patch, attempts)
+            error = save_error(t, str(tmp_path))
+        full = error is not None
+        if full:
+            attempts += 1
+            assert "free space" in error.message
+            assert error.fields["errno"] == errno.ENOSPC
+            latest = persia.checkpoint.CheckpointReader(str(tmp_path))
+            latest.verify()
+            assert latest.manifest.global_step == 4
+            # The attempt was removed, unless only the very last write, that of LATEST, has failed.
+            listed = [entry.step for entry in persia.checkpoint.list_checkpoints(str(tmp_path))]
+            assert len(list(tmp_path.glob("step-*"))) == len(listed)
+    assert attempts > 10
+    assert persia.checkpoint.CheckpointReader(str(tmp_path)).manifest.global_step == 9
+    t.fit(reader())
+    assert_same_training(undisturbed, t)
+
+
+def test_a_file_size_limit_during_fit_leaves_the_old_checkpoint_and_training_goes_on(tmp_path):
+    schema = schema_of()
+    options = {"checkpoint_dir": str(tmp_path), "checkpoint_every_steps": 5}
+    t = trainer(schema, **options)
+    t.fit(reader(), max_steps=5)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, hard))
+        with pytest.raises(CheckpointError, match="free space"):
+            t.fit(reader())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, previous)
+    assert (t.global_step, t.position) == (10, 10)
+    old = persia.Trainer.resume(str(tmp_path), model(schema), optimizer=adam)
+    assert old.global_step == 5
+    t.fit(reader())
+    assert t.global_step == 20
+    new = persia.Trainer.resume(str(tmp_path), model(schema), optimizer=adam)
+    assert_same_training(t, new)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import persia
-from persia.errors import ConfigError, DataError
+from persia.errors import ConfigError, DataError, DivergedError
 from persia.modes import Hybrid, Sync
 from persia.optim import Adagrad
 
@@ -240,6 +240,84 @@ def test_a_bad_batch_changes_neither_store_nor_model():
 def rows_of(t):
     server = t.embeddings.connection.servers[0]
     return [chunk.arrays[name] for chunk in server.export_rows() for name in sorted(chunk.arrays)]
+
+
+def without_labels(batches):
+    for batch in batches:
+        yield persia.Batch(batch.id_features, batch.dense, np.zeros((len(batch), 0), np.float32), batch.day)
+
+
+def test_data_without_labels_are_predicted_but_not_evaluated():
+    data = reader(1_000)
+    t = trainer(data.schema)
+    t.fit(data)
+    with_labels = np.concatenate(list(t.predict(data)))
+    np.testing.assert_array_equal(np.concatenate(list(t.predict(without_labels(data)))), with_labels)
+    before = t.embeddings.statistics()
+    with pytest.raises(DataError, match=r"no labels.*`predict`") as raised:
+        t.evaluate([*list(data)[:2], *without_labels(data)])
+    assert raised.value.fields["batch"] == 2
+    assert t.embeddings.statistics() == before
+    assert t.evaluate(data).rows == 1_000
+
+
+class Diverging(torch.nn.Module):
+    """Logits, or the loss alone, are not finite from one call on."""
+
+    def __init__(self, at, bad, in_loss):
+        super().__init__()
+        self.head = torch.nn.Linear(16, 1)
+        self.at, self.bad, self.in_loss = at, bad, in_loss
+        self.calls = 0
+
+    def forward(self, dense, embeddings):
+        self.calls += 1
+        logits = self.head(embeddings["id_0"])
+        return logits * self.bad if self.calls > self.at and not self.in_loss else logits
+
+    def loss(self, logits, labels):
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
+        return loss * self.bad if self.calls > self.at and self.in_loss else loss
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("in_loss", [False, True], ids=["logits", "loss"])
+@pytest.mark.parametrize("at", [0, 7, 19], ids=["first", "middle", "last"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_model_that_diverges_is_reported_with_its_batch(tmp_path, bad, in_loss, at, accumulation):
+    data = reader()
+    options = {"checkpoint_dir": str(tmp_path), "checkpoint_every_steps": 1, "accumulation_steps": accumulation}
+    t = trainer(data.schema, model=Diverging(at, bad, in_loss), **options)
+    what = "the loss is" if in_loss else "of 200 logits"
+    with pytest.raises(
+        DivergedError, match=rf"step {at // accumulation + 1} \(batch {at} of epoch 0.*{what}"
+    ) as raised:
+        t.fit(data)
+    assert raised.value.fields == {"step": at // accumulation + 1, "batch": at, "epoch": 0}
+    assert t.position == at + 1
+    # Only what was trained before is in a checkpoint.
+    steps = [entry.step for entry in persia.checkpoint.list_checkpoints(str(tmp_path))]
+    assert max(steps, default=0) == at // accumulation
+
+
+def test_an_evaluation_names_the_batch_whose_logits_are_not_finite():
+    data = reader(1_000)
+    t = trainer(data.schema, model=Diverging(3, float("nan"), in_loss=False))
+    with pytest.raises(DivergedError, match="Batch 3 of the data to evaluate: 200 of 200"):
+        t.evaluate(data)
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_step_that_overflows_in_fp16_does_not_advance_the_schedule(clip):
+    data = reader()
+    schedule = persia.Schedule(warmup_steps=100)
+    t = trainer(data.schema, precision="fp16", schedule=schedule, clip_norm=clip)
+    t.step.scaler.load_state_dict(t.step.scaler.state_dict() | {"scale": 2.0**28})
+    result = t.fit(data)  # A warning of PyTorch's would be an error.
+    updates = next(iter(t.step.optimizer.state.values()))["step"].item()
+    assert 0 < updates < result.steps == 20
+    assert t.step.scheduler.last_epoch == updates
+    assert t.step.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 * schedule.factor(int(updates)))
 
 
 @pytest.mark.gpu

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json as jsonlib
+import os
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from persia.errors import PersiaError
+from persia.errors import CheckpointError, PersiaError
 
 if TYPE_CHECKING:
     from persia.cli.run_config import RunConfig
@@ -40,7 +41,9 @@ def train(
     overrides: Set = None,
     output: Annotated[
         str | None,
-        typer.Option(help="Directory for checkpoints; that of --resume by default.", metavar="DIR"),
+        typer.Option(
+            help="Directory for checkpoints; that of --resume by default. It may not hold another run.", metavar="DIR"
+        ),
     ] = None,
     json: Annotated[str | None, typer.Option(help="Write the result as JSON here.", metavar="FILE")] = None,
     resume: Annotated[
@@ -60,6 +63,7 @@ def train(
     if dump_config:
         out.print_toml(run.dump())
         return
+    _check_unused(run.trainer.checkpoint_dir, resume)
     if json is not None:
         out.check_writable(json)
     reader = run.reader()
@@ -80,7 +84,10 @@ def evaluate(
     overrides: Set = None,
     json: Annotated[str | None, typer.Option(help="Write the result as JSON here.", metavar="FILE")] = None,
 ) -> None:
-    """Evaluate a checkpoint on `eval_data` (or `data`, where the configuration has none); nothing is changed."""
+    """Evaluate a checkpoint on `eval_data` (or `data`, where the configuration has none); nothing is changed.
+
+    All samples are read: `drop_last` and `shuffle_rows` of the data do not count here.
+    """
     from persia.cli import output as out
 
     trainer, reader = _restored(config, overrides, checkpoint)
@@ -97,7 +104,10 @@ def predict(
     output: Annotated[str, typer.Option(help="Parquet or .csv file for the probabilities.", metavar="FILE")],
     overrides: Set = None,
 ) -> None:
-    """Write the predicted probability of every label for each sample of `eval_data` (or `data`), in order."""
+    """Write the predicted probability of every label for each sample of `eval_data` (or `data`).
+
+    Line i belongs to sample i of the source: `shuffle_rows` and `drop_last` of the data do not count here.
+    """
     from persia.cli import output as out
 
     trainer, reader = _restored(config, overrides, checkpoint)
@@ -136,9 +146,24 @@ def _read(config: str, overrides: list[str] | None, output: str | None = None) -
     return read(config, changes, RunConfig)
 
 
+def _check_unused(output: str | None, resume: str | None) -> None:
+    """Refuses a directory with checkpoints of a run other than the one that is resumed: they would be mixed."""
+    from persia.checkpoint import list_checkpoints
+
+    # Equal URLs stay equal under `realpath`, for which they are strange relative paths.
+    if output is None or (resume is not None and os.path.realpath(resume) == os.path.realpath(output)):
+        return
+    if found := list_checkpoints(output):
+        raise CheckpointError(
+            f"{output} holds another run, trained to step {found[-1].step}. Go on with that one by --resume {output}, "
+            "or give another directory as --output (or trainer.checkpoint_dir).",
+            path=output,
+        )
+
+
 def _restored(config: str, overrides: list[str] | None, checkpoint: str) -> tuple[Trainer, Any]:
     run = _read(config, overrides)
-    source = run.eval_data or run.data
+    source = (run.eval_data or run.data).in_order()
     schema = run.schema if run.schema is not None or run.eval_data is None else run.reader().schema
     reader = source.reader(schema, "eval_data" if run.eval_data else "data")
     trainer = run.build_trainer(reader.schema)

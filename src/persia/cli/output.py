@@ -113,6 +113,7 @@ def write_json(path: str, record: Any) -> None:
 def write_predictions(path: str, labels: list[str], batches: Iterator[NDArray[np.float32]]) -> int:
     """Streams probabilities to a Parquet or CSV file; returns how many samples there were."""
     schema = pa.schema([(label, pa.float32()) for label in labels])
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     csv = path.endswith(".csv")
     writer: Any = pa.csv.CSVWriter(path, schema) if csv else pa.parquet.ParquetWriter(path, schema)
     rows = 0

@@ -83,6 +83,11 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             arguments["schema"] = schema
         return _call(make, arguments, f"{where}.options", self.path)
 
+    def in_order(self) -> DataConfig:
+        """The same samples in the order of the source, all of them: what belongs beside its rows."""
+        settled = {"shuffle_rows": 0, "drop_last": False}
+        return msgspec.structs.replace(self, options={k: settled.get(k, v) for k, v in self.options.items()})
+
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The network.

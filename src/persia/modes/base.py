@@ -25,17 +25,26 @@ class Dense(enum.Enum):
 
 
 class Observation(NamedTuple):
-    """What an NN worker saw of its last steps, for modes that adapt.
+    """What an NN worker saw of a window of its steps, for modes that adapt.
 
     Attributes:
-        waited: seconds that the training thread waited for looked-up rows, over the steps.
+        waited: seconds that the training thread waited for rows while the gate held their lookup back.
         elapsed: seconds that the steps took, waiting included.
-        steps: how many steps.
+        steps: how many batches.
+        would_wait: seconds that it would have waited, had one step fewer been in flight: then rows would have been
+            ready later by the time of a step.
+        change: by what the depth was last changed; 0 if it never was.
+        windows: windows since that change, this one included.
+        before: seconds waited per batch in the last window before that change.
     """
 
     waited: float
     elapsed: float
     steps: int
+    would_wait: float = 0.0
+    change: int = 0
+    windows: int = 1
+    before: float = 0.0
 
 
 class Mode(Protocol):

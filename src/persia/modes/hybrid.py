@@ -15,7 +15,16 @@ MAX_AUTO_DEPTH = 64
 """More own steps in flight than this hide no latency that a healthy network has."""
 
 RAISE_ABOVE = 0.02
-"""Share of the time spent waiting for rows above which "auto" looks further ahead."""
+"""Share of the time spent waiting for the gate above which "auto" looks further ahead."""
+
+LOWER_BELOW = 0.01
+"""Share of the time that one step fewer in flight would cost, below which "auto" does with one fewer."""
+
+HELPED = 0.9
+"""Looking further ahead has helped if the wait per step fell below so much of what it was."""
+
+PATIENCE = 8
+"""Windows before "auto" tries again what has just proved wrong."""
 
 
 class Hybrid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="hybrid"):
@@ -44,13 +53,26 @@ class Hybrid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
         return 1 if self.staleness == "auto" else cast("int | None", self.staleness)
 
     def next_depth(self, depth: int | None, seen: Observation) -> int | None:
-        """Fixed, unless "auto": one more while the training thread waits, one less while it does not."""
+        """Fixed, unless "auto": then as few as keep the training thread from waiting.
+
+        One more where it waits for the gate. If that did not help, something else is slow, such as the PS: it is taken
+        back, and one more with it. One fewer where that would cost no waiting, but not soon after a raise. What has
+        failed is not tried again for some windows, so the depth does not swing between two values.
+        """
         if self.staleness != "auto":
             return depth
         assert depth is not None
         if seen.waited > RAISE_ABOVE * seen.elapsed:
+            raised = seen.change > 0 and seen.windows == 1
+            if raised and seen.waited > HELPED * seen.before * seen.steps:
+                return max(depth - 2, 1)  # By two, else chance would slowly lift a depth that is of no use.
+            taken_back = seen.change < 0 and seen.before * seen.steps > RAISE_ABOVE * seen.elapsed
+            if taken_back and seen.windows < PATIENCE:
+                return depth
             return min(depth + 1, MAX_AUTO_DEPTH)
-        return max(depth - 1, 1)
+        if seen.change > 0 and seen.windows < PATIENCE:
+            return depth
+        return max(depth - 1, 1) if seen.would_wait < LOWER_BELOW * seen.elapsed else depth
 
     def gate(self, in_flight: int, depth: int | None) -> bool:
         """Opens while fewer than depth + 1 own steps are between lookup and applied gradient."""

@@ -15,7 +15,7 @@ from persia.errors import ConfigError, PersiaError, StaleBatchError
 from persia.modes import Aggregation, Hybrid, Mode
 from persia.nn.pipeline import Pipeline, Stages
 from persia.nn.pool import Expander
-from persia.nn.prepared import PreparedBatch
+from persia.nn.prepared import PreparedBatch, PreparedRows
 from persia.nn.staging import staging_for
 from persia.nn.staleness import Staleness, StalenessGate
 from persia.nn.types import Embeddings
@@ -373,9 +373,11 @@ class EmbeddingCollection(torch.nn.Module):
             tensors["dense"],
             tensors["labels"],
             batch.day,
-            {name: tensors[f"rows/{name}"] for name in found.rows},
-            found.inverse if on_host else {name: tensors[f"inverse/{name}"] for name in found.inverse},
-            found.offsets if on_host else {name: tensors.get(f"offsets/{name}") for name in found.offsets},
+            PreparedRows(
+                {name: tensors[f"rows/{name}"] for name in found.rows},
+                found.inverse if on_host else {name: tensors[f"inverse/{name}"] for name in found.inverse},
+                found.offsets if on_host else {name: tensors.get(f"offsets/{name}") for name in found.offsets},
+            ),
             batch_id,
         )
         return prepared, ready

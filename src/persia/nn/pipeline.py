@@ -37,7 +37,7 @@ class Stages(NamedTuple):
         register: takes a batch as the loader gave it; the result goes to `lookup`.
         may_lookup: blocks until the lookup is allowed; False when the pipeline is being closed.
         lookup: gives the batch to be trained.
-        drawn: told how many seconds a draw had to wait.
+        drawn: told at each draw how many seconds the batch had been ready; negative: how many the draw had to wait.
         stop: makes a blocked `may_lookup` return False.
     """
 
@@ -50,6 +50,12 @@ class Stages(NamedTuple):
 
 class _Failure(NamedTuple):
     error: BaseException
+
+
+class _Ready(NamedTuple):
+    batch: PreparedBatch
+    make_ready: Callable[[], None]
+    at: float
 
 
 class Pipeline:
@@ -67,7 +73,7 @@ class Pipeline:
         self._stages = stages
         self._timeout = timeout
         self._read: Channel[Batch | _Failure] = Channel(READ_AHEAD)
-        self._ready: Channel[tuple[PreparedBatch, Callable[[], None]] | _Failure] = Channel(ready)
+        self._ready: Channel[_Ready | _Failure] = Channel(ready)
         self._pushes: Channel[Callable[[], None]] = Channel(MOST_READY)
         self.push_failure: BaseException | None = None
         self._doing = "data loader: waiting for its first batch"
@@ -105,10 +111,9 @@ class Pipeline:
         if isinstance(item, _Failure):
             raise item.error
         self._number += 1
-        batch, make_ready = item
-        make_ready()
-        self._stages.drawn(time.monotonic() - began)
-        return batch
+        item.make_ready()
+        self._stages.drawn(began - item.at)
+        return item.batch
 
     def push(self, task: Callable[[], None]) -> None:
         """Runs the task in the push thread, in order; after a failed push, does nothing.
@@ -170,7 +175,7 @@ class Pipeline:
                 if not self._stages.may_lookup():
                     break
                 self._doing = f"embedding worker: looking up batch {number}"
-                self._ready.put(self._stages.lookup(registered))
+                self._ready.put(_Ready(*self._stages.lookup(registered), time.monotonic()))
                 number += 1
         except Closed:
             pass

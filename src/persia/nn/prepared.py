@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from persia.errors import StaleBatchError
 from persia.types import Int32Array, Int64Array, Inverse
 
-__all__ = ["PreparedBatch"]
+__all__ = ["PreparedBatch", "PreparedRows"]
+
+
+class PreparedRows(NamedTuple):
+    """`LookedUp` of a batch, where the network runs.
+
+    Attributes:
+        rows: by table, float32 `[unique ids, dim]`: the autograd leaves. One gradient per table and backward.
+        inverse: by feature, where each id's row is.
+        offsets: by feature, int64 `[batch + 1]`, or None where each sample has one id.
+    """
+
+    rows: dict[str, torch.Tensor]
+    inverse: dict[str, Inverse] | dict[str, torch.Tensor]
+    offsets: dict[str, Int64Array | None] | dict[str, torch.Tensor | None]
 
 
 class PreparedBatch:
@@ -20,9 +35,10 @@ class PreparedBatch:
         dense: float32 `[batch, dense features]`.
         labels: float32 `[batch, labels]`.
         day: int32 `[batch]` on the host, or None.
-        rows: by table, float32 `[unique ids, dim]`: the autograd leaves. One gradient per table and backward.
-        inverse: by feature, where each id's row is.
-        offsets: by feature, int64 `[batch + 1]`, or None where each sample has one id.
+        rows: see `PreparedRows`; likewise the next two.
+        inverse: where the rows are.
+        offsets: of multi-valued features.
+        batch_id: what the embedding worker knows it by; None where no gradient is awaited.
     """
 
     def __init__(
@@ -30,17 +46,13 @@ class PreparedBatch:
         dense: torch.Tensor,
         labels: torch.Tensor,
         day: Int32Array | None,
-        rows: dict[str, torch.Tensor],
-        inverse: dict[str, Inverse] | dict[str, torch.Tensor],
-        offsets: dict[str, Int64Array | None] | dict[str, torch.Tensor | None],
+        found: PreparedRows,
         batch_id: int | None,
     ) -> None:
         self.dense = dense
         self.labels = labels
         self.day = day
-        self.rows = rows
-        self.inverse = inverse
-        self.offsets = offsets
+        self.rows, self.inverse, self.offsets = found
         self.batch_id = batch_id
         self._finish: Callable[[PreparedBatch], None] | None = None
         self._closed = False

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from typing import NamedTuple
 
-from persia.modes import Mode, Observation
+from persia.modes import Mode
+from persia.nn.window import Window
 
 __all__ = ["Staleness", "StalenessGate"]
 
-WINDOW = 32
-"""Steps between two looks of a mode that adapts its depth."""
+WINDOW = 128
+"""Batches between two looks of a mode that adapts its depth: a hiccup of one step is below what it reacts to."""
 
 
 class Staleness(NamedTuple):
@@ -49,9 +51,9 @@ class StalenessGate:
         self._lookups = 0
         self._sum = 0
         self._max = 0
-        self._waited = 0.0
-        self._window_began = time.monotonic()
-        self._window_steps = 0
+        self._window = Window(accumulation_steps)
+        self._held: deque[float] = deque()  # of batches that are looked up and not drawn
+        self._drawn_at: float | None = None
 
     @property
     def measured(self) -> Staleness:
@@ -65,7 +67,9 @@ class StalenessGate:
             self._steps_before += -(-self._done // self._accumulation)
             self._looked_up = self._done = 0
             self._open = True
-            self._waited, self._window_steps, self._window_began = 0.0, 0, time.monotonic()
+            self._window.restart()
+            self._held.clear()
+            self._drawn_at = None
 
     def close(self) -> None:
         """Wakes the waiter, who gets False."""
@@ -79,6 +83,7 @@ class StalenessGate:
         There is no deadline on purpose: the gate opens by the caller's own backward pass, which may take its time.
         """
         with self._changed:
+            began = time.monotonic()
             while self._open and not self.mode.gate(self._in_flight(), self.depth):
                 self._changed.wait()
             if not self._open:
@@ -90,6 +95,7 @@ class StalenessGate:
                 self.versions.append(self._steps_before + self._done // self._accumulation)
             self._lookups += 1
             self._looked_up += 1
+            self._held.append(time.monotonic() - began)
             return True
 
     def done(self, batches: int) -> None:
@@ -98,18 +104,26 @@ class StalenessGate:
             self._done += batches
             self._changed.notify_all()
 
-    def drawn(self, waited: float) -> None:
-        """The training thread drew a batch and waited so many seconds for it."""
+    def drawn(self, lead: float) -> None:
+        """The training thread drew a batch.
+
+        Args:
+            lead: seconds that its rows had been ready; negative: seconds that the thread waited for them.
+        """
         with self._changed:
-            self._waited += waited
-            self._window_steps += 1
-            if self._window_steps < WINDOW:
-                return
             now = time.monotonic()
-            seen = Observation(self._waited, now - self._window_began, self._window_steps)
-            self.depth = self.mode.next_depth(self.depth, seen)
-            self._waited, self._window_steps, self._window_began = 0.0, 0, now
-            self._changed.notify_all()
+            held = self._held.popleft()
+            before, self._drawn_at = self._drawn_at, now
+            if before is None:
+                return  # Nothing is known about the first one: the threads have just begun.
+            self._window.add(now - before, lead, held)
+            if self._window.draws < WINDOW:
+                return
+            depth = self.mode.next_depth(self.depth, self._window.observation())
+            if depth is not None and self.depth is not None and depth != self.depth:
+                self._window.changed(depth - self.depth)
+                self.depth = depth
+                self._changed.notify_all()
 
     def _in_flight(self) -> int:
         """Steps before that of the next batch which lack their applied gradient."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -13,10 +13,26 @@ from persia.nn.prepared import PreparedBatch
 from persia.nn.types import Embeddings
 from persia.schema import Schedule
 
-__all__ = ["DenseStep", "OptimizerFactory", "Precision"]
+__all__ = ["DenseStep", "OptimizerFactory", "Precision", "StepOptions"]
 
 OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 Precision = Literal["float32", "bf16", "fp16"]
+
+
+class StepOptions(NamedTuple):
+    """How the dense network is updated.
+
+    Attributes:
+        schedule: of the learning rates of all parameter groups, by updates made; one that overflows in fp16 is none.
+        precision: "bf16" and "fp16" run the forward pass under autocast; "fp16" also scales the loss.
+        accumulation_steps: backward passes per optimizer step; the loss is divided by it.
+        clip_norm: largest global norm of the dense gradient; None for no clipping.
+    """
+
+    schedule: Schedule | None = None
+    precision: Precision = "float32"
+    accumulation_steps: int = 1
+    clip_norm: float | None = None
 
 
 class DenseStep:
@@ -26,22 +42,16 @@ class DenseStep:
         model: `model(dense, embeddings)` gives logits `[batch, labels]`. A method `loss(logits, labels)` of the
             model is used where it has one, else the mean binary cross-entropy over all labels.
         optimizer: made from the model's parameters.
-        schedule: of the learning rates of all parameter groups.
-        precision: "bf16" and "fp16" run the forward pass under autocast; "fp16" also scales the loss.
-        accumulation_steps: backward passes per optimizer step; the loss is divided by it.
-        clip_norm: largest global norm of the dense gradient.
+        device: where the network runs.
+        options: the rest.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
         optimizer: OptimizerFactory,
-        *,
-        schedule: Schedule | None,
-        precision: Precision,
-        accumulation_steps: int,
-        clip_norm: float | None,
         device: torch.device,
+        options: StepOptions,
     ) -> None:
         self.model = model.to(device)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -52,13 +62,13 @@ class DenseStep:
                 field="optimizer",
             )
         self.scheduler = (
-            torch.optim.lr_scheduler.LambdaLR(self.optimizer, schedule.factor) if schedule is not None else None
+            torch.optim.lr_scheduler.LambdaLR(self.optimizer, options.schedule.factor) if options.schedule else None
         )
-        self.scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
-        dtype = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+        self.scaler = torch.amp.GradScaler(device.type) if options.precision == "fp16" else None
+        dtype = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[options.precision]
         self._autocast = (lambda: torch.autocast(device.type, dtype)) if dtype is not None else contextlib.nullcontext
-        self._accumulation = accumulation_steps
-        self._clip = clip_norm
+        self._accumulation = options.accumulation_steps
+        self._clip = options.clip_norm
         self._loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = getattr(
             model, "loss", torch.nn.functional.binary_cross_entropy_with_logits
         )
@@ -92,13 +102,16 @@ class DenseStep:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
+        skipped = False
         if self.scaler is not None:
+            scale = self.scaler.get_scale()
             self.scaler.step(self.optimizer)
             self.scaler.update()
+            skipped = self.scaler.get_scale() < scale  # It tells of an overflow in no other way.
         else:
             self.optimizer.step()
         self.optimizer.zero_grad()
-        if self.scheduler is not None:
+        if self.scheduler is not None and not skipped:
             self.scheduler.step()
 
     @torch.no_grad()

@@ -1,0 +1,219 @@
+"""One call of `Trainer.fit`: its bookkeeping, and what it returns."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from persia.errors import DivergedError
+from persia.metrics import MetricsResult
+from persia.nn.prepared import PreparedBatch
+from persia.nn.staging import Staging
+from persia.observe import LiveLine, Snapshot, summary_writer
+from persia.types import Floats, Int32Array
+
+if TYPE_CHECKING:
+    from persia.trainer import Trainer
+
+__all__ = ["FitResult", "Run", "check_finite"]
+
+LOG_EVERY = 50
+"""Batches between two points of TensorBoard."""
+
+
+class FitResult(msgspec.Struct, frozen=True):
+    """What a call of `fit` did.
+
+    Attributes:
+        rows: samples trained.
+        seconds: of the training loop, checkpoints within it included.
+        rows_per_second: rows / seconds.
+        steps: global steps of this call.
+        global_step: global steps in all.
+        progressive: metrics of the training logits themselves, each batch scored before it is trained; they and the
+            counts below go on from call to call, and over a resume.
+        evaluation: metrics on `eval_data` after training, or None.
+        staleness_mean: measured, in own steps.
+        staleness_max: measured, in own steps.
+        stored_rows: rows in the embedding store at the end.
+        stored_bytes: memory of the store at the end.
+        absent_rows: gradient rows skipped because their id had no row (not admitted, or evicted).
+        non_finite_rows: gradient rows dropped because of a NaN or Inf.
+        released_batches: batches without a backward pass.
+    """
+
+    rows: int
+    seconds: float
+    rows_per_second: float
+    steps: int
+    global_step: int
+    progressive: MetricsResult
+    evaluation: MetricsResult | None
+    staleness_mean: float
+    staleness_max: int
+    stored_rows: int
+    stored_bytes: int
+    absent_rows: int
+    non_finite_rows: int
+    released_batches: int
+
+
+class _Unscored(NamedTuple):
+    """What a batch gave, on its way to the host, and which one it was."""
+
+    arrays: Callable[[], dict[str, Floats]]
+    day: Int32Array | None
+    step: int
+    epoch: int
+    number: int
+
+
+class Run:
+    """The bookkeeping of one call of `fit`: bounds, scores, progress."""
+
+    def __init__(self, trainer: Trainer, staging: Staging, max_steps: int | None) -> None:
+        self._trainer = trainer
+        self._staging = staging
+        self._first_step = trainer.global_step
+        self._last_step = None if max_steps is None else trainer.global_step + max_steps
+        self._next_checkpoint = self._after(trainer.options.checkpoint_every_steps)
+        self._saved_step: int | None = None
+        self._began = time.monotonic()
+        self._rows = 0
+        self._batches = 0
+        self._loss = float("nan")
+        self._seconds = 0.0
+        self._unscored: _Unscored | None = None
+        self._shown = (self._began, 0)
+        self.line = LiveLine(trainer.options.progress)
+        self._writer = summary_writer(trainer.options.log_dir) if trainer.options.log_dir else None
+
+    def finished(self) -> bool:
+        """Whether `max_steps` is reached."""
+        return self._last_step is not None and self._trainer.global_step >= self._last_step
+
+    def unsaved(self) -> bool:
+        """Whether something was trained since the last checkpoint of this call."""
+        return self._saved_step != self._trainer.global_step
+
+    def batches_to_boundary(self) -> int | None:
+        """How many batches may be trained before a checkpoint is due or the call ends; None for any number."""
+        bounds = [b for b in (self._last_step, self._next_checkpoint) if b is not None]
+        if not bounds:
+            return None
+        return (min(bounds) - self._trainer.global_step) * self._trainer.options.accumulation_steps
+
+    def checkpoint_if_due(self) -> None:
+        """Saves when it is time to; nothing may be in flight."""
+        trainer = self._trainer
+        if self._next_checkpoint is not None and trainer.global_step >= self._next_checkpoint:
+            assert trainer.options.checkpoint_dir is not None
+            trainer.save(trainer.options.checkpoint_dir)
+            self._saved_step = trainer.global_step
+            self._next_checkpoint = self._after(trainer.options.checkpoint_every_steps)
+
+    def trained(self, step: int, batch: PreparedBatch, logits: torch.Tensor, loss: torch.Tensor) -> None:
+        """Counts a batch that took part in global step `step`, scores it, shows progress when it is time to.
+
+        On a GPU it is the batch before that is scored, as this one may still be computing.
+
+        Raises:
+            DivergedError: logits or loss of the batch that is scored are not finite.
+        """
+        trainer = self._trainer
+        self._rows += len(batch)
+        self._batches += 1
+        self.score_rest()
+        number = trainer.position - 1
+        arrays = self._staging.to_host({"logits": logits, "labels": batch.labels, "loss": loss.float()})
+        self._unscored = _Unscored(arrays, batch.day, step, trainer.epoch, number)
+        if logits.device.type == "cpu":
+            self.score_rest()
+        if self._batches % LOG_EVERY == 1 and self._writer is not None:
+            self._write(self._writer, self._snapshot())
+        if self.line.due():
+            self.line.show(self._snapshot())
+
+    def score_rest(self) -> None:
+        """Counts the logits that are left."""
+        if self._unscored is None:
+            return
+        done, self._unscored = self._unscored, None
+        arrays = done.arrays()
+        self._loss = float(arrays["loss"])
+        where = f"Global step {done.step} (batch {done.number} of epoch {done.epoch}, counted from 0)"
+        check_finite(where, arrays["logits"], self._loss, step=done.step, epoch=done.epoch, batch=done.number)
+        self._trainer.metrics.update(arrays["logits"], arrays["labels"], done.day)
+
+    def close(self) -> None:
+        """Stops the clock."""
+        self._seconds = time.monotonic() - self._began
+        if self._writer is not None:
+            self._write(self._writer, self._snapshot())
+            self._writer.close()
+
+    def _after(self, every: int | None) -> int | None:
+        return None if every is None else self._trainer.global_step + every
+
+    def _snapshot(self) -> Snapshot:
+        self.score_rest()
+        trainer = self._trainer
+        now = time.monotonic()
+        before, rows_before = self._shown
+        self._shown = (now, self._rows)
+        return Snapshot(
+            step=trainer.global_step,
+            rows=self._rows,
+            rows_per_second=(self._rows - rows_before) / max(now - before, 1e-9),
+            loss=self._loss,
+            auc=trainer.metrics.result().auc,
+            stored_rows=sum(t["rows"] for t in trainer.embeddings.statistics().values()),
+            staleness=trainer.embeddings.staleness.mean,
+        )
+
+    @staticmethod
+    def _write(writer: Any, snapshot: Snapshot) -> None:
+        for name in ("rows_per_second", "loss", "auc", "stored_rows", "staleness"):
+            writer.add_scalar(f"train/{name}", getattr(snapshot, name), snapshot.step)
+
+    def result(self, evaluation: MetricsResult | None) -> FitResult:
+        """What `fit` returns."""
+        trainer = self._trainer
+        seconds = self._seconds
+        staleness = trainer.embeddings.staleness
+        pushed = trainer.embeddings.pushed
+        tables = trainer.embeddings.statistics().values()
+        return FitResult(
+            rows=self._rows,
+            seconds=seconds,
+            rows_per_second=self._rows / seconds if seconds else 0.0,
+            steps=trainer.global_step - self._first_step,
+            global_step=trainer.global_step,
+            progressive=trainer.metrics.result(),
+            evaluation=evaluation,
+            staleness_mean=staleness.mean,
+            staleness_max=staleness.max,
+            stored_rows=sum(t["rows"] for t in tables),
+            stored_bytes=sum(t["bytes"] for t in tables),
+            absent_rows=pushed.absent,
+            non_finite_rows=pushed.non_finite,
+            released_batches=pushed.released,
+        )
+
+
+def check_finite(where: str, logits: Floats, loss: float = 0.0, **fields: int) -> None:
+    """Raises DivergedError, which begins with `where`, unless all logits and the loss are finite."""
+    bad = logits.size - int(np.count_nonzero(np.isfinite(logits)))
+    if bad or not math.isfinite(loss):
+        what = f"{bad} of {logits.size} logits are not finite" if bad else f"the loss is {loss}, all logits are finite"
+        raise DivergedError(
+            f"{where}: {what}. The model has diverged: go back to a checkpoint; lower the learning rates, set "
+            "clip_norm, or look at what the model computes.",
+            **fields,
+        )

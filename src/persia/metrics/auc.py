@@ -1,0 +1,135 @@
+"""Area under the ROC curve, streaming."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from persia.errors import ConfigError
+from persia.metrics.checks import State, check, column
+from persia.types import Floats
+
+__all__ = ["AUC", "BLOCK"]
+
+BLOCK: Final = 1 << 14
+"""Rows that are collected before they are binned: temporaries then fit into cache."""
+
+LIMIT: Final = 16.0
+"""Logits are clipped to +-LIMIT before they are binned."""
+
+
+class AUC:
+    """Area under the ROC curve, over a histogram of logits.
+
+    Logits are clipped to +-16 and binned uniformly; two rows of one bin count as a tie, that is half. With the default
+    of 2^18 bins (1.2e-4 wide) this agrees with the exact value to about 1e-6 once logits spread over hundreds of bins;
+    `bound` tells how far off it can be at most. A label between 0 and 1 counts as positive by that part, as negative by
+    the rest.
+
+    Memory: 16 bytes per bin (touched ones only, in pages) and a buffer of 128 KiB. Not thread-safe.
+
+    Args:
+        bins: number of bins.
+    """
+
+    def __init__(self, bins: int = 1 << 18) -> None:
+        if not 2 <= bins <= 1 << 24:
+            raise ConfigError(f"AUC.bins = {bins} is not from 2 to 2^24; correct it.", field="AUC.bins")
+        self.bins = bins
+        self._counts: NDArray[np.float64] | None = None  # [2 * bins]: negatives and positives of each bin
+        self._logits = np.empty(0, np.float32)
+        self._labels = np.empty(0, np.float32)
+        self._filled = 0
+
+    def update(self, logits: ArrayLike, labels: ArrayLike) -> None:
+        """Adds rows.
+
+        Args:
+            logits: `[rows]`, finite.
+            labels: `[rows]`, each in [0, 1].
+
+        Raises:
+            DataError: something is not as above; nothing has been added.
+        """
+        x, y = column(logits, "logits"), column(labels, "labels")
+        check(x, y)
+        if len(self._logits) == 0:
+            self._logits, self._labels = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
+        start = 0
+        while start < len(x):
+            take = min(BLOCK - self._filled, len(x) - start)
+            self._logits[self._filled : self._filled + take] = x[start : start + take]
+            self._labels[self._filled : self._filled + take] = y[start : start + take]
+            self._filled += take
+            start += take
+            if self._filled == BLOCK:
+                self._flush()
+
+    def _flush(self) -> None:
+        if self._filled:
+            self.add(self._logits[: self._filled], self._labels[: self._filled])
+            self._filled = 0
+
+    def add(self, logits: Floats, labels: Floats) -> None:
+        """Bins rows at once, without checks or buffer: for callers that have done both."""
+        if self._counts is None:
+            self._counts = np.zeros(2 * self.bins)
+        scaled = (np.clip(logits, -LIMIT, LIMIT) + np.float32(LIMIT)) * np.float32(self.bins / (2 * LIMIT))
+        index = np.minimum(scaled.astype(np.intp), self.bins - 1)
+        index *= 2
+        positive = labels == 1
+        if np.all(positive | (labels == 0)):
+            index += positive
+            np.add.at(self._counts, index, 1.0)
+        else:
+            np.add.at(self._counts, index, 1.0 - labels.astype(np.float64))
+            np.add.at(self._counts, index + 1, labels.astype(np.float64))
+
+    def _sides(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        self._flush()
+        if self._counts is None:
+            return np.zeros(1), np.zeros(1)
+        sides = self._counts.reshape(-1, 2)
+        return sides[:, 0], sides[:, 1]
+
+    def result(self) -> float:
+        """The area; nan while there are rows of one class only."""
+        negative, positive = self._sides()
+        pairs = float(negative.sum()) * float(positive.sum())
+        if pairs == 0:
+            return math.nan
+        below = np.cumsum(negative) - 0.5 * negative
+        return float(np.dot(positive, below)) / pairs
+
+    def bound(self) -> float:
+        """Largest error that binning can have caused: half the share of pairs that fall into one bin."""
+        negative, positive = self._sides()
+        pairs = float(negative.sum()) * float(positive.sum())
+        return 0.5 * float(np.dot(positive, negative)) / pairs if pairs else math.nan
+
+    def merge(self, other: AUC) -> None:
+        """Adds the rows of another one with as many bins."""
+        if other.bins != self.bins:
+            raise ConfigError(f"AUC of {other.bins} bins does not merge into one of {self.bins}.", field="AUC.bins")
+        self._flush()
+        other._flush()
+        if other._counts is not None:
+            self._counts = other._counts.copy() if self._counts is None else self._counts + other._counts
+
+    def state_dict(self) -> State:
+        """Bins that are in use and their counts."""
+        self._flush()
+        used = np.flatnonzero(self._counts) if self._counts is not None else np.empty(0, np.int64)
+        counts = self._counts[used] if self._counts is not None else np.empty(0)
+        return {"bins": self.bins, "used": used.astype(np.int64), "counts": counts}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replaces what has been counted."""
+        self.bins = int(state["bins"])
+        self._filled = 0
+        self._counts = np.zeros(2 * self.bins)
+        self._counts[np.asarray(state["used"])] = state["counts"]

@@ -1,0 +1,52 @@
+"""What every metric asks of its rows, and the sums that several of them share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from persia.errors import DataError
+from persia.types import Floats
+
+__all__ = ["State", "check", "column", "loss_terms"]
+
+State = dict[str, Any]
+"""Plain numpy arrays and numbers by name."""
+
+
+def column(values: ArrayLike, name: str) -> Floats:
+    """Values as float32 `[rows]`; DataError where they have another shape."""
+    array = np.asarray(values, dtype=np.float32)
+    if array.ndim != 1:
+        raise DataError(f"{name} have shape {array.shape}; give one value for each row, [rows].", field=name)
+    return array
+
+
+def check(logits: Floats, labels: Floats) -> None:
+    """Raises DataError unless shapes agree, logits are finite, and labels lie in [0, 1]."""
+    if logits.shape != labels.shape:
+        raise DataError(f"Logits have shape {logits.shape}, labels {labels.shape}; they must agree.", field="labels")
+    if not logits.size:
+        return
+    finite = np.isfinite(logits)
+    if not finite.all():
+        bad = logits.size - int(np.count_nonzero(finite))
+        raise DataError(
+            f"{bad} of {logits.size} logits are not finite; the model has diverged or its input is not finite.",
+            field="logits",
+            count=bad,
+        )
+    if not (labels.min() >= 0 and labels.max() <= 1):  # written so that NaN fails
+        raise DataError("A label lies outside [0, 1]; correct the data.", field="labels")
+
+
+def loss_terms(logits: Floats, labels: Floats) -> tuple[float, float, float]:
+    """Sums of log-loss, prediction and label; stable for logits of any size."""
+    x = logits.astype(np.float64)
+    small = np.exp(-np.abs(x))
+    positive = x >= 0
+    loss = np.where(positive, x, 0.0) - x * labels + np.log1p(small)
+    prediction = np.where(positive, 1.0, small) / (1.0 + small)
+    return float(loss.sum()), float(prediction.sum()), float(labels.sum(dtype=np.float64))

@@ -1,0 +1,213 @@
+"""All metrics of all labels, in all and per day, over a stream of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from persia.errors import ConfigError, DataError
+from persia.metrics.auc import BLOCK
+from persia.metrics.checks import State, check, loss_terms
+from persia.metrics.figures import Figures, MetricsResult, mean
+from persia.metrics.tally import Tally
+from persia.types import Floats
+
+__all__ = ["Metrics"]
+
+NO_DAY: Final = np.int64(np.iinfo(np.int64).min)
+
+
+class Metrics:
+    """AUC, log-loss and calibration of each label, in all and per day.
+
+    Days may come in any order. Rows are collected in blocks of 16,384 and counted block by block, so an update is
+    cheap, and neither `result` nor `state_dict` changes a later result. Not thread-safe.
+
+    Memory per label: 4 MiB (2^18 bins), 1 MiB for each day (2^16 bins; only pages in use), 128 KiB of buffer.
+
+    Args:
+        labels: their names, in the order of the columns.
+        max_days: most distinct days.
+
+    Raises:
+        ConfigError: there is no label.
+    """
+
+    TOTAL_BINS: Final = 1 << 18
+    DAY_BINS: Final = 1 << 16
+
+    def __init__(self, labels: Sequence[str] = ("label",), *, max_days: int = 1000) -> None:
+        if isinstance(labels, str) or not labels:
+            raise ConfigError(f"Metrics.labels = {labels!r}; give a list of at least one name.", field="labels")
+        self.labels = tuple(labels)
+        self.max_days = max_days
+        self._clear()
+
+    def _clear(self) -> None:
+        self._total = self._tallies(self.TOTAL_BINS)
+        self._days: dict[int, list[Tally]] = {}
+        self._figures: dict[int, dict[str, Figures]] = {}  # of days that have not changed since
+        self._logits = np.empty((BLOCK, len(self.labels)), np.float32)
+        self._targets = np.empty((BLOCK, len(self.labels)), np.float32)
+        self._when = np.empty(BLOCK, np.int64)
+        self._filled = 0
+
+    def _tallies(self, bins: int) -> list[Tally]:
+        return [Tally(bins) for _ in self.labels]
+
+    @property
+    def rows(self) -> int:
+        """Rows seen."""
+        return self._total[0].log_loss.rows + self._filled
+
+    def update(self, logits: ArrayLike, labels: ArrayLike, day: ArrayLike | None = None) -> None:
+        """Adds a batch.
+
+        Args:
+            logits: `[rows, labels]`, or `[rows]` with one label; finite.
+            labels: of the same shape, each in [0, 1].
+            day: whole numbers `[rows]`, or one for all rows; None: the rows belong to no day.
+
+        Raises:
+            DataError: something is not as above, or there are more than `max_days` days; nothing has been added,
+                except that the number of days is checked when a block is full.
+        """
+        x, y = self._matrix(logits, "logits"), self._matrix(labels, "labels")
+        check(x, y)
+        when: Any = NO_DAY
+        if day is not None:
+            when = np.asarray(day)
+            if when.dtype.kind not in "iu" or when.shape not in ((), (len(x),)):
+                raise DataError(
+                    f"day has dtype {when.dtype} and shape {when.shape}; give one integer for each of {len(x)} rows.",
+                    field="day",
+                )
+        start = 0
+        while start < len(x):
+            take = min(BLOCK - self._filled, len(x) - start)
+            here, there = slice(self._filled, self._filled + take), slice(start, start + take)
+            self._logits[here], self._targets[here] = x[there], y[there]
+            self._when[here] = when[there] if np.ndim(when) else when
+            self._filled += take
+            start += take
+            if self._filled == BLOCK:
+                self._count(self._total, self._days, BLOCK)
+                self._filled = 0
+
+    def _matrix(self, values: ArrayLike, name: str) -> Floats:
+        array = np.asarray(values, dtype=np.float32)
+        if array.ndim == 1:
+            array = array[:, None]
+        if array.ndim != 2 or array.shape[1] != len(self.labels):
+            raise DataError(
+                f"{name} have shape {array.shape}; give [rows, {len(self.labels)}], a column for each of "
+                f"{', '.join(self.labels)}.",
+                field=name,
+            )
+        return array
+
+    def _count(self, total: list[Tally], days: dict[int, list[Tally]], filled: int) -> None:
+        """Counts the first `filled` rows of the buffer into the given tallies."""
+        when = self._when[:filled]
+        present = [int(when[0])] if when[0] == when[-1] and np.all(when == when[0]) else np.unique(when).tolist()
+        if len(days.keys() | {d for d in present if d != NO_DAY}) > self.max_days:
+            raise DataError(
+                f"There are more than {self.max_days} different days; give days, not timestamps.", field="day"
+            )
+        for day in present:
+            rows = slice(0, filled) if len(present) == 1 else np.flatnonzero(when == day)
+            if day != NO_DAY:
+                self._figures.pop(day, None)
+            tallies = None if day == NO_DAY else days.setdefault(day, self._tallies(self.DAY_BINS))
+            for k in range(len(self.labels)):
+                x, y = self._logits[rows, k], self._targets[rows, k]
+                terms = loss_terms(x, y)
+                total[k].add(x, y, terms)
+                if tallies is not None:
+                    tallies[k].add(x, y, terms)
+
+    def _complete(self) -> tuple[list[Tally], dict[int, list[Tally]]]:
+        """The tallies with the buffer counted in; the own ones stay as they are."""
+        if not self._filled:
+            return self._total, self._days
+        total = self._copies(self._total, self.TOTAL_BINS)
+        touched = {int(d) for d in np.unique(self._when[: self._filled])}
+        days = {d: self._copies(t, self.DAY_BINS) if d in touched else t for d, t in self._days.items()}
+        self._count(total, days, self._filled)
+        return total, days
+
+    def _copies(self, tallies: list[Tally], bins: int) -> list[Tally]:
+        copies = self._tallies(bins)
+        for copy, tally in zip(copies, tallies, strict=True):
+            copy.merge(tally)
+        return copies
+
+    def result(self) -> MetricsResult:
+        """The figures so far; takes about a millisecond, and as much for each day that has changed since the last."""
+        total, days = self._complete()
+        figures = dict(zip(self.labels, (t.figures() for t in total), strict=True))
+        per_day: dict[int, dict[str, Figures]] = {}
+        for day in sorted(days):
+            if day not in self._figures:
+                self._figures[day] = dict(zip(self.labels, (t.figures() for t in days[day]), strict=True))
+            per_day[day] = self._figures[day]
+        buffered = {int(d) for d in np.unique(self._when[: self._filled])}
+        self._figures = {d: f for d, f in self._figures.items() if d not in buffered}
+        return MetricsResult(
+            rows=self.rows,
+            auc=mean(f.auc for f in figures.values()),
+            log_loss=mean(f.log_loss for f in figures.values()),
+            calibration=mean(f.calibration for f in figures.values()),
+            labels=figures,
+            per_day=per_day,
+        )
+
+    def merge(self, other: Metrics) -> None:
+        """Adds the rows of another one with the same labels; the other stays as it is."""
+        if other.labels != self.labels:
+            raise ConfigError(f"Metrics of {other.labels} do not merge into those of {self.labels}.", field="labels")
+        total, days = other._complete()
+        if len(self._days.keys() | days.keys()) > self.max_days:
+            raise DataError(f"Together there are more than {self.max_days} different days.", field="day")
+        for mine, theirs in zip(self._total, total, strict=True):
+            mine.merge(theirs)
+        for day, tallies in days.items():
+            self._figures.pop(day, None)
+            for mine, theirs in zip(self._days.setdefault(day, self._tallies(self.DAY_BINS)), tallies, strict=True):
+                mine.merge(theirs)
+
+    def state_dict(self) -> State:
+        """What has been counted and what is buffered: numpy arrays, numbers and names under flat keys."""
+        state: State = {
+            "labels": list(self.labels),
+            "days": np.array(sorted(self._days), np.int64),
+            "buffer.logits": self._logits[: self._filled].copy(),
+            "buffer.labels": self._targets[: self._filled].copy(),
+            "buffer.day": self._when[: self._filled].copy(),
+        }
+        for period, tallies in [("total", self._total), *((f"day.{d}", t) for d, t in self._days.items())]:
+            for k, tally in enumerate(tallies):
+                state |= {f"{period}.{k}.{name}": value for name, value in tally.state_dict().items()}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replaces everything by a state of Metrics with the same labels.
+
+        Raises:
+            ConfigError: the labels differ.
+        """
+        if list(state["labels"]) != list(self.labels):
+            raise ConfigError(f"The state is of labels {state['labels']}, not of {self.labels}.", field="labels")
+        self._clear()
+        self._days = {int(d): self._tallies(self.DAY_BINS) for d in state["days"]}
+        for period, tallies in [("total", self._total), *((f"day.{d}", t) for d, t in self._days.items())]:
+            for k, tally in enumerate(tallies):
+                prefix = f"{period}.{k}."
+                tally.load_state_dict({n.removeprefix(prefix): v for n, v in state.items() if n.startswith(prefix)})
+        self._filled = len(state["buffer.logits"])
+        self._logits[: self._filled] = state["buffer.logits"]
+        self._targets[: self._filled] = state["buffer.labels"]
+        self._when[: self._filled] = state["buffer.day"]

@@ -1,0 +1,125 @@
+"""`Hybrid("auto")` on a simulated NN worker: it settles, follows the load up and down, and does not swing.
+
+Times are in units of what the network takes for one batch. As in `nn/pipeline.py`, one thread looks up, one trains,
+one pushes; `delay` is what every gradient is under way besides, and `lookup` and `push` keep their thread busy.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from persia.modes import Hybrid
+from persia.nn.staleness import WINDOW
+from persia.nn.window import Window
+
+
+class Worker:
+    """Trains batch after batch; `depths` and `shares` (of the time waited) are by window."""
+
+    def __init__(self, mode, noise=0.05, seed=0):
+        self.mode = mode
+        self.depth = mode.initial_depth()
+        self.window = Window(accumulation=1)
+        self.rng = np.random.default_rng(seed)
+        self.noise = noise
+        self.depths, self.shares = [], []
+        self.applied = [0.0]
+        self.looked_up = self.pushed = self.trained = 0.0
+
+    def train(self, windows, *, lookup=0.1, push=0.1, delay=0.0, hiccup=0.0):
+        """Returns batches per unit of time."""
+        begin = self.trained
+        for _ in range(windows):
+            waited, start = 0.0, self.trained
+            for _ in range(WINDOW):
+                waited += self.batch(*self.jitter(lookup, push, delay), hiccup)
+            self.depths.append(self.depth)
+            self.shares.append(waited / (self.trained - start))
+            depth = self.mode.next_depth(self.depth, self.window.observation())
+            if depth != self.depth:
+                self.window.changed(depth - self.depth)
+                self.depth = depth
+        return windows * WINDOW / (self.trained - begin)
+
+    def jitter(self, *times):
+        return [max(0.0, t + min(t, 1.0) * self.noise * self.rng.standard_normal()) for t in times]
+
+    def batch(self, lookup, push, delay, hiccup):
+        opened = self.applied[max(0, len(self.applied) - 1 - self.depth)]
+        held = max(0.0, opened - self.looked_up)
+        self.looked_up = max(self.looked_up, opened) + lookup
+        lead = self.trained - self.looked_up
+        before = self.trained
+        self.trained = max(self.trained, self.looked_up) + self.jitter(1.0)[0]
+        if self.rng.random() < hiccup:
+            self.trained += 3.0
+        self.pushed = max(self.pushed, self.trained) + push
+        self.applied.append(max(self.pushed + delay, self.applied[-1]))
+        self.window.add(self.trained - before, lead, held)
+        return max(0.0, -lead)
+
+
+def needed(share=0.02, **load):
+    """The least fixed depth at which the training thread waits for less than this share of the time."""
+    for depth in itertools.count(1):
+        worker = Worker(Hybrid(depth))
+        worker.train(20, **load)
+        if np.mean(worker.shares) < share:
+            return depth
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("delay", [0.0, 0.78, 0.82, 0.9, 1.5, 1.8, 3.79, 6.2, 11.0])
+def test_it_settles_at_what_is_needed_and_keeps_the_speed(delay, seed):
+    worker = Worker(Hybrid("auto"), seed=seed)
+    worker.train(60, delay=delay)
+    rate = worker.train(120, delay=delay)
+    depths = worker.depths[60:]
+    least, most = needed(delay=delay), needed(share=0.004, delay=delay)
+    assert set(depths) <= {least - 1, least, most}
+    assert np.mean(depths) > least - 0.3
+    assert sum(a != b for a, b in itertools.pairwise(depths)) <= 2 * 120 / 8
+    assert rate > 0.97 * Worker(Hybrid(least + 4), seed=seed).train(60, delay=delay)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_away_from_a_border_it_does_not_move_at_all(seed):
+    for delay in (0.3, 1.3, 2.3, 4.3):
+        worker = Worker(Hybrid("auto"), seed=seed)
+        worker.train(120, delay=delay)
+        assert len(set(worker.depths[60:])) == 1
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_it_follows_the_load_up_and_down(seed):
+    worker = Worker(Hybrid("auto"), seed=seed)
+    for delay, least in ((0.2, 1), (4.5, 5), (1.4, 2), (7.5, 8), (0.2, 1)):
+        assert needed(delay=delay) == least
+        worker.train(24, delay=delay)
+        assert worker.depths[-1] == least
+        assert np.mean(worker.shares[-4:]) < 0.02
+
+
+def test_a_load_that_no_depth_helps_is_not_answered_with_depth():
+    slow_push, slow_lookup = Worker(Hybrid("auto")), Worker(Hybrid("auto"))
+    slow_push.train(300, push=1.5)
+    assert max(slow_push.depths) <= 3
+    assert np.mean(slow_push.depths[20:]) < 2.5
+    slow_lookup.train(300, lookup=1.5)
+    assert max(slow_lookup.depths) <= 3
+    for worker in (slow_push, slow_lookup):
+        worker.train(20)
+        assert worker.depths[-1] == 1
+
+
+def test_hiccups_of_the_network_raise_nothing():
+    worker = Worker(Hybrid("auto"), noise=0.2)
+    worker.train(200, hiccup=0.02)
+    assert np.mean(worker.depths) < 1.2
+
+
+def test_a_fixed_bound_stays():
+    worker = Worker(Hybrid(3))
+    worker.train(20, delay=9.0)
+    assert set(worker.depths) == {3}
