@@ -40,7 +40,7 @@ def unique(groups: Sequence[Sequence[Ids]], pool: ThreadPool, scratch: Scratch |
     Returns:
         For each table: ids, uint64 `[u]`, and for each feature the inverse `[n_i]`, so that
         `ids[inverse] == feature`. An inverse is uint16 if u <= 65,536, else uint32, alike for all features of a
-        table. The arrays of one call are slices of two buffers, which live as long as any slice does.
+        table. The arrays of one call are slices of one block of the scratch, lent as long as any slice lives.
 
     Raises:
         DataError: an array has another dtype or shape, is not contiguous, or a table has 2^32 - 1 ids or more.
@@ -51,9 +51,10 @@ def unique(groups: Sequence[Sequence[Ids]], pool: ThreadPool, scratch: Scratch |
     sizes = [_sizes(number, group) for number, group in enumerate(lists)]
     with as_data_error:
         total = sum(map(sum, sizes))
-        ids = np.empty(total, np.uint64)
-        wide = np.empty(total, np.uint32)
-        counts = core.unique(lists, ids, wide, pool, scratch or Scratch())
+        scratch = scratch or Scratch()
+        block = scratch.floats(3 * total)
+        ids, wide = block[: 2 * total].view(np.uint64), block[2 * total :].view(np.uint32)
+        counts = core.unique(lists, ids, wide, pool, scratch)
     narrow = wide.view(np.uint16)
     result: list[UniqueIds] = []
     start = 0

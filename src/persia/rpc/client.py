@@ -86,6 +86,7 @@ class Connection:
         self._calls: dict[int, Call] = {}
         self._unsent: collections.deque[Call] = collections.deque()
         self._leader: Call | None = None
+        self._leading = 0  # The thread of the leader.
         self._keeper: threading.Thread | None = None
         self._connected = False
         self._ever = False
@@ -148,7 +149,7 @@ class Connection:
                         break
                     leads = self._leader is None
                     if leads:
-                        self._leader = call
+                        self._leader, self._leading = call, threading.get_ident()
                     else:
                         gate = call.gate = call.gate or threading.Lock()
                         gate.acquire(blocking=False)
@@ -203,32 +204,30 @@ class Connection:
     def _lead(self, call: Call) -> None:
         """Receives until this call is over or late."""
         port = self._port
-        watch = True
-        while True:
+        with port.lock:
+            self._watch()
+            self._flush()
+        while not call.over() and not self._closed and (left := call.expires - time.monotonic()) > 0:
+            ready = port.wait(left)
             with port.lock:
-                if watch:
+                if ready.monitor:
                     self._watch()
-                if self._unsent and self._connected:
-                    self._flush()
-                else:
-                    self._drain()
-                if call.over() or self._closed:
-                    return
-            left = call.expires - time.monotonic()
-            if left <= 0:
-                return
-            watch = port.wait(left).monitor
+                self._flush()
 
     def _resign(self) -> None:
         with self._port.lock:
             self._leader = None
             if self._closed:
                 self._port.close(linger_seconds=0.1)
+            else:
+                self._promote()
+
+    def _promote(self) -> None:
+        """Wakes one of those that sleep, to lead. Under the lock of the port."""
+        for other in self._calls.values():
+            if other.gate is not None and other.gate.locked():
+                other.gate.release()
                 return
-            for other in self._calls.values():
-                if other.gate is not None and other.gate.locked() and not other.over():
-                    other.gate.release()
-                    return
 
     def _keep(self) -> bool:
         """Fetches what has come while nobody leads; False when there is nothing left to look after."""
@@ -261,10 +260,8 @@ class Connection:
         return call.sent
 
     def _drain(self) -> None:
-        while self._port.pending():
-            frames = self._port.receive(self.limits.arrays)
-            if frames is None:
-                return
+        """Receives all that is there: the descriptor of the socket announces only what comes after it was empty."""
+        while (frames := self._port.receive(self.limits.arrays)) is not None:
             try:
                 message = parse(frames, self.limits)
             except WireError:
@@ -281,7 +278,8 @@ class Connection:
         self._calls.pop(call.number, None)
         call.reply, call.error = reply, error
         if call is self._leader:
-            self._port.wake()
+            if threading.get_ident() != self._leading:
+                self._port.wake()
         elif call.gate is not None and call.gate.locked():
             call.gate.release()
 
@@ -320,6 +318,8 @@ class Connection:
     def _forget(self, call: Call) -> None:
         with self._port.lock:
             self._calls.pop(call.number, None)
+            if call.gate is not None and self._leader is None:
+                self._promote()  # It may have been woken to lead at the moment when it gave up.
 
     def _check_process(self) -> None:
         if self._process != os.getpid():

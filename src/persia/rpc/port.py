@@ -19,6 +19,7 @@ from persia.rpc.limits import Limits
 
 __all__ = ["Port", "Ready", "client_port", "server_port"]
 
+DOMAIN = "persia"
 HEARTBEAT_SECONDS = 5
 DEAD_SECONDS = 15
 HANDSHAKE_SECONDS = 5
@@ -86,7 +87,7 @@ class Port:
         if keys is not None:
             self._authenticator = ThreadAuthenticator(self._context)
             self._authenticator.start()
-            self._authenticator.configure_curve_callback(credentials_provider=_Only(keys.public))
+            self._authenticator.configure_curve_callback(DOMAIN, _Only(keys.public))
             self._socket.curve_server = True
             self._socket.curve_publickey, self._socket.curve_secretkey = keys
         self._socket.setsockopt(zmq.IPV6, "[" in address)
@@ -203,7 +204,7 @@ def server_port(limits: Limits) -> Port:
     socket.setsockopt(zmq.SNDHWM, limits.unread_replies)
     # With a domain, ZeroMQ refuses peers of protocol 1 and 2, which know neither CURVE nor heartbeats: any bytes look
     # like a greeting of version 1, and two such peers of one name leave a connection that is never closed.
-    socket.setsockopt(zmq.ZAP_DOMAIN, b"persia")
+    socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN.encode())
     # Few messages per connection wait here: the rest stays with the client while this process is busy.
     socket.setsockopt(zmq.RCVHWM, 16)
     _common(socket)

@@ -29,6 +29,10 @@ IDLE_SECONDS = 10.0
 SPARE_THREADS = 2
 
 TICK_SECONDS = 1.0
+
+DELIVERY_SECONDS = 0.2
+"""What a closing server leaves its clients to fetch their last replies; those who do not will call again."""
+
 FULL_SECONDS = 0.002
 """How often a reply is offered to a client that has no room for it."""
 
@@ -150,7 +154,7 @@ class Server:
         with self._state:
             first, self._closing = not self._closing, True
             self._queue.clear()
-            threads = list(self._threads)
+            threads, busy = list(self._threads), self._busy > 0
         if not first:
             return
         self._port.wake()
@@ -159,6 +163,9 @@ class Server:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, end - time.monotonic()))
         self._streams.close_all()
+        if busy:
+            # ZeroMQ drops, with the connection, replies that a client has received and not read.
+            time.sleep(DELIVERY_SECONDS)
         if self._turn.acquire(timeout=max(0.1, end - time.monotonic())):
             with self._port.lock:
                 self._port.close(linger_seconds=1.0)
