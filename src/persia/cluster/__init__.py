@@ -8,7 +8,8 @@ from persia.cluster.embedded import Embedded
 from persia.errors import MissingExtraError
 
 if TYPE_CHECKING:
-    from persia.cluster.on_ray import Ray, RayOptions
+    from persia.cluster.on_ray.cluster import Ray
+    from persia.cluster.on_ray.options import RayOptions
 
 __all__ = ["Embedded", "Ray", "RayOptions"]
 

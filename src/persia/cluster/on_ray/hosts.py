@@ -91,9 +91,10 @@ class Host:
 
     def join(self, address: str) -> Coordinator:
         """Tells the coordinator that this process is there; from now on it reports itself."""
-        self.coordinator = reach_coordinator(self.plan)
+        if self.coordinator is None:
+            self.coordinator = reach_coordinator(self.plan)
+            threading.Thread(target=self._report_always, name="persia-report", daemon=True).start()
         self.incarnation = self.coordinator.join(self.role, self.rank, address).incarnation
-        threading.Thread(target=self._report_always, name="persia-report", daemon=True).start()
         self.log.info("joined as incarnation %d, listens at %s", self.incarnation, address or "no address")
         return self.coordinator
 

@@ -51,10 +51,10 @@ def reach(member: Member, protocol: type[T], plan: Plan) -> T:
 
 def reach_coordinator(plan: Plan) -> Coordinator:
     """A stub of the coordinator."""
-    return rpc.connect(plan.coordinator, Coordinator, peer="coordinator", timeout=plan.options.timeout, keys=plan.keys)  # type: ignore[type-abstract]
+    return rpc.connect(plan.coordinator, Coordinator, peer="coordinator", timeout=plan.options.timeout, keys=plan.keys)
 
 
 def connect_servers(coordinator: Coordinator, plan: Plan) -> Sequence[EmbeddingPS]:
     """Stubs of all PSs, by partition, once they are there."""
     members = alive(coordinator, "embedding_ps", plan.servers, plan.options.timeout)
-    return [reach(member, EmbeddingPS, plan) for member in members]  # type: ignore[type-abstract]
+    return [reach(member, EmbeddingPS, plan) for member in members]

@@ -78,7 +78,6 @@ class NNWorkerHost(Host):
         self._requests: queue.Queue[Request] = queue.Queue()
         self._answers: dict[int, _Answer] = {}
         self._numbers = itertools.count(1)
-        self.join("")
 
     # --- for the driver -----------------------------------------------------------------------------------------
 
@@ -94,7 +93,7 @@ class NNWorkerHost(Host):
         """Runs a function, with a process group of all NN workers, and returns how it ended."""
         import torch
 
-        self.generation = generation
+        self.join("")  # In this generation.
         backend = "cpu:gloo,cuda:nccl" if self.plan.options.gpus and torch.cuda.is_available() else "gloo"
         cluster = Inside(self, generation)
         try:

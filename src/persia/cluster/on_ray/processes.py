@@ -263,5 +263,6 @@ def _raised(reference: Any) -> BaseException | None:
     try:
         ray.get(reference)
     except RayError as error:
-        return error
+        raised: BaseException = error
+        return raised
     return None
