@@ -15,22 +15,30 @@ import ray
 
 from persia import rpc
 from persia.cluster.on_ray.hosts import CoordinatorHost, EmbeddingServerHost, EmbeddingWorkerHost
-from persia.cluster.on_ray.membership import alive, connect_servers, reach, reach_coordinator
+from persia.cluster.on_ray.linked import Linked
+from persia.cluster.on_ray.loader_host import DataLoaderHost
+from persia.cluster.on_ray.membership import reach_coordinator
 from persia.cluster.on_ray.nn_host import CLUSTER, NNWorkerHost, Outcome
 from persia.cluster.on_ray.options import RayOptions
-from persia.cluster.on_ray.plan import TITLES, Plan, Service
+from persia.cluster.on_ray.plan import TITLES, Plan, Service, Source
 from persia.cluster.on_ray.processes import NAMESPACE, Process, Processes
-from persia.errors import ClosedError, ConfigError, PersiaError, RoleDiedError
+from persia.errors import ClosedError, ConfigError, DeadlineError, PersiaError, RoleDiedError
 from persia.modes import Mode
 from persia.rpc.keys import KEYS_VARIABLE
 from persia.schema import EmbeddingOptimizer, Schema
-from persia.services import Connection, Coordinator, EmbeddingWorker
+from persia.services import Connection, Coordinator
+from persia.types import Feed
 
 __all__ = ["Ray"]
 
 T = TypeVar("T")
 
+AHEAD = 4
+"""Batches that each data loader has ready for each NN worker."""
+
 POLL_SECONDS = 0.5
+LEAVE_SECONDS = 0.05
+DEPART_SECONDS = 5.0
 GRACE_SECONDS = 3.0
 """When an NN worker fails, others fail because of it, perhaps earlier: so long the cause may take to be known."""
 
@@ -84,7 +92,9 @@ class Ray:
         self._plan: Plan | None = None
         self._coordinator: Coordinator | None = None
         self._processes: Processes | None = None
-        self._stubs: list[object] = []
+        self._linked: list[Linked] = []
+        self._source: Source | None = None
+        self._feed: Feed | None = None
 
     # --- what a Trainer, an EmbeddingCollection, or a user calls ------------------------------------------------
 
@@ -100,10 +110,9 @@ class Ray:
         self._start_nn_workers()  # They take longest, so all start side by side.
         self._serve(Service(schema, optimizer, mode, seed))
         processes.await_ready(processes.of("nn_worker"), self.options.timeout)
-        servers = connect_servers(coordinator, plan)
-        worker = reach(alive(coordinator, "embedding_worker", 1, self.options.timeout)[0], EmbeddingWorker, plan)  # type: ignore[type-abstract]
-        self._stubs += [worker, *servers]
-        return Connection(worker, servers, nn_workers=self.nn_workers)
+        linked = Linked(coordinator, plan)
+        self._linked.append(linked)
+        return linked.connection._replace(nn_workers=1)  # This process is not one of them.
 
     def run(self, function: Callable[[], T]) -> list[T]:
         """Runs a function on every NN worker, side by side, and returns what they return, by rank.
@@ -135,6 +144,56 @@ class Ray:
         finally:
             self._running.release()
 
+    def feed(self, source: Any, epoch: int = 0, start: int = 0, accumulation_steps: int = 1) -> None:
+        """Lets the data loaders read a source, for the functions that run after this call.
+
+        It is pickled, and read where the data loaders are. A Trainer in `run` begins each pass by itself.
+
+        Args:
+            source: `persia.services.Sharded`, `Seekable`, or with one data loader any iterable of `persia.Batch`.
+            epoch: number of the pass to begin with.
+            start: number of its first batch.
+            accumulation_steps: batches per update: those of one NN worker lie on one embedding worker.
+
+        Raises:
+            ConfigError: it cannot be pickled.
+            DataError: it cannot be read by so many data loaders.
+        """
+        try:
+            pickled = ray.cloudpickle.dumps(source)
+        except Exception as error:
+            raise ConfigError(
+                f"The data cannot be sent to the data loaders: {error}. Give a reader or a list, no iterator.",
+                field="train_data",
+            ) from error
+        self._started()
+        with self._lock:
+            self._source = Source(uuid.uuid4().hex, ray.put(pickled), accumulation_steps)
+            self._feed = Feed(epoch, start, self.nn_workers, 0, 1, AHEAD)
+            if self._service is not None:
+                self._tell_loaders()
+
+    def unfeed(self) -> None:
+        """NN workers read their data themselves, in functions that run after this call; as at first."""
+        with self._lock:
+            self._source = self._feed = None
+
+    def scale(self, embedding_workers: int | None = None, data_loaders: int | None = None) -> None:
+        """Starts or retires embedding workers and data loaders, also while a function runs; no batch is lost.
+
+        Call it from another thread than the one that is in `run` or `fit`. Returns when those that came serve, and
+        those that went have ended.
+
+        Raises:
+            ConfigError: less than one.
+            DeadlineError: one did not start, or still had batches, in time.
+        """
+        for role, wanted in (("embedding_worker", embedding_workers), ("data_loader", data_loaders)):
+            if wanted is not None:
+                if not isinstance(wanted, int) or isinstance(wanted, bool) or not 1 <= wanted <= 256:
+                    raise ConfigError(f"{role}s = {wanted!r}; give a whole number from 1 to 256.", field=f"{role}s")
+                self._scale(role, wanted)
+
     def statistics(self) -> dict[str, dict[str, float]]:
         """What every process counts, by "role-rank", with the age of the report in seconds; see the roles' own."""
         processes, _, coordinator = self._started()
@@ -149,8 +208,9 @@ class Ray:
             if self._closed:
                 return
             self._closed = True
-            for stub in (*self._stubs, self._coordinator):
-                rpc.close(stub)
+            for linked in self._linked:
+                linked.close()
+            rpc.close(self._coordinator)
             try:
                 if self._processes is not None and ray.is_initialized():
                     self._processes.close()
@@ -230,15 +290,15 @@ class Ray:
                 for rank in range(self.nn_workers):
                     self._start(NNWorkerHost, "nn_worker", rank, num_gpus=self.options.gpus)
 
-    def _serve(self, service: Service) -> None:
-        """Starts PSs and embedding workers, unless they are there."""
+    def _serve(self, service: Service) -> bool:
+        """Starts PSs, embedding workers and data loaders, unless they are there; whether the latter have a source."""
         with self._lock:
             processes, _, _ = self._started()
             if self._service is None:
                 self._service = service
-                started = [
-                    self._start(EmbeddingServerHost, "embedding_ps", rank, service) for rank in range(self.ps)
-                ] + [self._start_embedding_worker(rank) for rank in range(self._embedding_workers)]
+                started = [self._start(EmbeddingServerHost, "embedding_ps", rank, service) for rank in range(self.ps)]
+                started += [self._start_more("embedding_worker", rank) for rank in range(self._embedding_workers)]
+                started += [self._start_more("data_loader", rank) for rank in range(self._data_loaders)]
                 processes.await_ready(started, self.options.timeout)
             elif self._service != service:
                 raise ConfigError(
@@ -246,21 +306,112 @@ class Ray:
                     "rows belong to these.",
                     field="cluster",
                 )
+            return self._source is not None
 
-    def _start_embedding_worker(self, rank: int) -> Process:
-        return self._start(
-            EmbeddingWorkerHost, "embedding_worker", rank, self._service, max_restarts=self.options.restarts
-        )
+    def _start_more(self, role: str, rank: int) -> Process:
+        """Starts an embedding worker or a data loader."""
+        host = EmbeddingWorkerHost if role == "embedding_worker" else DataLoaderHost
+        return self._start(host, role, rank, self._service, max_restarts=self.options.restarts)
 
     # --- what happens to processes ------------------------------------------------------------------------------
 
     def _died(self, process: Process, reason: str) -> None:
         if self._coordinator is not None and process.role != "coordinator":
             incarnation = process.info.incarnation if process.info else 1
-            self._coordinator.depart(process.role, process.rank, incarnation, reason)
+            rpc.within(self._coordinator, DEPART_SECONDS).depart(process.role, process.rank, incarnation, reason)
 
     def _restarted(self, process: Process) -> None:
-        pass
+        if process.role == "data_loader":
+            with self._lock:
+                self._tell_loaders()
+
+    # --- data loaders, resizing -----------------------------------------------------------------------------------
+
+    def _begin(self, feed: Feed) -> None:
+        with self._lock:
+            self._feed = feed
+            self._tell_loaders()
+
+    def _tell_loaders(self) -> None:
+        """Each reads its share of what is to be read."""
+        source, feed, processes = self._source, self._feed, self._processes
+        if source is None or feed is None or processes is None:
+            return
+        loaders = [p for p in processes.of("data_loader") if not p.leaving]
+        calls = [
+            loader.handle.begin.remote(
+                source.pickled,
+                source.name,
+                source.accumulation_steps,
+                feed._replace(loader=number, loaders=len(loaders), ahead=AHEAD),
+            )
+            for number, loader in enumerate(loaders)
+        ]
+        for loader, call in zip(loaders, calls, strict=True):
+            try:
+                ray.get(call, timeout=self.options.timeout)
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from error
+            except ray.exceptions.RayActorError:
+                continue  # It is told when it is back.
+            except ray.exceptions.GetTimeoutError as error:
+                raise DeadlineError(
+                    f"{loader.title} has not begun to read within {self.options.timeout:g} s.",
+                    role=loader.role,
+                    rank=loader.rank,
+                    seconds=self.options.timeout,
+                ) from error
+
+    def _scale(self, role: str, wanted: int) -> None:
+        processes, _, _ = self._started()
+        with self._lock:
+            if self._service is None:  # Nothing runs yet.
+                if role == "embedding_worker":
+                    self._embedding_workers = wanted
+                else:
+                    self._data_loaders = wanted
+                return
+            there = [p for p in processes.of(role) if not p.leaving]
+            ranks = {p.rank for p in processes.of(role)}
+            free = (rank for rank in range(2 * 256) if rank not in ranks)
+            new = [self._start_more(role, next(free)) for _ in range(wanted - len(there))]
+            processes.await_ready(new, self.options.timeout)
+            retired = there[wanted:]
+            for process in retired:
+                process.leaving = True
+                assert self._coordinator is not None
+                self._coordinator.retire(role, process.rank)
+            if role == "data_loader" and (new or retired):
+                self._tell_loaders()
+        # Without the lock: training goes on, which is what empties them.
+        for process in retired:
+            self._await_leave(process)
+        processes.end(retired)
+
+    def _await_leave(self, process: Process) -> None:
+        assert self._coordinator is not None
+        end = time.monotonic() + self.options.timeout
+        try:
+            if process.role == "data_loader":
+                ray.get(process.handle.end.remote(), timeout=self.options.timeout)
+            # At rest nobody takes what lies there; data loaders register it again elsewhere.
+            while self._running.locked() and process.role == "embedding_worker":
+                buffered = ray.get(process.handle.buffered.remote(), timeout=max(0.0, end - time.monotonic()))
+                if not buffered:
+                    break
+                if time.monotonic() > end:
+                    raise DeadlineError(
+                        f"{process.title} is leaving, and still has {buffered} batches after "
+                        f"{self.options.timeout:g} s. See whether training goes on.",
+                        role=process.role,
+                        rank=process.rank,
+                        seconds=self.options.timeout,
+                    )
+                time.sleep(LEAVE_SECONDS)
+        except ray.exceptions.RayActorError:
+            pass  # It has died meanwhile.
+        assert process.info is not None
+        self._coordinator.depart(process.role, process.rank, process.info.incarnation)
 
     # --- a run --------------------------------------------------------------------------------------------------
 
@@ -306,7 +457,7 @@ class Ray:
         """Does what the function on an NN worker asks for."""
         if request is None:
             return
-        operations: dict[str, Callable[..., Any]] = {"serve": self._serve}
+        operations: dict[str, Callable[..., Any]] = {"serve": self._serve, "begin": self._begin}
         try:
             outcome = Outcome(operations[request.operation](*request.arguments))
         except Exception as error:

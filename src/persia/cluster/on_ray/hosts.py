@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 
 from persia import rpc
-from persia.cluster.on_ray.membership import connect_servers, reach_coordinator
+from persia.cluster.on_ray.membership import Listener, connect_servers, reach_coordinator
 from persia.cluster.on_ray.plan import TITLES, Plan, ProcessInfo, Service
-from persia.cluster.on_ray.interim import Coordination
+from persia.coordinator import Coordinator as Coordination
 from persia.ps import EmbeddingServer, HoldOptions
 from persia.services import Coordinator, EmbeddingPS, EmbeddingWorker
-from persia.worker import Worker
+from persia.types import Membership
+from persia.worker import Worker, WorkerOptions
 
-__all__ = ["CoordinatorHost", "EmbeddingServerHost", "EmbeddingWorkerHost", "Host", "cores"]
-
-T = TypeVar("T")
+__all__ = ["CoordinatorHost", "EmbeddingServerHost", "EmbeddingWorkerHost", "Host", "Later", "cores"]
 
 REPORT_SECONDS = 1.0
 
@@ -143,48 +140,42 @@ class EmbeddingWorkerHost(Host):
     def __init__(self, plan: Plan, rank: int, service: Service) -> None:
         super().__init__(plan, rank)
         # Its number among the incarnations is part of the batch ids, so it joins first; calls wait until it is made.
-        self.servant = _Later()
-        coordinator = self.join(self.serve(self.servant, EmbeddingWorker))
+        later = Later()
+        coordinator = self.join(self.serve(later, EmbeddingWorker))
+        options = WorkerOptions(plan.options.compression, timeout=plan.options.timeout)
         servers = connect_servers(coordinator, plan)
-        self.servant.become(Worker(service.schema, servers, cores(plan), rank, self.incarnation, call_all=_ask_stubs))
+        self.servant = Worker(service.schema, servers, cores(plan), rank, self.incarnation, options)
+        later.become(self.servant)
+        self._listener = Listener(coordinator, self._changed)
 
     def counters(self) -> dict[str, float]:
         """As the role counts them."""
-        counters: Mapping[str, int] = self.servant.statistics()
-        return {name: float(value) for name, value in counters.items()}
+        return {name: float(value) for name, value in self.servant.statistics().items()}
+
+    def buffered(self) -> int:
+        """Batches that are still here, for the driver, which ends this process when there are none."""
+        return self.servant.statistics()["buffered"]
+
+    def _changed(self, membership: Membership) -> None:
+        if any(m[:3] == (self.role, self.rank, self.incarnation) and m.state != "alive" for m in membership.members):
+            self.servant.retire()
 
 
-class _Later:
-    """Stands for an object that is being made: calls wait until it is there."""
+class Later:
+    """Stands for an object that is being made, or will be replaced: calls wait until it is there."""
 
     def __init__(self) -> None:
         self._made = threading.Event()
         self._object: object = None
 
     def become(self, made: object) -> None:
+        """Calls go to this object from now on."""
         self._object = made
         self._made.set()
 
     def __getattr__(self, name: str) -> Any:
         self._made.wait()
         return getattr(self._object, name)
-
-
-def _ask_stubs(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Like `persia.worker.calls.call_all`, without a thread for each: stubs have many calls under way."""
-    futures = [
-        rpc.start(call.func, *call.args) if isinstance(call, functools.partial) else rpc.start(call) for call in calls
-    ]
-    results: list[T] = []
-    failure: BaseException | None = None
-    for future in futures:
-        try:
-            results.append(future.result())
-        except BaseException as error:
-            failure = failure or error
-    if failure is not None:
-        raise failure
-    return results
 
 
 def cores(plan: Plan) -> int:

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from persia import rpc
 from persia.cluster.on_ray.membership import Listener, alive, connect_servers, reach
 from persia.cluster.on_ray.plan import Plan
 from persia.nn.directory import Directory
 from persia.nn.routing import DataLoaders, EmbeddingWorkers
 from persia.services import Connection, Coordinator, DataLoader, EmbeddingWorker
-from persia.types import Membership
+from persia.types import Feed, Membership
 
-__all__ = ["AHEAD", "Linked"]
+__all__ = ["Linked"]
 
-AHEAD = 4
-"""Batches that a data loader has ready for each NN worker."""
+
+class _Driven(DataLoaders):
+    """Data loaders that the driver tells what to read, as it has to tell those again that it starts later.
+
+    Args:
+        directory: the data loaders.
+        timeout: seconds that a call may take.
+        begin: tells the driver.
+    """
+
+    def __init__(self, directory: Directory[DataLoader], timeout: float, begin: Callable[[Feed], None]) -> None:
+        super().__init__(directory, timeout)
+        self._begin = begin
+
+    def begin(self, feed: Feed) -> None:
+        """Returns when all have begun."""
+        self._begin(feed)
 
 
 class Linked:
@@ -24,12 +41,20 @@ class Linked:
         plan: of the cluster.
         rank: of the NN worker.
         generation: of the NN workers.
+        begin: tells the driver to let the data loaders begin; None where this process reads its data itself.
 
     Raises:
         DeadlineError: the roles are not there in time.
     """
 
-    def __init__(self, coordinator: Coordinator, plan: Plan, rank: int = 0, generation: int = 1) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        plan: Plan,
+        rank: int = 0,
+        generation: int = 1,
+        begin: Callable[[Feed], None] | None = None,
+    ) -> None:
         timeout = plan.options.timeout
         self._servers = connect_servers(coordinator, plan)
         alive(coordinator, "embedding_worker", 1, timeout)
@@ -44,7 +69,7 @@ class Linked:
         self.connection = Connection(
             EmbeddingWorkers(self._workers, timeout, rank),
             self._servers,
-            DataLoaders(self._loaders, timeout, AHEAD),
+            _Driven(self._loaders, timeout, begin) if begin is not None else None,
             rank,
             plan.nn_workers,
             generation,

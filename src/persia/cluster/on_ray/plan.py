@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from persia.cluster.on_ray.options import RayOptions
 from persia.modes import Mode
 from persia.schema import EmbeddingOptimizer, Schema
 
-__all__ = ["TITLES", "Feeding", "Plan", "ProcessInfo", "Service"]
+__all__ = ["TITLES", "Plan", "ProcessInfo", "Service", "Source"]
 
 TITLES = {
     "coordinator": "coordinator",
@@ -51,18 +51,18 @@ class Plan(NamedTuple):
     coordinator: str = ""
 
 
-class Feeding(NamedTuple):
-    """What the data loaders read at the moment.
+class Source(NamedTuple):
+    """What the data loaders read.
 
     Attributes:
-        source: of batches, pickled; a reference of Ray.
-        epoch: number of the pass.
-        start: number of its first batch.
+        name: unique.
+        pickled: reference of Ray to the source, pickled.
+        accumulation_steps: so many batches of an NN worker lie on one embedding worker.
     """
 
-    source: object
-    epoch: int
-    start: int
+    name: str
+    pickled: Any
+    accumulation_steps: int
 
 
 class ProcessInfo(NamedTuple):

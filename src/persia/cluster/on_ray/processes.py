@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ class Process:
         rank: within the role.
         handle: of the actor.
         restarts: whether Ray starts it again.
+        leaving: whether it is to end when it has nothing left.
         info: where it is, once it is ready.
     """
 
@@ -42,6 +44,7 @@ class Process:
         self.rank = rank
         self.handle = handle
         self.restarts = restarts
+        self.leaving = False
         self.info: ProcessInfo | None = None
         self.readiness = handle.info.remote()
         self.watching = handle.watch.remote()
@@ -179,7 +182,8 @@ class Processes:
             return  # It was to end.
         error = _raised(process.watching)
         reason = _first_line(error) + _quoted(last_lines(process))
-        self._died(process, reason)
+        with contextlib.suppress(PersiaError):  # It is said below, in any case.
+            self._died(process, reason)
         if process.restarts and not isinstance(error, ActorDiedError):
             process.watching = process.handle.watch.remote()
             threading.Thread(target=self._await_restart, args=(process, reason), daemon=True).start()
@@ -192,6 +196,9 @@ class Processes:
             try:
                 process.info = ray.get(process.handle.info.remote(), timeout=max(0.0, end - time.monotonic()))
                 self._restarted(process)
+                return
+            except PersiaError as error:
+                self._fail(process, f"{reason}\nIt cannot go on: {error}")
                 return
             except RayActorError as error:
                 if isinstance(error, ActorDiedError) or time.monotonic() >= end:
