@@ -22,7 +22,7 @@ from persia.services import RowChunk
 if TYPE_CHECKING:
     from persia.trainer import Trainer
 
-__all__ = ["Recorded", "load", "recorded", "save"]
+__all__ = ["Recorded", "load", "load_random_state", "load_training_state", "recorded", "save", "training_state"]
 
 
 MOST_SHARDS = 1024
@@ -52,7 +52,7 @@ def save(trainer: Trainer, directory: str, metrics: Metrics) -> str:
                 writer.add_rows(chunk.table, number * MOST_SHARDS + chunk.shard, chunk.arrays)
             writer.add_state(f"server-{number}", server.state())
         writer.add_tensors("model", trainer.model.state_dict())
-        writer.add_state("training", {**_training_state(trainer), "metrics": metrics.state_dict()})
+        writer.add_state("training", {**training_state(trainer), "metrics": metrics.state_dict()})
         return writer.commit(
             schema=resolved(trainer),
             config={
@@ -98,10 +98,10 @@ def load(trainer: Trainer, directory: str, *, first: bool = True) -> None:
     if first:
         _load_rows(trainer, reader)
     trainer.model.load_state_dict(tensors)
-    _load_training_state(trainer, training)
+    load_training_state(trainer, training)
     if first:
         trainer.metrics.load_state_dict(training["metrics"])
-        _load_random_state(training["random"])
+        load_random_state(training["random"])
 
 
 def resolved(trainer: Trainer) -> Schema:
@@ -111,7 +111,8 @@ def resolved(trainer: Trainer) -> Schema:
     return Schema(schema.id_features, schema.dense_features, schema.labels, list(server.tables().values()))
 
 
-def _training_state(trainer: Trainer) -> dict[str, Any]:
+def training_state(trainer: Trainer) -> dict[str, Any]:
+    """What decides the future of training, beside rows and the network's tensors."""
     step = trainer.step
     return {
         "seed": trainer.options.seed,
@@ -132,7 +133,8 @@ def _training_state(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _load_training_state(trainer: Trainer, state: dict[str, Any]) -> None:
+def load_training_state(trainer: Trainer, state: dict[str, Any]) -> None:
+    """Puts `training_state` back, except for random generators."""
     step = trainer.step
     step.optimizer.load_state_dict(state["optimizer"])
     if step.scheduler is not None and state["scheduler"] is not None:
@@ -145,7 +147,8 @@ def _load_training_state(trainer: Trainer, state: dict[str, Any]) -> None:
     trainer.epoch, trainer.position = state["epoch"], state["position"]
 
 
-def _load_random_state(state: dict[str, Any]) -> None:
+def load_random_state(state: dict[str, Any]) -> None:
+    """Puts the random generators where they were."""
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from persia import resume
+from persia import remote, resume
 from persia.batching.batch import Batch
 from persia.dense import AllReduce, AllReduceOptions, merged_metrics
 from persia.errors import ConfigError, DataError
@@ -23,7 +23,7 @@ from persia.nn.staging import staging_for
 from persia.nn.step import DenseStep, OptimizerFactory, StepOptions
 from persia.options import TrainerOptions
 from persia.schema import EmbeddingOptimizer, Schema
-from persia.services import Cluster, Seekable
+from persia.services import Cluster, ProcessCluster, Seekable
 from persia.types import FedBatch, Feed
 
 __all__ = ["FitResult", "Trainer", "TrainerOptions"]
@@ -63,7 +63,9 @@ class Trainer:
     ) -> None:
         self.schema = schema
         self.embedding_optimizer = embedding_optimizer
+        self.optimizer_factory = optimizer
         self.mode: Mode = mode or Hybrid()
+        self.cluster = cluster
         self.options = options or TrainerOptions()
         if self.options.checkpoint_every_steps is not None and self.options.checkpoint_dir is None:
             raise ConfigError("checkpoint_every_steps needs checkpoint_dir.", field="checkpoint_dir")
@@ -96,7 +98,8 @@ class Trainer:
             self.step.replicas = AllReduce(self.model, connection.nn_workers, AllReduceOptions(self.options.timeout))
         self.metrics = Metrics(list(schema.labels))
         """Of this NN worker."""
-        self._finished = False
+        self.finished = False
+        """Whether the last call of `fit` came to the end of its epochs."""
         self._loaded = False
         self.epoch = 0
         self.position = 0
@@ -136,6 +139,7 @@ class Trainer:
                 one more; no checkpoint has been written since.
             CheckpointError: a checkpoint could not be written; training state is unharmed.
             DeadlineError: another role or NN worker was late; it says which.
+            RoleDiedError: a process of the cluster has died. The network here is as it was before the call.
         """
         connection = self.embeddings.connection
         if (epochs > 1 or connection.nn_workers > 1) and isinstance(train_data, Iterator):
@@ -147,9 +151,12 @@ class Trainer:
         for name, value in (("epochs", epochs), ("max_steps", max_steps)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name} = {value!r}; give a whole number >= 1.", field=name)
-        if self._finished:
+        if isinstance(self.cluster, ProcessCluster) and train_data is not None:
+            bounds = {"epochs": epochs, "max_steps": max_steps}
+            return remote.fit(self, self.cluster, train_data, eval_data, bounds)
+        if self.finished:
             self.epoch = self.position = 0
-        self._finished = False
+        self.finished = False
         run = Run(self, self._staging, max_steps)
         self.model.train()
         self.embeddings.train()
@@ -164,7 +171,7 @@ class Trainer:
                         run.checkpoint_if_due()
         finally:
             run.close()
-        self._finished = self.epoch >= epochs
+        self.finished = self.epoch >= epochs
         if self.options.checkpoint_dir is not None and run.unsaved():
             self.save(self.options.checkpoint_dir)
         self.step.replicas.settle()
