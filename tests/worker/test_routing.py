@@ -93,8 +93,9 @@ def test_rows_are_the_same_to_the_bit_with_1_2_and_3_servers(steps):
                 batch_id = worker.register(features(drawn(rng, 20), samples))
                 found = worker.lookup(batch_id)
                 seen.append(rows_of(found))
-                entry = worker._entries[batch_id]
-                contributions.append(Contribution(batch_id, gradients_for(entry.ids, found)))
+                with worker._buffer.use(batch_id) as entry:
+                    ids = entry.ids
+                contributions.append(Contribution(batch_id, gradients_for(ids, found)))
             counts.append(worker.push(header(step), contributions))
         results.append((seen, counts))
         assert worker.buffered == 0
@@ -239,7 +240,10 @@ def test_a_repeated_push_gets_the_answer_of_the_first():
     assert all(t["duplicates"] == 0 for server in connection.servers for t in server.statistics().values())
     with pytest.raises(StaleBatchError):
         worker.push(header(1), [contribution])
-    assert worker.statistics() == {"buffered": 0, "registered": 1, "looked_up": 1, "pushed": 1, "released": 0}
+    assert worker.statistics() == {
+        "buffered": 0, "registered": 1, "looked_up": 1, "pushed": 1, "released": 0, "expired": 0, "stale": 1,
+        "gradient_rows": 18,
+    }  # fmt: skip
 
 
 def test_a_push_that_reached_some_servers_only_is_completed_by_its_repetition():
