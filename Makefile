@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 SOURCES := $(shell find cpp bindings -name '*.cpp' -o -name '*.hpp' -o -name CMakeLists.txt) CMakeLists.txt pyproject.toml
 
-.PHONY: demo test test-all test-cpp sanitize lint format bench bench-smoke examples docs clean install
+.PHONY: demo demo-cluster test test-all test-cpp sanitize lint format bench bench-smoke examples docs clean install
 
 install: $(READY)  ## create .venv and install persia into it, editable
 
@@ -22,6 +22,9 @@ $(READY): $(VENV)/.dependencies $(SOURCES)
 
 demo: install  ## train on real click logs if there are any, else on generated ones
 	$(BIN)/python examples/demo.py
+
+demo-cluster: install  ## the same program on processes of this machine
+	$(BIN)/python examples/cluster.py
 
 test: install test-cpp  ## unit tests
 	$(BIN)/python -m pytest -q
@@ -54,10 +57,10 @@ format: install  ## fix style
 	$(BIN)/clang-format -i $$(git ls-files '*.cpp' '*.hpp')
 
 bench: install  ## every figure of docs/performance.md, about an hour
-	for file in store batch rpc step globo quality; do $(BIN)/python benchmarks/$$file.py --preset laptop || exit 1; done
+	for file in store batch rpc step globo quality cluster; do $(BIN)/python benchmarks/$$file.py --preset laptop || exit 1; done
 
 bench-smoke: install  ## every benchmark, small; figures mean nothing
-	for file in store batch rpc step globo quality; do $(BIN)/python benchmarks/$$file.py --preset smoke || exit 1; done
+	for file in store batch rpc step globo quality cluster; do $(BIN)/python benchmarks/$$file.py --preset smoke || exit 1; done
 
 examples: install  ## run every example, small
 	for file in examples/*.py; do echo "== $$file"; PERSIA_EXAMPLE_SMALL=1 $(BIN)/python $$file || exit 1; done
