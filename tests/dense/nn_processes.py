@@ -16,7 +16,8 @@ from persia import rpc
 from persia.errors import MovedError
 from persia.modes import Sync
 from persia.nn.directory import Directory
-from persia.nn.routing import DataLoaders, EmbeddingWorkers
+from persia.nn.feeding import DataLoaders
+from persia.nn.routing import EmbeddingWorkers
 from persia.optim import SGD
 from persia.ps import EmbeddingServer, HoldOptions
 from persia.services import Connection, DataLoader, EmbeddingPS, EmbeddingWorker

@@ -15,7 +15,8 @@ from persia.errors import ClosedError, DeadlineError, MovedError, StaleBatchErro
 from persia.modes import Hybrid, Sync
 from persia.nn.codec import decode, encode
 from persia.nn.directory import Directory
-from persia.nn.routing import DataLoaders, EmbeddingWorkers
+from persia.nn.feeding import DataLoaders
+from persia.nn.routing import EmbeddingWorkers
 from persia.optim import SGD, Adagrad
 from persia.ps import EmbeddingServer, HoldOptions
 from persia.services import Connection
