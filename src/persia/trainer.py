@@ -311,11 +311,15 @@ class Trainer:
     def _source(self, data: Iterable[Batch] | None) -> Iterator[Batch | FedBatch]:
         """What is this NN worker's of the rest of the current epoch."""
         connection = self.embeddings.connection
-        if connection.loader is not None:
-            if connection.rank == 0:
+        loader = connection.loader
+        if loader is not None:
+
+            def begin() -> str:
                 # Which loader has which share, and how far they read ahead, is known behind the facade.
-                connection.loader.begin(Feed(self.epoch, self.position, connection.nn_workers, 0, 1, 1))
-            self.step.replicas.gather(b"")
+                loader.begin(Feed(self.epoch, self.position, connection.nn_workers, 0, 1, 1))
+                return ""
+
+            self.step.replicas.by_first(begin)
             return self.embeddings.fed(self.epoch, self.position)
         assert data is not None
         rest = self._rest(data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
@@ -101,9 +102,11 @@ class Group:
             store = dist.distributed_c10d._get_default_store()  # There is no public way to it.
             key = f"persia/failed/{what}"
             store.set(f"{key}/{self.rank}", "1")
+            deadline = time.monotonic() + GRACE_SECONDS
             for rank in list(silent):
                 with contextlib.suppress(Exception):
-                    store.wait([f"{key}/{rank}"], timedelta(seconds=GRACE_SECONDS))
+                    left = max(deadline - time.monotonic(), 0.01)
+                    store.wait([f"{key}/{rank}"], timedelta(seconds=left))
                     silent.remove(rank)
         return silent
 

@@ -25,8 +25,7 @@ def encode(rows: Mapping[str, Floats]) -> tuple[dict[str, WireRows], dict[str, F
     packed: dict[str, WireRows] = {}
     scales: dict[str, Floats] = {}
     for name, values in rows.items():
-        scale = np.abs(values).max(axis=1, initial=0.0) / LARGEST
-        scales[name] = scale
         with np.errstate(invalid="ignore"):
+            scale = scales[name] = np.abs(values).max(axis=1, initial=0.0) / LARGEST
             packed[name] = (values / np.where(scale == 0, 1, scale)[:, None]).astype(np.float16)
     return packed, scales

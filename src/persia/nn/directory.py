@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from persia.errors import ClosedError, DeadlineError, PeerRestartedError
 from persia.types import Member, Membership
 
-__all__ = ["UNREACHABLE", "Directory", "Peer", "Roster"]
+__all__ = ["UNREACHABLE", "Attempts", "Directory", "Peer", "Roster"]
 
 S = TypeVar("S")
 
 UNREACHABLE = (ClosedError, DeadlineError, PeerRestartedError, ConnectionError)
 """What a call raises when its peer may be gone; the membership then says whether it is."""
+
+RETRY_SECONDS = 1.0
+"""How long a failed call waits for news of the membership before it is repeated."""
 
 
 class Peer(NamedTuple, Generic[S]):
@@ -100,3 +104,32 @@ class Directory(Generic[S]):
         with self._changed:
             self._changed.wait_for(lambda: self._roster.version > newer_than, timeout)
             return self._roster
+
+
+class Attempts(Generic[S]):
+    """Repeats an operation, with the newest members, until it succeeds or its time is up.
+
+    Args:
+        directory: the members.
+        timeout: seconds for the operation.
+        operation: for errors.
+    """
+
+    def __init__(self, directory: Directory[S], timeout: float, operation: str) -> None:
+        self.roster: Roster[S] = directory.roster()
+        self._directory = directory
+        self._timeout = timeout
+        self._operation = operation
+        self._deadline = time.monotonic() + timeout
+
+    def again(self, error: Exception | None = None) -> None:
+        """Waits for news; raises the error, or a DeadlineError, when there is no time left."""
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise error or DeadlineError(
+                f"{self._operation}: there has been no {self._directory.role.replace('_', ' ')} for "
+                f"{self._timeout:g} s. See why they have ended, or start some.",
+                operation=self._operation,
+                seconds=self._timeout,
+            )
+        self.roster = self._directory.roster(self.roster.version, min(left, RETRY_SECONDS))

@@ -1,4 +1,4 @@
-"""Several embedding workers as one, several data loaders as one (docs/reference/protocol.md, sections 4, 7, 8)."""
+"""Several embedding workers as one (docs/reference/protocol.md, sections 4, 7, 8)."""
 
 from __future__ import annotations
 
@@ -6,63 +6,20 @@ import contextlib
 import functools
 import itertools
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from persia.batching.batch import IdColumn
-from persia.errors import DeadlineError, MovedError, StaleBatchError
-from persia.nn.directory import UNREACHABLE, Directory, Roster
-from persia.services import DataLoader, EmbeddingWorker
-from persia.types import (
-    COUNTER_BITS,
-    BatchId,
-    Contribution,
-    Delivery,
-    Feed,
-    LookedUp,
-    PushHeader,
-    UpdateCounts,
-)
+from persia.errors import MovedError, StaleBatchError
+from persia.nn.directory import UNREACHABLE, Attempts, Directory
+from persia.services import EmbeddingWorker
+from persia.types import COUNTER_BITS, BatchId, Contribution, LookedUp, PushHeader, UpdateCounts
 
-__all__ = ["DataLoaders", "EmbeddingWorkers"]
+__all__ = ["EmbeddingWorkers"]
 
-S = TypeVar("S")
 T = TypeVar("T")
-
-RETRY_SECONDS = 1.0
-"""How long a failed call waits for news of the membership before it is repeated."""
-
-
-class _Attempts(Generic[S]):
-    """Repeats an operation, with the newest members, until it succeeds or its time is up.
-
-    Args:
-        directory: the members.
-        timeout: seconds for the operation.
-        operation: for errors.
-    """
-
-    def __init__(self, directory: Directory[S], timeout: float, operation: str) -> None:
-        self.roster: Roster[S] = directory.roster()
-        self._directory = directory
-        self._timeout = timeout
-        self._operation = operation
-        self._deadline = time.monotonic() + timeout
-
-    def again(self, error: Exception | None = None) -> None:
-        """Waits for news; raises the error, or a DeadlineError, when there is no time left."""
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            raise error or DeadlineError(
-                f"{self._operation}: there has been no {self._directory.role.replace('_', ' ')} for "
-                f"{self._timeout:g} s. See why they have ended, or start some.",
-                operation=self._operation,
-                seconds=self._timeout,
-            )
-        self.roster = self._directory.roster(self.roster.version, min(left, RETRY_SECONDS))
 
 
 class EmbeddingWorkers:
@@ -162,7 +119,7 @@ class EmbeddingWorkers:
     def _ask(self, batch_id: int, operation: str, call: Callable[[EmbeddingWorker], T]) -> T:
         """Calls the embedding worker that has the batch, until it answers or is gone."""
         rank, incarnation, _ = BatchId.unpack(batch_id)
-        attempts = _Attempts(self._directory, self._timeout, operation)
+        attempts = Attempts(self._directory, self._timeout, operation)
         while True:
             peer = attempts.roster.peers.get(rank)
             if peer is None or peer.incarnation != incarnation:
@@ -179,7 +136,7 @@ class EmbeddingWorkers:
 
     def _anyone(self, operation: str, call: Callable[[EmbeddingWorker], T], turn: int) -> T:
         """Calls the one whose turn it is, or another one if it does not answer or is leaving."""
-        attempts = _Attempts(self._directory, self._timeout, operation)
+        attempts = Attempts(self._directory, self._timeout, operation)
         while True:
             workers = attempts.roster.alive()
             error: Exception | None = None
@@ -190,54 +147,6 @@ class EmbeddingWorkers:
                     error = failed
             attempts.again(error)
             turn += error is not None and attempts.roster.alive() == workers
-
-
-class DataLoaders:
-    """The data loaders as one: a `DataLoader` that asks the one which reads the number.
-
-    Args:
-        directory: the data loaders.
-        timeout: seconds that a call may take with its repetitions.
-        ahead: batches that they are to have ready for each NN worker; `begin` fills it in.
-    """
-
-    def __init__(self, directory: Directory[DataLoader], timeout: float = 600.0, ahead: int = 4) -> None:
-        self._directory = directory
-        self._timeout = timeout
-        self._ahead = ahead
-
-    def begin(self, feed: Feed) -> None:
-        """Tells each its share: number `loader` of `loaders`, in the order of their ranks."""
-        loaders = self._directory.roster().alive()
-        for number, loader in enumerate(loaders):
-            loader.begin(feed._replace(loader=number, loaders=len(loaders), ahead=self._ahead))
-
-    def take(self, rank: int, epoch: int, number: int) -> Delivery:
-        """Batch `number`, from the one whose it is; after a change of membership from the one whose it is then."""
-        attempts = _Attempts(self._directory, self._timeout, f"take of batch {number}")
-        while True:
-            loaders = attempts.roster.alive()
-            error: Exception | None = None
-            if loaders:
-                try:
-                    return loaders[number % len(loaders)].take(rank, epoch, number)
-                except (MovedError, *UNREACHABLE) as failed:
-                    error = failed
-            attempts.again(error)
-
-    def end(self) -> None:
-        """All stop reading."""
-        for loader in self._directory.roster().serving():
-            with contextlib.suppress(*UNREACHABLE):
-                loader.end()
-
-    def statistics(self) -> dict[str, int]:
-        """Counters, summed."""
-        total: Counter[str] = Counter()
-        for loader in self._directory.roster().serving():
-            with contextlib.suppress(*UNREACHABLE):
-                total.update(loader.statistics())
-        return dict(total)
 
 
 def _push(
