@@ -1,7 +1,7 @@
 """The same program in one process and on a cluster: only the argument `cluster` differs.
 
-    python examples/cluster.py              # processes on this machine
-    python examples/cluster.py auto         # on the Ray cluster that this host is part of
+python examples/cluster.py              # processes on this machine
+python examples/cluster.py auto         # on the Ray cluster that this host is part of
 """
 
 import os

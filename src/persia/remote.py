@@ -1,7 +1,7 @@
 """`Trainer.fit` on the NN workers of a cluster, from the process that has the Trainer.
 
-Each NN worker gets a Trainer like it, with the same state, and fits; then the state comes back. So in between the network
-is here as much as with `Embedded`: to be evaluated, saved, or trained on.
+Each NN worker gets a Trainer like it, with the same state, and fits; then the state comes back. So in between the
+network is here as much as with `Embedded`: to be evaluated, saved, or trained on.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ from persia import rpc
 from persia.cluster.on_ray.membership import Listener, alive, connect_servers, reach
 from persia.cluster.on_ray.plan import Plan
 from persia.nn.directory import Directory
-from persia.nn.routing import DataLoaders, EmbeddingWorkers
+from persia.nn.feeding import DataLoaders
+from persia.nn.routing import EmbeddingWorkers
 from persia.services import Connection, Coordinator, DataLoader, EmbeddingWorker
 from persia.types import Feed, Membership
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from persia import rpc
 from persia.cluster.on_ray.plan import TITLES, Plan
@@ -95,4 +95,4 @@ class Listener:
         membership = self._coordinator.membership(self._version, seconds)
         if membership.version > self._version and not self._closed.is_set():
             self._version = membership.version
-            self._changed(cast("Membership", membership))
+            self._changed(membership)
