@@ -46,7 +46,7 @@ def same_numbers(ps: int, embedding_workers: int, data_loaders: int, tmp_path: P
             np.testing.assert_array_equal(p, q)
         roles = {name.rpartition("-")[0] for name in cluster.statistics()}
         assert roles == {"embedding_ps", "embedding_worker", "data_loader", "nn_worker"}
-        assert there.save(str(tmp_path)).endswith("step-12")
+        assert there.save(str(tmp_path)).endswith("step-000000000012")
         processes = pids(cluster)
     eventually(lambda: not any(map(running, processes)), "all processes have ended")
     with pytest.raises(ClosedError):

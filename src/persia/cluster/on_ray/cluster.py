@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 import uuid
@@ -268,7 +269,7 @@ class Ray:
                 f"{KEYS_VARIABLE}.",
                 field="cluster",
             )
-        return Plan(f"persia-{uuid.uuid4().hex[:8]}", self.ps, self.nn_workers, self.options, loopback, keys)
+        return Plan(f"persia-{uuid.uuid4().hex[:8]}", self.ps, self.nn_workers, self.options, loopback, keys, list(sys.path))
 
     def _start(self, host: type, role: str, rank: int, *arguments: Any, **options: Any) -> Process:
         assert self._processes is not None
@@ -427,23 +428,27 @@ class Ray:
         return file.getvalue()
 
     def _results(self, processes: Processes, calls: dict[Any, Process]) -> list[Any]:
-        requests = {w.handle.next_request.remote(POLL_SECONDS): w for w in calls.values()}
+        # One that is left from the last run stays: it would take the first request of this one.
+        for worker in calls.values():
+            worker.asking = worker.asking or worker.handle.next_request.remote(POLL_SECONDS)
         outcomes: dict[int, Outcome] = {}
         grace: float | None = None
         while len(outcomes) < len(calls):
             waiting = [c for c, w in calls.items() if w.rank not in outcomes]
-            done, _ = ray.wait([*waiting, *requests], timeout=POLL_SECONDS)
+            asking = {w.asking: w for w in calls.values()}
+            done, _ = ray.wait([*waiting, *asking], timeout=POLL_SECONDS)
             for reference in done:
-                worker = requests.pop(reference, None)
                 try:
-                    if worker is None:
+                    if reference in calls:
                         outcomes[calls[reference].rank] = ray.get(reference)
                     else:
-                        self._answer(worker, ray.get(reference))
-                        requests[worker.handle.next_request.remote(POLL_SECONDS)] = worker
+                        worker = asking[reference]
+                        request = ray.get(reference)
+                        worker.asking = worker.handle.next_request.remote(POLL_SECONDS)
+                        self._answer(worker, request)
                 except ray.exceptions.RayActorError as error:
                     processes.await_failure(GRACE_SECONDS)
-                    dead = worker or calls[reference]
+                    dead = calls.get(reference) or asking[reference]
                     raise RoleDiedError(f"{dead.title} has died: {error}", role=dead.role, rank=dead.rank) from error
             processes.check()
             if grace is None and any(outcome.error is not None for outcome in outcomes.values()):

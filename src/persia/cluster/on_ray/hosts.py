@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from typing import Any
@@ -37,6 +38,7 @@ class Host:
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan = plan
         self.rank = rank
+        sys.path.extend(folder for folder in plan.path if folder not in sys.path)
         title = repr(self)
         logging.basicConfig(
             format=f"%(asctime)s %(levelname)s {title}: %(message)s",

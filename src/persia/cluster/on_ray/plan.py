@@ -39,6 +39,7 @@ class Plan(NamedTuple):
         options: of the user.
         loopback: whether all processes are on one host, so that nobody else need reach them.
         keys: file with the CURVE keys, or None.
+        path: where the driver finds modules; Ray passes on only the folder of its script.
         coordinator: where it listens; empty for itself.
     """
 
@@ -48,6 +49,7 @@ class Plan(NamedTuple):
     options: RayOptions
     loopback: bool
     keys: str | None
+    path: list[str]
     coordinator: str = ""
 
 

@@ -37,6 +37,7 @@ class Process:
         restarts: whether Ray starts it again.
         leaving: whether it is to end when it has nothing left.
         info: where it is, once it is ready.
+        asking: of an NN worker: the call that waits for its next request.
     """
 
     def __init__(self, role: str, rank: int, handle: Any, restarts: bool) -> None:
@@ -46,6 +47,7 @@ class Process:
         self.restarts = restarts
         self.leaving = False
         self.info: ProcessInfo | None = None
+        self.asking: Any = None
         self.readiness = handle.info.remote()
         self.watching = handle.watch.remote()
 
