@@ -57,10 +57,10 @@ format: install  ## fix style
 	$(BIN)/clang-format -i $$(git ls-files '*.cpp' '*.hpp')
 
 bench: install  ## every figure of docs/performance.md, about an hour
-	for file in store batch rpc step globo quality cluster; do $(BIN)/python benchmarks/$$file.py --preset laptop || exit 1; done
+	for file in store batch rpc step globo quality traffic cluster; do $(BIN)/python benchmarks/$$file.py --preset laptop || exit 1; done
 
 bench-smoke: install  ## every benchmark, small; figures mean nothing
-	for file in store batch rpc step globo quality cluster; do $(BIN)/python benchmarks/$$file.py --preset smoke || exit 1; done
+	for file in store batch rpc step globo quality traffic cluster; do $(BIN)/python benchmarks/$$file.py --preset smoke || exit 1; done
 
 examples: install  ## run every example, small
 	for file in examples/*.py; do echo "== $$file"; PERSIA_EXAMPLE_SMALL=1 $(BIN)/python $$file || exit 1; done

@@ -9,6 +9,8 @@ NN workers fit on few cores, and what is measured is who waits for whom.
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -25,11 +27,12 @@ from benchmarks import harness
 from benchmarks.baselines.step_torch import generate
 from benchmarks.step import ROUNDS, STEPS, WORK, Persia
 
-from persia import Batch, IdColumn, IdFeature, Schema
+from persia import Batch, IdColumn, IdFeature, Schema, rpc
 from persia.cluster import Ray, RayOptions
 from persia.modes import Hybrid, Mode, Sync
 from persia.nn import EmbeddingCollection
 from persia.schema import Adagrad
+from persia.services import EmbeddingPS
 
 COMPUTE_SECONDS = 0.040
 LOOKUP_SECONDS = 0.030
@@ -252,11 +255,60 @@ def python_ms(preset: str) -> list[harness.Measure]:
     ]
 
 
+# --- start of a PS process --------------------------------------------------------------------------------------------
+
+RESTART_ROUNDS = {"smoke": 2, "laptop": 11, "full": 31}
+DEADLINE = 30.0
+
+SERVE = """
+import sys
+from persia import rpc
+from persia.modes import Hybrid
+from persia.ps import EmbeddingServer
+from persia.schema import Adagrad, Table
+from persia.services import EmbeddingPS
+
+tables = {name: Table(name, dim=16) for name in ("item", "user")}
+server = rpc.serve(EmbeddingServer(tables, Adagrad(0.05), Hybrid(4), 0, 2), sys.argv[1], protocol=EmbeddingPS)
+sys.stdin.read()
+assert "torch" not in sys.modules
+server.close()
+"""
+
+
+def restart_seconds() -> float:
+    """From the start of the interpreter to the first answer, the reconnection of a waiting client included."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    stub = rpc.connect(address, EmbeddingPS, peer="embedding PS 0", timeout=DEADLINE)
+    source = Path(__file__).resolve().parents[1] / "src"
+    paths = os.pathsep.join(filter(None, [str(source), os.environ.get("PYTHONPATH")]))
+    began = time.perf_counter()
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVE, address], stdin=subprocess.PIPE, env={**os.environ, "PYTHONPATH": paths}
+    ) as process:
+        try:
+            stub.statistics()
+            return time.perf_counter() - began
+        finally:
+            rpc.close(stub)
+            process.communicate(timeout=DEADLINE)
+
+
+def restart(preset: str) -> harness.Measure:
+    """Import and start of a PS process to its first rpc answer, files in the page cache."""
+    restart_seconds()
+    values = [restart_seconds() for _ in range(RESTART_ROUNDS[preset])]
+    return harness.quantity("ps.restart_s", values, "s", 0.5, at_least=False, details={"slowest": max(values)})
+
+
 MEASURES: dict[str, harness.Function] = {
     "cluster.vs_embedded": vs_embedded,
     "cluster.hybrid_vs_sync": hybrid,
     "cluster.scaling": scaling,
     "roles.python_ms": python_ms,
+    "ps.restart_s": restart,
 }
 
 if __name__ == "__main__":

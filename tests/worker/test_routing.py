@@ -1,5 +1,6 @@
 """Several PSs: the same numbers as one; and what an embedding worker does with repeated pushes."""
 
+import contextlib
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,15 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import persia
+from persia import rpc
 from persia.batching.batch import Batch, IdColumn
 from persia.errors import CheckpointError, StaleBatchError, StoreError
 from persia.modes import Hybrid, Sync
-from persia.nn.collection import Pushed
+from persia.nn import codec
 from persia.optim import SGD, Adagrad
 from persia.ps import EmbeddingServer, HoldOptions
-from persia.services import Connection
+from persia.services import Connection, EmbeddingWorker
 from persia.types import Contribution, PushHeader, UpdateCounts
-from persia.worker import Worker
+from persia.worker import Worker, WorkerOptions
 from persia.worker.calls import call_all
 
 TIMEOUT = 20.0
@@ -186,7 +188,7 @@ def test_a_step_without_gradients_is_pushed_too_where_the_others_wait_for_it():
         first, second = (call.result(TIMEOUT) for call in [threads.submit(train, rank) for rank in (0, 1)])
     assert (first[0], second[0]) == (4, 4)
     assert first[1].applied > 0
-    assert second[1] == Pushed(released=4)
+    assert second[1]._asdict() == {"applied": 0, "absent": 0, "non_finite": 0, "released": 4}
     assert first[2] == second[2] == 0
 
 
@@ -288,6 +290,37 @@ def test_float16_gradients_with_scales_are_taken():
     worker.push(header(0), [Contribution(contribution.batch_id, halves, scales)])
     for name, rows in rows_of(worker.evaluate(columns)).items():
         np.testing.assert_allclose(rows, before[name] - 0.25, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["here", "rpc"])
+def test_compressed_rows_and_gradients_are_those_of_the_uncompressed_within_float16(how):
+    """And non-finite gradients are still seen, and counted, by the PS."""
+    plain = connect(2, optimizer=SGD(lr=1.0))
+    servers = connect(2, optimizer=SGD(lr=1.0)).servers
+    role = Worker(SCHEMA, servers, options=WorkerOptions(compression="fp16"))
+    with contextlib.ExitStack() as stack:
+        worker = role
+        if how == "rpc":
+            server = stack.enter_context(rpc.serve(role, protocol=EmbeddingWorker))
+            worker = rpc.connect(server.address, EmbeddingWorker, timeout=TIMEOUT)
+            stack.callback(rpc.close, worker)
+        rng = np.random.default_rng(3)
+        for step in range(3):
+            columns = features(drawn(rng, 30), 20)
+            contribution = mean_gradient(plain.worker, columns)
+            batch_id = worker.register(columns)
+            found = worker.lookup(batch_id)
+            assert {rows.dtype for rows in found.rows.values()} == {np.dtype(np.float16)}
+            exact = plain.worker.lookup(contribution.batch_id)
+            decoded = codec.decode(found.rows, found.scales)
+            for table, rows in decoded.items():
+                np.testing.assert_allclose(rows, exact.rows[table], rtol=2e-3, atol=1e-6)
+            gradients = {table: values.copy() for table, values in contribution.gradients.items()}
+            gradients["user"][0, 0] = np.inf if step else np.nan
+            halves, scales = codec.encode(gradients)
+            plain_counts = plain.worker.push(header(step), [contribution._replace(gradients=gradients)])
+            assert worker.push(header(step), [Contribution(batch_id, halves, scales)]) == plain_counts
+            assert plain_counts["user"].non_finite == 1
 
 
 def test_call_all_runs_side_by_side_and_raises_the_first_failure():

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.batching.batch import Batch, IdColumn
+from persia.data.reader import share_of
 from persia.data.zipf import Zipf
 from persia.errors import ConfigError
 from persia.schema import IdFeature, Schema
@@ -110,7 +111,7 @@ def synthetic(
 
 @dataclass(frozen=True)
 class Synthetic:
-    """The reader that `synthetic` returns; its fields are that function's arguments, and `part` is its `shard`."""
+    """The reader that `synthetic` returns; its fields are that function's arguments, with `share` for `shard`."""
 
     rows: int
     id_features: int
@@ -126,7 +127,7 @@ class Synthetic:
     batch_size: int
     dim: int
     drop_last: bool
-    part: tuple[int, int]
+    share: tuple[int, int]
 
     def __post_init__(self) -> None:
         lows = {"rows": 1, "id_features": 1, "ids_per_feature": 1, "latent_dim": 1, "dense_features": 0, "days": 1}
@@ -136,8 +137,8 @@ class Synthetic:
                 raise ConfigError(f"synthetic: {name} = {getattr(self, name)} must be at least {low}.", field=name)
         if self.pairs is not None and not 0 <= self.pairs <= self.id_features * (self.id_features - 1) // 2:
             raise ConfigError(f"synthetic: pairs = {self.pairs} is more than there are; or None.", field="pairs")
-        if not 0 <= self.part[0] < self.part[1]:
-            raise ConfigError(f"shard = {self.part} is not (index, count) with 0 <= index < count.", field="shard")
+        if not 0 <= self.share[0] < self.share[1]:
+            raise ConfigError(f"shard = {self.share} is not (index, count) with 0 <= index < count.", field="shard")
 
     @cached_property
     def schema(self) -> Schema:
@@ -148,19 +149,18 @@ class Synthetic:
 
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """Batches of one pass; skipping the first `start` costs nothing. Each epoch has new rows of the same truth."""
-        index, count = self.part
+        index, count = self.share
         stop = self.rows // self.batch_size if self.drop_last else -(-self.rows // self.batch_size)
         for number in range(start * count + index, stop, count):
             yield self._batch(epoch, number)[0]
 
-    def shard(self, index: int, count: int) -> Synthetic:
-        """The batches with number % count == index; see `persia.services.Sharded`."""
-        mine, of = self.part
-        return replace(self, part=(index * of + mine, count * of))
-
     def __iter__(self) -> Iterator[Batch]:
         """The first pass, from its beginning."""
         return self.batches()
+
+    def shard(self, index: int, count: int) -> Synthetic:
+        """The batches with number % count == index; the others are not generated. See `persia.services.Sharded`."""
+        return replace(self, share=share_of(self.share, index, count))
 
     def best_auc(self, rows: int = 1_000_000, *, epoch: int = 0) -> float:
         """The AUC that the true click probabilities are expected to reach on the first `rows` rows of a pass.

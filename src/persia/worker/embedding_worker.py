@@ -8,11 +8,12 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from persia import batching
 from persia.batching.batch import IdColumn
 from persia.errors import ConfigError
 from persia.schema import Schema
 from persia.services import EmbeddingPS
-from persia.types import INCARNATION_BITS, Contribution, LookedUp, PushHeader, UpdateCounts
+from persia.types import INCARNATION_BITS, Contribution, Floats, LookedUp, PushHeader, UpdateCounts, WireRows
 from persia.worker.buffer import Buffer
 from persia.worker.calls import call_all
 from persia.worker.options import WorkerOptions
@@ -53,6 +54,7 @@ class Worker:
         self._servers = list(servers)
         self._router = Router(schema, len(self._servers), threads)
         self._buffer: Buffer[Entry] = Buffer(rank, incarnation, options)
+        self._compresses = options.compression == "fp16"
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         # Of each NN worker, by (generation, rank, part): its last push, for the case that the reply is lost.
@@ -146,7 +148,14 @@ class Worker:
                 for number, server in enumerate(self._servers)
             ]
         )
-        return LookedUp(dict(self._router.join(entry, answers)), entry.inverse, entry.offsets)
+        rows = self._router.join(entry, answers)
+        if not self._compresses:
+            return LookedUp(dict(rows), entry.inverse, entry.offsets)
+        halves: dict[str, WireRows] = {}
+        scales: dict[str, Floats] = {}
+        for table, values in rows.items():
+            halves[table], scales[table] = batching.encode_rows(values)
+        return LookedUp(halves, entry.inverse, entry.offsets, scales)
 
     def _count(self, what: str, by: int = 1) -> None:
         with self._lock:

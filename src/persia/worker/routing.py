@@ -10,7 +10,7 @@ import numpy as np
 from persia import batching
 from persia.batching.batch import IdColumn
 from persia.schema import Schema
-from persia.types import Contribution, Floats, Gradients, Ids, Int64Array, Inverse
+from persia.types import Contribution, Floats, Gradients, Halves, Ids, Int64Array, Inverse
 
 __all__ = ["Entry", "Router"]
 
@@ -94,8 +94,11 @@ class Router:
                     continue
                 mine = slice(*entry.bounds[table][server : server + 2])
                 scales = (contribution.scales or {}).get(table)
-                plain = values[mine] if scales is None else values[mine] * scales[mine, None]
-                parts.append(Gradients(entry.ids[table][mine], cast("Floats", plain)))
+                if scales is None:
+                    plain = cast("Floats", values[mine])
+                else:
+                    plain = batching.decode_rows(cast("Halves", values[mine]), scales[mine])
+                parts.append(Gradients(entry.ids[table][mine], plain))
             if len(parts) == 1:
                 gradients[table] = parts[0]
             elif parts:
