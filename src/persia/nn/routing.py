@@ -156,9 +156,10 @@ def _push(
 
 
 def _rows(found: LookedUp) -> int:
-    name, inverse = next(iter(found.inverse.items()))
-    offsets = found.offsets[name]
-    return len(inverse) if offsets is None else len(offsets) - 1
+    for name, inverse in found.inverse.items():
+        offsets = found.offsets[name]
+        return len(inverse) if offsets is None else len(offsets) - 1
+    return 0
 
 
 def _summed(answers: Iterable[dict[str, UpdateCounts]]) -> dict[str, UpdateCounts]:
