@@ -13,10 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cluster_samples import eventually, losses, make_trainer, options, pids, reader, running
 
 import persia
+from persia import rpc
+from persia.cli.run_config import RunConfig
+from persia.config import read
 from persia.errors import ClosedError, ConfigError, RoleDiedError
+from persia.services import EmbeddingPS
+
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+
+from cluster_samples import eventually, losses, make_trainer, options, pids, reader, running
+
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.usefixtures("ray_here")
 
@@ -133,20 +142,17 @@ def torch_in(cluster: Any, role: str) -> str:
 @pytest.mark.slow
 def test_without_keys_a_cluster_with_keys_answers_nobody(tmp_path, monkeypatch):
     keys = tmp_path / "keys"
-    persia_rpc = pytest.importorskip("persia.rpc")
-    persia_rpc.make_keys(keys)
+    rpc.make_keys(keys)
     monkeypatch.setenv("PERSIA_CURVE_KEYS", str(keys))
     with persia.cluster.Ray(options=options()) as cluster:
         trainer = make_trainer(cluster)
         trainer.fit(reader(3))
         monkeypatch.delenv("PERSIA_CURVE_KEYS")
-        from persia.services import EmbeddingPS
-
         (address,) = [p.info.address for p in cluster._processes.of("embedding_ps")]
-        stranger = persia_rpc.connect(address, EmbeddingPS, peer="embedding PS 0", timeout=2.0)
+        stranger = rpc.connect(address, EmbeddingPS, peer="embedding PS 0", timeout=2.0)
         with pytest.raises(persia.PersiaError, match="embedding PS 0"):
             stranger.statistics()
-        persia_rpc.close(stranger)
+        rpc.close(stranger)
 
 
 def test_arguments_are_checked():
@@ -159,3 +165,10 @@ def test_arguments_are_checked():
 def test_persia_imports_no_ray():
     code = "import sys, persia, persia.cluster, persia.trainer; assert 'ray' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_command_line_knows_it():
+    changes = ["cluster.kind=ray", "cluster.ps=2", "cluster.ray.compression=fp16", "cluster.threads=1"]
+    cluster = read(str(ROOT / "examples" / "synthetic.toml"), changes, RunConfig).cluster.build()
+    assert isinstance(cluster, persia.cluster.Ray)
+    assert (cluster.ps, cluster.options.compression, cluster.options.threads) == (2, "fp16", 1)

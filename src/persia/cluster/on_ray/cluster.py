@@ -269,7 +269,9 @@ class Ray:
                 f"{KEYS_VARIABLE}.",
                 field="cluster",
             )
-        return Plan(f"persia-{uuid.uuid4().hex[:8]}", self.ps, self.nn_workers, self.options, loopback, keys, list(sys.path))
+        return Plan(
+            f"persia-{uuid.uuid4().hex[:8]}", self.ps, self.nn_workers, self.options, loopback, keys, list(sys.path)
+        )
 
     def _start(self, host: type, role: str, rank: int, *arguments: Any, **options: Any) -> Process:
         assert self._processes is not None

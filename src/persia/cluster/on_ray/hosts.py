@@ -15,6 +15,7 @@ from persia import rpc
 from persia.cluster.on_ray.membership import Listener, connect_servers, reach_coordinator
 from persia.cluster.on_ray.plan import TITLES, Plan, ProcessInfo, Service
 from persia.coordinator import Coordinator as Coordination
+from persia.errors import DeadlineError
 from persia.ps import EmbeddingServer, HoldOptions
 from persia.services import Coordinator, EmbeddingPS, EmbeddingWorker
 from persia.types import Membership
@@ -142,7 +143,7 @@ class EmbeddingWorkerHost(Host):
     def __init__(self, plan: Plan, rank: int, service: Service) -> None:
         super().__init__(plan, rank)
         # Its number among the incarnations is part of the batch ids, so it joins first; calls wait until it is made.
-        later = Later()
+        later = Later(repr(self), "a connection to all PSs", plan.options.timeout)
         coordinator = self.join(self.serve(later, EmbeddingWorker))
         options = WorkerOptions(plan.options.compression, timeout=plan.options.timeout)
         servers = connect_servers(coordinator, plan)
@@ -164,9 +165,16 @@ class EmbeddingWorkerHost(Host):
 
 
 class Later:
-    """Stands for an object that is being made, or will be replaced: calls wait until it is there."""
+    """Stands for an object that is being made, or will be replaced: calls wait until it is there.
 
-    def __init__(self) -> None:
+    Args:
+        title: of the process.
+        missing: what it waits for.
+        timeout: seconds that a call waits.
+    """
+
+    def __init__(self, title: str, missing: str, timeout: float) -> None:
+        self._title, self._missing, self._timeout = title, missing, timeout
         self._made = threading.Event()
         self._object: object = None
 
@@ -176,7 +184,12 @@ class Later:
         self._made.set()
 
     def __getattr__(self, name: str) -> Any:
-        self._made.wait()
+        if not self._made.wait(self._timeout):
+            raise DeadlineError(
+                f"{self._title}: {name}: {self._missing} was not there within {self._timeout:g} s.",
+                operation=name,
+                seconds=self._timeout,
+            )
         return getattr(self._object, name)
 
 

@@ -29,7 +29,7 @@ class DataLoaderHost(Host):
         self._source = ""
         self._loader: Loader | None = None
         self._peers: dict[tuple[int, int], Peer] = {}
-        self._later = Later()
+        self._later = Later(repr(self), "a source to read", plan.options.timeout)
         coordinator = self.join(self.serve(self._later, DataLoader))
         self._listener = Listener(coordinator, self._changed)
 
