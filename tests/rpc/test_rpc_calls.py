@@ -209,7 +209,8 @@ def test_a_busy_server_stops_reading_and_loses_nothing(service):
         assert service.waiting == 2
         service.gate.set()
         assert sorted(future.result() for future in futures) == list(range(1, 101))
-        assert server.statistics()["requests_held"] == server.statistics()["bytes_held"] == 0
+        # The account is settled after the reply has left.
+        wait_until(lambda: server.statistics()["requests_held"] == server.statistics()["bytes_held"] == 0)
         rpc.close(stub)
 
 

@@ -16,7 +16,7 @@ from persia.ps import EmbeddingServer
 from persia.rpc.interface import describe
 from persia.schema import Adagrad, Adam, AdmitMinFrequency, IdFeature, Schema, Table
 from persia.services import EmbeddingPS, EmbeddingWorker, RowChunk
-from persia.types import Contribution, LookedUp, UpdateCounts
+from persia.types import Contribution, Gradients, LookedUp, PushHeader, UpdateCounts
 from persia.worker import Worker
 
 SCHEMA = Schema(
@@ -34,6 +34,10 @@ COLUMNS = {
     "history": IdColumn(np.array([1, 5, 6], np.uint64), np.array([0, 2, 2, 3], np.int64)),
     "user": IdColumn(np.array([7, 8, 7], np.uint64)),
 }
+
+
+def header(sequence):
+    return PushHeader(generation=1, rank=0, sequence=sequence, step=sequence, weight=3)
 
 
 def new_ps():
@@ -61,7 +65,7 @@ def ps(request):
 
 @pytest.fixture(params=["here", "rpc"])
 def worker(request, ps):
-    with reached(Worker(SCHEMA, ps, rank=3), EmbeddingWorker, request.param) as found:
+    with reached(Worker(SCHEMA, [ps], rank=3), EmbeddingWorker, request.param) as found:
         yield found
 
 
@@ -86,10 +90,10 @@ def test_ps(ps):
     twin = new_ps()
     assert dict(ps.tables()) == dict(twin.tables())
     assert_same(ps.lookup(IDS, train=True), twin.lookup(IDS, train=True))
-    gradients = {name: (IDS[name], ROWS[name]) for name in IDS}
+    gradients = {name: Gradients(IDS[name], ROWS[name]) for name in IDS}
     for sequence in (1, 2, 2):
-        counts = ps.push(9, sequence, sequence, gradients)
-        assert_same(counts, twin.push(9, sequence, sequence, gradients))
+        counts = ps.push(header(sequence), gradients)
+        assert_same(counts, twin.push(header(sequence), gradients))
         assert all(type(count) is UpdateCounts for count in counts.values())
     assert_same(ps.lookup(IDS, train=False), twin.lookup(IDS, train=False))
     statistics = ps.statistics()
@@ -99,7 +103,7 @@ def test_ps(ps):
 
 def test_ps_moves_to_another(ps):
     ps.lookup(IDS, train=True)
-    ps.push(9, 1, 1, {name: (IDS[name], ROWS[name]) for name in IDS})
+    ps.push(header(1), {name: Gradients(IDS[name], ROWS[name]) for name in IDS})
     other = new_ps()
     for chunk in ps.export_rows():
         assert type(chunk) is RowChunk
@@ -119,19 +123,19 @@ def test_ps_errors(ps):
         ps.lookup({"nope": IDS["item"]}, train=False)
     assert caught.value.fields == {"table": "nope"}
     with pytest.raises(StoreError):
-        ps.push(9, 1, 1, {"item": (IDS["item"], np.ones((2, 3), np.float32))})
+        ps.push(header(1), {"item": Gradients(IDS["item"], np.ones((2, 3), np.float32))})
 
 
 def test_worker(worker):
     batch_id = worker.register(COLUMNS)
     found = worker.lookup(batch_id)
-    twin = Worker(SCHEMA, new_ps(), rank=3)
+    twin = Worker(SCHEMA, [new_ps()], rank=3)
     assert twin.register(COLUMNS) == batch_id
     expected = twin.lookup(batch_id)
     assert type(found) is LookedUp
     assert_same(found, expected)
     contribution = Contribution(batch_id, {name: np.ones_like(rows) for name, rows in found.rows.items()})
-    assert_same(worker.push([contribution], 1), twin.push([contribution], 1))
+    assert_same(worker.push(header(1), [contribution]), twin.push(header(1), [contribution]))
     assert_same(worker.evaluate(COLUMNS), twin.evaluate(COLUMNS))
     with pytest.raises(StaleBatchError) as caught:
         worker.lookup(batch_id)
@@ -143,7 +147,7 @@ CALLS = {
     EmbeddingPS: {
         "tables": (),
         "lookup": (IDS, True),
-        "push": (9, 1, 1, {"item": (IDS["item"], ROWS["item"])}),
+        "push": (header(1), {"item": Gradients(IDS["item"], ROWS["item"])}),
         "statistics": (),
         "export_rows": (),
         "import_rows": (RowChunk("item", 0, {"ids": IDS["item"]}),),
@@ -153,9 +157,10 @@ CALLS = {
     EmbeddingWorker: {
         "register": (COLUMNS,),
         "lookup": (1,),
-        "push": ([Contribution(1, ROWS)], 1),
+        "push": (header(1), [Contribution(1, ROWS)]),
         "release": (1,),
         "evaluate": (COLUMNS,),
+        "statistics": (),
     },
 }
 

@@ -173,4 +173,6 @@ def _dtypes(kind: Any) -> frozenset[np.dtype[Any]]:
     if len(arguments) == 2 and get_args(arguments[1]):
         (scalar,) = get_args(arguments[1])
     scalars = get_args(scalar) if get_origin(scalar) in (Union, types.UnionType) else (scalar,)
+    if Any in scalars:  # A class itself, from Python 3.11 on.
+        return frozenset(DTYPES)
     return frozenset(d for d in DTYPES if any(not isinstance(s, type) or issubclass(d.type, s) for s in scalars))
