@@ -1,4 +1,4 @@
-// `persia._core.batch`: turns lists of arrays into the records of persia/batch.hpp and persia/hash.hpp.
+// `persia._core.batch`: turns lists of arrays into the records of persia/batch.hpp, codec.hpp and hash.hpp.
 //
 // Arrays are never converted or copied: what does not fit is a ValueError that names it. Every array is held for the
 // time of the call, and the GIL is released while the core works.
@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "module.hpp"
+#include "persia/codec.hpp"
 #include "persia/hash.hpp"
 
 namespace nb = nanobind;
@@ -397,6 +398,41 @@ void hash_cross(nb::list columns, std::uint64_t seed, nb::handle out, ThreadPool
   persia::hash_cross(pointers, seed, hashes.span<std::uint64_t>(), pool);
 }
 
+// float16 has no type of its own here: its bits.
+Buffer take_halves(nb::handle object, bool writable) {
+  Buffer halves;
+  if (!halves.open(object, "e", writable) || halves.ndim() != 2 || !halves.contiguous()) {
+    throw nb::value_error("halves: must be a contiguous float16 array [n, dim]");
+  }
+  return halves;
+}
+
+void check_codec(const Buffer& rows, const Buffer& halves, const Buffer& scales) {
+  if (rows.shape(0) != halves.shape(0) || rows.shape(1) != halves.shape(1) || scales.size() != rows.shape(0)) {
+    throw nb::value_error("rows, halves, scales: must be [n, dim], [n, dim] and [n]");
+  }
+}
+
+void encode_fp16(nb::handle rows_in, nb::handle halves_out, nb::handle scales_out) {
+  const Buffer rows = take_dense<const float>(rows_in, 2, {"argument", 0}, "a contiguous float32 array [n, dim]");
+  const Buffer halves = take_halves(halves_out, true);
+  const Buffer scales = take_dense<float>(scales_out, 1, {"output", 1}, "a contiguous float32 array [n]");
+  check_codec(rows, halves, scales);
+  const nb::gil_scoped_release release;
+  persia::encode_fp16(rows.data<const float>(), rows.shape(0), rows.shape(1), halves.data<std::uint16_t>(),
+                      scales.data<float>());
+}
+
+void decode_fp16(nb::handle halves_in, nb::handle scales_in, nb::handle rows_out) {
+  const Buffer halves = take_halves(halves_in, false);
+  const Buffer scales = take_dense<const float>(scales_in, 1, {"argument", 1}, "a contiguous float32 array [n]");
+  const Buffer rows = take_dense<float>(rows_out, 2, {"output", 0}, "a contiguous float32 array [n, dim]");
+  check_codec(rows, halves, scales);
+  const nb::gil_scoped_release release;
+  persia::decode_fp16(halves.data<const std::uint16_t>(), scales.data<const float>(), rows.shape(0), rows.shape(1),
+                      rows.data<float>());
+}
+
 // A borrowed array: its memory goes back to the scratch when the last reference to the array is gone.
 nb::object floats(nb::object scratch, std::size_t count) {
   struct Loan {
@@ -420,6 +456,8 @@ void register_batch(nb::module_& parent) {
   m.def("group_by_owner", &group_by_owner, arg("groups"), arg("bounds"), arg("pool"), arg("scratch"));
   m.def("pool_forward", &pool_forward, arg("rows"), arg("plans"), arg("outputs"), arg("masks"), arg("pool"));
   m.def("pool_backward", &pool_backward, arg("plans"), arg("gradients"), arg("outputs"), arg("pool"), arg("scratch"));
+  m.def("encode_fp16", &encode_fp16, arg("rows"), arg("halves"), arg("scales"));
+  m.def("decode_fp16", &decode_fp16, arg("halves"), arg("scales"), arg("rows"));
   m.def("hash_strings", &hash_strings, arg("data"), arg("offsets"), arg("validity").none(), arg("validity_start"),
         arg("seed"), arg("null"), arg("out"), arg("pool"));
   m.def("hash_values", &hash_values, arg("values"), arg("floating"), arg("seed"), arg("out"), arg("pool"));

@@ -20,6 +20,7 @@ __all__ = [
     "Feed",
     "Floats",
     "Gradients",
+    "Halves",
     "Ids",
     "Int32Array",
     "Int64Array",
@@ -43,6 +44,9 @@ Ids: TypeAlias = NDArray[np.uint64]
 
 Floats: TypeAlias = NDArray[np.float32]
 """float32 of any shape."""
+
+Halves: TypeAlias = NDArray[np.float16]
+"""float16 rows `[n, dim]`, to be multiplied by a scale per row."""
 
 Int64Array: TypeAlias = NDArray[np.int64]
 Int32Array: TypeAlias = NDArray[np.int32]

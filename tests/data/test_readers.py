@@ -21,6 +21,7 @@ from persia.batching.batch import Batch
 from persia.data.reader import Order, StreamReader
 from persia.errors import ConfigError
 from persia.schema import IdFeature, Schema
+from persia.services import Sharded
 
 SCHEMA = Schema([IdFeature("a", dim=2), IdFeature("b", dim=2)], dense_features=["p"], labels=["y"])
 
@@ -84,6 +85,12 @@ def test_resuming_and_sharding(
         part = whole[index::shards]
         assert facts(reader(index, shards).batches(epoch)) == part
         assert facts(reader(index, shards).batches(epoch, start)) == part[start:]
+        mine = reader().shard(index, shards)
+        assert isinstance(mine, Sharded)
+        assert facts(mine.batches(epoch, start)) == part[start:]
+        # A share of a share.
+        for inner in range(2):
+            assert facts(mine.shard(inner, 2).batches(epoch, start)) == part[inner::2][start:]
     seen = [b.dense[:, 0] for b in reader().batches(epoch)]
     sizes = [len(x) for x in seen]
     assert sizes == [batch_size] * (rows // batch_size) + (
@@ -164,3 +171,39 @@ def test_two_iterators_of_one_reader_are_independent(tmp_path: Path) -> None:
     next(one)
     assert facts(itertools.islice(two, 1)) == facts(reader.batches())[:1]
     one.close()  # type: ignore[attr-defined]
+
+
+def public_readers(tmp_path: Path) -> list[Any]:
+    for number in range(3):
+        pq.write_table(table(50, 50 * number), tmp_path / f"part-{number}.parquet", row_group_size=20)
+    (tmp_path / "rows.csv").write_text("a,b,p,y\n" + "".join(f"{i},{i % 7},{i}.5,{i % 2}\n" for i in range(150)))
+    return [
+        data.parquet(tmp_path, SCHEMA, 8),
+        data.parquet(tmp_path, SCHEMA, 8, shuffle_rows=30, seed=4, drop_last=True),
+        data.parquet(tmp_path, SCHEMA, 8, shard=(1, 2)),
+        data.csv(tmp_path / "rows.csv", SCHEMA, 8),
+        data.csv(tmp_path / "rows.csv", SCHEMA, 8, shuffle_rows=64),
+        data.synthetic(150, id_features=2, ids_per_feature=50, batch_size=8),
+        data.synthetic(150, id_features=2, ids_per_feature=50, batch_size=8, shard=(1, 3), drop_last=True),
+    ]
+
+
+def test_the_shards_of_every_reader_are_the_whole(tmp_path: Path) -> None:
+    for reader in public_readers(tmp_path):
+        assert isinstance(reader, Sharded)
+        for epoch, count in ((0, 1), (0, 2), (1, 3), (0, 40)):
+            whole = facts(reader.batches(epoch))
+            for index in range(count):
+                assert facts(reader.shard(index, count).batches(epoch)) == whole[index::count]
+        for index, count in ((2, 2), (-1, 2), (0, 0)):
+            with pytest.raises(ConfigError, match="shard"):
+                reader.shard(index, count)
+
+
+def test_batches_of_other_shards_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[int] = []
+    take = Batch.take
+    monkeypatch.setattr(Batch, "take", lambda self, rows: (moved.append(len(rows)), take(self, rows))[1])
+    reader = StreamReader(SCHEMA, Rows(160, 1), Order(8, shuffle_rows=40)).shard(1, 4)
+    assert len(list(reader.batches())) == 5
+    assert sum(moved) == 40

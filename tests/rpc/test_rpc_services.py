@@ -15,8 +15,8 @@ from persia.modes import Hybrid
 from persia.ps import EmbeddingServer
 from persia.rpc.interface import describe
 from persia.schema import Adagrad, Adam, AdmitMinFrequency, IdFeature, Schema, Table
-from persia.services import EmbeddingPS, EmbeddingWorker, RowChunk
-from persia.types import Contribution, Gradients, LookedUp, PushHeader, UpdateCounts
+from persia.services import Coordinator, DataLoader, EmbeddingPS, EmbeddingWorker, RowChunk
+from persia.types import Contribution, Feed, Gradients, LookedUp, PushHeader, UpdateCounts
 from persia.worker import Worker
 
 SCHEMA = Schema(
@@ -160,6 +160,21 @@ CALLS = {
         "push": (header(1), [Contribution(1, ROWS)]),
         "release": (1,),
         "evaluate": (COLUMNS,),
+        "statistics": (),
+    },
+    DataLoader: {
+        "begin": (Feed(0, 0, 1, 0, 1, 2),),
+        "take": (0, 0, 0),
+        "end": (),
+        "statistics": (),
+    },
+    Coordinator: {
+        "join": ("data_loader", 0, "tcp://127.0.0.1:1"),
+        "depart": ("data_loader", 0, 1),
+        "retire": ("data_loader", 0),
+        "regenerate": (1,),
+        "membership": (),
+        "report": ("data_loader", 0, {"rows": 1.0}),
         "statistics": (),
     },
 }

@@ -1,5 +1,6 @@
 """Several PSs: the same numbers as one; and what an embedding worker does with repeated pushes."""
 
+import contextlib
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,14 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import persia
+from persia import rpc
 from persia.batching.batch import Batch, IdColumn
 from persia.errors import CheckpointError, StaleBatchError, StoreError
 from persia.modes import Hybrid, Sync
+from persia.nn import codec
 from persia.optim import SGD, Adagrad
 from persia.ps import EmbeddingServer, HoldOptions
-from persia.services import Connection
+from persia.services import Connection, EmbeddingWorker
 from persia.types import Contribution, PushHeader, UpdateCounts
-from persia.worker import Worker
+from persia.worker import Worker, WorkerOptions
 from persia.worker.calls import call_all
 
 TIMEOUT = 20.0
@@ -92,8 +95,9 @@ def test_rows_are_the_same_to_the_bit_with_1_2_and_3_servers(steps):
                 batch_id = worker.register(features(drawn(rng, 20), samples))
                 found = worker.lookup(batch_id)
                 seen.append(rows_of(found))
-                entry = worker._entries[batch_id]
-                contributions.append(Contribution(batch_id, gradients_for(entry.ids, found)))
+                with worker._buffer.use(batch_id) as entry:
+                    ids = entry.ids
+                contributions.append(Contribution(batch_id, gradients_for(ids, found)))
             counts.append(worker.push(header(step), contributions))
         results.append((seen, counts))
         assert worker.buffered == 0
@@ -238,7 +242,10 @@ def test_a_repeated_push_gets_the_answer_of_the_first():
     assert all(t["duplicates"] == 0 for server in connection.servers for t in server.statistics().values())
     with pytest.raises(StaleBatchError):
         worker.push(header(1), [contribution])
-    assert worker.statistics() == {"buffered": 0, "registered": 1, "looked_up": 1, "pushed": 1, "released": 0}
+    assert worker.statistics() == {
+        "buffered": 0, "registered": 1, "looked_up": 1, "pushed": 1, "released": 0, "expired": 0, "stale": 1,
+        "gradient_rows": 18,
+    }  # fmt: skip
 
 
 def test_a_push_that_reached_some_servers_only_is_completed_by_its_repetition():
@@ -283,6 +290,37 @@ def test_float16_gradients_with_scales_are_taken():
     worker.push(header(0), [Contribution(contribution.batch_id, halves, scales)])
     for name, rows in rows_of(worker.evaluate(columns)).items():
         np.testing.assert_allclose(rows, before[name] - 0.25, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["here", "rpc"])
+def test_compressed_rows_and_gradients_are_those_of_the_uncompressed_within_float16(how):
+    """And non-finite gradients are still seen, and counted, by the PS."""
+    plain = connect(2, optimizer=SGD(lr=1.0))
+    servers = connect(2, optimizer=SGD(lr=1.0)).servers
+    role = Worker(SCHEMA, servers, options=WorkerOptions(compression="fp16"))
+    with contextlib.ExitStack() as stack:
+        worker = role
+        if how == "rpc":
+            server = stack.enter_context(rpc.serve(role, protocol=EmbeddingWorker))
+            worker = rpc.connect(server.address, EmbeddingWorker, timeout=TIMEOUT)
+            stack.callback(rpc.close, worker)
+        rng = np.random.default_rng(3)
+        for step in range(3):
+            columns = features(drawn(rng, 30), 20)
+            contribution = mean_gradient(plain.worker, columns)
+            batch_id = worker.register(columns)
+            found = worker.lookup(batch_id)
+            assert {rows.dtype for rows in found.rows.values()} == {np.dtype(np.float16)}
+            exact = plain.worker.lookup(contribution.batch_id)
+            decoded = codec.decode(found.rows, found.scales)
+            for table, rows in decoded.items():
+                np.testing.assert_allclose(rows, exact.rows[table], rtol=2e-3, atol=1e-6)
+            gradients = {table: values.copy() for table, values in contribution.gradients.items()}
+            gradients["user"][0, 0] = np.inf if step else np.nan
+            halves, scales = codec.encode(gradients)
+            plain_counts = plain.worker.push(header(step), [contribution._replace(gradients=gradients)])
+            assert worker.push(header(step), [Contribution(batch_id, halves, scales)]) == plain_counts
+            assert plain_counts["user"].non_finite == 1
 
 
 def test_call_all_runs_side_by_side_and_raises_the_first_failure():

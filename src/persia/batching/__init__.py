@@ -3,6 +3,7 @@
 :mod:`persia.batching.reference` has a slow, readable twin of every function here.
 """
 
+from persia.batching.codec import decode_rows, encode_rows
 from persia.batching.duplicates import average_gradients, merge_gradients, unique
 from persia.batching.hashing import hash_cross, hash_strings, hash_values
 from persia.batching.native import Scratch, ThreadPool, borrow
@@ -16,6 +17,8 @@ __all__ = [
     "ThreadPool",
     "average_gradients",
     "borrow",
+    "decode_rows",
+    "encode_rows",
     "group_by_owner",
     "hash_cross",
     "hash_strings",

@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 
 from persia.batching.duplicates import UniqueIds
 from persia.batching.pooling import FeaturePlan, Pooled
-from persia.types import BoolArray, Floats, Ids, Int32Array, Int64Array, Inverse
+from persia.types import BoolArray, Floats, Halves, Ids, Int32Array, Int64Array, Inverse
 
 __all__ = [
     "average_gradients",
+    "decode_rows",
+    "encode_rows",
     "group_by_owner",
     "hash_cross",
     "hash_strings",
@@ -54,6 +56,20 @@ def merge_gradients(parts: Sequence[tuple[Ids, Floats]]) -> tuple[Ids, Floats]:
         for row, gradient in zip(inverse, gradients, strict=True):
             merged[row] += gradient
     return ids, merged
+
+
+def encode_rows(rows: Floats) -> tuple[Halves, Floats]:
+    """Twin of :func:`persia.batching.encode_rows`."""
+    largest = np.fmax.reduce(np.abs(rows), axis=1, initial=np.float32(0))
+    scales = np.where(largest == 0, np.float32(1), np.maximum(largest / np.float32(2**15), np.float32(2.0**-126)))
+    with np.errstate(invalid="ignore"):
+        return (rows / scales[:, None]).astype(np.float16), scales
+
+
+def decode_rows(halves: Halves, scales: Floats) -> Floats:
+    """Twin of :func:`persia.batching.decode_rows`."""
+    with np.errstate(invalid="ignore"):
+        return halves.astype(np.float32) * scales[:, None]
 
 
 def owner(table: str, id_: int, servers: int) -> int:

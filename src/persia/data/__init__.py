@@ -13,11 +13,14 @@ from persia.data.from_globo import globo
 from persia.data.from_movielens import movielens
 from persia.data.from_parquet import parquet
 from persia.data.generator import Synthetic, synthetic
+from persia.data.loader import Loader, Peer
 from persia.data.reader import Order, Reader, Source, StreamReader
 
 __all__ = [
     "File",
+    "Loader",
     "Order",
+    "Peer",
     "Reader",
     "Source",
     "StreamReader",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from persia.batching.batch import Batch, IdColumn
+from persia.data.reader import share_of
 from persia.data.zipf import Zipf
 from persia.errors import ConfigError
 from persia.schema import IdFeature, Schema
@@ -113,7 +114,7 @@ def synthetic(
 
 @dataclass(frozen=True)
 class Synthetic:
-    """The reader that `synthetic` returns; its fields are that function's arguments."""
+    """The reader that `synthetic` returns; its fields are that function's arguments, with `share` for `shard`."""
 
     rows: int
     id_features: int
@@ -129,7 +130,7 @@ class Synthetic:
     batch_size: int
     dim: int
     drop_last: bool
-    shard: tuple[int, int]
+    share: tuple[int, int]
 
     def __post_init__(self) -> None:
         lows = {"rows": 1, "id_features": 1, "ids_per_feature": 1, "latent_dim": 1, "dense_features": 0, "days": 1}
@@ -139,8 +140,8 @@ class Synthetic:
                 raise ConfigError(f"synthetic: {name} = {getattr(self, name)} must be at least {low}.", field=name)
         if self.pairs is not None and not 0 <= self.pairs <= self.id_features * (self.id_features - 1) // 2:
             raise ConfigError(f"synthetic: pairs = {self.pairs} is more than there are; or None.", field="pairs")
-        if not 0 <= self.shard[0] < self.shard[1]:
-            raise ConfigError(f"shard = {self.shard} is not (index, count) with 0 <= index < count.", field="shard")
+        if not 0 <= self.share[0] < self.share[1]:
+            raise ConfigError(f"shard = {self.share} is not (index, count) with 0 <= index < count.", field="shard")
 
     @cached_property
     def schema(self) -> Schema:
@@ -151,7 +152,7 @@ class Synthetic:
 
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """Batches of one pass; skipping the first `start` costs nothing. Each epoch has new rows of the same truth."""
-        index, count = self.shard
+        index, count = self.share
         stop = self.rows // self.batch_size if self.drop_last else -(-self.rows // self.batch_size)
         for number in range(start * count + index, stop, count):
             yield self._batch(epoch, number)[0]
@@ -159,6 +160,10 @@ class Synthetic:
     def __iter__(self) -> Iterator[Batch]:
         """The first pass, from its beginning."""
         return self.batches()
+
+    def shard(self, index: int, count: int) -> Synthetic:
+        """The batches with number % count == index; the others are not generated. See `persia.services.Sharded`."""
+        return replace(self, share=share_of(self.share, index, count))
 
     def best_auc(self, rows: int = 1_000_000, *, epoch: int = 0) -> float:
         """The AUC that the true click probabilities are expected to reach on the first `rows` rows of a pass.

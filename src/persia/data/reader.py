@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -11,8 +11,9 @@ import numpy as np
 from persia.batching.batch import Batch, IdColumn
 from persia.errors import ConfigError
 from persia.schema import Schema
+from persia.types import Int64Array
 
-__all__ = ["Order", "Reader", "Source", "StreamReader"]
+__all__ = ["Order", "Reader", "Source", "StreamReader", "share_of"]
 
 
 @runtime_checkable
@@ -106,17 +107,25 @@ class StreamReader:
         """The first pass, from its beginning."""
         return self.batches()
 
-    def _shuffled(self, epoch: int, block: int, skip: int) -> Iterator[Batch]:
+    def shard(self, index: int, count: int) -> StreamReader:
+        """The batches with number % count == index; see `persia.services.Sharded`.
+
+        Rows of the others are read from the source, but not shuffled or made into batches.
+        """
+        mine = share_of(self.order.shard, index, count)
+        return replace(self, order=replace(self.order, shard=mine))
+
+    def _shuffled(self, epoch: int, block: int, skip: int) -> Iterator[_Permuted]:
         """Rows from `skip` on, each block of `shuffle_rows` in its own order; `skip` lies in block `block`."""
         size = self.order.shuffle_rows
         drop = skip - block * size
         for rows in cut(self.source.chunks(block * size), size):
             order = np.random.default_rng((self.order.seed, epoch, block)).permutation(len(rows))[drop:]
             if len(order):
-                yield rows.take(order)
+                yield _Permuted(rows, order)
             drop, block = 0, block + 1
 
-    def _cut(self, chunks: Iterator[Batch], first: int) -> Iterator[Batch]:
+    def _cut(self, chunks: Iterator[Batch] | Iterator[_Permuted], first: int) -> Iterator[Batch]:
         index, count = self.order.shard
         size = self.order.batch_size
         for batch in cut(chunks, size, first=first, every=count, offset=index):
@@ -124,23 +133,52 @@ class StreamReader:
                 yield _canonical(batch)
 
 
-def cut(chunks: Iterator[Batch], size: int, *, first: int = 0, every: int = 1, offset: int = 0) -> Iterator[Batch]:
+class _Permuted:
+    """Rows in another order; only those that are asked for are moved."""
+
+    def __init__(self, rows: Batch, order: Int64Array) -> None:
+        self._rows = rows
+        self._order = order
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def slice(self, start: int, stop: int) -> Batch:
+        return self._rows.take(self._order[start:stop])
+
+
+def share_of(share: tuple[int, int], index: int, count: int) -> tuple[int, int]:
+    """Which batches of the whole are those with number % count == index of a share of it.
+
+    Raises:
+        ConfigError: not 0 <= index < count.
+    """
+    if not 0 <= index < count:
+        raise ConfigError(f"shard({index}, {count}): give 0 <= index < count.", field="shard")
+    first, every = share
+    return first + index * every, every * count
+
+
+def cut(
+    chunks: Iterator[Batch] | Iterator[_Permuted], size: int, *, first: int = 0, every: int = 1, offset: int = 0
+) -> Iterator[Batch]:
     """Cuts a stream of rows into batches of `size`, numbered from `first`; keeps those i with i % every == offset.
 
-    Batches are views of the chunks wherever they lie within one.
+    Batches are views of the chunks wherever they lie within one. Rows of others are not touched.
     """
     number, parts, have = first, list[Batch](), 0
     for chunk in chunks:
         position = 0
-        while have + len(chunk) - position >= size:
-            stop = position + size - have
+        while position < len(chunk):
+            stop = min(len(chunk), position + size - have)
             if number % every == offset:
-                yield Batch.concat([*parts, chunk.slice(position, stop)])
-            number, parts, have, position = number + 1, [], 0, stop
-        if position < len(chunk):
-            parts.append(chunk.slice(position, len(chunk)))
-            have += len(chunk) - position
-    if parts and number % every == offset:
+                parts.append(chunk.slice(position, stop))
+            have, position = have + stop - position, stop
+            if have == size:
+                if parts:
+                    yield Batch.concat(parts)
+                number, parts, have = number + 1, [], 0
+    if parts:
         yield Batch.concat(parts)
 
 

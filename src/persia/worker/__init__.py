@@ -1,5 +1,6 @@
 """The embedding worker role."""
 
 from persia.worker.embedding_worker import Worker
+from persia.worker.options import WorkerOptions
 
-__all__ = ["Worker"]
+__all__ = ["Worker", "WorkerOptions"]

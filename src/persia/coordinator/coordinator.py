@@ -1,0 +1,144 @@
+"""Who is there, how far training is, and what everyone reports (docs/reference/protocol.md, section 8)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from persia.errors import ConfigError
+from persia.types import Member, Membership
+
+__all__ = ["Coordinator"]
+
+ROLES = ("embedding_ps", "embedding_worker", "data_loader", "nn_worker")
+RETIRABLE = ("embedding_worker", "data_loader")
+
+
+class Coordinator:
+    """The membership of a cluster, and the last report of each member. No data pass through it, and it calls nobody.
+
+    Safe to call from several threads; only `membership` blocks.
+
+    Args:
+        clock: seconds, for the age of reports.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._version = 0
+        self._generation = 0
+        self._nn_workers = 0
+        self._members: dict[tuple[str, int], Member] = {}
+        self._reports: dict[tuple[str, int], tuple[float, dict[str, float]]] = {}
+        """By member: when it was last heard of, and its counters."""
+
+    def join(self, role: str, rank: int, address: str) -> Member:
+        """A process has started; an earlier one of its rank is dead from now on.
+
+        The same address again, while that member has not departed, is a repetition of the call.
+
+        Raises:
+            ConfigError: there is no such role, or no NN worker of this rank in this generation.
+        """
+        with self._changed:
+            self._check(role)
+            if role == "nn_worker" and not 0 <= rank < self._nn_workers:
+                raise ConfigError(
+                    f"There is no NN worker {rank} in generation {self._generation}, which has {self._nn_workers}. "
+                    "Call `regenerate` with their number before they join.",
+                    rank=rank,
+                )
+            old = self._members.get((role, rank))
+            if role == "nn_worker":
+                incarnation = self._generation
+            else:
+                incarnation = old.incarnation + 1 if old is not None else 1
+            if old is not None and old.state != "dead" and old.address == address:
+                return old
+            member = Member(role, rank, incarnation, address)
+            self._reports[role, rank] = self._clock(), {}
+            self._put(member)
+            return member
+
+    def depart(self, role: str, rank: int, incarnation: int, reason: str = "") -> None:
+        """A process has ended, or is found dead; nothing happens if its rank has a later incarnation, or is dead."""
+        with self._changed:
+            member = self._members.get((role, rank))
+            if member is not None and member.incarnation == incarnation and member.state != "dead":
+                self._put(member._replace(state="dead", reason=reason))
+
+    def retire(self, role: str, rank: int) -> None:
+        """Asks an embedding worker or data loader to finish what it has and leave; it learns it from the membership.
+
+        Raises:
+            ConfigError: members of this role cannot leave while training, or there is no such one.
+        """
+        with self._changed:
+            if role not in RETIRABLE:
+                raise ConfigError(
+                    f"role = {role!r} cannot leave while training; {' and '.join(RETIRABLE)} can.", field="role"
+                )
+            member = self._members.get((role, rank))
+            if member is None:
+                raise ConfigError(f"There is no {role} {rank} to retire.", rank=rank)
+            if member.state == "alive":
+                self._put(member._replace(state="leaving"))
+
+    def regenerate(self, nn_workers: int) -> int:
+        """The NN workers start anew, so many of them; those of before are dead. Returns the new generation, from 1.
+
+        Raises:
+            ConfigError: fewer than one.
+        """
+        if nn_workers < 1:
+            raise ConfigError(f"nn_workers = {nn_workers}; give a whole number >= 1.", field="nn_workers")
+        with self._changed:
+            self._generation += 1
+            self._nn_workers = nn_workers
+            for key, member in self._members.items():
+                if member.role == "nn_worker" and member.state != "dead":
+                    reason = f"replaced by generation {self._generation}"
+                    self._members[key] = member._replace(state="dead", reason=reason)
+            self._change()
+            return self._generation
+
+    def membership(self, newer_than: int = 0, timeout: float = 0.0) -> Membership:
+        """All members, by role and rank; waits until the version is above `newer_than`, at most `timeout` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._version > newer_than, max(0.0, timeout))
+            members = sorted(self._members.values(), key=lambda m: (ROLES.index(m.role), m.rank))
+            return Membership(self._version, self._generation, members)
+
+    def report(self, role: str, rank: int, counters: Mapping[str, float]) -> None:
+        """A sign of life with counters, which replace those of the last report.
+
+        Raises:
+            ConfigError: the process has not joined.
+        """
+        with self._changed:
+            if (role, rank) not in self._members:
+                raise ConfigError(f"{role} {rank} reports, but has not joined.", rank=rank)
+            self._reports[role, rank] = self._clock(), dict(counters)
+
+    def statistics(self) -> dict[str, dict[str, float]]:
+        """The last report of every member, by "role-rank", with its `age` in seconds (since it joined, before any)."""
+        with self._changed:
+            now = self._clock()
+            return {
+                f"{role}-{rank}": {**counters, "age": now - when}
+                for (role, rank), (when, counters) in sorted(self._reports.items())
+            }
+
+    def _check(self, role: str) -> None:
+        if role not in ROLES:
+            raise ConfigError(f"role = {role!r} is unknown; use one of {', '.join(ROLES)}.", field="role")
+
+    def _put(self, member: Member) -> None:
+        self._members[member.role, member.rank] = member
+        self._change()
+
+    def _change(self) -> None:
+        self._version += 1
+        self._changed.notify_all()

@@ -1,0 +1,126 @@
+"""Where a data loader is in its source: reads the batch of a number, wherever that is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any
+
+from persia.batching.batch import Batch
+from persia.errors import DataError, PersiaError
+from persia.schema import Schema
+from persia.services import Seekable, Sharded
+from persia.types import Feed
+
+__all__ = ["Cursor"]
+
+NEAR = 64
+"""Batches that are rather read and dropped than passed over by opening the source anew."""
+
+
+_END = object()
+
+
+class Cursor:
+    """Reads batches by their number in the source. For one thread.
+
+    Args:
+        source: `Sharded` and `Seekable` ones are opened anew to seek; other iterables are read from their beginning.
+        schema: what every batch must fit.
+    """
+
+    def __init__(self, source: Iterable[Batch] | Seekable, schema: Schema) -> None:
+        self._source = source
+        self._schema = schema
+        self._iterator: Iterator[Any] | None = None
+        self._broken: Exception | None = None
+        self._share: tuple[int, int, int] | None = None
+        """(epoch, loader, loaders) of the iterator; it yields the numbers `self._next`, `+ self._stride`, ..."""
+        self._next = 0
+        self._stride = 1
+
+    def check(self, feed: Feed) -> None:
+        """Raises DataError where the source cannot be read as a feed asks for."""
+        if not isinstance(self._source, Seekable) and feed.loaders > 1:
+            raise DataError(
+                f"{feed.loaders} data loaders cannot share a source that cannot begin anywhere "
+                f"({type(self._source).__name__}): use one, or a source with `batches(epoch, start)`.",
+                loaders=feed.loaders,
+            )
+
+    def read(self, feed: Feed, number: int) -> Batch | None:
+        """Batch `number` of the pass, checked; None if there is none. Blocks for the source.
+
+        Raises:
+            DataError: it cannot be read, does not fit the schema, or lies before what was read from a source that
+                cannot go back. The next read of a `Seekable` source opens it anew.
+        """
+        if self._broken is not None and self._share is not None and self._share[0] == feed.epoch:
+            raise copy.copy(self._broken)
+        try:
+            return self._read(feed, number)
+        except Exception as error:
+            self.close()
+            found: Exception = error
+            if isinstance(error, DataError):
+                message = f"Batch {number} of pass {feed.epoch}: {error.message}"
+                found = DataError(message, **{**error.fields, "number": number, "epoch": feed.epoch})
+            elif not isinstance(error, PersiaError):
+                found = DataError(
+                    f"Batch {number} of pass {feed.epoch} cannot be read: the source "
+                    f"({type(self._source).__name__}) raised {type(error).__name__}: {error}.",
+                    number=number,
+                    epoch=feed.epoch,
+                )
+            # An iterator that has raised pretends to be at its end from then on.
+            self._broken = None if isinstance(self._source, Seekable) else found
+            raise found from error
+
+    def rewind(self) -> None:
+        """The next read begins a pass; a source that is only iterable is iterated anew."""
+        self.close()
+        self._share = None
+
+    def close(self) -> None:
+        """Ends the iterator, and with it what it holds open."""
+        if isinstance(self._iterator, Generator):
+            self._iterator.close()
+        self._iterator = None
+
+    def _read(self, feed: Feed, number: int) -> Batch | None:
+        self._seek(feed, number)
+        assert self._iterator is not None
+        while True:
+            batch, at = next(self._iterator, _END), self._next
+            if batch is _END:
+                return None
+            self._next += self._stride
+            if at == number:
+                break
+        if not isinstance(batch, Batch):
+            raise DataError(f"The source gave a {type(batch).__name__}; it must give persia.Batch.")
+        batch.validate(self._schema)
+        return batch
+
+    def _seek(self, feed: Feed, number: int) -> None:
+        share = (feed.epoch, feed.loader, feed.loaders)
+        source = self._source
+        if not isinstance(source, Seekable):
+            if self._share is None or self._share[0] != feed.epoch:
+                self.close()
+                self._iterator, self._share, self._next, self._stride = iter(source), share, 0, 1
+            elif number < self._next:
+                raise DataError(
+                    f"it is asked for, but the source ({type(source).__name__}) can only go on, from {self._next}: use "
+                    "a source with `batches(epoch, start)`."
+                )
+            return
+        if self._iterator is not None and self._share == share and 0 <= number - self._next <= NEAR * feed.loaders:
+            return
+        self.close()
+        if feed.loaders > 1 and isinstance(source, Sharded):
+            mine = source.shard(feed.loader, feed.loaders)
+            self._iterator, self._stride = mine.batches(feed.epoch, number // feed.loaders), feed.loaders
+        else:
+            self._iterator, self._stride = source.batches(feed.epoch, number), 1
+        self._share, self._next = share, number

@@ -1,0 +1,377 @@
+"""The data loader (Persia paper, section 4.1, steps 1 and 2; docs/reference/protocol.md, section 4)."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from persia.batching.batch import Batch
+from persia.data.cursor import Cursor
+from persia.data.registering import Peer, Registrar
+from persia.errors import DataError, DeadlineError, MovedError, PersiaError
+from persia.schema import Schema
+from persia.services import Seekable
+from persia.types import Delivery, FedBatch, Feed
+
+__all__ = ["Loader", "Peer"]
+
+
+class _Entry:
+    """A batch that has been read, until its NN worker asks for a higher one.
+
+    Attributes:
+        batch_id: None as long as it is to be registered (again).
+        taken: whether its NN worker has it, and with it the batch id.
+    """
+
+    def __init__(self, rank: int, batch: Batch) -> None:
+        self.rank = rank
+        self.batch = batch
+        self.batch_id: int | None = None
+        self.taken = False
+
+
+class _Failure(NamedTuple):
+    """Why reading has stopped, at which number."""
+
+    number: int
+    error: Exception
+
+
+class Loader:
+    """Has batches ready for NN workers, their ID features registered at embedding workers. Safe for several threads.
+
+    One thread of its own reads and registers; it runs from `begin` to `end`. Batches are checked against the schema.
+
+    Args:
+        source: `Sharded` if other loaders' batches are to be passed over cheaply, else `Seekable`; one loader alone
+            also reads any iterable, from its beginning.
+        schema: what the batches must fit.
+        workers: the embedding workers; see `set_workers`.
+        accumulation_steps: so many consecutive batches of an NN worker lie on one embedding worker.
+        timeout: seconds that a `take` waits, and that a batch waits for an embedding worker.
+    """
+
+    def __init__(
+        self,
+        source: Iterable[Batch] | Seekable,
+        schema: Schema,
+        workers: Sequence[Peer] = (),
+        accumulation_steps: int = 1,
+        timeout: float = 600.0,
+    ) -> None:
+        self._cursor = Cursor(source, schema)
+        self._source = type(source).__name__
+        self._timeout = timeout
+        self._changed = threading.Condition()  # Guards all that follows.
+        self._registrar = Registrar(self._changed, _by_rank(workers), accumulation_steps, timeout)
+        self._feed: Feed | None = None
+        self._ended = False
+        self._thread: threading.Thread | None = None
+        self._entries: dict[int, _Entry] = {}
+        self._asked: dict[int, int] = {}
+        """By rank, the highest number that it has asked for: lower ones are behind it."""
+        self._waiting: list[int] = []
+        self._position = 0
+        self._end: int | None = None
+        self._failure: _Failure | None = None
+        self._unwanted: deque[int] = deque()
+        self._doing = "waiting for `begin`"
+        self._counts: Counter[str] = Counter()
+
+    # --- calls --------------------------------------------------------------------------------------------------
+
+    def set_workers(self, workers: Sequence[Peer]) -> None:
+        """Tells which embedding workers there are from now on; those that are not named are gone.
+
+        What lies at one that is gone and has not been taken is registered elsewhere. One that is leaving keeps what
+        it has, and gets nothing new. Returns at once.
+        """
+        with self._changed:
+            self._registrar.peers = _by_rank(workers)
+            self._failure = None
+            for entry in self._entries.values():
+                if not entry.taken:
+                    self._check_registered(entry)
+            self._changed.notify_all()
+
+    def begin(self, feed: Feed) -> None:
+        """Starts reading for a pass, or for another share of the same; returns at once. See `services.DataLoader`.
+
+        Raises:
+            DataError: several loaders are to share a source that is only iterable.
+        """
+        self._cursor.check(feed)
+        with self._changed:
+            old = self._feed
+            if feed == old:
+                return
+            if old is not None and old[:3] == feed[:3]:
+                for number in [n for n in self._entries if n % feed.loaders != feed.loader]:
+                    self._forget(number)
+                first = min(self._asked.values(), default=feed.start)
+            else:
+                self._forget_all()
+                first, self._end = feed.start, None
+            self._position = first + (feed.loader - first) % feed.loaders
+            self._feed, self._failure, self._ended = feed, None, False
+            if self._thread is None:
+                self._cursor.rewind()
+                name = f"data loader {feed.loader}"
+                self._thread = threading.Thread(target=self._read_ahead, name=name, daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def take(self, rank: int, epoch: int, number: int) -> Delivery:
+        """Batch `number` of a pass; blocks until it is ready. See `services.DataLoader`.
+
+        Raises:
+            DataError: the batch cannot be read or does not fit the schema; it is not `rank`'s; the pass is over.
+            DeadlineError: the source or the embedding workers were late; the message says which.
+            MovedError: the batch is another loader's, or this one has ended.
+        """
+        deadline = time.monotonic() + self._timeout
+        with self._changed:
+            while True:
+                feed = self._begun(rank, epoch, number, deadline)
+                self._pass(rank, number)
+                if not self._ready(number):
+                    self._failure = None  # Every call may be repeated: it is tried again.
+                self._waiting.append(number)
+                self._changed.notify_all()
+                try:
+                    there = self._changed.wait_for(
+                        functools.partial(self._over, feed, number), deadline - time.monotonic()
+                    )
+                finally:
+                    self._waiting.remove(number)
+                if self._feed is not feed:
+                    continue
+                entry = self._entries.get(number)
+                if entry is not None and entry.batch_id is not None:
+                    return self._deliver(number, entry, entry.batch_id)
+                if self._end is not None and number >= self._end:
+                    return Delivery(number, None)
+                if not there:
+                    raise self._late(number, f"batch {number} of pass {epoch} for NN worker {rank}")
+                if self._failure is not None:
+                    # Each thread its own: a traceback is written to it.
+                    raise copy.copy(self._failure.error) from self._failure.error
+
+    def end(self) -> None:
+        """Stops reading, and releases what is ready. Waits for a read or registration in progress.
+
+        Raises:
+            DeadlineError: it did not end in time.
+        """
+        with self._changed:
+            self._forget_all()
+            self._feed, self._ended = None, True
+            thread = self._thread
+            self._changed.notify_all()
+        if thread is not None:
+            thread.join(self._timeout)
+            if thread.is_alive():
+                raise self._late(None, "the end")
+
+    def statistics(self) -> dict[str, int]:
+        """Batches `read`, `taken`, `registered` and `registered_again` so far, `ready` now; `rows` and `bytes` read."""
+        with self._changed:
+            names = ("read", "taken", "registered", "registered_again", "rows", "bytes")
+            ready = sum(not e.taken and e.batch_id is not None for e in self._entries.values())
+            return {"ready": ready, **{name: self._counts[name] for name in names}}
+
+    # --- of a take; under the lock --------------------------------------------------------------------------------
+
+    def _begun(self, rank: int, epoch: int, number: int, deadline: float) -> Feed:
+        """The feed, once that of this pass is there."""
+        reached = self._changed.wait_for(
+            lambda: self._ended or (self._feed is not None and self._feed.epoch >= epoch), deadline - time.monotonic()
+        )
+        if self._ended:
+            raise MovedError(f"This data loader has ended; ask another for batch {number}.", number=number)
+        if not reached or self._feed is None:
+            raise self._late(number, f"the beginning of pass {epoch}")
+        feed = self._feed
+        if number % feed.loaders != feed.loader:
+            raise MovedError(
+                f"Batch {number} is read by data loader {number % feed.loaders} of {feed.loaders}, not by "
+                f"{feed.loader}: get the membership and ask that one.",
+                number=number,
+            )
+        if epoch != feed.epoch or number < feed.start or (number - feed.start) % feed.nn_workers != rank:
+            raise DataError(
+                f"Batch {number} of pass {epoch} is not NN worker {rank}'s: pass {feed.epoch} is read from batch "
+                f"{feed.start} on, for {feed.nn_workers} NN workers in turn.",
+                number=number,
+                rank=rank,
+            )
+        return feed
+
+    def _pass(self, rank: int, number: int) -> None:
+        self._asked[rank] = max(number, self._asked.get(rank, number))
+        for passed in [n for n, e in self._entries.items() if e.rank == rank and n < number]:
+            self._forget(passed)
+        if number in self._entries:
+            self._check_registered(self._entries[number])
+
+    def _ready(self, number: int) -> bool:
+        return number in self._entries and self._entries[number].batch_id is not None
+
+    def _over(self, feed: Feed, number: int) -> bool:
+        return (
+            self._feed is not feed
+            or self._ready(number)
+            or (self._end is not None and number >= self._end)
+            or (self._failure is not None and self._failure.number <= number)
+        )
+
+    def _deliver(self, number: int, entry: _Entry, batch_id: int) -> Delivery:
+        if not entry.taken:
+            entry.taken = True
+            self._counts["taken"] += 1
+            self._changed.notify_all()
+        batch = entry.batch
+        return Delivery(number, FedBatch(batch_id, batch.dense, batch.labels, batch.day))
+
+    def _late(self, number: int | None, what: str) -> DeadlineError:
+        loader = self._feed.loader if self._feed is not None else "without a feed"
+        doing = f"{self._doing}: {self._registrar.doing}" if "registering" in self._doing else self._doing
+        return DeadlineError(
+            f"Data loader {loader} (source {self._source}): {what} was not there within {self._timeout:g} s; it is "
+            f"{doing}. See what holds that up, or raise `timeout`.",
+            number=number,
+            seconds=self._timeout,
+        )
+
+    def _check_registered(self, entry: _Entry) -> None:
+        """Has an entry registered again if its embedding worker is gone."""
+        if entry.batch_id is not None and not self._registrar.knows(entry.batch_id):
+            entry.batch_id, entry.taken = None, False
+            self._counts["registered_again"] += 1
+
+    def _forget(self, number: int) -> None:
+        entry = self._entries.pop(number)
+        if not entry.taken and entry.batch_id is not None:
+            self._unwanted.append(entry.batch_id)
+
+    def _forget_all(self) -> None:
+        for number in list(self._entries):
+            self._forget(number)
+        self._asked.clear()
+
+    # --- the thread that reads ------------------------------------------------------------------------------------
+
+    def _read_ahead(self) -> None:
+        while True:
+            with self._changed:
+                job = self._next_job()
+                while job is None and not self._ended:
+                    self._doing = "waiting for room"
+                    self._changed.wait()
+                    job = self._next_job()
+                if job is None:
+                    self._thread = None
+                    break
+            job()
+        self._cursor.close()
+
+    def _next_job(self) -> Callable[[], None] | None:
+        if self._unwanted:
+            return functools.partial(self._registrar.release, self._unwanted.popleft())
+        feed = self._feed
+        if feed is None or self._failure is not None:
+            return None
+        open_ = min((n for n, entry in self._entries.items() if entry.batch_id is None), default=None)
+        if open_ is not None:
+            self._doing = f"registering batch {open_}"
+            return functools.partial(self._register, feed, open_)
+        number = self._next_number(feed)
+        if number is None:
+            return None
+        self._doing = f"reading batch {number}"
+        return functools.partial(self._read, feed, number)
+
+    def _next_number(self, feed: Feed) -> int | None:
+        """What to read next: in order, while there is room; what somebody waits for comes first if it is elsewhere."""
+        ends = self._end is not None
+        missing = [n for n in self._waiting if n not in self._entries and not (ends and n >= (self._end or 0))]
+        wanted = min(missing, default=None)
+        number = self._position
+        if wanted is not None and not 0 <= wanted - number <= feed.loaders * feed.nn_workers * feed.ahead:
+            number = wanted
+        while number in self._entries or number < self._asked.get(self._rank(feed, number), 0):
+            if number == wanted:
+                break
+            number += feed.loaders
+        if ends and number >= (self._end or 0):
+            return wanted
+        rank = self._rank(feed, number)
+        untaken = sum(entry.rank == rank and not entry.taken for entry in self._entries.values())
+        return number if untaken < feed.ahead else wanted
+
+    @staticmethod
+    def _rank(feed: Feed, number: int) -> int:
+        return (number - feed.start) % feed.nn_workers
+
+    def _read(self, feed: Feed, number: int) -> None:
+        try:
+            batch = self._cursor.read(feed, number)
+        except PersiaError as error:
+            self._fail(feed, number, error)
+            return
+        with self._changed:
+            if batch is not None:
+                self._counts["read"] += 1
+                self._counts["rows"] += len(batch)
+                self._counts["bytes"] += _bytes(batch)
+            if self._feed is not feed:
+                return
+            self._position = number + feed.loaders
+            if batch is None:
+                self._end = number
+            else:
+                self._entries[number] = _Entry(self._rank(feed, number), batch)
+            self._changed.notify_all()
+
+    def _register(self, feed: Feed, number: int) -> None:
+        with self._changed:
+            entry = self._entries.get(number)
+        if entry is None:
+            return
+        try:
+            batch_id = self._registrar.register(feed, number, entry.batch, lambda: self._feed is not feed)
+        except Exception as error:
+            self._fail(feed, number, error)
+            return
+        if batch_id is None:
+            return
+        with self._changed:
+            self._counts["registered"] += 1
+            if self._entries.get(number) is entry and self._registrar.knows(batch_id):
+                entry.batch_id = batch_id
+            else:
+                self._unwanted.append(batch_id)
+            self._changed.notify_all()
+
+    def _fail(self, feed: Feed, number: int, error: Exception) -> None:
+        with self._changed:
+            if self._feed is feed:
+                self._failure = _Failure(number, error)
+                self._position = min(self._position, number)
+                self._changed.notify_all()
+
+
+def _by_rank(peers: Sequence[Peer]) -> tuple[Peer, ...]:
+    return tuple(sorted(peers, key=lambda peer: peer[:2]))
+
+
+def _bytes(batch: Batch) -> int:
+    columns = batch.id_features.values()
+    ids = sum(c.values.nbytes + (0 if c.offsets is None else c.offsets.nbytes) for c in columns)
+    return ids + batch.dense.nbytes + batch.labels.nbytes + (0 if batch.day is None else batch.day.nbytes)

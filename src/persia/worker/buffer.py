@@ -1,0 +1,168 @@
+"""What an embedding worker keeps between the registration of a batch and the push of its gradient."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+from persia.errors import DeadlineError, MovedError, StaleBatchError
+from persia.types import BatchId
+from persia.worker.options import WorkerOptions
+
+__all__ = ["Buffer"]
+
+T = TypeVar("T")
+
+
+class _Kept(Generic[T]):
+    """An entry, when it was last called for, and how many calls use it now."""
+
+    __slots__ = ("entry", "touched", "users")
+
+    def __init__(self, entry: T, touched: float) -> None:
+        self.entry = entry
+        self.touched = touched
+        self.users = 0
+
+
+class Buffer(Generic[T]):
+    """Entries by batch id: bounded, so that data loaders are held back; those that nobody calls for expire.
+
+    Safe to call from several threads.
+
+    Args:
+        rank: number of the embedding worker.
+        incarnation: of the embedding worker.
+        options: bounds and deadlines.
+        clock: seconds, for expiry.
+    """
+
+    def __init__(
+        self, rank: int, incarnation: int, options: WorkerOptions, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._rank, self._incarnation = rank, incarnation
+        self._options = options
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._kept: OrderedDict[int, _Kept[T]] = OrderedDict()
+        """In the order of `touched`."""
+        self._retired = False
+        self._counter = 0
+        self._counts: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def put(self, entry: T) -> int:
+        """Keeps an entry and returns its batch id; blocks while the buffer is full.
+
+        Raises:
+            MovedError: `retire` was called.
+            DeadlineError: the buffer stayed full.
+        """
+        with self._changed:
+            deadline = time.monotonic() + self._options.timeout
+            self._expire()
+            while len(self._kept) >= self._options.capacity and not self._retired:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise DeadlineError(
+                        f"Embedding worker {self._rank} (incarnation {self._incarnation}) has buffered "
+                        f"{len(self._kept)} batches, its most, for {self._options.timeout:g} s: NN workers have "
+                        "neither pushed nor released any. See what holds them up, or raise `capacity`.",
+                        rank=self._rank,
+                        buffered=len(self._kept),
+                        seconds=self._options.timeout,
+                    )
+                oldest = next(iter(self._kept.values())).touched
+                self._changed.wait(max(0.0, min(left, oldest + self._options.expiry - self._clock())))
+                self._expire()
+            if self._retired:
+                raise MovedError(
+                    f"Embedding worker {self._rank} (incarnation {self._incarnation}) is leaving: register with "
+                    "another one.",
+                    rank=self._rank,
+                )
+            batch_id = BatchId(self._rank, self._incarnation, self._counter).pack()
+            self._counter += 1
+            self._kept[batch_id] = _Kept(entry, self._clock())
+            self._counts["registered"] += 1
+            return batch_id
+
+    @contextlib.contextmanager
+    def use(self, batch_id: int) -> Iterator[T]:
+        """The entry of a batch; as long as it is used it does not expire.
+
+        Raises:
+            StaleBatchError: it is unknown, forgotten, or of another incarnation.
+        """
+        with self._changed:
+            self._expire()
+            kept = self._kept.get(batch_id)
+            if kept is None:
+                self._counts["stale"] += 1
+                raise self._stale(batch_id)
+            kept.users += 1
+            self._touch(batch_id, kept)
+        try:
+            yield kept.entry
+        finally:
+            with self._changed:
+                kept.users -= 1
+                if self._kept.get(batch_id) is kept:
+                    self._touch(batch_id, kept)
+
+    def forget(self, batch_id: int, what: str) -> None:
+        """Drops an entry, if it is there, and counts it as `what`."""
+        with self._changed:
+            if self._kept.pop(batch_id, None) is not None:
+                self._counts[what] += 1
+                self._changed.notify_all()
+
+    def retire(self) -> None:
+        """Takes nothing new; who waits for room gets a MovedError."""
+        with self._changed:
+            self._retired = True
+            self._changed.notify_all()
+
+    def statistics(self) -> dict[str, int]:
+        """Entries `buffered` now; `registered`, `pushed`, `released`, `expired`, and `stale` calls so far."""
+        with self._changed:
+            self._expire()
+            names = ("registered", "pushed", "released", "expired", "stale")
+            return {"buffered": len(self._kept), **{name: self._counts[name] for name in names}}
+
+    def _touch(self, batch_id: int, kept: _Kept[T]) -> None:
+        kept.touched = self._clock()
+        self._kept.move_to_end(batch_id)
+
+    def _expire(self) -> None:
+        now = self._clock()
+        while self._kept:
+            batch_id, kept = next(iter(self._kept.items()))
+            if kept.touched + self._options.expiry > now:
+                return
+            if kept.users:
+                self._touch(batch_id, kept)
+                continue
+            del self._kept[batch_id]
+            self._counts["expired"] += 1
+            self._changed.notify_all()
+
+    def _stale(self, batch_id: int) -> StaleBatchError:
+        rank, incarnation, _ = BatchId.unpack(batch_id)
+        if (rank, incarnation) != (self._rank, self._incarnation):
+            reason = (
+                f"it lay at embedding worker {rank}, incarnation {incarnation}, and this is {self._rank}, incarnation "
+                f"{self._incarnation}; what it had is lost"
+            )
+        else:
+            reason = (
+                "its gradient was pushed, it was released, or nobody called for it within "
+                f"{self._options.expiry:g} s. Call backward once per batch, before drawing the next"
+            )
+        return StaleBatchError(f"Batch {batch_id:#x} is not buffered: {reason}.", batch_id=batch_id)
