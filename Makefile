@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 SOURCES := $(shell find cpp bindings -name '*.cpp' -o -name '*.hpp' -o -name CMakeLists.txt) CMakeLists.txt pyproject.toml
 
-.PHONY: demo test test-all test-cpp sanitize lint format bench bench-cpp bench-smoke examples docs clean install
+.PHONY: demo demo-cluster test test-all test-cpp sanitize lint format bench bench-cpp bench-smoke examples docs clean install
 
 install: $(READY)  ## create .venv and install persia into it, editable
 
@@ -22,6 +22,9 @@ $(READY): $(VENV)/.dependencies $(SOURCES)
 
 demo: install  ## train on real click logs if there are any, else on generated ones
 	$(BIN)/python examples/demo.py
+
+demo-cluster: install  ## the same program on processes of this machine
+	$(BIN)/python examples/cluster.py
 
 test: install test-cpp  ## unit tests
 	$(BIN)/python -m pytest -q

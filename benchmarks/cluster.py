@@ -1,6 +1,9 @@
-"""The roles as processes.
+"""Processes on Ray: against one process, Hybrid against Sync, several NN workers, and what each role costs.
 
-python benchmarks/cluster.py [--only NAME] [--preset smoke|laptop|full] [--json FILE]
+    python benchmarks/cluster.py [--only NAME] [--preset smoke|laptop|full] [--json FILE]
+
+Where the network is emulated, a step waits 40 ms in place of computing, and a lookup takes 30 ms at least: then several
+NN workers fit on few cores, and what is measured is who waits for whom.
 """
 
 from __future__ import annotations
@@ -10,16 +13,251 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import harness
+from benchmarks.baselines.step_torch import generate
+from benchmarks.step import ROUNDS, STEPS, WORK, Persia
 
-from persia import rpc
+from persia import Batch, IdColumn, IdFeature, Schema, rpc
+from persia.cluster import Ray, RayOptions
+from persia.modes import Hybrid, Mode, Sync
+from persia.nn import EmbeddingCollection
+from persia.schema import Adagrad
 from persia.services import EmbeddingPS
 
-ROUNDS = {"smoke": 2, "laptop": 11, "full": 31}
+COMPUTE_SECONDS = 0.040
+LOOKUP_SECONDS = 0.030
+EMULATED_STEPS = {"smoke": 20, "laptop": 100, "full": 300}
+EMULATED_ROUNDS = {"smoke": 5, "laptop": 5, "full": 9}
+MANY = {"smoke": 2, "laptop": 8, "full": 8}
+FEATURES, DIM, ROWS = 4, 8, 128
+TINY_ROWS = 16
+"""Of a batch with which a role's time is that of its Python code."""
+
+
+@contextmanager
+def ray_here() -> Iterator[None]:
+    """One Ray for all clusters of a measure."""
+    import ray
+
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(address="local", include_dashboard=False, logging_level="error")
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+# --- against one process ------------------------------------------------------------------------------------------
+
+
+def vs_embedded(preset: str) -> harness.Measure:
+    """Samples/s of 1 PS + 1 embedding worker + 1 NN worker over those of one process; each with all cores."""
+    work, steps = WORK[preset], STEPS[preset]
+    data = generate(work)
+    here = Persia(work, data, Adagrad(lr=0.05))
+    threads = torch.get_num_threads()
+    with ray_here(), Ray(options=RayOptions(threads=threads)) as cluster:
+
+        def there(warm: int) -> float:
+            variant = Persia(work, generate(work), Adagrad(lr=0.05), cluster)
+            try:
+                variant.time(warm)
+                return variant.time(steps)
+            finally:
+                variant.close()
+
+        try:
+            for _ in range(2):
+                here.time(len(data))
+            cluster.run(lambda: there(2 * len(data)))
+            return harness.ratio(
+                "cluster.vs_embedded",
+                ours=lambda: work.batch * steps / cluster.run(lambda: there(5))[0],
+                theirs=lambda: work.batch * steps / here.time(steps),
+                rounds=ROUNDS[preset],
+                unit="x samples/s",
+                target=0.6,
+            )
+        finally:
+            here.close()
+
+
+# --- emulated network ---------------------------------------------------------------------------------------------
+
+
+class SlowLookups:
+    """An embedding worker whose lookups last as long as on a busy network."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+
+    def lookup(self, batch_id: int, train: bool = True) -> Any:
+        began = time.monotonic()
+        found = self._worker.lookup(batch_id, train)
+        time.sleep(max(0.0, LOOKUP_SECONDS - (time.monotonic() - began)))
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._worker, name)
+
+
+class Slow:
+    """A cluster with such embedding workers."""
+
+    def __init__(self, cluster: Any) -> None:
+        self._cluster = cluster
+
+    def connect(self, *arguments: Any) -> Any:
+        connection = self._cluster.connect(*arguments)
+        return connection._replace(worker=SlowLookups(connection.worker))
+
+
+def batches(count: int, rows: int, seed: int) -> list[Batch]:
+    rng = np.random.default_rng(seed)
+    return [
+        Batch(
+            {f"f{i}": IdColumn(rng.integers(0, 10_000, rows, dtype=np.uint64)) for i in range(FEATURES)},
+            np.zeros((rows, 0), np.float32),
+            rng.integers(0, 2, (rows, 1)).astype(np.float32),
+        )
+        for _ in range(count)
+    ]
+
+
+def emulated(cluster: Any, mode: Mode, steps: int, warm: int = 10) -> tuple[float, float]:
+    """Seconds of a loop on this NN worker: with embeddings of the cluster, and with constant local ones."""
+    rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    schema = Schema([IdFeature(f"f{i}", dim=DIM) for i in range(FEATURES)])
+    embeddings = EmbeddingCollection(schema, optimizer=Adagrad(lr=0.05), mode=mode, cluster=Slow(cluster))
+    net: torch.nn.Module = torch.nn.Linear(FEATURES * DIM, 1)
+    if count > 1:
+        net = torch.nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+
+    def step(inputs: list[torch.Tensor], labels: torch.Tensor) -> None:
+        time.sleep(COMPUTE_SECONDS)
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(net(torch.cat(inputs, 1)), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    began = 0.0
+    for number, batch in enumerate(embeddings.prefetch(batches(warm + steps, ROWS, rank))):
+        if number == warm:
+            began = time.perf_counter()
+        step(list(embeddings(batch).values()), batch.labels)
+    seconds = time.perf_counter() - began
+
+    leaves = [torch.zeros(ROWS, DIM, requires_grad=True) for _ in range(FEATURES)]
+    labels = torch.zeros(ROWS, 1)
+    began = time.perf_counter()
+    for _ in range(steps):
+        step(leaves, labels)
+    return seconds, time.perf_counter() - began
+
+
+def hybrid(preset: str) -> list[harness.Measure]:
+    """Hybrid against Sync, and against the same loop without embeddings."""
+    steps, options = EMULATED_STEPS[preset], RayOptions(threads=1)
+    against_sync, against_floor = [], []
+    with ray_here(), Ray(options=options) as synchronous, Ray(options=options) as asynchronous:
+        for number in range(EMULATED_ROUNDS[preset]):
+            runs = [
+                lambda: synchronous.run(lambda: emulated(synchronous, Sync(), steps))[0][0],
+                lambda: asynchronous.run(lambda: emulated(asynchronous, Hybrid(4), steps))[0],
+            ]
+            if number % 2:
+                (ours, floor), theirs = runs[1](), runs[0]()
+            else:
+                theirs, (ours, floor) = runs[0](), runs[1]()
+            against_sync.append(theirs / ours)
+            against_floor.append(floor / ours)
+    return [
+        harness.quantity("cluster.hybrid_vs_sync", against_sync, "x samples/s", 1.6),
+        harness.quantity("cluster.hybrid_floor", against_floor, "x samples/s", 0.95),
+    ]
+
+
+def scaling(preset: str) -> harness.Measure:
+    """Samples/s of many NN workers over those of one, and CPU of each role."""
+    steps, many = EMULATED_STEPS[preset], MANY[preset]
+    options = RayOptions(threads=1)
+    ratios = []
+    with ray_here(), Ray(options=options) as one, Ray(nn_workers=many, options=options) as all_of_them:
+        before = after = {}
+        for _ in range(EMULATED_ROUNDS[preset]):
+            alone = one.run(lambda: emulated(one, Hybrid(4), steps))[0][0]
+            before = after
+            together = max(seconds for seconds, _ in all_of_them.run(lambda: emulated(all_of_them, Hybrid(4), steps)))
+            after = all_of_them.statistics()
+            ratios.append(many * alone / together)
+    trained = many * (steps + 10)
+    cpu = {f"{name} CPU ms/batch": spent for name, spent in cpu_ms(before, after, trained).items()}
+    return harness.quantity(
+        "cluster.scaling", ratios, f"x samples/s, {many} NN workers over 1", 7.0 * many / 8, details=cpu
+    )
+
+
+def cpu_ms(before: dict[str, Any], after: dict[str, Any], count: int) -> dict[str, float]:
+    """CPU milliseconds per batch of each role, all its processes together."""
+    spent: dict[str, float] = {}
+    for name, counters in after.items():
+        role = name.rpartition("-")[0]
+        used = counters["cpu_seconds"] - before.get(name, {}).get("cpu_seconds", 0.0)
+        spent[role] = spent.get(role, 0.0) + 1000 * used / count
+    return spent
+
+
+# --- Python time of each role -------------------------------------------------------------------------------------
+
+
+def python_ms(preset: str) -> list[harness.Measure]:
+    """CPU time per batch of 16 samples: what is left when arrays are small is Python, and ZeroMQ's own thread."""
+    count = {"smoke": 100, "laptop": 1000, "full": 4000}[preset]
+    targets = {"embedding_ps": 0.3, "embedding_worker": 0.5, "nn_worker": 1.5}
+    found: dict[str, list[float]] = {role: [] for role in targets}
+    with ray_here(), Ray(options=RayOptions(threads=1)) as cluster:
+
+        def work() -> float:
+            schema = Schema([IdFeature(f"f{i}", dim=DIM) for i in range(FEATURES)])
+            embeddings = EmbeddingCollection(schema, optimizer=Adagrad(lr=0.05), mode=Hybrid(4), cluster=cluster)
+            made = batches(count, TINY_ROWS, 0)
+            began = time.process_time()
+            for batch in embeddings.prefetch(made):
+                torch.cat(list(embeddings(batch).values()), 1).sum().backward()
+            spent = time.process_time() - began
+            leaves = [torch.zeros(TINY_ROWS, DIM, requires_grad=True) for _ in range(FEATURES)]
+            began = time.process_time()
+            for _ in range(count):
+                torch.cat(leaves, 1).sum().backward()
+            return 1000 * (spent - (time.process_time() - began)) / count
+
+        cluster.run(work)
+        for _ in range(EMULATED_ROUNDS[preset]):
+            before = cluster.statistics()
+            (beside_torch,) = cluster.run(work)
+            spent = cpu_ms(before, cluster.statistics(), count)
+            for role, values in found.items():
+                values.append(beside_torch if role == "nn_worker" else spent[role])
+    return [
+        harness.quantity(f"roles.python_ms.{role}", values, "ms of CPU per batch", targets[role], at_least=False)
+        for role, values in found.items()
+    ]
+
+
+# --- start of a PS process --------------------------------------------------------------------------------------------
+
+RESTART_ROUNDS = {"smoke": 2, "laptop": 11, "full": 31}
 DEADLINE = 30.0
 
 SERVE = """
@@ -43,7 +281,7 @@ def restart_seconds() -> float:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    stub = rpc.connect(address, EmbeddingPS, peer="embedding PS 0", timeout=DEADLINE)  # type: ignore[type-abstract]
+    stub = rpc.connect(address, EmbeddingPS, peer="embedding PS 0", timeout=DEADLINE)
     source = Path(__file__).resolve().parents[1] / "src"
     paths = os.pathsep.join(filter(None, [str(source), os.environ.get("PYTHONPATH")]))
     began = time.perf_counter()
@@ -58,14 +296,18 @@ def restart_seconds() -> float:
             process.communicate(timeout=DEADLINE)
 
 
-def restart(preset: str):
+def restart(preset: str) -> harness.Measure:
     """Import and start of a PS process to its first rpc answer, files in the page cache."""
     restart_seconds()
-    values = [restart_seconds() for _ in range(ROUNDS[preset])]
+    values = [restart_seconds() for _ in range(RESTART_ROUNDS[preset])]
     return harness.quantity("ps.restart_s", values, "s", 0.5, at_least=False, details={"slowest": max(values)})
 
 
-MEASURES = {
+MEASURES: dict[str, harness.Function] = {
+    "cluster.vs_embedded": vs_embedded,
+    "cluster.hybrid_vs_sync": hybrid,
+    "cluster.scaling": scaling,
+    "roles.python_ms": python_ms,
     "ps.restart_s": restart,
 }
 

@@ -24,6 +24,7 @@ from persia import Batch, IdColumn, IdFeature, Schema
 from persia.modes import Hybrid
 from persia.nn import EmbeddingCollection
 from persia.schema import Adagrad, EmbeddingOptimizer, RowwiseAdagrad
+from persia.services import Cluster
 
 WORK = {"smoke": Workload(rows=20_000, batch=1024, batches=8), "laptop": Workload(), "full": Workload()}
 STEPS = {"smoke": 5, "laptop": 20, "full": 50}
@@ -31,13 +32,15 @@ ROUNDS = {"smoke": 5, "laptop": 9, "full": 15}
 
 
 class Persia(Variant):
-    """The same network and data with `EmbeddingCollection`, in Hybrid(4)."""
+    """The same network and data with `EmbeddingCollection`, in Hybrid(4); `benchmarks/cluster.py` runs it elsewhere."""
 
-    def __init__(self, work: Workload, data: list[Samples], optimizer: EmbeddingOptimizer) -> None:
+    def __init__(
+        self, work: Workload, data: list[Samples], optimizer: EmbeddingOptimizer, cluster: Cluster | None = None
+    ) -> None:
         super().__init__(work, data)
         names = [f"f{i}" for i in range(work.features)]
         schema = Schema([IdFeature(name, dim=work.dim) for name in names], [f"d{i}" for i in range(work.dense)])
-        self.embeddings = EmbeddingCollection(schema, optimizer=optimizer, mode=Hybrid(4))
+        self.embeddings = EmbeddingCollection(schema, optimizer=optimizer, mode=Hybrid(4), cluster=cluster)
         batches = [
             Batch({n: IdColumn(ids.astype(np.uint64)) for n, ids in zip(names, s.ids, strict=True)}, s.dense, s.labels)
             for s in data

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from persia import cluster, data, modes, nn, optim
+    from persia import cluster, data, dense, modes, nn, optim
     from persia.batching.batch import Batch, IdColumn
     from persia.errors import PersiaError
     from persia.options import TrainerOptions
@@ -50,7 +50,7 @@ _HOMES = {
     "persia.trainer": ("FitResult", "Trainer"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
-_PACKAGES = frozenset({"checkpoint", "cluster", "data", "errors", "metrics", "modes", "nn", "optim", "schema"})
+_PACKAGES = frozenset({"checkpoint", "cluster", "data", "dense", "errors", "metrics", "modes", "nn", "optim", "schema"})
 
 __all__ = [
     "AdmitAll",
@@ -72,6 +72,7 @@ __all__ = [
     "Zeros",
     "cluster",
     "data",
+    "dense",
     "modes",
     "nn",
     "optim",

@@ -20,6 +20,7 @@ __all__ = [
     "PeerRestartedError",
     "PersiaError",
     "RemoteError",
+    "RoleDiedError",
     "StaleBatchError",
     "StalePushError",
     "StoreError",
@@ -82,6 +83,13 @@ class PeerRestartedError(PersiaError):
     """The connection was lost during a call that must not be repeated: it ran once, or not at all.
 
     Fields: `peer`, `address`, `operation`.
+    """
+
+
+class RoleDiedError(PersiaError):
+    """A process of the cluster has died for good; the message shows its last lines.
+
+    Fields: `role`, `rank`.
     """
 
 

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import torch
 
+from persia.dense import merged_metrics
 from persia.errors import DivergedError
 from persia.metrics import MetricsResult
 from persia.nn.prepared import PreparedBatch
@@ -46,6 +47,8 @@ class FitResult(msgspec.Struct, frozen=True):
         absent_rows: gradient rows skipped because their id had no row (not admitted, or evicted).
         non_finite_rows: gradient rows dropped because of a NaN or Inf.
         released_batches: batches without a backward pass.
+        lost_batches: batches skipped because their embedding worker was gone.
+        lost_gradients: batches trained whose embedding gradients were lost with their embedding worker.
     """
 
     rows: int
@@ -62,6 +65,19 @@ class FitResult(msgspec.Struct, frozen=True):
     absent_rows: int
     non_finite_rows: int
     released_batches: int
+    lost_batches: int = 0
+    lost_gradients: int = 0
+
+
+class Counts(NamedTuple):
+    """What an NN worker tells the others at the end of a call."""
+
+    rows: int
+    seconds: float
+    staleness_sum: float
+    lookups: int
+    staleness_max: int
+    pushed: dict[str, int]
 
 
 class _Unscored(NamedTuple):
@@ -91,8 +107,9 @@ class Run:
         self._seconds = 0.0
         self._unscored: _Unscored | None = None
         self._shown = (self._began, 0)
-        self.line = LiveLine(trainer.options.progress)
-        self._writer = summary_writer(trainer.options.log_dir) if trainer.options.log_dir else None
+        first = trainer.embeddings.connection.rank == 0
+        self.line = LiveLine(trainer.options.progress and first)
+        self._writer = summary_writer(trainer.options.log_dir) if trainer.options.log_dir and first else None
 
     def finished(self) -> bool:
         """Whether `max_steps` is reached."""
@@ -126,11 +143,14 @@ class Run:
         Raises:
             DivergedError: logits or loss of the batch that is scored are not finite.
         """
+        if batch.made_up:
+            return
         trainer = self._trainer
+        connection = trainer.embeddings.connection
         self._rows += len(batch)
         self._batches += 1
         self.score_rest()
-        number = trainer.position - 1
+        number = trainer.position - connection.nn_workers + connection.rank
         arrays = self._staging.to_host({"logits": logits, "labels": batch.labels, "loss": loss.float()})
         self._unscored = _Unscored(arrays, batch.day, step, trainer.epoch, number)
         if logits.device.type == "cpu":
@@ -185,25 +205,37 @@ class Run:
     def result(self, evaluation: MetricsResult | None) -> FitResult:
         """What `fit` returns."""
         trainer = self._trainer
-        seconds = self._seconds
+        replicas = trainer.step.replicas
         staleness = trainer.embeddings.staleness
-        pushed = trainer.embeddings.pushed
+        mine = Counts(
+            self._rows,
+            self._seconds,
+            staleness.mean * staleness.lookups,
+            staleness.lookups,
+            staleness.max,
+            trainer.embeddings.pushed._asdict(),
+        )
+        counts = [msgspec.json.decode(p, type=Counts) for p in replicas.gather(msgspec.json.encode(mine))]
+        pushed = {name: sum(c.pushed[name] for c in counts) for name in mine.pushed}
+        rows, seconds = sum(c.rows for c in counts), max(c.seconds for c in counts)
         tables = trainer.embeddings.statistics().values()
         return FitResult(
-            rows=self._rows,
+            rows=rows,
             seconds=seconds,
-            rows_per_second=self._rows / seconds if seconds else 0.0,
+            rows_per_second=rows / seconds if seconds else 0.0,
             steps=trainer.global_step - self._first_step,
             global_step=trainer.global_step,
-            progressive=trainer.metrics.result(),
+            progressive=merged_metrics(trainer.metrics, replicas.gather).result(),
             evaluation=evaluation,
-            staleness_mean=staleness.mean,
-            staleness_max=staleness.max,
+            staleness_mean=sum(c.staleness_sum for c in counts) / max(1, sum(c.lookups for c in counts)),
+            staleness_max=max(c.staleness_max for c in counts),
             stored_rows=sum(t["rows"] for t in tables),
             stored_bytes=sum(t["bytes"] for t in tables),
-            absent_rows=pushed.absent,
-            non_finite_rows=pushed.non_finite,
-            released_batches=pushed.released,
+            absent_rows=pushed["absent"],
+            non_finite_rows=pushed["non_finite"],
+            released_batches=pushed["released"],
+            lost_batches=pushed["lost_batches"],
+            lost_gradients=pushed["lost_gradients"],
         )
 
 

@@ -26,7 +26,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         keep_last: checkpoints kept; older ones are removed.
         log_dir: TensorBoard directory (needs the extra `tensorboard`).
         progress: whether to show a live line.
-        timeout: seconds that any wait for data or embeddings may take.
+        timeout: seconds that any wait for data, embeddings or other NN workers may take.
     """
 
     seed: int = 0

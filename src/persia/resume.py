@@ -13,6 +13,7 @@ from persia.checkpoint import CheckpointReader, CheckpointWriter
 from persia.checkpoint.format import StatePart
 from persia.config import convert, dump
 from persia.errors import CheckpointError, PersiaError
+from persia.metrics import Metrics
 from persia.modes import Hybrid, Mode, Sync
 from persia.options import TrainerOptions
 from persia.schema import EmbeddingOptimizer, Schema
@@ -21,7 +22,7 @@ from persia.services import RowChunk
 if TYPE_CHECKING:
     from persia.trainer import Trainer
 
-__all__ = ["Recorded", "load", "recorded", "save"]
+__all__ = ["Recorded", "load", "load_random_state", "load_training_state", "recorded", "save", "training_state"]
 
 
 MOST_SHARDS = 1024
@@ -37,15 +38,21 @@ class Recorded(NamedTuple):
     options: TrainerOptions
 
 
-def save(trainer: Trainer, directory: str) -> str:
-    """Writes a checkpoint of a trainer at rest; returns its path."""
+def save(trainer: Trainer, directory: str, metrics: Metrics) -> str:
+    """Writes a checkpoint of a trainer at rest; returns its path. One NN worker does it for all.
+
+    Args:
+        trainer: of that NN worker.
+        directory: where it goes.
+        metrics: of all NN workers.
+    """
     with CheckpointWriter(directory, trainer.global_step, keep_last=trainer.options.keep_last) as writer:
         for number, server in enumerate(trainer.embeddings.connection.servers):
             for chunk in server.export_rows():
                 writer.add_rows(chunk.table, number * MOST_SHARDS + chunk.shard, chunk.arrays)
             writer.add_state(f"server-{number}", server.state())
         writer.add_tensors("model", trainer.model.state_dict())
-        writer.add_state("training", _training_state(trainer))
+        writer.add_state("training", {**training_state(trainer), "metrics": metrics.state_dict()})
         return writer.commit(
             schema=resolved(trainer),
             config={
@@ -70,9 +77,15 @@ def recorded(directory: str) -> Recorded:
     )
 
 
-def load(trainer: Trainer, directory: str) -> None:
-    """Puts the latest checkpoint of a directory into a fresh trainer; everything is checked before anything changes."""
-    if trainer.global_step or any(t["rows"] for t in trainer.embeddings.statistics().values()):
+def load(trainer: Trainer, directory: str, *, first: bool = True) -> None:
+    """Puts the latest checkpoint of a directory into a fresh trainer; everything is checked before anything changes.
+
+    Args:
+        trainer: of an NN worker.
+        directory: where the checkpoint is.
+        first: whether it is NN worker 0, which loads for all what there is but once, before the others.
+    """
+    if trainer.global_step or (first and any(t["rows"] for t in trainer.embeddings.statistics().values())):
         raise PersiaError("load() needs a fresh Trainer; this one has trained. Make a new one.")
     reader = CheckpointReader(directory)
     reader.check_schema(resolved(trainer))
@@ -82,9 +95,13 @@ def load(trainer: Trainer, directory: str) -> None:
     _check_model(trainer.model, tensors, directory)
     _check_optimizer(trainer, training, directory)
     _check_servers(trainer, reader)
-    _load_rows(trainer, reader)
+    if first:
+        _load_rows(trainer, reader)
     trainer.model.load_state_dict(tensors)
-    _load_training_state(trainer, training)
+    load_training_state(trainer, training)
+    if first:
+        trainer.metrics.load_state_dict(training["metrics"])
+        load_random_state(training["random"])
 
 
 def resolved(trainer: Trainer) -> Schema:
@@ -94,7 +111,8 @@ def resolved(trainer: Trainer) -> Schema:
     return Schema(schema.id_features, schema.dense_features, schema.labels, list(server.tables().values()))
 
 
-def _training_state(trainer: Trainer) -> dict[str, Any]:
+def training_state(trainer: Trainer) -> dict[str, Any]:
+    """What decides the future of training, beside rows and the network's tensors."""
     step = trainer.step
     return {
         "seed": trainer.options.seed,
@@ -102,7 +120,6 @@ def _training_state(trainer: Trainer) -> dict[str, Any]:
         "optimizer": step.optimizer.state_dict(),
         "scheduler": step.scheduler.state_dict() if step.scheduler else None,
         "scaler": step.scaler.state_dict() if step.scaler else None,
-        "metrics": trainer.metrics.state_dict(),
         "global_step": trainer.global_step,
         "depth": trainer.embeddings.gate.depth,
         "epoch": trainer.epoch,
@@ -116,23 +133,27 @@ def _training_state(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _load_training_state(trainer: Trainer, state: dict[str, Any]) -> None:
+def load_training_state(trainer: Trainer, state: dict[str, Any]) -> None:
+    """Puts `training_state` back, except for random generators."""
     step = trainer.step
     step.optimizer.load_state_dict(state["optimizer"])
     if step.scheduler is not None and state["scheduler"] is not None:
         step.scheduler.load_state_dict(state["scheduler"])
     if step.scaler is not None and state["scaler"] is not None:
         step.scaler.load_state_dict(state["scaler"])
-    trainer.metrics.load_state_dict(state["metrics"])
     trainer.embeddings.global_step = state["global_step"]
     if trainer.mode == Hybrid("auto") and isinstance(state["depth"], int):
         trainer.embeddings.gate.depth = state["depth"]
     trainer.epoch, trainer.position = state["epoch"], state["position"]
-    torch.set_rng_state(state["random"]["torch"])
-    if torch.cuda.is_available() and len(state["random"]["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["random"]["cuda"])
-    np.random.set_state(state["random"]["numpy"])
-    random.setstate(state["random"]["python"])
+
+
+def load_random_state(state: dict[str, Any]) -> None:
+    """Puts the random generators where they were."""
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
 
 
 def _load_rows(trainer: Trainer, reader: CheckpointReader) -> None:

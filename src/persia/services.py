@@ -7,7 +7,7 @@ may be repeated: the same call again has the effect of one. docs/reference/proto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -279,13 +279,14 @@ class Cluster(Protocol):
         """
 
 
+@runtime_checkable
 class ProcessCluster(Cluster, Protocol):
     """A cluster whose roles are processes."""
 
     def run(self, function: Callable[[], T]) -> list[T]:
         """Runs a function on every NN worker, where `connect` returns that worker's connection; results by rank."""
 
-    def feed(self, source: Seekable, epoch: int, start: int) -> None:
+    def feed(self, source: Iterable[Batch] | Seekable, epoch: int, start: int, accumulation_steps: int = 1) -> None:
         """Lets the data loaders read a source, from batch `start` of an epoch on."""
 
     def scale(self, embedding_workers: int | None = None, data_loaders: int | None = None) -> None:

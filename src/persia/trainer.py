@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from persia import resume
+from persia import remote, resume
 from persia.batching.batch import Batch
+from persia.dense import AllReduce, AllReduceOptions, merged_metrics
 from persia.errors import ConfigError, DataError
 from persia.fit import FitResult, Run, check_finite
 from persia.metrics import Metrics, MetricsResult
@@ -22,13 +23,18 @@ from persia.nn.staging import staging_for
 from persia.nn.step import DenseStep, OptimizerFactory, StepOptions
 from persia.options import TrainerOptions
 from persia.schema import EmbeddingOptimizer, Schema
-from persia.services import Cluster, Seekable
+from persia.services import Cluster, ProcessCluster, Seekable
+from persia.types import FedBatch, Feed
 
 __all__ = ["FitResult", "Trainer", "TrainerOptions"]
 
 
 class Trainer:
     """Trains, evaluates, saves and resumes a recommender. Not thread-safe; calls block.
+
+    With several NN workers each has a Trainer of its own, in a process where torch.distributed is initialised; all make
+    the same calls. They train one network: batches go to them in turn, gradients are averaged by rows, and results are
+    the same on each.
 
     Args:
         model: an `nn.Module`; `model(dense, embeddings)` returns logits `[batch, labels]`. A method
@@ -57,7 +63,9 @@ class Trainer:
     ) -> None:
         self.schema = schema
         self.embedding_optimizer = embedding_optimizer
+        self.optimizer_factory = optimizer
         self.mode: Mode = mode or Hybrid()
+        self.cluster = cluster
         self.options = options or TrainerOptions()
         if self.options.checkpoint_every_steps is not None and self.options.checkpoint_dir is None:
             raise ConfigError("checkpoint_every_steps needs checkpoint_dir.", field="checkpoint_dir")
@@ -85,12 +93,17 @@ class Trainer:
                 str(device), self.options.seed, self.options.accumulation_steps, self.options.timeout
             ),
         )
+        connection = self.embeddings.connection
+        if connection.nn_workers > 1:
+            self.step.replicas = AllReduce(self.model, connection.nn_workers, AllReduceOptions(self.options.timeout))
         self.metrics = Metrics(list(schema.labels))
-        self._finished = False
+        """Of this NN worker."""
+        self.finished = False
+        """Whether the last call of `fit` came to the end of its epochs."""
         self._loaded = False
         self.epoch = 0
         self.position = 0
-        """Batches of the current epoch that are trained."""
+        """Batches of the current epoch that are trained, by all NN workers together."""
 
     @property
     def global_step(self) -> int:
@@ -101,7 +114,7 @@ class Trainer:
 
     def fit(
         self,
-        train_data: Iterable[Batch],
+        train_data: Iterable[Batch] | None,
         eval_data: Iterable[Batch] | None = None,
         *,
         epochs: int = 1,
@@ -114,7 +127,7 @@ class Trainer:
 
         Args:
             train_data: a reader of `persia.data`, or any iterable of `persia.Batch` (not a one-shot iterator when
-                there are several epochs).
+                there are several epochs, or several NN workers). None where the cluster has data loaders, which read.
             eval_data: evaluated once, at the end.
             epochs: passes over the data; those before a resume count.
             max_steps: most global steps of this call.
@@ -125,15 +138,25 @@ class Trainer:
             DivergedError: logits or loss are not finite. The network has had that batch's gradient, on a GPU that of
                 one more; no checkpoint has been written since.
             CheckpointError: a checkpoint could not be written; training state is unharmed.
+            DeadlineError: another role or NN worker was late; it says which.
+            RoleDiedError: a process of the cluster has died. The network here is as it was before the call.
         """
-        if epochs > 1 and isinstance(train_data, Iterator):
-            raise ConfigError("train_data is an iterator and cannot be read twice; give a reader or a list.")
+        connection = self.embeddings.connection
+        if (epochs > 1 or connection.nn_workers > 1) and isinstance(train_data, Iterator):
+            raise ConfigError(
+                "train_data is an iterator and cannot be read twice; give a reader or a list.", field="train_data"
+            )
+        if train_data is None and connection.loader is None:
+            raise ConfigError("train_data is None, and the cluster has no data loaders.", field="train_data")
         for name, value in (("epochs", epochs), ("max_steps", max_steps)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name} = {value!r}; give a whole number >= 1.", field=name)
-        if self._finished:
+        if isinstance(self.cluster, ProcessCluster) and train_data is not None:
+            bounds = {"epochs": epochs, "max_steps": max_steps}
+            return remote.fit(self, self.cluster, train_data, eval_data, bounds)
+        if self.finished:
             self.epoch = self.position = 0
-        self._finished = False
+        self.finished = False
         run = Run(self, self._staging, max_steps)
         self.model.train()
         self.embeddings.train()
@@ -148,21 +171,27 @@ class Trainer:
                         run.checkpoint_if_due()
         finally:
             run.close()
-        self._finished = self.epoch >= epochs
+        self.finished = self.epoch >= epochs
         if self.options.checkpoint_dir is not None and run.unsaved():
             self.save(self.options.checkpoint_dir)
+        self.step.replicas.settle()
         evaluation = self.evaluate(eval_data) if eval_data is not None else None
         return run.result(evaluation)
 
     def evaluate(self, data: Iterable[Batch]) -> MetricsResult:
         """Metrics on data, read-only: the store and the model stay as they are.
 
+        Several NN workers score the batches in turn, and all return the metrics of all.
+
         Raises:
             DataError: a batch does not fit the schema, or has no labels.
             DivergedError: logits are not finite.
         """
         metrics = Metrics(list(self.schema.labels))
-        for number, (batch, logits) in enumerate(self._scored(data)):
+        rank, nn_workers = self.embeddings.connection.rank, self.embeddings.connection.nn_workers
+        mine = itertools.islice(iter(data), rank, None, nn_workers) if nn_workers > 1 else data
+        for number, (batch, logits) in enumerate(self._scored(mine)):
+            number = rank + number * nn_workers
             if not batch.labels.shape[1]:
                 raise DataError(
                     f"Batch {number} of the data to evaluate has no labels. Use `predict` for data without labels; or, "
@@ -171,7 +200,7 @@ class Trainer:
                 )
             check_finite(f"Batch {number} of the data to evaluate", logits, batch=number)
             metrics.update(logits, batch.labels.cpu().numpy(), batch.day)
-        return metrics.result()
+        return merged_metrics(metrics, self.step.replicas.gather).result()
 
     def predict(self, data: Iterable[Batch]) -> Iterator[NDArray[np.float32]]:
         """Yields probabilities float32 `[batch, labels]`, batch by batch; read-only. The data need no labels.
@@ -186,7 +215,8 @@ class Trainer:
     def save(self, directory: str) -> str:
         """Writes a checkpoint `directory/step-N` and points `directory/LATEST` to it. Blocks.
 
-        Call it between two calls of `fit`, never while a `prefetch` loop is under way.
+        Call it between two calls of `fit`, never while a `prefetch` loop is under way. With several NN workers all call
+        it, and the first one writes.
 
         Returns:
             The path of the new checkpoint.
@@ -194,7 +224,10 @@ class Trainer:
         Raises:
             CheckpointError: it could not be written; older checkpoints are intact.
         """
-        return resume.save(self, directory)
+        replicas = self.step.replicas
+        replicas.settle()
+        metrics = merged_metrics(self.metrics, replicas.gather)
+        return replicas.by_first(lambda: resume.save(self, directory, metrics))
 
     def load(self, directory: str) -> None:
         """Takes everything from a checkpoint, the latest of `directory`; all is checked before anything is changed.
@@ -202,7 +235,16 @@ class Trainer:
         Raises:
             CheckpointError: it is damaged, or of another schema, model or optimizer.
         """
-        resume.load(self, directory)
+        replicas = self.step.replicas
+
+        def load_first() -> str:
+            resume.load(self, directory)
+            return ""
+
+        replicas.by_first(load_first)
+        if self.embeddings.connection.rank > 0:
+            resume.load(self, directory, first=False)
+        replicas.gather(b"")
         self._loaded = True
 
     @classmethod
@@ -242,25 +284,50 @@ class Trainer:
 
     # --- inside -----------------------------------------------------------------------------------------------
 
-    def _train_segment(self, source: Iterator[Batch], run: Run) -> bool:
+    def _train_segment(self, source: Iterator[Batch | FedBatch], run: Run) -> bool:
         """Trains to the next checkpoint or end; nothing is in flight afterwards. Returns whether the source ended."""
         wanted = run.batches_to_boundary()
         drawn = 0
+        replicas = self.step.replicas
+        whole = False
         try:
-            with contextlib.closing(self.embeddings.prefetch(itertools.islice(source, wanted))) as batches:  # type: ignore[type-var]
+            prefetched = self.embeddings.prefetch(itertools.islice(source, wanted), replicas)
+            with contextlib.closing(prefetched) as batches:  # type: ignore[type-var]
                 for batch in batches:
                     step = self.global_step + 1
                     logits, loss = self.step.train(batch, self.embeddings(batch))
                     drawn += 1
-                    self.position += 1
+                    self.position += replicas.nn_workers
                     run.trained(step, batch, logits, loss)
+            whole = True
         finally:
-            # Also after an error: the embeddings have applied what was computed, the network does likewise.
-            self.step.finish()
+            # Also after an error: the embeddings have applied what was computed, the network does likewise. Not so with
+            # several NN workers: the others do not know of the error, and would not take part.
+            if whole or replicas.nn_workers == 1:
+                self.step.finish()
             run.score_rest()
         return wanted is None or drawn < wanted
 
-    def _source(self, data: Iterable[Batch]) -> Iterator[Batch]:
+    def _source(self, data: Iterable[Batch] | None) -> Iterator[Batch | FedBatch]:
+        """What is this NN worker's of the rest of the current epoch."""
+        connection = self.embeddings.connection
+        loader = connection.loader
+        if loader is not None:
+
+            def begin() -> str:
+                # Which loader has which share, and how far they read ahead, is known behind the facade.
+                loader.begin(Feed(self.epoch, self.position, connection.nn_workers, 0, 1, 1))
+                return ""
+
+            self.step.replicas.by_first(begin)
+            return self.embeddings.fed(self.epoch, self.position)
+        assert data is not None
+        rest = self._rest(data)
+        return (
+            rest if connection.nn_workers == 1 else itertools.islice(rest, connection.rank, None, connection.nn_workers)
+        )
+
+    def _rest(self, data: Iterable[Batch]) -> Iterator[Batch]:
         """The rest of the current epoch; readers seek, other iterables are read and skipped."""
         loaded, self._loaded = self._loaded, False
         if isinstance(data, Seekable):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json as jsonlib
 import os
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -68,10 +70,11 @@ def train(
         out.check_writable(json)
     reader = run.reader()
     trainer = run.build_trainer(reader.schema)
-    if resume is not None:
-        trainer.load(resume)
-    evaluation = run.eval_data.reader(reader.schema, "eval_data") if run.eval_data is not None else None
-    result = trainer.fit(reader, evaluation, epochs=run.train.epochs, max_steps=run.train.max_steps)
+    with _ending(trainer):
+        if resume is not None:
+            trainer.load(resume)
+        evaluation = run.eval_data.reader(reader.schema, "eval_data") if run.eval_data is not None else None
+        result = trainer.fit(reader, evaluation, epochs=run.train.epochs, max_steps=run.train.max_steps)
     out.print_fit(result, trainer.options.checkpoint_dir)
     if json is not None:
         out.write_json(json, out.fit_record(result))
@@ -91,7 +94,8 @@ def evaluate(
     from persia.cli import output as out
 
     trainer, reader = _restored(config, overrides, checkpoint)
-    result = trainer.evaluate(reader)
+    with _ending(trainer):
+        result = trainer.evaluate(reader)
     out.print_metrics("evaluation", result)
     if json is not None:
         out.write_json(json, out.metrics_record(result))
@@ -111,7 +115,8 @@ def predict(
     from persia.cli import output as out
 
     trainer, reader = _restored(config, overrides, checkpoint)
-    rows = out.write_predictions(output, list(trainer.schema.labels), trainer.predict(reader))
+    with _ending(trainer):
+        rows = out.write_predictions(output, list(trainer.schema.labels), trainer.predict(reader))
     typer.echo(f"{rows:,} predictions in {output}")
 
 
@@ -144,6 +149,18 @@ def _read(config: str, overrides: list[str] | None, output: str | None = None) -
     if output is not None:
         changes.append(f"trainer.checkpoint_dir={jsonlib.dumps(output)}")
     return read(config, changes, RunConfig)
+
+
+@contextlib.contextmanager
+def _ending(trainer: Trainer) -> Iterator[None]:
+    """Ends the processes of the trainer's cluster, if it has any, after the block."""
+    from persia.services import ProcessCluster
+
+    try:
+        yield
+    finally:
+        if isinstance(trainer.cluster, ProcessCluster):
+            trainer.cluster.close()
 
 
 def _check_unused(output: str | None, resume: str | None) -> None:

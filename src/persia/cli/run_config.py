@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from persia import data
-from persia.cluster import Embedded
+from persia.cluster import Embedded, RayOptions
 from persia.config import dump
 from persia.errors import ConfigError
 from persia.modes import Hybrid, Sync
@@ -18,6 +18,7 @@ from persia.nn import models
 from persia.nn.step import OptimizerFactory
 from persia.options import TrainerOptions
 from persia.schema import Adagrad, EmbeddingOptimizer, Schema
+from persia.services import Cluster
 from persia.trainer import Trainer
 
 __all__ = ["ClusterConfig", "DataConfig", "ModelConfig", "OptimizerConfig", "RunConfig", "TrainConfig"]
@@ -131,12 +132,31 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where the roles run.
 
     Attributes:
-        kind: "embedded": all in one process.
-        threads: of the embedding store; null for one per core.
+        kind: "embedded": all in one process; "ray": as processes.
+        threads: of each process's store, and with "ray" of torch; null for one per core.
+        ps: embedding PSs; for "ray", like all that follows.
+        embedding_workers: how many.
+        data_loaders: how many.
+        nn_workers: how many.
+        ray: address, resources, compression, ...
     """
 
-    kind: Literal["embedded"] = "embedded"
+    kind: Literal["embedded", "ray"] = "embedded"
     threads: int | None = None
+    ps: int = 1
+    embedding_workers: int = 1
+    data_loaders: int = 1
+    nn_workers: int = 1
+    ray: RayOptions = RayOptions()
+
+    def build(self) -> Cluster:
+        """The cluster; nothing is started yet."""
+        if self.kind == "embedded":
+            return Embedded(self.threads)
+        from persia.cluster import Ray
+
+        options = msgspec.structs.replace(self.ray, threads=self.ray.threads or self.threads)
+        return Ray(self.ps, self.embedding_workers, self.data_loaders, self.nn_workers, options)
 
 
 class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -191,7 +211,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             optimizer=self.optimizer.factory(),
             embedding_optimizer=self.embedding_optimizer,
             mode=self.mode,
-            cluster=Embedded(self.cluster.threads),
+            cluster=self.cluster.build(),
             options=self.trainer,
         )
 

@@ -1,5 +1,34 @@
 """Ways to run the roles."""
 
-from persia.cluster.embedded import Embedded
+from __future__ import annotations
 
-__all__ = ["Embedded"]
+from typing import TYPE_CHECKING, Any
+
+from persia.cluster.embedded import Embedded
+from persia.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from persia.cluster.on_ray.cluster import Ray
+    from persia.cluster.on_ray.options import RayOptions
+
+__all__ = ["Embedded", "Ray", "RayOptions"]
+
+
+def __getattr__(name: str) -> Any:
+    # Ray takes a second to import, and is an extra.
+    if name == "RayOptions":
+        from persia.cluster.on_ray.options import RayOptions
+
+        return RayOptions
+    if name == "Ray":
+        try:
+            from persia.cluster.on_ray.cluster import Ray
+        except ModuleNotFoundError as error:
+            if error.name != "ray":
+                raise
+            raise MissingExtraError(
+                'persia.cluster.Ray needs Ray: pip install "persia[ray]", or use persia.cluster.Embedded().',
+                extra="ray",
+            ) from error
+        return Ray
+    raise AttributeError(f"module 'persia.cluster' has no attribute {name!r}")

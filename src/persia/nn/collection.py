@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -13,15 +14,19 @@ from numpy.typing import NDArray
 from persia.batching.batch import Batch
 from persia.errors import ConfigError, PersiaError, StaleBatchError
 from persia.modes import Aggregation, Hybrid, Mode
+from persia.nn.codec import decode, encode
+from persia.nn.feeding import fed_batches
+from persia.nn.made_up import made_up_batch
 from persia.nn.pipeline import Pipeline, Stages
 from persia.nn.pool import Expander
 from persia.nn.prepared import PreparedBatch, PreparedRows
 from persia.nn.staging import staging_for
 from persia.nn.staleness import Staleness, StalenessGate
+from persia.nn.sync import EqualSteps
 from persia.nn.types import Embeddings
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Cluster
-from persia.types import Contribution, Floats, LookedUp, PushHeader, UpdateCounts
+from persia.types import Contribution, FedBatch, Floats, LookedUp, PushHeader, UpdateCounts
 
 __all__ = ["CollectionOptions", "EmbeddingCollection", "Pushed"]
 
@@ -61,12 +66,18 @@ class Pushed(NamedTuple):
         absent: rows that were not there (not admitted, or evicted): skipped.
         non_finite: rows whose gradient had a NaN or Inf: dropped.
         released: batches that were drawn and never back-propagated.
+        lost_batches: batches whose rows could not be looked up, as their embedding worker was gone: skipped.
+        lost_rows: samples of those.
+        lost_gradients: batches whose gradient could not be pushed, for the same reason.
     """
 
     applied: int = 0
     absent: int = 0
     non_finite: int = 0
     released: int = 0
+    lost_batches: int = 0
+    lost_rows: int = 0
+    lost_gradients: int = 0
 
 
 class _Pending(NamedTuple):
@@ -133,16 +144,38 @@ class EmbeddingCollection(torch.nn.Module):
         self._push_failure: BaseException | None = None
         self._counts: dict[str, UpdateCounts] = {}
         self._released = 0
+        self._lost_batches = self._lost_rows = 0
+        self._compressed = False
         self._pushes = 0
         self._pid = os.getpid()
 
     # --- the loop ---------------------------------------------------------------------------------------------
 
-    def prefetch(self, loader: Iterable[Batch]) -> Iterator[PreparedBatch]:
+    def fed(self, epoch: int = 0, start: int = 0) -> Iterator[FedBatch]:
+        """The batches that data loaders have for this NN worker, for `prefetch`.
+
+        Args:
+            epoch: number of the pass, as the data loaders were told to begin it.
+            start: batch number at which all NN workers began in it, likewise.
+
+        Raises:
+            ConfigError: the cluster has no data loaders.
+        """
+        connection = self.connection
+        if connection.loader is None:
+            raise ConfigError("This cluster has no data loaders; give batches to `prefetch`.", field="cluster")
+        return fed_batches(connection.loader, epoch, start, connection.rank, connection.nn_workers)
+
+    def prefetch(
+        self, loader: Iterable[Batch | FedBatch], equal_steps: EqualSteps | None = None
+    ) -> Iterator[PreparedBatch]:
         """Iterates over a loader with rows looked up ahead, in background threads.
 
         Args:
-            loader: any iterable of `persia.Batch`, a torch `DataLoader` with `batch_size=None` included.
+            loader: any iterable of `persia.Batch`, a torch `DataLoader` with `batch_size=None` included; or `fed()`.
+            equal_steps: where several NN workers train one network: its `persia.dense.AllReduce`. The iterator then
+                yields as many batches on each of them, and makes up (`batch.made_up`) those that are missing. Without
+                it, batches that were lost with an embedding worker are passed over.
 
         Yields:
             Batches on the device. Each is to be used before the next is drawn; one that was not back-propagated by
@@ -154,7 +187,7 @@ class EmbeddingCollection(torch.nn.Module):
             PersiaError: another training pass over this collection is under way.
         """
         source = iter(loader)  # Here, so that DataLoader workers are forked by the caller's thread.
-        return self._train(source) if self.training else self._evaluate(source)
+        return self._train(source, equal_steps) if self.training else self._evaluate(source)
 
     def forward(self, batch: PreparedBatch | Batch) -> Embeddings:
         """Embeddings by feature: `[batch, dim]`, or a SequenceEmbedding where the feature is not pooled.
@@ -202,6 +235,9 @@ class EmbeddingCollection(torch.nn.Module):
             sum(c.absent for c in counts),
             sum(c.non_finite for c in counts),
             self._released,
+            self._lost_batches,
+            self._lost_rows,
+            self._worker.statistics().get("lost_gradients", 0),
         )
 
     def statistics(self) -> dict[str, dict[str, int]]:
@@ -216,7 +252,7 @@ class EmbeddingCollection(torch.nn.Module):
 
     # --- training ---------------------------------------------------------------------------------------------
 
-    def _train(self, source: Iterator[Batch]) -> Iterator[PreparedBatch]:
+    def _train(self, source: Iterator[Batch | FedBatch], equal_steps: EqualSteps | None) -> Iterator[PreparedBatch]:
         self._check_process()
         if self._pipeline is not None:
             raise PersiaError(
@@ -225,23 +261,29 @@ class EmbeddingCollection(torch.nn.Module):
             )
         self.flush()
         self.gate.open()
-        stages = Stages(self._register, self.gate.pass_lookup, self._lookup, self.gate.drawn, self.gate.close)
+        lookup = functools.partial(self._lookup, made_up_rows=equal_steps.made_up_rows if equal_steps else 1)
+        stages = Stages(self._register, self.gate.pass_lookup, lookup, self.gate.drawn, self.gate.close)
         pipeline = self._pipeline = Pipeline(source, stages, self.options.timeout)
         batch: PreparedBatch | None = None
+        complete = False
         try:
             while True:
-                try:
-                    batch = pipeline.draw()
-                except StopIteration:
+                batch = self._next(pipeline, equal_steps)
+                if batch is None:
                     break
-                yield batch
+                if equal_steps is not None or not batch.made_up:
+                    yield batch
                 self._release_if_unused(batch)
+            complete = True
         finally:
             # Also when the loop is left early: what has a gradient is applied, the rest is forgotten. A batch that was
             # abandoned is no step.
             if batch is not None and batch.close():
                 self._released += 1
-            self._flush_group()
+            if complete or not self._held:
+                self._flush_group()
+            else:  # The others would have to push a step with it, and nobody knows whether they will.
+                self._group, self._group_batches = [], 0
             self._pipeline = None
             try:
                 pipeline.close()
@@ -252,15 +294,48 @@ class EmbeddingCollection(torch.nn.Module):
                 self._push_failure = pipeline.push_failure
         self._raise_push_failure()
 
-    def _register(self, batch: Batch) -> tuple[Batch, int]:
-        batch.validate(self.schema)
-        batch_id = self._worker.register(batch.id_features)
+    @property
+    def _held(self) -> bool:
+        """Whether PSs hold a step until all NN workers have pushed, also those without gradients."""
+        return self.mode.aggregate(1, self.connection.nn_workers) is Aggregation.HOLD
+
+    def _next(self, pipeline: Pipeline, equal_steps: EqualSteps | None) -> PreparedBatch | None:
+        """The next batch; after the own data a made-up one for as long as other NN workers have some."""
+        try:
+            batch = pipeline.draw()
+        except StopIteration:
+            if equal_steps is None:
+                return None
+            equal_steps.start(0, has_data=False)
+            if equal_steps.over():
+                return None
+            return made_up_batch(self.schema, equal_steps.made_up_rows, self._staging.device)
+        if equal_steps is not None:
+            equal_steps.start(batch.weight, has_data=True)
+        return batch
+
+    def _register(self, batch: Batch | FedBatch) -> tuple[Batch | FedBatch, int]:
+        if isinstance(batch, FedBatch):
+            batch_id = batch.batch_id
+        else:
+            batch.validate(self.schema)
+            batch_id = self._worker.register(batch.id_features)
         self._registered.add(batch_id)
         return batch, batch_id
 
-    def _lookup(self, registered: tuple[Batch, int]) -> tuple[PreparedBatch, Callable[[], None]]:
+    def _lookup(
+        self, registered: tuple[Batch | FedBatch, int], made_up_rows: int = 1
+    ) -> tuple[PreparedBatch, Callable[[], None]]:
         batch, batch_id = registered
-        prepared, ready = self._stage(batch, self._worker.lookup(batch_id), batch_id)
+        try:
+            found = self._worker.lookup(batch_id)
+        except StaleBatchError:
+            self._registered.discard(batch_id)
+            self._lost_batches += 1
+            self._lost_rows += len(batch.labels)
+            return made_up_batch(self.schema, made_up_rows, self._staging.device), lambda: None
+        self._compressed = found.scales is not None
+        prepared, ready = self._stage(batch, found, batch_id)
         prepared.await_gradient(self._end_of_backward)
         return prepared, ready
 
@@ -273,7 +348,9 @@ class EmbeddingCollection(torch.nn.Module):
         self._batch_ended()
 
     def _release_if_unused(self, batch: PreparedBatch) -> None:
-        if batch.close():
+        if batch.made_up:
+            self._batch_ended()
+        elif batch.close():
             assert batch.batch_id is not None
             self._worker.release(batch.batch_id)
             self._registered.discard(batch.batch_id)
@@ -299,11 +376,9 @@ class EmbeddingCollection(torch.nn.Module):
             self._pipeline.push(lambda: self._push(group, batches, step))
 
     def _push(self, group: list[_Pending], batches: int, step: int) -> None:
-        contributions = [Contribution(pending.batch_id, dict(pending.gradients())) for pending in group]
+        contributions = [self._contribution(pending) for pending in group]
         connection = self.connection
-        # A PS that holds a step waits for every NN worker, also for one without gradients.
-        held = self.mode.aggregate(1, connection.nn_workers) is Aggregation.HOLD
-        if contributions or held:
+        if contributions or self._held:
             self._pushes += 1
             header = PushHeader(
                 connection.generation, connection.rank, self._pushes, step, sum(pending.rows for pending in group)
@@ -314,9 +389,15 @@ class EmbeddingCollection(torch.nn.Module):
             self._registered.difference_update(c.batch_id for c in contributions)
         self.gate.done(batches)
 
+    def _contribution(self, pending: _Pending) -> Contribution:
+        gradients = pending.gradients()
+        if self._compressed:
+            return Contribution(pending.batch_id, *encode(gradients))
+        return Contribution(pending.batch_id, dict(gradients))
+
     # --- without a pipeline -----------------------------------------------------------------------------------
 
-    def _evaluate(self, source: Iterator[Batch]) -> Iterator[PreparedBatch]:
+    def _evaluate(self, source: Iterator[Batch | FedBatch]) -> Iterator[PreparedBatch]:
         self._check_process()
         stopped = False
 
@@ -336,7 +417,9 @@ class EmbeddingCollection(torch.nn.Module):
         finally:
             pipeline.close()
 
-    def _validated(self, batch: Batch) -> Batch:
+    def _validated(self, batch: Batch | FedBatch) -> Batch:
+        if isinstance(batch, FedBatch):
+            raise PersiaError("Evaluation needs whole batches; those of data loaders are for training.")
         batch.validate(self.schema, require_labels=False)
         return batch
 
@@ -352,6 +435,8 @@ class EmbeddingCollection(torch.nn.Module):
                     "yields, or switch to `.eval()` to read other ones."
                 )
             prepared, ready = self._lookup(self._register(batch))
+            if prepared.made_up:
+                raise StaleBatchError("The batch was lost between its registration and its lookup; call again.")
             if self._inline is not None:
                 self._release_if_unused(self._inline)
             self._inline = prepared
@@ -360,9 +445,12 @@ class EmbeddingCollection(torch.nn.Module):
         ready()
         return prepared
 
-    def _stage(self, batch: Batch, found: LookedUp, batch_id: int | None) -> tuple[PreparedBatch, Callable[[], None]]:
+    def _stage(
+        self, batch: Batch | FedBatch, found: LookedUp, batch_id: int | None
+    ) -> tuple[PreparedBatch, Callable[[], None]]:
         on_host = self._expander.on_host
-        arrays: dict[str, NDArray[Any]] = {f"rows/{name}": rows for name, rows in found.rows.items()}
+        rows_of = decode(found.rows, found.scales)
+        arrays: dict[str, NDArray[Any]] = {f"rows/{name}": rows for name, rows in rows_of.items()}
         arrays["dense"] = batch.dense
         arrays["labels"] = batch.labels
         if not on_host:

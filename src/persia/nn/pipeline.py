@@ -19,6 +19,7 @@ from persia.batching.batch import Batch
 from persia.errors import DeadlineError
 from persia.nn.channel import Channel, Closed
 from persia.nn.prepared import PreparedBatch
+from persia.types import FedBatch
 
 __all__ = ["Pipeline", "Stages"]
 
@@ -43,7 +44,7 @@ class Stages(NamedTuple):
         stop: makes a blocked `may_lookup` return False.
     """
 
-    register: Callable[[Batch], Any]
+    register: Callable[[Batch | FedBatch], Any]
     may_lookup: Callable[[], bool]
     lookup: Callable[[Any], tuple[PreparedBatch, Callable[[], None]]]
     drawn: Callable[[float], None]
@@ -70,11 +71,13 @@ class Pipeline:
         ready: most batches looked up ahead.
     """
 
-    def __init__(self, source: Iterator[Batch], stages: Stages, timeout: float, ready: int = MOST_READY) -> None:
+    def __init__(
+        self, source: Iterator[Batch | FedBatch], stages: Stages, timeout: float, ready: int = MOST_READY
+    ) -> None:
         self._source = source
         self._stages = stages
         self._timeout = timeout
-        self._read: Channel[Batch | _Failure] = Channel(READ_AHEAD)
+        self._read: Channel[Batch | FedBatch | _Failure] = Channel(READ_AHEAD)
         self._ready: Channel[_Ready | _Failure] = Channel(ready)
         self._pushes: Channel[Callable[[], None]] = Channel(MOST_READY)
         self.push_failure: BaseException | None = None

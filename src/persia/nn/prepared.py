@@ -39,6 +39,7 @@ class PreparedBatch:
         inverse: where the rows are.
         offsets: of multi-valued features.
         batch_id: what the embedding worker knows it by; None where no gradient is awaited.
+        made_up: it stands in for data that this NN worker does not have; the network must not learn from it.
     """
 
     def __init__(
@@ -48,18 +49,25 @@ class PreparedBatch:
         day: Int32Array | None,
         found: PreparedRows,
         batch_id: int | None,
+        made_up: bool = False,
     ) -> None:
         self.dense = dense
         self.labels = labels
         self.day = day
         self.rows, self.inverse, self.offsets = found
         self.batch_id = batch_id
+        self.made_up = made_up
         self._finish: Callable[[PreparedBatch], None] | None = None
         self._closed = False
         self._called_back = False
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def weight(self) -> int:
+        """Samples that count."""
+        return 0 if self.made_up else len(self)
 
     @property
     def trains(self) -> bool:

@@ -10,6 +10,7 @@ import torch
 
 from persia.errors import ConfigError
 from persia.nn.prepared import PreparedBatch
+from persia.nn.sync import Alone, Replicas
 from persia.nn.types import Embeddings
 from persia.schema import Schedule
 
@@ -44,6 +45,9 @@ class DenseStep:
         optimizer: made from the model's parameters.
         device: where the network runs.
         options: the rest.
+
+    Attributes:
+        replicas: this network among those of other NN workers; set it before the first batch.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class DenseStep:
         options: StepOptions,
     ) -> None:
         self.model = model.to(device)
+        self.replicas: Replicas = Alone(self.model)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = optimizer(parameters)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
@@ -72,32 +77,50 @@ class DenseStep:
         self._loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = getattr(
             model, "loss", torch.nn.functional.binary_cross_entropy_with_logits
         )
-        self._backwards = 0
+        self._batches = 0
+        self._rows = 0
 
     def train(self, batch: PreparedBatch, embeddings: Embeddings) -> tuple[torch.Tensor, torch.Tensor]:
-        """One batch.
+        """One batch. From a made-up one nothing is learned.
 
         Returns:
             Logits float32 `[batch, labels]` of the forward pass, before the update, and the loss, both detached.
         """
+        self._batches += 1
+        self._rows += batch.weight
+        last = self._batches == self._accumulation
+        if batch.made_up and self.replicas.nn_workers == 1:  # Nobody waits for us in a collective.
+            logits = loss = batch.labels.new_zeros(())
+        else:
+            with self.replicas.batch(batch.made_up, last):
+                logits, loss = self._forward_backward(batch, embeddings)
+        if last:
+            self._update()
+        return logits.detach(), loss.detach()
+
+    def _forward_backward(self, batch: PreparedBatch, embeddings: Embeddings) -> tuple[torch.Tensor, torch.Tensor]:
         with self._autocast():
-            logits = self.model(batch.dense, embeddings)
+            logits = self.replicas.model(batch.dense, embeddings)
         logits = logits.float()
         loss = self._loss(logits, batch.labels)
         scaled = loss if self._accumulation == 1 else loss / self._accumulation
         if self.scaler is not None:
             scaled = self.scaler.scale(scaled)
         scaled.backward()
-        self._backwards += 1
-        if self._backwards == self._accumulation:
-            self.finish()
-        return logits.detach(), loss.detach()
+        return logits, loss
 
     def finish(self) -> None:
-        """Applies the gradients since the last update, if there are any."""
-        if not self._backwards:
+        """Applies the gradients since the last update, if there are any. All NN workers call it, at the same batch."""
+        if self._batches:
+            self.replicas.reduce_rest(p for p in self.model.parameters() if p.requires_grad)
+            self._update()
+
+    def _update(self) -> None:
+        trained = self._rows or self.replicas.rows()
+        self._batches = self._rows = 0
+        if not trained:  # The batches of all were lost.
+            self.optimizer.zero_grad()
             return
-        self._backwards = 0
         if self._clip is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)

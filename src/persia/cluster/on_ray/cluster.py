@@ -1,0 +1,494 @@
+"""`Ray`: the roles as processes on one host or many."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from io import BytesIO
+from types import TracebackType
+from typing import Any, TypeVar
+
+import ray
+
+from persia import rpc
+from persia.cluster.on_ray.hosts import CoordinatorHost, EmbeddingServerHost, EmbeddingWorkerHost
+from persia.cluster.on_ray.linked import Linked
+from persia.cluster.on_ray.loader_host import DataLoaderHost
+from persia.cluster.on_ray.membership import reach_coordinator
+from persia.cluster.on_ray.nn_host import CLUSTER, NNWorkerHost, Outcome
+from persia.cluster.on_ray.options import RayOptions
+from persia.cluster.on_ray.plan import TITLES, Plan, Service, Source
+from persia.cluster.on_ray.processes import NAMESPACE, Process, Processes
+from persia.errors import ClosedError, ConfigError, DeadlineError, PersiaError, RoleDiedError
+from persia.modes import Mode
+from persia.rpc.keys import KEYS_VARIABLE
+from persia.schema import EmbeddingOptimizer, Schema
+from persia.services import Connection, Coordinator
+from persia.types import Feed
+
+__all__ = ["Ray"]
+
+T = TypeVar("T")
+
+AHEAD = 4
+"""Batches that each data loader has ready for each NN worker."""
+
+POLL_SECONDS = 0.5
+LEAVE_SECONDS = 0.05
+DEPART_SECONDS = 5.0
+GRACE_SECONDS = 3.0
+"""When an NN worker fails, others fail because of it, perhaps earlier: so long the cause may take to be known."""
+
+
+class Ray:
+    """Processes on this machine, or on a Ray cluster; what is written for `Embedded` runs here unchanged.
+
+    Nothing is started before it is needed. Use it as a context manager, or `close` it; the end of the program does so
+    too. Ray itself is started if this program is not connected to one, and then ended by `close`.
+
+    Args:
+        ps: embedding PSs; each owns a partition of every table.
+        embedding_workers: processes that remove duplicates and route.
+        data_loaders: processes that read.
+        nn_workers: processes that train the network.
+        options: the rest.
+
+    Raises:
+        ConfigError: an argument is not valid.
+    """
+
+    def __init__(
+        self,
+        ps: int = 1,
+        embedding_workers: int = 1,
+        data_loaders: int = 1,
+        nn_workers: int = 1,
+        options: RayOptions | None = None,
+    ) -> None:
+        counts = {
+            "ps": ps,
+            "embedding_workers": embedding_workers,
+            "data_loaders": data_loaders,
+            "nn_workers": nn_workers,
+        }
+        for name, value in counts.items():
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 256:
+                raise ConfigError(
+                    f"Ray.{name} = {value!r}; give a whole number from 1 to 256.", field=f"cluster.{name}"
+                )
+        self.ps = ps
+        self.nn_workers = nn_workers
+        self.options = options or RayOptions()
+        self._embedding_workers = embedding_workers
+        self._data_loaders = data_loaders
+        self._lock = threading.RLock()
+        self._running = threading.Lock()
+        self._closed = False
+        self._owns_ray = False
+        self._service: Service | None = None
+        self._plan: Plan | None = None
+        self._coordinator: Coordinator | None = None
+        self._processes: Processes | None = None
+        self._linked: list[Linked] = []
+        self._source: Source | None = None
+        self._feed: Feed | None = None
+
+    # --- what a Trainer, an EmbeddingCollection, or a user calls ------------------------------------------------
+
+    def connect(self, schema: Schema, optimizer: EmbeddingOptimizer, mode: Mode, seed: int) -> Connection:
+        """Starts the roles and returns a connection for reading: training happens on the NN workers.
+
+        Raises:
+            ConfigError: this cluster serves something else already.
+            DeadlineError: a process did not start in time.
+            RoleDiedError: a process could not start.
+        """
+        processes, plan, coordinator = self._started()
+        self._start_nn_workers()  # They take longest, so all start side by side.
+        self._serve(Service(schema, optimizer, mode, seed))
+        processes.await_ready(processes.of("nn_worker"), self.options.timeout)
+        linked = Linked(coordinator, plan)
+        self._linked.append(linked)
+        return linked.connection._replace(nn_workers=1)  # This process is not one of them.
+
+    def run(self, function: Callable[[], T]) -> list[T]:
+        """Runs a function on every NN worker, side by side, and returns what they return, by rank.
+
+        There, an `EmbeddingCollection(..., cluster=cluster)` or `Trainer(..., cluster=cluster)` with this same cluster
+        is connected, and torch.distributed has a process group of all NN workers. The function, and what it refers to,
+        is pickled by cloudpickle.
+
+        Raises:
+            RoleDiedError: a process has died; it is named, with its last lines.
+            Exception: what the function has raised, on the NN worker that was the first to fail; the others are ended.
+        """
+        if not self._running.acquire(blocking=False):
+            raise PersiaError("This cluster runs something else. Wait until it is done, or use another cluster.")
+        try:
+            processes, _, coordinator = self._started()
+            self._start_nn_workers()
+            workers = processes.of("nn_worker")
+            try:
+                processes.await_ready(workers, self.options.timeout)
+                generation = coordinator.regenerate(self.nn_workers)
+                rendezvous = ray.get(workers[0].handle.rendezvous.remote(), timeout=self.options.timeout)
+                pickled = ray.put(self._pickle(function))
+                calls = {w.handle.run.remote(pickled, generation, rendezvous): w for w in workers}
+                return self._results(processes, calls)
+            except BaseException:
+                self._end_run(processes)
+                raise
+        finally:
+            self._running.release()
+
+    def feed(self, source: Any, epoch: int = 0, start: int = 0, accumulation_steps: int = 1) -> None:
+        """Lets the data loaders read a source, for the functions that run after this call.
+
+        It is pickled, and read where the data loaders are. A Trainer in `run` begins each pass by itself.
+
+        Args:
+            source: `persia.services.Sharded`, `Seekable`, or with one data loader any iterable of `persia.Batch`.
+            epoch: number of the pass to begin with.
+            start: number of its first batch.
+            accumulation_steps: batches per update: those of one NN worker lie on one embedding worker.
+
+        Raises:
+            ConfigError: it cannot be pickled.
+            DataError: it cannot be read by so many data loaders.
+        """
+        try:
+            pickled = ray.cloudpickle.dumps(source)
+        except Exception as error:
+            raise ConfigError(
+                f"The data cannot be sent to the data loaders: {error}. Give a reader or a list, no iterator.",
+                field="train_data",
+            ) from error
+        self._started()
+        with self._lock:
+            self._source = Source(uuid.uuid4().hex, ray.put(pickled), accumulation_steps)
+            self._feed = Feed(epoch, start, self.nn_workers, 0, 1, AHEAD)
+            if self._service is not None:
+                self._tell_loaders()
+
+    def unfeed(self) -> None:
+        """NN workers read their data themselves, in functions that run after this call; as at first."""
+        with self._lock:
+            self._source = self._feed = None
+
+    def scale(self, embedding_workers: int | None = None, data_loaders: int | None = None) -> None:
+        """Starts or retires embedding workers and data loaders, also while a function runs; no batch is lost.
+
+        Call it from another thread than the one that is in `run` or `fit`. Returns when those that came serve, and
+        those that went have ended.
+
+        Raises:
+            ConfigError: less than one.
+            DeadlineError: one did not start, or still had batches, in time.
+        """
+        for role, wanted in (("embedding_worker", embedding_workers), ("data_loader", data_loaders)):
+            if wanted is not None:
+                if not isinstance(wanted, int) or isinstance(wanted, bool) or not 1 <= wanted <= 256:
+                    raise ConfigError(f"{role}s = {wanted!r}; give a whole number from 1 to 256.", field=f"{role}s")
+                self._scale(role, wanted)
+
+    def statistics(self) -> dict[str, dict[str, float]]:
+        """What every process counts, by "role-rank", with the age of the report in seconds; see the roles' own."""
+        processes, _, coordinator = self._started()
+        reports = [p.handle.report.remote() for p in processes.all() if p.role != "coordinator" and p.info]
+        if reports:
+            ray.wait(reports, num_returns=len(reports), timeout=POLL_SECONDS)
+        return coordinator.statistics()
+
+    def close(self) -> None:
+        """Ends all processes; a second call does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for linked in self._linked:
+                linked.close()
+            rpc.close(self._coordinator)
+            try:
+                if self._processes is not None and ray.is_initialized():
+                    self._processes.close()
+            finally:
+                if self._owns_ray:
+                    ray.shutdown()
+
+    def __enter__(self) -> Ray:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        raise ConfigError("A cluster can only be pickled as a part of the function that its `run` is given.")
+
+    # --- starting -----------------------------------------------------------------------------------------------
+
+    def _started(self) -> tuple[Processes, Plan, Coordinator]:
+        """Starts what everything else needs."""
+        with self._lock:
+            if self._closed:
+                raise ClosedError("This cluster is closed; make another one.")
+            if self._processes is None or self._plan is None or self._coordinator is None:
+                self._connect_to_ray()
+                plan = self._make_plan()
+                self._processes = Processes(self._died, self._restarted)
+                process = self._processes.start(
+                    CoordinatorHost, "coordinator", 0, (plan, 0), num_cpus=0, name=f"{plan.name}/coordinator"
+                )
+                self._processes.await_ready([process], self.options.timeout)
+                assert process.info is not None
+                self._plan = plan._replace(coordinator=process.info.address)
+                self._coordinator = reach_coordinator(self._plan)
+            self._processes.check()
+            return self._processes, self._plan, self._coordinator
+
+    def _connect_to_ray(self) -> None:
+        if ray.is_initialized():
+            return
+        # Without an address Ray would join whatever it finds on this machine.
+        address = self.options.address or (None if "RAY_ADDRESS" in os.environ else "local")
+        ray.init(address=address, namespace=NAMESPACE, include_dashboard=False if address == "local" else None)
+        self._owns_ray = True
+
+    def _make_plan(self) -> Plan:
+        loopback = sum(node["Alive"] for node in ray.nodes()) == 1
+        keys = os.environ.get(KEYS_VARIABLE)
+        if not loopback and not keys:
+            raise ConfigError(
+                "This Ray cluster has several hosts, and there are no keys: anybody who reaches them could read and "
+                f"change the embeddings. Make keys with persia.rpc.make_keys, put them on every host, and set "
+                f"{KEYS_VARIABLE}.",
+                field="cluster",
+            )
+        return Plan(f"persia-{uuid.uuid4().hex[:8]}", self.ps, self.nn_workers, self.options, loopback, keys, list(sys.path))
+
+    def _start(self, host: type, role: str, rank: int, *arguments: Any, **options: Any) -> Process:
+        assert self._processes is not None
+        assert self._plan is not None
+        return self._processes.start(
+            host,
+            role,
+            rank,
+            (self._plan, rank, *arguments),
+            num_cpus=self.options.cpus,
+            name=f"{self._plan.name}/{role}-{rank}-{uuid.uuid4().hex[:4]}",
+            **options,
+        )
+
+    def _start_nn_workers(self) -> None:
+        with self._lock:
+            assert self._processes is not None
+            if not self._processes.of("nn_worker"):
+                for rank in range(self.nn_workers):
+                    self._start(NNWorkerHost, "nn_worker", rank, num_gpus=self.options.gpus)
+
+    def _serve(self, service: Service) -> bool:
+        """Starts PSs, embedding workers and data loaders, unless they are there; whether the latter have a source."""
+        with self._lock:
+            processes, _, _ = self._started()
+            if self._service is None:
+                self._service = service
+                started = [self._start(EmbeddingServerHost, "embedding_ps", rank, service) for rank in range(self.ps)]
+                started += [self._start_more("embedding_worker", rank) for rank in range(self._embedding_workers)]
+                started += [self._start_more("data_loader", rank) for rank in range(self._data_loaders)]
+                processes.await_ready(started, self.options.timeout)
+            elif self._service != service:
+                raise ConfigError(
+                    "This cluster serves another schema, embedding optimizer, mode or seed. Use another cluster: its "
+                    "rows belong to these.",
+                    field="cluster",
+                )
+            return self._source is not None
+
+    def _start_more(self, role: str, rank: int) -> Process:
+        """Starts an embedding worker or a data loader."""
+        host = EmbeddingWorkerHost if role == "embedding_worker" else DataLoaderHost
+        return self._start(host, role, rank, self._service, max_restarts=self.options.restarts)
+
+    # --- what happens to processes ------------------------------------------------------------------------------
+
+    def _died(self, process: Process, reason: str) -> None:
+        if self._coordinator is not None and process.role != "coordinator":
+            incarnation = process.info.incarnation if process.info else 1
+            rpc.within(self._coordinator, DEPART_SECONDS).depart(process.role, process.rank, incarnation, reason)
+
+    def _restarted(self, process: Process) -> None:
+        if process.role == "data_loader":
+            with self._lock:
+                self._tell_loaders()
+
+    # --- data loaders, resizing -----------------------------------------------------------------------------------
+
+    def _begin(self, feed: Feed) -> None:
+        with self._lock:
+            self._feed = feed
+            self._tell_loaders()
+
+    def _tell_loaders(self) -> None:
+        """Each reads its share of what is to be read."""
+        source, feed, processes = self._source, self._feed, self._processes
+        if source is None or feed is None or processes is None:
+            return
+        loaders = [p for p in processes.of("data_loader") if not p.leaving]
+        calls = [
+            loader.handle.begin.remote(
+                source.pickled,
+                source.name,
+                source.accumulation_steps,
+                feed._replace(loader=number, loaders=len(loaders), ahead=AHEAD),
+            )
+            for number, loader in enumerate(loaders)
+        ]
+        for loader, call in zip(loaders, calls, strict=True):
+            try:
+                ray.get(call, timeout=self.options.timeout)
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from error
+            except ray.exceptions.RayActorError:
+                continue  # It is told when it is back.
+            except ray.exceptions.GetTimeoutError as error:
+                raise DeadlineError(
+                    f"{loader.title} has not begun to read within {self.options.timeout:g} s.",
+                    role=loader.role,
+                    rank=loader.rank,
+                    seconds=self.options.timeout,
+                ) from error
+
+    def _scale(self, role: str, wanted: int) -> None:
+        processes, _, _ = self._started()
+        with self._lock:
+            if self._service is None:  # Nothing runs yet.
+                if role == "embedding_worker":
+                    self._embedding_workers = wanted
+                else:
+                    self._data_loaders = wanted
+                return
+            there = [p for p in processes.of(role) if not p.leaving]
+            ranks = {p.rank for p in processes.of(role)}
+            free = (rank for rank in range(2 * 256) if rank not in ranks)
+            new = [self._start_more(role, next(free)) for _ in range(wanted - len(there))]
+            processes.await_ready(new, self.options.timeout)
+            retired = there[wanted:]
+            for process in retired:
+                process.leaving = True
+                assert self._coordinator is not None
+                self._coordinator.retire(role, process.rank)
+            if role == "data_loader" and (new or retired):
+                self._tell_loaders()
+        # Without the lock: training goes on, which is what empties them.
+        for process in retired:
+            self._await_leave(process)
+        processes.end(retired)
+
+    def _await_leave(self, process: Process) -> None:
+        assert self._coordinator is not None
+        end = time.monotonic() + self.options.timeout
+        try:
+            if process.role == "data_loader":
+                ray.get(process.handle.end.remote(), timeout=self.options.timeout)
+            # At rest nobody takes what lies there; data loaders register it again elsewhere.
+            while self._running.locked() and process.role == "embedding_worker":
+                buffered = ray.get(process.handle.buffered.remote(), timeout=max(0.0, end - time.monotonic()))
+                if not buffered:
+                    break
+                if time.monotonic() > end:
+                    raise DeadlineError(
+                        f"{process.title} is leaving, and still has {buffered} batches after "
+                        f"{self.options.timeout:g} s. See whether training goes on.",
+                        role=process.role,
+                        rank=process.rank,
+                        seconds=self.options.timeout,
+                    )
+                time.sleep(LEAVE_SECONDS)
+        except ray.exceptions.RayActorError:
+            pass  # It has died meanwhile.
+        assert process.info is not None
+        self._coordinator.depart(process.role, process.rank, process.info.incarnation)
+
+    # --- a run --------------------------------------------------------------------------------------------------
+
+    def _pickle(self, function: Callable[[], Any]) -> bytes:
+        cluster = self
+
+        class Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
+            def persistent_id(self, thing: Any) -> str | None:
+                return CLUSTER if thing is cluster else None
+
+        file = BytesIO()
+        Pickler(file).dump(function)
+        return file.getvalue()
+
+    def _results(self, processes: Processes, calls: dict[Any, Process]) -> list[Any]:
+        # One that is left from the last run stays: it would take the first request of this one.
+        for worker in calls.values():
+            worker.asking = worker.asking or worker.handle.next_request.remote(POLL_SECONDS)
+        outcomes: dict[int, Outcome] = {}
+        grace: float | None = None
+        while len(outcomes) < len(calls):
+            waiting = [c for c, w in calls.items() if w.rank not in outcomes]
+            asking = {w.asking: w for w in calls.values()}
+            done, _ = ray.wait([*waiting, *asking], timeout=POLL_SECONDS)
+            for reference in done:
+                try:
+                    if reference in calls:
+                        outcomes[calls[reference].rank] = ray.get(reference)
+                    else:
+                        worker = asking[reference]
+                        request = ray.get(reference)
+                        worker.asking = worker.handle.next_request.remote(POLL_SECONDS)
+                        self._answer(worker, request)
+                except ray.exceptions.RayActorError as error:
+                    processes.await_failure(GRACE_SECONDS)
+                    dead = calls.get(reference) or asking[reference]
+                    raise RoleDiedError(f"{dead.title} has died: {error}", role=dead.role, rank=dead.rank) from error
+            processes.check()
+            if grace is None and any(outcome.error is not None for outcome in outcomes.values()):
+                grace = time.monotonic() + GRACE_SECONDS
+            if grace is not None and time.monotonic() > grace:
+                break
+        self._raise_first(processes, outcomes)
+        return [outcomes[rank].value for rank in sorted(outcomes)]
+
+    def _answer(self, worker: Process, request: Any) -> None:
+        """Does what the function on an NN worker asks for."""
+        if request is None:
+            return
+        operations: dict[str, Callable[..., Any]] = {"serve": self._serve, "begin": self._begin}
+        try:
+            outcome = Outcome(operations[request.operation](*request.arguments))
+        except Exception as error:
+            outcome = Outcome(None, error)
+        worker.handle.answer.remote(request.number, outcome)
+
+    def _raise_first(self, processes: Processes, outcomes: dict[int, Outcome]) -> None:
+        """Raises what is most likely the cause: that a collective has lost a peer is a consequence."""
+        failed = [(rank, outcome.error, outcome.trace) for rank, outcome in outcomes.items() if outcome.error]
+        if not failed:
+            return
+        if len(outcomes) > 1 or self.nn_workers > 1:
+            processes.await_failure(POLL_SECONDS)
+        failed.sort(key=lambda f: (not isinstance(f[1], PersiaError), isinstance(f[1], RuntimeError)))
+        rank, error, trace = failed[0]
+        error.add_note(f"Raised on {TITLES['nn_worker']} {rank}:\n{trace}")
+        raise error
+
+    def _end_run(self, processes: Processes) -> None:
+        """The other NN workers may wait for the one that failed: all are ended, and the next run starts new ones."""
+        with self._lock:
+            if self._closed:
+                return
+            processes.end(processes.of("nn_worker"))
+            try:
+                processes.check()
+            except RoleDiedError as error:
+                if error.fields["role"] == "nn_worker":
+                    processes.forget_failure()  # The rows are intact.

@@ -1,0 +1,185 @@
+"""The processes of the roles but the NN worker's: each makes its role, serves it, and joins. No torch in here."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import ray
+
+from persia import rpc
+from persia.cluster.on_ray.membership import Listener, connect_servers, reach_coordinator
+from persia.cluster.on_ray.plan import TITLES, Plan, ProcessInfo, Service
+from persia.coordinator import Coordinator as Coordination
+from persia.ps import EmbeddingServer, HoldOptions
+from persia.services import Coordinator, EmbeddingPS, EmbeddingWorker
+from persia.types import Membership
+from persia.worker import Worker, WorkerOptions
+
+__all__ = ["CoordinatorHost", "EmbeddingServerHost", "EmbeddingWorkerHost", "Host", "Later", "cores"]
+
+REPORT_SECONDS = 1.0
+
+
+class Host:
+    """A process of a role. Made by Ray, again after a crash where the role may restart.
+
+    Args:
+        plan: of the cluster.
+        rank: within the role.
+    """
+
+    role = ""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.plan = plan
+        self.rank = rank
+        sys.path.extend(folder for folder in plan.path if folder not in sys.path)
+        title = repr(self)
+        logging.basicConfig(
+            format=f"%(asctime)s %(levelname)s {title}: %(message)s",
+            level=plan.options.log_level.upper(),
+            force=True,
+        )
+        self.log = logging.getLogger("persia.cluster")
+        self.server: rpc.Server | None = None
+        self.incarnation = 1
+        self.coordinator: Coordinator | None = None
+
+    def __repr__(self) -> str:  # Ray puts it before each line that the process prints.
+        return f"{TITLES[self.role]} {self.rank}"
+
+    def info(self) -> ProcessInfo:
+        """Where this process is. Answers once the role is ready."""
+        context = ray.get_runtime_context()
+        return ProcessInfo(
+            os.getpid(),
+            ray.util.get_node_ip_address(),
+            context.get_node_id(),
+            [os.path.realpath(f"/proc/self/fd/{number}") for number in (1, 2)],
+            self.incarnation,
+            self.server.address if self.server else "",
+        )
+
+    def watch(self) -> None:
+        """Never returns: the call fails when the process ends, which is how the driver is told."""
+        threading.Event().wait()
+
+    def report(self) -> None:
+        """Tells the coordinator the counters of this process now."""
+        assert self.coordinator is not None
+        counters = {"cpu_seconds": time.process_time(), **self.counters()}
+        if self.server is not None:
+            counters.update((f"rpc.{name}", float(value)) for name, value in self.server.statistics().items())
+        self.coordinator.report(self.role, self.rank, counters)
+
+    def counters(self) -> dict[str, float]:
+        """The role's own."""
+        return {}
+
+    def serve(self, service: object, protocol: type) -> str:
+        """Makes the role callable; returns its address."""
+        host = "127.0.0.1" if self.plan.loopback else ray.util.get_node_ip_address()
+        address = f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*"
+        self.server = rpc.serve(service, address, protocol=protocol, keys=self.plan.keys)
+        return self.server.address
+
+    def join(self, address: str) -> Coordinator:
+        """Tells the coordinator that this process is there; from now on it reports itself."""
+        if self.coordinator is None:
+            self.coordinator = reach_coordinator(self.plan)
+            threading.Thread(target=self._report_always, name="persia-report", daemon=True).start()
+        self.incarnation = self.coordinator.join(self.role, self.rank, address).incarnation
+        self.log.info("joined as incarnation %d, listens at %s", self.incarnation, address or "no address")
+        return self.coordinator
+
+    def _report_always(self) -> None:
+        while True:
+            time.sleep(REPORT_SECONDS)
+            try:
+                self.report()
+            except Exception as error:  # A report that is lost is followed by another.
+                self.log.info("a report was not taken: %s", error)
+
+
+class CoordinatorHost(Host):
+    """Process of the coordinator: a named actor, whose address all others are told."""
+
+    role = "coordinator"
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        super().__init__(plan, rank)
+        self.serve(Coordination(), Coordinator)
+
+
+class EmbeddingServerHost(Host):
+    """Process of an embedding PS."""
+
+    role = "embedding_ps"
+
+    def __init__(self, plan: Plan, rank: int, service: Service) -> None:
+        super().__init__(plan, rank)
+        schema, optimizer, mode, seed = service
+        hold = HoldOptions(plan.nn_workers, plan.options.timeout)
+        self.servant = EmbeddingServer(schema.resolved_tables(), optimizer, mode, seed, cores(plan), hold)
+        self.join(self.serve(self.servant, EmbeddingPS))
+
+    def counters(self) -> dict[str, float]:
+        """By table and name."""
+        tables = self.servant.statistics()
+        return {f"{table}.{name}": float(value) for table, of in tables.items() for name, value in of.items()}
+
+
+class EmbeddingWorkerHost(Host):
+    """Process of an embedding worker."""
+
+    role = "embedding_worker"
+
+    def __init__(self, plan: Plan, rank: int, service: Service) -> None:
+        super().__init__(plan, rank)
+        # Its number among the incarnations is part of the batch ids, so it joins first; calls wait until it is made.
+        later = Later()
+        coordinator = self.join(self.serve(later, EmbeddingWorker))
+        options = WorkerOptions(plan.options.compression, timeout=plan.options.timeout)
+        servers = connect_servers(coordinator, plan)
+        self.servant = Worker(service.schema, servers, cores(plan), rank, self.incarnation, options)
+        later.become(self.servant)
+        self._listener = Listener(coordinator, self._changed)
+
+    def counters(self) -> dict[str, float]:
+        """As the role counts them."""
+        return {name: float(value) for name, value in self.servant.statistics().items()}
+
+    def buffered(self) -> int:
+        """Batches that are still here, for the driver, which ends this process when there are none."""
+        return self.servant.statistics()["buffered"]
+
+    def _changed(self, membership: Membership) -> None:
+        if any(m[:3] == (self.role, self.rank, self.incarnation) and m.state != "alive" for m in membership.members):
+            self.servant.retire()
+
+
+class Later:
+    """Stands for an object that is being made, or will be replaced: calls wait until it is there."""
+
+    def __init__(self) -> None:
+        self._made = threading.Event()
+        self._object: object = None
+
+    def become(self, made: object) -> None:
+        """Calls go to this object from now on."""
+        self._object = made
+        self._made.set()
+
+    def __getattr__(self, name: str) -> Any:
+        self._made.wait()
+        return getattr(self._object, name)
+
+
+def cores(plan: Plan) -> int:
+    """Threads of a store."""
+    return plan.options.threads or min(8, len(os.sched_getaffinity(0)))

@@ -1,0 +1,56 @@
+"""The cluster as the user's function has it on an NN worker."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from persia.cluster.on_ray.linked import Linked
+from persia.cluster.on_ray.plan import Service
+from persia.errors import ConfigError
+from persia.modes import Mode
+from persia.schema import EmbeddingOptimizer, Schema
+from persia.services import Connection
+
+if TYPE_CHECKING:
+    from persia.cluster.on_ray.nn_host import NNWorkerHost
+
+__all__ = ["Inside"]
+
+
+class Inside:
+    """What `Ray(...)` is on an NN worker: `connect` gives that worker's connection.
+
+    Args:
+        host: the process.
+        generation: of the NN workers.
+    """
+
+    def __init__(self, host: NNWorkerHost, generation: int) -> None:
+        self._host = host
+        self._generation = generation
+        self._linked: Linked | None = None
+
+    def connect(self, schema: Schema, optimizer: EmbeddingOptimizer, mode: Mode, seed: int) -> Connection:
+        """Waits for the roles, which the first call of all starts.
+
+        Raises:
+            ConfigError: the cluster serves something else, or this run is connected already.
+        """
+        if self._linked is not None:
+            raise ConfigError(
+                "A second EmbeddingCollection (or Trainer) was made in one run on this cluster. Make one, and put all "
+                "tables into its schema; or use another cluster.",
+                field="cluster",
+            )
+        host = self._host
+        fed: bool = host.ask("serve", Service(schema, optimizer, mode, seed))
+        assert host.coordinator is not None
+        begin = functools.partial(host.ask, "begin") if fed else None
+        self._linked = Linked(host.coordinator, host.plan, host.rank, self._generation, begin)
+        return self._linked.connection
+
+    def close(self) -> None:
+        """Ends the connection."""
+        if self._linked is not None:
+            self._linked.close()

@@ -1,0 +1,50 @@
+"""What a cluster on Ray seldom needs to be told; importable without ray."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from persia.errors import ConfigError
+
+__all__ = ["RayOptions"]
+
+
+class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the processes of a cluster run, and how.
+
+    Args:
+        address: of a Ray cluster: "auto" for the one that this host is part of. None uses the Ray that this process is
+            connected to, or else starts one on this machine.
+        cpus: that Ray reserves for each process; 0 lets it place them without counting.
+        gpus: that Ray reserves for each NN worker.
+        compression: of rows and gradients between embedding workers and NN workers: "fp16" halves them, lossy.
+        threads: of each process: of torch in an NN worker, of the store in a PS. None shares this machine's cores
+            among the NN workers, on several hosts it gives each all of its host's.
+        restarts: how often an embedding worker or a data loader that has died is started again.
+        timeout: seconds that any wait may take: for roles to start, rows, gradients of other NN workers.
+        log_level: of the log lines of all roles, which appear in this process: "debug", "info", "warning", "error".
+    """
+
+    address: str | None = None
+    cpus: float = 0.0
+    gpus: float = 0.0
+    compression: Literal["none", "fp16"] = "none"
+    threads: int | None = None
+    restarts: int = 3
+    timeout: float = 600.0
+    log_level: str = "warning"
+
+    def __post_init__(self) -> None:
+        if self.compression not in ("none", "fp16"):
+            raise ConfigError(f"compression = {self.compression!r}; use none or fp16.", field="compression")
+        if self.log_level not in ("debug", "info", "warning", "error"):
+            raise ConfigError(f"log_level = {self.log_level!r}; use debug, info, warning or error.", field="log_level")
+        for name in ("cpus", "gpus", "restarts"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} = {getattr(self, name)!r}; give a number >= 0.", field=name)
+        if self.threads is not None and (not isinstance(self.threads, int) or self.threads < 1):
+            raise ConfigError(f"threads = {self.threads!r}; give a whole number >= 1.", field="threads")
+        if not self.timeout > 0:
+            raise ConfigError(f"timeout = {self.timeout!r}; give a number of seconds > 0.", field="timeout")

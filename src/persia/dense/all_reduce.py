@@ -1,0 +1,220 @@
+"""Gradients of the network averaged over all NN workers, by rows (docs/reference/protocol.md, section 6).
+
+PyTorch's DistributedDataParallel (arXiv 2006.15704) collects gradients in buckets and sums each over the ranks while
+the backward pass goes on. Its communication hook lets us weigh them: a mean over rows is no mean over workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from persia.dense.group import Group
+from persia.errors import ConfigError, PersiaError
+
+__all__ = ["AllReduce", "AllReduceOptions"]
+
+SAVE_SECONDS = 86_400.0
+"""How long the others wait for what the first NN worker does alone: a checkpoint may be large."""
+
+
+class AllReduceOptions(NamedTuple):
+    """How gradients are averaged.
+
+    Attributes:
+        timeout: seconds that a wait for the other NN workers may take.
+        bucket_megabytes: gradients that travel together.
+    """
+
+    timeout: float = 600.0
+    bucket_megabytes: float = 25.0
+
+
+class AllReduce:
+    """The network of this NN worker, its gradients averaged with those of the others. For one thread.
+
+    Call `model` to train, each forward and backward pass within `batch`; iterate over
+    `embeddings.prefetch(batches, equal_steps=this)`. All NN workers must do the same.
+
+    Args:
+        model: the network, on its device. Its parameters and buffers become those of the first NN worker.
+        nn_workers: how many are expected.
+        options: the rest.
+
+    Raises:
+        ConfigError: torch.distributed has another number of processes.
+        DeadlineError: not all NN workers came.
+        PersiaError: torch.distributed is not initialised.
+    """
+
+    def __init__(self, model: torch.nn.Module, nn_workers: int, options: AllReduceOptions | None = None) -> None:
+        options = options or AllReduceOptions()
+        self._control = Group(options.timeout)
+        if self._control.size != nn_workers:
+            raise ConfigError(
+                f"There are {nn_workers} NN workers, but torch.distributed has {self._control.size} processes. "
+                "Initialise it with as many.",
+                field="nn_workers",
+            )
+        self._control.gather(b"")  # Now, as it says who is late; the next line would not.
+        self.nn_workers = nn_workers
+        self._group = dist.new_group(timeout=timedelta(seconds=options.timeout))
+        self._network = model
+        self._ddp = DistributedDataParallel(
+            model,
+            process_group=self._group,
+            broadcast_buffers=False,  # `settle` does, when somebody wants to read them.
+            bucket_cap_mb=options.bucket_megabytes,
+            gradient_as_bucket_view=True,
+        )
+        self._ddp.register_comm_hook(None, lambda _, bucket: self._average(bucket.buffer()))
+        self.model: torch.nn.Module = self._ddp
+        synchronised = any(isinstance(m, torch.nn.SyncBatchNorm) for m in model.modules())
+        self.made_up_rows = 0 if synchronised else 1
+        # Of the update in work.
+        self._own = 0
+        self._sums: list[Callable[[], list[int]]] = []
+        self._total = 0
+        self._having = 0
+        self._averaged = False
+        self._failure: Exception | None = None
+
+    # --- equal steps ------------------------------------------------------------------------------------------
+
+    def start(self, rows: int, has_data: bool) -> None:
+        """Begins a batch: its rows travel to the others while the forward pass runs."""
+        if self._averaged:
+            self._own, self._total, self._averaged = 0, 0, False
+        self._own += rows
+        self._sums.append(self._control.start_sum([rows, int(has_data)]))
+
+    def over(self) -> bool:
+        """Whether no NN worker has data any more. Blocks until all have begun the batch."""
+        self.rows()
+        return self._having == 0
+
+    def rows(self) -> int:
+        """Rows of all NN workers in this update. Blocks until all have begun the batch."""
+        while self._sums:
+            rows, self._having = self._sums.pop(0)()
+            self._total += rows
+        return self._total
+
+    # --- gradients --------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def batch(self, made_up: bool = False, last: bool = True) -> Iterator[None]:
+        """Surrounds forward and backward of a batch.
+
+        Args:
+            made_up: the batch stands in for missing data: nothing is learned from it, and statistics of BatchNorm stay.
+            last: of the update: gradients are averaged. Before that they add up here.
+
+        Raises:
+            DeadlineError: on leaving: the gradients of somebody were late.
+        """
+        self._failure = None
+        with contextlib.ExitStack() as stack:
+            if made_up:
+                stack.enter_context(_unlearned(self._network))
+            if not last:
+                stack.enter_context(self._ddp.no_sync())
+            try:
+                yield
+            except Exception as error:
+                # What the hook failed with comes out of the backward pass as something else.
+                failure: Exception | None = self._failure
+                if failure is None:
+                    raise
+                if not isinstance(failure, PersiaError):
+                    failure = self._control.failed("average of gradients", failure)
+                raise failure from error
+
+    def reduce_rest(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Averages gradients of an update whose last batch never came."""
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            self._weigh(parameter.grad)
+            dist.all_reduce(parameter.grad, group=self._group)
+
+    def _average(self, bucket: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """The hook: starts to sum the ranks' parts of a bucket. Runs in the thread of the backward pass."""
+        try:
+            self._weigh(bucket)
+            work = dist.all_reduce(bucket, group=self._group, async_op=True)
+        except Exception as error:
+            self._failure = error
+            raise
+        assert work is not None
+        future: torch.futures.Future[list[torch.Tensor]] = work.get_future()
+        return future.then(self._averaged_bucket)
+
+    def _averaged_bucket(self, future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        try:
+            return future.value()[0]
+        except Exception as error:
+            self._failure = error
+            raise
+
+    def _weigh(self, gradient: torch.Tensor) -> None:
+        """By the share of this NN worker in the rows; nothing of it counts where it has none, be it NaN."""
+        total = self.rows()
+        self._averaged = True
+        if self._own == 0:
+            gradient.zero_()
+        elif self._own != total:
+            gradient.mul_(self._own / total)
+
+    # --- at rest ----------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Buffers, such as the statistics of BatchNorm, become those of the first NN worker."""
+        for buffer in self._network.buffers():
+            dist.broadcast(buffer, src=0, group=self._group)
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """The payloads of all NN workers, by rank. Blocks until all have called it."""
+        return self._control.gather(payload)
+
+    def by_first(self, function: Callable[[], str]) -> str:
+        """Calls it on the first NN worker only; all return its result, or raise if it failed. Blocks."""
+        outcome, failure = "", None
+        if self._control.rank == 0:
+            try:
+                outcome = "+" + function()
+            except Exception as error:
+                outcome, failure = f"-{error}", error
+        answer = self._control.gather(outcome.encode(), SAVE_SECONDS)[0].decode()
+        if failure is not None:
+            raise failure
+        if answer.startswith("-"):
+            raise PersiaError(f"NN worker 0 failed, so this one cannot go on: {answer[1:]}")
+        return answer[1:]
+
+
+@contextlib.contextmanager
+def _unlearned(network: torch.nn.Module) -> Iterator[None]:
+    """The network leaves no trace of a batch: its gradients are zeros, whatever it computes, its statistics stay."""
+    norms = [
+        module
+        for module in network.modules()
+        if isinstance(module, _BatchNorm) and not isinstance(module, torch.nn.SyncBatchNorm) and module.training
+    ]
+    hooks = [p.register_hook(torch.zeros_like) for p in network.parameters() if p.requires_grad]
+    for module in norms:
+        module.eval()
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module in norms:
+            module.train()

@@ -1,0 +1,123 @@
+"""A control group of all NN workers: small collectives on the host, whose waits end, and say who was late."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from persia.errors import DeadlineError, PersiaError
+
+__all__ = ["Group"]
+
+PATIENCE = timedelta(days=1)
+"""Bound on a collective itself; ours are waited for with deadlines of their own."""
+
+GRACE_SECONDS = 5.0
+"""How long a collective that has failed looks for those who have not: all who wait fail at about the same time."""
+
+
+class Group:
+    """All NN workers, in the order of their ranks. Not thread-safe: all must make the same calls in the same order.
+
+    Its messages go through gloo, whatever the gradients go through: what they say is needed on the host.
+
+    Args:
+        timeout: seconds that a wait for the others may take.
+
+    Raises:
+        PersiaError: torch.distributed is not initialised here.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        if not dist.is_initialized():
+            raise PersiaError(
+                "Several NN workers train one network, but torch.distributed is not initialised in this process. "
+                "Call torch.distributed.init_process_group first, or let a cluster start the NN workers."
+            )
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self._timeout = timeout
+        self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._number = 0
+
+    def start_sum(self, numbers: list[int]) -> Callable[[], list[int]]:
+        """Starts to sum numbers over all; the result waits for it.
+
+        Raises:
+            DeadlineError: by the result: somebody was late; it names the ranks.
+        """
+        self._number += 1
+        values = torch.tensor(numbers, dtype=torch.int64)
+        what = f"batch count {self._number}"
+        with self._named(what):
+            work = dist.all_reduce(values, group=self._group, async_op=True)
+
+        def wait() -> list[int]:
+            with self._named(what):
+                _wait(work, self._timeout)
+            return [int(value) for value in values]
+
+        return wait
+
+    def gather(self, payload: bytes, timeout: float | None = None) -> list[bytes]:
+        """The payloads of all, by rank. Blocks until all have called it.
+
+        Raises:
+            DeadlineError: somebody was late.
+        """
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        seconds = self._timeout if timeout is None else timeout
+        with self._named("a meeting of all NN workers"):
+            mine = torch.tensor([len(payload)])
+            _wait(dist.all_gather(sizes, mine, group=self._group, async_op=True), seconds)
+            longest = max(1, *(int(size) for size in sizes))
+            buffer = torch.zeros(longest, dtype=torch.uint8)
+            if payload:
+                buffer[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+            buffers = [torch.empty_like(buffer) for _ in range(self.size)]
+            _wait(dist.all_gather(buffers, buffer, group=self._group, async_op=True), self._timeout)
+        return [bytes(b[: int(n)].numpy()) for b, n in zip(buffers, sizes, strict=True)]
+
+    def failed(self, what: str, error: Exception) -> DeadlineError:
+        """The error to raise in place of one of torch.distributed, with the ranks that have not failed likewise."""
+        late = self._silent(what)
+        who = f"NN workers {', '.join(map(str, late))}" if late else "the connection, as all NN workers are there"
+        return DeadlineError(
+            f"NN worker {self.rank}, {what}: not all NN workers took part within {self._timeout:g} s. Late: {who}. "
+            f"See what holds them up, or raise `timeout`. ({error})",
+            operation=what,
+            late=late,
+            timeout=self._timeout,
+        )
+
+    def _silent(self, what: str) -> list[int]:
+        """Those who have not come here by now. The store is a server of its own: it works when collectives do not."""
+        silent = [rank for rank in range(self.size) if rank != self.rank]
+        with contextlib.suppress(Exception):
+            store = dist.distributed_c10d._get_default_store()  # There is no public way to it.
+            key = f"persia/failed/{what}"
+            store.set(f"{key}/{self.rank}", "1")
+            deadline = time.monotonic() + GRACE_SECONDS
+            for rank in list(silent):
+                with contextlib.suppress(Exception):
+                    left = max(deadline - time.monotonic(), 0.01)
+                    store.wait([f"{key}/{rank}"], timedelta(seconds=left))
+                    silent.remove(rank)
+        return silent
+
+    @contextlib.contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.failed(what, error) from error
+
+
+def _wait(work: dist.Work | None, seconds: float) -> None:
+    assert work is not None
+    work.wait(timedelta(seconds=seconds))

@@ -1,0 +1,135 @@
+"""Whom an NN worker may call: the members of a role, as of the newest membership."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from persia.errors import ClosedError, DeadlineError, PeerRestartedError
+from persia.types import Member, Membership
+
+__all__ = ["UNREACHABLE", "Attempts", "Directory", "Peer", "Roster"]
+
+S = TypeVar("S")
+
+UNREACHABLE = (ClosedError, DeadlineError, PeerRestartedError, ConnectionError)
+"""What a call raises when its peer may be gone; the membership then says whether it is."""
+
+RETRY_SECONDS = 1.0
+"""How long a failed call waits for news of the membership before it is repeated."""
+
+
+class Peer(NamedTuple, Generic[S]):
+    """One process of the role.
+
+    Attributes:
+        incarnation: of the process.
+        state: "alive" or "leaving".
+        service: the object, or its stub.
+    """
+
+    incarnation: int
+    state: str
+    service: S
+
+
+class Roster(NamedTuple, Generic[S]):
+    """The processes of the role as of one moment.
+
+    Attributes:
+        version: rises with every change.
+        peers: by rank, without those that are dead.
+    """
+
+    version: int
+    peers: Mapping[int, Peer[S]]
+
+    def alive(self) -> list[S]:
+        """Those that take something new, by rank."""
+        return [peer.service for _, peer in sorted(self.peers.items()) if peer.state == "alive"]
+
+    def serving(self) -> list[S]:
+        """Those that answer, by rank: the ones that are leaving, too."""
+        return [peer.service for _, peer in sorted(self.peers.items())]
+
+
+class Directory(Generic[S]):
+    """Follows the membership. Whoever listens to the coordinator calls `update`; safe from several threads.
+
+    Args:
+        role: whose members count.
+        connect: makes the stub of a new member.
+        close: gives up the stub of one that is gone. It ends calls that are under way, so that their callers look here.
+    """
+
+    def __init__(self, role: str, connect: Callable[[Member], S], close: Callable[[S], None] = lambda _: None) -> None:
+        self.role = role
+        self._connect = connect
+        self._close = close
+        self._roster: Roster[S] = Roster(0, {})
+        self._changed = threading.Condition()
+
+    @classmethod
+    def fixed(cls, role: str, services: Sequence[S]) -> Directory[S]:
+        """Of services that stay, by rank, in their first incarnation."""
+        directory = cls(role, lambda member: services[member.rank])
+        directory.update(Membership(1, 1, [Member(role, rank, 1, "") for rank in range(len(services))]))
+        return directory
+
+    def update(self, membership: Membership) -> None:
+        """Takes a newer membership over; an older one changes nothing."""
+        with self._changed:
+            before = self._roster
+            if membership.version <= before.version:
+                return
+            peers: dict[int, Peer[S]] = {}
+            for member in membership.members:
+                if member.role != self.role or member.state == "dead":
+                    continue
+                known = before.peers.get(member.rank)
+                same = known is not None and known.incarnation == member.incarnation
+                service = known.service if same and known is not None else self._connect(member)
+                peers[member.rank] = Peer(member.incarnation, member.state, service)
+            self._roster = Roster(membership.version, peers)
+            self._changed.notify_all()
+        kept = {id(peer.service) for peer in peers.values()}
+        for peer in before.peers.values():
+            if id(peer.service) not in kept:
+                self._close(peer.service)
+
+    def roster(self, newer_than: int = 0, timeout: float = 0.0) -> Roster[S]:
+        """The members; waits until the version is above `newer_than`, at most `timeout` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._roster.version > newer_than, timeout)
+            return self._roster
+
+
+class Attempts(Generic[S]):
+    """Repeats an operation, with the newest members, until it succeeds or its time is up.
+
+    Args:
+        directory: the members.
+        timeout: seconds for the operation.
+        operation: for errors.
+    """
+
+    def __init__(self, directory: Directory[S], timeout: float, operation: str) -> None:
+        self.roster: Roster[S] = directory.roster()
+        self._directory = directory
+        self._timeout = timeout
+        self._operation = operation
+        self._deadline = time.monotonic() + timeout
+
+    def again(self, error: Exception | None = None) -> None:
+        """Waits for news; raises the error, or a DeadlineError, when there is no time left."""
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise error or DeadlineError(
+                f"{self._operation}: there has been no {self._directory.role.replace('_', ' ')} for "
+                f"{self._timeout:g} s. See why they have ended, or start some.",
+                operation=self._operation,
+                seconds=self._timeout,
+            )
+        self.roster = self._directory.roster(self.roster.version, min(left, RETRY_SECONDS))

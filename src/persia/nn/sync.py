@@ -1,0 +1,98 @@
+"""What a loop asks of whoever keeps the networks of several NN workers alike; and the answers of an NN worker alone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+
+__all__ = ["Alone", "EqualSteps", "Replicas"]
+
+
+class EqualSteps(Protocol):
+    """Lets all NN workers make the same number of steps, whatever data each of them has."""
+
+    made_up_rows: int
+    """Rows of a batch that is made up so that this NN worker can take part in a step for which it has none."""
+
+    def start(self, rows: int, has_data: bool) -> None:
+        """Begins a batch.
+
+        Args:
+            rows: that this NN worker has in it; 0 if it was lost, or made up.
+            has_data: False once the data of this NN worker have ended.
+        """
+
+    def over(self) -> bool:
+        """Whether no NN worker has data any more. Blocks until all have begun the batch."""
+
+
+class Replicas(EqualSteps, Protocol):
+    """The dense network of this NN worker among those of the others: :class:`persia.dense.AllReduce`, or `Alone`."""
+
+    nn_workers: int
+    model: torch.nn.Module
+    """What is called to train; it has the parameters of the network itself."""
+
+    def batch(self, made_up: bool, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Surrounds forward and backward of a batch; gradients are averaged in the last one of an update."""
+
+    def reduce_rest(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Averages gradients of an update whose last batch never came."""
+
+    def rows(self) -> int:
+        """Rows of all NN workers in this update. Blocks."""
+
+    def settle(self) -> None:
+        """At rest: what is not averaged becomes that of the first NN worker, such as statistics of BatchNorm."""
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """The payloads of all NN workers, by rank. Blocks until all have called it."""
+
+    def by_first(self, function: Callable[[], str]) -> str:
+        """Calls it on the first NN worker only; all return its result, or raise if it failed. Blocks."""
+
+
+class Alone:
+    """One NN worker: nothing to agree on.
+
+    Args:
+        model: the network.
+    """
+
+    made_up_rows = 1
+    nn_workers = 1
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+
+    def start(self, rows: int, has_data: bool) -> None:
+        """Nobody wants to know."""
+
+    def over(self) -> bool:
+        """Asked when its data have ended."""
+        return True
+
+    def batch(self, made_up: bool, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Nothing to average."""
+        return contextlib.nullcontext()
+
+    def reduce_rest(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Nothing to average."""
+
+    def rows(self) -> int:
+        """None beside its own."""
+        return 0
+
+    def settle(self) -> None:
+        """Nothing differs."""
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Its own."""
+        return [payload]
+
+    def by_first(self, function: Callable[[], str]) -> str:
+        """It is the first."""
+        return function()

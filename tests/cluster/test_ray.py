@@ -1,0 +1,161 @@
+"""`persia.cluster.Ray`: the same numbers as in one process, and what happens when processes end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cluster_samples import eventually, losses, make_trainer, options, pids, reader, running
+
+import persia
+from persia.errors import ClosedError, ConfigError, RoleDiedError
+
+pytestmark = pytest.mark.usefixtures("ray_here")
+
+
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def same_numbers(ps: int, embedding_workers: int, data_loaders: int, tmp_path: Path) -> None:
+    data, test = reader(12), reader(3, 2)
+    here = make_trainer(persia.cluster.Embedded(1))
+    expected = [here.fit(data, test, max_steps=7), here.fit(data, test)]
+    with persia.cluster.Ray(ps, embedding_workers, data_loaders, 1, options()) as cluster:
+        there = make_trainer(cluster)
+        found = [there.fit(data, test, max_steps=7), there.fit(data, test)]
+        for mine, theirs in zip(expected, found, strict=True):
+            for name in ("progressive", "evaluation", "rows", "steps", "global_step", "stored_rows", "staleness_max"):
+                assert getattr(mine, name) == getattr(theirs, name), name
+        for a, b in zip(here.model.parameters(), there.model.parameters(), strict=True):
+            assert torch.equal(a, b)
+        assert here.evaluate(test) == there.evaluate(test)
+        for p, q in zip(here.predict(test), there.predict(test), strict=True):
+            np.testing.assert_array_equal(p, q)
+        roles = {name.rpartition("-")[0] for name in cluster.statistics()}
+        assert roles == {"embedding_ps", "embedding_worker", "data_loader", "nn_worker"}
+        assert there.save(str(tmp_path)).endswith("step-000000000012")
+        processes = pids(cluster)
+    eventually(lambda: not any(map(running, processes)), "all processes have ended")
+    with pytest.raises(ClosedError):
+        cluster.run(lambda: 0)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_same_numbers_as_in_one_process(tmp_path):
+    same_numbers(3, 2, 2, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("ps", "embedding_workers", "data_loaders"), [(1, 1, 1), (3, 1, 1), (1, 2, 1), (1, 1, 2)])
+def test_no_number_of_processes_changes_a_number(ps, embedding_workers, data_loaders, tmp_path):
+    same_numbers(ps, embedding_workers, data_loaders, tmp_path)
+
+
+def test_two_nn_workers_a_bare_loop_resizing_and_deaths(one_thread):
+    """One cluster for all, as processes take long to start."""
+    with persia.cluster.Ray(2, 1, 1, 2, options()) as cluster:
+        trainer = make_trainer(cluster, persia.modes.Hybrid(2))
+
+        # All rows are trained once, though 21 batches do not divide by 2; while processes come and go.
+        resized = threading.Thread(target=cluster.scale, kwargs={"embedding_workers": 3, "data_loaders": 2})
+        resized.start()
+        result = trainer.fit(reader(301))
+        resized.join(60)
+        assert result.rows == 301 * 64
+        assert result.lost_batches == result.lost_gradients == 0
+        assert result.steps == 151
+        assert len(pids(cluster, "embedding_worker")) == 3
+        cluster.scale(embedding_workers=1, data_loaders=1)
+        assert len(pids(cluster, "embedding_worker")) == len(pids(cluster, "data_loader")) == 1
+
+        # An embedding worker that dies takes its batches with it; training goes on.
+        (victim,) = pids(cluster, "embedding_worker")
+        killed = threading.Thread(target=kill_once_training, args=(cluster, "embedding_worker", "looked_up"))
+        killed.start()
+        result = trainer.fit(reader(600))
+        killed.join(60)
+        assert result.rows + result.lost_batches * 64 == 600 * 64
+        eventually(lambda: pids(cluster, "embedding_worker") not in ([], [victim]), "it is started again")
+
+        # What an NN worker raises is raised here, and the next run has new NN workers.
+        with pytest.raises(ZeroDivisionError) as caught:
+            cluster.run(lambda: 1 // (torch.distributed.get_rank() - 1))
+        assert "NN worker 1" in caught.value.__notes__[0]
+        assert cluster.run(torch.distributed.get_rank) == [0, 1]
+
+        # A PS that dies ends the run.
+        killed = threading.Thread(target=kill_once_training, args=(cluster, "embedding_ps", None))
+        killed.start()
+        with pytest.raises(RoleDiedError, match=r"embedding PS 0 \(process \d+ on .*has died"):
+            trainer.fit(reader(100_000))
+        killed.join(60)
+        processes = pids(cluster)
+    eventually(lambda: not any(map(running, processes)), "all processes have ended")
+
+
+def kill_once_training(cluster: Any, role: str, counter: str | None) -> None:
+    (name, *_) = sorted(n for n in cluster.statistics() if n.startswith(role))
+    before = cluster.statistics()[name].get(counter or "rpc.calls", 0)
+    eventually(lambda: cluster.statistics()[name].get(counter or "rpc.calls", 0) > before + 20, "it trains")
+    os.kill(pids(cluster, role)[0], signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_bare_loop_has_the_same_losses():
+    expected = losses(persia.cluster.Embedded(1), 10)
+    with persia.cluster.Ray(2, 1, options=options()) as cluster:
+        assert cluster.run(lambda: losses(cluster, 10)) == [expected]
+        with pytest.raises(ConfigError, match="another schema"):
+            cluster.run(lambda: losses(cluster, 10, persia.modes.Hybrid(1)))
+        assert torch_in(cluster, "embedding_ps") == torch_in(cluster, "embedding_worker") == "0"
+
+
+def torch_in(cluster: Any, role: str) -> str:
+    """How many files of torch a process has mapped."""
+    maps = Path(f"/proc/{pids(cluster, role)[0]}/maps").read_text()
+    return str(sum("libtorch" in line for line in maps.splitlines()))
+
+
+@pytest.mark.slow
+def test_without_keys_a_cluster_with_keys_answers_nobody(tmp_path, monkeypatch):
+    keys = tmp_path / "keys"
+    persia_rpc = pytest.importorskip("persia.rpc")
+    persia_rpc.make_keys(keys)
+    monkeypatch.setenv("PERSIA_CURVE_KEYS", str(keys))
+    with persia.cluster.Ray(options=options()) as cluster:
+        trainer = make_trainer(cluster)
+        trainer.fit(reader(3))
+        monkeypatch.delenv("PERSIA_CURVE_KEYS")
+        from persia.services import EmbeddingPS
+
+        (address,) = [p.info.address for p in cluster._processes.of("embedding_ps")]
+        stranger = persia_rpc.connect(address, EmbeddingPS, peer="embedding PS 0", timeout=2.0)
+        with pytest.raises(persia.PersiaError, match="embedding PS 0"):
+            stranger.statistics()
+        persia_rpc.close(stranger)
+
+
+def test_arguments_are_checked():
+    with pytest.raises(ConfigError, match="nn_workers = 0"):
+        persia.cluster.Ray(nn_workers=0)
+    with pytest.raises(ConfigError, match="compression"):
+        persia.cluster.RayOptions(compression="zip")  # type: ignore[arg-type]
+
+
+def test_persia_imports_no_ray():
+    code = "import sys, persia, persia.cluster, persia.trainer; assert 'ray' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
