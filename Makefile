@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 SOURCES := $(shell find cpp bindings -name '*.cpp' -o -name '*.hpp' -o -name CMakeLists.txt) CMakeLists.txt pyproject.toml
 
-.PHONY: demo demo-cluster test test-all test-cpp sanitize lint format bench bench-smoke examples docs clean install
+.PHONY: demo demo-cluster test test-all test-cpp sanitize lint format bench bench-cpp bench-smoke examples docs clean install
 
 install: $(READY)  ## create .venv and install persia into it, editable
 
@@ -37,6 +37,9 @@ test-cpp: $(VENV)/.dependencies  ## the core's own tests
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/cpp
 	ctest --test-dir build/cpp --output-on-failure
 
+bench-cpp: test-cpp  ## what bounds a lookup
+	build/cpp/bench_lookup
+
 sanitize: $(VENV)/.dependencies  ## the core's tests under ASan + UBSan and under TSan
 	for kind in address,undefined thread; do \
 	  PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S cpp -B build/$$kind -GNinja -DPERSIA_SANITIZE=$$kind -DCMAKE_BUILD_TYPE=RelWithDebInfo > /dev/null && \
@@ -56,11 +59,13 @@ format: install  ## fix style
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $$(git ls-files '*.cpp' '*.hpp')
 
+BENCHMARKS = store batch rpc step profile_step globo quality traffic cluster
+
 bench: install  ## every figure of docs/performance.md, about an hour
-	for file in store batch rpc step globo quality traffic cluster; do $(BIN)/python benchmarks/$$file.py --preset laptop || exit 1; done
+	for file in $(BENCHMARKS); do $(BIN)/python benchmarks/$$file.py --preset laptop || exit 1; done
 
 bench-smoke: install  ## every benchmark, small; figures mean nothing
-	for file in store batch rpc step globo quality traffic cluster; do $(BIN)/python benchmarks/$$file.py --preset smoke || exit 1; done
+	for file in $(BENCHMARKS); do $(BIN)/python benchmarks/$$file.py --preset smoke || exit 1; done
 
 examples: install  ## run every example, small
 	for file in examples/*.py; do echo "== $$file"; PERSIA_EXAMPLE_SMALL=1 $(BIN)/python $$file || exit 1; done

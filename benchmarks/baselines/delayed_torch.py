@@ -4,7 +4,7 @@ Tables are plain tensors with an Adagrad of their own; the network is the module
 gradients the embeddings of a batch contain is an input: a constant delay, or the versions that a run of persia has
 recorded. What the two then disagree about is an error of persia, not a matter of chance.
 
-    python -m benchmarks.baselines.delayed_torch [--rows 3000000] [--delay 4] [--dense-delay 0] [--seed 0]
+    python -m benchmarks.baselines.delayed_torch [--rows 3000000] [--delay 4] [--dense-delay 8] [--init-std 0.05]
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from persia.batching.batch import Batch, IdColumn
+from persia.data import synthetic
 from persia.nn.models import DeepFM
 from persia.schema import IdFeature, Schema
 
@@ -215,15 +216,32 @@ def example(
     return schema, batches
 
 
+def normal_rows(std: float, seed: int, dim: int = 16) -> InitialRows:
+    """Rows that begin with normal values."""
+    rng = np.random.default_rng(seed)
+    return lambda table, ids: rng.normal(0.0, std, (len(ids), dim)).astype(np.float32)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="AUC with delayed gradients on built-in data; prints one JSON line.")
+    parser = argparse.ArgumentParser(description="Progressive AUC with delayed gradients; prints one JSON line.")
+    parser.add_argument(
+        "--data", choices=["quality", "example"], default="quality", help="of quality.py, or simpler ones"
+    )
     parser.add_argument("--rows", type=int, default=3_000_000)
-    parser.add_argument("--delay", type=int, default=0)
-    parser.add_argument("--dense-delay", type=int, default=0)
+    parser.add_argument("--delay", type=int, default=0, help="of embedding gradients, in batches")
+    parser.add_argument("--dense-delay", type=int, default=0, help="of the network's gradients")
+    parser.add_argument(
+        "--init-std", type=float, help="rows begin normal with this deviation; uniform in +-0.01 without"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    schema, batches = example(args.rows, args.seed)
-    result = replay(batches, schema, args.seed, delay=args.delay, dense_delay=args.dense_delay)
+    if args.data == "example":
+        schema, batches = example(args.rows, args.seed)
+    else:
+        reader = synthetic(args.rows, pairs=12, latent_dim=4, seed=args.seed, batch_size=1024)
+        schema, batches = reader.schema, list(reader)
+    rows = None if args.init_std is None else normal_rows(args.init_std, args.seed)
+    result = replay(batches, schema, args.seed, delay=args.delay, dense_delay=args.dense_delay, initial_rows=rows)
     print(json.dumps({"auc": result.auc, "rows_per_s": result.rows_per_s, **vars(args)}))
 
 

@@ -489,3 +489,29 @@ def test_cuda_equals_cpu():
             found.square().mean().backward()
         stored[device] = np.stack([row(embeddings, "item", i) for i in range(30)])
     np.testing.assert_allclose(stored["cuda"], stored["cpu"], rtol=1e-5, atol=1e-7)
+
+
+LEFT_OPEN = """
+import itertools
+import numpy as np
+import persia
+from persia.batching.batch import Batch, IdColumn
+
+names = [f"f{i}" for i in range(8)]
+schema = persia.Schema([persia.IdFeature(name, dim=16) for name in names], labels=["y"])
+rng = np.random.default_rng(0)
+def batches():
+    while True:
+        columns = {name: IdColumn(rng.integers(0, 1 << 40, 4096).astype(np.uint64)) for name in names}
+        yield Batch(columns, np.zeros((4096, 0), np.float32), np.zeros((4096, 1), np.float32))
+embeddings = persia.nn.EmbeddingCollection(schema, optimizer=persia.optim.SGD(lr=1.0), mode=persia.modes.Hybrid(4))
+open_loop = embeddings.prefetch(batches())
+for batch in itertools.islice(open_loop, 3):
+    sum(values.sum() for values in embeddings(batch).values()).backward()
+# The program ends here, with lookups under way and the loop never left.
+"""
+
+
+def test_a_program_may_end_within_a_loop():
+    ended = subprocess.run([sys.executable, "-c", LEFT_OPEN], check=False, timeout=60, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -66,6 +66,9 @@ def synthetic(
       dense gradients 8 late as well 0.683. Such a model is still learning fast, so it pays for every delay.
     - the same with `pairs=12, latent_dim=4`: 0.668 of 0.798; 4 late 0.667, dense 8 late as well 0.666.
 
+    These are after training. Scored while training, a delay costs more, as it slows the start; and how much depends on
+    the values that rows begin with (here uniform in +-0.01) more than on the data: see docs/performance.md.
+
     Args:
         rows: of one epoch.
         id_features: features id_0, id_1, ... that the label depends on.

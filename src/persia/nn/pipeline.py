@@ -7,7 +7,9 @@ next draw, with a note of where it came from; closing ends all three.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -85,6 +87,9 @@ class Pipeline:
             threading.Thread(target=target, name=f"persia-{name}", daemon=True)
             for name, target in (("read", self._run_read), ("lookup", self._run_lookup), ("push", self._run_push))
         ]
+        # A thread that returns from native code while the interpreter ends takes the whole process down.
+        self._process = os.getpid()
+        atexit.register(self._end_with_the_process)
         for thread in self._threads:
             thread.start()
 
@@ -132,14 +137,26 @@ class Pipeline:
         Raises:
             DeadlineError: a lookup or a push under way does not end.
         """
-        self._stages.stop()
-        self._read.close(discard=True)
-        self._ready.close(discard=True)
-        self._pushes.close()
+        atexit.unregister(self._end_with_the_process)
+        self._stop()
         # The loader may sit in its `next` for long; its thread ends with that, and nobody needs to wait.
         self._threads[0].join(LOADER_GRACE)
         for thread, what in zip(self._threads[1:], ("lookup", "push"), strict=True):
             self._join(thread, f"embedding worker: {what}")
+
+    def _stop(self) -> None:
+        self._stages.stop()
+        self._read.close(discard=True)
+        self._ready.close(discard=True)
+        self._pushes.close()
+
+    def _end_with_the_process(self) -> None:
+        """For a loop that the program never left: what is under way ends, as far as it does in a moment."""
+        if os.getpid() != self._process:  # A forked child has neither the threads nor, for sure, their locks.
+            return
+        self._stop()
+        for thread in self._threads:
+            thread.join(LOADER_GRACE)
 
     def _join(self, thread: threading.Thread, what: str) -> None:
         thread.join(self._timeout)
