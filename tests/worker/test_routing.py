@@ -18,6 +18,7 @@ from persia.errors import CheckpointError, StaleBatchError, StoreError
 from persia.modes import Hybrid, Sync
 from persia.nn import codec
 from persia.optim import SGD, Adagrad
+from persia.nn.collection import Pushed
 from persia.ps import EmbeddingServer, HoldOptions
 from persia.services import Connection, EmbeddingWorker
 from persia.types import Contribution, PushHeader, UpdateCounts
@@ -188,7 +189,7 @@ def test_a_step_without_gradients_is_pushed_too_where_the_others_wait_for_it():
         first, second = (call.result(TIMEOUT) for call in [threads.submit(train, rank) for rank in (0, 1)])
     assert (first[0], second[0]) == (4, 4)
     assert first[1].applied > 0
-    assert second[1]._asdict() == {"applied": 0, "absent": 0, "non_finite": 0, "released": 4}
+    assert second[1] == Pushed(released=4)
     assert first[2] == second[2] == 0
 
 
