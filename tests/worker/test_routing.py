@@ -17,8 +17,8 @@ from persia.batching.batch import Batch, IdColumn
 from persia.errors import CheckpointError, StaleBatchError, StoreError
 from persia.modes import Hybrid, Sync
 from persia.nn import codec
-from persia.optim import SGD, Adagrad
 from persia.nn.collection import Pushed
+from persia.optim import SGD, Adagrad
 from persia.ps import EmbeddingServer, HoldOptions
 from persia.services import Connection, EmbeddingWorker
 from persia.types import Contribution, PushHeader, UpdateCounts
