@@ -113,6 +113,8 @@ class Service:
             raise StoreError("The store is full; delete rows.", table="item", rows=7, path=OddError)
         if kind == "odd":
             raise OddError(3)
+        if kind == "file":
+            raise ValueError("cannot read bad\udcff")
         if kind == "exit":
             raise SystemExit(3)
         raise ValueError("not yours")

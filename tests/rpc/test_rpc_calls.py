@@ -360,3 +360,16 @@ def test_several_in_one_process_do_not_meet():
     for stub, server in zip(stubs, servers, strict=True):
         rpc.close(stub)
         server.close()
+
+
+def test_a_call_that_cannot_be_sent_fails_alone(stub):
+    for _ in range(2):
+        with pytest.raises(WireError, match="beside its arrays"):
+            stub.defaults(1, "x" * (1 << 20))
+        assert stub.defaults(2, "y") == stub.defaults(2, "y")
+
+
+def test_an_error_whose_text_is_no_utf8_crosses_too(stub):
+    with pytest.raises(RemoteError, match=r"cannot read bad\\udcff"):
+        stub.fail("file")
+    assert stub.defaults(2, "y")

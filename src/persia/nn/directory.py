@@ -41,10 +41,17 @@ class Roster(NamedTuple, Generic[S]):
     Attributes:
         version: rises with every change.
         peers: by rank, without those that are dead.
+        newest: incarnation by rank, dead or not.
     """
 
     version: int
     peers: Mapping[int, Peer[S]]
+    newest: Mapping[int, int]
+
+    def gone(self, rank: int, incarnation: int) -> bool:
+        """Whether this incarnation is known to be dead; one that is not known at all may be about to join."""
+        newest = self.newest.get(rank, 0)
+        return newest > incarnation or (newest == incarnation and rank not in self.peers)
 
     def alive(self) -> list[S]:
         """Those that take something new, by rank."""
@@ -68,7 +75,7 @@ class Directory(Generic[S]):
         self.role = role
         self._connect = connect
         self._close = close
-        self._roster: Roster[S] = Roster(0, {})
+        self._roster: Roster[S] = Roster(0, {}, {})
         self._changed = threading.Condition()
 
     @classmethod
@@ -85,6 +92,7 @@ class Directory(Generic[S]):
             if membership.version <= before.version:
                 return
             peers: dict[int, Peer[S]] = {}
+            newest = {member.rank: member.incarnation for member in membership.members if member.role == self.role}
             for member in membership.members:
                 if member.role != self.role or member.state == "dead":
                     continue
@@ -92,7 +100,7 @@ class Directory(Generic[S]):
                 same = known is not None and known.incarnation == member.incarnation
                 service = known.service if same and known is not None else self._connect(member)
                 peers[member.rank] = Peer(member.incarnation, member.state, service)
-            self._roster = Roster(membership.version, peers)
+            self._roster = Roster(membership.version, peers, newest)
             self._changed.notify_all()
         kept = {id(peer.service) for peer in peers.values()}
         for peer in before.peers.values():

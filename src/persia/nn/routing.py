@@ -121,14 +121,17 @@ class EmbeddingWorkers:
         rank, incarnation, _ = BatchId.unpack(batch_id)
         attempts = Attempts(self._directory, self._timeout, operation)
         while True:
-            peer = attempts.roster.peers.get(rank)
-            if peer is None or peer.incarnation != incarnation:
+            if attempts.roster.gone(rank, incarnation):
                 raise StaleBatchError(
                     f"{operation}: embedding worker {rank}, incarnation {incarnation}, is gone, and its batches with "
                     "it. They are skipped.",
                     rank=rank,
                     incarnation=incarnation,
                 )
+            peer = attempts.roster.peers.get(rank)
+            if peer is None or peer.incarnation != incarnation:
+                attempts.again(None)  # The data loader has heard of it before us.
+                continue
             try:
                 return call(peer.service)
             except UNREACHABLE as error:

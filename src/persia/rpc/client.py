@@ -248,8 +248,11 @@ class Connection:
     def _flush(self) -> None:
         while self._unsent and self._connected:
             call = self._unsent[0]
-            if call.number in self._calls and not self._send(call):
-                break
+            try:
+                if call.number in self._calls and not self._send(call):
+                    break
+            except PersiaError as error:  # This call cannot be sent; those behind it can.
+                self._end(call, error=error)
             self._unsent.popleft()
         self._drain()
 

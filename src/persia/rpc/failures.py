@@ -35,10 +35,11 @@ class Failure(msgspec.Struct, array_like=True, forbid_unknown_fields=True, froze
 def raised(error: BaseException) -> Failure:
     """An error that a method raised, to be sent; texts are cut to 16 KiB."""
     kind = f"{type(error).__module__}.{type(error).__qualname__}"
-    trace = "".join(traceback.format_exception(error))[-_MAX_TEXT:]
+    trace = _text("".join(traceback.format_exception(error))[-_MAX_TEXT:])
     if isinstance(error, PersiaError):
-        return Failure(kind, error.message[:_MAX_TEXT], {k: _plain(v) for k, v in error.fields.items()}, trace)
-    return Failure(kind, str(error)[:_MAX_TEXT], {}, trace)
+        fields = {k: _plain(v) for k, v in error.fields.items()}
+        return Failure(kind, _text(error.message[:_MAX_TEXT]), fields, trace)
+    return Failure(kind, _text(str(error)[:_MAX_TEXT]), {}, trace)
 
 
 def to_error(failure: Failure, *, peer: str, address: str, operation: str) -> PersiaError:
@@ -58,6 +59,11 @@ def to_error(failure: Failure, *, peer: str, address: str, operation: str) -> Pe
         )  # fmt: skip
     error.add_note(f"Raised by {peer} at {address} in {operation}:\n{failure.traceback}")
     return error
+
+
+def _text(text: str) -> str:
+    """Without lone surrogates, which file names bring along and UTF-8 has no bytes for."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _plain(value: object) -> object:
