@@ -10,53 +10,15 @@
 #include <stdexcept>
 #include <string>
 
-#include "persia/mix.hpp"
+#include "persia/memory.hpp"
 
 namespace persia {
 
 namespace {
 
-constexpr std::size_t kLine = 64;
-constexpr std::size_t kKept = 8;        // blocks that an arena keeps
 constexpr std::size_t kNarrow = 65536;  // so many distinct ids have an inverse of uint16
 
 }  // namespace
-
-// ---- scratch ----------------------------------------------------------------------------------------------------
-
-void Arena::Lease::Free::operator()(std::byte* memory) const { ::operator delete(memory, std::align_val_t{kLine}); }
-
-Arena::Lease::Lease(Arena& arena, std::size_t bytes) : arena_(arena) {
-  {
-    const std::lock_guard lock(arena_.mutex_);
-    // The smallest block that is large enough; failing that, any block gives way to a larger one.
-    auto best = arena_.free_.end();
-    for (auto block = arena_.free_.begin(); block != arena_.free_.end(); ++block) {
-      if (block->bytes >= bytes && (best == arena_.free_.end() || block->bytes < best->bytes)) best = block;
-    }
-    if (best == arena_.free_.end() && !arena_.free_.empty()) best = arena_.free_.end() - 1;
-    if (best != arena_.free_.end()) {
-      block_ = std::move(*best);
-      arena_.free_.erase(best);
-    }
-  }
-  if (block_.bytes < bytes || !block_.memory) {
-    block_.memory.reset();
-    block_.bytes = 0;
-    const std::size_t rounded = std::bit_ceil(std::max<std::size_t>(bytes, 4096));
-    block_.memory.reset(static_cast<std::byte*>(::operator new(rounded, std::align_val_t{kLine})));
-    block_.bytes = rounded;
-  }
-}
-
-Arena::Lease::~Lease() {
-  const std::lock_guard lock(arena_.mutex_);
-  if (arena_.free_.size() >= kKept) return;  // What a burst has borrowed is freed.
-  try {
-    arena_.free_.push_back(std::move(block_));
-  } catch (...) {  // no memory for the list: the block is freed instead of kept
-  }
-}
 
 // ---- unique -----------------------------------------------------------------------------------------------------
 
@@ -187,59 +149,6 @@ void unique(std::span<UniqueGroup> groups, ThreadPool& pool, Arena& arena) {
   std::iota(order.begin(), order.end(), std::size_t{0});
   std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return sizes[a] > sizes[b]; });
   pool.parallel_for(order.size(), [&](std::size_t i) { unique_group(groups[order[i]], sizes[order[i]], arena); });
-}
-
-// ---- owners -----------------------------------------------------------------------------------------------------
-
-namespace {
-
-template <class Entry>
-void follow(const OwnerGroup::Inverse& inverse, std::span<const std::uint32_t> place) {
-  auto* entries = static_cast<Entry*>(inverse.entries);
-  for (std::size_t i = 0; i < inverse.count; ++i) {
-    if (entries[i] >= place.size()) throw std::invalid_argument("inverse: an entry points beyond the ids");
-    entries[i] = static_cast<Entry>(place[entries[i]]);
-  }
-}
-
-void group_one(const OwnerGroup& group, std::uint32_t servers, Arena& arena) {
-  const std::size_t n = group.ids.size();
-  Arena::Lease copy(arena, n * sizeof(std::uint64_t));
-  Arena::Lease places(arena, n * sizeof(std::uint32_t));
-  Arena::Lease owners(arena, n * sizeof(std::uint16_t));
-  auto* const before = copy.as<std::uint64_t>();
-  auto* const place = places.as<std::uint32_t>();
-  auto* const owner = owners.as<std::uint16_t>();
-  std::fill(group.bounds, group.bounds + servers + 1, 0);
-  for (std::size_t i = 0; i < n; ++i) {
-    before[i] = group.ids[i];
-    owner[i] = static_cast<std::uint16_t>(owner_of(group.name_hash, before[i], servers));
-    ++group.bounds[owner[i] + 1];
-  }
-  std::vector<std::uint32_t> next(servers);
-  for (std::uint32_t p = 0; p < servers; ++p) {
-    next[p] = static_cast<std::uint32_t>(group.bounds[p]);
-    group.bounds[p + 1] += group.bounds[p];
-  }
-  for (std::size_t i = 0; i < n; ++i) {
-    place[i] = next[owner[i]]++;
-    group.ids[place[i]] = before[i];
-  }
-  for (const auto& inverse : group.inverses) {
-    inverse.wide ? follow<std::uint32_t>(inverse, {place, n}) : follow<std::uint16_t>(inverse, {place, n});
-  }
-}
-
-}  // namespace
-
-void group_by_owner(std::span<OwnerGroup> groups, std::uint32_t servers, ThreadPool& pool, Arena& arena) {
-  if (servers == 0 || servers > kNarrow) throw std::invalid_argument("servers must be within 1 ... 65536");
-  for (const auto& group : groups) {
-    if (group.ids.size() >= std::numeric_limits<std::uint32_t>::max()) {
-      throw std::invalid_argument("a table has 2^32 - 1 ids or more: use smaller batches");
-    }
-  }
-  pool.parallel_for(groups.size(), [&](std::size_t g) { group_one(groups[g], servers, arena); });
 }
 
 // ---- pooling ----------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ namespace persia {
 namespace {
 
 constexpr std::size_t kGroup = 8;  // longer bursts of prefetches stall on the few misses a core has in flight
-constexpr std::size_t kLine = 64;
 constexpr std::size_t kMaxPrefetch = 8 * kLine;  // the hardware follows a stream by itself from there on
 
 }  // namespace
@@ -24,37 +23,9 @@ struct Shard::Group {
   std::uint32_t row[kGroup];
 };
 
-// Holds the locks of all shards of a request; those in which rows change are marked, for whoever finds their region
-// after a crash.
-class Shard::Turn {
- public:
-  explicit Turn(Shards shards) : shards_(shards) {
-    // All callers lock in this order, or only one shard.
-    for (Shard* shard : shards_) shard->mutex_.lock();
-  }
-  ~Turn() {
-    for (Shard* shard : shards_) {
-      shard->begun_push_ = PushState::kNone;
-      if (shard->begun_) {
-        barrier();
-        shard->header_->busy = 0;
-        shard->begun_ = false;
-      }
-      shard->mutex_.unlock();
-    }
-  }
-  Turn(const Turn&) = delete;
-  Turn& operator=(const Turn&) = delete;
-
- private:
-  Shards shards_;
-};
-
 // At the first id of a request that falls into this shard.
 void Shard::begin() {
-  begun_ = true;
-  header_->busy = 1;
-  barrier();
+  mark();
   tick();
 }
 

@@ -38,23 +38,11 @@ PushCounts& PushCounts::operator+=(const PushCounts& other) {
   return *this;
 }
 
-// Marks the region as being changed, for whoever finds it after a crash.
-class Shard::Mutation {
- public:
-  explicit Mutation(Header& header) : header_(header) {
-    header_.busy = 1;
-    barrier();
-  }
-  ~Mutation() {
-    barrier();
-    header_.busy = 0;
-  }
-  Mutation(const Mutation&) = delete;
-  Mutation& operator=(const Mutation&) = delete;
-
- private:
-  Header& header_;
-};
+void Shard::mark() {
+  begun_ = true;
+  header_->busy = 1;
+  barrier();
+}
 
 Shard::Shard(const TableConfig& config, const Optimizer& optimizer, std::uint32_t shard)
     : config_(&config), optimizer_(&optimizer), dim_(config.dim), stride_(stride_of(config, optimizer)) {
@@ -208,8 +196,9 @@ std::uint64_t Shard::export_rows(std::uint64_t start, std::uint64_t max_rows, st
 
 void Shard::import_rows(const Slice& slice, const RowView& rows) {
   if (slice.count == 0) return;
-  const std::lock_guard lock(mutex_);
-  const Mutation mutation(*header_);
+  Shard* const self = this;
+  const Turn turn(Shards(&self, 1));
+  mark();
   victims_.clear();
   for (std::size_t i = 0; i < slice.count; ++i) {
     header_->clock = std::max(header_->clock, rows.stamps[slice.position(i)]);
@@ -279,8 +268,9 @@ void Shard::import_state(const ShardState& s) {
 }
 
 void Shard::clear() {
-  const std::lock_guard lock(mutex_);
-  const Mutation mutation(*header_);
+  Shard* const self = this;
+  const Turn turn(Shards(&self, 1));
+  mark();
   header_->rows_used = 0;
   barrier();
   index_.clear();

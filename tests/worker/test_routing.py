@@ -111,21 +111,25 @@ def test_rows_are_the_same_to_the_bit_with_1_2_and_3_servers(steps):
                 np.testing.assert_array_equal(found[name], expected[name])
 
 
+def a_trainer(data, servers, accumulation=1):
+    torch.manual_seed(0)
+    return persia.Trainer(
+        persia.nn.models.FFNN(data.schema, hidden=(8,)),
+        data.schema,
+        optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-2),
+        embedding_optimizer=Adagrad(lr=0.1),
+        mode=Sync(),
+        cluster=SeveralServers(servers),
+        options=persia.TrainerOptions(progress=False, accumulation_steps=accumulation),
+    )
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_training_run_has_the_same_losses_with_1_2_and_3_servers(accumulation):
     outcomes = []
     for servers in (1, 2, 3):
         data = persia.data.synthetic(2_000, id_features=3, ids_per_feature=300, dense_features=1, batch_size=100)
-        torch.manual_seed(0)
-        trainer = persia.Trainer(
-            persia.nn.models.FFNN(data.schema, hidden=(8,)),
-            data.schema,
-            optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-2),
-            embedding_optimizer=Adagrad(lr=0.1),
-            mode=Sync(),
-            cluster=SeveralServers(servers),
-            options=persia.TrainerOptions(progress=False, accumulation_steps=accumulation),
-        )
+        trainer = a_trainer(data, servers, accumulation)
         result = trainer.fit(data, eval_data=data)
         outcomes.append((result.progressive.log_loss, result.evaluation.auc, result.stored_rows))
     assert outcomes[0] == outcomes[1] == outcomes[2]
@@ -133,21 +137,7 @@ def test_a_training_run_has_the_same_losses_with_1_2_and_3_servers(accumulation)
 
 def test_a_run_with_several_servers_is_saved_and_resumed(tmp_path):
     data = persia.data.synthetic(2_000, id_features=2, ids_per_feature=300, dense_features=1, batch_size=100)
-    options = persia.TrainerOptions(progress=False)
-
-    def trainer(servers):
-        torch.manual_seed(0)
-        return persia.Trainer(
-            persia.nn.models.FFNN(data.schema, hidden=(8,)),
-            data.schema,
-            optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-2),
-            embedding_optimizer=Adagrad(lr=0.1),
-            mode=Sync(),
-            cluster=SeveralServers(servers),
-            options=options,
-        )
-
-    straight, first, second = trainer(2), trainer(2), trainer(2)
+    straight, first, second = (a_trainer(data, 2) for _ in range(3))
     expected = straight.fit(data)
     first.fit(data, max_steps=7)
     first.save(tmp_path)
@@ -160,7 +150,7 @@ def test_a_run_with_several_servers_is_saved_and_resumed(tmp_path):
             for name in a.arrays:
                 np.testing.assert_array_equal(a.arrays[name], b.arrays[name])
     with pytest.raises(CheckpointError, match="2 embedding PSs, and there are 3 here"):
-        trainer(3).load(tmp_path)
+        a_trainer(data, 3).load(tmp_path)
 
 
 def test_a_step_without_gradients_is_pushed_too_where_the_others_wait_for_it():

@@ -6,6 +6,8 @@
 
 namespace persia {
 
+inline constexpr std::size_t kLine = 64;  // bytes of a cache line
+
 // What a kill can cut in two is the order of stores of this process: the compiler must keep it, the CPU does.
 inline void barrier() { std::atomic_signal_fence(std::memory_order_seq_cst); }
 

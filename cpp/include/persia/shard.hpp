@@ -9,6 +9,7 @@
 
 #include "persia/index.hpp"
 #include "persia/layout.hpp"
+#include "persia/memory.hpp"
 #include "persia/optim.hpp"
 #include "persia/push_log.hpp"
 #include "persia/random.hpp"
@@ -128,7 +129,6 @@ class Shard {
  private:
   struct Group;
   class Turn;
-  class Mutation;
   enum class PushState { kNone, kOpen, kDuplicate };
 
   RowHeader* row(std::uint32_t number) const { return reinterpret_cast<RowHeader*>(row_bytes(number)); }
@@ -136,6 +136,7 @@ class Shard {
   float* state(std::uint32_t number) const { return weight(number) + dim_; }
   Stamps stamps() const { return {rows_, stride_, header_->rows_used}; }
 
+  void mark();
   void begin();
   void begin_push(const Push& push);
   void end_push(const Push& push);
@@ -177,6 +178,32 @@ class Shard {
   bool begun_ = false;
   PushState begun_push_ = PushState::kNone;
   std::uint64_t skip_ = 0;  // gradients that an interrupted attempt of the push has applied
+};
+
+// Holds the locks of all shards of a request; those in which rows change are marked, for whoever finds their region
+// after a crash.
+class Shard::Turn {
+ public:
+  explicit Turn(Shards shards) : shards_(shards) {
+    // All callers lock in this order, or only one shard.
+    for (Shard* shard : shards_) shard->mutex_.lock();
+  }
+  ~Turn() {
+    for (Shard* shard : shards_) {
+      shard->begun_push_ = PushState::kNone;
+      if (shard->begun_) {
+        barrier();
+        shard->header_->busy = 0;
+        shard->begun_ = false;
+      }
+      shard->mutex_.unlock();
+    }
+  }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+ private:
+  Shards shards_;
 };
 
 }  // namespace persia

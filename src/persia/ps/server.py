@@ -45,10 +45,10 @@ class EmbeddingServer:
         mode: Mode,
         seed: int,
         threads: int,
-        hold: HoldOptions = HoldOptions(),  # noqa: B008 - frozen
+        hold: HoldOptions | None = None,
     ) -> None:
         self._mode = mode
-        self._hold = hold
+        hold = hold or HoldOptions()
         self._on_arrival = mode.aggregate(1, hold.nn_workers) is Aggregation.APPLY
         ranks = range(hold.nn_workers)
         groups = [[rank] for rank in ranks] if self._on_arrival else [ranks]

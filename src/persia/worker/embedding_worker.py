@@ -43,7 +43,7 @@ class Worker:
         threads: int = 1,
         rank: int = 0,
         incarnation: int = 1,
-        options: WorkerOptions = WorkerOptions(),  # noqa: B008 - frozen
+        options: WorkerOptions | None = None,
     ) -> None:
         if not 0 <= rank < 256 or not 1 <= incarnation < 1 << INCARNATION_BITS:
             raise ConfigError(
@@ -53,6 +53,7 @@ class Worker:
             )
         self._servers = list(servers)
         self._router = Router(schema, len(self._servers), threads)
+        options = options or WorkerOptions()
         self._buffer: Buffer[Entry] = Buffer(rank, incarnation, options)
         self._compresses = options.compression == "fp16"
         self._lock = threading.Lock()

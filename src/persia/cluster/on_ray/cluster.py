@@ -76,10 +76,7 @@ class Ray:
             "nn_workers": nn_workers,
         }
         for name, value in counts.items():
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 256:
-                raise ConfigError(
-                    f"Ray.{name} = {value!r}; give a whole number from 1 to 256.", field=f"cluster.{name}"
-                )
+            _check_count(name, value)
         self.ps = ps
         self.nn_workers = nn_workers
         self.options = options or RayOptions()
@@ -191,8 +188,7 @@ class Ray:
         """
         for role, wanted in (("embedding_worker", embedding_workers), ("data_loader", data_loaders)):
             if wanted is not None:
-                if not isinstance(wanted, int) or isinstance(wanted, bool) or not 1 <= wanted <= 256:
-                    raise ConfigError(f"{role}s = {wanted!r}; give a whole number from 1 to 256.", field=f"{role}s")
+                _check_count(f"{role}s", wanted)
                 self._scale(role, wanted)
 
     def statistics(self) -> dict[str, dict[str, float]]:
@@ -494,3 +490,9 @@ class Ray:
             except RoleDiedError as error:
                 if error.fields["role"] == "nn_worker":
                     processes.forget_failure()  # The rows are intact.
+
+
+def _check_count(name: str, value: object) -> None:
+    """A rank of an embedding worker is a byte of the batch id."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 256:
+        raise ConfigError(f"Ray.{name} = {value!r}; give a whole number from 1 to 256.", field=f"cluster.{name}")
