@@ -35,7 +35,7 @@ def sign(manifest: dict[str, Any]) -> bytes:
     manifest.pop("checksum", None)
     body = json.dumps(manifest).encode()[:-1] + b', "checksum"'
     body = body.rpartition(b'"checksum"')[0]
-    return body + f'"checksum": "crc32:{zlib.crc32(body):08x}"}}'.encode()
+    return body + f'"checksum": "crc32:{zlib.crc32(body):08x}"\n}}\n'.encode()
 
 
 def edit(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -138,6 +138,7 @@ def test_too_large_a_manifest_is_not_read(saved: Path) -> None:
         b"../../etc",
         b"../step-000000000012",
         b"step-12",
+        b"step-000000000012",
         b"step-000000000012\n\n",
         b"\xff\xfe",
         b"step-" + b"9" * 60,
@@ -434,6 +435,17 @@ def _shared(factory: pytest.TempPathFactory) -> Path:
             if path.is_file():
                 _pristine[str(path.relative_to(_places[0]))] = path.read_bytes()
     return _places[0]
+
+
+def test_bytes_behind_the_checksum_are_fixed(tmp_path: Path) -> None:
+    """No byte of a manifest may change unnoticed, white space behind what the checksum covers included."""
+    write(tmp_path, 12)
+    manifest = tmp_path / MANIFEST
+    content = manifest.read_bytes()
+    for damaged in (content + b" ", content[:-1], content[:-2] + b" }\n", content.replace(b'"crc32', b' "crc32')):
+        manifest.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match="checksum|manifest"):
+            use_everything(tmp_path)
 
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -170,10 +170,10 @@ def file_name(name: str) -> str:
     return "%2E" + encoded[1:] if encoded.startswith(".") else encoded
 
 
-def _signed(data: bytes) -> tuple[bytes, str]:
-    """What a manifest's checksum covers, and its value."""
+def _signed(data: bytes) -> bytes:
+    """`data` up to its last `"checksum"`, with the checksum of just that behind it: an intact manifest stays as it is."""
     body = data.rpartition(b'"checksum"')[0]
-    return body, checksum_text(zlib.crc32(body))
+    return body + f'"checksum": "{checksum_text(zlib.crc32(body))}"\n}}\n'.encode()
 
 
 def encode_manifest(manifest: Manifest[dict[str, Any]]) -> bytes:
@@ -185,8 +185,7 @@ def encode_manifest(manifest: Manifest[dict[str, Any]]) -> bytes:
     for name in ("schema", "config", "extra"):
         _check_json(getattr(manifest, name), name)
     data = msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
-    body, value = _signed(data)
-    data = body + f'"checksum": "{value}"\n}}\n'.encode()
+    data = _signed(data)
     decode_manifest(data, MANIFEST)
     return data
 
@@ -244,7 +243,7 @@ def decode_manifest(data: bytes, path: str) -> Manifest[dict[str, Any]]:
     except _UNDECODABLE as error:
         reason = str(error).rstrip(".")
         raise CheckpointError(f"{path} is not a valid manifest: {reason}. {remedy}", path=path) from None
-    if _signed(data)[1] != raw.checksum:
+    if _signed(data) != data:
         raise CheckpointError(f"{path} is damaged: its checksum does not match. {remedy}", path=path)
     problem = _contradiction(raw)
     if problem:

@@ -271,10 +271,8 @@ def _latest(storage: Storage) -> int | None:
     if storage.size(LATEST) is None:
         return None
     content = storage.head(LATEST, 0, 64)
-    try:
-        step = parse_step(content.decode("ascii").removesuffix("\n"))
-    except UnicodeDecodeError:
-        step = None
+    name, end = content[:-1], content[-1:]
+    step = parse_step(name.decode("ascii", "replace")) if end == b"\n" else None
     if step is None:
         path = storage.full(LATEST)
         raise CheckpointError(
