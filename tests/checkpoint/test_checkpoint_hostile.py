@@ -444,7 +444,7 @@ def test_bytes_behind_the_checksum_are_fixed(tmp_path: Path) -> None:
     content = manifest.read_bytes()
     for damaged in (content + b" ", content[:-1], content[:-2] + b" }\n", content.replace(b'"crc32', b' "crc32')):
         manifest.write_bytes(damaged)
-        with pytest.raises(CheckpointError, match="checksum|manifest"):
+        with pytest.raises(CheckpointError, match=r"checksum|manifest"):
             use_everything(tmp_path)
 
 

@@ -171,7 +171,7 @@ def file_name(name: str) -> str:
 
 
 def _signed(data: bytes) -> bytes:
-    """`data` up to its last `"checksum"`, with the checksum of just that behind it: an intact manifest stays as it is."""
+    """`data` up to its last `"checksum"`, with the checksum of just that behind it; this changes no intact manifest."""
     body = data.rpartition(b'"checksum"')[0]
     return body + f'"checksum": "{checksum_text(zlib.crc32(body))}"\n}}\n'.encode()
 
