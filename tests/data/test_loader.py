@@ -220,6 +220,20 @@ def test_a_repeated_take_gets_the_same_batch_until_the_next_is_asked_for(make):
     assert again.batch.batch_id != first.batch.batch_id
 
 
+@pytest.mark.parametrize("make_source", [lambda n: [batch_of(i) for i in range(n)], Source], ids=["list", "seekable"])
+def test_nothing_is_passed_over_for_a_fast_nn_worker(make, make_source):
+    """The slow one's batches are kept although it has no room: the source is read once, from front to back."""
+    source = make_source(12)
+    loader = make(source)
+    loader.begin(feed(nn_workers=2, ahead=1))
+    for number in (0, 2, 4, 6, 8):
+        assert number_in(loader.take(0, 0, number)) == number
+    for number in (1, 3, 5, 7, 9):
+        assert number_in(loader.take(1, 0, number)) == number
+    if isinstance(source, Source):
+        assert source.opened == [(0, 0)]
+
+
 def test_a_new_loader_seeks_to_what_it_is_asked_for(make):
     source = Source(5000)
     loader = make(source)
