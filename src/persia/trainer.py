@@ -14,7 +14,7 @@ from persia import remote, resume
 from persia.batching.batch import Batch
 from persia.dense import AllReduce, AllReduceOptions, merged_metrics
 from persia.errors import ConfigError, DataError
-from persia.fit import FitResult, Run, check_finite
+from persia.fit import FitResult, Run, Totals, check_finite
 from persia.metrics import Metrics, MetricsResult
 from persia.modes import Hybrid, Mode
 from persia.nn.collection import CollectionOptions, EmbeddingCollection
@@ -22,6 +22,7 @@ from persia.nn.prepared import PreparedBatch
 from persia.nn.staging import staging_for
 from persia.nn.step import DenseStep, OptimizerFactory, StepOptions
 from persia.options import TrainerOptions
+from persia.random_state import RandomState
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Cluster, ProcessCluster, Seekable
 from persia.types import FedBatch, Feed
@@ -98,6 +99,10 @@ class Trainer:
             self.step.replicas = AllReduce(self.model, connection.nn_workers, AllReduceOptions(self.options.timeout))
         self.metrics = Metrics(list(schema.labels))
         """Of this NN worker."""
+        self.earlier = Totals()
+        """What all NN workers had counted before: at a resume, or in earlier calls on those of a cluster."""
+        self.elsewhere: list[RandomState] = []
+        """Random generators of NN workers 1, 2, ... of a cluster, until they start again."""
         self.finished = False
         """Whether the last call of `fit` came to the end of its epochs."""
         self._loaded = False
@@ -226,8 +231,8 @@ class Trainer:
         """
         replicas = self.step.replicas
         replicas.settle()
-        metrics = merged_metrics(self.metrics, replicas.gather)
-        return replicas.by_first(lambda: resume.save(self, directory, metrics))
+        state = resume.training_state(self)
+        return replicas.by_first(lambda: resume.save(self, directory, state))
 
     def load(self, directory: str) -> None:
         """Takes everything from a checkpoint, the latest of `directory`; all is checked before anything is changed.
@@ -316,7 +321,7 @@ class Trainer:
 
             def begin() -> str:
                 # Which loader has which share, and how far they read ahead, is known behind the facade.
-                loader.begin(Feed(self.epoch, self.position, connection.nn_workers, 0, 1, 1))
+                loader.begin(Feed(self.epoch, self.position, connection.nn_workers, 0, 1, 1, connection.generation))
                 return ""
 
             self.step.replicas.by_first(begin)

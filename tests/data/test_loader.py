@@ -346,6 +346,44 @@ def test_what_a_source_raises_becomes_a_data_error(make):
         loader.take(0, 0, 1)
 
 
+def test_another_generation_begins_anew(make):
+    """The NN workers of before may have used what they took, so nobody gets their batch ids."""
+    worker = Buffering()
+    loader = make(Source(9), worker)
+    loader.begin(feed())
+    before = [loader.take(0, 0, n).batch.batch_id for n in range(2)]
+    loader.begin(feed())  # A repetition of the call.
+    assert loader.take(0, 0, 1).batch.batch_id == before[1]
+    loader.begin(feed()._replace(generation=2))
+    again = [loader.take(0, 0, n) for n in range(2)]
+    assert [number_in(d) for d in again] == [0, 1]
+    assert not {d.batch.batch_id for d in again} & set(before)
+
+
+def test_another_generation_reads_an_iterable_from_its_beginning(make):
+    loader = make([batch_of(n) for n in range(3)])
+    for generation in (1, 2, 3):
+        loader.begin(feed()._replace(generation=generation))
+        assert [number_in(loader.take(0, 0, n)) for n in range(4)] == [0, 1, 2, None]
+
+
+def test_an_iterable_that_has_failed_is_read_again_in_the_next_pass(make):
+    class Failing(list):
+        def __iter__(self):
+            yield batch_of(0)
+            if not self:
+                self.append("failed")
+                raise OSError("the disk is on fire")
+            yield from (batch_of(n) for n in (1, 2))
+
+    loader = make(Failing())
+    loader.begin(feed())
+    with pytest.raises(DataError, match="on fire"):
+        loader.take(0, 0, 1)
+    loader.begin(feed(epoch=1))
+    assert [number_in(loader.take(0, 1, n)) for n in range(4)] == [0, 1, 2, None]
+
+
 def test_one_loader_reads_any_iterable(make):
     loader = make([batch_of(n) for n in range(6)])
     for epoch in (0, 1):

@@ -103,6 +103,8 @@ class Loader:
     def begin(self, feed: Feed) -> None:
         """Starts reading for a pass, or for another share of the same; returns at once. See `services.DataLoader`.
 
+        A feed of another generation of NN workers begins anew: no batch id is handed out twice.
+
         Raises:
             DataError: several loaders are to share a source that is only iterable.
         """
@@ -111,7 +113,7 @@ class Loader:
             old = self._feed
             if feed == old:
                 return
-            if old is not None and old[:3] == feed[:3]:
+            if old is not None and old.same_pass(feed):
                 for number in [n for n in self._entries if n % feed.loaders != feed.loader]:
                     self._forget(number)
                 first = min(self._asked.values(), default=feed.start)
