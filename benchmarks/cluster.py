@@ -38,6 +38,7 @@ COMPUTE_SECONDS = 0.040
 LOOKUP_SECONDS = 0.030
 EMULATED_STEPS = {"smoke": 20, "laptop": 50, "full": 300}
 EMULATED_ROUNDS = {"smoke": 5, "laptop": 5, "full": 9}
+WARM_STEPS = 10
 MANY = {"smoke": 2, "laptop": 8, "full": 8}
 FEATURES, DIM, ROWS = 4, 8, 128
 TINY_ROWS = 16
@@ -134,8 +135,9 @@ def batches(count: int, rows: int, seed: int) -> list[Batch]:
     ]
 
 
-def emulated(cluster: Any, mode: Mode, steps: int, warm: int = 10) -> tuple[float, float]:
-    """Seconds of a loop on this NN worker: with embeddings of the cluster, and with constant local ones."""
+def emulated(cluster: Any, mode: Mode, steps: int, floor: bool = False) -> tuple[float, float]:
+    """Seconds of a loop on this NN worker, with embeddings of the cluster; and, if asked for, with constant ones."""
+    warm = WARM_STEPS
     rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
     schema = Schema([IdFeature(f"f{i}", dim=DIM) for i in range(FEATURES)])
     embeddings = EmbeddingCollection(schema, optimizer=Adagrad(lr=0.05), mode=mode, cluster=Slow(cluster))
@@ -157,6 +159,8 @@ def emulated(cluster: Any, mode: Mode, steps: int, warm: int = 10) -> tuple[floa
             began = time.perf_counter()
         step(list(embeddings(batch).values()), batch.labels)
     seconds = time.perf_counter() - began
+    if not floor:
+        return seconds, 0.0
 
     leaves = [torch.zeros(ROWS, DIM, requires_grad=True) for _ in range(FEATURES)]
     labels = torch.zeros(ROWS, 1)
@@ -174,7 +178,7 @@ def hybrid(preset: str) -> list[harness.Measure]:
         for number in range(EMULATED_ROUNDS[preset]):
             runs = [
                 lambda: synchronous.run(lambda: emulated(synchronous, Sync(), steps))[0][0],
-                lambda: asynchronous.run(lambda: emulated(asynchronous, Hybrid(4), steps))[0],
+                lambda: asynchronous.run(lambda: emulated(asynchronous, Hybrid(4), steps, floor=True))[0],
             ]
             if number % 2:
                 (ours, floor), theirs = runs[1](), runs[0]()
@@ -193,19 +197,29 @@ def scaling(preset: str) -> harness.Measure:
     steps, many = EMULATED_STEPS[preset], MANY[preset]
     options = RayOptions(threads=1)
     ratios = []
+    free = available_gib()
     with ray_here(), Ray(options=options) as one, Ray(nn_workers=many, options=options) as all_of_them:
         before = after = {}
+        used = 0.0
         for _ in range(EMULATED_ROUNDS[preset]):
             alone = one.run(lambda: emulated(one, Hybrid(4), steps))[0][0]
             before = after
             together = max(seconds for seconds, _ in all_of_them.run(lambda: emulated(all_of_them, Hybrid(4), steps)))
             after = all_of_them.statistics()
+            used = max(used, free - available_gib())
             ratios.append(many * alone / together)
-    trained = many * (steps + 10)
-    cpu = {f"{name} CPU ms/batch": spent for name, spent in cpu_ms(before, after, trained).items()}
+    trained = many * (steps + WARM_STEPS)
+    details = {f"{name} CPU ms/batch": spent for name, spent in cpu_ms(before, after, trained).items()}
+    details |= {"workload": f"{FEATURES} features of dim {DIM}, batch {ROWS}", "GiB of memory": used}
     return harness.quantity(
-        "cluster.scaling", ratios, f"x samples/s, {many} NN workers over 1", 7.0 * many / 8, details=cpu
+        "cluster.scaling", ratios, f"x samples/s, {many} NN workers over 1", 7.0 * many / 8, details=details
     )
+
+
+def available_gib() -> float:
+    """Memory that this machine has left."""
+    line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
+    return int(line.split()[1]) / (1 << 20)
 
 
 def cpu_ms(before: dict[str, Any], after: dict[str, Any], count: int) -> dict[str, float]:

@@ -31,7 +31,7 @@ def random_states(gather: Callable[[bytes], list[bytes]]) -> list[RandomState]:
         "python": random.getstate(),
     }
     payloads = gather(b"".join(encode(pack(mine, "random"))))
-    return [unpack(decode(memoryview(payload), "random"), "random") for payload in payloads]
+    return [unpack(decode(memoryview(bytearray(payload)), "random"), "random") for payload in payloads]
 
 
 def set_random_state(state: RandomState) -> None:
