@@ -117,6 +117,7 @@ def test_two_nodes_of_ray(tmp_path):
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-6000:]
     found = json.loads(run.stdout.strip().splitlines()[-1])
     assert sorted(found["servers"]) == [2, 2]  # Four PSs on two nodes.
+    assert found["nn_workers"] == 2
     assert found["rows"] == 40 * 64
     assert found["loopback"] is False
     assert "keys" in found["without_keys"]

@@ -57,7 +57,6 @@ def test_ranks_are_reused_and_end():
         free_ranks("embedding_worker", set(range(255)), 2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("role", "counter", "title"),
     [

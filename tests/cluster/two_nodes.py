@@ -40,6 +40,7 @@ def main() -> None:
             assert trainer.fit(reader(40)).lost_batches == 0
             places = Counter(p.info.node for p in cluster._processes.of("embedding_ps") if p.info is not None)
             found["servers"] = list(places.values())
+            found["nn_workers"] = len({p.info.node for p in cluster._processes.of("nn_worker") if p.info is not None})
             os.kill(pids(cluster, "embedding_ps")[0], signal.SIGKILL)
             try:
                 trainer.fit(reader(100_000))

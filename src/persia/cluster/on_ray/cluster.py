@@ -19,7 +19,7 @@ from persia.cluster.on_ray.loader_host import DataLoaderHost
 from persia.cluster.on_ray.membership import reach_coordinator
 from persia.cluster.on_ray.nn_host import NNWorkerHost
 from persia.cluster.on_ray.options import RayOptions
-from persia.cluster.on_ray.placement import spread
+from persia.cluster.on_ray.placement import place
 from persia.cluster.on_ray.plan import Plan, Service
 from persia.cluster.on_ray.processes import NAMESPACE, Process, Processes
 from persia.cluster.on_ray.reading import Reading
@@ -266,8 +266,11 @@ class Ray:
         with self._lock:
             assert self._processes is not None
             if not self._processes.of("nn_worker"):
+                gpus = self.options.gpus
                 for rank in range(self.nn_workers):
-                    self._start(NNWorkerHost, "nn_worker", rank, num_gpus=self.options.gpus)
+                    # Ray knows which hosts have GPUs.
+                    where = "SPREAD" if gpus else place(rank, self.options.cpus > 0)
+                    self._start(NNWorkerHost, "nn_worker", rank, num_gpus=gpus, scheduling_strategy=where)
 
     def _serve(self, service: Service) -> bool:
         """Starts PSs, embedding workers and data loaders, unless they are there; whether the latter have a source."""
@@ -276,8 +279,8 @@ class Ray:
             if self._service is None:
                 self._service = service
                 started = [
-                    self._start(EmbeddingServerHost, "embedding_ps", rank, service, scheduling_strategy=place)
-                    for rank, place in enumerate(spread(self.ps))
+                    self._start(EmbeddingServerHost, "embedding_ps", rank, service, scheduling_strategy=where)
+                    for rank, where in enumerate(place(rank, self.options.cpus > 0) for rank in range(self.ps))
                 ]
                 started += [self._start_more("embedding_worker", rank) for rank in range(self._embedding_workers)]
                 started += [self._start_more("data_loader", rank) for rank in range(self._data_loaders)]
