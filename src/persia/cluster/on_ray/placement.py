@@ -17,8 +17,8 @@ def place(rank: int, reserves: bool) -> Any:
 
     Args:
         rank: of the process.
-        reserves: whether it reserves resources. If so, and the host has too little left, it goes to another one. If not,
-            Ray must be told strictly: what reserves nothing it puts anywhere, whatever it is asked for.
+        reserves: whether it reserves resources. If so, and the host has too little left, it goes to another one. If
+            not, Ray must be told strictly: what reserves nothing it puts anywhere, whatever it is asked for.
     """
     nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"])
     nodes = [node for node in nodes if node["Resources"].get("CPU")] or nodes
