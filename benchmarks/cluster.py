@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,6 +42,9 @@ EMULATED_ROUNDS = {"smoke": 5, "laptop": 5, "full": 9}
 WARM_STEPS = 10
 MANY = {"smoke": 2, "laptop": 8, "full": 8}
 FEATURES, DIM, ROWS = 4, 8, 128
+SCALING_FEATURES = 1
+"""Fewer, so that the processors of one machine are enough for as many NN workers as a cluster has machines for."""
+
 TINY_ROWS = 16
 """Of a batch with which a role's time is that of its Python code."""
 
@@ -123,11 +127,11 @@ class Slow:
         return connection._replace(worker=SlowLookups(connection.worker))
 
 
-def batches(count: int, rows: int, seed: int) -> list[Batch]:
+def batches(count: int, rows: int, seed: int, features: int = FEATURES) -> list[Batch]:
     rng = np.random.default_rng(seed)
     return [
         Batch(
-            {f"f{i}": IdColumn(rng.integers(0, 10_000, rows, dtype=np.uint64)) for i in range(FEATURES)},
+            {f"f{i}": IdColumn(rng.integers(0, 10_000, rows, dtype=np.uint64)) for i in range(features)},
             np.zeros((rows, 0), np.float32),
             rng.integers(0, 2, (rows, 1)).astype(np.float32),
         )
@@ -135,13 +139,21 @@ def batches(count: int, rows: int, seed: int) -> list[Batch]:
     ]
 
 
-def emulated(cluster: Any, mode: Mode, steps: int, floor: bool = False) -> tuple[float, float]:
-    """Seconds of a loop on this NN worker, with embeddings of the cluster; and, if asked for, with constant ones."""
+class Loop(NamedTuple):
+    """Seconds of a loop on one NN worker, CPU seconds of its process in it, and seconds with constant embeddings."""
+
+    seconds: float
+    cpu: float
+    floor: float
+
+
+def emulated(cluster: Any, mode: Mode, steps: int, features: int = FEATURES, floor: bool = False) -> Loop:
+    """Trains on this NN worker, with embeddings of the cluster; and, if asked for, with constant ones."""
     warm = WARM_STEPS
     rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    schema = Schema([IdFeature(f"f{i}", dim=DIM) for i in range(FEATURES)])
+    schema = Schema([IdFeature(f"f{i}", dim=DIM) for i in range(features)])
     embeddings = EmbeddingCollection(schema, optimizer=Adagrad(lr=0.05), mode=mode, cluster=Slow(cluster))
-    net: torch.nn.Module = torch.nn.Linear(FEATURES * DIM, 1)
+    net: torch.nn.Module = torch.nn.Linear(features * DIM, 1)
     if count > 1:
         net = torch.nn.parallel.DistributedDataParallel(net)
     optimizer = torch.optim.Adam(net.parameters(), 1e-3)
@@ -153,21 +165,21 @@ def emulated(cluster: Any, mode: Mode, steps: int, floor: bool = False) -> tuple
         optimizer.step()
         optimizer.zero_grad()
 
-    began = 0.0
-    for number, batch in enumerate(embeddings.prefetch(batches(warm + steps, ROWS, rank))):
+    began = cpu = 0.0
+    for number, batch in enumerate(embeddings.prefetch(batches(warm + steps, ROWS, rank, features))):
         if number == warm:
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), time.process_time()
         step(list(embeddings(batch).values()), batch.labels)
-    seconds = time.perf_counter() - began
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     if not floor:
-        return seconds, 0.0
+        return Loop(seconds, cpu, 0.0)
 
-    leaves = [torch.zeros(ROWS, DIM, requires_grad=True) for _ in range(FEATURES)]
+    leaves = [torch.zeros(ROWS, DIM, requires_grad=True) for _ in range(features)]
     labels = torch.zeros(ROWS, 1)
     began = time.perf_counter()
     for _ in range(steps):
         step(leaves, labels)
-    return seconds, time.perf_counter() - began
+    return Loop(seconds, cpu, time.perf_counter() - began)
 
 
 def hybrid(preset: str) -> list[harness.Measure]:
@@ -177,15 +189,15 @@ def hybrid(preset: str) -> list[harness.Measure]:
     with ray_here(), Ray(options=options) as synchronous, Ray(options=options) as asynchronous:
         for number in range(EMULATED_ROUNDS[preset]):
             runs = [
-                lambda: synchronous.run(lambda: emulated(synchronous, Sync(), steps))[0][0],
+                lambda: synchronous.run(lambda: emulated(synchronous, Sync(), steps))[0],
                 lambda: asynchronous.run(lambda: emulated(asynchronous, Hybrid(4), steps, floor=True))[0],
             ]
             if number % 2:
-                (ours, floor), theirs = runs[1](), runs[0]()
+                ours, theirs = runs[1](), runs[0]()
             else:
-                theirs, (ours, floor) = runs[0](), runs[1]()
-            against_sync.append(theirs / ours)
-            against_floor.append(floor / ours)
+                theirs, ours = runs[0](), runs[1]()
+            against_sync.append(theirs.seconds / ours.seconds)
+            against_floor.append(ours.floor / ours.seconds)
     return [
         harness.quantity("cluster.hybrid_vs_sync", against_sync, "x samples/s", 1.6),
         harness.quantity("cluster.hybrid_floor", against_floor, "x samples/s", 0.95),
@@ -196,21 +208,32 @@ def scaling(preset: str) -> harness.Measure:
     """Samples/s of many NN workers over those of one, and CPU of each role."""
     steps, many = EMULATED_STEPS[preset], MANY[preset]
     options = RayOptions(threads=1)
-    ratios = []
+    ratios: list[float] = []
+    milliseconds: list[tuple[float, float]] = []
+    cpu: list[float] = []
     free = available_gib()
     with ray_here(), Ray(options=options) as one, Ray(nn_workers=many, options=options) as all_of_them:
-        before = after = {}
+        before: dict[str, Any] = {}
+        after: dict[str, Any] = {}
         used = 0.0
-        for _ in range(EMULATED_ROUNDS[preset]):
-            alone = one.run(lambda: emulated(one, Hybrid(4), steps))[0][0]
-            before = after
-            together = max(seconds for seconds, _ in all_of_them.run(lambda: emulated(all_of_them, Hybrid(4), steps)))
+        for number in range(EMULATED_ROUNDS[preset]):
+            if number % 2:
+                alone = one.run(lambda: emulated(one, Hybrid(4), steps, SCALING_FEATURES))[0].seconds
+            before = all_of_them.statistics() if number else {}
+            loops = all_of_them.run(lambda: emulated(all_of_them, Hybrid(4), steps, SCALING_FEATURES))
             after = all_of_them.statistics()
+            if not number % 2:
+                alone = one.run(lambda: emulated(one, Hybrid(4), steps, SCALING_FEATURES))[0].seconds
+            together = max(loop.seconds for loop in loops)
+            milliseconds.append((1000 * alone / steps, 1000 * together / steps))
+            cpu += [1000 * loop.cpu / steps for loop in loops]
             used = max(used, free - available_gib())
             ratios.append(many * alone / together)
     trained = many * (steps + WARM_STEPS)
-    details = {f"{name} CPU ms/batch": spent for name, spent in cpu_ms(before, after, trained).items()}
-    details |= {"workload": f"{FEATURES} features of dim {DIM}, batch {ROWS}", "GiB of memory": used}
+    spent = {**cpu_ms(before, after, trained), "nn_worker": statistics.median(cpu)}
+    details: dict[str, Any] = {f"{name} CPU ms/batch": value for name, value in spent.items()}
+    details |= {"workload": f"{SCALING_FEATURES} ID-type feature of dim {DIM}, batch {ROWS}", "GiB of memory": used}
+    details |= {"ms/step of 1 and of all": [round(statistics.median(t), 1) for t in zip(*milliseconds, strict=True)]}
     return harness.quantity(
         "cluster.scaling", ratios, f"x samples/s, {many} NN workers over 1", 7.0 * many / 8, details=details
     )
