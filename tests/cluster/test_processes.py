@@ -57,6 +57,16 @@ def test_ranks_are_reused_and_end():
         free_ranks("embedding_worker", set(range(255)), 2)
 
 
+def test_what_is_ready_fits_the_embedding_workers():
+    persia.cluster.Ray(embedding_workers=100, data_loaders=100, nn_workers=64)
+    with pytest.raises(ConfigError, match="1 embedding workers hold 4096"):
+        persia.cluster.Ray(embedding_workers=1, data_loaders=256, nn_workers=64)
+    cluster = persia.cluster.Ray(embedding_workers=2, data_loaders=16, nn_workers=64)
+    with pytest.raises(ConfigError, match="33 data loaders may have 8448 batches ready"):
+        cluster.scale(data_loaders=33)
+    cluster.scale(embedding_workers=3, data_loaders=33)  # Nothing has been started.
+
+
 @pytest.mark.parametrize(
     ("role", "counter", "title"),
     [

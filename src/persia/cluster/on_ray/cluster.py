@@ -23,7 +23,7 @@ from persia.cluster.on_ray.placement import place
 from persia.cluster.on_ray.plan import Plan, Service
 from persia.cluster.on_ray.processes import NAMESPACE, Process, Processes
 from persia.cluster.on_ray.reading import Reading
-from persia.cluster.on_ray.resizing import DEPART_SECONDS, MOST, await_leave, free_ranks
+from persia.cluster.on_ray.resizing import DEPART_SECONDS, MOST, await_leave, check_room, free_ranks
 from persia.cluster.on_ray.run import pickled, results
 from persia.errors import ClosedError, ConfigError, PersiaError
 from persia.modes import Mode
@@ -72,6 +72,7 @@ class Ray:
         }
         for name, value in counts.items():
             _check_count(name, value)
+        check_room(embedding_workers, data_loaders, nn_workers)
         self.ps = ps
         self.nn_workers = nn_workers
         self.options = options or RayOptions()
@@ -168,14 +169,22 @@ class Ray:
         those that went have ended.
 
         Raises:
-            ConfigError: less than one.
+            ConfigError: less than one, more than ranks are free, or more batches ready than embedding workers hold.
             DeadlineError: one did not start, or still had batches, in time.
             DataError: the source cannot be read by so many data loaders.
         """
-        for role, wanted in (("embedding_worker", embedding_workers), ("data_loader", data_loaders)):
-            if wanted is not None:
-                _check_count(f"{role}s", wanted)
-                self._scale(role, wanted)
+        wanted = {"embedding_worker": embedding_workers, "data_loader": data_loaders}
+        for role, count in wanted.items():
+            if count is not None:
+                _check_count(f"{role}s", count)
+        check_room(
+            self._count("embedding_worker") if embedding_workers is None else embedding_workers,
+            self._count("data_loader") if data_loaders is None else data_loaders,
+            self.nn_workers,
+        )
+        for role, count in wanted.items():
+            if count is not None:
+                self._scale(role, count)
 
     def statistics(self) -> dict[str, dict[str, float]]:
         """What every process counts, by "role-rank", with the age of the report in seconds; see the roles' own."""
@@ -329,8 +338,14 @@ class Ray:
         assert self._processes is not None
         return [p for p in self._processes.of("data_loader") if not p.leaving]
 
+    def _count(self, role: str) -> int:
+        """How many there are to be."""
+        with self._lock:
+            if self._service is None or self._processes is None:
+                return self._embedding_workers if role == "embedding_worker" else self._data_loaders
+            return sum(not p.leaving for p in self._processes.of(role))
+
     def _scale(self, role: str, wanted: int) -> None:
-        processes, _, coordinator = self._started()
         with self._lock:
             if self._service is None:  # Nothing runs yet.
                 if role == "embedding_worker":
@@ -338,6 +353,7 @@ class Ray:
                 else:
                     self._data_loaders = wanted
                 return
+            processes, _, coordinator = self._started()
             all_of_them = processes.of(role)
             there = [p for p in all_of_them if not p.leaving]
             ranks = free_ranks(role, {p.rank for p in all_of_them}, wanted - len(there))

@@ -13,7 +13,7 @@ from persia.cluster.on_ray.processes import Process
 from persia.errors import ConfigError, DeadlineError
 from persia.types import Feed
 
-__all__ = ["Reading"]
+__all__ = ["AHEAD", "Reading"]
 
 AHEAD = 4
 """Batches that each data loader has ready for each NN worker."""

@@ -10,10 +10,12 @@ import ray
 from persia import rpc
 from persia.cluster.on_ray.plan import TITLES
 from persia.cluster.on_ray.processes import Process
+from persia.cluster.on_ray.reading import AHEAD
 from persia.errors import ConfigError, DeadlineError
 from persia.services import Coordinator
+from persia.worker import WorkerOptions
 
-__all__ = ["DEPART_SECONDS", "MOST", "await_leave", "free_ranks"]
+__all__ = ["DEPART_SECONDS", "MOST", "await_leave", "check_room", "free_ranks"]
 
 MOST = 256
 """Of a role: a rank of an embedding worker is a byte of the batch id."""
@@ -36,6 +38,21 @@ def free_ranks(role: str, taken: Collection[int], count: int) -> list[int]:
             field=f"cluster.{role}s",
         )
     return free[: max(0, count)]
+
+
+def check_room(embedding_workers: int, data_loaders: int, nn_workers: int) -> None:
+    """What data loaders may have ready must fit the embedding workers: a registration is to wait only behind a fault.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    ready, room = data_loaders * nn_workers * AHEAD, embedding_workers * WorkerOptions().capacity
+    if ready >= room:
+        raise ConfigError(
+            f"{data_loaders} data loaders may have {ready} batches ready for {nn_workers} NN workers, but "
+            f"{embedding_workers} embedding workers hold {room}. Use more embedding workers, or fewer data loaders.",
+            field="cluster.embedding_workers",
+        )
 
 
 def await_leave(process: Process, coordinator: Coordinator, timeout: float, trains: Callable[[], bool]) -> None:
