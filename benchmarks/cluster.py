@@ -45,9 +45,6 @@ FEATURES, DIM, ROWS = 4, 8, 128
 SCALING_FEATURES = 1
 """Fewer, so that the processors of one machine are enough for as many NN workers as a cluster has machines for."""
 
-TINY_ROWS = 16
-"""Of a batch with which a role's time is that of its Python code."""
-
 
 @contextmanager
 def ray_here() -> Iterator[None]:
@@ -255,43 +252,6 @@ def cpu_ms(before: dict[str, Any], after: dict[str, Any], count: int) -> dict[st
     return spent
 
 
-# --- Python time of each role -------------------------------------------------------------------------------------
-
-
-def python_ms(preset: str) -> list[harness.Measure]:
-    """CPU time per batch of 16 samples: what is left when arrays are small is Python, and ZeroMQ's own thread."""
-    count = {"smoke": 100, "laptop": 1000, "full": 4000}[preset]
-    targets = {"embedding_ps": 0.3, "embedding_worker": 0.5, "nn_worker": 1.5}
-    found: dict[str, list[float]] = {role: [] for role in targets}
-    with ray_here(), Ray(options=RayOptions(threads=1)) as cluster:
-
-        def work() -> float:
-            schema = Schema([IdFeature(f"f{i}", dim=DIM) for i in range(FEATURES)])
-            embeddings = EmbeddingCollection(schema, optimizer=Adagrad(lr=0.05), mode=Hybrid(4), cluster=cluster)
-            made = batches(count, TINY_ROWS, 0)
-            began = time.process_time()
-            for batch in embeddings.prefetch(made):
-                torch.cat(list(embeddings(batch).values()), 1).sum().backward()
-            spent = time.process_time() - began
-            leaves = [torch.zeros(TINY_ROWS, DIM, requires_grad=True) for _ in range(FEATURES)]
-            began = time.process_time()
-            for _ in range(count):
-                torch.cat(leaves, 1).sum().backward()
-            return 1000 * (spent - (time.process_time() - began)) / count
-
-        cluster.run(work)
-        for _ in range(EMULATED_ROUNDS[preset]):
-            before = cluster.statistics()
-            (beside_torch,) = cluster.run(work)
-            spent = cpu_ms(before, cluster.statistics(), count)
-            for role, values in found.items():
-                values.append(beside_torch if role == "nn_worker" else spent[role])
-    return [
-        harness.quantity(f"roles.python_ms.{role}", values, "ms of CPU per batch", targets[role], at_least=False)
-        for role, values in found.items()
-    ]
-
-
 # --- start of a PS process --------------------------------------------------------------------------------------------
 
 RESTART_ROUNDS = {"smoke": 2, "laptop": 11, "full": 31}
@@ -344,7 +304,6 @@ MEASURES: dict[str, harness.Function] = {
     "cluster.vs_embedded": vs_embedded,
     "cluster.hybrid_vs_sync": hybrid,
     "cluster.scaling": scaling,
-    "roles.python_ms": python_ms,
     "ps.restart_s": restart,
 }
 

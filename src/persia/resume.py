@@ -19,7 +19,7 @@ from persia.modes import Hybrid, Mode, Sync
 from persia.options import TrainerOptions
 from persia.random_state import random_states, set_random_state
 from persia.schema import EmbeddingOptimizer, Schema
-from persia.services import ProcessCluster, RowChunk
+from persia.services import ProcessCluster, RowChunk, StatePiece
 
 if TYPE_CHECKING:
     from persia.trainer import Trainer
@@ -52,7 +52,8 @@ def save(trainer: Trainer, directory: str, state: dict[str, Any]) -> str:
         for number, server in enumerate(trainer.embeddings.connection.servers):
             for chunk in server.export_rows():
                 writer.add_rows(chunk.table, number * MOST_SHARDS + chunk.shard, chunk.arrays)
-            writer.add_state(f"server-{number}", server.state())
+            for part, pieces in enumerate(server.export_state()):
+                writer.add_state(f"server-{number}.{part}", [piece._asdict() for piece in pieces])
         writer.add_tensors("model", trainer.model.state_dict())
         writer.add_state("training", state)
         return writer.commit(
@@ -168,18 +169,26 @@ def _load_rows(trainer: Trainer, reader: CheckpointReader) -> None:
             for owner in np.unique(owners):
                 part = {name: array[owners == owner] for name, array in arrays.items()}
                 servers[owner].import_rows(RowChunk(table, shard, part))
-    for number, server in enumerate(servers):
-        server.load_state(reader.state(f"server-{number}"))
+    for number, place in _server_parts(reader):
+        pieces = reader.state(f"server-{number}.{place}")
+        servers[number].import_state([StatePiece(**piece) for piece in pieces])
 
 
 def _check_servers(trainer: Trainer, reader: CheckpointReader) -> None:
-    saved = sum(isinstance(part, StatePart) and part.name.startswith("server-") for part in reader.manifest.parts)
+    saved = len({number for number, _ in _server_parts(reader)})
     mine = len(trainer.embeddings.connection.servers)
     if saved != mine:
         raise CheckpointError(
             f"{reader.path}: it was written by {saved} embedding PSs, and there are {mine} here. Start as many.",
             path=reader.path,
         )
+
+
+def _server_parts(reader: CheckpointReader) -> list[tuple[int, int]]:
+    """Number of the PS, and of the part of its state, in order."""
+    names = (part.name for part in reader.manifest.parts if isinstance(part, StatePart))
+    found = [name.removeprefix("server-").split(".") for name in names if name.startswith("server-")]
+    return sorted((int(number), int(part)) for number, part in found)
 
 
 def _check_model(model: torch.nn.Module, tensors: dict[str, torch.Tensor], directory: str) -> None:
