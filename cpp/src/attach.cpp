@@ -110,7 +110,10 @@ Shard::Shard(const TableConfig& config, const Optimizer& optimizer, std::uint32_
   sketch_ = Sketch(reinterpret_cast<std::uint16_t*>(region_.base() + layout_.sketch), header_->sketch_width);
 }
 
-std::string Shard::where() const { return "region " + config_->files.path + "." + std::to_string(number_); }
+std::string Shard::where() const {
+  const auto& path = config_->files.path;
+  return path.empty() ? "table '" + config_->name + "'" : "region " + path + "." + std::to_string(number_);
+}
 
 void Shard::open_region() {
   const std::uint64_t capacity = capacity_of(*config_, number_);

@@ -69,7 +69,11 @@ std::uint32_t Shard::acquire(std::uint64_t id) {
   mark_index();
   index_.insert(Index::tag_of(hash_id(id)), number);
   save_undo(number);
-  index_.erase(Index::tag_of(hash_id(row(number)->key)), number);
+  if (!index_.erase(Index::tag_of(hash_id(row(number)->key)), number)) {
+    index_.erase(Index::tag_of(hash_id(id)), number);
+    drop_undo();
+    throw std::runtime_error(where() + ": row " + std::to_string(number) + " is damaged: the index has no such id");
+  }
   ++header_->counters.evicted;
   return number;
 }

@@ -75,14 +75,19 @@ class Index {
     slots_[at] = (std::uint64_t{tag} << 32) | row;
   }
 
-  void erase(std::uint32_t tag, std::uint32_t row) {
+  // Whether it was there: it always is, but where rows or index are damaged.
+  bool erase(std::uint32_t tag, std::uint32_t row) {
     const std::uint64_t wanted = (std::uint64_t{tag} << 32) | row;
     std::uint64_t at = lower_bound(home(tag), tag);
-    while (slots_[at] != wanted) ++at;
+    while (slots_[at] != wanted) {
+      if (tag_in(slots_[at]) != tag) return false;
+      ++at;
+    }
     std::uint64_t end = at + 1;
     while (slots_[end] != 0 && home(tag_in(slots_[end])) < end) ++end;
     std::memmove(slots_ + at, slots_ + at + 1, (end - at - 1) * sizeof(std::uint64_t));
     slots_[end - 1] = 0;
+    return true;
   }
 
   // One step larger, in place: packs the slots at the end of the new array, then deals them out from its start.
