@@ -190,7 +190,9 @@ def lost_rows(preset: str) -> harness.Measure:
     Insertions, evictions and pushes; each kill at a random moment; every row is compared, optimizer state included.
     """
     with regions() as directory:
-        verdicts = kills(directory / "ps-0", Load(1, ids=60_000, capacity=40_000, batch=8000), SCALES[preset].kills, 0.1)
+        verdicts = kills(
+            directory / "ps-0", Load(1, ids=60_000, capacity=40_000, batch=8000), SCALES[preset].kills, 0.1
+        )
     found = {key: sum(v.recovery[key] > 0 for v in verdicts) for key in ("busy", "undone", "open", "rebuilt")}
     details = {"kills": len(verdicts), "rows_compared": sum(v.rows for v in verdicts), **found}
     return harness.Measure(

@@ -1,6 +1,6 @@
 """Work on a store whose process is killed: a sequence of requests that can be repeated, compared, and gone on with.
 
-    python benchmarks/recovery_load.py DIRECTORY SEED OPERATION...    (the process that is killed; see `Victim`)
+python benchmarks/recovery_load.py DIRECTORY SEED OPERATION...    (the process that is killed; see `Victim`)
 """
 
 from __future__ import annotations

@@ -187,7 +187,10 @@ def test_an_interrupted_start_begins_anew(root):
     assert not directory.exists()
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b'{"format": 1}', b'{"format": 1, "tables": ["user"]}', b'{"format": 2, "tables": ["item"]}'])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"{", b'{"format": 1}', b'{"format": 1, "tables": ["user"]}', b'{"format": 2, "tables": ["item"]}'],
+)
 def test_a_bad_manifest(root, text):
     directory = root / "ps-0"
     make(directory)
@@ -198,7 +201,7 @@ def test_a_bad_manifest(root, text):
 
 def test_a_directory_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="cannot be made"):
+    with pytest.raises(StoreError, match=r"cannot be made"):
         Regions(str(tmp_path / "file" / "ps-0")).create_tables(EmbeddingStore(), [TableConfig("item", 4)])
 
 

@@ -184,6 +184,15 @@ def test_rows_of_another_shard_are_refused(directory):
         make(directory, attach=True)
 
 
+def refused(call):
+    """The message of its error, or None."""
+    try:
+        call()
+    except StoreError as error:
+        return str(error)
+    return None
+
+
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_hostile_bytes(directory, data):
@@ -196,18 +205,15 @@ def test_hostile_bytes(directory, data):
     )  # fmt: skip
     for _ in range(data.draw(st.integers(1, 6))):
         overwrite(directory / f"t.{data.draw(st.integers(0, 1))}", data.draw(place), data.draw(st.binary(max_size=64)))
-    try:
-        store = make(directory, attach=True)
-    except StoreError as error:
-        assert str(directory) in str(error)
+    refusal = refused(lambda: make(directory, attach=True))
+    if refusal:
+        assert str(directory) in refusal
         return
+    store = make(directory, attach=True)
     keys = np.arange(2500, dtype=np.uint64)
     store.lookup([0], [keys[:1200]], False)
     store.update([0], [keys[:400]], [np.ones((400, 4), np.float32)], [0.1], 1, 5, 2)
-    try:
-        store.lookup([0], [keys], True)
-    except StoreError as error:
-        assert "is damaged" in str(error)
+    assert "is damaged" in (refused(lambda: store.lookup([0], [keys], True)) or "is damaged")
     assert sum(len(rows.ids) for _, rows in store.iterate_rows(0)) == store.size(0) <= 1000
 
 

@@ -48,6 +48,11 @@ class Regions:
     def __init__(self, directory: str) -> None:
         self.directory = Path(directory)
 
+    @property
+    def complete(self) -> bool:
+        """Whether a process has made all tables here."""
+        return (self.directory / MANIFEST).exists()
+
     def create_tables(self, store: EmbeddingStore, configs: Sequence[TableConfig]) -> bool:
         """Makes the tables, or finds them as the process before has left them; blocks for a scan of torn ones.
 
@@ -73,7 +78,8 @@ class Regions:
         elif manifest.format != FORMAT or manifest.tables != names:
             raise StoreError(
                 f"{self.directory} has regions of the tables {', '.join(manifest.tables)} (format {manifest.format}), "
-                f"not of {', '.join(names)} (format {FORMAT}). Give another directory, or remove it with `persia cluster regions --clean`.",
+                f"not of {', '.join(names)} (format {FORMAT}). Give another directory, or remove it with `persia "
+                "cluster regions --clean`.",
                 path=str(self.directory),
             )
         found = [
