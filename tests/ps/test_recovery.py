@@ -157,7 +157,7 @@ def test_a_caller_waits_until_its_deadline_and_says_for_whom(servers):
     try:
         rpc.within(stub, DEADLINE).tables()
         servers[0].kill()
-        with pytest.raises(DeadlineError, match="embedding PS 0 .*lookup"):
+        with pytest.raises(DeadlineError, match=r"embedding PS 0 .*lookup"):
             stub.lookup({"item": np.arange(3, dtype=np.uint64)}, True)
         servers[0].start()
         assert rpc.within(stub, DEADLINE).lookup({"item": np.arange(3, dtype=np.uint64)}, True)["item"].shape == (3, 4)
@@ -203,6 +203,44 @@ def test_a_directory_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match=r"cannot be made"):
         Regions(str(tmp_path / "file" / "ps-0")).create_tables(EmbeddingStore(), [TableConfig("item", 4)])
+
+
+@pytest.fixture
+def mounted(root):
+    """Mounts a tmpfs with options."""
+    places = []
+
+    def mount(options):
+        place = root / str(len(places))
+        place.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
+        if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("mounting is not allowed here")
+        places.append(place)
+        return place
+
+    yield mount
+    for place in places:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def test_the_log_says_what_does_not_fit_and_what_would_be_faster(mounted, caplog):
+    caplog.set_level("INFO", "persia.ps")
+    table = TableConfig("item", 16, capacity=10_000_000, shards=1)
+    Regions(str(mounted("size=4m,huge=never") / "ps-0")).create_tables(EmbeddingStore(), [table])
+    assert "3 MiB free" in caplog.text
+    assert "may need 1602 MiB" in caplog.text
+    assert "huge=advise" in caplog.text
+    caplog.clear()
+    small = TableConfig("item", 16, capacity=1000, shards=1)
+    place = mounted("size=1g,huge=advise")
+    store = EmbeddingStore()
+    Regions(str(place / "ps-0")).create_tables(store, [small, TableConfig("user", 16)])
+    assert "0 MiB declared" in caplog.text
+    assert "huge=advise" not in caplog.text
+    store.lookup([1], [np.arange(200_000, dtype=np.uint64)], True)
+    shared = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("ShmemHugePages"))
+    assert int(shared.split()[1]) >= 16 << 10
 
 
 def test_lookups_wait_for_room_until_their_deadline():

@@ -29,6 +29,9 @@ DEFAULT_ROOT = "/dev/shm"
 MANIFEST = "regions.json"
 FORMAT = 1
 MIB = 1 << 20
+LITTLE = 256 * MIB
+ROW_OVERHEAD = 40
+"""Bytes of a row beside embedding and state, its part of the index included, at most."""
 
 log = logging.getLogger("persia.ps")
 
@@ -88,7 +91,7 @@ class Regions:
         ]
         if manifest is None:
             self._write(_Manifest(FORMAT, names))
-            log.info("regions in %s, %s", self.directory, _room(self.directory))
+            _report_room(self.directory, configs)
             _hint(self.directory)
             return False
         sums: Counter[str] = Counter()
@@ -210,9 +213,21 @@ def _remove(directory: Path) -> None:
         directory.parent.rmdir()
 
 
-def _room(directory: Path) -> str:
+def _report_room(directory: Path, configs: Sequence[TableConfig]) -> None:
+    """How large the regions may become: only what tables say of themselves, as most leave their capacity open."""
+    bounded = [config for config in configs if config.capacity < TableConfig.capacity]
+    wanted = sum(c.capacity * (ROW_OVERHEAD + 4 * (c.dim + c.state_width)) for c in bounded)
     system = os.statvfs(directory)
-    return f"{system.f_bavail * system.f_frsize // MIB:,} MiB free of {system.f_blocks * system.f_frsize // MIB:,} MiB"
+    free = system.f_bavail * system.f_frsize
+    if wanted > free or free < LITTLE:
+        log.warning(
+            "%s has %d MiB free, and the rows of tables with a declared capacity may need %d MiB: when it is full, "
+            "lookups of new ids fail. Enlarge it (as root: `mount -o remount,size=... %s`; in a container: "
+            "`--shm-size`), lower capacities, use more PSs on other hosts, or set `regions` to another directory",
+            directory, free // MIB, wanted // MIB, DEFAULT_ROOT,
+        )  # fmt: skip
+    else:
+        log.info("regions in %s: %d MiB free, %d MiB declared", directory, free // MIB, wanted // MIB)
 
 
 def _hint(directory: Path) -> None:
