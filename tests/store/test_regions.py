@@ -241,7 +241,7 @@ def test_a_full_file_system_is_an_error_and_no_signal(small):
     store.lookup([0], [keys], True)
     assert store.update([0], [keys], [np.ones((rows, 16), np.float32)], [0.1], 1)[0].applied == rows
     before = columns(store)
-    del store
+    del store, caught
     again = make(small, attach=True, config=TableConfig("item", 16, capacity=10**6, shards=2))
     assert columns(again) == before
 
