@@ -140,7 +140,7 @@ class EmbeddingServerHost(Host):
         super().__init__(plan, rank)
         schema, optimizer, mode, seed = service
         regions = f"{plan.options.regions}/{plan.name}/ps-{rank}" if plan.options.regions else None
-        address = self._address_before()
+        address = self._succeed()
         if address:
             self._check_return(address, regions)
         hold = HoldOptions(plan.nn_workers, plan.options.timeout, regions)
@@ -151,14 +151,18 @@ class EmbeddingServerHost(Host):
         """Removes what would outlive the process: the cluster ends."""
         self.servant.close()
 
-    def _address_before(self) -> str:
-        """Where the process before this one listened; empty if this is the first."""
+    def _succeed(self) -> str:
+        """Where the process before this one listened, which is dead from now on; empty if this is the first."""
         coordinator = reach_coordinator(self.plan)
         try:
-            members = coordinator.membership().members
+            for member in coordinator.membership().members:
+                if (member.role, member.rank) == (self.role, self.rank):
+                    # Now, whether or not the driver has noticed: it joins with the same address.
+                    coordinator.depart(self.role, self.rank, member.incarnation, "it was started again")
+                    return member.address
         finally:
             rpc.close(coordinator)
-        return next((m.address for m in members if (m.role, m.rank) == (self.role, self.rank)), "")
+        return ""
 
     def _check_return(self, address: str, regions: str | None) -> None:
         if regions is None or not address.startswith(self.origin) or not Regions(regions).complete:
