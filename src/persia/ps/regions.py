@@ -116,7 +116,7 @@ class Regions:
         path = self.directory / MANIFEST
         try:
             return msgspec.json.decode(path.read_bytes(), type=_Manifest)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, msgspec.MsgspecError) as error:
             raise StoreError(
