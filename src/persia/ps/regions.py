@@ -233,8 +233,8 @@ def _report_room(directory: Path, configs: Sequence[TableConfig]) -> None:
 def _hint(directory: Path) -> None:
     if not _huge_pages(directory):
         log.info(
-            "%s has pages of 4 KiB; with huge pages lookups are about 1.5 times as fast: as root, `mount -o "
-            "remount,huge=advise %s`, or use a directory of hugetlbfs",
+            "%s has pages of 4 KiB; lookups are faster with huge pages: as root, `mount -o remount,huge=advise %s`, or "
+            "use a directory of hugetlbfs (`benchmarks/recovery.py --only recovery.shm_lookup` says how much)",
             directory, DEFAULT_ROOT,
         )  # fmt: skip
 
