@@ -8,18 +8,21 @@ Lines 6, 7, 9, 10 and 11 are methods of :class:`persia.optim.buckets.Bucket`; `_
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from persia.batching.native import ThreadPool
 from persia.errors import ConfigError
 from persia.optim import optimizer_state
 from persia.optim.buckets import Rule
 from persia.optim.checks import refuse_ddp, same_everywhere, same_parameters
 from persia.optim.cohort import Cohort, Phase
 from persia.optim.exchange import Exchange
+from persia.optim.native import square
 from persia.optim.options import APMSqueezeOptions
 
 __all__ = ["APMSqueeze"]
@@ -48,11 +51,13 @@ class APMSqueeze(torch.optim.Optimizer):
 
     It averages over the workers of a torch process group by itself, inside `step`: do not wrap the model in
     DistributedDataParallel. The gradient of each worker is that of its own batch, and all workers count alike. With one
-    worker, or without torch.distributed, it works likewise, compression included. Every worker must call `step` equally often.
+    worker, or without torch.distributed, it works likewise, compression included. Every worker must call `step`
+    equally often.
 
-    When torch.distributed is initialised, parameters become those of the first worker here: this is a collective. A step in which
-    a gradient of any worker is not finite is skipped by all, and counted. Parameters without gradient on all workers stay as they
-    are; those that get their first gradient later warm up by themselves. Momentum, v and errors are float32.
+    When torch.distributed is initialised, parameters become those of the first worker here: this is a collective. A
+    step in which a gradient of any worker is not finite is skipped by all, and counted. Parameters without gradient on
+    all workers stay as they are; those that get their first gradient later warm up by themselves. Momentum, v and
+    errors are float32.
 
     Args:
         params: parameters or parameter groups, all on one device.
@@ -63,9 +68,10 @@ class APMSqueeze(torch.optim.Optimizer):
         options: the rest.
 
     Raises:
-        ConfigError: an argument is not valid; the model is wrapped in DistributedDataParallel; workers were made differently.
-        DeadlineError: by whatever talks to the other workers: somebody was late or has died; it names the ranks. The optimizer
-            cannot be used any more: start the workers again from a checkpoint.
+        ConfigError: an argument is not valid; the model is wrapped in DistributedDataParallel; workers were made
+            differently.
+        DeadlineError: by whatever talks to the other workers: somebody was late or has died; it names the ranks. The
+            optimizer cannot be used any more: start the workers again from a checkpoint.
     """
 
     def __init__(
@@ -84,7 +90,10 @@ class APMSqueeze(torch.optim.Optimizer):
         self._loaded: dict[str, Any] | None = None
         self._scaler: torch.amp.GradScaler | None = None
         self._steps = self._skipped = self._last_sent = self._last_full = 0
+        self._pool: ThreadPool | None = None
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        if self.param_groups[0]["params"][0].device.type == "cpu":
+            self._pool = ThreadPool(torch.get_num_threads())
         self._step_supports_amp_scaling = True  # GradScaler leaves the decision to skip to us, as all must agree.
         refuse_ddp(self._parameters())
         if dist.is_initialized():
@@ -137,6 +146,7 @@ class APMSqueeze(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         exchange = self._connected()
+        before = exchange.sent
         gradients = [self._gradient(p) for p in self._parameters()]
         scale = self._unscaling()
         agreed = self._agree(gradients, scale)
@@ -147,7 +157,6 @@ class APMSqueeze(torch.optim.Optimizer):
                     found.fill_(1.0)
             return loss
         self._enrol(agreed)
-        before = exchange.sent
         clip = self.options.clip_norm
         if clip is not None and self.phase == "compressed":
             scale *= min(1.0, clip / (agreed.norm + 1e-6))
@@ -173,9 +182,9 @@ class APMSqueeze(torch.optim.Optimizer):
             wait()
         factor = 1.0 / exchange.size
         if self.options.clip_norm is not None and self.phase == "warmup" and work:
-            square = sum(float(torch.linalg.vector_norm(bucket.error)) ** 2 for bucket, _ in work)
+            total = sum(square(bucket.error, self._pool) for bucket, _ in work)
             # A norm may be rounded otherwise elsewhere: the average is the same for all.
-            norm = float(exchange.sum(torch.tensor([square**0.5], dtype=torch.float64), "norm")) * factor**2
+            norm = float(exchange.sum(torch.tensor([total**0.5], dtype=torch.float64), "norm")) * factor**2
             factor *= min(1.0, self.options.clip_norm / (norm + 1e-6))
         for bucket, rules in work:
             bucket.adam(rules, factor)
@@ -222,7 +231,8 @@ class APMSqueeze(torch.optim.Optimizer):
             return 1.0
         if self._scaler is None and self._connected().size > 1:
             raise ConfigError(
-                "Gradients come from a GradScaler that APMSqueeze does not know; the workers' scales would drift apart. Call "
+                "Gradients come from a GradScaler that APMSqueeze does not know; the workers' scales would drift "
+                "apart. Call "
                 "optimizer.attach_scaler(scaler) once.",
                 field="scaler",
             )
@@ -232,10 +242,9 @@ class APMSqueeze(torch.optim.Optimizer):
     def _agree(self, gradients: Sequence[torch.Tensor | None], scale: float) -> _Agreed:
         """Everything that all workers must know before a buffer changes, in one small sum."""
         exchange = self._connected()
-        norms = [torch.linalg.vector_norm(g) for g in gradients if g is not None]
-        square = float(torch.linalg.vector_norm(torch.stack(norms))) ** 2 * scale**2 if norms else 0.0
-        bad = not square < float("inf") or bool(getattr(self, "found_inf", 0.0))
-        numbers = [float(bad), 0.0 if bad else square]
+        total_square = sum(square(g, self._pool) for g in gradients if g is not None) * scale**2
+        bad = not math.isfinite(total_square) or bool(getattr(self, "found_inf", 0.0))
+        numbers = [float(bad), 0.0 if bad else total_square]
         numbers += [float(cohort.ready()) for cohort in self._cohorts]
         numbers += [float(g is not None) for g in gradients]
         total = exchange.sum(torch.tensor(numbers, dtype=torch.float64), f"begin of step {self._steps + 1}").tolist()
@@ -259,7 +268,12 @@ class APMSqueeze(torch.optim.Optimizer):
         known = {id(p) for cohort in self._cohorts for p in cohort.flat.parameters}
         new = [p for p, active in zip(self._parameters(), agreed.active, strict=True) if active and id(p) not in known]
         if new:
-            self._cohorts.append(Cohort(new, max(beta2[id(p)] for p in new), self.options, self._connected()))
+            self._cohorts.append(self._new_cohort(new))
+
+    def _new_cohort(self, parameters: Sequence[torch.nn.Parameter]) -> Cohort:
+        assert self._exchange is not None
+        beta2 = {id(p): group["betas"][1] for group in self.param_groups for p in group["params"]}
+        return Cohort(parameters, max(beta2[id(p)] for p in parameters), self.options, self._exchange, self._pool)
 
     def _rules(
         self, cohort: Cohort, gradients: Sequence[torch.Tensor | None], active: Sequence[bool], scale: float
@@ -301,22 +315,21 @@ class APMSqueeze(torch.optim.Optimizer):
             self._exchange = exchange
         if self._loaded is not None:
             loaded, self._loaded = self._loaded, None
-            beta2 = [group["betas"][1] for group in self.param_groups for _ in group["params"]]
-            self._cohorts = optimizer_state.unpack(loaded, self._parameters(), beta2, self.options, self._exchange)
+            self._cohorts = optimizer_state.unpack(loaded, self._parameters(), self._new_cohort, self._exchange)
         return self._exchange
 
     # --- state ------------------------------------------------------------------------------------------------
 
     @property
     def phase(self) -> Phase:
-        """ "warmup" or "compressed": of the parameters that were there first."""
+        """Of the parameters that were there first: "warmup" or "compressed"."""
         if self._loaded is not None:
             cohorts = self._loaded[optimizer_state.HEADER]["cohorts"]
             return cohorts[0]["phase"] if cohorts else "warmup"  # type: ignore[no-any-return]
         return self._cohorts[0].phase if self._cohorts else "warmup"
 
     def attach_scaler(self, scaler: torch.amp.GradScaler) -> None:
-        """Makes a GradScaler see overflows of other workers too, so that all scales stay alike. Once, before training."""
+        """Makes a GradScaler see overflows of other workers too, so that all scales stay alike. Call it once."""
         self._scaler = scaler
 
     def statistics(self) -> dict[str, Any]:
@@ -357,8 +370,8 @@ class APMSqueeze(torch.optim.Optimizer):
     def consolidate(self) -> dict[str, Any]:
         """The state of all workers, in host memory, on each of them. A collective; blocks.
 
-        It can be loaded by any number of workers: by as many, training goes on to the bit; else each takes the mean of all worker
-        errors. It holds the worker errors of all, so n times the parameters.
+        It can be loaded by any number of workers: by as many, training goes on to the bit; else each takes the mean of
+        all worker errors. It holds the worker errors of all, so n times the parameters.
 
         Raises:
             DeadlineError: see the class.

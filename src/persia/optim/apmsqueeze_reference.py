@@ -1,11 +1,13 @@
 """APMSqueeze as it is written down: one process, n simulated workers, float64, loops. Slow; what the tests trust.
 
-Algorithm 1 of arXiv 2008.11343, with what the paper leaves open decided as in :class:`persia.optim.APMSqueeze`: the bias of m
-and v is corrected, v once when it is frozen; tiny elements of the frozen v are raised; small tensors are sent as they are.
+Algorithm 1 of arXiv 2008.11343, with what the paper leaves open decided as in :class:`persia.optim.APMSqueeze`: the
+bias of m and v is corrected, v once when it is frozen; tiny elements of the frozen v are raised; small tensors are
+sent as they are.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -120,7 +122,7 @@ class ReferenceAPMSqueeze:
 
     def _adam(self, gradients: list[list[Vector]]) -> None:
         """Line 2."""
-        average = [sum(worker[t] for worker in gradients) / self.workers for t in range(len(self.x))]
+        average = [np.sum([worker[t] for worker in gradients], axis=0) / self.workers for t in range(len(self.x))]
         norm = sum(float(g @ g) for g in average) ** 0.5
         clip = 1.0 if self.options.clip_norm is None else min(1.0, self.options.clip_norm / (norm + 1e-6))
         for t, g in enumerate(average):
@@ -200,7 +202,7 @@ class ReferenceAPMSqueeze:
         count = int(np.ceil(4 * large / self.options.bucket_bytes))
         edges = [large * i // count // ALIGNMENT * ALIGNMENT for i in range(count)] + [large]
         buckets: list[tuple[int, int, Compressor]] = []
-        for begin, end in zip(edges, edges[1:], strict=False):
+        for begin, end in itertools.pairwise(edges):
             if begin < end:
                 buckets.append((begin, end, self.options.compressor))
         if large < total:

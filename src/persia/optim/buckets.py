@@ -5,17 +5,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
+from persia.batching.native import ThreadPool
 from persia.optim.compressors import Compressor, Uncompressed
 
-__all__ = ["SMALL", "Bucket", "Flat", "Rule", "ranges"]
+__all__ = ["SMALL", "Bucket", "Flat", "Piece", "Rule", "ranges"]
 
 SMALL = 1024
-"""Elements: smaller tensors (4 KiB) are sent as they are; what they would save is nothing, and biases need precision."""
+"""Elements: smaller tensors (4 KiB) are sent as they are; compressing them would save next to nothing."""
 
 ALIGNMENT = 64
 """Chunks and payloads begin at multiples of it: elements, bytes."""
@@ -52,9 +54,11 @@ class Flat:
 
     Args:
         parameters: all on one device.
+        pool: threads of the core, if that device is the host.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], pool: ThreadPool | None = None) -> None:
+        self.pool = pool
         self.parameters = sorted(parameters, key=lambda p: p.numel() < SMALL)  # Stable.
         self.large = sum(p.numel() for p in self.parameters if p.numel() >= SMALL)
         """Elements of the larger tensors."""
@@ -75,20 +79,27 @@ def ranges(flat: Flat, bucket_bytes: int, compressor: Compressor) -> list[tuple[
     """Begin, end and compressor of buckets: about equal ones of the larger tensors, and one of all small ones."""
     count = -(-4 * flat.large // bucket_bytes)
     edges = [flat.large * i // count // ALIGNMENT * ALIGNMENT for i in range(count)] + [flat.large]
-    large = [(begin, end, compressor) for begin, end in zip(edges, edges[1:], strict=False) if end > begin]
+    large = [(begin, end, compressor) for begin, end in itertools.pairwise(edges) if end > begin]
     small: list[tuple[int, int, Compressor]] = (
         [(flat.large, flat.size, Uncompressed())] if flat.size > flat.large else []
     )
     return large + small
 
 
-class _Piece(NamedTuple):
-    """A run of a parameter that lies in a bucket."""
+class Piece(NamedTuple):
+    """A run of a parameter that lies in a bucket.
 
-    index: int  # Of the parameter in the Flat.
-    begin: int  # Within the parameter.
+    Attributes:
+        number: of the parameter in the Flat.
+        begin: within the parameter.
+        end: within the parameter.
+        at: within the bucket.
+    """
+
+    number: int
+    begin: int
     end: int
-    at: slice  # Within the bucket.
+    at: slice
 
 
 class Bucket:
@@ -108,7 +119,7 @@ class Bucket:
         size = end - begin
         self.chunk = -(-size // (self.workers * ALIGNMENT)) * ALIGNMENT
         cuts = [min(size, i * self.chunk) for i in range(self.workers + 1)]
-        self.chunks = [slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+        self.chunks = [slice(a, b) for a, b in itertools.pairwise(cuts)]
         self.own = self.chunks[self.rank]
         self.momentum, self.variance, self.error = (
             array[begin:end] for array in (flat.momentum, flat.variance, flat.error)
@@ -121,8 +132,8 @@ class Bucket:
         )
         self.averaged = torch.zeros(stride, dtype=torch.uint8, device=device)
         self.pieces = [
-            _Piece(i, max(a, begin) - a, min(b, end) - a, slice(max(a, begin) - begin, min(b, end) - begin))
-            for i, (a, b) in enumerate(zip(flat.offsets, flat.offsets[1:], strict=False))
+            Piece(i, max(a, begin) - a, min(b, end) - a, slice(max(a, begin) - begin, min(b, end) - begin))
+            for i, (a, b) in enumerate(itertools.pairwise(flat.offsets))
             if max(a, begin) < min(b, end)
         ]
 
@@ -131,7 +142,7 @@ class Bucket:
     def collect(self, rules: Sequence[Rule]) -> torch.Tensor:
         """The gradients of this worker, float32, flat, unscaled: in place of the error, which there is none of yet."""
         for piece in self.pieces:
-            rule, out = rules[piece.index], self.error[piece.at]
+            rule, out = rules[piece.number], self.error[piece.at]
             if rule.gradient is None:
                 out.zero_()
             else:
@@ -141,7 +152,7 @@ class Bucket:
     def adam(self, rules: Sequence[Rule], factor: float) -> None:
         """A step of Adam with the collected gradients, times a factor."""
         for piece in self.pieces:
-            rule = rules[piece.index]
+            rule = rules[piece.number]
             if not rule.active:
                 continue
             g, m, v = self.error[piece.at].mul_(factor), self.momentum[piece.at], self.variance[piece.at]
@@ -154,7 +165,7 @@ class Bucket:
     def compress(self, rules: Sequence[Rule], momentum: bool, key: int) -> None:
         """Lines 6 and 7: adds momentum (or gradient) to the error and compresses it, chunk by chunk, into `sent`."""
         for piece in self.pieces:
-            rule, error = rules[piece.index], self.error[piece.at]
+            rule, error = rules[piece.number], self.error[piece.at]
             if momentum:
                 error.add_(self.momentum[piece.at], alpha=rule.beta1 if rule.active else 1.0)
             if rule.gradient is not None:
@@ -171,26 +182,37 @@ class Bucket:
     def apply(self, rules: Sequence[Rule], momentum: bool) -> None:
         """Lines 10 and 11: takes what all have averaged as the new momentum, and moves the parameters."""
         target = self.momentum if momentum else torch.empty_like(self.momentum)
-        for k, chunk in enumerate(self.chunks):
-            self.compressor.decompress(self._payload(self.gathered[k], chunk), target[chunk])
+        self.decompress(target)
         for piece in self.pieces:
-            rule, m = rules[piece.index], self.momentum[piece.at]
+            rule, m = rules[piece.number], self.momentum[piece.at]
             if not momentum:
                 m.mul_(rule.beta1 if rule.active else 1.0).add_(target[piece.at], alpha=1.0 - rule.beta1)
             if rule.active:
                 self._move(piece, rule, m, self.variance[piece.at].sqrt())
 
+    def decompress(self, out: torch.Tensor) -> None:
+        """What all have gathered, in the order of the bucket."""
+        for k, chunk in enumerate(self.chunks):
+            self.compressor.decompress(self._payload(self.gathered[k], chunk), out[chunk])
+
+    def settle(self) -> None:
+        """Afterwards `momentum` is what it should be: somebody wants to read it."""
+
     def _payload(self, row: torch.Tensor, chunk: slice) -> torch.Tensor:
         return row[: self.compressor.payload_bytes(chunk.stop - chunk.start)]
 
-    def _move(self, piece: _Piece, rule: Rule, momentum: torch.Tensor, deviation: torch.Tensor) -> None:
+    def _move(self, piece: Piece, rule: Rule, momentum: torch.Tensor, deviation: torch.Tensor) -> None:
         """X = x * shrink - rate * m / (deviation + eps); the deviation is overwritten."""
-        parameter = self.flat.parameters[piece.index].detach()
+        parameter = self.flat.parameters[piece.number].detach()
         change = torch.div(momentum, deviation.add_(rule.eps)).mul_(rule.rate)
+        self.store(piece, parameter.reshape(-1)[piece.begin : piece.end] * rule.shrink - change)
+
+    def store(self, piece: Piece, values: torch.Tensor) -> None:
+        """Writes a piece of a parameter."""
+        parameter = self.flat.parameters[piece.number].detach()
         if parameter.is_contiguous():
-            part = parameter.view(-1)[piece.begin : piece.end]
-            part.mul_(rule.shrink).sub_(change)
+            parameter.view(-1)[piece.begin : piece.end] = values
         else:
             whole = parameter.reshape(-1)
-            whole[piece.begin : piece.end].mul_(rule.shrink).sub_(change)
+            whole[piece.begin : piece.end] = values
             parameter.copy_(whole.view(parameter.shape))

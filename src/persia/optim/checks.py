@@ -23,7 +23,8 @@ def refuse_ddp(parameters: Sequence[torch.nn.Parameter]) -> None:
         # By type: `isinstance` asks the object, and proxies answer with work or warnings.
         if issubclass(type(found), DistributedDataParallel) and any(id(p) in mine for p in found.parameters()):
             raise ConfigError(
-                "The model is wrapped in DistributedDataParallel, and APMSqueeze averages by itself: gradients would travel "
+                "The model is wrapped in DistributedDataParallel, and APMSqueeze averages by itself: gradients would "
+                "travel "
                 "twice, once uncompressed. Leave the wrapper out.",
                 field="params",
             )
@@ -45,13 +46,15 @@ def same_everywhere(exchange: Exchange, description: str) -> None:
 
 def same_parameters(exchange: Exchange, parameters: Sequence[torch.nn.Parameter], step: int) -> None:
     """Raises PersiaError if the parameters are not equal to the bit on all workers."""
-    sums = [zlib.crc32(p.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data) for p in parameters]
+    flat = (p.detach().cpu().reshape(-1).contiguous() for p in parameters)
+    sums = [zlib.crc32(f.view(torch.uint8).numpy().data) if f.numel() else 0 for f in flat]
     rows = exchange.gather(torch.tensor(sums, dtype=torch.int64), "check of the parameters")
     for rank, row in enumerate(rows):
         if not torch.equal(row, rows[0]):
             index = int((row != rows[0]).nonzero()[0])
             raise PersiaError(
-                f"After step {step}, parameter {index} differs between rank 0 and rank {rank}. Something else changes it on "
+                f"After step {step}, parameter {index} differs between rank 0 and rank {rank}. Something else "
+                "changes it on "
                 "one worker only: a learning rate, a hook, an initialisation that is not the same.",
                 rank=rank,
                 parameter=index,

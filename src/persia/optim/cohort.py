@@ -9,8 +9,10 @@ from typing import Literal
 
 import torch
 
-from persia.optim.buckets import Bucket, Flat, ranges
+from persia.batching.native import ThreadPool
+from persia.optim.buckets import Flat, ranges
 from persia.optim.exchange import Exchange
+from persia.optim.native import bucket_class
 from persia.optim.options import APMSqueezeOptions
 
 __all__ = ["Cohort", "Phase"]
@@ -29,6 +31,7 @@ class Cohort:
         beta2: the largest of theirs.
         options: of the optimizer.
         exchange: with the other workers.
+        pool: threads of the core, if the device is the host.
 
     Attributes:
         phase: "warmup" or "compressed".
@@ -38,18 +41,23 @@ class Cohort:
     """
 
     def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], beta2: float, options: APMSqueezeOptions, exchange: Exchange
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        beta2: float,
+        options: APMSqueezeOptions,
+        exchange: Exchange,
+        pool: ThreadPool | None,
     ) -> None:
         self.phase: Phase = "warmup"
         self.steps = 0
-        self.flat = Flat(parameters)
+        self.flat = Flat(parameters, pool)
         self.updates = [0] * len(self.flat.parameters)
         self._options, self._exchange = options, exchange
         self._window = math.ceil(1.0 / (1.0 - beta2)) if beta2 < 1.0 else 1
         self.norms: deque[float] = deque(maxlen=self._window + 1)
         workers = (exchange.size, exchange.rank)
         self.buckets = [
-            Bucket(self.flat, begin, end, compressor, workers)
+            bucket_class(self.flat, compressor)(self.flat, begin, end, compressor, workers)
             for begin, end, compressor in ranges(self.flat, options.bucket_bytes, options.compressor)
         ]
 
@@ -90,6 +98,11 @@ class Cohort:
         self.flat.error.zero_()
         self.norms.clear()
         self.phase = "compressed"
+
+    def settle(self) -> None:
+        """Afterwards the momentum can be read."""
+        for bucket in self.buckets:
+            bucket.settle()
 
     def server_error(self) -> torch.Tensor:
         """Of the whole Flat: zero but for what is this worker's."""

@@ -30,8 +30,8 @@ Wait = Callable[[], None]
 class Exchange:
     """The workers that train one network. Not thread-safe: all make the same calls in the same order.
 
-    Numbers travel over gloo on the host; tensors on a CUDA device over NCCL where the process group has it, else through
-    the host. Of one worker, or where torch.distributed is not initialised, nothing travels at all.
+    Numbers travel over gloo on the host; tensors on a CUDA device over NCCL where the process group has it, else
+    through the host. Of one worker, or where torch.distributed is not initialised, nothing travels at all.
 
     Args:
         process_group: of torch.distributed; None for all processes.
@@ -60,12 +60,12 @@ class Exchange:
         local = process_group is not None
         self._control = dist.new_group(ranks, backend="gloo", timeout=PATIENCE, use_local_synchronization=local)
         self._data = self._control
-        self._direct = device.type == "cpu"
+        self._direct, self._queued = device.type == "cpu", False
         if device.type == "cuda" and "nccl" in dist.get_backend(process_group):
             self._data = dist.new_group(
                 ranks, backend="nccl", timeout=timedelta(seconds=timeout), use_local_synchronization=local
             )
-            self._direct = True
+            self._direct = self._queued = True
         self._store = dist.distributed_c10d._get_default_store()  # There is no public way to it.
         self._key = f"persia/apmsqueeze/{self._control.group_name}/failed"
 
@@ -110,7 +110,7 @@ class Exchange:
             return _nothing
         self._count(2 * (self.size - 1) * values.numel() * values.element_size() // self.size)
         own = self._near(values)
-        wait = self._start(what, lambda: dist.all_reduce(own, group=self._data, async_op=True))
+        wait = self._start(what, lambda: dist.all_reduce(own, group=self._data, async_op=True), self._queued)
         return wait if own is values else lambda: _then(wait, lambda: values.copy_(own))
 
     def start_all_to_all(self, rows: torch.Tensor, received: torch.Tensor, what: str) -> Wait:
@@ -120,7 +120,9 @@ class Exchange:
             return _nothing
         self._count((self.size - 1) * rows.shape[1])
         ours, theirs = self._near(rows), self._near(received)
-        wait = self._start(what, lambda: dist.all_to_all_single(theirs, ours, group=self._data, async_op=True))
+        wait = self._start(
+            what, lambda: dist.all_to_all_single(theirs, ours, group=self._data, async_op=True), self._queued
+        )
         return wait if theirs is received else lambda: _then(wait, lambda: received.copy_(theirs))
 
     def start_all_gather(self, row: torch.Tensor, everything: torch.Tensor, what: str) -> Wait:
@@ -131,7 +133,7 @@ class Exchange:
         self._count((self.size - 1) * row.shape[0])
         own, all_rows = self._near(row), self._near(everything)
         rows = list(all_rows.unbind(0))
-        wait = self._start(what, lambda: dist.all_gather(rows, own, group=self._data, async_op=True))
+        wait = self._start(what, lambda: dist.all_gather(rows, own, group=self._data, async_op=True), self._queued)
         return wait if all_rows is everything else lambda: _then(wait, lambda: everything.copy_(all_rows))
 
     # --- inside -----------------------------------------------------------------------------------------------
@@ -143,7 +145,7 @@ class Exchange:
     def _count(self, sent: int) -> None:
         self.sent += sent
 
-    def _start(self, what: str, start: Callable[[], dist.Work | None]) -> Wait:
+    def _start(self, what: str, start: Callable[[], dist.Work | None], queued: bool = False) -> Wait:
         began = time.monotonic()
         with self._named(what):
             work = start()
@@ -151,17 +153,15 @@ class Exchange:
 
         def wait() -> None:
             with self._named(what):
-                self._wait(work, began + self._timeout)
+                if queued:  # What follows on the stream waits, the host need not. `_settle` finds out how it ended.
+                    work.wait()
+                    self._unsettled = work
+                else:
+                    self._wait(work, began + self._timeout)
 
         return wait
 
     def _wait(self, work: dist.Work, deadline: float) -> None:
-        if self._data is not self._control and not work.is_completed():
-            # On a CUDA stream: what follows on the stream waits, the host need not. `_settle` finds out what became of it.
-            with contextlib.suppress(NotImplementedError):
-                work.wait()
-                self._unsettled = work
-                return
         while True:
             left = deadline - time.monotonic()
             try:
@@ -202,7 +202,8 @@ class Exchange:
         who = f"rank {', '.join(map(str, silent))}" if silent else "none, so a connection was lost"
         return DeadlineError(
             f"APMSqueeze, rank {self.rank}, {what}: not all {self.size} workers took part within {self._timeout:g} s. "
-            f"Not heard of: {who}. See what became of it, or raise `timeout`; this optimizer cannot go on, so start the "
+            f"Not heard of: {who}. See what became of it, or raise `timeout`; this optimizer cannot go on, so start "
+            "the "
             f"workers again from a checkpoint. ({str(error)[:200]})",
             operation=what,
             rank=self.rank,
@@ -211,7 +212,7 @@ class Exchange:
         )
 
     def _silent(self) -> list[int]:
-        """Those who have not failed likewise by now. The store is a server of its own: it works when collectives do not."""
+        """Those who have not failed likewise by now. The store works when collectives do not."""
         silent = [rank for rank in range(self.size) if rank != self.rank]
         deadline = time.monotonic() + min(GRACE_SECONDS, self._timeout / 2)
         try:

@@ -1,13 +1,13 @@
 """The state of APMSqueeze by parameter, whatever its buckets are: for checkpoints, and for another number of workers.
 
-Of each parameter: `step`, `exp_avg` and `exp_avg_sq` as Adam has them, and once compressed `worker_error` and `server_error`.
-A worker's own state has its own errors; `server_error` is zero but for the chunks that are this worker's. A consolidated
-state has the worker errors of all workers, `[n, ...]`, and the whole server error.
+Of each parameter: `step`, `exp_avg` and `exp_avg_sq` as Adam has them, and once compressed `worker_error` and
+`server_error`. A worker's own state has its own errors; `server_error` is zero but for the chunks that are this
+worker's. A consolidated state has the worker errors of all workers, `[n, ...]`, and the whole server error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ import torch
 from persia.errors import CheckpointError
 from persia.optim.cohort import Cohort
 from persia.optim.exchange import Exchange
-from persia.optim.options import APMSqueezeOptions
 
 __all__ = ["HEADER", "check", "consolidated", "pack", "unpack"]
 
@@ -39,6 +38,7 @@ def pack(
     state: dict[int, dict[str, torch.Tensor]] = {}
     about = []
     for cohort in cohorts:
+        cohort.settle()
         flat = cohort.flat
         arrays = {"exp_avg": flat.momentum, "exp_avg_sq": flat.variance}
         if cohort.phase == "compressed":
@@ -81,7 +81,8 @@ def check(loaded: dict[str, Any], parameters: Sequence[torch.nn.Parameter]) -> N
             found = value.shape[extra:] if name == "worker_error" else value.shape
             if name != "step" and found != shape:
                 raise CheckpointError(
-                    f"{name} of parameter {i} has the shape {tuple(found)}, the parameter {shape and tuple(shape)}. Make the "
+                    f"{name} of parameter {i} has the shape {tuple(found)}, the parameter {shape and tuple(shape)}. "
+                    "Make the "
                     "optimizer with the same parameters.",
                     parameter=i,
                 )
@@ -90,20 +91,18 @@ def check(loaded: dict[str, Any], parameters: Sequence[torch.nn.Parameter]) -> N
 def unpack(
     loaded: dict[str, Any],
     parameters: Sequence[torch.nn.Parameter],
-    beta2: Sequence[float],
-    options: APMSqueezeOptions,
+    make: Callable[[list[torch.nn.Parameter]], Cohort],
     exchange: Exchange,
 ) -> list[Cohort]:
     """Cohorts with this state.
 
-    A worker takes its own errors from a consolidated state of as many workers. Of another number of workers each takes the mean
-    of all worker errors, which keeps their sum per worker, and its part of the server error.
+    A worker takes its own errors from a consolidated state of as many workers. Of another number of workers each takes
+    the mean of all worker errors, which keeps their sum per worker, and its part of the server error.
 
     Args:
         loaded: a checked state.
         parameters: in the order of the state.
-        beta2: by parameter.
-        options: of the optimizer.
+        make: a new cohort of some parameters.
         exchange: with the other workers.
 
     Raises:
@@ -115,16 +114,18 @@ def unpack(
     if own and compressed and (header["workers"], header["rank"]) != (exchange.size, exchange.rank):
         raise CheckpointError(
             f"This state is that of rank {header['rank']} of {header['workers']}, here is rank {exchange.rank} of "
-            f"{exchange.size}: the errors of the others are missing. Save what `consolidate()` returns, called on all ranks.",
+            f"{exchange.size}: the errors of the others are missing. Save what `consolidate()` returns, called on "
+            "all ranks.",
             rank=header["rank"],
             workers=header["workers"],
         )
     cohorts = []
     for about in header["cohorts"]:
         numbers = about["parameters"]
-        cohort = Cohort([parameters[i] for i in numbers], max(beta2[i] for i in numbers), options, exchange)
+        cohort = make([parameters[i] for i in numbers])
         flat = cohort.flat
-        numbers = sorted(numbers, key=lambda i: [id(p) for p in flat.parameters].index(id(parameters[i])))
+        number = {id(parameters[i]): i for i in numbers}
+        numbers = [number[id(p)] for p in flat.parameters]
         cohort.phase, cohort.steps = about["phase"], about["steps"]
         cohort.norms.extend(about["norms"])
         cohort.updates = [int(state[i]["step"]) for i in numbers]

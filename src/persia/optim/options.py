@@ -21,11 +21,11 @@ class APMSqueezeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         compressor: what is sent after the warm-up: `OneBit`, `TopK`, `StochasticTernary`, `Uncompressed`.
         communicate: "momentum" (APMSqueeze), or "gradient" (APGSqueeze of the paper, section 5.3).
         clip_norm: largest global norm of the gradient; None for no clipping. During the warm-up it is the norm of the
-            average; afterwards nobody knows the average, and it is the root mean square of the workers' own norms, which is
-            never less.
+            average; afterwards nobody knows the average, and it is the root mean square of the workers' own norms,
+            which is never less.
         bucket_bytes: of parameters, as float32, that travel together.
-        variance_floor: least frozen v of an element, as a share of its tensor's mean: compression gives an element noise
-            as large as its neighbours' momentum, and division by a v of nearly 0 would blow it up.
+        variance_floor: least frozen v of an element, as a share of its tensor's mean: compression gives an element
+            noise as large as its neighbours' momentum, and division by a v of nearly 0 would blow it up.
         process_group: of torch.distributed; None for all processes.
         timeout: seconds that a wait for other workers may take.
         debug: after each step, checks that all workers have the same parameters to the bit. Slow.
