@@ -1,7 +1,4 @@
-"""APMSqueeze in a plain PyTorch program: four processes, gloo, nothing else of persia.
-
-    python examples/apmsqueeze_plain_torch.py
-"""
+"""APMSqueeze in a plain PyTorch program: four processes, gloo, nothing else of persia."""
 
 import os
 import tempfile

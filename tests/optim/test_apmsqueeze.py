@@ -75,13 +75,14 @@ class FrozenAdam(torch.optim.Adam):
         self.warmup, self.kept = warmup, []
 
     def step(self):
-        steps = [self.state[p]["step"] for p in self.param_groups[0]["params"]] if self.state else [0]
-        if steps[0] < self.warmup:
+        first = self.param_groups[0]["params"][0]
+        steps = int(self.state[first]["step"]) if self.state else 0
+        if steps < self.warmup:
             return super().step()
         beta1, beta2 = self.param_groups[0]["betas"]
         for p in self.param_groups[0]["params"]:
             state = self.state[p]
-            if steps[0] == self.warmup:
+            if steps == self.warmup:
                 self.kept.append(state["exp_avg_sq"] / (1 - beta2**self.warmup))
             state["step"] += 1
             state["exp_avg"].lerp_(p.grad, 1 - beta1)
@@ -135,7 +136,7 @@ def test_what_was_sent_is_all_that_there_was_but_for_the_last_errors(compressor,
         if number == 0:
             continue
         for rank in range(workers):
-            wanted[rank] += 0.9 * before + 0.1 * np.concatenate([np.ravel(x) for x in g[rank]])
+            wanted[rank] += 0.9 * before + (1 - 0.9) * np.concatenate([np.ravel(x) for x in g[rank]]).astype(float)
             sent[rank] += np.concatenate(reference.sent[rank])
         agreed += np.concatenate(reference.momentum)
     for rank in range(workers):
@@ -189,7 +190,7 @@ def test_elements_that_never_had_a_gradient_do_not_blow_up():
 
 
 def grouped(rank, exchange):
-    parameters, optimizer = joined(exchange, {"warmup": 3, "debug": True})
+    parameters, optimizer = joined(exchange, {"warmup": 3, "debug": True, "compressor": Uncompressed()})
     half = len(parameters) // 2
     optimizer.param_groups[0]["params"] = parameters[:half]
     optimizer.add_param_group({"params": parameters[half:], "lr": 0.0, "betas": (0.5, 0.9)})
@@ -200,7 +201,7 @@ def grouped(rank, exchange):
         before = arrays(parameters)
         step(parameters, optimizer, number, rank)
         schedule.step()
-        moved.append(np.abs(arrays(parameters)[0] - before[0]).max())
+        moved.append(np.median(np.abs(arrays(parameters)[0] - before[0])))
     for t in range(half, len(parameters)):
         np.testing.assert_array_equal(arrays(parameters)[t], start[t])
     return moved
@@ -252,7 +253,7 @@ def test_a_closure_and_strides_and_dtypes():
         loss.backward()
         return loss
 
-    losses = [float(optimizer.step(closure)) for _ in range(60)]
+    losses = [float(optimizer.step(closure).detach()) for _ in range(60)]
     assert losses[-1] < 0.2 * losses[0]
     assert optimizer.phase == "compressed"
 
