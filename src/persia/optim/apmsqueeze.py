@@ -128,7 +128,7 @@ class APMSqueeze(torch.optim.Optimizer):
     # --- a step -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of all parameters. Blocks until all workers have made it.
 
         Args:
@@ -325,7 +325,8 @@ class APMSqueeze(torch.optim.Optimizer):
         """Of the parameters that were there first: "warmup" or "compressed"."""
         if self._loaded is not None:
             cohorts = self._loaded[optimizer_state.HEADER]["cohorts"]
-            return cohorts[0]["phase"] if cohorts else "warmup"  # type: ignore[no-any-return]
+            phase: Phase = cohorts[0]["phase"] if cohorts else "warmup"
+            return phase
         return self._cohorts[0].phase if self._cohorts else "warmup"
 
     def attach_scaler(self, scaler: torch.amp.GradScaler) -> None:
@@ -396,4 +397,4 @@ class APMSqueeze(torch.optim.Optimizer):
 
 
 def _norm(arrays: Sequence[torch.Tensor]) -> float:
-    return float(sum(float(torch.linalg.vector_norm(array)) ** 2 for array in arrays)) ** 0.5
+    return math.sqrt(sum(float(torch.linalg.vector_norm(array)) ** 2 for array in arrays))
