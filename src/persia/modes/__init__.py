@@ -1,7 +1,40 @@
-"""Training modes: each file answers three questions with pure functions (gate, aggregate, dense)."""
+"""Training modes: each file answers three questions with pure functions (gate, arrive, dense)."""
 
-from persia.modes.base import Aggregation, Dense, Mode, Observation, Reduction
+from typing import TypeAlias
+
+from persia.modes.async_ import Async
+from persia.modes.auto import Auto, AutoState, StepTime, Verdict, decide, rehearse
+from persia.modes.base import Action, Arrival, Decision, Dense, Mode, Observation, Reduction
+from persia.modes.bsp import Bsp
+from persia.modes.gba import Gba
+from persia.modes.hop_bs import HopBs
+from persia.modes.hop_bw import HopBw
 from persia.modes.hybrid import Hybrid
 from persia.modes.sync import Sync
 
-__all__ = ["Aggregation", "Dense", "Hybrid", "Mode", "Observation", "Reduction", "Sync"]
+__all__ = [
+    "Action",
+    "AnyMode",
+    "Arrival",
+    "Async",
+    "Auto",
+    "AutoState",
+    "Bsp",
+    "Decision",
+    "Dense",
+    "Gba",
+    "HopBs",
+    "HopBw",
+    "Hybrid",
+    "Mode",
+    "Observation",
+    "Reduction",
+    "StepTime",
+    "Sync",
+    "Verdict",
+    "decide",
+    "rehearse",
+]
+
+AnyMode: TypeAlias = Sync | Hybrid | Async | Bsp | HopBs | HopBw | Gba
+"""All modes, for configurations and checkpoints."""
