@@ -205,9 +205,9 @@ def others_answer(preset: str) -> harness.Measure:
     calls = 200 * SCALES[preset].batches
     probe = {"table": ids_of(np.arange(1000))}
     with regions() as directory, contextlib.ExitStack() as stack:
+        addresses = [free_address() for _ in range(2)]
         servers, stubs = [], []
-        for number in range(2):
-            address = free_address()
+        for number, address in enumerate(addresses):
             servers.append(Server(address, directory / f"ps-{number}"))
             stack.callback(servers[-1].end)
             servers[-1].begin()
@@ -227,17 +227,12 @@ def others_answer(preset: str) -> harness.Measure:
         servers[0].kill()
         waiting = rpc.start(stubs[0].lookup, probe, True)
         alone = [rate() for _ in range(harness.MIN_ROUNDS)]
-        successor = Server(stubs_address(stubs[0]), directory / "ps-0")
+        successor = Server(addresses[0], directory / "ps-0")
         stack.callback(successor.end)
         successor.begin()
         assert waiting.result()["table"].shape == (1000, DIM)  # Who waited for the dead one gets its answer.
     middle = float(np.median(both))
     return harness.quantity("recovery.others_answer", [one / middle for one in alone], "x calls/s", 0.9)
-
-
-def stubs_address(stub: EmbeddingPS) -> str:
-    address: str = stub._connection.address  # type: ignore[attr-defined]
-    return address
 
 
 def looking_up(directory: Path | None, rows: int, batches: list[np.ndarray]) -> Callable[[], float]:
