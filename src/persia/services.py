@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 
 from persia.batching.batch import Batch, IdColumn
 from persia.modes import Mode
-from persia.schema import EmbeddingOptimizer, Schema, Table
+from persia.schema import EmbeddingOptimizer, Schedule, Schema, Table
 from persia.types import (
+    Caller,
     Contribution,
     Delivery,
+    DenseState,
     Feed,
     Floats,
     Gradients,
@@ -26,7 +28,13 @@ from persia.types import (
     LookedUp,
     Member,
     Membership,
+    Pulled,
+    PushedDense,
     PushHeader,
+    Rest,
+    Segment,
+    Ticket,
+    Token,
     UpdateCounts,
 )
 
@@ -35,12 +43,15 @@ __all__ = [
     "Connection",
     "Coordinator",
     "DataLoader",
+    "DenseMaker",
+    "DensePS",
     "EmbeddingPS",
     "EmbeddingWorker",
     "ProcessCluster",
     "RowChunk",
     "Seekable",
     "Sharded",
+    "Tokens",
 ]
 
 T = TypeVar("T")
@@ -113,6 +124,26 @@ class EmbeddingPS(Protocol):
 
     def load_state(self, state: Mapping[str, Sequence[Mapping[str, NDArray[Any]]]]) -> None:
         """Puts `state()` back, after the rows."""
+
+
+    def switch(self, mode: str, generation: int, step: int) -> None:
+        """Another mode from `step` on; nothing may be held.
+
+        Args:
+            mode: `persia.modes.encode`.
+            generation: of the NN workers.
+            step: global step that comes next.
+
+        Raises:
+            PersiaError: gradients are held: drain first.
+        """
+
+    def drain(self, generation: int, step: int, held: int) -> dict[str, UpdateCounts]:
+        """Applies the `held` gradients that have arrived of `step`, in an asynchronous mode.
+
+        Raises:
+            PersiaError: this PS has others: it is out of phase.
+        """
 
 
 class EmbeddingWorker(Protocol):
@@ -228,6 +259,116 @@ class Coordinator(Protocol):
         """The last report of every member, by "role-rank", with its `age` in seconds."""
 
 
+class Tokens(Protocol):
+    """The data list and the token list of asynchronous modes (GBA paper, section 4.1), and the order of arrivals.
+
+    docs/reference/protocol.md, section 12.
+    """
+
+    def begin(self, segment: Segment) -> None:
+        """Begins a segment; the one before is at rest. Calls of later segments wait for this.
+
+        Raises:
+            PersiaError: the segment before is not at rest.
+            ConfigError: the mode cannot run with so many NN workers.
+        """
+
+    def take(self, caller: Caller, request: int) -> int | None:
+        """Number of a batch of the pass that this NN worker is to train; None: no more in this segment.
+
+        Args:
+            caller: who asks.
+            request: number of the request within the segment, from 1.
+        """
+
+    def end(self, caller: Caller, number: int) -> None:
+        """The pass has no batch of this number, nor any later one."""
+
+    def stop(self) -> None:
+        """No more batches are handed out in this segment."""
+
+    def draw(self, caller: Caller, sequence: int, number: int, rows: int, done: int) -> Token:
+        """Token of a batch, drawn when the NN worker is about to look it up. Waits while the mode's gate is shut.
+
+        Args:
+            caller: who asks.
+            sequence: number of the push of this batch.
+            number: of the batch.
+            rows: of the batch.
+            done: pushes up to this sequence number have returned.
+
+        Raises:
+            ConfigError: the mode cannot run with batches of so many rows.
+            DeadlineError: the gate stayed shut; it names the slowest NN workers.
+        """
+
+    def arrive(self, caller: Caller, sequence: int, rows: int, version: int) -> Ticket:
+        """A gradient is computed: what becomes of it, and its place in the order of all.
+
+        Args:
+            caller: who asks.
+            sequence: as it was drawn.
+            rows: of the batch; 0 if nothing is to be learned of it.
+            version: of the dense parameters that it was computed with.
+        """
+
+    def rest(self, caller: Caller, done: int) -> Rest:
+        """This NN worker is done with the segment; waits until all are.
+
+        Raises:
+            DeadlineError: it names those that are not.
+        """
+
+    def settled(self, caller: Caller, step: int) -> None:
+        """The leader has drained all PSs, which are at `step` now. Others call it too, and wait for the leader."""
+
+    def cancel(self, generation: int, rank: int) -> None:
+        """An NN worker is dead: its tokens are drawn again, its batches go back to the list."""
+
+    def report(self) -> str:
+        """What has happened so far, as JSON; see `persia.reports`."""
+
+
+class DensePS(Protocol):
+    """Dense parameter server: owns whole tensors of the network, and the user's optimizer for them."""
+
+    def load(self, state: DenseState, generation: int, step: int) -> None:
+        """Takes its part of the network over, at `step`."""
+
+    def pull(self, have: int, least: int, timeout: float) -> Pulled:
+        """Parameters of the newest version.
+
+        Args:
+            have: version that the caller has; -1 for none.
+            least: waits until this version is there.
+            timeout: seconds to wait.
+
+        Raises:
+            DeadlineError: it did not come; it names the slot that is missing.
+        """
+
+    def push(self, header: PushHeader, part: PushedDense) -> None:
+        """Adds a gradient to the step in work, in the order of slots, and applies the step with its last one.
+
+        Raises:
+            StalePushError: of an earlier generation.
+            StoreError: the gradient does not fit; nothing is changed.
+        """
+
+    def drain(self, generation: int, step: int, held: int) -> None:
+        """Applies the `held` gradients that have arrived of `step`.
+
+        Raises:
+            PersiaError: this PS has others: it is out of phase.
+        """
+
+    def export(self) -> DenseState:
+        """All that is owned here, at rest."""
+
+    def statistics(self) -> dict[str, int]:
+        """Counters: `version`, `pushes`, `pulls`, `bytes`."""
+
+
 @runtime_checkable
 class Seekable(Protocol):
     """A source of batches that can begin anywhere, so that a resumed run neither repeats nor skips a batch."""
@@ -244,6 +385,20 @@ class Sharded(Seekable, Protocol):
         """The batches with number % count == index; number `i` there is `i * count + index` here."""
 
 
+class DenseMaker(NamedTuple):
+    """What a dense PS is made of.
+
+    Attributes:
+        optimizer: takes parameters, returns a `torch.optim.Optimizer`.
+        schedule: of its learning rates, by updates made.
+        clip_norm: largest global norm of a step's gradient.
+    """
+
+    optimizer: Callable[[Any], Any]
+    schedule: Schedule | None = None
+    clip_norm: float | None = None
+
+
 class Connection(NamedTuple):
     """What an NN worker holds of a cluster.
 
@@ -255,6 +410,9 @@ class Connection(NamedTuple):
         rank: of this NN worker.
         nn_workers: how many there are.
         generation: of the NN workers.
+        tokens: the lists of asynchronous modes.
+        dense: finds or starts the dense PSs, given what makes the network's optimizer. None, as `tokens`, where there
+            are no asynchronous modes.
     """
 
     worker: EmbeddingWorker
@@ -263,6 +421,8 @@ class Connection(NamedTuple):
     rank: int = 0
     nn_workers: int = 1
     generation: int = 1
+    tokens: Tokens | None = None
+    dense: Callable[[DenseMaker], Sequence[DensePS]] | None = None
 
 
 class Cluster(Protocol):
