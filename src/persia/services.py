@@ -21,6 +21,7 @@ from persia.types import (
     Contribution,
     Delivery,
     DenseState,
+    Event,
     Feed,
     Floats,
     Gradients,
@@ -287,7 +288,7 @@ class Tokens(Protocol):
     def stop(self) -> None:
         """No more batches are handed out in this segment."""
 
-    def draw(self, caller: Caller, sequence: int, number: int, rows: int, done: int) -> Token:
+    def draw(self, caller: Caller, sequence: int, number: int, rows: int, done: int, filled: int) -> Token:
         """Token of a batch, drawn when the NN worker is about to look it up. Waits while the mode's gate is shut.
 
         Args:
@@ -296,6 +297,7 @@ class Tokens(Protocol):
             number: of the batch.
             rows: of the batch.
             done: pushes up to this sequence number have returned.
+            filled: how many orphans of this segment it has pushed, in the order in which it was given them.
 
         Raises:
             ConfigError: the mode cannot run with batches of so many rows.
@@ -312,21 +314,24 @@ class Tokens(Protocol):
             version: of the dense parameters that it was computed with.
         """
 
-    def rest(self, caller: Caller, done: int) -> Rest:
+    def rest(self, caller: Caller, done: int, filled: int) -> Rest:
         """This NN worker is done with the segment; waits until all are.
 
         Raises:
             DeadlineError: it names those that are not.
         """
 
-    def settled(self, caller: Caller, step: int) -> None:
-        """The leader has drained all PSs, which are at `step` now. Others call it too, and wait for the leader."""
+    def settled(self, caller: Caller, step: int) -> int:
+        """The leader has drained all PSs, which are at `step` now. Others give -1 and wait for it. Returns the step."""
 
     def cancel(self, generation: int, rank: int) -> None:
         """An NN worker is dead: its tokens are drawn again, its batches go back to the list."""
 
     def report(self) -> str:
-        """What has happened so far, as JSON; see `persia.reports`."""
+        """What has happened so far, as JSON: `persia.coordinator.TokenReport`."""
+
+    def schedule(self) -> list[Event]:
+        """Every arrival so far, in order, if they are recorded."""
 
 
 class DensePS(Protocol):

@@ -19,6 +19,7 @@ __all__ = [
     "Contribution",
     "Delivery",
     "DenseState",
+    "Event",
     "FedBatch",
     "Feed",
     "Floats",
@@ -285,6 +286,7 @@ class Segment(NamedTuple):
         position: batches of the pass that are trained.
         step: global step to begin with.
         steps: so many steps are wanted; None for all data.
+        local_batch: rows of a batch; 0 if that is not known before the first.
     """
 
     generation: int
@@ -295,6 +297,7 @@ class Segment(NamedTuple):
     position: int
     step: int
     steps: int | None
+    local_batch: int = 0
 
 
 class Caller(NamedTuple):
@@ -342,6 +345,7 @@ class Rest(NamedTuple):
         held: gradients that have arrived since.
         position: batches of the pass that are trained.
         ended: whether the pass has no more.
+        orphans: slots of dead NN workers; while there are some, push them, and call again.
     """
 
     leader: int
@@ -349,6 +353,31 @@ class Rest(NamedTuple):
     held: int
     position: int
     ended: bool
+    orphans: list[PushHeader]
+
+
+class Event(NamedTuple):
+    """An arrival, for replays.
+
+    Attributes:
+        rank: of the NN worker.
+        number: of the batch.
+        rows: of the batch.
+        token: of the gradient.
+        version: of the dense parameters that it was computed with.
+        step: that it became a part of; of one that was dropped, the step in work.
+        slot: in that step; -1 if it was dropped.
+        weight: of its dense part.
+    """
+
+    rank: int
+    number: int
+    rows: int
+    token: int
+    version: int
+    step: int
+    slot: int
+    weight: float
 
 
 class Pulled(NamedTuple):

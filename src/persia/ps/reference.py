@@ -9,9 +9,10 @@ import numpy as np
 
 from persia.modes import Reduction
 from persia.ps.held import Arrived
+from persia.ps.sums import Weighed
 from persia.types import Floats
 
-__all__ = ["average_step"]
+__all__ = ["SlowSums", "average_step"]
 
 
 def average_step(arrived: Sequence[Arrived], reduction: Reduction) -> dict[str, dict[int, Floats]]:
@@ -35,3 +36,35 @@ def average_step(arrived: Sequence[Arrived], reduction: Reduction) -> dict[str, 
             if having:
                 result.setdefault(table, {})[id_] = average
     return result
+
+
+class SlowSums:
+    """What :class:`persia.ps.sums.RunningSums` computes, from all gradients of the step."""
+
+    def __init__(self, reduction: Reduction) -> None:
+        self._reduction = reduction
+        self._arrived: list[tuple[Weighed, int]] = []
+
+    def add(self, gradients: Weighed, rows: int) -> None:
+        """Keeps the gradient of a batch."""
+        self._arrived.append((gradients, rows))
+
+    def take(self) -> dict[str, dict[int, Floats]]:
+        """The mean of each id for which something counts, by table, in float64."""
+        counting = [(gradients, rows) for gradients, rows in self._arrived if rows]
+        total = sum(rows for _, rows in counting)
+        sums: dict[tuple[str, int], Floats] = {}
+        having: dict[tuple[str, int], int] = defaultdict(int)
+        for of_tables, rows in counting:
+            for table, ((ids, values), weights) in of_tables.items():
+                for id_, value, weight in zip(ids.tolist(), values, weights, strict=True):
+                    having[table, id_] += rows
+                    if weight:
+                        held = sums.get((table, id_), np.zeros_like(value))
+                        sums[table, id_] = held + rows * value.astype(np.float64)
+        result: dict[str, dict[int, Floats]] = {}
+        for (table, id_), value in sums.items():
+            divisor = total if self._reduction == "global" else having[table, id_]
+            result.setdefault(table, {})[id_] = value / divisor
+        self._arrived.clear()
+        return result
