@@ -6,7 +6,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia.errors import ConfigError, PersiaError
-from persia.modes import Aggregation, Dense, Hybrid, Observation, Sync
+from persia.modes import (
+    Action,
+    AnyMode,
+    Arrival,
+    Async,
+    Bsp,
+    Decision,
+    Dense,
+    Gba,
+    HopBs,
+    HopBw,
+    Hybrid,
+    Mode,
+    Observation,
+    Sync,
+)
 
 
 @given(st.integers(0, 100))
@@ -26,11 +41,135 @@ def test_hybrid_none_has_no_bound(in_flight):
     assert Hybrid(None).gate(in_flight, Hybrid(None).initial_depth())
 
 
-def test_aggregation():
-    assert Sync().aggregate(1, 2) is Aggregation.HOLD
-    assert Sync().aggregate(2, 2) is Aggregation.APPLY
-    assert Hybrid(1).aggregate(1, 2) is Aggregation.APPLY
-    assert Sync().dense() is Hybrid(1).dense() is Dense.ALL_REDUCE
+MODES: list[Mode] = [
+    *(Sync(), Sync("global"), Hybrid(3), Hybrid("auto"), Hybrid(None), Async(), Async(2), Bsp(4), HopBs(2)),
+    *(HopBw(1), Gba(64), Gba(64, tolerance=0, reduction="global")),
+]
+
+
+def actions(mode, tokens, nn_workers=4, local_batch=16):
+    """Decisions on gradients that arrive one after another, and the step that they leave."""
+    step = held = 0
+    group = mode.group(nn_workers, local_batch)
+    decisions = []
+    for token in tokens:
+        decision = mode.arrive(Arrival(step, held, token, group))
+        decisions.append(decision)
+        if decision.action is Action.APPLY:
+            step, held = step + 1, 0
+        elif decision.action is Action.HOLD:
+            held += 1
+    return decisions, step
+
+
+def test_dense():
+    for mode in MODES:
+        expected = Dense.ALL_REDUCE if isinstance(mode, Sync | Hybrid) else Dense.SERVER
+        assert mode.dense() is expected
+
+
+def test_how_many_gradients_make_a_step():
+    expected = [4, 4, 1, 1, 1, 1, 1, 4, 1, 3, 4, 4]
+    assert [mode.group(nn_workers=4, local_batch=16) for mode in MODES] == expected
+
+
+@given(st.lists(st.integers(0, 3), max_size=30))
+def test_only_gba_decays_and_only_hop_bw_drops(ages):
+    for mode in MODES:
+        step = held = 0
+        group = mode.group(4, 16)
+        for age in ages:
+            token = max(0, step - age)
+            decision = mode.arrive(Arrival(step, held, token, group))
+            late = isinstance(mode, HopBw) and token < step
+            assert (decision.action is Action.DROP) == late
+            if late:
+                continue
+            assert (decision.action is Action.APPLY) == (held + 1 == group)
+            stale = mode.tolerance is not None and step - token > mode.tolerance
+            assert decision.weight == mode.weight(step, token) == (0.0 if stale else 1.0)
+            step, held = (step + 1, 0) if decision.action is Action.APPLY else (step, held + 1)
+
+
+def test_hop_bw_drops_what_comes_after_its_step():
+    decisions, step = actions(HopBw(1), [0, 0, 0, 0, 1, 1, 1])
+    assert [d.action.value for d in decisions] == ["hold", "hold", "apply", "drop", "hold", "hold", "apply"]
+    assert step == 2
+
+
+def test_gba_counts_a_stale_gradient_with_weight_0():
+    decisions, step = actions(Gba(32, tolerance=1), [0, 0, 1, 1, 0, 2])
+    assert decisions == [
+        *(Decision(Action.HOLD), Decision(Action.APPLY)) * 2,
+        *(Decision(Action.HOLD, 0.0), Decision(Action.APPLY)),
+    ]
+    assert step == 3
+
+
+@given(st.integers(1, 20), st.integers(0, 400))
+def test_a_token_value_repeats_m_times(group, number):
+    mode = Gba(group * 8)
+    value = mode.token(number, version=7, group=mode.group(3, 8))
+    assert value * group <= number < (value + 1) * group
+
+
+def test_other_tokens_are_the_version():
+    assert {mode.token(100, 7, 4) for mode in MODES if not isinstance(mode, Gba)} == {7}
+
+
+@given(st.integers(1, 5), st.integers(0, 10))
+def test_hop_bs_holds_back_the_fastest(bound, ahead):
+    assert HopBs(bound).gate(0, None, ahead) == (ahead < bound)
+
+
+def test_gates_of_asynchronous_modes():
+    assert all(mode.gate(100, mode.initial_depth(), 100) for mode in (Async(), Bsp(4), Gba(64)))
+    assert [Async(1).gate(n, Async(1).initial_depth()) for n in range(4)] == [True, True, False, False]
+    assert [HopBw(1).gate(n, HopBw(1).initial_depth()) for n in range(3)] == [True, False, False]
+
+
+def test_m_must_be_whole():
+    with pytest.raises(ConfigError, match=r"Give 96 or 144, or local batches of 20 or 25 or 50 rows") as caught:
+        Gba(100).group(4, 48)
+    assert caught.value.fields["field"] == "mode.global_batch_size"
+    with pytest.raises(ConfigError, match=r"Give 48, or local batches of"):
+        Gba(10).group(4, 48)
+
+
+def test_gba_advises_about_as_many_nn_workers_as_gradients():
+    assert all(Gba(800).advice(n, 100) is None for n in (4, 8, 16))
+    assert "local batches of about 400 rows, or 8 NN workers" in (Gba(800).advice(2, 100) or "")
+    assert Gba(800).advice(17, 100) is not None
+
+
+def test_hop_bw_needs_someone_to_wait_for():
+    assert HopBw(3).group(4, 1) == 1
+    with pytest.raises(ConfigError, match="at most 3") as caught:
+        HopBw(4).group(4, 1)
+    assert caught.value.fields["field"] == "mode.backup"
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "bad"),
+    [
+        *((Async, "staleness", bad) for bad in (-1, 0.5, True, "auto")),
+        *((Bsp, "batches", bad) for bad in (0, -3, 2.0)),
+        *((HopBs, "bound", bad) for bad in (0, -1, True)),
+        *((HopBw, "backup", bad) for bad in (-1, None)),
+        *((Gba, "global_batch_size", bad) for bad in (0, 1.5, None)),
+    ],
+)
+def test_bad_arguments_name_the_field(kind, field, bad):
+    with pytest.raises(ConfigError, match=rf"{kind.__name__}.{field}") as caught:
+        kind(bad)
+    assert caught.value.fields["field"] == f"mode.{field}"
+
+
+def test_bad_options_of_gba():
+    with pytest.raises(ConfigError, match="tolerance"):
+        Gba(64, tolerance=-1)
+    with pytest.raises(ConfigError, match="reduction"):
+        Gba(64, reduction="mean")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("bad", [0, -1, 1.5, True, "many"])
@@ -40,6 +179,6 @@ def test_bad_staleness_names_the_field(bad):
 
 
 def test_modes_round_trip_as_configuration():
-    for mode in (Sync(), Hybrid(3), Hybrid("auto"), Hybrid(None)):
-        assert msgspec.convert(msgspec.to_builtins(mode), Sync | Hybrid) == mode
+    for mode in MODES:
+        assert msgspec.convert(msgspec.to_builtins(mode), AnyMode) == mode
     assert issubclass(ConfigError, PersiaError)

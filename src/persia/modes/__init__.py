@@ -1,7 +1,33 @@
-"""Training modes: each file answers three questions with pure functions (gate, aggregate, dense)."""
+"""Training modes: each file answers three questions with pure functions (gate, arrive, dense)."""
 
-from persia.modes.base import Aggregation, Dense, Mode, Observation, Reduction
+from typing import TypeAlias
+
+from persia.modes.async_ import Async
+from persia.modes.base import Action, Arrival, Decision, Dense, Mode, Observation, Reduction
+from persia.modes.bsp import Bsp
+from persia.modes.gba import Gba
+from persia.modes.hop_bs import HopBs
+from persia.modes.hop_bw import HopBw
 from persia.modes.hybrid import Hybrid
 from persia.modes.sync import Sync
 
-__all__ = ["Aggregation", "Dense", "Hybrid", "Mode", "Observation", "Reduction", "Sync"]
+__all__ = [
+    "Action",
+    "AnyMode",
+    "Arrival",
+    "Async",
+    "Bsp",
+    "Decision",
+    "Dense",
+    "Gba",
+    "HopBs",
+    "HopBw",
+    "Hybrid",
+    "Mode",
+    "Observation",
+    "Reduction",
+    "Sync",
+]
+
+AnyMode: TypeAlias = Sync | Hybrid | Async | Bsp | HopBs | HopBw | Gba
+"""All modes, for configurations and checkpoints."""

@@ -5,23 +5,75 @@ from __future__ import annotations
 import enum
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
-__all__ = ["Aggregation", "Dense", "Mode", "Observation", "Reduction"]
+from persia.errors import ConfigError
+
+__all__ = [
+    "Action",
+    "Arrival",
+    "Decision",
+    "Dense",
+    "Mode",
+    "Observation",
+    "Reduction",
+    "check_reduction",
+    "check_whole",
+    "hold_until_full",
+]
 
 Reduction: TypeAlias = Literal["per_id", "global"]
-"""What the weighted sum of a held step is divided by: the weights of those that have the id, or all weights."""
+"""What the weighted sum of an id's gradients is divided by: those that have the id, or all that make the step."""
 
 
-class Aggregation(enum.Enum):
-    """What a PS does with the gradients that it has for a step."""
+class Action(enum.Enum):
+    """What a PS does with a gradient that arrives."""
 
     APPLY = "apply"
+    """Add it to what is held, apply all of it, and advance the step."""
+
     HOLD = "hold"
+    """Add it to what is held."""
+
+    DROP = "drop"
+    """Forget it: it came too late. It counts as no arrival."""
+
+
+class Arrival(NamedTuple):
+    """A gradient reaches a PS: all that a mode needs to know to decide.
+
+    Attributes:
+        step: k, the steps that have been applied here.
+        held: gradients that have arrived since, with or without rows for this PS.
+        token: of the gradient, as `Mode.token` gave it when its batch was looked up.
+        group: what `Mode.group` says.
+    """
+
+    step: int
+    held: int
+    token: int
+    group: int
+
+
+class Decision(NamedTuple):
+    """What happens to a gradient.
+
+    Attributes:
+        action: on the whole gradient.
+        weight: 0 or 1, of its dense part. A gradient of weight 0 has arrived and changes nothing: the sum is divided
+            as if it had been there. For an id ask `Mode.weight` with the row's own `last_step`.
+    """
+
+    action: Action
+    weight: float = 1.0
 
 
 class Dense(enum.Enum):
     """How the dense parameters of several NN workers are kept alike."""
 
     ALL_REDUCE = "all_reduce"
+    """Replicas that average their gradients; all NN workers make the same steps, in order."""
+
+    SERVER = "server"
+    """The dense PS; every NN worker draws batches as it is done with the one before."""
 
 
 class Observation(NamedTuple):
@@ -48,23 +100,82 @@ class Observation(NamedTuple):
 
 
 class Mode(Protocol):
-    """The interface of a mode. `depth` is the bound on staleness in force, in the NN worker's own steps."""
+    """The interface of a mode: pure functions of numbers, which every role asks in its own place.
+
+    NN worker: `gate`, `token`, and `dense` (which of its two loops runs). PS of rows or of dense parameters: `arrive`,
+    `weight`, `reduction`. Whoever starts them: `group`.
+    """
 
     def initial_depth(self) -> int | None:
-        """The depth to begin with; None for no bound."""
+        """Bound on the NN worker's own steps in flight to begin with; None for no bound."""
 
     def next_depth(self, depth: int | None, seen: Observation) -> int | None:
-        """The depth after a window of steps."""
+        """That bound after a window of steps."""
 
-    def gate(self, in_flight: int, depth: int | None) -> bool:
-        """May the next step look up its rows, while `in_flight` own steps lack their applied gradient?"""
+    def gate(self, in_flight: int, depth: int | None, ahead: int = 0) -> bool:
+        """May the next batch look up its rows and pull dense parameters?
 
-    def aggregate(self, arrived: int, nn_workers: int) -> Aggregation:
-        """What happens when `arrived` of `nn_workers` gradients of a step have reached a PS."""
+        Args:
+            in_flight: own steps that were looked up and are neither applied nor dropped.
+            depth: the bound in force.
+            ahead: steps that this NN worker has finished more than the slowest one that still has data.
+        """
+
+    def token(self, number: int, version: int, group: int) -> int:
+        """What a gradient is tagged with when its batch is looked up.
+
+        Args:
+            number: batches drawn before it by all NN workers since k was 0.
+            version: k of the parameters that it is computed with.
+            group: what `group` says.
+        """
+
+    def group(self, nn_workers: int, local_batch: int) -> int:
+        """How many gradients a PS applies together.
+
+        Args:
+            nn_workers: how many there are.
+            local_batch: rows of a batch.
+
+        Raises:
+            ConfigError: so many NN workers, or such batches, cannot run this mode.
+        """
+
+    def arrive(self, arrival: Arrival) -> Decision:
+        """What a PS does with a gradient that arrives."""
+
+    def weight(self, step: int, token: int) -> float:
+        """0 or 1: what a gradient counts for parameters that were last changed at `step`.
+
+        Args:
+            step: for dense parameters k; for an id the `last_step` of its row, as it is before this step.
+            token: of the gradient.
+        """
+
+    @property
+    def tolerance(self) -> int | None:
+        """The largest `step - token` of weight 1, for loops over rows that cannot call `weight`; None: any."""
 
     @property
     def reduction(self) -> Reduction:
-        """How the gradients of several NN workers become one."""
+        """What the weighted sum of an id's held gradients is divided by."""
 
     def dense(self) -> Dense:
         """How dense gradients are combined."""
+
+
+def hold_until_full(arrival: Arrival, weight: float = 1.0) -> Decision:
+    """Applies with the last gradient of a group, holds the others."""
+    return Decision(Action.APPLY if arrival.held + 1 >= arrival.group else Action.HOLD, weight)
+
+
+def check_whole(mode: str, field: str, value: object, least: int, hint: str) -> None:
+    """Raises ConfigError unless `value` is a whole number of at least `least`; `hint` tells what it means."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{mode}.{field} = {value!r}; give a whole number >= {least}: {hint}.", field=f"mode.{field}")
+
+
+def check_reduction(mode: str, value: object) -> None:
+    """Raises ConfigError unless `value` is a `Reduction`."""
+    if value not in ("per_id", "global"):
+        raise ConfigError(f"{mode}.reduction = {value!r}; give 'per_id' or 'global'.", field="mode.reduction")

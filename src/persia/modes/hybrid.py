@@ -7,7 +7,7 @@ from typing import Literal, cast
 import msgspec
 
 from persia.errors import ConfigError
-from persia.modes.base import Aggregation, Dense, Observation, Reduction
+from persia.modes.base import Action, Arrival, Decision, Dense, Observation, Reduction
 
 __all__ = ["Hybrid"]
 
@@ -74,13 +74,30 @@ class Hybrid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
             return depth
         return max(depth - 1, 1) if seen.would_wait < LOWER_BELOW * seen.elapsed else depth
 
-    def gate(self, in_flight: int, depth: int | None) -> bool:
+    def gate(self, in_flight: int, depth: int | None, ahead: int = 0) -> bool:
         """Opens while fewer than depth + 1 own steps are between lookup and applied gradient."""
         return depth is None or in_flight <= depth
 
-    def aggregate(self, arrived: int, nn_workers: int) -> Aggregation:
+    def token(self, number: int, version: int, group: int) -> int:
+        """The own global step."""
+        return version
+
+    def group(self, nn_workers: int, local_batch: int) -> int:
+        """Each gradient by itself."""
+        return 1
+
+    def arrive(self, arrival: Arrival) -> Decision:
         """On arrival."""
-        return Aggregation.APPLY
+        return Decision(Action.APPLY)
+
+    def weight(self, step: int, token: int) -> float:
+        """Whatever its age: the gate bounds it."""
+        return 1.0
+
+    @property
+    def tolerance(self) -> int | None:
+        """None: nothing is decayed."""
+        return None
 
     @property
     def reduction(self) -> Reduction:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from persia.errors import ConfigError
-from persia.modes.base import Aggregation, Dense, Observation, Reduction
+from persia.modes.base import Arrival, Decision, Dense, Observation, Reduction, check_reduction, hold_until_full
 
 __all__ = ["Sync"]
 
@@ -24,10 +23,7 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="k
     reduction: Reduction = "per_id"
 
     def __post_init__(self) -> None:
-        if self.reduction not in ("per_id", "global"):
-            raise ConfigError(
-                f"Sync.reduction = {self.reduction!r}; give 'per_id' or 'global'.", field="mode.reduction"
-            )
+        check_reduction("Sync", self.reduction)
 
     def initial_depth(self) -> int | None:
         """No step may be missing."""
@@ -37,13 +33,30 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="k
         """Never changes."""
         return depth
 
-    def gate(self, in_flight: int, depth: int | None) -> bool:
+    def gate(self, in_flight: int, depth: int | None, ahead: int = 0) -> bool:
         """Opens when all earlier steps are applied."""
         return in_flight == 0
 
-    def aggregate(self, arrived: int, nn_workers: int) -> Aggregation:
+    def token(self, number: int, version: int, group: int) -> int:
+        """The own global step, which equals k."""
+        return version
+
+    def group(self, nn_workers: int, local_batch: int) -> int:
+        """One gradient of every NN worker."""
+        return nn_workers
+
+    def arrive(self, arrival: Arrival) -> Decision:
         """The gradients of all NN workers of a step are applied together."""
-        return Aggregation.APPLY if arrived >= nn_workers else Aggregation.HOLD
+        return hold_until_full(arrival)
+
+    def weight(self, step: int, token: int) -> float:
+        """Nothing is ever stale."""
+        return 1.0
+
+    @property
+    def tolerance(self) -> int | None:
+        """No limit is needed."""
+        return None
 
     def dense(self) -> Dense:
         """All-reduce."""

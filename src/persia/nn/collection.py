@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from persia.batching.batch import Batch
 from persia.errors import ConfigError, PersiaError, StaleBatchError
-from persia.modes import Aggregation, Hybrid, Mode
+from persia.modes import Hybrid, Mode
 from persia.nn.codec import decode, encode
 from persia.nn.feeding import fed_batches
 from persia.nn.made_up import made_up_batch
@@ -297,7 +297,7 @@ class EmbeddingCollection(torch.nn.Module):
     @property
     def _held(self) -> bool:
         """Whether PSs hold a step until all NN workers have pushed, also those without gradients."""
-        return self.mode.aggregate(1, self.connection.nn_workers) is Aggregation.HOLD
+        return self.mode.group(self.connection.nn_workers, 1) > 1
 
     def _next(self, pipeline: Pipeline, equal_steps: EqualSteps | None) -> PreparedBatch | None:
         """The next batch; after the own data a made-up one for as long as other NN workers have some."""

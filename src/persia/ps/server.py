@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from persia import batching
 from persia.errors import StoreError
-from persia.modes import Aggregation, Mode
+from persia.modes import Mode
 from persia.ps.held import Arrived, HeldSteps, HoldOptions
 from persia.ps.reduction import average_step
 from persia.ps.tables import learning_rate, table_config
@@ -49,7 +49,7 @@ class EmbeddingServer:
     ) -> None:
         self._mode = mode
         hold = hold or HoldOptions()
-        self._on_arrival = mode.aggregate(1, hold.nn_workers) is Aggregation.APPLY
+        self._on_arrival = mode.group(hold.nn_workers, 1) == 1
         ranks = range(hold.nn_workers)
         groups = [[rank] for rank in ranks] if self._on_arrival else [ranks]
         self._held = [HeldSteps(group, hold.timeout, self._apply_held) for group in groups]
