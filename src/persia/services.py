@@ -34,6 +34,7 @@ from persia.types import (
     PushHeader,
     Rest,
     Segment,
+    SlotCounts,
     Ticket,
     Token,
     UpdateCounts,
@@ -42,6 +43,7 @@ from persia.types import (
 __all__ = [
     "Cluster",
     "Connection",
+    "ControlPlane",
     "Coordinator",
     "DataLoader",
     "DenseMaker",
@@ -114,6 +116,9 @@ class EmbeddingPS(Protocol):
     def statistics(self) -> dict[str, dict[str, int]]:
         """Counters by table: rows, bytes, hits, misses, admitted, evicted, absent gradients, ..."""
 
+    def slots(self) -> SlotCounts:
+        """How stale rows were in asynchronous modes."""
+
     def export_rows(self) -> Iterator[RowChunk]:
         """All rows, in chunks of bounded size; each row is of one moment."""
 
@@ -125,7 +130,6 @@ class EmbeddingPS(Protocol):
 
     def load_state(self, state: Mapping[str, Sequence[Mapping[str, NDArray[Any]]]]) -> None:
         """Puts `state()` back, after the rows."""
-
 
     def switch(self, mode: str, generation: int, step: int) -> None:
         """Another mode from `step` on; nothing may be held.
@@ -324,14 +328,35 @@ class Tokens(Protocol):
     def settled(self, caller: Caller, step: int) -> int:
         """The leader has drained all PSs, which are at `step` now. Others give -1 and wait for it. Returns the step."""
 
+    def announce(self, nn_workers: int, local_batch: int) -> None:
+        """A segment of an all-reduce mode begins; what is known of it serves to check requests."""
+
+    def request(self, mode: str) -> None:
+        """Asks for another mode (`persia.modes.encode`) from the next boundary on.
+
+        Raises:
+            ConfigError: there is no such mode, or it cannot run with these NN workers or batches.
+            PersiaError: another switch is under way.
+        """
+
+    def requested(self) -> str:
+        """The mode that was asked for; empty if none was."""
+
+    def resolve(self) -> str:
+        """At rest: what `requested` says, which is then forgotten."""
+
     def cancel(self, generation: int, rank: int) -> None:
         """An NN worker is dead: its tokens are drawn again, its batches go back to the list."""
 
-    def report(self) -> str:
+    def summary(self) -> str:
         """What has happened so far, as JSON: `persia.coordinator.TokenReport`."""
 
     def schedule(self) -> list[Event]:
         """Every arrival so far, in order, if they are recorded."""
+
+
+class ControlPlane(Coordinator, Tokens, Protocol):
+    """What the process of the coordinator serves."""
 
 
 class DensePS(Protocol):
@@ -418,6 +443,8 @@ class Connection(NamedTuple):
         tokens: the lists of asynchronous modes.
         dense: finds or starts the dense PSs, given what makes the network's optimizer. None, as `tokens`, where there
             are no asynchronous modes.
+        replicas: makes the network's `persia.nn.sync.Replicas`, given the network and seconds to wait; None where
+            torch.distributed does.
     """
 
     worker: EmbeddingWorker
@@ -428,6 +455,7 @@ class Connection(NamedTuple):
     generation: int = 1
     tokens: Tokens | None = None
     dense: Callable[[DenseMaker], Sequence[DensePS]] | None = None
+    replicas: Callable[[Any, float], Any] | None = None
 
 
 class Cluster(Protocol):

@@ -6,6 +6,7 @@ docs/reference/protocol.md tells what they mean.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -37,6 +38,7 @@ __all__ = [
     "PushedDense",
     "Rest",
     "Segment",
+    "SlotCounts",
     "TensorSpec",
     "Ticket",
     "Token",
@@ -199,6 +201,8 @@ class Feed(NamedTuple):
         loader: number of this loader, 0 to `loaders - 1`.
         loaders: how many share the reading.
         ahead: most batches that wait for any one NN worker.
+        on_demand: whether NN workers take whatever number they are given, in any order. They all call themselves rank 0
+            then, and `nn_workers` is 1.
     """
 
     epoch: int
@@ -207,6 +211,7 @@ class Feed(NamedTuple):
     loader: int
     loaders: int
     ahead: int
+    on_demand: bool = False
 
 
 class FedBatch(NamedTuple):
@@ -272,6 +277,40 @@ class Membership(NamedTuple):
 
 
 # --- asynchronous modes: docs/reference/protocol.md, section 12 -------------------------------------------------
+
+
+@dataclass
+class SlotCounts:
+    """How stale the rows were to which gradients came, in asynchronous modes. Not thread-safe.
+
+    A row is as many steps stale as lie between its last change and the token of the gradient; one that was last changed
+    before the token is not.
+
+    Attributes:
+        rows: of gradients.
+        stale: of those, rows whose gradient was too old and had weight 0.
+        staleness_sum: over rows whose gradient counted.
+        staleness_max: likewise.
+    """
+
+    rows: int = 0
+    stale: int = 0
+    staleness_sum: int = 0
+    staleness_max: int = 0
+
+    def add(self, behind: NDArray[np.int64], counts: BoolArray) -> None:
+        """Counts rows.
+
+        Args:
+            behind: step of the last change less the token, `[n]`.
+            counts: whether the gradient has a weight, `[n]`.
+        """
+        self.rows += len(behind)
+        self.stale += len(behind) - int(np.count_nonzero(counts))
+        fresh = np.maximum(behind[counts] + 1, 0)
+        if len(fresh):
+            self.staleness_sum += int(fresh.sum())
+            self.staleness_max = max(self.staleness_max, int(fresh.max()))
 
 
 class Segment(NamedTuple):

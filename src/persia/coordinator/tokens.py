@@ -40,6 +40,10 @@ class _State(msgspec.Struct):
     orphans: list[PushHeader] = msgspec.field(default_factory=list)
     """Slots that nobody has been asked to fill yet."""
     report: TokenReport = msgspec.field(default_factory=TokenReport)
+    wanted: str = ""
+    """A mode that somebody has asked for."""
+    nn_workers: int = 0
+    local_batch: int = 0
 
 
 class Tokens:
@@ -100,6 +104,10 @@ class Tokens:
                 returned=returned,
                 accounts={rank: Account() for rank in range(segment.nn_workers)},
                 report=state.report,
+                wanted=state.wanted,
+                stopped=bool(state.wanted),
+                nn_workers=segment.nn_workers,
+                local_batch=segment.local_batch,
             )
             self._state.tokens = segment.step * self._state.group
             self._state.report.begin(self._clock())
@@ -112,15 +120,14 @@ class Tokens:
             account = self._enter(caller)
             if request <= account.requests:
                 return account.answer
-            # How many batches the steps need is known with the first draw, which needs one batch.
-            known = self._changed.wait_for(
-                lambda: self._state.group or not self._handed_out() or self._over(caller), self._timeout
-            )
+            known = self._changed.wait_for(lambda: self._may_take() or self._over(caller), self._timeout)
             state = self._current(caller)
             if not known:
+                busy = [rank for rank, a in state.accounts.items() if a.taken or a.drawn]
                 raise DeadlineError(
-                    f"No NN worker has begun to train within {self._timeout:g} s, so nobody else could. Late: those "
-                    f"with batches: {[rank for rank, a in state.accounts.items() if a.taken]}.",
+                    f"NN worker {caller.rank} waited {self._timeout:g} s to know whether the segment needs another "
+                    f"batch. Late: the NN workers {', '.join(map(str, busy))}, with the batches that they have.",
+                    late=busy,
                     timeout=self._timeout,
                 )
             account.requests, account.answer = request, self._next_number()
@@ -191,9 +198,7 @@ class Tokens:
                 return account.ticket
             drawn = account.drawn.pop(sequence, None)
             if drawn is None:
-                raise StalePushError(
-                    f"NN worker {caller.rank} has no token for its push {sequence}.", rank=caller.rank
-                )
+                raise StalePushError(f"NN worker {caller.rank} has no token for its push {sequence}.", rank=caller.rank)
             state = self._state
             step, held = state.step, state.held
             decision = self._known_mode().arrive(Arrival(step, held, drawn.value, state.group))
@@ -232,7 +237,9 @@ class Tokens:
             account.ended = account.resting = True
             account.taken.clear()
             self._save()
-            came = self._changed.wait_for(lambda: self._at_rest() or self._state.orphans or self._over(caller), self._timeout)
+            came = self._changed.wait_for(
+                lambda: self._at_rest() or self._state.orphans or self._over(caller), self._timeout
+            )
             account = self._enter(caller)
             orphans = self._orphans_for(account)
             if orphans:
@@ -270,6 +277,45 @@ class Tokens:
                 )
             return self._current(caller).settled or 0
 
+    # --- a change of mode ---------------------------------------------------------------------------------------
+
+    def announce(self, nn_workers: int, local_batch: int) -> None:
+        """A segment without tokens begins; see `persia.services.Tokens`."""
+        with self._changed:
+            self._state.nn_workers, self._state.local_batch = nn_workers, local_batch
+            self._save()
+
+    def request(self, mode: str) -> None:
+        """Another mode, at the next boundary; see `persia.services.Tokens`."""
+        wanted = decode(mode)
+        with self._changed:
+            state = self._state
+            if state.wanted == mode:
+                return
+            if state.wanted:
+                raise PersiaError(
+                    f"A switch to {state.wanted} is under way; wait for it before you ask for {mode}.",
+                    mode=state.wanted,
+                )
+            if state.nn_workers and state.local_batch:
+                wanted.group(state.nn_workers, state.local_batch)
+            state.wanted = mode
+            state.stopped = True
+            self._save()
+
+    def requested(self) -> str:
+        """The mode that was asked for, or nothing."""
+        with self._changed:
+            return self._state.wanted
+
+    def resolve(self) -> str:
+        """At rest: the mode that was asked for, which is now being made, or nothing."""
+        with self._changed:
+            wanted, self._state.wanted = self._state.wanted, ""
+            if wanted:
+                self._save()
+            return wanted
+
     # --- what else happens ------------------------------------------------------------------------------------
 
     def cancel(self, generation: int, rank: int) -> None:
@@ -292,7 +338,7 @@ class Tokens:
             state.report.orphans += len(state.orphans)
             self._save()
 
-    def report(self) -> str:
+    def summary(self) -> str:
         """What has happened so far, as JSON."""
         with self._changed:
             return msgspec.json.encode(self._state.report).decode()
@@ -351,23 +397,35 @@ class Tokens:
         state.tokens = state.step * group
         self._save()
 
-    def _handed_out(self) -> int:
-        return self._state.following - self._segment().position
+    def _lacking(self) -> int:
+        """How many more batches the steps of the segment need, if none is dropped."""
+        state, segment = self._state, self._segment()
+        if segment.steps is None or not state.group:
+            return 1
+        out = sum(len(a.taken) + len(a.drawn) for a in state.accounts.values())
+        return max(0, (segment.step + segment.steps - state.step) * state.group - state.held - out)
+
+    def _may_take(self) -> bool:
+        """Whether it is known that the segment needs another batch, or that it needs none."""
+        state, segment = self._state, self._segment()
+        if segment.steps is None or state.stopped:
+            return True
+        if not state.group:  # It is known with the first draw, which needs a batch.
+            return state.end is not None or not any(a.taken or a.drawn for a in state.accounts.values())
+        if self._lacking() or state.step >= segment.step + segment.steps:
+            return True
+        return self._known_mode().initial_depth() != 0  # Else one that is under way may be dropped.
 
     def _next_number(self) -> int | None:
         state, segment = self._state, self._segment()
         if state.stopped:
             return None
-        if state.returned:
+        if state.returned and self._lacking():
             return state.returned.pop(0)
         if state.end is not None and state.following >= state.end:
             return None
-        if segment.steps is not None:
-            if self._known_mode().initial_depth() == 0:  # Drops some: how many batches a step takes is not known.
-                if state.step >= segment.step + segment.steps:
-                    return None
-            elif state.group and self._handed_out() >= segment.steps * state.group:
-                return None
+        if segment.steps is not None and state.group and not self._lacking():
+            return None
         state.following += 1
         return state.following - 1
 

@@ -67,7 +67,7 @@ class DenseServer:
             )
             for n, spec in enumerate(state.parameters)
         ]
-        owned = {number: everything[number] for number in mine}
+        owned: dict[int, torch.Tensor] = {number: everything[number] for number in mine}
         buffers = {
             spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
             for spec in (state.buffers if self._rank == 0 else [])
@@ -78,8 +78,8 @@ class DenseServer:
         for group in optimizer.param_groups:
             if any(id(p) not in known for p in group["params"]):
                 raise ConfigError(
-                    "optimizer(params) uses tensors other than `params`, which a dense PS does not have. Build parameter "
-                    "groups from `params` alone, for example by their shapes.",
+                    "optimizer(params) uses tensors other than `params`, which a dense PS does not have. Build "
+                    "parameter groups from `params` alone, for example by their shapes.",
                     field="optimizer",
                 )
             group["params"] = [p for p in group["params"] if not p.is_meta]
@@ -294,5 +294,3 @@ def _part(state: DenseState, mine: Sequence[int], with_buffers: bool) -> DenseSt
         tensors=kept,
         state=Layout(kept).pack([tensors[spec.name] for spec in kept]),
     )
-
-

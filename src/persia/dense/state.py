@@ -89,9 +89,9 @@ def restore(
     mine = [(name, list(tensor.shape)) for name, tensor in buffers.items()]
     if len(groups) != len(optimizer.param_groups) or set(owned) != set(state.owned) or mine != theirs:
         raise StoreError(
-            f"A state with {len(groups)} parameter groups, {len(state.owned)} parameters and {len(theirs)} buffers came "
-            f"where there are {len(optimizer.param_groups)}, {len(owned)} and {len(mine)}. Make model and optimizer the "
-            "same way everywhere."
+            f"A state with {len(groups)} parameter groups, {len(state.owned)} parameters and {len(theirs)} buffers "
+            f"came where there are {len(optimizer.param_groups)}, {len(owned)} and {len(mine)}. Make model and "
+            "optimizer the same way everywhere."
         )
     values = Layout([*(state.parameters[n] for n in state.owned), *state.buffers]).unpack(state.values)
     tensors = Layout(state.tensors).unpack(state.state)
@@ -117,9 +117,9 @@ def restore(
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
     if scheduler is not None and state.updates >= 0:
         rates = [group["lr"] for group in optimizer.param_groups]
-        scheduler.load_state_dict(
-            {SCHEDULED: state.updates, "_step_count": state.updates + 1, "_last_lr": rates, "lr_lambdas": _no_lambdas(scheduler)}
-        )
+        lambdas = [None] * len(rates)
+        counts = {SCHEDULED: state.updates, "_step_count": state.updates + 1}
+        scheduler.load_state_dict({**counts, "_last_lr": rates, "lr_lambdas": lambdas})
 
 
 def joined(parts: Sequence[DenseState]) -> DenseState:
@@ -155,10 +155,6 @@ def joined(parts: Sequence[DenseState]) -> DenseState:
         json.dumps(scalars),
         whole.updates,
     )
-
-
-def _no_lambdas(scheduler: torch.optim.lr_scheduler.LRScheduler) -> list[None]:
-    return [None] * len(getattr(scheduler, "lr_lambdas", []))
 
 
 def _json(value: object, optimizer: torch.optim.Optimizer) -> str:

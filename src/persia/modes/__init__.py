@@ -10,6 +10,7 @@ from persia.modes.hop_bs import HopBs
 from persia.modes.hop_bw import HopBw
 from persia.modes.hybrid import Hybrid
 from persia.modes.sync import Sync
+from persia.modes.text import decode, encode
 
 __all__ = [
     "Action",
@@ -27,6 +28,8 @@ __all__ = [
     "Observation",
     "Reduction",
     "Sync",
+    "decode",
+    "encode",
 ]
 
 AnyMode: TypeAlias = Sync | Hybrid | Async | Bsp | HopBs | HopBw | Gba

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from persia.modes import Reduction
 from persia.ps.held import Arrived
@@ -49,20 +50,20 @@ class SlowSums:
         """Keeps the gradient of a batch."""
         self._arrived.append((gradients, rows))
 
-    def take(self) -> dict[str, dict[int, Floats]]:
+    def take(self) -> dict[str, dict[int, NDArray[np.float64]]]:
         """The mean of each id for which something counts, by table, in float64."""
         counting = [(gradients, rows) for gradients, rows in self._arrived if rows]
         total = sum(rows for _, rows in counting)
-        sums: dict[tuple[str, int], Floats] = {}
+        sums: dict[tuple[str, int], NDArray[np.float64]] = {}
         having: dict[tuple[str, int], int] = defaultdict(int)
         for of_tables, rows in counting:
             for table, ((ids, values), weights) in of_tables.items():
                 for id_, value, weight in zip(ids.tolist(), values, weights, strict=True):
                     having[table, id_] += rows
                     if weight:
-                        held = sums.get((table, id_), np.zeros_like(value))
+                        held = sums.get((table, id_), np.zeros(len(value)))
                         sums[table, id_] = held + rows * value.astype(np.float64)
-        result: dict[str, dict[int, Floats]] = {}
+        result: dict[str, dict[int, NDArray[np.float64]]] = {}
         for (table, id_), value in sums.items():
             divisor = total if self._reduction == "global" else having[table, id_]
             result.setdefault(table, {})[id_] = value / divisor

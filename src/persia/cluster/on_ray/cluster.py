@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import ray
 
 from persia import rpc
-from persia.cluster.on_ray.hosts import CoordinatorHost, EmbeddingServerHost, EmbeddingWorkerHost
+from persia.cluster.on_ray.hosts import CoordinatorHost, DenseServerHost, EmbeddingServerHost, EmbeddingWorkerHost
 from persia.cluster.on_ray.linked import Linked
 from persia.cluster.on_ray.loader_host import DataLoaderHost
 from persia.cluster.on_ray.membership import reach_coordinator
@@ -27,7 +27,7 @@ from persia.errors import ClosedError, ConfigError, DeadlineError, PersiaError, 
 from persia.modes import Mode
 from persia.rpc.keys import KEYS_VARIABLE
 from persia.schema import EmbeddingOptimizer, Schema
-from persia.services import Connection, Coordinator
+from persia.services import Connection, Coordinator, DenseMaker
 from persia.types import Feed
 
 __all__ = ["Ray"]
@@ -215,6 +215,11 @@ class Ray:
                 if self._owns_ray:
                     ray.shutdown()
 
+    @property
+    def control_address(self) -> str:
+        """Where `persia control` reaches this cluster; starts it if need be."""
+        return self._started()[1].coordinator
+
     def __enter__(self) -> Ray:
         return self
 
@@ -307,6 +312,15 @@ class Ray:
                 )
             return self._source is not None
 
+    def _serve_dense(self, maker: DenseMaker) -> None:
+        """Starts the dense PSs, unless they are there."""
+        with self._lock:
+            processes, _, _ = self._started()
+            if not processes.of("dense_ps"):
+                ranks = range(self.options.dense_ps)
+                started = [self._start(DenseServerHost, "dense_ps", rank, maker) for rank in ranks]
+                processes.await_ready(started, self.options.timeout)
+
     def _start_more(self, role: str, rank: int) -> Process:
         """Starts an embedding worker or a data loader."""
         host = EmbeddingWorkerHost if role == "embedding_worker" else DataLoaderHost
@@ -337,12 +351,15 @@ class Ray:
         if source is None or feed is None or processes is None:
             return
         loaders = [p for p in processes.of("data_loader") if not p.leaving]
+        ahead = AHEAD * self.nn_workers if feed.on_demand else AHEAD
         calls = [
             loader.handle.begin.remote(
                 source.pickled,
                 source.name,
                 source.accumulation_steps,
-                feed._replace(loader=number, loaders=len(loaders), ahead=AHEAD),
+                feed._replace(
+                    loader=number, loaders=len(loaders), ahead=AHEAD * (self.nn_workers if feed.on_demand else 1)
+                ),
             )
             for number, loader in enumerate(loaders)
         ]
@@ -460,7 +477,11 @@ class Ray:
         """Does what the function on an NN worker asks for."""
         if request is None:
             return
-        operations: dict[str, Callable[..., Any]] = {"serve": self._serve, "begin": self._begin}
+        operations: dict[str, Callable[..., Any]] = {
+            "serve": self._serve,
+            "serve_dense": self._serve_dense,
+            "begin": self._begin,
+        }
         try:
             outcome = Outcome(operations[request.operation](*request.arguments))
         except Exception as error:

@@ -22,6 +22,7 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         compression: of rows and gradients between embedding workers and NN workers: "fp16" halves them, lossy.
         threads: of each process: of torch in an NN worker, of the store in a PS. None shares this machine's cores
             among the NN workers, on several hosts it gives each all of its host's.
+        dense_ps: processes that share the network's tensors in asynchronous modes; started when one of them is.
         restarts: how often an embedding worker or a data loader that has died is started again.
         timeout: seconds that any wait may take: for roles to start, rows, gradients of other NN workers.
         log_level: of the log lines of all roles, which appear in this process: "debug", "info", "warning", "error".
@@ -32,6 +33,7 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpus: float = 0.0
     compression: Literal["none", "fp16"] = "none"
     threads: int | None = None
+    dense_ps: int = 1
     restarts: int = 3
     timeout: float = 600.0
     log_level: str = "warning"
@@ -46,5 +48,7 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ConfigError(f"{name} = {getattr(self, name)!r}; give a number >= 0.", field=name)
         if self.threads is not None and (not isinstance(self.threads, int) or self.threads < 1):
             raise ConfigError(f"threads = {self.threads!r}; give a whole number >= 1.", field="threads")
+        if not isinstance(self.dense_ps, int) or self.dense_ps < 1:
+            raise ConfigError(f"dense_ps = {self.dense_ps!r}; give a whole number >= 1.", field="dense_ps")
         if not self.timeout > 0:
             raise ConfigError(f"timeout = {self.timeout!r}; give a number of seconds > 0.", field="timeout")
