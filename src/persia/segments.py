@@ -16,7 +16,7 @@ from persia.dense import Shared
 from persia.errors import ConfigError
 from persia.modes import Dense, Gba, Mode, decode, encode
 from persia.nn.draws import Draws, Numbered
-from persia.services import DenseMaker
+from persia.services import DenseMaker, ProcessCluster
 from persia.types import Caller, FedBatch, Segment
 
 if TYPE_CHECKING:
@@ -223,7 +223,9 @@ class Segments:
         assert tokens is not None
         shared = self._shared = self._shared or self._share()
         caller = Caller(connection.generation, self._number, connection.rank)
-        if connection.rank == 0:
+        steps = run.steps_to_boundary()
+
+        def begin() -> str:
             self._advise()
             shared.load(connection.generation, trainer.global_step)
             self._switch_servers()
@@ -236,10 +238,13 @@ class Segments:
                     trainer.epoch,
                     trainer.position,
                     trainer.global_step,
-                    run.steps_to_boundary(),
+                    steps,
                     self.local_batch,
                 )
             )
+            return ""
+
+        trainer.step.replicas.by_first(begin)
         self._entered()
         draws = Draws(tokens, caller, connection.worker, shared, embeddings.pushes)
         prefetched = embeddings.prefetch(self._on_demand(draws), draws=draws)
@@ -300,8 +305,8 @@ def check_mode(trainer: Trainer, mode: Mode, local_batch: int) -> None:
     connection = trainer.embeddings.connection
     options = trainer.options
     name = type(mode).__name__
-    if local_batch:
-        mode.group(connection.nn_workers, local_batch)
+    if not isinstance(trainer.cluster, ProcessCluster):  # There, this process is none of the NN workers.
+        mode.group(connection.nn_workers, local_batch or 1)
     if mode.dense() is not Dense.SERVER:
         return
     if connection.tokens is None or connection.dense is None:

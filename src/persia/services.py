@@ -318,6 +318,9 @@ class Tokens(Protocol):
             version: of the dense parameters that it was computed with.
         """
 
+    def orphans(self, caller: Caller, filled: int) -> list[PushHeader]:
+        """Slots of dead NN workers that this one is to fill: for an NN worker that waits for a version."""
+
     def rest(self, caller: Caller, done: int, filled: int) -> Rest:
         """This NN worker is done with the segment; waits until all are.
 

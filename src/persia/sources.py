@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -47,6 +48,8 @@ class OwnSource:
         self._rest = first
         self._at = position
         self._kept: dict[int, Batch] = {}
+        # The reading thread of a pass that was left may still sit in the source's `next` when that of the next begins.
+        self._lock = threading.Lock()
 
     def read(self, number: int) -> Batch | None:
         """A batch; None if the pass has none of this number.
@@ -54,6 +57,10 @@ class OwnSource:
         Raises:
             DataError: the batch has gone by, and the source cannot be read again.
         """
+        with self._lock:
+            return self._read(number)
+
+    def _read(self, number: int) -> Batch | None:
         kept = self._kept.get(number)
         if kept is not None:
             return kept
@@ -72,7 +79,7 @@ class OwnSource:
 
     def forget(self, below: int) -> None:
         """Batches of lower numbers are trained."""
-        for number in [n for n in self._kept if n < below]:
+        for number in [n for n in list(self._kept) if n < below]:
             del self._kept[number]
 
     def arrange(self, on_demand: bool, again: bool) -> None:

@@ -1,6 +1,7 @@
 """Modes over dense PSs and switches between modes, on one NN worker and on several."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -9,8 +10,10 @@ import torch
 import persia
 from persia import Batch, IdColumn, IdFeature, Schema
 from persia.cluster import Threads
+from persia.coordinator import Tokens
 from persia.errors import ConfigError, PersiaError
 from persia.modes import Async, Bsp, Gba, HopBs, HopBw, Hybrid, Sync
+from persia.nn.draws import Draws
 from persia.optim import Adagrad, Adam
 
 DEADLINE = 30.0
@@ -257,39 +260,136 @@ def test_a_mode_that_does_not_fit_the_batches_says_so():
         trainer(Gba(ROWS + 1)).fit(batches(3))
 
 
-def test_a_crash_of_any_nn_worker_costs_gba_no_more_than_its_tokens():
+class LockStep(Tokens):
+    """All NN workers draw together, after all pushes, and arrive by rank; batches go to them in turn."""
+
+    def __init__(self, nn_workers):
+        super().__init__(DEADLINE)
+        self.nn_workers = nn_workers
+        self.barrier = threading.Barrier(nn_workers)
+        self.arrived = 0
+        self.turn = threading.Condition()
+
+    def take(self, caller, request):
+        super().take(caller, request)
+        segment = self._segment()
+        if segment.steps is not None and request > segment.steps:
+            return None
+        return segment.position + (request - 1) * self.nn_workers + caller.rank
+
+    def draw(self, *arguments):
+        self.barrier.wait(DEADLINE)
+        return super().draw(*arguments)
+
+    def arrive(self, caller, *arguments):
+        with self.turn:
+            assert self.turn.wait_for(lambda: self.arrived % self.nn_workers == caller.rank, DEADLINE)
+            ticket = super().arrive(caller, *arguments)
+            self.arrived += 1
+            self.turn.notify_all()
+            return ticket
+
+
+@pytest.fixture
+def after_all_pushes(monkeypatch):
+    """A batch is drawn when the push of the one before has returned."""
+    passed = Draws.pass_lookup
+
+    def wait(draws):
+        open_ = passed(draws)
+        end = time.monotonic() + DEADLINE
+        while open_ and draws._done != draws.sequence:
+            assert time.monotonic() < end
+            time.sleep(0.0005)
+        return open_
+
+    monkeypatch.setattr(Draws, "pass_lookup", wait)
+
+
+def in_lock_step(nn_workers, mode, data, dtype, reduction="per_id", **options):
+    cluster = Threads(nn_workers, timeout=DEADLINE, tokens=LockStep(nn_workers))
+
+    def work(member):
+        t = trainer(mode, member, dtype, embedding_optimizer=Adam(lr=0.01), **options)
+        t.fit(data, max_steps=len(data) // nn_workers)
+        return t
+
+    return cluster.run(work)[0]
+
+
+@pytest.mark.parametrize("reduction", ["per_id", "global"])
+@pytest.mark.parametrize("nn_workers", [2, 4])
+def test_gba_in_lock_step_is_sync(nn_workers, reduction, after_all_pushes):
+    data = batches(50 * nn_workers)
+    sync = in_lock_step(nn_workers, Sync(reduction), data, torch.float64)
+    gba = in_lock_step(nn_workers, Gba(nn_workers * ROWS, 3, reduction), data, torch.float64)
+    assert gba.global_step == sync.global_step == 50
+    assert_same(sync, gba, 1e-9)
+
+
+@pytest.mark.parametrize("nn_workers", [2, 4])
+def test_to_gba_and_back_in_lock_step_is_never_having_switched(nn_workers, after_all_pushes):
+    data = batches(50 * nn_workers)
+    schedule = [(0, Sync()), (15, Gba(nn_workers * ROWS)), (35, Sync())]
+    plain = in_lock_step(nn_workers, Sync(), data, torch.float64)
+    switching = in_lock_step(nn_workers, Sync(), data, torch.float64, mode_schedule=schedule)
+    assert [s.step for s in switching.switches] == [15, 35]
+    assert_same(plain, switching, 1e-9)
+    theirs = plain.step.optimizer.state_dict()["state"]
+    for number, mine in switching.step.optimizer.state_dict()["state"].items():
+        for key, value in mine.items():
+            torch.testing.assert_close(value, theirs[number][key], rtol=0, atol=1e-9)
+
+
+class CrashingNet(Net):
+    def __init__(self, left):
+        super().__init__(torch.float32)
+        self.left = left
+
+    def forward(self, dense, embeddings):
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt("killed")
+        return super().forward(dense, embeddings)
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("mode", [Gba(3 * ROWS), HopBw(1), HopBs(2)], ids=lambda m: type(m).__name__)
+def test_a_crash_of_any_nn_worker_costs_no_more_than_its_tokens(victim, mode, monkeypatch):
     data = batches(60)
-    for moment in ("forward", "reading"):
-        cluster = Threads(nn_workers=3, timeout=DEADLINE)
-        alive = threading.Event()
+    monkeypatch.setattr("persia.nn.draws.Draws.abandon", lambda self: None)  # A process that is killed tells nobody.
+    cluster = Threads(nn_workers=3, timeout=DEADLINE)
 
-        class Crashing(Net):
-            def __init__(self, crashes):
-                super().__init__(torch.float32)
-                self.left = crashes
+    def work(member):
+        t = persia.Trainer(
+            CrashingNet(4 if member.rank == victim else 10**9),
+            SCHEMA,
+            optimizer=lambda p: torch.optim.SGD(p, 0.01),
+            embedding_optimizer=Adagrad(lr=0.05),
+            mode=mode,
+            cluster=member,
+            options=persia.TrainerOptions(progress=False, timeout=DEADLINE),
+        )
+        return t.fit(data)
 
-            def forward(self, dense, embeddings):
-                self.left -= 1
-                if self.left == 0:
-                    raise KeyboardInterrupt  # As abrupt as it gets in a thread.
-                return super().forward(dense, embeddings)
+    results = cluster.outcomes(work)
+    assert isinstance(results[victim], KeyboardInterrupt)
+    others = [r for rank, r in enumerate(results) if rank != victim]
+    assert [r for r in others if isinstance(r, BaseException)] == []
+    report = others[0].asynchronous
+    assert report.lost_tokens == 1
+    # What the dead one had in its hands was trained by the others, and nothing twice.
+    assert report.batches + report.dropped_batches == 60
 
-        def work(member, moment=moment, alive=alive, cluster=cluster):
-            crashes = member.rank == 1
-            t = persia.Trainer(
-                Crashing(5 if crashes and moment == "forward" else 10**9),
-                SCHEMA,
-                optimizer=lambda p: torch.optim.SGD(p, 0.01),
-                embedding_optimizer=Adagrad(lr=0.05),
-                mode=Gba(3 * ROWS),
-                cluster=member,
-                options=persia.TrainerOptions(progress=False, timeout=DEADLINE),
-            )
-            del alive, cluster
-            return t.fit(data)
 
-        if moment == "forward":
-            with pytest.raises(KeyboardInterrupt):
-                cluster.run(work)
-        else:
-            assert cluster.run(work)[0].rows == 60 * ROWS
+def test_a_crash_in_a_mode_with_all_reduce_is_told_to_the_others():
+    cluster = Threads(nn_workers=2, timeout=DEADLINE)
+
+    def work(member):
+        if member.rank == 1:
+            raise KeyboardInterrupt("killed")
+        return trainer(Sync(), member).fit(batches(4))
+
+    first, second = cluster.outcomes(work)
+    assert isinstance(second, KeyboardInterrupt)
+    assert isinstance(first, PersiaError)

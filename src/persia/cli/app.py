@@ -181,7 +181,7 @@ def modes(
     steps: Annotated[int, typer.Option(help="Batches per NN worker, on average.")] = 60,
     json: Annotated[str | None, typer.Option(help="Write the table as JSON here.", metavar="FILE")] = None,
 ) -> None:
-    """Compare all modes while some NN workers are slow. Computing is emulated by waiting, so many fit on one machine."""
+    """Compare all modes while some NN workers are slow. Computing is emulated by waiting."""
     from persia import bench
     from persia.cli import output as out
 

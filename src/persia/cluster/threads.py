@@ -71,25 +71,31 @@ class Threads:
     def run(self, function: Callable[[Member], T]) -> list[T]:
         """Calls a function in as many threads, side by side; what it returns, by rank.
 
+        In a mode with dense PSs an NN worker that fails does not stop the others.
+
         Raises:
             Exception: what the function has raised on the NN worker that failed first.
         """
-        failures: list[BaseException] = []
+        results = self.outcomes(function)
+        for result in self.failures:
+            raise result
+        return [result for result in results if not isinstance(result, BaseException)]
 
-        def work(rank: int) -> T:
+    def outcomes(self, function: Callable[[Member], T]) -> list[T | BaseException]:
+        """As `run`; but what an NN worker has raised is its result."""
+        self.failures: list[BaseException] = []
+
+        def work(rank: int) -> T | BaseException:
             try:
                 return function(self.member(rank))
             except BaseException as error:
-                failures.append(error)
-                self._meeting.break_up(f"NN worker {rank} has failed: {error}")
+                self.failures.append(error)
+                self._meeting.leave(rank, f"{type(error).__name__}: {error}")
                 self.tokens.cancel(1, rank)
-                raise
+                return error
 
         with ThreadPoolExecutor(self.nn_workers, "nn-worker") as threads:
-            futures = [threads.submit(work, rank) for rank in range(self.nn_workers)]
-        if failures:
-            raise failures[0]
-        return [future.result() for future in futures]
+            return list(threads.map(work, range(self.nn_workers)))
 
     def connect_as(self, rank: int, schema: Schema, optimizer: EmbeddingOptimizer, mode: Mode, seed: int) -> Connection:
         """Starts the roles, once, and returns the connection of an NN worker."""

@@ -229,6 +229,15 @@ class Tokens:
             self._save()
             return account.ticket
 
+    def orphans(self, caller: Caller, filled: int) -> list[PushHeader]:
+        """Slots to be filled; see `persia.services.Tokens`."""
+        with self._changed:
+            account = self._enter(caller)
+            self._confirm(account, 0, filled)
+            found = self._orphans_for(account)
+            self._save()
+            return found
+
     def rest(self, caller: Caller, done: int, filled: int) -> Rest:
         """Waits until all are done; see `persia.services.Tokens`."""
         with self._changed:
@@ -434,13 +443,12 @@ class Tokens:
         state = self._state
         account = state.accounts[rank]
         in_step = sum(header.step == state.step for header in account.slots.values()) if state.held else 0
-        active = [a for a in state.accounts.values() if a.alive and (not a.ended or a.taken or a.drawn)]
-        ahead = account.finished - min((a.finished for a in active), default=account.finished)
+        active = {r: a for r, a in state.accounts.items() if a.alive and (not a.ended or a.taken or a.drawn)}
+        ahead = account.finished - min((a.finished for a in active.values()), default=account.finished)
         mode = self._known_mode()
         if mode.gate(len(account.drawn) + in_step, mode.initial_depth(), max(0, ahead)):
             return True
-        busy = [r for r, a in state.accounts.items() if a in active and r != rank and r not in self._waiting]
-        return not busy and not ahead
+        return not ahead and all(other == rank or other in self._waiting for other in active)
 
     def _drawn(self, account: Account, number: int) -> Drawn:
         state, mode = self._state, self._known_mode()

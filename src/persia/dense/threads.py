@@ -29,7 +29,7 @@ class Meeting:
         self._changed = threading.Condition()
         self._brought: dict[tuple[str, int], dict[int, Any]] = {}
         self._left: dict[tuple[str, int], int] = {}
-        self._broken: str | None = None
+        self._dead: dict[int, str] = {}
 
     def bring(self, what: str, number: int, rank: int, thing: Any) -> None:
         """Brings one's own, without waiting."""
@@ -37,23 +37,29 @@ class Meeting:
             self._brought.setdefault((what, number), {})[rank] = thing
             self._changed.notify_all()
 
-    def get(self, what: str, number: int) -> list[Any]:
-        """What all have brought, by rank. Each thread gets it once.
+    def get(self, what: str, number: int, everyone: bool = False) -> list[Any]:
+        """What all have brought, by rank; of those that are dead, what they have brought before. Each gets it once.
+
+        Args:
+            what: kind of meeting.
+            number: of this kind.
+            everyone: whether nobody can be done without.
 
         Raises:
             DeadlineError: somebody was late.
-            PersiaError: somebody has failed.
+            PersiaError: somebody is dead who cannot be done without.
         """
         key = what, number
         with self._changed:
             came = self._changed.wait_for(
-                lambda: len(self._brought.get(key, {})) == self.size or self._broken, self._timeout
+                lambda: self._complete(key) or (everyone and self._missing(key)), self._timeout
             )
             found = self._brought.get(key, {})
-            if len(found) < self.size:
-                late = [rank for rank in range(self.size) if rank not in found]
-                if self._broken and came:
-                    raise PersiaError(f"{what} {number}: {self._broken}")
+            missing = self._missing(key)
+            if everyone and missing:
+                raise PersiaError(f"{what} {number}: NN worker {missing[0]} is dead: {self._dead[missing[0]]}")
+            if not came:
+                late = [rank for rank in range(self.size) if rank not in found and rank not in self._dead]
                 raise DeadlineError(
                     f"{what} {number}: NN workers {', '.join(map(str, late))} did not come within {self._timeout:g} s.",
                     late=late,
@@ -62,12 +68,24 @@ class Meeting:
             self._left[key] = self._left.get(key, 0) + 1
             if self._left[key] == self.size:
                 del self._brought[key], self._left[key]
-            return [found[rank] for rank in range(self.size)]
+            return [found[rank] for rank in sorted(found)]
 
-    def break_up(self, reason: str) -> None:
-        """Nobody need wait for the others any more: one has failed."""
+    def _complete(self, key: tuple[str, int]) -> bool:
+        found = self._brought.get(key, {})
+        return all(rank in found or rank in self._dead for rank in range(self.size))
+
+    def _missing(self, key: tuple[str, int]) -> list[int]:
+        return [rank for rank in self._dead if rank not in self._brought.get(key, {})]
+
+    def first(self) -> int:
+        """The lowest rank that is not dead."""
         with self._changed:
-            self._broken = reason
+            return min(rank for rank in range(self.size) if rank not in self._dead)
+
+    def leave(self, rank: int, reason: str) -> None:
+        """An NN worker is dead; nobody need wait for it."""
+        with self._changed:
+            self._dead[rank] = reason
             self._changed.notify_all()
 
 
@@ -121,7 +139,7 @@ class ThreadReplicas:
     def rows(self) -> int:
         """Rows of all NN workers in this update."""
         while self._pending:
-            counts = self._meeting.get("count", self._pending.pop(0))
+            counts = self._meeting.get("count", self._pending.pop(0), everyone=True)
             self._total += sum(rows for rows, _, _ in counts)
             self._having = sum(having for _, having, _ in counts)
             self._stopping += sum(stopping for _, _, stopping in counts)
@@ -147,9 +165,9 @@ class ThreadReplicas:
                 parameter.grad.zero_()
             elif self._own != total:
                 parameter.grad.mul_(self._own / total)
-        everyone = self._exchange("gradients", [parameter.grad for parameter in mine])
+        everyone = self._exchange("gradients", [parameter.grad for parameter in mine], everyone=True)
         sums = [sum(of_one) for of_one in zip(*everyone, strict=True)]
-        self._exchange("averaged", None)  # Nobody writes to a gradient that others still read.
+        self._exchange("averaged", None, everyone=True)  # Nobody writes to a gradient that others still read.
         for parameter, gradient in zip(mine, sums, strict=True):
             assert isinstance(gradient, torch.Tensor)
             parameter.grad = gradient
@@ -166,17 +184,17 @@ class ThreadReplicas:
 
     def by_first(self, function: Callable[[], str]) -> str:
         """Calls it on the first NN worker only."""
-        outcome: str | Exception = ""
-        if self._rank == 0:
+        outcome: str | Exception | None = None
+        if self._rank == self._meeting.first():
             try:
                 outcome = function()
             except Exception as error:
                 outcome = error
-        answer = self._exchange("by_first", outcome)[0]
+        answer = next(a for a in self._exchange("by_first", outcome) if a is not None)
         if isinstance(answer, Exception):
-            if self._rank == 0:
+            if answer is outcome:
                 raise answer
-            raise PersiaError(f"NN worker 0 failed, so this one cannot go on: {answer}")
+            raise PersiaError(f"The first NN worker failed, so this one cannot go on: {answer}")
         return str(answer)
 
     def _tensors(self) -> list[torch.Tensor]:
@@ -186,7 +204,7 @@ class ThreadReplicas:
         self._numbers[what] = self._numbers.get(what, 0) + 1
         return self._numbers[what]
 
-    def _exchange(self, what: str, thing: Any) -> list[Any]:
+    def _exchange(self, what: str, thing: Any, everyone: bool = False) -> list[Any]:
         number = self._next(what)
         self._meeting.bring(what, number, self._rank, thing)
-        return self._meeting.get(what, number)
+        return self._meeting.get(what, number, everyone)

@@ -529,6 +529,8 @@ class EmbeddingCollection(torch.nn.Module):
     def _prepare_now(self, batch: Batch) -> PreparedBatch:
         self._check_process()
         if self.training and torch.is_grad_enabled():
+            if self.mode.dense() is Dense.SERVER:
+                raise ConfigError(f"The mode {type(self.mode).__name__} needs a `Trainer`.", field="mode")
             if self._pipeline is not None:
                 raise PersiaError(
                     "This EmbeddingCollection is in a `prefetch` loop; call it with the batches that the loop "

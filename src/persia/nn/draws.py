@@ -113,7 +113,13 @@ class Draws:
         with self._changed:
             self.sequence = sequence
             self._open.append(sequence)
-        return Drawn(sequence, self.shared.pull(token.least, lambda: not self._closed))
+        return Drawn(sequence, self.shared.pull(token.least, self._still_wanted))
+
+    def _still_wanted(self) -> bool:
+        """While a pull waits: what it waits for may be the slot of a dead NN worker, which nobody else fills."""
+        if not self._closed:
+            self._fill(self._tokens.orphans(self._caller, self._filled))
+        return not self._closed
 
     def _fill(self, orphans: Sequence[PushHeader]) -> None:
         for header in orphans:

@@ -357,9 +357,7 @@ class Ray:
                 source.pickled,
                 source.name,
                 source.accumulation_steps,
-                feed._replace(
-                    loader=number, loaders=len(loaders), ahead=AHEAD * (self.nn_workers if feed.on_demand else 1)
-                ),
+                feed._replace(loader=number, loaders=len(loaders), ahead=ahead),
             )
             for number, loader in enumerate(loaders)
         ]
