@@ -271,11 +271,14 @@ class LockStep(Tokens):
         self.turn = threading.Condition()
 
     def take(self, caller, request):
-        super().take(caller, request)
-        segment = self._segment()
-        if segment.steps is not None and request > segment.steps:
-            return None
-        return segment.position + (request - 1) * self.nn_workers + caller.rank
+        with self._changed:
+            self._enter(caller)
+            segment = self._segment()
+            if request > segment.steps:
+                return None
+            number = segment.position + (request - 1) * self.nn_workers + caller.rank
+            self._state.following = max(self._state.following, number + 1)
+            return number
 
     def draw(self, *arguments):
         self.barrier.wait(DEADLINE)

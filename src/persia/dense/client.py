@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -67,7 +67,9 @@ class Shared:
         ]
         self._versions = [-1] * len(servers)
         self._pulled_buffers: list[torch.Tensor] = []
-        self._threads = ThreadPoolExecutor(len(servers), "persia-dense") if len(servers) > 1 else None
+        # Two: what a pull waits for may be this NN worker's own push.
+        self._pulling = _SideBySide(len(servers))
+        self._pushing = _SideBySide(len(servers))
 
     @property
     def version(self) -> int:
@@ -88,26 +90,33 @@ class Shared:
             ClosedError: it is not wanted any more.
         """
         end = time.monotonic() + self._timeout
+        late: DeadlineError | None = None
 
-        def one(rank: int) -> tuple[int, list[torch.Tensor] | None]:
-            while True:
-                try:
-                    pulled = self._servers[rank].pull(self._versions[rank], least, SLICE_SECONDS)
-                    break
-                except DeadlineError:
-                    if not wanted():
-                        raise ClosedError("The parameters are not wanted any more.") from None
-                    if time.monotonic() > end:
-                        raise
+        def one(rank: int) -> _Found | None:
+            nonlocal late
+            try:
+                pulled = self._servers[rank].pull(self._versions[rank], least, SLICE_SECONDS)
+            except DeadlineError as error:
+                late = error
+                return None
             if pulled.values is None:
-                return pulled.version, None
-            return pulled.version, self._values[rank].unpack(pulled.values, self._parameters[0].device)
+                return _Found(pulled.version, None)
+            return _Found(pulled.version, self._values[rank].unpack(pulled.values, self._parameters[0].device))
 
-        found = self._all(one)
+        found: dict[int, _Found] = {}
+        while len(found) < len(self._servers):
+            missing = [rank for rank in range(len(self._servers)) if rank not in found]
+            answers = zip(missing, self._pulling(one, missing), strict=True)
+            found.update((rank, answer) for rank, answer in answers if answer is not None)
+            if late is not None and len(found) < len(self._servers):
+                if not wanted():
+                    raise ClosedError("The parameters are not wanted any more.")
+                if time.monotonic() > end:
+                    raise late
 
         @torch.no_grad()
         def adopt() -> None:
-            for rank, (version, values) in enumerate(found):
+            for rank, (version, values) in sorted(found.items()):
                 self._versions[rank] = version
                 if values is None:
                     continue
@@ -168,6 +177,23 @@ class Shared:
 
     def _all(self, one: Callable[[int], T]) -> list[T]:
         """Asks all dense PSs, side by side."""
+        return self._pushing(one, range(len(self._servers)))
+
+
+class _Found(NamedTuple):
+    """What a dense PS had; no values if they are here."""
+
+    version: int
+    values: list[torch.Tensor] | None
+
+
+class _SideBySide:
+    """Calls a function for several dense PSs at once, by the threads that it owns."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = ThreadPoolExecutor(threads, "persia-dense") if threads > 1 else None
+
+    def __call__(self, one: Callable[[int], T], ranks: Sequence[int]) -> list[T]:
         if self._threads is None:
-            return [one(0)]
-        return list(self._threads.map(one, range(len(self._servers))))
+            return [one(rank) for rank in ranks]
+        return list(self._threads.map(one, ranks))
