@@ -28,12 +28,18 @@ def average_step(arrived: Sequence[Arrived], reduction: Reduction) -> dict[str, 
                 ranks[header.rank] = ranks[header.rank] + value if header.rank in ranks else value
     result: dict[str, dict[int, Floats]] = {}
     for table, of_table in sums.items():
+        those = {rank for ranks in of_table.values() for rank in ranks if weights[rank] > 0}
+        first = next((weights[rank] for rank in weights if rank in those), 0)
         for id_, ranks in of_table.items():
             having = [rank for rank in ranks if weights[rank] > 0]
             divisor = float(sum(weights[rank] for rank in (weights if reduction == "global" else having)))
             average = np.zeros(len(next(iter(ranks.values()))), np.float32)
-            for rank in having:
-                average += np.float32(weights[rank] / divisor) * ranks[rank]
+            if reduction == "per_id" and len(having) == 1:
+                average += ranks[having[0]]
+            else:
+                for rank in having:
+                    average += np.float32(weights[rank] / first) * ranks[rank]
+                average *= np.float32(first / divisor) if having else np.float32(1)
             if having:
                 result.setdefault(table, {})[id_] = average
     return result

@@ -61,6 +61,7 @@ class EmbeddingServer:
         self._hold = hold or HoldOptions()
         self._turns = Turns(self._hold.timeout)
         self._slots = SlotCounts()
+        self._unclaimed: list[dict[str, UpdateCounts]] = []
         self._pool = batching.ThreadPool(threads)
         self._store = EmbeddingStore(self._pool)
         self._scratch = batching.Scratch()
@@ -126,15 +127,21 @@ class EmbeddingServer:
         """A push of an asynchronous mode: its turn is known, and what is applied is the sum of its step."""
         for table, part in gradients.items():
             self._check(table, part)
-        counts: dict[str, UpdateCounts] = {}
 
         def work(last: bool) -> None:
             weighed = {table: (part, self._weights(table, part.ids, header)) for table, part in gradients.items()}
             self._sums.add(weighed, header.weight)
             if last:
-                counts.update(self._apply(header.merged_client, header.step + 1, header.step, self._sums.take()))
+                done = self._apply(header.merged_client, header.step + 1, header.step, self._sums.take())
+                self._unclaimed.append(done)
 
         self._turns.push(header, work)
+        # Whoever comes first tells what was applied: summed over all calls it is right.
+        claimed, self._unclaimed = self._unclaimed, []
+        counts: dict[str, UpdateCounts] = {}
+        for done in claimed:
+            for table, more in done.items():
+                counts[table] = UpdateCounts(*map(sum, zip(counts.get(table, UpdateCounts()), more, strict=True)))
         return counts
 
     def _weights(self, table: str, ids: Ids, header: PushHeader) -> Floats:
