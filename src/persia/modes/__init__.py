@@ -3,6 +3,7 @@
 from typing import TypeAlias
 
 from persia.modes.async_ import Async
+from persia.modes.auto import Auto, AutoState, StepTime, Verdict, decide, rehearse
 from persia.modes.base import Action, Arrival, Decision, Dense, Mode, Observation, Reduction
 from persia.modes.bsp import Bsp
 from persia.modes.gba import Gba
@@ -16,6 +17,8 @@ __all__ = [
     "AnyMode",
     "Arrival",
     "Async",
+    "Auto",
+    "AutoState",
     "Bsp",
     "Decision",
     "Dense",
@@ -26,7 +29,11 @@ __all__ = [
     "Mode",
     "Observation",
     "Reduction",
+    "StepTime",
     "Sync",
+    "Verdict",
+    "decide",
+    "rehearse",
 ]
 
 AnyMode: TypeAlias = Sync | Hybrid | Async | Bsp | HopBs | HopBw | Gba
