@@ -131,8 +131,8 @@ def everywhere(function: Callable[[Any], Any], plans: Sequence[Any]) -> list[Any
 
 @functools.cache
 def tuned(preset: str, drift: float) -> tuple[float, float]:
-    """The rates of the grid with which Sync has the best AUC, mean over the second half of the days."""
-    days, rows = DAYS[preset], ROWS_PER_DAY[preset]
+    """The rates of the grid with which Sync has the best AUC, mean over days 4 to 7."""
+    days, rows = min(DAYS[preset], 8), ROWS_PER_DAY[preset]
     grid = GRID[:1] if preset == "smoke" else GRID
     plans = [Plan((Sync(),) * days, rates, TUNING_SEED, rows, drift) for rates in grid]
     areas = [statistics.fmean(day.auc for day in found[days // 2 :]) for found in everywhere(train, plans)]
@@ -156,8 +156,9 @@ def switch(preset: str) -> Iterator[harness.Measure]:
     half = days // 2
     rates = tuned(preset, drift)
     kinds: dict[str, tuple[AnyMode, ...]] = {"sync": (Sync(),) * days}
-    kinds |= {f"to_{name}": (Sync(),) * half + (mode,) * (days - half) for name, mode in others().items()}
-    kinds |= {f"from_{n}": (m,) * half + (Sync(),) * (days - half) for n, m in others().items() if n != "hybrid"}
+    changed = {name: mode for name, mode in others().items() if name in ("gba", "async", "bsp", "hop_bw")}
+    kinds |= {f"to_{name}": (Sync(),) * half + (mode,) * (days - half) for name, mode in changed.items()}
+    kinds["from_gba"] = (Gba(GLOBAL),) * half + (Sync(),) * (days - half)
     plans = {
         (kind, seed): Plan(modes, rates, seed, rows, drift) for kind, modes in kinds.items() for seed in SEEDS[preset]
     }
