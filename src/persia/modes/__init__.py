@@ -3,6 +3,7 @@
 from typing import TypeAlias
 
 from persia.modes.async_ import Async
+from persia.modes.auto import Auto, AutoState, StepTime, Verdict, decide, rehearse
 from persia.modes.base import Action, Arrival, Decision, Dense, Mode, Observation, Reduction
 from persia.modes.bsp import Bsp
 from persia.modes.gba import Gba
@@ -17,6 +18,8 @@ __all__ = [
     "AnyMode",
     "Arrival",
     "Async",
+    "Auto",
+    "AutoState",
     "Bsp",
     "Decision",
     "Dense",
@@ -27,9 +30,13 @@ __all__ = [
     "Mode",
     "Observation",
     "Reduction",
+    "StepTime",
     "Sync",
+    "Verdict",
+    "decide",
     "decode",
     "encode",
+    "rehearse",
 ]
 
 AnyMode: TypeAlias = Sync | Hybrid | Async | Bsp | HopBs | HopBw | Gba

@@ -1,0 +1,35 @@
+"""The virtual-time driver: any mode, in one process, without sockets or waiting.
+
+`simulate` tells when everything happens, from the speeds of the NN workers; `replay` follows such a schedule, or one
+that a cluster recorded, with real gradients. Both ask the same pure functions as the cluster does.
+"""
+
+from persia.modes.replay.follow import Compute, replay
+from persia.modes.replay.plain import PlainRows, PlainTable
+from persia.modes.replay.schedule import Event, Schedule, Summary, load_schedule
+from persia.modes.replay.servers import DenseServer, RowServer, Server, Taken
+from persia.modes.replay.simulate import Setting, simulate
+from persia.modes.replay.trace import Slowdown, Trace, alternating, load_trace, phases, steady
+
+__all__ = [
+    "Compute",
+    "DenseServer",
+    "Event",
+    "PlainRows",
+    "PlainTable",
+    "RowServer",
+    "Schedule",
+    "Server",
+    "Setting",
+    "Slowdown",
+    "Summary",
+    "Taken",
+    "Trace",
+    "alternating",
+    "load_schedule",
+    "load_trace",
+    "phases",
+    "replay",
+    "simulate",
+    "steady",
+]

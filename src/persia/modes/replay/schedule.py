@@ -1,0 +1,200 @@
+"""What happened in which order in a run, simulated or recorded: all that decides its parameters, besides the data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from persia.errors import DataError
+from persia.modes import AnyMode, Dense, StepTime
+
+__all__ = ["DENSE", "ROWS", "Event", "Kind", "Schedule", "Summary", "load_schedule"]
+
+ROWS = "ps"
+DENSE = "dense"
+"""Names of servers begin with one of these: "ps-0" owns rows, "dense-1" dense parameters."""
+
+Kind: TypeAlias = Literal["lookup", "pull", "push", "drop", "apply", "lost"]
+
+
+class Event(msgspec.Struct, frozen=True, array_like=True):
+    """One thing that happens at one server. Events of a server are in the order in which they took effect there.
+
+    Attributes:
+        time: seconds since the start.
+        kind: "lookup" and "pull": an NN worker reads the rows of a batch, the dense parameters. "push": the gradient of
+            a batch has arrived. "drop": it has arrived and is forgotten. "apply": what has arrived since the last
+            "apply" is applied; it follows the push that completed it. "lost": the batch will have no gradient.
+        server: where, such as "ps-0" or "dense-0".
+        worker: rank of the NN worker; of the last one, for "apply".
+        batch: number in the source; of the last one, for "apply".
+        token: that the gradient is tagged with.
+        version: k of the server, before this.
+        rows: of the batch; 0 for a push without data.
+    """
+
+    time: float
+    kind: Kind
+    server: str
+    worker: int
+    batch: int
+    token: int
+    version: int
+    rows: int = 0
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """The columns of the GBA paper's Tables 5.2 and 5.3.
+
+    Attributes:
+        seconds: from start to end.
+        applied_rows: rows of batches whose dense gradient was applied with weight 1.
+        batches: looked up.
+        dropped: batches whose gradient came after its step (HopBw).
+        decayed: batches whose dense gradient had weight 0 (Gba).
+        lost: batches that never had a gradient.
+        staleness_mean: steps of the dense parameters between pull and apply, over applied gradients.
+        staleness_max: the same.
+        row_staleness_mean: steps of a PS between lookup and apply.
+        row_staleness_max: the same.
+    """
+
+    seconds: float
+    applied_rows: int
+    batches: int
+    dropped: int
+    decayed: int
+    lost: int
+    staleness_mean: float
+    staleness_max: int
+    row_staleness_mean: float
+    row_staleness_max: int
+
+    @property
+    def rate(self) -> float:
+        """Rows per second that were applied."""
+        return self.applied_rows / self.seconds if self.seconds else 0.0
+
+
+class Schedule(msgspec.Struct, frozen=True):
+    """A run in one mode. A file has this record without its events in the first line, then an event per line (JSON).
+
+    Attributes:
+        mode: of the run.
+        nn_workers: how many.
+        local_batch: rows of a batch.
+        group: gradients that make a step, as `mode.group` says.
+        events: in the order of time.
+        step: k at which it began.
+        start: seconds at which it began.
+    """
+
+    mode: AnyMode
+    nn_workers: int
+    local_batch: int
+    group: int
+    events: list[Event]
+    step: int = 0
+    start: float = 0.0
+
+    def save(self, path: str | Path) -> None:
+        """Writes the file."""
+        head = msgspec.structs.replace(self, events=[])
+        with Path(path).open("wb") as file:
+            for line in (head, *self.events):
+                file.write(msgspec.json.encode(line) + b"\n")
+
+    @property
+    def servers(self) -> list[str]:
+        """Names of all servers, sorted."""
+        return sorted({event.server for event in self.events})
+
+    @property
+    def end(self) -> float:
+        """Time of the last event."""
+        return self.events[-1].time if self.events else self.start
+
+    @property
+    def end_step(self) -> int:
+        """K of the dense parameters at the end."""
+        steps = [event.version + 1 for event in self.events if event.kind == "apply" and event.server[:5] == DENSE]
+        return max(steps, default=self.step)
+
+    def summary(self) -> Summary:
+        """What the run amounted to, by its first dense server and its first server of rows."""
+        names = self.servers
+        dense = next(name for name in names if name.startswith(DENSE))
+        rows = next(name for name in names if name.startswith(ROWS))
+        arrived = [e for e in self.events if e.server == dense and e.kind == "push"]
+        decayed = sum(self.mode.weight(e.version, e.token) == 0 for e in arrived)
+        ages, row_ages = self._ages(dense, "pull"), self._ages(rows, "lookup")
+        return Summary(
+            seconds=self.end - self.start,
+            applied_rows=sum(e.rows for e in arrived if self.mode.weight(e.version, e.token) > 0),
+            batches=sum(e.server == rows and e.kind == "lookup" for e in self.events),
+            dropped=sum(e.server == dense and e.kind == "drop" for e in self.events),
+            decayed=decayed,
+            lost=sum(e.server == dense and e.kind == "lost" for e in self.events),
+            staleness_mean=sum(ages) / max(1, len(ages)),
+            staleness_max=max(ages, default=0),
+            row_staleness_mean=sum(row_ages) / max(1, len(row_ages)),
+            row_staleness_max=max(row_ages, default=0),
+        )
+
+    def _ages(self, server: str, read: Kind) -> list[int]:
+        """Steps between reading and applying, of gradients that count."""
+        began: dict[int, int] = {}
+        ages = []
+        for event in self.events:
+            if event.server != server:
+                continue
+            if event.kind == read:
+                began[event.batch] = event.version
+            elif event.kind == "push" and self.mode.weight(event.version, event.token) > 0:
+                ages.append(event.version - began[event.batch])
+        return ages
+
+    def step_times(self) -> list[StepTime]:
+        """What `persia.modes.Auto` decides by: how long each NN worker computed, in the order of the ends."""
+        began: dict[int, float] = {}
+        times = []
+        for event in self.events:
+            if not event.server.startswith(DENSE):
+                continue
+            if event.kind == "pull":
+                began[event.batch] = event.time
+            elif event.kind in ("push", "drop"):
+                times.append(StepTime(event.worker, began[event.batch], event.time - began[event.batch]))
+        return times
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether gradients weigh as many as their batch has rows: among replicas, not at a dense PS."""
+        return self.mode.dense() is Dense.ALL_REDUCE
+
+
+def load_schedule(path: str | Path) -> Schedule:
+    """Reads what `Schedule.save` wrote, or what a run recorded.
+
+    Raises:
+        DataError: it cannot be read; the message has path and line.
+    """
+    try:
+        lines = Path(path).read_bytes().splitlines()
+    except OSError as error:
+        raise DataError(f"The schedule {path} cannot be read: {error.strerror}.", path=str(path)) from error
+    head: Schedule | None = None
+    events: list[Event] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            if head is None:
+                head = msgspec.json.decode(line, type=Schedule)
+            else:
+                events.append(msgspec.json.decode(line, type=Event))
+        except msgspec.MsgspecError as error:
+            raise DataError(f"{path}:{number}: not a schedule: {error}.", path=str(path), line=number) from error
+    if head is None:
+        raise DataError(f"{path}: it is empty.", path=str(path))
+    return msgspec.structs.replace(head, events=events)

@@ -1,0 +1,217 @@
+"""What a PS does, without processes: running weighted sums, and one update when a group of gradients is complete.
+
+Readable first: numpy, one thread. The sums hold each row once, however many gradients a group has (GBA, appendix B:
+"we could execute the weighted sum over some gradients in advance").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from persia.modes import Mode, Reduction
+from persia.types import Ids
+
+__all__ = ["DenseServer", "HeldRows", "Numbers", "RowGradients", "RowServer", "Rows", "Server", "Taken"]
+
+Numbers: TypeAlias = NDArray[Any]
+"""float32 or float64: sums have the precision of the gradients."""
+
+RowGradients: TypeAlias = Mapping[str, tuple[Ids, Numbers]]
+"""By table: distinct ids uint64 `[n]`, gradients `[n, dim]`."""
+
+
+class Taken(NamedTuple):
+    """A gradient that a PS has taken.
+
+    Attributes:
+        token: of the gradient.
+        weight: what the mode gives it for dense parameters.
+        share: what it counts in a divisor: the rows of its batch among replicas, else 1.
+    """
+
+    token: int
+    weight: float
+    share: float
+
+
+class Server(Protocol):
+    """A PS as the replay sees it."""
+
+    def begin(self, mode: Mode) -> None:
+        """The mode from now on; nothing is held at this moment."""
+
+    def read(self, batch: int) -> Any:
+        """What an NN worker gets for a batch; it must not change afterwards."""
+
+    def add(self, gradient: Any, taken: Taken) -> None:
+        """Adds a gradient to the running sum; None is a push without data, which counts."""
+
+    def apply(self, step: int) -> None:
+        """Applies the sum as update number `step` and forgets it; without weight it changes nothing."""
+
+
+class Rows(Protocol):
+    """All tables with their optimizers. Ids of a table are distinct in a call."""
+
+    def lookup(self, ids: Mapping[str, Ids]) -> Mapping[str, Numbers]:
+        """By table, rows `[n, dim]` that do not change afterwards; missing ones begin."""
+
+    def update(self, gradients: RowGradients, step: int) -> None:
+        """One update of each row."""
+
+
+class DenseServer:
+    """Dense parameters as one flat vector.
+
+    Args:
+        read: a copy of the parameters `[n]`, made once per step.
+        update: takes the mean gradient `[n]` and the step.
+    """
+
+    def __init__(self, read: Callable[[], Numbers], update: Callable[[Numbers, int], None]) -> None:
+        self._read, self._update = read, update
+        self._sum: Numbers | None = None
+        self._weight = self._shares = 0.0
+        self._now: Numbers | None = None
+
+    def begin(self, mode: Mode) -> None:
+        """All modes sum alike; what they weigh comes with the gradients."""
+
+    def read(self, batch: int) -> Numbers:
+        """The parameters; every batch needs all of them."""
+        if self._now is None:
+            self._now = self._read()
+        return self._now
+
+    def add(self, gradient: Numbers | None, taken: Taken) -> None:
+        """Sum += weight * gradient."""
+        weight = taken.weight * taken.share
+        self._shares += taken.share
+        self._weight += weight
+        if weight and gradient is not None:
+            part = gradient if weight == 1.0 else gradient * np.asarray(weight, gradient.dtype)
+            self._sum = part.copy() if self._sum is None else self._sum + part
+
+    def apply(self, step: int) -> None:
+        """Weighted sum / M, or / what has arrived if that is less."""
+        if self._sum is not None and self._weight:
+            self._update(self._sum / np.asarray(self._shares, self._sum.dtype), step)
+            self._now = None
+        self._sum, self._weight, self._shares = None, 0.0, 0.0
+
+
+class HeldRows:
+    """The running sums of one table, and the step in which each row was last changed.
+
+    Args:
+        dim: of a row.
+        dtype: of the sums.
+    """
+
+    def __init__(self, dim: int, dtype: Any) -> None:
+        self._slot: dict[int, int] = {}
+        self._last_step = np.zeros(0, np.int64)
+        self._sum = np.zeros((0, dim), dtype)
+        self._counts = np.zeros((0, 2), np.float64)  # Of weights, and of gradients that have the id.
+        self._ids = np.zeros(0, np.uint64)
+        self._touched: list[NDArray[np.int64]] = []
+
+    def add(self, ids: Ids, gradients: Numbers, taken: Taken, tolerance: int | None) -> None:
+        """Each id by its own weight: `Mode.weight` of its row's last step, for all at once."""
+        slots = self._slots(ids)
+        fresh = np.ones(len(slots), bool) if tolerance is None else self._last_step[slots] - taken.token <= tolerance
+        if fresh.all() and taken.share == 1.0:
+            self._sum[slots] += gradients
+        else:
+            self._sum[slots] += gradients * (fresh * taken.share)[:, None].astype(gradients.dtype)
+        self._counts[slots, 0] += fresh * taken.share
+        self._counts[slots, 1] += taken.share
+        self._touched.append(slots)
+
+    def take(self, step: int, shares: float | None) -> tuple[Ids, Numbers]:
+        """The means by id, of ids with any weight; empties the sums.
+
+        Args:
+            step: the rows are changed in.
+            shares: divisor of all, or None for each id's own.
+        """
+        slots = np.unique(np.concatenate(self._touched)) if self._touched else np.zeros(0, np.int64)
+        counts = self._counts[slots]
+        weighty = counts[:, 0] > 0
+        found = slots[weighty]
+        divisor = counts[weighty, 1] if shares is None else np.full(len(found), shares)
+        mean = self._sum[found] / divisor[:, None].astype(self._sum.dtype)
+        self._last_step[found] = step
+        self._sum[slots] = 0
+        self._counts[slots] = 0
+        self._touched.clear()
+        return self._ids[found], mean
+
+    def last_step(self, id_: int) -> int:
+        """Of a row; 0 if it was never changed."""
+        slot = self._slot.get(id_)
+        return 0 if slot is None else int(self._last_step[slot])
+
+    def _slots(self, ids: Ids) -> NDArray[np.int64]:
+        """Where each id is; new ones get a place."""
+        known = self._slot
+        before = len(known)
+        slots = np.fromiter((known.setdefault(i, len(known)) for i in ids.tolist()), np.int64, len(ids))
+        if len(known) > len(self._last_step):
+            room = max(1024, 2 * len(known)) - len(self._last_step)
+            self._last_step = np.concatenate((self._last_step, np.zeros(room, np.int64)))
+            self._sum = np.concatenate((self._sum, np.zeros((room, self._sum.shape[1]), self._sum.dtype)))
+            self._counts = np.concatenate((self._counts, np.zeros((room, 2))))
+            self._ids = np.concatenate((self._ids, np.zeros(room, np.uint64)))
+        if len(known) > before:
+            self._ids[slots] = ids
+        return slots
+
+
+class RowServer:
+    """The rows of a partition of all tables.
+
+    Args:
+        rows: where they are kept.
+        ids: distinct ids of a batch that this PS owns, by table.
+    """
+
+    def __init__(self, rows: Rows, ids: Callable[[int], Mapping[str, Ids]]) -> None:
+        self._rows, self._ids = rows, ids
+        self._held: dict[str, HeldRows] = {}
+        self._tolerance: int | None = None
+        self._reduction: Reduction = "per_id"
+        self._shares = 0.0
+
+    def begin(self, mode: Mode) -> None:
+        """Decay and division are the mode's; `last_step` of the rows goes on."""
+        self._tolerance, self._reduction = mode.tolerance, mode.reduction
+
+    def read(self, batch: int) -> dict[str, tuple[Ids, Numbers]]:
+        """By table, distinct ids and their rows."""
+        ids = self._ids(batch)
+        rows = self._rows.lookup(ids)
+        return {table: (ids[table], rows[table]) for table in ids}
+
+    def add(self, gradient: RowGradients | None, taken: Taken) -> None:
+        """Adds each id's gradient, by the weight of its row."""
+        self._shares += taken.share
+        for table, (ids, values) in (gradient or {}).items():
+            if table not in self._held:
+                self._held[table] = HeldRows(values.shape[1], values.dtype)
+            self._held[table].add(ids, values, taken, self._tolerance)
+
+    def apply(self, step: int) -> None:
+        """One update of every row that a gradient of some weight has come for."""
+        shares = self._shares if self._reduction == "global" else None
+        means = {table: held.take(step, shares) for table, held in self._held.items()}
+        self._rows.update({table: mean for table, mean in means.items() if len(mean[0])}, step)
+        self._shares = 0.0
+
+    def last_step(self, table: str, id_: int) -> int:
+        """Of a row; 0 if it was never changed."""
+        return self._held[table].last_step(id_) if table in self._held else 0

@@ -1,0 +1,103 @@
+"""When Auto switches: decisions follow from recorded step times alone."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from persia.errors import ConfigError
+from persia.modes import Async, Auto, AutoState, Gba, Hybrid, StepTime, Sync, decide, rehearse
+from persia.modes.replay import Setting, alternating, phases, simulate, steady
+
+AUTO = Auto(Gba(8), seconds=10.0)
+
+
+def verdicts(auto, mode, trace, batches=1000):
+    return list(rehearse(auto, simulate(mode, Setting(trace), batches).step_times()))
+
+
+@pytest.mark.parametrize("mode", [Sync(), Gba(8)])
+def test_predictions_are_the_rates_whichever_mode_was_watched(mode):
+    for verdict in verdicts(AUTO, mode, steady([1] * 6 + [4] * 2))[2:]:
+        assert verdict.sync_rate == pytest.approx(2.0)
+        assert verdict.asynchronous_rate == pytest.approx(6.5)
+        assert verdict.slowest == 6
+        assert verdict.strained
+
+
+def test_quiet_stays():
+    assert not any(v.strained or v.switch for v in verdicts(AUTO, Sync(), steady([1] * 8)))
+
+
+def test_moving_stragglers_are_seen():
+    last = verdicts(AUTO, Sync(), phases(8, length=10.0), 2000)[-1]
+    assert last.strained
+
+
+@pytest.mark.parametrize("mode", [Sync(), Gba(8)])
+def test_it_follows_phases_within_its_windows(mode):
+    quiet, strained = 200.0, 100.0
+    trace = alternating([1] * 6 + [4] * 2, quiet=quiet, strained=strained)
+    found = verdicts(AUTO, mode, trace, 8000)
+    for verdict in found:
+        since = (verdict.time % (quiet + strained)) - quiet
+        late = (AUTO.windows + 2) * AUTO.seconds
+        if since >= late:
+            assert verdict.strained, str(verdict)
+        if late <= since + quiet < quiet:
+            assert not verdict.strained, str(verdict)
+    switches = [v for v in found if v.switch]
+    assert len(switches) == pytest.approx(2 * found[-1].time / (quiet + strained), abs=2)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.floats(0.1, 30.0)), min_size=1, max_size=40), st.integers(1, 4))
+def test_no_switch_without_windows_in_a_row(raw, windows):
+    auto = Auto(Async(), windows=windows, seconds=5.0)
+    clock = dict.fromkeys(range(4), 0.0)
+    steps = []
+    for worker, seconds in raw:
+        steps.append(StepTime(worker, clock[worker], seconds))
+        clock[worker] += seconds
+    against = 0
+    strained = False
+    for verdict in rehearse(auto, steps):
+        speaks = verdict.ratio < auto.back * (1 - 1e-12) if strained else verdict.ratio >= auto.gain
+        against = against + 1 if speaks else 0
+        assert verdict.switch == (against >= windows)
+        if verdict.switch:
+            strained, against = not strained, 0
+        assert verdict.strained == strained
+
+
+def test_nothing_is_decided_without_evidence():
+    state = AutoState(True, 1)
+    assert decide(AUTO, state, [], 10.0) == (state, None)
+    assert list(rehearse(AUTO, [])) == []
+
+
+def test_the_log_line_has_the_evidence():
+    verdict = verdicts(AUTO, Sync(), steady([1] * 6 + [4] * 2))[1]
+    assert verdict.switch
+    line = "switch to asynchronous: asynchronous would be 3.25x of 2.0 batches/s, NN worker 6 is the slowest"
+    assert line in str(verdict)
+
+
+@pytest.mark.parametrize(
+    ("field", "arguments"),
+    [
+        ("sync", {"sync": Gba(8)}),
+        ("asynchronous", {"asynchronous": Hybrid(1)}),
+        ("gain", {"gain": 1.0}),
+        ("back", {"back": 0.9}),
+        ("windows", {"windows": 0}),
+        ("seconds", {"seconds": 0.0}),
+    ],
+)
+def test_bad_arguments_name_the_field(field, arguments):
+    with pytest.raises(ConfigError, match=f"Auto.{field}"):
+        Auto(**{"asynchronous": Gba(8), **arguments})
+
+
+def test_it_round_trips_as_configuration():
+    auto = Auto(Gba(64), Hybrid(2), gain=2.0)
+    assert msgspec.convert(msgspec.to_builtins(auto), Auto) == auto
