@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
@@ -12,17 +12,19 @@ from persia import batching
 from persia.checkpoint import CheckpointReader, CheckpointWriter
 from persia.checkpoint.format import StatePart
 from persia.config import convert, dump
+from persia.dense import merged_metrics
 from persia.errors import CheckpointError, PersiaError
-from persia.metrics import Metrics
+from persia.fit import Totals, totals
 from persia.modes import AnyMode, Hybrid, Mode, decode, encode
 from persia.options import TrainerOptions
+from persia.random_state import random_states, set_random_state
 from persia.schema import EmbeddingOptimizer, Schema
-from persia.services import RowChunk
+from persia.services import ProcessCluster, RowChunk, StatePiece
 
 if TYPE_CHECKING:
     from persia.trainer import Trainer
 
-__all__ = ["Recorded", "load", "load_random_state", "load_training_state", "recorded", "save", "training_state"]
+__all__ = ["Recorded", "load", "load_training_state", "recorded", "save", "training_state"]
 
 
 MOST_SHARDS = 1024
@@ -38,21 +40,22 @@ class Recorded(NamedTuple):
     options: TrainerOptions
 
 
-def save(trainer: Trainer, directory: str, metrics: Metrics) -> str:
+def save(trainer: Trainer, directory: str, state: dict[str, Any]) -> str:
     """Writes a checkpoint of a trainer at rest; returns its path. One NN worker does it for all.
 
     Args:
         trainer: of that NN worker.
         directory: where it goes.
-        metrics: of all NN workers.
+        state: of `training_state`, which all NN workers call.
     """
     with CheckpointWriter(directory, trainer.global_step, keep_last=trainer.options.keep_last) as writer:
         for number, server in enumerate(trainer.embeddings.connection.servers):
             for chunk in server.export_rows():
                 writer.add_rows(chunk.table, number * MOST_SHARDS + chunk.shard, chunk.arrays)
-            writer.add_state(f"server-{number}", server.state())
+            for part, pieces in enumerate(server.export_state()):
+                writer.add_state(f"server-{number}.{part}", [piece._asdict() for piece in pieces])
         writer.add_tensors("model", trainer.model.state_dict())
-        writer.add_state("training", {**training_state(trainer), "metrics": metrics.state_dict()})
+        writer.add_state("training", state)
         return writer.commit(
             schema=resolved(trainer),
             config={
@@ -99,9 +102,6 @@ def load(trainer: Trainer, directory: str, *, first: bool = True) -> None:
         _load_rows(trainer, reader)
     trainer.model.load_state_dict(tensors)
     load_training_state(trainer, training)
-    if first:
-        trainer.metrics.load_state_dict(training["metrics"])
-        load_random_state(training["random"])
 
 
 def resolved(trainer: Trainer) -> Schema:
@@ -112,8 +112,11 @@ def resolved(trainer: Trainer) -> Schema:
 
 
 def training_state(trainer: Trainer) -> dict[str, Any]:
-    """What decides the future of training, beside rows and the network's tensors."""
-    step = trainer.step
+    """What decides the future of training, beside rows and the network's tensors; and what has been counted so far.
+
+    Of all NN workers together; the same on each. Blocks until all have called it.
+    """
+    step, gather = trainer.step, trainer.step.replicas.gather
     return {
         "seed": trainer.options.seed,
         "optimizer_class": type(step.optimizer).__qualname__,
@@ -125,17 +128,14 @@ def training_state(trainer: Trainer) -> dict[str, Any]:
         "depth": trainer.embeddings.gate.depth,
         "epoch": trainer.epoch,
         "position": trainer.position,
-        "random": {
-            "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-            "numpy": np.random.get_state(),
-            "python": random.getstate(),
-        },
+        "random": [*random_states(gather), *trainer.elsewhere],
+        "metrics": merged_metrics(trainer.metrics, gather).state_dict(),
+        "counts": msgspec.to_builtins(totals(trainer)),
     }
 
 
 def load_training_state(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Puts `training_state` back, except for random generators."""
+    """Puts `training_state` back: into each NN worker what is its own, into the first one what there is but once."""
     step = trainer.step
     step.optimizer.load_state_dict(state["optimizer"])
     if step.scheduler is not None and state["scheduler"] is not None:
@@ -148,15 +148,17 @@ def load_training_state(trainer: Trainer, state: dict[str, Any]) -> None:
     if trainer.mode == Hybrid("auto") and isinstance(state["depth"], int):
         trainer.embeddings.gate.depth = state["depth"]
     trainer.epoch, trainer.position = state["epoch"], state["position"]
-
-
-def load_random_state(state: dict[str, Any]) -> None:
-    """Puts the random generators where they were."""
-    torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
-    np.random.set_state(state["numpy"])
-    random.setstate(state["python"])
+    trainer.earlier = msgspec.convert(state.get("counts", {}), Totals)
+    rank = trainer.embeddings.connection.rank
+    if rank == 0:
+        trainer.metrics.load_state_dict(state["metrics"])
+    generators = state["random"] if isinstance(state["random"], list) else [state["random"]]  # Of version 0.1.
+    if rank < len(generators):
+        set_random_state(generators[rank])
+    else:  # Else dropout would be the same as on another one.
+        torch.manual_seed(state["seed"] + rank)
+    if isinstance(trainer.cluster, ProcessCluster):
+        trainer.elsewhere = generators[1:]
 
 
 def _load_rows(trainer: Trainer, reader: CheckpointReader) -> None:
@@ -170,18 +172,26 @@ def _load_rows(trainer: Trainer, reader: CheckpointReader) -> None:
             for owner in np.unique(owners):
                 part = {name: array[owners == owner] for name, array in arrays.items()}
                 servers[owner].import_rows(RowChunk(table, shard, part))
-    for number, server in enumerate(servers):
-        server.load_state(reader.state(f"server-{number}"))
+    for number, place in _server_parts(reader):
+        pieces = reader.state(f"server-{number}.{place}")
+        servers[number].import_state([StatePiece(**piece) for piece in pieces])
 
 
 def _check_servers(trainer: Trainer, reader: CheckpointReader) -> None:
-    saved = sum(isinstance(part, StatePart) and part.name.startswith("server-") for part in reader.manifest.parts)
+    saved = len({number for number, _ in _server_parts(reader)})
     mine = len(trainer.embeddings.connection.servers)
     if saved != mine:
         raise CheckpointError(
             f"{reader.path}: it was written by {saved} embedding PSs, and there are {mine} here. Start as many.",
             path=reader.path,
         )
+
+
+def _server_parts(reader: CheckpointReader) -> list[tuple[int, int]]:
+    """Number of the PS, and of the part of its state, in order."""
+    names = (part.name for part in reader.manifest.parts if isinstance(part, StatePart))
+    found = [name.removeprefix("server-").split(".") for name in names if name.startswith("server-")]
+    return sorted((int(number), int(part)) for number, part in found)
 
 
 def _check_model(model: torch.nn.Module, tensors: dict[str, torch.Tensor], directory: str) -> None:

@@ -54,6 +54,7 @@ __all__ = [
     "RowChunk",
     "Seekable",
     "Sharded",
+    "StatePiece",
     "Tokens",
 ]
 
@@ -73,6 +74,24 @@ class RowChunk(NamedTuple):
     table: str
     shard: int
     arrays: dict[str, np.ndarray]
+
+
+class StatePiece(NamedTuple):
+    """A part of what a shard knows besides its rows, for checkpoints.
+
+    Attributes:
+        table: name of the table.
+        shard: internal slice of the PS.
+        array: which of the arrays of `persia.store.ShardState`: `clocks`, `counters` or `sketch`.
+        start: index of its first value in that array.
+        values: so many of its values, `[n]`.
+    """
+
+    table: str
+    shard: int
+    array: str
+    start: int
+    values: NDArray[Any]
 
 
 class EmbeddingPS(Protocol):
@@ -125,11 +144,11 @@ class EmbeddingPS(Protocol):
     def import_rows(self, chunk: RowChunk) -> None:
         """Puts rows back; rows of the same ids are replaced."""
 
-    def state(self) -> dict[str, list[dict[str, NDArray[Any]]]]:
-        """What besides the rows decides the future, by table and shard: clocks, counters, admission sketches."""
+    def export_state(self) -> Iterator[list[StatePiece]]:
+        """What besides the rows decides the future: clocks, counters, admission sketches. In lists of bounded size."""
 
-    def load_state(self, state: Mapping[str, Sequence[Mapping[str, NDArray[Any]]]]) -> None:
-        """Puts `state()` back, after the rows."""
+    def import_state(self, pieces: Sequence[StatePiece]) -> None:
+        """Puts pieces back, after the rows, into a PS at rest: of the same capacity, shards and admission."""
 
     def switch(self, mode: str, generation: int, step: int) -> None:
         """Another mode from `step` on; nothing may be held.

@@ -14,7 +14,7 @@ from persia import remote, resume
 from persia.batching.batch import Batch
 from persia.dense import AllReduce, AllReduceOptions, merged_metrics
 from persia.errors import ConfigError, DataError
-from persia.fit import FitResult, Run, check_finite
+from persia.fit import FitResult, Run, Totals, check_finite
 from persia.metrics import Metrics, MetricsResult
 from persia.modes import Hybrid, Mode, encode
 from persia.nn.collection import CollectionOptions, EmbeddingCollection
@@ -22,6 +22,7 @@ from persia.nn.prepared import PreparedBatch
 from persia.nn.staging import staging_for
 from persia.nn.step import DenseStep, OptimizerFactory, StepOptions
 from persia.options import TrainerOptions
+from persia.random_state import RandomState
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.segments import Segments, Switch, check_mode
 from persia.services import Cluster, ProcessCluster, Seekable
@@ -108,6 +109,10 @@ class Trainer:
             check_mode(self, candidate, 0)
         self.metrics = Metrics(list(schema.labels))
         """Of this NN worker."""
+        self.earlier = Totals()
+        """What all NN workers had counted before: at a resume, or in earlier calls on those of a cluster."""
+        self.elsewhere: list[RandomState] = []
+        """Random generators of NN workers 1, 2, ... of a cluster, until they start again."""
         self.finished = False
         """Whether the last call of `fit` came to the end of its epochs."""
         self._loaded = False
@@ -259,8 +264,8 @@ class Trainer:
         """
         replicas = self.step.replicas
         replicas.settle()
-        metrics = merged_metrics(self.metrics, replicas.gather)
-        return replicas.by_first(lambda: resume.save(self, directory, metrics))
+        state = resume.training_state(self)
+        return replicas.by_first(lambda: resume.save(self, directory, state))
 
     def load(self, directory: str) -> None:
         """Takes everything from a checkpoint, the latest of `directory`; all is checked before anything is changed.
@@ -326,7 +331,7 @@ class Trainer:
             def begin(on_demand: bool) -> None:
                 # Which loader has which share, and how far they read ahead, is known behind the facade.
                 takers = 1 if on_demand else connection.nn_workers
-                feed = Feed(self.epoch, self.position, takers, 0, 1, 1, on_demand)
+                feed = Feed(self.epoch, self.position, takers, 0, 1, 1, connection.generation, on_demand)
 
                 def tell() -> str:
                     loader.begin(feed)

@@ -201,6 +201,7 @@ class Feed(NamedTuple):
         loader: number of this loader, 0 to `loaders - 1`.
         loaders: how many share the reading.
         ahead: most batches that wait for any one NN worker.
+        generation: of the NN workers. A new one begins anew, also at the same batch: those before may have used theirs.
         on_demand: whether NN workers take whatever number they are given, in any order. They all call themselves rank 0
             then, and `nn_workers` is 1.
     """
@@ -211,7 +212,13 @@ class Feed(NamedTuple):
     loader: int
     loaders: int
     ahead: int
+    generation: int = 1
     on_demand: bool = False
+
+    def same_pass(self, other: Feed) -> bool:
+        """Whether the other one only divides the same reading in another way."""
+        mine = (self.generation, self.epoch, self.start, self.nn_workers, self.on_demand)
+        return mine == (other.generation, other.epoch, other.start, other.nn_workers, other.on_demand)
 
 
 class FedBatch(NamedTuple):
