@@ -132,7 +132,11 @@ class Ray:
                 rendezvous = ray.get(workers[0].handle.rendezvous.remote(), timeout=self.options.timeout)
                 sent = ray.put(pickled(function, self))
                 calls = {w.handle.run.remote(sent, generation, rendezvous): w for w in workers}
-                operations = {"serve": self._serve, "serve_dense": self._serve_dense, "begin": self._begin}
+                operations: dict[str, Callable[..., Any]] = {
+                    "serve": self._serve,
+                    "serve_dense": self._serve_dense,
+                    "begin": self._begin,
+                }
                 return results(processes, calls, operations)
             except BaseException:
                 self._end_run(processes)
