@@ -19,17 +19,19 @@ __all__ = ["SlowSums", "average_step"]
 def average_step(arrived: Sequence[Arrived], reduction: Reduction) -> dict[str, dict[int, Floats]]:
     """The average gradient of a step, by table and id, as :func:`persia.ps.reduction.average_step` computes it."""
     weights: dict[int, int] = defaultdict(int)
+    pushed: dict[str, list[int]] = {}
     sums: dict[str, dict[int, dict[int, Floats]]] = {}  # table, id, rank: the sum of the rank's parts
     for header, gradients in arrived:
         weights[header.rank] += header.weight
         for table, (ids, values) in gradients.items():
+            pushed.setdefault(table, []).append(header.rank)
             for id_, value in zip(ids.tolist(), values, strict=True):
                 ranks = sums.setdefault(table, {}).setdefault(id_, {})
                 ranks[header.rank] = ranks[header.rank] + value if header.rank in ranks else value
     result: dict[str, dict[int, Floats]] = {}
+    # Weights are relative to that of the first rank which pushed the table.
     for table, of_table in sums.items():
-        those = {rank for ranks in of_table.values() for rank in ranks if weights[rank] > 0}
-        first = next((weights[rank] for rank in weights if rank in those), 0)
+        first = next((weights[rank] for rank in pushed[table] if weights[rank] > 0), 0)
         for id_, ranks in of_table.items():
             having = [rank for rank in ranks if weights[rank] > 0]
             divisor = float(sum(weights[rank] for rank in (weights if reduction == "global" else having)))
