@@ -116,6 +116,17 @@ nb::tuple peek(Store& store, std::size_t index, nb::object ids) {
   return nb::make_tuple(to_numpy(std::move(found), {n}), to_tuple(std::move(rows), table));
 }
 
+nb::object last_steps(Store& store, std::size_t index, nb::object ids) {
+  const auto keys = take<Ids>(ids, store.table(index).config.name, kIdsWanted);
+  std::vector<std::uint32_t> steps(keys.shape(0));
+  {
+    const nb::gil_scoped_release release;
+    store.last_steps(index, {keys.data(), keys.shape(0)}, steps.data());
+  }
+  const std::size_t n = steps.size();
+  return to_numpy(std::move(steps), {n});
+}
+
 // (rows, row number to go on with)
 nb::tuple export_rows(Store& store, std::size_t index, std::size_t shard, std::uint64_t start, std::uint64_t max_rows,
                       std::uint32_t since_epoch) {
@@ -294,6 +305,7 @@ void register_store(nb::module_& m) {
       .def("update", &update, nb::arg("tables"), nb::arg("ids"), nb::arg("gradients"), nb::arg("lrs"), nb::arg("step"),
            nb::arg("client"), nb::arg("sequence"))
       .def("peek", &peek, nb::arg("table"), nb::arg("ids"))
+      .def("last_steps", &last_steps, nb::arg("table"), nb::arg("ids"))
       .def("export_rows", &export_rows, nb::arg("table"), nb::arg("shard"), nb::arg("start"), nb::arg("max_rows"),
            nb::arg("since_epoch"))
       .def("import_rows", &import_rows, nb::arg("table"), nb::arg("ids"), nb::arg("embeddings"), nb::arg("states"),

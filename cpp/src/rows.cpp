@@ -137,6 +137,16 @@ void Shard::lookup_train(Shards shards, const Slice& slice, float* out) {
   });
 }
 
+void Shard::last_steps(Shards shards, const Slice& slice, std::uint32_t* out) {
+  if (slice.count == 0) return;
+  const Turn turn(shards);
+  pipeline(shards, slice, sizeof(RowHeader), [&](std::size_t i, const Group& group, std::size_t lane) {
+    const Shard& shard = *group.shard[lane];
+    const std::uint32_t number = shard.resolve(group, lane);
+    out[slice.position(i)] = number == Index::kNone ? 0 : shard.row(number)->last_step;
+  });
+}
+
 // At the first gradient of a push that falls into this shard: how many of its rows are applied already.
 void Shard::begin_push(const Push& push) {
   const bool tracked = push.client != 0 && push.sequence != 0;

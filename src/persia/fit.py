@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import torch
 
+from persia.coordinator import TokenReport
 from persia.dense import merged_metrics
 from persia.errors import DivergedError
 from persia.metrics import MetricsResult
@@ -50,6 +51,10 @@ class FitResult(msgspec.Struct, frozen=True):
         released_batches: batches without a backward pass.
         lost_batches: batches skipped because their embedding worker was gone.
         lost_gradients: batches trained whose embedding gradients were lost with their embedding worker.
+        row_staleness_mean: in asynchronous modes, steps by which a row was newer than what its gradient was computed
+            with, over all rows of gradients.
+        row_staleness_max: likewise.
+        asynchronous: what asynchronous modes did, since the cluster began; None if there were none.
     """
 
     rows: int
@@ -68,6 +73,9 @@ class FitResult(msgspec.Struct, frozen=True):
     released_batches: int
     lost_batches: int = 0
     lost_gradients: int = 0
+    row_staleness_mean: float = 0.0
+    row_staleness_max: int = 0
+    asynchronous: TokenReport | None = None
 
 
 class Totals(msgspec.Struct, frozen=True):
@@ -137,6 +145,8 @@ class Run:
         self._loss = float("nan")
         self._seconds = 0.0
         self._unscored: _Unscored | None = None
+        self.next_switch: int | None = None
+        """Global step at which the schedule changes the mode."""
         self._shown = (self._began, 0)
         first = trainer.embeddings.connection.rank == 0
         self.line = LiveLine(trainer.options.progress and first)
@@ -152,10 +162,13 @@ class Run:
 
     def batches_to_boundary(self) -> int | None:
         """How many batches may be trained before a checkpoint is due or the call ends; None for any number."""
-        bounds = [b for b in (self._last_step, self._next_checkpoint) if b is not None]
-        if not bounds:
-            return None
-        return (min(bounds) - self._trainer.global_step) * self._trainer.options.accumulation_steps
+        steps = self.steps_to_boundary()
+        return None if steps is None else steps * self._trainer.options.accumulation_steps
+
+    def steps_to_boundary(self) -> int | None:
+        """How many steps may be made before a checkpoint or a switch is due or the call ends; None for any number."""
+        bounds = [b for b in (self._last_step, self._next_checkpoint, self.next_switch) if b is not None]
+        return min(bounds) - self._trainer.global_step if bounds else None
 
     def checkpoint_if_due(self) -> None:
         """Saves when it is time to; nothing may be in flight."""
@@ -247,6 +260,7 @@ class Run:
         so_far = totals(trainer)
         pushed = so_far.pushed
         tables = trainer.embeddings.statistics().values()
+        slots = [server.slots() for server in trainer.embeddings.connection.servers]
         return FitResult(
             rows=rows,
             seconds=seconds,
@@ -264,6 +278,9 @@ class Run:
             released_batches=pushed.released,
             lost_batches=pushed.lost_batches,
             lost_gradients=pushed.lost_gradients,
+            row_staleness_mean=sum(s.staleness_sum for s in slots) / max(1, sum(s.rows - s.stale for s in slots)),
+            row_staleness_max=max(s.staleness_max for s in slots),
+            asynchronous=trainer.segments.report(),
         )
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 
 from persia.errors import ConfigError
+from persia.modes import Async, Bsp, Gba, HopBs, HopBw, Hybrid, Sync
 from persia.nn.step import Precision
 from persia.schema import Schedule
 
@@ -27,6 +30,8 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         log_dir: TensorBoard directory (needs the extra `tensorboard`).
         progress: whether to show a live line.
         timeout: seconds that any wait for data, embeddings or other NN workers may take.
+        mode_schedule: `[(global step, mode), ...]`: from this step on this mode. `Trainer.switch` holds until the next
+            entry.
     """
 
     seed: int = 0
@@ -41,6 +46,9 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log_dir: str | None = None
     progress: bool = True
     timeout: float = 600.0
+    mode_schedule: list[tuple[int, Sync | Hybrid | Async | Bsp | HopBs | HopBw | Gba]] = msgspec.field(
+        default_factory=list
+    )
 
     def __post_init__(self) -> None:
         if self.precision not in ("float32", "bf16", "fp16"):
@@ -49,5 +57,10 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name} = {value!r}; give a whole number >= 1.", field=name)
+        steps = [step for step, _ in self.mode_schedule]
+        if any(step < 0 for step in steps) or any(b <= a for a, b in itertools.pairwise(steps)):
+            raise ConfigError(
+                f"mode_schedule has the steps {steps}; give rising whole numbers >= 0.", field="mode_schedule"
+            )
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"clip_norm = {self.clip_norm!r}; give a number > 0.", field="clip_norm")

@@ -54,7 +54,7 @@ class _Work:
         self._arguments: dict[str, Any] = {
             "optimizer": trainer.optimizer_factory,
             "embedding_optimizer": trainer.embedding_optimizer,
-            "mode": trainer.mode,
+            "mode": trainer.declared_mode,
             "cluster": cluster,
             "options": trainer.options,
         }

@@ -15,7 +15,7 @@ from persia.config import convert, dump
 from persia.dense import merged_metrics
 from persia.errors import CheckpointError, PersiaError
 from persia.fit import Totals, totals
-from persia.modes import Hybrid, Mode, Sync
+from persia.modes import AnyMode, Hybrid, Mode, decode, encode
 from persia.options import TrainerOptions
 from persia.random_state import random_states, set_random_state
 from persia.schema import EmbeddingOptimizer, Schema
@@ -75,7 +75,7 @@ def recorded(directory: str) -> Recorded:
     return Recorded(
         convert(config.get("schema"), Schema, origin),
         convert(config.get("embedding_optimizer"), EmbeddingOptimizer, origin),  # type: ignore[arg-type]
-        convert(config.get("mode"), Sync | Hybrid, origin),  # type: ignore[arg-type]
+        convert(config.get("mode"), AnyMode, origin),  # type: ignore[arg-type]
         convert(config.get("options"), TrainerOptions, origin),
     )
 
@@ -124,6 +124,7 @@ def training_state(trainer: Trainer) -> dict[str, Any]:
         "scheduler": step.scheduler.state_dict() if step.scheduler else None,
         "scaler": step.scaler.state_dict() if step.scaler else None,
         "global_step": trainer.global_step,
+        "mode": encode(trainer.mode),
         "depth": trainer.embeddings.gate.depth,
         "epoch": trainer.epoch,
         "position": trainer.position,
@@ -142,6 +143,8 @@ def load_training_state(trainer: Trainer, state: dict[str, Any]) -> None:
     if step.scaler is not None and state["scaler"] is not None:
         step.scaler.load_state_dict(state["scaler"])
     trainer.embeddings.global_step = state["global_step"]
+    if "mode" in state:  # Checkpoints of before modes could be changed lack it.
+        trainer.segments.adopt(decode(state["mode"]))
     if trainer.mode == Hybrid("auto") and isinstance(state["depth"], int):
         trainer.embeddings.gate.depth = state["depth"]
     trainer.epoch, trainer.position = state["epoch"], state["position"]

@@ -15,10 +15,13 @@ from numpy.typing import NDArray
 
 from persia.batching.batch import Batch, IdColumn
 from persia.modes import Mode
-from persia.schema import EmbeddingOptimizer, Schema, Table
+from persia.schema import EmbeddingOptimizer, Schedule, Schema, Table
 from persia.types import (
+    Caller,
     Contribution,
     Delivery,
+    DenseState,
+    Event,
     Feed,
     Floats,
     Gradients,
@@ -26,15 +29,25 @@ from persia.types import (
     LookedUp,
     Member,
     Membership,
+    Pulled,
+    PushedDense,
     PushHeader,
+    Rest,
+    Segment,
+    SlotCounts,
+    Ticket,
+    Token,
     UpdateCounts,
 )
 
 __all__ = [
     "Cluster",
     "Connection",
+    "ControlPlane",
     "Coordinator",
     "DataLoader",
+    "DenseMaker",
+    "DensePS",
     "EmbeddingPS",
     "EmbeddingWorker",
     "ProcessCluster",
@@ -42,6 +55,7 @@ __all__ = [
     "Seekable",
     "Sharded",
     "StatePiece",
+    "Tokens",
 ]
 
 T = TypeVar("T")
@@ -121,6 +135,9 @@ class EmbeddingPS(Protocol):
     def statistics(self) -> dict[str, dict[str, int]]:
         """Counters by table: rows, bytes, hits, misses, admitted, evicted, absent gradients, ..."""
 
+    def slots(self) -> SlotCounts:
+        """How stale rows were in asynchronous modes."""
+
     def export_rows(self) -> Iterator[RowChunk]:
         """All rows, in chunks of bounded size; each row is of one moment."""
 
@@ -132,6 +149,25 @@ class EmbeddingPS(Protocol):
 
     def import_state(self, pieces: Sequence[StatePiece]) -> None:
         """Puts pieces back, after the rows, into a PS at rest: of the same capacity, shards and admission."""
+
+    def switch(self, mode: str, generation: int, step: int) -> None:
+        """Another mode from `step` on; nothing may be held.
+
+        Args:
+            mode: `persia.modes.encode`.
+            generation: of the NN workers.
+            step: global step that comes next.
+
+        Raises:
+            PersiaError: gradients are held: drain first.
+        """
+
+    def drain(self, generation: int, step: int, held: int) -> dict[str, UpdateCounts]:
+        """Applies the `held` gradients that have arrived of `step`, in an asynchronous mode.
+
+        Raises:
+            PersiaError: this PS has others: it is out of phase.
+        """
 
 
 class EmbeddingWorker(Protocol):
@@ -247,6 +283,144 @@ class Coordinator(Protocol):
         """The last report of every member, by "role-rank", with its `age` in seconds."""
 
 
+class Tokens(Protocol):
+    """The data list and the token list of asynchronous modes (GBA paper, section 4.1), and the order of arrivals.
+
+    docs/reference/protocol.md, section 12.
+    """
+
+    def begin(self, segment: Segment) -> None:
+        """Begins a segment; the one before is at rest. Calls of later segments wait for this.
+
+        Raises:
+            PersiaError: the segment before is not at rest.
+            ConfigError: the mode cannot run with so many NN workers.
+        """
+
+    def take(self, caller: Caller, request: int) -> int | None:
+        """Number of a batch of the pass that this NN worker is to train; None: no more in this segment.
+
+        Args:
+            caller: who asks.
+            request: number of the request within the segment, from 1.
+        """
+
+    def end(self, caller: Caller, number: int) -> None:
+        """The pass has no batch of this number, nor any later one."""
+
+    def stop(self) -> None:
+        """No more batches are handed out in this segment."""
+
+    def draw(self, caller: Caller, sequence: int, number: int, rows: int, done: int, filled: int) -> Token:
+        """Token of a batch, drawn when the NN worker is about to look it up. Waits while the mode's gate is shut.
+
+        Args:
+            caller: who asks.
+            sequence: number of the push of this batch.
+            number: of the batch.
+            rows: of the batch.
+            done: pushes up to this sequence number have returned.
+            filled: how many orphans of this segment it has pushed, in the order in which it was given them.
+
+        Raises:
+            ConfigError: the mode cannot run with batches of so many rows.
+            DeadlineError: the gate stayed shut; it names the slowest NN workers.
+        """
+
+    def arrive(self, caller: Caller, sequence: int, rows: int, version: int) -> Ticket:
+        """A gradient is computed: what becomes of it, and its place in the order of all.
+
+        Args:
+            caller: who asks.
+            sequence: as it was drawn.
+            rows: of the batch; 0 if nothing is to be learned of it.
+            version: of the dense parameters that it was computed with.
+        """
+
+    def orphans(self, caller: Caller, filled: int) -> list[PushHeader]:
+        """Slots of dead NN workers that this one is to fill: for an NN worker that waits for a version."""
+
+    def rest(self, caller: Caller, done: int, filled: int) -> Rest:
+        """This NN worker is done with the segment; waits until all are.
+
+        Raises:
+            DeadlineError: it names those that are not.
+        """
+
+    def settled(self, caller: Caller, step: int) -> int:
+        """The leader has drained all PSs, which are at `step` now. Others give -1 and wait for it. Returns the step."""
+
+    def announce(self, nn_workers: int, local_batch: int) -> None:
+        """A segment of an all-reduce mode begins; what is known of it serves to check requests."""
+
+    def request(self, mode: str) -> None:
+        """Asks for another mode (`persia.modes.encode`) from the next boundary on.
+
+        Raises:
+            ConfigError: there is no such mode, or it cannot run with these NN workers or batches.
+            PersiaError: another switch is under way.
+        """
+
+    def requested(self) -> str:
+        """The mode that was asked for; empty if none was."""
+
+    def resolve(self) -> str:
+        """At rest: what `requested` says, which is then forgotten."""
+
+    def cancel(self, generation: int, rank: int) -> None:
+        """An NN worker is dead: its tokens are drawn again, its batches go back to the list."""
+
+    def summary(self) -> str:
+        """What has happened so far, as JSON: `persia.coordinator.TokenReport`."""
+
+    def schedule(self) -> list[Event]:
+        """Every arrival so far, in order, if they are recorded."""
+
+
+class ControlPlane(Coordinator, Tokens, Protocol):
+    """What the process of the coordinator serves."""
+
+
+class DensePS(Protocol):
+    """Dense parameter server: owns whole tensors of the network, and the user's optimizer for them."""
+
+    def load(self, state: DenseState, generation: int, step: int) -> None:
+        """Takes its part of the network over, at `step`."""
+
+    def pull(self, have: int, least: int, timeout: float) -> Pulled:
+        """Parameters of the newest version.
+
+        Args:
+            have: version that the caller has; -1 for none.
+            least: waits until this version is there.
+            timeout: seconds to wait.
+
+        Raises:
+            DeadlineError: it did not come; it names the slot that is missing.
+        """
+
+    def push(self, header: PushHeader, part: PushedDense) -> None:
+        """Adds a gradient to the step in work, in the order of slots, and applies the step with its last one.
+
+        Raises:
+            StalePushError: of an earlier generation.
+            StoreError: the gradient does not fit; nothing is changed.
+        """
+
+    def drain(self, generation: int, step: int, held: int) -> None:
+        """Applies the `held` gradients that have arrived of `step`.
+
+        Raises:
+            PersiaError: this PS has others: it is out of phase.
+        """
+
+    def export(self) -> DenseState:
+        """All that is owned here, at rest."""
+
+    def statistics(self) -> dict[str, int]:
+        """Counters: `version`, `pushes`, `pulls`, `bytes`."""
+
+
 @runtime_checkable
 class Seekable(Protocol):
     """A source of batches that can begin anywhere, so that a resumed run neither repeats nor skips a batch."""
@@ -263,6 +437,20 @@ class Sharded(Seekable, Protocol):
         """The batches with number % count == index; number `i` there is `i * count + index` here."""
 
 
+class DenseMaker(NamedTuple):
+    """What a dense PS is made of.
+
+    Attributes:
+        optimizer: takes parameters, returns a `torch.optim.Optimizer`.
+        schedule: of its learning rates, by updates made.
+        clip_norm: largest global norm of a step's gradient.
+    """
+
+    optimizer: Callable[[Any], Any]
+    schedule: Schedule | None = None
+    clip_norm: float | None = None
+
+
 class Connection(NamedTuple):
     """What an NN worker holds of a cluster.
 
@@ -274,6 +462,11 @@ class Connection(NamedTuple):
         rank: of this NN worker.
         nn_workers: how many there are.
         generation: of the NN workers.
+        tokens: the lists of asynchronous modes.
+        dense: finds or starts the dense PSs, given what makes the network's optimizer. None, as `tokens`, where there
+            are no asynchronous modes.
+        replicas: makes the network's `persia.nn.sync.Replicas`, given the network and seconds to wait; None where
+            torch.distributed does.
     """
 
     worker: EmbeddingWorker
@@ -282,6 +475,9 @@ class Connection(NamedTuple):
     rank: int = 0
     nn_workers: int = 1
     generation: int = 1
+    tokens: Tokens | None = None
+    dense: Callable[[DenseMaker], Sequence[DensePS]] | None = None
+    replicas: Callable[[Any, float], Any] | None = None
 
 
 class Cluster(Protocol):

@@ -16,7 +16,7 @@ from persia.dense import AllReduce, AllReduceOptions, merged_metrics
 from persia.errors import ConfigError, DataError
 from persia.fit import FitResult, Run, Totals, check_finite
 from persia.metrics import Metrics, MetricsResult
-from persia.modes import Hybrid, Mode
+from persia.modes import Hybrid, Mode, encode
 from persia.nn.collection import CollectionOptions, EmbeddingCollection
 from persia.nn.prepared import PreparedBatch
 from persia.nn.staging import staging_for
@@ -25,8 +25,10 @@ from persia.optim import APMSqueeze
 from persia.options import TrainerOptions
 from persia.random_state import RandomState
 from persia.schema import EmbeddingOptimizer, Schema
+from persia.segments import Segments, Switch, check_mode
 from persia.services import Cluster, ProcessCluster, Seekable
-from persia.types import FedBatch, Feed
+from persia.sources import FedSource, OwnSource, Source
+from persia.types import Feed
 
 __all__ = ["FitResult", "Trainer", "TrainerOptions"]
 
@@ -66,7 +68,9 @@ class Trainer:
         self.schema = schema
         self.embedding_optimizer = embedding_optimizer
         self.optimizer_factory = optimizer
-        self.mode: Mode = mode or Hybrid()
+        self.declared_mode: Mode = mode or Hybrid()
+        self.mode: Mode = self.declared_mode
+        """The mode at present."""
         self.cluster = cluster
         self.options = options or TrainerOptions()
         if self.options.checkpoint_every_steps is not None and self.options.checkpoint_dir is None:
@@ -96,11 +100,17 @@ class Trainer:
             ),
         )
         connection = self.embeddings.connection
-        if connection.nn_workers > 1:
+        if connection.replicas is not None:
+            self.step.replicas = connection.replicas(self.model, self.options.timeout)
+        elif connection.nn_workers > 1:
             average = not isinstance(self.step.optimizer, APMSqueeze)  # It does by itself.
             self.step.replicas = AllReduce(
                 self.model, connection.nn_workers, AllReduceOptions(self.options.timeout, average=average)
             )
+        self.segments = Segments(self)
+        self.source: Source
+        for candidate in (self.mode, *(m for _, m in self.options.mode_schedule)):
+            check_mode(self, candidate, 0)
         self.metrics = Metrics(list(schema.labels))
         """Of this NN worker."""
         self.earlier = Totals()
@@ -119,7 +129,29 @@ class Trainer:
         """Updates so far."""
         return self.embeddings.global_step
 
+    @property
+    def switches(self) -> list[Switch]:
+        """Changes of mode so far."""
+        return self.segments.switches
+
     # --- training ---------------------------------------------------------------------------------------------
+
+    def switch(self, mode: Mode) -> None:
+        """Another mode from the next step boundary on; hyper-parameters, rows and optimizer state stay.
+
+        Returns at once, and may be called from any thread, also while `fit` runs; with several NN workers, on one of
+        them. Before or between calls of `fit`, the next one begins with it.
+
+        Raises:
+            ConfigError: the cluster, or this trainer's options, cannot run the mode; training goes on as before.
+            PersiaError: another switch is under way.
+        """
+        check_mode(self, mode, self.segments.local_batch)
+        tokens = self.embeddings.connection.tokens
+        if tokens is None:
+            raise ConfigError("This cluster cannot change its mode.", field="mode")
+        tokens.request(encode(mode))
+        self.step.replicas.stop = True
 
     def fit(
         self,
@@ -172,9 +204,10 @@ class Trainer:
         try:
             with run.line:
                 while self.epoch < epochs and not run.finished():
-                    source = self._source(train_data)
+                    self.source = self._source(train_data)
                     while not run.finished():
-                        if self._train_segment(source, run):
+                        self.segments.follow(run)
+                        if self.segments.train(run):
                             self.epoch, self.position = self.epoch + 1, 0
                             break
                         run.checkpoint_if_due()
@@ -293,57 +326,36 @@ class Trainer:
 
     # --- inside -----------------------------------------------------------------------------------------------
 
-    def _train_segment(self, source: Iterator[Batch | FedBatch], run: Run) -> bool:
-        """Trains to the next checkpoint or end; nothing is in flight afterwards. Returns whether the source ended."""
-        wanted = run.batches_to_boundary()
-        drawn = 0
-        replicas = self.step.replicas
-        whole = False
-        try:
-            prefetched = self.embeddings.prefetch(itertools.islice(source, wanted), replicas)
-            with contextlib.closing(prefetched) as batches:  # type: ignore[type-var]
-                for batch in batches:
-                    step = self.global_step + 1
-                    logits, loss = self.step.train(batch, self.embeddings(batch))
-                    drawn += 1
-                    self.position += replicas.nn_workers
-                    run.trained(step, batch, logits, loss)
-            whole = True
-        finally:
-            # Also after an error: the embeddings have applied what was computed, the network does likewise. Not so with
-            # several NN workers: the others do not know of the error, and would not take part.
-            if whole or replicas.nn_workers == 1:
-                self.step.finish()
-            run.score_rest()
-        return wanted is None or drawn < wanted
-
-    def _source(self, data: Iterable[Batch] | None) -> Iterator[Batch | FedBatch]:
-        """What is this NN worker's of the rest of the current epoch."""
+    def _source(self, data: Iterable[Batch] | None) -> Source:
+        """The rest of the current pass over the data."""
         connection = self.embeddings.connection
         loader = connection.loader
         if loader is not None:
 
-            def begin() -> str:
+            def begin(on_demand: bool) -> None:
                 # Which loader has which share, and how far they read ahead, is known behind the facade.
-                loader.begin(Feed(self.epoch, self.position, connection.nn_workers, 0, 1, 1, connection.generation))
-                return ""
+                takers = 1 if on_demand else connection.nn_workers
+                feed = Feed(self.epoch, self.position, takers, 0, 1, 1, connection.generation, on_demand)
 
-            self.step.replicas.by_first(begin)
-            return self.embeddings.fed(self.epoch, self.position)
+                def tell() -> str:
+                    loader.begin(feed)
+                    return ""
+
+                self.step.replicas.by_first(tell)
+
+            return FedSource(loader, begin, connection.rank, self.epoch)
         assert data is not None
-        rest = self._rest(data)
-        return (
-            rest if connection.nn_workers == 1 else itertools.islice(rest, connection.rank, None, connection.nn_workers)
-        )
-
-    def _rest(self, data: Iterable[Batch]) -> Iterator[Batch]:
-        """The rest of the current epoch; readers seek, other iterables are read and skipped."""
         loaded, self._loaded = self._loaded, False
+        epoch = self.epoch
         if isinstance(data, Seekable):
-            return data.batches(self.epoch, self.position)
-        if isinstance(data, Iterator) and not loaded:
-            return data  # It is where the call before left it.
-        return itertools.islice(iter(data), self.position, None)
+            return OwnSource(lambda n: data.batches(epoch, n), data.batches(epoch, self.position), self.position)
+        if isinstance(data, Iterator):  # It is where the call before left it, except after a resume.
+            return OwnSource(None, itertools.islice(data, self.position if loaded else 0, None), self.position)
+        return OwnSource(
+            lambda n: itertools.islice(iter(data), n, None),
+            itertools.islice(iter(data), self.position, None),
+            self.position,
+        )
 
     def _scored(self, data: Iterable[Batch]) -> Iterator[tuple[PreparedBatch, NDArray[np.float32]]]:
         """Batches and their logits. Between two of them the caller finds model and collection in the mode they had."""

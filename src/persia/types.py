@@ -6,6 +6,7 @@ docs/reference/protocol.md tells what they mean.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -14,8 +15,12 @@ from numpy.typing import NDArray
 __all__ = [
     "BatchId",
     "BoolArray",
+    "Bytes",
+    "Caller",
     "Contribution",
     "Delivery",
+    "DenseState",
+    "Event",
     "FedBatch",
     "Feed",
     "Floats",
@@ -28,7 +33,15 @@ __all__ = [
     "LookedUp",
     "Member",
     "Membership",
+    "Pulled",
     "PushHeader",
+    "PushedDense",
+    "Rest",
+    "Segment",
+    "SlotCounts",
+    "TensorSpec",
+    "Ticket",
+    "Token",
     "UpdateCounts",
     "WireRows",
 ]
@@ -51,6 +64,8 @@ Halves: TypeAlias = NDArray[np.float16]
 Int64Array: TypeAlias = NDArray[np.int64]
 Int32Array: TypeAlias = NDArray[np.int32]
 BoolArray: TypeAlias = NDArray[np.bool_]
+Bytes: TypeAlias = NDArray[np.uint8]
+"""Tensors of any dtypes, packed."""
 
 Inverse: TypeAlias = NDArray[np.uint16 | np.uint32]
 """Index of each id of a batch in its table's unique rows; uint16 while they fit."""
@@ -90,10 +105,13 @@ class PushHeader(NamedTuple):
         generation: of the NN workers: rises, from 1, whenever they start anew; the coordinator gives it.
         rank: of the NN worker.
         sequence: number of the push at that NN worker in this generation, from 1; all parts of a push have the same.
-        step: global step (later: token).
+        step: global step that the gradients are a part of.
         weight: rows (samples) of the batches; 0 for a contribution without data.
         part: number of this part, when the batches of one step lie on several embedding workers.
         parts: how many parts this NN worker pushes for this step.
+        slot: place within the step in asynchronous modes, from 0; -1 elsewhere.
+        group: slots that make a step there.
+        token: of the gradients there.
     """
 
     generation: int
@@ -103,6 +121,9 @@ class PushHeader(NamedTuple):
     weight: int
     part: int = 0
     parts: int = 1
+    slot: int = -1
+    group: int = 0
+    token: int = 0
 
     @property
     def client(self) -> int:
@@ -181,6 +202,8 @@ class Feed(NamedTuple):
         loaders: how many share the reading.
         ahead: most batches that wait for any one NN worker.
         generation: of the NN workers. A new one begins anew, also at the same batch: those before may have used theirs.
+        on_demand: whether NN workers take whatever number they are given, in any order. They all call themselves rank 0
+            then, and `nn_workers` is 1.
     """
 
     epoch: int
@@ -190,11 +213,12 @@ class Feed(NamedTuple):
     loaders: int
     ahead: int
     generation: int = 1
+    on_demand: bool = False
 
     def same_pass(self, other: Feed) -> bool:
         """Whether the other one only divides the same reading in another way."""
-        mine = (self.generation, self.epoch, self.start, self.nn_workers)
-        return mine == (other.generation, other.epoch, other.start, other.nn_workers)
+        mine = (self.generation, self.epoch, self.start, self.nn_workers, self.on_demand)
+        return mine == (other.generation, other.epoch, other.start, other.nn_workers, other.on_demand)
 
 
 class FedBatch(NamedTuple):
@@ -257,3 +281,209 @@ class Membership(NamedTuple):
     version: int
     generation: int
     members: list[Member]
+
+
+# --- asynchronous modes: docs/reference/protocol.md, section 12 -------------------------------------------------
+
+
+@dataclass
+class SlotCounts:
+    """How stale the rows were to which gradients came, in asynchronous modes. Not thread-safe.
+
+    A row is as many steps stale as lie between its last change and the token of the gradient; one that was last changed
+    before the token is not.
+
+    Attributes:
+        rows: of gradients.
+        stale: of those, rows whose gradient was too old and had weight 0.
+        staleness_sum: over rows whose gradient counted.
+        staleness_max: likewise.
+    """
+
+    rows: int = 0
+    stale: int = 0
+    staleness_sum: int = 0
+    staleness_max: int = 0
+
+    def add(self, behind: NDArray[np.int64], counts: BoolArray) -> None:
+        """Counts rows.
+
+        Args:
+            behind: step of the last change less the token, `[n]`.
+            counts: whether the gradient has a weight, `[n]`.
+        """
+        self.rows += len(behind)
+        self.stale += len(behind) - int(np.count_nonzero(counts))
+        fresh = np.maximum(behind[counts] + 1, 0)
+        if len(fresh):
+            self.staleness_sum += int(fresh.sum())
+            self.staleness_max = max(self.staleness_max, int(fresh.max()))
+
+
+class Segment(NamedTuple):
+    """What is trained between two rests, in one asynchronous mode.
+
+    Attributes:
+        generation: of the NN workers.
+        number: of the segment within the generation, from 1.
+        mode: `persia.modes.encode`.
+        nn_workers: how many take part.
+        epoch: pass over the data.
+        position: batches of the pass that are trained.
+        step: global step to begin with.
+        steps: so many steps are wanted; None for all data.
+        local_batch: rows of a batch; 0 if that is not known before the first.
+    """
+
+    generation: int
+    number: int
+    mode: str
+    nn_workers: int
+    epoch: int
+    position: int
+    step: int
+    steps: int | None
+    local_batch: int = 0
+
+
+class Caller(NamedTuple):
+    """Which NN worker asks for a token, and in which segment."""
+
+    generation: int
+    segment: int
+    rank: int
+
+
+class Token(NamedTuple):
+    """What `Tokens.draw` answers.
+
+    Attributes:
+        value: of the token; None where there are orphans to be pushed before it is drawn again.
+        least: version of the dense parameters that the batch must at least be trained with.
+        orphans: slots of dead NN workers; push each without gradients to every PS.
+    """
+
+    value: int | None
+    least: int
+    orphans: list[PushHeader]
+
+
+class Ticket(NamedTuple):
+    """What `Tokens.arrive` answers.
+
+    Attributes:
+        dropped: the gradient came too late: push it nowhere.
+        header: to push it with.
+        weight: of its dense part, 0 or 1.
+    """
+
+    dropped: bool
+    header: PushHeader
+    weight: float
+
+
+class Rest(NamedTuple):
+    """Where a segment has ended.
+
+    Attributes:
+        leader: rank of the NN worker that drains the PSs.
+        step: complete steps.
+        held: gradients that have arrived since.
+        position: batches of the pass that are trained.
+        ended: whether the pass has no more.
+        orphans: slots of dead NN workers; while there are some, push them, and call again.
+    """
+
+    leader: int
+    step: int
+    held: int
+    position: int
+    ended: bool
+    orphans: list[PushHeader]
+
+
+class Event(NamedTuple):
+    """An arrival, for replays.
+
+    Attributes:
+        rank: of the NN worker.
+        number: of the batch.
+        rows: of the batch.
+        token: of the gradient.
+        version: of the dense parameters that it was computed with.
+        step: that it became a part of; of one that was dropped, the step in work.
+        slot: in that step; -1 if it was dropped.
+        weight: of its dense part.
+    """
+
+    rank: int
+    number: int
+    rows: int
+    token: int
+    version: int
+    step: int
+    slot: int
+    weight: float
+
+
+class Pulled(NamedTuple):
+    """Dense parameters of one version.
+
+    Attributes:
+        version: steps that are applied in them.
+        values: parameters and buffers of this dense PS, one after another (`persia.dense.flat`); None if the caller
+            has this version.
+    """
+
+    version: int
+    values: Bytes | None
+
+
+class PushedDense(NamedTuple):
+    """The dense part of a push to one dense PS.
+
+    Attributes:
+        weight: 0 or 1.
+        gradients: of its parameters, one after another; None without any.
+        present: which of them have a gradient, bool `[parameters]`.
+        buffers: as the forward pass left them, one after another.
+    """
+
+    weight: float
+    gradients: Bytes | None
+    present: BoolArray | None
+    buffers: Bytes | None
+
+
+class TensorSpec(NamedTuple):
+    """A tensor without its values; `dtype` is torch's name of it, such as "float32"."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+
+
+class DenseState(NamedTuple):
+    """A network and its optimizer, or what one dense PS owns of them.
+
+    Attributes:
+        parameters: of the whole network, in the order of the optimizer's making.
+        owned: numbers of those that are meant.
+        values: the owned parameters, one after another, then the buffers.
+        buffers: of the network; one dense PS has them all, the others none.
+        groups: the optimizer's parameter groups as JSON, parameters by number.
+        tensors: the optimizer's state, as "number/key".
+        state: the values of `tensors`, one after another.
+        scalars: the rest of the optimizer's state as JSON: by number, by key.
+        updates: how far the learning-rate schedule is; -1 without one.
+    """
+
+    parameters: list[TensorSpec]
+    owned: list[int]
+    values: Bytes
+    buffers: list[TensorSpec]
+    groups: str
+    tensors: list[TensorSpec]
+    state: Bytes
+    scalars: str
+    updates: int

@@ -15,8 +15,19 @@ from persia.modes import Hybrid
 from persia.ps import EmbeddingServer
 from persia.rpc.interface import describe
 from persia.schema import Adagrad, Adam, AdmitMinFrequency, IdFeature, Schema, Table
-from persia.services import Coordinator, DataLoader, EmbeddingPS, EmbeddingWorker, RowChunk, StatePiece
-from persia.types import Contribution, Feed, Gradients, LookedUp, PushHeader, UpdateCounts
+from persia.services import Coordinator, DataLoader, DensePS, EmbeddingPS, EmbeddingWorker, RowChunk, StatePiece, Tokens
+from persia.types import (
+    Caller,
+    Contribution,
+    DenseState,
+    Feed,
+    Gradients,
+    LookedUp,
+    PushedDense,
+    PushHeader,
+    Segment,
+    UpdateCounts,
+)
 from persia.worker import Worker
 
 SCHEMA = Schema(
@@ -29,6 +40,7 @@ SCHEMA = Schema(
 )
 IDS = {"item": np.arange(5, dtype=np.uint64), "user": np.arange(3, dtype=np.uint64)}
 ROWS = {"item": np.ones((5, 8), np.float32), "user": np.ones((3, 4), np.float32)}
+STATE = DenseState([], [], np.empty(0, np.uint8), [], "[]", [], np.empty(0, np.uint8), "{}", -1)
 COLUMNS = {
     "item": IdColumn(np.array([1, 2, 1], np.uint64)),
     "history": IdColumn(np.array([1, 5, 6], np.uint64), np.array([0, 2, 2, 3], np.int64)),
@@ -198,6 +210,35 @@ CALLS = {
         "import_rows": (RowChunk("item", 0, {"ids": IDS["item"]}),),
         "export_state": (),
         "import_state": ([StatePiece("item", 0, "clocks", 0, IDS["item"])],),
+        "switch": ('{"kind": "sync"}', 1, 0),
+        "drain": (1, 0, 0),
+        "slots": (),
+    },
+    DensePS: {
+        "load": (STATE, 1, 0),
+        "pull": (-1, 0, 1.0),
+        "push": (header(1), PushedDense(0.0, None, None, None)),
+        "drain": (1, 0, 0),
+        "export": (),
+        "statistics": (),
+    },
+    Tokens: {
+        "begin": (Segment(1, 1, '{"kind": "async"}', 1, 0, 0, 0, None),),
+        "take": (Caller(1, 1, 0), 1),
+        "end": (Caller(1, 1, 0), 1),
+        "stop": (),
+        "draw": (Caller(1, 1, 0), 1, 0, 8, 0, 0),
+        "arrive": (Caller(1, 1, 0), 1, 8, 0),
+        "orphans": (Caller(1, 1, 0), 0),
+        "rest": (Caller(1, 1, 0), 0, 0),
+        "settled": (Caller(1, 1, 0), 0),
+        "announce": (1, 8),
+        "request": ('{"kind": "async"}',),
+        "requested": (),
+        "resolve": (),
+        "cancel": (1, 0),
+        "summary": (),
+        "schedule": (),
     },
     EmbeddingWorker: {
         "register": (COLUMNS,),

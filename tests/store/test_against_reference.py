@@ -101,6 +101,8 @@ def test_any_history(data):
             push = data.draw(st.tuples(st.integers(0, 2), st.integers(0, 5)))
             arguments = ([0], [ids], [gradients], [0.1], step, *push)
             assert store.update(*arguments) == reference.update(*arguments)
+            last = {row.id: row.last_step for shard in reference._tables[0][1] for row in shard.rows}
+            assert store.last_steps(0, ids).tolist() == [last.get(int(id_), 0) for id_ in ids]
         else:
             store = restored(store, config, threads)
     compare(store, reference, config)

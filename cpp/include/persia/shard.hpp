@@ -120,6 +120,8 @@ class Shard {
   static void lookup(Shards shards, const Slice& slice, float* out, bool train);
   static PushCounts update(Shards shards, const Slice& slice, const Push& push);
 
+  // Per position, in which step the row was last changed; 0 for a new one and for none. Changes nothing.
+  static void last_steps(Shards shards, const Slice& slice, std::uint32_t* out);
   // found[position] and, where it is 1, the row at the same position of `rows`.
   void peek(const Slice& slice, std::uint8_t* found, RowBatch& rows);
   // Appends up to `max_rows` rows from row number `start` on to `rows`; those changed before `since_epoch` are left

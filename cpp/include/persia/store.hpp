@@ -67,6 +67,9 @@ class Store {
   std::vector<PushCounts> update(std::span<const UpdateRequest> requests, std::uint32_t step, std::uint64_t client,
                                  std::uint64_t sequence);
 
+  // Per id, the step in which its row was last changed; 0 for a new row and for none.
+  void last_steps(std::size_t table, std::span<const std::uint64_t> ids, std::uint32_t* out);
+
   // found[i] and row i of the result belong to ids[i]; columns of absent ids are zero.
   RowBatch peek(std::size_t table, std::span<const std::uint64_t> ids, std::uint8_t* found);
   void import_rows(std::size_t table, std::size_t count, const RowView& rows);

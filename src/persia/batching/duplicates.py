@@ -114,7 +114,8 @@ def average_gradients(
 
     Returns:
         The distinct ids in order of first occurrence, uint64 `[u]`, and their gradients, float32 `[u, dim]`: the sum,
-        in the order of the parts, of float32(weight / divisor) * gradient. Bit-identical whatever the number of
+        in the order of the parts, of float32(weight / first weight) * gradient, times float32(first weight / divisor).
+        Bit-identical whatever the number of
         threads. What one NN worker alone has is its gradient itself when `total` is None.
 
     Raises:
@@ -125,15 +126,25 @@ def average_gradients(
     scratch = scratch or Scratch()
     dim = _dim(parts)
     ((ids, inverses),) = unique([[ids for ids, _ in parts]], pool, scratch)
-    divisor = np.full(len(ids), total or 0.0)
-    if total is None:
-        for inverse, weight in zip(inverses, weights, strict=True):
+    # Weights are taken relative to the first, and divided by at the end: where all are alike, gradients are summed as
+    # they are, as they are in modes that do not know the divisor before.
+    divisor, having = np.full(len(ids), total or 0.0), np.zeros(len(ids), np.int64)
+    for inverse, weight in zip(inverses, weights, strict=True):
+        having[inverse] += 1
+        if total is None:
             divisor[inverse] += weight
+    factor = (weights[0] / divisor).astype(np.float32)
+    alone = (having == 1) if total is None else np.zeros(len(ids), np.bool_)
+    factor[alone] = 1.0
     scaled = [
-        gradients * (weight / divisor[inverse]).astype(np.float32)[:, None]
+        gradients
+        if weight == weights[0]
+        else gradients * np.where(alone[inverse], np.float32(1.0), np.float32(weight / weights[0]))[:, None]
         for (_, gradients), inverse, weight in zip(parts, inverses, weights, strict=True)
     ]
-    return ids, _sum_rows(len(ids), dim, inverses, scaled, pool, scratch)
+    merged = _sum_rows(len(ids), dim, inverses, scaled, pool, scratch)
+    merged *= factor[:, None]
+    return ids, merged
 
 
 def _dim(parts: Sequence[tuple[Ids, Floats]]) -> int:

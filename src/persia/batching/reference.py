@@ -99,13 +99,18 @@ def average_gradients(
 ) -> tuple[Ids, Floats]:
     """Twin of :func:`persia.batching.average_gradients`."""
     divisor: dict[int, float] = {}
+    having: dict[int, int] = {}
     for (ids, _), weight in zip(parts, weights, strict=True):
         for id_ in ids.tolist():
             divisor[id_] = total if total is not None else divisor.get(id_, 0.0) + weight
+            having[id_] = having.get(id_, 0) + 1
     average = {id_: np.zeros(parts[0][1].shape[1], np.float32) for id_ in divisor}
+    alone = {id_ for id_, count in having.items() if count == 1 and total is None}
     for (ids, gradients), weight in zip(parts, weights, strict=True):
         for id_, gradient in zip(ids.tolist(), gradients, strict=True):
-            average[id_] += np.float32(weight / divisor[id_]) * gradient
+            average[id_] += gradient if id_ in alone else np.float32(weight / weights[0]) * gradient
+    for id_ in average.keys() - alone:
+        average[id_] *= np.float32(weights[0] / divisor[id_])
     return np.array(list(average), np.uint64), np.array(list(average.values()), np.float32)
 
 

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from persia.cli.regions import cluster_app
-from persia.errors import CheckpointError, PersiaError
+from persia.errors import CheckpointError, ConfigError, PersiaError
 
 if TYPE_CHECKING:
     from persia.cli.run_config import RunConfig
     from persia.trainer import Trainer
 
 __all__ = ["app", "main"]
+
+CONTROL_SECONDS = 10.0
 
 app = typer.Typer(
     name="persia",
@@ -30,6 +32,10 @@ app = typer.Typer(
 checkpoint_app = typer.Typer(no_args_is_help=True, help="Look at checkpoints.")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(cluster_app, name="cluster")
+control_app = typer.Typer(no_args_is_help=True, help="Steer a run that is under way.")
+app.add_typer(control_app, name="control")
+bench_app = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
+app.add_typer(bench_app, name="bench")
 
 Config = Annotated[str, typer.Argument(help="TOML file; see examples/*.toml.", metavar="CONFIG")]
 Set = Annotated[
@@ -132,6 +138,59 @@ def inspect(
     from persia.cli import output as out
 
     out.CONSOLE.print(format_inspection(inspect_checkpoint(directory)))
+
+
+@control_app.command()
+def switch(
+    address: Annotated[str, typer.Argument(help="`cluster.control_address` of the run: tcp://host:port.")],
+    kind: Annotated[str, typer.Argument(help="sync, hybrid, async, bsp, hop_bs, hop_bw or gba.", metavar="MODE")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="An argument of the mode: `--set global_batch_size=4096`; repeatable."),
+    ] = None,
+) -> None:
+    """Change the mode of a running job at its next step boundary; rows, hyper-parameters and optimizer state stay.
+
+    Where the cluster has keys, set PERSIA_CURVE_KEYS as there.
+    """
+    from persia import rpc
+    from persia.modes import decode, encode
+    from persia.services import Tokens
+
+    arguments: dict[str, Any] = {"kind": kind}
+    for override in overrides or []:
+        name, found, value = override.partition("=")
+        if not found:
+            raise ConfigError(f"--set {override}: write NAME=VALUE.", field="set")
+        try:
+            arguments[name] = jsonlib.loads(value)
+        except jsonlib.JSONDecodeError:
+            arguments[name] = value
+    mode = decode(jsonlib.dumps(arguments))
+    tokens = rpc.connect(address, Tokens, peer="the run", timeout=CONTROL_SECONDS)
+    try:
+        tokens.request(encode(mode))
+    finally:
+        rpc.close(tokens)
+    typer.echo(f"The run at {address} goes over to {mode} at its next step boundary.")
+
+
+@bench_app.command()
+def modes(
+    workers: Annotated[int, typer.Option(help="Emulated NN workers.")] = 8,
+    slow: Annotated[str, typer.Option(help="So many are so much slower: `2:4x`.")] = "2:4x",
+    compute: Annotated[str, typer.Option(help="How long a batch computes: it is waited.")] = "20ms",
+    steps: Annotated[int, typer.Option(help="Batches per NN worker, on average.")] = 60,
+    json: Annotated[str | None, typer.Option(help="Write the table as JSON here.", metavar="FILE")] = None,
+) -> None:
+    """Compare all modes while some NN workers are slow. Computing is emulated by waiting."""
+    from persia import bench
+    from persia.cli import output as out
+
+    found = bench.compare(bench.Emulation.parse(workers, slow, compute), steps)
+    typer.echo(bench.table(found))
+    if json is not None:
+        out.write_json(json, [bench.record(line) for line in found])
 
 
 def main() -> Any:

@@ -13,7 +13,7 @@ from persia import data
 from persia.cluster import Embedded, RayOptions
 from persia.config import convert, dump
 from persia.errors import ConfigError
-from persia.modes import Hybrid, Sync
+from persia.modes import AnyMode, Hybrid
 from persia.nn import models
 from persia.nn.step import OptimizerFactory
 from persia.optim import APMSqueeze, APMSqueezeOptions
@@ -228,7 +228,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: ModelConfig = ModelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     embedding_optimizer: EmbeddingOptimizer = Adagrad(lr=0.05)
-    mode: Sync | Hybrid = Hybrid()
+    mode: AnyMode = Hybrid()
     cluster: ClusterConfig = ClusterConfig()
     train: TrainConfig = TrainConfig()
     trainer: TrainerOptions = TrainerOptions()

@@ -10,11 +10,16 @@ from persia.errors import MissingExtraError
 if TYPE_CHECKING:
     from persia.cluster.on_ray.cluster import Ray
     from persia.cluster.on_ray.options import RayOptions
+    from persia.cluster.threads import Threads
 
-__all__ = ["Embedded", "Ray", "RayOptions"]
+__all__ = ["Embedded", "Ray", "RayOptions", "Threads"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "Threads":
+        from persia.cluster.threads import Threads
+
+        return Threads
     # Ray takes a second to import, and is an extra.
     if name == "RayOptions":
         from persia.cluster.on_ray.options import RayOptions

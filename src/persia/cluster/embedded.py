@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from persia.coordinator import Tokens
+from persia.dense import DenseServer
 from persia.errors import ConfigError
 from persia.modes import Mode
 from persia.ps import EmbeddingServer
@@ -29,4 +31,9 @@ class Embedded:
     def connect(self, schema: Schema, optimizer: EmbeddingOptimizer, mode: Mode, seed: int) -> Connection:
         """Makes a store and an embedding worker; each call makes new ones."""
         server = EmbeddingServer(schema.resolved_tables(), optimizer, mode, seed, self.threads)
-        return Connection(Worker(schema, [server], self.threads), [server])
+        return Connection(
+            Worker(schema, [server], self.threads),
+            [server],
+            tokens=Tokens(),
+            dense=lambda maker: [DenseServer(maker)],
+        )

@@ -11,7 +11,7 @@ from persia.types import Member, Membership
 
 __all__ = ["Coordinator"]
 
-ROLES = ("embedding_ps", "embedding_worker", "data_loader", "nn_worker")
+ROLES = ("embedding_ps", "dense_ps", "embedding_worker", "data_loader", "nn_worker")
 RETIRABLE = ("embedding_worker", "data_loader")
 
 

@@ -36,6 +36,10 @@ class _Entry:
         self.taken = False
 
 
+KEPT_ON_DEMAND = 256
+"""Batches that are kept after they were taken, where NN workers take them in any order: their answer may be lost."""
+
+
 class _Failure(NamedTuple):
     """Why reading has stopped, at which number."""
 
@@ -216,9 +220,15 @@ class Loader:
         return feed
 
     def _pass(self, rank: int, number: int) -> None:
-        self._asked[rank] = max(number, self._asked.get(rank, number))
-        for passed in [n for n, e in self._entries.items() if e.rank == rank and n < number]:
-            self._forget(passed)
+        on_demand = self._feed is not None and self._feed.on_demand
+        if on_demand:
+            # Whose numbers are which is not known, so a lower one may still be taken, or taken again.
+            passed = [n for n, e in self._entries.items() if e.taken and n < number - KEPT_ON_DEMAND]
+        else:
+            self._asked[rank] = max(number, self._asked.get(rank, number))
+            passed = [n for n, e in self._entries.items() if e.rank == rank and n < number]
+        for gone in passed:
+            self._forget(gone)
         if number in self._entries:
             self._check_registered(self._entries[number])
 

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from persia.dense.group import Group
 from persia.errors import ConfigError, PersiaError
 
-__all__ = ["AllReduce", "AllReduceOptions"]
+__all__ = ["AllReduce", "AllReduceOptions", "unlearned"]
 
 _ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
 # `settle` brings buffers when somebody wants to read them. Newer versions warn of the old name.
@@ -99,6 +99,8 @@ class AllReduce:
         self._sums: list[Callable[[], list[int]]] = []
         self._total = 0
         self._having = 0
+        self.stop = False
+        self._stopping = 0
         self._averaged = False
         self._failure: Exception | None = None
 
@@ -107,9 +109,9 @@ class AllReduce:
     def start(self, rows: int, has_data: bool) -> None:
         """Begins a batch: its rows travel to the others while the forward pass runs."""
         if self._averaged:
-            self._own, self._total, self._averaged = 0, 0, False
+            self._own, self._total, self._stopping, self._averaged = 0, 0, 0, False
         self._own += rows
-        self._sums.append(self._control.start_sum([rows, int(has_data)]))
+        self._sums.append(self._control.start_sum([rows, int(has_data), int(self.stop)]))
 
     def over(self) -> bool:
         """Whether no NN worker has data any more. Blocks until all have begun the batch."""
@@ -119,9 +121,15 @@ class AllReduce:
     def rows(self) -> int:
         """Rows of all NN workers in this update. Blocks until all have begun the batch."""
         while self._sums:
-            rows, self._having = self._sums.pop(0)()
+            rows, self._having, stopping = self._sums.pop(0)()
             self._total += rows
+            self._stopping += stopping
         return self._total
+
+    def stopping(self) -> bool:
+        """Whether an NN worker wished to stop in this update: all know it, and stop after it. Blocks, as `rows`."""
+        self.rows()
+        return self._stopping > 0
 
     # --- gradients --------------------------------------------------------------------------------------------
 
@@ -139,7 +147,7 @@ class AllReduce:
         self._failure = None
         with contextlib.ExitStack() as stack:
             if made_up:
-                stack.enter_context(_unlearned(self._network))
+                stack.enter_context(unlearned(self._network))
             if not last and self._ddp is not None:
                 stack.enter_context(self._ddp.no_sync())
             try:
@@ -230,7 +238,7 @@ class AllReduce:
 
 
 @contextlib.contextmanager
-def _unlearned(network: torch.nn.Module) -> Iterator[None]:
+def unlearned(network: torch.nn.Module) -> Iterator[None]:
     """The network leaves no trace of a batch: its gradients are zeros, whatever it computes, its statistics stay."""
     norms = [
         module

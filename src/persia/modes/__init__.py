@@ -11,6 +11,7 @@ from persia.modes.hop_bs import HopBs
 from persia.modes.hop_bw import HopBw
 from persia.modes.hybrid import Hybrid
 from persia.modes.sync import Sync
+from persia.modes.text import decode, encode
 
 __all__ = [
     "Action",
@@ -33,6 +34,8 @@ __all__ = [
     "Sync",
     "Verdict",
     "decide",
+    "decode",
+    "encode",
     "rehearse",
 ]
 

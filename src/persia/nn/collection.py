@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -12,10 +12,11 @@ import torch
 
 from persia.batching.batch import Batch
 from persia.errors import ConfigError, PersiaError, StaleBatchError
-from persia.modes import Hybrid, Mode
+from persia.modes import Dense, Hybrid, Mode
+from persia.nn.draws import Drawn, Draws, Numbered
 from persia.nn.feeding import fed_batches
 from persia.nn.made_up import made_up_batch
-from persia.nn.pipeline import Pipeline, Stages
+from persia.nn.pipeline import READ_AHEAD, Pipeline, Stages
 from persia.nn.pool import Expander
 from persia.nn.prepared import PreparedBatch
 from persia.nn.staging import staging_for
@@ -32,6 +33,9 @@ __all__ = ["CollectionOptions", "EmbeddingCollection", "Pushed"]
 
 EVALUATION_READY = 4
 """Batches looked up ahead in evaluation, where no mode says how many."""
+
+READ_AHEAD_ON_DEMAND = 1
+"""Where batches are handed out on demand: what an NN worker reads ahead, nobody else can train."""
 
 
 class CollectionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,6 +91,20 @@ class _Pending(NamedTuple):
     gradients: Callable[[], Encoded]
 
 
+class _Registered(NamedTuple):
+    """A batch on its way to its lookup.
+
+    Attributes:
+        batch: as it came.
+        batch_id: at the embedding worker.
+        number: of the pass, in asynchronous modes.
+    """
+
+    batch: Batch | FedBatch
+    batch_id: int
+    number: int = -1
+
+
 class EmbeddingCollection(torch.nn.Module):
     """All embedding tables of a schema: lookups by prefetching, gradients pushed by `loss.backward()`.
 
@@ -137,6 +155,7 @@ class EmbeddingCollection(torch.nn.Module):
         self._worker = self.connection.worker
         self.gate = StalenessGate(self.mode, self.options.accumulation_steps)
         self._pipeline: Pipeline | None = None
+        self._draws: Draws | None = None
         self._group: list[_Pending] = []
         self._group_batches = 0
         self._registered: set[int] = set()
@@ -146,8 +165,13 @@ class EmbeddingCollection(torch.nn.Module):
         self._released = 0
         self._lost_batches = self._lost_rows = 0
         self._compressed = False
-        self._pushes = 0
+        self.pushes = 0
         self._pid = os.getpid()
+
+    def change_mode(self, mode: Mode) -> None:
+        """Another mode from the next pass of `prefetch` on. The PSs have to be told too."""
+        self.mode = mode
+        self.gate.mode, self.gate.depth = mode, mode.initial_depth()
 
     # --- the loop ---------------------------------------------------------------------------------------------
 
@@ -167,7 +191,10 @@ class EmbeddingCollection(torch.nn.Module):
         return fed_batches(connection.loader, epoch, start, connection.rank, connection.nn_workers)
 
     def prefetch(
-        self, loader: Iterable[Batch | FedBatch], equal_steps: EqualSteps | None = None
+        self,
+        loader: Iterable[Batch | FedBatch | Numbered],
+        equal_steps: EqualSteps | None = None,
+        draws: Draws | None = None,
     ) -> Iterator[PreparedBatch]:
         """Iterates over a loader with rows looked up ahead, in background threads.
 
@@ -176,6 +203,7 @@ class EmbeddingCollection(torch.nn.Module):
             equal_steps: where several NN workers train one network: its `persia.dense.AllReduce`. The iterator then
                 yields as many batches on each of them, and makes up (`batch.made_up`) those that are missing. Without
                 it, batches that were lost with an embedding worker are passed over.
+            draws: in asynchronous modes, the lists that batches and tokens come from; `loader` yields numbered batches.
 
         Yields:
             Batches on the device. Each is to be used before the next is drawn; one that was not back-propagated by
@@ -184,10 +212,18 @@ class EmbeddingCollection(torch.nn.Module):
         Raises:
             DataError: a batch does not fit the schema.
             DeadlineError: a stage was late; it says which.
+            ConfigError: the mode is an asynchronous one, and there are no `draws`.
             PersiaError: another training pass over this collection is under way.
         """
         source = iter(loader)  # Here, so that DataLoader workers are forked by the caller's thread.
-        return self._train(source, equal_steps) if self.training else self._evaluate(source)
+        if not self.training:
+            return self._evaluate(source)
+        if (draws is None) != (self.mode.dense() is Dense.ALL_REDUCE):
+            raise ConfigError(
+                f"The mode {type(self.mode).__name__} keeps the network on dense PSs, so a `Trainer` has to run it.",
+                field="mode",
+            )
+        return self._train(source, equal_steps, draws)
 
     def forward(self, batch: PreparedBatch | Batch) -> Embeddings:
         """Embeddings by feature: `[batch, dim]`, or a SequenceEmbedding where the feature is not pooled.
@@ -252,7 +288,9 @@ class EmbeddingCollection(torch.nn.Module):
 
     # --- training ---------------------------------------------------------------------------------------------
 
-    def _train(self, source: Iterator[Batch | FedBatch], equal_steps: EqualSteps | None) -> Iterator[PreparedBatch]:
+    def _train(
+        self, source: Iterator[Batch | FedBatch | Numbered], equal_steps: EqualSteps | None, draws: Draws | None
+    ) -> Iterator[PreparedBatch]:
         self._check_process()
         if self._pipeline is not None:
             raise PersiaError(
@@ -263,7 +301,12 @@ class EmbeddingCollection(torch.nn.Module):
         self.gate.open()
         lookup = functools.partial(self._lookup, made_up_rows=equal_steps.made_up_rows if equal_steps else 1)
         stages = Stages(self._register, self.gate.pass_lookup, lookup, self.gate.drawn, self.gate.close)
-        pipeline = self._pipeline = Pipeline(source, stages, self.options.timeout)
+        ahead = READ_AHEAD
+        if draws is not None:
+            stages = Stages(self._register, draws.pass_lookup, lookup, lambda _: None, draws.close)
+            ahead = READ_AHEAD_ON_DEMAND
+        self._draws = draws
+        pipeline = self._pipeline = Pipeline(source, stages, self.options.timeout, read_ahead=ahead)
         batch: PreparedBatch | None = None
         complete = False
         try:
@@ -280,14 +323,19 @@ class EmbeddingCollection(torch.nn.Module):
             # abandoned is no step.
             if batch is not None and batch.close():
                 self._released += 1
-            if complete or not self._held:
+            if draws is not None:
+                self._group, self._group_batches = [], 0
+            elif complete or not self._held:
                 self._flush_group()
             else:  # The others would have to push a step with it, and nobody knows whether they will.
                 self._group, self._group_batches = [], 0
             self._pipeline = None
             try:
                 pipeline.close()
+                if draws is not None and pipeline.push_failure is None:
+                    draws.abandon()
             finally:
+                self._draws = None
                 for batch_id in self._registered:
                     self._worker.release(batch_id)
                 self._registered.clear()
@@ -301,6 +349,8 @@ class EmbeddingCollection(torch.nn.Module):
 
     def _next(self, pipeline: Pipeline, equal_steps: EqualSteps | None) -> PreparedBatch | None:
         """The next batch; after the own data a made-up one for as long as other NN workers have some."""
+        if self._draws is not None:
+            self._draws.want()
         try:
             batch = pipeline.draw()
         except StopIteration:
@@ -314,19 +364,32 @@ class EmbeddingCollection(torch.nn.Module):
             equal_steps.start(batch.weight, has_data=True)
         return batch
 
-    def _register(self, batch: Batch | FedBatch) -> tuple[Batch | FedBatch, int]:
+    def _register(self, item: Batch | FedBatch | Numbered) -> _Registered:
+        number, batch = item if isinstance(item, Numbered) else (-1, item)
         if isinstance(batch, FedBatch):
             batch_id = batch.batch_id
         else:
             batch.validate(self.schema)
             batch_id = self._worker.register(batch.id_features)
         self._registered.add(batch_id)
-        return batch, batch_id
+        return _Registered(batch, batch_id, number)
 
-    def _lookup(
-        self, registered: tuple[Batch | FedBatch, int], made_up_rows: int = 1
-    ) -> tuple[PreparedBatch, Callable[[], None]]:
-        batch, batch_id = registered
+    def _lookup(self, registered: _Registered, made_up_rows: int = 1) -> tuple[PreparedBatch, Callable[[], None]]:
+        if self._draws is None:
+            return self._found(registered, made_up_rows)
+        # Dense parameters before rows: rows are pushed first, so these are at least as new.
+        drawn = self._draws.draw(registered.number, len(registered.batch.labels))
+        prepared, ready = self._found(registered, made_up_rows)
+        prepared.drawn = drawn
+
+        def adopt() -> None:
+            drawn.adopt()
+            ready()
+
+        return prepared, adopt
+
+    def _found(self, registered: _Registered, made_up_rows: int) -> tuple[PreparedBatch, Callable[[], None]]:
+        batch, batch_id, _ = registered
         try:
             found = self._worker.lookup(batch_id)
         except StaleBatchError:
@@ -344,11 +407,26 @@ class EmbeddingCollection(torch.nn.Module):
         scale = self.grad_scaler.get_scale() if self.grad_scaler is not None else 1.0
         with torch.no_grad():
             gradients = self._transfer.gradients(batch.contribution(scale), self._compressed)
-        self._group.append(_Pending(batch.batch_id, len(batch), gradients))
+        pending = _Pending(batch.batch_id, len(batch), gradients)
+        if self._draws is not None:
+            assert batch.drawn is not None
+            self._push_drawn(batch.drawn, [pending], self._draws.shared.gradients())
+            return
+        self._group.append(pending)
         self._batch_ended()
 
     def _release_if_unused(self, batch: PreparedBatch) -> None:
-        if batch.made_up:
+        if self._draws is not None:
+            if batch.close():
+                assert batch.batch_id is not None
+                self._worker.release(batch.batch_id)
+                self._registered.discard(batch.batch_id)
+                self._released += 1
+            elif not batch.made_up:
+                return  # Its gradient is on its way.
+            assert batch.drawn is not None
+            self._push_drawn(batch.drawn, [], None)
+        elif batch.made_up:
             self._batch_ended()
         elif batch.close():
             assert batch.batch_id is not None
@@ -379,19 +457,41 @@ class EmbeddingCollection(torch.nn.Module):
         contributions = [Contribution(pending.batch_id, *pending.gradients()) for pending in group]
         connection = self.connection
         if contributions or self._held:
-            self._pushes += 1
+            self.pushes += 1
             header = PushHeader(
-                connection.generation, connection.rank, self._pushes, step, sum(pending.rows for pending in group)
+                connection.generation, connection.rank, self.pushes, step, sum(pending.rows for pending in group)
             )
-            for table, counts in self._worker.push(header, contributions).items():
-                before = self._counts.get(table, UpdateCounts())
-                self._counts[table] = UpdateCounts(*(a + b for a, b in zip(before, counts, strict=True)))
+            self._count(self._worker.push(header, contributions))
             self._registered.difference_update(c.batch_id for c in contributions)
         self.gate.done(batches)
 
+    def _push_drawn(
+        self, drawn: Drawn, group: list[_Pending], dense: Callable[[PushHeader, float], None] | None
+    ) -> None:
+        """Hands a gradient of an asynchronous mode to the push thread."""
+        draws = self._draws
+        assert draws is not None
+        assert self._pipeline is not None
+        version = draws.shared.version
+
+        def push() -> None:
+            contributions = [Contribution(pending.batch_id, *pending.gradients()) for pending in group]
+            rows = sum(pending.rows for pending in group)
+            ticket, counts = draws.push(drawn.sequence, rows, version, contributions, dense)
+            self._count(counts)
+            self._registered.difference_update(c.batch_id for c in contributions)
+            self.global_step = max(self.global_step, ticket.header.step)
+
+        self._pipeline.push(push)
+
+    def _count(self, counts: Mapping[str, UpdateCounts]) -> None:
+        for table, more in counts.items():
+            before = self._counts.get(table, UpdateCounts())
+            self._counts[table] = UpdateCounts(*(a + b for a, b in zip(before, more, strict=True)))
+
     # --- without a pipeline -----------------------------------------------------------------------------------
 
-    def _evaluate(self, source: Iterator[Batch | FedBatch]) -> Iterator[PreparedBatch]:
+    def _evaluate(self, source: Iterator[Batch | FedBatch | Numbered]) -> Iterator[PreparedBatch]:
         self._check_process()
         stopped = False
 
@@ -411,8 +511,8 @@ class EmbeddingCollection(torch.nn.Module):
         finally:
             pipeline.close()
 
-    def _validated(self, batch: Batch | FedBatch) -> Batch:
-        if isinstance(batch, FedBatch):
+    def _validated(self, batch: Batch | FedBatch | Numbered) -> Batch:
+        if not isinstance(batch, Batch):
             raise PersiaError("Evaluation needs whole batches; those of data loaders are for training.")
         batch.validate(self.schema, require_labels=False)
         return batch
@@ -423,6 +523,8 @@ class EmbeddingCollection(torch.nn.Module):
     def _prepare_now(self, batch: Batch) -> PreparedBatch:
         self._check_process()
         if self.training and torch.is_grad_enabled():
+            if self.mode.dense() is Dense.SERVER:
+                raise ConfigError(f"The mode {type(self.mode).__name__} needs a `Trainer`.", field="mode")
             if self._pipeline is not None:
                 raise PersiaError(
                     "This EmbeddingCollection is in a `prefetch` loop; call it with the batches that the loop "

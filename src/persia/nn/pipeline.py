@@ -15,13 +15,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from persia.batching.batch import Batch
 from persia.errors import DeadlineError
 from persia.nn.channel import Channel, Closed
 from persia.nn.prepared import PreparedBatch
-from persia.types import FedBatch
 
-__all__ = ["Pipeline", "Stages"]
+__all__ = ["READ_AHEAD", "Pipeline", "Stages"]
 
 READ_AHEAD = 16
 """Batches read before they are needed; more only costs memory."""
@@ -44,7 +42,7 @@ class Stages(NamedTuple):
         stop: makes a blocked `may_lookup` return False.
     """
 
-    register: Callable[[Batch | FedBatch], Any]
+    register: Callable[[Any], Any]
     may_lookup: Callable[[], bool]
     lookup: Callable[[Any], tuple[PreparedBatch, Callable[[], None]]]
     drawn: Callable[[float], None]
@@ -69,15 +67,21 @@ class Pipeline:
         stages: what the threads do.
         timeout: seconds that a draw, or the end of the last push, may take.
         ready: most batches looked up ahead.
+        read_ahead: most batches read ahead of that.
     """
 
     def __init__(
-        self, source: Iterator[Batch | FedBatch], stages: Stages, timeout: float, ready: int = MOST_READY
+        self,
+        source: Iterator[Any],
+        stages: Stages,
+        timeout: float,
+        ready: int = MOST_READY,
+        read_ahead: int = READ_AHEAD,
     ) -> None:
         self._source = source
         self._stages = stages
         self._timeout = timeout
-        self._read: Channel[Batch | FedBatch | _Failure] = Channel(READ_AHEAD)
+        self._read: Channel[Any] = Channel(read_ahead)
         self._ready: Channel[_Ready | _Failure] = Channel(ready)
         self._pushes: Channel[Callable[[], None]] = Channel(MOST_READY)
         self.push_failure: BaseException | None = None

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from persia.errors import StaleBatchError
+from persia.nn.draws import Drawn
 from persia.types import Int32Array, Int64Array, Inverse
 
 __all__ = ["PreparedBatch", "PreparedRows"]
@@ -40,6 +41,7 @@ class PreparedBatch:
         offsets: of multi-valued features.
         batch_id: what the embedding worker knows it by; None where no gradient is awaited.
         made_up: it stands in for data that this NN worker does not have; the network must not learn from it.
+        drawn: its token, in asynchronous modes.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class PreparedBatch:
         self.rows, self.inverse, self.offsets = found
         self.batch_id = batch_id
         self.made_up = made_up
+        self.drawn: Drawn | None = None
         self._finish: Callable[[PreparedBatch], None] | None = None
         self._closed = False
         self._called_back = False

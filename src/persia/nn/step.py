@@ -103,14 +103,21 @@ class DenseStep:
             logits = loss = batch.labels.new_zeros(())
         else:
             with self.replicas.batch(batch.made_up, last):
-                logits, loss = self._forward_backward(batch, embeddings)
+                logits, loss = self._forward_backward(batch, embeddings, self.replicas.model)
         if last:
             self._update()
         return logits.detach(), loss.detach()
 
-    def _forward_backward(self, batch: PreparedBatch, embeddings: Embeddings) -> tuple[torch.Tensor, torch.Tensor]:
+    def compute(self, batch: PreparedBatch, embeddings: Embeddings) -> tuple[torch.Tensor, torch.Tensor]:
+        """Forward and backward of one batch, without an update: dense PSs do that. Returns what `train` does."""
+        logits, loss = self._forward_backward(batch, embeddings, self.model)
+        return logits.detach(), loss.detach()
+
+    def _forward_backward(
+        self, batch: PreparedBatch, embeddings: Embeddings, model: torch.nn.Module
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         with self._autocast():
-            logits = self.replicas.model(batch.dense, embeddings)
+            logits = model(batch.dense, embeddings)
         logits = logits.float()
         loss = self._loss(logits, batch.labels)
         scaled = loss if self._accumulation == 1 else loss / self._accumulation

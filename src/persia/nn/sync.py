@@ -33,6 +33,8 @@ class Replicas(EqualSteps, Protocol):
     """The dense network of this NN worker among those of the others: :class:`persia.dense.AllReduce`, or `Alone`."""
 
     nn_workers: int
+    stop: bool
+    """Whether this NN worker wishes that all stop after an update; told with the next batch."""
     model: torch.nn.Module
     """What is called to train; it has the parameters of the network itself."""
 
@@ -44,6 +46,9 @@ class Replicas(EqualSteps, Protocol):
 
     def rows(self) -> int:
         """Rows of all NN workers in this update. Blocks."""
+
+    def stopping(self) -> bool:
+        """Whether an NN worker has wished to stop in this update. Blocks."""
 
     def settle(self) -> None:
         """At rest: what is not averaged becomes that of the first NN worker, such as statistics of BatchNorm."""
@@ -67,6 +72,7 @@ class Alone:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
+        self.stop = False
 
     def start(self, rows: int, has_data: bool) -> None:
         """Nobody wants to know."""
@@ -85,6 +91,10 @@ class Alone:
     def rows(self) -> int:
         """None beside its own."""
         return 0
+
+    def stopping(self) -> bool:
+        """Its own wish."""
+        return self.stop
 
     def settle(self) -> None:
         """Nothing differs."""

@@ -10,16 +10,27 @@ import numpy as np
 
 from persia import batching
 from persia.errors import StoreError
-from persia.modes import Mode
+from persia.modes import Dense, Mode, decode
 from persia.ps.held import Arrived, HeldSteps, HoldOptions
 from persia.ps.reduction import average_step
 from persia.ps.regions import Regions
 from persia.ps.room import with_room
+from persia.ps.sums import RunningSums
 from persia.ps.tables import learning_rate, table_config
 from persia.schema import EmbeddingOptimizer, Table
 from persia.services import RowChunk, StatePiece
 from persia.store import EmbeddingStore, Rows
-from persia.types import Floats, Gradients, Ids, PushHeader, UpdateCounts
+from persia.turns import Turns
+from persia.types import (
+    MERGED,
+    RANK_BITS,
+    Floats,
+    Gradients,
+    Ids,
+    PushHeader,
+    SlotCounts,
+    UpdateCounts,
+)
 
 __all__ = ["EmbeddingServer"]
 
@@ -52,12 +63,10 @@ class EmbeddingServer:
         threads: int,
         hold: HoldOptions | None = None,
     ) -> None:
-        self._mode = mode
-        hold = hold or HoldOptions()
-        self._on_arrival = mode.group(hold.nn_workers, 1) == 1
-        ranks = range(hold.nn_workers)
-        groups = [[rank] for rank in ranks] if self._on_arrival else [ranks]
-        self._held = [HeldSteps(group, hold.timeout, self._apply_held) for group in groups]
+        self._hold = hold or HoldOptions()
+        self._turns = Turns(self._hold.timeout)
+        self._slots = SlotCounts()
+        self._unclaimed: list[dict[str, UpdateCounts]] = []
         self._pool = batching.ThreadPool(threads)
         self._store = EmbeddingStore(self._pool)
         self._scratch = batching.Scratch()
@@ -65,8 +74,8 @@ class EmbeddingServer:
             name: msgspec.structs.replace(table, optimizer=table.optimizer or optimizer)
             for name, table in tables.items()
         }
-        self._timeout = hold.timeout
-        self._regions = Regions(hold.regions) if hold.regions is not None else None
+        self._timeout = self._hold.timeout
+        self._regions = Regions(self._hold.regions) if self._hold.regions is not None else None
         configs = [table_config(table, seed) for table in self._tables.values()]
         if self._regions is not None:
             self._regions.create_tables(self._store, configs)
@@ -74,6 +83,15 @@ class EmbeddingServer:
             for config in configs:
                 self._store.create_table(config)
         self._index = {name: number for number, name in enumerate(self._tables)}
+        self._adopt(mode)
+
+    def _adopt(self, mode: Mode) -> None:
+        self._mode = mode
+        self._sums = RunningSums(mode.reduction, self._pool, self._scratch)
+        self._on_arrival = mode.dense() is Dense.ALL_REDUCE and mode.group(self._hold.nn_workers, 1) == 1
+        ranks = range(self._hold.nn_workers)
+        groups = [[rank] for rank in ranks] if self._on_arrival else [ranks]
+        self._held = [HeldSteps(group, self._hold.timeout, self._apply_held) for group in groups]
 
     def tables(self) -> Mapping[str, Table]:
         """The tables by name, their optimizers filled in."""
@@ -95,6 +113,8 @@ class EmbeddingServer:
 
     def push(self, header: PushHeader, gradients: Mapping[str, Gradients]) -> dict[str, UpdateCounts]:
         """Applies gradients, each once; see `persia.services.EmbeddingPS`."""
+        if header.slot >= 0:
+            return self._push_slot(header, gradients)
         if self._on_arrival and header.parts == 1:
             return self._apply(header.client, header.sequence, header.step, gradients)
         for table, part in gradients.items():
@@ -104,6 +124,52 @@ class EmbeddingServer:
                 raise StoreError(f"There is no NN worker {header.rank}, only {len(self._held)}.", rank=header.rank)
             return self._held[header.rank].push(header.sequence, Arrived(header, gradients))
         return self._held[0].push(header.step, Arrived(header, gradients))
+
+    def switch(self, mode: str, generation: int, step: int) -> None:
+        """Another mode from `step` on; see `persia.services.EmbeddingPS`."""
+        adopted = decode(mode)
+        self._turns.begin(generation, step)
+        self._adopt(adopted)
+
+    def drain(self, generation: int, step: int, held: int) -> dict[str, UpdateCounts]:
+        """Applies what has come of an incomplete step; see `persia.services.EmbeddingPS`."""
+        counts: dict[str, UpdateCounts] = {}
+
+        def apply() -> None:
+            counts.update(self._apply(MERGED | generation << RANK_BITS, step + 1, step, self._sums.take()))
+
+        self._turns.drain(generation, step, held, apply)
+        return counts
+
+    def _push_slot(self, header: PushHeader, gradients: Mapping[str, Gradients]) -> dict[str, UpdateCounts]:
+        """A push of an asynchronous mode: its turn is known, and what is applied is the sum of its step."""
+        for table, part in gradients.items():
+            self._check(table, part)
+
+        def work(last: bool) -> None:
+            weighed = {table: (part, self._weights(table, part.ids, header)) for table, part in gradients.items()}
+            self._sums.add(weighed, header.weight)
+            if last:
+                done = self._apply(header.merged_client, header.step + 1, header.step, self._sums.take())
+                self._unclaimed.append(done)
+
+        self._turns.push(header, work)
+        # Whoever comes first tells what was applied: summed over all calls it is right.
+        claimed, self._unclaimed = self._unclaimed, []
+        counts: dict[str, UpdateCounts] = {}
+        for done in claimed:
+            for table, more in done.items():
+                counts[table] = UpdateCounts(*map(sum, zip(counts.get(table, UpdateCounts()), more, strict=True)))
+        return counts
+
+    def _weights(self, table: str, ids: Ids, header: PushHeader) -> Floats:
+        """0 or 1 for each row, by the step in which it was last changed: `Mode.weight` of all rows at once."""
+        behind = self._store.last_steps(self._index[table], ids).astype(np.int64) - header.token
+        tolerance = self._mode.tolerance
+        counts = np.ones(len(ids), np.bool_) if tolerance is None else behind <= tolerance
+        if header.weight:
+            self._slots.add(behind, counts)
+        return counts.astype(np.float32)
 
     def _apply_held(self, arrived: Sequence[Arrived]) -> dict[str, UpdateCounts]:
         """Applies a complete step: one update of the average over its NN workers."""
@@ -137,6 +203,10 @@ class EmbeddingServer:
             }
             for name, index in self._index.items()
         }
+
+    def slots(self) -> SlotCounts:
+        """How stale the rows of asynchronous modes were."""
+        return self._slots
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 

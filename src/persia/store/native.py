@@ -196,6 +196,12 @@ class EmbeddingStore:
             found, rows = self._native.peek(table, ids)
         return found.astype(np.bool_), Rows(*rows)
 
+    def last_steps(self, table: int, ids: NDArray[np.uint64]) -> NDArray[np.uint32]:
+        """In which step each id's row was last changed, uint32 [n]; 0 for a new row and for none. Touches nothing."""
+        with _store_errors():
+            steps: NDArray[np.uint32] = self._native.last_steps(table, ids)
+        return steps
+
     def contains(self, table: int, ids: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """Which ids have a row: bool [n]."""
         return self.peek(table, ids)[0]

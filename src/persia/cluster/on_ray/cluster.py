@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import ray
 
 from persia import rpc
-from persia.cluster.on_ray.hosts import CoordinatorHost, EmbeddingServerHost, EmbeddingWorkerHost
+from persia.cluster.on_ray.hosts import CoordinatorHost, DenseServerHost, EmbeddingServerHost, EmbeddingWorkerHost
 from persia.cluster.on_ray.linked import Linked
 from persia.cluster.on_ray.loader_host import DataLoaderHost
 from persia.cluster.on_ray.membership import reach_coordinator
@@ -29,7 +29,7 @@ from persia.errors import ClosedError, ConfigError, PersiaError
 from persia.modes import Mode
 from persia.rpc.keys import KEYS_VARIABLE
 from persia.schema import EmbeddingOptimizer, Schema
-from persia.services import Connection, Coordinator
+from persia.services import Connection, Coordinator, DenseMaker
 from persia.types import Feed
 
 __all__ = ["Ray"]
@@ -87,7 +87,7 @@ class Ray:
         self._coordinator: Coordinator | None = None
         self._processes: Processes | None = None
         self._linked: list[Linked] = []
-        self._reading = Reading(self.options.timeout)
+        self._reading = Reading(self.options.timeout, nn_workers)
 
     # --- what a Trainer, an EmbeddingCollection, or a user calls ------------------------------------------------
 
@@ -132,7 +132,12 @@ class Ray:
                 rendezvous = ray.get(workers[0].handle.rendezvous.remote(), timeout=self.options.timeout)
                 sent = ray.put(pickled(function, self))
                 calls = {w.handle.run.remote(sent, generation, rendezvous): w for w in workers}
-                return results(processes, calls, {"serve": self._serve, "begin": self._begin})
+                operations: dict[str, Callable[..., Any]] = {
+                    "serve": self._serve,
+                    "serve_dense": self._serve_dense,
+                    "begin": self._begin,
+                }
+                return results(processes, calls, operations)
             except BaseException:
                 self._end_run(processes)
                 raise
@@ -209,6 +214,11 @@ class Ray:
             finally:
                 if self._owns_ray:
                     ray.shutdown()
+
+    @property
+    def control_address(self) -> str:
+        """Where `persia control` reaches this cluster; starts it if need be."""
+        return self._started()[1].coordinator
 
     def __enter__(self) -> Ray:
         return self
@@ -307,6 +317,15 @@ class Ray:
         return self._start(
             EmbeddingServerHost, "embedding_ps", rank, service, scheduling_strategy=where, max_restarts=restarts
         )
+
+    def _serve_dense(self, maker: DenseMaker) -> None:
+        """Starts the dense PSs, unless they are there."""
+        with self._lock:
+            processes, _, _ = self._started()
+            if not processes.of("dense_ps"):
+                ranks = range(self.options.dense_ps)
+                started = [self._start(DenseServerHost, "dense_ps", rank, maker) for rank in ranks]
+                processes.await_ready(started, self.options.timeout)
 
     def _start_more(self, role: str, rank: int) -> Process:
         """Starts an embedding worker or a data loader."""

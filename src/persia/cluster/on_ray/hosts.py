@@ -11,18 +11,20 @@ from typing import Any
 
 import ray
 
-from persia import rpc
+from persia import rpc, services
 from persia.cluster.on_ray.membership import Listener, connect_servers, reach_coordinator
 from persia.cluster.on_ray.plan import TITLES, Plan, ProcessInfo, Service
 from persia.coordinator import Coordinator as Coordination
+from persia.coordinator import Tokens
 from persia.errors import ConfigError, DeadlineError, StoreError
 from persia.ps import EmbeddingServer, HoldOptions
 from persia.ps.regions import Regions
-from persia.services import Coordinator, EmbeddingPS, EmbeddingWorker
+from persia.rpc.interface import describe
+from persia.services import ControlPlane, Coordinator, DenseMaker, DensePS, EmbeddingPS, EmbeddingWorker
 from persia.types import Membership
 from persia.worker import Worker, WorkerOptions
 
-__all__ = ["CoordinatorHost", "EmbeddingServerHost", "EmbeddingWorkerHost", "Host", "Later", "cores"]
+__all__ = ["CoordinatorHost", "DenseServerHost", "EmbeddingServerHost", "EmbeddingWorkerHost", "Host", "Later", "cores"]
 
 REPORT_SECONDS = 1.0
 BIND_SECONDS = 5.0
@@ -128,7 +130,36 @@ class CoordinatorHost(Host):
 
     def __init__(self, plan: Plan, rank: int) -> None:
         super().__init__(plan, rank)
-        self.serve(Coordination(), Coordinator)
+        self.serve(_Both(Coordination(), Tokens(plan.options.timeout)), ControlPlane)
+
+
+class _Both:
+    """Coordinator and lists, at one address."""
+
+    def __init__(self, coordinator: Coordinator, tokens: Tokens) -> None:
+        for protocol, servant in ((Coordinator, coordinator), (services.Tokens, tokens)):
+            for name in describe(protocol):
+                setattr(self, name, getattr(servant, name))
+
+
+class DenseServerHost(Host):
+    """Process of a dense PS. The only one of these with torch."""
+
+    role = "dense_ps"
+
+    def __init__(self, plan: Plan, rank: int, maker: DenseMaker) -> None:
+        super().__init__(plan, rank)
+        import torch
+
+        from persia.dense import DenseServer
+
+        torch.set_num_threads(cores(plan))
+        self.servant = DenseServer(maker, rank, plan.options.dense_ps, plan.options.timeout)
+        self.join(self.serve(self.servant, DensePS))
+
+    def counters(self) -> dict[str, float]:
+        """As the role counts them."""
+        return {name: float(value) for name, value in self.servant.statistics().items()}
 
 
 class EmbeddingServerHost(Host):

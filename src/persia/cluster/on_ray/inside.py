@@ -47,7 +47,8 @@ class Inside:
         fed: bool = host.ask("serve", Service(schema, optimizer, mode, seed))
         assert host.coordinator is not None
         begin = functools.partial(host.ask, "begin") if fed else None
-        self._linked = Linked(host.coordinator, host.plan, host.rank, self._generation, begin)
+        make_dense = functools.partial(host.ask, "serve_dense")
+        self._linked = Linked(host.coordinator, host.plan, host.rank, self._generation, begin, make_dense)
         return self._linked.connection
 
     def close(self) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from persia import rpc
-from persia.cluster.on_ray.membership import Listener, alive, connect_servers, reach
+from persia.cluster.on_ray.membership import Listener, alive, connect_dense, connect_servers, reach, reach_tokens
 from persia.cluster.on_ray.plan import Plan
 from persia.nn.directory import Directory
 from persia.nn.feeding import DataLoaders
 from persia.nn.routing import EmbeddingWorkers
-from persia.services import Connection, Coordinator, DataLoader, EmbeddingWorker
+from persia.services import Connection, Coordinator, DataLoader, DenseMaker, DensePS, EmbeddingWorker
 from persia.types import Feed, Membership
 
 __all__ = ["Linked"]
@@ -43,6 +44,7 @@ class Linked:
         rank: of the NN worker.
         generation: of the NN workers.
         begin: tells the driver to let the data loaders begin; None where this process reads its data itself.
+        make_dense: tells the driver to start the dense PSs.
 
     Raises:
         DeadlineError: the roles are not there in time.
@@ -55,6 +57,7 @@ class Linked:
         rank: int = 0,
         generation: int = 1,
         begin: Callable[[Feed], None] | None = None,
+        make_dense: Callable[[DenseMaker], Any] | None = None,
     ) -> None:
         timeout = plan.options.timeout
         self._servers = connect_servers(coordinator, plan)
@@ -67,6 +70,15 @@ class Linked:
             "data_loader", lambda member: reach(member, DataLoader, plan), rpc.close
         )
         self._listener = Listener(coordinator, self._update)
+        self._tokens = reach_tokens(plan)
+        self._dense: Sequence[DensePS] = []
+
+        def dense(maker: DenseMaker) -> Sequence[DensePS]:
+            if make_dense is not None:
+                make_dense(maker)
+            self._dense = connect_dense(coordinator, plan)
+            return self._dense
+
         self.connection = Connection(
             EmbeddingWorkers(self._workers, timeout, rank),
             self._servers,
@@ -74,12 +86,15 @@ class Linked:
             rank,
             plan.nn_workers,
             generation,
+            self._tokens,
+            dense,
         )
 
     def close(self) -> None:
         """Gives up all connections."""
         self._listener.close()
-        stubs = [*self._servers, *self._workers.roster().serving(), *self._loaders.roster().serving()]
+        stubs: list[object] = [self._tokens, *self._dense, *self._servers]
+        stubs += [*self._workers.roster().serving(), *self._loaders.roster().serving()]
         for stub in stubs:
             rpc.close(stub)
 

@@ -10,14 +10,15 @@ from typing import Any, TypeVar
 from persia import rpc
 from persia.cluster.on_ray.plan import TITLES, Plan
 from persia.errors import ClosedError, DeadlineError, PersiaError
-from persia.services import Coordinator, EmbeddingPS
+from persia.services import Coordinator, DensePS, EmbeddingPS, Tokens
 from persia.types import Member, Membership
 
-__all__ = ["Listener", "alive", "connect_servers", "reach", "reach_coordinator"]
+__all__ = ["Listener", "alive", "connect_dense", "connect_servers", "reach", "reach_coordinator", "reach_tokens"]
 
 T = TypeVar("T")
 
 POLL_SECONDS = 5.0
+GRACE_SECONDS = 5.0
 
 
 def alive(coordinator: Coordinator, role: str, least: int, timeout: float) -> list[Member]:
@@ -54,6 +55,19 @@ def reach_coordinator(plan: Plan) -> Coordinator:
     """A stub of the coordinator."""
     timeout = max(plan.options.timeout, 2 * POLL_SECONDS)
     return rpc.connect(plan.coordinator, Coordinator, peer="coordinator", timeout=timeout, keys=plan.keys)
+
+
+def reach_tokens(plan: Plan) -> Tokens:
+    """A stub of the lists, which are where the coordinator is. Its calls wait for others, and say so themselves."""
+    return rpc.connect(
+        plan.coordinator, Tokens, peer="coordinator", timeout=plan.options.timeout + GRACE_SECONDS, keys=plan.keys
+    )
+
+
+def connect_dense(coordinator: Coordinator, plan: Plan) -> Sequence[DensePS]:
+    """Stubs of all dense PSs, once they are there."""
+    members = alive(coordinator, "dense_ps", plan.options.dense_ps, plan.options.timeout)
+    return [reach(member, DensePS, plan) for member in members]
 
 
 def connect_servers(coordinator: Coordinator, plan: Plan) -> Sequence[EmbeddingPS]:

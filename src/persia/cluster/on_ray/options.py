@@ -22,6 +22,7 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         compression: of rows and gradients between embedding workers and NN workers: "fp16" halves them, lossy.
         threads: of each process: of torch in an NN worker, of the store in a PS. None shares this machine's cores
             among the NN workers, on several hosts it gives each all of its host's.
+        dense_ps: processes that share the network's tensors in asynchronous modes; started when one of them is.
         restarts: how often an embedding PS, an embedding worker or a data loader that has died is started again.
         regions: where embedding PSs keep their rows, so that they outlive their processes: a directory of each host,
             in shared memory or on a disk, which must have room for them; see `persia cluster regions`. Empty: in the
@@ -35,6 +36,7 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpus: float = 0.0
     compression: Literal["none", "fp16"] = "none"
     threads: int | None = None
+    dense_ps: int = 1
     restarts: int = 3
     regions: str = "/dev/shm"
     timeout: float = 600.0
@@ -52,5 +54,7 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"threads = {self.threads!r}; give a whole number >= 1.", field="threads")
         if self.regions and not self.regions.startswith("/"):
             raise ConfigError(f"regions = {self.regions!r}; give an absolute path, or nothing.", field="regions")
+        if not isinstance(self.dense_ps, int) or self.dense_ps < 1:
+            raise ConfigError(f"dense_ps = {self.dense_ps!r}; give a whole number >= 1.", field="dense_ps")
         if not self.timeout > 0:
             raise ConfigError(f"timeout = {self.timeout!r}; give a number of seconds > 0.", field="timeout")

@@ -13,6 +13,7 @@ __all__ = ["TITLES", "Plan", "ProcessInfo", "Service", "Source"]
 TITLES = {
     "coordinator": "coordinator",
     "embedding_ps": "embedding PS",
+    "dense_ps": "dense PS",
     "embedding_worker": "embedding worker",
     "data_loader": "data loader",
     "nn_worker": "NN worker",

@@ -24,10 +24,12 @@ class Reading:
 
     Args:
         timeout: seconds that a data loader may take to begin.
+        nn_workers: that take what is read.
     """
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, nn_workers: int) -> None:
         self._timeout = timeout
+        self._nn_workers = nn_workers
         self._source: Source | None = None
         self._feed: Feed | None = None
 
@@ -76,12 +78,13 @@ class Reading:
         source, feed = self._source, self._feed
         if source is None or feed is None:
             return
+        ahead = AHEAD * self._nn_workers if feed.on_demand else AHEAD
         calls = [
             loader.handle.begin.remote(
                 source.pickled,
                 source.name,
                 source.accumulation_steps,
-                feed._replace(loader=number, loaders=len(loaders), ahead=AHEAD),
+                feed._replace(loader=number, loaders=len(loaders), ahead=ahead),
             )
             for number, loader in enumerate(loaders)
         ]

@@ -1,0 +1,499 @@
+"""Data list, token list, and the order of arrivals (GBA paper, section 4.1; docs/reference/protocol.md, section 12)."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from persia.coordinator.accounts import Account, Drawn, TokenReport
+from persia.errors import DeadlineError, PersiaError, StalePushError
+from persia.modes import Action, Arrival, Mode, decode
+from persia.types import Caller, Event, PushHeader, Rest, Segment, Ticket, Token
+
+__all__ = ["Tokens"]
+
+
+class _State(msgspec.Struct):
+    """All that has to survive a restart."""
+
+    segment: Segment | None = None
+    settled: int | None = 0
+    """Global step at which the segment is at rest; None while it is under way."""
+    group: int = 0
+    step: int = 0
+    held: int = 0
+    tokens: int = 0
+    """Drawn and not lost, since step 0."""
+    spare: int = 0
+    """Tokens of dead NN workers: the next draws are of the current value."""
+    following: int = 0
+    """Batch number that is handed out next."""
+    returned: list[int] = msgspec.field(default_factory=list)
+    """Numbers of dead NN workers' batches: handed out first."""
+    end: int | None = None
+    stopped: bool = False
+    accounts: dict[int, Account] = msgspec.field(default_factory=dict)
+    orphans: list[PushHeader] = msgspec.field(default_factory=list)
+    """Slots that nobody has been asked to fill yet."""
+    report: TokenReport = msgspec.field(default_factory=TokenReport)
+    wanted: str = ""
+    """A mode that somebody has asked for."""
+    nn_workers: int = 0
+    local_batch: int = 0
+
+
+class Tokens:
+    """See `persia.services.Tokens`. Safe to call from several threads; `draw`, `rest` and `settled` wait for others.
+
+    Args:
+        timeout: seconds that a call waits.
+        path: file that the state is kept in, and taken from if it is there; None to forget it.
+        record: whether to keep every arrival, for `schedule`.
+        clock: seconds, for rates.
+    """
+
+    def __init__(
+        self,
+        timeout: float = 600.0,
+        path: str | None = None,
+        record: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._timeout = timeout
+        self._path = path
+        self._clock = clock
+        self._record = record
+        self._events: list[Event] = []
+        self._changed = threading.Condition()
+        self._waiting: set[int] = set()
+        """Ranks whose draw waits for the gate."""
+        self._state = _State()
+        if path is not None and os.path.exists(path):
+            with open(path, "rb") as file:
+                self._state = msgspec.msgpack.decode(file.read(), type=_State)
+        segment = self._state.segment
+        self._mode: Mode | None = decode(segment.mode) if segment is not None else None
+
+    # --- a segment --------------------------------------------------------------------------------------------
+
+    def begin(self, segment: Segment) -> None:
+        """Begins a segment; see `persia.services.Tokens`."""
+        mode = decode(segment.mode)
+        group = mode.group(segment.nn_workers, segment.local_batch or 1)
+        with self._changed:
+            state, old = self._state, self._state.segment
+            if old is not None and segment[:2] <= old[:2]:
+                if segment == old:
+                    return
+                raise StalePushError(f"Segment {segment.number} of generation {segment.generation} is over.")
+            if old is not None and segment.generation == old.generation and state.settled is None:
+                raise PersiaError(f"Segment {old.number} is not at rest yet, so {segment.number} cannot begin.")
+            same_pass = old is not None and (old.epoch, old.generation) == (segment.epoch, segment.generation)
+            returned = state.returned if same_pass else []
+            state.report.lost_batches += len(state.returned) - len(returned)
+            self._state = _State(
+                segment=segment,
+                settled=None,
+                group=group if segment.local_batch else 0,
+                step=segment.step,
+                following=segment.position,
+                returned=returned,
+                accounts={rank: Account() for rank in range(segment.nn_workers)},
+                report=state.report,
+                wanted=state.wanted,
+                stopped=bool(state.wanted),
+                nn_workers=segment.nn_workers,
+                local_batch=segment.local_batch,
+            )
+            self._state.tokens = segment.step * self._state.group
+            self._state.report.begin(self._clock())
+            self._mode = mode
+            self._save()
+
+    def take(self, caller: Caller, request: int) -> int | None:
+        """The next batch of the pass; see `persia.services.Tokens`."""
+        with self._changed:
+            account = self._enter(caller)
+            if request <= account.requests:
+                return account.answer
+            known = self._changed.wait_for(lambda: self._may_take() or self._over(caller), self._timeout)
+            state = self._current(caller)
+            if not known:
+                busy = [rank for rank, a in state.accounts.items() if a.taken or a.drawn]
+                raise DeadlineError(
+                    f"NN worker {caller.rank} waited {self._timeout:g} s to know whether the segment needs another "
+                    f"batch. Late: the NN workers {', '.join(map(str, busy))}, with the batches that they have.",
+                    late=busy,
+                    timeout=self._timeout,
+                )
+            account.requests, account.answer = request, self._next_number()
+            if account.answer is None:
+                account.ended = True
+            else:
+                account.taken.append(account.answer)
+            self._save()
+            return account.answer
+
+    def end(self, caller: Caller, number: int) -> None:
+        """The pass has no batch `number`; see `persia.services.Tokens`."""
+        with self._changed:
+            account = self._enter(caller)
+            state = self._state
+            state.end = number if state.end is None else min(state.end, number)
+            if number in account.taken:
+                account.taken.remove(number)
+            account.ended = True
+            self._save()
+
+    def stop(self) -> None:
+        """No more batches in this segment; see `persia.services.Tokens`."""
+        with self._changed:
+            self._state.stopped = True
+            self._save()
+
+    def draw(self, caller: Caller, sequence: int, number: int, rows: int, done: int, filled: int) -> Token:
+        """A batch's token; see `persia.services.Tokens`."""
+        with self._changed:
+            account = self._enter(caller)
+            self._confirm(account, done, filled)
+            known = account.drawn.get(sequence)
+            if known is not None:
+                return Token(known.value, known.least, [])
+            mode = self._known_mode()
+            if not self._state.group:
+                self._set_group(mode.group(self._segment().nn_workers, rows))
+            orphans = self._orphans_for(account)
+            if not orphans and not self._gate(caller.rank):
+                self._waiting.add(caller.rank)
+                self._changed.notify_all()
+                try:
+                    opened = self._changed.wait_for(
+                        lambda: self._gate(caller.rank) or self._state.orphans or self._over(caller), self._timeout
+                    )
+                finally:
+                    self._waiting.discard(caller.rank)
+                account = self._enter(caller)
+                orphans = self._orphans_for(account)
+                if not opened:
+                    raise self._shut(caller.rank)
+            if orphans:
+                self._save()
+                return Token(None, 0, orphans)
+            drawn = self._drawn(account, number)
+            account.drawn[sequence] = drawn
+            if number in account.taken:
+                account.taken.remove(number)
+            self._save()
+            return Token(drawn.value, drawn.least, [])
+
+    def arrive(self, caller: Caller, sequence: int, rows: int, version: int) -> Ticket:
+        """What becomes of a gradient; see `persia.services.Tokens`."""
+        with self._changed:
+            account = self._enter(caller)
+            if account.ticket is not None and account.ticket.header.sequence == sequence:
+                return account.ticket
+            drawn = account.drawn.pop(sequence, None)
+            if drawn is None:
+                raise StalePushError(f"NN worker {caller.rank} has no token for its push {sequence}.", rank=caller.rank)
+            state = self._state
+            step, held = state.step, state.held
+            decision = self._known_mode().arrive(Arrival(step, held, drawn.value, state.group))
+            dropped = decision.action is Action.DROP
+            header = PushHeader(
+                caller.generation,
+                caller.rank,
+                sequence,
+                step,
+                rows,
+                slot=-1 if dropped else held,
+                group=state.group,
+                token=drawn.value,
+            )
+            account.ticket = Ticket(dropped, header, decision.weight)
+            account.finished += 1
+            if not dropped:
+                account.slots[sequence] = header
+                state.held += 1
+                if decision.action is Action.APPLY:
+                    state.step, state.held = step + 1, 0
+                    account.least = step + 1
+            if self._record:
+                self._events.append(
+                    Event(caller.rank, drawn.number, rows, drawn.value, version, step, header.slot, decision.weight)
+                )
+            state.report.count(caller.rank, account.ticket, version, self._clock())
+            self._save()
+            return account.ticket
+
+    def orphans(self, caller: Caller, filled: int) -> list[PushHeader]:
+        """Slots to be filled; see `persia.services.Tokens`."""
+        with self._changed:
+            account = self._enter(caller)
+            self._confirm(account, 0, filled)
+            found = self._orphans_for(account)
+            self._save()
+            return found
+
+    def rest(self, caller: Caller, done: int, filled: int) -> Rest:
+        """Waits until all are done; see `persia.services.Tokens`."""
+        with self._changed:
+            account = self._enter(caller)
+            self._confirm(account, done, filled)
+            account.ended = account.resting = True
+            account.taken.clear()
+            self._save()
+            came = self._changed.wait_for(
+                lambda: self._at_rest() or self._state.orphans or self._over(caller), self._timeout
+            )
+            account = self._enter(caller)
+            orphans = self._orphans_for(account)
+            if orphans:
+                self._save()
+            elif not came:
+                late = [r for r, a in self._state.accounts.items() if a.alive and not a.resting]
+                raise DeadlineError(
+                    f"The NN workers {', '.join(map(str, late))} are not done with the segment within "
+                    f"{self._timeout:g} s. See what holds them up, or raise `timeout`.",
+                    late=late,
+                    timeout=self._timeout,
+                )
+            state = self._state
+            trained = state.following if state.end is None else min(state.following, state.end)
+            leader = min(rank for rank, a in state.accounts.items() if a.alive)
+            # Batches of dead NN workers are trained in another segment of the pass.
+            ended = state.end is not None and trained >= state.end and not state.returned
+            return Rest(leader, state.step, state.held, trained, ended, orphans)
+
+    def settled(self, caller: Caller, step: int) -> int:
+        """The PSs are drained; see `persia.services.Tokens`."""
+        with self._changed:
+            self._enter(caller)
+            if step >= 0:
+                self._state.settled = self._state.step = step
+                self._state.held = 0
+                self._state.report.rest(self._clock())
+                self._save()
+            elif not self._changed.wait_for(
+                lambda: self._state.settled is not None or self._over(caller), self._timeout
+            ):
+                raise DeadlineError(
+                    f"The PSs were not drained within {self._timeout:g} s by the NN worker that leads.",
+                    timeout=self._timeout,
+                )
+            return self._current(caller).settled or 0
+
+    # --- a change of mode ---------------------------------------------------------------------------------------
+
+    def announce(self, nn_workers: int, local_batch: int) -> None:
+        """A segment without tokens begins; see `persia.services.Tokens`."""
+        with self._changed:
+            self._state.nn_workers, self._state.local_batch = nn_workers, local_batch
+            self._save()
+
+    def request(self, mode: str) -> None:
+        """Another mode, at the next boundary; see `persia.services.Tokens`."""
+        wanted = decode(mode)
+        with self._changed:
+            state = self._state
+            if state.wanted == mode:
+                return
+            if state.wanted:
+                raise PersiaError(
+                    f"A switch to {state.wanted} is under way; wait for it before you ask for {mode}.",
+                    mode=state.wanted,
+                )
+            if state.nn_workers and state.local_batch:
+                wanted.group(state.nn_workers, state.local_batch)
+            state.wanted = mode
+            state.stopped = True
+            self._save()
+
+    def requested(self) -> str:
+        """The mode that was asked for, or nothing."""
+        with self._changed:
+            return self._state.wanted
+
+    def resolve(self) -> str:
+        """At rest: the mode that was asked for, which is now being made, or nothing."""
+        with self._changed:
+            wanted, self._state.wanted = self._state.wanted, ""
+            if wanted:
+                self._save()
+            return wanted
+
+    # --- what else happens ------------------------------------------------------------------------------------
+
+    def cancel(self, generation: int, rank: int) -> None:
+        """An NN worker is dead; see `persia.services.Tokens`."""
+        with self._changed:
+            state = self._state
+            if state.segment is None or state.segment.generation != generation or state.settled is not None:
+                return
+            account = state.accounts.get(rank)
+            if account is None or not account.alive:
+                return
+            account.alive = False
+            account.ended = True
+            lost = list(account.drawn.values())
+            state.spare += len(lost)
+            state.report.lost_tokens += len(lost)
+            state.returned = sorted([*state.returned, *account.taken, *(drawn.number for drawn in lost)])
+            state.orphans += [*account.slots.values(), *account.handed[account.filled :]]
+            account.taken, account.drawn, account.slots, account.handed = [], {}, {}, []
+            state.report.orphans += len(state.orphans)
+            self._save()
+
+    def summary(self) -> str:
+        """What has happened so far, as JSON."""
+        with self._changed:
+            return msgspec.json.encode(self._state.report).decode()
+
+    def schedule(self) -> list[Event]:
+        """Every arrival so far, in order, if they are recorded."""
+        with self._changed:
+            return list(self._events)
+
+    # --- under the lock ---------------------------------------------------------------------------------------
+
+    def _segment(self) -> Segment:
+        assert self._state.segment is not None
+        return self._state.segment
+
+    def _known_mode(self) -> Mode:
+        assert self._mode is not None
+        return self._mode
+
+    def _enter(self, caller: Caller) -> Account:
+        """The account of the caller, once its segment has begun."""
+        begun = self._changed.wait_for(lambda: self._over(caller) or self._begun(caller), self._timeout)
+        state = self._current(caller)
+        if not begun or state.segment is None:
+            raise DeadlineError(
+                f"Segment {caller.segment} has not begun within {self._timeout:g} s: NN worker 0 is late.",
+                segment=caller.segment,
+                timeout=self._timeout,
+            )
+        account = state.accounts.get(caller.rank)
+        if account is None or not account.alive:
+            raise StalePushError(
+                f"NN worker {caller.rank} is taken for dead, or never was one of {len(state.accounts)}.",
+                rank=caller.rank,
+            )
+        return account
+
+    def _begun(self, caller: Caller) -> bool:
+        segment = self._state.segment
+        return segment is not None and (segment.generation, segment.number) == caller[:2]
+
+    def _over(self, caller: Caller) -> bool:
+        segment = self._state.segment
+        return segment is not None and (segment.generation, segment.number) > caller[:2]
+
+    def _current(self, caller: Caller) -> _State:
+        if self._over(caller):
+            raise StalePushError(
+                f"Segment {caller.segment} of generation {caller.generation} is over.", segment=caller.segment
+            )
+        return self._state
+
+    def _set_group(self, group: int) -> None:
+        state = self._state
+        state.group = group
+        state.tokens = state.step * group
+        self._save()
+
+    def _lacking(self) -> int:
+        """How many more batches the steps of the segment need, if none is dropped."""
+        state, segment = self._state, self._segment()
+        if segment.steps is None or not state.group:
+            return 1
+        out = sum(len(a.taken) + len(a.drawn) for a in state.accounts.values())
+        return max(0, (segment.step + segment.steps - state.step) * state.group - state.held - out)
+
+    def _may_take(self) -> bool:
+        """Whether it is known that the segment needs another batch, or that it needs none."""
+        state, segment = self._state, self._segment()
+        if segment.steps is None or state.stopped:
+            return True
+        if not state.group:  # It is known with the first draw, which needs a batch.
+            return state.end is not None or not any(a.taken or a.drawn for a in state.accounts.values())
+        if self._lacking() or state.step >= segment.step + segment.steps:
+            return True
+        return self._known_mode().initial_depth() != 0  # Else one that is under way may be dropped.
+
+    def _next_number(self) -> int | None:
+        state, segment = self._state, self._segment()
+        if state.stopped:
+            return None
+        if state.returned and self._lacking():
+            return state.returned.pop(0)
+        if state.end is not None and state.following >= state.end:
+            return None
+        if segment.steps is not None and state.group and not self._lacking():
+            return None
+        state.following += 1
+        return state.following - 1
+
+    def _gate(self, rank: int) -> bool:
+        """May this NN worker draw? If all wait for each other, yes: the step lacks those that have no data any more."""
+        state = self._state
+        account = state.accounts[rank]
+        in_step = sum(header.step == state.step for header in account.slots.values()) if state.held else 0
+        active = {r: a for r, a in state.accounts.items() if a.alive and (not a.ended or a.taken or a.drawn)}
+        ahead = account.finished - min((a.finished for a in active.values()), default=account.finished)
+        mode = self._known_mode()
+        if mode.gate(len(account.drawn) + in_step, mode.initial_depth(), max(0, ahead)):
+            return True
+        return not ahead and all(other == rank or other in self._waiting for other in active)
+
+    def _drawn(self, account: Account, number: int) -> Drawn:
+        state, mode = self._state, self._known_mode()
+        # A lost token is drawn again as one more of the current value, so that values and steps stay aligned.
+        if state.spare:
+            state.spare -= 1
+            at = max(0, state.tokens - 1)
+        else:
+            at = state.tokens
+            state.tokens += 1
+        value = mode.token(at, state.step, state.group)
+        least = state.step if mode.initial_depth() == 0 else account.least
+        return Drawn(number, value, max(least, self._segment().step))
+
+    def _confirm(self, account: Account, done: int, filled: int) -> None:
+        for sequence in [s for s in account.slots if s <= done and account.slots[s].step < self._state.step]:
+            del account.slots[sequence]
+        account.done = max(account.done, done)
+        account.filled = max(account.filled, filled)
+
+    def _orphans_for(self, account: Account) -> list[PushHeader]:
+        """Slots that this NN worker is to fill; those it was told of, again, until it has."""
+        if account.filled >= len(account.handed) and self._state.orphans:
+            account.handed += self._state.orphans
+            self._state.orphans = []
+        return account.handed[account.filled :]
+
+    def _at_rest(self) -> bool:
+        return all(a.resting and not a.handed[a.filled :] for a in self._state.accounts.values() if a.alive)
+
+    def _shut(self, rank: int) -> DeadlineError:
+        least = min(a.finished for a in self._state.accounts.values() if a.alive)
+        slow = [r for r, a in self._state.accounts.items() if a.alive and a.finished == least and r != rank]
+        return DeadlineError(
+            f"NN worker {rank} could not go on within {self._timeout:g} s: the mode lets nobody get further ahead. "
+            f"Slowest: NN workers {', '.join(map(str, slow))}.",
+            rank=rank,
+            slowest=slow,
+            timeout=self._timeout,
+        )
+
+    def _save(self) -> None:
+        if self._path is not None:
+            data = msgspec.msgpack.encode(self._state)
+            with open(f"{self._path}.new", "wb") as file:
+                file.write(data)
+            os.replace(f"{self._path}.new", self._path)
+        self._changed.notify_all()

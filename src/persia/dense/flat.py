@@ -1,0 +1,68 @@
+"""Tensors of any dtypes, one after another in one array of bytes: what travels between NN worker and dense PS."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from persia.errors import StoreError
+from persia.types import Bytes, TensorSpec
+
+__all__ = ["Layout", "spec_of"]
+
+ALIGNMENT = 16
+"""Bytes; of the beginning of each tensor."""
+
+
+def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
+    """A tensor without its values."""
+    return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+
+
+class Layout:
+    """Where each tensor lies in the bytes.
+
+    Args:
+        specs: of the tensors, in order.
+
+    Raises:
+        StoreError: there is no such dtype.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+        self.specs = list(specs)
+        self._places: list[tuple[int, int, torch.dtype, list[int]]] = []
+        end = 0
+        for spec in specs:
+            dtype = getattr(torch, spec.dtype, None)
+            if not isinstance(dtype, torch.dtype):
+                raise StoreError(f"tensor {spec.name!r} has the unknown dtype {spec.dtype!r}.", tensor=spec.name)
+            size = int(np.prod(spec.shape, dtype=np.int64)) * dtype.itemsize
+            self._places.append((end, end + size, dtype, spec.shape))
+            end = -(-(end + size) // ALIGNMENT) * ALIGNMENT
+        self.nbytes = end
+
+    def views(self, data: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors, as views of uint8 `[nbytes]` on any device."""
+        if data.shape != (self.nbytes,):
+            raise StoreError(
+                f"{tuple(data.shape)} bytes came where {len(self.specs)} tensors have {self.nbytes}. Give all NN "
+                "workers and dense PSs the same model."
+            )
+        return [data[start:end].view(dtype).view(shape) for start, end, dtype, shape in self._places]
+
+    def pack(self, tensors: Sequence[torch.Tensor | None]) -> Bytes:
+        """Copies tensors; None, for zeros. On a GPU the copy to the host is one."""
+        device = next((t.device for t in tensors if t is not None), torch.device("cpu"))
+        data = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
+        for view, tensor in zip(self.views(data), tensors, strict=True):
+            if tensor is not None:
+                view.copy_(tensor.detach())
+        return data.cpu().numpy()
+
+    def unpack(self, data: Bytes, device: torch.device | None = None) -> list[torch.Tensor]:
+        """The tensors: views of the array, or of its copy on a device."""
+        flat = torch.from_numpy(data if data.flags.writeable else data.copy())
+        return self.views(flat if device is None or device.type == "cpu" else flat.to(device))

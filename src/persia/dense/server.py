@@ -1,0 +1,296 @@
+"""The dense parameter server (GBA paper, appendix B, Algorithm 2): the network's tensors, and the user's optimizer."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from persia.dense.flat import Layout
+from persia.dense.state import capture, restore
+from persia.errors import ConfigError, DeadlineError, StoreError
+from persia.services import DenseMaker
+from persia.turns import Turns
+from persia.types import Bytes, DenseState, Pulled, PushedDense, PushHeader, TensorSpec
+
+__all__ = ["DenseServer", "check_optimizer", "partition"]
+
+REFUSED = ("LBFGS", "SparseAdam", "APMSqueeze", "APGSqueeze")
+"""Optimizers that look at several tensors at once, or need more than their gradients."""
+
+
+class DenseServer:
+    """Owns whole tensors. Safe to call from several threads; calls block for the work they do.
+
+    Args:
+        maker: of the optimizer.
+        rank: number of this dense PS.
+        servers: how many there are; each owns a part of the tensors, the first one all buffers.
+        timeout: seconds that a call waits.
+
+    Raises:
+        ConfigError: gradients are to be clipped by their global norm, and there are several dense PSs.
+    """
+
+    def __init__(self, maker: DenseMaker, rank: int = 0, servers: int = 1, timeout: float = 600.0) -> None:
+        if maker.clip_norm is not None and servers > 1:
+            raise ConfigError(
+                f"clip_norm needs the norm of the whole gradient, and {servers} dense PSs have a part each. Use one.",
+                field="clip_norm",
+            )
+        self._maker = maker
+        self._rank = rank
+        self._servers = servers
+        self._turns = Turns(timeout)
+        self._lock = threading.Lock()
+        self._owned: dict[int, torch.Tensor] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._parameters: list[TensorSpec] = []
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._scheduler: torch.optim.lr_scheduler.LambdaLR | None = None
+        self._values = self._gradients = self._buffer_layout = Layout([])
+        self._held = _Held(0)
+        self._snapshot: Pulled | None = None
+        self._counts: Counter[str] = Counter()
+
+    def load(self, state: DenseState, generation: int, step: int) -> None:
+        """Takes its part of the network over; see `persia.services.DensePS`."""
+        mine = partition(state.parameters, self._servers)[self._rank]
+        if not set(mine) <= set(state.owned):
+            raise StoreError(f"Dense PS {self._rank} owns tensors that it was not given.", rank=self._rank)
+        # The others have no memory: they are there so that the optimizer's maker finds all, in their order.
+        everything = [
+            torch.nn.Parameter(
+                torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="cpu" if n in mine else "meta")
+            )
+            for n, spec in enumerate(state.parameters)
+        ]
+        owned: dict[int, torch.Tensor] = {number: everything[number] for number in mine}
+        buffers = {
+            spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+            for spec in (state.buffers if self._rank == 0 else [])
+        }
+        optimizer = self._maker.optimizer(list(everything))
+        check_optimizer(optimizer)
+        known = {id(p) for p in everything}
+        for group in optimizer.param_groups:
+            if any(id(p) not in known for p in group["params"]):
+                raise ConfigError(
+                    "optimizer(params) uses tensors other than `params`, which a dense PS does not have. Build "
+                    "parameter groups from `params` alone, for example by their shapes.",
+                    field="optimizer",
+                )
+            group["params"] = [p for p in group["params"] if not p.is_meta]
+        for parameter in [p for p in optimizer.state if p.is_meta]:
+            del optimizer.state[parameter]
+        schedule = self._maker.schedule
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor) if schedule else None
+        restore(_part(state, mine, with_buffers=self._rank == 0), owned, buffers, optimizer, scheduler)
+        self._turns.begin(generation, step)
+        with self._lock:
+            self._parameters, self._owned, self._buffers = list(state.parameters), owned, buffers
+            self._optimizer, self._scheduler = optimizer, scheduler
+            specs = [state.parameters[number] for number in mine]
+            buffer_specs = state.buffers if self._rank == 0 else []
+            self._values, self._gradients = Layout([*specs, *buffer_specs]), Layout(specs)
+            self._buffer_layout = Layout(buffer_specs)
+            self._held = _Held(len(mine))
+            self._snapshot = None
+
+    def pull(self, have: int, least: int, timeout: float) -> Pulled:
+        """Parameters and buffers of the newest version; see `persia.services.DensePS`."""
+        if not self._turns.await_step(least, timeout):
+            raise self._late(least)
+        with self._lock:
+            version = self._turns.step
+            self._counts["pulls"] += 1
+            if version == have:
+                return Pulled(version, None)
+            if self._snapshot is None or self._snapshot.version != version:
+                # Once per version, however many NN workers pull it. It may be on its way when the next one is made.
+                self._snapshot = Pulled(version, self._pack())
+            return self._snapshot
+
+    def push(self, header: PushHeader, part: PushedDense) -> None:
+        """Adds a gradient to the step in work; see `persia.services.DensePS`."""
+        gradients = self._gradients.unpack(part.gradients) if part.gradients is not None else None
+        buffers = self._buffer_layout.unpack(part.buffers) if part.buffers is not None else None
+        if part.present is not None and part.present.shape != (len(self._owned),):
+            raise StoreError(f"{part.present.shape} flags came for {len(self._owned)} parameters.", rank=header.rank)
+        if gradients is not None and part.present is not None:
+            given: list[torch.Tensor | None] | None = [
+                g if there else None for g, there in zip(gradients, part.present, strict=True)
+            ]
+        else:
+            given = None
+
+        def work(last: bool) -> None:
+            with self._lock:
+                self._counts["pushes"] += 1
+                self._held.add(given, buffers, float(header.weight), part.weight)
+                if last:
+                    self._apply()
+
+        self._turns.push(header, work)
+
+    def drain(self, generation: int, step: int, held: int) -> None:
+        """Applies what has come of an incomplete step; see `persia.services.DensePS`."""
+
+        def apply() -> None:
+            with self._lock:
+                self._apply()
+
+        self._turns.drain(generation, step, held, apply)
+
+    def export(self) -> DenseState:
+        """All that is owned here, at rest."""
+        with self._lock:
+            if self._optimizer is None:
+                raise StoreError("This dense PS has no network yet: load one first.")
+            return capture(self._parameters, self._owned, self._buffers, self._optimizer, self._scheduler)
+
+    def statistics(self) -> dict[str, int]:
+        """Counters: `version`, `pushes`, `pulls`, and `bytes` of parameters and buffers."""
+        with self._lock:
+            return {
+                "version": self._turns.step,
+                "pushes": self._counts["pushes"],
+                "pulls": self._counts["pulls"],
+                "bytes": self._values.nbytes,
+            }
+
+    def _pack(self) -> Bytes:
+        return self._values.pack([*self._owned.values(), *self._buffers.values()])
+
+    def _apply(self) -> None:
+        """One step of the optimizer with what is held, unless all of that has weight 0."""
+        assert self._optimizer is not None
+        held, self._held = self._held, _Held(len(self._owned))
+        for buffer, value in zip(self._buffers.values(), held.buffer_means(), strict=False):
+            buffer.copy_(value)
+        gradients = held.means()
+        if gradients is None:
+            return
+        for parameter, gradient in zip(self._owned.values(), gradients, strict=True):
+            parameter.grad = gradient
+        if self._maker.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(list(self._owned.values()), self._maker.clip_norm)
+        self._optimizer.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
+        self._optimizer.zero_grad()
+
+    def _late(self, least: int) -> DeadlineError:
+        return self._turns.late(f"dense PS {self._rank}: version {least} of the parameters")
+
+
+class _Held:
+    """The running sum of a step. Weights are rows over those of the first gradient: 1 where all batches are alike."""
+
+    def __init__(self, parameters: int) -> None:
+        self._sums: list[torch.Tensor | None] = [None] * parameters
+        self._buffers: list[torch.Tensor] = []
+        self._buffer_weight = 0.0
+        self._unit = 0.0
+        self._total = 0.0
+        self._counted = 0.0
+
+    def add(
+        self,
+        gradients: Sequence[torch.Tensor | None] | None,
+        buffers: Sequence[torch.Tensor] | None,
+        rows: float,
+        weight: float,
+    ) -> None:
+        self._unit = self._unit or rows
+        share = rows / self._unit if rows else 0.0
+        self._total += share
+        if gradients is None or weight == 0 or share == 0:
+            return
+        self._counted += share * weight
+        for number, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            held = self._sums[number]
+            if held is None:
+                self._sums[number] = gradient * (share * weight)
+            else:
+                held.add_(gradient, alpha=share * weight)
+        if buffers:
+            self._add_buffers(buffers, share * weight)
+
+    def _add_buffers(self, buffers: Sequence[torch.Tensor], weight: float) -> None:
+        if not self._buffers:
+            self._buffers = [b * weight if b.is_floating_point() else b.clone() for b in buffers]
+        else:
+            for held, buffer in zip(self._buffers, buffers, strict=True):
+                if held.is_floating_point():
+                    held.add_(buffer, alpha=weight)
+                else:
+                    torch.maximum(held, buffer, out=held)
+        self._buffer_weight += weight
+
+    def means(self) -> list[torch.Tensor | None] | None:
+        """The sum over all weights, those of weight 0 included; None if nothing counts."""
+        if not self._counted:
+            return None
+        if self._total == 1.0:
+            return self._sums
+        return [held if held is None else held.mul_(1.0 / self._total) for held in self._sums]
+
+    def buffer_means(self) -> list[torch.Tensor]:
+        return [b / self._buffer_weight if b.is_floating_point() else b for b in self._buffers]
+
+
+def partition(parameters: Sequence[TensorSpec], servers: int) -> list[list[int]]:
+    """Numbers of the tensors that each dense PS owns: the largest first, each to the one that has least.
+
+    Args:
+        parameters: of the network.
+        servers: dense PSs.
+    """
+    sizes = [Layout([spec]).nbytes for spec in parameters]
+    load = [0] * servers
+    owned: list[list[int]] = [[] for _ in range(servers)]
+    for number in sorted(range(len(sizes)), key=lambda n: (-sizes[n], n)):
+        least = load.index(min(load))
+        owned[least].append(number)
+        load[least] += sizes[number]
+    return [sorted(numbers) for numbers in owned]
+
+
+def check_optimizer(optimizer: object) -> None:
+    """Raises ConfigError if a dense PS cannot run it: it must treat each tensor by itself."""
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer(params) returned {name}; return a torch.optim.Optimizer.", field="optimizer")
+    refused = [kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in REFUSED]
+    if refused:
+        raise ConfigError(
+            f"The optimizer {name} does not treat tensors one by one, so dense PSs cannot run it. Use another, such as "
+            "Adam, or a mode with all-reduce (Sync, Hybrid).",
+            field="optimizer",
+        )
+
+
+def _part(state: DenseState, mine: Sequence[int], with_buffers: bool) -> DenseState:
+    """What of a state belongs to some of its parameters."""
+    if list(mine) == state.owned and with_buffers:
+        return state
+    values = Layout([*(state.parameters[n] for n in state.owned), *state.buffers]).unpack(state.values)
+    by_number = dict(zip(state.owned, values, strict=False))
+    buffers = values[len(state.owned) :] if with_buffers else []
+    specs = state.buffers if with_buffers else []
+    kept = [spec for spec in state.tensors if int(spec.name.split("/", 1)[0]) in set(mine)]
+    tensors: Mapping[str, torch.Tensor] = dict(
+        zip((s.name for s in state.tensors), Layout(state.tensors).unpack(state.state), strict=True)
+    )
+    return state._replace(
+        owned=list(mine),
+        values=Layout([*(state.parameters[n] for n in mine), *specs]).pack([*(by_number[n] for n in mine), *buffers]),
+        buffers=specs,
+        tensors=kept,
+        state=Layout(kept).pack([tensors[spec.name] for spec in kept]),
+    )

@@ -1,0 +1,170 @@
+"""An optimizer of torch and its tensors as a record that can be sent, and back: exactly, step counts included."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from persia.dense.flat import Layout, spec_of
+from persia.errors import ConfigError, StoreError
+from persia.types import DenseState, TensorSpec
+
+__all__ = ["capture", "joined", "restore"]
+
+SCHEDULED = "last_epoch"
+
+
+def capture(
+    parameters: Sequence[TensorSpec],
+    owned: Mapping[int, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None,
+) -> DenseState:
+    """What has to be known to go on elsewhere. At rest.
+
+    Args:
+        parameters: of the whole network.
+        owned: those that are meant, by number.
+        buffers: of the network, by name, if they are meant.
+        optimizer: of the owned parameters, perhaps among others.
+        scheduler: of its learning rates.
+
+    Raises:
+        ConfigError: the optimizer's parameter groups have something in them that cannot be sent.
+    """
+    numbers = {id(tensor): number for number, tensor in owned.items()}
+    tensors: dict[str, torch.Tensor] = {}
+    scalars: dict[int, dict[str, Any]] = {}
+    for parameter, values in optimizer.state.items():
+        number = numbers.get(id(parameter))
+        if number is None:
+            continue
+        rest: dict[str, Any] = {}
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"{number}/{key}"] = value
+            else:
+                rest[key] = value
+        scalars[number] = rest
+    groups = []
+    for group in optimizer.param_groups:
+        kept = {key: value for key, value in group.items() if key != "params"}
+        groups.append({**kept, "params": [numbers[id(p)] for p in group["params"] if id(p) in numbers]})
+    specs = [spec_of(name, tensor) for name, tensor in buffers.items()]
+    values = Layout([*(parameters[n] for n in owned), *specs]).pack([*owned.values(), *buffers.values()])
+    state = [spec_of(name, tensor) for name, tensor in tensors.items()]
+    return DenseState(
+        list(parameters),
+        list(owned),
+        values,
+        specs,
+        _json(groups, optimizer),
+        state,
+        Layout(state).pack(list(tensors.values())),
+        _json(scalars, optimizer),
+        -1 if scheduler is None else int(scheduler.state_dict()[SCHEDULED]),
+    )
+
+
+def restore(
+    state: DenseState,
+    owned: Mapping[int, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None,
+) -> None:
+    """Puts `capture` back into tensors and an optimizer of the same making.
+
+    Raises:
+        StoreError: it is of another network or optimizer; nothing is changed.
+    """
+    groups = json.loads(state.groups)
+    scalars = {int(number): values for number, values in json.loads(state.scalars).items()}
+    theirs = [(spec.name, spec.shape) for spec in state.buffers]
+    mine = [(name, list(tensor.shape)) for name, tensor in buffers.items()]
+    if len(groups) != len(optimizer.param_groups) or set(owned) != set(state.owned) or mine != theirs:
+        raise StoreError(
+            f"A state with {len(groups)} parameter groups, {len(state.owned)} parameters and {len(theirs)} buffers "
+            f"came where there are {len(optimizer.param_groups)}, {len(owned)} and {len(mine)}. Make model and "
+            "optimizer the same way everywhere."
+        )
+    values = Layout([*(state.parameters[n] for n in state.owned), *state.buffers]).unpack(state.values)
+    tensors = Layout(state.tensors).unpack(state.state)
+    with torch.no_grad():
+        for number, value in zip(state.owned, values, strict=False):
+            owned[number].copy_(value)
+        for buffer, value in zip(buffers.values(), values[len(state.owned) :], strict=True):
+            buffer.copy_(value)
+    for number, tensor in owned.items():
+        if number in scalars:
+            optimizer.state[tensor] = dict(scalars[number])
+        else:
+            optimizer.state.pop(tensor, None)
+    for spec, value in zip(state.tensors, tensors, strict=True):
+        number_text, key = spec.name.split("/", 1)
+        parameter = owned[int(number_text)]
+        # As `Optimizer.load_state_dict` does: counts of steps stay on the host.
+        device = torch.device("cpu") if key == "step" else parameter.device
+        optimizer.state[parameter][key] = value.to(device, copy=True)
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in saved.items():
+            if key != "params":
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+    if scheduler is not None and state.updates >= 0:
+        rates = [group["lr"] for group in optimizer.param_groups]
+        lambdas = [None] * len(rates)
+        counts = {SCHEDULED: state.updates, "_step_count": state.updates + 1}
+        scheduler.load_state_dict({**counts, "_last_lr": rates, "lr_lambdas": lambdas})
+
+
+def joined(parts: Sequence[DenseState]) -> DenseState:
+    """The states of all dense PSs as one."""
+    if len(parts) == 1:
+        return parts[0]
+    whole = next(part for part in parts if part.buffers) if any(part.buffers for part in parts) else parts[0]
+    owned = [number for part in parts for number in part.owned]
+    values: list[torch.Tensor] = []
+    buffers: list[torch.Tensor] = []
+    for part in parts:
+        tensors = Layout([*(part.parameters[n] for n in part.owned), *part.buffers]).unpack(part.values)
+        values += tensors[: len(part.owned)]
+        buffers += tensors[len(part.owned) :]
+    specs = [spec for part in parts for spec in part.tensors]
+    state = [tensor for part in parts for tensor in Layout(part.tensors).unpack(part.state)]
+    groups = [json.loads(part.groups) for part in parts]
+    scalars: dict[str, Any] = {}
+    for part in parts:
+        scalars |= json.loads(part.scalars)
+    merged = [
+        {**same[0], "params": [number for group in same for number in group["params"]]}
+        for same in zip(*groups, strict=True)
+    ]
+    return DenseState(
+        whole.parameters,
+        owned,
+        Layout([*(whole.parameters[n] for n in owned), *whole.buffers]).pack([*values, *buffers]),
+        whole.buffers,
+        json.dumps(merged),
+        specs,
+        Layout(specs).pack(state),
+        json.dumps(scalars),
+        whole.updates,
+    )
+
+
+def _json(value: object, optimizer: torch.optim.Optimizer) -> str:
+    def plain(item: object) -> object:
+        if isinstance(item, np.generic) or (isinstance(item, torch.Tensor) and item.ndim == 0):
+            return item.item()
+        raise ConfigError(
+            f"{type(optimizer).__name__}: its parameter groups or state have a {type(item).__name__} in them, which "
+            "cannot be handed over to a dense PS. Use numbers, texts and tensors.",
+            field="optimizer",
+        )
+
+    return json.dumps(value, default=plain)

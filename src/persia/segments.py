@@ -1,0 +1,331 @@
+"""Training in segments, one mode each, and changes of mode between them (docs/reference/protocol.md, section 12)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from persia.batching.batch import Batch
+from persia.coordinator import TokenReport
+from persia.dense import Shared
+from persia.errors import ConfigError
+from persia.modes import Dense, Gba, Mode, decode, encode
+from persia.nn.draws import Draws, Numbered
+from persia.services import DenseMaker, ProcessCluster
+from persia.types import Caller, FedBatch, Segment
+
+if TYPE_CHECKING:
+    from persia.fit import Run
+    from persia.trainer import Trainer
+
+__all__ = ["Segments", "Switch", "check_mode", "scheduled"]
+
+LOG = logging.getLogger("persia.modes")
+
+LOOK_SECONDS = 0.1
+"""How often an all-reduce segment looks whether a switch is wanted."""
+
+
+class Switch(NamedTuple):
+    """A change of mode.
+
+    Attributes:
+        step: global step at which it happened.
+        before: the mode until then.
+        after: the mode from then on.
+        drain_seconds: until all NN workers were at rest.
+        seconds: for all the rest: hand-over of the network both ways.
+    """
+
+    step: int
+    before: Mode
+    after: Mode
+    drain_seconds: float
+    seconds: float
+
+
+class Segments:
+    """Runs the segments of a trainer, and changes its mode between them.
+
+    Args:
+        trainer: of one NN worker.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._served: Mode | None = None
+        """The mode that the PSs are in, as far as this trainer has told them."""
+        self._number = 0
+        self._shared: Shared | None = None
+        self._entry: tuple[int, Mode] | None = None
+        """Of the schedule: the last one that was followed."""
+        self.local_batch = 0
+        self._again = False
+        self.switches: list[Switch] = []
+        self._leaving: tuple[Mode, float, float] | None = None
+
+    def report(self) -> TokenReport | None:
+        """What asynchronous modes did; None if there were none."""
+        tokens = self._trainer.embeddings.connection.tokens
+        if tokens is None:
+            return None
+        report = msgspec.json.decode(tokens.summary(), type=TokenReport)
+        return report if report.workers else None
+
+    # --- changes of mode ----------------------------------------------------------------------------------------
+
+    def follow(self, run: Run) -> None:
+        """At rest: takes over the mode that was asked for, or that the schedule has for this step."""
+        trainer = self._trainer
+        wanted = trainer.step.replicas.by_first(self._wanted)
+        if wanted:
+            self._change(decode(wanted))
+        trainer.step.replicas.stop = False
+        run.next_switch = next((s for s, _ in trainer.options.mode_schedule if s > trainer.global_step), None)
+
+    def _wanted(self) -> str:
+        """Asked of the first NN worker: a mode as text, or nothing."""
+        trainer = self._trainer
+        tokens = trainer.embeddings.connection.tokens
+        entry = scheduled(trainer.options.mode_schedule, trainer.global_step)
+        due, self._entry = entry != self._entry, entry
+        text = tokens.resolve() if tokens is not None else ""
+        if text:
+            try:
+                check_mode(trainer, decode(text), self.local_batch)
+                return text
+            except ConfigError as error:
+                LOG.error("The switch is not made: %s", error)
+        return encode(entry[1]) if due and entry is not None else ""
+
+    def adopt(self, mode: Mode) -> None:
+        """The mode that training was in when its state was saved."""
+        self._change(mode)
+        self._leaving = None
+
+    def _change(self, mode: Mode) -> None:
+        trainer = self._trainer
+        if mode == trainer.mode:
+            return
+        if self._leaving is None:
+            now = time.monotonic()
+            self._leaving = trainer.mode, now, now
+        trainer.mode = mode
+        trainer.embeddings.change_mode(mode)
+
+    def _entered(self) -> None:
+        """The segment of the new mode begins now."""
+        self._served = self._trainer.mode
+        if self._leaving is None:
+            return
+        (before, stopped, rested), self._leaving = self._leaving, None
+        trainer = self._trainer
+        if before == trainer.mode:
+            return
+        done = Switch(trainer.global_step, before, trainer.mode, rested - stopped, time.monotonic() - rested)
+        self.switches.append(done)
+        if trainer.embeddings.connection.rank == 0:
+            LOG.info(
+                "Step %d: from %s to %s. Draining took %.3f s, the hand-over %.3f s.",
+                done.step, before, trainer.mode, done.drain_seconds, done.seconds,
+            )  # fmt: skip
+
+    def _left(self, stopped: float) -> None:
+        self._leaving = self._trainer.mode, stopped, time.monotonic()
+
+    # --- segments -----------------------------------------------------------------------------------------------
+
+    def train(self, run: Run) -> bool:
+        """Trains to the next rest. Returns whether the pass has ended."""
+        self._number += 1
+        on_demand = self._trainer.mode.dense() is Dense.SERVER
+        self._trainer.source.arrange(on_demand, self._again)
+        self._again = False
+        if on_demand:
+            return self._on_dense_servers(run)
+        return self._in_replicas(run)
+
+    def _in_replicas(self, run: Run) -> bool:
+        trainer = self._trainer
+        embeddings, replicas = trainer.embeddings, trainer.step.replicas
+        connection = embeddings.connection
+        if self._served != trainer.mode:
+            replicas.by_first(self._switch_servers)
+        if connection.tokens is not None and connection.rank == 0:
+            connection.tokens.announce(connection.nn_workers, self.local_batch)
+        self._entered()
+        wanted = run.batches_to_boundary()
+        drawn, looked = 0, time.monotonic()
+        whole = stopped = False
+        began = 0.0
+        try:
+            prefetched = embeddings.prefetch(self._in_turn(wanted), replicas)
+            with contextlib.closing(prefetched) as batches:  # type: ignore[type-var]
+                for batch in batches:
+                    step = trainer.global_step + 1
+                    self.local_batch = max(self.local_batch, batch.weight)
+                    logits, loss = trainer.step.train(batch, embeddings(batch))
+                    drawn += 1
+                    trainer.position += replicas.nn_workers
+                    trainer.source.forget(trainer.position)
+                    run.trained(step, batch, logits, loss)
+                    if connection.tokens is not None and connection.rank == 0:
+                        now = time.monotonic()
+                        if now - looked > LOOK_SECONDS:
+                            looked = now
+                            replicas.stop = replicas.stop or bool(connection.tokens.requested())
+                    if drawn % trainer.options.accumulation_steps == 0 and replicas.stopping():
+                        stopped, began = True, time.monotonic()
+                        break
+            whole = True
+        finally:
+            # Also after an error: the embeddings have applied what was computed, the network does likewise. Not so with
+            # several NN workers: the others do not know of the error, and would not take part.
+            if whole or replicas.nn_workers == 1:
+                trainer.step.finish()
+            run.score_rest()
+        if stopped:
+            self._again = True
+            self._left(began)
+            return False
+        return wanted is None or drawn < wanted
+
+    def _in_turn(self, wanted: int | None) -> Iterator[Batch | FedBatch]:
+        """This NN worker's batches: every so many-th."""
+        trainer = self._trainer
+        connection = trainer.embeddings.connection
+        number = trainer.position + connection.rank
+        left = wanted
+        while left is None or left > 0:
+            batch = trainer.source.read(number)
+            if batch is None:
+                return
+            yield batch
+            number += connection.nn_workers
+            left = left - 1 if left is not None else None
+
+    def _switch_servers(self) -> str:
+        trainer = self._trainer
+        connection = trainer.embeddings.connection
+        for server in connection.servers:
+            server.switch(encode(trainer.mode), connection.generation, trainer.global_step)
+        return ""
+
+    def _on_dense_servers(self, run: Run) -> bool:
+        trainer = self._trainer
+        embeddings, connection = trainer.embeddings, trainer.embeddings.connection
+        tokens = connection.tokens
+        assert tokens is not None
+        shared = self._shared = self._shared or self._share()
+        caller = Caller(connection.generation, self._number, connection.rank)
+        steps = run.steps_to_boundary()
+
+        def begin() -> str:
+            self._advise()
+            shared.load(connection.generation, trainer.global_step)
+            self._switch_servers()
+            tokens.begin(
+                Segment(
+                    connection.generation,
+                    self._number,
+                    encode(trainer.mode),
+                    connection.nn_workers,
+                    trainer.epoch,
+                    trainer.position,
+                    trainer.global_step,
+                    steps,
+                    self.local_batch,
+                )
+            )
+            return ""
+
+        trainer.step.replicas.by_first(begin)
+        self._entered()
+        draws = Draws(tokens, caller, connection.worker, shared, embeddings.pushes)
+        prefetched = embeddings.prefetch(self._on_demand(draws), draws=draws)
+        try:
+            with contextlib.closing(prefetched) as batches:  # type: ignore[type-var]
+                for batch in batches:
+                    step = trainer.global_step + 1
+                    self.local_batch = max(self.local_batch, batch.weight)
+                    logits, loss = trainer.step.compute(batch, embeddings(batch))
+                    run.trained(step, batch, logits, loss)
+        finally:
+            embeddings.pushes = draws.sequence
+            run.score_rest()
+        began = time.monotonic()
+        rest = draws.rest()
+        rested = time.monotonic()
+        step = rest.step + (rest.held > 0)
+        if connection.rank == rest.leader:
+            for server in connection.servers:
+                server.drain(connection.generation, rest.step, rest.held)
+            shared.drain(connection.generation, rest.step, rest.held)
+            draws.settled(step)
+        else:
+            draws.settled(-1)
+        shared.take_over()
+        embeddings.global_step = step
+        trainer.position = rest.position
+        trainer.source.forget(rest.position)
+        self._leaving = trainer.mode, began, rested
+        return rest.ended
+
+    def _on_demand(self, draws: Draws) -> Iterator[Numbered]:
+        for number in draws.numbers():
+            batch = self._trainer.source.read(number)
+            if batch is None:
+                draws.end(number)
+                return
+            yield Numbered(number, batch)
+
+    def _share(self) -> Shared:
+        trainer = self._trainer
+        connection = trainer.embeddings.connection
+        options = trainer.options
+        assert connection.dense is not None
+        servers = connection.dense(DenseMaker(trainer.optimizer_factory, options.schedule, options.clip_norm))
+        return Shared(trainer.model, trainer.step.optimizer, trainer.step.scheduler, servers, options.timeout)
+
+    def _advise(self) -> None:
+        mode = self._trainer.mode
+        if isinstance(mode, Gba) and self.local_batch:
+            advice = mode.advice(self._trainer.embeddings.connection.nn_workers, self.local_batch)
+            if advice is not None:
+                LOG.warning("%s", advice)
+
+
+def check_mode(trainer: Trainer, mode: Mode, local_batch: int) -> None:
+    """Raises ConfigError if this trainer, on its cluster, cannot run a mode."""
+    connection = trainer.embeddings.connection
+    options = trainer.options
+    name = type(mode).__name__
+    if not isinstance(trainer.cluster, ProcessCluster):  # There, this process is none of the NN workers.
+        mode.group(connection.nn_workers, local_batch or 1)
+    if mode.dense() is not Dense.SERVER:
+        return
+    if connection.tokens is None or connection.dense is None:
+        raise ConfigError(f"This cluster has no dense PSs, which the mode {name} needs.", field="mode")
+    if options.accumulation_steps > 1:
+        raise ConfigError(
+            f"accumulation_steps = {options.accumulation_steps} does not go with the mode {name}. Leave it at 1: how "
+            "many gradients make a step is the mode's, Gba's `global_batch_size` for example.",
+            field="accumulation_steps",
+        )
+    if options.precision == "fp16":
+        raise ConfigError(
+            f'precision = "fp16" does not go with the mode {name}: the loss scale would follow a step that is made '
+            'elsewhere. Use "bf16" or "float32".',
+            field="precision",
+        )
+
+
+def scheduled(schedule: Sequence[tuple[int, Mode]], step: int) -> tuple[int, Mode] | None:
+    """The entry of a schedule that is in force at a step."""
+    past = [entry for entry in schedule if entry[0] <= step]
+    return max(past, key=lambda entry: entry[0]) if past else None

@@ -1,0 +1,118 @@
+"""Batches of one pass by their numbers: read by the NN worker itself, or by data loaders."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from persia.batching.batch import Batch
+from persia.errors import DataError
+from persia.services import DataLoader
+from persia.types import FedBatch
+
+__all__ = ["FedSource", "OwnSource", "Source"]
+
+
+class Source(Protocol):
+    """Batches of one pass by their numbers."""
+
+    def read(self, number: int) -> Batch | FedBatch | None:
+        """A batch; None if the pass has none of this number, nor a higher one. Blocks."""
+
+    def forget(self, below: int) -> None:
+        """Batches of lower numbers are trained."""
+
+    def arrange(self, on_demand: bool, again: bool) -> None:
+        """At the beginning of a segment.
+
+        Args:
+            on_demand: whether NN workers take batches as they are ready, or in turn.
+            again: the segment before stopped ahead of what was read; that will be wanted again.
+        """
+
+
+class OwnSource:
+    """Reads a source forward, and keeps what was read until it is known to be trained.
+
+    So a segment may end at any batch, though some were read ahead of it: the next one gets them again.
+
+    Args:
+        reopen: the rest of the pass from a batch number on; None where that cannot be had again.
+        first: an iterator over the rest of the pass.
+        position: number of its first batch.
+    """
+
+    def __init__(self, reopen: Callable[[int], Iterator[Batch]] | None, first: Iterator[Batch], position: int) -> None:
+        self._reopen = reopen
+        self._rest = first
+        self._at = position
+        self._kept: dict[int, Batch] = {}
+        # The reading thread of a pass that was left may still sit in the source's `next` when that of the next begins.
+        self._lock = threading.Lock()
+
+    def read(self, number: int) -> Batch | None:
+        """A batch; None if the pass has none of this number.
+
+        Raises:
+            DataError: the batch has gone by, and the source cannot be read again.
+        """
+        with self._lock:
+            return self._read(number)
+
+    def _read(self, number: int) -> Batch | None:
+        kept = self._kept.get(number)
+        if kept is not None:
+            return kept
+        if number < self._at:
+            if self._reopen is None:
+                raise DataError(
+                    f"Batch {number} has gone by, and the data are an iterator. Give a reader or a list.", batch=number
+                )
+            self._rest, self._at = self._reopen(number), number
+        for batch in self._rest:
+            self._at += 1
+            if self._at > number:
+                self._kept[number] = batch
+                return batch
+        return None
+
+    def forget(self, below: int) -> None:
+        """Batches of lower numbers are trained."""
+        for number in [n for n in list(self._kept) if n < below]:
+            del self._kept[number]
+
+    def arrange(self, on_demand: bool, again: bool) -> None:
+        """Nothing to do: what is kept is read again."""
+
+
+class FedSource:
+    """Batches that data loaders have ready.
+
+    Args:
+        loader: the data loaders.
+        begin: tells them to begin where training is, in turn or on demand. All NN workers call it.
+        rank: of the NN worker that takes batches.
+        epoch: number of the pass.
+    """
+
+    def __init__(self, loader: DataLoader, begin: Callable[[bool], None], rank: int, epoch: int) -> None:
+        self._loader = loader
+        self._begin = begin
+        self._rank = rank
+        self._epoch = epoch
+        self._on_demand: bool | None = None
+
+    def read(self, number: int) -> FedBatch | None:
+        """A batch; blocks until it is there."""
+        rank = 0 if self._on_demand else self._rank
+        return self._loader.take(rank, self._epoch, number).batch
+
+    def forget(self, below: int) -> None:
+        """The data loaders know it by what is taken next."""
+
+    def arrange(self, on_demand: bool, again: bool) -> None:
+        """What was taken and not trained is released, so the data loaders begin again."""
+        if again or on_demand != self._on_demand:
+            self._on_demand = on_demand
+            self._begin(on_demand)

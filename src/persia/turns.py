@@ -1,0 +1,176 @@
+"""Pushes one by one, in the order that was agreed for all parameter servers (docs/reference/protocol.md, section 12).
+
+Both kinds of parameter servers use it. It knows neither rows nor tensors.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from persia.errors import DeadlineError, PersiaError, StalePushError, StoreError
+from persia.types import PushHeader
+
+__all__ = ["Turns"]
+
+MOST_QUEUED = 64
+"""Pushes that wait for their turn; callers of more wait themselves."""
+
+
+class _Queued(NamedTuple):
+    header: PushHeader
+    work: Callable[[bool], None]
+
+
+class Turns:
+    """A step is made of `group` slots; each push has one. Whoever brings the next one does its work, in its own call.
+
+    A push that is early is queued and its call returns: its work is done by the call that fills the gap. Safe to call
+    from several threads.
+
+    Args:
+        timeout: seconds that a call waits for room, or for a version.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._changed = threading.Condition()
+        self._generation = 0
+        self._next = (0, 0)
+        self._drained: tuple[int, int] | None = None
+        self._queued: dict[tuple[int, int], _Queued] = {}
+        self._failure: Exception | None = None
+
+    @property
+    def step(self) -> int:
+        """Steps that are complete."""
+        return self._next[0]
+
+    def begin(self, generation: int, step: int) -> None:
+        """The first slot of `step` is next; a repetition, too, has this effect as long as nothing was pushed.
+
+        Raises:
+            PersiaError: gradients of an incomplete step are here.
+            StalePushError: there have been NN workers of a later generation.
+        """
+        with self._changed:
+            if generation < self._generation:
+                raise self._stale(generation)
+            if generation == self._generation and (self._next[1] or self._queued) and self._failure is None:
+                raise PersiaError(
+                    f"Step {self._next[0]} has {self._next[1]} gradients here, and {len(self._queued)} wait: drain "
+                    "before anything else begins.",
+                    step=self._next[0],
+                )
+            self._generation, self._next, self._failure, self._drained = generation, (step, 0), None, None
+            self._queued.clear()
+            self._changed.notify_all()
+
+    def push(self, header: PushHeader, work: Callable[[bool], None]) -> None:
+        """Does the work when its turn has come; a slot that was filled before is left alone.
+
+        Args:
+            header: with slot and group.
+            work: called once, with whether it is the last of its step. If it fails, so do all calls from then on.
+
+        Raises:
+            StalePushError: of an earlier generation.
+            DeadlineError: too many pushes wait for one that does not come.
+        """
+        if not 0 <= header.slot < header.group:
+            raise StoreError(f"There is no slot {header.slot} of {header.group}.", slot=header.slot)
+        place = header.step, header.slot
+        with self._changed:
+            self._check(header.generation)
+            if place < self._next or place in self._queued:
+                return
+            room = self._changed.wait_for(
+                lambda: place == self._next or len(self._queued) < MOST_QUEUED or self._failure is not None,
+                self._timeout,
+            )
+            self._check(header.generation)
+            if not room:
+                raise self.late(f"a push of NN worker {header.rank} for step {header.step}")
+            self._queued[place] = _Queued(header, work)
+            self._run()
+
+    def drain(self, generation: int, step: int, held: int, apply: Callable[[], None]) -> None:
+        """Applies what has come of an incomplete step; nothing if none has.
+
+        Raises:
+            PersiaError: other slots are here than those: this server is out of phase.
+        """
+        with self._changed:
+            self._check(generation)
+            if self._drained == (step, held) and self._next == (step + 1, 0):
+                return
+            if self._next != (step, held) or self._queued:
+                raise PersiaError(
+                    f"Out of phase: {self._next[1]} gradients of step {self._next[0]} are here and {len(self._queued)} "
+                    f"wait, where {held} of step {step} should be. This is a defect; please report it.",
+                    step=step,
+                )
+            if held:
+                apply()
+                self._next, self._drained = (step + 1, 0), (step, held)
+                self._changed.notify_all()
+
+    def await_step(self, least: int, timeout: float) -> bool:
+        """Waits until so many steps are complete; False if they are not in time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._next[0] >= least or self._failure is not None, timeout)
+            if self._failure is not None:
+                self._raise_failure()
+            return self._next[0] >= least
+
+    def late(self, what: str) -> DeadlineError:
+        """The error that names the missing slot."""
+        step, slot = self._next
+        return DeadlineError(
+            f"{what}: slot {slot} of step {step} has not come within {self._timeout:g} s, and {len(self._queued)} wait "
+            "behind it. See whether an NN worker has died or hangs.",
+            step=step,
+            slot=slot,
+            timeout=self._timeout,
+        )
+
+    def _run(self) -> None:
+        """Does all work whose turn it is. Under the lock: whoever returns from `push` finds its own work done."""
+        began = time.monotonic()
+        while (item := self._queued.pop(self._next, None)) is not None:
+            step, slot = self._next
+            last = slot + 1 == item.header.group
+            try:
+                item.work(last)
+            except Exception as error:
+                error.add_note(f"In step {step}, slot {slot}, {time.monotonic() - began:.1f} s into its push.")
+                self._failure = error
+                self._changed.notify_all()
+                raise
+            self._next = (step + 1, 0) if last else (step, slot + 1)
+        self._changed.notify_all()
+
+    def _check(self, generation: int) -> None:
+        if generation < self._generation:
+            raise self._stale(generation)
+        if generation > self._generation:
+            raise StalePushError(
+                f"A push of generation {generation} of the NN workers came, and {self._generation} is what this server "
+                "was told to serve.",
+                generation=generation,
+            )
+        if self._failure is not None:
+            self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        raise PersiaError(
+            f"This server failed in step {self._next[0]} and applies nothing more: {self._failure}"
+        ) from self._failure
+
+    def _stale(self, generation: int) -> StalePushError:
+        return StalePushError(
+            f"A call of generation {generation} of the NN workers came after those of {self._generation} had started.",
+            generation=generation,
+        )

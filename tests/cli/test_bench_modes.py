@@ -1,0 +1,58 @@
+"""`persia bench modes` and `persia control`."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from persia import bench, rpc, services
+from persia.cli.app import app
+from persia.coordinator import Tokens
+from persia.errors import ConfigError
+from persia.modes import Gba, HopBw
+
+
+def test_all_modes_side_by_side(tmp_path):
+    out = tmp_path / "modes.json"
+    arguments = ["bench", "modes", "--workers", "3", "--slow", "1:3x", "--compute", "1ms", "--steps", "4"]
+    done = CliRunner().invoke(app, [*arguments, "--json", str(out)])
+    assert done.exit_code == 0, done.output
+    lines = json.loads(out.read_text())
+    assert [line["mode"].split("(")[0] for line in lines] == ["Sync", "Async", "HopBs", "Bsp", "HopBw", "Gba"]
+    assert all(line["rows_per_second"] > 0 for line in lines)
+    assert all(line["mode"] in done.output for line in lines)
+
+
+def test_a_fast_nn_worker_takes_more_batches():
+    emulation = bench.Emulation(2, bench.static(1, 8.0), 0.01)
+    line = bench.run(Gba(2 * bench.ROWS), emulation, 36)
+    workers = line.result.asynchronous.workers
+    assert workers[1].batches > 2 * workers[0].batches
+    assert line.applied_rows == line.result.rows - line.result.asynchronous.dropped_rows
+
+
+def test_hop_bw_drops_the_slow_one():
+    emulation = bench.Emulation(3, bench.static(1, 8.0), 0.01)
+    report = bench.run(HopBw(1), emulation, 30).result.asynchronous
+    assert report.workers[0].dropped > 0
+    assert report.workers[1].dropped + report.workers[2].dropped <= 2
+
+
+@pytest.mark.parametrize(("slow", "compute"), [("2", "20ms"), ("9:4x", "20ms"), ("1:4x", "20")])
+def test_bad_arguments(slow, compute):
+    with pytest.raises(ConfigError, match="write"):
+        bench.Emulation.parse(8, slow, compute)
+
+
+def test_control_asks_for_a_switch():
+    tokens = Tokens(5.0)
+    with rpc.serve(tokens, protocol=services.Tokens) as server:
+        done = CliRunner().invoke(app, ["control", "switch", server.address, "gba", "--set", "global_batch_size=64"])
+        assert done.exit_code == 0, done.output
+        assert tokens.requested() == '{"kind":"gba","global_batch_size":64,"tolerance":3,"reduction":"per_id"}'
+        again = CliRunner().invoke(app, ["control", "switch", server.address, "async"])
+        assert "under way" in str(again.exception)
+        assert "no mode" in str(CliRunner().invoke(app, ["control", "switch", server.address, "waltz"]).exception)
+        assert "NAME=VALUE" in str(
+            CliRunner().invoke(app, ["control", "switch", server.address, "gba", "--set", "x"]).exception
+        )

@@ -1,0 +1,351 @@
+"""The lists of asynchronous modes: order, accounting, crashes, restarts; here and over rpc."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from persia import rpc, services
+from persia.coordinator import TokenReport, Tokens
+from persia.errors import ConfigError, DeadlineError, PersiaError, StalePushError
+from persia.modes import Async, Bsp, Gba, HopBs, HopBw, encode
+from persia.types import Caller, Segment
+
+DEADLINE = 10.0
+ROWS = 8
+
+
+def segment(mode, nn_workers=2, number=1, position=0, step=0, steps=None, generation=1):
+    return Segment(generation, number, encode(mode), nn_workers, 0, position, step, steps, ROWS)
+
+
+class Worker:
+    """An NN worker without a network."""
+
+    def __init__(self, tokens, rank, number=1, sequence=0):
+        self.tokens = tokens
+        self.caller = Caller(1, number, rank)
+        self.sequence = sequence
+        self.requests = self.filled = 0
+        self.taken = []
+
+    def take(self):
+        self.requests += 1
+        number = self.tokens.take(self.caller, self.requests)
+        if number is not None:
+            self.taken.append(number)
+        return number
+
+    def draw(self):
+        self.sequence += 1
+        number = self.taken.pop(0)
+        token = self.tokens.draw(self.caller, self.sequence, number, ROWS, self.sequence - 1, self.filled)
+        while token.value is None:
+            self.filled += len(token.orphans)
+            token = self.tokens.draw(self.caller, self.sequence, number, ROWS, self.sequence - 1, self.filled)
+        return token
+
+    def arrive(self, rows=ROWS, version=0):
+        return self.tokens.arrive(self.caller, self.sequence, rows, version)
+
+    def train(self):
+        """One batch; None if there is none."""
+        if self.take() is None:
+            return None
+        self.draw()
+        return self.arrive()
+
+    def rest(self):
+        rest = self.tokens.rest(self.caller, self.sequence, self.filled)
+        while rest.orphans:
+            self.filled += len(rest.orphans)
+            rest = self.tokens.rest(self.caller, self.sequence, self.filled)
+        return rest
+
+
+@pytest.fixture(params=["here", "rpc", "file"])
+def tokens(request, tmp_path):
+    made = Tokens(DEADLINE, str(tmp_path / "tokens") if request.param == "file" else None)
+    if request.param != "rpc":
+        yield made
+        return
+    with ExitStack() as stack:
+        server = stack.enter_context(rpc.serve(made, protocol=services.Tokens))
+        stub = rpc.connect(server.address, services.Tokens, peer="tokens", timeout=DEADLINE)
+        stack.callback(rpc.close, stub)
+        yield stub
+
+
+def report(tokens):
+    return msgspec.json.decode(tokens.summary(), type=TokenReport)
+
+
+def test_values_are_those_of_the_paper_and_slots_are_in_order(tokens):
+    tokens.begin(segment(Gba(3 * ROWS)))
+    a, b = Worker(tokens, 0), Worker(tokens, 1)
+    seen = []
+    for worker in (a, b, a, a, b, b, a):
+        worker.take()
+        token = worker.draw()
+        ticket = worker.arrive()
+        seen.append((token.value, ticket.header.step, ticket.header.slot, ticket.weight))
+    assert seen == [(n // 3, n // 3, n % 3, 1.0) for n in range(7)]
+
+
+def test_a_straggler_beyond_the_tolerance_weighs_nothing(tokens):
+    tokens.begin(segment(Gba(2 * ROWS, tolerance=1)))
+    fast, slow = Worker(tokens, 0), Worker(tokens, 1)
+    slow.take()
+    assert slow.draw().value == 0
+    for _ in range(4):
+        fast.train()
+    assert slow.arrive().weight == 0.0
+    assert report(tokens).dropped_batches == 1
+    slow.take()
+    slow.draw()
+    assert slow.arrive().weight == 1.0
+
+
+def test_repetitions_change_nothing(tokens):
+    tokens.begin(segment(Gba(2 * ROWS)))
+    tokens.begin(segment(Gba(2 * ROWS)))
+    worker = Worker(tokens, 0)
+    number = worker.take()
+    assert tokens.take(worker.caller, 1) == number
+    token = worker.draw()
+    assert tokens.draw(worker.caller, 1, number, ROWS, 0, 0) == token
+    assert worker.arrive() == worker.arrive()
+    assert worker.train().header.slot == 1
+
+
+def test_so_many_steps_and_no_more(tokens):
+    tokens.begin(segment(Gba(3 * ROWS), steps=2))
+    a, b = Worker(tokens, 0), Worker(tokens, 1)
+    tickets = []
+    while (ticket := a.train()) is not None:
+        tickets.append(ticket)
+    assert len(tickets) == 6
+    assert b.take() is None
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(lambda w: w.rest(), (a, b))
+    assert first == second
+    assert (first.step, first.held, first.position, first.leader, first.ended) == (2, 0, 6, 0, False)
+
+
+def test_a_remainder_and_the_next_segment(tokens):
+    tokens.begin(segment(Gba(4 * ROWS), nn_workers=1))
+    a = Worker(tokens, 0)
+    for _ in range(6):
+        a.train()
+    tokens.end(a.caller, a.take())
+    rest = a.rest()
+    assert (rest.step, rest.held, rest.position, rest.ended) == (1, 2, 6, True)
+    with pytest.raises(PersiaError, match="not at rest"):
+        tokens.begin(segment(Async(), nn_workers=1, number=2))
+    assert tokens.settled(a.caller, 2) == 2
+    tokens.begin(segment(Gba(2 * ROWS), nn_workers=1, number=2, step=2, position=6))
+    with pytest.raises(StalePushError, match="is over"):
+        a.take()
+    b = Worker(tokens, 0, number=2, sequence=6)
+    assert b.take() == 6
+    assert b.draw().value == 2
+
+
+def test_hop_bs_keeps_the_fastest_near_the_slowest(tokens):
+    tokens.begin(segment(HopBs(2)))
+    fast, slow = Worker(tokens, 0), Worker(tokens, 1)
+    slow.take()
+    slow.draw()
+    fast.train()
+    fast.train()
+    fast.take()
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(fast.draw)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.1)
+        slow.arrive()
+        assert waiting.result(DEADLINE).value == 3
+
+
+def test_hop_bw_drops_who_is_late(tokens):
+    tokens.begin(segment(HopBw(1), nn_workers=3))
+    a, b, slow = (Worker(tokens, rank) for rank in range(3))
+    for worker in (a, b, slow):
+        worker.take()
+        worker.draw()
+    a.arrive()
+    b.arrive()
+    ticket = slow.arrive()
+    assert ticket.dropped
+    assert report(tokens).dropped_rows == ROWS
+    assert slow.train().header.step == 1
+
+
+def test_nobody_waits_for_those_without_data(tokens):
+    tokens.begin(segment(HopBw(0), nn_workers=2))
+    a, b = Worker(tokens, 0), Worker(tokens, 1)
+    a.take()
+    a.draw()
+    tokens.end(b.caller, b.take())
+    a.arrive()
+    with ThreadPoolExecutor(1) as threads:
+        resting = threads.submit(b.rest)
+        a.taken = [1]  # Read before the end was known.
+        assert a.draw().value == 0
+        assert a.arrive().header.slot == 1
+        a.rest()
+        assert resting.result(DEADLINE).step == 1
+
+
+def test_a_dead_nn_worker(tokens):
+    """Its token is drawn again, its batch is handed out again, its slot is filled by another."""
+    tokens.begin(segment(Gba(3 * ROWS), nn_workers=3))
+    a, b, dead = (Worker(tokens, rank) for rank in range(3))
+    for worker in (dead, a, b):
+        worker.take()
+        worker.draw()
+    slot = dead.arrive().header
+    dead.take()
+    assert dead.draw().value == 1
+    dead.take()
+    a.arrive()
+    tokens.cancel(1, 2)
+    tokens.cancel(1, 2)
+    with pytest.raises(StalePushError, match="dead"):
+        dead.arrive()
+    assert [a.take(), b.take()] == [3, 4]
+    assert b.arrive().header[:1] == (1,)
+    first = tokens.draw(b.caller, 2, 4, ROWS, 1, 0)
+    assert (first.value, first.orphans) == (None, [slot])
+    assert tokens.draw(b.caller, 2, 4, ROWS, 1, 0) == first  # Until it has pushed it.
+    assert tokens.draw(b.caller, 2, 4, ROWS, 1, 1).value == 1
+    assert a.draw().value == 1
+    assert report(tokens).lost_tokens == 1
+
+
+def test_an_orphan_of_an_orphan(tokens):
+    """Who was to fill a slot dies too."""
+    tokens.begin(segment(Bsp(2), nn_workers=3))
+    a, b, c = (Worker(tokens, rank) for rank in range(3))
+    for worker in (a, b, c):
+        worker.take()
+    c.draw()
+    slot = c.arrive().header
+    tokens.cancel(1, 2)
+    b.sequence += 1
+    assert tokens.draw(b.caller, 1, 1, ROWS, 0, 0).orphans == [slot]
+    tokens.cancel(1, 1)
+    a.sequence += 1
+    assert tokens.draw(a.caller, 1, 0, ROWS, 0, 0).orphans == [slot]
+    assert tokens.draw(a.caller, 1, 0, ROWS, 0, 1).value == 0
+
+
+def test_a_switch_is_asked_for_once_and_checked(tokens):
+    tokens.announce(2, ROWS)
+    with pytest.raises(ConfigError, match="no multiple"):
+        tokens.request(encode(Gba(ROWS + 1)))
+    with pytest.raises(ConfigError, match="no mode"):
+        tokens.request('{"kind": "waltz"}')
+    tokens.request(encode(Gba(2 * ROWS)))
+    tokens.request(encode(Gba(2 * ROWS)))
+    with pytest.raises(PersiaError, match="under way"):
+        tokens.request(encode(Async()))
+    assert tokens.requested() == tokens.resolve() == encode(Gba(2 * ROWS))
+    assert tokens.resolve() == ""
+
+
+def test_state_survives_a_restart(tmp_path):
+    path = str(tmp_path / "tokens")
+    first = Tokens(DEADLINE, path)
+    first.begin(segment(Gba(3 * ROWS)))
+    a, b = Worker(first, 0), Worker(first, 1)
+    for worker in (a, b, a):
+        worker.train()
+    b.take()
+    token = b.draw()
+    a.tokens = b.tokens = second = Tokens(DEADLINE, path)
+    assert second.draw(b.caller, 2, 3, ROWS, 1, 0) == token
+    assert b.arrive().header[3:4] == (1,)
+    assert a.train().header.slot == 1
+    assert report(second).batches == 5
+
+
+def test_who_is_late_is_named():
+    tokens = Tokens(0.05)
+    with pytest.raises(DeadlineError, match="Segment 1 has not begun"):
+        tokens.take(Caller(1, 1, 0), 1)
+    tokens.begin(segment(HopBs(1)))
+    fast, slow = Worker(tokens, 0), Worker(tokens, 1)
+    slow.take()
+    slow.draw()
+    fast.train()
+    fast.take()
+    with pytest.raises(DeadlineError, match="Slowest: NN workers 1"):
+        fast.draw()
+    with pytest.raises(DeadlineError, match="NN workers 1 are not done"):
+        fast.rest()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_order_and_any_crash(data):
+    """Slots are numbered without a gap, no batch is lost or handed out twice, tokens and steps stay aligned."""
+    nn_workers = data.draw(st.integers(1, 4))
+    group = data.draw(st.integers(1, 5))
+    mode = data.draw(st.sampled_from([Gba(group * ROWS), Bsp(group), Async(), HopBs(2)]))
+    tokens = Tokens(DEADLINE, record=True)
+    tokens.begin(segment(mode, nn_workers))
+    workers = [Worker(tokens, rank) for rank in range(nn_workers)]
+    alive, busy, arrived, out = set(range(nn_workers)), {}, [], {}
+    dead_tokens = 0
+    for _ in range(data.draw(st.integers(1, 40))):
+        rank = data.draw(st.sampled_from(sorted(alive)))
+        worker = workers[rank]
+        if len(alive) > 1 and data.draw(st.integers(0, 9)) == 0:
+            tokens.cancel(1, rank)
+            alive.discard(rank)
+            dead_tokens += rank in busy
+            busy.pop(rank, None)
+            out.pop(rank, None)
+        elif rank in busy:
+            arrived.append((busy.pop(rank), worker.arrive().header))
+            out.pop(rank)
+        elif not (
+            isinstance(mode, HopBs) and worker.sequence - min(workers[r].sequence - (r in busy) for r in alive) >= 2
+        ):
+            out[rank] = worker.take()
+            number = worker.taken[0]
+            worker.draw()
+            busy[rank] = number
+    size = mode.group(nn_workers, ROWS)
+    assert [(h.step, h.slot) for _, h in arrived] == [divmod(n, size) for n in range(len(arrived))]
+    numbers = [n for n, _ in arrived]
+    assert len(set(numbers)) == len(numbers)
+    assert len(tokens.schedule()) == len(arrived)
+    assert report(tokens).lost_tokens == dead_tokens
+    if isinstance(mode, Gba):
+        assert all(h.token <= n // size + nn_workers for n, (_, h) in enumerate(arrived))
+
+
+def test_several_threads_at_once():
+    tokens = Tokens(DEADLINE)
+    tokens.begin(segment(HopBw(2), nn_workers=6, steps=20))
+    barrier = threading.Barrier(6)
+
+    def work(rank):
+        worker = Worker(tokens, rank)
+        barrier.wait(DEADLINE)
+        trained = []
+        while (ticket := worker.train()) is not None:
+            trained.append(ticket)
+        return trained, worker.rest()
+
+    with ThreadPoolExecutor(6) as threads:
+        found = list(threads.map(work, range(6)))
+    kept = sorted((t.header.step, t.header.slot) for trained, _ in found for t in trained if not t.dropped)
+    assert kept == [divmod(n, 4) for n in range(80)]
+    assert {rest for _, rest in [(0, tuple(r)[:5]) for _, r in found]} == {(0, 20, 0, found[0][1].position, False)}

@@ -1,0 +1,398 @@
+"""Modes over dense PSs and switches between modes, on one NN worker and on several."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import persia
+from persia import Batch, IdColumn, IdFeature, Schema
+from persia.cluster import Threads
+from persia.coordinator import Tokens
+from persia.errors import ConfigError, PersiaError
+from persia.modes import Async, Bsp, Gba, HopBs, HopBw, Hybrid, Sync
+from persia.nn.draws import Draws
+from persia.optim import Adagrad, Adam
+
+DEADLINE = 30.0
+ROWS = 16
+SCHEMA = Schema([IdFeature("user", dim=4), IdFeature("item", dim=4)], dense_features=["x", "y"], labels=["click"])
+
+
+def batches(count, rows=ROWS, ids=40, seed=0):
+    random = np.random.default_rng(seed)
+    return [
+        Batch(
+            {name: IdColumn(random.integers(0, ids, rows, dtype=np.uint64)) for name in ("user", "item")},
+            random.normal(size=(rows, 2)).astype(np.float32),
+            random.integers(0, 2, (rows, 1)).astype(np.float32),
+        )
+        for _ in range(count)
+    ]
+
+
+class Net(torch.nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(10, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).to(dtype)
+        self.dtype = dtype
+
+    def forward(self, dense, embeddings):
+        return self.layers(torch.cat([dense, embeddings["user"], embeddings["item"]], 1).to(self.dtype))
+
+
+def trainer(mode, cluster=None, dtype=torch.float32, optimizer=None, embedding_optimizer=None, **options):
+    options = {"progress": False, "timeout": DEADLINE} | options
+    return persia.Trainer(
+        Net(dtype),
+        SCHEMA,
+        optimizer=optimizer or (lambda p: torch.optim.Adam(p, 1e-2)),
+        embedding_optimizer=embedding_optimizer or Adagrad(lr=0.05),
+        mode=mode,
+        cluster=cluster,
+        options=persia.TrainerOptions(**options),
+    )
+
+
+def rows_of(t):
+    rows = {}
+    for server in t.embeddings.connection.servers:
+        for chunk in server.export_rows():
+            ids, values = chunk.arrays["ids"], chunk.arrays["embeddings"]
+            rows.update({(chunk.table, int(i)): v for i, v in zip(ids, values, strict=True)})
+    return rows
+
+
+def assert_same(a, b, tolerance):
+    for p, q in zip(a.model.parameters(), b.model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=tolerance)
+    mine, theirs = rows_of(a), rows_of(b)
+    assert mine.keys() == theirs.keys()
+    for key in mine:
+        np.testing.assert_allclose(mine[key], theirs[key], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("reduction", ["per_id", "global"])
+def test_gba_of_one_batch_on_one_nn_worker_is_sync(reduction):
+    data = batches(50)
+    sync, gba = trainer(Sync(reduction), dtype=torch.float64), trainer(Gba(ROWS, 3, reduction), dtype=torch.float64)
+    expected, result = sync.fit(data), gba.fit(data)
+    assert_same(sync, gba, 1e-9)
+    assert (result.steps, result.rows, gba.global_step, gba.position) == (50, expected.rows, 50, 0)
+    assert result.progressive.auc == expected.progressive.auc
+
+
+def test_gba_on_one_nn_worker_accumulates_by_token():
+    gba = trainer(Gba(4 * ROWS, reduction="global"), optimizer=lambda p: torch.optim.SGD(p, 0.1))
+    large = trainer(Sync(), optimizer=lambda p: torch.optim.SGD(p, 0.1))
+    data = batches(22)
+
+    def joined(part):
+        return Batch(
+            {name: IdColumn(np.concatenate([b.id_features[name].values for b in part])) for name in ("user", "item")},
+            np.concatenate([b.dense for b in part]),
+            np.concatenate([b.labels for b in part]),
+        )
+
+    result = gba.fit(data)
+    large.fit([joined(data[i : i + 4]) for i in range(0, 22, 4)])  # The last one has the remainder of 2.
+    assert result.steps == 6
+    assert_same(gba, large, 2e-6)
+
+
+@pytest.mark.parametrize(
+    "mode", [Async(), Async(staleness=1), Bsp(3), HopBs(2), HopBw(1), Gba(4 * ROWS)], ids=lambda m: type(m).__name__
+)
+@pytest.mark.parametrize("ps", [1, 2])
+def test_all_rows_are_trained_by_several_nn_workers(mode, ps):
+    data = batches(41)
+    cluster = Threads(nn_workers=4, ps=1, dense_ps=ps, timeout=DEADLINE)
+
+    def work(member):
+        t = trainer(mode, member)
+        return t.fit(data), t
+
+    found = cluster.run(work)
+    results, trainers = [r for r, _ in found], [t for _, t in found]
+    assert results[0].rows == 41 * ROWS
+    assert {t.global_step for t in trainers} == {results[0].global_step}
+    report = results[0].asynchronous
+    assert report.batches + report.dropped_batches == 41
+    assert sum(w.batches + w.dropped for w in report.workers.values()) == 41
+    for t in trainers[1:]:
+        for p, q in zip(trainers[0].model.parameters(), t.model.parameters(), strict=True):
+            assert torch.equal(p, q)
+    if isinstance(mode, (Async, HopBs)):
+        assert results[0].steps == 41
+    if isinstance(mode, Bsp):
+        assert results[0].steps == 14
+    if isinstance(mode, Gba):
+        assert results[0].steps == 11
+        assert report.dropped_batches == 0 or report.staleness_max > 3
+
+
+def test_steps_are_exact_and_training_goes_on_where_it_was():
+    data = batches(40)
+    t = trainer(Gba(4 * ROWS))
+    assert t.fit(data, max_steps=3).steps == 3
+    assert (t.global_step, t.position) == (3, 12)
+    t.fit(data)
+    whole = trainer(Gba(4 * ROWS))
+    whole.fit(data)
+    assert_same(t, whole, 0)
+
+
+def test_a_schedule_through_all_modes_on_one_nn_worker_is_sync_where_nothing_is_stale():
+    """All these modes are Sync with one NN worker and one batch a step; so switching must change nothing."""
+    data = batches(50)
+    modes = [Sync(), Gba(ROWS), Bsp(1), Sync(), HopBw(0), Async(), HopBs(1), Gba(ROWS), Sync()]
+    switching = trainer(
+        Sync(),
+        dtype=torch.float64,
+        embedding_optimizer=Adam(lr=0.01),
+        mode_schedule=[(5 * i, mode) for i, mode in enumerate(modes)],
+        schedule=persia.Schedule(warmup_steps=20, decay="cosine", total_steps=60),
+    )
+    plain = trainer(
+        Sync(),
+        dtype=torch.float64,
+        embedding_optimizer=Adam(lr=0.01),
+        schedule=persia.Schedule(warmup_steps=20, decay="cosine", total_steps=60),
+    )
+    result = switching.fit(data)
+    plain.fit(data)
+    assert result.steps == 50
+    assert_same(switching, plain, 1e-12)
+    assert [(s.step, s.after) for s in switching.switches] == [(5 * i, m) for i, m in enumerate(modes) if i]
+    theirs = plain.step.optimizer.state_dict()["state"]
+    for number, mine in switching.step.optimizer.state_dict()["state"].items():
+        for key, value in mine.items():
+            torch.testing.assert_close(value, theirs[number][key], rtol=0, atol=1e-12)
+
+
+class CountingNet(Net):
+    """Remembers which batches it was trained with, by their first dense value."""
+
+    def __init__(self):
+        super().__init__(torch.float32)
+        self.seen = []
+
+    def forward(self, dense, embeddings):
+        if self.training:
+            self.seen.append(float(dense[0, 0]))
+        return super().forward(dense, embeddings)
+
+
+@pytest.mark.parametrize("nn_workers", [1, 3])
+def test_switches_at_any_moment_lose_no_batch_and_train_none_twice(nn_workers):
+    data = batches(150)
+    cluster = Threads(nn_workers=nn_workers, timeout=DEADLINE)
+    random = np.random.default_rng(0)
+    modes = [Sync(), Hybrid(2), Gba(2 * ROWS), Async(), Bsp(2), Hybrid(None), HopBs(2), HopBw(0)]
+    made = []
+    ready = threading.Barrier(nn_workers + 1)
+    over = threading.Event()
+    refused = []
+
+    def work(member):
+        t = persia.Trainer(
+            CountingNet(),
+            SCHEMA,
+            optimizer=lambda p: torch.optim.SGD(p, 0.01),
+            embedding_optimizer=Adagrad(lr=0.05),
+            mode=Sync(),
+            cluster=member,
+            options=persia.TrainerOptions(progress=False, timeout=DEADLINE),
+        )
+        made.append(t)
+        ready.wait(DEADLINE)
+        return t.fit(data, epochs=2)
+
+    def switch():
+        ready.wait(DEADLINE)
+        while not over.wait(random.exponential(0.01)):
+            try:
+                made[random.integers(nn_workers)].switch(modes[random.integers(len(modes))])
+            except PersiaError as error:
+                refused.append(str(error))
+
+    switcher = threading.Thread(target=switch)
+    switcher.start()
+    try:
+        results = cluster.run(work)
+    finally:
+        over.set()
+        switcher.join(DEADLINE)
+    assert results[0].rows == 2 * 150 * ROWS
+    seen = sorted(value for t in made for value in t.model.seen if value)
+    assert seen == sorted([float(b.dense[0, 0]) for b in data] * 2)
+    assert len(made[0].switches) > 10
+    assert all("under way" in text for text in refused)
+
+
+def test_a_switch_that_cannot_be_is_refused_and_training_goes_on():
+    data = batches(20)
+    t = trainer(Sync())
+    t.fit(data[:10])
+    with pytest.raises(ConfigError, match="no multiple"):
+        t.switch(Gba(ROWS + 1))
+    with pytest.raises(ConfigError, match="backup"):
+        t.switch(HopBw(1))
+    t.switch(Gba(2 * ROWS))
+    with pytest.raises(PersiaError, match="under way"):
+        t.switch(Async())
+    result = t.fit(data)
+    assert [type(s.after) for s in t.switches] == [Gba]
+    assert result.steps == 10
+    with pytest.raises(ConfigError, match="accumulation_steps"):
+        trainer(Gba(ROWS), accumulation_steps=2)
+    with pytest.raises(ConfigError, match="fp16"):
+        trainer(Async(), precision="fp16")
+    with pytest.raises(ConfigError, match="mode_schedule"):
+        trainer(Sync(), mode_schedule=[(5, Sync()), (5, Async())])
+
+
+def test_a_mode_that_does_not_fit_the_batches_says_so():
+    with pytest.raises(ConfigError, match="no multiple"):
+        trainer(Gba(ROWS + 1)).fit(batches(3))
+
+
+class LockStep(Tokens):
+    """All NN workers draw together, after all pushes, and arrive by rank; batches go to them in turn."""
+
+    def __init__(self, nn_workers):
+        super().__init__(DEADLINE)
+        self.nn_workers = nn_workers
+        self.barrier = threading.Barrier(nn_workers)
+        self.arrived = 0
+        self.turn = threading.Condition()
+
+    def take(self, caller, request):
+        with self._changed:
+            self._enter(caller)
+            segment = self._segment()
+            if request > segment.steps:
+                return None
+            number = segment.position + (request - 1) * self.nn_workers + caller.rank
+            self._state.following = max(self._state.following, number + 1)
+            return number
+
+    def draw(self, *arguments):
+        self.barrier.wait(DEADLINE)
+        return super().draw(*arguments)
+
+    def arrive(self, caller, *arguments):
+        with self.turn:
+            assert self.turn.wait_for(lambda: self.arrived % self.nn_workers == caller.rank, DEADLINE)
+            ticket = super().arrive(caller, *arguments)
+            self.arrived += 1
+            self.turn.notify_all()
+            return ticket
+
+
+@pytest.fixture
+def after_all_pushes(monkeypatch):
+    """A batch is drawn when the push of the one before has returned."""
+    passed = Draws.pass_lookup
+
+    def wait(draws):
+        open_ = passed(draws)
+        end = time.monotonic() + DEADLINE
+        while open_ and draws._done != draws.sequence:
+            assert time.monotonic() < end
+            time.sleep(0.0005)
+        return open_
+
+    monkeypatch.setattr(Draws, "pass_lookup", wait)
+
+
+def in_lock_step(nn_workers, mode, data, dtype, reduction="per_id", **options):
+    cluster = Threads(nn_workers, timeout=DEADLINE, tokens=LockStep(nn_workers))
+
+    def work(member):
+        t = trainer(mode, member, dtype, embedding_optimizer=Adam(lr=0.01), **options)
+        t.fit(data, max_steps=len(data) // nn_workers)
+        return t
+
+    return cluster.run(work)[0]
+
+
+@pytest.mark.parametrize("reduction", ["per_id", "global"])
+@pytest.mark.parametrize("nn_workers", [2, 4])
+def test_gba_in_lock_step_is_sync(nn_workers, reduction, after_all_pushes):
+    data = batches(50 * nn_workers)
+    sync = in_lock_step(nn_workers, Sync(reduction), data, torch.float64)
+    gba = in_lock_step(nn_workers, Gba(nn_workers * ROWS, 3, reduction), data, torch.float64)
+    assert gba.global_step == sync.global_step == 50
+    assert_same(sync, gba, 1e-9)
+
+
+@pytest.mark.parametrize("nn_workers", [2, 4])
+def test_to_gba_and_back_in_lock_step_is_never_having_switched(nn_workers, after_all_pushes):
+    data = batches(50 * nn_workers)
+    schedule = [(0, Sync()), (15, Gba(nn_workers * ROWS)), (35, Sync())]
+    plain = in_lock_step(nn_workers, Sync(), data, torch.float64)
+    switching = in_lock_step(nn_workers, Sync(), data, torch.float64, mode_schedule=schedule)
+    assert [s.step for s in switching.switches] == [15, 35]
+    assert_same(plain, switching, 1e-9)
+    theirs = plain.step.optimizer.state_dict()["state"]
+    for number, mine in switching.step.optimizer.state_dict()["state"].items():
+        for key, value in mine.items():
+            torch.testing.assert_close(value, theirs[number][key], rtol=0, atol=1e-9)
+
+
+class CrashingNet(Net):
+    def __init__(self, left):
+        super().__init__(torch.float32)
+        self.left = left
+
+    def forward(self, dense, embeddings):
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt("killed")
+        return super().forward(dense, embeddings)
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("mode", [Gba(3 * ROWS), HopBw(1), HopBs(2)], ids=lambda m: type(m).__name__)
+def test_a_crash_of_any_nn_worker_costs_no_more_than_its_tokens(victim, mode, monkeypatch):
+    data = batches(60)
+    monkeypatch.setattr("persia.nn.draws.Draws.abandon", lambda self: None)  # A process that is killed tells nobody.
+    cluster = Threads(nn_workers=3, timeout=DEADLINE)
+
+    def work(member):
+        t = persia.Trainer(
+            CrashingNet(4 if member.rank == victim else 10**9),
+            SCHEMA,
+            optimizer=lambda p: torch.optim.SGD(p, 0.01),
+            embedding_optimizer=Adagrad(lr=0.05),
+            mode=mode,
+            cluster=member,
+            options=persia.TrainerOptions(progress=False, timeout=DEADLINE),
+        )
+        return t.fit(data)
+
+    results = cluster.outcomes(work)
+    assert isinstance(results[victim], KeyboardInterrupt)
+    others = [r for rank, r in enumerate(results) if rank != victim]
+    assert [r for r in others if isinstance(r, BaseException)] == []
+    report = others[0].asynchronous
+    assert report.lost_tokens == 1
+    # What the dead one had in its hands was trained by the others, and nothing twice.
+    assert report.batches + report.dropped_batches == 60
+
+
+def test_a_crash_in_a_mode_with_all_reduce_is_told_to_the_others():
+    cluster = Threads(nn_workers=2, timeout=DEADLINE)
+
+    def work(member):
+        if member.rank == 1:
+            raise KeyboardInterrupt("killed")
+        return trainer(Sync(), member).fit(batches(4))
+
+    first, second = cluster.outcomes(work)
+    assert isinstance(second, KeyboardInterrupt)
+    assert isinstance(first, PersiaError)
