@@ -3,18 +3,20 @@
 The format is specified in `docs/reference/checkpoint.md`. Nothing here imports torch until it meets a torch tensor.
 """
 
-from persia.checkpoint.format import Manifest, Part, RowsPart, StatePart, TableRecord, TensorsPart
+from persia.checkpoint.format import Base, Manifest, Part, RemovedPart, RowsPart, StatePart, TableRecord, TensorsPart
 from persia.checkpoint.inspection import Inspection, format_inspection, inspect
 from persia.checkpoint.reader import CheckpointEntry, CheckpointReader, list_checkpoints
 from persia.checkpoint.writer import CheckpointWriter
 
 __all__ = [
+    "Base",
     "CheckpointEntry",
     "CheckpointReader",
     "CheckpointWriter",
     "Inspection",
     "Manifest",
     "Part",
+    "RemovedPart",
     "RowsPart",
     "StatePart",
     "TableRecord",

@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from persia import batching
 from persia.errors import StoreError
 from persia.modes import Aggregation, Mode
+from persia.ps.cuts import Cuts
 from persia.ps.held import Arrived, HeldSteps, HoldOptions
 from persia.ps.reduction import average_step
 from persia.ps.tables import learning_rate, table_config
 from persia.schema import EmbeddingOptimizer, Table
-from persia.services import RowChunk
+from persia.services import CutInfo, RowChunk
 from persia.store import EmbeddingStore, Rows
 from persia.types import Floats, Gradients, Ids, PushHeader, UpdateCounts
 
@@ -63,6 +64,7 @@ class EmbeddingServer:
         self._index = {
             name: self._store.create_table(table_config(table, seed)) for name, table in self._tables.items()
         }
+        self._cuts = Cuts(self._store, self._index)
 
     def tables(self) -> Mapping[str, Table]:
         """The tables by name, their optimizers filled in."""
@@ -130,9 +132,32 @@ class EmbeddingServer:
             for shard, rows in self._store.iterate_rows(index, max_rows=most):
                 yield RowChunk(name, shard, rows._asdict())
 
+    def begin_cut(self, name: str, since: Mapping[str, int], directory: str, live: bool = False) -> CutInfo:
+        """Marks this moment; see `persia.services.EmbeddingPS`."""
+        return self._cuts.begin(name, since, directory, live)
+
+    def cut_rows(self, name: str) -> Iterator[RowChunk]:
+        """The rows of a cut."""
+        return self._cuts.rows(name)
+
+    def cut_removed(self, name: str) -> Iterator[RowChunk]:
+        """The evicted ids of a cut."""
+        return self._cuts.removed(name)
+
+    def end_cut(self, name: str) -> None:
+        """Forgets a cut."""
+        self._cuts.end(name)
+
     def import_rows(self, chunk: RowChunk) -> None:
-        """Puts rows back; rows of the same ids are replaced."""
-        self._store.import_rows(self._number(chunk.table), Rows(**chunk.arrays))
+        """Puts rows back; rows of the same ids are replaced. See `persia.services.EmbeddingPS`."""
+        index = self._number(chunk.table)
+        config = self._store.config(index)
+        arrays = dict(chunk.arrays)
+        if "state" not in arrays or arrays["state"].shape[1] != config.state_width:
+            rows = len(arrays["ids"])
+            arrays["state"] = np.full((rows, config.state_width), config.initial_state, np.float32)
+            arrays["update_count"] = np.zeros(rows, np.uint32)
+        self._store.import_rows(index, Rows(**arrays))
 
     def state(self) -> dict[str, list[dict[str, NDArray[Any]]]]:
         """What besides the rows decides the future: clocks, counters and admission sketches of each shard.
