@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from persia import resume
+from persia import resume, saving
 from persia.batching.batch import Batch
 from persia.dense import merged_metrics
 from persia.fit import FitResult
@@ -67,10 +67,16 @@ class _Work:
         trainer = self._class(self._model, self._schema, **self._arguments)
         rank = trainer.embeddings.connection.rank
         _restore(trainer, self._state, first=rank == 0)
-        if rank:  # Else dropout would be the same on each.
+        ranks = trainer.rank_states = self._state.training["ranks"]
+        if rank and rank < len(ranks):
+            resume.load_random_state(ranks[rank]["random"])
+        elif rank:  # Else dropout would be the same on each.
             torch.manual_seed(self._state.training["seed"] + rank)
+        if trainer.global_step:
+            resume.load_rank_state(trainer, ranks, rank)
         result = trainer.fit(None, self._eval_data, **self._bounds)
         trainer.metrics = merged_metrics(trainer.metrics, trainer.step.replicas.gather)
+        trainer.rank_states = saving.gathered(trainer)
         return (result, _state(trainer)) if rank == 0 else None
 
 
@@ -99,6 +105,7 @@ def fit(
     assert done is not None
     result, state = done
     _restore(trainer, state, first=True)
+    trainer.rank_states = state.training["ranks"]
     return result
 
 
@@ -108,7 +115,12 @@ def _state(trainer: Trainer) -> _State:
     training = resume.training_state(trainer)
     return _State(
         model.getvalue(),
-        {**training, "metrics": trainer.metrics.state_dict(), "finished": trainer.finished},
+        {
+            **training,
+            "metrics": trainer.metrics.state_dict(),
+            "finished": trainer.finished,
+            "ranks": trainer.rank_states,
+        },
     )
 
 

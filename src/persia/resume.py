@@ -1,32 +1,74 @@
-"""The state of a training run as a checkpoint, and back: what `Trainer.save` and `Trainer.load` do."""
+"""The state of a training run, and how it comes back from a checkpoint: what `Trainer.load` does."""
 
 from __future__ import annotations
 
+import logging
 import random
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from persia import batching
-from persia.checkpoint import CheckpointReader, CheckpointWriter
-from persia.checkpoint.format import StatePart
-from persia.config import convert, dump
+from persia.checkpoint import CheckpointReader, StatePart, same_rule
+from persia.config import convert
 from persia.errors import CheckpointError, PersiaError
-from persia.metrics import Metrics
 from persia.modes import Hybrid, Mode, Sync
+from persia.nn.step import HasRankState
 from persia.options import TrainerOptions
-from persia.schema import EmbeddingOptimizer, Schema
-from persia.services import RowChunk
+from persia.schema import SGD, EmbeddingOptimizer, Schema
+from persia.services import EmbeddingPS, RowChunk
 
 if TYPE_CHECKING:
     from persia.trainer import Trainer
 
-__all__ = ["Recorded", "load", "load_random_state", "load_training_state", "recorded", "save", "training_state"]
+__all__ = [
+    "MOST_SHARDS",
+    "LoadOptions",
+    "LoadedTable",
+    "Recorded",
+    "load",
+    "load_random_state",
+    "load_rank_state",
+    "load_rows",
+    "load_training_state",
+    "random_state",
+    "recorded",
+    "resolved",
+    "training_state",
+]
+
+_log = logging.getLogger("persia.checkpoint")
 
 
 MOST_SHARDS = 1024
 """Of a table in one PS: shard s of PS p is number p * MOST_SHARDS + s in a checkpoint."""
+
+
+class LoadOptions(NamedTuple):
+    """How a checkpoint is loaded.
+
+    Attributes:
+        step: which one; None for the latest.
+        new_optimizer: let the optimizers, of the network and of tables, be others than those of the checkpoint. Where
+            they are, their state begins anew, and a warning says so.
+    """
+
+    step: int | None = None
+    new_optimizer: bool = False
+
+
+class LoadedTable(NamedTuple):
+    """What was loaded of a table.
+
+    Attributes:
+        rows: how many.
+        state: whether with the optimizer's state; otherwise that begins anew.
+    """
+
+    rows: int
+    state: bool
 
 
 class Recorded(NamedTuple):
@@ -36,33 +78,6 @@ class Recorded(NamedTuple):
     embedding_optimizer: EmbeddingOptimizer
     mode: Mode
     options: TrainerOptions
-
-
-def save(trainer: Trainer, directory: str, metrics: Metrics) -> str:
-    """Writes a checkpoint of a trainer at rest; returns its path. One NN worker does it for all.
-
-    Args:
-        trainer: of that NN worker.
-        directory: where it goes.
-        metrics: of all NN workers.
-    """
-    with CheckpointWriter(directory, trainer.global_step, keep_last=trainer.options.keep_last) as writer:
-        for number, server in enumerate(trainer.embeddings.connection.servers):
-            for chunk in server.export_rows():
-                writer.add_rows(chunk.table, number * MOST_SHARDS + chunk.shard, chunk.arrays)
-            writer.add_state(f"server-{number}", server.state())
-        writer.add_tensors("model", trainer.model.state_dict())
-        writer.add_state("training", {**training_state(trainer), "metrics": metrics.state_dict()})
-        return writer.commit(
-            schema=resolved(trainer),
-            config={
-                "schema": dump(trainer.schema),
-                "embedding_optimizer": dump(trainer.embedding_optimizer),
-                "mode": dump(trainer.mode),
-                "options": dump(trainer.options),
-            },
-            global_step=trainer.global_step,
-        )
 
 
 def recorded(directory: str) -> Recorded:
@@ -77,31 +92,60 @@ def recorded(directory: str) -> Recorded:
     )
 
 
-def load(trainer: Trainer, directory: str, *, first: bool = True) -> None:
-    """Puts the latest checkpoint of a directory into a fresh trainer; everything is checked before anything changes.
+def load(trainer: Trainer, directory: str, options: LoadOptions, *, first: bool = True) -> None:
+    """Puts a checkpoint of a directory into a fresh trainer; everything is checked before anything changes.
 
     Args:
         trainer: of an NN worker.
         directory: where the checkpoint is.
+        options: which one, and how.
         first: whether it is NN worker 0, which loads for all what there is but once, before the others.
     """
     if trainer.global_step or (first and any(t["rows"] for t in trainer.embeddings.statistics().values())):
         raise PersiaError("load() needs a fresh Trainer; this one has trained. Make a new one.")
-    reader = CheckpointReader(directory)
-    reader.check_schema(resolved(trainer))
+    reader = CheckpointReader(directory, options.step)
+    reader.check_schema(resolved(trainer), new_optimizer=options.new_optimizer)
     reader.verify()
     training = reader.state("training")
     tensors = reader.tensors("model")
     _check_model(trainer.model, tensors, directory)
-    _check_optimizer(trainer, training, directory)
-    _check_servers(trainer, reader)
+    kept = _check_optimizer(trainer, training, directory, options.new_optimizer)
+    ranks = _ranks(reader)
     if first:
-        _load_rows(trainer, reader)
+        _import_rows(trainer, reader, list(trainer.embeddings.connection.servers[0].tables()), state=True)
     trainer.model.load_state_dict(tensors)
-    load_training_state(trainer, training)
+    load_training_state(trainer, training if kept else {**training, "optimizer": None})
+    trainer.rank_states = ranks
+    rank = trainer.embeddings.connection.rank
+    if kept:
+        load_rank_state(trainer, ranks, rank)
     if first:
         trainer.metrics.load_state_dict(training["metrics"])
         load_random_state(training["random"])
+    elif rank < len(ranks):
+        load_random_state(ranks[rank]["random"])
+
+
+def load_rows(
+    trainer: Trainer, directory: str, tables: Iterable[str] | None, step: int | None, state: bool
+) -> dict[str, LoadedTable]:
+    """Puts rows of some tables into a trainer; see `Trainer.load_rows`."""
+    reader = CheckpointReader(directory, step)
+    mine = trainer.embeddings.connection.servers[0].tables()
+    names = [name for name in mine if name in reader.manifest.tables] if tables is None else list(tables)
+    for name in names:
+        if name not in mine or name not in reader.manifest.tables:
+            place = "the model" if name not in mine else reader.path
+            raise CheckpointError(f"There is no table {name!r} in {place}.", path=reader.path, table=name)
+        if mine[name].dim != reader.manifest.tables[name].dim:
+            raise CheckpointError(
+                f"{reader.path}: table {name!r} has dim {mine[name].dim}, in the checkpoint "
+                f"{reader.manifest.tables[name].dim}.",
+                path=reader.path,
+                table=name,
+            )
+    reader.verify()
+    return _import_rows(trainer, reader, names, state=state, shards=False)
 
 
 def resolved(trainer: Trainer) -> Schema:
@@ -124,19 +168,25 @@ def training_state(trainer: Trainer) -> dict[str, Any]:
         "depth": trainer.embeddings.gate.depth,
         "epoch": trainer.epoch,
         "position": trainer.position,
-        "random": {
-            "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-            "numpy": np.random.get_state(),
-            "python": random.getstate(),
-        },
+        "random": random_state(),
+    }
+
+
+def random_state() -> dict[str, Any]:
+    """Where the random generators of this process are."""
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
     }
 
 
 def load_training_state(trainer: Trainer, state: dict[str, Any]) -> None:
     """Puts `training_state` back, except for random generators."""
     step = trainer.step
-    step.optimizer.load_state_dict(state["optimizer"])
+    if state["optimizer"] is not None:
+        step.optimizer.load_state_dict(state["optimizer"])
     if step.scheduler is not None and state["scheduler"] is not None:
         step.scheduler.load_state_dict(state["scheduler"])
     if step.scaler is not None and state["scaler"] is not None:
@@ -156,29 +206,104 @@ def load_random_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
 
 
-def _load_rows(trainer: Trainer, reader: CheckpointReader) -> None:
+def load_rank_state(trainer: Trainer, ranks: list[Any], rank: int) -> None:
+    """Puts back what the optimizer of an NN worker has for itself; it begins anew where there is none."""
+    optimizer = trainer.step.optimizer
+    if isinstance(optimizer, HasRankState):
+        state = ranks[rank]["optimizer"] if rank < len(ranks) else None
+        if state is None:
+            _log.warning("The checkpoint has no optimizer state of NN worker %d alone: it begins anew.", rank)
+        optimizer.load_rank_state_dict(state)
+
+
+def _ranks(reader: CheckpointReader) -> list[Any]:
+    """What each NN worker had for itself; nothing in old checkpoints."""
+    names = {part.name for part in reader.manifest.parts if isinstance(part, StatePart)}
+    ranks: list[Any] = []
+    while (name := f"rank-{len(ranks)}") in names:
+        ranks.append(reader.state(name))
+    return ranks
+
+
+def _import_rows(
+    trainer: Trainer, reader: CheckpointReader, tables: list[str], *, state: bool, shards: bool = True
+) -> dict[str, LoadedTable]:
+    """Rows of tables, and with `shards` what else the PSs have, if they are of the shape of those that wrote it."""
     servers = trainer.embeddings.connection.servers
-    for table in servers[0].tables():
-        for shard, arrays in reader.rows(table):
-            if len(servers) == 1:
-                servers[0].import_rows(RowChunk(table, shard, arrays))
-                continue
-            owners = batching.owners(table, arrays["ids"], len(servers))
-            for owner in np.unique(owners):
-                part = {name: array[owners == owner] for name, array in arrays.items()}
-                servers[owner].import_rows(RowChunk(table, shard, part))
-    for number, server in enumerate(servers):
-        server.load_state(reader.state(f"server-{number}"))
-
-
-def _check_servers(trainer: Trainer, reader: CheckpointReader) -> None:
-    saved = sum(isinstance(part, StatePart) and part.name.startswith("server-") for part in reader.manifest.parts)
-    mine = len(trainer.embeddings.connection.servers)
-    if saved != mine:
-        raise CheckpointError(
-            f"{reader.path}: it was written by {saved} embedding PSs, and there are {mine} here. Start as many.",
-            path=reader.path,
+    saved = _server_states(reader)
+    mine = [server.state() for server in servers]
+    same = shards and _shapes(saved) == _shapes(mine)
+    loaded: dict[str, LoadedTable] = {}
+    for name, declared in servers[0].tables().items():
+        if name not in tables:
+            continue
+        record = reader.manifest.tables[name]
+        with_state = state and same_rule(declared.optimizer, record.optimizer) and _has_state(reader, name)
+        ahead = {} if same else _behind(saved, name)
+        rows = 0
+        for shard, arrays in reader.rows(name):
+            if not with_state:
+                arrays.pop("state")
+            if ahead:
+                arrays["stamp"] = arrays["stamp"] + np.uint32(ahead.get(shard, 0))
+            rows += len(arrays["ids"])
+            _distribute(servers, RowChunk(name, shard, arrays))
+        loaded[name] = LoadedTable(rows, with_state)
+        if state and rows and not with_state:
+            _log.warning("Table %r: the optimizer's state begins anew, %s has none of its kind.", name, reader.path)
+    if same:
+        for server, values in zip(servers, saved, strict=True):
+            server.load_state(values)
+    elif shards and any(shard["sketch"].size for values in mine for table in values.values() for shard in table):
+        _log.warning(
+            "%s was written by PSs of another number, capacity or admission: occurrences of ids that are not admitted "
+            "are counted anew.",
+            reader.path,
         )
+    return loaded
+
+
+def _distribute(servers: Sequence[EmbeddingPS], chunk: RowChunk) -> None:
+    if len(servers) == 1:
+        servers[0].import_rows(chunk)
+        return
+    owners = batching.owners(chunk.table, chunk.arrays["ids"], len(servers))
+    for owner in np.unique(owners):
+        part = {name: array[owners == owner] for name, array in chunk.arrays.items()}
+        servers[owner].import_rows(RowChunk(chunk.table, chunk.shard, part))
+
+
+def _server_states(reader: CheckpointReader) -> list[Any]:
+    names = {part.name for part in reader.manifest.parts if isinstance(part, StatePart)}
+    states: list[Any] = []
+    while (name := f"server-{len(states)}") in names:
+        states.append(reader.state(name))
+    return states
+
+
+def _shapes(states: list[Any]) -> list[dict[str, list[int]]]:
+    """By PS and table: the size of each shard's sketch."""
+    return [{name: [s["sketch"].size for s in shards] for name, shards in state.items()} for state in states]
+
+
+def _has_state(reader: CheckpointReader, table: str) -> bool:
+    widths = {link.manifest.tables[table].state_width for link in reader.links if link.manifest.tables[table].rows}
+    optimizer = reader.manifest.tables[table].optimizer
+    stateless = isinstance(optimizer, SGD) and not optimizer.momentum
+    return stateless or widths != {0}
+
+
+def _behind(saved: list[Any], table: str) -> dict[int, int]:
+    """By shard of the checkpoint: how far its clock is behind the one that is furthest.
+
+    Stamps count the requests of their own shard; those of several are compared as if all had been asked alike.
+    """
+    clocks = {
+        number * MOST_SHARDS + shard: int(values["clocks"][0])
+        for number, state in enumerate(saved)
+        for shard, values in enumerate(state.get(table, ()))
+    }
+    return {shard: max(clocks.values()) - clock for shard, clock in clocks.items()}
 
 
 def _check_model(model: torch.nn.Module, tensors: dict[str, torch.Tensor], directory: str) -> None:
@@ -194,14 +319,18 @@ def _check_model(model: torch.nn.Module, tensors: dict[str, torch.Tensor], direc
             )
 
 
-def _check_optimizer(trainer: Trainer, state: dict[str, Any], directory: str) -> None:
+def _check_optimizer(trainer: Trainer, state: dict[str, Any], directory: str, new: bool) -> bool:
+    """Whether the network's optimizer can go on with its state."""
     mine = _kind_of_optimizer(trainer.step.optimizer, trainer.step.optimizer.state_dict())
     theirs = _kind_of_optimizer(state["optimizer_class"], state["optimizer"])
-    if mine != theirs:
+    if mine != theirs and not new:
         raise CheckpointError(
-            f"{directory}: the optimizer is {theirs} in the checkpoint and {mine} here. Make the optimizer as it was.",
+            f"{directory}: the optimizer is {theirs} in the checkpoint and {mine} here. Make the optimizer as it was, "
+            "or load with new_optimizer=True.",
             path=directory,
         )
+    if mine != theirs:
+        _log.warning("The optimizer's state begins anew: it is %s in the checkpoint and %s here.", theirs, mine)
     seed = state["seed"]
     if seed != trainer.options.seed:
         raise CheckpointError(
@@ -209,6 +338,7 @@ def _check_optimizer(trainer: Trainer, state: dict[str, Any], directory: str) ->
             "Set the same seed.",
             path=directory,
         )
+    return mine == theirs
 
 
 def _kind_of_optimizer(optimizer: torch.optim.Optimizer | str, state: dict[str, Any]) -> str:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
+import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from persia import remote, resume
+from persia import remote, resume, saving
 from persia.batching.batch import Batch
 from persia.dense import AllReduce, AllReduceOptions, merged_metrics
-from persia.errors import ConfigError, DataError
+from persia.errors import CheckpointError, ConfigError, DataError
 from persia.fit import FitResult, Run, check_finite
 from persia.metrics import Metrics, MetricsResult
-from persia.modes import Hybrid, Mode
+from persia.modes import Hybrid, Mode, Sync
 from persia.nn.collection import CollectionOptions, EmbeddingCollection
 from persia.nn.prepared import PreparedBatch
 from persia.nn.staging import staging_for
@@ -27,6 +30,8 @@ from persia.services import Cluster, ProcessCluster, Seekable
 from persia.types import FedBatch, Feed
 
 __all__ = ["FitResult", "Trainer", "TrainerOptions"]
+
+_log = logging.getLogger("persia.checkpoint")
 
 
 class Trainer:
@@ -67,8 +72,9 @@ class Trainer:
         self.mode: Mode = mode or Hybrid()
         self.cluster = cluster
         self.options = options or TrainerOptions()
-        if self.options.checkpoint_every_steps is not None and self.options.checkpoint_dir is None:
-            raise ConfigError("checkpoint_every_steps needs checkpoint_dir.", field="checkpoint_dir")
+        for name in ("checkpoint_every_steps", "checkpoint_every_seconds", "keep_best"):
+            if getattr(self.options, name) is not None and self.options.checkpoint_dir is None:
+                raise ConfigError(f"{name} needs checkpoint_dir.", field="checkpoint_dir")
         self._staging = staging_for(self._device_name())
         device = self._staging.device
         self.step = DenseStep(
@@ -100,6 +106,9 @@ class Trainer:
         """Of this NN worker."""
         self.finished = False
         """Whether the last call of `fit` came to the end of its epochs."""
+        self.rank_states: list[Any] = []
+        """What the NN workers had for themselves, by rank, where a checkpoint or a cluster has told; see `saving`."""
+        self._saving = saving.Saving()
         self._loaded = False
         self.epoch = 0
         self.position = 0
@@ -157,9 +166,12 @@ class Trainer:
         if self.finished:
             self.epoch = self.position = 0
         self.finished = False
+        if self.options.keep_best is not None and eval_data is None:
+            raise ConfigError("keep_best needs eval_data.", field="eval_data")
         run = Run(self, self._staging, max_steps)
         self.model.train()
         self.embeddings.train()
+        trained = False
         try:
             with run.line:
                 while self.epoch < epochs and not run.finished():
@@ -168,14 +180,20 @@ class Trainer:
                         if self._train_segment(source, run):
                             self.epoch, self.position = self.epoch + 1, 0
                             break
-                        run.checkpoint_if_due()
+                        if run.checkpoint_due() and self._begin_save(eval_data):
+                            run.saved()
+            trained = True
         finally:
             run.close()
+            if not trained:  # What is raised already says more than a checkpoint that failed as well.
+                with contextlib.suppress(CheckpointError):
+                    self._saving.wait()
         self.finished = self.epoch >= epochs
-        if self.options.checkpoint_dir is not None and run.unsaved():
-            self.save(self.options.checkpoint_dir)
-        self.step.replicas.settle()
+        self.step.replicas.by_first(self._await_save)
         evaluation = self.evaluate(eval_data) if eval_data is not None else None
+        if self.options.checkpoint_dir is not None and run.unsaved():
+            self._save(self.options.checkpoint_dir, self._score(evaluation))
+        self.step.replicas.settle()
         return run.result(evaluation)
 
     def evaluate(self, data: Iterable[Batch]) -> MetricsResult:
@@ -224,28 +242,57 @@ class Trainer:
         Raises:
             CheckpointError: it could not be written; older checkpoints are intact.
         """
-        replicas = self.step.replicas
-        replicas.settle()
-        metrics = merged_metrics(self.metrics, replicas.gather)
-        return replicas.by_first(lambda: resume.save(self, directory, metrics))
+        return self._save(directory)
 
-    def load(self, directory: str) -> None:
-        """Takes everything from a checkpoint, the latest of `directory`; all is checked before anything is changed.
+    def load(self, directory: str, *, step: int | None = None, new_optimizer: bool = False) -> None:
+        """Takes everything from a checkpoint of `directory`; all is checked before anything is changed.
+
+        The number of embedding PSs, their capacities and their admission may be others than those that wrote it.
+
+        Args:
+            directory: where `save` wrote.
+            step: the step to load instead of the latest.
+            new_optimizer: let the optimizer of the network, or of tables, be another one than in the checkpoint; its
+                state begins anew, and a warning says so.
 
         Raises:
             CheckpointError: it is damaged, or of another schema, model or optimizer.
         """
         replicas = self.step.replicas
+        options = resume.LoadOptions(step, new_optimizer)
 
         def load_first() -> str:
-            resume.load(self, directory)
+            resume.load(self, directory, options)
             return ""
 
         replicas.by_first(load_first)
         if self.embeddings.connection.rank > 0:
-            resume.load(self, directory, first=False)
+            resume.load(self, directory, options, first=False)
         replicas.gather(b"")
         self._loaded = True
+
+    def load_rows(
+        self, directory: str, tables: Iterable[str] | None = None, *, step: int | None = None, state: bool = True
+    ) -> dict[str, resume.LoadedTable]:
+        """Takes embedding rows from a checkpoint, to begin with those of another model; nothing else changes.
+
+        Rows that are there already are replaced where the checkpoint has the same ids. With several NN workers only
+        the first one calls it.
+
+        Args:
+            directory: where a checkpoint is.
+            tables: which tables; None for those that both the checkpoint and this model have.
+            step: the step to load instead of the latest.
+            state: also take the optimizer's state, where the table has the same optimizer in the checkpoint; otherwise
+                it begins anew.
+
+        Returns:
+            By table, how many rows, and whether with the optimizer's state.
+
+        Raises:
+            CheckpointError: it is damaged, or a table is missing or has another dim.
+        """
+        return resume.load_rows(self, directory, tables, step, state)
 
     @classmethod
     def resume(
@@ -283,6 +330,53 @@ class Trainer:
         return trainer
 
     # --- inside -----------------------------------------------------------------------------------------------
+
+    def _save(self, directory: str, score: float | None = None) -> str:
+        moment = self._moment(score)
+        return self.step.replicas.by_first(lambda: self._saving.save(self, directory, moment))
+
+    def _begin_save(self, eval_data: Iterable[Batch] | None) -> bool:
+        """Lets a checkpoint be written while training goes on, unless there is one under way."""
+        directory = self.options.checkpoint_dir
+        assert directory is not None
+        if self.step.replicas.by_first(self._still_saving):
+            return False
+        best = self.options.keep_best is not None and eval_data is not None
+        moment = self._moment(self._score(self.evaluate(eval_data)) if best and eval_data is not None else None)
+
+        def begin() -> str:
+            self._saving.begin(self, directory, moment)
+            return ""
+
+        self.step.replicas.by_first(begin)
+        return True
+
+    def _still_saving(self) -> str:
+        if not self._saving.busy:
+            return ""
+        _log.warning(
+            "Step %d: no checkpoint, as the one before is still being written. Make them less often, or write to a "
+            "faster disk.",
+            self.global_step,
+        )
+        return "busy"
+
+    def _await_save(self) -> str:
+        self._saving.wait()
+        return ""
+
+    def _moment(self, score: float | None) -> saving.Moment:
+        replicas = self.step.replicas
+        replicas.settle()
+        consistent = self.options.checkpoint_consistent or isinstance(self.mode, Sync)
+        return saving.Moment(merged_metrics(self.metrics, replicas.gather), saving.gathered(self), score, consistent)
+
+    def _score(self, evaluation: MetricsResult | None) -> float | None:
+        """What the best checkpoint has the most of."""
+        if evaluation is None or self.options.keep_best is None:
+            return None
+        score = evaluation.auc if self.options.keep_best == "auc" else -evaluation.log_loss
+        return score if math.isfinite(score) else None
 
     def _train_segment(self, source: Iterator[Batch | FedBatch], run: Run) -> bool:
         """Trains to the next checkpoint or end; nothing is in flight afterwards. Returns whether the source ended."""

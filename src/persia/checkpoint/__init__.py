@@ -3,6 +3,7 @@
 The format is specified in `docs/reference/checkpoint.md`. Nothing here imports torch until it meets a torch tensor.
 """
 
+from persia.checkpoint.compatibility import same_rule
 from persia.checkpoint.format import Base, Manifest, Part, RemovedPart, RowsPart, StatePart, TableRecord, TensorsPart
 from persia.checkpoint.inspection import Inspection, format_inspection, inspect
 from persia.checkpoint.reader import CheckpointEntry, CheckpointReader, list_checkpoints
@@ -24,4 +25,5 @@ __all__ = [
     "format_inspection",
     "inspect",
     "list_checkpoints",
+    "same_rule",
 ]

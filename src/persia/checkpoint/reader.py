@@ -116,7 +116,9 @@ class CheckpointReader:
         """What the caller of `commit` gave besides."""
         return self.manifest.extra
 
-    def check_schema(self, schema: Schema, optimizer: EmbeddingOptimizer | None = None) -> None:
+    def check_schema(
+        self, schema: Schema, optimizer: EmbeddingOptimizer | None = None, *, new_optimizer: bool = False
+    ) -> None:
         """Checks that a model of `schema` can go on from this checkpoint.
 
         Learning rates, capacities, initialisers and admission may differ.
@@ -124,11 +126,12 @@ class CheckpointReader:
         Args:
             schema: of the model.
             optimizer: of tables whose declaration names none.
+            new_optimizer: whether tables may be trained by another one, whose state begins anew.
 
         Raises:
             CheckpointError: it cannot; all differences are named.
         """
-        found = differences(self.manifest, self.schema, schema, optimizer)
+        found = differences(self.manifest, self.schema, schema, optimizer, new_optimizer=new_optimizer)
         if found:
             raise CheckpointError(
                 f"{self.path} does not fit this model:\n- "
