@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from persia import batching
-from persia.checkpoint import CheckpointReader, StatePart, same_rule
+from persia.checkpoint import CheckpointReader, clock_gaps, numbered_states, same_rule
 from persia.config import convert
 from persia.errors import CheckpointError, PersiaError
 from persia.modes import Hybrid, Mode, Sync
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from persia.trainer import Trainer
 
 __all__ = [
-    "MOST_SHARDS",
     "LoadOptions",
     "LoadedTable",
     "Recorded",
@@ -40,10 +39,6 @@ __all__ = [
 ]
 
 _log = logging.getLogger("persia.checkpoint")
-
-
-MOST_SHARDS = 1024
-"""Of a table in one PS: shard s of PS p is number p * MOST_SHARDS + s in a checkpoint."""
 
 
 class LoadOptions(NamedTuple):
@@ -110,7 +105,7 @@ def load(trainer: Trainer, directory: str, options: LoadOptions, *, first: bool 
     tensors = reader.tensors("model")
     _check_model(trainer.model, tensors, directory)
     kept = _check_optimizer(trainer, training, directory, options.new_optimizer)
-    ranks = _ranks(reader)
+    ranks = numbered_states(reader, "rank")
     if first:
         _import_rows(trainer, reader, list(trainer.embeddings.connection.servers[0].tables()), state=True)
     trainer.model.load_state_dict(tensors)
@@ -216,21 +211,12 @@ def load_rank_state(trainer: Trainer, ranks: list[Any], rank: int) -> None:
         optimizer.load_rank_state_dict(state)
 
 
-def _ranks(reader: CheckpointReader) -> list[Any]:
-    """What each NN worker had for itself; nothing in old checkpoints."""
-    names = {part.name for part in reader.manifest.parts if isinstance(part, StatePart)}
-    ranks: list[Any] = []
-    while (name := f"rank-{len(ranks)}") in names:
-        ranks.append(reader.state(name))
-    return ranks
-
-
 def _import_rows(
     trainer: Trainer, reader: CheckpointReader, tables: list[str], *, state: bool, shards: bool = True
 ) -> dict[str, LoadedTable]:
     """Rows of tables, and with `shards` what else the PSs have, if they are of the shape of those that wrote it."""
     servers = trainer.embeddings.connection.servers
-    saved = _server_states(reader)
+    saved = numbered_states(reader, "server")
     mine = [server.state() for server in servers]
     same = shards and _shapes(saved) == _shapes(mine)
     loaded: dict[str, LoadedTable] = {}
@@ -239,7 +225,7 @@ def _import_rows(
             continue
         record = reader.manifest.tables[name]
         with_state = state and same_rule(declared.optimizer, record.optimizer) and _has_state(reader, name)
-        ahead = {} if same else _behind(saved, name)
+        ahead = {} if same else clock_gaps(saved, name)
         rows = 0
         for shard, arrays in reader.rows(name):
             if not with_state:
@@ -273,14 +259,6 @@ def _distribute(servers: Sequence[EmbeddingPS], chunk: RowChunk) -> None:
         servers[owner].import_rows(RowChunk(chunk.table, chunk.shard, part))
 
 
-def _server_states(reader: CheckpointReader) -> list[Any]:
-    names = {part.name for part in reader.manifest.parts if isinstance(part, StatePart)}
-    states: list[Any] = []
-    while (name := f"server-{len(states)}") in names:
-        states.append(reader.state(name))
-    return states
-
-
 def _shapes(states: list[Any]) -> list[dict[str, list[int]]]:
     """By PS and table: the size of each shard's sketch."""
     return [{name: [s["sketch"].size for s in shards] for name, shards in state.items()} for state in states]
@@ -291,19 +269,6 @@ def _has_state(reader: CheckpointReader, table: str) -> bool:
     optimizer = reader.manifest.tables[table].optimizer
     stateless = isinstance(optimizer, SGD) and not optimizer.momentum
     return stateless or widths != {0}
-
-
-def _behind(saved: list[Any], table: str) -> dict[int, int]:
-    """By shard of the checkpoint: how far its clock is behind the one that is furthest.
-
-    Stamps count the requests of their own shard; those of several are compared as if all had been asked alike.
-    """
-    clocks = {
-        number * MOST_SHARDS + shard: int(values["clocks"][0])
-        for number, state in enumerate(saved)
-        for shard, values in enumerate(state.get(table, ()))
-    }
-    return {shard: max(clocks.values()) - clock for shard, clock in clocks.items()}
 
 
 def _check_model(model: torch.nn.Module, tensors: dict[str, torch.Tensor], directory: str) -> None:

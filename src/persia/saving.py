@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from persia.checkpoint import Base, CheckpointWriter
+from persia.checkpoint import MOST_SHARDS, Base, CheckpointWriter
 from persia.checkpoint.packing import pack, unpack
 from persia.checkpoint.tensors import decode, encode
 from persia.config import dump
 from persia.errors import PersiaError
 from persia.nn.step import HasRankState
-from persia.resume import MOST_SHARDS, random_state, resolved, training_state
+from persia.resume import random_state, resolved, training_state
 from persia.services import CutInfo, EmbeddingPS, ProcessCluster
 
 if TYPE_CHECKING:

@@ -116,12 +116,6 @@ def test_unknown_version(saved: Path) -> None:
         CheckpointReader(saved)
 
 
-def test_incremental_is_refused(saved: Path) -> None:
-    edit(saved, lambda m: m.update(base=3))
-    with pytest.raises(CheckpointError, match="incremental"):
-        CheckpointReader(saved)
-
-
 def test_too_large_a_manifest_is_not_read(saved: Path) -> None:
     os.truncate(saved / MANIFEST, 1 << 40)
     with pytest.raises(CheckpointError, match="larger than"):

@@ -4,13 +4,20 @@ The format is specified in `docs/reference/checkpoint.md`. Nothing here imports 
 """
 
 from persia.checkpoint.compatibility import same_rule
+from persia.checkpoint.diff import TableDifference, diff
+from persia.checkpoint.export import export
 from persia.checkpoint.format import Base, Manifest, Part, RemovedPart, RowsPart, StatePart, TableRecord, TensorsPart
 from persia.checkpoint.inspection import Inspection, format_inspection, inspect
 from persia.checkpoint.reader import CheckpointEntry, CheckpointReader, list_checkpoints
+from persia.checkpoint.reshard import ReshardOptions, compact, reshard
+from persia.checkpoint.servers import MOST_SHARDS, clock_gaps, numbered_states
+from persia.checkpoint.view import Checkpoint, TableRows, open
 from persia.checkpoint.writer import CheckpointWriter
 
 __all__ = [
+    "MOST_SHARDS",
     "Base",
+    "Checkpoint",
     "CheckpointEntry",
     "CheckpointReader",
     "CheckpointWriter",
@@ -18,12 +25,22 @@ __all__ = [
     "Manifest",
     "Part",
     "RemovedPart",
+    "ReshardOptions",
     "RowsPart",
     "StatePart",
+    "TableDifference",
     "TableRecord",
+    "TableRows",
     "TensorsPart",
+    "clock_gaps",
+    "compact",
+    "diff",
+    "export",
     "format_inspection",
     "inspect",
     "list_checkpoints",
+    "numbered_states",
+    "open",
+    "reshard",
     "same_rule",
 ]

@@ -202,7 +202,7 @@ class CheckpointReader:
 
     def _follow(self, base: Base | None) -> None:
         """Opens what this one adds to, down to a full checkpoint."""
-        root = self._root()
+        root = self.root
         newest = parse_step(self.path.rpartition("/")[2])
         while base is not None:
             path = f"{root}/{step_name(base.step)}"
@@ -236,7 +236,8 @@ class CheckpointReader:
             self.links.append(link)
             newest, base = base.step, link.manifest.base
 
-    def _root(self) -> str:
+    @property
+    def root(self) -> str:
         """URL of the directory that holds the steps."""
         url = self._storage.url.rstrip("/")
         return url if self._prefix else os.path.dirname(url if "://" in url else os.path.abspath(url))
@@ -262,6 +263,14 @@ class CheckpointReader:
         """
         part = self._find(StatePart, name)
         return unpack(self._read(part), self._full(part))
+
+    def views(self, part: TensorsPart | StatePart) -> dict[str, TensorView]:
+        """The bytes of the tensors of a part, for `CheckpointWriter.copy`.
+
+        Raises:
+            CheckpointError: it is missing or damaged.
+        """
+        return self._read(part)
 
     def describe(self, part: Part) -> list[tuple[str, str, tuple[int, ...], int]]:
         """Name, dtype, shape and bytes of each tensor of a part; reads its header only.

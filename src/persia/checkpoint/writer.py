@@ -182,6 +182,18 @@ class CheckpointWriter:
         written = self._write(f"state/{_segment(name)}.safetensors", pack(state, name))
         self._parts.append(StatePart(name=name, **written))
 
+    def copy(self, part: TensorsPart | StatePart, views: Mapping[str, TensorView]) -> None:
+        """Adds a part of another checkpoint, as `CheckpointReader.views` gives it.
+
+        Raises:
+            CheckpointError: the name is taken, or the part cannot be written.
+        """
+        self._check_open()
+        self._check_name(part.name, type(part))
+        folder = "dense" if isinstance(part, TensorsPart) else "state"
+        written = self._write(f"{folder}/{_segment(part.name)}.safetensors", views)
+        self._parts.append(type(part)(name=part.name, **written))
+
     def commit(
         self,
         *,
@@ -206,7 +218,8 @@ class CheckpointWriter:
             span: first and last global step at which rows were taken; both `global_step` when all are of one moment.
             base: the checkpoint of this directory that this one adds its rows to.
             score: what `keep_best` compares; higher is better. Kept as `extra["score"]`.
-            content: instead of a new one: of the checkpoint that this one replaces and means the same as.
+            content: instead of a new one: of the checkpoint of this step that this one replaces and means the same as;
+                LATEST stays where it is.
 
         Returns:
             Path of the step directory.
@@ -243,7 +256,8 @@ class CheckpointWriter:
             raise
         finally:
             self._open = False  # from here on the files stay: a call that failed may yet have taken effect
-        self._storage.put(LATEST, f"{self._name}\n".encode())
+        if content is None:  # Else nothing is newer than before.
+            self._storage.put(LATEST, f"{self._name}\n".encode())
         self._prune()
         return self.path
 
