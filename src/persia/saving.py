@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from persia.metrics import Metrics
     from persia.trainer import Trainer
 
-__all__ = ["Moment", "Saving", "gathered"]
+__all__ = ["Moment", "Saving", "gathered", "write_rows"]
 
 _log = logging.getLogger("persia.checkpoint")
 _T = TypeVar("_T")
@@ -149,7 +149,7 @@ class Saving:
                     directory, step, keep_last=options.keep_last, keep_best=options.keep_best is not None
                 ) as writer:
                     for number, server in enumerate(servers):
-                        _write_rows(writer, number, server, name)
+                        write_rows(writer, number, server, name)
                         writer.add_state(f"server-{number}", states[number])
                     writer.add_tensors("model", model)
                     writer.add_state("training", training)
@@ -195,7 +195,8 @@ def _end(servers: Iterable[EmbeddingPS], name: str) -> None:
             server.end_cut(name)
 
 
-def _write_rows(writer: CheckpointWriter, number: int, server: EmbeddingPS, name: str) -> None:
+def write_rows(writer: CheckpointWriter, number: int, server: EmbeddingPS, name: str) -> None:
+    """Writes the rows of a cut of PS `number`; the next chunk is read while one is written."""
     with closing(_ahead(server.cut_rows(name))) as chunks:
         for chunk in chunks:
             writer.add_rows(chunk.table, number * MOST_SHARDS + chunk.shard, chunk.arrays)
