@@ -18,7 +18,7 @@ from persia.checkpoint import MOST_SHARDS, Base, CheckpointWriter
 from persia.checkpoint.packing import pack, unpack
 from persia.checkpoint.tensors import decode, encode
 from persia.config import dump
-from persia.errors import PersiaError
+from persia.errors import CheckpointError, PersiaError, StoreError
 from persia.nn.step import HasRankState
 from persia.resume import random_state, resolved, training_state
 from persia.services import CutInfo, EmbeddingPS, ProcessCluster
@@ -162,6 +162,11 @@ class Saving:
                         base=None if whole or chain is None else chain.base,
                         score=moment.score,
                     )
+            except StoreError as error:
+                raise CheckpointError(
+                    f"The checkpoint of step {step} is lost, training is unharmed: {error.message} Save again.",
+                    step=step,
+                ) from error
             finally:
                 _end(servers, name)
             length = 0 if whole or chain is None else chain.length + 1

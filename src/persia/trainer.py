@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from persia import remote, resume, saving
 from persia.batching.batch import Batch
 from persia.dense import AllReduce, AllReduceOptions, merged_metrics
-from persia.errors import CheckpointError, ConfigError, DataError
+from persia.errors import ConfigError, DataError
 from persia.fit import FitResult, Run, check_finite
 from persia.metrics import Metrics, MetricsResult
 from persia.modes import Hybrid, Mode, Sync
@@ -186,7 +186,7 @@ class Trainer:
         finally:
             run.close()
             if not trained:  # What is raised already says more than a checkpoint that failed as well.
-                with contextlib.suppress(CheckpointError):
+                with contextlib.suppress(Exception):
                     self._saving.wait()
         self.finished = self.epoch >= epochs
         self.step.replicas.by_first(self._await_save)
