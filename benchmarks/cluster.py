@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,10 +39,11 @@ COMPUTE_SECONDS = 0.040
 LOOKUP_SECONDS = 0.030
 EMULATED_STEPS = {"smoke": 20, "laptop": 50, "full": 300}
 EMULATED_ROUNDS = {"smoke": 5, "laptop": 5, "full": 9}
+WARM_STEPS = 10
 MANY = {"smoke": 2, "laptop": 8, "full": 8}
 FEATURES, DIM, ROWS = 4, 8, 128
-TINY_ROWS = 16
-"""Of a batch with which a role's time is that of its Python code."""
+SCALING_FEATURES = 1
+"""Fewer, so that the processors of one machine are enough for as many NN workers as a cluster has machines for."""
 
 
 @contextmanager
@@ -122,11 +124,11 @@ class Slow:
         return connection._replace(worker=SlowLookups(connection.worker))
 
 
-def batches(count: int, rows: int, seed: int) -> list[Batch]:
+def batches(count: int, rows: int, seed: int, features: int = FEATURES) -> list[Batch]:
     rng = np.random.default_rng(seed)
     return [
         Batch(
-            {f"f{i}": IdColumn(rng.integers(0, 10_000, rows, dtype=np.uint64)) for i in range(FEATURES)},
+            {f"f{i}": IdColumn(rng.integers(0, 10_000, rows, dtype=np.uint64)) for i in range(features)},
             np.zeros((rows, 0), np.float32),
             rng.integers(0, 2, (rows, 1)).astype(np.float32),
         )
@@ -134,12 +136,21 @@ def batches(count: int, rows: int, seed: int) -> list[Batch]:
     ]
 
 
-def emulated(cluster: Any, mode: Mode, steps: int, warm: int = 10) -> tuple[float, float]:
-    """Seconds of a loop on this NN worker: with embeddings of the cluster, and with constant local ones."""
+class Loop(NamedTuple):
+    """Seconds of a loop on one NN worker, CPU seconds of its process in it, and seconds with constant embeddings."""
+
+    seconds: float
+    cpu: float
+    floor: float
+
+
+def emulated(cluster: Any, mode: Mode, steps: int, features: int = FEATURES, floor: bool = False) -> Loop:
+    """Trains on this NN worker, with embeddings of the cluster; and, if asked for, with constant ones."""
+    warm = WARM_STEPS
     rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    schema = Schema([IdFeature(f"f{i}", dim=DIM) for i in range(FEATURES)])
+    schema = Schema([IdFeature(f"f{i}", dim=DIM) for i in range(features)])
     embeddings = EmbeddingCollection(schema, optimizer=Adagrad(lr=0.05), mode=mode, cluster=Slow(cluster))
-    net: torch.nn.Module = torch.nn.Linear(FEATURES * DIM, 1)
+    net: torch.nn.Module = torch.nn.Linear(features * DIM, 1)
     if count > 1:
         net = torch.nn.parallel.DistributedDataParallel(net)
     optimizer = torch.optim.Adam(net.parameters(), 1e-3)
@@ -151,19 +162,21 @@ def emulated(cluster: Any, mode: Mode, steps: int, warm: int = 10) -> tuple[floa
         optimizer.step()
         optimizer.zero_grad()
 
-    began = 0.0
-    for number, batch in enumerate(embeddings.prefetch(batches(warm + steps, ROWS, rank))):
+    began = cpu = 0.0
+    for number, batch in enumerate(embeddings.prefetch(batches(warm + steps, ROWS, rank, features))):
         if number == warm:
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), time.process_time()
         step(list(embeddings(batch).values()), batch.labels)
-    seconds = time.perf_counter() - began
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+    if not floor:
+        return Loop(seconds, cpu, 0.0)
 
-    leaves = [torch.zeros(ROWS, DIM, requires_grad=True) for _ in range(FEATURES)]
+    leaves = [torch.zeros(ROWS, DIM, requires_grad=True) for _ in range(features)]
     labels = torch.zeros(ROWS, 1)
     began = time.perf_counter()
     for _ in range(steps):
         step(leaves, labels)
-    return seconds, time.perf_counter() - began
+    return Loop(seconds, cpu, time.perf_counter() - began)
 
 
 def hybrid(preset: str) -> list[harness.Measure]:
@@ -173,15 +186,15 @@ def hybrid(preset: str) -> list[harness.Measure]:
     with ray_here(), Ray(options=options) as synchronous, Ray(options=options) as asynchronous:
         for number in range(EMULATED_ROUNDS[preset]):
             runs = [
-                lambda: synchronous.run(lambda: emulated(synchronous, Sync(), steps))[0][0],
-                lambda: asynchronous.run(lambda: emulated(asynchronous, Hybrid(4), steps))[0],
+                lambda: synchronous.run(lambda: emulated(synchronous, Sync(), steps))[0],
+                lambda: asynchronous.run(lambda: emulated(asynchronous, Hybrid(4), steps, floor=True))[0],
             ]
             if number % 2:
-                (ours, floor), theirs = runs[1](), runs[0]()
+                ours, theirs = runs[1](), runs[0]()
             else:
-                theirs, (ours, floor) = runs[0](), runs[1]()
-            against_sync.append(theirs / ours)
-            against_floor.append(floor / ours)
+                theirs, ours = runs[0](), runs[1]()
+            against_sync.append(theirs.seconds / ours.seconds)
+            against_floor.append(ours.floor / ours.seconds)
     return [
         harness.quantity("cluster.hybrid_vs_sync", against_sync, "x samples/s", 1.6),
         harness.quantity("cluster.hybrid_floor", against_floor, "x samples/s", 0.95),
@@ -192,20 +205,41 @@ def scaling(preset: str) -> harness.Measure:
     """Samples/s of many NN workers over those of one, and CPU of each role."""
     steps, many = EMULATED_STEPS[preset], MANY[preset]
     options = RayOptions(threads=1)
-    ratios = []
+    ratios: list[float] = []
+    milliseconds: list[tuple[float, float]] = []
+    cpu: list[float] = []
+    free = available_gib()
     with ray_here(), Ray(options=options) as one, Ray(nn_workers=many, options=options) as all_of_them:
-        before = after = {}
-        for _ in range(EMULATED_ROUNDS[preset]):
-            alone = one.run(lambda: emulated(one, Hybrid(4), steps))[0][0]
-            before = after
-            together = max(seconds for seconds, _ in all_of_them.run(lambda: emulated(all_of_them, Hybrid(4), steps)))
+        before: dict[str, Any] = {}
+        after: dict[str, Any] = {}
+        used = 0.0
+        for number in range(EMULATED_ROUNDS[preset]):
+            if number % 2:
+                alone = one.run(lambda: emulated(one, Hybrid(4), steps, SCALING_FEATURES))[0].seconds
+            before = all_of_them.statistics() if number else {}
+            loops = all_of_them.run(lambda: emulated(all_of_them, Hybrid(4), steps, SCALING_FEATURES))
             after = all_of_them.statistics()
+            if not number % 2:
+                alone = one.run(lambda: emulated(one, Hybrid(4), steps, SCALING_FEATURES))[0].seconds
+            together = max(loop.seconds for loop in loops)
+            milliseconds.append((1000 * alone / steps, 1000 * together / steps))
+            cpu += [1000 * loop.cpu / steps for loop in loops]
+            used = max(used, free - available_gib())
             ratios.append(many * alone / together)
-    trained = many * (steps + 10)
-    cpu = {f"{name} CPU ms/batch": spent for name, spent in cpu_ms(before, after, trained).items()}
+    trained = many * (steps + WARM_STEPS)
+    spent = {**cpu_ms(before, after, trained), "nn_worker": statistics.median(cpu)}
+    details: dict[str, Any] = {f"{name} CPU ms/batch": value for name, value in spent.items()}
+    details |= {"workload": f"{SCALING_FEATURES} ID-type feature of dim {DIM}, batch {ROWS}", "GiB of memory": used}
+    details |= {"ms/step of 1 and of all": [round(statistics.median(t), 1) for t in zip(*milliseconds, strict=True)]}
     return harness.quantity(
-        "cluster.scaling", ratios, f"x samples/s, {many} NN workers over 1", 7.0 * many / 8, details=cpu
+        "cluster.scaling", ratios, f"x samples/s, {many} NN workers over 1", 7.0 * many / 8, details=details
     )
+
+
+def available_gib() -> float:
+    """Memory that this machine has left."""
+    line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
+    return int(line.split()[1]) / (1 << 20)
 
 
 def cpu_ms(before: dict[str, Any], after: dict[str, Any], count: int) -> dict[str, float]:
@@ -216,43 +250,6 @@ def cpu_ms(before: dict[str, Any], after: dict[str, Any], count: int) -> dict[st
         used = counters["cpu_seconds"] - before.get(name, {}).get("cpu_seconds", 0.0)
         spent[role] = spent.get(role, 0.0) + 1000 * used / count
     return spent
-
-
-# --- Python time of each role -------------------------------------------------------------------------------------
-
-
-def python_ms(preset: str) -> list[harness.Measure]:
-    """CPU time per batch of 16 samples: what is left when arrays are small is Python, and ZeroMQ's own thread."""
-    count = {"smoke": 100, "laptop": 1000, "full": 4000}[preset]
-    targets = {"embedding_ps": 0.3, "embedding_worker": 0.5, "nn_worker": 1.5}
-    found: dict[str, list[float]] = {role: [] for role in targets}
-    with ray_here(), Ray(options=RayOptions(threads=1)) as cluster:
-
-        def work() -> float:
-            schema = Schema([IdFeature(f"f{i}", dim=DIM) for i in range(FEATURES)])
-            embeddings = EmbeddingCollection(schema, optimizer=Adagrad(lr=0.05), mode=Hybrid(4), cluster=cluster)
-            made = batches(count, TINY_ROWS, 0)
-            began = time.process_time()
-            for batch in embeddings.prefetch(made):
-                torch.cat(list(embeddings(batch).values()), 1).sum().backward()
-            spent = time.process_time() - began
-            leaves = [torch.zeros(TINY_ROWS, DIM, requires_grad=True) for _ in range(FEATURES)]
-            began = time.process_time()
-            for _ in range(count):
-                torch.cat(leaves, 1).sum().backward()
-            return 1000 * (spent - (time.process_time() - began)) / count
-
-        cluster.run(work)
-        for _ in range(EMULATED_ROUNDS[preset]):
-            before = cluster.statistics()
-            (beside_torch,) = cluster.run(work)
-            spent = cpu_ms(before, cluster.statistics(), count)
-            for role, values in found.items():
-                values.append(beside_torch if role == "nn_worker" else spent[role])
-    return [
-        harness.quantity(f"roles.python_ms.{role}", values, "ms of CPU per batch", targets[role], at_least=False)
-        for role, values in found.items()
-    ]
 
 
 # --- start of a PS process --------------------------------------------------------------------------------------------
@@ -307,7 +304,6 @@ MEASURES: dict[str, harness.Function] = {
     "cluster.vs_embedded": vs_embedded,
     "cluster.hybrid_vs_sync": hybrid,
     "cluster.scaling": scaling,
-    "roles.python_ms": python_ms,
     "ps.restart_s": restart,
 }
 

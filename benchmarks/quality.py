@@ -6,6 +6,9 @@ quality.replay   Hybrid(4) on stationary synthetic data against a plain-PyTorch 
                  two may differ by rounding only, so this tells whether the implementation is right. Printed with
                  quality.hybrid.
 quality.hybrid   Hybrid(4) minus Sync on the same data, paired by seed.
+quality.workers_2, quality.workers_4
+                 Hybrid(4) with 2 and 4 NN workers in processes, against a replay of the order in which the PS looked
+                 up and applied; `gap to Sync` is that to as many NN workers in Sync.
 quality.optimum  How far DeepFM stays below the known best AUC where there are few ids.
 quality.adult    Test AUC on PERSIA's example task; needs the data.
 """
@@ -21,18 +24,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
-from benchmarks import harness
-from benchmarks.baselines.delayed_torch import replay
+from benchmarks import harness, recorded
+from benchmarks.baselines.delayed_torch import replay, replay_workers
 
 from persia import Batch, Schema, Trainer, TrainerOptions, data
 from persia.modes import Hybrid, Mode, Sync
 from persia.nn import Embeddings
 from persia.nn.models import DeepFM
 from persia.optim import Adagrad
+from persia.services import Cluster
 
 SEEDS = {"smoke": 1, "laptop": 5, "full": 5}
 ROWS = {"smoke": 20_000, "laptop": 3_000_000, "full": 3_000_000}
+WORKERS_ROWS = {"smoke": 20_480, "laptop": 1_024_000, "full": 3_072_000}
+"""Of the measures with several NN workers: a whole number of steps."""
 BATCH = 1024
+OPTIMIZER = Adagrad(lr=0.05)
 
 
 def stationary(rows: int, seed: int) -> tuple[Schema, list[Batch]]:
@@ -41,16 +48,21 @@ def stationary(rows: int, seed: int) -> tuple[Schema, list[Batch]]:
     return reader.schema, list(reader)
 
 
-def trainer_for(schema: Schema, mode: Mode, seed: int) -> Trainer:
+def make_trainer(schema: Schema, mode: Mode, seed: int, cluster: Cluster | None, options: TrainerOptions) -> Trainer:
     torch.manual_seed(seed)
     return Trainer(
         DeepFM(schema),
         schema,
         optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-3, fused=True),
-        embedding_optimizer=Adagrad(lr=0.05),
+        embedding_optimizer=OPTIMIZER,
         mode=mode,
-        options=TrainerOptions(seed=seed, progress=False),
+        cluster=cluster,
+        options=options,
     )
+
+
+def trainer_for(schema: Schema, mode: Mode, seed: int) -> Trainer:
+    return make_trainer(schema, mode, seed, None, TrainerOptions(seed=seed, progress=False))
 
 
 def first_rows(schema: Schema, seed: int):
@@ -80,6 +92,35 @@ def hybrid(preset: str) -> Iterator[harness.Measure]:
     mean = abs(statistics.fmean(apart))
     yield harness.Measure("quality.replay", mean, "AUC apart", 0.0003, at_least=False, details=details)
     yield harness.Measure("quality.hybrid", statistics.fmean(gaps), "AUC - Sync", details={"per_seed": gaps})
+
+
+def workers(preset: str) -> Iterator[harness.Measure]:
+    """Hybrid(4) with several NN workers, against the replay of what their PS recorded."""
+    for nn_workers in (2, 4):
+        apart, gaps, means, most = [], [], [], 0
+        for seed in range(SEEDS[preset]):
+            schema, batches = stationary(WORKERS_ROWS[preset], seed)
+            run = recorded.train(schema, batches, nn_workers, Hybrid(4), OPTIMIZER, seed, make_trainer)
+            again = replay_workers(batches, schema, seed, run.events, nn_workers, first_rows(schema, seed))
+            sync = recorded.train(schema, batches, nn_workers, Sync(), OPTIMIZER, seed, make_trainer, record=False)
+            apart.append(run.result.progressive.auc - again)
+            gaps.append(run.result.progressive.auc - sync.result.progressive.auc)
+            means.append(run.result.staleness_mean)
+            most = max(most, run.result.staleness_max)
+        yield harness.Measure(
+            f"quality.workers_{nn_workers}",
+            abs(statistics.fmean(apart)),
+            "AUC apart",
+            0.0003,
+            at_least=False,
+            details={
+                "per_seed": apart,
+                "gap to Sync": statistics.fmean(gaps),
+                "gap per_seed": gaps,
+                "staleness_mean": means,
+                "staleness_max": most,
+            },
+        )
 
 
 def optimum(preset: str) -> harness.Measure:
@@ -140,7 +181,7 @@ def adult(preset: str) -> harness.Measure | None:
     return harness.quantity("quality.adult", areas, "test AUC", 0.885, details={"per_seed": areas})
 
 
-MEASURES = {"quality.hybrid": hybrid, "quality.optimum": optimum, "quality.adult": adult}
+MEASURES = {"quality.hybrid": hybrid, "quality.workers": workers, "quality.optimum": optimum, "quality.adult": adult}
 
 if __name__ == "__main__":
     harness.main(MEASURES)

@@ -1,15 +1,20 @@
-"""Calls between two processes against bare ZeroMQ sockets between the same two.
+"""Calls between two processes against bare sockets between the same two.
 
     python benchmarks/rpc.py [--only NAME] [--preset smoke|laptop|full] [--json FILE]
 
-Both sides are an echo on loopback, one request at a time: a DEALER here, a ROUTER in the other process. The bare
-one sends the array as a single frame and copies nothing either.
+Both sides are an echo on loopback, one request at a time. The bare socket is TCP with `TCP_NODELAY`: `sendall` of the
+array, `recv_into` new memory of the same size, as a reply needs. Beside it stands a bare echo of libzmq, a DEALER here
+and a ROUTER in the other process, which sends the array as a single frame: what it costs more than TCP is libzmq's, the
+rest is ours.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import socket
+import struct
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,6 +36,8 @@ ROUNDS = {"smoke": 5, "laptop": 15, "full": 31}
 CALLS = {"smoke": 50, "laptop": 500, "full": 2000}
 IN_FLIGHT = 16
 TABLES = 26
+SIZE = struct.Struct("<QQ")
+"""Bytes of a message and how many follow."""
 
 
 class Echo(Protocol):
@@ -54,23 +61,52 @@ class EchoService:
 
 
 def serve(pipe: Connection) -> None:
-    """The other process: an rpc server, and a bare echo, until a single byte comes."""
+    """The other process: an rpc server, and the bare echoes, until their clients end."""
     context: zmq.Context = zmq.Context()
-    socket = context.socket(zmq.ROUTER)
-    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    router = context.socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    listener = socket.create_server(("127.0.0.1", 0))
+    echo = threading.Thread(target=echo_tcp, args=(listener,))
+    echo.start()
     with rpc.serve(EchoService(), protocol=Echo) as server:
-        pipe.send((server.address, f"tcp://127.0.0.1:{port}"))
+        pipe.send((server.address, f"tcp://127.0.0.1:{port}", listener.getsockname()))
         while True:
-            peer, frame = socket.recv_multipart(copy=False)
+            peer, frame = router.recv_multipart(copy=False)
             if len(frame) == 1:
                 break
-            socket.send_multipart((peer, frame), copy=False)
+            router.send_multipart((peer, frame), copy=False)
     context.destroy(linger=0)
+    echo.join()
+    listener.close()
+
+
+def echo_tcp(listener: socket.socket) -> None:
+    """Sends back whatever comes: a size and a count, then so many messages of it; and again."""
+    peer, _ = listener.accept()
+    with peer:
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while head := peer.recv(SIZE.size, socket.MSG_WAITALL):
+            size, count = SIZE.unpack(head)
+            for _ in range(count):
+                peer.sendall(received(peer, size))
+
+
+def received(peer: socket.socket, size: int) -> np.ndarray:
+    """The next bytes, in memory of their own."""
+    array = np.empty(size, np.uint8)
+    rest = memoryview(array)
+    while len(rest):
+        count = peer.recv_into(rest)
+        if not count:
+            raise ConnectionError("the other side has closed")
+        rest = rest[count:]
+    return array
 
 
 class Sides(NamedTuple):
-    ours: Echo
-    theirs: zmq.Socket
+    stub: Echo
+    dealer: zmq.Socket
+    tcp: socket.socket
 
 
 @contextmanager
@@ -81,17 +117,82 @@ def sides() -> Iterator[Sides]:
     process.start()
     context: zmq.Context = zmq.Context()
     try:
-        ours, theirs = here.recv()
-        socket = context.socket(zmq.DEALER)
-        socket.connect(theirs)
+        ours, bare, plain = here.recv()
+        dealer = context.socket(zmq.DEALER)
+        dealer.connect(bare)
         stub = rpc.connect(ours, Echo, peer="echo")
-        yield Sides(stub, socket)
+        with socket.create_connection(plain) as tcp:
+            tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            yield Sides(stub, dealer, tcp)
         rpc.close(stub)
-        socket.send(b"x")
+        dealer.send(b"x")
         process.join(10)
     finally:
         process.kill()
         context.destroy(linger=0)
+
+
+def seconds(call: Callable[[], object], calls: int) -> Callable[[], float]:
+    """Mean time of a call."""
+
+    def measure() -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return (time.perf_counter() - start) / calls
+
+    return measure
+
+
+def over_zmq(dealer: zmq.Socket, array: np.ndarray) -> Callable[[], object]:
+    def call() -> object:
+        dealer.send(array, copy=False)
+        return np.frombuffer(dealer.recv(copy=False), np.float32)
+
+    return call
+
+
+def over_tcp(tcp: socket.socket, array: np.ndarray, calls: int) -> Callable[[], float]:
+    """Mean time of an echo."""
+
+    def call() -> object:
+        tcp.sendall(array)
+        return received(tcp, array.nbytes).view(np.float32)
+
+    def measure() -> float:
+        tcp.sendall(SIZE.pack(array.nbytes, calls))
+        return seconds(call, calls)()
+
+    return measure
+
+
+def compared(sides: Sides, method: str, array: np.ndarray, calls: int, rounds: int) -> list[tuple[float, float, float]]:
+    """Seconds of ours, libzmq's and TCP's echo, in alternating order."""
+    call = getattr(sides.stub, method)
+    ways = [
+        seconds(lambda: call(array), calls),
+        seconds(over_zmq(sides.dealer, array), calls),
+        over_tcp(sides.tcp, array, calls),
+    ]
+    for way in ways:
+        way()
+    found = []
+    for number in range(rounds):
+        order = ways if number % 2 else ways[::-1]
+        times = {id(way): way() for way in order}
+        found.append((times[id(ways[0])], times[id(ways[1])], times[id(ways[2])]))
+    return found
+
+
+def details(found: list[tuple[float, float, float]]) -> dict[str, float]:
+    ours, theirs, tcp = (1e6 * float(np.median(column)) for column in zip(*found, strict=True))
+    return {
+        "ours_us": ours,
+        "libzmq_us": theirs,
+        "tcp_us": tcp,
+        "ours_over_libzmq": float(np.median([a / b for a, b, _ in found])),
+        "libzmq_over_tcp": float(np.median([b / c for _, b, c in found])),
+    }
 
 
 def rate(call: Callable[[], object], calls: int) -> Callable[[], float]:
@@ -107,58 +208,33 @@ def rate(call: Callable[[], object], calls: int) -> Callable[[], float]:
     return measure
 
 
-def bare(socket: zmq.Socket, array: np.ndarray) -> Callable[[], object]:
-    def call() -> object:
-        socket.send(array, copy=False)
-        return np.frombuffer(socket.recv(copy=False), np.float32)
-
-    return call
-
-
 def echo_1mib(preset: str) -> harness.Measure:
     """Throughput of a 1 MiB array there and back."""
     array = np.ones(1 << 18, np.float32)
-    with sides() as (stub, socket):
-        return harness.ratio(
-            "rpc.echo_1mib",
-            ours=rate(lambda: stub.echo(array), CALLS[preset]),
-            theirs=rate(bare(socket, array), CALLS[preset]),
-            rounds=ROUNDS[preset],
-            unit="x echoes/s",
-            target=0.8,
-        )
-
-
-def roundtrip(preset: str, name: str, method: str, target: float | None) -> harness.Measure:
-    array = np.ones(1 << 10, np.float32)
-    calls = 4 * CALLS[preset]
-    with sides() as (stub, socket):
-        call = getattr(stub, method)
-        ours, theirs = rate(lambda: call(array), calls), rate(bare(socket, array), calls)
-        pairs = []
-        for number in range(ROUNDS[preset]):
-            if number % 2:
-                b, a = 1 / theirs(), 1 / ours()
-            else:
-                a, b = 1 / ours(), 1 / theirs()
-            pairs.append((a, b))
-    details = {
-        "ours_us": 1e6 * float(np.median([a for a, _ in pairs])),
-        "theirs_us": 1e6 * float(np.median([b for _, b in pairs])),
-    }
+    with sides() as found:
+        times = compared(found, "echo", array, CALLS[preset], ROUNDS[preset])
     return harness.quantity(
-        name, [a / b for a, b in pairs], "x seconds", target, at_least=False, details=details
-    )  # fmt: skip
+        "rpc.echo_1mib", [tcp / ours for ours, _, tcp in times], "x echoes/s of TCP", 0.8, details=details(times)
+    )
+
+
+def roundtrip(preset: str, name: str, method: str) -> harness.Measure:
+    array = np.ones(1 << 10, np.float32)
+    with sides() as found:
+        times = compared(found, method, array, 4 * CALLS[preset], ROUNDS[preset])
+    return harness.quantity(
+        name, [ours / tcp for ours, _, tcp in times], "x seconds of TCP", 3.0, at_least=False, details=details(times)
+    )
 
 
 def roundtrip_4kib(preset: str) -> harness.Measure:
     """Latency of a 4 KiB array there and back, the method on a thread of the pool."""
-    return roundtrip(preset, "rpc.roundtrip_4kib", "echo", 3.0)
+    return roundtrip(preset, "rpc.roundtrip_4kib", "echo")
 
 
 def roundtrip_4kib_inline(preset: str) -> harness.Measure:
     """The same with a method that is declared inline."""
-    return roundtrip(preset, "rpc.roundtrip_4kib_inline", "echo_inline", 3.0)
+    return roundtrip(preset, "rpc.roundtrip_4kib_inline", "echo_inline")
 
 
 def in_flight(preset: str) -> harness.Measure:
@@ -169,7 +245,7 @@ def in_flight(preset: str) -> harness.Measure:
         for future in [rpc.start(stub.echo, array) for _ in range(IN_FLIGHT)]:
             future.result()
 
-    with sides() as (stub, _):
+    with sides() as (stub, _, _):
         measure = rate(burst, CALLS[preset] // 4)
         return harness.quantity("rpc.in_flight", [IN_FLIGHT * measure() for _ in range(ROUNDS[preset])], "calls/s")
 
@@ -181,7 +257,7 @@ def gradients(preset: str) -> harness.Measure:
         f"table_{t}": (rng.integers(0, 1 << 40, 1000).astype(np.uint64), np.ones((1000, 16), np.float32))
         for t in range(TABLES)
     }
-    with sides() as (stub, _):
+    with sides() as (stub, _, _):
         measure = rate(lambda: stub.gradients(push), CALLS[preset])
         return harness.quantity("rpc.gradients", [measure() for _ in range(ROUNDS[preset])], "calls/s")
 

@@ -195,6 +195,82 @@ def replay(
     return Replay(float(np.mean(areas)), logits_seen, test_logits, len(labels) / seconds)
 
 
+def replay_workers(
+    batches: Sequence[Batch],
+    schema: Schema,
+    seed: int,
+    events: Sequence[tuple[bool, int]],
+    nn_workers: int,
+    initial_rows: InitialRows,
+    *,
+    network: Callable[[Schema], nn.Module] = DeepFM,
+    embedding_lr: float = 0.05,
+    network_lr: float = 1e-3,
+) -> float:
+    """Trains once over the batches as several NN workers did, in the order of a record of their PS.
+
+    Batch `i` belongs to step `i // nn_workers`. The network's gradients of a step are averaged, weighted by rows; the
+    rows get each batch's gradient of its own mean loss.
+
+    Args:
+        batches: the data, in order.
+        schema: of the batches.
+        seed: of the network, built right after `torch.manual_seed(seed)`.
+        events: (whether it is a lookup, number of the batch), in the order in which the PS did them.
+        nn_workers: how many batches make a step.
+        initial_rows: first value of the rows.
+        network: builds the network.
+        embedding_lr: of Adagrad (initial accumulator 0.01) on the rows.
+        network_lr: of Adam on the network.
+
+    Returns:
+        Progressive AUC, mean over labels.
+
+    Raises:
+        ValueError: a gradient is applied before all batches of its step have looked up, or a batch is missing.
+    """
+    tables = Tables(batches, schema, seed, initial_rows, embedding_lr)
+    torch.manual_seed(seed)
+    model = network(schema)
+    optimizer = torch.optim.Adam(model.parameters(), network_lr, fused=True)
+    seen: dict[int, tuple[dict[str, Tensor], Tensor, Tensor]] = {}
+    gradients: dict[int, tuple[Tensor, Tensor]] = {}
+    scores: dict[int, Tensor] = {}
+    steps = 0
+
+    def step() -> None:
+        nonlocal steps
+        numbers = range(steps * nn_workers, min((steps + 1) * nn_workers, len(batches)))
+        rows = sum(len(batches[i].labels) for i in numbers)
+        optimizer.zero_grad()
+        for i in numbers:
+            if i not in seen:
+                raise ValueError(f"The gradient of step {steps} was applied before batch {i} had looked up.")
+            features, unique, leaf = seen.pop(i)
+            logits = model(torch.from_numpy(batches[i].dense), features)
+            share = len(batches[i].labels) / rows
+            loss = F.binary_cross_entropy_with_logits(logits, torch.from_numpy(batches[i].labels))
+            (loss * share).backward()
+            assert leaf.grad is not None
+            gradients[i] = unique, leaf.grad / share
+            scores[i] = logits.detach()
+        optimizer.step()
+        steps += 1
+
+    for lookup, number in events:
+        if lookup:
+            seen[number] = tables.lookup(batches[number], schema)
+            continue
+        while steps <= number // nn_workers:
+            step()
+        tables.apply(*gradients.pop(number))
+    if len(scores) != len(batches):
+        raise ValueError(f"{len(scores)} of {len(batches)} batches are in the record.")
+    labels = np.concatenate([b.labels for b in batches])
+    logits_seen = torch.cat([scores[i] for i in range(len(batches))]).numpy()
+    return float(np.mean([auc(labels[:, k], logits_seen[:, k]) for k in range(labels.shape[1])]))
+
+
 def example(
     rows: int, seed: int = 0, features: int = 12, vocabulary: int = 100_000, batch: int = 1024
 ) -> tuple[Schema, list[Batch]]:

@@ -14,6 +14,7 @@ import torch
 from persia.dense import merged_metrics
 from persia.errors import DivergedError
 from persia.metrics import MetricsResult
+from persia.nn.collection import Pushed
 from persia.nn.prepared import PreparedBatch
 from persia.nn.staging import Staging
 from persia.observe import LiveLine, Snapshot, summary_writer
@@ -22,7 +23,7 @@ from persia.types import Floats, Int32Array
 if TYPE_CHECKING:
     from persia.trainer import Trainer
 
-__all__ = ["FitResult", "Run", "check_finite"]
+__all__ = ["FitResult", "Run", "Totals", "check_finite", "totals"]
 
 LOG_EVERY = 50
 """Batches between two points of TensorBoard."""
@@ -47,8 +48,8 @@ class FitResult(msgspec.Struct, frozen=True):
         progressive: metrics of the training logits themselves, each batch scored before it is trained; they and the
             counts below go on from call to call, and over a resume.
         evaluation: metrics on `eval_data` after training, or None.
-        staleness_mean: measured, in own steps.
-        staleness_max: measured, in own steps.
+        staleness_mean: measured, in own steps; like the counts, it goes on.
+        staleness_max: likewise.
         stored_rows: rows in the embedding store at the end.
         stored_bytes: memory of the store at the end.
         absent_rows: gradient rows skipped because their id had no row (not admitted, or evicted).
@@ -76,15 +77,43 @@ class FitResult(msgspec.Struct, frozen=True):
     lost_gradients: int = 0
 
 
-class Counts(NamedTuple):
-    """What an NN worker tells the others at the end of a call."""
+class Totals(msgspec.Struct, frozen=True):
+    """What is counted from call to call, and over a resume; of all NN workers together.
+
+    Attributes:
+        staleness_sum: over all lookups, in own steps.
+        lookups: how many there were.
+        staleness_max: the largest of them.
+        pushed: what became of gradients and batches.
+    """
+
+    staleness_sum: int = 0
+    lookups: int = 0
+    staleness_max: int = 0
+    pushed: Pushed = Pushed()
+
+    def __add__(self, other: Totals) -> Totals:
+        return Totals(
+            self.staleness_sum + other.staleness_sum,
+            self.lookups + other.lookups,
+            max(self.staleness_max, other.staleness_max),
+            Pushed(*map(sum, zip(self.pushed, other.pushed, strict=True))),
+        )
+
+
+def totals(trainer: Trainer) -> Totals:
+    """The counts so far. Blocks until all NN workers have called it; the same on each."""
+    staleness = trainer.embeddings.staleness
+    mine = Totals(staleness.sum, staleness.lookups, staleness.max, trainer.embeddings.pushed)
+    payloads = trainer.step.replicas.gather(msgspec.json.encode(mine))
+    return sum((msgspec.json.decode(payload, type=Totals) for payload in payloads), trainer.earlier)
+
+
+class Trained(NamedTuple):
+    """What an NN worker has trained in a call."""
 
     rows: int
     seconds: float
-    staleness_sum: float
-    lookups: int
-    staleness_max: int
-    pushed: dict[str, int]
 
 
 class _Unscored(NamedTuple):
@@ -238,18 +267,11 @@ class Run:
         """What `fit` returns."""
         trainer = self._trainer
         replicas = trainer.step.replicas
-        staleness = trainer.embeddings.staleness
-        mine = Counts(
-            self._rows,
-            self._seconds,
-            staleness.mean * staleness.lookups,
-            staleness.lookups,
-            staleness.max,
-            trainer.embeddings.pushed._asdict(),
-        )
-        counts = [msgspec.json.decode(p, type=Counts) for p in replicas.gather(msgspec.json.encode(mine))]
-        pushed = {name: sum(c.pushed[name] for c in counts) for name in mine.pushed}
-        rows, seconds = sum(c.rows for c in counts), max(c.seconds for c in counts)
+        mine = msgspec.json.encode(Trained(self._rows, self._seconds))
+        trained = [msgspec.json.decode(payload, type=Trained) for payload in replicas.gather(mine)]
+        rows, seconds = sum(t.rows for t in trained), max(t.seconds for t in trained)
+        so_far = totals(trainer)
+        pushed = so_far.pushed
         tables = trainer.embeddings.statistics().values()
         return FitResult(
             rows=rows,
@@ -259,15 +281,15 @@ class Run:
             global_step=trainer.global_step,
             progressive=merged_metrics(trainer.metrics, replicas.gather).result(),
             evaluation=evaluation,
-            staleness_mean=sum(c.staleness_sum for c in counts) / max(1, sum(c.lookups for c in counts)),
-            staleness_max=max(c.staleness_max for c in counts),
+            staleness_mean=so_far.staleness_sum / max(1, so_far.lookups),
+            staleness_max=so_far.staleness_max,
             stored_rows=sum(t["rows"] for t in tables),
             stored_bytes=sum(t["bytes"] for t in tables),
-            absent_rows=pushed["absent"],
-            non_finite_rows=pushed["non_finite"],
-            released_batches=pushed["released"],
-            lost_batches=pushed["lost_batches"],
-            lost_gradients=pushed["lost_gradients"],
+            absent_rows=pushed.absent,
+            non_finite_rows=pushed.non_finite,
+            released_batches=pushed.released,
+            lost_batches=pushed.lost_batches,
+            lost_gradients=pushed.lost_gradients,
         )
 
 

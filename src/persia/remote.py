@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from persia import resume, saving
+from persia import resume
 from persia.batching.batch import Batch
-from persia.dense import merged_metrics
 from persia.fit import FitResult
 from persia.services import ProcessCluster
 
@@ -30,10 +29,12 @@ class _State(NamedTuple):
     Attributes:
         model: its tensors and all else that `torch.save` writes, on the CPU.
         training: see `resume.training_state`.
+        finished: whether the last call came to its end; a resumed run goes on where it was in any case.
     """
 
     model: bytes
     training: dict[str, Any]
+    finished: bool
 
 
 class _Work:
@@ -65,19 +66,10 @@ class _Work:
 
     def __call__(self) -> tuple[FitResult, _State] | None:
         trainer = self._class(self._model, self._schema, **self._arguments)
-        rank = trainer.embeddings.connection.rank
-        _restore(trainer, self._state, first=rank == 0)
-        ranks = trainer.rank_states = self._state.training["ranks"]
-        if rank and rank < len(ranks):
-            resume.load_random_state(ranks[rank]["random"])
-        elif rank:  # Else dropout would be the same on each.
-            torch.manual_seed(self._state.training["seed"] + rank)
-        if trainer.global_step:
-            resume.load_rank_state(trainer, ranks, rank)
+        _restore(trainer, self._state)
         result = trainer.fit(None, self._eval_data, **self._bounds)
-        trainer.metrics = merged_metrics(trainer.metrics, trainer.step.replicas.gather)
-        trainer.rank_states = saving.gathered(trainer)
-        return (result, _state(trainer)) if rank == 0 else None
+        state = _state(trainer)  # All take part.
+        return (result, state) if trainer.embeddings.connection.rank == 0 else None
 
 
 def fit(
@@ -104,31 +96,18 @@ def fit(
     done = cluster.run(_Work(trainer, cluster, eval_data, bounds))[0]
     assert done is not None
     result, state = done
-    _restore(trainer, state, first=True)
-    trainer.rank_states = state.training["ranks"]
+    _restore(trainer, state)
     return result
 
 
 def _state(trainer: Trainer) -> _State:
     model = io.BytesIO()
     torch.save(trainer.model.state_dict(), model)
-    training = resume.training_state(trainer)
-    return _State(
-        model.getvalue(),
-        {
-            **training,
-            "metrics": trainer.metrics.state_dict(),
-            "finished": trainer.finished,
-            "ranks": trainer.rank_states,
-        },
-    )
+    return _State(model.getvalue(), resume.training_state(trainer), trainer.finished)
 
 
-def _restore(trainer: Trainer, state: _State, *, first: bool) -> None:
+def _restore(trainer: Trainer, state: _State) -> None:
     model = torch.load(io.BytesIO(state.model), map_location="cpu", weights_only=True)
     trainer.model.load_state_dict(model)
     resume.load_training_state(trainer, state.training)
-    trainer.finished = state.training["finished"]
-    if first:
-        trainer.metrics.load_state_dict(state.training["metrics"])
-        resume.load_random_state(state.training["random"])
+    trainer.finished = state.finished

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import logging
-import random
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
 from persia import batching
-from persia.checkpoint import CheckpointReader, clock_gaps, numbered_states, same_rule
+from persia.checkpoint import CheckpointReader, clock_gaps, numbered, same_rule, server_pieces
+from persia.checkpoint.packing import pack, unpack
+from persia.checkpoint.tensors import decode, encode
 from persia.config import convert
+from persia.dense import merged_metrics
 from persia.errors import CheckpointError, PersiaError
+from persia.fit import Totals, totals
 from persia.modes import Hybrid, Mode, Sync
 from persia.nn.step import HasRankState
 from persia.options import TrainerOptions
+from persia.random_state import random_states, set_random_state
 from persia.schema import SGD, EmbeddingOptimizer, Schema
-from persia.services import EmbeddingPS, RowChunk
+from persia.services import EmbeddingPS, ProcessCluster, RowChunk, StatePiece
 
 if TYPE_CHECKING:
     from persia.trainer import Trainer
@@ -28,11 +34,8 @@ __all__ = [
     "LoadedTable",
     "Recorded",
     "load",
-    "load_random_state",
-    "load_rank_state",
     "load_rows",
     "load_training_state",
-    "random_state",
     "recorded",
     "resolved",
     "training_state",
@@ -101,24 +104,15 @@ def load(trainer: Trainer, directory: str, options: LoadOptions, *, first: bool 
     reader = CheckpointReader(directory, options.step)
     reader.check_schema(resolved(trainer), new_optimizer=options.new_optimizer)
     reader.verify()
-    training = reader.state("training")
+    training = {**reader.state("training"), "ranks": _saved_ranks(reader)}
     tensors = reader.tensors("model")
     _check_model(trainer.model, tensors, directory)
-    kept = _check_optimizer(trainer, training, directory, options.new_optimizer)
-    ranks = numbered_states(reader, "rank")
+    if not _check_optimizer(trainer, training, directory, options.new_optimizer):
+        training["optimizer"] = None
     if first:
         _import_rows(trainer, reader, list(trainer.embeddings.connection.servers[0].tables()), state=True)
     trainer.model.load_state_dict(tensors)
-    load_training_state(trainer, training if kept else {**training, "optimizer": None})
-    trainer.rank_states = ranks
-    rank = trainer.embeddings.connection.rank
-    if kept:
-        load_rank_state(trainer, ranks, rank)
-    if first:
-        trainer.metrics.load_state_dict(training["metrics"])
-        load_random_state(training["random"])
-    elif rank < len(ranks):
-        load_random_state(ranks[rank]["random"])
+    load_training_state(trainer, training)
 
 
 def load_rows(
@@ -151,8 +145,11 @@ def resolved(trainer: Trainer) -> Schema:
 
 
 def training_state(trainer: Trainer) -> dict[str, Any]:
-    """What decides the future of training, beside rows and the network's tensors."""
-    step = trainer.step
+    """What decides the future of training, beside rows and the network's tensors; and what has been counted so far.
+
+    Of all NN workers together; the same on each. Blocks until all have called it.
+    """
+    step, gather = trainer.step, trainer.step.replicas.gather
     return {
         "seed": trainer.options.seed,
         "optimizer_class": type(step.optimizer).__qualname__,
@@ -163,25 +160,20 @@ def training_state(trainer: Trainer) -> dict[str, Any]:
         "depth": trainer.embeddings.gate.depth,
         "epoch": trainer.epoch,
         "position": trainer.position,
-        "random": random_state(),
-    }
-
-
-def random_state() -> dict[str, Any]:
-    """Where the random generators of this process are."""
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "numpy": np.random.get_state(),
-        "python": random.getstate(),
+        "random": [*random_states(gather), *trainer.elsewhere],
+        "metrics": merged_metrics(trainer.metrics, gather).state_dict(),
+        "counts": msgspec.to_builtins(totals(trainer)),
+        "ranks": [*_rank_states(trainer), *trainer.rank_states],
     }
 
 
 def load_training_state(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Puts `training_state` back, except for random generators."""
+    """Puts `training_state` back: into each NN worker what is its own, into the first one what there is but once."""
     step = trainer.step
+    rank = trainer.embeddings.connection.rank
     if state["optimizer"] is not None:
         step.optimizer.load_state_dict(state["optimizer"])
+        _load_rank_state(trainer, state, rank)
     if step.scheduler is not None and state["scheduler"] is not None:
         step.scheduler.load_state_dict(state["scheduler"])
     if step.scaler is not None and state["scaler"] is not None:
@@ -190,25 +182,41 @@ def load_training_state(trainer: Trainer, state: dict[str, Any]) -> None:
     if trainer.mode == Hybrid("auto") and isinstance(state["depth"], int):
         trainer.embeddings.gate.depth = state["depth"]
     trainer.epoch, trainer.position = state["epoch"], state["position"]
+    trainer.earlier = msgspec.convert(state.get("counts", {}), Totals)
+    if rank == 0:
+        trainer.metrics.load_state_dict(state["metrics"])
+    generators = state["random"] if isinstance(state["random"], list) else [state["random"]]  # Of version 0.1.
+    if rank < len(generators):
+        set_random_state(generators[rank])
+    else:  # Else dropout would be the same as on another one.
+        torch.manual_seed(state["seed"] + rank)
+    if isinstance(trainer.cluster, ProcessCluster):
+        trainer.elsewhere, trainer.rank_states = generators[1:], state["ranks"][1:]
 
 
-def load_random_state(state: dict[str, Any]) -> None:
-    """Puts the random generators where they were."""
-    torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
-    np.random.set_state(state["numpy"])
-    random.setstate(state["python"])
+def _rank_states(trainer: Trainer) -> list[Any]:
+    """What the optimizer of each NN worker keeps for itself, by rank; None where it keeps nothing."""
+    optimizer = trainer.step.optimizer
+    mine = optimizer.rank_state_dict() if isinstance(optimizer, HasRankState) else None
+    payloads = trainer.step.replicas.gather(b"".join(encode(pack(mine, "optimizer"))))
+    return [unpack(decode(memoryview(bytearray(payload)), "optimizer"), "optimizer") for payload in payloads]
 
 
-def load_rank_state(trainer: Trainer, ranks: list[Any], rank: int) -> None:
-    """Puts back what the optimizer of an NN worker has for itself; it begins anew where there is none."""
+def _load_rank_state(trainer: Trainer, training: dict[str, Any], rank: int) -> None:
+    """Puts that of an NN worker back; it begins anew where there is none."""
     optimizer = trainer.step.optimizer
     if isinstance(optimizer, HasRankState):
-        state = ranks[rank]["optimizer"] if rank < len(ranks) else None
-        if state is None:
-            _log.warning("The checkpoint has no optimizer state of NN worker %d alone: it begins anew.", rank)
+        ranks = training["ranks"]
+        state = ranks[rank] if rank < len(ranks) else None
+        if state is None and training["global_step"]:
+            _log.warning("There is no state of the optimizer of NN worker %d alone: it begins anew.", rank)
         optimizer.load_rank_state_dict(state)
+
+
+def _saved_ranks(reader: CheckpointReader) -> list[Any]:
+    """By rank; None where a rank has no part."""
+    found = {number: reader.state(name) for number, name in numbered(reader, "rank")}
+    return [found.get(rank) for rank in range(max(found, default=-1) + 1)]
 
 
 def _import_rows(
@@ -216,37 +224,42 @@ def _import_rows(
 ) -> dict[str, LoadedTable]:
     """Rows of tables, and with `shards` what else the PSs have, if they are of the shape of those that wrote it."""
     servers = trainer.embeddings.connection.servers
-    saved = numbered_states(reader, "server")
-    mine = [server.state() for server in servers]
-    same = shards and _shapes(saved) == _shapes(mine)
+    same = shards and _shapes(server_pieces(reader)) == _shapes(_exported(servers))
+    gaps = {} if same else clock_gaps(reader)
     loaded: dict[str, LoadedTable] = {}
     for name, declared in servers[0].tables().items():
         if name not in tables:
             continue
         record = reader.manifest.tables[name]
         with_state = state and same_rule(declared.optimizer, record.optimizer) and _has_state(reader, name)
-        ahead = {} if same else clock_gaps(saved, name)
+        behind = gaps.get(name, {})
         rows = 0
         for shard, arrays in reader.rows(name):
             if not with_state:
                 arrays.pop("state")
-            if ahead:
-                arrays["stamp"] = arrays["stamp"] + np.uint32(ahead.get(shard, 0))
+            if behind:
+                arrays["stamp"] = arrays["stamp"] + np.uint32(behind.get(shard, 0))
             rows += len(arrays["ids"])
             _distribute(servers, RowChunk(name, shard, arrays))
         loaded[name] = LoadedTable(rows, with_state)
         if state and rows and not with_state:
             _log.warning("Table %r: the optimizer's state begins anew, %s has none of its kind.", name, reader.path)
     if same:
-        for server, values in zip(servers, saved, strict=True):
-            server.load_state(values)
-    elif shards and any(shard["sketch"].size for values in mine for table in values.values() for shard in table):
+        for number, pieces in server_pieces(reader):
+            servers[number].import_state([StatePiece(**piece) for piece in pieces])
+    elif shards and any(array == "sketch" for _, _, _, array in _shapes(_exported(servers))):
         _log.warning(
             "%s was written by PSs of another number, capacity or admission: occurrences of ids that are not admitted "
             "are counted anew.",
             reader.path,
         )
     return loaded
+
+
+def _exported(servers: Sequence[EmbeddingPS]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    for number, server in enumerate(servers):
+        for pieces in server.export_state():
+            yield number, [piece._asdict() for piece in pieces]
 
 
 def _distribute(servers: Sequence[EmbeddingPS], chunk: RowChunk) -> None:
@@ -259,9 +272,13 @@ def _distribute(servers: Sequence[EmbeddingPS], chunk: RowChunk) -> None:
         servers[owner].import_rows(RowChunk(chunk.table, chunk.shard, part))
 
 
-def _shapes(states: list[Any]) -> list[dict[str, list[int]]]:
-    """By PS and table: the size of each shard's sketch."""
-    return [{name: [s["sketch"].size for s in shards] for name, shards in state.items()} for state in states]
+def _shapes(states: Iterable[tuple[int, list[dict[str, Any]]]]) -> dict[tuple[int, str, int, str], int]:
+    """Length of each array of state, by PS, table, shard and name."""
+    lengths: Counter[tuple[int, str, int, str]] = Counter()
+    for number, pieces in states:
+        for piece in pieces:
+            lengths[number, piece["table"], piece["shard"], piece["array"]] += len(piece["values"])
+    return lengths
 
 
 def _has_state(reader: CheckpointReader, table: str) -> bool:

@@ -15,19 +15,15 @@ import numpy as np
 import torch
 
 from persia.checkpoint import MOST_SHARDS, Base, CheckpointWriter
-from persia.checkpoint.packing import pack, unpack
-from persia.checkpoint.tensors import decode, encode
 from persia.config import dump
 from persia.errors import CheckpointError, PersiaError, StoreError
-from persia.nn.step import HasRankState
-from persia.resume import random_state, resolved, training_state
-from persia.services import CutInfo, EmbeddingPS, ProcessCluster
+from persia.resume import resolved
+from persia.services import CutInfo, EmbeddingPS
 
 if TYPE_CHECKING:
-    from persia.metrics import Metrics
     from persia.trainer import Trainer
 
-__all__ = ["Moment", "Saving", "gathered", "write_rows"]
+__all__ = ["Moment", "Saving", "write_rows"]
 
 _log = logging.getLogger("persia.checkpoint")
 _T = TypeVar("_T")
@@ -37,14 +33,12 @@ class Moment(NamedTuple):
     """What is taken at rest, beside the cuts.
 
     Attributes:
-        metrics: of all NN workers, so far.
-        ranks: what each NN worker has for itself (see `gathered`).
+        training: `resume.training_state`, which all NN workers call.
         score: what decides which checkpoint is the best.
         consistent: whether all rows are to be of this moment.
     """
 
-    metrics: Metrics
-    ranks: list[Any]
+    training: dict[str, Any]
     score: float | None = None
     consistent: bool = True
 
@@ -56,26 +50,6 @@ class _Chain(NamedTuple):
     base: Base
     epochs: list[dict[str, int]]
     length: int
-
-
-def gathered(trainer: Trainer) -> list[Any]:
-    """What each NN worker has for itself, by rank: random generators, and what its optimizer keeps per rank.
-
-    All NN workers call it.
-    """
-    optimizer = trainer.step.optimizer
-    mine = {
-        "random": random_state(),
-        "optimizer": optimizer.rank_state_dict() if isinstance(optimizer, HasRankState) else None,
-    }
-    packed = b"".join(encode(pack(mine, "rank")))
-    ranks = [
-        unpack(decode(memoryview(bytearray(data)), "an NN worker's state"), "an NN worker's state")
-        for data in trainer.step.replicas.gather(packed)
-    ]
-    if isinstance(trainer.cluster, ProcessCluster) and len(ranks) == 1:  # The others are in other processes.
-        ranks += trainer.rank_states[1:]
-    return ranks
 
 
 class Saving:
@@ -129,9 +103,16 @@ class Saving:
         name, infos = _cut(servers, chain.epochs if chain else None, directory, live=not moment.consistent)
         whole = all(info.whole for info in infos)
         try:
-            states = [server.state() for server in servers]
+            writer = CheckpointWriter(
+                directory, step, keep_last=options.keep_last, keep_best=options.keep_best is not None
+            )
+            try:  # These change with every batch, and may be large: so now, before training goes on.
+                _write_states(writer, servers)
+            except BaseException:
+                writer.abort()
+                raise
             model = _held(dict(trainer.model.state_dict()))
-            training = _held({**training_state(trainer), "metrics": moment.metrics.state_dict()})
+            training = _held(moment.training)
             schema = resolved(trainer)
         except BaseException:
             _end(servers, name)
@@ -145,16 +126,14 @@ class Saving:
 
         def write() -> str:
             try:
-                with CheckpointWriter(
-                    directory, step, keep_last=options.keep_last, keep_best=options.keep_best is not None
-                ) as writer:
+                with writer:
                     for number, server in enumerate(servers):
                         write_rows(writer, number, server, name)
-                        writer.add_state(f"server-{number}", states[number])
                     writer.add_tensors("model", model)
+                    for rank, state in enumerate(training.pop("ranks")):
+                        if state is not None:
+                            writer.add_state(f"rank-{rank}", state)
                     writer.add_state("training", training)
-                    for rank, state in enumerate(moment.ranks):
-                        writer.add_state(f"rank-{rank}", state)
                     path = writer.commit(
                         schema=schema,
                         config=config,
@@ -198,6 +177,12 @@ def _end(servers: Iterable[EmbeddingPS], name: str) -> None:
     for server in servers:
         with suppress(PersiaError):  # A PS that is gone has no cut either.
             server.end_cut(name)
+
+
+def _write_states(writer: CheckpointWriter, servers: Iterable[EmbeddingPS]) -> None:
+    for number, server in enumerate(servers):
+        for part, pieces in enumerate(server.export_state()):
+            writer.add_state(f"server-{number}.{part}", [piece._asdict() for piece in pieces])
 
 
 def write_rows(writer: CheckpointWriter, number: int, server: EmbeddingPS, name: str) -> None:

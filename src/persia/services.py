@@ -42,6 +42,7 @@ __all__ = [
     "RowChunk",
     "Seekable",
     "Sharded",
+    "StatePiece",
 ]
 
 T = TypeVar("T")
@@ -73,6 +74,24 @@ class CutInfo(NamedTuple):
 
     epochs: dict[str, int]
     whole: bool
+
+
+class StatePiece(NamedTuple):
+    """A part of what a shard knows besides its rows, for checkpoints.
+
+    Attributes:
+        table: name of the table.
+        shard: internal slice of the PS.
+        array: which of the arrays of `persia.store.ShardState`: `clocks`, `counters` or `sketch`.
+        start: index of its first value in that array.
+        values: so many of its values, `[n]`.
+    """
+
+    table: str
+    shard: int
+    array: str
+    start: int
+    values: NDArray[Any]
 
 
 class EmbeddingPS(Protocol):
@@ -152,11 +171,11 @@ class EmbeddingPS(Protocol):
         an update count of 0.
         """
 
-    def state(self) -> dict[str, list[dict[str, NDArray[Any]]]]:
-        """What besides the rows decides the future, by table and shard: clocks, counters, admission sketches."""
+    def export_state(self) -> Iterator[list[StatePiece]]:
+        """What besides the rows decides the future: clocks, counters, admission sketches. In lists of bounded size."""
 
-    def load_state(self, state: Mapping[str, Sequence[Mapping[str, NDArray[Any]]]]) -> None:
-        """Puts `state()` back, after the rows."""
+    def import_state(self, pieces: Sequence[StatePiece]) -> None:
+        """Puts pieces back, after the rows, into a PS at rest: of the same capacity, shards and admission."""
 
 
 class EmbeddingWorker(Protocol):

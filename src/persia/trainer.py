@@ -17,7 +17,7 @@ from persia import remote, resume, saving
 from persia.batching.batch import Batch
 from persia.dense import AllReduce, AllReduceOptions, merged_metrics
 from persia.errors import ConfigError, DataError
-from persia.fit import FitResult, Run, check_finite
+from persia.fit import FitResult, Run, Totals, check_finite
 from persia.metrics import Metrics, MetricsResult
 from persia.modes import Hybrid, Mode, Sync
 from persia.nn.collection import CollectionOptions, EmbeddingCollection
@@ -25,6 +25,7 @@ from persia.nn.prepared import PreparedBatch
 from persia.nn.staging import staging_for
 from persia.nn.step import DenseStep, OptimizerFactory, StepOptions
 from persia.options import TrainerOptions
+from persia.random_state import RandomState
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Cluster, ProcessCluster, Seekable
 from persia.types import FedBatch, Feed
@@ -104,10 +105,14 @@ class Trainer:
             self.step.replicas = AllReduce(self.model, connection.nn_workers, AllReduceOptions(self.options.timeout))
         self.metrics = Metrics(list(schema.labels))
         """Of this NN worker."""
+        self.earlier = Totals()
+        """What all NN workers had counted before: at a resume, or in earlier calls on those of a cluster."""
+        self.elsewhere: list[RandomState] = []
+        """Random generators of NN workers 1, 2, ... of a cluster, until they start again."""
         self.finished = False
         """Whether the last call of `fit` came to the end of its epochs."""
         self.rank_states: list[Any] = []
-        """What the NN workers had for themselves, by rank, where a checkpoint or a cluster has told; see `saving`."""
+        """What optimizers of those NN workers keep for themselves, likewise."""
         self._saving = saving.Saving()
         self._loaded = False
         self.epoch = 0
@@ -366,10 +371,9 @@ class Trainer:
         return ""
 
     def _moment(self, score: float | None) -> saving.Moment:
-        replicas = self.step.replicas
-        replicas.settle()
+        self.step.replicas.settle()
         consistent = self.options.checkpoint_consistent or isinstance(self.mode, Sync)
-        return saving.Moment(merged_metrics(self.metrics, replicas.gather), saving.gathered(self), score, consistent)
+        return saving.Moment(resume.training_state(self), score, consistent)
 
     def _score(self, evaluation: MetricsResult | None) -> float | None:
         """What the best checkpoint has the most of."""
@@ -410,7 +414,7 @@ class Trainer:
 
             def begin() -> str:
                 # Which loader has which share, and how far they read ahead, is known behind the facade.
-                loader.begin(Feed(self.epoch, self.position, connection.nn_workers, 0, 1, 1))
+                loader.begin(Feed(self.epoch, self.position, connection.nn_workers, 0, 1, 1, connection.generation))
                 return ""
 
             self.step.replicas.by_first(begin)

@@ -180,6 +180,7 @@ class Feed(NamedTuple):
         loader: number of this loader, 0 to `loaders - 1`.
         loaders: how many share the reading.
         ahead: most batches that wait for any one NN worker.
+        generation: of the NN workers. A new one begins anew, also at the same batch: those before may have used theirs.
     """
 
     epoch: int
@@ -188,6 +189,12 @@ class Feed(NamedTuple):
     loader: int
     loaders: int
     ahead: int
+    generation: int = 1
+
+    def same_pass(self, other: Feed) -> bool:
+        """Whether the other one only divides the same reading in another way."""
+        mine = (self.generation, self.epoch, self.start, self.nn_workers)
+        return mine == (other.generation, other.epoch, other.start, other.nn_workers)
 
 
 class FedBatch(NamedTuple):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -23,7 +21,7 @@ from persia.services import EmbeddingPS
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
 
-from cluster_samples import eventually, losses, make_trainer, options, pids, reader, running
+from cluster_samples import eventually, kill_once_training, losses, make_trainer, options, pids, reader, running
 
 ROOT = Path(__file__).parents[2]
 
@@ -114,13 +112,6 @@ def test_two_nn_workers_a_bare_loop_resizing_and_deaths(one_thread):
         killed.join(60)
         processes = pids(cluster)
     eventually(lambda: not any(map(running, processes)), "all processes have ended")
-
-
-def kill_once_training(cluster: Any, role: str, counter: str | None) -> None:
-    (name, *_) = sorted(n for n in cluster.statistics() if n.startswith(role))
-    before = cluster.statistics()[name].get(counter or "rpc.calls", 0)
-    eventually(lambda: cluster.statistics()[name].get(counter or "rpc.calls", 0) > before + 20, "it trains")
-    os.kill(pids(cluster, role)[0], signal.SIGKILL)
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -220,6 +220,20 @@ def test_a_repeated_take_gets_the_same_batch_until_the_next_is_asked_for(make):
     assert again.batch.batch_id != first.batch.batch_id
 
 
+@pytest.mark.parametrize("make_source", [lambda n: [batch_of(i) for i in range(n)], Source], ids=["list", "seekable"])
+def test_nothing_is_passed_over_for_a_fast_nn_worker(make, make_source):
+    """The slow one's batches are kept although it has no room: the source is read once, from front to back."""
+    source = make_source(12)
+    loader = make(source)
+    loader.begin(feed(nn_workers=2, ahead=1))
+    for number in (0, 2, 4, 6, 8):
+        assert number_in(loader.take(0, 0, number)) == number
+    for number in (1, 3, 5, 7, 9):
+        assert number_in(loader.take(1, 0, number)) == number
+    if isinstance(source, Source):
+        assert source.opened == [(0, 0)]
+
+
 def test_a_new_loader_seeks_to_what_it_is_asked_for(make):
     source = Source(5000)
     loader = make(source)
@@ -330,6 +344,44 @@ def test_what_a_source_raises_becomes_a_data_error(make):
     loader.begin(feed())
     with pytest.raises(DataError, match="The source gave a str"):
         loader.take(0, 0, 1)
+
+
+def test_another_generation_begins_anew(make):
+    """The NN workers of before may have used what they took, so nobody gets their batch ids."""
+    worker = Buffering()
+    loader = make(Source(9), worker)
+    loader.begin(feed())
+    before = [loader.take(0, 0, n).batch.batch_id for n in range(2)]
+    loader.begin(feed())  # A repetition of the call.
+    assert loader.take(0, 0, 1).batch.batch_id == before[1]
+    loader.begin(feed()._replace(generation=2))
+    again = [loader.take(0, 0, n) for n in range(2)]
+    assert [number_in(d) for d in again] == [0, 1]
+    assert not {d.batch.batch_id for d in again} & set(before)
+
+
+def test_another_generation_reads_an_iterable_from_its_beginning(make):
+    loader = make([batch_of(n) for n in range(3)])
+    for generation in (1, 2, 3):
+        loader.begin(feed()._replace(generation=generation))
+        assert [number_in(loader.take(0, 0, n)) for n in range(4)] == [0, 1, 2, None]
+
+
+def test_an_iterable_that_has_failed_is_read_again_in_the_next_pass(make):
+    class Failing(list):
+        def __iter__(self):
+            yield batch_of(0)
+            if not self:
+                self.append("failed")
+                raise OSError("the disk is on fire")
+            yield from (batch_of(n) for n in (1, 2))
+
+    loader = make(Failing())
+    loader.begin(feed())
+    with pytest.raises(DataError, match="on fire"):
+        loader.take(0, 0, 1)
+    loader.begin(feed(epoch=1))
+    assert [number_in(loader.take(0, 1, n)) for n in range(4)] == [0, 1, 2, None]
 
 
 def test_one_loader_reads_any_iterable(make):

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import threading
 import traceback
+import warnings
 from typing import NamedTuple
 
 import numpy as np
@@ -65,6 +66,7 @@ class Processes:
 
 
 def _serve(rank, count, port, backend, pipe):
+    warnings.simplefilter("error")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -181,8 +183,9 @@ class Remote:
 class Model(torch.nn.Module):
     """A small network; with `norm`, one whose statistics and gradients a batch of zeros would spoil."""
 
-    def __init__(self, schema, norm=False):
+    def __init__(self, schema, norm=False, dropout=0.0):
         super().__init__()
+        self.dropout = torch.nn.Dropout(dropout)
         self.names = [f.name for f in schema.id_features]
         width = sum(f.dim for f in schema.id_features) + len(schema.dense_features)
         self.norm = norm
@@ -194,13 +197,13 @@ class Model(torch.nn.Module):
         x = torch.cat([dense, *(embeddings[name] for name in self.names)], dim=1)
         if self.norm:
             x = x / x.norm(dim=1, keepdim=True)  # NaN where all is zero.
-        return self.last(torch.relu(self.batch_norm(self.first(x))))
+        return self.last(self.dropout(torch.relu(self.batch_norm(self.first(x)))))
 
 
-def trainer(rank, nn_workers, addresses, schema, mode=None, norm=False, **options):
+def trainer(rank, nn_workers, addresses, schema, mode=None, norm=False, dropout=0.0, **options):
     torch.manual_seed(rank)  # The first one's parameters count.
     return persia.Trainer(
-        Model(schema, norm),
+        Model(schema, norm, dropout),
         schema,
         optimizer=lambda p: torch.optim.SGD(p, 0.5, momentum=0.5),
         embedding_optimizer=SGD(lr=0.1),
@@ -221,11 +224,11 @@ def fit(rank, nn_workers, addresses, schema, mode=None, norm=False, calls=({},),
     return result, parameters(t.model)
 
 
-def resume(rank, nn_workers, addresses, schema, directory):
+def resume(rank, nn_workers, addresses, schema, directory, dropout=0.0):
     torch.manual_seed(9 + rank)
     t = persia.Trainer.resume(
         directory,
-        Model(schema),
+        Model(schema, dropout=dropout),
         optimizer=lambda p: torch.optim.SGD(p, 0.5, momentum=0.5),
         cluster=Remote(rank, nn_workers, addresses),
     )

@@ -300,14 +300,15 @@ def test_lost_batches_are_steps_of_no_weight(two, mode, accumulation):
 
 
 def test_a_resumed_run_is_the_same(two, tmp_path):
+    """Dropout included, which draws from generators of each NN worker's own."""
     batches = make_batches([4 + i % 3 for i in range(11)])
     with Services(SCHEMA, batches, 2) as services:
-        whole = two.run(fit, 2, services.addresses, SCHEMA)
+        whole = two.run(fit_options_plain, services.addresses, {"dropout": 0.5}, {})
     directory = str(tmp_path / "checkpoints")
     with Services(SCHEMA, batches, 2) as services:
-        two.run(fit_options_plain, services.addresses, {"checkpoint_dir": directory}, {"max_steps": 3})
+        two.run(fit_options_plain, services.addresses, {"dropout": 0.5, "checkpoint_dir": directory}, {"max_steps": 3})
     with Services(SCHEMA, batches, 2) as services:
-        rest = two.run(resume, 2, services.addresses, SCHEMA, directory)
+        rest = two.run(resume, 2, services.addresses, SCHEMA, directory, 0.5)
     for (before, mine), (after, theirs) in zip(whole, rest, strict=True):
         assert after.global_step == before.global_step == 6
         assert after.rows == sum(len(b) for b in batches[6:])
@@ -319,6 +320,17 @@ def test_a_resumed_run_is_the_same(two, tmp_path):
 
 def fit_options_plain(rank, addresses, options, call):
     return fit(rank, 2, addresses, SCHEMA, calls=(call,), **options)
+
+
+def test_buffers_begin_as_those_of_the_first(two):
+    assert two.run(first_mean) == [0.0, 0.0]
+
+
+def first_mean(rank):
+    norm = torch.nn.BatchNorm1d(1)
+    norm.running_mean.fill_(float(rank))
+    replicas = AllReduce(norm, 2)
+    return replicas.model.module.running_mean.item()
 
 
 def test_evaluation_is_shared(two):

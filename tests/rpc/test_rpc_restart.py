@@ -56,7 +56,8 @@ def test_calls_without_reply_are_sent_again(first):
         assert pid.result() == second.pid
         assert np.array_equal(big.result(), array)
         counts = rpc.statistics(stub)
-        assert counts["resent"] == 3
+        # Those sent before the kill; the later ones too if ZeroMQ had not yet seen the end of the connection.
+        assert 3 <= counts["resent"] <= 5
         assert counts["connects"] == 2
         assert counts["in_flight"] == 3  # The new server has them, and they block there.
         with pytest.raises(DeadlineError):

@@ -15,7 +15,7 @@ from persia.modes import Hybrid
 from persia.ps import EmbeddingServer
 from persia.rpc.interface import describe
 from persia.schema import Adagrad, Adam, AdmitMinFrequency, IdFeature, Schema, Table
-from persia.services import Coordinator, DataLoader, EmbeddingPS, EmbeddingWorker, RowChunk
+from persia.services import Coordinator, DataLoader, EmbeddingPS, EmbeddingWorker, RowChunk, StatePiece
 from persia.types import Contribution, Feed, Gradients, LookedUp, PushHeader, UpdateCounts
 from persia.worker import Worker
 
@@ -108,14 +108,59 @@ def test_ps_moves_to_another(ps):
     for chunk in ps.export_rows():
         assert type(chunk) is RowChunk
         other.import_rows(chunk)
-    other.load_state(ps.state())
+    for pieces in ps.export_state():
+        assert all(type(piece) is StatePiece for piece in pieces)
+        other.import_state(pieces)
     assert_same(other.lookup(IDS, train=False), ps.lookup(IDS, train=False))
     with reached(new_ps(), EmbeddingPS, "rpc") as third:  # And into one over rpc.
         for chunk in ps.export_rows():
             third.import_rows(chunk)
-        third.load_state(ps.state())
+        for pieces in ps.export_state():
+            third.import_state(pieces)
         assert_same(third.lookup(IDS, train=False), ps.lookup(IDS, train=False))
-        assert_same(third.state(), ps.state())
+        assert_same(list(third.export_state()), list(ps.export_state()))
+
+
+@pytest.mark.parametrize("how", ["here", "rpc"])
+def test_state_moves_in_pieces_of_bounded_size(how, monkeypatch):
+    """Whatever their size, the same state comes out; a repetition has the effect of one."""
+    table = Table("item", dim=8, capacity=10_000, admission=AdmitMinFrequency(2))
+    schema = Schema(id_features=[IdFeature("item", dim=8)], tables=[table])
+
+    def new():
+        return EmbeddingServer(schema.resolved_tables(), Adagrad(0.1), Hybrid(4), seed=1, threads=1)
+
+    with reached(new(), EmbeddingPS, how) as ps, reached(new(), EmbeddingPS, how) as other:
+        for _ in range(2):
+            ps.lookup({"item": IDS["item"]}, train=True)
+        (whole,) = ps.export_state()
+        monkeypatch.setattr("persia.ps.server.CHUNK_BYTES", 4096)
+        chunks = list(ps.export_state())
+        assert len(chunks) > 1
+        assert all(sum(piece.values.nbytes for piece in pieces) <= 4096 for pieces in chunks)
+        assert any(piece.start for pieces in chunks for piece in pieces)
+        for pieces in [*chunks, *chunks]:
+            other.import_state(pieces)
+        assert_same(list(other.export_state()), chunks)
+        monkeypatch.undo()
+        assert_same(list(other.export_state()), [whole])
+
+
+def test_state_that_does_not_fit(ps):
+    piece = next(iter(ps.export_state()))[0]
+    assert piece.array == "clocks"
+    for wrong in (
+        {"table": "nope"},
+        {"shard": 99},
+        {"shard": -1},
+        {"array": "clients"},
+        {"array": "nope"},
+        {"start": 1},
+        {"start": -1},
+        {"values": piece.values.astype(np.float32)},
+    ):
+        with pytest.raises(StoreError):
+            ps.import_state([piece._replace(**wrong)])
 
 
 def test_ps_is_read_while_it_trains(ps, tmp_path):
@@ -198,8 +243,8 @@ CALLS = {
         "cut_removed": ("cut",),
         "end_cut": ("cut",),
         "import_rows": (RowChunk("item", 0, {"ids": IDS["item"]}),),
-        "state": (),
-        "load_state": ({"item": [{"clock": IDS["item"]}]},),
+        "export_state": (),
+        "import_state": ([StatePiece("item", 0, "clocks", 0, IDS["item"])],),
     },
     EmbeddingWorker: {
         "register": (COLUMNS,),

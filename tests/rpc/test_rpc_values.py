@@ -131,7 +131,7 @@ def test_nothing_is_copied_between_arrays_and_the_socket(size):
     try:
         array = np.arange(size, dtype=np.float32)
         payload, arrays = encode({"rows": array}, 8)
-        assert sender.send((header_bytes(Kind.RESULT, 1, "", 0.0, payload, Limits()),), arrays)
+        assert sender.send((header_bytes(Kind.RESULT, 1, "", 0.0, payload),), arrays)
         message = parse(receiver.receive(8), Limits())
         found = Decoder(dict[str, np.ndarray]).decode(message.header.payload, message.frames)["rows"]
         assert found.ctypes.data == array.ctypes.data

@@ -101,6 +101,20 @@ def test_periodic_checkpoints_do_not_disturb_sync(tmp_path):
     assert len(list(tmp_path.glob("step-*"))) == 2
 
 
+def test_what_is_counted_goes_on_over_a_resume(tmp_path):
+    schema = schema_of()
+    first = trainer(schema, Hybrid(3))
+    before = first.fit(reader(), max_steps=9)
+    assert before.absent_rows > 0
+    assert before.staleness_max == 3
+    first.save(str(tmp_path))
+    second = persia.Trainer.resume(str(tmp_path), model(schema), optimizer=adam)
+    after = second.fit(reader(), max_steps=1)
+    assert after.absent_rows > before.absent_rows
+    assert after.staleness_max == 3
+    assert after.staleness_mean == pytest.approx(before.staleness_mean * 9 / 10)
+
+
 @pytest.mark.parametrize("mode", [Hybrid(4), Hybrid("auto")])
 def test_resuming_in_hybrid_mode_goes_on(tmp_path, mode):
     schema = schema_of()

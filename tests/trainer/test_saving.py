@@ -255,9 +255,11 @@ def test_the_same_shape_goes_on_bit_for_bit(tmp_path):
     second = several(schema, 2)
     second.load(str(tmp_path))
     assert_same_rows(first, second)
-    assert [s.state()["id_0"][0]["sketch"].sum() for s in second.embeddings.connection.servers] == [
-        s.state()["id_0"][0]["sketch"].sum() for s in first.embeddings.connection.servers
-    ]
+    for one, two in zip(first.embeddings.connection.servers, second.embeddings.connection.servers, strict=True):
+        for mine, theirs in zip(one.export_state(), two.export_state(), strict=True):
+            assert any(piece.array == "sketch" for piece in mine)
+            for a, b in zip(mine, theirs, strict=True):
+                np.testing.assert_array_equal(a.values, b.values, err_msg=f"{a.table} {a.shard} {a.array}")
 
 
 def test_recency_survives_resharding(tmp_path):
@@ -393,8 +395,10 @@ def test_state_of_an_nn_worker_alone(tmp_path):
     first = several(schema, 1, optimizer=lambda p: WithError(p, 0.1))
     first.fit(reader(), max_steps=2)
     first.save(str(tmp_path))
-    assert CheckpointReader(tmp_path).state("rank-0")["optimizer"]["error"].tolist() == [7.0] * 3
+    assert CheckpointReader(tmp_path).state("rank-0")["error"].tolist() == [7.0] * 3
     second = several(schema, 1, optimizer=lambda p: WithError(p, 0.1))
     second.load(str(tmp_path))
     assert second.step.optimizer.error.tolist() == [7.0] * 3
-    assert len(second.rank_states) == 1
+    third = several(schema, 1, optimizer=lambda p: WithError(p, 0.1))
+    third.fit(reader(), max_steps=1)
+    assert third.step.optimizer.error is None

@@ -10,7 +10,7 @@ from persia.checkpoint.format import Base, Manifest, Part, RemovedPart, RowsPart
 from persia.checkpoint.inspection import Inspection, format_inspection, inspect
 from persia.checkpoint.reader import CheckpointEntry, CheckpointReader, list_checkpoints
 from persia.checkpoint.reshard import ReshardOptions, compact, reshard
-from persia.checkpoint.servers import MOST_SHARDS, clock_gaps, numbered_states
+from persia.checkpoint.servers import MOST_SHARDS, clock_gaps, numbered, server_pieces
 from persia.checkpoint.view import Checkpoint, TableRows, open
 from persia.checkpoint.writer import CheckpointWriter
 
@@ -39,8 +39,9 @@ __all__ = [
     "format_inspection",
     "inspect",
     "list_checkpoints",
-    "numbered_states",
+    "numbered",
     "open",
     "reshard",
     "same_rule",
+    "server_pieces",
 ]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from persia import batching
 from persia.checkpoint.format import RemovedPart, RowsPart, StatePart
 from persia.checkpoint.reader import CheckpointReader
-from persia.checkpoint.servers import MOST_SHARDS, clock_gaps, numbered_states
+from persia.checkpoint.servers import MOST_SHARDS, clock_gaps
 from persia.checkpoint.writer import CheckpointWriter
 from persia.errors import CheckpointError
 from persia.schema import Schema
@@ -74,9 +74,9 @@ def reshard(
         if reader.path == writer.path:
             raise CheckpointError(f"{writer.path} is read from; choose another target.", path=writer.path)
         schema = _schema(reader, options.tables)
-        servers = numbered_states(reader, "server")
+        all_gaps = clock_gaps(reader)
         for table in schema.resolved_tables():
-            gaps = clock_gaps(servers, table)
+            gaps = all_gaps.get(table, {})
             moved = (_moved(reader, arrays, gaps.get(shard, 0), options) for shard, arrays in reader.rows(table))
             for owner, arrays in _by_owner(table, moved, options.servers, progress):
                 writer.add_rows(table, owner * MOST_SHARDS, arrays)

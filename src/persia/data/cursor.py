@@ -34,8 +34,8 @@ class Cursor:
         self._schema = schema
         self._iterator: Iterator[Any] | None = None
         self._broken: Exception | None = None
-        self._share: tuple[int, int, int] | None = None
-        """(epoch, loader, loaders) of the iterator; it yields the numbers `self._next`, `+ self._stride`, ..."""
+        self._share: tuple[tuple[int, int], int, int] | None = None
+        """(pass, loader, loaders) of the iterator; it yields the numbers `self._next`, `+ self._stride`, ..."""
         self._next = 0
         self._stride = 1
 
@@ -55,7 +55,7 @@ class Cursor:
             DataError: it cannot be read, does not fit the schema, or lies before what was read from a source that
                 cannot go back. The next read of a `Seekable` source opens it anew.
         """
-        if self._broken is not None and self._share is not None and self._share[0] == feed.epoch:
+        if self._broken is not None and self._share is not None and self._share[0] == _pass_of(feed):
             raise copy.copy(self._broken)
         try:
             return self._read(feed, number)
@@ -103,12 +103,13 @@ class Cursor:
         return batch
 
     def _seek(self, feed: Feed, number: int) -> None:
-        share = (feed.epoch, feed.loader, feed.loaders)
+        share = (_pass_of(feed), feed.loader, feed.loaders)
         source = self._source
         if not isinstance(source, Seekable):
-            if self._share is None or self._share[0] != feed.epoch:
+            if self._share is None or self._share[0] != _pass_of(feed):
                 self.close()
                 self._iterator, self._share, self._next, self._stride = iter(source), share, 0, 1
+                self._broken = None
             elif number < self._next:
                 raise DataError(
                     f"it is asked for, but the source ({type(source).__name__}) can only go on, from {self._next}: use "
@@ -124,3 +125,7 @@ class Cursor:
         else:
             self._iterator, self._stride = source.batches(feed.epoch, number), 1
         self._share, self._next = share, number
+
+
+def _pass_of(feed: Feed) -> tuple[int, int]:
+    return feed.generation, feed.epoch

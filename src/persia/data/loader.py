@@ -103,6 +103,8 @@ class Loader:
     def begin(self, feed: Feed) -> None:
         """Starts reading for a pass, or for another share of the same; returns at once. See `services.DataLoader`.
 
+        A feed of another generation of NN workers begins anew: no batch id is handed out twice.
+
         Raises:
             DataError: several loaders are to share a source that is only iterable.
         """
@@ -111,7 +113,7 @@ class Loader:
             old = self._feed
             if feed == old:
                 return
-            if old is not None and old[:3] == feed[:3]:
+            if old is not None and old.same_pass(feed):
                 for number in [n for n in self._entries if n % feed.loaders != feed.loader]:
                     self._forget(number)
                 first = min(self._asked.values(), default=feed.start)
@@ -298,13 +300,18 @@ class Loader:
         return functools.partial(self._read, feed, number)
 
     def _next_number(self, feed: Feed) -> int | None:
-        """What to read next: in order, while there is room; what somebody waits for comes first if it is elsewhere."""
+        """What to read next: in order, while there is room; what somebody waits for comes first if it is elsewhere.
+
+        What lies shortly before it is read too, room or not: a slower NN worker will ask for it, and a source that is
+        only iterable cannot go back.
+        """
         ends = self._end is not None
         missing = [n for n in self._waiting if n not in self._entries and not (ends and n >= (self._end or 0))]
         wanted = min(missing, default=None)
         number = self._position
-        if wanted is not None and not 0 <= wanted - number <= feed.loaders * feed.nn_workers * feed.ahead:
-            number = wanted
+        near = feed.loaders * feed.nn_workers * feed.ahead
+        if wanted is not None and not 0 <= wanted - number <= near:
+            number = wanted if wanted < number else max(number, wanted - near)
         while number in self._entries or number < self._asked.get(self._rank(feed, number), 0):
             if number == wanted:
                 break
@@ -313,7 +320,7 @@ class Loader:
             return wanted
         rank = self._rank(feed, number)
         untaken = sum(entry.rank == rank and not entry.taken for entry in self._entries.values())
-        return number if untaken < feed.ahead else wanted
+        return number if untaken < feed.ahead or (wanted is not None and number < wanted) else wanted
 
     @staticmethod
     def _rank(feed: Feed, number: int) -> int:

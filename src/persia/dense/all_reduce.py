@@ -7,9 +7,10 @@ the backward pass goes on. Its communication hook lets us weigh them: a mean ove
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,12 @@ from persia.dense.group import Group
 from persia.errors import ConfigError, PersiaError
 
 __all__ = ["AllReduce", "AllReduceOptions"]
+
+_ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
+# `settle` brings buffers when somebody wants to read them. Newer versions warn of the old name.
+_NO_BUFFERS: dict[str, Any] = {
+    "forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers": False
+}
 
 SAVE_SECONDS = 86_400.0
 """How long the others wait for what the first NN worker does alone: a checkpoint may be large."""
@@ -70,14 +77,15 @@ class AllReduce:
         self._ddp = DistributedDataParallel(
             model,
             process_group=self._group,
-            broadcast_buffers=False,  # `settle` does, when somebody wants to read them.
             bucket_cap_mb=options.bucket_megabytes,
             gradient_as_bucket_view=True,
+            **_NO_BUFFERS,
         )
         self._ddp.register_comm_hook(None, lambda _, bucket: self._average(bucket.buffer()))
         self.model: torch.nn.Module = self._ddp
         synchronised = any(isinstance(m, torch.nn.SyncBatchNorm) for m in model.modules())
         self.made_up_rows = 0 if synchronised else 1
+        self.settle()  # Under its old name the argument also keeps DDP from doing this.
         # Of the update in work.
         self._own = 0
         self._sums: list[Callable[[], list[int]]] = []

@@ -5,28 +5,27 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import torch
-from numpy.typing import NDArray
 
 from persia.batching.batch import Batch
 from persia.errors import ConfigError, PersiaError, StaleBatchError
 from persia.modes import Aggregation, Hybrid, Mode
-from persia.nn.codec import decode, encode
 from persia.nn.feeding import fed_batches
 from persia.nn.made_up import made_up_batch
 from persia.nn.pipeline import Pipeline, Stages
 from persia.nn.pool import Expander
-from persia.nn.prepared import PreparedBatch, PreparedRows
+from persia.nn.prepared import PreparedBatch
 from persia.nn.staging import staging_for
 from persia.nn.staleness import Staleness, StalenessGate
 from persia.nn.sync import EqualSteps
+from persia.nn.transfer import Encoded, Transfer
 from persia.nn.types import Embeddings
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Cluster
-from persia.types import Contribution, FedBatch, Floats, LookedUp, PushHeader, UpdateCounts
+from persia.types import Contribution, FedBatch, PushHeader, UpdateCounts
 
 __all__ = ["CollectionOptions", "EmbeddingCollection", "Pushed"]
 
@@ -85,7 +84,7 @@ class _Pending(NamedTuple):
 
     batch_id: int
     rows: int
-    gradients: Callable[[], dict[str, Floats]]
+    gradients: Callable[[], Encoded]
 
 
 class EmbeddingCollection(torch.nn.Module):
@@ -133,6 +132,7 @@ class EmbeddingCollection(torch.nn.Module):
         self.global_step = 0
         self._staging = staging_for(self.options.device)
         self._expander = Expander(schema, self._staging.device)
+        self._transfer = Transfer(self._staging, self._expander.on_host)
         self.connection = cluster.connect(schema, optimizer, self.mode, self.options.seed)
         self._worker = self.connection.worker
         self.gate = StalenessGate(self.mode, self.options.accumulation_steps)
@@ -335,7 +335,7 @@ class EmbeddingCollection(torch.nn.Module):
             self._lost_rows += len(batch.labels)
             return made_up_batch(self.schema, made_up_rows, self._staging.device), lambda: None
         self._compressed = found.scales is not None
-        prepared, ready = self._stage(batch, found, batch_id)
+        prepared, ready = self._transfer.rows(batch, found, batch_id)
         prepared.await_gradient(self._end_of_backward)
         return prepared, ready
 
@@ -343,7 +343,7 @@ class EmbeddingCollection(torch.nn.Module):
         assert batch.batch_id is not None
         scale = self.grad_scaler.get_scale() if self.grad_scaler is not None else 1.0
         with torch.no_grad():
-            gradients = self._staging.to_host(batch.contribution(scale))
+            gradients = self._transfer.gradients(batch.contribution(scale), self._compressed)
         self._group.append(_Pending(batch.batch_id, len(batch), gradients))
         self._batch_ended()
 
@@ -376,7 +376,7 @@ class EmbeddingCollection(torch.nn.Module):
             self._pipeline.push(lambda: self._push(group, batches, step))
 
     def _push(self, group: list[_Pending], batches: int, step: int) -> None:
-        contributions = [self._contribution(pending) for pending in group]
+        contributions = [Contribution(pending.batch_id, *pending.gradients()) for pending in group]
         connection = self.connection
         if contributions or self._held:
             self._pushes += 1
@@ -388,12 +388,6 @@ class EmbeddingCollection(torch.nn.Module):
                 self._counts[table] = UpdateCounts(*(a + b for a, b in zip(before, counts, strict=True)))
             self._registered.difference_update(c.batch_id for c in contributions)
         self.gate.done(batches)
-
-    def _contribution(self, pending: _Pending) -> Contribution:
-        gradients = pending.gradients()
-        if self._compressed:
-            return Contribution(pending.batch_id, *encode(gradients))
-        return Contribution(pending.batch_id, dict(gradients))
 
     # --- without a pipeline -----------------------------------------------------------------------------------
 
@@ -424,7 +418,7 @@ class EmbeddingCollection(torch.nn.Module):
         return batch
 
     def _read_only(self, batch: Batch) -> tuple[PreparedBatch, Callable[[], None]]:
-        return self._stage(batch, self._worker.evaluate(batch.id_features), None)
+        return self._transfer.rows(batch, self._worker.evaluate(batch.id_features), None)
 
     def _prepare_now(self, batch: Batch) -> PreparedBatch:
         self._check_process()
@@ -444,31 +438,6 @@ class EmbeddingCollection(torch.nn.Module):
             prepared, ready = self._read_only(self._validated(batch))
         ready()
         return prepared
-
-    def _stage(
-        self, batch: Batch | FedBatch, found: LookedUp, batch_id: int | None
-    ) -> tuple[PreparedBatch, Callable[[], None]]:
-        on_host = self._expander.on_host
-        rows_of = decode(found.rows, found.scales)
-        arrays: dict[str, NDArray[Any]] = {f"rows/{name}": rows for name, rows in rows_of.items()}
-        arrays["dense"] = batch.dense
-        arrays["labels"] = batch.labels
-        if not on_host:
-            arrays.update((f"inverse/{name}", inverse) for name, inverse in found.inverse.items())
-            arrays.update((f"offsets/{n}", o) for n, o in found.offsets.items() if o is not None)
-        tensors, ready = self._staging.to_device(arrays)
-        prepared = PreparedBatch(
-            tensors["dense"],
-            tensors["labels"],
-            batch.day,
-            PreparedRows(
-                {name: tensors[f"rows/{name}"] for name in found.rows},
-                found.inverse if on_host else {name: tensors[f"inverse/{name}"] for name in found.inverse},
-                found.offsets if on_host else {name: tensors.get(f"offsets/{name}") for name in found.offsets},
-            ),
-            batch_id,
-        )
-        return prepared, ready
 
     def _raise_push_failure(self) -> None:
         """Raises, once, what the push thread of an earlier pass failed with."""

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from persia.errors import ConfigError
-from persia.types import Floats
 
 __all__ = ["CpuStaging", "CudaStaging", "Staging", "staging_for"]
 
 Ready = Callable[[], None]
 """Called by the thread that will use the tensors, before it does."""
+
+Then = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
 class Staging(Protocol):
@@ -23,10 +24,17 @@ class Staging(Protocol):
 
     device: torch.device
 
-    def to_device(self, arrays: Mapping[str, NDArray[np.generic]]) -> tuple[dict[str, torch.Tensor], Ready]:
-        """Tensors on the device; call the second result in the using thread first."""
+    def to_device(
+        self, arrays: Mapping[str, NDArray[np.generic]], then: Then | None = None
+    ) -> tuple[dict[str, torch.Tensor], Ready]:
+        """Tensors on the device; call the second result in the using thread first.
 
-    def to_host(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[str, Floats]]:
+        Args:
+            arrays: on the host.
+            then: what becomes of the tensors on the device, beside what it computes.
+        """
+
+    def to_host(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[str, Any]]:
         """Starts copying; the result blocks until the copies are there. Called by the training thread."""
 
 
@@ -35,13 +43,16 @@ class CpuStaging:
 
     device = torch.device("cpu")
 
-    def to_device(self, arrays: Mapping[str, NDArray[np.generic]]) -> tuple[dict[str, torch.Tensor], Ready]:
+    def to_device(
+        self, arrays: Mapping[str, NDArray[np.generic]], then: Then | None = None
+    ) -> tuple[dict[str, torch.Tensor], Ready]:
         """Wraps the arrays."""
         # torch has no read-only tensors: it warns, and writing would be a fault.
         writable = {n: array if array.flags.writeable else array.copy() for n, array in arrays.items()}
-        return {name: torch.from_numpy(array) for name, array in writable.items()}, _nothing
+        tensors = {name: torch.from_numpy(array) for name, array in writable.items()}
+        return tensors if then is None else then(tensors), _nothing
 
-    def to_host(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[str, Floats]]:
+    def to_host(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[str, Any]]:
         """Wraps the tensors."""
         arrays = {name: tensor.contiguous().numpy() for name, tensor in tensors.items()}
         return lambda: arrays
@@ -55,13 +66,17 @@ class CudaStaging:
         self._up = torch.cuda.Stream(device)
         self._down = torch.cuda.Stream(device)
 
-    def to_device(self, arrays: Mapping[str, NDArray[np.generic]]) -> tuple[dict[str, torch.Tensor], Ready]:
+    def to_device(
+        self, arrays: Mapping[str, NDArray[np.generic]], then: Then | None = None
+    ) -> tuple[dict[str, torch.Tensor], Ready]:
         """Copies on the side stream; the using stream waits for an event, not the thread."""
         tensors: dict[str, torch.Tensor] = {}
         with torch.cuda.stream(self._up):
             for name, array in arrays.items():
                 pinned = torch.from_numpy(array).pin_memory()
                 tensors[name] = pinned.to(self.device, non_blocking=True)
+            if then is not None:
+                tensors = then(tensors)
             copied = torch.cuda.Event()
             copied.record(self._up)
 
@@ -74,7 +89,7 @@ class CudaStaging:
 
         return tensors, ready
 
-    def to_host(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[str, Floats]]:
+    def to_host(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[str, Any]]:
         """Copies on the side stream, after what the training stream has queued."""
         self._down.wait_stream(torch.cuda.current_stream(self.device))
         pinned: dict[str, torch.Tensor] = {}
@@ -86,7 +101,7 @@ class CudaStaging:
             copied = torch.cuda.Event()
             copied.record(self._down)
 
-        def wait() -> dict[str, Floats]:
+        def wait() -> dict[str, Any]:
             copied.synchronize()
             return {name: tensor.numpy() for name, tensor in pinned.items()}
 

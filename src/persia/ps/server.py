@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from persia import batching
 from persia.errors import StoreError
@@ -17,7 +16,7 @@ from persia.ps.held import Arrived, HeldSteps, HoldOptions
 from persia.ps.reduction import average_step
 from persia.ps.tables import learning_rate, table_config
 from persia.schema import EmbeddingOptimizer, Table
-from persia.services import CutInfo, RowChunk
+from persia.services import CutInfo, RowChunk, StatePiece
 from persia.store import EmbeddingStore, Rows
 from persia.types import Floats, Gradients, Ids, PushHeader, UpdateCounts
 
@@ -25,6 +24,10 @@ __all__ = ["EmbeddingServer"]
 
 CHUNK_BYTES = 64 << 20
 """About the size of an exported chunk: bounds the memory of a checkpoint, and how long a shard is locked."""
+
+
+MOST_PIECES = 1000
+"""Of state in one list: a message has a limit."""
 
 
 class EmbeddingServer:
@@ -159,27 +162,55 @@ class EmbeddingServer:
             arrays["update_count"] = np.zeros(rows, np.uint32)
         self._store.import_rows(index, Rows(**arrays))
 
-    def state(self) -> dict[str, list[dict[str, NDArray[Any]]]]:
-        """What besides the rows decides the future: clocks, counters and admission sketches of each shard.
+    def export_state(self) -> Iterator[list[StatePiece]]:
+        """What besides the rows decides the future: clocks, counters and admission sketches, in lists of about 64 MiB.
 
         Which pushes are applied is left out: a resumed run has new clients.
         """
-        return {
-            name: [
-                {key: value for key, value in self._store.export_state(index, shard).items() if key != "clients"}
-                for shard in range(self._store.config(index).resolved_shards)
-            ]
-            for name, index in self._index.items()
-        }
+        pieces: list[StatePiece] = []
+        nbytes = 0
+        for piece in self._pieces():
+            if pieces and (nbytes + piece.values.nbytes > CHUNK_BYTES or len(pieces) >= MOST_PIECES):
+                yield pieces
+                pieces, nbytes = [], 0
+            pieces.append(piece)
+            nbytes += piece.values.nbytes
+        if pieces:
+            yield pieces
 
-    def load_state(self, state: Mapping[str, Sequence[Mapping[str, NDArray[Any]]]]) -> None:
-        """Puts `state()` back, after the rows."""
-        for name, shards in state.items():
+    def import_state(self, pieces: Sequence[StatePiece]) -> None:
+        """Puts pieces back, after the rows, into a server at rest.
+
+        Raises:
+            StoreError: there is no such table, shard or array, or it is shorter: use the same capacity, shards and
+                admission. Pieces of other shards may have been put back.
+        """
+        for (name, shard), group in itertools.groupby(pieces, key=lambda piece: (piece.table, piece.shard)):
             index = self._number(name)
-            for shard, values in enumerate(shards):
-                clients = self._store.export_state(index, shard)["clients"]
-                arrays = {key: np.ascontiguousarray(value) for key, value in values.items()}
-                self._store.import_state(index, shard, {**arrays, "clients": clients})
+            if not 0 <= shard < self._store.config(index).resolved_shards:
+                raise StoreError(f"Table {name!r} has no shard {shard}; use the same shards.", table=name)
+            state = self._store.export_state(index, shard)
+            for piece in group:
+                array = state.get(piece.array) if piece.array != "clients" else None
+                end = piece.start + len(piece.values)
+                if array is None or piece.start < 0 or end > len(array) or piece.values.dtype != array.dtype:
+                    raise StoreError(
+                        f"Table {name!r}: {piece.array!r} of shard {shard} has no {piece.values.dtype} values from "
+                        f"{piece.start} to {end}; use the same capacity, shards and admission.",
+                        table=name,
+                    )
+                array[piece.start : end] = piece.values
+            self._store.import_state(index, shard, state)
+
+    def _pieces(self) -> Iterator[StatePiece]:
+        for name, index in self._index.items():
+            for shard in range(self._store.config(index).resolved_shards):
+                for array, values in self._store.export_state(index, shard).items():
+                    if array == "clients":
+                        continue
+                    most = CHUNK_BYTES // values.itemsize
+                    for start in range(0, len(values), most):
+                        yield StatePiece(name, shard, array, start, values[start : start + most])
 
     def _check(self, table: str, gradients: Gradients) -> None:
         self._number(table)

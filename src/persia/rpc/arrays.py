@@ -32,8 +32,9 @@ MAX_NDIM = 8
 ARRAY_EXTENSION = 1
 
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
-_HEAD = struct.Struct("<HBB")
-_SHAPES = tuple(struct.Struct(f"<{ndim}Q") for ndim in range(MAX_NDIM + 1))
+_ITEMSIZES = tuple(dtype.itemsize for dtype in DTYPES)
+_HEAD_BYTES = 4
+_LAYOUTS = tuple(struct.Struct(f"<HBB{ndim}Q") for ndim in range(MAX_NDIM + 1))
 
 
 class Buffer(Protocol):
@@ -58,9 +59,14 @@ def encode(value: object, most_arrays: int) -> tuple[bytes, Arrays]:
 
     def hook(item: object) -> object:
         if isinstance(item, np.ndarray):
-            arrays.append(contiguous := _sendable(item))
-            head = _HEAD.pack(len(arrays) - 1, _CODES[contiguous.dtype], item.ndim)
-            return msgspec.msgpack.Ext(ARRAY_EXTENSION, head + _SHAPES[item.ndim].pack(*item.shape))
+            shape, contiguous = item.shape, item
+            code = _CODES.get(item.dtype)
+            if code is None or not item.flags.c_contiguous or len(shape) > MAX_NDIM:
+                contiguous = _sendable(item)
+                code = _CODES[contiguous.dtype]
+            head = _LAYOUTS[len(shape)].pack(len(arrays), code, len(shape), *shape)
+            arrays.append(contiguous)
+            return msgspec.msgpack.Ext(ARRAY_EXTENSION, head)
         if isinstance(item, np.generic):
             return item.item()
         if isinstance(item, Mapping):
@@ -105,7 +111,8 @@ class Decoder(Generic[T]):
     def __init__(self, kind: Any) -> None:
         # The hooks of msgspec take no context, so the frames of the message in work are kept by thread.
         self._work = threading.local()
-        self._accepted: dict[Any, frozenset[np.dtype[Any]]] = {}
+        # By identity, as annotations are slow to hash; each is kept, so that its identity stays its own.
+        self._accepted: dict[int, tuple[Any, frozenset[np.dtype[Any]]]] = {}
         try:
             self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(
                 kind, dec_hook=self._check, ext_hook=self._array
@@ -121,35 +128,40 @@ class Decoder(Generic[T]):
         Raises:
             WireError: the message does not fit the type, or its frames do not fit what it says of them.
         """
-        self._work.frames = frames
-        self._work.used = used = set[int]()
+        used: set[int] = set()
+        self._work.message = frames, used
         try:
             value = self._decoder.decode(payload)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             raise WireError(f"The message does not fit its type: {error}.") from error
         finally:
-            del self._work.frames
+            del self._work.message
         if len(used) != len(frames):
             raise WireError(f"The message has {len(frames)} arrays and names {len(used)}.")
         return value
 
     def _array(self, code: int, data: memoryview) -> NDArray[Any]:
-        if code != ARRAY_EXTENSION or len(data) < _HEAD.size:
-            raise msgspec.ValidationError(f"unknown extension {code} of {len(data)} bytes")
-        frame, kind, ndim = _HEAD.unpack_from(data)
-        if kind >= len(DTYPES) or ndim > MAX_NDIM or len(data) != _HEAD.size + 8 * ndim:
-            raise msgspec.ValidationError(f"no array has dtype {kind} and {ndim} dimensions in {len(data)} bytes")
-        frames, used = self._work.frames, self._work.used
+        size = len(data)
+        if code != ARRAY_EXTENSION or size < _HEAD_BYTES:
+            raise msgspec.ValidationError(f"unknown extension {code} of {size} bytes")
+        try:
+            frame, kind, ndim, *shape = _LAYOUTS[(size - _HEAD_BYTES) >> 3].unpack(data)
+            dtype = DTYPES[kind]
+        except (struct.error, IndexError):
+            raise msgspec.ValidationError(f"no array has such a dtype and {size} bytes") from None
+        if ndim != len(shape):
+            raise msgspec.ValidationError(f"no array has {ndim} dimensions in {size} bytes")
+        frames, used = self._work.message
         if frame >= len(frames) or frame in used:
             raise msgspec.ValidationError(f"frame {frame} is missing or used twice")
         used.add(frame)
-        dtype, shape, buffer = DTYPES[kind], _SHAPES[ndim].unpack_from(data, _HEAD.size), frames[frame].buffer
-        if math.prod(shape) * dtype.itemsize != buffer.nbytes:
-            raise msgspec.ValidationError(f"{buffer.nbytes} bytes are no {dtype} array of shape {list(shape)}")
+        buffer = frames[frame].buffer
+        if math.prod(shape) * _ITEMSIZES[kind] != buffer.nbytes:
+            raise msgspec.ValidationError(f"{buffer.nbytes} bytes are no {dtype} array of shape {shape}")
         try:
             array: NDArray[Any] = np.ndarray(shape, dtype, buffer)
         except ValueError as error:  # An empty array with other sizes beyond what numpy can express.
-            raise msgspec.ValidationError(f"numpy refuses the shape {list(shape)}") from error
+            raise msgspec.ValidationError(f"numpy refuses the shape {shape}") from error
         if kind == 0 and array.size and array.view(np.uint8).max() > 1:
             raise msgspec.ValidationError("a bool array has other bytes than 0 and 1")
         return array if array.flags.aligned else array.copy()
@@ -158,9 +170,10 @@ class Decoder(Generic[T]):
         # msgspec adds the place to a ValueError.
         if not isinstance(value, np.ndarray):
             raise ValueError(f"expected an array, got {type(value).__name__}")
-        accepted = self._accepted.get(kind)
-        if accepted is None:
-            accepted = self._accepted[kind] = _dtypes(kind)
+        known = self._accepted.get(id(kind))
+        if known is None:
+            known = self._accepted[id(kind)] = kind, _dtypes(kind)
+        _, accepted = known
         if value.dtype not in accepted:
             raise ValueError(f"expected an array of {' or '.join(sorted(map(str, accepted)))}, got {value.dtype}")
         return value

@@ -11,14 +11,15 @@ import weakref
 
 import zmq
 
-from persia.errors import ClosedError, DeadlineError, PeerRestartedError, PersiaError, WireError
-from persia.rpc.arrays import Arrays, Decoder
+from persia.errors import PersiaError, WireError
+from persia.rpc.arrays import Decoder
+from persia.rpc.call import Call, Peer
 from persia.rpc.failures import Failure, to_error
 from persia.rpc.limits import Limits
 from persia.rpc.messages import Kind, Message, header_bytes, parse
 from persia.rpc.port import Port
 
-__all__ = ["Call", "Connection"]
+__all__ = ["Connection"]
 
 KEEPER_SECONDS = 0.05
 """How often replies are fetched while nobody waits for them."""
@@ -28,38 +29,6 @@ _HANDSHAKE_FAILURES = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it speaks another protocol or encrypts otherwise",
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not accept our keys",
 }
-
-
-class Call:
-    """One request, until its reply is there. Its fields belong to the connection.
-
-    Attributes:
-        reply: what came.
-        error: what happened instead.
-    """
-
-    __slots__ = (
-        "arrays", "error", "expires", "gate", "kind", "method", "number", "once", "payload", "reply", "seconds", "sent",
-    )  # fmt: skip
-
-    def __init__(self, kind: Kind, method: str, payload: bytes, arrays: Arrays, seconds: float, once: bool) -> None:
-        self.kind = kind
-        self.method = method
-        self.payload = payload
-        self.arrays = arrays
-        self.seconds = seconds
-        self.expires = time.monotonic() + seconds
-        self.once = once
-        self.number = 0
-        self.sent = False
-        self.reply: Message | None = None
-        self.error: PersiaError | None = None
-        # Held while its thread sleeps; made when it first has to.
-        self.gate: threading.Lock | None = None
-
-    def over(self) -> bool:
-        """Whether there is a reply or an error."""
-        return self.reply is not None or self.error is not None
 
 
 class Connection:
@@ -76,7 +45,7 @@ class Connection:
     """
 
     def __init__(self, port: Port, peer: str, limits: Limits) -> None:
-        self.peer = peer
+        self.peer = Peer(peer, port.address)
         self.limits = limits
         self._port = port
         self._process = os.getpid()
@@ -84,7 +53,8 @@ class Connection:
         self._numbers = itertools.count(1)
         # Guarded by the lock of the port.
         self._calls: dict[int, Call] = {}
-        self._unsent: collections.deque[Call] = collections.deque()
+        self._unsent: dict[int, Call] = {}  # Of these; in order.
+        self._iterators = 0  # How many of the other side are open for this one.
         self._leader: Call | None = None
         self._leading = 0  # The thread of the leader.
         self._keeper: threading.Thread | None = None
@@ -92,12 +62,9 @@ class Connection:
         self._ever = False
         self._trouble = ""
         self._closed = False
+        # Whoever appends may be the garbage collector, in a thread that holds any lock: so this has none.
+        self._dropped: collections.deque[Call] = collections.deque()
         self._counts: collections.Counter[str] = collections.Counter()
-
-    @property
-    def address(self) -> str:
-        """Where the peer listens."""
-        return self._port.address
 
     def statistics(self) -> dict[str, int]:
         """Counters: `calls`, `resent` after a reconnection, `late_replies` dropped, `malformed` replies, `connects`."""
@@ -119,16 +86,15 @@ class Connection:
         self._check_process()
         with self._port.lock:
             if self._closed:
-                raise self._closed_error(call)
+                raise self.peer.closed(call)
             call.number = next(self._numbers)
-            self._calls[call.number] = call
+            self._calls[call.number] = self._unsent[call.number] = call
             self._counts["calls"] += 1
-            self._unsent.append(call)
             if self._connected:
                 self._flush()
             if unattended and self._keeper is None:
                 self._keeper = threading.Thread(
-                    target=_keep, args=(weakref.ref(self),), name=f"rpc {self.address}", daemon=True
+                    target=_keep, args=(weakref.ref(self),), name=f"rpc {self.peer.address}", daemon=True
                 )
                 self._keeper.start()
 
@@ -165,21 +131,29 @@ class Connection:
         if call.error is not None:
             raise call.error
         if call.reply is None:
-            raise self._deadline_error(call)
+            raise self._late(call)
         if call.reply.header.kind is Kind.ERROR:
             failure = self._failure.decode(call.reply.header.payload, call.reply.frames)
-            raise to_error(failure, peer=self.peer, address=self.address, operation=call.method)
+            raise to_error(failure, peer=self.peer.name, address=self.peer.address, operation=call.method)
         return call.reply
 
-    def post(self, call: Call) -> None:
-        """Sends a message that has no reply, if there is a connection."""
+    def opened(self) -> None:
+        """The other side has made an iterator; one `end` or `drop` follows."""
+        with self._port.lock:
+            self._iterators += 1
+
+    def end(self, call: Call) -> None:
+        """Sends the request to close an iterator, if there is a connection. There is no reply."""
         if self._process != os.getpid():
             return
+        self.drop(call)
         with self._port.lock:
-            if self._connected and not self._closed:
-                call.number = next(self._numbers)
-                self._send(call)
-                self._drain()
+            if not self._closed:
+                self._flush()
+
+    def drop(self, call: Call) -> None:
+        """The same, soon. Takes no lock, so a `__del__` may call it."""
+        self._dropped.append(call)
 
     def close(self) -> None:
         """Ends all calls with ClosedError and gives up the connection."""
@@ -190,7 +164,7 @@ class Connection:
                 return
             self._closed = True
             for call in list(self._calls.values()):
-                self._end(call, error=self._closed_error(call))
+                self._end(call, error=self.peer.closed(call))
             if self._leader is None:
                 self._port.close(linger_seconds=0.1)
             else:
@@ -208,9 +182,9 @@ class Connection:
             self._watch()
             self._flush()
         while not call.over() and not self._closed and (left := call.expires - time.monotonic()) > 0:
-            ready = port.wait(left)
+            monitor = port.wait(left)
             with port.lock:
-                if ready.monitor:
+                if monitor:
                     self._watch()
                 self._flush()
 
@@ -232,34 +206,37 @@ class Connection:
     def _keep(self) -> bool:
         """Fetches what has come while nobody leads; False when there is nothing left to look after."""
         with self._port.lock:
-            if self._closed or not self._calls:
+            if self._closed or not (self._calls or self._iterators):
                 self._keeper = None
                 return False
             if self._leader is None:
                 self._watch()
                 self._flush()
-                now = time.monotonic()
-                for call in [c for c in self._calls.values() if c.expires < now]:
-                    self._end(call, error=self._deadline_error(call))
+            now = time.monotonic()
+            for call in [c for c in self._calls.values() if c.expires < now]:
+                self._end(call, error=self._late(call))
             return True
 
     # --- under the lock of the port -----------------------------------------------------------------------------
 
     def _flush(self) -> None:
         while self._unsent and self._connected:
-            call = self._unsent[0]
-            try:
-                if call.number in self._calls and not self._send(call):
-                    break
-            except PersiaError as error:  # This call cannot be sent; those behind it can.
-                self._end(call, error=error)
-            self._unsent.popleft()
+            number, call = next(iter(self._unsent.items()))
+            if not self._send(call):
+                break
+            self._unsent.pop(number, None)
+        while self._dropped:
+            self._iterators -= 1
+            call = self._dropped.popleft()
+            if self._connected:  # Else the iterator is gone, or expires.
+                call.number = next(self._numbers)
+                self._send(call)
         self._drain()
 
     def _send(self, call: Call) -> bool:
         seconds = max(0.0, call.expires - time.monotonic())
-        header = header_bytes(call.kind, call.number, call.method, seconds, call.payload, self.limits)
-        call.sent = self._port.send((header,), call.arrays) or call.sent
+        header = header_bytes(call.kind, call.number, call.method, seconds, call.body.payload)
+        call.sent = self._port.send((header,), call.body.arrays)
         return call.sent
 
     def _drain(self) -> None:
@@ -267,8 +244,11 @@ class Connection:
         while (frames := self._port.receive(self.limits.arrays)) is not None:
             try:
                 message = parse(frames, self.limits)
-            except WireError:
+            except WireError as error:
                 self._counts["malformed"] += 1
+                unreadable = self._calls.get(error.fields.get("call", 0))
+                if unreadable is not None:
+                    self._end(unreadable, error=self.peer.unreadable(unreadable, error))
                 continue
             call = self._calls.get(message.header.call)
             if call is None or message.header.kind < Kind.RESULT:
@@ -279,6 +259,7 @@ class Connection:
 
     def _end(self, call: Call, *, reply: Message | None = None, error: PersiaError | None = None) -> None:
         self._calls.pop(call.number, None)
+        self._unsent.pop(call.number, None)
         call.reply, call.error = reply, error
         if call is self._leader:
             if threading.get_ident() != self._leading:
@@ -287,7 +268,7 @@ class Connection:
             call.gate.release()
 
     def _watch(self) -> None:
-        for event in self._port.events():
+        for event, _ in self._port.events():
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._connected = self._ever = True
                 self._trouble = ""
@@ -303,42 +284,26 @@ class Connection:
         self._unsent.clear()
         for call in list(self._calls.values()):
             if call.sent and call.once:
-                self._end(
-                    call,
-                    error=PeerRestartedError(
-                        f"{self.peer} at {self.address}: the connection was lost during {call.method}, which must not "
-                        "be repeated; it ran once or not at all. Find out which before you call it again.",
-                        peer=self.peer, address=self.address, operation=call.method,
-                    ),
-                )  # fmt: skip
+                self._end(call, error=self.peer.restarted(call))
             else:
                 self._counts["resent"] += call.sent
                 call.sent = False
-                self._unsent.append(call)
+                self._unsent[call.number] = call
 
     # --- the rest -----------------------------------------------------------------------------------------------
 
     def _forget(self, call: Call) -> None:
         with self._port.lock:
             self._calls.pop(call.number, None)
+            self._unsent.pop(call.number, None)
             if call.gate is not None and self._leader is None:
                 self._promote()  # It may have been woken to lead at the moment when it gave up.
 
     def _check_process(self) -> None:
         if self._process != os.getpid():
-            raise ClosedError(
-                f"The stub of {self.peer} at {self.address} was made in process {self._process}, and this is a fork of "
-                "it; connect again here, or start processes with the spawn method.",
-                peer=self.peer, address=self.address,
-            )  # fmt: skip
+            raise self.peer.forked(self._process)
 
-    def _closed_error(self, call: Call) -> ClosedError:
-        return ClosedError(
-            f"{call.method}: the stub of {self.peer} at {self.address} is closed; connect again.",
-            peer=self.peer, address=self.address, operation=call.method,
-        )  # fmt: skip
-
-    def _deadline_error(self, call: Call) -> DeadlineError:
+    def _late(self, call: Call) -> PersiaError:
         if self._connected:
             state = "it is connected, and has not answered" if call.sent else "it is connected, and does not read"
         elif self._trouble:
@@ -347,12 +312,7 @@ class Connection:
             state = "the connection is lost"
         else:
             state = "nobody answers there"
-        seconds = round(call.seconds, 3)
-        return DeadlineError(
-            f"{self.peer} at {self.address} is late: {call.method} took more than {seconds:g} s; {state}. "
-            "Check that it runs, or allow more time.",
-            peer=self.peer, address=self.address, operation=call.method, seconds=seconds,
-        )  # fmt: skip
+        return self.peer.late(call, state)
 
 
 def _keep(reference: weakref.ref[Connection]) -> None:

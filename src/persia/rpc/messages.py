@@ -11,13 +11,16 @@ import msgspec
 import zmq
 
 from persia.errors import WireError
+from persia.rpc.arrays import Arrays, encode
 from persia.rpc.limits import Limits
 
-__all__ = ["VERSION", "Header", "Kind", "Message", "header_bytes", "parse"]
+__all__ = ["VERSION", "Body", "Header", "Kind", "Message", "body", "header_bytes", "parse"]
 
 VERSION = 1
 
 _MAX_SECONDS = 366 * 86400.0
+_FIELDS_BYTES = 1024
+"""More than a header needs beside its payload."""
 
 
 class Kind(enum.IntEnum):
@@ -67,22 +70,47 @@ class Message(NamedTuple):
     nbytes: int
 
 
+class Body(NamedTuple):
+    """What a message carries.
+
+    Attributes:
+        payload: msgpack.
+        arrays: that it names.
+    """
+
+    payload: bytes
+    arrays: Arrays
+
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Header)
 
 
-def header_bytes(kind: Kind, call: int, method: str, seconds: float, payload: bytes, limits: Limits) -> bytes:
-    """The first frame of a message.
+def body(value: object, limits: Limits) -> Body:
+    """A value, ready to be sent: what can be wrong with it is found here, before anything waits for it.
 
     Raises:
-        WireError: it is larger than allowed.
+        WireError: it cannot be sent, or is larger than allowed; it says what the limit is.
     """
-    if len(payload) > limits.header_bytes - 256:
+    payload, arrays = encode(value, limits.arrays)
+    if len(payload) > limits.header_bytes - _FIELDS_BYTES:
         raise WireError(
-            f"A message has {len(payload):,} bytes beside its arrays, and {limits.header_bytes - 256:,} are allowed; "
-            "send numbers as arrays, or less at a time.",
+            f"A message has {len(payload):,} bytes beside its arrays, and {limits.header_bytes - _FIELDS_BYTES:,} are "
+            "allowed; send numbers as arrays, or less at a time.",
             bytes=len(payload),
         )
+    size = len(payload) + _FIELDS_BYTES + sum([array.nbytes for array in arrays])
+    if size > limits.message_bytes:
+        raise WireError(
+            f"A message has {size:,} bytes, and Limits.message_bytes allows {limits.message_bytes:,}; send less at a "
+            "time, or raise the limit on both sides.",
+            bytes=size, limit=limits.message_bytes,
+        )  # fmt: skip
+    return Body(payload, arrays)
+
+
+def header_bytes(kind: Kind, call: int, method: str, seconds: float, payload: bytes) -> bytes:
+    """The first frame of a message."""
     return _encoder.encode(Header(VERSION, kind, call, method, seconds, msgspec.Raw(payload)))
 
 
@@ -90,13 +118,14 @@ def parse(frames: Sequence[zmq.Frame], limits: Limits) -> Message:
     """Checks a received message against the limits, and decodes its header.
 
     Raises:
-        WireError: it is no message of this version, or exceeds a limit.
+        WireError: it is no message of this version, or exceeds a limit. Its field `call` is that of the message, if
+            that can be read.
     """
-    if not frames or len(frames) > limits.arrays + 1:
-        raise WireError(f"A message has {len(frames)} frames, and 1 to {limits.arrays + 1} are allowed.")
+    if not frames:
+        raise WireError("A message has no frames.")
     sizes = [len(frame) for frame in frames]
-    if sizes[0] > limits.header_bytes or sum(sizes) > limits.message_bytes:
-        raise WireError(f"A message has {sizes[0]:,} bytes of header and {sum(sizes):,} in all: more than allowed.")
+    if sizes[0] > limits.header_bytes:
+        raise WireError(f"A message has {sizes[0]:,} bytes of header, and {limits.header_bytes:,} are allowed.")
     try:
         header = _decoder.decode(frames[0].buffer)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -105,8 +134,15 @@ def parse(frames: Sequence[zmq.Frame], limits: Limits) -> Message:
         raise WireError(
             f"A message is of version {header.version} of the wire format, this process speaks {VERSION}; "
             "install the same persia everywhere.",
-            version=header.version,
-        )
+            version=header.version, call=header.call,
+        )  # fmt: skip
     if not math.isfinite(header.seconds) or header.seconds > _MAX_SECONDS:
-        raise WireError(f"A message has a deadline in {header.seconds} seconds, which is none.")
-    return Message(header, list(frames[1:]), sum(sizes))
+        raise WireError(f"A message has a deadline in {header.seconds} seconds, which is none.", call=header.call)
+    size = sum(sizes)
+    if len(frames) > limits.arrays + 1 or size > limits.message_bytes:
+        raise WireError(
+            f"A message has {len(frames) - 1} arrays and {size:,} bytes; {limits.arrays} and {limits.message_bytes:,} "
+            "are allowed here. Give both sides the same Limits.",
+            call=header.call,
+        )
+    return Message(header, list(frames[1:]), size)

@@ -7,7 +7,7 @@ import os
 import select
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -16,8 +16,9 @@ from zmq.utils.monitor import parse_monitor_message
 from persia.errors import ConfigError
 from persia.rpc.keys import Keys
 from persia.rpc.limits import Limits
+from persia.rpc.memory import keep_memory
 
-__all__ = ["Port", "Ready", "client_port", "server_port"]
+__all__ = ["UNREAD_MESSAGES", "Port", "client_port", "server_port"]
 
 DOMAIN = "persia"
 HEARTBEAT_SECONDS = 5
@@ -25,6 +26,14 @@ DEAD_SECONDS = 15
 HANDSHAKE_SECONDS = 5
 RECONNECT_SECONDS = 0.02
 RECONNECT_MAX_SECONDS = 0.5
+UNREAD_MESSAGES = 16
+"""So many per connection wait in ZeroMQ; the rest stays with the client while a server is busy."""
+
+# Plain numbers: operations on the flags of pyzmq take as long as sending a small frame.
+_LAST = int(zmq.NOBLOCK)
+_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+_EVENTS = int(zmq.EVENTS)
+_POLLIN = int(zmq.POLLIN)
 
 EVENTS = (
     zmq.EVENT_ACCEPTED
@@ -36,19 +45,12 @@ EVENTS = (
 )
 
 
-class Ready(NamedTuple):
-    """What a wait found."""
-
-    socket: bool
-    monitor: bool
-
-
 class Port:
     """A socket, its monitor, and a wake-up call. Touch `send`, `receive`, `pending`, `events` under `lock` only.
 
     ZeroMQ sockets may be used by any thread, one at a time. Waiting needs no lock, since it looks at file descriptors
     only. A descriptor announces a change once: a thread that sends may swallow the announcement of a message, so
-    whoever sends looks at `pending` afterwards, and receives or wakes the thread that waits.
+    whoever sends looks at `pending` afterwards, and receives or wakes a thread that waits.
 
     Args:
         context: of the socket alone; closed with it.
@@ -68,15 +70,10 @@ class Port:
         self._monitor_fd = int(self._monitor.getsockopt(zmq.FD))
         self._authenticator: ThreadAuthenticator | None = None
         self.closed = False
-        self._all = self._poller(self._wake, self._monitor_fd, self._socket_fd)
-        self._quiet = self._poller(self._wake, self._monitor_fd)
-
-    @staticmethod
-    def _poller(*descriptors: int) -> Any:
-        poller = select.poll()
-        for descriptor in descriptors:
-            poller.register(descriptor, select.POLLIN)
-        return poller
+        # Each change is told once, to one of those that wait.
+        self._poller = select.epoll()
+        for descriptor in (self._wake, self._monitor_fd, self._socket_fd):
+            self._poller.register(descriptor, select.EPOLLIN | select.EPOLLET)
 
     def bind(self, address: str, keys: Keys | None) -> None:
         """Starts to listen.
@@ -113,60 +110,73 @@ class Port:
             raise ConfigError(f"Cannot connect to {address!r}: {error}; use tcp://host:port.") from error
         self.address = address
 
-    def wait(self, seconds: float, *, socket: bool = True) -> Ready:
-        """Blocks until the socket (if asked for), the monitor or a wake-up announces something, or time is over."""
-        ready = dict((self._all if socket else self._quiet).poll(max(0.0, seconds * 1000 + 0.5)))
-        if self._wake in ready:
-            with contextlib.suppress(BlockingIOError):  # Another thread was faster.
-                os.eventfd_read(self._wake)
-            return Ready(True, True)
-        return Ready(self._socket_fd in ready, self._monitor_fd in ready)
+    def wait(self, seconds: float) -> bool:
+        """Blocks until there is news of the socket or the monitor, a wake-up, or time is over.
+
+        Returns:
+            Whether to look at the monitor. A message may be there in any case.
+        """
+        return any(descriptor == self._monitor_fd for descriptor, _ in self._poller.poll(max(0.0, seconds)))
 
     def wake(self) -> None:
-        """Ends a wait of another thread."""
+        """Ends a wait of one other thread. Takes no lock; nothing happens once the port is closed."""
         os.eventfd_write(self._wake, 1)
+
+    def __del__(self) -> None:
+        # Not in `close`: until then some thread may be about to write to it, and its number would be another file's.
+        with contextlib.suppress(AttributeError):
+            os.close(self._wake)
 
     def pending(self) -> bool:
         """Whether a message can be received."""
-        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        return bool(int(self._socket.getsockopt(_EVENTS)) & _POLLIN)
 
-    def send(self, frames: Sequence[Any], arrays: Sequence[Any]) -> bool:
+    def send(self, frames: Sequence[bytes], arrays: Sequence[Any]) -> bool:
         """Sends a message without waiting: small frames, then arrays, whose memory is used until they are sent.
 
         Returns:
-            Whether there was room.
+            Whether there was room, and the connection lasted to the last frame.
 
         Raises:
             zmq.ZMQError: the peer is gone (EHOSTUNREACH).
         """
-        last = len(frames) + len(arrays) - 1
-        try:
-            for index, frame in enumerate(frames):
-                self._socket.send(frame, zmq.NOBLOCK | (zmq.SNDMORE if index < last else 0))
-        except zmq.Again:  # Only ever at the first frame: ZeroMQ takes whole messages.
-            return False
-        for index, array in enumerate(arrays, len(frames)):
-            self._socket.send(array, zmq.NOBLOCK | (zmq.SNDMORE if index < last else 0), copy=False)
-        return True
+        # Small arrays are copied by ZeroMQ, which is faster. The frames of others are made before anything is sent:
+        # what is wrong with the last must not leave half a message in the socket.
+        threshold = self._socket.copy_threshold
+        parts: list[Any] = [
+            *frames,
+            *[a if a.nbytes < threshold else zmq.Frame(a, track=False, copy=False) for a in arrays],
+        ]
+        last = len(parts) - 1
+        whole = True
+        for index, part in enumerate(parts):
+            try:
+                self._socket.send(part, _MORE if index < last else _LAST)
+            except zmq.Again:
+                if index == 0:
+                    return False
+                # The connection broke in between. ZeroMQ throws away the rest, but must see where the message ends.
+                whole = False
+        return whole
 
     def receive(self, most: int) -> list[zmq.Frame] | None:
         """The next message, of which frames beyond `most` + 1 are thrown away; None if there is none."""
-        socket = self._socket
-        try:
-            frame = socket.recv(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
+        if not self.pending():  # Cheaper than an exception.
             return None
+        socket = self._socket
+        frame = socket.recv(_LAST, copy=False)
         frames = [frame]
         while frame.more:
-            frame = socket.recv(zmq.NOBLOCK, copy=False)
+            frame = socket.recv(_LAST, copy=False)
             if len(frames) <= most:
                 frames.append(frame)
         return frames
 
-    def events(self) -> Iterator[zmq.Event]:
-        """What happened to connections since the last look."""
-        while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            yield zmq.Event(parse_monitor_message(self._monitor.recv_multipart())["event"])
+    def events(self) -> Iterator[tuple[zmq.Event, int]]:
+        """What happened to connections since the last look, and its value: for most the descriptor."""
+        while int(self._monitor.getsockopt(_EVENTS)) & _POLLIN:
+            message = parse_monitor_message(self._monitor.recv_multipart())
+            yield zmq.Event(message["event"]), int(message["value"])
 
     def close(self, linger_seconds: float, *, term: bool = True) -> None:
         """Closes the socket and its context; what is not sent gets so long. Nobody may wait any more."""
@@ -180,7 +190,6 @@ class Port:
             self._authenticator.stop()
         if term:
             self._context.term()
-        os.close(self._wake)
 
 
 class _Only:
@@ -205,8 +214,7 @@ def server_port(limits: Limits) -> Port:
     # With a domain, ZeroMQ refuses peers of protocol 1 and 2, which know neither CURVE nor heartbeats: any bytes look
     # like a greeting of version 1, and two such peers of one name leave a connection that is never closed.
     socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN.encode())
-    # Few messages per connection wait here: the rest stays with the client while this process is busy.
-    socket.setsockopt(zmq.RCVHWM, 16)
+    socket.setsockopt(zmq.RCVHWM, UNREAD_MESSAGES)
     _common(socket)
     return Port(context, socket)
 
@@ -223,6 +231,7 @@ def client_port() -> Port:
 
 
 def _common(socket: zmq.Socket[bytes]) -> None:
+    keep_memory()
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_SECONDS * 1000)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_SECONDS * 1000)

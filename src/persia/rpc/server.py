@@ -1,27 +1,31 @@
-"""Serves a plain object over ZeroMQ: threads take turns at reading the socket, and run what they have read."""
+"""Serves a plain object over ZeroMQ: each thread reads a request, runs it, and sends the reply."""
 
 from __future__ import annotations
 
 import collections
+import functools
+import logging
+import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
 
 import zmq
 
 from persia.errors import WireError
-from persia.rpc.arrays import Arrays, Decoder, encode
-from persia.rpc.failures import raised
+from persia.rpc.backlog import Backlog, Job
+from persia.rpc.dispatch import Dispatcher, Reply
+from persia.rpc.intake import Intake
 from persia.rpc.interface import Method, describe
 from persia.rpc.keys import check_address, find_keys
 from persia.rpc.limits import Limits
-from persia.rpc.messages import Header, Kind, Message, header_bytes, parse
-from persia.rpc.port import Port, server_port
-from persia.rpc.streams import END, Streams
+from persia.rpc.messages import Kind, parse
+from persia.rpc.port import UNREAD_MESSAGES, Port, server_port
 
 __all__ = ["Server", "serve"]
+
+_log = logging.getLogger("persia.rpc")
 
 IDLE_SECONDS = 10.0
 """A thread that had no turn for so long ends, but for two."""
@@ -29,6 +33,9 @@ IDLE_SECONDS = 10.0
 SPARE_THREADS = 2
 
 TICK_SECONDS = 1.0
+
+CLOSE_SECONDS = 60.0
+"""How long a request to close an iterator may wait; nobody waits for it."""
 
 DELIVERY_SECONDS = 0.2
 """What a closing server leaves its clients to fetch their last replies; those who do not will call again."""
@@ -43,15 +50,6 @@ _COUNTS = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "handshakes_failed",
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "handshakes_failed",
 }
-
-
-class _Job(NamedTuple):
-    """A request to run, or a reply to send."""
-
-    peer: bytes
-    message: Message
-    expires: float
-    reply: tuple[bytes, Arrays] | None = None
 
 
 def serve(
@@ -93,29 +91,26 @@ def serve(
 class Server:
     """An object that is being served. Thread-safe. Made by `serve`.
 
-    One thread at a time reads the socket. When it has read a request it lets the next thread read, and runs the method
-    itself, so that a call changes threads once at most. Threads are added while all are busy, up to `Limits.threads`;
-    then requests wait in a queue, and beyond `Limits.requests` or `Limits.request_bytes` in the clients.
+    Idle threads wait for the socket, and the kernel wakes one of them. It reads a request, runs the method and sends
+    the reply, so that a call changes no threads. One is always idle: threads are added while all are busy, up to
+    `Limits.threads`; then requests wait in a queue, and beyond `Limits.requests` or `Limits.request_bytes` in the
+    clients.
     """
 
     def __init__(self, service: object, methods: Mapping[str, Method], port: Port, limits: Limits) -> None:
-        self._service = service
-        self._methods = methods
         self._port = port
         self._limits = limits
-        self._streams = Streams(limits)
-        self._cursor = Decoder[tuple[int, int]](tuple[int, int])
+        self._dispatcher = Dispatcher(service, methods, limits, self._count)
         self._process = os.getpid()
-        self._turn = threading.Lock()  # Held by the thread that reads.
         self._state = threading.Lock()  # Guards all that follows.
-        self._queue: collections.deque[_Job] = collections.deque()
+        self._backlog = Backlog(limits)
         self._threads: set[threading.Thread] = set()
         self._busy = 0
-        self._requests = 0
-        self._bytes = 0
         self._paused = False
         self._closing = False
-        self._tick = 0.0  # Only for the thread that reads.
+        self._tick = 0.0
+        # Guarded by the lock of the port.
+        self._intake = Intake(limits.message_bytes, limits.arrays + 1, UNREAD_MESSAGES)
         self._counts: collections.Counter[str] = collections.Counter()
         with self._state:
             self._add_thread()
@@ -130,18 +125,19 @@ class Server:
 
         `calls` run; `errors` raised by methods; `malformed` messages, refused; `expired` calls, not run because their
         deadline had passed; `replies_dropped` because the client was gone; `connections`, `disconnections`,
-        `handshakes_failed` (also by wrong keys); `streams_expired`.
+        `handshakes_failed` (also by wrong keys); `endless` messages, whose connections were closed; `streams_expired`.
         """
-        names = ("calls", "errors", "malformed", "expired", "replies_dropped")
+        names = ("calls", "errors", "malformed", "expired", "replies_dropped", "endless")
+        streams = self._dispatcher.streams
         with self._state:
             counted = {name: self._counts[name] for name in (*names, *sorted(set(_COUNTS.values())))}
             return {
                 **counted,
-                "streams_expired": self._streams.expired,
-                "requests_held": self._requests,
-                "bytes_held": self._bytes,
+                "streams_expired": streams.expired,
+                "requests_held": self._backlog.requests,
+                "bytes_held": self._backlog.nbytes,
                 "threads": len(self._threads),
-                "streams": len(self._streams),
+                "streams": len(streams),
             }
 
     def close(self, seconds: float = 5.0) -> None:
@@ -153,7 +149,7 @@ class Server:
             return
         with self._state:
             first, self._closing = not self._closing, True
-            self._queue.clear()
+            self._backlog.clear()
             threads, busy = list(self._threads), self._busy > 0
         if not first:
             return
@@ -162,14 +158,12 @@ class Server:
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, end - time.monotonic()))
-        self._streams.close_all()
+        self._dispatcher.streams.close_all()
         if busy:
             # ZeroMQ drops, with the connection, replies that a client has received and not read.
             time.sleep(DELIVERY_SECONDS)
-        if self._turn.acquire(timeout=max(0.1, end - time.monotonic())):
-            with self._port.lock:
-                self._port.close(linger_seconds=1.0)
-            self._turn.release()
+        with self._port.lock:
+            self._port.close(linger_seconds=1.0)
 
     def __enter__(self) -> Server:
         return self
@@ -182,20 +176,31 @@ class Server:
     def _add_thread(self) -> None:
         thread = threading.Thread(target=self._work, name=f"rpc {self._port.address}", daemon=True)
         self._threads.add(thread)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # The system allows no more; those that are there go on, one request after another.
+            self._threads.discard(thread)
+            _log.exception("%s has too few threads.", self._port.address)
 
     def _work(self) -> None:
-        while not self._closing:
-            if self._turn.acquire(timeout=IDLE_SECONDS):
+        try:
+            while not self._closing:
                 try:
-                    job = self._read()
-                finally:
-                    self._turn.release()
+                    job = self._next()
+                except Exception:  # Memory is short, say. Later it may be better.
+                    _log.exception("Reading from %s failed; it is tried again.", self._port.address)
+                    self._port.wait(TICK_SECONDS)
+                    continue
+                if job is None and self._retires():
+                    return
                 while job is not None:
                     self._run(job)
                     job = self._finish(job)
-            elif self._retires():
-                return
+        finally:
+            with self._state:
+                self._threads.discard(threading.current_thread())
+            if self._closing:
+                self._port.wake()  # The next one, who wakes another.
 
     def _retires(self) -> bool:
         """Whether this idle thread is one too many."""
@@ -205,25 +210,36 @@ class Server:
                 self._threads.discard(threading.current_thread())
             return retires
 
-    def _take(self) -> _Job | None:
+    def _take(self) -> Job | None:
         """The next job for this thread, if it may run one now. Under `_state`."""
-        if not self._queue or self._busy >= self._limits.threads:
+        if not self._backlog.waits or self._busy >= self._limits.threads:
             return None
         self._busy += 1
         if self._busy == len(self._threads) and not self._closing:
             self._add_thread()  # Somebody must read.
-        return self._queue.popleft()
+        return self._backlog.take()
 
-    def _finish(self, job: _Job) -> _Job | None:
+    def _run(self, job: Job) -> None:
+        """Runs a job and sends its reply. Never raises: the thread must go on."""
+        try:
+            reply = job.work()
+            # A client without room for it keeps this thread, and with that is held back itself.
+            while reply is not None and not self._offer(job.peer, reply, job.expires):
+                time.sleep(FULL_SECONDS)
+        except BaseException:
+            _log.exception("A request to %s could not be answered.", self._port.address)
+            self._count("replies_dropped")
+
+    def _finish(self, job: Job) -> Job | None:
         """Lets go of a job that this thread ran, and takes the next that waits."""
         with self._state:
             self._busy -= 1
-            self._let_go(job)
+            self._backlog.done(job)
+            self._resume()
             return self._take()
 
-    def _let_go(self, job: _Job) -> None:
-        self._requests -= 1
-        self._bytes -= job.message.nbytes
+    def _resume(self) -> None:
+        """Lets somebody read again, if that was stopped. Under `_state`."""
         if self._paused:
             self._paused = False
             self._port.wake()
@@ -231,144 +247,118 @@ class Server:
     def _full(self) -> bool:
         """Whether to stop reading until a request is done."""
         with self._state:
-            self._paused = (
-                self._requests >= self._limits.requests or self._bytes >= self._limits.request_bytes
-            ) and not self._closing
+            self._paused = self._backlog.full and not self._closing
             return self._paused
 
     # --- reading ----------------------------------------------------------------------------------------------
 
-    def _read(self) -> _Job | None:
-        """Reads until there is a job for this thread; None when the server closes."""
+    def _next(self) -> Job | None:
+        """The next job for this thread; None if there was none for long, or the server closes."""
+        end = time.monotonic() + IDLE_SECONDS
         while not self._closing:
+            with self._state:
+                job = self._take()
+            if job is not None:
+                return job
             full = self._full()
-            frames = None
-            if not full:
-                with self._port.lock:
-                    frames = self._port.receive(self._limits.arrays + 1)
-            if frames is None:
-                if self._port.wait(TICK_SECONDS, socket=not full).monitor:
-                    self._watch()
-            else:
+            frames = None if full else self._read()
+            if frames is not None:
                 self._arrived(frames)
-                with self._state:
-                    job = self._take()
-                if job is not None:
-                    return job
-            if time.monotonic() >= self._tick:
-                self._tick = time.monotonic() + TICK_SECONDS
-                self._streams.expire()
+            now = time.monotonic()
+            if now >= self._tick:
+                self._tend(behind=full or frames is not None)
+            if frames is None:
+                if now >= end:
+                    return None
+                if self._port.wait(min(TICK_SECONDS, end - now)):
+                    self._watch()
         return None
+
+    def _read(self) -> list[zmq.Frame] | None:
+        """A message, if there is one; somebody else reads the next."""
+        port = self._port
+        with port.lock:
+            if port.closed:
+                return None
+            frames = port.receive(self._limits.arrays + 1)
+            if frames is None:
+                return None
+            self._intake.delivered(frames[-1].get(zmq.SRCFD))
+            pending = port.pending()
+        if pending:
+            port.wake()
+        return frames
 
     def _watch(self) -> None:
         with self._port.lock:
+            if self._port.closed:
+                return
             events = list(self._port.events())
+            for event, descriptor in events:
+                if event == zmq.EVENT_ACCEPTED:
+                    self._intake.accepted(descriptor)
+                elif event == zmq.EVENT_DISCONNECTED:
+                    self._intake.gone(descriptor)
         with self._state:
-            self._counts.update(_COUNTS[event] for event in events if event in _COUNTS)
+            self._counts.update(_COUNTS[event] for event, _ in events if event in _COUNTS)
+
+    def _tend(self, *, behind: bool) -> None:
+        """Ends what has lasted too long. Runs no code of the service: that may block, or fail."""
+        streams, now = self._dispatcher.streams, time.monotonic()
+        with self._state:
+            if now < self._tick:
+                return  # Another thread was faster.
+            self._tick = now + TICK_SECONDS
+        with self._port.lock:
+            endless = self._intake.check(behind=behind)
+        with self._state:
+            self._counts["endless"] += endless
+            late = self._backlog.drop_late(now)
+            self._counts["expired"] += late
+            if late:
+                self._resume()
+            waiting = behind or self._backlog.waits
+        if waiting:
+            streams.refresh()
+        elif streams.late():
+            self._enqueue(Job(b"", 0, math.inf, streams.expire))
 
     def _arrived(self, frames: Sequence[zmq.Frame]) -> None:
         """Puts a request into the queue, runs it at once if that is declared, or refuses it."""
         peer, now = frames[0].bytes, time.monotonic()
         try:
             message = parse(frames[1:], self._limits)
-            if message.header.kind not in (Kind.CALL, Kind.NEXT, Kind.CLOSE):
-                raise WireError(f"A server gets no messages of kind {message.header.kind.name}.")
+            header = message.header
+            if header.kind not in (Kind.CALL, Kind.NEXT, Kind.CLOSE):
+                raise WireError(f"A server gets no messages of kind {header.kind.name}.")
         except WireError as error:
             self._count("malformed")
-            # Nobody waits for this; it is for people who look at the traffic of their client.
-            self._offer(peer, self._failure(0, error), now)
+            # With call 0 nobody waits for this; it is for people who look at the traffic of their client.
+            self._offer(peer, self._dispatcher.failure(error.fields.get("call", 0), error), now)
             return
-        job = _Job(peer, message, now + message.header.seconds)
-        method = self._methods.get(message.header.method)
-        with self._state:
-            self._requests += 1
-            self._bytes += message.nbytes
-            if method is None or not method.inline or message.header.kind is not Kind.CALL:
-                self._queue.append(job)
+        expires = now + (CLOSE_SECONDS if header.kind is Kind.CLOSE else header.seconds)
+        job = Job(peer, message.nbytes, expires, functools.partial(self._dispatcher.answer, message, expires))
+        if self._dispatcher.inline(message):
+            reply = job.work()
+            if reply is None or self._offer(peer, reply, expires):
                 return
-        reply = self._answer(job)
-        sent = reply is None or self._offer(peer, reply, job.expires)
+            job = job._replace(work=lambda: reply)
+        self._enqueue(job)
+
+    def _enqueue(self, job: Job) -> None:
         with self._state:
-            if sent:
-                self._let_go(job)
-            else:
-                self._queue.append(job._replace(reply=reply))
+            self._backlog.put(job)
 
-    # --- running ----------------------------------------------------------------------------------------------
+    # --- sending ----------------------------------------------------------------------------------------------
 
-    def _run(self, job: _Job) -> None:
-        reply = job.reply or self._answer(job)
-        # A client without room for it keeps this thread, and with that is held back itself.
-        while reply is not None and not self._offer(job.peer, reply, job.expires):
-            time.sleep(FULL_SECONDS)
-
-    def _answer(self, job: _Job) -> tuple[bytes, Arrays] | None:
-        """Runs a request; None if there is nothing to reply."""
-        header, frames, _ = job.message
-        if header.kind is not Kind.CLOSE and time.monotonic() >= job.expires:
-            self._count("expired")
-            return None
-        try:
-            work = self._prepare(header, frames)
-        except WireError as error:
-            self._count("malformed")
-            return self._failure(header.call, error)
-        try:
-            kind, value = work()
-            return None if kind is Kind.CLOSE else self._reply(kind, header.call, value)
-        except BaseException as error:
-            self._count("errors")
-            return self._failure(header.call, error)
-
-    def _prepare(self, header: Header, frames: Sequence[zmq.Frame]) -> Callable[[], tuple[Kind, object]]:
-        """What a request asks for, its arguments checked.
-
-        Raises:
-            WireError: there is no such method, or the arguments are not of its types.
-        """
-        if header.kind is not Kind.CALL:
-            number, position = self._cursor.decode(header.payload, frames)
-            return lambda: self._advance(header.kind, number, position)
-        method = self._methods.get(header.method)
-        if method is None:
-            raise WireError(
-                f"There is no method {header.method!r} here; there are {', '.join(self._methods)}. "
-                "Connect to the address of the right service."
-            )
-        try:
-            arguments = method.arguments.decode(header.payload, frames)
-        except WireError as error:
-            raise WireError(f"{method.name}: {error.message}", operation=method.name) from error
-        return lambda: self._call(method, arguments)
-
-    def _call(self, method: Method, arguments: tuple[Any, ...]) -> tuple[Kind, object]:
-        self._count("calls")
-        result = method.call(self._service, arguments)
-        return (Kind.STREAM, self._streams.open(result)) if method.streams else (Kind.RESULT, result)
-
-    def _advance(self, kind: Kind, number: int, position: int) -> tuple[Kind, object]:
-        if kind is Kind.CLOSE:
-            self._streams.close(number)
-            return Kind.CLOSE, None
-        item = self._streams.next(number, position)
-        return (Kind.END, None) if item is END else (Kind.ITEM, item)
-
-    def _reply(self, kind: Kind, call: int, value: object) -> tuple[bytes, Arrays]:
-        payload, arrays = encode(value, self._limits.arrays)
-        return header_bytes(kind, call, "", 0.0, payload, self._limits), arrays
-
-    def _failure(self, call: int, error: BaseException) -> tuple[bytes, Arrays]:
-        return self._reply(Kind.ERROR, call, raised(error))
-
-    def _offer(self, peer: bytes, reply: tuple[bytes, Arrays], expires: float) -> bool:
+    def _offer(self, peer: bytes, reply: Reply, expires: float) -> bool:
         """Whether a reply is off our hands: sent, or nobody is there to take it any more."""
-        header, arrays = reply
         port = self._port
         with port.lock:
             if port.closed:
                 return True
             try:
-                sent = port.send((peer, header), arrays)
+                sent = port.send((peer, reply.header), reply.arrays)
             except zmq.ZMQError:
                 sent, expires = False, 0.0  # The peer is gone.
             pending = port.pending()

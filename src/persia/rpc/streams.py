@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
@@ -12,6 +13,8 @@ from persia.errors import WireError
 from persia.rpc.limits import Limits
 
 __all__ = ["END", "Streams"]
+
+_log = logging.getLogger("persia.rpc")
 
 END = object()
 """Stands for the end of an iterator."""
@@ -26,13 +29,20 @@ class _Stream:
         self.error: BaseException | None = None
         self.used = time.monotonic()
 
+    def late(self, oldest: float) -> bool:
+        """Whether it was last used before a moment; one that makes an item right now is in use."""
+        return self.used < oldest and not self.lock.locked()
+
     def close(self) -> None:
-        """Ends the iterator; a generator runs its `finally`."""
+        """Ends the iterator; a generator runs its `finally`, and what that raises is only logged."""
         with self.lock:
             self.iterator, iterator, self.item = iter(()), self.iterator, END
-        close = getattr(iterator, "close", None)
-        if close is not None:
-            close()
+        try:
+            close = getattr(iterator, "close", None)
+            if close is not None:
+                close()
+        except BaseException:
+            _log.exception("An iterator failed when it was closed.")
 
 
 class Streams:
@@ -82,7 +92,7 @@ class Streams:
                 stream.position, stream.error = position, None
                 try:
                     stream.item = next(stream.iterator, END)
-                except Exception as error:
+                except BaseException as error:
                     stream.error = error
                 stream.used = time.monotonic()
             elif position != stream.position:
@@ -98,15 +108,27 @@ class Streams:
         if stream is not None:
             stream.close()
 
-    def expire(self) -> None:
-        """Closes iterators that nobody has read for too long."""
+    def late(self) -> bool:
+        """Whether there are iterators that nobody has read for too long."""
         oldest = time.monotonic() - self._limits.stream_seconds
         with self._lock:
-            # One that makes an item right now is in use.
-            late = [n for n, s in self._streams.items() if s.used < oldest and not s.lock.locked()]
+            return any(stream.late(oldest) for stream in self._streams.values())
+
+    def expire(self) -> None:
+        """Closes them; blocks for what they do in the end."""
+        oldest = time.monotonic() - self._limits.stream_seconds
+        with self._lock:
+            late = [number for number, stream in self._streams.items() if stream.late(oldest)]
             self.expired += len(late)
         for number in late:
             self.close(number)
+
+    def refresh(self) -> None:
+        """Begins the time of all of them anew: requests for them may be waiting."""
+        now = time.monotonic()
+        with self._lock:
+            for stream in self._streams.values():
+                stream.used = now
 
     def close_all(self) -> None:
         """Closes all."""

@@ -7,12 +7,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 
-from persia.rpc.arrays import Decoder, encode
-from persia.rpc.client import Call, Connection
+from persia.rpc.arrays import Decoder
+from persia.rpc.call import Call
+from persia.rpc.client import Connection
 from persia.rpc.interface import Method, describe
 from persia.rpc.keys import find_keys
 from persia.rpc.limits import Limits
-from persia.rpc.messages import Kind
+from persia.rpc.messages import Kind, body
 from persia.rpc.port import client_port
 
 __all__ = ["Future", "close", "connect", "start", "statistics", "within"]
@@ -73,7 +74,7 @@ class Stub:
             setattr(self, name, RemoteMethod(connection, method, timeout))
 
     def __repr__(self) -> str:
-        return f"<stub of {self._connection.peer} at {self._connection.address}>"
+        return f"<stub of {self._connection.peer.name} at {self._connection.peer.address}>"
 
 
 class Future(Protocol[R_co]):
@@ -105,8 +106,8 @@ class RemoteMethod:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         method = self._method
-        payload, arrays = encode(method.bind(args, kwargs), self._connection.limits.arrays)
-        return Call(Kind.CALL, method.name, payload, arrays, self._timeout, method.once)
+        arguments = body(method.bind(args, kwargs), self._connection.limits)
+        return Call(Kind.CALL, method.name, arguments, self._timeout, method.once)
 
     def _value(self, call: Call) -> Any:
         header, frames, _ = self._connection.wait(call)
@@ -128,20 +129,21 @@ class RemoteIterator(Iterator[Any]):
         self._timeout = timeout
         self._number = number
         self._position = 0
-        self._ahead: Call | None = self._ask()
+        connection.opened()
+        self._open = True
+        self._ahead = self._ask()
 
     def __next__(self) -> Any:
-        if self._ahead is None:
+        if not self._open:
             raise StopIteration
-        call, self._ahead = self._ahead, None
         try:
-            header, frames, _ = self._connection.wait(call)
+            header, frames, _ = self._connection.wait(self._ahead)
             item = None if header.kind is Kind.END else self._method.result.decode(header.payload, frames)
         except BaseException:
-            self._end()
+            self.close()
             raise
         if header.kind is Kind.END:
-            self._end()
+            self.close()
             raise StopIteration
         self._position += 1
         self._ahead = self._ask()
@@ -149,24 +151,22 @@ class RemoteIterator(Iterator[Any]):
 
     def close(self) -> None:
         """Ends it at the other side, too."""
-        if self._ahead is not None:
-            self._ahead = None
-            self._end()
+        if self._open:
+            self._open = False
+            self._connection.end(self._message(Kind.CLOSE))
 
     def __del__(self) -> None:
-        self.close()
+        if self._open:
+            self._connection.drop(self._message(Kind.CLOSE))
 
     def _ask(self) -> Call:
         call = self._message(Kind.NEXT)
         self._connection.submit(call, unattended=True)
         return call
 
-    def _end(self) -> None:
-        self._connection.post(self._message(Kind.CLOSE))
-
     def _message(self, kind: Kind) -> Call:
-        payload, arrays = encode((self._number, self._position), 0)
-        return Call(kind, self._method.name, payload, arrays, self._timeout, once=False)
+        cursor = body((self._number, self._position), self._connection.limits)
+        return Call(kind, self._method.name, cursor, self._timeout, once=False)
 
 
 class _Started(Generic[R]):

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Callable
-from io import BytesIO
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -19,11 +17,15 @@ from persia.cluster.on_ray.hosts import CoordinatorHost, EmbeddingServerHost, Em
 from persia.cluster.on_ray.linked import Linked
 from persia.cluster.on_ray.loader_host import DataLoaderHost
 from persia.cluster.on_ray.membership import reach_coordinator
-from persia.cluster.on_ray.nn_host import CLUSTER, NNWorkerHost, Outcome
+from persia.cluster.on_ray.nn_host import NNWorkerHost
 from persia.cluster.on_ray.options import RayOptions
-from persia.cluster.on_ray.plan import TITLES, Plan, Service, Source
+from persia.cluster.on_ray.placement import place
+from persia.cluster.on_ray.plan import Plan, Service
 from persia.cluster.on_ray.processes import NAMESPACE, Process, Processes
-from persia.errors import ClosedError, ConfigError, DeadlineError, PersiaError, RoleDiedError
+from persia.cluster.on_ray.reading import Reading
+from persia.cluster.on_ray.resizing import DEPART_SECONDS, MOST, await_leave, check_room, free_ranks
+from persia.cluster.on_ray.run import pickled, results
+from persia.errors import ClosedError, ConfigError, PersiaError
 from persia.modes import Mode
 from persia.rpc.keys import KEYS_VARIABLE
 from persia.schema import EmbeddingOptimizer, Schema
@@ -34,14 +36,7 @@ __all__ = ["Ray"]
 
 T = TypeVar("T")
 
-AHEAD = 4
-"""Batches that each data loader has ready for each NN worker."""
-
 POLL_SECONDS = 0.5
-LEAVE_SECONDS = 0.05
-DEPART_SECONDS = 5.0
-GRACE_SECONDS = 3.0
-"""When an NN worker fails, others fail because of it, perhaps earlier: so long the cause may take to be known."""
 
 
 class Ray:
@@ -77,6 +72,7 @@ class Ray:
         }
         for name, value in counts.items():
             _check_count(name, value)
+        check_room(embedding_workers, data_loaders, nn_workers)
         self.ps = ps
         self.nn_workers = nn_workers
         self.options = options or RayOptions()
@@ -91,8 +87,7 @@ class Ray:
         self._coordinator: Coordinator | None = None
         self._processes: Processes | None = None
         self._linked: list[Linked] = []
-        self._source: Source | None = None
-        self._feed: Feed | None = None
+        self._reading = Reading(self.options.timeout)
 
     # --- what a Trainer, an EmbeddingCollection, or a user calls ------------------------------------------------
 
@@ -120,7 +115,8 @@ class Ray:
         is pickled by cloudpickle.
 
         Raises:
-            RoleDiedError: a process has died; it is named, with its last lines.
+            DataError: there is a source (see `feed`) that cannot be read by so many data loaders.
+            RoleDiedError: a process has died; it is named, with its last lines, and so are those that died after it.
             Exception: what the function has raised, on the NN worker that was the first to fail; the others are ended.
         """
         if not self._running.acquire(blocking=False):
@@ -132,10 +128,11 @@ class Ray:
             try:
                 processes.await_ready(workers, self.options.timeout)
                 generation = coordinator.regenerate(self.nn_workers)
+                self._renew(generation)
                 rendezvous = ray.get(workers[0].handle.rendezvous.remote(), timeout=self.options.timeout)
-                pickled = ray.put(self._pickle(function))
-                calls = {w.handle.run.remote(pickled, generation, rendezvous): w for w in workers}
-                return self._results(processes, calls)
+                sent = ray.put(pickled(function, self))
+                calls = {w.handle.run.remote(sent, generation, rendezvous): w for w in workers}
+                return results(processes, calls, {"serve": self._serve, "begin": self._begin})
             except BaseException:
                 self._end_run(processes)
                 raise
@@ -155,26 +152,15 @@ class Ray:
 
         Raises:
             ConfigError: it cannot be pickled.
-            DataError: it cannot be read by so many data loaders.
         """
-        try:
-            pickled = ray.cloudpickle.dumps(source)
-        except Exception as error:
-            raise ConfigError(
-                f"The data cannot be sent to the data loaders: {error}. Give a reader or a list, no iterator.",
-                field="train_data",
-            ) from error
         self._started()
         with self._lock:
-            self._source = Source(uuid.uuid4().hex, ray.put(pickled), accumulation_steps)
-            self._feed = Feed(epoch, start, self.nn_workers, 0, 1, AHEAD)
-            if self._service is not None:
-                self._tell_loaders()
+            self._reading.set(source, Feed(epoch, start, self.nn_workers, 0, 1, 1), accumulation_steps)
 
     def unfeed(self) -> None:
         """NN workers read their data themselves, in functions that run after this call; as at first."""
         with self._lock:
-            self._source = self._feed = None
+            self._reading.clear()
 
     def scale(self, embedding_workers: int | None = None, data_loaders: int | None = None) -> None:
         """Starts or retires embedding workers and data loaders, also while a function runs; no batch is lost.
@@ -183,13 +169,22 @@ class Ray:
         those that went have ended.
 
         Raises:
-            ConfigError: less than one.
+            ConfigError: less than one, more than ranks are free, or more batches ready than embedding workers hold.
             DeadlineError: one did not start, or still had batches, in time.
+            DataError: the source cannot be read by so many data loaders.
         """
-        for role, wanted in (("embedding_worker", embedding_workers), ("data_loader", data_loaders)):
-            if wanted is not None:
-                _check_count(f"{role}s", wanted)
-                self._scale(role, wanted)
+        wanted = {"embedding_worker": embedding_workers, "data_loader": data_loaders}
+        for role, count in wanted.items():
+            if count is not None:
+                _check_count(f"{role}s", count)
+        check_room(
+            self._count("embedding_worker") if embedding_workers is None else embedding_workers,
+            self._count("data_loader") if data_loaders is None else data_loaders,
+            self.nn_workers,
+        )
+        for role, count in wanted.items():
+            if count is not None:
+                self._scale(role, count)
 
     def statistics(self) -> dict[str, dict[str, float]]:
         """What every process counts, by "role-rank", with the age of the report in seconds; see the roles' own."""
@@ -272,22 +267,19 @@ class Ray:
     def _start(self, host: type, role: str, rank: int, *arguments: Any, **options: Any) -> Process:
         assert self._processes is not None
         assert self._plan is not None
-        return self._processes.start(
-            host,
-            role,
-            rank,
-            (self._plan, rank, *arguments),
-            num_cpus=self.options.cpus,
-            name=f"{self._plan.name}/{role}-{rank}-{uuid.uuid4().hex[:4]}",
-            **options,
-        )
+        name = f"{self._plan.name}/{role}-{rank}-{uuid.uuid4().hex[:4]}"
+        options = {"num_cpus": self.options.cpus, "name": name, **options}
+        return self._processes.start(host, role, rank, (self._plan, rank, *arguments), **options)
 
     def _start_nn_workers(self) -> None:
         with self._lock:
             assert self._processes is not None
             if not self._processes.of("nn_worker"):
+                gpus = self.options.gpus
                 for rank in range(self.nn_workers):
-                    self._start(NNWorkerHost, "nn_worker", rank, num_gpus=self.options.gpus)
+                    # Ray knows which hosts have GPUs.
+                    where = "SPREAD" if gpus else place(rank, self.options.cpus > 0)
+                    self._start(NNWorkerHost, "nn_worker", rank, num_gpus=gpus, scheduling_strategy=where)
 
     def _serve(self, service: Service) -> bool:
         """Starts PSs, embedding workers and data loaders, unless they are there; whether the latter have a source."""
@@ -295,17 +287,21 @@ class Ray:
             processes, _, _ = self._started()
             if self._service is None:
                 self._service = service
-                started = [self._start(EmbeddingServerHost, "embedding_ps", rank, service) for rank in range(self.ps)]
+                started = [
+                    self._start(EmbeddingServerHost, "embedding_ps", rank, service, scheduling_strategy=where)
+                    for rank, where in enumerate(place(rank, self.options.cpus > 0) for rank in range(self.ps))
+                ]
                 started += [self._start_more("embedding_worker", rank) for rank in range(self._embedding_workers)]
                 started += [self._start_more("data_loader", rank) for rank in range(self._data_loaders)]
                 processes.await_ready(started, self.options.timeout)
+                self._tell_loaders()
             elif self._service != service:
                 raise ConfigError(
                     "This cluster serves another schema, embedding optimizer, mode or seed. Use another cluster: its "
                     "rows belong to these.",
                     field="cluster",
                 )
-            return self._source is not None
+            return self._reading.there
 
     def _start_more(self, role: str, rank: int) -> Process:
         """Starts an embedding worker or a data loader."""
@@ -328,41 +324,28 @@ class Ray:
 
     def _begin(self, feed: Feed) -> None:
         with self._lock:
-            self._feed = feed
+            self._reading.begin(feed, self._loaders())
+
+    def _renew(self, generation: int) -> None:
+        with self._lock:
+            self._reading.renew(generation)
             self._tell_loaders()
 
     def _tell_loaders(self) -> None:
-        """Each reads its share of what is to be read."""
-        source, feed, processes = self._source, self._feed, self._processes
-        if source is None or feed is None or processes is None:
-            return
-        loaders = [p for p in processes.of("data_loader") if not p.leaving]
-        calls = [
-            loader.handle.begin.remote(
-                source.pickled,
-                source.name,
-                source.accumulation_steps,
-                feed._replace(loader=number, loaders=len(loaders), ahead=AHEAD),
-            )
-            for number, loader in enumerate(loaders)
-        ]
-        for loader, call in zip(loaders, calls, strict=True):
-            try:
-                ray.get(call, timeout=self.options.timeout)
-            except ray.exceptions.RayTaskError as error:
-                raise error.cause from error
-            except ray.exceptions.RayActorError:
-                continue  # It is told when it is back.
-            except ray.exceptions.GetTimeoutError as error:
-                raise DeadlineError(
-                    f"{loader.title} has not begun to read within {self.options.timeout:g} s.",
-                    role=loader.role,
-                    rank=loader.rank,
-                    seconds=self.options.timeout,
-                ) from error
+        self._reading.tell(self._loaders())
+
+    def _loaders(self) -> list[Process]:
+        assert self._processes is not None
+        return [p for p in self._processes.of("data_loader") if not p.leaving]
+
+    def _count(self, role: str) -> int:
+        """How many there are to be."""
+        with self._lock:
+            if self._service is None or self._processes is None:
+                return self._embedding_workers if role == "embedding_worker" else self._data_loaders
+            return sum(not p.leaving for p in self._processes.of(role))
 
     def _scale(self, role: str, wanted: int) -> None:
-        processes, _, _ = self._started()
         with self._lock:
             if self._service is None:  # Nothing runs yet.
                 if role == "embedding_worker":
@@ -370,114 +353,24 @@ class Ray:
                 else:
                     self._data_loaders = wanted
                 return
-            there = [p for p in processes.of(role) if not p.leaving]
-            ranks = {p.rank for p in processes.of(role)}
-            free = (rank for rank in range(2 * 256) if rank not in ranks)
-            new = [self._start_more(role, next(free)) for _ in range(wanted - len(there))]
+            processes, _, coordinator = self._started()
+            all_of_them = processes.of(role)
+            there = [p for p in all_of_them if not p.leaving]
+            ranks = free_ranks(role, {p.rank for p in all_of_them}, wanted - len(there))
+            new = [self._start_more(role, rank) for rank in ranks]
             processes.await_ready(new, self.options.timeout)
             retired = there[wanted:]
             for process in retired:
                 process.leaving = True
-                assert self._coordinator is not None
-                self._coordinator.retire(role, process.rank)
+                coordinator.retire(role, process.rank)
             if role == "data_loader" and (new or retired):
                 self._tell_loaders()
         # Without the lock: training goes on, which is what empties them.
         for process in retired:
-            self._await_leave(process)
+            await_leave(process, coordinator, self.options.timeout, self._running.locked)
         processes.end(retired)
 
-    def _await_leave(self, process: Process) -> None:
-        assert self._coordinator is not None
-        end = time.monotonic() + self.options.timeout
-        try:
-            if process.role == "data_loader":
-                ray.get(process.handle.end.remote(), timeout=self.options.timeout)
-            # At rest nobody takes what lies there; data loaders register it again elsewhere.
-            while self._running.locked() and process.role == "embedding_worker":
-                buffered = ray.get(process.handle.buffered.remote(), timeout=max(0.0, end - time.monotonic()))
-                if not buffered:
-                    break
-                if time.monotonic() > end:
-                    raise DeadlineError(
-                        f"{process.title} is leaving, and still has {buffered} batches after "
-                        f"{self.options.timeout:g} s. See whether training goes on.",
-                        role=process.role,
-                        rank=process.rank,
-                        seconds=self.options.timeout,
-                    )
-                time.sleep(LEAVE_SECONDS)
-        except ray.exceptions.RayActorError:
-            pass  # It has died meanwhile.
-        assert process.info is not None
-        self._coordinator.depart(process.role, process.rank, process.info.incarnation)
-
     # --- a run --------------------------------------------------------------------------------------------------
-
-    def _pickle(self, function: Callable[[], Any]) -> bytes:
-        cluster = self
-
-        class Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
-            def persistent_id(self, thing: Any) -> str | None:
-                return CLUSTER if thing is cluster else None
-
-        file = BytesIO()
-        Pickler(file).dump(function)
-        return file.getvalue()
-
-    def _results(self, processes: Processes, calls: dict[Any, Process]) -> list[Any]:
-        # One that is left from the last run stays: it would take the first request of this one.
-        for worker in calls.values():
-            worker.asking = worker.asking or worker.handle.next_request.remote(POLL_SECONDS)
-        outcomes: dict[int, Outcome] = {}
-        grace: float | None = None
-        while len(outcomes) < len(calls):
-            waiting = [c for c, w in calls.items() if w.rank not in outcomes]
-            asking = {w.asking: w for w in calls.values()}
-            done, _ = ray.wait([*waiting, *asking], timeout=POLL_SECONDS)
-            for reference in done:
-                try:
-                    if reference in calls:
-                        outcomes[calls[reference].rank] = ray.get(reference)
-                    else:
-                        worker = asking[reference]
-                        request = ray.get(reference)
-                        worker.asking = worker.handle.next_request.remote(POLL_SECONDS)
-                        self._answer(worker, request)
-                except ray.exceptions.RayActorError as error:
-                    processes.await_failure(GRACE_SECONDS)
-                    dead = calls.get(reference) or asking[reference]
-                    raise RoleDiedError(f"{dead.title} has died: {error}", role=dead.role, rank=dead.rank) from error
-            processes.check()
-            if grace is None and any(outcome.error is not None for outcome in outcomes.values()):
-                grace = time.monotonic() + GRACE_SECONDS
-            if grace is not None and time.monotonic() > grace:
-                break
-        self._raise_first(processes, outcomes)
-        return [outcomes[rank].value for rank in sorted(outcomes)]
-
-    def _answer(self, worker: Process, request: Any) -> None:
-        """Does what the function on an NN worker asks for."""
-        if request is None:
-            return
-        operations: dict[str, Callable[..., Any]] = {"serve": self._serve, "begin": self._begin}
-        try:
-            outcome = Outcome(operations[request.operation](*request.arguments))
-        except Exception as error:
-            outcome = Outcome(None, error)
-        worker.handle.answer.remote(request.number, outcome)
-
-    def _raise_first(self, processes: Processes, outcomes: dict[int, Outcome]) -> None:
-        """Raises what is most likely the cause: that a collective has lost a peer is a consequence."""
-        failed = [(rank, outcome.error, outcome.trace) for rank, outcome in outcomes.items() if outcome.error]
-        if not failed:
-            return
-        if len(outcomes) > 1 or self.nn_workers > 1:
-            processes.await_failure(POLL_SECONDS)
-        failed.sort(key=lambda f: (not isinstance(f[1], PersiaError), isinstance(f[1], RuntimeError)))
-        rank, error, trace = failed[0]
-        error.add_note(f"Raised on {TITLES['nn_worker']} {rank}:\n{trace}")
-        raise error
 
     def _end_run(self, processes: Processes) -> None:
         """The other NN workers may wait for the one that failed: all are ended, and the next run starts new ones."""
@@ -485,14 +378,9 @@ class Ray:
             if self._closed:
                 return
             processes.end(processes.of("nn_worker"))
-            try:
-                processes.check()
-            except RoleDiedError as error:
-                if error.fields["role"] == "nn_worker":
-                    processes.forget_failure()  # The rows are intact.
+            processes.forget_failures("nn_worker")  # The rows are intact.
 
 
 def _check_count(name: str, value: object) -> None:
-    """A rank of an embedding worker is a byte of the batch id."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 256:
-        raise ConfigError(f"Ray.{name} = {value!r}; give a whole number from 1 to 256.", field=f"cluster.{name}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST:
+        raise ConfigError(f"Ray.{name} = {value!r}; give a whole number from 1 to {MOST}.", field=f"cluster.{name}")

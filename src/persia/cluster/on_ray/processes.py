@@ -72,7 +72,7 @@ class Processes:
         self._lock = threading.Lock()
         self._processes: list[Process] = []
         self._ending = threading.Event()
-        self._failure: RoleDiedError | None = None
+        self._failures: list[RoleDiedError] = []
         self._thread = threading.Thread(target=self._watch, name="persia-watch", daemon=True)
         self._thread.start()
 
@@ -81,10 +81,7 @@ class Processes:
         handle = (
             ray.remote(host)
             .options(
-                max_concurrency=CALLS,
-                scheduling_strategy="SPREAD",
-                namespace=NAMESPACE,
-                **options,
+                **{"max_concurrency": CALLS, "scheduling_strategy": "SPREAD", "namespace": NAMESPACE, **options},
             )
             .remote(*arguments)
         )
@@ -127,9 +124,13 @@ class Processes:
                 raise self._cause(process, error) from error
 
     def check(self) -> None:
-        """Raises RoleDiedError if a process has died for good."""
-        if self._failure is not None:
-            raise self._failure
+        """Raises RoleDiedError if a process has died for good: of the first one, which tells of those after it."""
+        with self._lock:
+            failures = list(self._failures)
+        if failures:
+            first, *later = failures
+            message = "\n".join([first.message, *(f"After that, {other.message}" for other in later)])
+            raise RoleDiedError(message, **first.fields, later=[other.fields for other in later])
 
     def await_failure(self, seconds: float) -> None:
         """Like `check`, but gives a death that is just happening so long to be noticed."""
@@ -139,9 +140,10 @@ class Processes:
             time.sleep(RETRY_SECONDS)
         self.check()
 
-    def forget_failure(self) -> None:
-        """A new start is made where an NN worker has died."""
-        self._failure = None
+    def forget_failures(self, role: str) -> None:
+        """A new start is made where processes of this role have died."""
+        with self._lock:
+            self._failures = [failure for failure in self._failures if failure.fields["role"] != role]
 
     def end(self, processes: Sequence[Process]) -> None:
         """Ends processes, and waits until they have ended."""
@@ -213,12 +215,13 @@ class Processes:
 
     def _fail(self, process: Process, reason: str) -> None:
         with self._lock:
-            if process not in self._processes or self._failure is not None:
+            if process not in self._processes:
                 return
+            # Whatever else has failed: what has ended would be noticed again and again.
             self._processes.remove(process)
             again = " again and again, and is not restarted any more" if process.restarts else ""
-            self._failure = RoleDiedError(
-                f"{process.title} has died{again}: {reason}", role=process.role, rank=process.rank
+            self._failures.append(
+                RoleDiedError(f"{process.title} has died{again}: {reason}", role=process.role, rank=process.rank)
             )
 
     def _cause(self, process: Process, error: RayError) -> PersiaError:

@@ -1,0 +1,157 @@
+"""A run of several NN workers over rpc, with the order of lookups and updates at the PS recorded.
+
+The NN workers are processes with gloo between them; PS, embedding worker and data loader live in the process that calls
+`train`, so that what the PS does can be written down. It is the product's own code in all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import threading
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from persia import Batch, Schema, Trainer, TrainerOptions, rpc
+from persia.data import Loader, Peer
+from persia.fit import FitResult
+from persia.modes import Mode
+from persia.nn.directory import Directory
+from persia.nn.feeding import DataLoaders
+from persia.nn.routing import EmbeddingWorkers
+from persia.ps import EmbeddingServer, HoldOptions
+from persia.schema import EmbeddingOptimizer
+from persia.services import Connection, DataLoader, EmbeddingPS, EmbeddingWorker
+from persia.types import PushHeader
+from persia.worker import Worker
+
+TIMEOUT = 300.0
+
+
+class Event(NamedTuple):
+    """What the PS did: looked up the rows of a batch, or applied its gradient."""
+
+    lookup: bool
+    batch: int
+
+
+class RecordedPS:
+    """An embedding PS that does one thing after another, and writes down in which order.
+
+    Args:
+        server: does the work.
+        batches: to recognise a lookup by its ids.
+        nn_workers: batch `i` is step `i // nn_workers` of NN worker `i % nn_workers`.
+    """
+
+    def __init__(self, server: EmbeddingServer, batches: Sequence[Batch], nn_workers: int) -> None:
+        self.events: list[Event] = []
+        self._server = server
+        self._nn_workers = nn_workers
+        self._steps = [0] * nn_workers
+        self._one_at_a_time = threading.Lock()
+        self._table = min(server.tables())
+        self._batches = {_key(np.unique(batch.id_features[self._table].values)): i for i, batch in enumerate(batches)}
+        if len(self._batches) != len(batches):
+            raise ValueError("Two batches have the same ids; take another seed.")
+
+    def lookup(self, ids: Mapping[str, Any], train: bool) -> dict[str, Any]:
+        """As the server's."""
+        batch = self._batches[_key(np.sort(ids[self._table]))]
+        with self._one_at_a_time:
+            self.events.append(Event(True, batch))
+            return self._server.lookup(ids, train)
+
+    def push(self, header: PushHeader, gradients: Mapping[str, Any]) -> dict[str, Any]:
+        """As the server's; it must apply on arrival."""
+        with self._one_at_a_time:
+            step, self._steps[header.rank] = self._steps[header.rank], self._steps[header.rank] + 1
+            self.events.append(Event(False, step * self._nn_workers + header.rank))
+            return self._server.push(header, gradients)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._server, name)
+
+
+def _key(ids: np.ndarray) -> int:
+    return zlib.crc32(np.ascontiguousarray(ids))
+
+
+class Run(NamedTuple):
+    """What a recorded run yields."""
+
+    result: FitResult
+    events: list[Event]
+
+
+MakeTrainer = Callable[[Schema, Mode, int, Any, TrainerOptions], Trainer]
+"""From schema, mode, seed, cluster and options; importable."""
+
+
+def train(
+    schema: Schema,
+    batches: Sequence[Batch],
+    nn_workers: int,
+    mode: Mode,
+    optimizer: EmbeddingOptimizer,
+    seed: int,
+    make: MakeTrainer,
+    *,
+    record: bool = True,
+) -> Run:
+    """Trains once over the batches. Blocks; processes are gone afterwards."""
+    server = EmbeddingServer(schema.resolved_tables(), optimizer, mode, seed, 1, HoldOptions(nn_workers, TIMEOUT))
+    recorded = RecordedPS(server, batches, nn_workers) if record else None
+    worker = Worker(schema, [recorded or server], 1)
+    loader = Loader(batches, schema, [Peer(0, 1, worker)], timeout=TIMEOUT)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    spawn = multiprocessing.get_context("spawn")
+    with contextlib.ExitStack() as stack:
+
+        def serve(role: Any, protocol: type) -> str:
+            return stack.enter_context(rpc.serve(role, "tcp://127.0.0.1:*", protocol=protocol)).address
+
+        stack.callback(loader.end)
+        addresses = [serve(server, EmbeddingPS), serve(worker, EmbeddingWorker), serve(loader, DataLoader)]
+        pool = stack.enter_context(spawn.Pool(nn_workers))
+        task = (nn_workers, store.port, addresses, schema, mode, seed, make)
+        results = pool.map_async(_nn_worker, [(rank, *task) for rank in range(nn_workers)], chunksize=1)
+        result = results.get()[0]
+    return Run(result, recorded.events if recorded else [])
+
+
+class Joined(NamedTuple):
+    """The cluster, as one of its NN workers sees it."""
+
+    rank: int
+    nn_workers: int
+    addresses: Sequence[str]
+
+    def connect(self, *_: Any) -> Connection:
+        """Connects to the roles, which run already."""
+        ps, worker, loader = (
+            rpc.connect(address, protocol, timeout=TIMEOUT)
+            for address, protocol in zip(self.addresses, (EmbeddingPS, EmbeddingWorker, DataLoader), strict=True)
+        )
+        return Connection(
+            EmbeddingWorkers(Directory.fixed("embedding_worker", [worker]), TIMEOUT, self.rank),
+            [ps],
+            DataLoaders(Directory.fixed("data_loader", [loader]), TIMEOUT),
+            self.rank,
+            self.nn_workers,
+        )
+
+
+def _nn_worker(task: tuple[Any, ...]) -> FitResult:
+    rank, nn_workers, port, addresses, schema, mode, seed, make = task
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=nn_workers)
+    options = TrainerOptions(seed=seed, progress=False, timeout=TIMEOUT)
+    trainer: Trainer = make(schema, mode, seed, Joined(rank, nn_workers, addresses), options)
+    return trainer.fit(None)

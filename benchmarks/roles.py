@@ -1,0 +1,168 @@
+"""Python time per batch of each role: an embedding PS, an embedding worker and an NN worker, a process each.
+
+    python benchmarks/roles.py [--only NAME] [--preset smoke|laptop|full] [--json FILE]
+
+The workload is that of `benchmarks/step.py`: 26 features with a table each, dimension 16, batches of 4,096, Hybrid(4),
+no compression; the NN worker registers, looks up, pools, trains the network and pushes. What is counted is said in
+`benchmarks/python_time.py`. Of the NN worker's main thread it is what happens inside persia: drawing a batch, the call
+of the collection, its part of backward; torch's own work in there (tensors, autograd nodes) counts as well.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import harness
+from benchmarks.python_time import PythonTime
+
+TARGETS = {"embedding_ps": 0.3, "embedding_worker": 0.5, "nn_worker": 1.5}
+STEPS = {"smoke": 10, "laptop": 200, "full": 1000}
+ROUNDS = {"smoke": 2, "laptop": 7, "full": 15}
+WARM = {"smoke": 10, "laptop": 130, "full": 130}
+DEADLINE = 60.0
+
+
+def serve(pipe: Pipe, make: Callable[[int, str], tuple[Any, type]], preset: str, servers: str) -> None:
+    """A role in this process: tells its address, then its Python seconds whenever it is asked."""
+    spent = PythonTime()
+    spent.apart()
+    from persia import rpc
+
+    service, protocol = make(preset, servers)
+    with rpc.serve(service, protocol=protocol) as server:
+        pipe.send(server.address)
+        while pipe.recv():
+            pipe.send(spent.seconds())
+
+
+def schema(preset: str) -> Any:
+    from benchmarks.step import WORK
+
+    from persia import IdFeature, Schema
+
+    return Schema([IdFeature(f"f{i}", dim=WORK[preset].dim) for i in range(WORK[preset].features)])
+
+
+def embedding_ps(preset: str, _: str) -> tuple[Any, type]:
+    from persia.modes import Hybrid
+    from persia.ps import EmbeddingServer
+    from persia.schema import Adagrad
+    from persia.services import EmbeddingPS
+
+    tables = schema(preset).resolved_tables()
+    return EmbeddingServer(tables, Adagrad(lr=0.05), Hybrid(4), 0, 1), EmbeddingPS
+
+
+def embedding_worker(preset: str, servers: str) -> tuple[Any, type]:
+    from persia import rpc
+    from persia.services import EmbeddingPS, EmbeddingWorker
+    from persia.worker import Worker
+
+    ps = rpc.connect(servers, EmbeddingPS, peer="embedding PS 0", timeout=DEADLINE)
+    return Worker(schema(preset), [ps]), EmbeddingWorker
+
+
+def nn_worker(pipe: Pipe, addresses: tuple[str, str], preset: str) -> None:
+    """Trains so many steps whenever it is asked, and tells its Python seconds."""
+    spent = PythonTime()
+    spent.apart()
+    import torch
+    from benchmarks.baselines.step_torch import generate
+    from benchmarks.step import WORK, Persia
+
+    from persia import rpc
+    from persia.nn import pool, prepared
+    from persia.schema import Adagrad
+    from persia.services import Connection, EmbeddingPS, EmbeddingWorker
+
+    torch.set_num_threads(1)
+    for owner, name in (
+        (pool._NativePool, "backward"),
+        (prepared.PreparedBatch, "_on_gradient"),
+        (prepared.PreparedBatch, "_end_of_backward"),
+    ):
+        function = spent.counted(getattr(owner, name))
+        setattr(owner, name, staticmethod(function) if name == "backward" else function)
+
+    class Processes:
+        def connect(self, *_: Any) -> Connection:
+            ps, worker = addresses
+            return Connection(
+                rpc.connect(worker, EmbeddingWorker, peer="embedding worker 0", timeout=DEADLINE),
+                [rpc.connect(ps, EmbeddingPS, peer="embedding PS 0", timeout=DEADLINE)],
+            )
+
+    work = WORK[preset]
+    variant = Persia(work, generate(work), Adagrad(lr=0.05), Processes())
+
+    def step() -> None:
+        with spent.within():
+            batch = next(variant.prefetched)
+            rows = list(variant.embeddings(batch).values())
+        variant.backward(rows, batch)
+
+    try:
+        while steps := pipe.recv():
+            before = spent.seconds()
+            for _ in range(steps):
+                step()
+            pipe.send(spent.seconds() - before)
+    finally:
+        variant.close()
+
+
+def python_ms(preset: str) -> list[harness.Measure]:
+    methods = multiprocessing.get_context("spawn")
+    pipes: dict[str, Pipe] = {}
+    processes: list[Any] = []
+
+    def start(role: str, function: Callable[..., None], *arguments: Any) -> None:
+        pipes[role], there = methods.Pipe()
+        processes.append(process := methods.Process(target=function, args=(there, *arguments), daemon=True))
+        process.start()
+
+    def ask(role: str, what: int) -> Any:
+        pipes[role].send(what)
+        return told(role)
+
+    def told(role: str) -> Any:
+        assert pipes[role].poll(10 * DEADLINE), f"the {role} says nothing"
+        return pipes[role].recv()
+
+    found: dict[str, list[float]] = {role: [] for role in TARGETS}
+    steps = STEPS[preset]
+    try:
+        start("embedding_ps", serve, embedding_ps, preset, "")
+        ps = told("embedding_ps")
+        start("embedding_worker", serve, embedding_worker, preset, ps)
+        start("nn_worker", nn_worker, (ps, told("embedding_worker")), preset)
+        ask("nn_worker", WARM[preset])
+        for _ in range(ROUNDS[preset]):
+            before = {role: ask(role, 1) for role in ("embedding_ps", "embedding_worker")}
+            found["nn_worker"].append(1000 * ask("nn_worker", steps) / steps)
+            for role, seconds in before.items():
+                found[role].append(1000 * (ask(role, 1) - seconds) / steps)
+        for pipe in reversed(pipes.values()):
+            pipe.send(0)
+        for process in processes:
+            process.join(DEADLINE)
+    finally:
+        for process in processes:
+            process.kill()
+    return [
+        harness.quantity(f"roles.python_ms.{role}", values, "ms of Python per batch", TARGETS[role], at_least=False)
+        for role, values in found.items()
+    ]
+
+
+MEASURES: dict[str, harness.Function] = {"roles.python_ms": python_ms}
+
+if __name__ == "__main__":
+    harness.main(MEASURES)

@@ -1,0 +1,25 @@
+"""On which hosts processes run that stay where they are: PSs and NN workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+__all__ = ["place"]
+
+
+def place(rank: int, reserves: bool) -> Any:
+    """Where the process of a rank goes: one host after another, as each is to have its share of memory and network.
+
+    Hosts without CPUs, such as a head that is only to manage, get none, unless there are no others.
+
+    Args:
+        rank: of the process.
+        reserves: whether it reserves resources. If so, and the host has too little left, it goes to another one. If
+            not, Ray must be told strictly: what reserves nothing it puts anywhere, whatever it is asked for.
+    """
+    nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"])
+    nodes = [node for node in nodes if node["Resources"].get("CPU")] or nodes
+    return NodeAffinitySchedulingStrategy(nodes[rank % len(nodes)]["NodeID"], soft=reserves)

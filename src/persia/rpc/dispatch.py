@@ -1,0 +1,120 @@
+"""What requests mean: runs them on an object, and makes the replies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from persia.errors import WireError
+from persia.rpc.arrays import Arrays, Decoder
+from persia.rpc.failures import failure
+from persia.rpc.interface import Method
+from persia.rpc.limits import Limits
+from persia.rpc.messages import Kind, Message, body, header_bytes
+from persia.rpc.streams import END, Streams
+
+__all__ = ["Dispatcher", "Reply"]
+
+
+class Reply(NamedTuple):
+    """A message to a client.
+
+    Attributes:
+        header: first frame.
+        arrays: the further ones.
+    """
+
+    header: bytes
+    arrays: Arrays
+
+
+class Dispatcher:
+    """Runs methods of an object as requests say. Thread-safe. Nothing that a method does gets out of it, but a reply.
+
+    Args:
+        service: the object.
+        methods: those that may be called.
+        limits: of replies and iterators.
+        count: is told what happens: `calls`, `errors`, `malformed`, `expired`.
+    """
+
+    def __init__(
+        self, service: object, methods: Mapping[str, Method], limits: Limits, count: Callable[[str], None]
+    ) -> None:
+        self._service = service
+        self._methods = methods
+        self._limits = limits
+        self._count = count
+        self._cursor = Decoder[tuple[int, int]](tuple[int, int])
+        self.streams = Streams(limits)
+
+    def inline(self, message: Message) -> bool:
+        """Whether a request is for the thread that reads."""
+        method = self._methods.get(message.header.method)
+        return method is not None and method.inline and message.header.kind is Kind.CALL
+
+    def answer(self, message: Message, expires: float) -> Reply | None:
+        """Runs a request, and blocks as long as it does; None if there is nothing to reply. Never raises.
+
+        Args:
+            message: the request.
+            expires: the client is gone at this time of the monotonic clock.
+        """
+        call = message.header.call
+        if time.monotonic() >= expires:
+            self._count("expired")
+            return None
+        try:
+            work = self._prepare(message)
+        except BaseException as error:  # Records check themselves when they are made, with errors of their own.
+            self._count("malformed")
+            return self.failure(call, error)
+        try:
+            kind, value = work()
+            if kind is Kind.CLOSE:
+                return None
+            payload, arrays = body(value, self._limits)
+            return Reply(header_bytes(kind, call, "", 0.0, payload), arrays)
+        except BaseException as error:
+            self._count("errors")
+            return self.failure(call, error)
+
+    def failure(self, call: int, error: BaseException) -> Reply:
+        """The reply that says what was raised."""
+        payload, arrays = failure(error, self._limits)
+        return Reply(header_bytes(Kind.ERROR, call, "", 0.0, payload), arrays)
+
+    def _prepare(self, message: Message) -> Callable[[], tuple[Kind, object]]:
+        """What a request asks for, its arguments checked.
+
+        Raises:
+            WireError: there is no such method, or the arguments are not of its types.
+        """
+        header, frames, _ = message
+        if header.kind is not Kind.CALL:
+            number, position = self._cursor.decode(header.payload, frames)
+            return lambda: self._advance(header.kind, number, position)
+        method = self._methods.get(header.method)
+        if method is None:
+            raise WireError(
+                f"There is no method {header.method!r} here; there are {', '.join(self._methods)}. "
+                "Connect to the address of the right service."
+            )
+        try:
+            arguments = method.arguments.decode(header.payload, frames)
+        except WireError as error:
+            raise WireError(f"{method.name}: {error.message}", operation=method.name) from error
+        return lambda: self._call(method, arguments)
+
+    def _call(self, method: Method, arguments: tuple[Any, ...]) -> tuple[Kind, object]:
+        self._count("calls")
+        result = method.call(self._service, arguments)
+        return (Kind.STREAM, self.streams.open(result)) if method.streams else (Kind.RESULT, result)
+
+    def _advance(self, kind: Kind, number: int, position: int) -> tuple[Kind, object]:
+        if kind is Kind.CLOSE:
+            self.streams.close(number)
+            return Kind.CLOSE, None
+        item = self.streams.next(number, position)
+        return (Kind.END, None) if item is END else (Kind.ITEM, item)

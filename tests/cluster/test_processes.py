@@ -1,0 +1,121 @@
+"""Processes on Ray that end: each is told of, with its last lines, and what has ended is left alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import Any
+
+import pytest
+
+import persia
+from persia.errors import ConfigError, RoleDiedError
+
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+
+from cluster_samples import bare_host, eventually, kill_once_training, make_trainer, options, reader
+
+from persia.cluster.on_ray.processes import Processes
+from persia.cluster.on_ray.resizing import free_ranks
+
+pytestmark = pytest.mark.usefixtures("ray_here")
+
+
+def test_all_deaths_are_told():
+    told: list[int] = []
+    bare = bare_host()
+    processes = Processes(lambda process, _: told.append(process.rank), lambda _: None)
+    try:
+        started = [processes.start(bare, "embedding_ps", rank, (), num_cpus=0) for rank in range(3)]
+        processes.await_ready(started, 60.0)
+        first, second, third = started
+        os.kill(first.info.pid, signal.SIGKILL)
+        eventually(lambda: told == [0], "the first death is noticed")
+        os.kill(second.info.pid, signal.SIGKILL)
+        eventually(lambda: processes.all() == [third], "the second one, too")
+        with pytest.raises(RoleDiedError, match=r"embedding PS 0 .*(.|\n)*After that, embedding PS 1") as caught:
+            processes.check()
+        assert caught.value.fields["rank"] == 0
+        assert [later["rank"] for later in caught.value.fields["later"]] == [1]
+        assert "bare 0 says hello" in caught.value.message
+        assert told == [0, 1]  # Once each.
+        processes.forget_failures("nn_worker")
+        with pytest.raises(RoleDiedError):
+            processes.check()
+        processes.forget_failures("embedding_ps")
+        processes.check()
+    finally:
+        processes.close()
+
+
+def test_ranks_are_reused_and_end():
+    assert free_ranks("embedding_worker", {0, 2}, 3) == [1, 3, 4]
+    assert free_ranks("embedding_worker", set(range(255)), 1) == [255]
+    assert free_ranks("data_loader", {0, 1}, -1) == []
+    with pytest.raises(ConfigError, match=r"2 more processes of the role embedding worker .* 255 are there"):
+        free_ranks("embedding_worker", set(range(255)), 2)
+
+
+def test_what_is_ready_fits_the_embedding_workers():
+    persia.cluster.Ray(embedding_workers=100, data_loaders=100, nn_workers=64)
+    with pytest.raises(ConfigError, match="1 embedding workers hold 4096"):
+        persia.cluster.Ray(embedding_workers=1, data_loaders=256, nn_workers=64)
+    cluster = persia.cluster.Ray(embedding_workers=2, data_loaders=16, nn_workers=64)
+    with pytest.raises(ConfigError, match="33 data loaders may have 8448 batches ready"):
+        cluster.scale(data_loaders=33)
+    cluster.scale(embedding_workers=3, data_loaders=33)  # Nothing has been started.
+
+
+@pytest.mark.parametrize(
+    ("role", "counter", "title"),
+    [
+        ("data_loader", "taken", "data loader"),
+        ("nn_worker", None, "NN worker"),
+        ("embedding_worker", "looked_up", "embedding worker"),
+        ("embedding_ps", "rpc.calls", "embedding PS"),
+    ],
+)
+def test_a_death_for_good_ends_the_run_and_is_named(role, counter, title):
+    """With its last lines; an embedding worker or data loader that may be started again is another test's."""
+    with persia.cluster.Ray(2, 1, 1, 2, options(restarts=0, log_level="info")) as cluster:
+        trainer = make_trainer(cluster, persia.modes.Hybrid(2))
+        killed = threading.Thread(target=kill_once_training, args=(cluster, role, counter))
+        killed.start()
+        with pytest.raises(RoleDiedError, match=rf"{title} 0 \(process \d+ on .*has died") as caught:
+            trainer.fit(reader(100_000))
+        killed.join(60)
+        assert caught.value.fields["role"] == role
+        assert f"{title} 0: joined as incarnation" in caught.value.message
+
+
+def test_the_next_run_after_a_death_gets_batches_of_its_own():
+    """It begins at the same batch, with another generation of NN workers."""
+    with persia.cluster.Ray(nn_workers=1, options=options()) as cluster:
+        trainer = make_trainer(cluster)
+        killed = threading.Thread(target=kill_once_training, args=(cluster, "nn_worker", None))
+        killed.start()
+        with pytest.raises(RoleDiedError):
+            trainer.fit(reader(100_000))
+        killed.join(60)
+        result = trainer.fit(reader(20))
+        assert (result.rows, result.lost_batches, result.lost_gradients) == (20 * 64, 0, 0)
+
+
+def test_functions_read_what_the_cluster_was_fed():
+    """Each run of a function gets all batches, the first one too, whose connection starts the data loaders."""
+
+    def train() -> Any:
+        data = reader(6)
+        embeddings = persia.nn.EmbeddingCollection(
+            data.schema, optimizer=persia.optim.SGD(lr=0.1), mode=persia.modes.Sync(), cluster=cluster
+        )
+        seen = 0
+        for batch in embeddings.prefetch(embeddings.fed()):
+            sum(e.sum() for e in embeddings(batch).values()).backward()
+            seen += len(batch)
+        return seen, embeddings.pushed.lost_batches
+
+    with persia.cluster.Ray(options=options()) as cluster:
+        cluster.feed(list(reader(6)))
+        assert [cluster.run(train) for _ in range(2)] == [[(6 * 64, 0)]] * 2

@@ -1,0 +1,98 @@
+"""On Ray, while it trains: staleness stays within its bound, and processes come and go without loss."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+import persia
+from persia.modes import Hybrid, Sync
+
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+
+from cluster_samples import NumberedBatches, delayed_host, eventually, options, pids, reader
+
+from persia.cluster.on_ray import cluster as on_ray
+
+pytestmark = pytest.mark.usefixtures("ray_here")
+
+
+def versions(cluster: Any, mode: Any, batches: int) -> list[int]:
+    """By batch of this NN worker: how many of its own steps were applied when its rows were looked up."""
+    rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    late = random.Random(rank)
+    torch.set_num_threads(1)
+    data = reader(batches)
+    embeddings = persia.nn.EmbeddingCollection(
+        data.schema, optimizer=persia.optim.SGD(lr=0.1), mode=mode, cluster=cluster
+    )
+    embeddings.gate.versions = found = []
+    for batch in embeddings.prefetch(embeddings.fed()):
+        time.sleep(late.random() * 0.02)
+        sum(e.sum() for e in embeddings(batch).values()).backward()
+    assert len(found) == len(range(rank, batches, count))
+    assert embeddings.staleness.max == max(number - version for number, version in enumerate(found))
+    return found
+
+
+@pytest.mark.parametrize(("mode", "nn_workers"), [(Hybrid(2), 2), (Sync(), 2)], ids=["hybrid", "sync"])
+def test_staleness_keeps_its_bound_whoever_is_late(mode, nn_workers, monkeypatch):
+    """Every role answers late, by random times. Own steps: recorded at the gate; of all NN workers: at the PSs."""
+    for name in ("EmbeddingServerHost", "EmbeddingWorkerHost", "DataLoaderHost"):
+        monkeypatch.setattr(on_ray, name, delayed_host(getattr(on_ray, name), seed=len(name)))
+    bound = mode.initial_depth()
+    with persia.cluster.Ray(2, 2, 2, nn_workers, options()) as cluster:
+        cluster.feed(reader(120))
+        found = cluster.run(lambda: versions(cluster, mode, 120))
+        behind = [counters["behind"] for name, counters in cluster.statistics().items() if "embedding_ps" in name]
+    for of_one in found:
+        staleness = [number - version for number, version in enumerate(of_one)]
+        assert max(staleness) == bound  # Reached, and never more.
+        assert min(staleness) >= 0
+    assert len(behind) == 2
+    assert 0 < max(behind) <= nn_workers * (bound + 1) - 1
+
+
+def train_each_once(cluster: Any) -> int:
+    """Adds exactly 1 to `update_count` of the row of each sample's id."""
+    torch.set_num_threads(1)
+    embeddings = persia.nn.EmbeddingCollection(
+        NumberedBatches.schema, optimizer=persia.optim.SGD(lr=0.1), mode=Hybrid(3), cluster=cluster
+    )
+    for batch in embeddings.prefetch(embeddings.fed()):
+        time.sleep(0.002)
+        embeddings(batch)["id"].sum().backward()
+    return embeddings.pushed.lost_batches + embeddings.pushed.lost_gradients
+
+
+def test_no_row_is_lost_or_repeated_while_processes_come_and_go():
+    batches = 1500
+    with persia.cluster.Ray(2, 1, 1, 2, options()) as cluster:
+        cluster.feed(NumberedBatches(batches))
+        outcome: list[Any] = []
+        running = threading.Thread(target=lambda: outcome.extend(cluster.run(lambda: train_each_once(cluster))))
+        running.start()
+        for embedding_workers, data_loaders in ((3, 2), (1, 3), (2, 1)):
+            eventually(lambda: cluster._service is not None, "the roles are there")
+            cluster.scale(embedding_workers, data_loaders)
+            assert running.is_alive(), "Give it more batches: it has ended before it was resized."
+            assert len(pids(cluster, "embedding_worker")) == embedding_workers
+            assert len(pids(cluster, "data_loader")) == data_loaders
+        running.join(120)
+        assert outcome == [0, 0]
+        connection = cluster.connect(NumberedBatches.schema, persia.optim.SGD(lr=0.1), Hybrid(3), 0)
+        updates: Counter[int] = Counter()
+        for server in connection.servers:
+            for chunk in server.export_rows():
+                for row, count in zip(chunk.arrays["ids"], chunk.arrays["update_count"], strict=True):
+                    updates[int(row)] += int(count)
+    ids = batches * NumberedBatches.rows
+    assert len(updates) == ids
+    assert set(updates) == set(range(ids))
+    assert set(updates.values()) == {1}

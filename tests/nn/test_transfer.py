@@ -1,0 +1,99 @@
+"""Compressed rows and gradients: decoded on the host or on the device, the bits are the same."""
+
+import numpy as np
+import pytest
+import torch
+
+import persia
+from persia.batching.batch import Batch, IdColumn
+from persia.nn.pool import Expander
+from persia.nn.staging import CpuStaging
+from persia.nn.transfer import Transfer
+from persia.optim import Adagrad
+from persia.ps import EmbeddingServer
+from persia.services import Connection
+from persia.worker import Worker, WorkerOptions
+
+SCHEMA = persia.Schema(
+    [persia.IdFeature("item", dim=8), persia.IdFeature("history", dim=8, table="item", pooling="mean")],
+    dense_features=["price"],
+)
+
+
+def make_batches(count, size=12, seed=0):
+    rng = np.random.default_rng(seed)
+    offsets = np.arange(0, 2 * size + 1, 2, dtype=np.int64)
+    return [
+        Batch(
+            {
+                "item": IdColumn(rng.integers(0, 30, size).astype(np.uint64)),
+                "history": IdColumn(rng.integers(0, 30, 2 * size).astype(np.uint64), offsets),
+            },
+            rng.random((size, 1), np.float32),
+            (rng.random((size, 1)) < 0.5).astype(np.float32),
+        )
+        for _ in range(count)
+    ]
+
+
+class Compressing:
+    """In this process, and yet with compression."""
+
+    def connect(self, schema, optimizer, mode, seed):
+        self.server = EmbeddingServer(schema.resolved_tables(), optimizer, mode, seed, 1)
+        return Connection(Worker(schema, [self.server], options=WorkerOptions("fp16")), [self.server])
+
+
+def trained(on_host):
+    """Losses and rows of a loop; without the native core everything goes the way that it goes for a GPU."""
+    torch.manual_seed(0)
+    cluster = Compressing()
+    embeddings = persia.nn.EmbeddingCollection(
+        SCHEMA, optimizer=Adagrad(lr=0.1), mode=persia.modes.Sync(), cluster=cluster
+    )
+    embeddings._expander.on_host = on_host
+    embeddings._transfer = Transfer(embeddings._staging, on_host)
+    net = torch.nn.Linear(17, 1)
+    seen = []
+    for batch in embeddings.prefetch(make_batches(6)):
+        assert all(rows.dtype == torch.float32 for rows in batch.rows.values())
+        seen.append({name: rows.detach().clone() for name, rows in batch.rows.items()})
+        logits = net(torch.cat([*embeddings(batch).values(), batch.dense], 1))
+        # In float64, as the two ways of pooling need not add up in the same order.
+        torch.nn.functional.binary_cross_entropy_with_logits(logits.double(), batch.labels.double()).backward()
+    return seen
+
+
+def test_training_through_tensors_is_that_through_the_native_core():
+    for here, there in zip(trained(on_host=True), trained(on_host=False), strict=True):
+        for name, rows in here.items():
+            torch.testing.assert_close(there[name], rows, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_rows_and_gradients_have_the_same_bits_on_both_ways(train):
+    (batch,) = make_batches(1)
+    worker = Compressing().connect(SCHEMA, Adagrad(lr=0.1), persia.modes.Sync(), 3).worker
+    found = worker.lookup(worker.register(batch.id_features), train)
+    assert found.scales is not None
+    staging = CpuStaging()
+    host, device = (Transfer(staging, on_host) for on_host in (True, False))
+    (mine, _), (theirs, _) = host.rows(batch, found, 1), device.rows(batch, found, 1)
+    for name, rows in mine.rows.items():
+        assert torch.equal(theirs.rows[name], rows)
+    # What the device has is enough to expand them there.
+    expander = Expander(SCHEMA, staging.device)
+    expander.on_host = False
+    expanded = expander(theirs.rows, theirs.inverse, theirs.offsets)
+    expander.on_host = True
+    for name, values in expander(mine.rows, mine.inverse, mine.offsets).items():
+        torch.testing.assert_close(expanded[name], values)
+    gradients = {name: torch.randn_like(rows) for name, rows in mine.rows.items()}
+    for (halves, scales), (others, their_scales) in [[t.gradients(gradients, True)() for t in (host, device)]]:
+        for name in gradients:
+            assert halves[name].dtype == np.float16
+            np.testing.assert_array_equal(others[name], halves[name])
+            np.testing.assert_array_equal(their_scales[name], scales[name])
+    plain, scales = device.gradients(gradients, False)()
+    assert scales is None
+    np.testing.assert_array_equal(plain["item"], gradients["item"].numpy())

@@ -1,0 +1,453 @@
+"""What may go wrong inside a message, a method or a thread, and must not reach anything else."""
+
+import contextlib
+import gc
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import zmq
+from rpc_samples import DEADLINE, Sample, Service, wait_until
+
+from persia import rpc
+from persia.errors import ConfigError, DeadlineError, PersiaError, RemoteError, StoreError, WireError
+from persia.rpc.failures import failure
+from persia.rpc.messages import Kind, body
+from persia.rpc.port import client_port
+
+SMALL = rpc.Limits(message_bytes=1 << 20)
+LARGE = np.zeros(1 << 20, np.float32)
+
+
+class UnspeakableError(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+@dataclass(frozen=True)
+class Checked:
+    number: int
+
+    def __post_init__(self):
+        if self.number < 0:
+            raise ConfigError("number is negative; correct it.", field="number")
+
+
+class Trouble:
+    """Everything that a service can do wrong."""
+
+    def __init__(self):
+        self.gate = threading.Event()
+
+    def unspeakable(self) -> None:
+        raise UnspeakableError
+
+    def verbose(self) -> None:
+        raise StoreError("x" * 100_000, **{f"field{i}": "\u20ac" * 16_000 for i in range(100)})
+
+    @rpc.inline
+    def inline_fails(self) -> None:
+        raise SystemExit
+
+    def checked(self, value: Checked) -> int:
+        return value.number
+
+    def grow(self, count: int) -> np.ndarray:
+        return np.zeros(count, np.uint8)
+
+    def bad_end(self, kind: str) -> Iterator[int]:
+        try:
+            yield 1
+            yield 2
+        finally:
+            if kind == "raises":
+                raise ValueError("in the end")
+            if kind == "exits":
+                raise SystemExit
+            if kind == "goes on":
+                yield 3
+            if kind == "blocks":
+                assert self.gate.wait(DEADLINE)
+
+    def take(self, array: np.ndarray) -> int:
+        return len(array)
+
+    def ping(self) -> int:
+        return 1
+
+    def wait(self) -> int:
+        assert self.gate.wait(DEADLINE)
+        return 2
+
+
+@pytest.fixture
+def trouble():
+    found = Trouble()
+    yield found
+    found.gate.set()
+
+
+@contextlib.contextmanager
+def served(service, limits=None, client_limits=None):
+    protocol = type(service)
+    with rpc.serve(service, limits=limits) as server:
+        stub = rpc.connect(server.address, protocol, peer="trouble 0", timeout=DEADLINE, limits=client_limits or limits)
+        try:
+            yield server, stub
+        finally:
+            getattr(service, "gate", threading.Event()).set()
+            rpc.close(stub)
+
+
+# --- messages that are too large ------------------------------------------------------------------------------------
+
+
+def test_a_request_that_is_too_large_fails_at_once_and_names_the_limit(server):
+    stub = rpc.connect(server.address, Sample, timeout=DEADLINE, limits=SMALL)
+    began = time.monotonic()
+    with pytest.raises(WireError, match=r"Limits.message_bytes allows 1,048,576; send less") as caught:
+        stub.floats(LARGE)
+    assert caught.value.fields["limit"] == 1 << 20
+    with pytest.raises(WireError):
+        stub.anything([LARGE[: 1 << 17]] * 3)  # No single one is too large.
+    with pytest.raises(WireError):
+        rpc.start(stub.floats, LARGE)
+    assert time.monotonic() - began < DEADLINE / 2
+    assert stub.defaults(2) == "xx"
+    counts = rpc.statistics(stub)
+    assert (counts["connects"], counts["in_flight"]) == (1, 0)
+    rpc.close(stub)
+
+
+def test_a_reply_that_is_too_large_is_an_error_reply(trouble):
+    with served(trouble, SMALL) as (server, stub):
+        for _ in range(2):
+            with pytest.raises(WireError, match=r"Limits.message_bytes allows 1,048,576"):
+                stub.grow(2 << 20)
+        assert stub.ping() == 1
+        assert rpc.statistics(stub)["connects"] == 1
+        assert server.statistics()["errors"] == 2
+
+
+def test_a_reply_beyond_the_limit_of_the_client_fails_its_call(trouble):
+    with served(trouble, client_limits=SMALL) as (_, stub):
+        with pytest.raises(WireError, match=r"trouble 0 at .* answered grow .* same Limits"):
+            stub.grow(2 << 20)
+        assert stub.ping() == 1
+
+
+def test_a_request_beyond_the_limit_of_the_server_in_sum_fails_its_call(service):
+    with rpc.serve(service, protocol=Sample, limits=SMALL) as server:
+        stub = rpc.connect(server.address, Sample, timeout=DEADLINE)
+        with pytest.raises(WireError, match="same Limits"):
+            stub.anything([LARGE[: 1 << 17]] * 3)
+        assert stub.defaults(1) == "x"
+        rpc.close(stub)
+
+
+def test_limits_leave_room_for_errors():
+    with pytest.raises(ConfigError, match="header_bytes"):
+        rpc.Limits(header_bytes=100)
+
+
+# --- methods that misbehave -----------------------------------------------------------------------------------------
+
+
+def test_errors_that_cannot_be_described_cross(trouble):
+    with served(trouble) as (server, stub):
+        for _ in range(3):
+            with pytest.raises(RemoteError, match="UnspeakableError"):
+                stub.unspeakable()
+            with pytest.raises(StoreError, match="xxx"):
+                stub.verbose()
+            with pytest.raises(RemoteError, match="SystemExit"):
+                stub.inline_fails()
+        assert stub.ping() == 1
+        wait_until(lambda: server.statistics()["requests_held"] == 0)
+        assert server.statistics()["threads"] <= 3
+
+
+def test_failures_fit_the_smallest_limits():
+    limits = rpc.Limits(header_bytes=4096)
+    for error in (UnspeakableError(), StoreError("\udcff" * 10_000, a="b" * 10_000), ValueError("\u20ac" * 20_000)):
+        payload, arrays = failure(error, limits)
+        assert len(payload) < 4096
+        assert not arrays
+
+
+def test_a_record_that_refuses_its_values_is_an_error_reply(trouble):
+    class Lenient:
+        def checked(self, value: dict[str, int]) -> int: ...
+
+    with served(trouble) as (server, stub):
+        other = rpc.connect(server.address, Lenient, timeout=DEADLINE)
+        with pytest.raises(PersiaError, match="number is negative"):
+            other.checked({"number": -1})
+        assert other.checked({"number": 4}) == 4
+        assert stub.ping() == 1
+        rpc.close(other)
+
+
+@pytest.mark.parametrize("kind", ["raises", "exits", "goes on"])
+def test_iterators_that_fail_when_they_are_closed(trouble, kind, caplog):
+    limits = rpc.Limits(stream_seconds=0.2)
+    with served(trouble, limits) as (server, stub):
+        closed, late = stub.bad_end(kind), stub.bad_end(kind)
+        assert next(closed) == next(late) == 1
+        closed.close()
+        wait_until(lambda: server.statistics()["streams"] == 0)
+        assert server.statistics()["streams_expired"] == 1
+        assert stub.ping() == 1
+        wait_until(lambda: server.statistics()["requests_held"] == 0)
+        assert server.statistics()["threads"] <= 3
+    assert "when it was closed" in caplog.text
+
+
+def test_an_iterator_whose_end_blocks_holds_nobody_up(trouble):
+    with served(trouble, rpc.Limits(stream_seconds=0.2)) as (server, stub):
+        items = stub.bad_end("blocks")
+        assert next(items) == 1
+        wait_until(lambda: server.statistics()["streams_expired"] == 1)
+        assert [stub.ping() for _ in range(10)] == [1] * 10
+
+
+# --- threads and locks ----------------------------------------------------------------------------------------------
+
+
+def test_iterators_may_be_collected_while_the_lock_is_held(stub, service, server):
+    """As the garbage collector may do, in any thread, at any place."""
+    items = stub.chunks(10, 1)
+    next(items)
+    with stub._connection._port.lock:
+        del items
+        gc.collect()
+    wait_until(lambda: server.statistics()["streams"] == 0)
+    assert server.statistics()["streams_expired"] == 0
+    assert stub.defaults(1) == "x"
+
+
+def test_a_port_may_be_woken_after_it_was_closed():
+    port = client_port()
+    descriptor = port._wake
+    port.close(0)
+    port.wake()
+    os.fstat(descriptor)  # Not given back yet, so nobody else's.
+    del port
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(descriptor)
+
+
+def test_closing_while_many_threads_work(service):
+    for _ in range(5):
+        server = rpc.serve(service, protocol=Sample)
+        stubs = [rpc.connect(server.address, Sample, timeout=DEADLINE) for _ in range(4)]
+        done = threading.Event()
+
+        def work(stub, done=done):
+            while not done.is_set():
+                with contextlib.suppress(DeadlineError):
+                    rpc.within(stub, 0.05).defaults(1)
+
+        with ThreadPoolExecutor(4) as pool:
+            futures = [pool.submit(work, stub) for stub in stubs]
+            wait_until(lambda server=server: server.statistics()["calls"] > 20)
+            server.close()
+            done.set()
+            for future in futures:
+                future.result()
+        for stub in stubs:
+            rpc.close(stub)
+        assert server.statistics()["threads"] == 0
+
+
+class Breaking:
+    """A socket whose connection breaks at one of the frames."""
+
+    copy_threshold = 1 << 16
+
+    def __init__(self, at):
+        self.at = at
+        self.sent = []
+
+    def send(self, frame, flags):
+        self.sent.append(bool(flags & zmq.SNDMORE))
+        if len(self.sent) == self.at + 1:
+            raise zmq.Again
+
+
+@contextlib.contextmanager
+def breaking(at):
+    port = client_port()
+    real, port._socket = port._socket, Breaking(at)
+    try:
+        yield port, port._socket
+    finally:
+        port._socket = real
+        port.close(0)
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_connection_that_breaks_within_a_message(at):
+    """ZeroMQ drops what follows up to the end of the message: it must see the end."""
+    with breaking(at) as (port, socket):
+        assert not port.send((b"header",), [LARGE, LARGE, LARGE])
+        assert socket.sent == ([True] if at == 0 else [True, True, True, False])
+
+
+def test_what_cannot_be_sent_leaves_no_half_message():
+    with breaking(99) as (port, socket):
+        with pytest.raises(AttributeError):
+            port.send((b"header",), [LARGE, object()])
+        assert socket.sent == []
+
+
+KEEPING = """
+import resource, sys
+import numpy as np
+from persia.rpc.memory import keep_memory
+if sys.argv[1] == "keep":
+    keep_memory()
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def fill():
+    pieces = [np.full(1 << 20, 1, np.uint8) for _ in range(8)]
+
+fill()
+before = faults()
+for _ in range(20):
+    fill()
+print(faults() - before)
+"""
+
+
+def test_memory_of_messages_is_kept():
+    def page_faults(how, **env):
+        run = subprocess.run(
+            [sys.executable, "-c", KEEPING, how], capture_output=True, text=True, check=True, env={**os.environ, **env}
+        )
+        return int(run.stdout)
+
+    pages = 20 * 8 * 256
+    assert page_faults("keep") < pages / 20
+    assert page_faults("keep", MALLOC_TRIM_THRESHOLD_="131072") > pages / 2, "what is set from outside stays"
+
+
+# --- back-pressure --------------------------------------------------------------------------------------------------
+
+
+def test_requests_whose_time_is_over_make_room_for_others(trouble):
+    limits = rpc.Limits(threads=1, requests=4)
+    with served(trouble, limits) as (server, stub):
+        first = rpc.start(stub.wait)
+        wait_until(lambda: server.statistics()["calls"] == 1)
+        hasty = rpc.within(stub, 0.1)
+        futures = [rpc.start(hasty.ping) for _ in range(3)]
+        wait_until(lambda: server.statistics()["expired"] == 3, "expired requests are let go of")
+        assert server.statistics()["requests_held"] == 1
+        for future in futures:
+            with pytest.raises(DeadlineError):
+                future.result()
+        trouble.gate.set()
+        assert first.result() == 2
+
+
+def test_iterators_do_not_expire_while_requests_wait(trouble):
+    limits = rpc.Limits(threads=1, stream_seconds=0.3)
+    with served(trouble, limits) as (server, stub):
+        items = stub.bad_end("raises")
+        assert next(items) == 1
+        blocked = [rpc.start(stub.wait) for _ in range(2)]
+        wait_until(lambda: server.statistics()["requests_held"] >= 2)
+        end = time.monotonic() + 2.5  # Two ticks.
+        wait_until(lambda: time.monotonic() > end)
+        assert server.statistics()["streams_expired"] == 0
+        trouble.gate.set()
+        assert next(items) == 2
+        assert [future.result() for future in blocked] == [2, 2]
+
+
+def test_calls_to_nobody_do_not_pile_up():
+    stub = rpc.connect("tcp://127.0.0.1:1", Sample, timeout=0.05)
+    for _ in range(3):
+        with pytest.raises(DeadlineError):
+            stub.floats(LARGE)
+    rpc.start(stub.floats, LARGE)
+    wait_until(lambda: rpc.statistics(stub)["in_flight"] == 0)
+    assert not stub._connection._unsent
+    rpc.close(stub)
+
+
+def test_started_calls_expire_while_another_thread_waits(stub, service):
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(stub.wait)
+        wait_until(lambda: service.waiting == 1)
+        rpc.start(rpc.within(stub, 0.1).wait)
+        wait_until(lambda: rpc.statistics(stub)["in_flight"] == 1, "the call that was started expires")
+        service.gate.set()
+        waiting.result()
+
+
+# --- messages without end -------------------------------------------------------------------------------------------
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL" + bytes(48)
+READY = b"\x05READY" + b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER" + b"\x08Identity" + bytes(4)
+
+
+@contextlib.contextmanager
+def raw_dealer(address):
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=DEADLINE) as found:
+        found.sendall(GREETING)
+        greeting = b""
+        while len(greeting) < 64:
+            greeting += found.recv(64 - len(greeting))
+        found.sendall(b"\x04" + bytes([len(READY)]) + READY)
+        yield found
+
+
+def test_a_message_without_end_closes_its_connection():
+    limits = rpc.Limits(message_bytes=4 << 20)
+    frame = b"\x03" + struct.pack(">Q", 1 << 16) + bytes(1 << 16)  # Long, and more to come.
+    with rpc.serve(Service(), protocol=Sample, limits=limits) as server:
+        stub = rpc.connect(server.address, Sample, timeout=DEADLINE)
+        with raw_dealer(server.address) as sender:
+            assert stub.defaults(1) == "x"
+            end = time.monotonic() + DEADLINE
+            with pytest.raises(OSError, match=r"reset|Broken"):
+                while time.monotonic() < end:
+                    sender.sendall(frame)
+                    wait_until(lambda: stub.defaults(1) == "x")  # Others are served, and keep the rate low.
+        wait_until(lambda: server.statistics()["endless"] == 1)
+        assert server.statistics()["disconnections"] == 1
+        assert stub.defaults(1) == "x"
+        assert rpc.statistics(stub)["connects"] == 1
+        rpc.close(stub)
+
+
+def test_many_messages_that_end_keep_their_connection(trouble):
+    limits = rpc.Limits(message_bytes=1 << 20)
+    with served(trouble, limits) as (server, stub):
+        array = np.zeros(200_000, np.float32)
+        end = time.monotonic() + 2.5  # Two ticks.
+        while time.monotonic() < end:
+            assert stub.take(array) == len(array)
+        assert server.statistics()["endless"] == 0
+        assert rpc.statistics(stub)["connects"] == 1
+
+
+def test_bodies_are_checked_before_they_are_sent():
+    assert body([LARGE], rpc.Limits()).arrays[0] is LARGE
+    with pytest.raises(WireError, match="arrays, and 2 are allowed"):
+        body([LARGE] * 3, rpc.Limits(arrays=2))
+    assert Kind.CALL < Kind.RESULT
