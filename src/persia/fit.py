@@ -192,9 +192,9 @@ class Run:
             self._last_time = time.monotonic()
         return due
 
-    def saved(self) -> None:
-        """A checkpoint of this step was begun."""
-        self._saved_step = self._trainer.global_step
+    def saved(self, whether: bool = True) -> None:
+        """A checkpoint of this step was begun, or has failed."""
+        self._saved_step = self._trainer.global_step if whether else None
 
     def trained(self, step: int, batch: PreparedBatch, logits: torch.Tensor, loss: torch.Tensor) -> None:
         """Counts a batch that took part in global step `step`, scores it, shows progress when it is time to.

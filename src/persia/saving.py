@@ -100,23 +100,18 @@ class Saving:
         step = trainer.global_step
         chain = self._chain if self._may_add(directory, step, options.checkpoint_increments) else None
         self._chain = None
-        name, infos = _cut(servers, chain.epochs if chain else None, directory, live=not moment.consistent)
-        whole = all(info.whole for info in infos)
+        writer = CheckpointWriter(directory, step, keep_last=options.keep_last, keep_best=options.keep_best is not None)
         try:
-            writer = CheckpointWriter(
-                directory, step, keep_last=options.keep_last, keep_best=options.keep_best is not None
-            )
-            try:  # These change with every batch, and may be large: so now, before training goes on.
-                _write_states(writer, servers)
-            except BaseException:
-                writer.abort()
-                raise
+            # What PSs have besides rows changes with every batch, and may be large: so now, before training goes on.
+            _write_states(writer, servers)
             model = _held(dict(trainer.model.state_dict()))
             training = _held(moment.training)
             schema = resolved(trainer)
+            name, infos = _cut(servers, chain.epochs if chain else None, directory, live=not moment.consistent)
         except BaseException:
-            _end(servers, name)
+            writer.abort()
             raise
+        whole = all(info.whole for info in infos)
         config = {
             "schema": dump(trainer.schema),
             "embedding_optimizer": dump(trainer.embedding_optimizer),
@@ -166,7 +161,11 @@ def _cut(
     place = "" if "://" in directory else os.path.abspath(directory)
     since = epochs or [{} for _ in servers]
     name = secrets.token_hex(8)
-    infos = [server.begin_cut(name, known, place, live) for server, known in zip(servers, since, strict=True)]
+    try:
+        infos = [server.begin_cut(name, known, place, live) for server, known in zip(servers, since, strict=True)]
+    except BaseException:
+        _end(servers, name)
+        raise
     if len({info.whole for info in infos}) == 1:
         return name, infos
     _end(servers, name)

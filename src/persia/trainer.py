@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from persia import remote, resume, saving
 from persia.batching.batch import Batch
 from persia.dense import AllReduce, AllReduceOptions, merged_metrics
-from persia.errors import ConfigError, DataError
+from persia.errors import ConfigError, DataError, PersiaError
 from persia.fit import FitResult, Run, Totals, check_finite
 from persia.metrics import Metrics, MetricsResult
 from persia.modes import Hybrid, Mode, Sync
@@ -194,11 +194,18 @@ class Trainer:
                 with contextlib.suppress(Exception):
                     self._saving.wait()
         self.finished = self.epoch >= epochs
-        self.step.replicas.by_first(self._await_save)
-        evaluation = self.evaluate(eval_data) if eval_data is not None else None
-        if self.options.checkpoint_dir is not None and run.unsaved():
-            self._save(self.options.checkpoint_dir, self._score(evaluation))
+        if self.step.replicas.by_first(self._await_save):
+            run.saved(False)
+        evaluation = None
+        try:
+            if self.options.keep_best is not None and eval_data is not None:
+                evaluation = self.evaluate(eval_data)
+        finally:  # Also if it cannot be evaluated.
+            if self.options.checkpoint_dir is not None and run.unsaved():
+                self._save(self.options.checkpoint_dir, self._score(evaluation))
         self.step.replicas.settle()
+        if evaluation is None and eval_data is not None:
+            evaluation = self.evaluate(eval_data)
         return run.result(evaluation)
 
     def evaluate(self, data: Iterable[Batch]) -> MetricsResult:
@@ -367,7 +374,12 @@ class Trainer:
         return "busy"
 
     def _await_save(self) -> str:
-        self._saving.wait()
+        """Whether the last one that was begun has failed, so that there should be another."""
+        try:
+            self._saving.wait()
+        except PersiaError as error:
+            _log.warning("A checkpoint has failed, another one is written now: %s", error)
+            return "failed"
         return ""
 
     def _moment(self, score: float | None) -> saving.Moment:
