@@ -69,7 +69,7 @@ def test_differences(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             writer.add_rows("item", 0, rows)
             writer.commit(schema=SCHEMA, optimizer=OPTIMIZER)
     for memory in (256 << 20, 1000):  # A share at a time gives the same.
-        monkeypatch.setattr("persia.checkpoint.diff.MEMORY_BYTES", memory)
+        monkeypatch.setattr("persia.checkpoint.comparing.MEMORY_BYTES", memory)
         item, user = diff(tmp_path / "a", tmp_path / "b")
         assert (item.only_first, item.only_second, item.same, item.changed) == (10, 0, 80, 10)
         assert item.largest == pytest.approx(0.5, rel=1e-5)

@@ -3,13 +3,13 @@
 The format is specified in `docs/reference/checkpoint.md`. Nothing here imports torch until it meets a torch tensor.
 """
 
+from persia.checkpoint.comparing import TableDifference, diff
 from persia.checkpoint.compatibility import same_rule
-from persia.checkpoint.diff import TableDifference, diff
-from persia.checkpoint.export import export
+from persia.checkpoint.exporting import export
 from persia.checkpoint.format import Base, Manifest, Part, RemovedPart, RowsPart, StatePart, TableRecord, TensorsPart
 from persia.checkpoint.inspection import Inspection, format_inspection, inspect
 from persia.checkpoint.reader import CheckpointEntry, CheckpointReader, list_checkpoints
-from persia.checkpoint.reshard import ReshardOptions, compact, reshard
+from persia.checkpoint.resharding import ReshardOptions, compact, reshard
 from persia.checkpoint.servers import MOST_SHARDS, clock_gaps, numbered, server_pieces
 from persia.checkpoint.view import Checkpoint, TableRows, open
 from persia.checkpoint.writer import CheckpointWriter
