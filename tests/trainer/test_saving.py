@@ -155,7 +155,7 @@ def test_an_error_of_training_is_not_hidden_by_one_of_saving(tmp_path, monkeypat
     def full(*_):
         raise CheckpointError("full")
 
-    monkeypatch.setattr(Storage, "write", full)
+    monkeypatch.setattr(CheckpointWriter, "add_rows", full)
     t = trainer(schema_of(), checkpoint_dir=str(tmp_path), checkpoint_every_steps=4)
     batches = list(reader())[:6]
     batches.append(persia.Batch({}, batches[0].dense, batches[0].labels))
