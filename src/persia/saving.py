@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import secrets
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from persia.checkpoint import MOST_SHARDS, Base, CheckpointWriter
+from persia.checkpoint.ahead import ahead
 from persia.config import dump
 from persia.errors import CheckpointError, PersiaError, StoreError
 from persia.resume import resolved
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["Moment", "Saving", "write_rows"]
 
 _log = logging.getLogger("persia.checkpoint")
-_T = TypeVar("_T")
 
 
 class Moment(NamedTuple):
@@ -186,50 +185,11 @@ def _write_states(writer: CheckpointWriter, servers: Iterable[EmbeddingPS]) -> N
 
 def write_rows(writer: CheckpointWriter, number: int, server: EmbeddingPS, name: str) -> None:
     """Writes the rows of a cut of PS `number`; the next chunk is read while one is written."""
-    with closing(_ahead(server.cut_rows(name))) as chunks:
+    with closing(ahead(server.cut_rows(name))) as chunks:
         for chunk in chunks:
             writer.add_rows(chunk.table, number * MOST_SHARDS + chunk.shard, chunk.arrays)
     for chunk in server.cut_removed(name):
         writer.add_removed(chunk.table, number * MOST_SHARDS + chunk.shard, chunk.arrays["ids"])
-
-
-def _ahead(items: Iterator[_T]) -> Generator[_T, None, None]:
-    """The same items; the next one is made by another thread while this one is used."""
-    done = object()
-    handed: queue.Queue[Any] = queue.Queue(1)
-    room = threading.Semaphore(0)  # so that at most two items are in memory
-    stopped = threading.Event()
-    failure: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            for item in items:
-                handed.put(item)
-                del item
-                room.acquire()
-                if stopped.is_set():
-                    return
-        except BaseException as error:
-            failure.append(error)
-        finally:
-            handed.put(done)
-
-    thread = threading.Thread(target=run, name="persia-checkpoint-rows", daemon=True)
-    thread.start()
-    try:
-        while (item := handed.get()) is not done:
-            room.release()
-            yield item
-            del item
-    finally:
-        stopped.set()
-        room.release()
-        while thread.is_alive():  # It may be about to hand over one more, or the end.
-            with suppress(queue.Empty):
-                handed.get_nowait()
-            thread.join(0.01)
-    if failure:
-        raise failure[0]
 
 
 def _held(value: Any) -> Any:

@@ -176,7 +176,11 @@ class CheckpointReader:
         return arrays
 
     def _own_rows(self, table: str) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
-        return ((part.shard, self.read_part(part)) for part in self.parts(table))
+        parts = self.parts(table)
+        for number, part in enumerate(parts):
+            for following in parts[number : number + 2]:
+                self._storage.expect(self._prefix + following.path)
+            yield part.shard, self.read_part(part)
 
     def _chained_rows(self, table: str) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
         over = np.empty(0, np.uint64)  # sorted: newer links have them, or have removed them

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia import batching
+from persia.checkpoint.ahead import ahead
 from persia.checkpoint.format import RemovedPart, RowsPart, StatePart
 from persia.checkpoint.reader import CheckpointReader
 from persia.checkpoint.servers import MOST_SHARDS, clock_gaps
@@ -78,8 +80,9 @@ def reshard(
         for table in schema.resolved_tables():
             gaps = all_gaps.get(table, {})
             moved = (_moved(reader, arrays, gaps.get(shard, 0), options) for shard, arrays in reader.rows(table))
-            for owner, arrays in _by_owner(table, moved, options.servers, progress):
-                writer.add_rows(table, owner * MOST_SHARDS, arrays)
+            with closing(ahead(_by_owner(table, moved, options.servers, progress))) as parts:
+                for owner, arrays in parts:
+                    writer.add_rows(table, owner * MOST_SHARDS, arrays)
         for part in reader.manifest.parts if options.tables is None else []:
             if not isinstance(part, RowsPart | RemovedPart) and not _of_servers(part):
                 writer.copy(part, reader.views(part))
