@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import threading
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from persia.trainer import Trainer
 
 __all__ = ["Moment", "Saving", "write_rows"]
-
-_log = logging.getLogger("persia.checkpoint")
 
 
 class Moment(NamedTuple):
