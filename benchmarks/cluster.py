@@ -153,7 +153,7 @@ def emulated(cluster: Any, mode: Mode, steps: int, features: int = FEATURES, flo
     net: torch.nn.Module = torch.nn.Linear(features * DIM, 1)
     if count > 1:
         net = torch.nn.parallel.DistributedDataParallel(net)
-    optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+    optimizer = torch.optim.Adam(net.parameters(), 1e-3, fused=True)
 
     def step(inputs: list[torch.Tensor], labels: torch.Tensor) -> None:
         time.sleep(COMPUTE_SECONDS)

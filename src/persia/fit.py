@@ -104,7 +104,9 @@ class Totals(msgspec.Struct, frozen=True):
 def totals(trainer: Trainer) -> Totals:
     """The counts so far. Blocks until all NN workers have called it; the same on each."""
     staleness = trainer.embeddings.staleness
-    mine = Totals(staleness.sum, staleness.lookups, staleness.max, trainer.embeddings.pushed)
+    mine = Totals(
+        round(staleness.mean * staleness.lookups), staleness.lookups, staleness.max, trainer.embeddings.pushed
+    )
     payloads = trainer.step.replicas.gather(msgspec.json.encode(mine))
     return sum((msgspec.json.decode(payload, type=Totals) for payload in payloads), trainer.earlier)
 

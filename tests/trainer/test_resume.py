@@ -11,6 +11,7 @@ import torch
 from fsspec.implementations.local import LocalFileOpener
 
 import persia
+from persia import resume
 from persia.errors import CheckpointError, DataError, PersiaError
 from persia.modes import Hybrid, Sync
 from persia.optim import SGD, Adagrad, Adam
@@ -113,6 +114,17 @@ def test_what_is_counted_goes_on_over_a_resume(tmp_path):
     assert after.absent_rows > before.absent_rows
     assert after.staleness_max == 3
     assert after.staleness_mean == pytest.approx(before.staleness_mean * 9 / 10)
+
+
+def test_a_state_of_version_0_1_is_taken():
+    """It has the random generators of one process, and no counts."""
+    t = trainer(schema_of())
+    state = resume.training_state(t)
+    (state["random"],) = state["random"]
+    del state["counts"]
+    torch.manual_seed(5)
+    resume.load_training_state(t, state)
+    assert torch.equal(torch.get_rng_state(), state["random"]["torch"])
 
 
 @pytest.mark.parametrize("mode", [Hybrid(4), Hybrid("auto")])

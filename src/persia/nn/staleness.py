@@ -23,13 +23,11 @@ class Staleness(NamedTuple):
         mean: over all lookups.
         max: over all lookups.
         lookups: how many batches were looked up.
-        sum: over all lookups.
     """
 
     mean: float = 0.0
     max: int = 0
     lookups: int = 0
-    sum: int = 0
 
 
 class StalenessGate:
@@ -61,7 +59,7 @@ class StalenessGate:
     def measured(self) -> Staleness:
         """Staleness so far."""
         with self._changed:
-            return Staleness(self._sum / max(1, self._lookups), self._max, self._lookups, self._sum)
+            return Staleness(self._sum / max(1, self._lookups), self._max, self._lookups)
 
     def open(self) -> None:
         """Begins a pass over data: nothing is in flight."""
