@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -37,6 +39,9 @@ from persia.schema import EmbeddingOptimizer, Schema
 __all__ = ["CheckpointEntry", "CheckpointReader", "list_checkpoints"]
 
 _P = TypeVar("_P", TensorsPart, StatePart)
+
+READERS = 2
+"""Parts that are read and checked at the same time; one more waits to be used."""
 
 
 class CheckpointEntry(NamedTuple):
@@ -176,11 +181,18 @@ class CheckpointReader:
         return arrays
 
     def _own_rows(self, table: str) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
-        parts = self.parts(table)
-        for number, part in enumerate(parts):
-            for following in parts[number : number + 2]:
-                self._storage.expect(self._prefix + following.path)
-            yield part.shard, self.read_part(part)
+        waiting: deque[tuple[int, Future[dict[str, NDArray[Any]]]]] = deque()
+        with ThreadPoolExecutor(READERS, "persia-checkpoint-read") as pool:
+            for part in self.parts(table):
+                waiting.append((part.shard, pool.submit(self.read_part, part)))
+                if len(waiting) > READERS:
+                    shard, arrays = waiting.popleft()
+                    yield shard, arrays.result()
+                    del arrays
+            while waiting:
+                shard, arrays = waiting.popleft()
+                yield shard, arrays.result()
+                del arrays
 
     def _chained_rows(self, table: str) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
         over = np.empty(0, np.uint64)  # sorted: newer links have them, or have removed them

@@ -91,12 +91,6 @@ class Storage:
         with _guard("read", self.full(path)):
             return bytes(self._fs.cat_file(self.full(path), start=begin, end=end))
 
-    def expect(self, path: str) -> None:
-        """A local disk may begin to read this file: it is wanted next."""
-        if self._local:
-            with suppress(OSError), open(self.full(path), "rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
-
     def load(self, path: str, size: int) -> tuple[memoryview, int]:
         """A file of `size` bytes in fresh, writable memory, and its CRC-32."""
         crc = 0
