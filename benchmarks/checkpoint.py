@@ -183,7 +183,7 @@ class Saver:
 def slowdown(preset: str) -> harness.Measure:
     """Time of as many steps of a whole training run while checkpoints are written, over the time without."""
     rows = ROWS[preset] if preset == "smoke" else 4_000_000
-    steps = 10 if preset == "smoke" else 300
+    steps = 10 if preset == "smoke" else 100
     data = persia.data.synthetic(
         1024 * (steps + 40), id_features=8, ids_per_feature=rows // 8, dense_features=4, batch_size=1024
     )
@@ -205,7 +205,7 @@ def slowdown(preset: str) -> harness.Measure:
     train = functools.partial(trainer.fit, batches[40:])
     longer, seconds = [], []
     before = timed(train)
-    for _ in range(ROUNDS[preset] + 1):
+    for _ in range(ROUNDS[preset]):
         with folder() as path:
             saver = Saver(ps, trainer.schema, path)
             with saver:
