@@ -8,4 +8,5 @@ NB_MODULE(_core, m) {
   register_threads(m);
   register_store(m);
   register_batch(m);
+  register_onebit(m);
 }

@@ -224,7 +224,7 @@ void import_state(Store& store, std::size_t index, std::size_t shard, nb::dict v
   const auto counters = take<Ids>(values["counters"], name, "counters must be uint64 [10]");
   const auto sketch = take<Halves>(values["sketch"], name, "sketch must be uint16 [counters]");
   using Table2 = nb::ndarray<const std::uint64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-  const auto clients = take<Table2>(values["clients"], name, "clients must be uint64 [256, 6]");
+  const auto clients = take<Table2>(values["clients"], name, "clients must be uint64 [256, 4]");
   if (clocks.shape(0) != 3 || counters.shape(0) != persia::kCounters || clients.shape(0) != persia::kClients ||
       clients.shape(1) != persia::kClientWords) {
     throw std::invalid_argument("table '" + name + "': the shard state has another shape: is it of another version?");
@@ -261,6 +261,25 @@ nb::dict statistics(Store& store, std::size_t index) {
   return d;
 }
 
+// What became of the shards of a table that was attached to: how many there are, and how many were what.
+nb::dict recovery(Store& store, std::size_t index) {
+  std::size_t busy = 0, undone = 0, open = 0, rebuilt = 0;
+  const auto& shards = store.table(index).recovery;
+  for (const auto& r : shards) {
+    busy += r.busy;
+    undone += r.undone;
+    open += r.open;
+    rebuilt += r.rebuilt;
+  }
+  nb::dict d;
+  d["shards"] = shards.size();
+  d["busy"] = busy;
+  d["undone"] = undone;
+  d["open"] = open;
+  d["rebuilt"] = rebuilt;
+  return d;
+}
+
 void register_config(nb::module_& m) {
   using persia::OptimizerConfig;
   using persia::TableConfig;
@@ -292,6 +311,11 @@ void register_config(nb::module_& m) {
       .def_rw("kind", &persia::InitializerConfig::kind)
       .def_rw("a", &persia::InitializerConfig::a)
       .def_rw("b", &persia::InitializerConfig::b);
+  nb::class_<persia::RegionFiles>(m, "RegionFiles")
+      .def(nb::init<>())
+      .def_rw("path", &persia::RegionFiles::path)
+      .def_rw("attach", &persia::RegionFiles::attach)
+      .def_rw("lock_seconds", &persia::RegionFiles::lock_seconds);
   nb::class_<TableConfig>(m, "TableConfig")
       .def(nb::init<>())
       .def_rw("name", &TableConfig::name)
@@ -302,13 +326,15 @@ void register_config(nb::module_& m) {
       .def_rw("optimizer", &TableConfig::optimizer)
       .def_rw("initializer", &TableConfig::initializer)
       .def_rw("admission", &TableConfig::admission)
-      .def_rw("admission_value", &TableConfig::admission_value);
+      .def_rw("admission_value", &TableConfig::admission_value)
+      .def_rw("files", &TableConfig::files);
 }
 
 }  // namespace
 
 void register_store(nb::module_& m) {
   register_config(m);
+  nb::exception<persia::RegionFull>(m, "RegionFull", PyExc_RuntimeError);
   using Release = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<Store>(m, "Store", "Tables of embedding rows; see persia.store.EmbeddingStore.")
       .def(nb::init<persia::ThreadPool&>(), nb::arg("pool"), nb::keep_alive<1, 2>())
@@ -333,6 +359,7 @@ void register_store(nb::module_& m) {
       .def("size", &Store::size, nb::arg("table"), Release())
       .def("memory_bytes", &Store::memory_bytes, nb::arg("table"), Release())
       .def("statistics", &statistics, nb::arg("table"))
+      .def("recovery", &recovery, nb::arg("table"))
       .def("clear", &Store::clear, nb::arg("table"), Release())
       .def("set_dirty_epoch", &Store::set_dirty_epoch, nb::arg("table"), nb::arg("epoch"), Release());
 }

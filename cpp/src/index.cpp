@@ -2,6 +2,7 @@
 
 #include <bit>
 #include <limits>
+#include <vector>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -54,5 +55,26 @@ void Index::candidates(const Index* const* indices, const std::uint32_t* tags, s
   }
 }
 #endif
+
+bool Index::sound(std::uint64_t rows) const {
+  std::vector<bool> seen(rows);
+  std::uint64_t found = 0, last = std::numeric_limits<std::uint64_t>::max(), run = 0, used_end = 0;
+  const std::uint64_t end = count_ + kIndexTail;
+  for (std::uint64_t at = 0; at < end; ++at) {
+    const std::uint64_t slot = slots_[at];
+    if (slot == 0) {
+      run = at + 1;  // Slots that are taken begin here at the earliest: a search does not pass an empty one.
+      continue;
+    }
+    const std::uint32_t tag = tag_in(slot), row = row_in(slot);
+    if (tag == 0 || tag > last || row >= rows || seen[row]) return false;
+    if (home(tag) > at || home(tag) < run) return false;
+    seen[row] = true;
+    last = tag;
+    used_end = at + 1;
+    ++found;
+  }
+  return found == rows && used_end + kLineSlots <= end;
+}
 
 }  // namespace persia

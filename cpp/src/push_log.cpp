@@ -9,7 +9,6 @@ namespace {
 
 ClientEntry advance(const ClientEntry& entry, std::uint64_t sequence) {
   ClientEntry next = entry;
-  if (entry.open_sequence == sequence) next.open_sequence = next.open_rows = 0;
   if (sequence <= entry.last) {
     if (sequence < entry.last) next.recent |= std::uint64_t{1} << (entry.last - sequence - 1);
     return next;
@@ -36,19 +35,26 @@ bool PushLog::applied(std::uint64_t client, std::uint64_t sequence) const {
   return behind == 0 || behind > 64 || ((entry->recent >> (behind - 1)) & 1u) != 0;
 }
 
+OpenPush* PushLog::open_of(std::uint64_t client, std::uint64_t sequence) const {
+  auto* const end = header_->open + kOpenPushes;
+  auto* const found = std::find_if(
+      header_->open, end, [&](const OpenPush& open) { return open.client == client && open.sequence == sequence; });
+  return found == end ? nullptr : found;
+}
+
 std::uint64_t PushLog::begin(std::uint64_t client, std::uint64_t sequence) {
-  const ClientEntry* entry = entry_of(client);
-  const bool open = client != 0 && entry != nullptr && entry->open_sequence == sequence;
-  header_->push = {0, 0, open ? entry->open_rows : 0};
+  const OpenPush* open = client == 0 ? nullptr : open_of(client, sequence);
+  header_->push = {0, 0, open == nullptr ? 0 : open->rows};
   barrier();
   header_->push.sequence = sequence;
+  barrier();
   header_->push.client = client;
   return header_->push.rows_applied;
 }
 
 void PushLog::commit(std::uint64_t client, std::uint64_t sequence) {
   const ClientEntry* entry = entry_of(client);
-  replace(client, advance(entry == nullptr ? ClientEntry{client, 0, 0, 0, 0, 0} : *entry, sequence));
+  replace(client, advance(entry == nullptr ? ClientEntry{client, 0, 0, 0} : *entry, sequence));
 }
 
 // In one step as seen after a kill: the new entry is complete beside the table before the table changes.
@@ -75,15 +81,31 @@ void PushLog::finish_commit() {
   header_->commit_slot = 0;
 }
 
+// What is kept of an interrupted push is void as soon as it counts as applied; nobody needs to remove it.
+void PushLog::set_aside(const PushProgress& push) {
+  OpenPush* open = open_of(push.client, push.sequence);
+  if (open == nullptr) {
+    open = std::min_element(header_->open, header_->open + kOpenPushes, [&](const OpenPush& a, const OpenPush& b) {
+      const auto age = [&](const OpenPush& o) { return applied(o.client, o.sequence) ? 0 : o.used; };
+      return age(a) < age(b);
+    });
+    open->client = 0;
+    barrier();
+    open->sequence = push.sequence;
+    open->used = ++header_->client_clock;
+  }
+  open->rows = push.rows_applied;
+  barrier();
+  open->client = push.client;
+}
+
 void PushLog::recover() {
   if (header_->commit_slot != 0) finish_commit();
-  const PushProgress push = header_->push;
-  if (push.client == 0) return;
-  const ClientEntry* entry = entry_of(push.client);
-  ClientEntry next = entry == nullptr ? ClientEntry{push.client, 0, 0, 0, 0, 0} : *entry;
-  next.open_sequence = push.sequence;
-  next.open_rows = push.rows_applied;
-  replace(push.client, next);
+  if (header_->push.client == 0) return;
+  set_aside(header_->push);
+  barrier();
+  header_->push.client = 0;
+  barrier();
 }
 
 }  // namespace persia

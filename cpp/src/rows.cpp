@@ -211,6 +211,7 @@ void Shard::apply(std::uint32_t number, const Push& push, const float* gradient)
   r.last_step = push.step;
   r.stamp = header_->clock;
   r.dirty_epoch = header_->dirty_epoch;
+  crash_point();
   optimizer_->apply({weight(number), state(number), gradient, dim_, push.lr, r.update_count});
 }
 

@@ -1,7 +1,6 @@
 #include "persia/shard.hpp"
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
@@ -9,26 +8,6 @@
 #include "persia/memory.hpp"
 
 namespace persia {
-namespace {
-
-constexpr std::uint64_t kMaxRows = std::numeric_limits<std::uint32_t>::max() - 1u;
-
-std::size_t stride_of(const TableConfig& config, const Optimizer& optimizer) {
-  return align_up(sizeof(RowHeader) + sizeof(float) * (config.dim + optimizer.state_width(config.dim)), 8);
-}
-
-std::uint64_t capacity_of(const TableConfig& config, std::uint32_t shard) {
-  const std::uint64_t capacity = config.capacity / config.shards + (shard < config.capacity % config.shards ? 1 : 0);
-  if (capacity > kMaxRows) throw std::invalid_argument("a shard holds fewer than 2^32 - 1 rows: use more shards");
-  return capacity;
-}
-
-std::uint64_t sketch_width_of(const TableConfig& config, std::uint64_t capacity) {
-  if (config.admission == Admission::kAll) return 0;
-  return std::clamp<std::uint64_t>(std::bit_ceil(capacity), 1u << 10, 1u << 20);
-}
-
-}  // namespace
 
 PushCounts& PushCounts::operator+=(const PushCounts& other) {
   applied += other.applied;
@@ -40,40 +19,8 @@ PushCounts& PushCounts::operator+=(const PushCounts& other) {
 
 void Shard::mark() {
   begun_ = true;
-  header_->busy = 1;
+  header_->busy |= kRowsBusy;
   barrier();
-}
-
-Shard::Shard(const TableConfig& config, const Optimizer& optimizer, std::uint32_t shard)
-    : config_(&config), optimizer_(&optimizer), dim_(config.dim), stride_(stride_of(config, optimizer)) {
-  const std::uint64_t capacity = capacity_of(config, shard);
-  const std::uint64_t sketch_width = sketch_width_of(config, capacity);
-  layout_ = Layout::of(capacity, stride_, sketch_width);
-  region_ = Region::anonymous(layout_.total);
-  region_.advise_huge(layout_.index + kHugePage, layout_.index_bytes - std::min(layout_.index_bytes, kHugePage));
-  region_.advise_huge(layout_.rows + kHugePage, layout_.rows_bytes - std::min(layout_.rows_bytes, kHugePage));
-  rows_ = region_.base() + layout_.rows;
-  header_ = reinterpret_cast<Header*>(region_.base());
-  Header& h = *header_;
-  h.format = kFormat;
-  h.durable = config.durable;
-  h.name_hash = hash_name(config.name);
-  std::memcpy(h.name, config.name.data(), std::min(config.name.size(), kNameBytes));
-  h.dim = static_cast<std::uint32_t>(dim_);
-  h.optimizer = static_cast<std::uint32_t>(optimizer.config().kind);
-  h.state_width = static_cast<std::uint32_t>(optimizer.state_width(dim_));
-  h.row_stride = static_cast<std::uint32_t>(stride_);
-  h.capacity = capacity;
-  h.seed = config.seed;
-  h.shard = shard;
-  h.shards = config.shards;
-  h.sketch_width = sketch_width;
-  h.index_slots = std::min(Index::kFirstSlots, layout_.max_slots);
-  h.dirty_epoch = 1;
-  barrier();
-  h.magic = kMagic;
-  index_ = Index(reinterpret_cast<std::uint64_t*>(region_.base() + layout_.index), h.index_slots, layout_.max_slots);
-  sketch_ = Sketch(reinterpret_cast<std::uint16_t*>(region_.base() + layout_.sketch), sketch_width);
 }
 
 std::uint32_t Shard::find(std::uint64_t id) const {
@@ -100,37 +47,55 @@ std::uint32_t Shard::admit(std::uint64_t id) {
 }
 
 std::uint32_t Shard::insert(std::uint64_t id) {
-  const std::uint32_t number = acquire();
+  const std::uint32_t number = acquire(id);
   RowHeader& r = *row(number);
   r = {id, 0, 0, header_->clock, header_->dirty_epoch};
+  crash_point();
   initialize(config_->initializer, weight(number), dim_, row_key(header_->seed, header_->name_hash, id));
   optimizer_->initialize_state(state(number), header_->state_width);
   publish(id, number);
   return number;
 }
 
-// A row number to write to: the next unused one, or that of the least recently used row, which leaves the index.
-std::uint32_t Shard::acquire() {
-  if (header_->rows_used < header_->capacity) return static_cast<std::uint32_t>(header_->rows_used);
+// A row number to write to: the next unused one, or that of the least recently used row, whose place in the index goes
+// to the new id. Whatever may fail comes first: then nothing has changed.
+std::uint32_t Shard::acquire(std::uint64_t id) {
+  if (header_->rows_used < header_->rows_backed) return static_cast<std::uint32_t>(header_->rows_used);
+  if (header_->rows_used < header_->capacity) {
+    back_rows();
+    return static_cast<std::uint32_t>(header_->rows_used);
+  }
   const std::uint32_t number = victims_.pop(stamps(), header_->clock);
   keep(number);
-  evicted_.add(row(number)->key);
+  mark_index();
+  index_.insert(Index::tag_of(hash_id(id)), number);
   save_undo(number);
-  index_.erase(Index::tag_of(hash_id(row(number)->key)), number);
+  if (!index_.erase(Index::tag_of(hash_id(row(number)->key)), number)) {
+    index_.erase(Index::tag_of(hash_id(id)), number);
+    drop_undo();
+    throw std::runtime_error(where() + ": row " + std::to_string(number) + " is damaged: the index has no such id");
+  }
+  evicted_.add(row(number)->key);
   ++header_->counters.evicted;
   return number;
 }
 
-// Makes a row that has been written completely reachable.
+// After a row has been written completely: makes it reachable, unless it has taken another's place.
 void Shard::publish(std::uint64_t id, std::uint32_t number) {
-  const std::uint64_t rows = std::max<std::uint64_t>(header_->rows_used, std::uint64_t{number} + 1);
-  if (index_.full(rows)) {
-    index_.grow();
-    header_->index_slots = index_.slot_count();
+  if (number == header_->rows_used) {
+    const std::uint64_t rows = std::uint64_t{number} + 1;
+    if (index_.full(rows)) {
+      back_index(index_.grown());
+      mark_index();
+      index_.grow();
+      barrier();
+      header_->index_slots = index_.slot_count();
+    }
+    mark_index();
+    index_.insert(Index::tag_of(hash_id(id)), number);
+    barrier();
+    header_->rows_used = rows;
   }
-  index_.insert(Index::tag_of(hash_id(id)), number);
-  barrier();
-  header_->rows_used = rows;
   drop_undo();
 }
 
@@ -227,9 +192,10 @@ void Shard::import_row(const RowView& rows, std::size_t at) {
         return;
       }
     }
-    number = acquire();
+    number = acquire(id);
   }
   *row(number) = {id, rows.update_counts[at], rows.last_steps[at], rows.stamps[at], 0};
+  crash_point();
   copy_floats(weight(number), rows.embeddings + at * dim_, dim_);
   if (width > 0) copy_floats(state(number), rows.states + at * width, width);
   if (known) {
@@ -279,7 +245,10 @@ void Shard::clear() {
   check_no_cut();
   evicted_ = {};
   mark();
+  mark_index();
   header_->rows_used = 0;
+  barrier();
+  if (region_.is_file()) header_->rows_backed = 0;
   barrier();
   index_.clear();
   region_.discard(layout_.rows, layout_.rows_bytes);
@@ -292,28 +261,6 @@ void Shard::clear() {
 void Shard::set_dirty_epoch(std::uint32_t epoch) {
   const std::lock_guard lock(mutex_);
   header_->dirty_epoch = epoch;
-}
-
-void Shard::recover() {
-  const std::lock_guard lock(mutex_);
-  if (header_->undo_row != 0 && header_->undo_mark == header_->push.rows_applied) {
-    std::memcpy(row_bytes(static_cast<std::uint32_t>(header_->undo_row - 1)), region_.base() + layout_.undo, stride_);
-  }
-  barrier();
-  header_->undo_row = 0;
-  barrier();
-  PushLog(*header_).recover();
-  rebuild_index();
-  victims_.clear();
-  header_->busy = 0;
-}
-
-void Shard::rebuild_index() {
-  std::memset(region_.base() + layout_.index, 0, (header_->index_slots + kIndexTail) * sizeof(std::uint64_t));
-  for (std::uint64_t number = 0; number < header_->rows_used; ++number) {
-    const auto n = static_cast<std::uint32_t>(number);
-    index_.insert(Index::tag_of(hash_id(row(n)->key)), n);
-  }
 }
 
 std::uint64_t Shard::size() {

@@ -190,7 +190,8 @@ bool Shard::export_cut(std::uint64_t max_rows, RowBatch& rows) {
     for (std::uint64_t number = begin; number < end; ++number) {
       if (spilled != old.end() && spilled->number == number) {
         append(spilled->row, rows);
-        ++spilled;
+        // A row that was about to change, and did not as there was no room, is there twice, with the same bytes.
+        while (spilled != old.end() && spilled->number == number) ++spilled;
       } else if (const auto n = static_cast<std::uint32_t>(number); cut_->wanted(*row(n))) {
         append(n, rows);
       }

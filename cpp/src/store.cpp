@@ -107,6 +107,10 @@ void Store::check_process() const {
 std::size_t Store::create_table(const TableConfig& config) {
   check_process();
   auto table = std::make_unique<Table>(config);
+  if (config.files.attach) {
+    table->recovery.resize(table->all.size());
+    pool_->parallel_for(table->all.size(), [&](std::size_t s) { table->recovery[s] = table->all[s]->recover(); });
+  }
   const std::unique_lock lock(tables_mutex_);
   for (const auto& other : tables_) require(other->config.name != config.name, config.name, "the name is in use");
   tables_.push_back(std::move(table));

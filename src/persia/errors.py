@@ -24,6 +24,7 @@ __all__ = [
     "StaleBatchError",
     "StalePushError",
     "StoreError",
+    "StoreFullError",
     "WireError",
 ]
 
@@ -59,6 +60,10 @@ class DataError(PersiaError):
 
 class StoreError(PersiaError):
     """The embedding store refuses a request; it is unchanged."""
+
+
+class StoreFullError(StoreError):
+    """The regions of an embedding store cannot grow; the message says where, and how much is free there."""
 
 
 class CheckpointError(PersiaError):

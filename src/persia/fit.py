@@ -260,10 +260,14 @@ class Run:
             staleness=trainer.embeddings.staleness.mean,
         )
 
-    @staticmethod
-    def _write(writer: Any, snapshot: Snapshot) -> None:
+    def _write(self, writer: Any, snapshot: Snapshot) -> None:
         for name in ("rows_per_second", "loss", "auc", "stored_rows", "staleness"):
             writer.add_scalar(f"train/{name}", getattr(snapshot, name), snapshot.step)
+        # One that communicates says how much.
+        statistics: dict[str, Any] = getattr(self._trainer.step.optimizer, "statistics", dict)()
+        for name, value in statistics.items():
+            number = float(value == "compressed") if name == "phase" else value
+            writer.add_scalar(f"optimizer/{name}", number, snapshot.step)
 
     def result(self, evaluation: MetricsResult | None) -> FitResult:
         """What `fit` returns."""

@@ -153,7 +153,7 @@ def training_state(trainer: Trainer) -> dict[str, Any]:
     return {
         "seed": trainer.options.seed,
         "optimizer_class": type(step.optimizer).__qualname__,
-        "optimizer": step.optimizer.state_dict(),
+        "optimizer": step.optimizer_state(),
         "scheduler": step.scheduler.state_dict() if step.scheduler else None,
         "scaler": step.scaler.state_dict() if step.scaler else None,
         "global_step": trainer.global_step,

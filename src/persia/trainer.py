@@ -24,6 +24,7 @@ from persia.nn.collection import CollectionOptions, EmbeddingCollection
 from persia.nn.prepared import PreparedBatch
 from persia.nn.staging import staging_for
 from persia.nn.step import DenseStep, OptimizerFactory, StepOptions
+from persia.optim import APMSqueeze
 from persia.options import TrainerOptions
 from persia.random_state import RandomState
 from persia.schema import EmbeddingOptimizer, Schema
@@ -102,7 +103,10 @@ class Trainer:
         )
         connection = self.embeddings.connection
         if connection.nn_workers > 1:
-            self.step.replicas = AllReduce(self.model, connection.nn_workers, AllReduceOptions(self.options.timeout))
+            average = not isinstance(self.step.optimizer, APMSqueeze)  # It does by itself.
+            self.step.replicas = AllReduce(
+                self.model, connection.nn_workers, AllReduceOptions(self.options.timeout, average=average)
+            )
         self.metrics = Metrics(list(schema.labels))
         """Of this NN worker."""
         self.earlier = Totals()

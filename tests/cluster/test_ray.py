@@ -74,7 +74,7 @@ def test_no_number_of_processes_changes_a_number(ps, embedding_workers, data_loa
 
 def test_two_nn_workers_a_bare_loop_resizing_and_deaths(one_thread):
     """One cluster for all, as processes take long to start."""
-    with persia.cluster.Ray(2, 1, 1, 2, options()) as cluster:
+    with persia.cluster.Ray(2, 1, 1, 2, options(regions="")) as cluster:
         trainer = make_trainer(cluster, persia.modes.Hybrid(2))
 
         # All rows are trained once, though 21 batches do not divide by 2; while processes come and go.
@@ -104,7 +104,7 @@ def test_two_nn_workers_a_bare_loop_resizing_and_deaths(one_thread):
         assert "NN worker 1" in caught.value.__notes__[0]
         assert cluster.run(torch.distributed.get_rank) == [0, 1]
 
-        # A PS that dies ends the run.
+        # A PS without regions that dies ends the run.
         killed = threading.Thread(target=kill_once_training, args=(cluster, "embedding_ps", None))
         killed.start()
         with pytest.raises(RoleDiedError, match=r"embedding PS 0 \(process \d+ on .*has died"):

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <stdexcept>
 
 #include "persia/layout.hpp"
@@ -74,14 +75,19 @@ class Index {
     slots_[at] = (std::uint64_t{tag} << 32) | row;
   }
 
-  void erase(std::uint32_t tag, std::uint32_t row) {
+  // Whether it was there: it always is, but where rows or index are damaged.
+  bool erase(std::uint32_t tag, std::uint32_t row) {
     const std::uint64_t wanted = (std::uint64_t{tag} << 32) | row;
     std::uint64_t at = lower_bound(home(tag), tag);
-    while (slots_[at] != wanted) ++at;
+    while (slots_[at] != wanted) {
+      if (tag_in(slots_[at]) != tag) return false;
+      ++at;
+    }
     std::uint64_t end = at + 1;
     while (slots_[end] != 0 && home(tag_in(slots_[end])) < end) ++end;
     std::memmove(slots_ + at, slots_ + at + 1, (end - at - 1) * sizeof(std::uint64_t));
     slots_[end - 1] = 0;
+    return true;
   }
 
   // One step larger, in place: packs the slots at the end of the new array, then deals them out from its start.
@@ -89,10 +95,29 @@ class Index {
   // shrink, because distances to the end grow.
   void grow() {
     const std::uint64_t old_end = used_end();
-    count_ = std::min(count_ < kDoubling ? count_ * 2 : (count_ + count_ / 2) / kLineSlots * kLineSlots, max_);
+    count_ = grown();
     const std::uint64_t end = count_ + kIndexTail;
     deal(pack(old_end, end), end);
   }
+
+  // How many slots `grow` would make of them.
+  std::uint64_t grown() const {
+    return std::min(count_ < kDoubling ? count_ * 2 : (count_ + count_ / 2) / kLineSlots * kLineSlots, max_);
+  }
+
+  // Anew, whatever the slots hold: for the rows 0 ... rows - 1 and their tags. There must be room for them.
+  template <class TagOf>
+  void build(std::uint64_t rows, TagOf&& tag_of_row) {
+    const std::uint64_t end = count_ + kIndexTail;
+    std::uint64_t* const packed = slots_ + (end - rows);
+    for (std::uint64_t row = 0; row < rows; ++row) packed[row] = (std::uint64_t{tag_of_row(row)} << 32) | row;
+    std::sort(packed, slots_ + end, std::greater<>());
+    deal(end - rows, end);
+  }
+
+  // Whether these slots are an index of the rows 0 ... rows - 1, as far as can be said without reading a row: whoever
+  // searches it comes to an end, and finds none but these.
+  bool sound(std::uint64_t rows) const;
 
   void clear() { std::memset(slots_, 0, (count_ + kIndexTail) * sizeof(std::uint64_t)); }
 
@@ -128,6 +153,7 @@ class Index {
     for (; from < end; ++from) {
       const std::uint64_t slot = slots_[from];
       const std::uint64_t at = std::max(home(tag_in(slot)), next);
+      if (at > from) throw std::runtime_error("thousands of rows share one hash, which cannot be: they are damaged");
       for (; next < at; ++next) slots_[next] = 0;
       slots_[at] = slot;
       next = at + 1;

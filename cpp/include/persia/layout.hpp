@@ -1,4 +1,4 @@
-// The bytes of a region: header | undo slot | sketch | index | rows. Everything in here is format version 1.
+// The bytes of a region: header | undo slot | sketch | index | rows. Everything in here is format version 2.
 //
 // Offsets only, never pointers; no locks. A process that attaches to a region written by another finds all it needs.
 #pragma once
@@ -10,8 +10,9 @@
 namespace persia {
 
 inline constexpr std::uint64_t kMagic = 0x3130414953524550u;  // "PERSIA01" in memory order
-inline constexpr std::uint32_t kFormat = 1;
+inline constexpr std::uint32_t kFormat = 2;
 inline constexpr std::size_t kClients = 256;
+inline constexpr std::size_t kOpenPushes = 32;
 inline constexpr std::size_t kNameBytes = 64;
 inline constexpr std::size_t kHeaderBytes = 16384;
 inline constexpr std::size_t kSketchRows = 4;
@@ -29,17 +30,22 @@ static_assert(sizeof(RowHeader) == 24);
 
 // The pushes of one client that a shard has applied: `last` is the highest number, bit i of `recent` says whether
 // last - 1 - i has been applied too. `used` orders the entries by recency, so that the oldest makes room.
-// `open_sequence` is a push that a crash has interrupted after `open_rows` rows, and that is yet to be retried.
 struct ClientEntry {
   std::uint64_t client;
   std::uint64_t last;
   std::uint64_t recent;
   std::uint64_t used;
-  std::uint64_t open_sequence;
-  std::uint64_t open_rows;
 };
-inline constexpr std::size_t kClientWords = 6;
+inline constexpr std::size_t kClientWords = 4;
 static_assert(sizeof(ClientEntry) == kClientWords * 8);
+
+// A push that a crash has interrupted after `rows` rows, and that is yet to be retried. Client 0: none.
+struct OpenPush {
+  std::uint64_t client;
+  std::uint64_t sequence;
+  std::uint64_t rows;
+  std::uint64_t used;
+};
 
 struct Counters {
   std::uint64_t lookups;
@@ -62,8 +68,13 @@ struct PushProgress {
   std::uint64_t rows_applied;  // in the push's own order, skipped rows included
 };
 
+// What `Header::busy` says of a shard that its process has left without a word.
+inline constexpr std::uint32_t kRowsBusy = 1;   // a request was in work
+inline constexpr std::uint32_t kIndexBusy = 2;  // and it changed the index
+
 struct Header {
   std::uint64_t magic;
+  // Never changed after creation, and covered by `check`:
   std::uint32_t format;
   std::uint32_t durable;
   std::uint64_t name_hash;
@@ -77,8 +88,13 @@ struct Header {
   std::uint32_t shard;
   std::uint32_t shards;
   std::uint64_t sketch_width;
+  std::uint64_t settings;  // hash of what else decides the values of rows
+  std::uint64_t check;
+  // Changed in work:
+  std::uint64_t owner;  // process that has, or had, the region
   std::uint64_t rows_used;
-  std::uint64_t free_head;  // reserved: an evicted row is reused at once, so nothing is ever free below rows_used
+  std::uint64_t rows_backed;   // there is memory for so many rows ...
+  std::uint64_t index_backed;  // ... and index slots, the tail included
   std::uint64_t index_slots;
   std::uint32_t clock;
   std::uint32_t dirty_epoch;
@@ -90,16 +106,19 @@ struct Header {
   PushProgress push;
   ClientEntry commit_entry;
   Counters counters;
-  std::uint8_t reserved[160];
+  std::uint8_t reserved[136];
+  OpenPush open[kOpenPushes];
   ClientEntry clients[kClients];
 };
 static_assert(offsetof(Header, dim) == 88);
 static_assert(offsetof(Header, capacity) == 104);
-static_assert(offsetof(Header, rows_used) == 136);
-static_assert(offsetof(Header, clock) == 160);
-static_assert(offsetof(Header, push) == 200);
-static_assert(offsetof(Header, counters) == 272);
-static_assert(offsetof(Header, clients) == 512);
+static_assert(offsetof(Header, check) == 144);
+static_assert(offsetof(Header, rows_used) == 160);
+static_assert(offsetof(Header, clock) == 192);
+static_assert(offsetof(Header, push) == 232);
+static_assert(offsetof(Header, counters) == 288);
+static_assert(offsetof(Header, open) == 504);
+static_assert(offsetof(Header, clients) == 1528);
 static_assert(sizeof(Header) <= kHeaderBytes);
 
 // Where the sections of a region lie. It follows from these numbers alone, all of them in the header.

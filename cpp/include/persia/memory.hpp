@@ -8,8 +8,23 @@ namespace persia {
 
 inline constexpr std::size_t kLine = 64;  // bytes of a cache line
 
-// What a kill can cut in two is the order of stores of this process: the compiler must keep it, the CPU does.
-inline void barrier() { std::atomic_signal_fence(std::memory_order_seq_cst); }
+#ifdef PERSIA_CRASH_POINTS
+// Built into the tests of crashes only: called wherever a kill could leave something half done.
+inline void (*crash_hook)() = nullptr;
+inline void crash_point() {
+  if (crash_hook != nullptr) crash_hook();
+}
+#else
+inline void crash_point() {}
+#endif
+
+// What a kill can cut in two is the order of stores of this process. The compiler must keep it, which this is for. The
+// pages outlive the process as they are, whatever lay in caches of the CPU, so nothing needs to be flushed; and the
+// next process attaches after the kernel has ended this one, so it sees all of its stores, on any CPU.
+inline void barrier() {
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+  crash_point();
+}
 
 // Unrolled for whole blocks of 8, which common dims are: a call of memcpy per row costs as much as the copy.
 inline void copy_floats(float* to, const float* from, std::size_t count) {

@@ -21,8 +21,10 @@ class PushLog {
 
  private:
   ClientEntry* entry_of(std::uint64_t client) const;
+  OpenPush* open_of(std::uint64_t client, std::uint64_t sequence) const;
   void replace(std::uint64_t client, ClientEntry next);
   void finish_commit();
+  void set_aside(const PushProgress& push);
 
   Header* header_;
 };

@@ -23,6 +23,13 @@ namespace persia {
 
 enum class Admission : std::uint32_t { kAll = 0, kProbability = 1, kMinFrequency = 2 };
 
+// Where the regions of a table are files, which outlive the process: `path`.0 and so on, by shard.
+struct RegionFiles {
+  std::string path;           // empty: memory of this process
+  bool attach = false;        // the files are there: go on with what is in them
+  double lock_seconds = 0.0;  // for which to wait for a process that still has them
+};
+
 struct TableConfig {
   std::string name;
   std::size_t dim = 16;
@@ -33,7 +40,8 @@ struct TableConfig {
   InitializerConfig initializer;
   Admission admission = Admission::kAll;
   double admission_value = 0.0;  // the probability, or the number of occurrences
-  bool durable = false;          // keep undo slot and push progress: for memory that outlives the process
+  bool durable = false;          // keep undo slot and push progress; always done in files
+  RegionFiles files;
 };
 
 // Among `shards`, a power of two.
@@ -63,6 +71,14 @@ struct Push {
   std::uint32_t step;
   std::uint64_t client;  // 0: not tracked
   std::uint64_t sequence;
+};
+
+// What a shard was found to be when its region was attached to.
+struct Recovery {
+  bool busy = false;     // the process that had it died in the midst of a request
+  bool undone = false;   // a row was half written, and is as before
+  bool open = false;     // a push was interrupted, and goes on where it was when it is repeated
+  bool rebuilt = false;  // the index was made anew from the rows
 };
 
 // Whole rows, column by column.
@@ -129,13 +145,14 @@ class Shard {
 
   void clear();
   void set_dirty_epoch(std::uint32_t epoch);
-  // After an interruption: undoes the row that was being written, completes a commit, rebuilds the index.
-  void recover();
+  // After an interruption: undoes the row that was being written, completes a commit, rebuilds the index if need be.
+  // Throws std::runtime_error if the region is damaged otherwise.
+  Recovery recover();
 
   std::uint64_t size();
   std::uint64_t memory_bytes();
   Counters counters();
-  // For tests and for attaching tools; not locked.
+  // For tests; not locked.
   Header& header() { return *header_; }
   std::byte* row_bytes(std::uint32_t row) const { return rows_ + std::size_t{row} * stride_; }
 
@@ -149,7 +166,18 @@ class Shard {
   float* state(std::uint32_t number) const { return weight(number) + dim_; }
   Stamps stamps() const { return {rows_, stride_, header_->rows_used}; }
 
+  void open_region();
+  void format();
+  void check_identity() const;
+  void check_state() const;
+  void back_rows();
+  void back_index(std::uint64_t slots);
   void mark();
+  void mark_index() {
+    if ((header_->busy & kIndexBusy) != 0) return;
+    header_->busy |= kIndexBusy;
+    barrier();
+  }
   void begin();
   void begin_push(const Push& push);
   void end_push(const Push& push);
@@ -165,7 +193,7 @@ class Shard {
   static void lookup_only(Shards shards, const Slice& slice, float* out);
   std::uint32_t admit(std::uint64_t id);
   std::uint32_t insert(std::uint64_t id);
-  std::uint32_t acquire();
+  std::uint32_t acquire(std::uint64_t id);
   void publish(std::uint64_t id, std::uint32_t number);
   void import_row(const RowView& rows, std::size_t position);
   void apply(std::uint32_t number, const Push& push, const float* gradient);
@@ -173,6 +201,7 @@ class Shard {
   void save_undo(std::uint32_t number);
   void drop_undo();
   void rebuild_index();
+  std::string where() const;
   void append(const std::byte* row, RowBatch& rows) const;
   void append(std::uint32_t number, RowBatch& rows) const { append(row_bytes(number), rows); }
   // Before anything of a row changes.
@@ -186,6 +215,7 @@ class Shard {
   const Optimizer* optimizer_;
   std::size_t dim_;
   std::size_t stride_;
+  std::uint32_t number_;
   Layout layout_;
   Region region_;
   Header* header_;

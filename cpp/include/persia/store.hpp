@@ -29,7 +29,8 @@ struct Table {
   Optimizer optimizer;
   std::size_t state_width;
   std::vector<std::unique_ptr<Shard>> shards;
-  std::vector<Shard*> all;  // the same, for calls that go to all of them
+  std::vector<Shard*> all;         // the same, for calls that go to all of them
+  std::vector<Recovery> recovery;  // by shard, of those that were attached
 };
 
 struct LookupRequest {
@@ -55,7 +56,8 @@ class Store {
   ~Store();
 
   // Throws std::invalid_argument for a bad configuration or a name in use, std::runtime_error if memory cannot be
-  // reserved. Tables are numbered from 0.
+  // reserved, or regions cannot be made or attached to; RegionFull if there is no room for them. Tables are numbered
+  // from 0.
   std::size_t create_table(const TableConfig& config);
   std::size_t tables() const;
   const Table& table(std::size_t index) const;

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from persia.cli.checkpoint import checkpoint_app
+from persia.cli.regions import cluster_app
 from persia.errors import CheckpointError, PersiaError
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ app = typer.Typer(
     help="Train recommenders with unbounded embedding tables. Start with `persia train examples/globo.toml`.",
 )
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(cluster_app, name="cluster")
 
 Config = Annotated[str, typer.Argument(help="TOML file; see examples/*.toml.", metavar="CONFIG")]
 Set = Annotated[

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import msgspec
@@ -11,11 +11,12 @@ import torch
 
 from persia import data
 from persia.cluster import Embedded, RayOptions
-from persia.config import dump
+from persia.config import convert, dump
 from persia.errors import ConfigError
 from persia.modes import Hybrid, Sync
 from persia.nn import models
 from persia.nn.step import OptimizerFactory
+from persia.optim import APMSqueeze, APMSqueezeOptions
 from persia.options import TrainerOptions
 from persia.schema import Adagrad, EmbeddingOptimizer, Schema
 from persia.services import Cluster
@@ -40,13 +41,47 @@ READERS: dict[str, Callable[..., Any]] = {
     "globo": data.globo,
     "synthetic": data.synthetic,
 }
-OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
     "adagrad": torch.optim.Adagrad,
     "sgd": torch.optim.SGD,
     "rmsprop": torch.optim.RMSprop,
 }
+
+
+def _apmsqueeze(
+    params: Iterable[torch.nn.Parameter],
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    warmup: int | str = "auto",
+    compressor: dict[str, Any] | None = None,
+    communicate: str = "momentum",
+    clip_norm: float | None = None,
+    bucket_bytes: int = 25 << 20,
+    variance_floor: float = 1e-3,
+    timeout: float = 600.0,
+    debug: bool = False,
+) -> torch.optim.Optimizer:
+    """APMSqueeze and its options by plain values."""
+    options = {
+        "warmup": warmup,
+        "compressor": compressor or {"kind": "one_bit"},
+        "communicate": communicate,
+        "clip_norm": clip_norm,
+        "bucket_bytes": bucket_bytes,
+        "variance_floor": variance_floor,
+        "timeout": timeout,
+        "debug": debug,
+    }
+    converted = convert(options, APMSqueezeOptions, "optimizer.options")
+    return APMSqueeze(params, lr, (betas[0], betas[1]), eps, weight_decay, options=converted)
+
+
+OPTIMIZERS["apmsqueeze"] = _apmsqueeze
 
 
 class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -112,12 +147,12 @@ class OptimizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The optimizer of the network.
 
     Attributes:
-        kind: of `torch.optim`.
+        kind: of `torch.optim`, or "apmsqueeze": Adam that sends one bit per parameter.
         lr: learning rate.
-        options: its further arguments, by name.
+        options: its further arguments, by name; for "apmsqueeze" also those of `APMSqueezeOptions`.
     """
 
-    kind: Literal["adam", "adamw", "adagrad", "sgd", "rmsprop"] = "adam"
+    kind: Literal["adam", "adamw", "adagrad", "sgd", "rmsprop", "apmsqueeze"] = "adam"
     lr: float = 1e-3
     options: dict[str, Any] = {}
 

@@ -38,10 +38,13 @@ class AllReduceOptions(NamedTuple):
     Attributes:
         timeout: seconds that a wait for the other NN workers may take.
         bucket_megabytes: gradients that travel together.
+        average: False if the optimizer averages by itself, counting all NN workers alike, as APMSqueeze does:
+            gradients then stay here, weighed so that its average is that of all rows.
     """
 
     timeout: float = 600.0
     bucket_megabytes: float = 25.0
+    average: bool = True
 
 
 class AllReduce:
@@ -74,15 +77,20 @@ class AllReduce:
         self.nn_workers = nn_workers
         self._group = dist.new_group(timeout=timedelta(seconds=options.timeout))
         self._network = model
-        self._ddp = DistributedDataParallel(
-            model,
-            process_group=self._group,
-            bucket_cap_mb=options.bucket_megabytes,
-            gradient_as_bucket_view=True,
-            **_NO_BUFFERS,
-        )
-        self._ddp.register_comm_hook(None, lambda _, bucket: self._average(bucket.buffer()))
-        self.model: torch.nn.Module = self._ddp
+        self._ddp: DistributedDataParallel | None = None
+        if options.average:
+            self._ddp = DistributedDataParallel(
+                model,
+                process_group=self._group,
+                bucket_cap_mb=options.bucket_megabytes,
+                gradient_as_bucket_view=True,
+                **_NO_BUFFERS,
+            )
+            self._ddp.register_comm_hook(None, lambda _, bucket: self._average(bucket.buffer()))
+        else:
+            for parameter in model.parameters():
+                dist.broadcast(parameter.detach(), src=0, group=self._group)
+        self.model: torch.nn.Module = self._ddp or model
         synchronised = any(isinstance(m, torch.nn.SyncBatchNorm) for m in model.modules())
         self.made_up_rows = 0 if synchronised else 1
         self.settle()  # Under its old name the argument also keeps DDP from doing this.
@@ -132,10 +140,12 @@ class AllReduce:
         with contextlib.ExitStack() as stack:
             if made_up:
                 stack.enter_context(_unlearned(self._network))
-            if not last:
+            if not last and self._ddp is not None:
                 stack.enter_context(self._ddp.no_sync())
             try:
                 yield
+                if last and self._ddp is None:
+                    self._weigh_all(self._network.parameters())
             except Exception as error:
                 # What the hook failed with comes out of the backward pass as something else.
                 failure: Exception | None = self._failure
@@ -147,6 +157,9 @@ class AllReduce:
 
     def reduce_rest(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Averages gradients of an update whose last batch never came."""
+        if self._ddp is None:
+            self._weigh_all(parameters)
+            return
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -172,14 +185,22 @@ class AllReduce:
             self._failure = error
             raise
 
-    def _weigh(self, gradient: torch.Tensor) -> None:
+    def _weigh_all(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """In place of an average: what a mean over workers turns into a mean over rows."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._weigh(parameter.grad, self.nn_workers)
+        self.rows()
+        self._averaged = True
+
+    def _weigh(self, gradient: torch.Tensor, times: int = 1) -> None:
         """By the share of this NN worker in the rows; nothing of it counts where it has none, be it NaN."""
         total = self.rows()
         self._averaged = True
         if self._own == 0:
             gradient.zero_()
-        elif self._own != total:
-            gradient.mul_(self._own / total)
+        elif self._own * times != total:
+            gradient.mul_(self._own * times / total)
 
     # --- at rest ----------------------------------------------------------------------------------------------
 

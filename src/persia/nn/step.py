@@ -85,6 +85,16 @@ class DenseStep:
         )
         self.scaler = torch.amp.GradScaler(device.type) if options.precision == "fp16" else None
         dtype = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[options.precision]
+        # An optimizer that talks to the other NN workers itself: what it decides, it must decide for all.
+        if self.scaler is not None and hasattr(self.optimizer, "attach_scaler"):
+            self.optimizer.attach_scaler(self.scaler)
+        if options.clip_norm is not None and hasattr(self.optimizer, "consolidate"):
+            raise ConfigError(
+                f"clip_norm of the Trainer does not reach {type(self.optimizer).__name__}, whose gradients are not "
+                "averaged "
+                "before it; give its own options a clip_norm.",
+                field="clip_norm",
+            )
         self._autocast = (lambda: torch.autocast(device.type, dtype)) if dtype is not None else contextlib.nullcontext
         self._accumulation = options.accumulation_steps
         self._clip = options.clip_norm
@@ -150,6 +160,11 @@ class DenseStep:
         self.optimizer.zero_grad()
         if self.scheduler is not None and not skipped:
             self.scheduler.step()
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """The state of the optimizer; the whole of one that is spread over NN workers. All call it. Blocks."""
+        consolidate: Callable[[], dict[str, Any]] = getattr(self.optimizer, "consolidate", self.optimizer.state_dict)
+        return consolidate()
 
     @torch.no_grad()
     def logits(self, batch: PreparedBatch, embeddings: Embeddings) -> torch.Tensor:

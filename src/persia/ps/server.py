@@ -14,6 +14,8 @@ from persia.modes import Aggregation, Mode
 from persia.ps.cuts import Cuts
 from persia.ps.held import Arrived, HeldSteps, HoldOptions
 from persia.ps.reduction import average_step
+from persia.ps.regions import Regions
+from persia.ps.room import with_room
 from persia.ps.tables import learning_rate, table_config
 from persia.schema import EmbeddingOptimizer, Table
 from persia.services import CutInfo, RowChunk, StatePiece
@@ -39,7 +41,7 @@ class EmbeddingServer:
         mode: decides what happens to arriving gradients.
         seed: of row initialisation and admission.
         threads: threads that share the work of a call, over tables and their shards.
-        hold: whose gradients make a step, in a mode that waits for all.
+        hold: whose gradients make a step, in a mode that waits for all; and where the rows are.
     """
 
     def __init__(
@@ -64,9 +66,15 @@ class EmbeddingServer:
             name: msgspec.structs.replace(table, optimizer=table.optimizer or optimizer)
             for name, table in tables.items()
         }
-        self._index = {
-            name: self._store.create_table(table_config(table, seed)) for name, table in self._tables.items()
-        }
+        self._timeout = hold.timeout
+        self._regions = Regions(hold.regions) if hold.regions is not None else None
+        configs = [table_config(table, seed) for table in self._tables.values()]
+        if self._regions is not None:
+            self._regions.create_tables(self._store, configs)
+        else:
+            for config in configs:
+                self._store.create_table(config)
+        self._index = {name: number for number, name in enumerate(self._tables)}
         self._cuts = Cuts(self._store, self._index)
 
     def tables(self) -> Mapping[str, Table]:
@@ -77,8 +85,15 @@ class EmbeddingServer:
         """Rows of distinct ids, by table; see `persia.services.EmbeddingPS`."""
         numbers = [self._number(name) for name in ids]
         rows = batching.borrow([(len(i), self._tables[name].dim) for name, i in ids.items()], self._scratch)
-        self._store.lookup(numbers, list(ids.values()), train=train, out=rows)
+        with_room(
+            lambda: self._store.lookup(numbers, list(ids.values()), train=train, out=rows), self._timeout, "lookup"
+        )
         return dict(zip(ids, rows, strict=True))
+
+    def close(self) -> None:
+        """Removes the regions, if there are any: what is in them is not needed any more. Call it last."""
+        if self._regions is not None:
+            self._regions.remove()
 
     def push(self, header: PushHeader, gradients: Mapping[str, Gradients]) -> dict[str, UpdateCounts]:
         """Applies gradients, each once; see `persia.services.EmbeddingPS`."""
@@ -157,10 +172,11 @@ class EmbeddingServer:
         config = self._store.config(index)
         arrays = dict(chunk.arrays)
         if "state" not in arrays or arrays["state"].shape[1] != config.state_width:
-            rows = len(arrays["ids"])
-            arrays["state"] = np.full((rows, config.state_width), config.initial_state, np.float32)
-            arrays["update_count"] = np.zeros(rows, np.uint32)
-        self._store.import_rows(index, Rows(**arrays))
+            count = len(arrays["ids"])
+            arrays["state"] = np.full((count, config.state_width), config.initial_state, np.float32)
+            arrays["update_count"] = np.zeros(count, np.uint32)
+        rows = Rows(**arrays)
+        with_room(lambda: self._store.import_rows(index, rows), self._timeout, "import_rows")
 
     def export_state(self) -> Iterator[list[StatePiece]]:
         """What besides the rows decides the future: clocks, counters and admission sketches, in lists of about 64 MiB.

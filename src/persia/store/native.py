@@ -10,12 +10,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.errors import ConfigError, StoreError
+from persia.errors import ConfigError, StoreError, StoreFullError
 from persia.store.config import TableConfig
 from persia.store.rows import Rows, ShardState, Spill
 from persia.types import UpdateCounts
 
 __all__ = ["EmbeddingStore"]
+
+LOCK_SECONDS = 10.0
+"""How long a process that was killed may take to let go of its regions: it has to tear down their mapping."""
 
 _core: Any = importlib.import_module("persia._core")
 
@@ -24,6 +27,8 @@ _core: Any = importlib.import_module("persia._core")
 def _store_errors() -> Iterator[None]:
     try:
         yield
+    except _core.RegionFull as error:
+        raise StoreFullError(str(error)) from error
     except (ValueError, RuntimeError, TypeError, IndexError) as error:
         raise StoreError(str(error)) from error
 
@@ -65,21 +70,46 @@ class EmbeddingStore:
         self._native = _core.Store(pool)
         self._configs: list[TableConfig] = []
 
-    def create_table(self, config: TableConfig) -> int:
-        """Adds an empty table and returns its number.
+    def create_table(self, config: TableConfig, files: str | None = None, attach: bool = False) -> int:
+        """Adds a table and returns its number.
 
         Address space is reserved for the whole capacity, memory is used as rows arrive.
 
+        Args:
+            config: of the table.
+            files: None keeps rows in the memory of this process. A path keeps them in the files path.0, path.1, ...,
+                one for each shard, on whatever file system that is. They outlive the process, however it ends: no row
+                but those being written at that moment differs, and those are as before. One process has them at a
+                time.
+            attach: go on with the rows of these files, instead of making new ones. Blocks for about a second per 10 M
+                rows if a process died while it inserted.
+
         Raises:
             ConfigError: the name is in use.
-            StoreError: the address space cannot be reserved.
+            StoreError: the address space cannot be reserved; the files are in use, damaged, or of another table.
+            StoreFullError: there is no room for the files.
         """
         if any(config.name == other.name for other in self._configs):
             raise ConfigError(f"table {config.name!r} exists already: give each table its own name", table=config.name)
+        native = _native_config(config)
+        if files is not None:
+            regions = _core.RegionFiles()
+            regions.path, regions.attach, regions.lock_seconds = files, attach, LOCK_SECONDS
+            native.files = regions
         with _store_errors():
-            index: int = self._native.create_table(_native_config(config))
+            index: int = self._native.create_table(native)
         self._configs.append(config)
         return index
+
+    def recovery(self, table: int) -> dict[str, int]:
+        """How a table was found that was attached to: its `shards`, and how many of them were what.
+
+        `busy`: in work when the process died. `undone`: a half written row is as before. `open`: a push was
+        interrupted, and goes on where it was when it is repeated. `rebuilt`: the index was made anew from the rows.
+        """
+        with _store_errors():
+            found: dict[str, int] = self._native.recovery(table)
+        return found
 
     @property
     def configs(self) -> Sequence[TableConfig]:
@@ -116,6 +146,8 @@ class EmbeddingStore:
 
         Raises:
             StoreError: an argument does not fit; the message names the table. Nothing has been changed.
+            StoreFullError: the files of the table cannot grow. Some of the ids may have got rows; the call may be
+                repeated when there is room.
         """
         if out is None:
             out = [np.empty((len(i), self.config(t).dim), np.float32) for t, i in zip(tables, ids, strict=False)]

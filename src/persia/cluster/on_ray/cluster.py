@@ -287,10 +287,7 @@ class Ray:
             processes, _, _ = self._started()
             if self._service is None:
                 self._service = service
-                started = [
-                    self._start(EmbeddingServerHost, "embedding_ps", rank, service, scheduling_strategy=where)
-                    for rank, where in enumerate(place(rank, self.options.cpus > 0) for rank in range(self.ps))
-                ]
+                started = [self._start_server(rank, service) for rank in range(self.ps)]
                 started += [self._start_more("embedding_worker", rank) for rank in range(self._embedding_workers)]
                 started += [self._start_more("data_loader", rank) for rank in range(self._data_loaders)]
                 processes.await_ready(started, self.options.timeout)
@@ -302,6 +299,14 @@ class Ray:
                     field="cluster",
                 )
             return self._reading.there
+
+    def _start_server(self, rank: int, service: Service) -> Process:
+        """Starts a PS. Where its rows outlive it, it is started again on the same host."""
+        restarts = self.options.restarts if self.options.regions else 0
+        where = place(rank, self.options.cpus > 0)
+        return self._start(
+            EmbeddingServerHost, "embedding_ps", rank, service, scheduling_strategy=where, max_restarts=restarts
+        )
 
     def _start_more(self, role: str, rank: int) -> Process:
         """Starts an embedding worker or a data loader."""

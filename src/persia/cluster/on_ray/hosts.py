@@ -15,8 +15,9 @@ from persia import rpc
 from persia.cluster.on_ray.membership import Listener, connect_servers, reach_coordinator
 from persia.cluster.on_ray.plan import TITLES, Plan, ProcessInfo, Service
 from persia.coordinator import Coordinator as Coordination
-from persia.errors import DeadlineError
+from persia.errors import ConfigError, DeadlineError, StoreError
 from persia.ps import EmbeddingServer, HoldOptions
+from persia.ps.regions import Regions
 from persia.services import Coordinator, EmbeddingPS, EmbeddingWorker
 from persia.types import Membership
 from persia.worker import Worker, WorkerOptions
@@ -24,6 +25,8 @@ from persia.worker import Worker, WorkerOptions
 __all__ = ["CoordinatorHost", "EmbeddingServerHost", "EmbeddingWorkerHost", "Host", "Later", "cores"]
 
 REPORT_SECONDS = 1.0
+BIND_SECONDS = 5.0
+RETRY_SECONDS = 0.05
 
 
 class Host:
@@ -82,12 +85,23 @@ class Host:
         """The role's own."""
         return {}
 
-    def serve(self, service: object, protocol: type) -> str:
-        """Makes the role callable; returns its address."""
-        host = "127.0.0.1" if self.plan.loopback else ray.util.get_node_ip_address()
-        address = f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*"
-        self.server = rpc.serve(service, address, protocol=protocol, keys=self.plan.keys)
+    def serve(self, service: object, protocol: type, address: str = "") -> str:
+        """Makes the role callable, at this address or any; returns its address."""
+        end = time.monotonic() + BIND_SECONDS
+        while self.server is None:
+            try:
+                self.server = rpc.serve(service, address or f"{self.origin}*", protocol=protocol, keys=self.plan.keys)
+            except ConfigError:  # A process that was killed may take a moment to let go of its address.
+                if time.monotonic() >= end:
+                    raise
+                time.sleep(RETRY_SECONDS)
         return self.server.address
+
+    @property
+    def origin(self) -> str:
+        """The addresses of this host begin like this."""
+        host = "127.0.0.1" if self.plan.loopback else ray.util.get_node_ip_address()
+        return f"tcp://[{host}]:" if ":" in host else f"tcp://{host}:"
 
     def join(self, address: str) -> Coordinator:
         """Tells the coordinator that this process is there; from now on it reports itself."""
@@ -118,16 +132,46 @@ class CoordinatorHost(Host):
 
 
 class EmbeddingServerHost(Host):
-    """Process of an embedding PS."""
+    """Process of an embedding PS. Its rows outlive it; the next one has its address, so that callers find it again."""
 
     role = "embedding_ps"
 
     def __init__(self, plan: Plan, rank: int, service: Service) -> None:
         super().__init__(plan, rank)
         schema, optimizer, mode, seed = service
-        hold = HoldOptions(plan.nn_workers, plan.options.timeout)
+        regions = f"{plan.options.regions}/{plan.name}/ps-{rank}" if plan.options.regions else None
+        address = self._succeed()
+        if address:
+            self._check_return(address, regions)
+        hold = HoldOptions(plan.nn_workers, plan.options.timeout, regions)
         self.servant = EmbeddingServer(schema.resolved_tables(), optimizer, mode, seed, cores(plan), hold)
-        self.join(self.serve(self.servant, EmbeddingPS))
+        self.join(self.serve(self.servant, EmbeddingPS, address))
+
+    def release(self) -> None:
+        """Removes what would outlive the process: the cluster ends."""
+        self.servant.close()
+
+    def _succeed(self) -> str:
+        """Where the process before this one listened, which is dead from now on; empty if this is the first."""
+        coordinator = reach_coordinator(self.plan)
+        try:
+            for member in coordinator.membership().members:
+                if (member.role, member.rank) == (self.role, self.rank):
+                    # Now, whether or not the driver has noticed: it joins with the same address.
+                    coordinator.depart(self.role, self.rank, member.incarnation, "it was started again")
+                    return member.address
+        finally:
+            rpc.close(coordinator)
+        return ""
+
+    def _check_return(self, address: str, regions: str | None) -> None:
+        if regions is None or not address.startswith(self.origin) or not Regions(regions).complete:
+            raise StoreError(
+                f"{self!r} has died at {address}, and its rows are not on this host: they were lost with the other "
+                "one. Go on from the last checkpoint.",
+                rank=self.rank,
+                address=address,
+            )
 
     def counters(self) -> dict[str, float]:
         """By table and name."""

@@ -22,7 +22,10 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         compression: of rows and gradients between embedding workers and NN workers: "fp16" halves them, lossy.
         threads: of each process: of torch in an NN worker, of the store in a PS. None shares this machine's cores
             among the NN workers, on several hosts it gives each all of its host's.
-        restarts: how often an embedding worker or a data loader that has died is started again.
+        restarts: how often an embedding PS, an embedding worker or a data loader that has died is started again.
+        regions: where embedding PSs keep their rows, so that they outlive their processes: a directory of each host,
+            in shared memory or on a disk, which must have room for them; see `persia cluster regions`. Empty: in the
+            memory of the processes, and a PS that dies ends the run.
         timeout: seconds that any wait may take: for roles to start, rows, gradients of other NN workers.
         log_level: of the log lines of all roles, which appear in this process: "debug", "info", "warning", "error".
     """
@@ -33,6 +36,7 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     compression: Literal["none", "fp16"] = "none"
     threads: int | None = None
     restarts: int = 3
+    regions: str = "/dev/shm"
     timeout: float = 600.0
     log_level: str = "warning"
 
@@ -46,5 +50,7 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ConfigError(f"{name} = {getattr(self, name)!r}; give a number >= 0.", field=name)
         if self.threads is not None and (not isinstance(self.threads, int) or self.threads < 1):
             raise ConfigError(f"threads = {self.threads!r}; give a whole number >= 1.", field="threads")
+        if self.regions and not self.regions.startswith("/"):
+            raise ConfigError(f"regions = {self.regions!r}; give an absolute path, or nothing.", field="regions")
         if not self.timeout > 0:
             raise ConfigError(f"timeout = {self.timeout!r}; give a number of seconds > 0.", field="timeout")

@@ -21,6 +21,7 @@ NAMESPACE = "persia"
 WATCH_SECONDS = 0.5
 RESTART_SECONDS = 60.0
 END_SECONDS = 20.0
+RELEASE_SECONDS = 10.0
 RETRY_SECONDS = 0.1
 LAST_LINES = 15
 CALLS = 16
@@ -162,6 +163,9 @@ class Processes:
         """Ends all of them."""
         self._ending.set()
         self._thread.join(END_SECONDS)
+        releasing = [p.handle.release.remote() for p in self.of("embedding_ps") if p.info]
+        if releasing:
+            ray.wait(releasing, num_returns=len(releasing), timeout=RELEASE_SECONDS)
         self.end(self.all())
 
     # --- the thread that watches ------------------------------------------------------------------------------

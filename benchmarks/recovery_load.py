@@ -1,0 +1,170 @@
+"""Work on a store whose process is killed: a sequence of requests that can be repeated, compared, and gone on with.
+
+python benchmarks/recovery_load.py DIRECTORY SEED OPERATION...    (the process that is killed; see `Victim`)
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from persia.ps.regions import Regions
+from persia.store import EmbeddingStore, Rows, TableConfig
+
+DEADLINE = 60.0
+CLIENT = 7
+
+
+class Load(NamedTuple):
+    """Operation i is the same in every process: an insertion, or a push of client 7 with sequence i.
+
+    Attributes:
+        seed: of everything.
+        ids: universe of ids; more than `capacity`, so that rows are evicted.
+        capacity: of the table.
+        batch: most ids of an operation.
+        dim: of the table.
+        optimizer: of the table.
+    """
+
+    seed: int
+    ids: int = 6000
+    capacity: int = 4000
+    batch: int = 800
+    dim: int = 16
+    optimizer: str = "adagrad"
+
+    def table(self) -> TableConfig:
+        return TableConfig("table", self.dim, self.capacity, shards=4, seed=self.seed, optimizer=self.optimizer)
+
+    def batch_of(self, operation: int) -> tuple[np.ndarray, np.random.Generator]:
+        generator = np.random.default_rng([self.seed, operation])
+        # Distinct, so that the state of a row is that before or that after an operation, and nothing else.
+        return generator.choice(self.ids, generator.integers(1, self.batch), replace=False).astype(np.uint64), generator
+
+    def apply(self, store: EmbeddingStore, operation: int) -> None:
+        ids, generator = self.batch_of(operation)
+        if operation % 3 == 0:
+            store.lookup([0], [ids], train=True)
+        else:
+            gradients = generator.normal(size=(len(ids), self.dim)).astype(np.float32)
+            store.update([0], [ids], [gradients], [0.05], operation, client=CLIENT, sequence=operation)
+
+
+def columns(store: EmbeddingStore) -> dict[int, bytes]:
+    """The bytes of each row by id, but for its recency, which depends on how often something was tried."""
+    found: dict[int, bytes] = {}
+    for _, rows in store.iterate_rows(0):
+        keep = Rows(*(np.ascontiguousarray(column) for column in rows))
+        counts = np.stack([keep.update_count, keep.last_step], 1)
+        values = np.concatenate([keep.embeddings, keep.state, counts.view(np.float32)], 1)
+        for id_, row in zip(keep.ids.tolist(), values, strict=True):
+            assert id_ not in found, f"id {id_} has two rows"
+            found[id_] = row.tobytes()
+    return found
+
+
+class Verdict(NamedTuple):
+    """What was found after a kill.
+
+    Attributes:
+        rows: in the regions.
+        wrong: of them, neither as before nor as after the operation in flight, or missing.
+        seconds: that attaching took.
+        recovery: what attaching found.
+    """
+
+    rows: int
+    wrong: int
+    seconds: float
+    recovery: dict[str, int]
+
+
+class Victim:
+    """A store in regions that another process works on until it is killed, beside a twin that is not.
+
+    Args:
+        directory: of the regions.
+        load: what is done.
+    """
+
+    def __init__(self, directory: Path, load: Load) -> None:
+        self.directory = directory
+        self.load = load
+        self.twin = EmbeddingStore()
+        self.twin.create_table(load.table())
+        self.done = 0
+
+    def run_and_kill(self, seconds: float) -> int:
+        """Lets the process work for a while from operation `done + 1` on. Returns the last operation it completed."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        progress = self.directory.parent / "progress"
+        progress.write_bytes(self.done.to_bytes(8, "little"))
+        process = subprocess.Popen(
+            [sys.executable, __file__, str(self.directory), str(progress), str(self.done), *map(str, self.load)],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"attached\n"
+            time.sleep(seconds)  # The moment of the kill is what is drawn.
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait(DEADLINE)
+            process.stdout.close()
+        return int.from_bytes(progress.read_bytes(), "little")
+
+    def judge(self, completed: int) -> Verdict:
+        """Attaches, compares, repeats the operation that was in flight, and compares again."""
+        for operation in range(self.done + 1, completed + 1):
+            self.load.apply(self.twin, operation)
+        before = columns(self.twin)
+        self.load.apply(self.twin, completed + 1)
+        after = columns(self.twin)
+        store = EmbeddingStore(2)
+        began = time.perf_counter()
+        assert Regions(str(self.directory)).create_tables(store, [self.load.table()])
+        seconds = time.perf_counter() - began
+        found = columns(store)
+        wrong = sum(row not in (before.get(id_), after.get(id_)) for id_, row in found.items())
+        # (An insertion may have evicted what comes later in its own batch, and will insert it again.)
+        coming = set(self.load.batch_of(completed + 1)[0].tolist())
+        wrong += sum(id_ not in found for id_ in (before.keys() & after.keys()) - coming)
+        self.load.apply(store, completed + 1)
+        repeated = columns(store)
+        wrong += sum(repeated.get(id_) != after.get(id_) for id_ in repeated.keys() | after.keys())
+        self.done = completed + 1
+        return Verdict(len(found), wrong, seconds, store.recovery(0))
+
+
+def kills(directory: Path, load: Load, count: int, longest: float) -> list[Verdict]:
+    """Kills one process after another, each at a random moment of its first `longest` seconds."""
+    draw = random.Random(load.seed)
+    victim = Victim(directory, load)
+    return [victim.judge(victim.run_and_kill(draw.random() * longest)) for _ in range(count)]
+
+
+def _work(directory: str, progress: str, done: int, load: Load) -> None:
+    store = EmbeddingStore(2)
+    Regions(directory).create_tables(store, [load.table()])
+    with open(progress, "r+b") as file, mmap.mmap(file.fileno(), 8) as memory:
+        print("attached", flush=True)
+        while True:
+            done += 1
+            load.apply(store, done)
+            memory[:8] = done.to_bytes(8, "little")
+
+
+if __name__ == "__main__":
+    where, shared, first, *numbers = sys.argv[1:]
+    _work(where, shared, int(first), Load(*map(int, numbers[:5]), numbers[5]))

@@ -1,0 +1,261 @@
+// How a shard comes by its region: makes one, or attaches to what another process has left, and mends that.
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstddef>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+#include "persia/memory.hpp"
+#include "persia/mix.hpp"
+#include "persia/shard.hpp"
+
+namespace persia {
+namespace {
+
+constexpr std::uint64_t kMaxRows = std::numeric_limits<std::uint32_t>::max() - 1u;
+// A file grows by an eighth, within these bytes: often enough to waste little, seldom enough to cost little.
+constexpr std::size_t kGrowLeast = std::size_t{64} << 10;
+constexpr std::size_t kGrowMost = std::size_t{16} << 20;
+
+std::size_t stride_of(const TableConfig& config, const Optimizer& optimizer) {
+  return align_up(sizeof(RowHeader) + sizeof(float) * (config.dim + optimizer.state_width(config.dim)), 8);
+}
+
+std::uint64_t capacity_of(const TableConfig& config, std::uint32_t shard) {
+  const std::uint64_t capacity = config.capacity / config.shards + (shard < config.capacity % config.shards ? 1 : 0);
+  if (capacity > kMaxRows) throw std::invalid_argument("a shard holds fewer than 2^32 - 1 rows: use more shards");
+  return capacity;
+}
+
+std::uint64_t sketch_width_of(const TableConfig& config, std::uint64_t capacity) {
+  if (config.admission == Admission::kAll) return 0;
+  return std::clamp<std::uint64_t>(std::bit_ceil(capacity), 1u << 10, 1u << 20);
+}
+
+std::size_t growth(std::size_t bytes) { return std::clamp(bytes / 8, kGrowLeast, kGrowMost); }
+
+std::uint64_t hash_bytes(const void* bytes, std::size_t count, std::uint64_t seed) {
+  std::uint64_t hash = mix64(seed + count);
+  for (std::size_t i = 0; i < count; ++i) hash = mix64(hash ^ static_cast<const unsigned char*>(bytes)[i]);
+  return hash;
+}
+
+template <class... Values>
+std::uint64_t hash_of(const Values&... values) {
+  std::uint64_t hash = 0;
+  ((hash = hash_bytes(&values, sizeof(values), hash)), ...);
+  return hash;
+}
+
+std::uint64_t check_of(const Header& h) {
+  constexpr std::size_t first = offsetof(Header, format);
+  return hash_bytes(reinterpret_cast<const std::byte*>(&h) + first, offsetof(Header, check) - first, kMagic);
+}
+
+// What a region of this table has in its header for good.
+Header identity_of(const TableConfig& c, const Optimizer& optimizer, std::uint32_t shard) {
+  Header h{};
+  h.magic = kMagic;
+  h.format = kFormat;
+  h.durable = c.durable || !c.files.path.empty();
+  h.name_hash = hash_name(c.name);
+  std::memcpy(h.name, c.name.data(), std::min(c.name.size(), kNameBytes));
+  h.dim = static_cast<std::uint32_t>(c.dim);
+  h.optimizer = static_cast<std::uint32_t>(c.optimizer.kind);
+  h.state_width = static_cast<std::uint32_t>(optimizer.state_width(c.dim));
+  h.row_stride = static_cast<std::uint32_t>(stride_of(c, optimizer));
+  h.capacity = capacity_of(c, shard);
+  h.seed = c.seed;
+  h.shard = shard;
+  h.shards = c.shards;
+  h.sketch_width = sketch_width_of(c, h.capacity);
+  const auto& o = c.optimizer;
+  h.settings = hash_of(o.momentum, o.weight_decay, o.initial_accumulator, o.eps, o.beta1, o.beta2, o.beta, o.l1, o.l2,
+                       o.bound, c.initializer.kind, c.initializer.a, c.initializer.b, c.admission, c.admission_value);
+  h.check = check_of(h);
+  return h;
+}
+
+std::string name_in(const Header& h) { return {h.name, strnlen(h.name, kNameBytes)}; }
+
+}  // namespace
+
+Shard::Shard(const TableConfig& config, const Optimizer& optimizer, std::uint32_t shard)
+    : config_(&config),
+      optimizer_(&optimizer),
+      dim_(config.dim),
+      stride_(stride_of(config, optimizer)),
+      number_(shard) {
+  open_region();
+  header_ = reinterpret_cast<Header*>(region_.base());
+  rows_ = region_.base() + layout_.rows;
+  if (config.files.attach) {
+    check_identity();
+    check_state();
+    if (region_.backed_bytes() < header_->rows_backed * stride_) {  // A copy may have left out zeros.
+      region_.back(0, layout_.sketch + layout_.sketch_bytes);
+      region_.back(layout_.index, header_->index_backed * sizeof(std::uint64_t));
+      region_.back(layout_.rows, header_->rows_backed * stride_);
+    }
+  } else {
+    format();
+  }
+  header_->owner = static_cast<std::uint64_t>(getpid());
+  index_ =
+      Index(reinterpret_cast<std::uint64_t*>(region_.base() + layout_.index), header_->index_slots, layout_.max_slots);
+  sketch_ = Sketch(reinterpret_cast<std::uint16_t*>(region_.base() + layout_.sketch), header_->sketch_width);
+}
+
+std::string Shard::where() const {
+  const auto& path = config_->files.path;
+  return path.empty() ? "table '" + config_->name + "'" : "region " + path + "." + std::to_string(number_);
+}
+
+void Shard::open_region() {
+  const std::uint64_t capacity = capacity_of(*config_, number_);
+  layout_ = Layout::of(capacity, stride_, sketch_width_of(*config_, capacity));
+  const auto& files = config_->files;
+  const std::string path = files.path + "." + std::to_string(number_);
+  if (files.path.empty()) {
+    region_ = Region::anonymous(layout_.total);
+  } else if (files.attach) {
+    region_ = Region::attach(path, layout_.total, files.lock_seconds);
+  } else {
+    region_ = Region::create(path, layout_.total, files.lock_seconds);
+  }
+  region_.advise_huge(layout_.index + kHugePage, layout_.index_bytes - std::min(layout_.index_bytes, kHugePage));
+  region_.advise_huge(layout_.rows + kHugePage, layout_.rows_bytes - std::min(layout_.rows_bytes, kHugePage));
+}
+
+// A new region. It is one only when the magic number is there.
+void Shard::format() {
+  region_.back(0, layout_.sketch + layout_.sketch_bytes);
+  Header identity = identity_of(*config_, *optimizer_, number_);
+  identity.magic = 0;
+  std::memcpy(region_.base(), &identity, sizeof(identity));
+  Header& h = *header_;
+  h.index_slots = std::min(Index::kFirstSlots, layout_.max_slots);
+  h.dirty_epoch = 1;
+  if (region_.is_file()) {
+    back_index(h.index_slots);
+  } else {
+    h.rows_backed = h.capacity;
+    h.index_backed = layout_.max_slots + kIndexTail;
+  }
+  barrier();
+  h.magic = kMagic;
+}
+
+// Room for at least one more row; published when it is there.
+void Shard::back_rows() {
+  const std::uint64_t more = std::max<std::uint64_t>(1, growth(header_->rows_backed * stride_) / stride_);
+  const std::uint64_t rows = std::min(header_->capacity, header_->rows_backed + more);
+  region_.back(layout_.rows + header_->rows_backed * stride_, (rows - header_->rows_backed) * stride_);
+  barrier();
+  header_->rows_backed = rows;
+  barrier();
+}
+
+void Shard::back_index(std::uint64_t slots) {
+  const std::uint64_t needed = slots + kIndexTail;
+  if (needed <= header_->index_backed) return;
+  constexpr std::size_t size = sizeof(std::uint64_t);
+  region_.back(layout_.index + header_->index_backed * size, (needed - header_->index_backed) * size);
+  barrier();
+  header_->index_backed = needed;
+  barrier();
+}
+
+// Whether it is the region of this shard of this table, written by a version that we understand.
+void Shard::check_identity() const {
+  const auto refuse = [&](const std::string& what) {
+    throw std::runtime_error(where() + ": " + what +
+                             ". Give another directory, or remove what is left there with `persia cluster regions "
+                             "--clean`, and go on from a checkpoint");
+  };
+  region_.back(0, kHeaderBytes);
+  const Header& h = *header_;
+  if (h.magic == 0) refuse("it was never completed");
+  if (h.magic != kMagic) refuse("it is no region of an embedding store");
+  if (h.format != kFormat) {
+    refuse("it has format " + std::to_string(h.format) + ", and this version of persia reads format " +
+           std::to_string(kFormat));
+  }
+  if (h.check != check_of(h)) refuse("its header is damaged");
+  const Header wanted = identity_of(*config_, *optimizer_, number_);
+  if (h.name_hash != wanted.name_hash || h.shard != wanted.shard) {
+    refuse("it is shard " + std::to_string(h.shard) + " of table '" + name_in(h) + "', not shard " +
+           std::to_string(number_) + " of '" + config_->name + "'");
+  }
+  const auto same = [&](const char* what, std::uint64_t found, std::uint64_t expected) {
+    if (found == expected) return;
+    refuse("it was made for another " + std::string(what) + ": " + std::to_string(found) + ", not " +
+           std::to_string(expected));
+  };
+  same("dim", h.dim, wanted.dim);
+  same("optimizer", h.optimizer, wanted.optimizer);
+  same("width of optimizer state", h.state_width, wanted.state_width);
+  same("row size", h.row_stride, wanted.row_stride);
+  same("capacity", h.capacity, wanted.capacity);
+  same("number of shards", h.shards, wanted.shards);
+  same("seed", h.seed, wanted.seed);
+  same("admission", h.sketch_width, wanted.sketch_width);
+  if (h.settings != wanted.settings) refuse("the optimizer's parameters, initializer or admission were others");
+}
+
+// Whether what changes is within bounds: nothing read from here on may lead out of the region.
+void Shard::check_state() const {
+  const Header& h = *header_;
+  const bool rows = h.rows_used <= h.rows_backed && h.rows_backed <= h.capacity;
+  const bool slots = h.index_slots >= std::min(Index::kFirstSlots, layout_.max_slots) &&
+                     h.index_slots <= layout_.max_slots && h.index_slots % Index::kLineSlots == 0 &&
+                     h.index_backed >= h.index_slots + kIndexTail && h.index_backed <= layout_.max_slots + kIndexTail &&
+                     (h.rows_used * 5 <= h.index_slots * 4 || h.index_slots == layout_.max_slots);
+  if (rows && slots && h.undo_row <= h.rows_used && h.commit_slot <= kClients) return;
+  throw std::runtime_error(where() + ": its header is damaged: it says " + std::to_string(h.rows_used) + " rows of " +
+                           std::to_string(h.rows_backed) + " of " + std::to_string(h.capacity) + ", " +
+                           std::to_string(h.index_slots) + " slots of " + std::to_string(h.index_backed) +
+                           ". Remove it with `persia cluster regions --clean`, and go on from a checkpoint");
+}
+
+Recovery Shard::recover() {
+  const std::lock_guard lock(mutex_);
+  Recovery found;
+  found.busy = header_->busy != 0;
+  found.undone = header_->undo_row != 0 && header_->undo_mark == header_->push.rows_applied;
+  if (found.undone) {
+    std::memcpy(row_bytes(static_cast<std::uint32_t>(header_->undo_row - 1)), region_.base() + layout_.undo, stride_);
+  }
+  barrier();
+  header_->undo_row = 0;
+  barrier();
+  found.open = header_->commit_slot == 0 && header_->push.client != 0;
+  PushLog(*header_).recover();
+  found.rebuilt = (header_->busy & kIndexBusy) != 0 || !index_.sound(header_->rows_used);
+  if (found.rebuilt) rebuild_index();
+  victims_.clear();
+  barrier();
+  header_->busy = 0;
+  return found;
+}
+
+void Shard::rebuild_index() {
+  header_->busy |= kIndexBusy;
+  barrier();
+  index_.build(header_->rows_used, [&](std::uint64_t number) {
+    const std::uint64_t hash = hash_id(row(static_cast<std::uint32_t>(number))->key);
+    if (shard_of_hash(hash, header_->shards) != number_) {
+      throw std::runtime_error(where() + ": row " + std::to_string(number) +
+                               " belongs to another shard, so its rows are damaged. Remove it with `persia cluster "
+                               "regions --clean`, and go on from a checkpoint");
+    }
+    crash_point();
+    return Index::tag_of(hash);
+  });
+}
+
+}  // namespace persia

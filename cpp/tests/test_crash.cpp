@@ -1,0 +1,270 @@
+// A process dies at every point where it could leave something half done; another attaches to its regions, and goes on.
+#include <dirent.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "check.hpp"
+#include "persia/memory.hpp"
+#include "persia/store.hpp"
+
+using namespace persia;
+
+namespace {
+
+constexpr int kCrashed = 42;
+constexpr std::size_t kDim = 5;
+constexpr std::uint32_t kShards = 2;
+
+long crash_in = 0;
+Store* crashing = nullptr;
+
+using Keys = std::vector<std::uint64_t>;
+
+Keys range(std::uint64_t from, std::uint64_t to) {
+  Keys keys(to - from);
+  std::iota(keys.begin(), keys.end(), from);
+  return keys;
+}
+
+// Leaves garbage wherever this process may have been writing when it died.
+void scribble(Shard& shard) {
+  Header& h = shard.header();
+  const auto fill = [](void* at, std::size_t bytes) { std::memset(at, 0xA5, bytes); };
+  if (h.undo_row != 0 && h.undo_mark == h.push.rows_applied) {
+    fill(shard.row_bytes(static_cast<std::uint32_t>(h.undo_row - 1)), h.row_stride);
+  }
+  if (h.rows_used < h.rows_backed) fill(shard.row_bytes(static_cast<std::uint32_t>(h.rows_used)), h.row_stride);
+  if ((h.busy & kIndexBusy) != 0) {
+    const auto layout = Layout::of(h.capacity, h.row_stride, h.sketch_width);
+    fill(reinterpret_cast<std::byte*>(&h) + layout.index, 4096);
+  }
+  if (h.commit_slot != 0) fill(&h.clients[h.commit_slot - 1], sizeof(ClientEntry));
+}
+
+void maybe_die() {
+  if (crash_in == 0 || --crash_in != 0) return;
+  if (crashing->tables() > 0) {  // Else it dies attaching.
+    for (std::uint32_t s = 0; s < kShards; ++s) scribble(crashing->shard(0, s));
+  }
+  _exit(kCrashed);
+}
+
+struct Directory {
+  Directory() {
+    char name[] = "/dev/shm/persia-test-XXXXXX";
+    path = mkdtemp(name);
+  }
+  ~Directory() {
+    for (std::uint32_t s = 0; s < kShards; ++s) unlink((path + "/t." + std::to_string(s)).c_str());
+    rmdir(path.c_str());
+  }
+  std::string path;
+};
+
+// A store with one table: in files, or for comparison in the memory of this process.
+struct Tested {
+  Tested(const std::string& directory, bool attach, std::uint64_t capacity) : pool(1), store(pool) {
+    TableConfig c;
+    c.name = "t";
+    c.dim = kDim;
+    c.capacity = capacity;
+    c.shards = kShards;
+    if (!directory.empty()) c.files = {directory + "/t", attach, 5.0};
+    crashing = &store;
+    store.create_table(c);
+  }
+
+  void look(const Keys& keys) {
+    std::vector<float> out(keys.size() * kDim);
+    const LookupRequest request{0, keys.data(), keys.size(), out.data()};
+    store.lookup({&request, 1}, true);
+  }
+
+  PushCounts push(const Keys& keys, std::uint64_t client, std::uint64_t sequence) {
+    std::vector<float> gradients(keys.size() * kDim);
+    for (std::size_t i = 0; i < gradients.size(); ++i) gradients[i] = 0.01f * static_cast<float>(i % 17 + 1);
+    const UpdateRequest request{0, keys.data(), keys.size(), gradients.data(), 0.1f};
+    return store.update({&request, 1}, static_cast<std::uint32_t>(sequence), client, sequence)[0];
+  }
+
+  void import(const Keys& keys, float value) {
+    const std::vector<float> embeddings(keys.size() * kDim, value), states(keys.size() * kDim, 2 * value);
+    const std::vector<std::uint32_t> words(keys.size(), 3);
+    store.import_rows(0, keys.size(),
+                      {keys.data(), embeddings.data(), states.data(), words.data(), words.data(), words.data()});
+  }
+
+  // By id: all of a row but its recency, which depends on how often something was tried.
+  std::map<std::uint64_t, std::vector<float>> rows() {
+    std::map<std::uint64_t, std::vector<float>> all;
+    for (std::uint32_t s = 0; s < kShards; ++s) {
+      RowBatch batch;
+      store.shard(0, s).export_rows(0, 1 << 20, 0, batch);
+      for (std::size_t i = 0; i < batch.ids.size(); ++i) {
+        CHECK(shard_of(batch.ids[i], kShards) == s);
+        auto& row = all[batch.ids[i]];
+        CHECK(row.empty());
+        row.assign(batch.embeddings.begin() + i * kDim, batch.embeddings.begin() + (i + 1) * kDim);
+        row.insert(row.end(), batch.states.begin() + i * kDim, batch.states.begin() + (i + 1) * kDim);
+        row.push_back(static_cast<float>(batch.update_counts[i]));
+        row.push_back(static_cast<float>(batch.last_steps[i]));
+      }
+    }
+    CHECK(all.size() == store.size(0));
+    Keys ids;
+    for (const auto& [id, row] : all) ids.push_back(id);
+    std::vector<std::uint8_t> found(ids.size());
+    store.peek(0, ids, found.data());
+    for (const auto f : found) CHECK(f == 1);
+    return all;
+  }
+
+  ThreadPool pool;
+  Store store;
+};
+
+// Runs in a process of its own; whether it died at its `point`-th crash point.
+bool dies(long point, const std::function<void()>& work) {
+  const pid_t child = fork();
+  if (child == 0) {
+    crash_in = point;
+    crash_hook = maybe_die;
+    work();
+    _exit(0);
+  }
+  int status = 0;
+  CHECK(waitpid(child, &status, 0) == child);
+  CHECK(WIFEXITED(status) && (WEXITSTATUS(status) == 0 || WEXITSTATUS(status) == kCrashed));
+  return WEXITSTATUS(status) == kCrashed;
+}
+
+using Step = std::function<void(Tested&)>;
+
+// Kills `step` at each of its crash points, and attaching after it at some of its own; what is there then must be what
+// was there before or after `step`, row by row, and the same as without any kill once `step` has been repeated.
+void crash_everywhere(std::uint64_t capacity, const Step& prepare, const Step& step) {
+  Tested twin("", false, capacity);
+  prepare(twin);
+  const auto before = twin.rows();
+  step(twin);
+  const auto after = twin.rows();
+  long points = 0;
+  for (long point = 1;; ++point) {
+    const Directory directory;
+    const bool died = dies(0, [&] {
+      Tested tested(directory.path, false, capacity);
+      prepare(tested);
+      crash_in = point;
+      step(tested);
+    });
+    for (long attaching = 1; dies(attaching, [&] { Tested(directory.path, true, capacity); }); attaching *= 2) ++points;
+    Tested tested(directory.path, true, capacity);
+    const auto found = tested.rows();
+    for (const auto& [id, row] : found) {
+      CHECK((before.contains(id) && before.at(id) == row) || (after.contains(id) && after.at(id) == row));
+    }
+    for (const auto& [id, row] : before) CHECK(found.contains(id) || !after.contains(id));
+    if (!died) CHECK(found == after);
+    step(tested);
+    CHECK(tested.rows() == after);
+    if (!died) break;
+    ++points;
+  }
+  std::printf("  %ld crash points\n", points);
+}
+
+}  // namespace
+
+TEST(a_push) {
+  crash_everywhere(100, [](Tested& t) { t.look(range(0, 60)); }, [](Tested& t) { t.push(range(0, 70), 9, 1); });
+}
+
+TEST(a_push_after_others) {
+  crash_everywhere(
+      100,
+      [](Tested& t) {
+        t.look(range(0, 60));
+        for (std::uint64_t sequence = 1; sequence < 5; ++sequence) t.push(range(0, 60), 9, sequence);
+        t.push(range(20, 40), 8, 1);
+      },
+      [](Tested& t) { t.push(range(10, 30), 9, 5); });
+}
+
+TEST(a_lookup_that_inserts_and_grows_index_and_file) {
+  crash_everywhere(5000, [](Tested& t) { t.look(range(0, 40)); }, [](Tested& t) { t.look(range(20, 120)); });
+}
+
+TEST(a_lookup_that_evicts) {
+  crash_everywhere(
+      40,
+      [](Tested& t) {
+        t.look(range(0, 50));
+        t.look(range(100, 106));
+      },
+      [](Tested& t) { t.look(range(100, 116)); });
+}
+
+TEST(an_import) {
+  crash_everywhere(100, [](Tested& t) { t.look(range(0, 30)); }, [](Tested& t) { t.import(range(20, 40), 0.5f); });
+}
+
+TEST(clearing) {
+  crash_everywhere(100, [](Tested& t) { t.look(range(0, 30)); }, [](Tested& t) { t.store.clear(0); });
+}
+
+TEST(pushes_that_overlap_and_are_repeated_in_any_order) {
+  const Keys keys = range(0, 40);
+  Tested twin("", false, 100);
+  twin.look(keys);
+  for (std::uint64_t sequence = 1; sequence <= 3; ++sequence) twin.push(keys, 9, sequence);
+  const auto expected = twin.rows();
+  for (long first = 20; first < 100; first += 13) {
+    for (long second = 20; second < 100; second += 17) {
+      const Directory directory;
+      CHECK(dies(0, [&] {
+        Tested t(directory.path, false, 100);
+        t.look(keys);
+        crash_in = first;
+        t.push(keys, 9, 1);
+      }));
+      // Another one of the same client comes first, and is interrupted too.
+      CHECK(dies(0, [&] {
+        Tested t(directory.path, true, 100);
+        crash_in = second;
+        t.push(keys, 9, 2);
+      }));
+      Tested t(directory.path, true, 100);
+      t.push(keys, 9, 3);
+      t.push(keys, 9, 1);
+      t.push(keys, 9, 2);
+      for (const auto& [id, row] : t.rows()) CHECK(row[2 * kDim] == 3.0f);
+      CHECK(t.rows().size() == expected.size());
+      CHECK(t.push(keys, 9, 1).duplicates == keys.size() && t.push(keys, 9, 2).duplicates == keys.size());
+    }
+  }
+}
+
+TEST(a_table_whose_creation_was_interrupted_is_refused) {
+  for (long point = 1;; ++point) {
+    const Directory directory;
+    const bool died = dies(point, [&] { Tested(directory.path, false, 100); });
+    if (!died) break;
+    CHECK_THROWS(Tested(directory.path, true, 100), std::runtime_error);
+    Tested anew(directory.path, false, 100);
+    anew.look(range(0, 10));
+    CHECK(anew.rows().size() == 10);
+  }
+}
+
+MAIN

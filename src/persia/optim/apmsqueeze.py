@@ -1,0 +1,400 @@
+"""APMSqueeze: Adam until v has settled, then momentum SGD preconditioned by it, which sends one bit per parameter.
+
+"APMSqueeze: A Communication Efficient Adam-Preconditioned Momentum SGD Algorithm", arXiv 2008.11343, Algorithm 1.
+Lines 6, 7, 9, 10 and 11 are methods of :class:`persia.optim.buckets.Bucket`; `_squeeze` below has them in order.
+:mod:`persia.optim.apmsqueeze_reference` is the readable twin.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from persia.batching.native import ThreadPool
+from persia.errors import ConfigError
+from persia.optim import optimizer_state
+from persia.optim.buckets import Rule
+from persia.optim.checks import refuse_ddp, same_everywhere, same_parameters
+from persia.optim.cohort import Cohort, Phase
+from persia.optim.exchange import Exchange
+from persia.optim.native import square
+from persia.optim.options import APMSqueezeOptions
+
+__all__ = ["APMSqueeze"]
+
+_log = logging.getLogger("persia.optim")
+
+
+class _Agreed(NamedTuple):
+    """What all workers know of a step.
+
+    Attributes:
+        finite: whether all gradients of all workers are.
+        norm: root mean square of the norms of the workers' gradients, unscaled.
+        ready: by cohort, whether all would end the warm-up.
+        active: by parameter, whether any worker has a gradient for it.
+    """
+
+    finite: bool
+    norm: float
+    ready: list[bool]
+    active: list[bool]
+
+
+class APMSqueeze(torch.optim.Optimizer):
+    """Adam that sends one bit per parameter, once it has warmed up. Not thread-safe; `step` blocks.
+
+    It averages over the workers of a torch process group by itself, inside `step`: do not wrap the model in
+    DistributedDataParallel. The gradient of each worker is that of its own batch, and all workers count alike. With one
+    worker, or without torch.distributed, it works likewise, compression included. Every worker must call `step`
+    equally often.
+
+    When torch.distributed is initialised, parameters become those of the first worker here: this is a collective. A
+    step in which a gradient of any worker is not finite is skipped by all, and counted. Parameters without gradient on
+    all workers stay as they are; those that get their first gradient later warm up by themselves. Momentum, v and
+    errors are float32.
+
+    Args:
+        params: parameters or parameter groups, all on one device.
+        lr: learning rate.
+        betas: decay of the momentum and, during the warm-up, of v.
+        eps: added to sqrt(v).
+        weight_decay: decoupled: a step multiplies parameters by 1 - lr * weight_decay, as AdamW does.
+        options: the rest.
+
+    Raises:
+        ConfigError: an argument is not valid; the model is wrapped in DistributedDataParallel; workers were made
+            differently.
+        DeadlineError: by whatever talks to the other workers: somebody was late or has died; it names the ranks. The
+            optimizer cannot be used any more: start the workers again from a checkpoint.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        options: APMSqueezeOptions | None = None,
+    ) -> None:
+        self.options = options or APMSqueezeOptions()
+        self._exchange: Exchange | None = None
+        self._cohorts: list[Cohort] = []
+        self._loaded: dict[str, Any] | None = None
+        self._scaler: torch.amp.GradScaler | None = None
+        self._steps = self._skipped = self._last_sent = self._last_full = 0
+        self._pool: ThreadPool | None = None
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        if self.param_groups[0]["params"][0].device.type == "cpu":
+            self._pool = ThreadPool(torch.get_num_threads())
+        self._step_supports_amp_scaling = True  # GradScaler leaves the decision to skip to us, as all must agree.
+        refuse_ddp(self._parameters())
+        if dist.is_initialized():
+            self._connected()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters, which become those of the first worker. All workers must call it."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        beta1, beta2 = group["betas"]
+        for name, good in (
+            ("lr", float(group["lr"]) >= 0.0),
+            ("betas", 0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0),
+            ("eps", group["eps"] >= 0.0),
+            ("weight_decay", group["weight_decay"] >= 0.0),
+        ):
+            if not good:
+                raise ConfigError(f"{name} = {group[name]!r} is not valid.", field=name)
+        device = self.param_groups[0]["params"][0].device
+        for parameter in group["params"]:
+            if parameter.device != device or not parameter.is_floating_point():
+                raise ConfigError(
+                    f"A parameter is {parameter.dtype} on {parameter.device}, the first one is on {device}. APMSqueeze "
+                    "wants real parameters on one device.",
+                    field="params",
+                )
+        if self._exchange is not None:
+            refuse_ddp(group["params"])
+            for parameter in group["params"]:
+                self._exchange.broadcast(parameter.detach(), "parameters of rank 0")
+
+    # --- a step -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of all parameters. Blocks until all workers have made it.
+
+        Args:
+            closure: computes gradients and returns the loss.
+
+        Returns:
+            The loss of the closure, if there is one.
+
+        Raises:
+            ConfigError: see the class; or a gradient is sparse.
+            DeadlineError: see the class.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        exchange = self._connected()
+        before = exchange.sent
+        gradients = [self._gradient(p) for p in self._parameters()]
+        scale = self._unscaling()
+        agreed = self._agree(gradients, scale)
+        if not agreed.finite:
+            self._skipped += 1
+            if self._scaler is not None:
+                for found in self._scaler._found_inf_per_device(self).values():
+                    found.fill_(1.0)
+            return loss
+        self._enrol(agreed)
+        clip = self.options.clip_norm
+        if clip is not None and self.phase == "compressed":
+            scale *= min(1.0, clip / (agreed.norm + 1e-6))
+        rules = [self._rules(cohort, gradients, agreed.active, scale) for cohort in self._cohorts]
+        self._warm_up([(c, r) for c, r in zip(self._cohorts, rules, strict=True) if c.phase == "warmup"])
+        self._squeeze([(c, r) for c, r in zip(self._cohorts, rules, strict=True) if c.phase == "compressed"])
+        self._steps += 1
+        self._last_sent = exchange.sent - before
+        self._last_full = 8 * (exchange.size - 1) * sum(c.flat.size for c in self._cohorts) // exchange.size
+        if self.options.debug:
+            same_parameters(exchange, self._parameters(), self._steps)
+        return loss
+
+    def _warm_up(self, cohorts: list[tuple[Cohort, list[Rule]]]) -> None:
+        """Line 2: Adam with the average of the gradients, float32."""
+        exchange = self._connected()
+        work = [(bucket, rules) for cohort, rules in cohorts for bucket in cohort.buckets]
+        waits = [
+            exchange.start_sum(bucket.collect(rules), f"gradients of bucket {i}")
+            for i, (bucket, rules) in enumerate(work)
+        ]
+        for wait in waits:
+            wait()
+        factor = 1.0 / exchange.size
+        if self.options.clip_norm is not None and self.phase == "warmup" and work:
+            total = sum(square(bucket.error, self._pool) for bucket, _ in work)
+            # A norm may be rounded otherwise elsewhere: the average is the same for all.
+            norm = float(exchange.sum(torch.tensor([total**0.5], dtype=torch.float64), "norm")) * factor**2
+            factor *= min(1.0, self.options.clip_norm / (norm + 1e-6))
+        for bucket, rules in work:
+            bucket.adam(rules, factor)
+        for cohort, rules in cohorts:
+            cohort.observe([rule.bias2 for rule in rules])
+
+    def _squeeze(self, cohorts: list[tuple[Cohort, list[Rule]]]) -> None:
+        """Lines 6 to 11. What is packed of one bucket is under way while the next one is packed."""
+        exchange, momentum = self._connected(), self.options.communicate == "momentum"
+        work = [(bucket, rules) for cohort, rules in cohorts for bucket in cohort.buckets]
+        scattered, gathered = [], []
+        for i, (bucket, rules) in enumerate(work):
+            bucket.compress(rules, momentum, self._key(i, 0))
+            scattered.append(exchange.start_all_to_all(bucket.sent, bucket.received, f"chunks of bucket {i}"))
+        for i, (bucket, _) in enumerate(work):
+            scattered[i]()
+            bucket.average(self._key(i, 1))
+            gathered.append(exchange.start_all_gather(bucket.averaged, bucket.gathered, f"averages of bucket {i}"))
+        for i, (bucket, rules) in enumerate(work):
+            gathered[i]()
+            bucket.apply(rules, momentum)
+
+    def _key(self, bucket: int, stage: int) -> int:
+        """Of random choices: apart for each step, worker, bucket and stage; `Bucket.compress` adds the chunk."""
+        exchange = self._connected()
+        return (((self._steps * exchange.size + exchange.rank) * 65536 + bucket) * 2 + stage) * 65536
+
+    # --- what a step needs ------------------------------------------------------------------------------------
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @staticmethod
+    def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        if parameter.grad is None:
+            return None
+        if parameter.grad.layout != torch.strided:
+            raise ConfigError("APMSqueeze wants dense gradients; this one is sparse.", field="params")
+        return parameter.grad.detach().reshape(-1).float()
+
+    def _unscaling(self) -> float:
+        """What GradScaler's scale makes necessary: it says so by attributes."""
+        if not hasattr(self, "found_inf"):
+            return 1.0
+        if self._scaler is None and self._connected().size > 1:
+            raise ConfigError(
+                "Gradients come from a GradScaler that APMSqueeze does not know; the workers' scales would drift "
+                "apart. Call "
+                "optimizer.attach_scaler(scaler) once.",
+                field="scaler",
+            )
+        scale = getattr(self, "grad_scale", None)
+        return 1.0 if scale is None else 1.0 / float(scale)
+
+    def _agree(self, gradients: Sequence[torch.Tensor | None], scale: float) -> _Agreed:
+        """Everything that all workers must know before a buffer changes, in one small sum."""
+        exchange = self._connected()
+        total_square = sum(square(g, self._pool) for g in gradients if g is not None) * scale**2
+        bad = not math.isfinite(total_square) or bool(getattr(self, "found_inf", 0.0))
+        numbers = [float(bad), 0.0 if bad else total_square]
+        numbers += [float(cohort.ready()) for cohort in self._cohorts]
+        numbers += [float(g is not None) for g in gradients]
+        total = exchange.sum(torch.tensor(numbers, dtype=torch.float64), f"begin of step {self._steps + 1}").tolist()
+        count = 2 + len(self._cohorts)
+        return _Agreed(
+            finite=total[0] == 0.0,
+            norm=(total[1] / exchange.size) ** 0.5,
+            ready=[number == exchange.size for number in total[2:count]],
+            active=[number > 0.0 for number in total[count:]],
+        )
+
+    def _enrol(self, agreed: _Agreed) -> None:
+        """Cohorts whose warm-up is over are frozen; parameters with their first gradient become a cohort."""
+        beta2 = {id(p): group["betas"][1] for group in self.param_groups for p in group["params"]}
+        for cohort, ready in zip(self._cohorts, agreed.ready, strict=True):
+            if ready:
+                cohort.freeze(
+                    [1.0 - beta2[id(p)] ** n for p, n in zip(cohort.flat.parameters, cohort.updates, strict=True)]
+                )
+                _log.info("APMSqueeze: v frozen after %d steps; compressed from now on", cohort.steps)
+        known = {id(p) for cohort in self._cohorts for p in cohort.flat.parameters}
+        new = [p for p, active in zip(self._parameters(), agreed.active, strict=True) if active and id(p) not in known]
+        if new:
+            self._cohorts.append(self._new_cohort(new))
+
+    def _new_cohort(self, parameters: Sequence[torch.nn.Parameter]) -> Cohort:
+        assert self._exchange is not None
+        beta2 = {id(p): group["betas"][1] for group in self.param_groups for p in group["params"]}
+        return Cohort(parameters, max(beta2[id(p)] for p in parameters), self.options, self._exchange, self._pool)
+
+    def _rules(
+        self, cohort: Cohort, gradients: Sequence[torch.Tensor | None], active: Sequence[bool], scale: float
+    ) -> list[Rule]:
+        """Of this step, by parameter of the cohort; counts it."""
+        cohort.steps += 1
+        index = {id(p): i for i, p in enumerate(self._parameters())}
+        groups = {id(p): group for group in self.param_groups for p in group["params"]}
+        rules = []
+        for number, parameter in enumerate(cohort.flat.parameters):
+            group, i = groups[id(parameter)], index[id(parameter)]
+            cohort.updates[number] += active[i]
+            updates, (beta1, beta2), lr = max(1, cohort.updates[number]), group["betas"], float(group["lr"])
+            rate, shrink = lr / (1.0 - beta1**updates), 1.0 - lr * group["weight_decay"]
+            rules.append(
+                Rule(gradients[i], active[i], scale, beta1, beta2, rate, shrink, group["eps"], 1.0 - beta2**updates)
+            )
+        return rules
+
+    def _connected(self) -> Exchange:
+        """The other workers; at first use all check that they were made alike, and take the first one's parameters."""
+        if self._exchange is None:
+            parameters, options = self._parameters(), self.options
+            refuse_ddp(parameters)
+            exchange = Exchange(options.process_group, options.timeout, parameters[0].device)
+            if exchange.size > 1:
+                shapes = [(tuple(p.shape), str(p.dtype)) for p in parameters]
+                beta2 = [group["betas"][1] for group in self.param_groups]
+                kind = (
+                    options.warmup,
+                    options.compressor,
+                    options.communicate,
+                    options.clip_norm,
+                    options.bucket_bytes,
+                )
+                same_everywhere(exchange, repr((len(shapes), kind, options.debug, beta2, shapes)))
+                for parameter in parameters:
+                    exchange.broadcast(parameter.detach(), "parameters of rank 0")
+            self._exchange = exchange
+        if self._loaded is not None:
+            loaded, self._loaded = self._loaded, None
+            self._cohorts = optimizer_state.unpack(loaded, self._parameters(), self._new_cohort, self._exchange)
+        return self._exchange
+
+    # --- state ------------------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        """Of the parameters that were there first: "warmup" or "compressed"."""
+        if self._loaded is not None:
+            cohorts = self._loaded[optimizer_state.HEADER]["cohorts"]
+            phase: Phase = cohorts[0]["phase"] if cohorts else "warmup"
+            return phase
+        return self._cohorts[0].phase if self._cohorts else "warmup"
+
+    def attach_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """Makes a GradScaler see overflows of other workers too, so that all scales stay alike. Call it once."""
+        self._scaler = scaler
+
+    def statistics(self) -> dict[str, Any]:
+        """What happened so far, on this worker; for logs. Reads all errors, and never communicates.
+
+        Returns:
+            `phase`; `steps` made and `skipped_steps`; `bytes_sent` by this worker in all, and `bytes_last_step`;
+            `compression_ratio`, of the last step: bytes of a float32 all-reduce / bytes sent (0 if nothing was);
+            `worker_error_norm` and `server_error_norm`, of this worker's errors.
+        """
+        sent = self._exchange.sent if self._exchange is not None else 0
+        squeezed = [c for c in self._cohorts if c.phase == "compressed"]
+        server = [bucket.server_error for cohort in squeezed for bucket in cohort.buckets]
+        return {
+            "phase": self.phase,
+            "steps": self._steps,
+            "skipped_steps": self._skipped,
+            "bytes_sent": sent,
+            "bytes_last_step": self._last_sent,
+            "compression_ratio": self._last_full / self._last_sent if self._last_sent else 0.0,
+            "worker_error_norm": _norm([cohort.flat.error for cohort in squeezed]),
+            "server_error_norm": _norm(server),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """This worker's own state, errors included; never communicates. Tensors are copies.
+
+        It can be loaded by the same rank of as many workers. For anything else save what `consolidate` returns.
+        """
+        result = super().state_dict()
+        if self._loaded is not None:  # Nothing has changed since.
+            return {**result, **{name: value for name, value in self._loaded.items() if name != "param_groups"}}
+        workers = (1, 0) if self._exchange is None else (self._exchange.size, self._exchange.rank)
+        packed = optimizer_state.pack(self._cohorts, self._parameters(), workers)
+        packed[optimizer_state.HEADER] |= {"steps": self._steps, "skipped": self._skipped}
+        return {**result, **packed}
+
+    def consolidate(self) -> dict[str, Any]:
+        """The state of all workers, in host memory, on each of them. A collective; blocks.
+
+        It can be loaded by any number of workers: by as many, training goes on to the bit; else each takes the mean of
+        all worker errors. It holds the worker errors of all, so n times the parameters.
+
+        Raises:
+            DeadlineError: see the class.
+        """
+        state = self.state_dict()
+        if self._loaded is None and self._exchange is not None:
+            state |= optimizer_state.consolidated(state, self._exchange)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes a state of `state_dict` or `consolidate`. Never communicates; the next `step` shares it out.
+
+        Raises:
+            CheckpointError: it is not one for these parameters; by the next `step`: it is another worker's own.
+        """
+        optimizer_state.check(state_dict, self._parameters())
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        header = state_dict[optimizer_state.HEADER]
+        self._steps, self._skipped = header["steps"], header["skipped"]
+        self._loaded = {"state": state_dict["state"], optimizer_state.HEADER: header}
+        self._cohorts = []
+
+
+def _norm(arrays: Sequence[torch.Tensor]) -> float:
+    return math.sqrt(sum(float(torch.linalg.vector_norm(array)) ** 2 for array in arrays))

@@ -1,0 +1,217 @@
+"""APMSqueeze as it is written down: one process, n simulated workers, float64, loops. Slow; what the tests trust.
+
+Algorithm 1 of arXiv 2008.11343, with what the paper leaves open decided as in :class:`persia.optim.APMSqueeze`: the
+bias of m and v is corrected, v once when it is frozen; tiny elements of the frozen v are raised; small tensors are
+sent as they are.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from persia.optim.buckets import ALIGNMENT, SMALL
+from persia.optim.compressors import Compressor, OneBit, StochasticTernary, TopK, Uncompressed
+from persia.optim.options import APMSqueezeOptions
+
+__all__ = ["ReferenceAPMSqueeze", "reference_compress"]
+
+Vector = NDArray[np.float64]
+
+
+def reference_compress(compressor: Compressor, values: Vector, key: int = 0) -> Vector:
+    """What arrives of the values of one chunk: C_w[values]."""
+    sent = np.zeros_like(values)
+    if isinstance(compressor, Uncompressed):
+        return values.copy()
+    if isinstance(compressor, TopK):
+        if len(values):
+            kept = max(1, int(np.ceil(compressor.ratio * len(values))))
+            for i in np.argsort(-np.abs(values), kind="stable")[:kept]:
+                sent[i] = values[i]
+        return sent
+    if isinstance(compressor, OneBit):
+        for begin in range(0, len(values), compressor.block):
+            block = values[begin : begin + compressor.block]
+            if compressor.scale == "mean":
+                scale = sum(abs(value) for value in block) / len(block)
+            else:
+                scale = (sum(value * value for value in block) / len(block)) ** 0.5
+            for i, value in enumerate(block):
+                sent[begin + i] = scale if value >= 0 else -scale
+        return sent
+    if isinstance(compressor, StochasticTernary):
+        generator = torch.Generator().manual_seed(compressor.stream(key))
+        chance = torch.rand(len(values), generator=generator).numpy()
+        for begin in range(0, len(values), compressor.block):
+            block = values[begin : begin + compressor.block]
+            largest, total = max(abs(block)), sum(abs(block))
+            amplitude = sum(block * block) / total if total > 0 else 0.0
+            for i, value in enumerate(block):
+                if chance[begin + i] * largest < abs(value):
+                    sent[begin + i] = amplitude if value > 0 else -amplitude
+        return sent
+    raise TypeError(f"no reference for {type(compressor).__name__}")
+
+
+class ReferenceAPMSqueeze:
+    """All workers at once.
+
+    Args:
+        parameters: initial values of the tensors, equal on all workers; any shape.
+        workers: how many there are.
+        options: `warmup` must be a number.
+        lr: learning rate; may be changed between steps.
+        betas: as in APMSqueeze.
+        eps: as in APMSqueeze.
+        weight_decay: decoupled.
+
+    Attributes:
+        x: parameters, flat, in the order in which they were given.
+        momentum: the agreed one, like `x`.
+        variance: v, like `x`; corrected once it is frozen.
+        worker_errors: by worker, like `x`.
+        server_error: like `x`: each element is on the worker whose chunk it is in.
+        sent: by worker, what it sent in the last step, decompressed, like `x`.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[NDArray[Any]],
+        workers: int,
+        options: APMSqueezeOptions,
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        self.workers, self.options, self.lr, self.eps, self.weight_decay = workers, options, lr, eps, weight_decay
+        self.beta1, self.beta2 = betas
+        self.x: list[Vector] = [np.array(p, np.float64).ravel() for p in parameters]
+        self.momentum = [np.zeros_like(x) for x in self.x]
+        self.variance = [np.zeros_like(x) for x in self.x]
+        self.worker_errors = [[np.zeros_like(x) for x in self.x] for _ in range(workers)]
+        self.server_error = [np.zeros_like(x) for x in self.x]
+        self.sent = [[np.zeros_like(x) for x in self.x] for _ in range(workers)]
+        self.steps = 0
+        self.frozen = False
+
+    def step(self, gradients: Sequence[Sequence[NDArray[Any]]]) -> None:
+        """One step of all workers.
+
+        Args:
+            gradients: by worker and tensor.
+        """
+        mine = [[np.array(g, np.float64).ravel() for g in worker] for worker in gradients]
+        if not all(np.isfinite(g).all() for worker in mine for g in worker):
+            return
+        if not self.frozen and self.steps == self.options.warmup:
+            self._freeze()
+        self.steps += 1
+        if self.frozen:
+            self._clip_frozen(mine)
+            self._squeeze(mine)
+        else:
+            self._adam(mine)
+
+    def _adam(self, gradients: list[list[Vector]]) -> None:
+        """Line 2."""
+        average = [np.sum([worker[t] for worker in gradients], axis=0) / self.workers for t in range(len(self.x))]
+        norm = sum(float(g @ g) for g in average) ** 0.5
+        clip = 1.0 if self.options.clip_norm is None else min(1.0, self.options.clip_norm / (norm + 1e-6))
+        for t, g in enumerate(average):
+            self.momentum[t] = self.beta1 * self.momentum[t] + (1 - self.beta1) * clip * g
+            self.variance[t] = self.beta2 * self.variance[t] + (1 - self.beta2) * (clip * g) ** 2
+            self._move(t, self.variance[t] / (1 - self.beta2**self.steps))
+
+    def _freeze(self) -> None:
+        corrected = [v / (1 - self.beta2**self.steps) for v in self.variance]
+        overall = np.concatenate(corrected).mean() or 1.0
+        for t, v in enumerate(corrected):
+            mean = (v.mean() if len(v) else 0.0) or overall
+            self.variance[t] = np.maximum(v, self.options.variance_floor * mean)
+        self.frozen = True
+
+    def _clip_frozen(self, gradients: list[list[Vector]]) -> None:
+        if self.options.clip_norm is not None:
+            squares = sum(float(g @ g) for worker in gradients for g in worker)
+            clip = min(1.0, self.options.clip_norm / ((squares / self.workers) ** 0.5 + 1e-6))
+            for worker in gradients:
+                for g in worker:
+                    g *= clip
+
+    def _squeeze(self, gradients: list[list[Vector]]) -> None:
+        """Lines 6 to 11, bucket by bucket, chunk by chunk."""
+        compensated = []  # Lines 6 and 7: of each worker, what it wants to send.
+        for worker, errors in zip(gradients, self.worker_errors, strict=True):
+            if self.options.communicate == "momentum":
+                values = [self.beta1 * m + (1 - self.beta1) * g for m, g in zip(self.momentum, worker, strict=True)]
+            else:
+                values = worker
+            compensated.append(self._flat([v + e for v, e in zip(values, errors, strict=True)]))
+        server_error, flat_sent = self._flat(self.server_error), [np.zeros_like(c) for c in compensated]
+        result = np.zeros_like(server_error)
+        for number, (begin, end, compressor) in enumerate(self._buckets()):
+            for k, (low, high) in enumerate(self._chunks(begin, end)):
+                for rank in range(self.workers):  # Line 7, and line 8: to worker k.
+                    key = self._key(rank, number, 0) + k
+                    flat_sent[rank][low:high] = reference_compress(compressor, compensated[rank][low:high], key)
+                average = sum(s[low:high] for s in flat_sent) / self.workers + server_error[low:high]  # Line 9.
+                result[low:high] = reference_compress(compressor, average, self._key(k, number, 1))
+                server_error[low:high] = average - result[low:high]
+        self.server_error = self._tensors(server_error)
+        for rank in range(self.workers):
+            self.sent[rank] = self._tensors(flat_sent[rank])
+            self.worker_errors[rank] = self._tensors(compensated[rank] - flat_sent[rank])
+        for t, averaged in enumerate(self._tensors(result)):  # Lines 10 and 11.
+            if self.options.communicate == "momentum":
+                self.momentum[t] = averaged
+            else:
+                self.momentum[t] = self.beta1 * self.momentum[t] + (1 - self.beta1) * averaged
+            self._move(t, self.variance[t])
+
+    def _move(self, t: int, variance: Vector) -> None:
+        corrected = self.momentum[t] / (1 - self.beta1**self.steps)
+        self.x[t] = self.x[t] * (1 - self.lr * self.weight_decay) - self.lr * corrected / (np.sqrt(variance) + self.eps)
+
+    # --- layout: what shares a block with what ----------------------------------------------------------------
+
+    def _order(self) -> list[int]:
+        large = [t for t, x in enumerate(self.x) if len(x) >= SMALL]
+        return large + [t for t, x in enumerate(self.x) if len(x) < SMALL]
+
+    def _flat(self, tensors: Sequence[Vector]) -> Vector:
+        return np.concatenate([tensors[t] for t in self._order()])
+
+    def _tensors(self, flat: Vector) -> list[Vector]:
+        tensors, begin = [np.empty(0)] * len(self.x), 0
+        for t in self._order():
+            tensors[t] = flat[begin : begin + len(self.x[t])].copy()
+            begin += len(self.x[t])
+        return tensors
+
+    def _buckets(self) -> list[tuple[int, int, Compressor]]:
+        large = sum(len(x) for x in self.x if len(x) >= SMALL)
+        total = sum(len(x) for x in self.x)
+        count = int(np.ceil(4 * large / self.options.bucket_bytes))
+        edges = [large * i // count // ALIGNMENT * ALIGNMENT for i in range(count)] + [large]
+        buckets: list[tuple[int, int, Compressor]] = []
+        for begin, end in itertools.pairwise(edges):
+            if begin < end:
+                buckets.append((begin, end, self.options.compressor))
+        if large < total:
+            buckets.append((large, total, Uncompressed()))
+        return buckets
+
+    def _chunks(self, begin: int, end: int) -> list[tuple[int, int]]:
+        length = int(np.ceil((end - begin) / (self.workers * ALIGNMENT))) * ALIGNMENT
+        return [(min(end, begin + k * length), min(end, begin + (k + 1) * length)) for k in range(self.workers)]
+
+    def _key(self, rank: int, bucket: int, stage: int) -> int:
+        return ((((self.steps - 1) * self.workers + rank) * 65536 + bucket) * 2 + stage) * 65536

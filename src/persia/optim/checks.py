@@ -1,0 +1,62 @@
+"""What is checked before APMSqueeze trusts a process: that nobody else averages, and that all workers agree."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from persia.errors import ConfigError, PersiaError
+from persia.optim.exchange import Exchange
+
+__all__ = ["refuse_ddp", "same_everywhere", "same_parameters"]
+
+
+def refuse_ddp(parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Raises ConfigError if a DistributedDataParallel of this process holds one of the parameters."""
+    mine = {id(p) for p in parameters}
+    for found in gc.get_objects():
+        # By type: `isinstance` asks the object, and proxies answer with work or warnings.
+        if issubclass(type(found), DistributedDataParallel) and any(id(p) in mine for p in found.parameters()):
+            raise ConfigError(
+                "The model is wrapped in DistributedDataParallel, and APMSqueeze averages by itself: gradients would "
+                "travel "
+                "twice, once uncompressed. Leave the wrapper out.",
+                field="params",
+            )
+
+
+def same_everywhere(exchange: Exchange, description: str) -> None:
+    """Raises ConfigError if the workers were made differently: they would wait for one another, or mix up bytes."""
+    digest = hashlib.sha256(description.encode()).digest()
+    rows = exchange.gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8), "first meeting")
+    others = [rank for rank, row in enumerate(rows) if not torch.equal(row, rows[0])]
+    if others:
+        raise ConfigError(
+            f"APMSqueeze was made differently on rank {', '.join(map(str, others))} and on rank 0: parameters (number, "
+            f"order, shapes), beta2 and options must be equal. Rank {exchange.rank} has {description[:300]}.",
+            field="params",
+            ranks=others,
+        )
+
+
+def same_parameters(exchange: Exchange, parameters: Sequence[torch.nn.Parameter], step: int) -> None:
+    """Raises PersiaError if the parameters are not equal to the bit on all workers."""
+    flat = (p.detach().cpu().reshape(-1).contiguous() for p in parameters)
+    sums = [zlib.crc32(f.view(torch.uint8).numpy().data) if f.numel() else 0 for f in flat]
+    rows = exchange.gather(torch.tensor(sums, dtype=torch.int64), "check of the parameters")
+    for rank, row in enumerate(rows):
+        if not torch.equal(row, rows[0]):
+            index = int((row != rows[0]).nonzero()[0])
+            raise PersiaError(
+                f"After step {step}, parameter {index} differs between rank 0 and rank {rank}. Something else "
+                "changes it on "
+                "one worker only: a learning rate, a hook, an initialisation that is not the same.",
+                rank=rank,
+                parameter=index,
+                step=step,
+            )

@@ -1,0 +1,117 @@
+"""Parameters that began to train at the same step: they warm up together, and are compressed from the same step on."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from persia.batching.native import ThreadPool
+from persia.optim.buckets import Flat, ranges
+from persia.optim.exchange import Exchange
+from persia.optim.native import bucket_class
+from persia.optim.options import APMSqueezeOptions
+
+__all__ = ["Cohort", "Phase"]
+
+Phase = Literal["warmup", "compressed"]
+
+STABLE = 0.04
+"""Relative change of ||v||_1 over a window that counts as stable."""
+
+
+class Cohort:
+    """One for all parameters as a rule; parameters that are unfrozen later have one of their own.
+
+    Args:
+        parameters: all on one device.
+        beta2: the largest of theirs.
+        options: of the optimizer.
+        exchange: with the other workers.
+        pool: threads of the core, if the device is the host.
+
+    Attributes:
+        phase: "warmup" or "compressed".
+        steps: made so far.
+        updates: the same, by parameter of `flat`: those without gradients were left out.
+        norms: ||v||_1 after the last steps, bias-corrected; only as many as `warmup="auto"` needs.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        beta2: float,
+        options: APMSqueezeOptions,
+        exchange: Exchange,
+        pool: ThreadPool | None,
+    ) -> None:
+        self.phase: Phase = "warmup"
+        self.steps = 0
+        self.flat = Flat(parameters, pool)
+        self.updates = [0] * len(self.flat.parameters)
+        self._options, self._exchange = options, exchange
+        self._window = math.ceil(1.0 / (1.0 - beta2)) if beta2 < 1.0 else 1
+        self.norms: deque[float] = deque(maxlen=self._window + 1)
+        workers = (exchange.size, exchange.rank)
+        self.buckets = [
+            bucket_class(self.flat, compressor)(self.flat, begin, end, compressor, workers)
+            for begin, end, compressor in ranges(self.flat, options.bucket_bytes, options.compressor)
+        ]
+
+    def observe(self, bias2: Sequence[float]) -> None:
+        """After a step of the warm-up; `bias2` by parameter."""
+        if self._options.warmup == "auto":
+            sums = [v.sum() / b for v, b in zip(self.flat.views(self.flat.variance), bias2, strict=True)]
+            self.norms.append(float(torch.stack(sums).sum()))
+
+    def ready(self) -> bool:
+        """Whether this worker would end the warm-up now."""
+        if self.phase == "compressed":
+            return False
+        if self._options.warmup != "auto":
+            return self.steps >= self._options.warmup
+        if self.steps < 2 * self._window or len(self.norms) <= self._window:
+            return False
+        return abs(self.norms[-1] - self.norms[0]) <= STABLE * self.norms[0]
+
+    def freeze(self, bias2: Sequence[float]) -> None:
+        """Ends the warm-up: v is corrected, tiny elements of it are raised, and it never changes again. Blocks.
+
+        Args:
+            bias2: correction of v's bias by parameter.
+        """
+        views = list(self.flat.views(self.flat.variance))
+        for v, bias in zip(views, bias2, strict=True):
+            v.div_(bias)
+        overall = self.flat.variance.mean()
+        means = torch.stack([v.mean() if v.numel() else overall for v in views])
+        means = torch.where(means > 0, means, overall if overall > 0 else torch.ones_like(overall))
+        # A sum may be rounded otherwise elsewhere: one worker's counts.
+        self._exchange.broadcast(means, "end of the warm-up")
+        for v, mean in zip(views, means, strict=True):
+            v.clamp_(min=self._options.variance_floor * mean)
+        if self._options.variance_floor == 0.0:
+            self.flat.variance.masked_fill_(self.flat.variance == 0.0, math.inf)  # Such elements stay as they are.
+        self.flat.error.zero_()
+        self.norms.clear()
+        self.phase = "compressed"
+
+    def settle(self) -> None:
+        """Afterwards the momentum can be read."""
+        for bucket in self.buckets:
+            bucket.settle()
+
+    def server_error(self) -> torch.Tensor:
+        """Of the whole Flat: zero but for what is this worker's."""
+        whole = torch.zeros_like(self.flat.error)
+        for bucket in self.buckets:
+            whole[bucket.begin : bucket.end][bucket.own] = bucket.server_error
+        return whole
+
+    def set_server_error(self, whole: torch.Tensor) -> None:
+        """Takes this worker's part of it."""
+        for bucket in self.buckets:
+            bucket.server_error.copy_(whole[bucket.begin : bucket.end][bucket.own])

@@ -1,0 +1,75 @@
+"""Signs, eight to a byte, with a scale per block. This is the path for any device; `optim/native.py` has the CPU's."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from persia.errors import ConfigError
+from persia.optim.compressors.base import Compressor
+
+__all__ = ["OneBit"]
+
+
+class OneBit(Compressor, frozen=True, tag="one_bit"):
+    """The sign of each value, and the mean magnitude of each block: 32 times less than float32, but for the scales.
+
+    A value >= 0 (also -0) has the sign +. Payload: the blocks' scales, float32, then the signs, value i in bit i % 8 of
+    byte i // 8, 1 for +.
+
+    Args:
+        scale: "mean": the block's mean magnitude, which brings what is lost to its least, so errors shrink whatever the
+            values are. "l2": the paper's (section 5.1), ||values|| / sqrt(count): the block keeps its norm, and errors
+            may grow where few values are large.
+        block: values that share a scale, a multiple of 64.
+    """
+
+    scale: Literal["mean", "l2"] = "mean"
+    block: int = 2048
+
+    def __post_init__(self) -> None:
+        if self.scale not in ("mean", "l2"):
+            raise ConfigError(f"scale = {self.scale!r}; use mean or l2.", field="scale")
+        if not isinstance(self.block, int) or self.block < 64 or self.block % 64:
+            raise ConfigError(f"block = {self.block!r}; give a multiple of 64.", field="block")
+
+    def payload_bytes(self, count: int) -> int:
+        """One bit each, and four bytes a block."""
+        return 4 * self._blocks(count) + -(-count // 8)
+
+    def compress(self, values: torch.Tensor, payload: torch.Tensor, key: int) -> None:
+        """See `Compressor.compress`."""
+        count, blocks = values.numel(), self._blocks(values.numel())
+        if not count:
+            return
+        padded = torch.nn.functional.pad(values, (0, blocks * self.block - count)).view(blocks, self.block)
+        lengths = torch.full((blocks,), float(self.block), device=values.device)
+        lengths[-1] = count - (blocks - 1) * self.block
+        if self.scale == "mean":
+            scales = padded.abs().sum(1) / lengths
+        else:
+            scales = (padded.square().sum(1) / lengths).sqrt()
+        payload[: 4 * blocks].view(torch.float32).copy_(scales)
+        positive = padded >= 0
+        bits = (positive.view(-1, 8) * self._weights(values.device)).sum(1, dtype=torch.uint8)
+        payload[4 * blocks :].copy_(bits[: -(-count // 8)])
+        if count % 8:
+            payload[-1] &= (1 << count % 8) - 1
+        values.sub_(torch.where(positive, scales[:, None], -scales[:, None]).view(-1)[:count])
+
+    def decompress(self, payload: torch.Tensor, out: torch.Tensor) -> None:
+        """See `Compressor.decompress`."""
+        count, blocks = out.numel(), self._blocks(out.numel())
+        if not count:
+            return
+        scales = payload[: 4 * blocks].view(torch.float32).repeat_interleave(self.block)[:count]
+        positive = (payload[4 * blocks :, None] & self._weights(out.device)).view(-1)[:count] != 0
+        out.copy_(torch.where(positive, scales, -scales))
+
+    def _blocks(self, count: int) -> int:
+        return -(-count // self.block)
+
+    @staticmethod
+    def _weights(device: torch.device) -> torch.Tensor:
+        return torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=device)

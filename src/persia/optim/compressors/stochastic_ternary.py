@@ -1,0 +1,75 @@
+"""Minus, nothing or plus, by chance."""
+
+from __future__ import annotations
+
+import torch
+
+from persia.errors import ConfigError
+from persia.optim.compressors.base import Compressor
+
+__all__ = ["StochasticTernary"]
+
+
+class StochasticTernary(Compressor, frozen=True, tag="stochastic_ternary"):
+    """A value v of a block becomes a * sign(v) with probability |v| / max|v|, else 0; a = sum v^2 / sum |v|.
+
+    A randomised compressor, which the paper's theory covers (C_w with its w, section 1), after TernGrad (arXiv
+    1705.07878), whose a is max|v|: right in expectation, but what is lost may be larger than the values, so errors grow
+    without bound. This a leaves least in expectation, always less than the values; the errors see to the bias.
+    Payload: the blocks' a, float32, then two bits each, four values to a byte: 0 nothing, 1 plus, 2 minus.
+
+    Args:
+        block: values that share a scale, a multiple of 4.
+        seed: of the choices.
+    """
+
+    block: int = 2048
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.block, int) or self.block < 4 or self.block % 4:
+            raise ConfigError(f"block = {self.block!r}; give a multiple of 4.", field="block")
+
+    def payload_bytes(self, count: int) -> int:
+        """Two bits each, and four bytes a block."""
+        return 4 * self._blocks(count) + -(-count // 4)
+
+    def compress(self, values: torch.Tensor, payload: torch.Tensor, key: int) -> None:
+        """See `Compressor.compress`."""
+        count, blocks = values.numel(), self._blocks(values.numel())
+        if not count:
+            return
+        padded = torch.nn.functional.pad(values, (0, blocks * self.block - count)).view(blocks, self.block)
+        magnitudes = padded.abs()
+        totals = magnitudes.sum(1)
+        scales = torch.where(totals > 0, padded.square().sum(1) / totals, 0.0)
+        payload[: 4 * blocks].view(torch.float32).copy_(scales)
+        # On the host, so that the choices do not depend on the device.
+        generator = torch.Generator().manual_seed(self.stream(key))
+        chance = torch.rand(count, generator=generator).to(values.device)
+        chosen = chance * magnitudes.amax(1).repeat_interleave(self.block)[:count] < values.abs()
+        digits = torch.nn.functional.pad(torch.where(values > 0, 1, 2).to(torch.uint8) * chosen, (0, -count % 4))
+        payload[4 * blocks :].copy_((digits.view(-1, 4) << self._shifts(values.device)).sum(1, dtype=torch.uint8))
+        sent = torch.empty_like(values)
+        self.decompress(payload, sent)
+        values.sub_(sent)
+
+    def decompress(self, payload: torch.Tensor, out: torch.Tensor) -> None:
+        """See `Compressor.decompress`."""
+        count, blocks = out.numel(), self._blocks(out.numel())
+        if not count:
+            return
+        digits = (payload[4 * blocks :, None] >> self._shifts(out.device) & 3).view(-1)[:count]
+        scales = payload[: 4 * blocks].view(torch.float32).repeat_interleave(self.block)[:count]
+        out.copy_((digits == 1).float() - (digits == 2).float()).mul_(scales)
+
+    def stream(self, key: int) -> int:
+        """Seed of the choices for a key of `compress`."""
+        return (self.seed * 0x9E3779B97F4A7C15 + key) & 0x7FFFFFFFFFFFFFFF
+
+    def _blocks(self, count: int) -> int:
+        return -(-count // self.block)
+
+    @staticmethod
+    def _shifts(device: torch.device) -> torch.Tensor:
+        return torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=device)

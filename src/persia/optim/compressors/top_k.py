@@ -1,0 +1,51 @@
+"""The values of largest magnitude."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from persia.errors import ConfigError
+from persia.optim.compressors.base import Compressor
+
+__all__ = ["TopK"]
+
+
+class TopK(Compressor, frozen=True, tag="top_k"):
+    """The largest values of each chunk and where they are (section 5.1 of the paper); the others are nothing.
+
+    Payload: `k` positions, int32, then their values, float32.
+
+    Args:
+        ratio: of the values that are kept, 0 to 1; at least one is.
+    """
+
+    ratio: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.ratio <= 1.0:
+            raise ConfigError(f"ratio = {self.ratio!r}; give a number > 0 and <= 1.", field="ratio")
+
+    def payload_bytes(self, count: int) -> int:
+        """Eight for each that is kept."""
+        return 8 * self._kept(count)
+
+    def compress(self, values: torch.Tensor, payload: torch.Tensor, key: int) -> None:
+        """See `Compressor.compress`."""
+        kept = self._kept(values.numel())
+        if not kept:
+            return
+        positions = torch.topk(values.abs(), kept, sorted=False).indices
+        payload[: 4 * kept].view(torch.int32).copy_(positions)
+        payload[4 * kept :].view(torch.float32).copy_(values[positions])
+        values[positions] = 0.0
+
+    def decompress(self, payload: torch.Tensor, out: torch.Tensor) -> None:
+        """See `Compressor.decompress`."""
+        kept = self._kept(out.numel())
+        out.zero_()
+        out[payload[: 4 * kept].view(torch.int32).long()] = payload[4 * kept :].view(torch.float32)
+
+    def _kept(self, count: int) -> int:
+        return min(count, math.ceil(self.ratio * count))

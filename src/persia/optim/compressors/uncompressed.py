@@ -1,0 +1,26 @@
+"""The values themselves."""
+
+from __future__ import annotations
+
+import torch
+
+from persia.optim.compressors.base import Compressor
+
+__all__ = ["Uncompressed"]
+
+
+class Uncompressed(Compressor, frozen=True, tag="uncompressed"):
+    """No compression: float32, nothing is lost. APMSqueeze (uncompressed) of the paper, section 5.3."""
+
+    def payload_bytes(self, count: int) -> int:
+        """Four each."""
+        return 4 * count
+
+    def compress(self, values: torch.Tensor, payload: torch.Tensor, key: int) -> None:
+        """A copy."""
+        payload.view(torch.float32).copy_(values)
+        values.zero_()
+
+    def decompress(self, payload: torch.Tensor, out: torch.Tensor) -> None:
+        """A copy."""
+        out.copy_(payload.view(torch.float32))

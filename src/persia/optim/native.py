@@ -1,0 +1,166 @@
+"""Buckets in host memory: each step of the algorithm is one pass over memory (`cpp/include/persia/onebit.hpp`)."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from persia.batching.native import ThreadPool
+from persia.optim.buckets import Bucket, Flat, Rule
+from persia.optim.compressors import Compressor, OneBit
+
+__all__ = ["NativeBucket", "OneBitBucket", "bucket_class", "measure_packing", "square"]
+
+_core: Any = importlib.import_module("persia._core").onebit
+
+
+def bucket_class(flat: Flat, compressor: Compressor) -> type[Bucket]:
+    """The fastest that there is for these."""
+    if flat.pool is None:
+        return Bucket
+    return OneBitBucket if isinstance(compressor, OneBit) else NativeBucket
+
+
+def square(values: torch.Tensor, pool: ThreadPool | None) -> float:
+    """Sum of the squares of a flat float32 tensor, finite if all values are. With a pool: in host memory."""
+    if pool is None:
+        return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
+    return float(_core.sum_of_squares(values.data_ptr(), values.numel(), pool))
+
+
+class NativeBucket(Bucket):
+    """With Adam's step in one pass. See Bucket; momentum, v and error are in host memory, and the Flat has a pool."""
+
+    def __init__(self, flat: Flat, begin: int, end: int, compressor: Compressor, workers: tuple[int, int]) -> None:
+        super().__init__(flat, begin, end, compressor, workers)
+        assert flat.pool is not None
+        self._pool = flat.pool
+
+    def adam(self, rules: Sequence[Rule], factor: float) -> None:
+        """See Bucket."""
+        runs = _Runs(self, rules, lambda rule: (rule.beta1, 1.0 - rule.beta1))
+        _core.adam(*runs.tables, self.error.numpy(), factor, self.momentum.numpy(), self.variance.numpy(), self._pool)
+        runs.store()
+
+
+class OneBitBucket(NativeBucket):
+    """The momentum that all agreed upon is read from what they gathered, one bit each: it is not written down."""
+
+    def __init__(self, flat: Flat, begin: int, end: int, compressor: Compressor, workers: tuple[int, int]) -> None:
+        super().__init__(flat, begin, end, compressor, workers)
+        assert isinstance(compressor, OneBit)
+        self._format = (compressor.block, compressor.scale == "l2")
+        self._implied = False
+
+    def compress(self, rules: Sequence[Rule], momentum: bool, key: int) -> None:
+        """See Bucket."""
+        runs = _Runs(
+            self,
+            rules,
+            lambda rule: (
+                rule.beta1 if rule.active else 1.0,
+                (1.0 - rule.beta1 if momentum else 1.0) * rule.scale,
+            ),
+            move=False,
+        )
+        _core.compress(
+            *runs.tables,
+            self.momentum.numpy() if momentum and not self._implied else None,
+            self.gathered.numpy() if momentum and self._implied else None,
+            self.error.numpy(),
+            self.sent.numpy(),
+            self.chunk,
+            *self._format,
+            self._pool,
+        )
+
+    def average(self, key: int) -> None:
+        """See Bucket."""
+        _core.average(
+            self.received.numpy(), self.server_error.numpy(), self.averaged.numpy(), *self._format, self._pool
+        )
+
+    def apply(self, rules: Sequence[Rule], momentum: bool) -> None:
+        """See Bucket."""
+        runs = _Runs(self, rules, lambda rule: (rule.beta1 if rule.active else 1.0, 1.0 - rule.beta1))
+        written = None if momentum else self.momentum.numpy()
+        _core.apply(
+            *runs.tables, self.gathered.numpy(), written, self.variance.numpy(), self.chunk, *self._format, self._pool
+        )
+        runs.store()
+        self._implied = momentum
+
+    def settle(self) -> None:
+        """See Bucket."""
+        if self._implied:
+            self.decompress(self.momentum)
+
+
+class _Runs:
+    """The pieces of a bucket with their rules, as tables for the core.
+
+    Args:
+        bucket: whose.
+        rules: by parameter.
+        shares: what a rule keeps of the momentum, and takes of the gradient.
+        move: whether parameters are updated.
+    """
+
+    def __init__(self, bucket: Bucket, rules: Sequence[Rule], shares: Any, move: bool = True) -> None:
+        self._bucket = bucket
+        self._copies: list[tuple[int, torch.Tensor]] = []
+        bounds: list[tuple[int, int, int, int]] = []
+        numbers: list[tuple[float, ...]] = []
+        for number, piece in enumerate(bucket.pieces):
+            rule = rules[piece.number]
+            gradient = 0 if rule.gradient is None else rule.gradient.data_ptr() + 4 * piece.begin
+            target = self._address(number) if move and rule.active else 0
+            bounds.append((piece.at.start, piece.at.stop, gradient, target))
+            numbers.append((*shares(rule), rule.rate, rule.shrink, rule.eps, rule.beta2, 1.0 - rule.beta2, rule.bias2))
+        self.tables: tuple[NDArray[np.uint64], NDArray[np.float32]] = (
+            np.array(bounds, np.uint64),
+            np.array(numbers, np.float32),
+        )
+
+    def _address(self, number: int) -> int:
+        piece = self._bucket.pieces[number]
+        parameter = self._bucket.flat.parameters[piece.number]
+        if parameter.dtype == torch.float32 and parameter.is_contiguous():
+            return parameter.data_ptr() + 4 * piece.begin
+        copy = parameter.detach().reshape(-1)[piece.begin : piece.end].to(torch.float32, copy=True)
+        self._copies.append((number, copy))
+        return copy.data_ptr()
+
+    def store(self) -> None:
+        """Parameters that are not float32 in one piece were updated as copies: writes these back."""
+        for number, copy in self._copies:
+            self._bucket.store(self._bucket.pieces[number], copy)
+
+
+def measure_packing(values: int = 12_000_000, rounds: int = 9, block: int = 2048) -> float:
+    """Bytes of float32 per second that one core packs and unpacks, median: the figure [apms.pack].
+
+    A round packs an array of normal values, which then holds the errors, and unpacks into another one.
+
+    Args:
+        values: in the array.
+        rounds: timed.
+        block: of OneBit.
+    """
+    compressor = OneBit(block=block)
+    source = np.random.default_rng(0).standard_normal(values, np.float32)
+    out, payload = np.empty_like(source), np.empty(compressor.payload_bytes(values), np.uint8)
+    seconds = []
+    for _ in range(rounds + 1):  # The first one touches the memory.
+        work = source.copy()
+        began = time.perf_counter()
+        _core.pack(work, payload, block, False)
+        _core.unpack(payload, out, block, False)
+        seconds.append(time.perf_counter() - began)
+    return 4.0 * values / sorted(seconds[1:])[rounds // 2]

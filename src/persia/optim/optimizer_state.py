@@ -1,0 +1,144 @@
+"""The state of APMSqueeze by parameter, whatever its buckets are: for checkpoints, and for another number of workers.
+
+Of each parameter: `step`, `exp_avg` and `exp_avg_sq` as Adam has them, and once compressed `worker_error` and
+`server_error`. A worker's own state has its own errors; `server_error` is zero but for the chunks that are this
+worker's. A consolidated state has the worker errors of all workers, `[n, ...]`, and the whole server error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from persia.errors import CheckpointError
+from persia.optim.cohort import Cohort
+from persia.optim.exchange import Exchange
+
+__all__ = ["HEADER", "check", "consolidated", "pack", "unpack"]
+
+HEADER = "apmsqueeze"
+"""Key of what is not of one parameter."""
+
+VERSION = 1
+
+
+def pack(
+    cohorts: Sequence[Cohort], parameters: Sequence[torch.nn.Parameter], workers: tuple[int, int]
+) -> dict[str, Any]:
+    """A worker's own state: `state` by number of the parameter, and the header. Tensors are copies.
+
+    Args:
+        cohorts: all of them.
+        parameters: all of them.
+        workers: how many there are, and which of them this one is.
+    """
+    number = {id(p): i for i, p in enumerate(parameters)}
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    about = []
+    for cohort in cohorts:
+        cohort.settle()
+        flat = cohort.flat
+        arrays = {"exp_avg": flat.momentum, "exp_avg_sq": flat.variance}
+        if cohort.phase == "compressed":
+            arrays |= {"worker_error": flat.error, "server_error": cohort.server_error()}
+        numbers = [number[id(p)] for p in flat.parameters]
+        for i, updates in zip(numbers, cohort.updates, strict=True):
+            state[i] = {"step": torch.tensor(float(updates))}
+        for name, array in arrays.items():
+            for i, view in zip(numbers, flat.views(array), strict=True):
+                state[i][name] = view.clone()
+        about.append({"parameters": numbers, "phase": cohort.phase, "steps": cohort.steps, "norms": list(cohort.norms)})
+    header = {"version": VERSION, "workers": workers[0], "rank": workers[1], "cohorts": about}
+    return {"state": state, HEADER: header}
+
+
+def consolidated(packed: dict[str, Any], exchange: Exchange) -> dict[str, Any]:
+    """The state of all workers, in host memory, on each of them: a collective. Changes `packed`."""
+    packed[HEADER]["rank"] = None
+    for i, values in sorted(packed["state"].items()):
+        for name, value in values.items():
+            values[name] = value.cpu()
+        if "worker_error" in values:
+            what = f"errors of parameter {i}"
+            values["worker_error"] = exchange.gather(values["worker_error"], what)
+            values["server_error"] = exchange.gather(values["server_error"], what).sum(0)  # Zeros but for one worker.
+    return packed
+
+
+def check(loaded: dict[str, Any], parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Raises CheckpointError unless it is a state for these parameters."""
+    header = loaded.get(HEADER)
+    if not isinstance(header, dict) or header.get("version") != VERSION:
+        raise CheckpointError(
+            "This is no state of APMSqueeze of this version; load what `state_dict` or `consolidate` returned."
+        )
+    for i, values in loaded["state"].items():
+        shape = parameters[i].shape if i < len(parameters) else None
+        extra = 1 if header["rank"] is None else 0
+        for name, value in values.items():
+            found = value.shape[extra:] if name == "worker_error" else value.shape
+            if name != "step" and found != shape:
+                raise CheckpointError(
+                    f"{name} of parameter {i} has the shape {tuple(found)}, the parameter {shape and tuple(shape)}. "
+                    "Make the "
+                    "optimizer with the same parameters.",
+                    parameter=i,
+                )
+
+
+def unpack(
+    loaded: dict[str, Any],
+    parameters: Sequence[torch.nn.Parameter],
+    make: Callable[[list[torch.nn.Parameter]], Cohort],
+    exchange: Exchange,
+) -> list[Cohort]:
+    """Cohorts with this state.
+
+    A worker takes its own errors from a consolidated state of as many workers. Of another number of workers each takes
+    the mean of all worker errors, which keeps their sum per worker, and its part of the server error.
+
+    Args:
+        loaded: a checked state.
+        parameters: in the order of the state.
+        make: a new cohort of some parameters.
+        exchange: with the other workers.
+
+    Raises:
+        CheckpointError: the state is another worker's own.
+    """
+    header, state = loaded[HEADER], loaded["state"]
+    own = header["rank"] is not None
+    compressed = any(about["phase"] == "compressed" for about in header["cohorts"])
+    if own and compressed and (header["workers"], header["rank"]) != (exchange.size, exchange.rank):
+        raise CheckpointError(
+            f"This state is that of rank {header['rank']} of {header['workers']}, here is rank {exchange.rank} of "
+            f"{exchange.size}: the errors of the others are missing. Save what `consolidate()` returns, called on "
+            "all ranks.",
+            rank=header["rank"],
+            workers=header["workers"],
+        )
+    cohorts = []
+    for about in header["cohorts"]:
+        numbers = about["parameters"]
+        cohort = make([parameters[i] for i in numbers])
+        flat = cohort.flat
+        number = {id(parameters[i]): i for i in numbers}
+        numbers = [number[id(p)] for p in flat.parameters]
+        cohort.phase, cohort.steps = about["phase"], about["steps"]
+        cohort.norms.extend(about["norms"])
+        cohort.updates = [int(state[i]["step"]) for i in numbers]
+        server = torch.zeros_like(flat.error)
+        arrays = {"exp_avg": flat.momentum, "exp_avg_sq": flat.variance}
+        if cohort.phase == "compressed":
+            arrays |= {"worker_error": flat.error, "server_error": server}
+        for name, array in arrays.items():
+            for i, view in zip(numbers, flat.views(array), strict=True):
+                value = state[i][name]
+                if name == "worker_error" and not own:
+                    value = value[exchange.rank] if header["workers"] == exchange.size else value.mean(0)
+                view.copy_(value)
+        cohort.set_server_error(server)
+        cohorts.append(cohort)
+    return cohorts

@@ -1,0 +1,253 @@
+"""The regions of an embedding PS: rows in files of shared memory, which outlive its process (Persia paper, 4.2.4).
+
+A PS has a directory of its own, with a file for each shard of each table and, once all of them are made, a manifest.
+A process that finds the manifest attaches; one that finds none begins anew, whatever else lies there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from persia.errors import StoreError
+from persia.store import EmbeddingStore, TableConfig
+
+__all__ = ["DEFAULT_ROOT", "Leftover", "Regions", "leftovers"]
+
+DEFAULT_ROOT = "/dev/shm"
+MANIFEST = "regions.json"
+FORMAT = 1
+MIB = 1 << 20
+LITTLE = 256 * MIB
+ROW_OVERHEAD = 40
+"""Bytes of a row beside embedding and state, its part of the index included, at most."""
+
+log = logging.getLogger("persia.ps")
+
+
+class _Manifest(msgspec.Struct, frozen=True):
+    format: int
+    tables: list[str]
+
+
+class Regions:
+    """The files of one PS.
+
+    Args:
+        directory: of this PS alone; made when needed. `/dev/shm/...` is memory; on a disk it is written back to it.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self.directory = Path(directory)
+
+    @property
+    def complete(self) -> bool:
+        """Whether a process has made all tables here."""
+        return (self.directory / MANIFEST).exists()
+
+    def create_tables(self, store: EmbeddingStore, configs: Sequence[TableConfig]) -> bool:
+        """Makes the tables, or finds them as the process before has left them; blocks for a scan of torn ones.
+
+        Returns:
+            Whether they were found.
+
+        Raises:
+            StoreError: another process uses the regions, they are of other tables, or damaged.
+            StoreFullError: there is no room for them.
+        """
+        began = time.monotonic()
+        names = [config.name for config in configs]
+        manifest = self._read()
+        if manifest is None:
+            try:
+                self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            except OSError as error:
+                raise StoreError(
+                    f"The directory {self.directory} for regions cannot be made: {error.strerror}. Choose another "
+                    "one, or None to keep rows in the memory of the process.",
+                    path=str(self.directory),
+                ) from error
+        elif manifest.format != FORMAT or manifest.tables != names:
+            raise StoreError(
+                f"{self.directory} has regions of the tables {', '.join(manifest.tables)} (format {manifest.format}), "
+                f"not of {', '.join(names)} (format {FORMAT}). Give another directory, or remove it with `persia "
+                "cluster regions --clean`.",
+                path=str(self.directory),
+            )
+        found = [
+            store.create_table(config, files=self._path(number, config.name), attach=manifest is not None)
+            for number, config in enumerate(configs)
+        ]
+        if manifest is None:
+            self._write(_Manifest(FORMAT, names))
+            _report_room(self.directory, configs)
+            _hint(self.directory)
+            return False
+        sums: Counter[str] = Counter()
+        for table in found:
+            sums.update(store.recovery(table))
+        log.warning(
+            "attached to the regions in %s in %.2f s: of %d shards %d were in work, %d rows undone, %d pushes to go "
+            "on with, %d indices rebuilt",
+            self.directory, time.monotonic() - began,
+            sums["shards"], sums["busy"], sums["undone"], sums["open"], sums["rebuilt"],
+        )  # fmt: skip
+        return True
+
+    def remove(self) -> None:
+        """Removes the files; a process that has them mapped keeps its rows until it ends."""
+        _remove(self.directory)
+
+    def _path(self, number: int, table: str) -> str:
+        return str(self.directory / f"{number:03d}-{re.sub(r'[^A-Za-z0-9_]', '_', table)[:64]}")
+
+    def _read(self) -> _Manifest | None:
+        path = self.directory / MANIFEST
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=_Manifest)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, msgspec.MsgspecError) as error:
+            raise StoreError(
+                f"{path} cannot be read: {error}. Remove the regions with `persia cluster regions --clean`, and go on "
+                "from a checkpoint.",
+                path=str(path),
+            ) from error
+
+    def _write(self, manifest: _Manifest) -> None:
+        path = self.directory / MANIFEST
+        draft = path.with_suffix(".draft")
+        draft.write_bytes(msgspec.json.encode(manifest))
+        draft.replace(path)
+
+
+class Leftover(NamedTuple):
+    """The regions of one PS, as they lie there.
+
+    Attributes:
+        path: its directory.
+        tables: their names; none where the start of the PS was interrupted.
+        memory: bytes that they take.
+        in_use: whether a process has them.
+        seconds: since the PS was started.
+    """
+
+    path: str
+    tables: list[str]
+    memory: int
+    in_use: bool
+    seconds: float
+
+    def remove(self) -> bool:
+        """Removes them, unless a process has them by now."""
+        with contextlib.ExitStack() as stack:
+            for path in _files(Path(self.path)):
+                if not stack.enter_context(_locked(path)):
+                    return False
+            _remove(Path(self.path))
+        return True
+
+
+def leftovers(root: str = DEFAULT_ROOT) -> list[Leftover]:
+    """The regions of all PSs of this host below a directory, those in use too."""
+    found = []
+    for directory in sorted(Path(root).glob("persia-*/ps-*")):
+        try:
+            manifest = msgspec.json.decode((directory / MANIFEST).read_bytes(), type=_Manifest)
+        except (OSError, msgspec.MsgspecError):
+            manifest = None
+        try:
+            files = _files(directory)
+            found.append(
+                Leftover(
+                    str(directory),
+                    manifest.tables if manifest is not None else [],
+                    sum(path.stat().st_blocks * 512 for path in files),
+                    any(_in_use(path) for path in files),
+                    time.time() - directory.stat().st_mtime,
+                )
+            )
+        except OSError:  # It is just being removed.
+            continue
+    return found
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.iterdir() if re.fullmatch(r"\d+-.*\.\d+", path.name))
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """Holds the lock of a region, if nobody else does."""
+    number = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield True
+    except BlockingIOError:
+        yield False
+    finally:
+        os.close(number)
+
+
+def _in_use(path: Path) -> bool:
+    with _locked(path) as free:
+        return not free
+
+
+def _remove(directory: Path) -> None:
+    # The manifest goes first: nobody shall attach to what is left of an interrupted removal.
+    (directory / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(directory, ignore_errors=True)
+    with contextlib.suppress(OSError):  # Other PSs of the cluster may be here.
+        directory.parent.rmdir()
+
+
+def _report_room(directory: Path, configs: Sequence[TableConfig]) -> None:
+    """How large the regions may become: only what tables say of themselves, as most leave their capacity open."""
+    bounded = [config for config in configs if config.capacity < TableConfig.capacity]
+    wanted = sum(c.capacity * (ROW_OVERHEAD + 4 * (c.dim + c.state_width)) for c in bounded)
+    system = os.statvfs(directory)
+    free = system.f_bavail * system.f_frsize
+    if wanted > free or free < LITTLE:
+        log.warning(
+            "%s has %d MiB free, and the rows of tables with a declared capacity may need %d MiB: when it is full, "
+            "lookups of new ids fail. Enlarge it (as root: `mount -o remount,size=... %s`; in a container: "
+            "`--shm-size`), lower capacities, use more PSs on other hosts, or set `regions` to another directory",
+            directory, free // MIB, wanted // MIB, DEFAULT_ROOT,
+        )  # fmt: skip
+    else:
+        log.info("regions in %s: %d MiB free, %d MiB declared", directory, free // MIB, wanted // MIB)
+
+
+def _hint(directory: Path) -> None:
+    if not _huge_pages(directory):
+        log.info(
+            "%s has pages of 4 KiB; lookups are faster with huge pages: as root, `mount -o remount,huge=advise %s`, or "
+            "use a directory of hugetlbfs (`benchmarks/recovery.py --only recovery.shm_lookup` says how much)",
+            directory, DEFAULT_ROOT,
+        )  # fmt: skip
+
+
+def _huge_pages(directory: Path) -> bool:
+    """Whether the file system of a directory gives huge pages to those who ask for them."""
+    best, kind, options = "", "", ""
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, mount, type_, set_, *_ = line.split(" ")
+        if directory.resolve().is_relative_to(mount) and len(mount) >= len(best):
+            best, kind, options = mount, type_, set_
+    if kind == "hugetlbfs":
+        return True
+    forced = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    asked = "[force]" in forced.read_text() if forced.exists() else False
+    return kind == "tmpfs" and (asked or any(f"huge={how}" in options for how in ("always", "within_size", "advise")))

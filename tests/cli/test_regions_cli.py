@@ -1,0 +1,33 @@
+"""`persia cluster regions`, as a user types it."""
+
+import subprocess
+import sys
+
+from persia.ps.regions import Regions, leftovers
+from persia.store import EmbeddingStore, TableConfig
+
+
+def regions(*arguments):
+    command = [sys.executable, "-m", "persia", "cluster", "regions", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+def test_lists_and_cleans(tmp_path):
+    assert "no regions" in regions("--directory", str(tmp_path))
+    used, left = (tmp_path / f"persia-{name}" / "ps-0" for name in ("used", "left"))
+    stores = [EmbeddingStore(), EmbeddingStore()]
+    for store, directory in zip(stores, (used, left), strict=True):
+        Regions(str(directory)).create_tables(store, [TableConfig("item", 4, capacity=100)])
+    stores.pop()
+    del store
+    text = regions("--directory", str(tmp_path))
+    assert "in use" in text
+    assert "left over" in text
+    assert "item" in text
+    assert left.exists()
+    text = regions("--directory", str(tmp_path), "--clean")
+    assert "removed" in text
+    assert not left.parent.exists()
+    assert [entry.path for entry in leftovers(str(tmp_path))] == [str(used)]
+    assert not leftovers(str(tmp_path))[0].remove()
+    assert used.exists()

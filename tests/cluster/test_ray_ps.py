@@ -1,0 +1,42 @@
+"""A PS of a cluster on Ray dies while it trains, and comes back with its rows."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import persia
+from persia.ps.regions import leftovers
+
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+
+from cluster_samples import eventually, kill_once_training, make_trainer, options, pids, reader, running
+
+pytestmark = pytest.mark.usefixtures("ray_here")
+
+BATCHES = 400
+
+
+def test_a_ps_that_dies_changes_no_number(tmp_path):
+    torch.set_num_threads(1)
+    expected = make_trainer(persia.cluster.Embedded(1)).fit(reader(BATCHES))
+    with persia.cluster.Ray(2, options=options(regions=str(tmp_path))) as cluster:
+        trainer = make_trainer(cluster)
+        killed = threading.Thread(target=kill_once_training, args=(cluster, "embedding_ps", None))
+        killed.start()
+        result = trainer.fit(reader(BATCHES))
+        killed.join(60)
+        assert not killed.is_alive()
+        process = cluster._processes.of("embedding_ps")[0]
+        eventually(lambda: process.info.incarnation == 2, "the driver knows that it is back")
+        assert (result.rows, result.lost_batches, result.lost_gradients) == (BATCHES * 64, 0, 0)
+        assert result.progressive == expected.progressive
+        left = leftovers(str(tmp_path))
+        assert [Path(one.path).name for one in left] == ["ps-0", "ps-1"]
+        assert all(one.in_use for one in left)
+        processes = pids(cluster)
+    eventually(lambda: not any(map(running, processes)), "all processes have ended")
+    assert not list(tmp_path.iterdir())  # Nothing is left over.

@@ -1,0 +1,206 @@
+"""APMSqueeze between processes, over gloo."""
+
+import os
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from apms_processes import SHAPES, Workers, arrays, gradients, make, step, tensors
+from torch.nn.parallel import DistributedDataParallel
+
+from persia.errors import ConfigError, DeadlineError
+from persia.optim import APMSqueeze, APMSqueezeOptions, OneBit, StochasticTernary, TopK, Uncompressed
+from persia.optim.apmsqueeze_reference import ReferenceAPMSqueeze
+
+COMPRESSORS = [OneBit(block=128), OneBit("l2", block=64), TopK(0.1), StochasticTernary(block=64), Uncompressed()]
+
+
+@pytest.fixture(scope="module")
+def two():
+    with Workers(2) as workers:
+        yield workers
+
+
+@pytest.fixture(scope="module")
+def three():
+    with Workers(3) as workers:
+        yield workers
+
+
+@pytest.fixture(scope="module")
+def four():
+    with Workers(4) as workers:
+        yield workers
+
+
+def train(rank, count, steps, options, arguments):
+    parameters, optimizer = make({"debug": True, "timeout": 30.0} | options, **arguments)
+    for number in range(steps):
+        step(parameters, optimizer, number, rank)
+    return arrays(parameters), optimizer.statistics(), optimizer.consolidate()
+
+
+def equals_the_reference(workers, count, options, steps=9, **arguments):
+    options = {"warmup": 4, "bucket_bytes": 4 * 2000} | options
+    results = workers.run(train, steps, options, arguments)
+    reference = ReferenceAPMSqueeze(tensors(0), count, APMSqueezeOptions(**options), **arguments)
+    for number in range(steps):
+        reference.step([gradients(number, rank) for rank in range(count)])
+    for rank, (found, statistics, state) in enumerate(results):
+        assert statistics["phase"] == "compressed"
+        assert statistics["steps"] == steps
+        for t, value in enumerate(found):
+            np.testing.assert_array_equal(value, results[0][0][t])
+            np.testing.assert_allclose(value.ravel(), reference.x[t], rtol=1e-5, atol=1e-6)
+            one = state["state"][t]
+            np.testing.assert_allclose(one["worker_error"][rank].ravel(), reference.worker_errors[rank][t], atol=2e-6)
+            np.testing.assert_allclose(one["server_error"].ravel(), reference.server_error[t], atol=2e-6)
+            np.testing.assert_allclose(one["exp_avg"].ravel(), reference.momentum[t], atol=2e-6)
+    return results
+
+
+@pytest.mark.parametrize("communicate", ["momentum", "gradient"])
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+def test_three_workers_equal_the_reference(three, compressor, communicate):
+    equals_the_reference(three, 3, {"compressor": compressor, "communicate": communicate})
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS[::4], ids=str)
+def test_two_workers_equal_the_reference(two, compressor):
+    equals_the_reference(two, 2, {"compressor": compressor}, weight_decay=0.1, lr=0.01)
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS[::4], ids=str)
+def test_four_workers_equal_the_reference(four, compressor):
+    equals_the_reference(four, 4, {"compressor": compressor, "clip_norm": 20.0})
+
+
+def test_shapes_are_worth_testing():
+    assert {(0, 3), ()} <= set(SHAPES)
+
+
+# --- what goes wrong ------------------------------------------------------------------------------------------------
+
+
+def wrapped(rank, count, before):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    if before:
+        model = DistributedDataParallel(model)
+        with pytest.raises(ConfigError, match="DistributedDataParallel"):
+            APMSqueeze(model.parameters())
+    else:
+        optimizer = APMSqueeze(model.parameters())
+        model = DistributedDataParallel(model)
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer._exchange = None  # As if torch.distributed had been initialised later.
+        with pytest.raises(ConfigError, match="DistributedDataParallel"):
+            optimizer.step()
+    return True
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_ddp_is_refused(two, before):
+    assert two.run(wrapped, before) == [True, True]
+
+
+def made_differently(rank, count):
+    with pytest.raises(ConfigError, match="differently on rank 1 and on rank 0"):
+        make({"warmup": 3 + rank})
+    return True
+
+
+def test_workers_must_be_made_alike(two):
+    assert two.run(made_differently) == [True, True]
+
+
+def initialised_differently(rank, count):
+    parameter = torch.nn.Parameter(torch.full((2000,), float(rank)))
+    APMSqueeze([parameter])
+    return float(parameter.detach().max())
+
+
+def test_parameters_become_those_of_the_first(three):
+    assert three.run(initialised_differently) == [0.0, 0.0, 0.0]
+
+
+def die(rank, count, at, timeout):
+    parameters, optimizer = make({"warmup": 3, "timeout": timeout})
+    for number in range(20):
+        if rank == 1 and number == at:
+            os._exit(9)
+        began = time.monotonic()
+        try:
+            step(parameters, optimizer, number, rank)
+        except DeadlineError as error:
+            return number, error.fields["late"], str(error), time.monotonic() - began
+    return None
+
+
+@pytest.mark.parametrize("at", [1, 6], ids=["warmup", "compressed"])
+def test_who_died_is_named_before_the_deadline(at):
+    with Workers(3) as workers:
+        results = workers.run(die, at, 40.0, ranks=[0, 2])
+    for number, late, message, seconds in results:
+        assert number == at
+        assert late == [1]
+        assert "Not heard of: rank 1" in message
+        assert seconds < 30.0
+
+
+def late(rank, count):
+    parameters, optimizer = make({"warmup": 3, "timeout": 1.0})
+    if rank == 1:
+        return None
+    with pytest.raises(DeadlineError) as caught:
+        step(parameters, optimizer, 0, rank)
+    return caught.value.fields["late"], caught.value.fields["operation"]
+
+
+def test_who_is_late_is_named():
+    with Workers(2) as workers:
+        (found, operation), _ = workers.run(late)
+    assert found == [1]
+    assert operation == "begin of step 1"
+
+
+def in_a_subgroup(rank, count):
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        return None
+    parameters, optimizer = make({"warmup": 2, "process_group": group, "debug": True})
+    for number in range(5):
+        step(parameters, optimizer, number, rank // 2)
+    return arrays(parameters)
+
+
+def test_a_process_group_may_be_a_part(three):
+    first, nothing, third = three.run(in_a_subgroup)
+    assert nothing is None
+    for mine, theirs in zip(first, third, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    reference = ReferenceAPMSqueeze(tensors(0), 2, APMSqueezeOptions(warmup=2))
+    for number in range(5):
+        reference.step([gradients(number, rank) for rank in range(2)])
+    for value, expected in zip(first, reference.x, strict=True):
+        np.testing.assert_allclose(value.ravel(), expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+def test_on_cuda_it_equals_the_host(compressor):
+    options = APMSqueezeOptions(warmup=3, compressor=compressor, bucket_bytes=8000)
+    found = []
+    for device in ("cpu", "cuda"):
+        parameters = [torch.nn.Parameter(torch.from_numpy(t).to(device)) for t in tensors(0)]
+        optimizer = APMSqueeze(parameters, options=options)
+        for number in range(8):
+            for parameter, g in zip(parameters, gradients(number, 0), strict=True):
+                parameter.grad = torch.from_numpy(np.array(g)).to(device)
+            optimizer.step()
+        found.append([p.detach().cpu().numpy() for p in parameters])
+    for mine, theirs in zip(*found, strict=True):
+        np.testing.assert_allclose(theirs, mine, rtol=1e-5, atol=2e-6)

@@ -1,0 +1,260 @@
+"""A PS process dies and comes back: what was acknowledged is there exactly once, and others do not notice."""
+
+from __future__ import annotations
+
+import gc
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ps_process import TABLES
+
+from persia import rpc
+from persia.batching.batch import IdColumn
+from persia.errors import DeadlineError, StoreError, StoreFullError
+from persia.modes import Hybrid
+from persia.ps import EmbeddingServer, HoldOptions
+from persia.ps.regions import Regions
+from persia.ps.room import with_room
+from persia.schema import SGD, IdFeature, Schema
+from persia.services import EmbeddingPS
+from persia.store import EmbeddingStore, TableConfig
+from persia.types import Contribution, PushHeader
+from persia.worker import Worker
+
+SCRIPT = Path(__file__).with_name("ps_process.py")
+DEADLINE = 60.0
+SCHEMA = Schema(id_features=[IdFeature("item", dim=4)], labels=["click"])
+IDS = 400
+
+
+class Server:
+    """A PS process that can be killed and started again, at the same address."""
+
+    def __init__(self, regions):
+        self.regions = str(regions)
+        self.address = "tcp://127.0.0.1:*"
+        self.start()
+
+    def start(self):
+        self.process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), self.address, self.regions],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self.address = self.process.stdout.readline().strip()
+        assert self.address
+
+    def kill(self):
+        self.process.send_signal(signal.SIGKILL)
+        self.end()
+
+    def end(self):
+        self.process.stdin.close()
+        self.process.wait(DEADLINE)
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def root():
+    path = Path(tempfile.mkdtemp(prefix="persia-test-", dir="/dev/shm"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+def servers(root):
+    found = [Server(root / f"ps-{number}") for number in range(2)]
+    yield found
+    for server in found:
+        if server.process.poll() is None:
+            server.end()
+    assert not root.exists()  # A clean end leaves no regions.
+
+
+class NNWorker(threading.Thread):
+    """Looks up and pushes gradients of -1, so that with SGD(lr=1) the value of a row is its number of updates."""
+
+    def __init__(self, worker, rank, stop):
+        super().__init__()
+        self.worker, self.rank, self.stop = worker, rank, stop
+        self.counts = np.zeros(IDS, np.int64)
+        self.error = None
+        self.generator = np.random.default_rng(rank)
+
+    def run(self):
+        try:
+            sequence = 0
+            while not self.stop.is_set():
+                sequence += 1
+                ids = self.generator.choice(IDS, 100, replace=False).astype(np.uint64)
+                batch = self.worker.register({"item": IdColumn(ids, None)})
+                rows = self.worker.lookup(batch).rows["item"]
+                gradients = {"item": -np.ones_like(rows)}
+                header = PushHeader(1, self.rank, sequence, sequence, len(ids))
+                self.worker.push(header, [Contribution(batch, gradients)])
+                self.counts[ids.astype(np.int64)] += 1
+        except Exception as error:
+            self.error = error
+
+
+def values(worker):
+    found = worker.evaluate({"item": IdColumn(np.arange(IDS, dtype=np.uint64), None)})
+    return found.rows["item"][found.inverse["item"]]
+
+
+def trained_through(servers, deaths, seed):
+    """The sum of what the NN workers were told is done, and the rows, after so many deaths under load."""
+    stubs = [rpc.connect(s.address, EmbeddingPS, peer=f"embedding PS {n}", timeout=DEADLINE) for n, s in
+             enumerate(servers)]  # fmt: skip
+    worker = Worker(SCHEMA, stubs)
+    stop = threading.Event()
+    threads = [NNWorker(worker, rank, stop) for rank in range(4)]
+    draw = random.Random(seed)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(deaths):
+            time.sleep(draw.random() * 0.1)  # The moment of the kill is what is drawn.
+            victim = draw.randrange(2)
+            servers[victim].kill()
+            # The other one answers meanwhile.
+            other = rpc.within(stubs[1 - victim], 10.0)
+            assert other.lookup({"item": np.arange(3, dtype=np.uint64)}, False)["item"].shape == (3, 4)
+            servers[victim].start()
+        stop.set()
+        for thread in threads:
+            thread.join(DEADLINE)
+            assert not thread.is_alive()
+            assert thread.error is None
+        return sum(thread.counts for thread in threads), values(worker)
+    finally:
+        stop.set()
+        for stub in stubs:
+            rpc.close(stub)
+
+
+def test_every_push_is_applied_once_through_deaths(servers):
+    expected, found = trained_through(servers, 4, seed=1)
+    assert expected.sum() > 400
+    np.testing.assert_array_equal(found, np.repeat(expected[:, None], 4, 1).astype(np.float32))
+
+
+@pytest.mark.slow
+def test_every_push_is_applied_once_through_many_deaths(servers):
+    expected, found = trained_through(servers, 60, seed=2)
+    np.testing.assert_array_equal(found, np.repeat(expected[:, None], 4, 1).astype(np.float32))
+
+
+def test_a_caller_waits_until_its_deadline_and_says_for_whom(servers):
+    stub = rpc.connect(servers[0].address, EmbeddingPS, peer="embedding PS 0", timeout=0.3)
+    try:
+        rpc.within(stub, DEADLINE).tables()
+        servers[0].kill()
+        with pytest.raises(DeadlineError, match=r"embedding PS 0 .*lookup"):
+            stub.lookup({"item": np.arange(3, dtype=np.uint64)}, True)
+        servers[0].start()
+        assert rpc.within(stub, DEADLINE).lookup({"item": np.arange(3, dtype=np.uint64)}, True)["item"].shape == (3, 4)
+    finally:
+        rpc.close(stub)
+
+
+def make(regions, tables=TABLES):
+    return EmbeddingServer(tables, SGD(lr=1.0), Hybrid(4), 3, 1, HoldOptions(1, 60.0, str(regions)))
+
+
+def test_two_servers_on_one_directory(servers, monkeypatch):
+    monkeypatch.setattr("persia.store.native.LOCK_SECONDS", 0.05)
+    with pytest.raises(StoreError, match="two servers on one region"):
+        make(servers[0].regions)
+
+
+def test_an_interrupted_start_begins_anew(root):
+    directory = root / "ps-0"
+    server = make(directory)
+    server.lookup({"item": np.arange(10, dtype=np.uint64)}, True)
+    del server
+    gc.collect()
+    (directory / "regions.json").unlink()  # It is written when all tables are made.
+    server = make(directory)
+    assert server.statistics()["item"]["rows"] == 0
+    server.close()
+    assert not directory.exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"{", b'{"format": 1}', b'{"format": 1, "tables": ["user"]}', b'{"format": 2, "tables": ["item"]}'],
+)
+def test_a_bad_manifest(root, text):
+    directory = root / "ps-0"
+    make(directory)
+    (directory / "regions.json").write_bytes(text)
+    with pytest.raises(StoreError, match="regions --clean"):
+        make(directory)
+
+
+def test_a_directory_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match=r"cannot be made"):
+        Regions(str(tmp_path / "file" / "ps-0")).create_tables(EmbeddingStore(), [TableConfig("item", 4)])
+
+
+@pytest.fixture
+def mounted(root):
+    """Mounts a tmpfs with options."""
+    places = []
+
+    def mount(options):
+        place = root / str(len(places))
+        place.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
+        if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("mounting is not allowed here")
+        places.append(place)
+        return place
+
+    yield mount
+    for place in places:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def test_the_log_says_what_does_not_fit_and_what_would_be_faster(mounted, caplog):
+    caplog.set_level("INFO", "persia.ps")
+    table = TableConfig("item", 16, capacity=10_000_000, shards=1)
+    Regions(str(mounted("size=4m,huge=never") / "ps-0")).create_tables(EmbeddingStore(), [table])
+    assert "3 MiB free" in caplog.text
+    assert "may need 1602 MiB" in caplog.text
+    assert "huge=advise" in caplog.text
+    caplog.clear()
+    small = TableConfig("item", 16, capacity=1000, shards=1)
+    place = mounted("size=1g,huge=advise")
+    store = EmbeddingStore()
+    Regions(str(place / "ps-0")).create_tables(store, [small, TableConfig("user", 16)])
+    assert "0 MiB declared" in caplog.text
+    assert "huge=advise" not in caplog.text
+    store.lookup([1], [np.arange(200_000, dtype=np.uint64)], True)
+    shared = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("ShmemHugePages"))
+    assert int(shared.split()[1]) >= 16 << 10
+
+
+def test_lookups_wait_for_room_until_their_deadline():
+    attempts = []
+
+    def call():
+        attempts.append(None)
+        if len(attempts) < 3:
+            raise StoreFullError("region x: no room")
+        return "rows"
+
+    assert with_room(call, 30.0, "lookup") == "rows"
+    attempts.clear()
+    with pytest.raises(StoreFullError, match="lookup has waited"):
+        with_room(call, 0.0, "lookup")
