@@ -139,6 +139,55 @@ nb::tuple export_rows(Store& store, std::size_t index, std::size_t shard, std::u
   return nb::make_tuple(to_tuple(std::move(rows), store.table(index)), next);
 }
 
+void begin_cut(Store& store, std::size_t index, std::uint32_t epoch, std::uint32_t since, const std::string& directory,
+               std::size_t buffer_bytes, std::size_t evicted_limit, bool live) {
+  for (persia::Shard* shard : store.table(index).all) {
+    shard->begin_cut({epoch, since, directory, buffer_bytes, evicted_limit, live});
+  }
+}
+
+void end_cut(Store& store, std::size_t index) {
+  for (persia::Shard* shard : store.table(index).all) shard->end_cut();
+}
+
+std::uint32_t changes_since(Store& store, std::size_t index) {
+  const auto& all = store.table(index).all;
+  const std::uint32_t since = all[0]->changes_since();
+  for (persia::Shard* shard : all) {
+    if (shard->changes_since() != since) return 0;
+  }
+  return since;
+}
+
+// (rows, whether there may be more)
+nb::tuple export_cut(Store& store, std::size_t index, std::size_t shard, std::uint64_t max_rows) {
+  const auto& table = store.table(index);
+  RowBatch rows;
+  bool more = false;
+  {
+    const nb::gil_scoped_release release;
+    const std::size_t room = max_rows + persia::kRowsPerLock;
+    rows.ids.reserve(room);
+    rows.update_counts.reserve(room);
+    rows.last_steps.reserve(room);
+    rows.stamps.reserve(room);
+    rows.embeddings.reserve(room * table.config.dim);
+    rows.states.reserve(room * table.state_width);
+    more = store.shard(index, shard).export_cut(max_rows, rows);
+  }
+  return nb::make_tuple(to_tuple(std::move(rows), table), more);
+}
+
+nb::object cut_evicted(Store& store, std::size_t index, std::size_t shard) {
+  std::vector<std::uint64_t> ids;
+  {
+    const nb::gil_scoped_release release;
+    ids = store.shard(index, shard).cut_evicted();
+  }
+  const std::size_t n = ids.size();
+  return to_numpy(std::move(ids), {n});
+}
+
 void import_rows(Store& store, std::size_t index, nb::object ids, nb::object embeddings, nb::object states,
                  nb::object update_counts, nb::object last_steps, nb::object stamps) {
   const auto& table = store.table(index);
@@ -308,6 +357,12 @@ void register_store(nb::module_& m) {
       .def("last_steps", &last_steps, nb::arg("table"), nb::arg("ids"))
       .def("export_rows", &export_rows, nb::arg("table"), nb::arg("shard"), nb::arg("start"), nb::arg("max_rows"),
            nb::arg("since_epoch"))
+      .def("begin_cut", &begin_cut, nb::arg("table"), nb::arg("epoch"), nb::arg("since"), nb::arg("directory"),
+           nb::arg("buffer_bytes"), nb::arg("evicted_limit"), nb::arg("live"), Release())
+      .def("export_cut", &export_cut, nb::arg("table"), nb::arg("shard"), nb::arg("max_rows"))
+      .def("cut_evicted", &cut_evicted, nb::arg("table"), nb::arg("shard"))
+      .def("end_cut", &end_cut, nb::arg("table"), Release())
+      .def("changes_since", &changes_since, nb::arg("table"), Release())
       .def("import_rows", &import_rows, nb::arg("table"), nb::arg("ids"), nb::arg("embeddings"), nb::arg("states"),
            nb::arg("update_counts"), nb::arg("last_steps"), nb::arg("stamps"))
       .def("export_state", &export_state, nb::arg("table"), nb::arg("shard"))

@@ -123,7 +123,9 @@ void Shard::lookup_train(Shards shards, const Slice& slice, float* out) {
     Header& header = *shard.header_;
     ++header.counters.lookups;
     if (number != Index::kNone) {
+      shard.keep(number);
       shard.row(number)->stamp = header.clock;
+      shard.row(number)->dirty_epoch = header.dirty_epoch;
       ++header.counters.hits;
     } else {
       ++header.counters.misses;
@@ -212,6 +214,7 @@ PushCounts Shard::update(Shards shards, const Slice& slice, const Push& push) {
 }
 
 void Shard::apply(std::uint32_t number, const Push& push, const float* gradient) {
+  keep(number);
   save_undo(number);
   RowHeader& r = *row(number);
   if (r.update_count != std::numeric_limits<std::uint32_t>::max()) ++r.update_count;

@@ -66,6 +66,7 @@ std::uint32_t Shard::acquire(std::uint64_t id) {
     return static_cast<std::uint32_t>(header_->rows_used);
   }
   const std::uint32_t number = victims_.pop(stamps(), header_->clock);
+  keep(number);
   mark_index();
   index_.insert(Index::tag_of(hash_id(id)), number);
   save_undo(number);
@@ -74,6 +75,7 @@ std::uint32_t Shard::acquire(std::uint64_t id) {
     drop_undo();
     throw std::runtime_error(where() + ": row " + std::to_string(number) + " is damaged: the index has no such id");
   }
+  evicted_.add(row(number)->key);
   ++header_->counters.evicted;
   return number;
 }
@@ -99,6 +101,7 @@ void Shard::publish(std::uint64_t id, std::uint32_t number) {
 
 void Shard::tick() {
   if (header_->clock == std::numeric_limits<std::uint32_t>::max()) {
+    if (cut_) cut_->fail("the recency of all rows was numbered anew (once in 2^32 requests); save again");
     header_->clock = renumber(stamps());
     victims_.clear();
   }
@@ -121,14 +124,15 @@ void Shard::drop_undo() {
   barrier();
 }
 
-void Shard::append(std::uint32_t number, RowBatch& rows) const {
-  const RowHeader& r = *row(number);
+void Shard::append(const std::byte* row, RowBatch& rows) const {
+  const auto& r = *reinterpret_cast<const RowHeader*>(row);
+  const auto* values = reinterpret_cast<const float*>(row + sizeof(RowHeader));
   rows.ids.push_back(r.key);
   rows.update_counts.push_back(r.update_count);
   rows.last_steps.push_back(r.last_step);
   rows.stamps.push_back(r.stamp);
-  rows.embeddings.insert(rows.embeddings.end(), weight(number), weight(number) + dim_);
-  rows.states.insert(rows.states.end(), state(number), state(number) + header_->state_width);
+  rows.embeddings.insert(rows.embeddings.end(), values, values + dim_);
+  rows.states.insert(rows.states.end(), values + dim_, values + dim_ + header_->state_width);
 }
 
 void Shard::peek(const Slice& slice, std::uint8_t* found, RowBatch& rows) {
@@ -163,6 +167,7 @@ void Shard::import_rows(const Slice& slice, const RowView& rows) {
   if (slice.count == 0) return;
   Shard* const self = this;
   const Turn turn(Shards(&self, 1));
+  check_no_cut();
   mark();
   victims_.clear();
   for (std::size_t i = 0; i < slice.count; ++i) {
@@ -215,6 +220,7 @@ ShardState Shard::export_state() {
 
 void Shard::import_state(const ShardState& s) {
   const std::lock_guard lock(mutex_);
+  check_no_cut();
   if (s.clients.size() != kClients) throw std::invalid_argument("the state has another number of client entries");
   if (s.sketch.size() != header_->sketch_width * kSketchRows) {
     throw std::invalid_argument("the state has an admission sketch of " + std::to_string(s.sketch.size()) +
@@ -236,6 +242,8 @@ void Shard::import_state(const ShardState& s) {
 void Shard::clear() {
   Shard* const self = this;
   const Turn turn(Shards(&self, 1));
+  check_no_cut();
+  evicted_ = {};
   mark();
   mark_index();
   header_->rows_used = 0;

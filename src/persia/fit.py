@@ -30,6 +30,13 @@ LOG_EVERY = 50
 """Batches between two points of TensorBoard."""
 
 
+FIRST_LOOK = 16
+"""Steps after which the speed of training is known well enough to tell when a checkpoint by time is due."""
+
+ALMOST = 0.95
+"""A checkpoint by time is due after so much of the time."""
+
+
 class FitResult(msgspec.Struct, frozen=True):
     """What a call of `fit` did.
 
@@ -139,7 +146,8 @@ class Run:
         self._last_step = None if max_steps is None else trainer.global_step + max_steps
         self._next_checkpoint = self._after(trainer.options.checkpoint_every_steps)
         self._saved_step: int | None = None
-        self._began = time.monotonic()
+        self._next_look: int | None = None
+        self._began = self._last_time = time.monotonic()
         self._rows = 0
         self._batches = 0
         self._loss = float("nan")
@@ -166,18 +174,43 @@ class Run:
         return None if steps is None else steps * self._trainer.options.accumulation_steps
 
     def steps_to_boundary(self) -> int | None:
-        """How many steps may be made before a checkpoint or a switch is due or the call ends; None for any number."""
-        bounds = [b for b in (self._last_step, self._next_checkpoint, self.next_switch) if b is not None]
-        return min(bounds) - self._trainer.global_step if bounds else None
+        """How many steps may be made before a checkpoint or a switch is due or the call ends; None for any number.
 
-    def checkpoint_if_due(self) -> None:
-        """Saves when it is time to; nothing may be in flight."""
+        All NN workers call it, and get the same answer.
+        """
         trainer = self._trainer
-        if self._next_checkpoint is not None and trainer.global_step >= self._next_checkpoint:
-            assert trainer.options.checkpoint_dir is not None
-            trainer.save(trainer.options.checkpoint_dir)
-            self._saved_step = trainer.global_step
-            self._next_checkpoint = self._after(trainer.options.checkpoint_every_steps)
+        if trainer.options.checkpoint_every_seconds is not None:
+            # Time is the first one's; the others train as many steps.
+            steps = int(trainer.step.replicas.by_first(self._steps_until_next_time))
+            self._next_look = trainer.global_step + steps
+        places = (self._last_step, self._next_checkpoint, self._next_look, self.next_switch)
+        bounds = [b for b in places if b is not None]
+        return min(bounds) - trainer.global_step if bounds else None
+
+    def _steps_until_next_time(self) -> str:
+        every = self._trainer.options.checkpoint_every_seconds
+        assert every is not None
+        now = time.monotonic()
+        steps = self._trainer.global_step - self._first_step
+        remaining = self._last_time + every - now
+        rate = steps / (now - self._began)
+        return str(max(1, int(remaining * rate)) if steps else FIRST_LOOK)
+
+    def checkpoint_due(self) -> bool:
+        """Whether it is time to; nothing may be in flight. All NN workers call it, and get the same answer."""
+        options, step = self._trainer.options, self._trainer.global_step
+        due = self._next_checkpoint is not None and step >= self._next_checkpoint
+        if options.checkpoint_every_seconds is not None and not due:
+            late = (time.monotonic() - self._last_time) / options.checkpoint_every_seconds
+            due = bool(self._trainer.step.replicas.by_first(lambda: "due" if late >= ALMOST else ""))
+        if due:
+            self._next_checkpoint = self._after(options.checkpoint_every_steps)
+            self._last_time = time.monotonic()
+        return due
+
+    def saved(self, whether: bool = True) -> None:
+        """A checkpoint of this step was begun, or has failed."""
+        self._saved_step = self._trainer.global_step if whether else None
 
     def trained(self, step: int, batch: PreparedBatch, logits: torch.Tensor, loss: torch.Tensor) -> None:
         """Counts a batch that took part in global step `step`, scores it, shows progress when it is time to.

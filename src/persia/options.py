@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Literal
 
 import msgspec
 
@@ -25,8 +26,14 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         clip_norm: largest global norm of the dense gradient; None for no clipping.
         schedule: learning-rate factor of the dense optimizer by global step; steps that overflow in fp16 do not count.
         checkpoint_dir: where checkpoints go; None for none.
-        checkpoint_every_steps: global steps between two checkpoints during `fit`; None for one at its end.
-        keep_last: checkpoints kept; older ones are removed.
+        checkpoint_every_steps: global steps between two checkpoints during `fit`; None for one at its end. They are
+            written in the background; one that is due while another is being written is left out.
+        checkpoint_every_seconds: likewise, by time.
+        checkpoint_consistent: whether all rows of such a checkpoint are of one step. Without it, each row is of some
+            step while it was written, which spares keeping old rows aside. `Sync` is always consistent.
+        checkpoint_increments: checkpoints between two full ones that hold only the rows that have changed.
+        keep_last: checkpoints kept, with those that they add to; older ones are removed.
+        keep_best: keep the best one of `fit` too, by this metric of `eval_data`, evaluated at each checkpoint.
         log_dir: TensorBoard directory (needs the extra `tensorboard`).
         progress: whether to show a live line.
         timeout: seconds that any wait for data, embeddings or other NN workers may take.
@@ -42,7 +49,11 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     schedule: Schedule | None = None
     checkpoint_dir: str | None = None
     checkpoint_every_steps: int | None = None
+    checkpoint_every_seconds: float | None = None
+    checkpoint_consistent: bool = True
+    checkpoint_increments: int = 0
     keep_last: int = 2
+    keep_best: Literal["auc", "log_loss"] | None = None
     log_dir: str | None = None
     progress: bool = True
     timeout: float = 600.0
@@ -62,5 +73,17 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(
                 f"mode_schedule has the steps {steps}; give rising whole numbers >= 0.", field="mode_schedule"
             )
+        if not isinstance(self.checkpoint_increments, int) or self.checkpoint_increments < 0:
+            raise ConfigError(
+                f"checkpoint_increments = {self.checkpoint_increments!r}; give a whole number >= 0.",
+                field="checkpoint_increments",
+            )
+        if self.checkpoint_every_seconds is not None and not self.checkpoint_every_seconds > 0:
+            raise ConfigError(
+                f"checkpoint_every_seconds = {self.checkpoint_every_seconds!r}; give a number > 0.",
+                field="checkpoint_every_seconds",
+            )
+        if self.keep_best not in (None, "auc", "log_loss"):
+            raise ConfigError(f"keep_best = {self.keep_best!r}; use auc or log_loss.", field="keep_best")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"clip_norm = {self.clip_norm!r}; give a number > 0.", field="clip_norm")

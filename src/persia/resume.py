@@ -1,7 +1,10 @@
-"""The state of a training run as a checkpoint, and back: what `Trainer.save` and `Trainer.load` do."""
+"""The state of a training run, and how it comes back from a checkpoint: what `Trainer.load` does."""
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -9,26 +12,63 @@ import numpy as np
 import torch
 
 from persia import batching
-from persia.checkpoint import CheckpointReader, CheckpointWriter
-from persia.checkpoint.format import StatePart
-from persia.config import convert, dump
+from persia.checkpoint import CheckpointReader, clock_gaps, numbered, same_rule, server_pieces
+from persia.checkpoint.packing import pack, unpack
+from persia.checkpoint.tensors import decode, encode
+from persia.config import convert
 from persia.dense import merged_metrics
 from persia.errors import CheckpointError, PersiaError
 from persia.fit import Totals, totals
-from persia.modes import AnyMode, Hybrid, Mode, decode, encode
+from persia.modes import AnyMode, Hybrid, Mode
+from persia.modes import decode as decode_mode
+from persia.modes import encode as encode_mode
+from persia.nn.step import HasRankState
 from persia.options import TrainerOptions
 from persia.random_state import random_states, set_random_state
-from persia.schema import EmbeddingOptimizer, Schema
-from persia.services import ProcessCluster, RowChunk, StatePiece
+from persia.schema import SGD, EmbeddingOptimizer, Schema
+from persia.services import EmbeddingPS, ProcessCluster, RowChunk, StatePiece
 
 if TYPE_CHECKING:
     from persia.trainer import Trainer
 
-__all__ = ["Recorded", "load", "load_training_state", "recorded", "save", "training_state"]
+__all__ = [
+    "LoadOptions",
+    "LoadedTable",
+    "Recorded",
+    "load",
+    "load_rows",
+    "load_training_state",
+    "recorded",
+    "resolved",
+    "training_state",
+]
+
+_log = logging.getLogger("persia.checkpoint")
 
 
-MOST_SHARDS = 1024
-"""Of a table in one PS: shard s of PS p is number p * MOST_SHARDS + s in a checkpoint."""
+class LoadOptions(NamedTuple):
+    """How a checkpoint is loaded.
+
+    Attributes:
+        step: which one; None for the latest.
+        new_optimizer: let the optimizers, of the network and of tables, be others than those of the checkpoint. Where
+            they are, their state begins anew, and a warning says so.
+    """
+
+    step: int | None = None
+    new_optimizer: bool = False
+
+
+class LoadedTable(NamedTuple):
+    """What was loaded of a table.
+
+    Attributes:
+        rows: how many.
+        state: whether with the optimizer's state; otherwise that begins anew.
+    """
+
+    rows: int
+    state: bool
 
 
 class Recorded(NamedTuple):
@@ -38,34 +78,6 @@ class Recorded(NamedTuple):
     embedding_optimizer: EmbeddingOptimizer
     mode: Mode
     options: TrainerOptions
-
-
-def save(trainer: Trainer, directory: str, state: dict[str, Any]) -> str:
-    """Writes a checkpoint of a trainer at rest; returns its path. One NN worker does it for all.
-
-    Args:
-        trainer: of that NN worker.
-        directory: where it goes.
-        state: of `training_state`, which all NN workers call.
-    """
-    with CheckpointWriter(directory, trainer.global_step, keep_last=trainer.options.keep_last) as writer:
-        for number, server in enumerate(trainer.embeddings.connection.servers):
-            for chunk in server.export_rows():
-                writer.add_rows(chunk.table, number * MOST_SHARDS + chunk.shard, chunk.arrays)
-            for part, pieces in enumerate(server.export_state()):
-                writer.add_state(f"server-{number}.{part}", [piece._asdict() for piece in pieces])
-        writer.add_tensors("model", trainer.model.state_dict())
-        writer.add_state("training", state)
-        return writer.commit(
-            schema=resolved(trainer),
-            config={
-                "schema": dump(trainer.schema),
-                "embedding_optimizer": dump(trainer.embedding_optimizer),
-                "mode": dump(trainer.mode),
-                "options": dump(trainer.options),
-            },
-            global_step=trainer.global_step,
-        )
 
 
 def recorded(directory: str) -> Recorded:
@@ -80,28 +92,51 @@ def recorded(directory: str) -> Recorded:
     )
 
 
-def load(trainer: Trainer, directory: str, *, first: bool = True) -> None:
-    """Puts the latest checkpoint of a directory into a fresh trainer; everything is checked before anything changes.
+def load(trainer: Trainer, directory: str, options: LoadOptions, *, first: bool = True) -> None:
+    """Puts a checkpoint of a directory into a fresh trainer; everything is checked before anything changes.
 
     Args:
         trainer: of an NN worker.
         directory: where the checkpoint is.
+        options: which one, and how.
         first: whether it is NN worker 0, which loads for all what there is but once, before the others.
     """
     if trainer.global_step or (first and any(t["rows"] for t in trainer.embeddings.statistics().values())):
         raise PersiaError("load() needs a fresh Trainer; this one has trained. Make a new one.")
-    reader = CheckpointReader(directory)
-    reader.check_schema(resolved(trainer))
+    reader = CheckpointReader(directory, options.step)
+    reader.check_schema(resolved(trainer), new_optimizer=options.new_optimizer)
     reader.verify()
-    training = reader.state("training")
+    training = {**reader.state("training"), "ranks": _saved_ranks(reader)}
     tensors = reader.tensors("model")
     _check_model(trainer.model, tensors, directory)
-    _check_optimizer(trainer, training, directory)
-    _check_servers(trainer, reader)
+    if not _check_optimizer(trainer, training, directory, options.new_optimizer):
+        training["optimizer"] = None
     if first:
-        _load_rows(trainer, reader)
+        _import_rows(trainer, reader, list(trainer.embeddings.connection.servers[0].tables()), state=True)
     trainer.model.load_state_dict(tensors)
     load_training_state(trainer, training)
+
+
+def load_rows(
+    trainer: Trainer, directory: str, tables: Iterable[str] | None, step: int | None, state: bool
+) -> dict[str, LoadedTable]:
+    """Puts rows of some tables into a trainer; see `Trainer.load_rows`."""
+    reader = CheckpointReader(directory, step)
+    mine = trainer.embeddings.connection.servers[0].tables()
+    names = [name for name in mine if name in reader.manifest.tables] if tables is None else list(tables)
+    for name in names:
+        if name not in mine or name not in reader.manifest.tables:
+            place = "the model" if name not in mine else reader.path
+            raise CheckpointError(f"There is no table {name!r} in {place}.", path=reader.path, table=name)
+        if mine[name].dim != reader.manifest.tables[name].dim:
+            raise CheckpointError(
+                f"{reader.path}: table {name!r} has dim {mine[name].dim}, in the checkpoint "
+                f"{reader.manifest.tables[name].dim}.",
+                path=reader.path,
+                table=name,
+            )
+    reader.verify()
+    return _import_rows(trainer, reader, names, state=state, shards=False)
 
 
 def resolved(trainer: Trainer) -> Schema:
@@ -124,32 +159,35 @@ def training_state(trainer: Trainer) -> dict[str, Any]:
         "scheduler": step.scheduler.state_dict() if step.scheduler else None,
         "scaler": step.scaler.state_dict() if step.scaler else None,
         "global_step": trainer.global_step,
-        "mode": encode(trainer.mode),
+        "mode": encode_mode(trainer.mode),
         "depth": trainer.embeddings.gate.depth,
         "epoch": trainer.epoch,
         "position": trainer.position,
         "random": [*random_states(gather), *trainer.elsewhere],
         "metrics": merged_metrics(trainer.metrics, gather).state_dict(),
         "counts": msgspec.to_builtins(totals(trainer)),
+        "ranks": [*_rank_states(trainer), *trainer.rank_states],
     }
 
 
 def load_training_state(trainer: Trainer, state: dict[str, Any]) -> None:
     """Puts `training_state` back: into each NN worker what is its own, into the first one what there is but once."""
     step = trainer.step
-    step.optimizer.load_state_dict(state["optimizer"])
+    rank = trainer.embeddings.connection.rank
+    if state["optimizer"] is not None:
+        step.optimizer.load_state_dict(state["optimizer"])
+        _load_rank_state(trainer, state, rank)
     if step.scheduler is not None and state["scheduler"] is not None:
         step.scheduler.load_state_dict(state["scheduler"])
     if step.scaler is not None and state["scaler"] is not None:
         step.scaler.load_state_dict(state["scaler"])
     trainer.embeddings.global_step = state["global_step"]
     if "mode" in state:  # Checkpoints of before modes could be changed lack it.
-        trainer.segments.adopt(decode(state["mode"]))
+        trainer.segments.adopt(decode_mode(state["mode"]))
     if trainer.mode == Hybrid("auto") and isinstance(state["depth"], int):
         trainer.embeddings.gate.depth = state["depth"]
     trainer.epoch, trainer.position = state["epoch"], state["position"]
     trainer.earlier = msgspec.convert(state.get("counts", {}), Totals)
-    rank = trainer.embeddings.connection.rank
     if rank == 0:
         trainer.metrics.load_state_dict(state["metrics"])
     generators = state["random"] if isinstance(state["random"], list) else [state["random"]]  # Of version 0.1.
@@ -158,40 +196,101 @@ def load_training_state(trainer: Trainer, state: dict[str, Any]) -> None:
     else:  # Else dropout would be the same as on another one.
         torch.manual_seed(state["seed"] + rank)
     if isinstance(trainer.cluster, ProcessCluster):
-        trainer.elsewhere = generators[1:]
+        trainer.elsewhere, trainer.rank_states = generators[1:], state["ranks"][1:]
 
 
-def _load_rows(trainer: Trainer, reader: CheckpointReader) -> None:
+def _rank_states(trainer: Trainer) -> list[Any]:
+    """What the optimizer of each NN worker keeps for itself, by rank; None where it keeps nothing."""
+    optimizer = trainer.step.optimizer
+    mine = optimizer.rank_state_dict() if isinstance(optimizer, HasRankState) else None
+    payloads = trainer.step.replicas.gather(b"".join(encode(pack(mine, "optimizer"))))
+    return [unpack(decode(memoryview(bytearray(payload)), "optimizer"), "optimizer") for payload in payloads]
+
+
+def _load_rank_state(trainer: Trainer, training: dict[str, Any], rank: int) -> None:
+    """Puts that of an NN worker back; it begins anew where there is none."""
+    optimizer = trainer.step.optimizer
+    if isinstance(optimizer, HasRankState):
+        ranks = training["ranks"]
+        state = ranks[rank] if rank < len(ranks) else None
+        if state is None and training["global_step"]:
+            _log.warning("There is no state of the optimizer of NN worker %d alone: it begins anew.", rank)
+        optimizer.load_rank_state_dict(state)
+
+
+def _saved_ranks(reader: CheckpointReader) -> list[Any]:
+    """By rank; None where a rank has no part."""
+    found = {number: reader.state(name) for number, name in numbered(reader, "rank")}
+    return [found.get(rank) for rank in range(max(found, default=-1) + 1)]
+
+
+def _import_rows(
+    trainer: Trainer, reader: CheckpointReader, tables: list[str], *, state: bool, shards: bool = True
+) -> dict[str, LoadedTable]:
+    """Rows of tables, and with `shards` what else the PSs have, if they are of the shape of those that wrote it."""
     servers = trainer.embeddings.connection.servers
-    for table in servers[0].tables():
-        for shard, arrays in reader.rows(table):
-            if len(servers) == 1:
-                servers[0].import_rows(RowChunk(table, shard, arrays))
-                continue
-            owners = batching.owners(table, arrays["ids"], len(servers))
-            for owner in np.unique(owners):
-                part = {name: array[owners == owner] for name, array in arrays.items()}
-                servers[owner].import_rows(RowChunk(table, shard, part))
-    for number, place in _server_parts(reader):
-        pieces = reader.state(f"server-{number}.{place}")
-        servers[number].import_state([StatePiece(**piece) for piece in pieces])
-
-
-def _check_servers(trainer: Trainer, reader: CheckpointReader) -> None:
-    saved = len({number for number, _ in _server_parts(reader)})
-    mine = len(trainer.embeddings.connection.servers)
-    if saved != mine:
-        raise CheckpointError(
-            f"{reader.path}: it was written by {saved} embedding PSs, and there are {mine} here. Start as many.",
-            path=reader.path,
+    same = shards and _shapes(server_pieces(reader)) == _shapes(_exported(servers))
+    gaps = {} if same else clock_gaps(reader)
+    loaded: dict[str, LoadedTable] = {}
+    for name, declared in servers[0].tables().items():
+        if name not in tables:
+            continue
+        record = reader.manifest.tables[name]
+        with_state = state and same_rule(declared.optimizer, record.optimizer) and _has_state(reader, name)
+        behind = gaps.get(name, {})
+        rows = 0
+        for shard, arrays in reader.rows(name):
+            if not with_state:
+                arrays.pop("state")
+            if behind:
+                arrays["stamp"] = arrays["stamp"] + np.uint32(behind.get(shard, 0))
+            rows += len(arrays["ids"])
+            _distribute(servers, RowChunk(name, shard, arrays))
+        loaded[name] = LoadedTable(rows, with_state)
+        if state and rows and not with_state:
+            _log.warning("Table %r: the optimizer's state begins anew, %s has none of its kind.", name, reader.path)
+    if same:
+        for number, pieces in server_pieces(reader):
+            servers[number].import_state([StatePiece(**piece) for piece in pieces])
+    elif shards and any(array == "sketch" for _, _, _, array in _shapes(_exported(servers))):
+        _log.warning(
+            "%s was written by PSs of another number, capacity or admission: occurrences of ids that are not admitted "
+            "are counted anew.",
+            reader.path,
         )
+    return loaded
 
 
-def _server_parts(reader: CheckpointReader) -> list[tuple[int, int]]:
-    """Number of the PS, and of the part of its state, in order."""
-    names = (part.name for part in reader.manifest.parts if isinstance(part, StatePart))
-    found = [name.removeprefix("server-").split(".") for name in names if name.startswith("server-")]
-    return sorted((int(number), int(part)) for number, part in found)
+def _exported(servers: Sequence[EmbeddingPS]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    for number, server in enumerate(servers):
+        for pieces in server.export_state():
+            yield number, [piece._asdict() for piece in pieces]
+
+
+def _distribute(servers: Sequence[EmbeddingPS], chunk: RowChunk) -> None:
+    if len(servers) == 1:
+        servers[0].import_rows(chunk)
+        return
+    owners = batching.owners(chunk.table, chunk.arrays["ids"], len(servers))
+    for owner in np.unique(owners):
+        part = {name: array[owners == owner] for name, array in chunk.arrays.items()}
+        servers[owner].import_rows(RowChunk(chunk.table, chunk.shard, part))
+
+
+def _shapes(states: Iterable[tuple[int, list[dict[str, Any]]]]) -> dict[tuple[int, str, int, str], int]:
+    """Length of each array of state, by PS, table, shard and name."""
+    lengths: Counter[tuple[int, str, int, str]] = Counter()
+    for number, pieces in states:
+        for piece in pieces:
+            lengths[number, piece["table"], piece["shard"], piece["array"]] += len(piece["values"])
+    return lengths
+
+
+def _has_state(reader: CheckpointReader, table: str) -> bool:
+    widths = {link.manifest.tables[table].state_width for link in reader.links if link.manifest.tables[table].rows}
+    optimizer = reader.manifest.tables[table].optimizer
+    stateless = isinstance(optimizer, SGD) and not optimizer.momentum
+    return stateless or widths != {0}
 
 
 def _check_model(model: torch.nn.Module, tensors: dict[str, torch.Tensor], directory: str) -> None:
@@ -207,14 +306,18 @@ def _check_model(model: torch.nn.Module, tensors: dict[str, torch.Tensor], direc
             )
 
 
-def _check_optimizer(trainer: Trainer, state: dict[str, Any], directory: str) -> None:
+def _check_optimizer(trainer: Trainer, state: dict[str, Any], directory: str, new: bool) -> bool:
+    """Whether the network's optimizer can go on with its state."""
     mine = _kind_of_optimizer(trainer.step.optimizer, trainer.step.optimizer.state_dict())
     theirs = _kind_of_optimizer(state["optimizer_class"], state["optimizer"])
-    if mine != theirs:
+    if mine != theirs and not new:
         raise CheckpointError(
-            f"{directory}: the optimizer is {theirs} in the checkpoint and {mine} here. Make the optimizer as it was.",
+            f"{directory}: the optimizer is {theirs} in the checkpoint and {mine} here. Make the optimizer as it was, "
+            "or load with new_optimizer=True.",
             path=directory,
         )
+    if mine != theirs:
+        _log.warning("The optimizer's state begins anew: it is %s in the checkpoint and %s here.", theirs, mine)
     seed = state["seed"]
     if seed != trainer.options.seed:
         raise CheckpointError(
@@ -222,6 +325,7 @@ def _check_optimizer(trainer: Trainer, state: dict[str, Any], directory: str) ->
             "Set the same seed.",
             path=directory,
         )
+    return mine == theirs
 
 
 def _kind_of_optimizer(optimizer: torch.optim.Optimizer | str, state: dict[str, Any]) -> str:

@@ -45,6 +45,7 @@ __all__ = [
     "Connection",
     "ControlPlane",
     "Coordinator",
+    "CutInfo",
     "DataLoader",
     "DenseMaker",
     "DensePS",
@@ -74,6 +75,19 @@ class RowChunk(NamedTuple):
     table: str
     shard: int
     arrays: dict[str, np.ndarray]
+
+
+class CutInfo(NamedTuple):
+    """What a PS says when it has made a cut.
+
+    Attributes:
+        epochs: by table: the number of this cut, for `since` of a later one.
+        whole: whether all rows are in it, also where only changes were asked for: what has changed is not known
+            after a restart or very many evictions.
+    """
+
+    epochs: dict[str, int]
+    whole: bool
 
 
 class StatePiece(NamedTuple):
@@ -141,8 +155,38 @@ class EmbeddingPS(Protocol):
     def export_rows(self) -> Iterator[RowChunk]:
         """All rows, in chunks of bounded size; each row is of one moment."""
 
+    def begin_cut(self, name: str, since: Mapping[str, int], directory: str, live: bool = False) -> CutInfo:
+        """Marks this moment, so that `cut_rows` gives the rows as they are now while training goes on.
+
+        Returns at once. A repetition changes nothing; a cut of another name that was not ended is given up.
+
+        Args:
+            name: of the cut, unique.
+            since: by table, `CutInfo.epochs` of an earlier cut: only what has changed since. Empty for all rows.
+            directory: where rows that change before they are read may be kept; a directory that this PS does not
+                have is replaced by that for temporary files.
+            live: give rows as they are when they are read, each of one moment, and keep none.
+        """
+
+    def cut_rows(self, name: str) -> Iterator[RowChunk]:
+        """The rows of a cut, in chunks of bounded size, shard by shard; to be read once.
+
+        Raises:
+            StoreError: there is no cut of this name (any more), or its disk was full; training is unharmed.
+        """
+
+    def cut_removed(self, name: str) -> Iterator[RowChunk]:
+        """Ids that were evicted between `since` and the cut, as chunks that have `ids` only; none if it is whole."""
+
+    def end_cut(self, name: str) -> None:
+        """Forgets a cut; an unknown one is no error."""
+
     def import_rows(self, chunk: RowChunk) -> None:
-        """Puts rows back; rows of the same ids are replaced."""
+        """Puts rows back; rows of the same ids are replaced.
+
+        Without the column `state`, or with one of another width, rows begin with the optimizer's first state and
+        an update count of 0.
+        """
 
     def export_state(self) -> Iterator[list[StatePiece]]:
         """What besides the rows decides the future: clocks, counters, admission sketches. In lists of bounded size."""

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
+import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from persia import remote, resume
+from persia import remote, resume, saving
 from persia.batching.batch import Batch
 from persia.dense import AllReduce, AllReduceOptions, merged_metrics
-from persia.errors import ConfigError, DataError
+from persia.errors import ConfigError, DataError, PersiaError
 from persia.fit import FitResult, Run, Totals, check_finite
 from persia.metrics import Metrics, MetricsResult
-from persia.modes import Hybrid, Mode, encode
+from persia.modes import Hybrid, Mode, Sync, encode
 from persia.nn.collection import CollectionOptions, EmbeddingCollection
 from persia.nn.prepared import PreparedBatch
 from persia.nn.staging import staging_for
@@ -31,6 +34,8 @@ from persia.sources import FedSource, OwnSource, Source
 from persia.types import Feed
 
 __all__ = ["FitResult", "Trainer", "TrainerOptions"]
+
+_log = logging.getLogger("persia.checkpoint")
 
 
 class Trainer:
@@ -73,8 +78,9 @@ class Trainer:
         """The mode at present."""
         self.cluster = cluster
         self.options = options or TrainerOptions()
-        if self.options.checkpoint_every_steps is not None and self.options.checkpoint_dir is None:
-            raise ConfigError("checkpoint_every_steps needs checkpoint_dir.", field="checkpoint_dir")
+        for name in ("checkpoint_every_steps", "checkpoint_every_seconds", "keep_best"):
+            if getattr(self.options, name) is not None and self.options.checkpoint_dir is None:
+                raise ConfigError(f"{name} needs checkpoint_dir.", field="checkpoint_dir")
         self._staging = staging_for(self._device_name())
         device = self._staging.device
         self.step = DenseStep(
@@ -119,6 +125,9 @@ class Trainer:
         """Random generators of NN workers 1, 2, ... of a cluster, until they start again."""
         self.finished = False
         """Whether the last call of `fit` came to the end of its epochs."""
+        self.rank_states: list[Any] = []
+        """What optimizers of those NN workers keep for themselves, likewise."""
+        self._saving = saving.Saving()
         self._loaded = False
         self.epoch = 0
         self.position = 0
@@ -198,9 +207,12 @@ class Trainer:
         if self.finished:
             self.epoch = self.position = 0
         self.finished = False
+        if self.options.keep_best is not None and eval_data is None:
+            raise ConfigError("keep_best needs eval_data.", field="eval_data")
         run = Run(self, self._staging, max_steps)
         self.model.train()
         self.embeddings.train()
+        trained = False
         try:
             with run.line:
                 while self.epoch < epochs and not run.finished():
@@ -210,14 +222,27 @@ class Trainer:
                         if self.segments.train(run):
                             self.epoch, self.position = self.epoch + 1, 0
                             break
-                        run.checkpoint_if_due()
+                        if run.checkpoint_due() and self._begin_save(eval_data):
+                            run.saved()
+            trained = True
         finally:
             run.close()
+            if not trained:  # What is raised already says more than a checkpoint that failed as well.
+                with contextlib.suppress(Exception):
+                    self._saving.wait()
         self.finished = self.epoch >= epochs
-        if self.options.checkpoint_dir is not None and run.unsaved():
-            self.save(self.options.checkpoint_dir)
+        if self.step.replicas.by_first(self._await_save):
+            run.saved(False)
+        evaluation = None
+        try:
+            if self.options.keep_best is not None and eval_data is not None:
+                evaluation = self.evaluate(eval_data)
+        finally:  # Also if it cannot be evaluated.
+            if self.options.checkpoint_dir is not None and run.unsaved():
+                self._save(self.options.checkpoint_dir, self._score(evaluation))
         self.step.replicas.settle()
-        evaluation = self.evaluate(eval_data) if eval_data is not None else None
+        if evaluation is None and eval_data is not None:
+            evaluation = self.evaluate(eval_data)
         return run.result(evaluation)
 
     def evaluate(self, data: Iterable[Batch]) -> MetricsResult:
@@ -266,28 +291,57 @@ class Trainer:
         Raises:
             CheckpointError: it could not be written; older checkpoints are intact.
         """
-        replicas = self.step.replicas
-        replicas.settle()
-        state = resume.training_state(self)
-        return replicas.by_first(lambda: resume.save(self, directory, state))
+        return self._save(directory)
 
-    def load(self, directory: str) -> None:
-        """Takes everything from a checkpoint, the latest of `directory`; all is checked before anything is changed.
+    def load(self, directory: str, *, step: int | None = None, new_optimizer: bool = False) -> None:
+        """Takes everything from a checkpoint of `directory`; all is checked before anything is changed.
+
+        The number of embedding PSs, their capacities and their admission may be others than those that wrote it.
+
+        Args:
+            directory: where `save` wrote.
+            step: the step to load instead of the latest.
+            new_optimizer: let the optimizer of the network, or of tables, be another one than in the checkpoint; its
+                state begins anew, and a warning says so.
 
         Raises:
             CheckpointError: it is damaged, or of another schema, model or optimizer.
         """
         replicas = self.step.replicas
+        options = resume.LoadOptions(step, new_optimizer)
 
         def load_first() -> str:
-            resume.load(self, directory)
+            resume.load(self, directory, options)
             return ""
 
         replicas.by_first(load_first)
         if self.embeddings.connection.rank > 0:
-            resume.load(self, directory, first=False)
+            resume.load(self, directory, options, first=False)
         replicas.gather(b"")
         self._loaded = True
+
+    def load_rows(
+        self, directory: str, tables: Iterable[str] | None = None, *, step: int | None = None, state: bool = True
+    ) -> dict[str, resume.LoadedTable]:
+        """Takes embedding rows from a checkpoint, to begin with those of another model; nothing else changes.
+
+        Rows that are there already are replaced where the checkpoint has the same ids. With several NN workers only
+        the first one calls it.
+
+        Args:
+            directory: where a checkpoint is.
+            tables: which tables; None for those that both the checkpoint and this model have.
+            step: the step to load instead of the latest.
+            state: also take the optimizer's state, where the table has the same optimizer in the checkpoint; otherwise
+                it begins anew.
+
+        Returns:
+            By table, how many rows, and whether with the optimizer's state.
+
+        Raises:
+            CheckpointError: it is damaged, or a table is missing or has another dim.
+        """
+        return resume.load_rows(self, directory, tables, step, state)
 
     @classmethod
     def resume(
@@ -325,6 +379,57 @@ class Trainer:
         return trainer
 
     # --- inside -----------------------------------------------------------------------------------------------
+
+    def _save(self, directory: str, score: float | None = None) -> str:
+        moment = self._moment(score)
+        return self.step.replicas.by_first(lambda: self._saving.save(self, directory, moment))
+
+    def _begin_save(self, eval_data: Iterable[Batch] | None) -> bool:
+        """Lets a checkpoint be written while training goes on, unless there is one under way."""
+        directory = self.options.checkpoint_dir
+        assert directory is not None
+        if self.step.replicas.by_first(self._still_saving):
+            return False
+        best = self.options.keep_best is not None and eval_data is not None
+        moment = self._moment(self._score(self.evaluate(eval_data)) if best and eval_data is not None else None)
+
+        def begin() -> str:
+            self._saving.begin(self, directory, moment)
+            return ""
+
+        self.step.replicas.by_first(begin)
+        return True
+
+    def _still_saving(self) -> str:
+        if not self._saving.busy:
+            return ""
+        _log.warning(
+            "Step %d: no checkpoint, as the one before is still being written. Make them less often, or write to a "
+            "faster disk.",
+            self.global_step,
+        )
+        return "busy"
+
+    def _await_save(self) -> str:
+        """Whether the last one that was begun has failed, so that there should be another."""
+        try:
+            self._saving.wait()
+        except PersiaError as error:
+            _log.warning("A checkpoint has failed, another one is written now: %s", error)
+            return "failed"
+        return ""
+
+    def _moment(self, score: float | None) -> saving.Moment:
+        self.step.replicas.settle()
+        consistent = self.options.checkpoint_consistent or isinstance(self.mode, Sync)
+        return saving.Moment(resume.training_state(self), score, consistent)
+
+    def _score(self, evaluation: MetricsResult | None) -> float | None:
+        """What the best checkpoint has the most of."""
+        if evaluation is None or self.options.keep_best is None:
+            return None
+        score = evaluation.auc if self.options.keep_best == "auc" else -evaluation.log_loss
+        return score if math.isfinite(score) else None
 
     def _source(self, data: Iterable[Batch] | None) -> Source:
         """The rest of the current pass over the data."""

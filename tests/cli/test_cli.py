@@ -163,3 +163,22 @@ def test_a_missing_file_is_one_line(tmp_path):
     text = persia("train", str(tmp_path / "none.toml"), ok=False)
     assert "cannot be read" in text
     assert "Traceback" not in text
+
+
+def test_checkpoint_tools(config, tmp_path):
+    out = str(tmp_path / "out")
+    settings = ("--set", "trainer.checkpoint_every_steps=4", "--set", "trainer.checkpoint_increments=5")
+    persia("train", config, "--output", out, *settings, "--set", "trainer.keep_last=9")
+    assert "is intact" in persia("checkpoint", "verify", out)
+    persia("checkpoint", "compact", out)
+    other = str(tmp_path / "other")
+    assert "step-000000000010" in persia("checkpoint", "reshard", out, other, "--ps", "3")
+    text = persia("checkpoint", "diff", out, other)
+    assert "changed" in text
+    assert "id_0" in text
+    files = persia("checkpoint", "export", out, str(tmp_path / "files"), "--table", "id_0").split()
+    assert pq.read_table(files[-1]).num_rows > 0
+    persia("checkpoint", "export", out, str(tmp_path / "files"), "--format", "npy")
+    assert np.load(tmp_path / "files" / "id_1.embeddings.npy").shape[1] == 16
+    assert "use parquet or npy" in persia("checkpoint", "export", out, str(tmp_path), "--format", "x", ok=False)
+    assert "AUC" in persia("evaluate", config, "--checkpoint", other)

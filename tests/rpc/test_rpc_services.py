@@ -175,6 +175,51 @@ def test_state_that_does_not_fit(ps):
             ps.import_state([piece._replace(**wrong)])
 
 
+def test_ps_is_read_while_it_trains(ps, tmp_path):
+    twin = new_ps()
+    gradients = {name: Gradients(IDS[name], ROWS[name]) for name in IDS}
+    for server in (ps, twin):
+        server.lookup(IDS, train=True)
+        server.push(header(1), gradients)
+    info = ps.begin_cut("a", {}, str(tmp_path))
+    assert info.whole
+    assert ps.begin_cut("a", {}, str(tmp_path)) == info  # A repetition.
+    ps.push(header(2), gradients)
+    ps.lookup({"item": np.array([77], np.uint64)}, train=True)
+    found = list(ps.cut_rows("a"))
+    assert_same(found, list(twin.export_rows()))
+    assert list(ps.cut_removed("a")) == []
+    with pytest.raises(StoreError, match="no cut 'b'"):
+        list(ps.cut_rows("b"))
+    second = ps.begin_cut("b", info.epochs, str(tmp_path))  # The first one is given up.
+    assert not second.whole
+    changed = [chunk.arrays["ids"] for chunk in ps.cut_rows("b") if chunk.table == "item"]
+    assert sorted(np.concatenate(changed).tolist()) == [0, 1, 2, 3, 4, 77]
+    with pytest.raises(StoreError, match="no cut 'a'"):
+        list(ps.cut_rows("a"))
+    assert ps.begin_cut("c", info.epochs, str(tmp_path)).whole  # What the cut in between has taken is not known twice.
+    ps.end_cut("c")
+    ps.end_cut("c")
+    ps.import_rows(RowChunk("item", 0, found[0].arrays))
+
+
+def test_rows_without_state_begin_with_the_first_one(ps):
+    rows = {
+        "ids": IDS["user"],
+        "embeddings": ROWS["user"],
+        "update_count": np.full(3, 9, np.uint32),
+        "last_step": np.full(3, 5, np.uint32),
+        "stamp": np.full(3, 1, np.uint32),
+    }
+    ps.import_rows(RowChunk("user", 0, rows))
+    chunks = [chunk.arrays for chunk in ps.export_rows() if chunk.table == "user"]
+    assert sum(len(arrays["ids"]) for arrays in chunks) == 3
+    for arrays in chunks:
+        assert not arrays["state"].any()
+        assert not arrays["update_count"].any()
+        assert (arrays["last_step"] == 5).all()
+
+
 def test_ps_errors(ps):
     with pytest.raises(StoreError, match="no table 'nope'") as caught:
         ps.lookup({"nope": IDS["item"]}, train=False)
@@ -207,6 +252,10 @@ CALLS = {
         "push": (header(1), {"item": Gradients(IDS["item"], ROWS["item"])}),
         "statistics": (),
         "export_rows": (),
+        "begin_cut": ("cut", {"item": 2}, "/tmp", True),
+        "cut_rows": ("cut",),
+        "cut_removed": ("cut",),
+        "end_cut": ("cut",),
         "import_rows": (RowChunk("item", 0, {"ids": IDS["item"]}),),
         "export_state": (),
         "import_state": ([StatePiece("item", 0, "clocks", 0, IDS["item"])],),

@@ -91,7 +91,7 @@ def test_incremental_export():
     store.update([0], [ids(3)], [np.ones((1, 2), np.float32)], [0.1], 1)
     store.lookup([0], [ids(4, 77)], True)
     changed = store.export_rows(0, 0, since_epoch=2)[0]
-    assert list(changed.ids) == [3, 77]
+    assert list(changed.ids) == [3, 4, 77]  # being used is a change: of recency
     assert sum(len(rows.ids) for _, rows in store.iterate_rows(0, max_rows=3)) == 11
 
 

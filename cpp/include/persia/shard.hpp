@@ -2,6 +2,7 @@
 #pragma once
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <span>
 #include <string>
@@ -16,6 +17,7 @@
 #include "persia/recency.hpp"
 #include "persia/region.hpp"
 #include "persia/sketch.hpp"
+#include "persia/snapshot.hpp"
 
 namespace persia {
 
@@ -127,6 +129,17 @@ class Shard {
   // Appends up to `max_rows` rows from row number `start` on to `rows`; those changed before `since_epoch` are left
   // out. Returns the row number to go on with, at least `size()` at the end.
   std::uint64_t export_rows(std::uint64_t start, std::uint64_t max_rows, std::uint32_t since_epoch, RowBatch& rows);
+  // Begins a new dirty epoch. From now on `export_cut` gives the rows of this moment; one cut at a time.
+  void begin_cut(const CutOptions& options);
+  // Appends the next `max_rows` or more rows of the cut, in row order, to `rows`, and locks for a few of them at a
+  // time. Returns whether there may be more. Throws std::runtime_error when the cut is lost.
+  bool export_cut(std::uint64_t max_rows, RowBatch& rows);
+  // Ids of the rows that were evicted between `CutOptions::since` and the cut.
+  std::vector<std::uint64_t> cut_evicted();
+  // The epoch since which evicted ids are known, and with it what has changed; 0 if they are not.
+  std::uint32_t changes_since();
+  // Forgets the cut, read or not.
+  void end_cut();
   // Overwrites or appends. In a full shard the less recent of incoming and oldest row gives way.
   void import_rows(const Slice& slice, const RowView& rows);
   ShardState export_state();
@@ -191,7 +204,14 @@ class Shard {
   void drop_undo();
   void rebuild_index();
   std::string where() const;
-  void append(std::uint32_t number, RowBatch& rows) const;
+  void append(const std::byte* row, RowBatch& rows) const;
+  void append(std::uint32_t number, RowBatch& rows) const { append(row_bytes(number), rows); }
+  // Before anything of a row changes.
+  void keep(std::uint32_t number) {
+    if (cut_) [[unlikely]]
+      cut_->keep(number, row_bytes(number));
+  }
+  void check_no_cut() const;
 
   const TableConfig* config_;
   const Optimizer* optimizer_;
@@ -205,6 +225,8 @@ class Shard {
   Index index_;
   Sketch sketch_;
   VictimQueue victims_;
+  Evictions evicted_;
+  std::unique_ptr<Cut> cut_;
   std::mutex mutex_;
   // Of the request that holds the lock:
   bool begun_ = false;

@@ -3,23 +3,45 @@
 The format is specified in `docs/reference/checkpoint.md`. Nothing here imports torch until it meets a torch tensor.
 """
 
-from persia.checkpoint.format import Manifest, Part, RowsPart, StatePart, TableRecord, TensorsPart
+from persia.checkpoint.comparing import TableDifference, diff
+from persia.checkpoint.compatibility import same_rule
+from persia.checkpoint.exporting import export
+from persia.checkpoint.format import Base, Manifest, Part, RemovedPart, RowsPart, StatePart, TableRecord, TensorsPart
 from persia.checkpoint.inspection import Inspection, format_inspection, inspect
 from persia.checkpoint.reader import CheckpointEntry, CheckpointReader, list_checkpoints
+from persia.checkpoint.resharding import ReshardOptions, compact, reshard
+from persia.checkpoint.servers import MOST_SHARDS, clock_gaps, numbered, server_pieces
+from persia.checkpoint.view import Checkpoint, TableRows, open
 from persia.checkpoint.writer import CheckpointWriter
 
 __all__ = [
+    "MOST_SHARDS",
+    "Base",
+    "Checkpoint",
     "CheckpointEntry",
     "CheckpointReader",
     "CheckpointWriter",
     "Inspection",
     "Manifest",
     "Part",
+    "RemovedPart",
+    "ReshardOptions",
     "RowsPart",
     "StatePart",
+    "TableDifference",
     "TableRecord",
+    "TableRows",
     "TensorsPart",
+    "clock_gaps",
+    "compact",
+    "diff",
+    "export",
     "format_inspection",
     "inspect",
     "list_checkpoints",
+    "numbered",
+    "open",
+    "reshard",
+    "same_rule",
+    "server_pieces",
 ]

@@ -7,11 +7,16 @@ from typing import Any
 from persia.checkpoint.format import Manifest
 from persia.schema import SGD, EmbeddingOptimizer, IdFeature, Schema
 
-__all__ = ["differences"]
+__all__ = ["differences", "same_rule"]
 
 
 def differences(
-    manifest: Manifest[Any], saved: Schema, schema: Schema, optimizer: EmbeddingOptimizer | None
+    manifest: Manifest[Any],
+    saved: Schema,
+    schema: Schema,
+    optimizer: EmbeddingOptimizer | None,
+    *,
+    new_optimizer: bool = False,
 ) -> list[str]:
     """Everything in which `schema` cannot use rows or dense model of a checkpoint, one sentence each.
 
@@ -20,11 +25,19 @@ def differences(
         saved: schema of the checkpoint.
         schema: schema of the model.
         optimizer: of tables of the model whose declaration names none.
+        new_optimizer: whether tables may be trained by another one.
     """
-    return [*_tables(manifest, schema, optimizer), *_features(saved, schema), *_columns(saved, schema)]
+    return [*_tables(manifest, schema, optimizer, new_optimizer), *_features(saved, schema), *_columns(saved, schema)]
 
 
-def _tables(manifest: Manifest[Any], schema: Schema, default: EmbeddingOptimizer | None) -> list[str]:
+def same_rule(one: EmbeddingOptimizer | None, other: EmbeddingOptimizer | None) -> bool:
+    """Whether the state that one optimizer keeps of a row means the same to the other."""
+    return one is not None and other is not None and _rule(one) == _rule(other)
+
+
+def _tables(
+    manifest: Manifest[Any], schema: Schema, default: EmbeddingOptimizer | None, new_optimizer: bool
+) -> list[str]:
     found: list[str] = []
     tables = schema.resolved_tables()
     for name, table in tables.items():
@@ -35,7 +48,7 @@ def _tables(manifest: Manifest[Any], schema: Schema, default: EmbeddingOptimizer
         if record.dim != table.dim:
             found.append(f"table {name!r} has dim {table.dim}, in the checkpoint {record.dim}")
         optimizer = table.optimizer or default
-        if optimizer is not None and record.optimizer is not None:
+        if optimizer is not None and record.optimizer is not None and not new_optimizer:
             mine, theirs = _rule(optimizer), _rule(record.optimizer)
             if mine != theirs:
                 found.append(f"table {name!r} is trained by {mine}, in the checkpoint by {theirs}")

@@ -10,7 +10,7 @@ import re
 import zlib
 from collections import Counter
 from datetime import datetime
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -25,8 +25,10 @@ __all__ = [
     "MAX_MANIFEST_BYTES",
     "MAX_PART_BYTES",
     "VERSION",
+    "Base",
     "Manifest",
     "Part",
+    "RemovedPart",
     "RowsPart",
     "StatePart",
     "TableRecord",
@@ -40,7 +42,7 @@ __all__ = [
 ]
 
 FORMAT = "persia-checkpoint"
-VERSION = 1
+VERSION = 2
 MANIFEST = "manifest.json"
 LATEST = "LATEST"
 
@@ -61,6 +63,7 @@ PartPath = Annotated[
     str, msgspec.Meta(max_length=512, pattern=r"^[A-Za-z0-9_~%-][A-Za-z0-9_.~%-]*(/[A-Za-z0-9_~%-][A-Za-z0-9_.~%-]*)*$")
 ]
 Checksum = Annotated[str, msgspec.Meta(pattern=r"^crc32:[0-9a-f]{8}$")]
+Content = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?$")]
 
 
 class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind"):
@@ -84,6 +87,14 @@ class RowsPart(_Part, frozen=True, tag="rows"):
     steps: tuple[Count, Count] | None = None
 
 
+class RemovedPart(_Part, frozen=True, tag="removed"):
+    """Ids whose rows in the base, if there are any, are gone; of an incremental checkpoint."""
+
+    table: Name
+    shard: Count
+    ids: Count
+
+
 class TensorsPart(_Part, frozen=True, tag="tensors"):
     """Named tensors, for example the dense model."""
 
@@ -96,7 +107,7 @@ class StatePart(_Part, frozen=True, tag="state"):
     name: Name
 
 
-Part = RowsPart | TensorsPart | StatePart
+Part = RowsPart | RemovedPart | TensorsPart | StatePart
 
 
 class TableRecord(_Record, frozen=True):
@@ -107,6 +118,14 @@ class TableRecord(_Record, frozen=True):
     state_width: Width
     rows: Count
     shards: Count
+    dtype: Literal["float32", "float16"] = "float32"
+
+
+class Base(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an incremental checkpoint adds to: the step that names its directory, and its `content`."""
+
+    step: Count
+    content: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
 
 
 Document = TypeVar("Document")
@@ -117,7 +136,8 @@ class Manifest(_Record, Generic[Document], frozen=True):
 
     Args:
         span: first and last global step at which rows were taken; equal when all belong to one step boundary.
-        base: global step of the checkpoint that this one only adds to; None for a full one (the only kind so far).
+        base: the checkpoint that this one only adds to; None for a full one.
+        content: a random name of what the checkpoint means; it stays when a chain becomes one full checkpoint.
         checksum: of the file's bytes before the last `"checksum"` in it.
     """
 
@@ -127,12 +147,13 @@ class Manifest(_Record, Generic[Document], frozen=True):
     created: Annotated[datetime, msgspec.Meta(tz=True)]
     global_step: Count
     span: tuple[Count, Count]
-    base: Count | None
+    base: Base | None
     tables: dict[Name, TableRecord]
     parts: list[Part]
     schema: Document
     config: Document
     extra: Document
+    content: Content = ""
     checksum: Checksum = "crc32:00000000"
 
 
@@ -225,9 +246,9 @@ def decode_manifest(data: bytes, path: str) -> Manifest[dict[str, Any]]:
         raise CheckpointError(f"{path} is truncated or no manifest: {error}. {remedy}", path=path) from None
     if head.format != FORMAT:
         raise CheckpointError(f"{path} has format {head.format[:64]!r}, not {FORMAT!r}. {remedy}", path=path)
-    if head.version != VERSION:
+    if head.version not in (1, VERSION):
         raise CheckpointError(
-            f"{path} has version {head.version} of the format, this persia reads version {VERSION}. "
+            f"{path} has version {head.version} of the format, this persia reads versions 1 and {VERSION}. "
             "Install the persia that wrote it, or a newer one.",
             path=path,
             version=head.version,
@@ -254,8 +275,10 @@ def decode_manifest(data: bytes, path: str) -> Manifest[dict[str, Any]]:
 
 def _contradiction(manifest: Manifest[Any]) -> str | None:
     """The first thing in a manifest that cannot be."""
-    if manifest.base is not None:
-        return f"it is incremental, on step {manifest.base}, which this version cannot read"
+    if bool(manifest.content) != (manifest.version > 1):
+        return "the name of its content does not fit its version"
+    if manifest.version == 1 and (manifest.base or any(table.dtype != "float32" for table in manifest.tables.values())):
+        return "it uses what version 1 does not have"
     if manifest.span[0] > manifest.span[1]:
         return f"its span of steps {manifest.span} runs backwards"
     seen: set[tuple[str, str]] = set()
@@ -273,6 +296,10 @@ def _contradiction(manifest: Manifest[Any]) -> str | None:
                 return f"the part {part.path} has steps that run backwards"
             rows[part.table] += part.rows
             shards.setdefault(part.table, set()).add(part.shard)
+            continue
+        if isinstance(part, RemovedPart):
+            if part.table not in manifest.tables or manifest.base is None:
+                return f"the part {part.path} removes rows from nothing"
             continue
         key = (type(part).__name__, part.name)
         if key in seen:

@@ -42,7 +42,10 @@ class TensorInspection(msgspec.Struct, frozen=True):
 
 
 class Inspection(msgspec.Struct, frozen=True):
-    """What is in a checkpoint. `states` are name and bytes; `span` the steps at which rows were taken."""
+    """What is in a checkpoint. `states` are name and bytes; `span` the steps at which rows were taken.
+
+    `adds_to` are the steps that an incremental checkpoint needs, the newest first; tables and bytes are its own.
+    """
 
     path: str
     global_step: int
@@ -50,6 +53,7 @@ class Inspection(msgspec.Struct, frozen=True):
     created: datetime
     persia: str
     version: int
+    adds_to: tuple[int, ...]
     tables: tuple[TableInspection, ...]
     tensors: tuple[TensorInspection, ...]
     states: tuple[tuple[str, int], ...]
@@ -89,6 +93,7 @@ def inspect(url: str | os.PathLike[str], step: int | None = None) -> Inspection:
         created=manifest.created,
         persia=manifest.persia,
         version=manifest.version,
+        adds_to=tuple(link.base.step for link in reader.links[1:]),
         tables=tuple(tables),
         tensors=tuple(tensors),
         states=tuple((part.name, part.bytes) for part in manifest.parts if isinstance(part, StatePart)),
@@ -106,6 +111,8 @@ def format_inspection(inspection: Inspection) -> Group:
     step = f"step {inspection.global_step}"
     if inspection.span[0] != inspection.span[1]:
         step += f" (rows of steps {inspection.span[0]} to {inspection.span[1]})"
+    if inspection.adds_to:
+        step += f", adds to steps {', '.join(map(str, inspection.adds_to))}"
     about = Text(
         f"{inspection.path}\n{step}, created {inspection.created:%Y-%m-%d %H:%M:%S %Z} by persia {inspection.persia}\n"
         f"{inspection.parts} parts, {_bytes(inspection.bytes)}"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
 from numpy.typing import NDArray
 
 from persia.checkpoint.compatibility import differences
@@ -14,8 +17,10 @@ from persia.checkpoint.format import (
     LATEST,
     MANIFEST,
     MAX_MANIFEST_BYTES,
+    Base,
     Manifest,
     Part,
+    RemovedPart,
     RowsPart,
     StatePart,
     TensorsPart,
@@ -34,6 +39,9 @@ from persia.schema import EmbeddingOptimizer, Schema
 __all__ = ["CheckpointEntry", "CheckpointReader", "list_checkpoints"]
 
 _P = TypeVar("_P", TensorsPart, StatePart)
+
+READERS = 2
+"""Parts that are read and checked at the same time; one more waits to be used."""
 
 
 class CheckpointEntry(NamedTuple):
@@ -71,20 +79,37 @@ class CheckpointReader:
         path: the step's directory.
         manifest: everything but the tensors.
         schema: the schema of the model.
+        links: this checkpoint, then the one that it adds to, and so on to a full one.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or its manifest is not valid.
+        CheckpointError: there is no such checkpoint, or its manifest is not valid, or a checkpoint that it adds to is
+            missing or has been replaced.
     """
 
     def __init__(self, url: str | os.PathLike[str], step: int | None = None) -> None:
         self._storage = Storage(url)
         self._prefix = self._resolve(step)
+        self.links: list[CheckpointReader] = [self]
         self.path = self._storage.full(self._prefix.rstrip("/"))
         self.manifest: Manifest[dict[str, Any]] = self._read_manifest()
         try:
             self.schema = msgspec.convert(self.manifest.schema, Schema)
         except (ValueError, TypeError, OverflowError, RecursionError, PersiaError, msgspec.MsgspecError) as error:
             raise CheckpointError(f"{self.path}: the schema is not valid: {error}.", path=self.path) from None
+        if self.manifest.base is not None:
+            self._follow(self.manifest.base)
+
+    @property
+    def base(self) -> Base:
+        """What an incremental checkpoint names that adds to this one.
+
+        Raises:
+            CheckpointError: it is of version 1 of the format, or its directory has no longer the name of a step.
+        """
+        step = parse_step(self.path.rpartition("/")[2])
+        if step is None or not self.manifest.content:
+            raise CheckpointError(f"Nothing can be added to {self.path}: write a full checkpoint.", path=self.path)
+        return Base(step, self.manifest.content)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -96,7 +121,9 @@ class CheckpointReader:
         """What the caller of `commit` gave besides."""
         return self.manifest.extra
 
-    def check_schema(self, schema: Schema, optimizer: EmbeddingOptimizer | None = None) -> None:
+    def check_schema(
+        self, schema: Schema, optimizer: EmbeddingOptimizer | None = None, *, new_optimizer: bool = False
+    ) -> None:
         """Checks that a model of `schema` can go on from this checkpoint.
 
         Learning rates, capacities, initialisers and admission may differ.
@@ -104,11 +131,12 @@ class CheckpointReader:
         Args:
             schema: of the model.
             optimizer: of tables whose declaration names none.
+            new_optimizer: whether tables may be trained by another one, whose state begins anew.
 
         Raises:
             CheckpointError: it cannot; all differences are named.
         """
-        found = differences(self.manifest, self.schema, schema, optimizer)
+        found = differences(self.manifest, self.schema, schema, optimizer, new_optimizer=new_optimizer)
         if found:
             raise CheckpointError(
                 f"{self.path} does not fit this model:\n- "
@@ -122,8 +150,12 @@ class CheckpointReader:
     def rows(self, table: str) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
         """The rows of a table, part by part in the order of (shard, writing).
 
+        An incremental checkpoint gives its own rows, then those that are still in force of the ones it adds to; the
+        ids of all but the first one (8 bytes each) are kept in memory meanwhile.
+
         Yields:
-            Number of the shard, and the arrays of `CheckpointWriter.add_rows`; they are the caller's.
+            Number of the shard, and the arrays of `CheckpointWriter.add_rows`, embeddings as float32; they are the
+            caller's.
 
         Raises:
             CheckpointError: no such table, or a part is missing or damaged.
@@ -131,8 +163,100 @@ class CheckpointReader:
         if table not in self.manifest.tables:
             known = ", ".join(self.manifest.tables) or "none"
             raise CheckpointError(f"{self.path} has no table {table!r}; it has {known}.", path=self.path, table=table)
+        return self._own_rows(table) if len(self.links) == 1 else self._chained_rows(table)
+
+    def parts(self, table: str) -> list[RowsPart]:
+        """The parts with rows of a table in this checkpoint alone, in the order of `rows`."""
         parts = [part for part in self.manifest.parts if isinstance(part, RowsPart) and part.table == table]
-        return ((part.shard, self._read_rows(part)) for part in sorted(parts, key=lambda part: part.shard))
+        return sorted(parts, key=lambda part: part.shard)
+
+    def read_part(self, part: RowsPart) -> dict[str, NDArray[Any]]:
+        """The rows of one part, embeddings as float32.
+
+        Raises:
+            CheckpointError: it is missing or damaged.
+        """
+        arrays = self._read_rows(part)
+        arrays["embeddings"] = arrays["embeddings"].astype(np.float32, copy=False)
+        return arrays
+
+    def _own_rows(self, table: str) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
+        waiting: deque[tuple[int, Future[dict[str, NDArray[Any]]]]] = deque()
+        with ThreadPoolExecutor(READERS, "persia-checkpoint-read") as pool:
+            for part in self.parts(table):
+                waiting.append((part.shard, pool.submit(self.read_part, part)))
+                if len(waiting) > READERS:
+                    shard, arrays = waiting.popleft()
+                    yield shard, arrays.result()
+                    del arrays
+            while waiting:
+                shard, arrays = waiting.popleft()
+                yield shard, arrays.result()
+                del arrays
+
+    def _chained_rows(self, table: str) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
+        over = np.empty(0, np.uint64)  # sorted: newer links have them, or have removed them
+        for link in self.links:
+            mine = [over]
+            for shard, arrays in link._own_rows(table):
+                if link is not self.links[-1]:
+                    mine.append(arrays["ids"])
+                if len(over):
+                    at = np.minimum(np.searchsorted(over, arrays["ids"]), len(over) - 1)
+                    valid = over[at] != arrays["ids"]
+                    if not valid.all():
+                        arrays = {name: array[valid] for name, array in arrays.items()}
+                if len(arrays["ids"]):
+                    yield shard, arrays
+            if link is not self.links[-1]:
+                over = np.unique(np.concatenate([*mine, *link._removed(table)]))
+
+    def _removed(self, table: str) -> Iterator[NDArray[np.uint64]]:
+        for part in self.manifest.parts:
+            if isinstance(part, RemovedPart) and part.table == table:
+                yield self._read_removed(part)
+
+    def _follow(self, base: Base | None) -> None:
+        """Opens what this one adds to, down to a full checkpoint."""
+        root = self.root
+        newest = parse_step(self.path.rpartition("/")[2])
+        while base is not None:
+            path = f"{root}/{step_name(base.step)}"
+            remedy = "Use another checkpoint: this one lacks most of its rows."
+            if newest is not None and base.step >= newest:
+                raise CheckpointError(f"{self.path} adds to a later step, {base.step}. {remedy}", path=self.path)
+            try:
+                link = _Link(path)
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"{self.path} adds to {path}, which cannot be read: {error.message} {remedy}",
+                    path=self.path,
+                    base=path,
+                ) from None
+            if link.manifest.content != base.content:
+                raise CheckpointError(
+                    f"{self.path} adds to {path}, which has been replaced since. {remedy}", path=self.path, base=path
+                )
+            for name, table in self.manifest.tables.items():
+                other = link.manifest.tables.get(name)
+                if (
+                    other is None
+                    or other.dim != table.dim
+                    or (table.rows and other.rows and other.state_width != table.state_width)
+                ):
+                    raise CheckpointError(
+                        f"{self.path} adds to {path}, whose table {name!r} is another. {remedy}",
+                        path=self.path,
+                        base=path,
+                    )
+            self.links.append(link)
+            newest, base = base.step, link.manifest.base
+
+    @property
+    def root(self) -> str:
+        """URL of the directory that holds the steps."""
+        url = self._storage.url.rstrip("/")
+        return url if self._prefix else os.path.dirname(url if "://" in url else os.path.abspath(url))
 
     def tensors(self, name: str, framework: Literal["torch", "numpy"] = "torch") -> dict[str, Any]:
         """The tensors that were added under `name`, in CPU memory.
@@ -156,6 +280,14 @@ class CheckpointReader:
         part = self._find(StatePart, name)
         return unpack(self._read(part), self._full(part))
 
+    def views(self, part: TensorsPart | StatePart) -> dict[str, TensorView]:
+        """The bytes of the tensors of a part, for `CheckpointWriter.copy`.
+
+        Raises:
+            CheckpointError: it is missing or damaged.
+        """
+        return self._read(part)
+
     def describe(self, part: Part) -> list[tuple[str, str, tuple[int, ...], int]]:
         """Name, dtype, shape and bytes of each tensor of a part; reads its header only.
 
@@ -170,8 +302,11 @@ class CheckpointReader:
         entries = parse_header(header, part.bytes - start, full)
         return [(k, e.dtype, e.shape, e.data_offsets[1] - e.data_offsets[0]) for k, e in entries.items()]
 
-    def verify(self) -> int:
-        """Reads and checks every part.
+    def verify(self, progress: Callable[[int], object] = lambda _: None) -> int:
+        """Reads and checks every part, also of the checkpoints that this one adds to.
+
+        Args:
+            progress: told the bytes of each part after it was read.
 
         Returns:
             Bytes read.
@@ -180,17 +315,33 @@ class CheckpointReader:
             CheckpointError: some parts are missing or damaged; all of them are named.
         """
         problems: list[str] = []
-        for part in self.manifest.parts:
+        for link, part in self.all_parts():
             try:
-                if isinstance(part, RowsPart):
-                    self._read_rows(part)
-                else:
-                    self._read(part)
+                link._check_part(part)
             except CheckpointError as error:
                 problems.append(error.message)
+            progress(part.bytes)
         if problems:
             raise CheckpointError("\n".join(problems), path=self.path, problems=problems)
-        return sum(part.bytes for part in self.manifest.parts)
+        return sum(part.bytes for _, part in self.all_parts())
+
+    def all_parts(self) -> list[tuple[CheckpointReader, Part]]:
+        """The parts of this checkpoint, and the rows of those that it adds to."""
+        return [(self, part) for part in self.manifest.parts] + [
+            (link, part)
+            for link in self.links[1:]
+            for part in link.manifest.parts
+            if isinstance(part, RowsPart | RemovedPart)
+        ]
+
+    def _check_part(self, part: Part) -> None:
+        match part:
+            case RowsPart():
+                self._read_rows(part)
+            case RemovedPart():
+                self._read_removed(part)
+            case _:
+                self._read(part)
 
     def _resolve(self, step: int | None) -> str:
         """The prefix of the step directory below the given one."""
@@ -251,13 +402,28 @@ class CheckpointReader:
         arrays: dict[str, NDArray[Any]] = {}
         for name, (dtype, _) in ROW_ARRAYS.items():
             array = views[name].numpy()
-            if array.dtype != dtype or array.shape != shapes.get(name, (part.rows,)):
+            wanted = table.dtype if name == "embeddings" else dtype
+            if array.dtype != wanted or array.shape != shapes.get(name, (part.rows,)):
                 raise CheckpointError(
                     f"{self._full(part)}: {name} is {array.dtype} {list(array.shape)}, not as the manifest says.",
                     path=self._full(part),
                 )
             arrays[name] = array
         return arrays
+
+    def _read_removed(self, part: RemovedPart) -> NDArray[np.uint64]:
+        views = self._read(part)
+        ids: NDArray[Any] = views["ids"].numpy() if set(views) == {"ids"} else np.empty(0)
+        if ids.dtype != np.uint64 or ids.shape != (part.ids,):
+            raise CheckpointError(f"{self._full(part)} does not hold {part.ids} ids.", path=self._full(part))
+        return ids
+
+
+class _Link(CheckpointReader):
+    """A checkpoint as part of a chain: its own base is the chain's concern."""
+
+    def _follow(self, base: Base | None) -> None:
+        pass
 
 
 def _complete(storage: Storage) -> list[int]:

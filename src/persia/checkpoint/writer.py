@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -26,8 +27,10 @@ from persia.checkpoint.format import (
     MAX_PART_BYTES,
     MAX_STEP,
     VERSION,
+    Base,
     Manifest,
     Part,
+    RemovedPart,
     RowsPart,
     StatePart,
     TableRecord,
@@ -35,10 +38,10 @@ from persia.checkpoint.format import (
     checksum_text,
     encode_manifest,
     file_name,
-    parse_step,
     step_name,
 )
 from persia.checkpoint.packing import pack
+from persia.checkpoint.retention import Retention
 from persia.checkpoint.storage import Storage
 from persia.checkpoint.tensors import TensorView, Value, encode, view
 from persia.errors import CheckpointError
@@ -70,23 +73,31 @@ class CheckpointWriter:
         url: directory of checkpoints: a path, or any URL that fsspec knows.
         step: global step, names the directory. A step that already has a checkpoint is replaced at `commit`,
             and stays valid until then; what an interrupted writer has left is removed.
-        keep_last: after `commit`, keep this one and the `keep_last - 1` newest of the earlier steps; None keeps all.
+        keep_last: after `commit`, keep this one and the `keep_last - 1` newest of the earlier steps, and what they
+            add to; None keeps all.
+        keep_best: keep the one with the highest `score` too.
+
+    Attributes:
+        content: a random name of what it means, for checkpoints that add to it.
 
     Raises:
         CheckpointError: the step or URL is not valid; the directory cannot be used.
     """
 
-    def __init__(self, url: str | os.PathLike[str], step: int, *, keep_last: int | None = None) -> None:
+    def __init__(
+        self, url: str | os.PathLike[str], step: int, *, keep_last: int | None = None, keep_best: bool = False
+    ) -> None:
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < MAX_STEP:
             raise CheckpointError(f"step = {step!r} is not a whole number from 0 to {MAX_STEP - 1}.", step=step)
         if keep_last is not None and (not isinstance(keep_last, int) or keep_last < 1):
             raise CheckpointError(f"keep_last = {keep_last!r}; give 1 or more, or None to keep all.", field="keep_last")
         self._storage = Storage(url)
         self._step = step
-        self._keep_last = keep_last
+        self._retention = Retention(keep_last, keep_best)
+        self.content = secrets.token_hex(16)
         self._name = step_name(step)
         self._parts: list[Part] = []
-        self._tables: dict[str, tuple[int, int]] = {}  # dim, state_width
+        self._tables: dict[str, tuple[int, int, str]] = {}  # dim, state_width, dtype
         self._numbers: Counter[tuple[str, int]] = Counter()  # parts by table and shard
         self._open = True
         self._base = self._claim()
@@ -102,23 +113,22 @@ class CheckpointWriter:
         Args:
             table: name of the table.
             shard: number of the shard, unique within the table over all parameter servers.
-            arrays: `ids` uint64 `[n]`, `embeddings` float32 `[n, dim]`, `state` float32 `[n, width]` (width may be
-                0), `update_count`, `last_step` and `stamp` uint32 `[n]`; read before the call returns.
+            arrays: `ids` uint64 `[n]`, `embeddings` float32 (or float16, in all parts) `[n, dim]`, `state` float32
+                `[n, width]` (width may be 0), `update_count`, `last_step` and `stamp` uint32 `[n]`; read before the
+                call returns.
 
         Raises:
             CheckpointError: an array is missing or does not fit, or the part cannot be written (then all is aborted).
         """
         self._check_open()
-        rows, dim, width = _check_rows(table, arrays)
-        known = self._tables.get(table, (dim, width))
-        if known != (dim, width):
+        rows, shape = _check_rows(table, arrays)
+        known = self._tables.get(table, shape)
+        if known != shape:
             raise CheckpointError(
-                f"Rows of table {table!r} have dim {dim} and state width {width}, earlier parts had {known}.",
+                f"Rows of table {table!r} have dim, state width and dtype {shape}, earlier parts had {known}.",
                 table=table,
             )
-        shard = int(shard)
-        if shard < 0:
-            raise CheckpointError(f"shard = {shard} of table {table!r} is negative.", table=table, shard=shard)
+        shard = _check_shard(table, shard)
         steps = arrays["last_step"]
         path = f"rows/{_segment(table)}/{shard}-{self._numbers[table, shard]}.safetensors"
         written = self._write(path, {name: view(arrays[name], f"{table}.{name}") for name in ROW_ARRAYS})
@@ -126,6 +136,24 @@ class CheckpointWriter:
         self._parts.append(RowsPart(table=table, shard=shard, rows=rows, steps=span, **written))
         self._tables[table] = known
         self._numbers[table, shard] += 1
+
+    def add_removed(self, table: str, shard: int, ids: NDArray[np.uint64]) -> None:
+        """Says that rows of the base are gone, unless `add_rows` brings them anew.
+
+        Args:
+            table: name of the table.
+            shard: as for `add_rows`; once each.
+            ids: uint64 `[n]`, in any order; ids without a row in the base are allowed.
+
+        Raises:
+            CheckpointError: an argument does not fit, or the part cannot be written (then all is aborted).
+        """
+        self._check_open()
+        if ids.dtype != np.uint64 or ids.ndim != 1:
+            raise CheckpointError(f"ids of table {table!r} must be uint64 [n].", table=table)
+        path = f"removed/{_segment(table)}/{_check_shard(table, shard)}.safetensors"
+        written = self._write(path, {"ids": view(ids, f"{table}.ids")})
+        self._parts.append(RemovedPart(table=table, shard=int(shard), ids=len(ids), **written))
 
     def add_tensors(self, name: str, tensors: Mapping[str, Value]) -> None:
         """Adds named tensors (numpy, or torch of any dense dtype and device), for example a module's state dict.
@@ -154,6 +182,18 @@ class CheckpointWriter:
         written = self._write(f"state/{_segment(name)}.safetensors", pack(state, name))
         self._parts.append(StatePart(name=name, **written))
 
+    def copy(self, part: TensorsPart | StatePart, views: Mapping[str, TensorView]) -> None:
+        """Adds a part of another checkpoint, as `CheckpointReader.views` gives it.
+
+        Raises:
+            CheckpointError: the name is taken, or the part cannot be written.
+        """
+        self._check_open()
+        self._check_name(part.name, type(part))
+        folder = "dense" if isinstance(part, TensorsPart) else "state"
+        written = self._write(f"{folder}/{_segment(part.name)}.safetensors", views)
+        self._parts.append(type(part)(name=part.name, **written))
+
     def commit(
         self,
         *,
@@ -163,6 +203,9 @@ class CheckpointWriter:
         extra: Mapping[str, Any] | None = None,
         optimizer: EmbeddingOptimizer | None = None,
         span: tuple[int, int] | None = None,
+        base: Base | None = None,
+        score: float | None = None,
+        content: str | None = None,
     ) -> str:
         """Makes this the latest checkpoint.
 
@@ -173,6 +216,10 @@ class CheckpointWriter:
             extra: anything small, as JSON values.
             optimizer: of tables whose declaration names none.
             span: first and last global step at which rows were taken; both `global_step` when all are of one moment.
+            base: the checkpoint of this directory that this one adds its rows to.
+            score: what `keep_best` compares; higher is better. Kept as `extra["score"]`.
+            content: instead of a new one: of the checkpoint of this step that this one replaces and means the same as;
+                LATEST stays where it is.
 
         Returns:
             Path of the step directory.
@@ -190,13 +237,15 @@ class CheckpointWriter:
             created=datetime.now(UTC),
             global_step=step,
             span=(step, step) if span is None else span,
-            base=None,
+            base=self._checked(base),
             tables=self._table_records(schema, optimizer),
             parts=self._parts,
             schema=_builtins(schema, "schema"),
             config=_builtins({} if config is None else config, "config"),
-            extra=_builtins({} if extra is None else extra, "extra"),
+            extra=_builtins({} if extra is None else extra, "extra") | ({} if score is None else {"score": score}),
+            content=content or self.content,
         )
+        self.content = manifest.content
         data = encode_manifest(manifest)
         self._guarded(self._storage.sync)
         try:
@@ -207,7 +256,8 @@ class CheckpointWriter:
             raise
         finally:
             self._open = False  # from here on the files stay: a call that failed may yet have taken effect
-        self._storage.put(LATEST, f"{self._name}\n".encode())
+        if content is None:  # Else nothing is newer than before.
+            self._storage.put(LATEST, f"{self._name}\n".encode())
         self._prune()
         return self.path
 
@@ -268,23 +318,30 @@ class CheckpointWriter:
         if not self._open:
             raise CheckpointError(f"The writer of {self.path} is closed; make a new one.", path=self.path)
 
+    def _checked(self, base: Base | None) -> Base | None:
+        if base is not None and base.step >= self._step:
+            raise CheckpointError(f"{self.path} cannot add to the later step {base.step}.", path=self.path)
+        return base
+
     def _check_name(self, name: str, kind: type[TensorsPart | StatePart]) -> None:
         if any(isinstance(part, kind) and part.name == name for part in self._parts):
             raise CheckpointError(f"{name!r} has been added already; use another name.", name=name)
 
     def _table_records(self, schema: Schema, optimizer: EmbeddingOptimizer | None) -> dict[str, TableRecord]:
         tables = schema.resolved_tables()
-        for name, (dim, _) in self._tables.items():
+        for name, (dim, _, _) in self._tables.items():
             if name not in tables or tables[name].dim != dim:
                 found = f"has dim {tables[name].dim}" if name in tables else "does not exist"
                 raise CheckpointError(f"Rows of table {name!r} have dim {dim}; in the schema it {found}.", table=name)
         records: dict[str, TableRecord] = {}
         for name, table in tables.items():
             parts = [part for part in self._parts if isinstance(part, RowsPart) and part.table == name]
+            _, width, dtype = self._tables.get(name, (0, 0, "float32"))
             records[name] = TableRecord(
                 dim=table.dim,
                 optimizer=table.optimizer or optimizer,
-                state_width=self._tables.get(name, (0, 0))[1],
+                state_width=width,
+                dtype=dtype,  # type: ignore[arg-type]
                 rows=sum(part.rows for part in parts),
                 shards=len({part.shard for part in parts}),
             )
@@ -297,40 +354,34 @@ class CheckpointWriter:
                 for name in self._storage.names(self._name):
                     if name not in (MANIFEST, self._base.rstrip("/")):
                         self._storage.remove(f"{self._name}/{name}")
-            if self._keep_last is not None:
-                self._remove_older(self._keep_last)
+            self._retention.apply(self._storage, self._step)
         except CheckpointError as error:
             _log.warning("Older checkpoints could not be removed: %s", error)
 
-    def _remove_older(self, keep: int) -> None:
-        kept = 1
-        for name in reversed(self._storage.names()):
-            step = parse_step(name)
-            if step is None or step >= self._step:
-                continue
-            if MANIFEST in self._storage.names(name):
-                kept += 1
-                if kept <= keep:
-                    continue
-                self._storage.remove(f"{name}/{MANIFEST}")  # first: what is half removed is no checkpoint
-            self._storage.remove(name)
 
-
-def _check_rows(table: str, arrays: Mapping[str, NDArray[Any]]) -> tuple[int, int, int]:
-    """Number of rows, dim and state width of a part."""
+def _check_rows(table: str, arrays: Mapping[str, NDArray[Any]]) -> tuple[int, tuple[int, int, str]]:
+    """Number of rows of a part, and its dim, state width and dtype."""
     if set(arrays) != set(ROW_ARRAYS):
         raise CheckpointError(f"Rows of table {table!r} need exactly the arrays {', '.join(ROW_ARRAYS)}.", table=table)
     count = len(arrays["ids"])
     for name, (dtype, axes) in ROW_ARRAYS.items():
         array = arrays[name]
-        if array.dtype != np.dtype(dtype) or array.ndim != axes or len(array) != count:
+        half = name == "embeddings" and array.dtype == np.float16
+        if (array.dtype != np.dtype(dtype) and not half) or array.ndim != axes or len(array) != count:
             raise CheckpointError(
                 f"{name} of table {table!r} is {array.dtype} {list(array.shape)}; "
                 f"{dtype} with {axes} axes and {count} rows is expected.",
                 table=table,
                 field=name,
             )
-    return count, arrays["embeddings"].shape[1], arrays["state"].shape[1]
+    embeddings = arrays["embeddings"]
+    return count, (embeddings.shape[1], arrays["state"].shape[1], embeddings.dtype.name)
+
+
+def _check_shard(table: str, shard: int) -> int:
+    if int(shard) < 0:
+        raise CheckpointError(f"shard = {shard} of table {table!r} is negative.", table=table, shard=shard)
+    return int(shard)
 
 
 def _segment(name: str) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from persia.cli.checkpoint import checkpoint_app
 from persia.cli.regions import cluster_app
 from persia.errors import CheckpointError, ConfigError, PersiaError
 
@@ -29,7 +30,6 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     help="Train recommenders with unbounded embedding tables. Start with `persia train examples/globo.toml`.",
 )
-checkpoint_app = typer.Typer(no_args_is_help=True, help="Look at checkpoints.")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(cluster_app, name="cluster")
 control_app = typer.Typer(no_args_is_help=True, help="Steer a run that is under way.")
@@ -126,18 +126,6 @@ def predict(
     with _ending(trainer):
         rows = out.write_predictions(output, list(trainer.schema.labels), trainer.predict(reader))
     typer.echo(f"{rows:,} predictions in {output}")
-
-
-@checkpoint_app.command()
-def inspect(
-    directory: Annotated[str, typer.Argument(help="Directory with checkpoints, or one step-N of it.", metavar="DIR")],
-) -> None:
-    """Show what a checkpoint holds: step, tables, rows, sizes, parts."""
-    from persia.checkpoint import format_inspection
-    from persia.checkpoint import inspect as inspect_checkpoint
-    from persia.cli import output as out
-
-    out.CONSOLE.print(format_inspection(inspect_checkpoint(directory)))
 
 
 @control_app.command()

@@ -11,6 +11,7 @@ import numpy as np
 from persia import batching
 from persia.errors import StoreError
 from persia.modes import Dense, Mode, decode
+from persia.ps.cuts import Cuts
 from persia.ps.held import Arrived, HeldSteps, HoldOptions
 from persia.ps.reduction import average_step
 from persia.ps.regions import Regions
@@ -18,7 +19,7 @@ from persia.ps.room import with_room
 from persia.ps.sums import RunningSums
 from persia.ps.tables import learning_rate, table_config
 from persia.schema import EmbeddingOptimizer, Table
-from persia.services import RowChunk, StatePiece
+from persia.services import CutInfo, RowChunk, StatePiece
 from persia.store import EmbeddingStore, Rows
 from persia.turns import Turns
 from persia.types import (
@@ -83,6 +84,7 @@ class EmbeddingServer:
             for config in configs:
                 self._store.create_table(config)
         self._index = {name: number for number, name in enumerate(self._tables)}
+        self._cuts = Cuts(self._store, self._index)
         self._adopt(mode)
 
     def _adopt(self, mode: Mode) -> None:
@@ -218,10 +220,33 @@ class EmbeddingServer:
             for shard, rows in self._store.iterate_rows(index, max_rows=most):
                 yield RowChunk(name, shard, rows._asdict())
 
+    def begin_cut(self, name: str, since: Mapping[str, int], directory: str, live: bool = False) -> CutInfo:
+        """Marks this moment; see `persia.services.EmbeddingPS`."""
+        return self._cuts.begin(name, since, directory, live)
+
+    def cut_rows(self, name: str) -> Iterator[RowChunk]:
+        """The rows of a cut."""
+        return self._cuts.rows(name)
+
+    def cut_removed(self, name: str) -> Iterator[RowChunk]:
+        """The evicted ids of a cut."""
+        return self._cuts.removed(name)
+
+    def end_cut(self, name: str) -> None:
+        """Forgets a cut."""
+        self._cuts.end(name)
+
     def import_rows(self, chunk: RowChunk) -> None:
-        """Puts rows back; rows of the same ids are replaced."""
-        number, rows = self._number(chunk.table), Rows(**chunk.arrays)
-        with_room(lambda: self._store.import_rows(number, rows), self._timeout, "import_rows")
+        """Puts rows back; rows of the same ids are replaced. See `persia.services.EmbeddingPS`."""
+        index = self._number(chunk.table)
+        config = self._store.config(index)
+        arrays = dict(chunk.arrays)
+        if "state" not in arrays or arrays["state"].shape[1] != config.state_width:
+            count = len(arrays["ids"])
+            arrays["state"] = np.full((count, config.state_width), config.initial_state, np.float32)
+            arrays["update_count"] = np.zeros(count, np.uint32)
+        rows = Rows(**arrays)
+        with_room(lambda: self._store.import_rows(index, rows), self._timeout, "import_rows")
 
     def export_state(self) -> Iterator[list[StatePiece]]:
         """What besides the rows decides the future: clocks, counters and admission sketches, in lists of about 64 MiB.

@@ -6,6 +6,6 @@
 from persia.store.config import OPTIMIZER_PARAMS, TableConfig
 from persia.store.native import EmbeddingStore
 from persia.store.reference import ReferenceStore
-from persia.store.rows import Rows, ShardState
+from persia.store.rows import Rows, ShardState, Spill
 
-__all__ = ["OPTIMIZER_PARAMS", "EmbeddingStore", "ReferenceStore", "Rows", "ShardState", "TableConfig"]
+__all__ = ["OPTIMIZER_PARAMS", "EmbeddingStore", "ReferenceStore", "Rows", "ShardState", "Spill", "TableConfig"]

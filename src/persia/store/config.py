@@ -6,6 +6,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from persia.errors import ConfigError
 
 __all__ = ["OPTIMIZER_PARAMS", "TableConfig"]
@@ -136,6 +139,13 @@ class TableConfig:
         if self.optimizer == "sgd":
             return self.dim if self.with_defaults()["momentum"] else 0
         return {"adagrad": self.dim, "rowwise_adagrad": 1, "adam": 2 * self.dim, "ftrl": 2 * self.dim}[self.optimizer]
+
+    @property
+    def initial_state(self) -> NDArray[np.float32]:
+        """The optimizer state that a row begins with: float32 [state_width]."""
+        state = np.zeros(self.state_width, np.float32)
+        state[self.dim if self.optimizer == "ftrl" else 0 :] = self.with_defaults().get("initial_accumulator", 0.0)
+        return state
 
     @property
     def initial_range(self) -> tuple[float, float]:

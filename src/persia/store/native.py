@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from persia.errors import ConfigError, StoreError, StoreFullError
 from persia.store.config import TableConfig
-from persia.store.rows import Rows, ShardState
+from persia.store.rows import Rows, ShardState, Spill
 from persia.types import UpdateCounts
 
 __all__ = ["EmbeddingStore"]
@@ -233,6 +233,60 @@ class EmbeddingStore:
                 rows, start = self.export_rows(table, shard, start, max_rows, since_epoch)
                 if len(rows.ids):
                     yield shard, rows
+
+    def begin_cut(self, table: int, since: int, spill: Spill) -> int:
+        """Marks this moment: `export_cut` gives the rows as they are now, while they go on changing.
+
+        Before a row changes for the first time, its old bytes go to a file without a name; writers wait for that
+        disk, so memory stays bounded. One cut of a table at a time. Rows cannot be imported or cleared meanwhile.
+
+        Args:
+            table: number of the table.
+            since: leaves out rows that have not changed since the cut which returned this number; 0 takes all.
+            spill: where and how.
+
+        Returns:
+            The number of this cut, for `since` of a later one. It rises from cut to cut.
+
+        Raises:
+            StoreError: a cut is under way, or what has changed `since` is not known (see `changes_since`).
+        """
+        shards = range(self.config(table).resolved_shards)
+        epoch = 1 + max(int(self.export_state(table, shard)["clocks"][1]) for shard in shards)
+        with _store_errors():
+            self._native.begin_cut(table, epoch, since, *spill)
+        return epoch
+
+    def changes_since(self, table: int) -> int:
+        """The last cut if what has changed since then is known; 0 if not.
+
+        It is not before the first cut, nor after more evictions than `Spill.evicted_limit`.
+        """
+        with _store_errors():
+            return int(self._native.changes_since(table))
+
+    def export_cut(self, table: int, shard: int, max_rows: int = 65536) -> tuple[Rows, bool]:
+        """The next rows of a cut in row order, up to 4,096 more than `max_rows`; and whether there may be more.
+
+        The shard is locked for 4,096 rows at a time.
+
+        Raises:
+            StoreError: there is no cut, or its old rows could not be kept: the message says why.
+        """
+        with _store_errors():
+            rows, more = self._native.export_cut(table, shard, max_rows)
+        return Rows(*rows), more
+
+    def cut_evicted(self, table: int, shard: int) -> NDArray[np.uint64]:
+        """Ids of rows that were evicted between the `since` of the cut and the cut, repetitions included."""
+        with _store_errors():
+            ids: NDArray[np.uint64] = self._native.cut_evicted(table, shard)
+        return ids
+
+    def end_cut(self, table: int) -> None:
+        """Forgets the cut, whether it was read or not; nothing happens without one."""
+        with _store_errors():
+            self._native.end_cut(table)
 
     def import_rows(self, table: int, rows: Rows) -> None:
         """Writes rows as exported: known ids are overwritten, others appended in order.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Rows", "ShardState"]
+__all__ = ["Rows", "ShardState", "Spill"]
 
 ShardState = dict[str, NDArray[np.generic]]
 """Clocks, client sequences, counters and admission sketch of one shard, as small arrays by name."""
@@ -31,3 +31,19 @@ class Rows(NamedTuple):
     update_count: NDArray[np.uint32]
     last_step: NDArray[np.uint32]
     stamp: NDArray[np.uint32]
+
+
+class Spill(NamedTuple):
+    """How a store keeps old rows for a cut.
+
+    Attributes:
+        directory: of the file for those that do not fit in memory; it must be on a disk of this machine.
+        buffer_bytes: memory per shard, and once more while it is written.
+        evicted_limit: ids of evicted rows that each shard remembers between two cuts, 8 bytes each.
+        live: keep none: rows are read as they are by then, each of one moment.
+    """
+
+    directory: str
+    buffer_bytes: int = 1 << 20
+    evicted_limit: int = 1 << 18
+    live: bool = False

@@ -1,0 +1,334 @@
+"""Checkpoints: speed of writing and reading against `dd`, and what training notices of it.
+
+    python benchmarks/checkpoint.py [--only NAME] [--preset smoke|laptop|full] [--json FILE]
+
+Rows have 16 floats and as many of Adagrad's state, as in the paper's model. Files go to PERSIA_BENCH_DIR, or the
+directory for temporary files; each figure says how many bytes that is. The cache of files is dropped before reading.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import harness
+
+import persia
+from persia import batching
+from persia.checkpoint import CheckpointReader, CheckpointWriter, ReshardOptions, reshard
+from persia.modes import Hybrid
+from persia.optim import Adagrad
+from persia.ps import EmbeddingServer
+from persia.saving import write_rows
+from persia.schema import IdFeature, Schema
+from persia.services import EmbeddingPS
+from persia.types import Gradients, PushHeader
+
+ROWS = {"smoke": 50_000, "laptop": 10_000_000, "full": 10_000_000}
+ROUNDS = {"smoke": 1, "laptop": 3, "full": 5}
+DIM = 16
+SCHEMA = Schema([IdFeature("item", dim=DIM)], [], ["click"])
+
+
+def directory() -> str:
+    return tempfile.mkdtemp(prefix="persia-bench-", dir=os.environ.get("PERSIA_BENCH_DIR"))
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    path = Path(directory())
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+def server(rows: int) -> EmbeddingServer:
+    """A PS with so many trained rows."""
+    ps = EmbeddingServer(SCHEMA.resolved_tables(), Adagrad(0.1), Hybrid(4), seed=1, threads=os.cpu_count() or 1)
+    for begin in range(0, rows, 100_000):
+        touch(ps, np.arange(begin, min(rows, begin + 100_000), dtype=np.uint64), begin // 100_000 + 1)
+    return ps
+
+
+def touch(ps: EmbeddingServer, ids: np.ndarray, sequence: int) -> None:
+    ps.lookup({"item": ids}, train=True)
+    header = PushHeader(1, 0, sequence, sequence, len(ids))
+    ps.push(header, {"item": Gradients(ids, np.full((len(ids), DIM), 0.1, np.float32))})
+
+
+def write(ps: EmbeddingServer, path: Path, step: int, since: dict[str, int], base=None) -> tuple[float, dict[str, int]]:
+    """Seconds that a checkpoint of the PS takes, and what the next one may add to."""
+    begin = time.perf_counter()
+    info = ps.begin_cut(f"cut-{step}", since, str(path))
+    assert info.whole == (base is None)
+    with CheckpointWriter(path, step) as writer:
+        write_rows(writer, 0, ps, f"cut-{step}")
+        writer.commit(schema=SCHEMA, optimizer=Adagrad(0.1), base=base)
+    ps.end_cut(f"cut-{step}")
+    return time.perf_counter() - begin, info.epochs
+
+
+def dd_write(path: Path, size: int) -> float:
+    """Seconds; the data are random, as a disk may be quick about zeros."""
+    block = np.random.default_rng(0).bytes(1 << 20)
+    with subprocess.Popen(
+        ["dd", f"of={path}", "bs=1M", "conv=fsync", "iflag=fullblock", "status=none"], stdin=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        begin = time.perf_counter()
+        for _ in range(max(1, size >> 20)):
+            process.stdin.write(block)
+        process.stdin.close()
+        process.wait()
+        return time.perf_counter() - begin
+
+
+def drop_cache(path: Path) -> None:
+    for file in [path] if path.is_file() else path.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as handle:
+                os.fsync(handle.fileno())
+                os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def timed(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def size_of(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def read_rows(path: Path) -> int:
+    return sum(len(arrays["ids"]) for _, arrays in CheckpointReader(path).rows("item"))
+
+
+def dd_read(path: Path) -> object:
+    return subprocess.run(["dd", f"if={path}", "of=/dev/null", "bs=1M", "status=none"], check=True)
+
+
+def write_and_read(preset: str) -> Iterator[harness.Measure]:
+    """Bytes per second of a full checkpoint, writing and reading, over those of dd."""
+    rows = ROWS[preset]
+    ps = server(rows)
+    written, read = [], []
+    details: dict[str, float] = {}
+    read_details: dict[str, float] = {}
+    for number in range(ROUNDS[preset]):
+        with folder() as path:
+            run, plain = path / "run", path / "dd"
+            ours, _ = write(ps, run, 1, {})
+            size = size_of(run)
+            theirs = dd_write(plain, size)
+            written.append(theirs / ours)
+            drop_cache(path)
+            calls = [functools.partial(read_rows, run), functools.partial(dd_read, plain)]
+            order = [0, 1] if number % 2 else [1, 0]
+            seconds = {which: timed(calls[which]) for which in order}
+            read.append(seconds[1] / seconds[0])
+            details = {"rows": rows, "bytes": size, "mb_per_s": size / ours / 1e6, "dd_mb_per_s": size / theirs / 1e6}
+            read_details = {"mb_per_s": size / seconds[0] / 1e6, "dd_mb_per_s": size / seconds[1] / 1e6}
+    yield harness.quantity("checkpoint.write", written, "x dd with fsync", 0.7, details=details)
+    yield harness.quantity("checkpoint.read", read, "x dd, cache dropped", 0.7, details=read_details)
+
+
+class Saver:
+    """Writes one checkpoint after another in a thread, so that training always goes on beside one."""
+
+    def __init__(self, ps: EmbeddingPS, schema: Schema, path: Path) -> None:
+        self.seconds: list[float] = []
+        self._arguments = (ps, schema, path)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _run(self) -> None:
+        ps, schema, path = self._arguments
+        while not self._stop.is_set():
+            step = len(self.seconds) + 1
+            ps.begin_cut(f"cut-{step}", {}, str(path))
+            begin = time.perf_counter()
+            with CheckpointWriter(path, step, keep_last=1) as writer:
+                write_rows(writer, 0, ps, f"cut-{step}")
+                writer.commit(schema=schema, optimizer=Adagrad(0.05))
+            self.seconds.append(time.perf_counter() - begin)
+            ps.end_cut(f"cut-{step}")
+
+
+def slowdown(preset: str) -> harness.Measure:
+    """Time of as many steps of a whole training run while checkpoints are written, over the time without."""
+    rows = ROWS[preset] if preset == "smoke" else 4_000_000
+    steps = 10 if preset == "smoke" else 100
+    data = persia.data.synthetic(
+        1024 * (steps + 40), id_features=8, ids_per_feature=rows // 8, dense_features=4, batch_size=1024
+    )
+    torch.manual_seed(0)
+    trainer = persia.Trainer(
+        persia.nn.models.FFNN(data.schema, hidden=(256, 128)),
+        data.schema,
+        optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-3),
+        embedding_optimizer=Adagrad(lr=0.05),
+        mode=Hybrid(4),
+        options=persia.TrainerOptions(progress=False),
+    )
+    ps = trainer.embeddings.connection.servers[0]
+    for table in ps.tables():
+        for begin in range(0, rows // 8, 100_000):
+            ps.lookup({table: np.arange(begin, min(rows // 8, begin + 100_000), dtype=np.uint64)}, train=True)
+    batches = list(data)
+    trainer.fit(batches[:40])
+    train = functools.partial(trainer.fit, batches[40:])
+    longer, seconds = [], []
+    before = timed(train)
+    for _ in range(ROUNDS[preset]):
+        with folder() as path:
+            saver = Saver(ps, trainer.schema, path)
+            with saver:
+                busy = timed(train)
+            saver.join()
+        after = timed(train)
+        longer.append(100 * (busy / ((before + after) / 2) - 1))
+        seconds += saver.seconds
+        before = after
+    return harness.quantity(
+        "checkpoint.slowdown",
+        longer,
+        "% longer steps while a checkpoint is written",
+        15.0,
+        at_least=False,
+        details={"rows": rows, "ms_per_step": 1e3 * before / steps, "s_per_checkpoint": sum(seconds) / len(seconds)},
+    )
+
+
+def memory(preset: str) -> harness.Measure:
+    """Peak of anonymous memory while a checkpoint is written and all rows change, above what it was before.
+
+    What the store needs itself while rows change is there already: all of them have been changed before.
+    """
+    ps = server(ROWS[preset])
+    rng = np.random.default_rng(0)
+    sequence = 10_000
+    stop = threading.Event()
+    peak = 0
+
+    def watch() -> None:
+        nonlocal peak
+        while not stop.wait(0.002):
+            peak = max(peak, anonymous_memory())
+
+    def change() -> None:
+        nonlocal sequence
+        while not stop.is_set():
+            sequence += 1
+            touch(ps, rng.integers(0, ROWS[preset], 20_000).astype(np.uint64), sequence)
+
+    touch(ps, rng.integers(0, ROWS[preset], 20_000).astype(np.uint64), sequence)
+    with folder() as path:
+        write(ps, path, 1, {})  # Imports, thread pools, allocator.
+        changing = threading.Thread(target=change)
+        watching = threading.Thread(target=watch)
+        changing.start()
+        before = anonymous_memory()
+        watching.start()
+        write(ps, path, 2, {})
+        stop.set()
+        watching.join()
+        changing.join()
+    return harness.Measure(
+        "checkpoint.memory_mib",
+        (peak - before) / 2**20,
+        "MiB above the store's own",
+        64.0,
+        at_least=False,
+        details={"rows": ROWS[preset], "chunk_mib": 16},
+    )
+
+
+def anonymous_memory() -> int:
+    with open("/proc/self/status") as file:
+        for line in file:
+            if line.startswith("RssAnon"):
+                return int(line.split()[1]) * 1024
+    raise RuntimeError("no RssAnon in /proc/self/status")
+
+
+def incremental(preset: str) -> Iterator[harness.Measure]:
+    """A checkpoint of the 1 % of rows that have changed, over a full one."""
+    rows = ROWS[preset]
+    ps = server(rows)
+    rng = np.random.default_rng(0)
+    sizes, times = [], []
+    with folder() as path:
+        whole, epochs = write(ps, path, 1, {})
+        full = size_of(path)
+        for number in range(2, 2 + max(3, ROUNDS[preset])):
+            touch(ps, rng.choice(rows, rows // 100, replace=False).astype(np.uint64), 10_000 + number)
+            base = CheckpointReader(path).base
+            seconds, epochs = write(ps, path, number, epochs, base)
+            sizes.append(100 * size_of(path / f"step-{number:012d}") / full)
+            times.append(100 * seconds / whole)
+    yield harness.quantity("checkpoint.incremental_bytes", sizes, "% of a full one", 3.0, at_least=False)
+    yield harness.quantity(
+        "checkpoint.incremental_time", times, "% of a full one", 10.0, at_least=False, details={"full_s": whole}
+    )
+
+
+def resharding(preset: str) -> harness.Measure:
+    """Rows per second from 2 to 3 PSs, from disk to disk, checks and fsync included."""
+    rows = ROWS[preset]
+    ps = server(rows)
+    with folder() as path:
+        ps.begin_cut("cut", {}, str(path))
+        with CheckpointWriter(path / "a", 1) as writer:
+            for chunk in ps.cut_rows("cut"):
+                owners = batching.owners("item", chunk.arrays["ids"], 2)
+                for owner in range(2):
+                    mine = {name: array[owners == owner] for name, array in chunk.arrays.items()}
+                    writer.add_rows("item", owner * 1024 + chunk.shard, mine)
+            writer.commit(schema=SCHEMA, optimizer=Adagrad(0.1))
+        ps.end_cut("cut")
+        del ps
+        rates = []
+        for number in range(ROUNDS[preset]):
+            target = path / f"b{number}"
+            rates.append(rows / timed(functools.partial(reshard, path / "a", target, ReshardOptions(3))) / 1e6)
+            shutil.rmtree(target)
+        disk = size_of(path) / dd_write(path / "dd", size_of(path)) / 1e6
+    return harness.quantity("checkpoint.reshard", rates, "M rows/s", 2.0, details={"rows": rows, "dd_mb_per_s": disk})
+
+
+MEASURES: dict[str, harness.Function] = {
+    "checkpoint.write": write_and_read,
+    "checkpoint.slowdown": slowdown,
+    "checkpoint.memory_mib": memory,
+    "checkpoint.incremental_bytes": incremental,
+    "checkpoint.reshard": resharding,
+}
+
+if __name__ == "__main__":
+    harness.main(MEASURES)

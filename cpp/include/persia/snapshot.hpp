@@ -1,0 +1,123 @@
+// Rows as of one moment, read while the shard goes on changing them.
+//
+// At the cut the shard begins a new dirty epoch. Before a row changes for the first time after the cut, its bytes are
+// appended to a spill, unless the reader has passed it already. The reader goes through the rows in order: those of an
+// older epoch are as they were at the cut, all others are in the spill or were made later.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "persia/layout.hpp"
+
+namespace persia {
+
+// A reader locks the shard for so many rows at a time, and gets up to so many more than it asks for.
+inline constexpr std::uint64_t kRowsPerLock = 4096;
+
+// Old rows, by row number. Few stay in memory; the rest lies in a file without a name, in runs that are sorted by
+// number. As the reader goes from low numbers to high ones, it reads each run once, from its begin to its end.
+// Not thread-safe: the shard's lock guards it.
+class Spill {
+ public:
+  // Keeps up to `buffer_bytes` in memory, and twice that for a moment. The file is made in `directory` when needed.
+  Spill(std::string directory, std::size_t stride, std::size_t buffer_bytes);
+  Spill(const Spill&) = delete;
+  Spill& operator=(const Spill&) = delete;
+  ~Spill();
+
+  // Throws std::runtime_error when the file cannot be written.
+  void add(std::uint32_t number, const std::byte* row);
+  struct Old {
+    std::uint32_t number;
+    const std::byte* row;
+  };
+  // Moves all rows with a number below `end` out, sorted; they are valid until the next call.
+  const std::vector<Old>& take(std::uint64_t end);
+
+  std::uint64_t file_bytes() const { return file_bytes_; }
+
+ private:
+  struct Run {
+    std::uint64_t at;    // of its next record in the file
+    std::uint64_t left;  // records
+    std::uint32_t next;  // number of its next record
+  };
+
+  void flush();
+  void open_file();
+  void read_run(Run& run, std::uint64_t end);
+  void write_all(const std::byte* data, std::size_t bytes);
+  void read_all(std::uint64_t at, std::byte* data, std::size_t bytes) const;
+
+  std::string directory_;
+  std::size_t stride_;
+  std::size_t record_;  // number, padded, and row
+  std::size_t buffer_records_;
+  int file_ = -1;
+  std::uint64_t file_bytes_ = 0;
+  std::vector<std::byte> buffer_;
+  std::vector<Run> runs_;
+  std::vector<std::byte> taken_;
+  std::vector<Old> old_;
+};
+
+struct CutOptions {
+  std::uint32_t epoch = 1;  // of rows that change from the cut on
+  std::uint32_t since = 0;  // leaves out rows that have not changed in this epoch or later
+  std::string directory;    // of the spill
+  std::size_t buffer_bytes = std::size_t{1} << 20;
+  std::size_t evicted_limit = 0;  // ids of rows evicted from the cut on are remembered, so many at most
+  bool live = false;              // rows as they are when they are read, instead: nothing is spilled
+};
+
+// A cut in work. The shard's lock guards it.
+class Cut {
+ public:
+  Cut(const CutOptions& options, std::uint64_t rows, std::size_t stride, std::vector<std::uint64_t> evicted);
+
+  // Before the row changes. Never throws: training goes on, the cut is lost.
+  void keep(std::uint32_t number, const std::byte* row) noexcept {
+    const auto* header = reinterpret_cast<const RowHeader*>(row);
+    if (!live_ && number >= next_ && number < rows_ && wanted(*header) && failure_.empty()) spill_row(number, row);
+  }
+  // The rows are no longer what they were.
+  void fail(const std::string& why) noexcept;
+
+  bool wanted(const RowHeader& row) const { return row.dirty_epoch >= since_ && (live_ || row.dirty_epoch < epoch_); }
+  std::uint64_t next() const { return next_; }
+  std::uint64_t rows() const { return rows_; }
+  // The reader has seen all rows below `end`. Returns those that changed before; throws if the cut is lost.
+  const std::vector<Spill::Old>& pass(std::uint64_t end);
+  const std::vector<std::uint64_t>& evicted() const { return evicted_; }
+  std::uint64_t spilled_bytes() const { return spill_.file_bytes(); }
+
+ private:
+  void spill_row(std::uint32_t number, const std::byte* row) noexcept;
+
+  std::uint32_t epoch_;
+  std::uint32_t since_;
+  bool live_;
+  std::uint64_t rows_;
+  std::uint64_t next_ = 0;
+  Spill spill_;
+  std::vector<std::uint64_t> evicted_;
+  std::string failure_;
+};
+
+// Ids of the rows that were evicted since an epoch began; 0 while they are not known.
+struct Evictions {
+  std::uint32_t since = 0;
+  std::size_t limit = 0;
+  std::vector<std::uint64_t> ids;
+
+  void add(std::uint64_t id) {
+    if (since == 0) return;
+    if (ids.size() < limit) return ids.push_back(id);
+    since = 0;
+    ids = {};
+  }
+};
+
+}  // namespace persia

@@ -1,0 +1,224 @@
+#include "persia/snapshot.hpp"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <numeric>
+#include <stdexcept>
+#include <utility>
+
+#include "persia/shard.hpp"
+
+namespace persia {
+namespace {
+
+constexpr std::size_t kReadBytes = std::size_t{16} << 10;
+
+[[noreturn]] void fail_io(const std::string& what, const std::string& directory) {
+  throw std::runtime_error("cannot " + what + " the file of old rows in " + directory + ": " + std::strerror(errno));
+}
+
+std::uint32_t number_of(const std::byte* record) {
+  std::uint32_t number = 0;
+  std::memcpy(&number, record, sizeof(number));
+  return number;
+}
+
+}  // namespace
+
+Spill::Spill(std::string directory, std::size_t stride, std::size_t buffer_bytes)
+    : directory_(std::move(directory)),
+      stride_(stride),
+      record_(stride + sizeof(std::uint64_t)),  // rows stay aligned
+      buffer_records_(std::max<std::size_t>(buffer_bytes / record_, 1)) {}
+
+Spill::~Spill() {
+  if (file_ >= 0) close(file_);
+}
+
+void Spill::add(std::uint32_t number, const std::byte* row) {
+  if (buffer_.size() >= buffer_records_ * record_) flush();
+  const std::size_t at = buffer_.size();
+  if (at == 0) buffer_.reserve(buffer_records_ * record_);
+  buffer_.resize(at + record_);
+  std::memcpy(buffer_.data() + at, &number, sizeof(number));
+  std::memcpy(buffer_.data() + at + sizeof(std::uint64_t), row, stride_);
+}
+
+void Spill::open_file() {
+  file_ = open(directory_.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+  if (file_ >= 0) return;
+  std::string name = directory_ + "/persia-spill-XXXXXX";  // not every file system has O_TMPFILE
+  file_ = mkostemp(name.data(), O_CLOEXEC);
+  if (file_ < 0) fail_io("make", directory_);
+  unlink(name.c_str());
+}
+
+void Spill::flush() {
+  if (file_ < 0) open_file();
+  const std::size_t count = buffer_.size() / record_;
+  std::vector<std::uint32_t> order(count);
+  std::iota(order.begin(), order.end(), 0u);
+  const auto record = [&](std::uint32_t i) { return buffer_.data() + i * record_; };
+  std::sort(order.begin(), order.end(),
+            [&](std::uint32_t a, std::uint32_t b) { return number_of(record(a)) < number_of(record(b)); });
+  std::vector<std::byte> sorted(buffer_.size());
+  for (std::size_t i = 0; i < count; ++i) std::memcpy(sorted.data() + i * record_, record(order[i]), record_);
+  const std::uint64_t at = file_bytes_;
+  write_all(sorted.data(), sorted.size());
+  runs_.push_back({at, count, number_of(sorted.data())});
+  buffer_.clear();
+}
+
+const std::vector<Spill::Old>& Spill::take(std::uint64_t end) {
+  taken_.clear();
+  old_.clear();
+  for (std::size_t at = 0; at < buffer_.size();) {
+    std::byte* const record = buffer_.data() + at;
+    if (number_of(record) >= end) {
+      at += record_;
+      continue;
+    }
+    taken_.insert(taken_.end(), record, record + record_);
+    const std::size_t last = buffer_.size() - record_;
+    if (at != last) std::memcpy(record, buffer_.data() + last, record_);
+    buffer_.resize(last);
+  }
+  for (Run& run : runs_) read_run(run, end);
+  std::erase_if(runs_, [](const Run& run) { return run.left == 0; });
+  for (std::size_t at = 0; at < taken_.size(); at += record_) {
+    const std::byte* record = taken_.data() + at;
+    old_.push_back({number_of(record), record + sizeof(std::uint64_t)});
+  }
+  std::sort(old_.begin(), old_.end(), [](const Old& a, const Old& b) { return a.number < b.number; });
+  return old_;
+}
+
+void Spill::read_run(Run& run, std::uint64_t end) {
+  const std::size_t most = std::max<std::size_t>(kReadBytes / record_, 2);
+  while (run.left > 0 && run.next < end) {
+    const std::size_t count = std::min<std::uint64_t>(most, run.left);
+    const std::size_t before = taken_.size();
+    taken_.resize(before + count * record_);
+    read_all(run.at, taken_.data() + before, count * record_);
+    std::size_t below = 0;
+    while (below < count && number_of(taken_.data() + before + below * record_) < end) ++below;
+    if (below < count) run.next = number_of(taken_.data() + before + below * record_);
+    taken_.resize(before + below * record_);
+    run.at += below * record_;
+    run.left -= below;
+    if (below < count) return;
+  }
+}
+
+void Spill::write_all(const std::byte* data, std::size_t bytes) {
+  while (bytes > 0) {
+    const ssize_t done = pwrite(file_, data, bytes, static_cast<off_t>(file_bytes_));
+    if (done < 0 && errno == EINTR) continue;
+    if (done <= 0) fail_io("write", directory_);
+    data += done;
+    bytes -= static_cast<std::size_t>(done);
+    file_bytes_ += static_cast<std::uint64_t>(done);
+  }
+}
+
+void Spill::read_all(std::uint64_t at, std::byte* data, std::size_t bytes) const {
+  while (bytes > 0) {
+    const ssize_t done = pread(file_, data, bytes, static_cast<off_t>(at));
+    if (done < 0 && errno == EINTR) continue;
+    if (done <= 0) fail_io("read", directory_);
+    data += done;
+    bytes -= static_cast<std::size_t>(done);
+    at += static_cast<std::uint64_t>(done);
+  }
+}
+
+Cut::Cut(const CutOptions& options, std::uint64_t rows, std::size_t stride, std::vector<std::uint64_t> evicted)
+    : epoch_(options.epoch),
+      since_(options.since),
+      live_(options.live),
+      rows_(rows),
+      spill_(options.directory, stride, options.buffer_bytes),
+      evicted_(std::move(evicted)) {}
+
+void Cut::spill_row(std::uint32_t number, const std::byte* row) noexcept {
+  try {
+    spill_.add(number, row);
+  } catch (const std::exception& error) {
+    fail(error.what());
+  }
+}
+
+void Cut::fail(const std::string& why) noexcept {
+  try {
+    failure_ = why;
+  } catch (...) {
+    failure_ = "lost";  // short enough to need no memory
+  }
+}
+
+const std::vector<Spill::Old>& Cut::pass(std::uint64_t end) {
+  if (!failure_.empty()) throw std::runtime_error(failure_);
+  next_ = end;
+  return spill_.take(end);
+}
+
+void Shard::begin_cut(const CutOptions& options) {
+  const std::lock_guard lock(mutex_);
+  check_no_cut();
+  if (options.epoch <= header_->dirty_epoch) throw std::invalid_argument("the epoch of a cut must be a new one");
+  if (options.since != 0 && options.since != evicted_.since) {
+    throw std::invalid_argument("what has changed since epoch " + std::to_string(options.since) + " is not known");
+  }
+  cut_ = std::make_unique<Cut>(options, header_->rows_used, stride_, std::move(evicted_.ids));
+  evicted_ = {options.epoch, options.evicted_limit, {}};
+  header_->dirty_epoch = options.epoch;
+}
+
+bool Shard::export_cut(std::uint64_t max_rows, RowBatch& rows) {
+  for (const std::size_t before = rows.ids.size(); rows.ids.size() - before < max_rows;) {
+    const std::lock_guard lock(mutex_);
+    if (!cut_) throw std::runtime_error("there is no cut of this shard: it was ended");
+    const std::uint64_t begin = cut_->next();
+    const std::uint64_t end = std::min(begin + kRowsPerLock, cut_->rows());
+    const auto& old = cut_->pass(end);
+    auto spilled = old.begin();
+    for (std::uint64_t number = begin; number < end; ++number) {
+      if (spilled != old.end() && spilled->number == number) {
+        append(spilled->row, rows);
+        // A row that was about to change, and did not as there was no room, is there twice, with the same bytes.
+        while (spilled != old.end() && spilled->number == number) ++spilled;
+      } else if (const auto n = static_cast<std::uint32_t>(number); cut_->wanted(*row(n))) {
+        append(n, rows);
+      }
+    }
+    if (end == cut_->rows()) return false;
+  }
+  return true;
+}
+
+std::vector<std::uint64_t> Shard::cut_evicted() {
+  const std::lock_guard lock(mutex_);
+  if (!cut_) throw std::runtime_error("there is no cut of this shard: it was ended");
+  return cut_->evicted();
+}
+
+std::uint32_t Shard::changes_since() {
+  const std::lock_guard lock(mutex_);
+  return evicted_.since;
+}
+
+void Shard::end_cut() {
+  const std::lock_guard lock(mutex_);
+  cut_.reset();
+}
+
+void Shard::check_no_cut() const {
+  if (cut_) throw std::runtime_error("a checkpoint is being read from these rows: wait for its end");
+}
+
+}  // namespace persia

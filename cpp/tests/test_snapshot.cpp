@@ -1,0 +1,256 @@
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <map>
+#include <numeric>
+#include <random>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include "check.hpp"
+#include "persia/store.hpp"
+
+using namespace persia;
+
+namespace {
+
+using Keys = std::vector<std::uint64_t>;
+
+struct Fixture {
+  ThreadPool pool{1};
+  Store store{pool};
+
+  explicit Fixture(std::uint64_t capacity, std::uint32_t shards) {
+    TableConfig c;
+    c.name = "t";
+    c.dim = 5;
+    c.capacity = capacity;
+    c.shards = shards;
+    c.optimizer.kind = OptimizerKind::kAdagrad;
+    store.create_table(c);
+  }
+  void look(const Keys& keys) {
+    std::vector<float> out(keys.size() * 5);
+    const LookupRequest request{0, keys.data(), keys.size(), out.data()};
+    store.lookup({&request, 1}, true);
+  }
+  void push(const Keys& keys, std::uint32_t step) {
+    const std::vector<float> gradients(keys.size() * 5, 1.0f);
+    const UpdateRequest request{0, keys.data(), keys.size(), gradients.data(), 0.1f};
+    store.update({&request, 1}, step, 0, 0);
+  }
+  std::vector<RowBatch> now() {
+    std::vector<RowBatch> shards;
+    for (Shard* shard : store.table(0).all) shard->export_rows(0, ~std::uint64_t{0} >> 1, 0, shards.emplace_back());
+    return shards;
+  }
+  void cut(std::uint32_t epoch, std::uint32_t since = 0, std::size_t buffer = 1 << 20) {
+    for (Shard* shard : store.table(0).all) shard->begin_cut({epoch, since, "/tmp", buffer, 1 << 20, false});
+  }
+  void end() {
+    for (Shard* shard : store.table(0).all) shard->end_cut();
+  }
+};
+
+Keys draw(std::mt19937_64& random, std::size_t count, std::uint64_t below) {
+  Keys keys(count);
+  for (auto& key : keys) key = random() % below;
+  return keys;
+}
+
+bool same(const RowBatch& a, const RowBatch& b) {
+  return a.ids == b.ids && a.embeddings == b.embeddings && a.states == b.states && a.update_counts == b.update_counts &&
+         a.last_steps == b.last_steps && a.stamps == b.stamps;
+}
+
+}  // namespace
+
+TEST(spill_gives_each_row_once_and_sorted) {
+  constexpr std::size_t kStride = 24;
+  for (const std::size_t buffer : {std::size_t{1}, std::size_t{200}, std::size_t{1} << 20}) {
+    Spill spill("/tmp", kStride, buffer);
+    std::vector<std::uint32_t> numbers(3000);
+    std::iota(numbers.begin(), numbers.end(), 0u);
+    std::mt19937 random(1);
+    std::shuffle(numbers.begin(), numbers.end(), random);
+    std::uint64_t end = 0;
+    std::vector<std::uint32_t> expected, found;
+    const auto take = [&](std::uint64_t to) {
+      for (const auto& old : spill.take(end = to)) {
+        CHECK(old.number < end);
+        std::uint32_t value = 0;
+        std::memcpy(&value, old.row + 4, sizeof(value));
+        CHECK(value == old.number * 7);
+        found.push_back(old.number);
+      }
+    };
+    for (std::size_t i = 0; i < numbers.size(); ++i) {
+      if (numbers[i] < end) continue;
+      std::byte row[kStride] = {};
+      const std::uint32_t value = numbers[i] * 7;
+      std::memcpy(row + 4, &value, sizeof(value));
+      spill.add(numbers[i], row);
+      expected.push_back(numbers[i]);
+      if (i % 100 == 50) take(end + 37);
+    }
+    take(3000);
+    std::sort(expected.begin(), expected.end());
+    CHECK(found == expected);
+    CHECK((spill.file_bytes() > 0) == (buffer < 1 << 20));
+  }
+}
+
+TEST(a_cut_gives_the_rows_of_its_moment_whatever_happens_meanwhile) {
+  for (const std::size_t buffer : {std::size_t{1}, std::size_t{1} << 16}) {
+    std::mt19937_64 random(buffer);
+    Fixture f(20000, 2);
+    for (std::uint32_t step = 1; step < 20; ++step) {
+      const Keys keys = draw(random, 2000, 40000);
+      f.look(keys);
+      f.push(keys, step);
+    }
+    const auto expected = f.now();
+    f.cut(2, 0, buffer);
+    for (std::size_t s = 0; s < 2; ++s) {
+      RowBatch rows;
+      bool more = true;
+      while (more) {
+        const Keys keys = draw(random, 500, 60000);  // new ids evict old ones
+        f.look(keys);
+        f.push(keys, 100);
+        more = f.store.shard(0, s).export_cut(100, rows);
+      }
+      CHECK(same(rows, expected[s]));
+    }
+    f.end();
+  }
+}
+
+TEST(threads_may_train_while_a_cut_is_read) {
+  std::mt19937_64 random(3);
+  Fixture f(60000, 4);
+  f.look(draw(random, 80000, 90000));
+  const auto expected = f.now();
+  f.cut(2, 0, 4096);
+  std::atomic<bool> done{false};
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 2; ++t) {
+    threads.emplace_back([&, t] {
+      std::mt19937_64 mine(t);
+      while (!done) {
+        const Keys keys = draw(mine, 300, 120000);
+        f.look(keys);
+        f.push(keys, 7);
+      }
+    });
+  }
+  for (std::size_t s = 0; s < 4; ++s) {
+    RowBatch rows;
+    while (f.store.shard(0, s).export_cut(1000, rows)) {
+    }
+    CHECK(same(rows, expected[s]));
+  }
+  done = true;
+  for (auto& thread : threads) thread.join();
+  f.end();
+}
+
+TEST(changes_and_evictions_since_a_cut_add_up_to_the_new_rows) {
+  std::mt19937_64 random(5);
+  Fixture f(3000, 2);
+  f.look(draw(random, 4000, 8000));
+  f.cut(2);
+  f.end();
+  std::map<std::uint64_t, std::uint32_t> known;
+  for (const auto& rows : f.now()) {
+    for (std::size_t i = 0; i < rows.ids.size(); ++i) known[rows.ids[i]] = rows.stamps[i];
+  }
+  std::uint32_t epoch = 2;
+  for (int round = 0; round < 5; ++round) {
+    f.look(draw(random, 700, 8000));
+    for (Shard* shard : f.store.table(0).all) CHECK(shard->changes_since() == epoch);
+    f.cut(epoch + 1, epoch);
+    f.look(draw(random, 300, 8000));  // belongs to the next round
+    std::size_t changed = 0;
+    for (std::size_t s = 0; s < 2; ++s) {
+      for (const auto id : f.store.shard(0, s).cut_evicted()) known.erase(id);
+      RowBatch rows;
+      while (f.store.shard(0, s).export_cut(100, rows)) {
+      }
+      changed += rows.ids.size();
+      for (std::size_t i = 0; i < rows.ids.size(); ++i) known[rows.ids[i]] = rows.stamps[i];
+    }
+    CHECK(changed < 1100);
+    CHECK(known.size() == 3000);
+    f.end();
+    ++epoch;
+  }
+}
+
+TEST(what_cannot_be_is_refused) {
+  Fixture f(10, 1);
+  Shard& shard = f.store.shard(0, 0);
+  f.look({1, 2, 3});
+  CHECK_THROWS(shard.begin_cut({1, 0, "/tmp", 1, 0, false}), std::invalid_argument);  // not a new epoch
+  CHECK_THROWS(shard.begin_cut({2, 1, "/tmp", 1, 0, false}), std::invalid_argument);  // nobody has remembered
+  RowBatch rows;
+  CHECK_THROWS(shard.export_cut(1, rows), std::runtime_error);
+  f.cut(2);
+  CHECK_THROWS(f.cut(3), std::runtime_error);
+  CHECK_THROWS(shard.clear(), std::runtime_error);
+  CHECK(!shard.export_cut(10, rows));
+  CHECK(rows.ids.size() == 3);
+  f.end();
+  shard.clear();
+  CHECK(shard.changes_since() == 0);
+}
+
+TEST(a_spill_that_cannot_be_written_ends_the_cut_and_not_training) {
+  Fixture f(10000, 1);
+  Shard& shard = f.store.shard(0, 0);
+  Keys keys(5000);
+  std::iota(keys.begin(), keys.end(), 0u);
+  f.look(keys);
+  shard.begin_cut({2, 0, "/nowhere", 1, 0, false});
+  f.push(keys, 1);
+  f.look(keys);
+  RowBatch rows;
+  CHECK_THROWS(shard.export_cut(10, rows), std::runtime_error);
+  shard.end_cut();
+  shard.begin_cut({3, 0, "/tmp", 1, 0, false});
+  f.push(keys, 2);
+  CHECK(!shard.export_cut(10000, rows));
+  CHECK(rows.ids.size() == 5000);
+  CHECK(rows.last_steps[0] == 1);
+}
+
+TEST(a_live_cut_gives_rows_as_they_are_and_spills_nothing) {
+  Fixture f(10000, 1);
+  Shard& shard = f.store.shard(0, 0);
+  Keys keys(5000);
+  std::iota(keys.begin(), keys.end(), 0u);
+  f.look(keys);
+  shard.begin_cut({2, 0, "/nowhere", 1, 0, true});
+  f.push(keys, 9);
+  f.look({7000});
+  RowBatch rows;
+  CHECK(!shard.export_cut(10000, rows));
+  CHECK(rows.ids.size() == 5000);
+  CHECK(std::all_of(rows.last_steps.begin(), rows.last_steps.end(), [](std::uint32_t step) { return step == 9; }));
+}
+
+TEST(evictions_beyond_the_limit_are_forgotten_and_said_so) {
+  Fixture f(10, 1);
+  Shard& shard = f.store.shard(0, 0);
+  shard.begin_cut({2, 0, "/tmp", 1, 3, false});
+  shard.end_cut();
+  Keys keys(13);
+  std::iota(keys.begin(), keys.end(), 0u);
+  f.look(keys);
+  CHECK(shard.changes_since() == 2);
+  f.look({99});
+  CHECK(shard.changes_since() == 0);
+}
+
+MAIN

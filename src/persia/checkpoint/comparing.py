@@ -1,0 +1,100 @@
+"""What differs between two checkpoints, table by table, in bounded memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from persia.checkpoint.view import Checkpoint, TableRows, open
+from persia.errors import CheckpointError
+
+__all__ = ["TableDifference", "diff"]
+
+MEMORY_BYTES = 256 << 20
+
+
+class TableDifference(msgspec.Struct, frozen=True):
+    """Two tables of the same name.
+
+    Attributes:
+        name: of the table.
+        only_first: rows that only the first has.
+        only_second: rows that only the second has.
+        same: rows of equal embeddings in both, to the last bit.
+        changed: rows of other embeddings.
+        largest: the largest difference of a number.
+        mean: mean over changed rows of the Euclidean distance.
+    """
+
+    name: str
+    only_first: int
+    only_second: int
+    same: int
+    changed: int
+    largest: float
+    mean: float
+
+
+def diff(
+    first: str | os.PathLike[str],
+    second: str | os.PathLike[str],
+    *,
+    steps: tuple[int | None, int | None] = (None, None),
+    progress: Callable[[int], object] = lambda _: None,
+) -> list[TableDifference]:
+    """Compares the embeddings of two checkpoints.
+
+    Tables that do not fit in 256 MiB are read several times, a share of their ids at a time.
+
+    Args:
+        first: directory of checkpoints, or a step's own.
+        second: likewise; may be the same directory.
+        steps: which steps, instead of the latest.
+        progress: told the number of rows after each part.
+
+    Raises:
+        CheckpointError: a table has another dim in the other, or a part is damaged.
+    """
+    one, other = open(first, steps[0]), open(second, steps[1])
+    return [_compare(one, other, name, progress) for name in dict.fromkeys([*one.tables, *other.tables])]
+
+
+def _compare(first: Checkpoint, second: Checkpoint, name: str, progress: Callable[[int], object]) -> TableDifference:
+    a, b = first.tables.get(name), second.tables.get(name)
+    if a is None or b is None:
+        return TableDifference(name, len(a) if a else 0, len(b) if b else 0, 0, 0, 0.0, 0.0)
+    if a.dim != b.dim:
+        raise CheckpointError(f"Table {name!r} has dim {a.dim} in the first, {b.dim} in the second.", table=name)
+    shares = 1 + (len(a) + len(b)) * (8 + 4 * a.dim) // MEMORY_BYTES
+    counts = np.zeros(4, np.int64)
+    largest = distance = 0.0
+    for share in range(shares):
+        ids_a, rows_a = _share(a, share, shares, progress)
+        ids_b, rows_b = _share(b, share, shares, progress)
+        _, at_a, at_b = np.intersect1d(ids_a, ids_b, assume_unique=True, return_indices=True)
+        gaps = rows_a[at_a] - rows_b[at_b]
+        changed = (rows_a[at_a].view(np.uint32) != rows_b[at_b].view(np.uint32)).any(axis=1)
+        counts += (len(ids_a) - len(at_a), len(ids_b) - len(at_b), int((~changed).sum()), int(changed.sum()))
+        if changed.any():
+            largest = max(largest, float(np.abs(gaps).max()))
+            distance += float(np.linalg.norm(gaps[changed].astype(np.float64), axis=1).sum())
+    only_a, only_b, same, different = (int(count) for count in counts)
+    return TableDifference(name, only_a, only_b, same, different, largest, distance / different if different else 0.0)
+
+
+def _share(
+    rows: TableRows, share: int, shares: int, progress: Callable[[int], object]
+) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
+    ids = [np.empty(0, np.uint64)]
+    embeddings = [np.empty((0, rows.dim), np.float32)]
+    for arrays in rows:
+        mine = arrays["ids"] * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(32)
+        chosen = mine % np.uint64(shares) == share
+        ids.append(arrays["ids"][chosen])
+        embeddings.append(arrays["embeddings"][chosen])
+        progress(len(chosen))
+    return np.concatenate(ids), np.concatenate(embeddings)

@@ -1,0 +1,98 @@
+"""The rows of a checkpoint as files of other programs: Parquet, or numpy's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from persia.checkpoint.format import file_name
+from persia.checkpoint.view import TableRows, open
+from persia.errors import CheckpointError
+
+__all__ = ["export"]
+
+Progress = Callable[[int], object]
+
+
+def export(
+    url: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    kind: Literal["parquet", "npy"] = "parquet",
+    *,
+    tables: Sequence[str] | None = None,
+    step: int | None = None,
+    state: bool = False,
+    progress: Progress = lambda _: None,
+) -> list[str]:
+    """Writes the rows of each table to a local file, or with "npy" to one per column, part by part.
+
+    Args:
+        url: directory of checkpoints, or a step's own.
+        target: local directory; files of the same names are replaced.
+        kind: "parquet": `<table>.parquet` with `id`, `embedding`, `update_count`, `last_step`; or "npy":
+            `<table>.ids.npy` and `<table>.embeddings.npy`, in the same order.
+        tables: which tables; None for all.
+        step: the step to read instead of the latest.
+        state: also write the optimizer's state.
+        progress: told the number of rows after each part.
+
+    Returns:
+        Paths of the files.
+
+    Raises:
+        CheckpointError: there is no such table, a part is damaged, or a file cannot be written.
+    """
+    checkpoint = open(url, step)
+    for name in tables or ():
+        if name not in checkpoint.tables:
+            known = ", ".join(checkpoint.tables)
+            raise CheckpointError(f"{url} has no table {name!r}; it has {known}.", path=os.fspath(url), table=name)
+    files: list[str] = []
+    try:
+        Path(target).mkdir(parents=True, exist_ok=True)
+        for name, rows in checkpoint.tables.items():
+            if tables is None or name in tables:
+                write = _parquet if kind == "parquet" else _npy
+                files += write(rows, str(Path(target) / file_name(name)), state, progress)
+    except OSError as error:
+        raise CheckpointError(f"Cannot write to {target}: {error}.", path=os.fspath(target)) from error
+    return files
+
+
+def _parquet(rows: TableRows, path: str, state: bool, progress: Progress) -> list[str]:
+    import pyarrow.parquet as pq
+
+    path += ".parquet"
+    batches = rows.arrow(state)
+    # Ids and trained floats repeat too little for dictionaries or compression to pay.
+    with pq.ParquetWriter(path, batches.schema, compression="none", use_dictionary=False) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+            progress(batch.num_rows)
+    return [path]
+
+
+def _npy(rows: TableRows, path: str, state: bool, progress: Progress) -> list[str]:
+    count = len(rows)
+    columns: dict[str, tuple[Any, tuple[int, ...]]] = {
+        "ids": (np.uint64, (count,)),
+        "embeddings": (np.float32, (count, rows.dim)),
+    }
+    if state:
+        columns["state"] = (np.float32, (count, rows.state_width))
+    paths = {name: f"{path}.{name}.npy" for name in columns}
+    with contextlib.ExitStack() as stack:
+        handles = {name: stack.enter_context(Path(file).open("wb")) for name, file in paths.items()}
+        for name, (dtype, shape) in columns.items():
+            header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
+            np.lib.format.write_array_header_2_0(handles[name], header)
+        for arrays in rows:
+            for name in columns:
+                handles[name].write(np.ascontiguousarray(arrays[name]).data)
+            progress(len(arrays["ids"]))
+    return list(paths.values())

@@ -1,0 +1,49 @@
+"""What a checkpoint says of the embedding PSs that wrote it: how many, and what their shards know besides rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from persia.checkpoint.format import StatePart
+from persia.checkpoint.reader import CheckpointReader
+
+__all__ = ["MOST_SHARDS", "clock_gaps", "numbered", "server_pieces"]
+
+MOST_SHARDS = 1024
+"""Of a table in one PS: shard s of PS p is number p * MOST_SHARDS + s in a checkpoint."""
+
+
+def numbered(reader: CheckpointReader, role: str) -> list[tuple[int, str]]:
+    """Number and name of the states `role-0.0`, `role-0.1`, `role-1.0` or `role-0`, ..., in order."""
+    found: list[tuple[int, int, str]] = []
+    for part in reader.manifest.parts:
+        if isinstance(part, StatePart) and part.name.startswith(f"{role}-"):
+            number, _, place = part.name.removeprefix(f"{role}-").partition(".")
+            if number.isdecimal() and (place or "0").isdecimal():
+                found.append((int(number), int(place or 0), part.name))
+    return [(number, name) for number, _, name in sorted(found)]
+
+
+def server_pieces(reader: CheckpointReader) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Number of the PS, and pieces of its state as `EmbeddingPS.export_state` gives them; one part at a time."""
+    for number, name in numbered(reader, "server"):
+        if "." in name:
+            yield number, reader.state(name)
+
+
+def clock_gaps(reader: CheckpointReader) -> dict[str, dict[int, int]]:
+    """By table and shard of the checkpoint: how far the shard's clock is behind the one that is furthest.
+
+    Stamps count the requests of their own shard; with its gap added, those of several can be compared, as if all had
+    been asked alike.
+    """
+    clocks: dict[str, dict[int, int]] = {}
+    for number, pieces in server_pieces(reader):
+        for piece in pieces:
+            if piece["array"] == "clocks" and piece["start"] == 0:
+                shard = number * MOST_SHARDS + piece["shard"]
+                clocks.setdefault(piece["table"], {})[shard] = int(piece["values"][0])
+    return {
+        table: {shard: max(found.values()) - clock for shard, clock in found.items()} for table, found in clocks.items()
+    }

@@ -1,0 +1,111 @@
+"""Checkpoints of a PS that goes on training: one cut of all its tables at a time, read in chunks."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+
+from persia.errors import StoreError
+from persia.services import CutInfo, RowChunk
+from persia.store import EmbeddingStore, Spill
+
+__all__ = ["Cuts"]
+
+CHUNK_BYTES = 16 << 20
+"""About the size of a chunk. The writer holds one while the next is made."""
+
+SPILL_BYTES = 8 << 20
+"""Memory for old rows, of all shards together."""
+
+EVICTED_BYTES = 16 << 20
+"""Memory for ids of evicted rows between two cuts, of all shards together."""
+
+
+class Cuts:
+    """Makes cuts of a store. Safe to call from several threads.
+
+    Args:
+        store: with all its tables.
+        tables: numbers of the tables, by name.
+    """
+
+    def __init__(self, store: EmbeddingStore, tables: Mapping[str, int]) -> None:
+        self._store = store
+        self._tables = tables
+        self._lock = threading.Lock()
+        self._name: str | None = None
+        self._info = CutInfo({}, True)
+
+    def begin(self, name: str, since: Mapping[str, int], directory: str, live: bool) -> CutInfo:
+        """Marks this moment; see `persia.services.EmbeddingPS.begin_cut`."""
+        with self._lock:
+            if self._name == name:
+                return self._info
+            self._end()
+            known = {table: self._store.changes_since(index) for table, index in self._tables.items()}
+            whole = any(not number or number != since.get(table) for table, number in known.items())
+            spill = self._spill(directory, live)
+            epochs: dict[str, int] = {}
+            try:
+                for table, index in self._tables.items():
+                    epochs[table] = self._store.begin_cut(index, 0 if whole else known[table], spill)
+            except StoreError:
+                self._end()
+                raise
+            self._name, self._info = name, CutInfo(epochs, whole)
+            return self._info
+
+    def rows(self, name: str) -> Iterator[RowChunk]:
+        """The rows of the cut, table by table, shard by shard, in row order."""
+        for table, index in self._tables.items():
+            config = self._store.config(index)
+            most = max(1, CHUNK_BYTES // (24 + 4 * (config.dim + config.state_width)))
+            for shard in range(config.resolved_shards):
+                more = True
+                while more:
+                    self._check(name)
+                    rows, more = self._store.export_cut(index, shard, most)
+                    if len(rows.ids):
+                        yield RowChunk(table, shard, rows._asdict())
+
+    def removed(self, name: str) -> Iterator[RowChunk]:
+        """The ids that were evicted before the cut."""
+        self._check(name)
+        if self._info.whole:
+            return
+        for table, index in self._tables.items():
+            for shard in range(self._store.config(index).resolved_shards):
+                self._check(name)
+                ids = self._store.cut_evicted(index, shard)
+                if len(ids):
+                    yield RowChunk(table, shard, {"ids": ids})
+
+    def end(self, name: str) -> None:
+        """Forgets the cut of this name."""
+        with self._lock:
+            if self._name == name:
+                self._end()
+
+    def _check(self, name: str) -> None:
+        if self._name != name:
+            raise StoreError(
+                f"There is no cut {name!r}: it was ended, or this PS has restarted. Save again.", name=name
+            )
+
+    def _end(self) -> None:
+        self._name = None
+        for index in self._tables.values():
+            self._store.end_cut(index)
+
+    def _spill(self, directory: str, live: bool) -> Spill:
+        if not os.path.isdir(directory):
+            directory = tempfile.gettempdir()
+        shards = sum(self._store.config(index).resolved_shards for index in self._tables.values())
+        return Spill(
+            directory,
+            min(1 << 20, max(32 << 10, SPILL_BYTES // shards)),
+            max(1024, EVICTED_BYTES // 8 // shards),
+            live,
+        )

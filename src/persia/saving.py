@@ -1,0 +1,202 @@
+"""Checkpoints of a training run: a moment is captured at rest, and written while training goes on."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from persia.checkpoint import MOST_SHARDS, Base, CheckpointWriter
+from persia.checkpoint.ahead import ahead
+from persia.config import dump
+from persia.errors import CheckpointError, PersiaError, StoreError
+from persia.resume import resolved
+from persia.services import CutInfo, EmbeddingPS
+
+if TYPE_CHECKING:
+    from persia.trainer import Trainer
+
+__all__ = ["Moment", "Saving", "write_rows"]
+
+
+class Moment(NamedTuple):
+    """What is taken at rest, beside the cuts.
+
+    Attributes:
+        training: `resume.training_state`, which all NN workers call.
+        score: what decides which checkpoint is the best.
+        consistent: whether all rows are to be of this moment.
+    """
+
+    training: dict[str, Any]
+    score: float | None = None
+    consistent: bool = True
+
+
+class _Chain(NamedTuple):
+    """What the next checkpoint may add to: the last one, its cuts by PS, and how many have been added by now."""
+
+    directory: str
+    base: Base
+    epochs: list[dict[str, int]]
+    length: int
+
+
+class Saving:
+    """Writes the checkpoints of one trainer, one at a time. Used by its thread, on one NN worker for all."""
+
+    def __init__(self) -> None:
+        self._chain: _Chain | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether one is being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Blocks until nothing is being written; raises, once, what the last one has failed with."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def save(self, trainer: Trainer, directory: str, moment: Moment) -> str:
+        """Writes a checkpoint of a trainer at rest; returns its path."""
+        self.wait()
+        return self._capture(trainer, directory, moment._replace(consistent=False))()
+
+    def begin(self, trainer: Trainer, directory: str, moment: Moment) -> None:
+        """Captures this moment of a trainer at rest; it is written in the background. `wait` tells how that went."""
+        self.wait()
+        write = self._capture(trainer, directory, moment)
+
+        def run() -> None:
+            try:
+                write()
+            except BaseException as error:
+                self._failure = error
+
+        self._thread = threading.Thread(target=run, name="persia-checkpoint", daemon=True)
+        self._thread.start()
+
+    def _capture(self, trainer: Trainer, directory: str, moment: Moment) -> Callable[[], str]:
+        """Everything that changes by training is held here; what is returned writes it."""
+        options = trainer.options
+        servers = trainer.embeddings.connection.servers
+        step = trainer.global_step
+        chain = self._chain if self._may_add(directory, step, options.checkpoint_increments) else None
+        self._chain = None
+        writer = CheckpointWriter(directory, step, keep_last=options.keep_last, keep_best=options.keep_best is not None)
+        try:
+            # What PSs have besides rows changes with every batch, and may be large: so now, before training goes on.
+            _write_states(writer, servers)
+            model = _held(dict(trainer.model.state_dict()))
+            training = _held(moment.training)
+            schema = resolved(trainer)
+            name, infos = _cut(servers, chain.epochs if chain else None, directory, live=not moment.consistent)
+        except BaseException:
+            writer.abort()
+            raise
+        whole = all(info.whole for info in infos)
+        config = {
+            "schema": dump(trainer.schema),
+            "embedding_optimizer": dump(trainer.embedding_optimizer),
+            "mode": dump(trainer.mode),
+            "options": dump(options),
+        }
+
+        def write() -> str:
+            try:
+                with writer:
+                    for number, server in enumerate(servers):
+                        write_rows(writer, number, server, name)
+                    writer.add_tensors("model", model)
+                    for rank, state in enumerate(training.pop("ranks")):
+                        if state is not None:
+                            writer.add_state(f"rank-{rank}", state)
+                    writer.add_state("training", training)
+                    path = writer.commit(
+                        schema=schema,
+                        config=config,
+                        span=(step, step if moment.consistent else max(step, trainer.global_step)),
+                        base=None if whole or chain is None else chain.base,
+                        score=moment.score,
+                    )
+            except StoreError as error:
+                raise CheckpointError(
+                    f"The checkpoint of step {step} is lost, training is unharmed: {error.message} Save again.",
+                    step=step,
+                ) from error
+            finally:
+                _end(servers, name)
+            length = 0 if whole or chain is None else chain.length + 1
+            self._chain = _Chain(directory, Base(step, writer.content), [info.epochs for info in infos], length)
+            return path
+
+        return write
+
+    def _may_add(self, directory: str, step: int, most: int) -> bool:
+        chain = self._chain
+        return chain is not None and chain.directory == directory and chain.length < most and chain.base.step < step
+
+
+def _cut(
+    servers: Iterable[EmbeddingPS], epochs: list[dict[str, int]] | None, directory: str, *, live: bool
+) -> tuple[str, list[CutInfo]]:
+    """Makes a cut on all PSs: of what has changed if all of them know that, else of all rows."""
+    place = "" if "://" in directory else os.path.abspath(directory)
+    since = epochs or [{} for _ in servers]
+    name = secrets.token_hex(8)
+    try:
+        infos = [server.begin_cut(name, known, place, live) for server, known in zip(servers, since, strict=True)]
+    except BaseException:
+        _end(servers, name)
+        raise
+    if len({info.whole for info in infos}) == 1:
+        return name, infos
+    _end(servers, name)
+    return _cut(servers, None, directory, live=live)
+
+
+def _end(servers: Iterable[EmbeddingPS], name: str) -> None:
+    for server in servers:
+        with suppress(PersiaError):  # A PS that is gone has no cut either.
+            server.end_cut(name)
+
+
+def _write_states(writer: CheckpointWriter, servers: Iterable[EmbeddingPS]) -> None:
+    for number, server in enumerate(servers):
+        for part, pieces in enumerate(server.export_state()):
+            writer.add_state(f"server-{number}.{part}", [piece._asdict() for piece in pieces])
+
+
+def write_rows(writer: CheckpointWriter, number: int, server: EmbeddingPS, name: str) -> None:
+    """Writes the rows of a cut of PS `number`; the next chunk is read while one is written."""
+    with closing(ahead(server.cut_rows(name))) as chunks:
+        for chunk in chunks:
+            writer.add_rows(chunk.table, number * MOST_SHARDS + chunk.shard, chunk.arrays)
+    for chunk in server.cut_removed(name):
+        writer.add_removed(chunk.table, number * MOST_SHARDS + chunk.shard, chunk.arrays["ids"])
+
+
+def _held(value: Any) -> Any:
+    """A copy in CPU memory that training does not change."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, Mapping):
+        return type(value)((key, _held(item)) for key, item in value.items())  # type: ignore[call-arg]
+    if type(value) in (list, tuple):
+        return type(value)(_held(item) for item in value)
+    return value

@@ -1,0 +1,88 @@
+"""Rows without a cluster: as numpy, as Arrow, as files; and what differs between two checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from checkpoint_samples import OPTIMIZER, SCHEMA, make_rows, write
+
+import persia
+from persia.checkpoint import CheckpointWriter, ReshardOptions, diff, export, reshard
+from persia.errors import CheckpointError
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    write(tmp_path / "run", 12)
+    return tmp_path / "run"
+
+
+def expected() -> tuple[np.ndarray, np.ndarray]:
+    parts = [make_rows(7, seed=12), make_rows(3, seed=13)]
+    return tuple(np.concatenate([part[name] for part in parts]) for name in ("ids", "embeddings"))  # type: ignore[return-value]
+
+
+def test_numpy_and_arrow(run: Path) -> None:
+    checkpoint = persia.checkpoint.open(run)
+    assert checkpoint.global_step == 12
+    assert set(checkpoint.tables) == {"item", "user"}
+    table = checkpoint["item"]
+    ids, embeddings = expected()
+    assert (len(table), table.dim, table.state_width, len(checkpoint["user"])) == (10, 4, 4, 0)
+    np.testing.assert_array_equal(np.concatenate([arrays["ids"] for arrays in table]), ids)
+    found, rows = table.find(np.array([ids[8], 12345, ids[0]], np.uint64))
+    assert found.tolist() == [True, False, True]
+    np.testing.assert_array_equal(rows, np.stack([embeddings[8], np.zeros(4, np.float32), embeddings[0]]))
+    arrow = table.arrow(state=True).read_all()
+    assert arrow.column_names == ["id", "embedding", "state", "update_count", "last_step"]
+    assert arrow["id"].to_pylist() == ids.tolist()
+    np.testing.assert_array_equal(np.array(arrow["embedding"].to_pylist(), np.float32), embeddings)
+
+
+def test_files(run: Path, tmp_path: Path) -> None:
+    ids, embeddings = expected()
+    counted: list[int] = []
+    files = export(run, tmp_path / "out", progress=counted.append)
+    assert [Path(file).name for file in files] == ["item.parquet", "user.parquet"]
+    assert sum(counted) == 10
+    table = pq.read_table(files[0])
+    assert table.schema.field("embedding").type == pa.list_(pa.field("element", pa.float32()), 4)
+    assert table["id"].to_pylist() == ids.tolist()
+    files = export(run, tmp_path / "out", "npy", tables=["item"], state=True)
+    assert [Path(file).name for file in files] == ["item.ids.npy", "item.embeddings.npy", "item.state.npy"]
+    np.testing.assert_array_equal(np.load(files[0]), ids)
+    np.testing.assert_array_equal(np.load(files[1]), embeddings)
+    with pytest.raises(CheckpointError, match="no table 'nobody'"):
+        export(run, tmp_path / "out", tables=["nobody"])
+
+
+def test_differences(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = make_rows(100, seed=3)
+    second = {name: array[10:].copy() for name, array in first.items()}
+    second["embeddings"][5:15, 2] += 0.5
+    for name, rows in (("a", first), ("b", second)):
+        with CheckpointWriter(tmp_path / name, 1) as writer:
+            writer.add_rows("item", 0, rows)
+            writer.commit(schema=SCHEMA, optimizer=OPTIMIZER)
+    for memory in (256 << 20, 1000):  # A share at a time gives the same.
+        monkeypatch.setattr("persia.checkpoint.comparing.MEMORY_BYTES", memory)
+        item, user = diff(tmp_path / "a", tmp_path / "b")
+        assert (item.only_first, item.only_second, item.same, item.changed) == (10, 0, 80, 10)
+        assert item.largest == pytest.approx(0.5, rel=1e-5)
+        assert item.mean == pytest.approx(0.5, rel=1e-5)
+        assert (user.name, user.same) == ("user", 0)
+
+
+def test_float16_refuses_what_does_not_fit(tmp_path: Path) -> None:
+    rows = make_rows(3)
+    rows["embeddings"][1, 1] = 70000
+    with CheckpointWriter(tmp_path / "a", 1) as writer:
+        writer.add_rows("item", 0, rows)
+        writer.commit(schema=SCHEMA, optimizer=OPTIMIZER)
+    with pytest.raises(CheckpointError, match="65504"):
+        reshard(tmp_path / "a", tmp_path / "b", ReshardOptions(dtype="float16"))
+    assert not list((tmp_path / "b").rglob("manifest.json"))
