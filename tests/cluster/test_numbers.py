@@ -37,6 +37,7 @@ def test_a_step_of_many_is_one_of_a_large_batch(nn_workers):
             assert any(np.ptp(value) > 100 * bound for value in expected.values())
 
 
+@pytest.mark.slow
 def test_compressed_rows_train_almost_alike():
     """float16 with a scale per row: other bits, and the same result."""
     with one_torch_thread():
@@ -94,6 +95,7 @@ def test_saved_here_resumed_there_and_back(tmp_path):
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 def test_counts_and_dropout_go_on_from_call_to_call():
     """Two calls of `fit` on two NN workers are one: what is counted, and what dropout draws on each of them."""
     data = reader(24)

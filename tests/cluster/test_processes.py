@@ -70,10 +70,10 @@ def test_what_is_ready_fits_the_embedding_workers():
 @pytest.mark.parametrize(
     ("role", "counter", "title"),
     [
-        ("data_loader", "taken", "data loader"),
+        pytest.param("data_loader", "taken", "data loader", marks=pytest.mark.slow),
         ("nn_worker", None, "NN worker"),
-        ("embedding_worker", "looked_up", "embedding worker"),
-        ("embedding_ps", "rpc.calls", "embedding PS"),
+        pytest.param("embedding_worker", "looked_up", "embedding worker", marks=pytest.mark.slow),
+        pytest.param("embedding_ps", "rpc.calls", "embedding PS", marks=pytest.mark.slow),
     ],
 )
 def test_a_death_for_good_ends_the_run_and_is_named(role, counter, title):
@@ -89,6 +89,7 @@ def test_a_death_for_good_ends_the_run_and_is_named(role, counter, title):
         assert f"{title} 0: joined as incarnation" in caught.value.message
 
 
+@pytest.mark.slow
 def test_the_next_run_after_a_death_gets_batches_of_its_own():
     """It begins at the same batch, with another generation of NN workers."""
     with persia.cluster.Ray(nn_workers=1, options=options()) as cluster:
@@ -102,6 +103,7 @@ def test_the_next_run_after_a_death_gets_batches_of_its_own():
         assert (result.rows, result.lost_batches, result.lost_gradients) == (20 * 64, 0, 0)
 
 
+@pytest.mark.slow
 def test_functions_read_what_the_cluster_was_fed():
     """Each run of a function gets all batches, the first one too, whose connection starts the data loaders."""
 

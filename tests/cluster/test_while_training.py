@@ -41,7 +41,10 @@ def versions(cluster: Any, mode: Any, batches: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("mode", "nn_workers"), [(Hybrid(2), 2), (Sync(), 2)], ids=["hybrid", "sync"])
+@pytest.mark.parametrize(
+    ("mode", "nn_workers"),
+    [pytest.param(Hybrid(2), 2, id="hybrid"), pytest.param(Sync(), 2, id="sync", marks=pytest.mark.slow)],
+)
 def test_staleness_keeps_its_bound_whoever_is_late(mode, nn_workers, monkeypatch):
     """Every role answers late, by random times. Own steps: recorded at the gate; of all NN workers: at the PSs."""
     for name in ("EmbeddingServerHost", "EmbeddingWorkerHost", "DataLoaderHost"):

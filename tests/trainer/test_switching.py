@@ -18,6 +18,8 @@ from persia.optim import Adagrad, Adam
 
 DEADLINE = 30.0
 ROWS = 16
+ONE_AT_A_TIME = threading.Lock()
+"""NN workers that are threads share torch's random generator."""
 SCHEMA = Schema([IdFeature("user", dim=4), IdFeature("item", dim=4)], dense_features=["x", "y"], labels=["click"])
 
 
@@ -36,8 +38,9 @@ def batches(count, rows=ROWS, ids=40, seed=0):
 class Net(torch.nn.Module):
     def __init__(self, dtype):
         super().__init__()
-        torch.manual_seed(1)
-        self.layers = torch.nn.Sequential(torch.nn.Linear(10, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).to(dtype)
+        with ONE_AT_A_TIME:
+            torch.manual_seed(1)
+            self.layers = torch.nn.Sequential(torch.nn.Linear(10, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).to(dtype)
         self.dtype = dtype
 
     def forward(self, dense, embeddings):
