@@ -125,6 +125,9 @@ def bare_host() -> type:
         def watch(self) -> None:
             threading.Event().wait()
 
+        def release(self) -> None:
+            pass
+
     return Bare
 
 
@@ -157,9 +160,9 @@ def delayed_host(host: type, seed: int) -> type:
             return functools.update_wrapper(call, method) if name in ("lookup", "push", "register", "take") else method
 
     class Delayed(host):  # type: ignore[misc,valid-type]
-        def serve(self, service: object, protocol: type) -> str:
+        def serve(self, service: object, protocol: type, address: str = "") -> str:
             self.delaying = Delaying(service)
-            return super().serve(self.delaying, protocol)
+            return super().serve(self.delaying, protocol, address)
 
         def counters(self) -> dict[str, float]:
             return {**super().counters(), "behind": float(self.delaying.behind)}

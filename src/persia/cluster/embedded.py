@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 
 from persia.coordinator import Tokens
-from persia.dense import DenseServer
 from persia.errors import ConfigError
 from persia.modes import Mode
 from persia.ps import EmbeddingServer
 from persia.schema import EmbeddingOptimizer, Schema
-from persia.services import Connection
+from persia.services import Connection, DenseMaker, DensePS
 from persia.worker import Worker
 
 __all__ = ["Embedded"]
@@ -30,10 +29,16 @@ class Embedded:
 
     def connect(self, schema: Schema, optimizer: EmbeddingOptimizer, mode: Mode, seed: int) -> Connection:
         """Makes a store and an embedding worker; each call makes new ones."""
+
+        def serve(maker: DenseMaker) -> list[DensePS]:
+            from persia.dense import DenseServer  # With torch, which this module's other users do without.
+
+            return [DenseServer(maker)]
+
         server = EmbeddingServer(schema.resolved_tables(), optimizer, mode, seed, self.threads)
         return Connection(
             Worker(schema, [server], self.threads),
             [server],
             tokens=Tokens(),
-            dense=lambda maker: [DenseServer(maker)],
+            dense=serve,
         )

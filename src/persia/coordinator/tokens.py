@@ -166,6 +166,7 @@ class Tokens:
             mode = self._known_mode()
             if not self._state.group:
                 self._set_group(mode.group(self._segment().nn_workers, rows))
+                self._state.local_batch = rows
             orphans = self._orphans_for(account)
             if not orphans and not self._gate(caller.rank):
                 self._waiting.add(caller.rank)
