@@ -1,0 +1,248 @@
+"""APMSqueeze against DDP: bytes, times on slow networks, and whether it learns as well.
+
+    python benchmarks/apmsqueeze.py [--only NAME] [--preset smoke|laptop|full] [--json FILE]
+
+Bandwidth is set between network namespaces that the benchmark makes and removes (`compressed/network.py`); that needs
+iproute2 and the right to do it. Without, each TCP connection is paced (`compressed/paced.py`), with two ranks only, and
+the line's "network" says so.
+
+The network that is timed is the paper's FFNN, 12 M parameters, 32 rows a rank, one thread a rank. The communication
+share of a step is the whole step less that of the same ranks without any communication (Adam, fused). All variants live
+in the same processes and take turns. What learns is in `compressed/tasks.py`, who competes in `compressed/variants.py`.
+Every training warms up for 15 % of its steps.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import harness
+from benchmarks.compressed.ranks import Groups, Ranks
+
+LR = 1e-3
+WARMUP = 0.15
+TIMED = {"smoke": "small_ffnn", "laptop": "paper_ffnn", "full": "paper_ffnn"}
+SIZES = {"smoke": (2,), "laptop": (2, 4), "full": (2, 3, 4)}
+ROUNDS = {"smoke": 2, "laptop": 7, "full": 15}
+STEPS_A_ROUND = {0.1: 1, 1.0: 2, 2.0: 4, 10.0: 6}
+TARGETS = {0.1: 15.0, 1.0: 8.0, 2.0: 5.0, 10.0: 1.5}
+NAMES = {0.1: "0g1", 1.0: "1g", 2.0: "2g", 10.0: "10g"}
+SEEDS = {"smoke": 1, "laptop": 3, "full": 5}
+FIRST_STEPS = 6
+"""Of a training that will be timed: past its warm-up of 2, and past DDP's rebuilding of its buckets."""
+
+# --- bytes and times ----------------------------------------------------------------------------------------------
+
+
+def ready(groups: Groups, count: int, preset: str, variants: list[str]) -> Ranks:
+    """A group with these trainings past their warm-up."""
+    ranks = groups.of(count)
+    ranks.call("prepare", task=TIMED[preset], variants=variants, lr=LR, warmup=2, steps=FIRST_STEPS)
+    return ranks
+
+
+def sent(groups: Groups, preset: str) -> harness.Measure:
+    """Bytes that leave a rank in a step of DDP, over those of APMSqueeze."""
+    ranks = ready(groups, SIZES[preset][0], preset, ["adam", "one_bit"])
+    steps = 5
+    bytes_of = {}
+    for variant in ("adam", "one_bit"):
+        before = sum(ranks.sent())
+        ranks.time(variant, steps)
+        bytes_of[variant] = (sum(ranks.sent()) - before) / steps / SIZES[preset][0]
+    details = {"network": ranks.network.kind, "ranks": SIZES[preset][0], **bytes_of}
+    details["statistics"] = ranks.call("statistics", variant="one_bit")[0]
+    return harness.Measure(
+        "apms.bytes", bytes_of["adam"] / bytes_of["one_bit"], "x fewer bytes", 30.0, details=details
+    )
+
+
+def timed(ranks: Ranks, variants: list[str], gbit: float, rounds: int) -> dict[str, list[float]]:
+    """Seconds a step of each variant, round by round, in turns."""
+    ranks.limit(gbit)
+    seconds: dict[str, list[float]] = {variant: [] for variant in variants}
+    for number in range(rounds):
+        for variant in variants if number % 2 else reversed(variants):
+            seconds[variant].append(ranks.time(variant, STEPS_A_ROUND[gbit]))
+    return seconds
+
+
+def step(gbit: float, groups: Groups, preset: str) -> Iterator[harness.Measure]:
+    """Communication share of DDP's step over that of APMSqueeze, for each number of ranks."""
+    variants = ["local", "adam", "one_bit"]
+    for count in SIZES[preset]:
+        ranks = ready(groups, count, preset, variants)
+        seconds = timed(ranks, variants, gbit, ROUNDS[preset])
+        middle = {variant: statistics.median(each) for variant, each in seconds.items()}
+        pairs = zip(seconds["local"], seconds["adam"], seconds["one_bit"], strict=True)
+        shares = [(theirs - alone) / max(ours - alone, 1e-3) for alone, theirs, ours in pairs]
+        yield harness.quantity(
+            f"apms.step_{NAMES[gbit]}",
+            shares,
+            "x communication share of a step",
+            TARGETS[gbit],
+            details={
+                "ranks": count,
+                "whole_step": middle["adam"] / middle["one_bit"],
+                **{f"{variant}_ms": 1e3 * each for variant, each in middle.items()},
+                "network": ranks.network.kind,
+            },
+        )
+
+
+def vs_hooks(groups: Groups, preset: str) -> Iterator[harness.Measure]:
+    """Step time of each competitor over ours at 0.1, 1 and 2 Gbit/s; then their losses on one task, by seed."""
+    others = ["fp16", "power_sgd", "deepspeed"]
+    ranks = ready(groups, SIZES[preset][0], preset, [*others, "one_bit"])
+    for gbit in (0.1, 1.0, 2.0):
+        seconds = timed(ranks, [*others, "one_bit"], gbit, ROUNDS[preset])
+        for other in others:
+            yield harness.quantity(
+                f"apms.vs_hooks.{other}_{NAMES[gbit]}",
+                [a / b for a, b in zip(seconds[other], seconds["one_bit"], strict=True)],
+                "x step time",
+                1.0,
+                details={
+                    "ranks": SIZES[preset][0],
+                    "ours_ms": 1e3 * statistics.median(seconds["one_bit"]),
+                    "theirs_ms": 1e3 * statistics.median(seconds[other]),
+                    "network": ranks.network.kind,
+                },
+            )
+    yield from losses(groups, preset, "apms.vs_hooks", "language", ["one_bit", *others], judged="loss")
+
+
+def end_to_end(gbit: float, groups: Groups, preset: str) -> harness.Measure:
+    """A whole training, warm-up included: time of Adam over ours; at 1 Gbit/s over what the step ratio promises."""
+    count = SIZES[preset][0]
+    steps = {"smoke": 8, "laptop": 20 if gbit < 1 else 60, "full": 100}[preset]
+    rounds = {"smoke": 2, "laptop": 3 if gbit < 1 else 5, "full": 9}[preset]
+    ranks = ready(groups, count, preset, ["adam", "one_bit"])
+    seconds = timed(ranks, ["adam", "one_bit"], gbit, rounds)
+    ratio = statistics.median(seconds["one_bit"]) / statistics.median(seconds["adam"])
+    warmup = round(WARMUP * steps)
+    promised = 1 / (WARMUP + (1 - WARMUP) * ratio)
+    reached = []
+    for number in range(rounds):
+        order = ["adam", "one_bit"] if number % 2 else ["one_bit", "adam"]
+        took = {}
+        for variant in order:
+            answers = ranks.call(
+                "train", task=TIMED[preset], variant=variant, seed=0, lr=LR, warmup=warmup, steps=steps
+            )
+            took[variant] = max(answer["seconds"] for answer in answers)
+        reached.append(took["adam"] / took["one_bit"])
+    details = {
+        "ranks": count, "steps": steps, "warmup": warmup, "step_ratio": 1 / ratio, "promised": promised,
+        "reached": statistics.median(reached), "network": ranks.network.kind,
+    }  # fmt: skip
+    name = f"apms.end_to_end_{NAMES[gbit]}"
+    if gbit < 1:
+        return harness.quantity(name, reached, "x faster than Adam", 4.0, details=details)
+    return harness.quantity(name, [x / promised for x in reached], "x of what r promises", 0.9, details=details)
+
+
+# --- learning -----------------------------------------------------------------------------------------------------
+
+STEPS = {
+    "click_through": {"smoke": 20, "laptop": 976, "full": 976},
+    "digits": {"smoke": 20, "laptop": 400, "full": 1000},
+    "language": {"smoke": 20, "laptop": 600, "full": 3000},
+}
+
+
+def results(
+    groups: Groups, preset: str, task: str, variants: list[str], judged: str
+) -> dict[str, list[dict[str, float]]]:
+    """What each variant reaches, by seed."""
+    ranks = groups.of(SIZES[preset][0] if preset == "smoke" else 4)
+    steps = STEPS[task][preset]
+    found: dict[str, list[dict[str, float]]] = {variant: [] for variant in variants}
+    for seed in range(SEEDS[preset]):
+        for variant in variants:
+            settings: dict[str, Any] = {"seed": seed, "lr": LR, "warmup": round(WARMUP * steps), "steps": steps}
+            found[variant].append(ranks.call("train", task=task, variant=variant, **settings)[0])
+            print(f"{task}, {variant}, seed {seed}: {found[variant][-1]}", file=sys.stderr)
+    return found
+
+
+def column(found: list[dict[str, float]], name: str) -> list[float]:
+    return [each[name] for each in found]
+
+
+def losses(
+    groups: Groups, preset: str, name: str, task: str, variants: list[str], judged: str
+) -> Iterator[harness.Measure]:
+    """Mean over seeds of each variant's test loss less Adam's; the target is the range of Adam's own over the seeds."""
+    found = results(groups, preset, task, ["adam", *variants], judged)
+    theirs = column(found["adam"], judged)
+    spread = max(theirs) - min(theirs)
+    for variant in variants:
+        ours = column(found[variant], judged)
+        details: dict[str, Any] = {"adam": theirs, "per_seed": ours, "adam_spread": spread}
+        for figure in found[variant][0]:
+            if figure not in (judged, "seconds"):
+                details[figure] = column(found[variant], figure)
+                details[f"adam_{figure}"] = column(found["adam"], figure)
+        yield harness.Measure(
+            f"{name}.{variant}_{judged}",
+            statistics.fmean(ours) - statistics.fmean(theirs),
+            f"{judged} - Adam's",
+            spread if variant in ("one_bit", "uncompressed") else None,
+            at_least=False,
+            details=details,
+        )
+
+
+def auc(groups: Groups, preset: str) -> Iterator[harness.Measure]:
+    """AUC on fresh rows, paired by seed."""
+    variants = ["one_bit", "uncompressed", "one_bit_l2", "top_k", "ternary", "gradient", "naive"]
+    found = results(groups, preset, "click_through", ["adam", *variants], "auc")
+    theirs = column(found["adam"], "auc")
+    for variant in variants:
+        apart = [a - b for a, b in zip(column(found[variant], "auc"), theirs, strict=True)]
+        held = variant in ("one_bit", "uncompressed")
+        mean = statistics.fmean(apart)
+        yield harness.Measure(
+            f"apms.auc.{variant}",
+            abs(mean) if held else mean,
+            "AUC apart" if held else "AUC - Adam's",
+            0.001 if held else None,
+            at_least=False,
+            details={"adam": theirs, "apart": apart},
+        )
+
+
+def resnet(groups: Groups, preset: str) -> Iterator[harness.Measure]:
+    variants = ["one_bit", "uncompressed", "one_bit_l2", "top_k", "gradient", "naive"]
+    yield from losses(groups, preset, "apms.resnet", "digits", variants, judged="loss")
+
+
+def transformer(groups: Groups, preset: str) -> Iterator[harness.Measure]:
+    variants = ["one_bit", "uncompressed", "one_bit_l2", "naive"]
+    yield from losses(groups, preset, "apms.transformer", "language", variants, judged="loss")
+
+
+# --- packing ------------------------------------------------------------------------------------------------------
+
+MEASURES = {
+    "apms.bytes": sent,
+    **{f"apms.step_{NAMES[gbit]}": partial(step, gbit) for gbit in TARGETS},
+    "apms.vs_hooks": vs_hooks,
+    "apms.end_to_end_0g1": partial(end_to_end, 0.1),
+    "apms.end_to_end_1g": partial(end_to_end, 1.0),
+    "apms.auc": auc,
+    "apms.resnet": resnet,
+    "apms.transformer": transformer,
+}
+
+if __name__ == "__main__":
+    with Groups() as groups:
+        harness.main({name: partial(measure, groups) for name, measure in MEASURES.items()})
