@@ -4,9 +4,9 @@
 root of the *padded* length; error kept by sender and averager; four collectives a tensor (signs and scales, scattered
 and gathered); no bias correction; the first gradient is dropped. `numpy.packbits` stands for its `cupy.packbits`.
 
-`NaiveOneBit` is what anyone would write first: signs and a mean scale per block of 2,048, as APMSqueeze sends them, with
-a momentum of the averaged and frozen variance like there, but no error feedback. It measures nothing but convergence, so it
-exchanges the values that the bits stand for.
+`NaiveOneBit` is what anyone would write first: signs and a mean scale per block of 2,048, as APMSqueeze sends them, but
+no error feedback. Adam's warm-up and frozen variance are as there. It measures nothing but convergence, so it exchanges
+the values that the bits stand for.
 """
 
 from __future__ import annotations
@@ -57,24 +57,27 @@ class OneBitAdam(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One update; collective."""
         self.steps += 1
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        if self.steps <= self.warmup:
+            flat = _flat(parameter.grad for parameter in parameters)
+            dist.all_reduce(flat)
+            flat.div_(dist.get_world_size())
+            sizes = [parameter.numel() for parameter in parameters]
+            for parameter, part in zip(parameters, flat.split(sizes), strict=True):
+                parameter.grad = part.view_as(parameter)
         for group in self.param_groups:
             for parameter in group["params"]:
                 self._update(parameter, group)
 
     def _update(self, parameter: Tensor, group: dict) -> None:
         gradient, state = parameter.grad, self.state[parameter]
-        if gradient is None:
-            return
-        frozen = self.steps > self.warmup
-        if not frozen:
-            dist.all_reduce(gradient)
-            gradient.div_(dist.get_world_size())
+        assert gradient is not None
         if not state:  # as published, the step that makes the state does nothing else
             state["m"], state["v"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
             return
         b1, b2 = group["betas"]
         state["m"].lerp_(gradient, 1 - b1)
-        if frozen:
+        if self.steps > self.warmup:
             self._exchange(state)
         else:
             state["v"].mul_(b2).addcmul_(gradient, gradient, value=1 - b2)

@@ -187,5 +187,3 @@ def _run(*command: str) -> str:
     if done.returncode:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")
     return done.stdout
-
-

@@ -1,7 +1,7 @@
 """Bandwidth without rights: this process's own TCP connections, paced by the kernel.
 
-`SO_MAX_PACING_RATE` needs no privilege. It holds for a connection, not for a host: with two ranks that is the same; with more, a
-rank that sends to all at once is faster than on a real link, so only two ranks are compared this way.
+`SO_MAX_PACING_RATE` needs no privilege. It holds for a connection, not for a host: with two ranks that is the same;
+with more, a rank that sends to all at once is faster than on a real link, so only two ranks are compared this way.
 """
 
 from __future__ import annotations

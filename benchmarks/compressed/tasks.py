@@ -67,7 +67,7 @@ class PaperFFNN(Task):
         torch.manual_seed(self.seed)
         widths = (self.inputs, *self.hidden)
         layers: list[nn.Module] = []
-        for before, after in zip(widths, widths[1:], strict=False):
+        for before, after in itertools.pairwise(widths):
             layers += [nn.Linear(before, after), nn.ReLU()]
         return nn.Sequential(*layers, nn.Linear(widths[-1], 1))
 
