@@ -202,9 +202,8 @@ def losses(
         )
 
 
-def auc(groups: Groups, preset: str) -> Iterator[harness.Measure]:
+def auc(name: str, variants: list[str], groups: Groups, preset: str) -> Iterator[harness.Measure]:
     """AUC on fresh rows, paired by seed."""
-    variants = ["one_bit", "uncompressed", "one_bit_l2", "top_k", "ternary", "gradient", "naive"]
     found = results(groups, preset, "click_through", ["adam", *variants])
     theirs = column(found["adam"], "auc")
     for variant in variants:
@@ -212,7 +211,7 @@ def auc(groups: Groups, preset: str) -> Iterator[harness.Measure]:
         held = variant in ("one_bit", "uncompressed")
         mean = statistics.fmean(apart)
         yield harness.Measure(
-            f"apms.auc.{variant}",
+            f"{name}.{variant}",
             abs(mean) if held else mean,
             "AUC apart" if held else "AUC - Adam's",
             0.001 if held else None,
@@ -259,7 +258,8 @@ MEASURES = {
     "apms.vs_hooks": vs_hooks,
     "apms.end_to_end_0g1": partial(end_to_end, 0.1),
     "apms.end_to_end_1g": partial(end_to_end, 1.0),
-    "apms.auc": auc,
+    "apms.auc": partial(auc, "apms.auc", ["one_bit", "uncompressed", "top_k", "gradient"]),
+    "apms.auc_others": partial(auc, "apms.auc_others", ["one_bit_l2", "ternary", "naive"]),
     "apms.resnet": resnet,
     "apms.transformer": transformer,
     "apms.pack": lambda _, preset: pack(preset),
