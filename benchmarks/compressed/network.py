@@ -25,8 +25,10 @@ __all__ = ["Loopback", "Network", "ShapedNetwork", "open_network"]
 
 QUEUE_MS = 500
 """What a link buffers before it drops: long, so that TCP never loses a packet to the emulation."""
-SMALLEST_BURST = 1 << 17
-"""Bytes: at least one of the packets of 64 KiB that the kernel hands down, with some air."""
+SMALLEST_BURST = 80_000
+"""Bytes that may pass at once after a pause: at least one of the packets of 64 KiB that the kernel hands down."""
+BURST_S = 0.25e-3
+"""The same in time, for fast links: what the kernel's timers can keep."""
 
 
 class Network(Protocol):
@@ -167,7 +169,7 @@ class ShapedNetwork:
                 capture_output=True, check=False, timeout=20,
             )  # fmt: skip
             return
-        burst = max(SMALLEST_BURST, int(gbit * 1e9 / 8 / 1000))  # a millisecond's worth
+        burst = max(SMALLEST_BURST, int(BURST_S * gbit * 1e9 / 8))
         _run(
             "tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf",
             "rate", f"{int(gbit * 1e9)}bit", "burst", str(burst), "latency", f"{QUEUE_MS}ms",

@@ -140,8 +140,8 @@ class ClickThrough(Task):
         assert self.leaf.grad is not None
         rows = torch.empty(self.ranks * len(self.rows_used), dtype=torch.int64)
         gradients = torch.empty(len(rows), self.dim)
-        dist.all_gather_into_tensor(rows, self.rows_used)
-        dist.all_gather_into_tensor(gradients, self.leaf.grad)
+        dist.all_gather(list(rows.chunk(self.ranks)), self.rows_used)
+        dist.all_gather(list(gradients.chunk(self.ranks)), self.leaf.grad)
         unique, inverse = torch.unique(rows, return_inverse=True)
         total = torch.zeros(len(unique), self.dim).index_add_(0, inverse, gradients).div_(self.ranks)
         squares = self.squares[unique].addcmul_(total, total)
@@ -153,7 +153,7 @@ class ClickThrough(Task):
         scored = [(self.logits(model, batch, train=False), torch.from_numpy(batch.labels)) for batch in batches]
         mine = torch.cat([torch.cat(pair, 1) for pair in scored])
         everyone = torch.empty(len(mine) * self.ranks, 2)
-        dist.all_gather_into_tensor(everyone, mine)
+        dist.all_gather(list(everyone.chunk(self.ranks)), mine)
         logits, labels = everyone.unbind(1)
         loss = float(F.binary_cross_entropy_with_logits(logits, labels))
         return {"auc": auc(labels.numpy(), logits.numpy()), "loss": loss}
