@@ -14,6 +14,7 @@ Every training warms up for 15 % of its steps.
 
 from __future__ import annotations
 
+import signal
 import statistics
 import sys
 import time
@@ -271,5 +272,6 @@ MEASURES = {
 }
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # So that networks are taken down.
     with Groups() as groups:
         harness.main({name: partial(measure, groups) for name, measure in MEASURES.items()})
