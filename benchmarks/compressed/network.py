@@ -4,7 +4,7 @@
 directions of every link with `tc ... tbf`. It is the kernel's TCP over a slow link, so protocol overhead, several
 flows on one link and the work of the processor are real; there is no added latency. It needs iproute2 and the right to
 create namespaces (root, or CAP_SYS_ADMIN and CAP_NET_ADMIN); `ShapedNetwork.allowed()` tells. Everything is removed on
-`close()`, also of an interrupted run; names carry the process id, so two runs do not meet. If a run was killed with
+`close()`, also of an interrupted run; names are random, so two networks do not meet. If a run was killed with
 SIGKILL: `ip netns list | grep '^persia-bench' | cut -d' ' -f1 | xargs -n1 ip netns del`.
 
 `Loopback` is what is left without the rights: one host, no limit; ranks pace their own connections (see paced.py), and
@@ -14,7 +14,7 @@ every JSON line says so.
 from __future__ import annotations
 
 import json
-import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -99,8 +99,9 @@ class ShapedNetwork:
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        self.hub = f"persia-bench-{os.getpid()}-hub"
-        self.hosts = [f"persia-bench-{os.getpid()}-{rank}" for rank in range(ranks)]
+        name = f"persia-bench-{secrets.token_hex(4)}"
+        self.hub = f"{name}-hub"
+        self.hosts = [f"{name}-{rank}" for rank in range(ranks)]
         self._made: list[str] = []
         try:
             self._set_up()

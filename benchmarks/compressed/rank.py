@@ -21,6 +21,8 @@ from benchmarks.compressed import paced
 from benchmarks.compressed.tasks import TASKS
 from benchmarks.compressed.variants import prepare
 
+from persia.optim import APMSqueeze
+
 LOSSES_KEPT = 50
 DEADLINE = timedelta(seconds=300)
 
@@ -52,6 +54,11 @@ class Training:
         self.steps += 1
         return loss.detach()
 
+    def check(self) -> None:
+        """A step that was skipped, because the network had diverged, took no time and sent nothing: no figure."""
+        if isinstance(self.optimizer, APMSqueeze) and self.optimizer.statistics()["skipped_steps"]:
+            raise RuntimeError(f"APMSqueeze has skipped steps: {self.optimizer.statistics()}.")
+
     def judge(self) -> dict[str, float]:
         """The task's figures of the model as it is."""
         self.plain.eval()
@@ -81,7 +88,9 @@ class Commands:
         begin = time.perf_counter()
         for _ in range(steps):
             training.step()
-        return {"seconds": time.perf_counter() - begin}
+        seconds = time.perf_counter() - begin
+        training.check()
+        return {"seconds": seconds}
 
     def train(self, task: str, variant: str, seed: int, lr: float, warmup: int, steps: int) -> dict[str, Any]:
         """A whole training: its figures, the mean training loss of the last steps, seconds of the steps."""
@@ -90,6 +99,7 @@ class Commands:
         begin = time.perf_counter()
         losses = [training.step() for _ in range(steps)]
         seconds = time.perf_counter() - begin
+        training.check()
         last = torch.stack(losses[-LOSSES_KEPT:]).mean().view(1)
         dist.all_reduce(last)
         return {"train_loss": float(last) / dist.get_world_size(), "seconds": seconds, **training.judge()}
