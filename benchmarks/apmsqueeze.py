@@ -92,8 +92,9 @@ def step(gbit: float, groups: Groups, preset: str) -> Iterator[harness.Measure]:
             continue
         seconds = timed(ranks, variants, gbit, ROUNDS[preset])
         middle = {variant: statistics.median(each) for variant, each in seconds.items()}
-        pairs = zip(seconds["local"], seconds["adam"], seconds["one_bit"], strict=True)
-        shares = [(theirs - alone) / max(ours - alone, 1e-3) for alone, theirs, ours in pairs]
+        alone = middle["local"]
+        pairs = zip(seconds["adam"], seconds["one_bit"], strict=True)
+        shares = [(theirs - alone) / max(ours - alone, 1e-3) for theirs, ours in pairs]
         yield harness.quantity(
             f"apms.step_{NAMES[gbit]}",
             shares,
@@ -226,6 +227,15 @@ def auc(name: str, variants: list[str], groups: Groups, preset: str) -> Iterator
         )
 
 
+def scale(groups: Groups, preset: str) -> harness.Measure:
+    """AUC of the default scale less that of the paper's L2, paired by seed: the ablation behind the default."""
+    found = results(groups, preset, "click_through", ["one_bit", "one_bit_l2"])
+    mean, l2 = column(found["one_bit"], "auc"), column(found["one_bit_l2"], "auc")
+    apart = [a - b for a, b in zip(mean, l2, strict=True)]
+    details = {"mean": mean, "l2": l2, "apart": apart}
+    return harness.Measure("apms.scale", statistics.fmean(apart), "AUC, mean less l2", details=details)
+
+
 def resnet(groups: Groups, preset: str) -> Iterator[harness.Measure]:
     variants = ["one_bit", "uncompressed", "one_bit_l2", "naive"]
     yield from losses(groups, preset, "apms.resnet", "digits", variants)
@@ -268,7 +278,8 @@ MEASURES = {
     "apms.end_to_end_0g1": partial(end_to_end, 0.1),
     "apms.end_to_end_1g": partial(end_to_end, 1.0),
     "apms.auc": partial(auc, "apms.auc", ["one_bit", "uncompressed"]),
-    "apms.auc_others": partial(auc, "apms.auc_others", ["top_k", "gradient", "one_bit_l2", "ternary", "naive"]),
+    "apms.auc_others": partial(auc, "apms.auc_others", ["top_k", "gradient", "ternary", "naive"]),
+    "apms.scale": scale,
     "apms.resnet": resnet,
     "apms.transformer": transformer,
     "apms.pack": lambda _, preset: pack(preset),
