@@ -93,16 +93,19 @@ class Commands:
         return {"seconds": seconds}
 
     def train(self, task: str, variant: str, seed: int, lr: float, warmup: int, steps: int) -> dict[str, Any]:
-        """A whole training: its figures, the mean training loss of the last steps, seconds of the steps."""
+        """A whole training: its figures, mean training loss of the last steps, seconds of all and of the warm-up."""
         training = Training(task, variant, seed, lr, warmup)
         dist.barrier()
         begin = time.perf_counter()
-        losses = [training.step() for _ in range(steps)]
+        losses = [training.step() for _ in range(warmup)]
+        warm = time.perf_counter() - begin
+        losses += [training.step() for _ in range(steps - warmup)]
         seconds = time.perf_counter() - begin
         training.check()
         last = torch.stack(losses[-LOSSES_KEPT:]).mean().view(1)
         dist.all_reduce(last)
-        return {"train_loss": float(last) / dist.get_world_size(), "seconds": seconds, **training.judge()}
+        times = {"seconds": seconds, "warmup_seconds": warm}
+        return {"train_loss": float(last) / dist.get_world_size(), **times, **training.judge()}
 
     def limit(self, gbit: float | None) -> None:
         """Paces this rank's connections."""
