@@ -165,9 +165,9 @@ def end_to_end(gbit: float, groups: Groups, preset: str) -> harness.Measure:
 # --- learning -----------------------------------------------------------------------------------------------------
 
 STEPS = {
-    "click_through": {"smoke": 20, "laptop": 976, "full": 976},
-    "digits": {"smoke": 20, "laptop": 300, "full": 1000},
-    "language": {"smoke": 20, "laptop": 400, "full": 3000},
+    "click_through": {"smoke": 8, "laptop": 976, "full": 976},
+    "digits": {"smoke": 8, "laptop": 300, "full": 1000},
+    "language": {"smoke": 8, "laptop": 400, "full": 3000},
 }
 
 
