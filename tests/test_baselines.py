@@ -15,12 +15,14 @@ from torch.nn import functional as F
 
 from persia.batching.batch import Batch, IdColumn
 from persia.nn.models import FFNN
+from persia.optim import OneBit
 from persia.schema import IdFeature, Schema
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 globo_torch = importlib.import_module("baselines.globo_torch")
 step_torch = importlib.import_module("baselines.step_torch")
 delayed_torch = importlib.import_module("baselines.delayed_torch")
+one_bit_torch = importlib.import_module("baselines.one_bit_torch")
 
 
 @pytest.fixture
@@ -194,3 +196,50 @@ def test_example_data_is_well_formed():
     assert len(batches) == 4
     result = delayed_torch.replay(batches, schema)
     assert result.logits.shape == (4096, 1)
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def train(make, steps: int) -> torch.Tensor:
+    torch.manual_seed(0)
+    net, inputs = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 1)), torch.randn(16, 7)
+    optimizer = make(net.parameters())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        net(inputs).square().mean().backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+def test_naive_one_bit_warms_up_as_adam(alone):
+    ours = train(lambda p: one_bit_torch.NaiveOneBit(p, 1e-2, warmup=5), 5)
+    assert torch.allclose(ours, train(lambda p: torch.optim.Adam(p, 1e-2), 5), atol=1e-6)
+    later = train(lambda p: one_bit_torch.NaiveOneBit(p, 1e-2, warmup=5), 8)
+    assert torch.isfinite(later).all()
+    assert not torch.equal(later, ours)
+
+
+def test_naive_one_bit_loses_what_our_compressor_loses():
+    values = torch.randn(5000)
+    payload = torch.empty(OneBit().payload_bytes(len(values)), dtype=torch.uint8)
+    left, seen = values.clone(), torch.empty_like(values)
+    OneBit().compress(left, payload, 0)
+    OneBit().decompress(payload, seen)
+    assert torch.allclose(one_bit_torch.lossy(values), seen, atol=1e-6)
+
+
+def test_deepspeed_formulas(alone):
+    values, error = torch.randn(64), torch.randn(64)
+    corrected, kept = values + error, error.clone()
+    signs, scale = one_bit_torch._compress(values.clone(), kept)
+    assert float(scale) == pytest.approx(float(corrected.square().mean().sqrt()))
+    assert torch.allclose(one_bit_torch.unpack(signs) * scale + kept, corrected, atol=1e-6)
+    first = train(lambda p: one_bit_torch.OneBitAdam(p, 1e-2, warmup=3), 1)
+    assert torch.equal(first, train(lambda p: torch.optim.SGD(p, 0.0), 1))  # The first gradient is dropped.
+    assert not torch.equal(first, train(lambda p: one_bit_torch.OneBitAdam(p, 1e-2, warmup=3), 5))

@@ -1,0 +1,150 @@
+"""One rank of a benchmark: obeys JSON lines on standard input, answers with JSON lines on standard output.
+
+Started by `ranks.Ranks`, in a network namespace of its own where there is one. Every rank gets the same commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import time
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from benchmarks.compressed import paced
+from benchmarks.compressed.tasks import TASKS
+from benchmarks.compressed.variants import prepare
+
+from persia.optim import APMSqueeze
+
+LOSSES_KEPT = 50
+DEADLINE = timedelta(seconds=300)
+
+
+class Training:
+    """One variant on one task, step by step.
+
+    Args:
+        task: name.
+        variant: name.
+        seed: of data and model.
+        lr: step length.
+        warmup: steps before compression.
+    """
+
+    def __init__(self, task: str, variant: str, seed: int, lr: float, warmup: int) -> None:
+        self.task = TASKS[task](dist.get_rank(), dist.get_world_size(), seed)
+        self.plain = self.task.model()
+        self.model, self.optimizer = prepare(variant, self.plain, lr, warmup)
+        self.steps = 0
+
+    def step(self) -> torch.Tensor:
+        """One step; this rank's loss before it."""
+        loss = self.task.loss(self.model, self.steps)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.task.after_backward()
+        self.optimizer.step()
+        self.steps += 1
+        return loss.detach()
+
+    def check(self) -> None:
+        """A step that was skipped, because the network had diverged, took no time and sent nothing: no figure."""
+        if isinstance(self.optimizer, APMSqueeze) and self.optimizer.statistics()["skipped_steps"]:
+            raise RuntimeError(f"APMSqueeze has skipped steps: {self.optimizer.statistics()}.")
+
+    def judge(self) -> dict[str, float]:
+        """The task's figures of the model as it is."""
+        self.plain.eval()
+        with torch.no_grad():
+            return self.task.judge(self.plain)
+
+
+class Commands:
+    """What a rank can be told; `trainings` are those that `prepare` has made."""
+
+    def __init__(self) -> None:
+        self.trainings: dict[str, Training] = {}
+
+    def prepare(self, task: str, variants: list[str], lr: float, warmup: int, steps: int) -> None:
+        """Makes trainings and takes their first steps; past the warm-up, they send as they will go on to."""
+        self.trainings.clear()
+        gc.collect()
+        for variant in variants:
+            training = self.trainings[variant] = Training(task, variant, 0, lr, warmup)
+            for _ in range(steps):
+                training.step()
+
+    def time(self, variant: str, steps: int) -> dict[str, float]:
+        """Seconds of so many steps of a prepared training."""
+        training = self.trainings[variant]
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            training.step()
+        seconds = time.perf_counter() - begin
+        training.check()
+        return {"seconds": seconds}
+
+    def train(self, task: str, variant: str, seed: int, lr: float, warmup: int, steps: int) -> dict[str, Any]:
+        """A whole training: its figures, mean training loss of the last steps, seconds of all and of the warm-up."""
+        training = Training(task, variant, seed, lr, warmup)
+        dist.barrier()
+        begin = time.perf_counter()
+        losses = [training.step() for _ in range(warmup)]
+        warm = time.perf_counter() - begin
+        losses += [training.step() for _ in range(steps - warmup)]
+        seconds = time.perf_counter() - begin
+        training.check()
+        last = torch.stack(losses[-LOSSES_KEPT:]).mean().view(1)
+        dist.all_reduce(last)
+        times = {"seconds": seconds, "warmup_seconds": warm}
+        return {"train_loss": float(last) / dist.get_world_size(), **times, **training.judge()}
+
+    def limit(self, gbit: float | None) -> None:
+        """Paces this rank's connections."""
+        paced.pace(gbit)
+
+    def sent(self) -> int:
+        """Payload bytes sent so far."""
+        return paced.sent()
+
+    def statistics(self, variant: str) -> Any:
+        """What the optimizer says of itself."""
+        statistics = self.trainings[variant].optimizer.statistics()
+        fields = statistics if isinstance(statistics, dict) else vars(statistics)
+        return {name: value for name, value in fields.items() if isinstance(value, int | float | str)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--address", required=True, help="of rank 0")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--interface", required=True)
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    os.environ["GLOO_SOCKET_IFNAME"] = arguments.interface
+    torch.set_num_threads(1)
+    store = dist.TCPStore(
+        arguments.address, arguments.port, arguments.ranks, is_master=arguments.rank == 0, timeout=DEADLINE
+    )
+    dist.init_process_group("gloo", store=store, rank=arguments.rank, world_size=arguments.ranks, timeout=DEADLINE)
+    commands = Commands()
+    print(json.dumps(None), flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        answer = getattr(commands, order.pop("do"))(**order)
+        print(json.dumps(answer), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
