@@ -226,9 +226,8 @@ std::vector<PushCounts> Store::update(std::span<const UpdateRequest> requests, s
 void Store::last_steps(std::size_t index, std::span<const std::uint64_t> ids, std::uint32_t* out) {
   check_process();
   const UpdateRequest request{index, ids.data(), ids.size(), nullptr, 0.0f};
-  for_each_part(std::span(&request, 1), Parts::kAny, [&](std::size_t, const Slice& slice, Shard::Shards shards) {
-    Shard::last_steps(shards, slice, out);
-  });
+  for_each_part(std::span(&request, 1), Parts::kAny,
+                [&](std::size_t, const Slice& slice, Shard::Shards shards) { Shard::last_steps(shards, slice, out); });
 }
 
 RowBatch Store::peek(std::size_t index, std::span<const std::uint64_t> ids, std::uint8_t* found) {
