@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import math
+import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -279,7 +280,7 @@ class Trainer:
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 
-    def save(self, directory: str) -> str:
+    def save(self, directory: str | os.PathLike[str]) -> str:
         """Writes a checkpoint `directory/step-N` and points `directory/LATEST` to it. Blocks.
 
         Call it between two calls of `fit`, never while a `prefetch` loop is under way. With several NN workers all call
@@ -291,7 +292,7 @@ class Trainer:
         Raises:
             CheckpointError: it could not be written; older checkpoints are intact.
         """
-        return self._save(directory)
+        return self._save(os.fspath(directory))
 
     def load(self, directory: str, *, step: int | None = None, new_optimizer: bool = False) -> None:
         """Takes everything from a checkpoint of `directory`; all is checked before anything is changed.

@@ -233,7 +233,7 @@ def test_manifest_is_plain_json(saved: Path) -> None:
     assert (saved / "LATEST").read_text() == "step-000000000012\n"
 
 
-def test_memory_is_that_of_one_part(tmp_path: Path) -> None:
+def test_memory_is_that_of_few_parts(tmp_path: Path) -> None:
     rows = make_rows(1 << 18)
     size = sum(array.nbytes for array in rows.values())
     tracemalloc.start()
@@ -249,4 +249,4 @@ def test_memory_is_that_of_one_part(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert size > 8 << 20
     assert written < 3 << 20  # nothing of the rows is copied
-    assert read < 2.2 * size
+    assert read < 3.2 * size  # One is in use, two are read and checked meanwhile.

@@ -259,6 +259,9 @@ def test_the_same_shape_goes_on_bit_for_bit(tmp_path):
         for mine, theirs in zip(one.export_state(), two.export_state(), strict=True):
             assert any(piece.array == "sketch" for piece in mine)
             for a, b in zip(mine, theirs, strict=True):
+                if a.array == "clocks":  # The second one counts the cuts of this process, such as that of `save`.
+                    np.testing.assert_array_equal(a.values[[0, 2]], b.values[[0, 2]])
+                    continue
                 np.testing.assert_array_equal(a.values, b.values, err_msg=f"{a.table} {a.shard} {a.array}")
 
 
