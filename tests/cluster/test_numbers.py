@@ -52,6 +52,7 @@ def test_compressed_rows_train_almost_alike():
     assert found.evaluation.auc == pytest.approx(expected.evaluation.auc, abs=2e-3)
 
 
+@pytest.mark.slow
 def test_saved_here_resumed_there_and_back(tmp_path):
     """Embedded -> Ray -> Embedded gives the bits of one run; so does `load` into a trainer of its own."""
     data = reader(15)

@@ -19,6 +19,7 @@ from cluster_samples import BATCH, eventually, make_trainer, options, reader
 pytestmark = pytest.mark.usefixtures("ray_here")
 
 
+@pytest.mark.slow
 def test_gba_on_one_nn_worker_is_the_same_as_in_one_process():
     data = reader(12)
     here = make_trainer(persia.cluster.Embedded(1), Gba(2 * BATCH))

@@ -388,6 +388,7 @@ def test_a_crash_of_any_nn_worker_costs_no_more_than_its_tokens(victim, mode, mo
     assert report.batches + report.dropped_batches == 60
 
 
+@pytest.mark.slow
 def test_a_crash_in_a_mode_with_all_reduce_is_told_to_the_others():
     cluster = Threads(nn_workers=2, timeout=DEADLINE)
 
