@@ -1,4 +1,4 @@
-"""What the modes over dense PSs share: an NN worker takes batch, token and parameters when it is ready for them."""
+"""What the modes without a common step share: gradients are applied on arrival, unless a mode says otherwise."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import msgspec
 
 from persia.modes.base import Action, Arrival, Decision, Dense, Observation, Reduction
 
-__all__ = ["Asynchronous"]
+__all__ = ["Asynchronous", "OnArrival"]
 
 
-class Asynchronous(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
-    """Free asynchronous training; a mode says what it does otherwise. No mode by itself."""
+class OnArrival(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
+    """Embeddings are trained freely; a mode says what it does otherwise, and how it trains the network. No mode."""
 
     def initial_depth(self) -> int | None:
         """No bound."""
@@ -49,6 +49,10 @@ class Asynchronous(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
     def reduction(self) -> Reduction:
         """An id's gradients are averaged over those that have the id."""
         return "per_id"
+
+
+class Asynchronous(OnArrival, frozen=True):
+    """The network is trained freely too: an NN worker takes batch, token and parameters when it is ready for them."""
 
     def dense(self) -> Dense:
         """The dense PS."""

@@ -7,7 +7,8 @@ from typing import Literal, cast
 import msgspec
 
 from persia.errors import ConfigError
-from persia.modes.base import Action, Arrival, Decision, Dense, Observation, Reduction
+from persia.modes.asynchronous import OnArrival
+from persia.modes.base import Dense, Observation
 
 __all__ = ["Hybrid"]
 
@@ -27,7 +28,7 @@ PATIENCE = 8
 """Windows before "auto" tries again what has just proved wrong."""
 
 
-class Hybrid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="hybrid"):
+class Hybrid(OnArrival, frozen=True, tag="hybrid"):
     """Lookups run ahead of the step; at most `staleness` own steps lack their gradient at a lookup.
 
     Args:
@@ -73,36 +74,6 @@ class Hybrid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
         if seen.change > 0 and seen.windows < PATIENCE:
             return depth
         return max(depth - 1, 1) if seen.would_wait < LOWER_BELOW * seen.elapsed else depth
-
-    def gate(self, in_flight: int, depth: int | None, ahead: int = 0) -> bool:
-        """Opens while fewer than depth + 1 own steps are between lookup and applied gradient."""
-        return depth is None or in_flight <= depth
-
-    def token(self, number: int, version: int, group: int) -> int:
-        """The own global step."""
-        return version
-
-    def group(self, nn_workers: int, local_batch: int) -> int:
-        """Each gradient by itself."""
-        return 1
-
-    def arrive(self, arrival: Arrival) -> Decision:
-        """On arrival."""
-        return Decision(Action.APPLY)
-
-    def weight(self, step: int, token: int) -> float:
-        """Whatever its age: the gate bounds it."""
-        return 1.0
-
-    @property
-    def tolerance(self) -> int | None:
-        """None: nothing is decayed."""
-        return None
-
-    @property
-    def reduction(self) -> Reduction:
-        """Of no effect: gradients of several NN workers are never summed."""
-        return "per_id"
 
     def dense(self) -> Dense:
         """All-reduce, overlapped with the backward pass."""
