@@ -24,7 +24,7 @@ from persia.modes import Mode
 from persia.nn.directory import Directory
 from persia.nn.feeding import DataLoaders
 from persia.nn.routing import EmbeddingWorkers
-from persia.ps import EmbeddingServer, HoldOptions
+from persia.ps import EmbeddingServer, ServerOptions
 from persia.schema import EmbeddingOptimizer
 from persia.services import Connection, DataLoader, EmbeddingPS, EmbeddingWorker
 from persia.types import PushHeader
@@ -105,7 +105,7 @@ def train(
     record: bool = True,
 ) -> Run:
     """Trains once over the batches. Blocks; processes are gone afterwards."""
-    server = EmbeddingServer(schema.resolved_tables(), optimizer, mode, seed, 1, HoldOptions(nn_workers, TIMEOUT))
+    server = EmbeddingServer(schema.resolved_tables(), optimizer, mode, seed, 1, ServerOptions(nn_workers, TIMEOUT))
     recorded = RecordedPS(server, batches, nn_workers) if record else None
     worker = Worker(schema, [recorded or server], 1)
     loader = Loader(batches, schema, [Peer(0, 1, worker)], timeout=TIMEOUT)

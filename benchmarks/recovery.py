@@ -58,7 +58,7 @@ SERVE = """
 import os, sys
 from persia import rpc
 from persia.modes import Hybrid
-from persia.ps import EmbeddingServer, HoldOptions
+from persia.ps import EmbeddingServer, ServerOptions
 from persia.schema import Adagrad, Table
 from persia.services import EmbeddingPS
 
@@ -67,7 +67,7 @@ print("imported", flush=True)
 sys.stdin.readline()
 tables = {"table": Table("table", dim=16)}
 threads = len(os.sched_getaffinity(0))
-servant = EmbeddingServer(tables, Adagrad(0.05), Hybrid(4), 0, threads, HoldOptions(1, 60.0, regions))
+servant = EmbeddingServer(tables, Adagrad(0.05), Hybrid(4), 0, threads, ServerOptions(1, 60.0, regions))
 with rpc.serve(servant, address, protocol=EmbeddingPS):
     print(servant._store.recovery(0)["rebuilt"], flush=True)
     sys.stdin.read()

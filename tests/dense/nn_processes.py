@@ -20,7 +20,7 @@ from persia.nn.directory import Directory
 from persia.nn.feeding import DataLoaders
 from persia.nn.routing import EmbeddingWorkers
 from persia.optim import SGD
-from persia.ps import EmbeddingServer, HoldOptions
+from persia.ps import EmbeddingServer, ServerOptions
 from persia.services import Connection, DataLoader, EmbeddingPS, EmbeddingWorker
 from persia.types import Delivery, FedBatch
 from persia.worker import Worker
@@ -128,7 +128,7 @@ class Services:
 
     def __init__(self, schema, batches, nn_workers, mode=None, optimizer=None, wrap=lambda worker: worker, **options):
         counts = {"servers": 2, "workers": 2, "loaders": 2, "accumulation": 1, "seed": 0} | options
-        hold = HoldOptions(nn_workers, TIMEOUT)
+        hold = ServerOptions(nn_workers, TIMEOUT)
         tables = schema.resolved_tables()
         self.servers = [
             EmbeddingServer(tables, optimizer or SGD(lr=0.1), mode or Sync(), counts["seed"], 1, hold)

@@ -18,7 +18,7 @@ from persia.nn.directory import Directory
 from persia.nn.feeding import DataLoaders
 from persia.nn.routing import EmbeddingWorkers
 from persia.optim import SGD, Adagrad
-from persia.ps import EmbeddingServer, HoldOptions
+from persia.ps import EmbeddingServer, ServerOptions
 from persia.services import Connection
 from persia.types import Contribution, Delivery, FedBatch, Feed, Member, Membership, PushHeader
 from persia.worker import Worker
@@ -282,7 +282,7 @@ class Delayed:
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_staleness_of_two_workers_never_exceeds_the_bound(bound, accumulation):
     mode = Hybrid(bound)
-    hold = HoldOptions(2, TIMEOUT)
+    hold = ServerOptions(2, TIMEOUT)
     servers = [
         Delayed(EmbeddingServer(SCHEMA.resolved_tables(), SGD(lr=0.1), mode, 3, 1, hold), seed) for seed in range(2)
     ]

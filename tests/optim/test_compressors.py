@@ -12,7 +12,7 @@ from persia.errors import ConfigError
 from persia.optim import Compressor, OneBit, StochasticTernary, TopK, Uncompressed
 from persia.optim.apmsqueeze_reference import reference_compress
 from persia.optim.compressors import AnyCompressor
-from persia.optim.native import _core, measure_packing, square
+from persia.optim.native import _core, square
 
 ALL = [OneBit(block=64), OneBit("l2", 128), TopK(0.07), StochasticTernary(block=64, seed=3), Uncompressed()]
 ODD = st.sampled_from([0, 1, 2, 7, 8, 9, 63, 64, 65, 127, 129, 500, 1025])
@@ -165,7 +165,3 @@ def test_square_is_finite_if_the_values_are():
         v[999] = bad
         assert not np.isfinite(square(v, pool))
         assert not np.isfinite(square(v, None))
-
-
-def test_packing_is_measured():
-    assert measure_packing(100_000, rounds=3) > 1e6

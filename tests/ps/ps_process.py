@@ -4,7 +4,7 @@ import sys
 
 from persia import rpc
 from persia.modes import Hybrid
-from persia.ps import EmbeddingServer, HoldOptions
+from persia.ps import EmbeddingServer, ServerOptions
 from persia.schema import SGD, Table, Zeros
 from persia.services import EmbeddingPS
 
@@ -13,7 +13,7 @@ TABLES = {"item": Table("item", dim=4, initializer=Zeros())}
 
 if __name__ == "__main__":
     address, regions = sys.argv[1:]
-    servant = EmbeddingServer(TABLES, SGD(lr=1.0), Hybrid(4), 3, 2, HoldOptions(4, 60.0, regions))
+    servant = EmbeddingServer(TABLES, SGD(lr=1.0), Hybrid(4), 3, 2, ServerOptions(4, 60.0, regions))
     with rpc.serve(servant, address, protocol=EmbeddingPS) as server:
         print(server.address, flush=True)
         sys.stdin.read()

@@ -14,7 +14,7 @@ from persia import batching
 from persia.errors import DeadlineError, StalePushError, StoreError
 from persia.modes import Hybrid, Sync
 from persia.optim import SGD, Adagrad
-from persia.ps import EmbeddingServer, HoldOptions
+from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.held import Arrived, HeldSteps
 from persia.ps.reduction import average_step
 from persia.ps.reference import average_step as readable_average_step
@@ -215,8 +215,8 @@ def test_global_is_the_gradient_of_one_batch_and_per_id_the_mean_of_those_that_h
 
 
 def server(mode, nn_workers=1, optimizer=None):
-    hold = HoldOptions(nn_workers=nn_workers, timeout=TIMEOUT)
-    return EmbeddingServer(TABLES, optimizer or Adagrad(lr=0.1), mode, seed=3, threads=2, hold=hold)
+    hold = ServerOptions(nn_workers=nn_workers, timeout=TIMEOUT)
+    return EmbeddingServer(TABLES, optimizer or Adagrad(lr=0.1), mode, seed=3, threads=2, options=hold)
 
 
 def pushes(random, ranks, step):

@@ -21,7 +21,7 @@ from persia import rpc
 from persia.batching.batch import IdColumn
 from persia.errors import DeadlineError, StoreError, StoreFullError
 from persia.modes import Hybrid
-from persia.ps import EmbeddingServer, HoldOptions
+from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.regions import Regions
 from persia.ps.room import with_room
 from persia.schema import SGD, IdFeature, Schema
@@ -167,7 +167,7 @@ def test_a_caller_waits_until_its_deadline_and_says_for_whom(servers):
 
 
 def make(regions, tables=TABLES):
-    return EmbeddingServer(tables, SGD(lr=1.0), Hybrid(4), 3, 1, HoldOptions(1, 60.0, str(regions)))
+    return EmbeddingServer(tables, SGD(lr=1.0), Hybrid(4), 3, 1, ServerOptions(1, 60.0, str(regions)))
 
 
 def test_two_servers_on_one_directory(servers, monkeypatch):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from persia import rpc
 from persia.errors import ConfigError, PersiaError, StalePushError, StoreError
 from persia.modes import Async, Bsp, Gba, Sync, encode
-from persia.ps import EmbeddingServer, HoldOptions
+from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.reference import SlowSums
 from persia.schema import SGD, Adam, Table
 from persia.services import EmbeddingPS
@@ -24,7 +24,7 @@ TABLES = {"t": Table("t", DIM)}
 
 
 def new_ps(mode, optimizer=None):
-    made = EmbeddingServer(TABLES, optimizer or SGD(1.0), mode, 0, 1, HoldOptions(2, DEADLINE))
+    made = EmbeddingServer(TABLES, optimizer or SGD(1.0), mode, 0, 1, ServerOptions(2, DEADLINE))
     made.switch(encode(mode), 1, 0)
     return made
 

@@ -19,7 +19,7 @@ from persia.modes import Hybrid, Sync
 from persia.nn import codec
 from persia.nn.collection import Pushed
 from persia.optim import SGD, Adagrad
-from persia.ps import EmbeddingServer, HoldOptions
+from persia.ps import EmbeddingServer, ServerOptions
 from persia.services import Connection, EmbeddingWorker
 from persia.types import Contribution, PushHeader, UpdateCounts
 from persia.worker import Worker, WorkerOptions
@@ -44,7 +44,7 @@ class SeveralServers:
         self.count, self.nn_workers = count, nn_workers
 
     def connect(self, schema, optimizer, mode, seed):
-        hold = HoldOptions(self.nn_workers, TIMEOUT)
+        hold = ServerOptions(self.nn_workers, TIMEOUT)
         servers = [EmbeddingServer(schema.resolved_tables(), optimizer, mode, seed, 1, hold) for _ in range(self.count)]
         return Connection(Worker(schema, servers), servers)
 

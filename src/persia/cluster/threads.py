@@ -12,7 +12,7 @@ from persia.coordinator import Tokens
 from persia.dense import DenseServer, Meeting, ThreadReplicas
 from persia.errors import ConfigError
 from persia.modes import Mode
-from persia.ps import EmbeddingServer, HoldOptions
+from persia.ps import EmbeddingServer, ServerOptions
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Connection, DenseMaker, DensePS, EmbeddingPS
 from persia.worker import Worker
@@ -101,7 +101,7 @@ class Threads:
         """Starts the roles, once, and returns the connection of an NN worker."""
         with self._lock:
             if self._worker is None:
-                hold = HoldOptions(self.nn_workers, self._timeout)
+                hold = ServerOptions(self.nn_workers, self._timeout)
                 threads = Embedded().threads
                 self._servers = [
                     EmbeddingServer(schema.resolved_tables(), optimizer, mode, seed, threads, hold)

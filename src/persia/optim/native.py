@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from persia.batching.native import ThreadPool
 from persia.optim.buckets import Bucket, Flat, Rule
 from persia.optim.compressors import Compressor, OneBit
 
-__all__ = ["NativeBucket", "OneBitBucket", "bucket_class", "measure_packing", "square"]
+__all__ = ["NativeBucket", "OneBitBucket", "bucket_class", "square"]
 
 _core: Any = importlib.import_module("persia._core").onebit
 
@@ -141,26 +140,3 @@ class _Runs:
         """Parameters that are not float32 in one piece were updated as copies: writes these back."""
         for number, copy in self._copies:
             self._bucket.store(self._bucket.pieces[number], copy)
-
-
-def measure_packing(values: int = 12_000_000, rounds: int = 9, block: int = 2048) -> float:
-    """Bytes of float32 per second that one core packs and unpacks, median: the figure [apms.pack].
-
-    A round packs an array of normal values, which then holds the errors, and unpacks into another one.
-
-    Args:
-        values: in the array.
-        rounds: timed.
-        block: of OneBit.
-    """
-    compressor = OneBit(block=block)
-    source = np.random.default_rng(0).standard_normal(values, np.float32)
-    out, payload = np.empty_like(source), np.empty(compressor.payload_bytes(values), np.uint8)
-    seconds = []
-    for _ in range(rounds + 1):  # The first one touches the memory.
-        work = source.copy()
-        began = time.perf_counter()
-        _core.pack(work, payload, block, False)
-        _core.unpack(payload, out, block, False)
-        seconds.append(time.perf_counter() - began)
-    return 4.0 * values / sorted(seconds[1:])[rounds // 2]

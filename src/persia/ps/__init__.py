@@ -1,6 +1,6 @@
 """The embedding parameter server role."""
 
-from persia.ps.held import HoldOptions
+from persia.ps.options import ServerOptions
 from persia.ps.server import EmbeddingServer
 
-__all__ = ["EmbeddingServer", "HoldOptions"]
+__all__ = ["EmbeddingServer", "ServerOptions"]

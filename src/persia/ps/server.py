@@ -12,7 +12,8 @@ from persia import batching
 from persia.errors import StoreError
 from persia.modes import Dense, Mode, decode
 from persia.ps.cuts import Cuts
-from persia.ps.held import Arrived, HeldSteps, HoldOptions
+from persia.ps.held import Arrived, HeldSteps
+from persia.ps.options import ServerOptions
 from persia.ps.reduction import average_step
 from persia.ps.regions import Regions
 from persia.ps.room import with_room
@@ -52,7 +53,7 @@ class EmbeddingServer:
         mode: decides what happens to arriving gradients.
         seed: of row initialisation and admission.
         threads: threads that share the work of a call, over tables and their shards.
-        hold: whose gradients make a step, in a mode that waits for all; and where the rows are.
+        options: whose gradients make a step, in a mode that waits for all; and where the rows are.
     """
 
     def __init__(
@@ -62,10 +63,10 @@ class EmbeddingServer:
         mode: Mode,
         seed: int,
         threads: int,
-        hold: HoldOptions | None = None,
+        options: ServerOptions | None = None,
     ) -> None:
-        self._hold = hold or HoldOptions()
-        self._turns = Turns(self._hold.timeout)
+        self._options = options or ServerOptions()
+        self._turns = Turns(self._options.timeout)
         self._slots = SlotCounts()
         self._unclaimed: list[dict[str, UpdateCounts]] = []
         self._pool = batching.ThreadPool(threads)
@@ -75,8 +76,7 @@ class EmbeddingServer:
             name: msgspec.structs.replace(table, optimizer=table.optimizer or optimizer)
             for name, table in tables.items()
         }
-        self._timeout = self._hold.timeout
-        self._regions = Regions(self._hold.regions) if self._hold.regions is not None else None
+        self._regions = Regions(self._options.regions) if self._options.regions is not None else None
         configs = [table_config(table, seed) for table in self._tables.values()]
         if self._regions is not None:
             self._regions.create_tables(self._store, configs)
@@ -90,10 +90,10 @@ class EmbeddingServer:
     def _adopt(self, mode: Mode) -> None:
         self._mode = mode
         self._sums = RunningSums(mode.reduction, self._pool, self._scratch)
-        self._on_arrival = mode.dense() is Dense.ALL_REDUCE and mode.group(self._hold.nn_workers, 1) == 1
-        ranks = range(self._hold.nn_workers)
+        self._on_arrival = mode.dense() is Dense.ALL_REDUCE and mode.group(self._options.nn_workers, 1) == 1
+        ranks = range(self._options.nn_workers)
         groups = [[rank] for rank in ranks] if self._on_arrival else [ranks]
-        self._held = [HeldSteps(group, self._hold.timeout, self._apply_held) for group in groups]
+        self._held = [HeldSteps(group, self._options.timeout, self._apply_held) for group in groups]
 
     def tables(self) -> Mapping[str, Table]:
         """The tables by name, their optimizers filled in."""
@@ -104,7 +104,9 @@ class EmbeddingServer:
         numbers = [self._number(name) for name in ids]
         rows = batching.borrow([(len(i), self._tables[name].dim) for name, i in ids.items()], self._scratch)
         with_room(
-            lambda: self._store.lookup(numbers, list(ids.values()), train=train, out=rows), self._timeout, "lookup"
+            lambda: self._store.lookup(numbers, list(ids.values()), train=train, out=rows),
+            self._options.timeout,
+            "lookup",
         )
         return dict(zip(ids, rows, strict=True))
 
@@ -246,7 +248,7 @@ class EmbeddingServer:
             arrays["state"] = np.full((count, config.state_width), config.initial_state, np.float32)
             arrays["update_count"] = np.zeros(count, np.uint32)
         rows = Rows(**arrays)
-        with_room(lambda: self._store.import_rows(index, rows), self._timeout, "import_rows")
+        with_room(lambda: self._store.import_rows(index, rows), self._options.timeout, "import_rows")
 
     def export_state(self) -> Iterator[list[StatePiece]]:
         """What besides the rows decides the future: clocks, counters and admission sketches, in lists of about 64 MiB.

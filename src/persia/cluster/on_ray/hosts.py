@@ -17,7 +17,7 @@ from persia.cluster.on_ray.plan import TITLES, Plan, ProcessInfo, Service
 from persia.coordinator import Coordinator as Coordination
 from persia.coordinator import Tokens
 from persia.errors import ConfigError, DeadlineError, StoreError
-from persia.ps import EmbeddingServer, HoldOptions
+from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.regions import Regions
 from persia.rpc.interface import describe
 from persia.services import ControlPlane, Coordinator, DenseMaker, DensePS, EmbeddingPS, EmbeddingWorker
@@ -174,7 +174,7 @@ class EmbeddingServerHost(Host):
         address = self._succeed()
         if address:
             self._check_return(address, regions)
-        hold = HoldOptions(plan.nn_workers, plan.options.timeout, regions)
+        hold = ServerOptions(plan.nn_workers, plan.options.timeout, regions)
         self.servant = EmbeddingServer(schema.resolved_tables(), optimizer, mode, seed, cores(plan), hold)
         self.join(self.serve(self.servant, EmbeddingPS, address))
 
