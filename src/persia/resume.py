@@ -12,9 +12,7 @@ import numpy as np
 import torch
 
 from persia import batching
-from persia.checkpoint import CheckpointReader, clock_gaps, numbered, same_rule, server_pieces
-from persia.checkpoint.packing import pack, unpack
-from persia.checkpoint.tensors import decode, encode
+from persia.checkpoint import CheckpointReader, clock_gaps, same_rule, server_pieces
 from persia.config import convert
 from persia.dense import merged_metrics
 from persia.errors import CheckpointError, PersiaError
@@ -22,7 +20,6 @@ from persia.fit import Totals, totals
 from persia.modes import AnyMode, Hybrid, Mode
 from persia.modes import decode as decode_mode
 from persia.modes import encode as encode_mode
-from persia.nn.step import HasRankState
 from persia.options import TrainerOptions
 from persia.random_state import random_states, set_random_state
 from persia.schema import SGD, EmbeddingOptimizer, Schema
@@ -106,7 +103,7 @@ def load(trainer: Trainer, directory: str, options: LoadOptions, *, first: bool 
     reader = CheckpointReader(directory, options.step)
     reader.check_schema(resolved(trainer), new_optimizer=options.new_optimizer)
     reader.verify()
-    training = {**reader.state("training"), "ranks": _saved_ranks(reader)}
+    training = reader.state("training")
     tensors = reader.tensors("model")
     _check_model(trainer.model, tensors, directory)
     if not _check_optimizer(trainer, training, directory, options.new_optimizer):
@@ -166,7 +163,6 @@ def training_state(trainer: Trainer) -> dict[str, Any]:
         "random": [*random_states(gather), *trainer.elsewhere],
         "metrics": merged_metrics(trainer.metrics, gather).state_dict(),
         "counts": msgspec.to_builtins(totals(trainer)),
-        "ranks": [*_rank_states(trainer), *trainer.rank_states],
     }
 
 
@@ -176,7 +172,6 @@ def load_training_state(trainer: Trainer, state: dict[str, Any]) -> None:
     rank = trainer.embeddings.connection.rank
     if state["optimizer"] is not None:
         step.optimizer.load_state_dict(state["optimizer"])
-        _load_rank_state(trainer, state, rank)
     if step.scheduler is not None and state["scheduler"] is not None:
         step.scheduler.load_state_dict(state["scheduler"])
     if step.scaler is not None and state["scaler"] is not None:
@@ -196,32 +191,7 @@ def load_training_state(trainer: Trainer, state: dict[str, Any]) -> None:
     else:  # Else dropout would be the same as on another one.
         torch.manual_seed(state["seed"] + rank)
     if isinstance(trainer.cluster, ProcessCluster):
-        trainer.elsewhere, trainer.rank_states = generators[1:], state["ranks"][1:]
-
-
-def _rank_states(trainer: Trainer) -> list[Any]:
-    """What the optimizer of each NN worker keeps for itself, by rank; None where it keeps nothing."""
-    optimizer = trainer.step.optimizer
-    mine = optimizer.rank_state_dict() if isinstance(optimizer, HasRankState) else None
-    payloads = trainer.step.replicas.gather(b"".join(encode(pack(mine, "optimizer"))))
-    return [unpack(decode(memoryview(bytearray(payload)), "optimizer"), "optimizer") for payload in payloads]
-
-
-def _load_rank_state(trainer: Trainer, training: dict[str, Any], rank: int) -> None:
-    """Puts that of an NN worker back; it begins anew where there is none."""
-    optimizer = trainer.step.optimizer
-    if isinstance(optimizer, HasRankState):
-        ranks = training["ranks"]
-        state = ranks[rank] if rank < len(ranks) else None
-        if state is None and training["global_step"]:
-            _log.warning("There is no state of the optimizer of NN worker %d alone: it begins anew.", rank)
-        optimizer.load_rank_state_dict(state)
-
-
-def _saved_ranks(reader: CheckpointReader) -> list[Any]:
-    """By rank; None where a rank has no part."""
-    found = {number: reader.state(name) for number, name in numbered(reader, "rank")}
-    return [found.get(rank) for rank in range(max(found, default=-1) + 1)]
+        trainer.elsewhere = generators[1:]
 
 
 def _import_rows(

@@ -121,9 +121,6 @@ class Saving:
                     for number, server in enumerate(servers):
                         write_rows(writer, number, server, name)
                     writer.add_tensors("model", model)
-                    for rank, state in enumerate(training.pop("ranks")):
-                        if state is not None:
-                            writer.add_state(f"rank-{rank}", state)
                     writer.add_state("training", training)
                     path = writer.commit(
                         schema=schema,

@@ -8,7 +8,6 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import numpy as np
 import torch
@@ -126,8 +125,6 @@ class Trainer:
         """Random generators of NN workers 1, 2, ... of a cluster, until they start again."""
         self.finished = False
         """Whether the last call of `fit` came to the end of its epochs."""
-        self.rank_states: list[Any] = []
-        """What optimizers of those NN workers keep for themselves, likewise."""
         self._saving = saving.Saving()
         self._loaded = False
         self.epoch = 0

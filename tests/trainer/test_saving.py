@@ -376,32 +376,3 @@ def test_another_optimizer_begins_anew_and_says_so(tmp_path, caplog):
         assert torch.equal(a, b)
     second.fit(reader())
     assert second.global_step == 20
-
-
-# --- what an NN worker has for itself -----------------------------------------------------------------------------
-
-
-class WithError(torch.optim.SGD):
-    """Keeps something that other NN workers do not have."""
-
-    error = None
-
-    def rank_state_dict(self):
-        return {"error": torch.full((3,), 7.0)}
-
-    def load_rank_state_dict(self, state):
-        self.error = "anew" if state is None else state["error"]
-
-
-def test_state_of_an_nn_worker_alone(tmp_path):
-    schema = reader().schema
-    first = several(schema, 1, optimizer=lambda p: WithError(p, 0.1))
-    first.fit(reader(), max_steps=2)
-    first.save(str(tmp_path))
-    assert CheckpointReader(tmp_path).state("rank-0")["error"].tolist() == [7.0] * 3
-    second = several(schema, 1, optimizer=lambda p: WithError(p, 0.1))
-    second.load(str(tmp_path))
-    assert second.step.optimizer.error.tolist() == [7.0] * 3
-    third = several(schema, 1, optimizer=lambda p: WithError(p, 0.1))
-    third.fit(reader(), max_steps=1)
-    assert third.step.optimizer.error is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -14,24 +14,10 @@ from persia.nn.sync import Alone, Replicas
 from persia.nn.types import Embeddings
 from persia.schema import Schedule
 
-__all__ = ["DenseStep", "HasRankState", "OptimizerFactory", "Precision", "StepOptions"]
+__all__ = ["DenseStep", "OptimizerFactory", "Precision", "StepOptions"]
 
 OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 Precision = Literal["float32", "bf16", "fp16"]
-
-
-@runtime_checkable
-class HasRankState(Protocol):
-    """An optimizer that keeps something on each NN worker that the others do not have, such as error feedback.
-
-    `state_dict` is what all have in common, and is saved once.
-    """
-
-    def rank_state_dict(self) -> dict[str, Any]:
-        """What this NN worker alone has; the same kinds of values as `state_dict`."""
-
-    def load_rank_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Puts it back; None where a checkpoint has none for this rank: begin anew."""
 
 
 class StepOptions(NamedTuple):
