@@ -15,9 +15,9 @@ from persia.coordinator import TokenReport
 from persia.dense import merged_metrics
 from persia.errors import DivergedError
 from persia.metrics import MetricsResult
-from persia.nn.collection import Pushed
 from persia.nn.prepared import PreparedBatch
 from persia.nn.staging import Staging
+from persia.nn.tally import Pushed
 from persia.observe import LiveLine, Snapshot, summary_writer
 from persia.types import Floats, Int32Array
 

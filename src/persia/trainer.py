@@ -20,7 +20,8 @@ from persia.errors import ConfigError, DataError, PersiaError
 from persia.fit import FitResult, Run, Totals, check_finite
 from persia.metrics import Metrics, MetricsResult
 from persia.modes import Hybrid, Mode, Sync, encode
-from persia.nn.collection import CollectionOptions, EmbeddingCollection
+from persia.nn.collection import EmbeddingCollection
+from persia.nn.options import CollectionOptions
 from persia.nn.prepared import PreparedBatch
 from persia.nn.staging import staging_for
 from persia.nn.step import DenseStep, OptimizerFactory, StepOptions

@@ -17,7 +17,7 @@ from persia.batching.batch import Batch, IdColumn
 from persia.errors import StaleBatchError, StoreError
 from persia.modes import Hybrid, Sync
 from persia.nn import codec
-from persia.nn.collection import Pushed
+from persia.nn.tally import Pushed
 from persia.optim import SGD, Adagrad
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.services import Connection, EmbeddingWorker

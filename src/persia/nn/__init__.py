@@ -1,7 +1,8 @@
 """The NN worker's side: embeddings as torch tensors, prefetching, models."""
 
 from persia.nn import models
-from persia.nn.collection import CollectionOptions, EmbeddingCollection
+from persia.nn.collection import EmbeddingCollection
+from persia.nn.options import CollectionOptions
 from persia.nn.prepared import PreparedBatch
 from persia.nn.staleness import Staleness
 from persia.nn.types import Embeddings, SequenceEmbedding

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-import msgspec
 import torch
 
 from persia.batching.batch import Batch
@@ -16,19 +15,21 @@ from persia.modes import Dense, Hybrid, Mode
 from persia.nn.draws import Drawn, Draws, Numbered
 from persia.nn.feeding import fed_batches
 from persia.nn.made_up import made_up_batch
+from persia.nn.options import CollectionOptions
 from persia.nn.pipeline import READ_AHEAD, Pipeline, Stages
 from persia.nn.pool import Expander
 from persia.nn.prepared import PreparedBatch
 from persia.nn.staging import staging_for
 from persia.nn.staleness import Staleness, StalenessGate
 from persia.nn.sync import EqualSteps
+from persia.nn.tally import Pushed, Tally
 from persia.nn.transfer import Encoded, Transfer
 from persia.nn.types import Embeddings
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Cluster
-from persia.types import Contribution, FedBatch, PushHeader, UpdateCounts
+from persia.types import Contribution, FedBatch, PushHeader
 
-__all__ = ["CollectionOptions", "EmbeddingCollection", "Pushed"]
+__all__ = ["EmbeddingCollection"]
 
 
 EVALUATION_READY = 4
@@ -36,51 +37,6 @@ EVALUATION_READY = 4
 
 READ_AHEAD_ON_DEMAND = 1
 """Where batches are handed out on demand: what an NN worker reads ahead, nobody else can train."""
-
-
-class CollectionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a collection seldom needs to be told.
-
-    Args:
-        device: where the network runs: "cpu", "cuda", "cuda:1".
-        seed: of row initialisation and admission.
-        accumulation_steps: gradients of so many batches are applied together, as one update.
-        timeout: seconds that a wait for a batch, a lookup or a push may take.
-    """
-
-    device: str = "cpu"
-    seed: int = 0
-    accumulation_steps: int = 1
-    timeout: float = 600.0
-
-    def __post_init__(self) -> None:
-        value = self.accumulation_steps
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"accumulation_steps = {value!r}; give a whole number >= 1.", field="accumulation_steps")
-        if not self.timeout > 0:
-            raise ConfigError(f"timeout = {self.timeout!r}; give a number of seconds > 0.", field="timeout")
-
-
-class Pushed(NamedTuple):
-    """What became of the gradients so far, in rows, and of batches without one.
-
-    Attributes:
-        applied: rows updated.
-        absent: rows that were not there (not admitted, or evicted): skipped.
-        non_finite: rows whose gradient had a NaN or Inf: dropped.
-        released: batches that were drawn and never back-propagated.
-        lost_batches: batches whose rows could not be looked up, as their embedding worker was gone: skipped.
-        lost_rows: samples of those.
-        lost_gradients: batches whose gradient could not be pushed, for the same reason.
-    """
-
-    applied: int = 0
-    absent: int = 0
-    non_finite: int = 0
-    released: int = 0
-    lost_batches: int = 0
-    lost_rows: int = 0
-    lost_gradients: int = 0
 
 
 class _Pending(NamedTuple):
@@ -161,9 +117,7 @@ class EmbeddingCollection(torch.nn.Module):
         self._registered: set[int] = set()
         self._inline: PreparedBatch | None = None
         self._push_failure: BaseException | None = None
-        self._counts: dict[str, UpdateCounts] = {}
-        self._released = 0
-        self._lost_batches = self._lost_rows = 0
+        self._tally = Tally()
         self._compressed = False
         self.pushes = 0
         self._pid = os.getpid()
@@ -265,16 +219,7 @@ class EmbeddingCollection(torch.nn.Module):
     @property
     def pushed(self) -> Pushed:
         """What became of gradients so far."""
-        counts = list(self._counts.values())
-        return Pushed(
-            sum(c.applied for c in counts),
-            sum(c.absent for c in counts),
-            sum(c.non_finite for c in counts),
-            self._released,
-            self._lost_batches,
-            self._lost_rows,
-            self._worker.statistics().get("lost_gradients", 0),
-        )
+        return self._tally.result(self._worker.statistics().get("lost_gradients", 0))
 
     def statistics(self) -> dict[str, dict[str, int]]:
         """Counters of the tables, summed over the servers."""
@@ -322,7 +267,7 @@ class EmbeddingCollection(torch.nn.Module):
             # Also when the loop is left early: what has a gradient is applied, the rest is forgotten. A batch that was
             # abandoned is no step.
             if batch is not None and batch.close():
-                self._released += 1
+                self._tally.released()
             if draws is not None:
                 self._group, self._group_batches = [], 0
             elif complete or not self._held:
@@ -394,8 +339,7 @@ class EmbeddingCollection(torch.nn.Module):
             found = self._worker.lookup(batch_id)
         except StaleBatchError:
             self._registered.discard(batch_id)
-            self._lost_batches += 1
-            self._lost_rows += len(batch.labels)
+            self._tally.lost(len(batch.labels))
             return made_up_batch(self.schema, made_up_rows, self._staging.device), lambda: None
         self._compressed = found.scales is not None
         prepared, ready = self._transfer.rows(batch, found, batch_id)
@@ -421,7 +365,7 @@ class EmbeddingCollection(torch.nn.Module):
                 assert batch.batch_id is not None
                 self._worker.release(batch.batch_id)
                 self._registered.discard(batch.batch_id)
-                self._released += 1
+                self._tally.released()
             elif not batch.made_up:
                 return  # Its gradient is on its way.
             assert batch.drawn is not None
@@ -432,7 +376,7 @@ class EmbeddingCollection(torch.nn.Module):
             assert batch.batch_id is not None
             self._worker.release(batch.batch_id)
             self._registered.discard(batch.batch_id)
-            self._released += 1
+            self._tally.released()
             self._batch_ended()
 
     def _batch_ended(self) -> None:
@@ -461,7 +405,7 @@ class EmbeddingCollection(torch.nn.Module):
             header = PushHeader(
                 connection.generation, connection.rank, self.pushes, step, sum(pending.rows for pending in group)
             )
-            self._count(self._worker.push(header, contributions))
+            self._tally.pushed(self._worker.push(header, contributions))
             self._registered.difference_update(c.batch_id for c in contributions)
         self.gate.done(batches)
 
@@ -478,16 +422,11 @@ class EmbeddingCollection(torch.nn.Module):
             contributions = [Contribution(pending.batch_id, *pending.gradients()) for pending in group]
             rows = sum(pending.rows for pending in group)
             ticket, counts = draws.push(drawn.sequence, rows, version, contributions, dense)
-            self._count(counts)
+            self._tally.pushed(counts)
             self._registered.difference_update(c.batch_id for c in contributions)
             self.global_step = max(self.global_step, ticket.header.step)
 
         self._pipeline.push(push)
-
-    def _count(self, counts: Mapping[str, UpdateCounts]) -> None:
-        for table, more in counts.items():
-            before = self._counts.get(table, UpdateCounts())
-            self._counts[table] = UpdateCounts(*(a + b for a, b in zip(before, more, strict=True)))
 
     # --- without a pipeline -----------------------------------------------------------------------------------
 

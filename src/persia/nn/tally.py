@@ -1,0 +1,70 @@
+"""What became of gradients and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from persia.types import UpdateCounts
+
+__all__ = ["Pushed", "Tally"]
+
+
+class Pushed(NamedTuple):
+    """What became of the gradients so far, in rows, and of batches without one.
+
+    Attributes:
+        applied: rows updated.
+        absent: rows that were not there (not admitted, or evicted): skipped.
+        non_finite: rows whose gradient had a NaN or Inf: dropped.
+        released: batches that were drawn and never back-propagated.
+        lost_batches: batches whose rows could not be looked up, as their embedding worker was gone: skipped.
+        lost_rows: samples of those.
+        lost_gradients: batches whose gradient could not be pushed, for the same reason.
+    """
+
+    applied: int = 0
+    absent: int = 0
+    non_finite: int = 0
+    released: int = 0
+    lost_batches: int = 0
+    lost_rows: int = 0
+    lost_gradients: int = 0
+
+
+class Tally:
+    """Counts what becomes of gradients and batches. Each count is written by one thread, and may be read by any."""
+
+    def __init__(self) -> None:
+        self._updates: dict[str, UpdateCounts] = {}
+        self._released = 0
+        self._lost_batches = 0
+        self._lost_rows = 0
+
+    def pushed(self, counts: Mapping[str, UpdateCounts]) -> None:
+        """Gradients came to this, by table."""
+        for table, more in counts.items():
+            before = self._updates.get(table, UpdateCounts())
+            self._updates[table] = UpdateCounts(*(a + b for a, b in zip(before, more, strict=True)))
+
+    def released(self) -> None:
+        """A batch was drawn and never back-propagated."""
+        self._released += 1
+
+    def lost(self, rows: int) -> None:
+        """A batch of `rows` samples was gone with its embedding worker before its lookup."""
+        self._lost_batches += 1
+        self._lost_rows += rows
+
+    def result(self, lost_gradients: int) -> Pushed:
+        """All of it, with the gradients that could not be pushed, which others count."""
+        counts = list(self._updates.values())
+        return Pushed(
+            sum(c.applied for c in counts),
+            sum(c.absent for c in counts),
+            sum(c.non_finite for c in counts),
+            self._released,
+            self._lost_batches,
+            self._lost_rows,
+            lost_gradients,
+        )

@@ -1,0 +1,31 @@
+"""The Protocols through which roles meet, and nothing else.
+
+A role is a plain class that has these methods. A caller holds the object itself or a stub of it and cannot tell.
+All methods block, are safe to call from several threads, and raise :class:`persia.errors.PersiaError`. All of them
+may be repeated: the same call again has the effect of one. docs/reference/protocol.md tells who calls what when.
+"""
+
+from persia.services.cluster import Cluster, Connection, ProcessCluster
+from persia.services.control import ControlPlane, Coordinator, Tokens
+from persia.services.data import DataLoader, Seekable, Sharded
+from persia.services.dense import DenseMaker, DensePS
+from persia.services.embedding import CutInfo, EmbeddingPS, EmbeddingWorker, RowChunk, StatePiece
+
+__all__ = [
+    "Cluster",
+    "Connection",
+    "ControlPlane",
+    "Coordinator",
+    "CutInfo",
+    "DataLoader",
+    "DenseMaker",
+    "DensePS",
+    "EmbeddingPS",
+    "EmbeddingWorker",
+    "ProcessCluster",
+    "RowChunk",
+    "Seekable",
+    "Sharded",
+    "StatePiece",
+    "Tokens",
+]
