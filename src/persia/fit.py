@@ -18,7 +18,7 @@ from persia.metrics import MetricsResult
 from persia.nn.prepared import PreparedBatch
 from persia.nn.staging import Staging
 from persia.nn.tally import Pushed
-from persia.observe import LiveLine, Snapshot, summary_writer
+from persia.observe.live import LiveLine, Snapshot, summary_writer
 from persia.types import Floats, Int32Array
 
 if TYPE_CHECKING:
@@ -244,6 +244,7 @@ class Run:
         done, self._unscored = self._unscored, None
         arrays = done.arrays()
         self._loss = float(arrays["loss"])
+        self._trainer.watch.trained(len(arrays["labels"]), self._loss)
         where = f"Global step {done.step} (batch {done.number} of epoch {done.epoch}, counted from 0)"
         check_finite(where, arrays["logits"], self._loss, step=done.step, epoch=done.epoch, batch=done.number)
         self._trainer.metrics.update(arrays["logits"], arrays["labels"], done.day)

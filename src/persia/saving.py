@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -48,6 +49,14 @@ class _Chain(NamedTuple):
     length: int
 
 
+class _Written(NamedTuple):
+    """When the last checkpoint was complete, its step, and how long it took from the moment that it is of."""
+
+    at: float
+    step: int
+    seconds: float
+
+
 class Saving:
     """Writes the checkpoints of one trainer, one at a time. Used by its thread, on one NN worker for all."""
 
@@ -55,11 +64,23 @@ class Saving:
         self._chain: _Chain | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._failures = 0
+        self._last: _Written | None = None
 
     @property
     def busy(self) -> bool:
         """Whether one is being written."""
         return self._thread is not None and self._thread.is_alive()
+
+    def figures(self) -> dict[str, float]:
+        """For `persia.watch`. Thread-safe."""
+        found: dict[str, float] = {"checkpoint_failures": self._failures}
+        last = self._last
+        if last is not None:
+            found["checkpoint_age_seconds"] = time.monotonic() - last.at
+            found["checkpoint_step"] = last.step
+            found["checkpoint_seconds"] = last.seconds
+        return found
 
     def wait(self) -> None:
         """Blocks until nothing is being written; raises, once, what the last one has failed with."""
@@ -91,6 +112,7 @@ class Saving:
 
     def _capture(self, trainer: Trainer, directory: str, moment: Moment) -> Callable[[], str]:
         """Everything that changes by training is held here; what is returned writes it."""
+        began = time.monotonic()
         options = trainer.options
         servers = trainer.embeddings.connection.servers
         step = trainer.global_step
@@ -129,7 +151,10 @@ class Saving:
                         base=None if whole or chain is None else chain.base,
                         score=moment.score,
                     )
-            except StoreError as error:
+            except BaseException as error:
+                self._failures += 1
+                if not isinstance(error, StoreError):
+                    raise
                 raise CheckpointError(
                     f"The checkpoint of step {step} is lost, training is unharmed: {error.message} Save again.",
                     step=step,
@@ -137,6 +162,8 @@ class Saving:
             finally:
                 _end(servers, name)
             length = 0 if whole or chain is None else chain.length + 1
+            now = time.monotonic()
+            self._last = _Written(now, step, now - began)
             self._chain = _Chain(directory, Base(step, writer.content), [info.epochs for info in infos], length)
             return path
 

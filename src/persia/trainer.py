@@ -33,6 +33,7 @@ from persia.segments import Segments, Switch, check_mode
 from persia.services import Cluster, ProcessCluster, Seekable
 from persia.sources import FedSource, OwnSource, Source
 from persia.types import Feed
+from persia.watch import Watch
 
 __all__ = ["FitResult", "Trainer", "TrainerOptions"]
 
@@ -126,7 +127,10 @@ class Trainer:
         """Random generators of NN workers 1, 2, ... of a cluster, until they start again."""
         self.finished = False
         """Whether the last call of `fit` came to the end of its epochs."""
-        self._saving = saving.Saving()
+        self.saving = saving.Saving()
+        self.watch = Watch(self)
+        if connection.observe is not None:
+            connection.observe(self.watch.observe)
         self._loaded = False
         self.epoch = 0
         self.position = 0
@@ -228,7 +232,7 @@ class Trainer:
             run.close()
             if not trained:  # What is raised already says more than a checkpoint that failed as well.
                 with contextlib.suppress(Exception):
-                    self._saving.wait()
+                    self.saving.wait()
         self.finished = self.epoch >= epochs
         if self.step.replicas.by_first(self._await_save):
             run.saved(False)
@@ -381,7 +385,7 @@ class Trainer:
 
     def _save(self, directory: str, score: float | None = None) -> str:
         moment = self._moment(score)
-        return self.step.replicas.by_first(lambda: self._saving.save(self, directory, moment))
+        return self.step.replicas.by_first(lambda: self.saving.save(self, directory, moment))
 
     def _begin_save(self, eval_data: Iterable[Batch] | None) -> bool:
         """Lets a checkpoint be written while training goes on, unless there is one under way."""
@@ -393,14 +397,14 @@ class Trainer:
         moment = self._moment(self._score(self.evaluate(eval_data)) if best and eval_data is not None else None)
 
         def begin() -> str:
-            self._saving.begin(self, directory, moment)
+            self.saving.begin(self, directory, moment)
             return ""
 
         self.step.replicas.by_first(begin)
         return True
 
     def _still_saving(self) -> str:
-        if not self._saving.busy:
+        if not self.saving.busy:
             return ""
         _log.warning(
             "Step %d: no checkpoint, as the one before is still being written. Make them less often, or write to a "
@@ -412,7 +416,7 @@ class Trainer:
     def _await_save(self) -> str:
         """Whether the last one that was begun has failed, so that there should be another."""
         try:
-            self._saving.wait()
+            self.saving.wait()
         except PersiaError as error:
             _log.warning("A checkpoint has failed, another one is written now: %s", error)
             return "failed"

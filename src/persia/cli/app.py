@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from persia.cli.checkpoint import checkpoint_app
+from persia.cli.health import health
 from persia.cli.regions import cluster_app
 from persia.errors import CheckpointError, ConfigError, PersiaError
 
@@ -32,6 +33,7 @@ app = typer.Typer(
 )
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(cluster_app, name="cluster")
+app.command()(health)
 control_app = typer.Typer(no_args_is_help=True, help="Steer a run that is under way.")
 app.add_typer(control_app, name="control")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
@@ -79,6 +81,8 @@ def train(
     reader = run.reader()
     trainer = run.build_trainer(reader.schema)
     with _ending(trainer):
+        if run.cluster.kind == "ray":
+            typer.echo(f"persia health and persia control reach this run at {_control_address(trainer)}", err=True)
         if resume is not None:
             trainer.load(resume)
         evaluation = run.eval_data.reader(reader.schema, "eval_data") if run.eval_data is not None else None
@@ -210,6 +214,13 @@ def _ending(trainer: Trainer) -> Iterator[None]:
     finally:
         if isinstance(trainer.cluster, ProcessCluster):
             trainer.cluster.close()
+
+
+def _control_address(trainer: Trainer) -> str:
+    from persia.cluster import Ray
+
+    assert isinstance(trainer.cluster, Ray)
+    return trainer.cluster.control_address
 
 
 def _check_unused(output: str | None, resume: str | None) -> None:

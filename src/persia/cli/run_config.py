@@ -22,7 +22,7 @@ from persia.schema import Adagrad, EmbeddingOptimizer, Schema
 from persia.services import Cluster
 from persia.trainer import Trainer
 
-__all__ = ["ClusterConfig", "DataConfig", "ModelConfig", "OptimizerConfig", "RunConfig", "TrainConfig"]
+__all__ = ["ClusterConfig", "DataConfig", "ModelConfig", "ObserveConfig", "OptimizerConfig", "RunConfig", "TrainConfig"]
 
 MODELS: dict[str, Callable[..., torch.nn.Module]] = {
     "ffnn": models.FFNN,
@@ -184,14 +184,26 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nn_workers: int = 1
     ray: RayOptions = RayOptions()
 
-    def build(self) -> Cluster:
-        """The cluster; nothing is started yet."""
+    def build(self, prometheus_port: int | None = None) -> Cluster:
+        """The cluster; no process is started yet."""
         if self.kind == "embedded":
-            return Embedded(self.threads)
+            return Embedded(self.threads, prometheus_port)
         from persia.cluster import Ray
 
-        options = msgspec.structs.replace(self.ray, threads=self.ray.threads or self.threads)
+        port = self.ray.prometheus_port if prometheus_port is None else prometheus_port
+        options = msgspec.structs.replace(self.ray, threads=self.ray.threads or self.threads, prometheus_port=port)
         return Ray(self.ps, self.embedding_workers, self.data_loaders, self.nn_workers, options)
+
+
+class ObserveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the run can be watched, beside `trainer.log_dir` and `trainer.progress`.
+
+    Attributes:
+        prometheus_port: where each process exports its figures, the next free port being taken if need be; null for
+            nowhere.
+    """
+
+    prometheus_port: int | None = None
 
 
 class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -220,6 +232,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         cluster: where the roles run.
         train: how long.
         trainer: precision, checkpoints, seed, ...
+        observe: metrics for Prometheus.
     """
 
     data: DataConfig
@@ -232,6 +245,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cluster: ClusterConfig = ClusterConfig()
     train: TrainConfig = TrainConfig()
     trainer: TrainerOptions = TrainerOptions()
+    observe: ObserveConfig = ObserveConfig()
 
     def reader(self) -> Any:
         """The training reader; its `schema` is the run's."""
@@ -246,7 +260,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             optimizer=self.optimizer.factory(),
             embedding_optimizer=self.embedding_optimizer,
             mode=self.mode,
-            cluster=self.cluster.build(),
+            cluster=self.cluster.build(self.observe.prometheus_port),
             options=self.trainer,
         )
 

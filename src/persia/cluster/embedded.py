@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
+import weakref
+from collections.abc import Callable
 
+from persia.cluster.observed import LOOPBACK, ObservedProcess, check_port
 from persia.coordinator import Tokens
 from persia.errors import ConfigError
 from persia.modes import Mode
+from persia.observe.figures import Figure, Health, Readings
 from persia.ps import EmbeddingServer
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Connection, DenseMaker, DensePS
@@ -20,12 +25,43 @@ class Embedded:
 
     Args:
         threads: threads of the embedding store, beside those of torch; None for one per core, at most 8.
+        prometheus_port: where this process exports its figures, at 127.0.0.1; the next free port is taken if need be,
+            `health().metrics` tells which. None for nowhere.
     """
 
-    def __init__(self, threads: int | None = None) -> None:
+    def __init__(self, threads: int | None = None, prometheus_port: int | None = None) -> None:
         if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
             raise ConfigError(f"Embedded.threads = {threads!r}; give a whole number >= 1.", field="cluster.threads")
         self.threads = threads or min(8, len(os.sched_getaffinity(0)))
+        # Of the last connection; not kept alive by being observed.
+        self._server: Callable[[], EmbeddingServer | None] = lambda: None
+        self._worker: Callable[[], Worker | None] = lambda: None
+        self._trainer: Callable[[], Callable[[], Readings] | None] = lambda: None
+        self._process = ObservedProcess("embedded", 0, self._observe)
+        check_port(prometheus_port, "cluster.prometheus_port")
+        if prometheus_port is not None:
+            self._process.expose(prometheus_port, LOOPBACK)
+
+    def health(self) -> Health:
+        """How this process is: figures of the last connection's roles. Thread-safe."""
+        return self._process.health()
+
+    def close(self) -> None:
+        """Ends the Prometheus endpoint, if there is one."""
+        self._process.close()
+
+    def _observe(self) -> Readings:
+        found = Readings([Figure("cpu_seconds", time.process_time(), {})], [])
+        server, worker, trainer = self._server(), self._worker(), self._trainer()
+        if server is not None:
+            found.figures.extend(server.observe().figures)
+        if worker is not None:
+            found.figures.extend(worker.observe().figures)
+        if trainer is not None:
+            more = trainer()
+            found.figures.extend(more.figures)
+            found.latencies.extend(more.latencies)
+        return found
 
     def connect(self, schema: Schema, optimizer: EmbeddingOptimizer, mode: Mode, seed: int) -> Connection:
         """Makes a store and an embedding worker; each call makes new ones."""
@@ -36,9 +72,10 @@ class Embedded:
             return [DenseServer(maker)]
 
         server = EmbeddingServer(schema.resolved_tables(), optimizer, mode, seed, self.threads)
-        return Connection(
-            Worker(schema, [server], self.threads),
-            [server],
-            tokens=Tokens(),
-            dense=serve,
-        )
+        worker = Worker(schema, [server], self.threads)
+        self._server, self._worker = weakref.ref(server), weakref.ref(worker)
+
+        def observe(trainer: Callable[[], Readings]) -> None:
+            self._trainer = weakref.WeakMethod(trainer)
+
+        return Connection(worker, [server], tokens=Tokens(), dense=serve, observe=observe)

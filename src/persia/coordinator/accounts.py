@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from persia.observe.figures import Readings, figures
 from persia.types import PushHeader, Ticket
 
 __all__ = ["Account", "Drawn", "TokenReport", "WorkerReport"]
@@ -93,6 +94,12 @@ class TokenReport(msgspec.Struct):
     lost_batches: int = 0
     orphans: int = 0
     since: float | None = None
+
+    def observe(self) -> Readings:
+        """As figures."""
+        names = ("batches", "rows", "dropped_batches", "dropped_rows", "staleness_sum", "staleness_max")
+        counts = {name: float(getattr(self, name)) for name in names}
+        return Readings(figures("tokens", {**counts, "lost": self.lost_tokens}), [])
 
     def begin(self, now: float) -> None:
         """The clock runs."""

@@ -25,6 +25,9 @@ class Channel(Generic[T]):
         self._closed = False
         self._changed = threading.Condition()
 
+    def __len__(self) -> int:
+        return len(self._items)
+
     def put(self, item: T) -> None:
         """Blocks while full. Raises Closed when closed."""
         with self._changed:

@@ -25,6 +25,7 @@ from persia.nn.sync import EqualSteps
 from persia.nn.tally import Pushed, Tally
 from persia.nn.transfer import Encoded, Transfer
 from persia.nn.types import Embeddings
+from persia.observe.figures import Histogram
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Cluster
 from persia.types import Contribution, FedBatch, PushHeader
@@ -117,7 +118,9 @@ class EmbeddingCollection(torch.nn.Module):
         self._registered: set[int] = set()
         self._inline: PreparedBatch | None = None
         self._push_failure: BaseException | None = None
-        self._tally = Tally()
+        self.tally = Tally()
+        self.waits = Histogram()
+        """How long the network waited for batches."""
         self._compressed = False
         self.pushes = 0
         self._pid = os.getpid()
@@ -217,9 +220,15 @@ class EmbeddingCollection(torch.nn.Module):
         return self.gate.measured
 
     @property
+    def ready(self) -> int:
+        """Batches that are looked up and wait for the network."""
+        pipeline = self._pipeline
+        return pipeline.ready if pipeline is not None else 0
+
+    @property
     def pushed(self) -> Pushed:
         """What became of gradients so far."""
-        return self._tally.result(self._worker.statistics().get("lost_gradients", 0))
+        return self.tally.result(self._worker.statistics().get("lost_gradients", 0))
 
     def statistics(self) -> dict[str, dict[str, int]]:
         """Counters of the tables, summed over the servers."""
@@ -267,7 +276,7 @@ class EmbeddingCollection(torch.nn.Module):
             # Also when the loop is left early: what has a gradient is applied, the rest is forgotten. A batch that was
             # abandoned is no step.
             if batch is not None and batch.close():
-                self._tally.released()
+                self.tally.released()
             if draws is not None:
                 self._group, self._group_batches = [], 0
             elif complete or not self._held:
@@ -297,7 +306,8 @@ class EmbeddingCollection(torch.nn.Module):
         if self._draws is not None:
             self._draws.want()
         try:
-            batch = pipeline.draw()
+            with self.waits.timed():
+                batch = pipeline.draw()
         except StopIteration:
             if equal_steps is None:
                 return None
@@ -339,7 +349,7 @@ class EmbeddingCollection(torch.nn.Module):
             found = self._worker.lookup(batch_id)
         except StaleBatchError:
             self._registered.discard(batch_id)
-            self._tally.lost(len(batch.labels))
+            self.tally.lost(len(batch.labels))
             return made_up_batch(self.schema, made_up_rows, self._staging.device), lambda: None
         self._compressed = found.scales is not None
         prepared, ready = self._transfer.rows(batch, found, batch_id)
@@ -365,7 +375,7 @@ class EmbeddingCollection(torch.nn.Module):
                 assert batch.batch_id is not None
                 self._worker.release(batch.batch_id)
                 self._registered.discard(batch.batch_id)
-                self._tally.released()
+                self.tally.released()
             elif not batch.made_up:
                 return  # Its gradient is on its way.
             assert batch.drawn is not None
@@ -376,7 +386,7 @@ class EmbeddingCollection(torch.nn.Module):
             assert batch.batch_id is not None
             self._worker.release(batch.batch_id)
             self._registered.discard(batch.batch_id)
-            self._tally.released()
+            self.tally.released()
             self._batch_ended()
 
     def _batch_ended(self) -> None:
@@ -405,7 +415,7 @@ class EmbeddingCollection(torch.nn.Module):
             header = PushHeader(
                 connection.generation, connection.rank, self.pushes, step, sum(pending.rows for pending in group)
             )
-            self._tally.pushed(self._worker.push(header, contributions))
+            self.tally.pushed(self._worker.push(header, contributions))
             self._registered.difference_update(c.batch_id for c in contributions)
         self.gate.done(batches)
 
@@ -422,7 +432,7 @@ class EmbeddingCollection(torch.nn.Module):
             contributions = [Contribution(pending.batch_id, *pending.gradients()) for pending in group]
             rows = sum(pending.rows for pending in group)
             ticket, counts = draws.push(drawn.sequence, rows, version, contributions, dense)
-            self._tally.pushed(counts)
+            self.tally.pushed(counts)
             self._registered.difference_update(c.batch_id for c in contributions)
             self.global_step = max(self.global_step, ticket.header.step)
 

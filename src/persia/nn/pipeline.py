@@ -97,6 +97,11 @@ class Pipeline:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def ready(self) -> int:
+        """Batches looked up that were not drawn yet."""
+        return len(self._ready)
+
     def draw(self) -> PreparedBatch:
         """The next batch.
 

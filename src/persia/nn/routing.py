@@ -93,6 +93,11 @@ class EmbeddingWorkers:
         """Rows for evaluation, from each in turn."""
         return self._anyone("evaluate", lambda worker: worker.evaluate(id_features), next(self._turns))
 
+    @property
+    def lost_gradients(self) -> int:
+        """Batches whose gradient could not be pushed."""
+        return self._lost
+
     def statistics(self) -> dict[str, int]:
         """Counters of all that answer, summed, and `lost_gradients`: batches whose gradient could not be pushed."""
         total = Counter(lost_gradients=self._lost)

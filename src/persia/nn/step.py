@@ -12,6 +12,7 @@ from persia.errors import ConfigError
 from persia.nn.prepared import PreparedBatch
 from persia.nn.sync import Alone, Replicas
 from persia.nn.types import Embeddings
+from persia.observe.figures import Histogram
 from persia.schema import Schedule
 
 __all__ = ["DenseStep", "OptimizerFactory", "Precision", "StepOptions"]
@@ -89,6 +90,8 @@ class DenseStep:
         )
         self._batches = 0
         self._rows = 0
+        self.times = Histogram()
+        """How long batches took; on a GPU, to be launched."""
 
     def train(self, batch: PreparedBatch, embeddings: Embeddings) -> tuple[torch.Tensor, torch.Tensor]:
         """One batch. From a made-up one nothing is learned.
@@ -96,6 +99,16 @@ class DenseStep:
         Returns:
             Logits float32 `[batch, labels]` of the forward pass, before the update, and the loss, both detached.
         """
+        with self.times.timed():
+            return self._train(batch, embeddings)
+
+    def compute(self, batch: PreparedBatch, embeddings: Embeddings) -> tuple[torch.Tensor, torch.Tensor]:
+        """Forward and backward of one batch, without an update: dense PSs do that. Returns what `train` does."""
+        with self.times.timed():
+            logits, loss = self._forward_backward(batch, embeddings, self.model)
+        return logits.detach(), loss.detach()
+
+    def _train(self, batch: PreparedBatch, embeddings: Embeddings) -> tuple[torch.Tensor, torch.Tensor]:
         self._batches += 1
         self._rows += batch.weight
         last = self._batches == self._accumulation
@@ -106,11 +119,6 @@ class DenseStep:
                 logits, loss = self._forward_backward(batch, embeddings, self.replicas.model)
         if last:
             self._update()
-        return logits.detach(), loss.detach()
-
-    def compute(self, batch: PreparedBatch, embeddings: Embeddings) -> tuple[torch.Tensor, torch.Tensor]:
-        """Forward and backward of one batch, without an update: dense PSs do that. Returns what `train` does."""
-        logits, loss = self._forward_backward(batch, embeddings, self.model)
         return logits.detach(), loss.detach()
 
     def _forward_backward(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -11,6 +12,7 @@ import numpy as np
 from persia import batching
 from persia.errors import StoreError
 from persia.modes import Dense, Mode, decode
+from persia.observe.figures import Readings, figures
 from persia.ps.cuts import Cuts
 from persia.ps.held import Arrived, HeldSteps
 from persia.ps.options import ServerOptions
@@ -207,6 +209,11 @@ class EmbeddingServer:
             }
             for name, index in self._index.items()
         }
+
+    def observe(self) -> Readings:
+        """The same, and `slots`, as figures."""
+        found = [f for table, counts in self.statistics().items() for f in figures("ps", counts, table=table)]
+        return Readings(found + figures("ps_slot", dataclasses.asdict(self._slots)), [])
 
     def slots(self) -> SlotCounts:
         """How stale the rows of asynchronous modes were."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from persia.errors import WireError
+from persia.observe.figures import Histogram, Latency
 from persia.rpc.arrays import Arrays, Decoder
 from persia.rpc.failures import failure
 from persia.rpc.interface import Method
@@ -46,6 +47,7 @@ class Dispatcher:
         self._methods = methods
         self._limits = limits
         self._count = count
+        self._times = {name: Histogram() for name in methods}
         self._cursor = Decoder[tuple[int, int]](tuple[int, int])
         self.streams = Streams(limits)
 
@@ -80,6 +82,11 @@ class Dispatcher:
             self._count("errors")
             return self.failure(call, error)
 
+    def latencies(self) -> list[Latency]:
+        """How long methods have run, of those that were called."""
+        taken = [times.latency("rpc_call_seconds", {"method": name}) for name, times in self._times.items()]
+        return [latency for latency in taken if any(latency.counts)]
+
     def failure(self, call: int, error: BaseException) -> Reply:
         """The reply that says what was raised."""
         payload, arrays = failure(error, self._limits)
@@ -109,7 +116,11 @@ class Dispatcher:
 
     def _call(self, method: Method, arguments: tuple[Any, ...]) -> tuple[Kind, object]:
         self._count("calls")
-        result = method.call(self._service, arguments)
+        began = time.perf_counter()
+        try:
+            result = method.call(self._service, arguments)
+        finally:
+            self._times[method.name].add(time.perf_counter() - began)
         return (Kind.STREAM, self.streams.open(result)) if method.streams else (Kind.RESULT, result)
 
     def _advance(self, kind: Kind, number: int, position: int) -> tuple[Kind, object]:

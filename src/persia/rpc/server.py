@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import zmq
 
 from persia.errors import WireError
+from persia.observe.figures import Readings, figures
 from persia.rpc.backlog import Backlog, Job
 from persia.rpc.dispatch import Dispatcher, Reply
 from persia.rpc.intake import Intake
@@ -139,6 +140,10 @@ class Server:
                 "threads": len(self._threads),
                 "streams": len(streams),
             }
+
+    def observe(self) -> Readings:
+        """The same as figures, and how long methods have run."""
+        return Readings(figures("rpc", self.statistics()), self._dispatcher.latencies())
 
     def close(self, seconds: float = 5.0) -> None:
         """Stops reading, lets running methods finish and reply for so long, and gives up the address.

@@ -10,6 +10,7 @@ from persia.services.control import ControlPlane, Coordinator, Tokens
 from persia.services.data import DataLoader, Seekable, Sharded
 from persia.services.dense import DenseMaker, DensePS
 from persia.services.embedding import CutInfo, EmbeddingPS, EmbeddingWorker, RowChunk, StatePiece
+from persia.services.observed import Observed
 
 __all__ = [
     "Cluster",
@@ -22,6 +23,7 @@ __all__ = [
     "DensePS",
     "EmbeddingPS",
     "EmbeddingWorker",
+    "Observed",
     "ProcessCluster",
     "RowChunk",
     "Seekable",

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from persia.batching.batch import Batch
 from persia.modes import Mode
+from persia.observe.figures import Readings
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services.control import Tokens
 from persia.services.data import DataLoader, Seekable
@@ -35,6 +36,7 @@ class Connection(NamedTuple):
             are no asynchronous modes.
         replicas: makes the network's `persia.nn.sync.Replicas`, given the network and seconds to wait; None where
             torch.distributed does.
+        observe: told how to observe this NN worker, for health and metrics of its process; None where nobody asks.
     """
 
     worker: EmbeddingWorker
@@ -46,6 +48,7 @@ class Connection(NamedTuple):
     tokens: Tokens | None = None
     dense: Callable[[DenseMaker], Sequence[DensePS]] | None = None
     replicas: Callable[[Any, float], Any] | None = None
+    observe: Callable[[Callable[[], Readings]], None] | None = None
 
 
 class Cluster(Protocol):

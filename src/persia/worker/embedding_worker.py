@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from persia import batching
 from persia.batching.batch import IdColumn
 from persia.errors import ConfigError, StaleBatchError
+from persia.observe.figures import Figure, Readings, figures
 from persia.schema import Schema
 from persia.services import EmbeddingPS
 from persia.types import INCARNATION_BITS, Contribution, Floats, LookedUp, PushHeader, UpdateCounts, WireRows
@@ -58,6 +59,8 @@ class Worker:
         self._compresses = options.compression == "fp16"
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
+        self._traffic: Counter[tuple[str, str]] = Counter()
+        """Bytes, by what and codec."""
         # Of each NN worker, by (generation, rank, part): its last push, for the case that the reply is lost.
         self._outcomes: dict[tuple[int, int, int], tuple[int, dict[str, UpdateCounts]]] = {}
 
@@ -79,6 +82,7 @@ class Worker:
         with self._buffer.use(batch_id) as entry:
             found = self._rows(entry, train)
         self._count("looked_up")
+        self._carried("row_bytes", found.rows, found.scales)
         if not train:
             self.release(batch_id)
         return found
@@ -122,6 +126,7 @@ class Worker:
                 del self._outcomes[known]
             self._outcomes[sender] = header.sequence, counts
         for entry, contribution in batches:
+            self._carried("gradient_bytes", contribution.gradients, contribution.scales)
             self._count("gradient_rows", sum(len(entry.ids[table]) for table in contribution.gradients))
             self._buffer.forget(contribution.batch_id, "pushed")
         return counts
@@ -143,6 +148,12 @@ class Worker:
             counts = {name: self._counts[name] for name in ("looked_up", "gradient_rows")}
         return {**self._buffer.statistics(), **counts}
 
+    def observe(self) -> Readings:
+        """The same as figures, and bytes of rows and gradients by the codec that they travelled with."""
+        with self._lock:
+            traffic = [Figure(f"worker_{n}", float(v), {"codec": codec}) for (n, codec), v in self._traffic.items()]
+        return Readings(figures("worker", self.statistics()) + traffic, [])
+
     @property
     def buffered(self) -> int:
         """Batches between registration and push."""
@@ -163,6 +174,14 @@ class Worker:
         for table, values in rows.items():
             halves[table], scales[table] = batching.encode_rows(values)
         return LookedUp(halves, entry.inverse, entry.offsets, scales)
+
+    def _carried(self, what: str, rows: Mapping[str, WireRows], scales: Mapping[str, Floats] | None) -> None:
+        """Counts bytes to or from an NN worker."""
+        nbytes = sum(array.nbytes for array in rows.values())
+        if scales is not None:
+            nbytes += sum(array.nbytes for array in scales.values())
+        with self._lock:
+            self._traffic[what, "none" if scales is None else "fp16"] += nbytes
 
     def _count(self, what: str, by: int = 1) -> None:
         with self._lock:

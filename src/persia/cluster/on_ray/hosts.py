@@ -9,18 +9,21 @@ import threading
 import time
 from typing import Any
 
+import msgspec
 import ray
 
 from persia import rpc, services
+from persia.cluster.observed import LOOPBACK, ObservedProcess
 from persia.cluster.on_ray.membership import Listener, connect_servers, reach_coordinator
 from persia.cluster.on_ray.plan import TITLES, Plan, ProcessInfo, Service
 from persia.coordinator import Coordinator as Coordination
-from persia.coordinator import Tokens
+from persia.coordinator import TokenReport, Tokens
 from persia.errors import ConfigError, DeadlineError, StoreError
+from persia.observe.figures import Figure, Readings, figures
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.regions import Regions
 from persia.rpc.interface import describe
-from persia.services import ControlPlane, Coordinator, DenseMaker, DensePS, EmbeddingPS, EmbeddingWorker
+from persia.services import ControlPlane, Coordinator, DenseMaker, DensePS, EmbeddingPS, EmbeddingWorker, Observed
 from persia.types import Membership
 from persia.worker import Worker, WorkerOptions
 
@@ -53,7 +56,13 @@ class Host:
         )
         self.log = logging.getLogger("persia.cluster")
         self.server: rpc.Server | None = None
-        self.incarnation = 1
+        self.ready = False
+        """Whether the role is made, and can be observed."""
+        self.process = ObservedProcess(self.role, rank, self._observe)
+        if plan.options.prometheus_port is not None:
+            name = ray.util.get_node_ip_address()
+            here = (LOOPBACK, LOOPBACK) if plan.loopback else ("::" if ":" in name else "0.0.0.0", name)
+            self.process.expose(plan.options.prometheus_port, *here)
         self.coordinator: Coordinator | None = None
 
     def __repr__(self) -> str:  # Ray puts it before each line that the process prints.
@@ -67,7 +76,7 @@ class Host:
             ray.util.get_node_ip_address(),
             context.get_node_id(),
             [os.path.realpath(f"/proc/self/fd/{number}") for number in (1, 2)],
-            self.incarnation,
+            self.process.incarnation,
             self.server.address if self.server else "",
         )
 
@@ -87,12 +96,28 @@ class Host:
         """The role's own."""
         return {}
 
+    def observe(self) -> Readings:
+        """The role's own."""
+        return Readings([], [])
+
+    def _observe(self) -> Readings:
+        found = self.observe() if self.ready else Readings([], [])
+        served = self.server.observe() if self.server is not None else Readings([], [])
+        cpu = [Figure("cpu_seconds", time.process_time(), {})]
+        return Readings(found.figures + served.figures + cpu, found.latencies + served.latencies)
+
     def serve(self, service: object, protocol: type, address: str = "") -> str:
-        """Makes the role callable, at this address or any; returns its address."""
+        """Makes the role, and `health`, callable, at this address or any; returns its address."""
+        answers = protocol if protocol is Observed else type(protocol.__name__, (protocol, Observed), {})
         end = time.monotonic() + BIND_SECONDS
         while self.server is None:
             try:
-                self.server = rpc.serve(service, address or f"{self.origin}*", protocol=protocol, keys=self.plan.keys)
+                self.server = rpc.serve(
+                    _Observable(service, self.process),
+                    address or f"{self.origin}*",
+                    protocol=answers,
+                    keys=self.plan.keys,
+                )
             except ConfigError:  # A process that was killed may take a moment to let go of its address.
                 if time.monotonic() >= end:
                     raise
@@ -110,8 +135,10 @@ class Host:
         if self.coordinator is None:
             self.coordinator = reach_coordinator(self.plan)
             threading.Thread(target=self._report_always, name="persia-report", daemon=True).start()
-        self.incarnation = self.coordinator.join(self.role, self.rank, address).incarnation
-        self.log.info("joined as incarnation %d, listens at %s", self.incarnation, address or "no address")
+        incarnation = self.coordinator.join(self.role, self.rank, address).incarnation
+        self.process.incarnation = incarnation
+        self.ready = True
+        self.log.info("joined as incarnation %d, listens at %s", incarnation, address)
         return self.coordinator
 
     def _report_always(self) -> None:
@@ -123,6 +150,17 @@ class Host:
                 self.log.info("a report was not taken: %s", error)
 
 
+class _Observable:
+    """A role that answers `health` too."""
+
+    def __init__(self, service: object, process: ObservedProcess) -> None:
+        self._service = service
+        self.health = process.health
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._service, name)
+
+
 class CoordinatorHost(Host):
     """Process of the coordinator: a named actor, whose address all others are told."""
 
@@ -130,7 +168,13 @@ class CoordinatorHost(Host):
 
     def __init__(self, plan: Plan, rank: int) -> None:
         super().__init__(plan, rank)
-        self.serve(_Both(Coordination(), Tokens(plan.options.timeout)), ControlPlane)
+        self._tokens = Tokens(plan.options.timeout)
+        self.serve(_Both(Coordination(), self._tokens), ControlPlane)
+        self.ready = True
+
+    def observe(self) -> Readings:
+        """What asynchronous modes did."""
+        return msgspec.json.decode(self._tokens.summary(), type=TokenReport).observe()
 
 
 class _Both:
@@ -156,6 +200,10 @@ class DenseServerHost(Host):
         torch.set_num_threads(cores(plan))
         self.servant = DenseServer(maker, rank, plan.options.dense_ps, plan.options.timeout)
         self.join(self.serve(self.servant, DensePS))
+
+    def observe(self) -> Readings:
+        """As the role counts them."""
+        return Readings(figures("dense", self.servant.statistics()), [])
 
     def counters(self) -> dict[str, float]:
         """As the role counts them."""
@@ -209,6 +257,10 @@ class EmbeddingServerHost(Host):
         tables = self.servant.statistics()
         return {f"{table}.{name}": float(value) for table, of in tables.items() for name, value in of.items()}
 
+    def observe(self) -> Readings:
+        """By table."""
+        return self.servant.observe()
+
 
 class EmbeddingWorkerHost(Host):
     """Process of an embedding worker."""
@@ -217,25 +269,33 @@ class EmbeddingWorkerHost(Host):
 
     def __init__(self, plan: Plan, rank: int, service: Service) -> None:
         super().__init__(plan, rank)
+        self.servant: Worker | None = None
         # Its number among the incarnations is part of the batch ids, so it joins first; calls wait until it is made.
         later = Later(repr(self), "a connection to all PSs", plan.options.timeout)
         coordinator = self.join(self.serve(later, EmbeddingWorker))
         options = WorkerOptions(plan.options.compression, timeout=plan.options.timeout)
         servers = connect_servers(coordinator, plan)
-        self.servant = Worker(service.schema, servers, cores(plan), rank, self.incarnation, options)
+        self.servant = Worker(service.schema, servers, cores(plan), rank, self.process.incarnation, options)
         later.become(self.servant)
         self._listener = Listener(coordinator, self._changed)
 
     def counters(self) -> dict[str, float]:
-        """As the role counts them."""
-        return {name: float(value) for name, value in self.servant.statistics().items()}
+        """As the role counts them; nothing before it is made."""
+        return {name: float(v) for name, v in self.servant.statistics().items()} if self.servant is not None else {}
+
+    def observe(self) -> Readings:
+        """The same."""
+        return self.servant.observe() if self.servant is not None else Readings([], [])
 
     def buffered(self) -> int:
         """Batches that are still here, for the driver, which ends this process when there are none."""
+        assert self.servant is not None
         return self.servant.statistics()["buffered"]
 
     def _changed(self, membership: Membership) -> None:
-        if any(m[:3] == (self.role, self.rank, self.incarnation) and m.state != "alive" for m in membership.members):
+        me = (self.role, self.rank, self.process.incarnation)
+        if any(member[:3] == me and member.state != "alive" for member in membership.members):
+            assert self.servant is not None
             self.servant.retire()
 
 

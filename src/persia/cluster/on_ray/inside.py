@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from persia.cluster.on_ray.linked import Linked
 from persia.cluster.on_ray.plan import Service
 from persia.errors import ConfigError
 from persia.modes import Mode
+from persia.observe.figures import Readings
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Connection
 
@@ -49,7 +51,11 @@ class Inside:
         begin = functools.partial(host.ask, "begin") if fed else None
         make_dense = functools.partial(host.ask, "serve_dense")
         self._linked = Linked(host.coordinator, host.plan, host.rank, self._generation, begin, make_dense)
-        return self._linked.connection
+
+        def observe(trainer: Callable[[], Readings]) -> None:
+            host.observer = trainer
+
+        return self._linked.connection._replace(observe=observe)
 
     def close(self) -> None:
         """Ends the connection."""

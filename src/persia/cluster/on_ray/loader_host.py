@@ -11,6 +11,7 @@ from persia.cluster.on_ray.hosts import Host, Later
 from persia.cluster.on_ray.membership import Listener, reach
 from persia.cluster.on_ray.plan import Plan, Service
 from persia.data.loader import Loader, Peer
+from persia.observe.figures import Readings, figures
 from persia.services import DataLoader, EmbeddingWorker
 from persia.types import Feed, Membership
 
@@ -65,6 +66,10 @@ class DataLoaderHost(Host):
         """As the role counts them."""
         loader = self._loader
         return {name: float(value) for name, value in loader.statistics().items()} if loader is not None else {}
+
+    def observe(self) -> Readings:
+        """As the role counts them; nothing before it reads."""
+        return Readings(figures("loader", self.counters()), [])
 
     def _changed(self, membership: Membership) -> None:
         with self._lock:

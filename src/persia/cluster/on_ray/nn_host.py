@@ -19,6 +19,8 @@ import ray
 from persia.cluster.on_ray.hosts import Host
 from persia.cluster.on_ray.inside import Inside
 from persia.cluster.on_ray.plan import Plan
+from persia.observe.figures import Readings
+from persia.services import Observed
 
 __all__ = ["CLUSTER", "NNWorkerHost", "Outcome", "Request"]
 
@@ -79,6 +81,13 @@ class NNWorkerHost(Host):
         self._answers: dict[int, _Answer] = {}
         self._numbers = itertools.count(1)
 
+        self.observer: Callable[[], Readings] | None = None
+        """What the function's trainer tells of itself."""
+
+    def observe(self) -> Readings:
+        """Of the trainer, if there is one."""
+        return self.observer() if self.observer is not None else Readings([], [])
+
     # --- for the driver -----------------------------------------------------------------------------------------
 
     def rendezvous(self) -> tuple[str, int]:
@@ -93,7 +102,7 @@ class NNWorkerHost(Host):
         """Runs a function, with a process group of all NN workers, and returns how it ended."""
         import torch
 
-        self.join("")  # In this generation.
+        self.join(self.serve(self, Observed))  # In this generation.
         backend = "cpu:gloo,cuda:nccl" if self.plan.options.gpus and torch.cuda.is_available() else "gloo"
         cluster = Inside(self, generation)
         try:
@@ -110,6 +119,7 @@ class NNWorkerHost(Host):
             return _failed(error)
         finally:
             cluster.close()
+            self.observer = None
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
 

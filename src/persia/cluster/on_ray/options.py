@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from persia.cluster.observed import check_port
 from persia.errors import ConfigError
 
 __all__ = ["RayOptions"]
@@ -27,6 +28,8 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         regions: where embedding PSs keep their rows, so that they outlive their processes: a directory of each host,
             in shared memory or on a disk, which must have room for them; see `persia cluster regions`. Empty: in the
             memory of the processes, and a PS that dies ends the run.
+        prometheus_port: where each process exports its figures: processes of one host take the next free ports;
+            `persia health` tells all of them. None for nowhere.
         timeout: seconds that any wait may take: for roles to start, rows, gradients of other NN workers.
         log_level: of the log lines of all roles, which appear in this process: "debug", "info", "warning", "error".
     """
@@ -39,6 +42,7 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dense_ps: int = 1
     restarts: int = 3
     regions: str = "/dev/shm"
+    prometheus_port: int | None = None
     timeout: float = 600.0
     log_level: str = "warning"
 
@@ -56,5 +60,6 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"regions = {self.regions!r}; give an absolute path, or nothing.", field="regions")
         if not isinstance(self.dense_ps, int) or self.dense_ps < 1:
             raise ConfigError(f"dense_ps = {self.dense_ps!r}; give a whole number >= 1.", field="dense_ps")
+        check_port(self.prometheus_port, "prometheus_port")
         if not self.timeout > 0:
             raise ConfigError(f"timeout = {self.timeout!r}; give a number of seconds > 0.", field="timeout")

@@ -1,0 +1,152 @@
+"""`persia health`: how every process of a running cluster is."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from persia.errors import PersiaError
+
+if TYPE_CHECKING:
+    from persia.observe.figures import Health
+    from persia.types import Member
+
+__all__ = ["health"]
+
+
+def health(
+    address: Annotated[str, typer.Argument(help="`cluster.control_address` of the run: tcp://host:port.")],
+    json: Annotated[str | None, typer.Option(help="Write all figures as JSON here.", metavar="FILE")] = None,
+    targets: Annotated[
+        str | None,
+        typer.Option(help="Write the Prometheus endpoints here, as a file for `file_sd_configs`.", metavar="FILE"),
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that a process may take to answer.")] = 5.0,
+) -> None:
+    """Ask every process of a running cluster how it is, and print a table.
+
+    Ends with 1 if one has died and was not replaced, or does not answer: good for a liveness probe. Where the cluster
+    has keys, set PERSIA_CURVE_KEYS as there.
+    """
+    from persia import rpc
+    from persia.cli import output as out
+    from persia.services import ControlPlane
+    from persia.types import Member
+
+    coordinator = rpc.connect(address, ControlPlane, peer="the coordinator", timeout=timeout)
+    try:
+        members = coordinator.membership().members
+    finally:
+        rpc.close(coordinator)
+    # NN workers that have ended are no sign of ill health: one that crashed is started again, or ends the run.
+    members = [m for m in members if m.role != "nn_worker" or m.state != "dead"]
+    members.insert(0, Member("coordinator", 0, 1, address))
+    with ThreadPoolExecutor(len(members)) as pool:
+        answers = list(pool.map(lambda member: _ask(member, timeout), members))
+    out.CONSOLE.print(_table(list(zip(members, answers, strict=True))))
+    if json is not None:
+        out.write_json(json, [_record(m, a) for m, a in zip(members, answers, strict=True)])
+    if targets is not None:
+        endpoints = [answer.metrics for answer in answers if not isinstance(answer, str) and answer.metrics]
+        names = [url.removeprefix("http://").removesuffix("/metrics") for url in endpoints]
+        out.write_json(targets, [{"targets": names, "labels": {"job": "persia"}}])
+    if any(isinstance(answer, str) for answer in answers):
+        raise typer.Exit(1)
+
+
+def _ask(member: Member, timeout: float) -> Health | str:
+    """What a process answers, or why it does not."""
+    from persia import rpc
+    from persia.services import Observed
+
+    if member.state == "dead":
+        return f"dead: {member.reason}"
+    try:
+        stub = rpc.connect(member.address, Observed, peer=f"{member.role} {member.rank}", timeout=timeout)
+        try:
+            return stub.health()
+        finally:
+            rpc.close(stub)
+    except PersiaError as error:
+        return f"no answer: {error.message}"
+
+
+def _table(found: list[tuple[Member, Health | str]]) -> Any:
+    from rich.table import Table
+
+    table = Table()
+    for column in ("process", "up", "where", "calls", "p50 / p99", "queue", "what it does"):
+        table.add_column(column, overflow="fold")
+    for member, answer in found:
+        name = f"{member.role} {member.rank}"
+        if isinstance(answer, str):
+            table.add_row(name, "-", member.address, "-", "-", "-", f"[red]{answer}[/red]")
+            continue
+        state = "" if member.state == "alive" else f" ({member.state})"
+        again = f", incarnation {answer.incarnation}" if answer.incarnation > 1 else ""
+        table.add_row(
+            name + state,
+            f"{answer.uptime:,.0f} s{again}",
+            f"{answer.host} {answer.pid}",
+            f"{answer.total('rpc_calls'):,.0f}",
+            _times(answer),
+            f"{answer.total('rpc_requests_held'):,.0f}",
+            _doing(answer),
+        )
+    return table
+
+
+def _times(health: Health) -> str:
+    """Of the method, or the stage, that most time went into; waiting for news of the membership is no work."""
+    taken = [t for t in health.latencies if sum(t.counts) and t.labels.get("method") not in ("membership", "health")]
+    if not taken:
+        return "-"
+    most = max(taken, key=lambda latency: latency.seconds)
+    name = most.labels.get("method", most.name.removesuffix("_seconds").removeprefix("nn_"))
+    return f"{name} {_seconds(most.quantile(0.5))} / {_seconds(most.quantile(0.99))}"
+
+
+def _seconds(bound: float) -> str:
+    if math.isinf(bound):
+        return "> 100 s"
+    return f"≤ {bound:g} s" if bound >= 1 else f"≤ {bound * 1000:g} ms"
+
+
+def _doing(health: Health) -> str:
+    """What is worth knowing first, by role."""
+    total = health.total
+    match health.role:
+        case "embedding_ps":
+            hits = total("ps_hits") / max(1.0, total("ps_lookups"))
+            return (
+                f"{total('ps_rows'):,.0f} rows, {total('ps_bytes') / 2**20:,.0f} MiB, {hits:.1%} hits, "
+                f"{total('ps_evicted'):,.0f} evicted, {total('ps_nonfinite'):,.0f} non-finite"
+            )
+        case "dense_ps":
+            return f"version {total('dense_version'):,.0f}"
+        case "embedding_worker":
+            return f"{total('worker_buffered'):,.0f} batches buffered, {total('worker_pushed'):,.0f} pushed"
+        case "data_loader":
+            return f"{total('loader_ready'):,.0f} batches ready, {total('loader_read'):,.0f} read"
+        case "nn_worker":
+            staleness = total("nn_staleness_sum") / max(1.0, total("nn_staleness_lookups"))
+            dropped = total("nn_dropped_rows") + total("nn_dropped_batches")
+            names = {figure.name for figure in health.figures}
+            age = f", checkpoint {total('nn_checkpoint_age_seconds'):,.0f} s ago"
+            return (
+                f"step {total('nn_step'):,.0f}, staleness {staleness:.2f}, {dropped:,.0f} dropped"
+                f"{age if 'nn_checkpoint_age_seconds' in names else ''}"
+            )
+        case _:
+            return ""
+
+
+def _record(member: Member, answer: Health | str) -> dict[str, Any]:
+    if isinstance(answer, str):
+        return {**member._asdict(), "healthy": False, "problem": answer}
+    figures = [figure._asdict() for figure in answer.figures]
+    latencies = [latency._asdict() for latency in answer.latencies]
+    return {**member._asdict(), **answer._asdict(), "healthy": True, "figures": figures, "latencies": latencies}
