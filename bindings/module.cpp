@@ -8,5 +8,6 @@ NB_MODULE(_core, m) {
   register_threads(m);
   register_store(m);
   register_batch(m);
+  register_packed(m);
   register_onebit(m);
 }

@@ -4,4 +4,5 @@
 void register_threads(nanobind::module_& m);
 void register_store(nanobind::module_& m);
 void register_batch(nanobind::module_& m);
+void register_packed(nanobind::module_& m);
 void register_onebit(nanobind::module_& m);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
@@ -31,6 +32,8 @@ from persia.types import (
     Floats,
     Gradients,
     Ids,
+    Packed,
+    PackedGradients,
     PushHeader,
     SlotCounts,
     UpdateCounts,
@@ -86,6 +89,7 @@ class EmbeddingServer:
             for config in configs:
                 self._store.create_table(config)
         self._index = {name: number for number, name in enumerate(self._tables)}
+        self._asked: tuple[Sequence[str], list[int], list[int]] = ([], [], [])
         self._cuts = Cuts(self._store, self._index)
         self._adopt(mode)
 
@@ -101,16 +105,21 @@ class EmbeddingServer:
         """The tables by name, their optimizers filled in."""
         return self._tables
 
-    def lookup(self, ids: Mapping[str, Ids], train: bool) -> dict[str, Floats]:
+    def lookup(self, ids: Mapping[str, Ids], train: bool) -> Packed[np.float32]:
         """Rows of distinct ids, by table; see `persia.services.EmbeddingPS`."""
-        numbers = [self._number(name) for name in ids]
-        rows = batching.borrow([(len(i), self._tables[name].dim) for name, i in ids.items()], self._scratch)
+        if not isinstance(ids, Packed):
+            try:
+                ids = Packed.of(ids, np.uint64)
+            except ValueError as error:
+                raise StoreError(f"lookup: {error}; ids are uint64 [n].") from error
+        numbers, dims = self._places(ids.names)
+        rows = self._scratch.floats(sum(map(operator.mul, ids.counts, dims)))
         with_room(
-            lambda: self._store.lookup(numbers, list(ids.values()), train=train, out=rows),
+            lambda: self._store.lookup_packed(numbers, ids.counts, ids.buffer, rows, train),
             self._options.timeout,
             "lookup",
         )
-        return dict(zip(ids, rows, strict=True))
+        return Packed(ids.names, ids.counts, rows, dims)
 
     def close(self) -> None:
         """Removes the regions, if there are any: what is in them is not needed any more. Call it last."""
@@ -119,17 +128,16 @@ class EmbeddingServer:
 
     def push(self, header: PushHeader, gradients: Mapping[str, Gradients]) -> dict[str, UpdateCounts]:
         """Applies gradients, each once; see `persia.services.EmbeddingPS`."""
+        packed = self._packed(gradients)
         if header.slot >= 0:
-            return self._push_slot(header, gradients)
+            return self._push_slot(header, packed)
         if self._on_arrival and header.parts == 1:
-            return self._apply(header.client, header.sequence, header.step, gradients)
-        for table, part in gradients.items():
-            self._check(table, part)  # Now: what is held must not fail others later.
+            return self._apply(header.client, header.sequence, header.step, packed)
         if self._on_arrival:
             if header.rank >= len(self._held):
                 raise StoreError(f"There is no NN worker {header.rank}, only {len(self._held)}.", rank=header.rank)
-            return self._held[header.rank].push(header.sequence, Arrived(header, gradients))
-        return self._held[0].push(header.step, Arrived(header, gradients))
+            return self._held[header.rank].push(header.sequence, Arrived(header, packed))
+        return self._held[0].push(header.step, Arrived(header, packed))
 
     def switch(self, mode: str, generation: int, step: int) -> None:
         """Another mode from `step` on; see `persia.services.EmbeddingPS`."""
@@ -149,8 +157,6 @@ class EmbeddingServer:
 
     def _push_slot(self, header: PushHeader, gradients: Mapping[str, Gradients]) -> dict[str, UpdateCounts]:
         """A push of an asynchronous mode: its turn is known, and what is applied is the sum of its step."""
-        for table, part in gradients.items():
-            self._check(table, part)
 
         def work(last: bool) -> None:
             weighed = {table: (part, self._weights(table, part.ids, header)) for table, part in gradients.items()}
@@ -188,16 +194,19 @@ class EmbeddingServer:
     def _apply(
         self, client: int, sequence: int, step: int, gradients: Mapping[str, Gradients]
     ) -> dict[str, UpdateCounts]:
-        counts = self._store.update(
-            [self._number(name) for name in gradients],
-            [ids for ids, _ in gradients.values()],
-            [values for _, values in gradients.values()],
-            [learning_rate(self._tables[name], step) for name in gradients],
+        ids, rows = (packed := self._packed(gradients)).ids, packed.rows
+        numbers, _ = self._places(ids.names)
+        counts = self._store.update_packed(
+            numbers,
+            ids.counts,
+            ids.buffer,
+            rows.buffer,
+            [learning_rate(self._tables[name], step) for name in ids.names],
             step=step,
             client=client,
             sequence=sequence,
         )
-        return {name: UpdateCounts(*count) for name, count in zip(gradients, counts, strict=True)}
+        return dict(zip(ids.names, counts, strict=True))
 
     def statistics(self) -> dict[str, dict[str, int]]:
         """Counters by table, with `rows` and `bytes` in use."""
@@ -307,16 +316,30 @@ class EmbeddingServer:
                     for start in range(0, len(values), most):
                         yield StatePiece(name, shard, array, start, values[start : start + most])
 
-    def _check(self, table: str, gradients: Gradients) -> None:
-        self._number(table)
-        ids, values = gradients
-        shape = (len(ids), self._tables[table].dim)
-        if ids.dtype != np.uint64 or ids.ndim != 1 or values.dtype != np.float32 or values.shape != shape:
+    def _packed(self, gradients: Mapping[str, Gradients]) -> PackedGradients:
+        """The gradients in two buffers, checked: what is held must not fail others later."""
+        if not isinstance(gradients, PackedGradients):
+            try:
+                gradients = PackedGradients.of(gradients)
+            except ValueError as error:
+                raise StoreError(f"Gradients: {error}; ids are uint64 [n], values float32 [n, dim].") from error
+        ids, rows = gradients.ids, gradients.rows
+        _, dims = self._places(ids.names)
+        if rows.names != ids.names or rows.counts != ids.counts or (dims and rows.widths != dims) or ids.widths:
             raise StoreError(
-                f"table {table!r}: gradients must be ids uint64 [n] and values float32 [n, {shape[1]}]; got "
-                f"{ids.dtype} {ids.shape} and {values.dtype} {values.shape}.",
-                table=table,
+                "Gradients must be ids uint64 [n] and values float32 [n, dim] for the same tables; got "
+                f"{ids!r}, and {rows!r} with columns {rows.widths}, where the tables have {dims}."
             )
+        return gradients
+
+    def _places(self, names: Sequence[str]) -> tuple[list[int], list[int]]:
+        """Numbers and dims of these tables; nearly all calls are for the same ones, so they are kept."""
+        known, numbers, dims = self._asked
+        if known != names:
+            numbers = [self._number(name) for name in names]
+            dims = [self._tables[name].dim for name in names]
+            self._asked = list(names), numbers, dims
+        return numbers, dims
 
     def _number(self, table: str) -> int:
         index = self._index.get(table)

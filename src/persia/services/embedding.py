@@ -10,7 +10,15 @@ from numpy.typing import NDArray
 
 from persia.batching.batch import IdColumn
 from persia.schema import Table
-from persia.types import Contribution, Floats, Gradients, Ids, LookedUp, PushHeader, SlotCounts, UpdateCounts
+from persia.types import (
+    Contribution,
+    LookedUp,
+    Packed,
+    PackedGradients,
+    PushHeader,
+    SlotCounts,
+    UpdateCounts,
+)
 
 __all__ = ["CutInfo", "EmbeddingPS", "EmbeddingWorker", "RowChunk", "StatePiece"]
 
@@ -67,7 +75,7 @@ class EmbeddingPS(Protocol):
     def tables(self) -> Mapping[str, Table]:
         """The tables by name, their optimizers filled in."""
 
-    def lookup(self, ids: Mapping[str, Ids], train: bool) -> dict[str, Floats]:
+    def lookup(self, ids: Packed[np.uint64], train: bool) -> Packed[np.float32]:
         """Rows of distinct ids, by table.
 
         Args:
@@ -78,7 +86,7 @@ class EmbeddingPS(Protocol):
             By table, float32 `[n, dim]`.
         """
 
-    def push(self, header: PushHeader, gradients: Mapping[str, Gradients]) -> dict[str, UpdateCounts]:
+    def push(self, header: PushHeader, gradients: PackedGradients) -> dict[str, UpdateCounts]:
         """Takes gradients of an NN worker; returns once they are applied, as the mode says, each once.
 
         In a mode that holds gradients this blocks until those of all NN workers have come. Send a push without
