@@ -174,7 +174,8 @@ class Gradients(NamedTuple):
     values: NDArray[np.float32]
 
 
-_GRADIENTS = (frozenset({np.dtype(np.uint64)}), frozenset({np.dtype(np.float32)}))
+_IDS: AbstractSet[np.dtype[Any]] = frozenset({np.dtype(np.uint64)})
+_ROWS: AbstractSet[np.dtype[Any]] = frozenset({np.dtype(np.float32)})
 
 
 class PackedGradients(Mapping[str, Gradients]):
@@ -225,5 +226,5 @@ class PackedGradients(Mapping[str, Gradients]):
             value = [{name: pair[place] for name, pair in value.items()} for place in (0, 1)]
         if not isinstance(value, list) or len(value) != 2:
             raise ValueError("expected packed gradients: ids, rows")
-        ids, rows = (Packed.from_wire(part, dtypes) for part, dtypes in zip(value, _GRADIENTS, strict=True))
-        return cls(ids, rows)
+        ids, rows = value
+        return cls(Packed.from_wire(ids, _IDS), Packed.from_wire(rows, _ROWS))

@@ -33,7 +33,7 @@ class _StoredRows:
         self._pushes = 0
 
     def lookup(self, ids: Mapping[str, Ids]) -> dict[str, Floats]:
-        return self._server.lookup(ids, train=True)
+        return dict(self._server.lookup(ids, train=True))
 
     def update(self, gradients: RowGradients, step: int) -> None:
         self._pushes += 1
