@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -42,6 +42,7 @@ def check(groups, servers, pool):
 
 
 @pytest.mark.parametrize("threads", POOLS)
+@settings(deadline=None)
 @given(groups=groups, servers=st.integers(1, 4))
 def test_a_packed_batch_is_that_of_each_table(threads, groups, servers):
     check(groups, servers, POOLS[threads])
@@ -61,6 +62,7 @@ def test_other_arrays_are_refused(bad):
         batching.pack_batch([("a", ["f"])], [[bad]], 1, POOLS[1], SCRATCH)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.lists(st.integers(0, 4), min_size=3, max_size=3), st.integers(1, 5)), max_size=4))
 def test_the_parts_of_all_servers_are_slices_of_the_whole(tables):
     bounds = np.array([np.cumsum([0, *counts]) for counts, _ in tables], np.int64).reshape(-1, 4)
@@ -96,6 +98,7 @@ floats = st.floats(width=32)
 tables = st.lists(hnp.arrays(np.float32, st.tuples(st.integers(0, 4), st.integers(1, 3)), elements=floats), max_size=5)
 
 
+@settings(deadline=None)
 @given(tables)
 def test_the_codec_of_all_tables_is_that_of_each(tables):
     rows = {f"t{number}": values for number, values in enumerate(tables)}

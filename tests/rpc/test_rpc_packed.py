@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -42,6 +42,7 @@ def assert_equal(found, expected):
             np.testing.assert_array_equal(view, expected[name])
 
 
+@settings(deadline=None)
 @given(by_name(1) | by_name(2), st.booleans())
 def test_packed_arrays_are_a_mapping_of_them_and_cross_as_one(arrays, packs):
     packed = Packed.of(arrays, np.float32)
@@ -52,6 +53,7 @@ def test_packed_arrays_are_a_mapping_of_them_and_cross_as_one(arrays, packs):
     assert len(sent) == (1 if packs else len(arrays))
 
 
+@settings(deadline=None)
 @given(by_name(2))
 def test_packed_gradients_are_a_mapping_of_gradients(rows):
     gradients = {name: Gradients(np.arange(len(array), dtype=np.uint64), array) for name, array in rows.items()}

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persia.errors import StoreError
@@ -23,6 +23,7 @@ def a_store():
     return store
 
 
+@settings(deadline=None)
 @given(batches)
 def test_packed_calls_are_those_table_by_table(batches):
     packed, apart = a_store(), a_store()
