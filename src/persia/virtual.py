@@ -19,7 +19,7 @@ from persia.modes.replay.servers import Numbers, RowGradients
 from persia.nn.pool import Expander
 from persia.ps import EmbeddingServer
 from persia.schema import EmbeddingOptimizer, Schema
-from persia.types import Floats, Gradients, Ids, PushHeader
+from persia.types import Floats, Gradients, Ids, Int64Array, PushHeader
 from persia.worker.routing import Entry, Router
 
 __all__ = ["VirtualTraining"]
@@ -95,7 +95,7 @@ class VirtualTraining:
             for batch in batches:
                 entry = self._router.entry(batch.id_features)
                 rows = self._store.lookup(entry.ids, train=False)
-                embeddings = self._expander(_tensors(rows), entry.inverse, entry.offsets)
+                embeddings = self._expander(_tensors(rows), entry.inverse, _offsets(entry))
                 found.append(self.model(torch.from_numpy(batch.dense), embeddings).numpy())
         return np.concatenate(found)
 
@@ -105,7 +105,7 @@ class VirtualTraining:
         batch = self._batches(number)
         entry = self._router.entry(batch.id_features)
         self._entries[number] = (batch, entry)
-        return entry.ids
+        return dict(entry.ids)
 
     def _pull(self) -> Numbers:
         return torch.cat([p.detach().reshape(-1) for p in self._kept]).numpy()
@@ -124,7 +124,7 @@ class VirtualTraining:
         leaves = _tensors({table: rows for table, (_, rows) in found["ps-0"].items()})
         for leaf in leaves.values():
             leaf.requires_grad_()
-        embeddings = self._expander(leaves, entry.inverse, entry.offsets)
+        embeddings = self._expander(leaves, entry.inverse, _offsets(entry))
         logits = self.model(torch.from_numpy(batch.dense), embeddings)
         loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, torch.from_numpy(batch.labels))
         loss.backward()
@@ -141,6 +141,10 @@ class VirtualTraining:
         parts = torch.from_numpy(flat).split([p.numel() for p in self._used])
         for parameter, part in zip(self._used, parts, strict=True):
             parameter.data = part.view_as(parameter)
+
+
+def _offsets(entry: Entry) -> dict[str, Int64Array | None]:
+    return {name: entry.offsets.get(name) for name in entry.inverse}
 
 
 def _tensors(rows: Mapping[str, Numbers]) -> dict[str, torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from persia import batching
 from persia.batching.batch import IdColumn
 from persia.errors import StoreError
 from persia.schema import Schema
-from persia.types import Contribution, Gradients, Packed, PackedGradients
+from persia.types import Contribution, Floats, Gradients, Halves, Inverse, Packed, PackedGradients
 
 __all__ = ["Entry", "Router"]
 
@@ -32,6 +32,11 @@ class Entry(NamedTuple):
     def ids(self) -> Packed[np.uint64]:
         """Distinct ids by table."""
         return self.found.ids
+
+    @property
+    def inverse(self) -> dict[str, Inverse]:
+        """By feature, the place of every id."""
+        return {**self.found.narrow, **self.found.wide}
 
 
 class Router:
@@ -115,8 +120,9 @@ class Router:
         gradients, scales = contribution.gradients, contribution.scales
         try:
             if scales is None:
-                return Packed.of(gradients, np.float32)
-            halves, factors = Packed.of(gradients, np.float16), Packed.of(scales, np.float32)
+                return Packed.of(cast("Mapping[str, Floats]", gradients), np.float32)
+            halves = Packed.of(cast("Mapping[str, Halves]", gradients), np.float16)
+            factors = Packed.of(scales, np.float32)
         except ValueError as error:
             raise StoreError(f"Gradients: {error}.") from error
         if list(factors.names) != list(halves.names) or list(factors.counts) != list(halves.counts):
