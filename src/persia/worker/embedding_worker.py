@@ -20,10 +20,12 @@ from persia.services import EmbeddingPS
 from persia.types import (
     INCARNATION_BITS,
     Contribution,
+    Floats,
     LookedUp,
     Packed,
     PushHeader,
     UpdateCounts,
+    WireRows,
 )
 from persia.worker.buffer import Buffer
 from persia.worker.calls import call_all
