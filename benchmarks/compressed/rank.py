@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from benchmarks.compressed import paced
 from benchmarks.compressed.tasks import TASKS
-from benchmarks.compressed.variants import prepare
+from benchmarks.compressed.variants import DEADLINE_S, prepare
 
 from persia.optim import APMSqueeze
 
 LOSSES_KEPT = 50
-DEADLINE = timedelta(seconds=300)
+DEADLINE = timedelta(seconds=DEADLINE_S)
 
 
 class Training:
