@@ -41,7 +41,7 @@ TIMED_LR = 1e-7
 WARMUP = 0.15
 TIMED = {"smoke": "small_ffnn", "laptop": "paper_ffnn", "full": "paper_ffnn"}
 SIZES = {"smoke": (2,), "laptop": (2, 4), "full": (2, 3, 4)}
-ROUNDS = {"smoke": 2, "laptop": 5, "full": 15}
+ROUNDS = {"smoke": 2, "laptop": 9, "full": 15}
 STEPS_A_ROUND = {0.1: 1, 1.0: 2, 2.0: 4, 10.0: 6}
 TARGETS = {0.1: 15.0, 1.0: 8.0, 2.0: 5.0, 10.0: 1.5}
 NAMES = {0.1: "0g1", 1.0: "1g", 2.0: "2g", 10.0: "10g"}
@@ -141,7 +141,7 @@ def end_to_end(gbit: float, groups: Groups, preset: str) -> harness.Measure:
     """
     count = SIZES[preset][0]
     steps = {"smoke": 8, "laptop": 20 if gbit < 1 else 60, "full": 100}[preset]
-    rounds = {"smoke": 2, "laptop": 2, "full": 9}[preset]
+    rounds = {"smoke": 2, "laptop": 3, "full": 9}[preset]
     warmup = round(WARMUP * steps)
     ranks = groups.of(count)
     ranks.limit(gbit)
