@@ -172,6 +172,7 @@ def end_to_end(gbit: float, groups: Groups, preset: str) -> harness.Measure:
 STEPS = {
     "click_through": {"smoke": 8, "laptop": 976, "full": 976},
     "digits": {"smoke": 8, "laptop": 300, "full": 1000},
+    "digits_200": {"smoke": 8, "laptop": 2245, "full": 2245},
     "language": {"smoke": 8, "laptop": 400, "full": 3000},
 }
 
@@ -256,6 +257,11 @@ def resnet(groups: Groups, preset: str) -> Iterator[harness.Measure]:
     yield from losses(groups, preset, "apms.resnet", "digits", variants)
 
 
+def resnet_200(groups: Groups, preset: str) -> Iterator[harness.Measure]:
+    """The same for as many epochs as the paper trains its ResNet (section 5.3): v settles before it is frozen."""
+    yield from losses(groups, preset, "apms.resnet_200", "digits_200", ["one_bit", "uncompressed", "naive"])
+
+
 def transformer(groups: Groups, preset: str) -> Iterator[harness.Measure]:
     variants = ["one_bit", "uncompressed", "naive"]
     yield from losses(groups, preset, "apms.transformer", "language", variants)
@@ -310,6 +316,7 @@ MEASURES = {
     "apms.auc_others": partial(auc, "apms.auc_others", ["top_k", "gradient", "ternary", "naive"]),
     "apms.scale": scale,
     "apms.resnet": resnet,
+    "apms.resnet_200": resnet_200,
     "apms.transformer": transformer,
     "apms.pack": lambda _, preset: pack(preset),
 }
