@@ -2,7 +2,7 @@
 
     python benchmarks/apmsqueeze.py [--only NAME] [--preset smoke|laptop|full] [--json FILE]
 
-Bandwidth is set between network namespaces that the benchmark makes and removes (`compressed/network.py`); that needs
+Bandwidth is set between network namespaces that the benchmark makes and removes (`compressed/README.md`); that needs
 iproute2 and the right to do it. Without, each TCP connection is paced (`compressed/paced.py`), with two ranks only, and
 the line's "network" says so.
 
