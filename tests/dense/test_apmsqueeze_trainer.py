@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from nn_processes import TIMEOUT, Model, Processes, Remote, Services, parameters
+from nn_processes import Model, Remote, Services, parameters
 from test_all_reduce import SCHEMA, make_batches
 
 import persia
@@ -12,6 +12,7 @@ from persia.cli.run_config import OptimizerConfig
 from persia.errors import ConfigError
 from persia.modes import Sync
 from persia.optim import SGD, APMSqueeze, APMSqueezeOptions, OneBit, TopK, Uncompressed
+from processes import TIMEOUT, Processes
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +97,18 @@ def test_a_resumed_run_is_the_same(two, tmp_path):
         assert statistics["steps"] == 8
         for name, value in mine.items():
             np.testing.assert_array_equal(theirs[name], value)
+
+
+def test_what_it_sends_is_written_to_tensorboard(tmp_path):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    trainer(0, 1, None, OneBit(), log_dir=str(tmp_path)).fit(make_batches([4] * 8))
+    events = reader.EventAccumulator(str(tmp_path))
+    events.Reload()
+    last = {tag: events.Scalars(tag)[-1].value for tag in events.Tags()["scalars"]}
+    assert last["optimizer/phase"] == 1.0
+    assert last["optimizer/steps"] == 8
+    assert last["optimizer/worker_error_norm"] > 0
+    assert {f"optimizer/{name}" for name in ("bytes_sent", "compression_ratio", "server_error_norm")} <= set(last)
 
 
 def test_clipping_belongs_to_the_optimizer():

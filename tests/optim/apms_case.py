@@ -1,68 +1,12 @@
-"""Workers in processes of their own, with gloo between them, that train small networks with APMSqueeze."""
-
-import multiprocessing
-import os
-import traceback
+"""The small network that tests of APMSqueeze train, and how what becomes of it is held against the reference."""
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from persia.optim import APMSqueeze, APMSqueezeOptions
+from persia.optim import APMSqueeze, APMSqueezeOptions, OneBit, StochasticTernary, TopK, Uncompressed
+from persia.optim.apmsqueeze_reference import ReferenceAPMSqueeze
 
-TIMEOUT = 60.0
-
-
-class Workers:
-    """Processes that run functions of importable modules; used as a context."""
-
-    def __init__(self, count):
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        spawn = multiprocessing.get_context("spawn")
-        pipes = [spawn.Pipe() for _ in range(count)]
-        self._ours = [ours for ours, _ in pipes]
-        self.processes = [
-            spawn.Process(target=_serve, args=(rank, count, self._store.port, theirs), daemon=True)
-            for rank, (_, theirs) in enumerate(pipes)
-        ]
-        for process in self.processes:
-            process.start()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        for process in self.processes:
-            process.kill()
-            process.join(TIMEOUT)
-
-    def run(self, function, *args, ranks=None):
-        """`function(rank, count, *args)` on all; results by rank."""
-        chosen = list(range(len(self._ours))) if ranks is None else ranks
-        for pipe in self._ours:
-            pipe.send((function, args))
-        results = []
-        for rank in chosen:
-            assert self._ours[rank].poll(TIMEOUT), f"worker {rank} is late"
-            results.append(self._ours[rank].recv())
-        for rank, (_, trace) in zip(chosen, results, strict=True):
-            assert trace is None, f"worker {rank}:\n{trace}"
-        return [result for result, _ in results]
-
-
-def _serve(rank, count, port, pipe):
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
-    while True:
-        function, args = pipe.recv()
-        try:
-            pipe.send((function(rank, count, *args), None))
-        except Exception:
-            pipe.send((None, traceback.format_exc()))
-
-
+COMPRESSORS = [OneBit(block=128), OneBit("l2", block=64), TopK(0.1), StochasticTernary(block=64), Uncompressed()]
 SHAPES = [(70, 33), (5,), (1500,), (), (0, 3), (40, 40), (300,)]
 
 
@@ -92,3 +36,27 @@ def step(parameters, optimizer, number, rank, shapes=SHAPES):
 
 def arrays(parameters):
     return [p.detach().numpy().copy() for p in parameters]
+
+
+def train(parameters, optimizer, rank, steps, shapes=SHAPES):
+    """What a worker has after some steps: parameters, consolidated state, statistics."""
+    for number in range(steps):
+        step(parameters, optimizer, number, rank, shapes)
+    return arrays(parameters), optimizer.consolidate(), optimizer.statistics()
+
+
+def equal_the_reference(results, options, steps, shapes=SHAPES, tolerance=1e-6, **arguments):
+    """Results of `train`, by rank."""
+    reference = ReferenceAPMSqueeze(tensors(0, shapes), len(results), APMSqueezeOptions(**options), **arguments)
+    for number in range(steps):
+        reference.step([gradients(number, rank, shapes) for rank in range(len(results))])
+    for rank, (found, state, statistics) in enumerate(results):
+        assert statistics["phase"] == "compressed"
+        assert statistics["steps"] == steps
+        for t, value in enumerate(found):
+            np.testing.assert_array_equal(value, results[0][0][t])
+            np.testing.assert_allclose(value.ravel(), reference.x[t], rtol=1e-5, atol=tolerance)
+            one, errors = state["state"][t], reference.worker_errors[rank][t]
+            np.testing.assert_allclose(one["worker_error"][rank].ravel(), errors, atol=2.5 * tolerance)
+            np.testing.assert_allclose(one["server_error"].ravel(), reference.server_error[t], atol=2.5 * tolerance)
+            np.testing.assert_allclose(one["exp_avg"].ravel(), reference.momentum[t], atol=2.5 * tolerance)

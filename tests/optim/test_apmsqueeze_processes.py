@@ -7,74 +7,57 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from apms_processes import SHAPES, Workers, arrays, gradients, make, step, tensors
+from apms_case import COMPRESSORS, SHAPES, arrays, equal_the_reference, gradients, make, step, tensors, train
 from torch.nn.parallel import DistributedDataParallel
 
 from persia.errors import ConfigError, DeadlineError
-from persia.optim import APMSqueeze, APMSqueezeOptions, OneBit, StochasticTernary, TopK, Uncompressed
+from persia.optim import APMSqueeze, APMSqueezeOptions
 from persia.optim.apmsqueeze_reference import ReferenceAPMSqueeze
-
-COMPRESSORS = [OneBit(block=128), OneBit("l2", block=64), TopK(0.1), StochasticTernary(block=64), Uncompressed()]
+from processes import Processes
 
 
 @pytest.fixture(scope="module")
 def two():
-    with Workers(2) as workers:
-        yield workers
+    with Processes(2) as processes:
+        yield processes
 
 
 @pytest.fixture(scope="module")
 def three():
-    with Workers(3) as workers:
-        yield workers
+    with Processes(3) as processes:
+        yield processes
 
 
 @pytest.fixture(scope="module")
 def four():
-    with Workers(4) as workers:
-        yield workers
+    with Processes(4) as processes:
+        yield processes
 
 
-def train(rank, count, steps, options, arguments):
+def trained(rank, steps, options, arguments):
     parameters, optimizer = make({"debug": True, "timeout": 30.0} | options, **arguments)
-    for number in range(steps):
-        step(parameters, optimizer, number, rank)
-    return arrays(parameters), optimizer.statistics(), optimizer.consolidate()
+    return train(parameters, optimizer, rank, steps)
 
 
-def equals_the_reference(workers, count, options, steps=9, **arguments):
+def equals_the_reference(processes, options, steps=9, **arguments):
     options = {"warmup": 4, "bucket_bytes": 4 * 2000} | options
-    results = workers.run(train, steps, options, arguments)
-    reference = ReferenceAPMSqueeze(tensors(0), count, APMSqueezeOptions(**options), **arguments)
-    for number in range(steps):
-        reference.step([gradients(number, rank) for rank in range(count)])
-    for rank, (found, statistics, state) in enumerate(results):
-        assert statistics["phase"] == "compressed"
-        assert statistics["steps"] == steps
-        for t, value in enumerate(found):
-            np.testing.assert_array_equal(value, results[0][0][t])
-            np.testing.assert_allclose(value.ravel(), reference.x[t], rtol=1e-5, atol=1e-6)
-            one = state["state"][t]
-            np.testing.assert_allclose(one["worker_error"][rank].ravel(), reference.worker_errors[rank][t], atol=2e-6)
-            np.testing.assert_allclose(one["server_error"].ravel(), reference.server_error[t], atol=2e-6)
-            np.testing.assert_allclose(one["exp_avg"].ravel(), reference.momentum[t], atol=2e-6)
-    return results
+    equal_the_reference(processes.run(trained, steps, options, arguments), options, steps, **arguments)
 
 
 @pytest.mark.parametrize("communicate", ["momentum", "gradient"])
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
 def test_three_workers_equal_the_reference(three, compressor, communicate):
-    equals_the_reference(three, 3, {"compressor": compressor, "communicate": communicate})
+    equals_the_reference(three, {"compressor": compressor, "communicate": communicate})
 
 
 @pytest.mark.parametrize("compressor", COMPRESSORS[::4], ids=str)
 def test_two_workers_equal_the_reference(two, compressor):
-    equals_the_reference(two, 2, {"compressor": compressor}, weight_decay=0.1, lr=0.01)
+    equals_the_reference(two, {"compressor": compressor}, weight_decay=0.1, lr=0.01)
 
 
 @pytest.mark.parametrize("compressor", COMPRESSORS[::4], ids=str)
 def test_four_workers_equal_the_reference(four, compressor):
-    equals_the_reference(four, 4, {"compressor": compressor, "clip_norm": 20.0})
+    equals_the_reference(four, {"compressor": compressor, "clip_norm": 20.0})
 
 
 def test_shapes_are_worth_testing():
@@ -84,7 +67,7 @@ def test_shapes_are_worth_testing():
 # --- what goes wrong ------------------------------------------------------------------------------------------------
 
 
-def wrapped(rank, count, before):
+def wrapped(rank, before):
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 4)
     if before:
@@ -95,7 +78,6 @@ def wrapped(rank, count, before):
         optimizer = APMSqueeze(model.parameters())
         model = DistributedDataParallel(model)
         model(torch.ones(1, 4)).sum().backward()
-        optimizer._exchange = None  # As if torch.distributed had been initialised later.
         with pytest.raises(ConfigError, match="DistributedDataParallel"):
             optimizer.step()
     return True
@@ -106,7 +88,7 @@ def test_ddp_is_refused(two, before):
     assert two.run(wrapped, before) == [True, True]
 
 
-def made_differently(rank, count):
+def made_differently(rank):
     with pytest.raises(ConfigError, match="differently on rank 1 and on rank 0"):
         make({"warmup": 3 + rank})
     return True
@@ -116,7 +98,7 @@ def test_workers_must_be_made_alike(two):
     assert two.run(made_differently) == [True, True]
 
 
-def initialised_differently(rank, count):
+def initialised_differently(rank):
     parameter = torch.nn.Parameter(torch.full((2000,), float(rank)))
     APMSqueeze([parameter])
     return float(parameter.detach().max())
@@ -126,7 +108,7 @@ def test_parameters_become_those_of_the_first(three):
     assert three.run(initialised_differently) == [0.0, 0.0, 0.0]
 
 
-def die(rank, count, at, timeout):
+def die(rank, at, timeout):
     parameters, optimizer = make({"warmup": 3, "timeout": timeout})
     for number in range(20):
         if rank == 1 and number == at:
@@ -141,8 +123,8 @@ def die(rank, count, at, timeout):
 
 @pytest.mark.parametrize("at", [1, 6], ids=["warmup", "compressed"])
 def test_who_died_is_named_before_the_deadline(at):
-    with Workers(3) as workers:
-        results = workers.run(die, at, 40.0, ranks=[0, 2])
+    with Processes(3) as processes:
+        results = processes.run(die, at, 40.0, ranks=[0, 2])
     for number, late, message, seconds in results:
         assert number == at
         assert late == [1]
@@ -150,7 +132,7 @@ def test_who_died_is_named_before_the_deadline(at):
         assert seconds < 30.0
 
 
-def late(rank, count):
+def late(rank):
     parameters, optimizer = make({"warmup": 3, "timeout": 1.0})
     if rank == 1:
         return None
@@ -160,13 +142,13 @@ def late(rank, count):
 
 
 def test_who_is_late_is_named():
-    with Workers(2) as workers:
-        (found, operation), _ = workers.run(late)
+    with Processes(2) as processes:
+        (found, operation), _ = processes.run(late)
     assert found == [1]
     assert operation == "begin of step 1"
 
 
-def in_a_subgroup(rank, count):
+def in_a_subgroup(rank):
     group = dist.new_group([0, 2])
     if rank == 1:
         return None
