@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT = 60.0
+START_SECONDS = 200.0
+"""Importing torch takes long where much else runs."""
 
 
 class Processes:
@@ -27,6 +29,7 @@ class Processes:
             process.start()
 
     def __enter__(self):
+        self._answers(range(len(self._ours)), START_SECONDS)
         return self
 
     def __exit__(self, *_):
@@ -39,11 +42,14 @@ class Processes:
         chosen = list(range(len(self._ours))) if ranks is None else ranks
         for pipe in self._ours:
             pipe.send((function, args))
+        return self._answers(chosen, TIMEOUT)
+
+    def _answers(self, ranks, seconds):
         results = []
-        for rank in chosen:
-            assert self._ours[rank].poll(TIMEOUT), f"rank {rank} is late"
+        for rank in ranks:
+            assert self._ours[rank].poll(seconds), f"rank {rank} is late"
             results.append(self._ours[rank].recv())
-        for rank, (_, trace) in zip(chosen, results, strict=True):
+        for rank, (_, trace) in zip(ranks, results, strict=True):
             assert trace is None, f"rank {rank}:\n{trace}"
         return [result for result, _ in results]
 
@@ -56,6 +62,7 @@ def _serve(rank, count, port, backend, pipe):
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, store=store, rank=rank, world_size=count)
+    pipe.send((None, None))
     while True:
         function, args = pipe.recv()
         try:

@@ -10,7 +10,7 @@ import persia
 from persia.batching.batch import Batch
 from persia.cli.run_config import OptimizerConfig
 from persia.errors import ConfigError
-from persia.modes import Sync
+from persia.modes import Hybrid, Sync
 from persia.optim import SGD, APMSqueeze, APMSqueezeOptions, OneBit, TopK, Uncompressed
 from processes import TIMEOUT, Processes
 
@@ -21,7 +21,7 @@ def two():
         yield processes
 
 
-def trainer(rank, workers, addresses, compressor, resume=None, **options):
+def trainer(rank, workers, addresses, compressor, resume=None, mode=None, **options):
     torch.manual_seed(rank)  # The first one's parameters count.
 
     def optimizer(params):
@@ -35,7 +35,7 @@ def trainer(rank, workers, addresses, compressor, resume=None, **options):
         SCHEMA,
         optimizer=optimizer,
         embedding_optimizer=SGD(lr=0.1),
-        mode=Sync("global") if workers > 1 else Sync(),
+        mode=mode or (Sync("global") if workers > 1 else Sync()),
         cluster=cluster,
         options=persia.TrainerOptions(**{"progress": False, "timeout": TIMEOUT} | options),
     )
@@ -68,12 +68,19 @@ def test_uncompressed_it_equals_one_worker_with_larger_batches(two):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"accumulation_steps": 2}, {"precision": "bf16"}, {"precision": "fp16", "accumulation_steps": 2}],
+    [
+        {},
+        {"mode": Hybrid(2)},
+        {"accumulation_steps": 2},
+        {"precision": "bf16"},
+        {"precision": "fp16", "accumulation_steps": 2},
+    ],
     ids=str,
 )
 def test_uneven_data_and_low_precision_agree_across_workers(two, options):
     batches = make_batches([3 + i for i in range(13)])
-    with Services(SCHEMA, batches, 2, accumulation=options.get("accumulation_steps", 1)) as services:
+    mode, accumulation = options.get("mode"), options.get("accumulation_steps", 1)
+    with Services(SCHEMA, batches, 2, mode, accumulation=accumulation) as services:
         (first, mine, _), (second, theirs, statistics) = two.run(fit_with, services.addresses, OneBit(), options, {})
     assert first.steps == second.steps
     assert first.rows == second.rows == sum(3 + i for i in range(13))
