@@ -23,19 +23,19 @@ def gradients(step, rank, shapes=SHAPES):
     ]
 
 
-def make(options, shapes=SHAPES, **arguments):
-    parameters = [torch.nn.Parameter(torch.from_numpy(np.array(t))) for t in tensors(0, shapes)]
+def make(options, shapes=SHAPES, device="cpu", **arguments):
+    parameters = [torch.nn.Parameter(torch.from_numpy(np.array(t)).to(device)) for t in tensors(0, shapes)]
     return parameters, APMSqueeze(parameters, options=APMSqueezeOptions(**options), **arguments)
 
 
 def step(parameters, optimizer, number, rank, shapes=SHAPES):
     for parameter, g in zip(parameters, gradients(number, rank, shapes), strict=True):
-        parameter.grad = torch.from_numpy(np.array(g))
+        parameter.grad = torch.from_numpy(np.array(g)).to(parameter.device)
     optimizer.step()
 
 
 def arrays(parameters):
-    return [p.detach().numpy().copy() for p in parameters]
+    return [p.detach().cpu().numpy().copy() for p in parameters]
 
 
 def train(parameters, optimizer, rank, steps, shapes=SHAPES):

@@ -11,8 +11,9 @@ from apms_case import COMPRESSORS, SHAPES, arrays, equal_the_reference, gradient
 from torch.nn.parallel import DistributedDataParallel
 
 from persia.errors import ConfigError, DeadlineError
-from persia.optim import APMSqueeze, APMSqueezeOptions
+from persia.optim import APMSqueeze, APMSqueezeOptions, OneBit, TopK, Uncompressed
 from persia.optim.apmsqueeze_reference import ReferenceAPMSqueeze
+from persia.optim.buckets import Bucket, Flat, Rule
 from processes import Processes
 
 
@@ -34,14 +35,14 @@ def four():
         yield processes
 
 
-def trained(rank, steps, options, arguments):
-    parameters, optimizer = make({"debug": True, "timeout": 30.0} | options, **arguments)
+def trained(rank, steps, options, arguments, device="cpu"):
+    parameters, optimizer = make({"debug": True, "timeout": 30.0} | options, device=device, **arguments)
     return train(parameters, optimizer, rank, steps)
 
 
-def equals_the_reference(processes, options, steps=9, **arguments):
+def equals_the_reference(processes, options, steps=9, device="cpu", **arguments):
     options = {"warmup": 4, "bucket_bytes": 4 * 2000} | options
-    equal_the_reference(processes.run(trained, steps, options, arguments), options, steps, **arguments)
+    equal_the_reference(processes.run(trained, steps, options, arguments, device), options, steps, **arguments)
 
 
 @pytest.mark.parametrize("communicate", ["momentum", "gradient"])
@@ -171,19 +172,46 @@ def test_a_process_group_may_be_a_part(three):
         np.testing.assert_allclose(value.ravel(), expected, rtol=1e-5, atol=2e-6)
 
 
+# --- CUDA -----------------------------------------------------------------------------------------------------------
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@cuda
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
 def test_on_cuda_it_equals_the_host(compressor):
-    options = APMSqueezeOptions(warmup=3, compressor=compressor, bucket_bytes=8000)
-    found = []
-    for device in ("cpu", "cuda"):
-        parameters = [torch.nn.Parameter(torch.from_numpy(t).to(device)) for t in tensors(0)]
-        optimizer = APMSqueeze(parameters, options=options)
-        for number in range(8):
-            for parameter, g in zip(parameters, gradients(number, 0), strict=True):
-                parameter.grad = torch.from_numpy(np.array(g)).to(device)
-            optimizer.step()
-        found.append([p.detach().cpu().numpy() for p in parameters])
-    for mine, theirs in zip(*found, strict=True):
-        np.testing.assert_allclose(theirs, mine, rtol=1e-5, atol=2e-6)
+    options = {"warmup": 3, "compressor": compressor, "bucket_bytes": 8000}
+    host, device = (train(*make(options, device=where), 0, 8)[0] for where in ("cpu", "cuda"))
+    for mine, theirs in zip(device, host, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.gpu
+@cuda
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_workers_on_cuda_equal_the_reference(backend):
+    with Processes(min(2, torch.cuda.device_count()), backend) as processes:
+        equals_the_reference(processes, {"compressor": COMPRESSORS[0]}, device="cuda")
+
+
+@pytest.mark.gpu
+@cuda
+@pytest.mark.parametrize("compressor", [OneBit(block=128), TopK(0.1), Uncompressed()], ids=str)
+def test_what_a_bucket_does_never_waits_for_the_device(compressor):
+    parameter = torch.nn.Parameter(torch.randn(5001, device="cuda"))
+    flat = Flat([parameter])
+    bucket = Bucket(flat, 0, flat.size, compressor, (1, 0))
+    gradient = torch.randn(5001, device="cuda")
+    rules = [Rule(gradient, True, 1.0, 0.9, 0.999, 1e-3, 1.0, 1e-8, 1.0)]
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        bucket.collect(rules)
+        bucket.adam(rules, 1.0)
+        bucket.compress(rules, True, 0)
+        bucket.received.copy_(bucket.sent)
+        bucket.average(1)
+        bucket.gathered[0].copy_(bucket.averaged)
+        bucket.apply(rules, True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
