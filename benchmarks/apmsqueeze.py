@@ -136,6 +136,20 @@ def vs_hooks(groups: Groups, preset: str) -> Iterator[harness.Measure]:
             )
 
 
+PARTS = ("step", "_agree", "sum_of_squares", "compress", "average", "apply", "wait")
+
+
+def profile(groups: Groups, preset: str) -> Iterator[harness.Measure]:
+    """Milliseconds of `APMSqueeze.step` at 1 Gbit/s by what they go to, mean over the ranks; `wait` is for others."""
+    for count in SIZES[preset]:
+        ranks = ready(groups, count, preset, ["one_bit"])
+        ranks.limit(1.0)
+        found = ranks.call("profile", variant="one_bit", steps=4 * ROUNDS[preset])
+        parts = {part: statistics.fmean(each.get(part, 0.0) for each in found) for part in PARTS}
+        details = {"ranks": count, **parts, "network": ranks.network.kind}
+        yield harness.Measure("apms.profile", parts["step"], "ms in step()", details=details)
+
+
 def end_to_end(gbit: float, groups: Groups, preset: str) -> harness.Measure:
     """A whole training, warm-up included: time of Adam over ours; at 1 Gbit/s over what the step ratio r promises.
 
@@ -323,6 +337,7 @@ MEASURES = {
     **{f"apms.step_{NAMES[gbit]}": partial(step, gbit) for gbit in TARGETS},
     "apms.vs_hooks": vs_hooks,
     "apms.vs_hooks_loss": vs_hooks_loss,
+    "apms.profile": profile,
     "apms.end_to_end_0g1": partial(end_to_end, 0.1),
     "apms.end_to_end_1g": partial(end_to_end, 1.0),
     "apms.auc": partial(auc, "apms.auc", ["one_bit", "uncompressed"]),
