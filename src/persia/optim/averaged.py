@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from persia.optim.cohort import Cohort
+from persia.optim.cohort import Cohort, Phase
 from persia.optim.exchange import Exchange
 from persia.optim.optimizer_state import HEADER, VERSION
 
@@ -131,10 +131,10 @@ def read(
     most = 0
     known = {id(p) for cohort in cohorts for p in cohort.flat.parameters}
     new = [p for p in parameters if id(p) not in known and averaged.state.get(p)]
-    for members, updates, phase, steps in [
-        *((c.flat.parameters, c.updates, c.phase, c.steps) for c in cohorts),
-        (new, [0] * len(new), "warmup", 0),
-    ]:
+    groups: list[tuple[Sequence[torch.Tensor], Sequence[int], Phase, int]] = [
+        (c.flat.parameters, c.updates, c.phase, c.steps) for c in cohorts
+    ]
+    for members, updates, phase, steps in [*groups, (new, [0] * len(new), "warmup", 0)]:
         made = 0
         for parameter, before in zip(members, updates, strict=True):
             i, values = number[id(parameter)], averaged.state[parameter]
