@@ -442,8 +442,8 @@ def there_and_back(rank, exchange, communicate, averaged_steps):
     averaged = optimizer.hand_over()
     for number in range(6, 6 + averaged_steps):
         for t, parameter in enumerate(parameters):
-            every = [gradients(number, other)[t] for other in range(exchange.size)]
-            parameter.grad = torch.from_numpy(np.mean(every, axis=0))
+            every = [torch.from_numpy(np.array(gradients(number, other)[t])) for other in range(exchange.size)]
+            parameter.grad = torch.stack(every).mean(0)
         averaged.step()
         step(others, lossless, number, rank)
     optimizer.take_back()
