@@ -9,8 +9,10 @@ directory for temporary files; each figure says how many bytes that is. The cach
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -36,6 +38,7 @@ from persia.ps import EmbeddingServer
 from persia.saving import write_rows
 from persia.schema import IdFeature, Schema
 from persia.services import EmbeddingPS
+from persia.store import EmbeddingStore, Spill, TableConfig
 from persia.types import Gradients, PushHeader
 
 ROWS = {"smoke": 50_000, "laptop": 10_000_000, "full": 10_000_000}
@@ -152,40 +155,47 @@ def write_and_read(preset: str) -> Iterator[harness.Measure]:
 class Saver:
     """Writes one checkpoint after another in a thread, so that training always goes on beside one."""
 
-    def __init__(self, ps: EmbeddingPS, schema: Schema, path: Path) -> None:
+    def __init__(self, ps: EmbeddingPS, schema: Schema) -> None:
         self.seconds: list[float] = []
-        self._arguments = (ps, schema, path)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
+        self._ps = ps
+        self._schema = schema
 
-    def __enter__(self) -> None:
-        self._thread.start()
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """From when a checkpoint is being written; ends with the one that is being written then."""
+        stop, begun = threading.Event(), threading.Event()
+        with folder() as path:
+            thread = threading.Thread(target=self._run, args=(path, stop, begun))
+            thread.start()
+            begun.wait()
+            try:
+                yield
+            finally:
+                stop.set()
+                thread.join()
 
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-
-    def join(self) -> None:
-        self._thread.join()
-
-    def _run(self) -> None:
-        ps, schema, path = self._arguments
-        while not self._stop.is_set():
-            step = len(self.seconds) + 1
-            ps.begin_cut(f"cut-{step}", {}, str(path))
+    def _run(self, path: Path, stop: threading.Event, begun: threading.Event) -> None:
+        for step in itertools.count(1):
+            if stop.is_set():
+                return
             begin = time.perf_counter()
+            self._ps.begin_cut(f"cut-{step}", {}, str(path))
+            begun.set()
             with CheckpointWriter(path, step, keep_last=1) as writer:
-                write_rows(writer, 0, ps, f"cut-{step}")
-                writer.commit(schema=schema, optimizer=Adagrad(0.05))
+                write_rows(writer, 0, self._ps, f"cut-{step}")
+                writer.commit(schema=self._schema, optimizer=Adagrad(0.05))
+            self._ps.end_cut(f"cut-{step}")
             self.seconds.append(time.perf_counter() - begin)
-            ps.end_cut(f"cut-{step}")
 
 
 def slowdown(preset: str) -> harness.Measure:
-    """Time of as many steps of a whole training run while checkpoints are written, over the time without."""
-    rows = ROWS[preset] if preset == "smoke" else 4_000_000
-    steps = 10 if preset == "smoke" else 100
+    """Time of as many steps of a whole training run while checkpoints are written, over the time without.
+
+    Blocks of steps alternate, over the same batches, whose rows are there; those of the first round count for nothing.
+    """
+    rows, steps, rounds = (ROWS[preset], 10, 2) if preset == "smoke" else (4_000_000, 100, 2 * ROUNDS[preset] + 1)
     data = persia.data.synthetic(
-        1024 * (steps + 40), id_features=8, ids_per_feature=rows // 8, dense_features=4, batch_size=1024
+        1024 * steps, id_features=8, ids_per_feature=rows // 8, dense_features=4, batch_size=1024
     )
     torch.manual_seed(0)
     trainer = persia.Trainer(
@@ -201,27 +211,36 @@ def slowdown(preset: str) -> harness.Measure:
         for begin in range(0, rows // 8, 100_000):
             ps.lookup({table: np.arange(begin, min(rows // 8, begin + 100_000), dtype=np.uint64)}, train=True)
     batches = list(data)
-    trainer.fit(batches[:40])
-    train = functools.partial(trainer.fit, batches[40:])
-    longer, seconds = [], []
-    before = timed(train)
-    for _ in range(ROUNDS[preset]):
-        with folder() as path:
-            saver = Saver(ps, trainer.schema, path)
-            with saver:
-                busy = timed(train)
-            saver.join()
-        after = timed(train)
-        longer.append(100 * (busy / ((before + after) / 2) - 1))
-        seconds += saver.seconds
-        before = after
+    train = functools.partial(trainer.fit, batches)
+    saving = Saver(ps, trainer.schema)
+
+    def beside() -> float:
+        with saving():
+            return timed(train)
+
+    alone, busy = [], []
+    for number in range(rounds + 1):
+        if number % 2:
+            busy.append(beside())
+            alone.append(timed(train))
+        else:
+            alone.append(timed(train))
+            busy.append(beside())
+    longer = [100 * (b / a - 1) for a, b in zip(alone[1:], busy[1:], strict=True)]
     return harness.quantity(
         "checkpoint.slowdown",
         longer,
         "% longer steps while a checkpoint is written",
         15.0,
         at_least=False,
-        details={"rows": rows, "ms_per_step": 1e3 * before / steps, "s_per_checkpoint": sum(seconds) / len(seconds)},
+        details={
+            "rows": rows,
+            "lowest": min(longer),
+            "highest": max(longer),
+            "ms_per_step": 1e3 * statistics.median(alone[1:]) / steps,
+            "s_per_checkpoint": statistics.median(saving.seconds),
+            "checkpoints": len(saving.seconds),
+        },
     )
 
 
@@ -267,6 +286,38 @@ def memory(preset: str) -> harness.Measure:
         at_least=False,
         details={"rows": ROWS[preset], "chunk_mib": 16},
     )
+
+
+def updates(preset: str) -> Iterator[harness.Measure]:
+    """Updates with Adagrad of a store that is being read, over those of one that is not; anonymous memory, 1 thread.
+
+    At first each row is copied aside before it changes, then it only has to be seen that it was.
+    """
+    rows, size = ROWS[preset], min(65_536, ROWS[preset] // 8)
+    random = np.random.default_rng(0)
+    batches = [random.choice(rows, size, replace=False).astype(np.uint64) for _ in range(8)]
+    gradients = random.normal(size=(size, DIM)).astype(np.float32)
+    store = EmbeddingStore()
+    store.create_table(TableConfig("item", DIM))
+    for begin in range(0, rows, 100_000):
+        store.lookup([0], [np.arange(begin, min(rows, begin + 100_000), dtype=np.uint64)], True)
+
+    def update() -> None:
+        for ids in batches:
+            store.update([0], [ids], [gradients], [0.05], 1)
+
+    first, again = [], []
+    update()
+    with folder() as path:
+        for _ in range(harness.MIN_ROUNDS):
+            alone = timed(update)
+            store.begin_cut(0, 0, Spill(str(path), 1 << 20, 0))
+            first.append(alone / timed(update))
+            again.append(alone / timed(update))
+            store.end_cut(0)
+    details = {"rows": rows, "updates": size * len(batches)}
+    yield harness.quantity("checkpoint.update_first", first, "x rows/s", details=details)
+    yield harness.quantity("checkpoint.update_again", again, "x rows/s", details=details)
 
 
 def anonymous_memory() -> int:
@@ -326,6 +377,7 @@ MEASURES: dict[str, harness.Function] = {
     "checkpoint.write": write_and_read,
     "checkpoint.slowdown": slowdown,
     "checkpoint.memory_mib": memory,
+    "checkpoint.update_first": updates,
     "checkpoint.incremental_bytes": incremental,
     "checkpoint.reshard": resharding,
 }

@@ -17,27 +17,18 @@
 #include <vector>
 
 #include "check.hpp"
+#include "one_table.hpp"
 #include "persia/memory.hpp"
-#include "persia/store.hpp"
 
 using namespace persia;
 
 namespace {
 
 constexpr int kCrashed = 42;
-constexpr std::size_t kDim = 5;
 constexpr std::uint32_t kShards = 2;
 
 long crash_in = 0;
 Store* crashing = nullptr;
-
-using Keys = std::vector<std::uint64_t>;
-
-Keys range(std::uint64_t from, std::uint64_t to) {
-  Keys keys(to - from);
-  std::iota(keys.begin(), keys.end(), from);
-  return keys;
-}
 
 // In another order than that in which rows were made, and so lie.
 Keys backwards(Keys keys) {
@@ -83,21 +74,13 @@ struct Directory {
 // A store with one table: in files, or for comparison in the memory of this process.
 struct Tested {
   Tested(const std::string& directory, bool attach, std::uint64_t capacity) : pool(1), store(pool) {
-    TableConfig c;
-    c.name = "t";
-    c.dim = kDim;
-    c.capacity = capacity;
-    c.shards = kShards;
+    TableConfig c = config_of(capacity, kShards);
     if (!directory.empty()) c.files = {directory + "/t", attach, 5.0};
     crashing = &store;
     store.create_table(c);
   }
 
-  void look(const Keys& keys) {
-    std::vector<float> out(keys.size() * kDim);
-    const LookupRequest request{0, keys.data(), keys.size(), out.data()};
-    store.lookup({&request, 1}, true);
-  }
+  void look(const Keys& keys) { persia::look(store, keys); }
 
   // The gradient of `bad`, if it is among the keys, is not finite.
   PushCounts push(const Keys& keys, std::uint64_t client, std::uint64_t sequence, std::uint64_t bad = ~0ull) {
@@ -105,8 +88,7 @@ struct Tested {
     for (std::size_t i = 0; i < gradients.size(); ++i) {
       gradients[i] = keys[i / kDim] == bad ? INFINITY : 0.01f * static_cast<float>(i % 17 + 1);
     }
-    const UpdateRequest request{0, keys.data(), keys.size(), gradients.data(), 0.1f};
-    return store.update({&request, 1}, static_cast<std::uint32_t>(sequence), client, sequence)[0];
+    return persia::push(store, keys, gradients, {static_cast<std::uint32_t>(sequence), client, sequence});
   }
 
   void import(const Keys& keys, float value) {
