@@ -8,6 +8,7 @@ directory for temporary files; each figure says how many bytes that is. The cach
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import os
@@ -19,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -131,9 +133,8 @@ def write_and_read(preset: str) -> Iterator[harness.Measure]:
     """Bytes per second of a full checkpoint, writing and reading, over those of dd."""
     rows = ROWS[preset]
     ps = server(rows)
-    written, read = [], []
+    written = []
     details: dict[str, float] = {}
-    read_details: dict[str, float] = {}
     for number in range(ROUNDS[preset]):
         with folder() as path:
             run, plain = path / "run", path / "dd"
@@ -141,61 +142,75 @@ def write_and_read(preset: str) -> Iterator[harness.Measure]:
             size = size_of(run)
             theirs = dd_write(plain, size)
             written.append(theirs / ours)
-            drop_cache(path)
-            calls = [functools.partial(read_rows, run), functools.partial(dd_read, plain)]
-            order = [0, 1] if number % 2 else [1, 0]
-            seconds = {which: timed(calls[which]) for which in order}
-            read.append(seconds[1] / seconds[0])
             details = {"rows": rows, "bytes": size, "mb_per_s": size / ours / 1e6, "dd_mb_per_s": size / theirs / 1e6}
-            read_details = {"mb_per_s": size / seconds[0] / 1e6, "dd_mb_per_s": size / seconds[1] / 1e6}
+            if number + 1 == ROUNDS[preset]:
+                read = reading(run, plain, size)
     yield harness.quantity("checkpoint.write", written, "x dd with fsync", 0.7, details=details)
-    yield harness.quantity("checkpoint.read", read, "x dd, cache dropped", 0.7, details=read_details)
+    yield read
 
 
-class Saver:
-    """Writes one checkpoint after another in a thread, so that training always goes on beside one."""
+def reading(run: Path, plain: Path, size: int) -> harness.Measure:
+    """A checkpoint and a file of as many bytes, which are read again and again, from the disk each time."""
+    paths = [run, plain]
+    calls = [functools.partial(read_rows, run), functools.partial(dd_read, plain)]
+    seconds: list[list[float]] = [[], []]
+    for number in range(harness.MIN_ROUNDS + 2):
+        for which in [0, 1] if number % 2 else [1, 0]:
+            drop_cache(paths[which])
+            seconds[which].append(timed(calls[which]))
+    rates = [[size / s / 1e6 for s in some] for some in seconds]
+    details = {"mb_per_s": statistics.median(rates[0]), "dd_mb_per_s": statistics.median(rates[1])}
+    ratios = [a / b for a, b in zip(*rates, strict=True)]
+    return harness.quantity("checkpoint.read", ratios, "x dd, cache dropped", 0.7, details=details)
 
-    def __init__(self, ps: EmbeddingPS, schema: Schema) -> None:
-        self.seconds: list[float] = []
-        self._ps = ps
-        self._schema = schema
 
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        """From when a checkpoint is being written; ends with the one that is being written then."""
-        stop, begun = threading.Event(), threading.Event()
-        with folder() as path:
-            thread = threading.Thread(target=self._run, args=(path, stop, begun))
-            thread.start()
-            begun.wait()
-            try:
-                yield
-            finally:
-                stop.set()
-                thread.join()
+class Pace:
+    """Gives batches again and again, and knows when: so many are trained in that time, but for the few on their way."""
 
-    def _run(self, path: Path, stop: threading.Event, begun: threading.Event) -> None:
-        for step in itertools.count(1):
-            if stop.is_set():
+    def __init__(self, batches: list[persia.Batch]) -> None:
+        self._batches = batches
+        self._times: list[float] = []
+        self.stopped = threading.Event()
+
+    def __iter__(self) -> Iterator[persia.Batch]:
+        for batch in itertools.cycle(self._batches):
+            if self.stopped.is_set():
                 return
-            begin = time.perf_counter()
-            self._ps.begin_cut(f"cut-{step}", {}, str(path))
-            begun.set()
-            with CheckpointWriter(path, step, keep_last=1) as writer:
-                write_rows(writer, 0, self._ps, f"cut-{step}")
-                writer.commit(schema=self._schema, optimizer=Adagrad(0.05))
-            self._ps.end_cut(f"cut-{step}")
-            self.seconds.append(time.perf_counter() - begin)
+            self._times.append(time.perf_counter())
+            yield batch
+
+    def wait(self, batches: int) -> None:
+        """Until so many have been given."""
+        deadline = time.monotonic() + 120.0
+        while len(self._times) < batches:
+            assert time.monotonic() < deadline, f"{batches} batches were not trained in 120 s"
+            time.sleep(0.01)
+
+    def rate(self, begin: float, end: float) -> float:
+        """Batches per second between two moments."""
+        times = self._times
+        return (bisect.bisect(times, end) - bisect.bisect(times, begin)) / (end - begin)
+
+
+def save(ps: EmbeddingPS, schema: Schema, path: Path, step: int) -> tuple[float, float]:
+    """Writes a checkpoint while others train; returns when that began and ended."""
+    begin = time.perf_counter()
+    ps.begin_cut(f"cut-{step}", {}, str(path))
+    with CheckpointWriter(path, step, keep_last=1) as writer:
+        write_rows(writer, 0, ps, f"cut-{step}")
+        writer.commit(schema=schema, optimizer=Adagrad(0.05))
+    ps.end_cut(f"cut-{step}")
+    return begin, time.perf_counter()
 
 
 def slowdown(preset: str) -> harness.Measure:
-    """Time of as many steps of a whole training run while checkpoints are written, over the time without.
+    """How much longer steps of a whole training run take while a checkpoint is written, in one run without a stop.
 
-    Blocks of steps alternate, over the same batches, whose rows are there; those of the first round count for nothing.
+    Checkpoints and pauses alternate; a checkpoint is compared with the pauses on both its sides.
     """
-    rows, steps, rounds = (ROWS[preset], 10, 2) if preset == "smoke" else (4_000_000, 100, 2 * ROUNDS[preset] + 1)
+    rows, rounds, pause = (ROWS[preset], 2, 0.2) if preset == "smoke" else (4_000_000, 2 * ROUNDS[preset] + 1, 4.0)
     data = persia.data.synthetic(
-        1024 * steps, id_features=8, ids_per_feature=rows // 8, dense_features=4, batch_size=1024
+        1024 * 100, id_features=8, ids_per_feature=rows // 8, dense_features=4, batch_size=1024
     )
     torch.manual_seed(0)
     trainer = persia.Trainer(
@@ -210,23 +225,29 @@ def slowdown(preset: str) -> harness.Measure:
     for table in ps.tables():
         for begin in range(0, rows // 8, 100_000):
             ps.lookup({table: np.arange(begin, min(rows // 8, begin + 100_000), dtype=np.uint64)}, train=True)
-    batches = list(data)
-    train = functools.partial(trainer.fit, batches)
-    saving = Saver(ps, trainer.schema)
+    pace = Pace(list(data))
+    spans: list[tuple[float, float]] = []
 
-    def beside() -> float:
-        with saving():
-            return timed(train)
+    def write_and_rest(path: Path) -> None:
+        try:
+            pace.wait(150)
+            time.sleep(pause)
+            for step in range(1, rounds + 1):
+                spans.append(save(ps, trainer.schema, path, step))
+                time.sleep(pause)
+        finally:
+            pace.stopped.set()
 
-    alone, busy = [], []
-    for number in range(rounds + 1):
-        if number % 2:
-            busy.append(beside())
-            alone.append(timed(train))
-        else:
-            alone.append(timed(train))
-            busy.append(beside())
-    longer = [100 * (b / a - 1) for a, b in zip(alone[1:], busy[1:], strict=True)]
+    with folder() as path, ThreadPoolExecutor(1) as thread:
+        writing = thread.submit(write_and_rest, path)
+        trainer.fit(pace)
+        writing.result()
+    rests = [pace.rate(begin - pause, begin) for begin, _ in spans]
+    rests.append(pace.rate(spans[-1][1], spans[-1][1] + pause))
+    busy = [pace.rate(*span) for span in spans]
+    longer = [
+        100 * ((before + after) / 2 / rate - 1) for before, after, rate in zip(rests, rests[1:], busy, strict=False)
+    ]
     return harness.quantity(
         "checkpoint.slowdown",
         longer,
@@ -237,9 +258,8 @@ def slowdown(preset: str) -> harness.Measure:
             "rows": rows,
             "lowest": min(longer),
             "highest": max(longer),
-            "ms_per_step": 1e3 * statistics.median(alone[1:]) / steps,
-            "s_per_checkpoint": statistics.median(saving.seconds),
-            "checkpoints": len(saving.seconds),
+            "ms_per_step": 1e3 / statistics.median(rests),
+            "s_per_checkpoint": statistics.median(end - begin for begin, end in spans),
         },
     )
 

@@ -193,7 +193,7 @@ def lost_rows(preset: str) -> harness.Measure:
     verdicts, wrong = [], []
     for load in (Load(1, ids=60_000, capacity=40_000, batch=8000), Load(2, ids=40_000, capacity=80_000, batch=8000)):
         with regions() as directory:
-            verdicts += kills(directory / "ps-0", load, SCALES[preset].kills, 0.1)
+            verdicts += kills(directory / "ps-0", load, SCALES[preset].kills, 0.05)
         wrong.append(sum(v.wrong for v in verdicts) - sum(wrong))
     found = {key: sum(v.recovery[key] > 0 for v in verdicts) for key in ("busy", "undone", "open", "rebuilt")}
     details = {"kills": len(verdicts), "rows_compared": sum(v.rows for v in verdicts), **found}

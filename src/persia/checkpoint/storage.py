@@ -107,7 +107,8 @@ class Storage:
             else:
                 data = np.empty(size, np.uint8).data if size else memoryview(bytearray())
                 done = 0
-                with self._fs.open(self.full(path), "rb") as file:
+                with open(self.full(path), "rb", buffering=0) as file:
+                    os.posix_fadvise(file.fileno(), 0, size, os.POSIX_FADV_WILLNEED)  # the disk works ahead
                     while done < size and (count := file.readinto(data[done : done + SLICE])):
                         crc = crc32(data[done : done + count], crc)
                         done += count
