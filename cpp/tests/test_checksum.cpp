@@ -1,9 +1,8 @@
-#include "persia/checksum.hpp"
-
 #include <cstring>
 #include <vector>
 
 #include "check.hpp"
+#include "persia/checksum.hpp"
 #include "persia/mix.hpp"
 
 using persia::crc32;

@@ -105,7 +105,7 @@ def test_a_bucket_that_is_missing_is_an_error_and_not_made(bucket: str) -> None:
     import s3fs
 
     misspelt = f"s3://{uuid4().hex[:12]}/run"
-    with pytest.raises(CheckpointError, match="Cannot write .* does not exist"):
+    with pytest.raises(CheckpointError, match=r"Cannot write .* does not exist"):
         write(misspelt, 1)
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         CheckpointReader(misspelt)
