@@ -37,7 +37,7 @@ from persia.checkpoint import CheckpointReader, CheckpointWriter, ReshardOptions
 from persia.modes import Hybrid
 from persia.optim import Adagrad
 from persia.ps import EmbeddingServer
-from persia.saving import give_way, write_rows
+from persia.saving import write_rows
 from persia.schema import IdFeature, Schema
 from persia.services import EmbeddingPS
 from persia.store import EmbeddingStore, Spill, TableConfig
@@ -232,7 +232,6 @@ def slowdown(preset: str) -> harness.Measure:
     spans: list[tuple[float, float]] = []
 
     def write_and_rest(path: Path) -> None:
-        give_way()  # As checkpoints of `fit` do.
         try:
             pace.wait(20 if preset == "smoke" else 150)
             time.sleep(pause)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -24,10 +23,7 @@ from persia.services import CutInfo, EmbeddingPS
 if TYPE_CHECKING:
     from persia.trainer import Trainer
 
-__all__ = ["Moment", "Saving", "give_way", "write_rows"]
-
-NICENESS = 10
-"""Of what writes in the background: a tenth of a processor that is wanted by all, and any that is not."""
+__all__ = ["Moment", "Saving", "write_rows"]
 
 
 class Moment(NamedTuple):
@@ -106,7 +102,6 @@ class Saving:
         write = self._capture(trainer, directory, moment)
 
         def run() -> None:
-            give_way()
             try:
                 write()
             except BaseException as error:
@@ -216,16 +211,6 @@ def write_rows(writer: CheckpointWriter, number: int, server: EmbeddingPS, name:
             writer.add_rows(chunk.table, number * MOST_SHARDS + chunk.shard, chunk.arrays)
     for chunk in server.cut_removed(name):
         writer.add_removed(chunk.table, number * MOST_SHARDS + chunk.shard, chunk.arrays["ids"])
-
-
-def give_way() -> None:
-    """Training goes before this thread, and those that it starts, where they compete for processors.
-
-    On Linux a thread has a niceness of its own; elsewhere nothing happens.
-    """
-    if sys.platform == "linux":
-        thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 def _held(value: Any) -> Any:
