@@ -10,4 +10,5 @@ NB_MODULE(_core, m) {
   register_batch(m);
   register_packed(m);
   register_onebit(m);
+  register_checksum(m);
 }

@@ -6,3 +6,4 @@ void register_store(nanobind::module_& m);
 void register_batch(nanobind::module_& m);
 void register_packed(nanobind::module_& m);
 void register_onebit(nanobind::module_& m);
+void register_checksum(nanobind::module_& m);
