@@ -229,7 +229,7 @@ def mounted(root):
 def test_capacities_that_do_not_fit_are_refused(mounted):
     place = mounted("size=4m")
     tables = [TableConfig("item", 16, capacity=10_000_000, shards=1), TableConfig("user", 16)]
-    with pytest.raises(StoreFullError, match=r"3 MiB free.* item may need 1602 MiB .*remount.*set `regions`") as caught:
+    with pytest.raises(StoreFullError, match=r"[34] MiB free.* item may need 1602 MiB .*remount.*set `regions`") as caught:
         Regions(str(place / "ps-0")).create_tables(EmbeddingStore(), tables)
     assert caught.value.fields["wanted"] > caught.value.fields["free"]
     assert not any((place / "ps-0").iterdir())
