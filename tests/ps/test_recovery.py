@@ -229,7 +229,7 @@ def mounted(root):
 def test_capacities_that_do_not_fit_are_refused(mounted):
     place = mounted("size=4m")
     tables = [TableConfig("item", 16, capacity=10_000_000, shards=1), TableConfig("user", 16)]
-    with pytest.raises(StoreFullError, match=r"[34] MiB free.* item may need 1602 MiB .*remount.*set `regions`") as caught:
+    with pytest.raises(StoreFullError, match=r"4 MiB free.* item may need 1602 MiB .*remount.*set `regions`") as caught:
         Regions(str(place / "ps-0")).create_tables(EmbeddingStore(), tables)
     assert caught.value.fields["wanted"] > caught.value.fields["free"]
     assert not any((place / "ps-0").iterdir())
@@ -238,7 +238,7 @@ def test_capacities_that_do_not_fit_are_refused(mounted):
 def test_the_log_says_how_much_room_there_is_and_what_would_be_faster(mounted, caplog):
     caplog.set_level("INFO", "persia.ps")
     Regions(str(mounted("size=4m,huge=never") / "ps-0")).create_tables(EmbeddingStore(), [TableConfig("item", 16)])
-    assert "3 MiB free: when it is full" in caplog.text
+    assert "4 MiB free: when it is full" in caplog.text
     assert "--shm-size" in caplog.text
     assert "huge=advise" in caplog.text
     caplog.clear()
