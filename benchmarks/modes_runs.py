@@ -1,0 +1,271 @@
+"""Runs in virtual time for benchmarks/modes.py: what is trained, spread over processes, kept in a file.
+
+Environment:
+
+PERSIA_PROCESSES  how many processes run at once; as many as there are cores by default.
+PERSIA_RUNS       a file to which each run is appended as a line of JSON once it is done. A run that the file has is not
+                  repeated, so a benchmark that was cut goes on where it was. Remove it when code that matters changes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+import torch
+
+from persia import Batch, Schema, data
+from persia.metrics import Metrics
+from persia.modes import AnyMode, Sync
+from persia.modes.replay import Event, Setting, Summary, phases, simulate, steady
+from persia.nn.models import FFNN, DeepFM
+from persia.optim import Adagrad
+from persia.virtual import VirtualTraining
+
+__all__ = [
+    "GLOBAL",
+    "LOCAL",
+    "TUNING_SEED",
+    "WORKERS",
+    "Day",
+    "Plan",
+    "Rates",
+    "Scored",
+    "Stream",
+    "best_rates",
+    "everywhere",
+    "norms",
+    "scored",
+    "synthetic",
+    "train",
+    "tuned_for",
+]
+
+WORKERS, LOCAL = 8, 128
+GLOBAL = WORKERS * LOCAL
+TUNING_SEED = 99
+DENSE_FACTOR, ROWS_FACTOR = 3.0, 2.0
+MAX_ROUNDS = 8
+
+Result = TypeVar("Result")
+
+
+class Rates(NamedTuple):
+    """Learning rates of Adam for dense parameters, and of Adagrad for rows."""
+
+    dense: float
+    rows: float
+
+
+class Plan(NamedTuple):
+    """One run on synthetic data: a mode for each day, hyper-parameters, who trains."""
+
+    modes: tuple[AnyMode, ...]
+    rates: Rates
+    seed: int
+    rows: int
+    drift: float = 0.0
+    factors: tuple[float, ...] = (1.0,) * 6 + (4.0,) * 2
+    local: int = LOCAL
+    compute: float = 1.0
+    moving: float | None = None  # Batches in a phase, instead of steady factors.
+
+    def setting(self) -> Setting:
+        """Who trains, how fast."""
+        trace = steady(self.factors)
+        if self.moving is not None:
+            trace = phases(len(self.factors), length=self.moving * self.compute, count=64, seed=self.seed)
+        return Setting(trace, compute=self.compute, local_batch=self.local)
+
+
+class Day(NamedTuple):
+    """What a day of training came to; the AUC is that of the next day."""
+
+    auc: float
+    summary: Summary
+    end: float
+
+
+class Stream(NamedTuple):
+    """One run on globo_ctr, whose first rows are for tuning."""
+
+    mode: AnyMode
+    rates: Rates
+    seed: int
+    first: int
+    rows: int
+
+
+class Scored(NamedTuple):
+    """Mean over days of the progressive AUC."""
+
+    auc: float
+    summary: Summary
+
+
+# --- what runs in a process of its own --------------------------------------------------------------------------------
+
+
+def synthetic(plan: Plan, days: int) -> tuple[Schema, list[Batch]]:
+    """All batches of so many days."""
+    reader = data.synthetic(
+        plan.rows * days,
+        id_features=8, ids_per_feature=5000, pairs=8, latent_dim=2, dim=8,
+        days=days, drift=plan.drift, seed=plan.seed, batch_size=plan.local,
+    )  # fmt: skip
+    return reader.schema, list(reader)
+
+
+def train(plan: Plan) -> list[Day]:
+    """Trains a day, tests on the next, as the paper does; the day after the last is the test of the last."""
+    torch.set_num_threads(1)
+    schema, batches = synthetic(plan, len(plan.modes) + 1)
+    run = _training(plan, schema, batches)
+    setting = plan.setting()
+    per_day = plan.rows // plan.local
+    found, step, time = [], 0, 0.0
+    for day, mode in enumerate(plan.modes):
+        schedule = simulate(mode, setting, range(day * per_day, (day + 1) * per_day), step=step, start=time)
+        run.run(schedule)
+        step, time = schedule.end_step, schedule.end
+        test = batches[(day + 1) * per_day : (day + 2) * per_day]
+        found.append(Day(_area(test, run.evaluate(test)), schedule.summary(), time))
+        run.logits.clear()
+    return found
+
+
+def norms(plan: Plan) -> list[float]:
+    """L2 norms of what is applied to the dense parameters, in the second half of the days."""
+    torch.set_num_threads(1)
+    schema, batches = synthetic(plan, len(plan.modes))
+    run = _training(plan, schema, batches)
+    found: list[float] = []
+    held: list[np.ndarray] = []
+
+    def watch(event: Event, gradient: Any) -> None:
+        if event.server == "dense-0" and event.kind == "push":
+            held.append(gradient)
+        elif event.server == "dense-0" and event.kind == "apply":
+            found.append(float(np.linalg.norm(np.mean(held, axis=0))))
+            held.clear()
+
+    run.run(simulate(plan.modes[0], plan.setting(), len(batches)), watch)
+    return found[len(found) // 2 :]
+
+
+def scored(plan: Stream) -> Scored:
+    """4 NN workers that are slow in turns, local batch 256; the rows after `first` are scored."""
+    torch.set_num_threads(1)
+    reader = data.globo(batch_size=256)
+    batches = [batch for batch, _ in zip(reader.batches(0), range(plan.rows // 256), strict=False)]
+    torch.manual_seed(plan.seed)
+    run = VirtualTraining(
+        FFNN(reader.schema, hidden=(256, 128), products=[("article_id", "history")]),
+        reader.schema,
+        batches.__getitem__,
+        lambda parameters: torch.optim.Adam(parameters, plan.rates.dense, fused=True),
+        Adagrad(lr=plan.rates.rows),
+        seed=plan.seed,
+    )
+    setting = Setting(phases(4, length=10.0, count=64, seed=plan.seed), local_batch=256)
+    schedule = simulate(plan.mode, setting, len(batches))
+    run.run(schedule)
+    metrics = Metrics(["click"])
+    for number, logits in sorted(run.logits.items()):
+        if number >= plan.first // 256:
+            metrics.update(logits, batches[number].labels, batches[number].day)
+    return Scored(statistics.fmean(metrics.result().auc_per_day.values()), schedule.summary())
+
+
+def _training(plan: Plan, schema: Schema, batches: Sequence[Batch]) -> VirtualTraining:
+    torch.manual_seed(plan.seed)
+    return VirtualTraining(
+        DeepFM(schema, hidden=(64, 32)),
+        schema,
+        batches.__getitem__,
+        lambda parameters: torch.optim.Adam(parameters, plan.rates.dense, fused=True),
+        Adagrad(lr=plan.rates.rows),
+        seed=plan.seed,
+    )
+
+
+def _area(batches: Sequence[Batch], logits: np.ndarray) -> float:
+    metrics = Metrics(["click"])
+    metrics.update(logits, np.concatenate([b.labels for b in batches]), None)
+    return metrics.result().auc
+
+
+# --- many runs --------------------------------------------------------------------------------------------------------
+
+
+def everywhere(function: Callable[[Any], Result], plans: Sequence[Any], result: type[Result]) -> list[Result]:
+    """Results in the order of the plans; those of the file, and the others from as many processes as there may be."""
+    kept = os.environ.get("PERSIA_RUNS")
+    keys = [msgspec.json.encode([function.__name__, plan]) for plan in plans]
+    found = _kept(Path(kept), result, set(keys)) if kept else {}
+    processes = int(os.environ.get("PERSIA_PROCESSES", os.cpu_count() or 1))
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        running = {pool.submit(function, plan): key for key, plan in zip(keys, plans, strict=True) if key not in found}
+        for future in as_completed(running):
+            key = running[future]
+            found[key] = future.result()
+            if kept:
+                with Path(kept).open("ab") as file:
+                    line = {"run": msgspec.Raw(key), "result": found[key]}
+                    file.write(msgspec.json.encode(line) + b"\n")
+    return [found[key] for key in keys]
+
+
+def _kept(file: Path, result: type[Result], keys: set[bytes]) -> dict[bytes, Result]:
+    class Line(msgspec.Struct):
+        run: msgspec.Raw
+        result: msgspec.Raw
+
+    lines: Iterable[bytes] = file.read_bytes().splitlines() if file.exists() else []
+    decoded = (msgspec.json.decode(line, type=Line) for line in lines)
+    return {bytes(d.run): msgspec.json.decode(d.result, type=result) for d in decoded if bytes(d.run) in keys}
+
+
+def best_rates(score: Callable[[list[Rates]], Sequence[float]], rounds: int = MAX_ROUNDS) -> Rates:
+    """The best of a grid, which grows until its best lies inside and not at its edge.
+
+    Args:
+        score: what each point of the grid reaches; more is better.
+        rounds: how often it may be asked; after that the best so far.
+    """
+    found: dict[tuple[int, int], float] = {}
+    best = (0, 0)
+    for _ in range(rounds):
+        around = {(best[0] + i, best[1] + j) for i in (-1, 0, 1) for j in (-1, 0, 1)} | {(0, 0)}
+        new = sorted(around - found.keys())
+        if not new:
+            break
+        found |= zip(new, score([_rates(*point) for point in new]), strict=True)
+        best = max(found, key=found.__getitem__)
+    return _rates(*best)
+
+
+def _rates(i: int, j: int) -> Rates:
+    return Rates(3e-3 * DENSE_FACTOR**i, 0.2 * ROWS_FACTOR**j)
+
+
+def tuned_for(plan: Plan) -> Rates:
+    """The rates with which Sync has the best AUC, mean over the second half of the days, on data of a seed of its own."""
+    days = len(plan.modes)
+
+    def score(grid: list[Rates]) -> list[float]:
+        plans = [
+            plan._replace(modes=(Sync(),) * days, rates=rates, seed=TUNING_SEED, factors=(1.0,) * len(plan.factors))
+            for rates in grid
+        ]
+        runs = everywhere(train, plans, list[Day])
+        return [statistics.fmean(day.auc for day in days_[days // 2 :]) for days_ in runs]
+
+    return best_rates(score)
