@@ -53,6 +53,10 @@ GLOBAL = WORKERS * LOCAL
 TUNING_SEED = 99
 DENSE_FACTOR, ROWS_FACTOR = 3.0, 2.0
 MAX_ROUNDS = 8
+IDS = 2_000
+"""Of each feature."""
+TEST_BATCHES = 16
+"""Batches that are evaluated together."""
 
 Result = TypeVar("Result")
 
@@ -117,7 +121,7 @@ def synthetic(plan: Plan, days: int) -> tuple[Schema, list[Batch]]:
     """All batches of so many days."""
     reader = data.synthetic(
         plan.rows * days,
-        id_features=8, ids_per_feature=5000, pairs=8, latent_dim=2, dim=8,
+        id_features=8, ids_per_feature=IDS, pairs=8, latent_dim=2, dim=8,
         days=days, drift=plan.drift, seed=plan.seed, batch_size=plan.local,
     )  # fmt: skip
     return reader.schema, list(reader)
@@ -135,7 +139,7 @@ def train(plan: Plan) -> list[Day]:
         schedule = simulate(mode, setting, range(day * per_day, (day + 1) * per_day), step=step, start=time)
         run.run(schedule)
         step, time = schedule.end_step, schedule.end
-        test = batches[(day + 1) * per_day : (day + 2) * per_day]
+        test = _joined(batches[(day + 1) * per_day : (day + 2) * per_day])
         found.append(Day(_area(test, run.evaluate(test)), schedule.summary(), time))
         run.logits.clear()
     return found
@@ -194,6 +198,10 @@ def _training(plan: Plan, schema: Schema, batches: Sequence[Batch]) -> VirtualTr
         Adagrad(lr=plan.rates.rows),
         seed=plan.seed,
     )
+
+
+def _joined(batches: Sequence[Batch]) -> list[Batch]:
+    return [Batch.concat(batches[at : at + TEST_BATCHES]) for at in range(0, len(batches), TEST_BATCHES)]
 
 
 def _area(batches: Sequence[Batch], logits: np.ndarray) -> float:
@@ -257,7 +265,7 @@ def _rates(i: int, j: int) -> Rates:
 
 
 def tuned_for(plan: Plan) -> Rates:
-    """The rates with which Sync has the best AUC, mean over the second half of the days, on data of a seed of its own."""
+    """Those with which Sync has the best AUC, mean over the second half of the days, on data of a seed of their own."""
     days = len(plan.modes)
 
     def score(grid: list[Rates]) -> list[float]:
