@@ -54,8 +54,8 @@ from persia.modes.replay import Setting, Summary, phases, simulate, steady
 
 SEEDS = {"smoke": (0,), "laptop": (0, 1, 2), "full": (0, 1, 2)}
 DAYS = {"smoke": 4, "laptop": 16, "full": 16}
-ROWS_PER_DAY = {"smoke": 2_048, "laptop": 65_536, "full": 524_288}
-GLOBO_ROWS = {"smoke": 20_480, "laptop": 1_048_576, "full": 5_000_000}  # Of them a quarter is for tuning.
+ROWS_PER_DAY = {"smoke": 2_048, "laptop": 32_768, "full": 262_144}
+GLOBO_ROWS = {"smoke": 20_480, "laptop": 524_288, "full": 5_000_000}  # Of them a quarter is for tuning.
 UNTUNED = Rates(3e-3, 0.2)
 SCALING = 3_200
 """Rows of a global batch that 8, 40, 200 and 800 NN workers can share."""

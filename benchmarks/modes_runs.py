@@ -9,6 +9,7 @@ PERSIA_RUNS       a file to which each run is appended as a line of JSON once it
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import statistics
@@ -53,7 +54,7 @@ GLOBAL = WORKERS * LOCAL
 TUNING_SEED = 99
 DENSE_FACTOR, ROWS_FACTOR = 3.0, 2.0
 MAX_ROUNDS = 8
-IDS = 2_000
+IDS = 500
 """Of each feature."""
 TEST_BATCHES = 16
 """Batches that are evaluated together."""
@@ -218,17 +219,22 @@ def everywhere(function: Callable[[Any], Result], plans: Sequence[Any], result: 
     kept = os.environ.get("PERSIA_RUNS")
     keys = [msgspec.json.encode([function.__name__, plan]) for plan in plans]
     found = _kept(Path(kept), result, set(keys)) if kept else {}
-    processes = int(os.environ.get("PERSIA_PROCESSES", os.cpu_count() or 1))
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        running = {pool.submit(function, plan): key for key, plan in zip(keys, plans, strict=True) if key not in found}
-        for future in as_completed(running):
-            key = running[future]
-            found[key] = future.result()
-            if kept:
-                with Path(kept).open("ab") as file:
-                    line = {"run": msgspec.Raw(key), "result": found[key]}
-                    file.write(msgspec.json.encode(line) + b"\n")
+    running = {_pool().submit(function, plan): key for key, plan in zip(keys, plans, strict=True) if key not in found}
+    for future in as_completed(running):
+        key = running[future]
+        found[key] = future.result()
+        if kept:
+            with Path(kept).open("ab") as file:
+                line = {"run": msgspec.Raw(key), "result": found[key]}
+                file.write(msgspec.json.encode(line) + b"\n")
     return [found[key] for key in keys]
+
+
+@functools.cache
+def _pool() -> ProcessPoolExecutor:
+    """One for all measures: a process takes seconds to start."""
+    processes = int(os.environ.get("PERSIA_PROCESSES", os.cpu_count() or 1))
+    return ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
 
 
 def _kept(file: Path, result: type[Result], keys: set[bytes]) -> dict[bytes, Result]:
