@@ -13,7 +13,7 @@ import functools
 import multiprocessing
 import os
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -219,21 +219,28 @@ def everywhere(function: Callable[[Any], Result], plans: Sequence[Any], result: 
     kept = os.environ.get("PERSIA_RUNS")
     keys = [msgspec.json.encode([function.__name__, plan]) for plan in plans]
     found = _kept(Path(kept), result, set(keys)) if kept else {}
-    running = {_pool().submit(function, plan): key for key, plan in zip(keys, plans, strict=True) if key not in found}
-    for future in as_completed(running):
-        key = running[future]
-        found[key] = future.result()
+    for plan, done in _runs(function, [p for key, p in zip(keys, plans, strict=True) if key not in found]):
+        key = msgspec.json.encode([function.__name__, plan])
+        found[key] = done
         if kept:
             with Path(kept).open("ab") as file:
-                line = {"run": msgspec.Raw(key), "result": found[key]}
-                file.write(msgspec.json.encode(line) + b"\n")
+                file.write(msgspec.json.encode({"run": msgspec.Raw(key), "result": done}) + b"\n")
     return [found[key] for key in keys]
 
 
-@functools.cache
-def _pool() -> ProcessPoolExecutor:
-    """One for all measures: a process takes seconds to start."""
+def _runs(function: Callable[[Any], Result], plans: Sequence[Any]) -> Iterator[tuple[Any, Result]]:
+    """Each plan and its result, as they are done."""
     processes = int(os.environ.get("PERSIA_PROCESSES", os.cpu_count() or 1))
+    if processes == 1:
+        yield from ((plan, function(plan)) for plan in plans)
+        return
+    running = {_pool(processes).submit(function, plan): plan for plan in plans}
+    yield from ((running[future], future.result()) for future in as_completed(running))
+
+
+@functools.cache
+def _pool(processes: int) -> ProcessPoolExecutor:
+    """One for all measures: a process takes seconds to start."""
     return ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
 
 
