@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 from persia.cli.checkpoint import checkpoint_app
@@ -90,6 +91,48 @@ def train(
     out.print_fit(result, trainer.options.checkpoint_dir)
     if json is not None:
         out.write_json(json, out.fit_record(result))
+
+
+@app.command()
+def continual(
+    config: Config,
+    days: Annotated[str, typer.Option(help="First and last day to train, as in `0..6`.", metavar="A..B")],
+    output: Annotated[str, typer.Option(help="Directory for checkpoints and the table of days.", metavar="DIR")],
+    overrides: Set = None,
+    inherit: Annotated[
+        str | None,
+        typer.Option(
+            help="Directory of another run, from whose latest checkpoint the first day goes on.", metavar="DIR"
+        ),
+    ] = None,
+    json: Annotated[str | None, typer.Option(help="Write the table as JSON here.", metavar="FILE")] = None,
+) -> None:
+    """Train a day, test on the next one before it is trained, go on; as models are kept fresh in production.
+
+    The data must have days (an option `day` of the reader) and lie in their order. Rows, network and optimizers go on
+    from day to day, with a checkpoint at the end of each. What was cut goes on with the same command; `--days 7..13`
+    with the same `--output` adds days.
+
+    A day may have a mode of its own, kept until the next entry: the GBA paper switches in this way, without tuning.
+
+        persia continual run.toml --days 0..15 --output runs/c --set mode.kind=sync
+            --set 'continual.modes.8={kind="gba", global_batch_size=8192}'
+    """
+    from persia.cli import continual as recipe
+    from persia.cli import output as out
+
+    wanted = recipe.parse_days(days)
+    run = _read(config, overrides, output)
+    if json is not None:
+        out.check_writable(json)
+    todo = recipe.Recipe(run, output)
+    trainer = run.build_trainer(run.reader().schema)
+    with _ending(trainer):
+        for record in todo.run(trainer, wanted, inherit):
+            typer.echo(f"day {record.day} is trained in {type(record.mode).__name__}")
+    out.CONSOLE.print(recipe.table(todo.records))
+    if json is not None:
+        out.write_json(json, [msgspec.to_builtins(record) for record in todo.records])
 
 
 @app.command()

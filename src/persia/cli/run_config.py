@@ -22,7 +22,16 @@ from persia.schema import Adagrad, EmbeddingOptimizer, Schema
 from persia.services import Cluster
 from persia.trainer import Trainer
 
-__all__ = ["ClusterConfig", "DataConfig", "ModelConfig", "ObserveConfig", "OptimizerConfig", "RunConfig", "TrainConfig"]
+__all__ = [
+    "ClusterConfig",
+    "ContinualConfig",
+    "DataConfig",
+    "ModelConfig",
+    "ObserveConfig",
+    "OptimizerConfig",
+    "RunConfig",
+    "TrainConfig",
+]
 
 MODELS: dict[str, Callable[..., torch.nn.Module]] = {
     "ffnn": models.FFNN,
@@ -218,6 +227,26 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_steps: int | None = None
 
 
+class ContinualConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What `persia continual` needs beside.
+
+    Attributes:
+        modes: by day, the mode from this day on, such as `[continual.modes.8]` with `kind = "gba"`; `mode` before it.
+    """
+
+    modes: dict[str, AnyMode] = {}
+
+    def __post_init__(self) -> None:
+        for day in self.modes:
+            if not day.isdecimal():
+                raise ConfigError(f"continual.modes.{day}: a day is a whole number.", field=f"continual.modes.{day}")
+
+    def mode(self, day: int) -> AnyMode | None:
+        """That of a day; None before the first entry."""
+        begun = [int(first) for first in self.modes if int(first) <= day]
+        return {int(first): mode for first, mode in self.modes.items()}[max(begun)] if begun else None
+
+
 class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A whole run.
 
@@ -233,6 +262,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         train: how long.
         trainer: precision, checkpoints, seed, ...
         observe: metrics for Prometheus.
+        continual: for `persia continual`.
     """
 
     data: DataConfig
@@ -246,6 +276,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     train: TrainConfig = TrainConfig()
     trainer: TrainerOptions = TrainerOptions()
     observe: ObserveConfig = ObserveConfig()
+    continual: ContinualConfig = ContinualConfig()
 
     def reader(self) -> Any:
         """The training reader; its `schema` is the run's."""

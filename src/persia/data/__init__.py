@@ -4,6 +4,7 @@ A reader is anything that satisfies `Reader`; any iterable of batches trains as 
 Nothing here imports pyarrow or fsspec before it is used.
 """
 
+from persia.data.days import Span, days
 from persia.data.files import File, expand, find
 from persia.data.from_adult import adult
 from persia.data.from_avazu import avazu
@@ -23,12 +24,14 @@ __all__ = [
     "Peer",
     "Reader",
     "Source",
+    "Span",
     "StreamReader",
     "Synthetic",
     "adult",
     "avazu",
     "criteo",
     "csv",
+    "days",
     "expand",
     "find",
     "globo",

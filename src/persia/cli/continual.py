@@ -1,0 +1,263 @@
+"""`persia continual`: train a day, test on the next, go on with the day after."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from rich.table import Table
+from rich.text import Text
+
+from persia.checkpoint import list_checkpoints
+from persia.checkpoint.storage import Storage
+from persia.cli.run_config import RunConfig
+from persia.coordinator import TokenReport
+from persia.data import Span, days
+from persia.errors import CheckpointError, ConfigError
+from persia.fit import FitResult
+from persia.modes import AnyMode
+from persia.trainer import Trainer
+
+__all__ = ["DayRecord", "Recipe", "parse_days", "table"]
+
+FILE = "continual.json"
+
+
+class DayRecord(msgspec.Struct, frozen=True):
+    """A day of training.
+
+    Attributes:
+        day: as the data have it.
+        mode: in which it was trained.
+        first_row: where it begins in the data.
+        rows: samples of the day.
+        step: global step before it.
+        global_step: global step after it; None while it is being trained, like all that follows.
+        rows_per_second: of training it, since this command or the last resume.
+        progressive_auc: of the day itself, each batch scored before it was trained.
+        test_day: the next day in the data; None if there is none.
+        auc: on that day, before it is trained; None where it is not defined.
+        log_loss: likewise.
+        calibration: likewise.
+        dropped_batches: of asynchronous modes: gradients that were dropped or had weight 0.
+        staleness_mean: of asynchronous modes: steps between the parameters that a gradient was computed with and those
+            that it was applied to.
+        lost_tokens: of asynchronous modes: tokens of dead NN workers.
+    """
+
+    day: int
+    mode: AnyMode
+    first_row: int
+    rows: int
+    step: int
+    global_step: int | None = None
+    rows_per_second: float | None = None
+    progressive_auc: float | None = None
+    test_day: int | None = None
+    auc: float | None = None
+    log_loss: float | None = None
+    calibration: float | None = None
+    dropped_batches: int = 0
+    staleness_mean: float = 0.0
+    lost_tokens: int = 0
+
+
+def parse_days(text: str) -> range:
+    """`a..b`, both included.
+
+    Raises:
+        ConfigError: it is not of this form.
+    """
+    first, dots, last = text.partition("..")
+    if not (dots and first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+        raise ConfigError(f"--days {text}: write the first and the last day, as in 0..6.", field="days")
+    return range(int(first), int(last) + 1)
+
+
+class Recipe:
+    """The days of one output directory.
+
+    Args:
+        config: of the run.
+        output: directory of its checkpoints, and of `continual.json`, what has been done so far.
+    """
+
+    def __init__(self, config: RunConfig, output: str) -> None:
+        if config.data.options.get("shuffle_rows"):
+            raise ConfigError(
+                "data.options.shuffle_rows mixes days, and continual training takes them in order: leave it out.",
+                field="data.options.shuffle_rows",
+            )
+        for name, remedy in (
+            ("mode_schedule", "give modes by day, as continual.modes"),
+            ("keep_best", "the table tells which day was best"),
+        ):
+            if getattr(config.trainer, name):
+                raise ConfigError(f"trainer.{name} is not for continual training: {remedy}.", field=f"trainer.{name}")
+        self._config = config
+        self._output = output
+        self._storage = Storage(output)
+        size = self._storage.size(FILE)
+        self.records: list[DayRecord] = []
+        """Of the days so far; the last one may be unfinished."""
+        if size is not None:
+            text = self._storage.head(FILE, 0, size)
+            try:
+                self.records = msgspec.json.decode(text, type=list[DayRecord])
+            except msgspec.MsgspecError as error:
+                raise CheckpointError(f"{output}/{FILE} cannot be read: {error}.", path=output) from error
+        elif found := list_checkpoints(output):
+            raise CheckpointError(
+                f"{output} holds another run, trained to step {found[-1].step}. To go on from its checkpoint, give "
+                f"--inherit {output} and another directory as --output.",
+                path=output,
+            )
+        self._reported = TokenReport()
+
+    def run(self, trainer: Trainer, wanted: range, inherit: str | None = None) -> Iterator[DayRecord]:
+        """Trains the days that are missing, and gives the record of each.
+
+        Args:
+            trainer: fresh.
+            wanted: days.
+            inherit: a directory whose latest checkpoint the first day goes on from; nothing begins with that of the
+                output directory.
+
+        Raises:
+            ConfigError: the output has later days, or no wanted day has rows.
+            CheckpointError: a checkpoint does not fit.
+        """
+        begun = self._resume(trainer, inherit)
+        wanted = self._missing(wanted, begun)
+        if not wanted:
+            return
+        row = self.records[-1].first_row if self.records else 0
+        found = days(self._config.reader(), self._config.data.batch_size, wanted[0], wanted[-1], row=row)
+        for day, test_day in itertools.zip_longest(found, [*found][1:]):
+            if day in wanted:
+                record = begun if begun is not None and begun.day == day else self._begin(trainer, day, found[day])
+                yield self._finish(trainer, record, found[day], found.get(test_day), test_day)
+        if not any(day in wanted for day in found):
+            raise ConfigError(f"The data have no rows of the days {wanted[0]} to {wanted[-1]}.", field="days")
+
+    def _missing(self, wanted: range, begun: DayRecord | None) -> range:
+        """The wanted days that are not trained yet."""
+        done = [record.day for record in self.records if record is not begun]
+        if done and wanted[-1] <= done[-1]:
+            if not set(wanted) & set(done):
+                raise ConfigError(
+                    f"{self._output} is trained to day {done[-1]}, and days {wanted[0]} to {wanted[-1]} come before "
+                    "it. Give another directory as --output.",
+                    field="days",
+                )
+            return range(0)
+        missing = range(max(wanted[0], done[-1] + 1 if done else 0), wanted[-1] + 1)
+        if begun is not None and begun.day != missing[0]:
+            raise ConfigError(
+                f"{self._output} was left in the middle of day {begun.day}: begin --days with it.", field="days"
+            )
+        return missing
+
+    # --- one day ------------------------------------------------------------------------------------------------
+
+    def _begin(self, trainer: Trainer, day: int, span: Span) -> DayRecord:
+        mode = self._config.continual.mode(day) or self._config.mode
+        record = DayRecord(day, mode, span.first, span.rows, trainer.global_step)
+        self._write([*self.records, record])
+        return record
+
+    def _finish(
+        self, trainer: Trainer, record: DayRecord, span: Span, test: Span | None, test_day: int | None
+    ) -> DayRecord:
+        if trainer.mode != record.mode:
+            trainer.switch(record.mode)
+        epochs = self._config.train.epochs
+        changes: dict[str, Any] = {}
+        if trainer.finished or trainer.epoch < epochs:  # Else it was cut between training and testing.
+            changes = self._measured(trainer.fit(span, epochs=epochs))
+        changes["progressive_auc"] = _known(trainer.metrics.result().auc_per_day.get(record.day, math.nan))
+        if test is not None:
+            scores = trainer.evaluate(test)
+            changes |= {
+                "test_day": test_day,
+                "auc": _known(scores.auc),
+                "log_loss": _known(scores.log_loss),
+                "calibration": _known(scores.calibration),
+            }
+        trainer.finished = True
+        record = msgspec.structs.replace(record, global_step=trainer.global_step, **changes)
+        self._write([*self.records[:-1], record])
+        return record
+
+    def _measured(self, result: FitResult) -> dict[str, Any]:
+        before, now = self._reported, result.asynchronous or TokenReport()
+        self._reported = now
+        return {
+            "rows_per_second": result.rows_per_second,
+            "dropped_batches": now.dropped_batches - before.dropped_batches,
+            "staleness_mean": (now.staleness_sum - before.staleness_sum) / max(1, now.batches - before.batches),
+            "lost_tokens": now.lost_tokens - before.lost_tokens,
+        }
+
+    # --- from day to day ----------------------------------------------------------------------------------------
+
+    def _resume(self, trainer: Trainer, inherit: str | None) -> DayRecord | None:
+        """Loads the latest checkpoint; gives the day that it was written in the middle of, or at the end of.
+
+        Records of what came after it are forgotten.
+        """
+        checkpoints = list_checkpoints(self._output)
+        if not checkpoints:
+            self.records = []
+            if inherit is not None:
+                trainer.load(inherit)
+                trainer.finished = True  # What that run has trained is not these days.
+            return None
+        trainer.load(self._output)
+        self._write([record for record in self.records if record.step < trainer.global_step])
+        last = self.records[-1] if self.records else None
+        if last is None or last.global_step == trainer.global_step:
+            trainer.finished = True  # So that the next day begins anew.
+            return None
+        self._write([*self.records[:-1], msgspec.structs.replace(last, global_step=None)])
+        return self.records[-1]
+
+    def _write(self, records: list[DayRecord]) -> None:
+        self.records = records
+        self._storage.put(FILE, msgspec.json.format(msgspec.json.encode(records), indent=2) + b"\n")
+
+
+def table(records: list[DayRecord]) -> Table:
+    """A line for each day."""
+    found = Table(title="continual training")
+    columns = ("day", "mode", "rows", "rows/s", "progressive AUC", "tested on", "AUC", "log-loss", "calibration")
+    for column in (*columns, "dropped", "staleness", "lost tokens"):
+        found.add_column(column, justify="left" if column == "mode" else "right")
+    for r in records:
+        found.add_row(
+            str(r.day),
+            Text(type(r.mode).__name__),
+            f"{r.rows:,}",
+            _text(r.rows_per_second, ",.0f"),
+            _text(r.progressive_auc, ".4f"),
+            _text(r.test_day, "d"),
+            _text(r.auc, ".4f"),
+            _text(r.log_loss, ".4f"),
+            _text(r.calibration, ".3f"),
+            f"{r.dropped_batches:,}",
+            f"{r.staleness_mean:.2f}",
+            f"{r.lost_tokens:,}",
+        )
+    return found
+
+
+def _text(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _known(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None
