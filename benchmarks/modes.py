@@ -57,6 +57,7 @@ DAYS = {"smoke": 4, "laptop": 16, "full": 16}
 ROWS_PER_DAY = {"smoke": 2_048, "laptop": 32_768, "full": 262_144}
 GLOBO_ROWS = {"smoke": 20_480, "laptop": 524_288, "full": 5_000_000}  # Of them a quarter is for tuning.
 UNTUNED = Rates(3e-3, 0.2)
+DRIFT = 0.1
 SCALING = 3_200
 """Rows of a global batch that 8, 40, 200 and 800 NN workers can share."""
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -64,11 +65,11 @@ SHARES = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 @functools.cache
-def tuned(preset: str, drift: float, local: int = LOCAL) -> Rates:
-    """Rates of Sync for 8 NN workers; a smoke run does without tuning."""
+def tuned(preset: str) -> Rates:
+    """Rates of Sync for 8 NN workers, on drifting data; a smoke run does without tuning."""
     if preset == "smoke":
         return UNTUNED
-    return tuned_for(Plan((Sync(),) * DAYS[preset], UNTUNED, TUNING_SEED, ROWS_PER_DAY[preset], drift, local=local))
+    return tuned_for(Plan((Sync(),) * DAYS[preset], UNTUNED, TUNING_SEED, ROWS_PER_DAY[preset], DRIFT))
 
 
 @functools.cache
@@ -96,15 +97,15 @@ def others() -> dict[str, AnyMode]:
 
 def switch(preset: str) -> Iterator[harness.Measure]:
     """AUC after the switch, minus Sync throughout, paired by seed: on the first day and on average."""
-    days, rows, drift = DAYS[preset], ROWS_PER_DAY[preset], 0.1
+    days, rows = DAYS[preset], ROWS_PER_DAY[preset]
     half = days // 2
-    rates = tuned(preset, drift)
+    rates = tuned(preset)
     kinds: dict[str, tuple[AnyMode, ...]] = {"sync": (Sync(),) * days}
     changed = {name: mode for name, mode in others().items() if name in ("gba", "async", "bsp", "hop_bw")}
     kinds |= {f"to_{name}": (Sync(),) * half + (mode,) * (days - half) for name, mode in changed.items()}
     kinds["from_gba"] = (Gba(GLOBAL),) * half + (Sync(),) * (days - half)
     plans = {
-        (kind, seed): Plan(modes, rates, seed, rows, drift) for kind, modes in kinds.items() for seed in SEEDS[preset]
+        (kind, seed): Plan(modes, rates, seed, rows, DRIFT) for seed in SEEDS[preset] for kind, modes in kinds.items()
     }
     found: dict[Any, list[Day]] = dict(zip(plans, everywhere(train, list(plans.values()), list[Day]), strict=True))
 
@@ -164,9 +165,9 @@ def mean_of(summaries: Sequence[Summary]) -> dict[str, float]:
 def stationary(preset: str) -> Iterator[harness.Measure]:
     """AUC on unseen rows after the last day, minus Sync's; and virtual time to Sync's AUC at three quarters."""
     days, rows = DAYS[preset], ROWS_PER_DAY[preset]
-    rates = tuned(preset, 0.0)
+    rates = tuned(preset)
     kinds = {"sync": Sync(), **others()}
-    plans = {(k, s): Plan((m,) * days, rates, s, rows) for k, m in kinds.items() for s in SEEDS[preset]}
+    plans = {(k, s): Plan((m,) * days, rates, s, rows) for s in SEEDS[preset] for k, m in kinds.items()}
     found: dict[Any, list[Day]] = dict(zip(plans, everywhere(train, list(plans.values()), list[Day]), strict=True))
     goal = statistics.fmean(found["sync", seed][days * 3 // 4 - 1].auc for seed in SEEDS[preset])
     for kind in kinds:
@@ -202,7 +203,7 @@ def globo(preset: str) -> Iterator[harness.Measure]:
         "bsp": Bsp(4), "hop_bs": HopBs(2), "hop_bw": HopBw(1),
     }  # fmt: skip
     rows, rates = GLOBO_ROWS[preset], globo_tuned(preset)
-    plans = {(k, s): Stream(m, rates, s, rows // 4, rows) for k, m in kinds.items() for s in SEEDS[preset]}
+    plans = {(k, s): Stream(m, rates, s, rows // 4, rows) for s in SEEDS[preset] for k, m in kinds.items()}
     found = dict(zip(plans, everywhere(scored, list(plans.values()), Scored), strict=True))
     for kind in kinds:
         areas = [found[kind, seed].auc for seed in SEEDS[preset]]
@@ -239,7 +240,7 @@ def gradients(preset: str) -> Iterator[harness.Measure]:
     rows = 4 * ROWS_PER_DAY[preset]
     kinds: dict[str, AnyMode] = {f"bsp_{n}": Bsp(n) for n in (1, 2, 4, 8, 16, 32)} | {"sync": Sync()}
     kinds["gba"] = Gba(GLOBAL)
-    plans = [Plan((mode,), tuned(preset, 0.0), 0, rows) for mode in kinds.values()]
+    plans = [Plan((mode,), tuned(preset), 0, rows) for mode in kinds.values()]
     for kind, found in zip(kinds, everywhere(norms, plans, list[float]), strict=True):
         parts = np.quantile(found, QUANTILES).tolist()
         yield harness.Measure(
@@ -285,8 +286,8 @@ def scaling(preset: str) -> Iterator[harness.Measure]:
     The time of a batch is taken as proportional to its rows. Rates are those of Sync with this global batch.
     """
     counts = (8, 40) if preset == "smoke" else (8, 40, 200, 800)
-    rows = ROWS_PER_DAY[preset] // SCALING * SCALING or SCALING
-    days = DAYS[preset] // 2
+    rows = SCALING * (2 if preset == "smoke" else 20)
+    days, seeds = DAYS[preset] // 2, SEEDS[preset][:1]
     rates = UNTUNED
     if preset != "smoke":
         rates = tuned_for(Plan((Sync(),) * days, UNTUNED, TUNING_SEED, rows, local=SCALING // WORKERS))
@@ -295,11 +296,11 @@ def scaling(preset: str) -> Iterator[harness.Measure]:
         local = SCALING // count
         return Plan((mode,) * days, rates, seed, rows, 0.0, (1.0,) * count, local, local * WORKERS / SCALING, 10.0)
 
-    plans = {(f"gba_{n}", s): plan(Gba(SCALING), n, s) for n in counts for s in SEEDS[preset]}
-    plans |= {("sync_8", s): plan(Sync(), 8, s) for s in SEEDS[preset]}
+    plans = {(f"gba_{n}", s): plan(Gba(SCALING), n, s) for n in counts for s in seeds}
+    plans |= {("sync_8", s): plan(Sync(), 8, s) for s in seeds}
     found = dict(zip(plans, everywhere(train, list(plans.values()), list[Day]), strict=True))
     for kind in dict.fromkeys(kind for kind, _ in plans):
-        areas = [found[kind, seed][-1].auc for seed in SEEDS[preset]]
+        areas = [found[kind, seed][-1].auc for seed in seeds]
         one = plans[kind, 0]
         sync = simulate(Sync(), one.setting(), range(100 * len(one.factors))).summary()
         yield harness.Measure(
@@ -311,14 +312,14 @@ def scaling(preset: str) -> Iterator[harness.Measure]:
                 "local_batch": one.local,
                 "sync_rows_per_virtual_s": sync.rate,
                 "rates": list(rates),
-                **mean_of([day.summary for seed in SEEDS[preset] for day in found[kind, seed]]),
+                **mean_of([day.summary for seed in seeds for day in found[kind, seed]]),
             },
         )
 
 
 def local_batch(preset: str) -> Iterator[harness.Measure]:
     """Figure 8: what happens when the global batch is not kept: M = 8, hyper-parameters as for a local batch of 128."""
-    rates, days = tuned(preset, 0.0), DAYS[preset] // 2
+    rates, days = tuned(preset), DAYS[preset] // 2
     sizes = (64, 128) if preset == "smoke" else (32, 64, 128, 256, 512)
     plans = {
         (size, seed): Plan((Gba(size * WORKERS),) * days, rates, seed, ROWS_PER_DAY[preset], local=size)
