@@ -49,7 +49,10 @@ def test_every_batch_once_and_nothing_left(data, mode, workers, batches, step):
             held = 0 if e.kind == "apply" else held + (e.kind == "push")
         assert held == 0
     assert sum(e.kind == "drop" for e in dense) == 0 or isinstance(mode, HopBw)
-    assert schedule.summary().batches == batches
+    summary = schedule.summary()
+    assert summary.batches == batches
+    assert sum(summary.rates) == pytest.approx(summary.rate)
+    assert len(summary.rates) == workers
     assert [e.time for e in schedule.events] == sorted(e.time for e in schedule.events)
 
 

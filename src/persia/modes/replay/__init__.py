@@ -6,6 +6,7 @@ that a cluster recorded, with real gradients. Both ask the same pure functions a
 
 from persia.modes.replay.follow import Compute, replay
 from persia.modes.replay.plain import PlainRows, PlainTable
+from persia.modes.replay.report import Line, record, table
 from persia.modes.replay.schedule import Event, Schedule, Summary, load_schedule
 from persia.modes.replay.servers import DenseServer, RowServer, Server, Taken
 from persia.modes.replay.simulate import Setting, simulate
@@ -15,6 +16,7 @@ __all__ = [
     "Compute",
     "DenseServer",
     "Event",
+    "Line",
     "PlainRows",
     "PlainTable",
     "RowServer",
@@ -29,7 +31,9 @@ __all__ = [
     "load_schedule",
     "load_trace",
     "phases",
+    "record",
     "replay",
     "simulate",
     "steady",
+    "table",
 ]

@@ -59,6 +59,7 @@ class Summary(msgspec.Struct, frozen=True):
         staleness_max: the same.
         row_staleness_mean: steps of a PS between lookup and apply.
         row_staleness_max: the same.
+        rates: applied rows per second, by NN worker.
     """
 
     seconds: float
@@ -71,6 +72,7 @@ class Summary(msgspec.Struct, frozen=True):
     staleness_max: int
     row_staleness_mean: float
     row_staleness_max: int
+    rates: tuple[float, ...] = ()
 
     @property
     def rate(self) -> float:
@@ -130,9 +132,14 @@ class Schedule(msgspec.Struct, frozen=True):
         arrived = [e for e in self.events if e.server == dense and e.kind == "push"]
         decayed = sum(self.mode.weight(e.version, e.token) == 0 for e in arrived)
         ages, row_ages = self._ages(dense, "pull"), self._ages(rows, "lookup")
+        applied = [0] * self.nn_workers
+        for event in arrived:
+            if self.mode.weight(event.version, event.token) > 0:
+                applied[event.worker] += event.rows
+        seconds = self.end - self.start
         return Summary(
-            seconds=self.end - self.start,
-            applied_rows=sum(e.rows for e in arrived if self.mode.weight(e.version, e.token) > 0),
+            seconds=seconds,
+            applied_rows=sum(applied),
             batches=sum(e.server == rows and e.kind == "lookup" for e in self.events),
             dropped=sum(e.server == dense and e.kind == "drop" for e in self.events),
             decayed=decayed,
@@ -141,6 +148,7 @@ class Schedule(msgspec.Struct, frozen=True):
             staleness_max=max(ages, default=0),
             row_staleness_mean=sum(row_ages) / max(1, len(row_ages)),
             row_staleness_max=max(row_ages, default=0),
+            rates=tuple(rows_ / seconds if seconds else 0.0 for rows_ in applied),
         )
 
     def _ages(self, server: str, read: Kind) -> list[int]:
