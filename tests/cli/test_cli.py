@@ -123,7 +123,15 @@ def test_predictions_are_in_the_order_of_the_source_however_training_shuffles(tm
 
 
 def test_help_teaches():
-    for command in ((), ("train",), ("evaluate",), ("predict",), ("checkpoint",), ("checkpoint", "inspect")):
+    for command in (
+        (),
+        ("train",),
+        ("continual",),
+        ("evaluate",),
+        ("predict",),
+        ("checkpoint",),
+        ("checkpoint", "inspect"),
+    ):
         assert "Usage" in persia(*command, "--help")
 
 
