@@ -152,6 +152,8 @@ def _by_workers(lines: Lines, name: str) -> dict[int, Mapping[str, Any]]:
     found = {
         int(key.rpartition("_")[2]): line for key, line in lines.items() if key.startswith(f"modes.scaling.{name}_")
     }
+    if not found:
+        raise KeyError(name)
     return dict(sorted(found.items()))
 
 
@@ -176,6 +178,8 @@ def figure_7_rate(lines: Lines) -> Chart:
 def figure_8(lines: Lines) -> Chart:
     """AUC by local batch."""
     found = {int(k.rpartition(".")[2]): v["value"] for k, v in lines.items() if k.startswith("modes.local_batch.")}
+    if not found:
+        raise KeyError("modes.local_batch")
     series = {"gba": sorted(found.items())}
     return Chart(
         "Figure 8: AUC of 8 NN workers, M = 8, rates of 128 rows", "rows of a local batch", "AUC", series, True
