@@ -86,12 +86,12 @@ def globo_tuned(preset: str) -> Rates:
 
 def others() -> dict[str, AnyMode]:
     return {
-        "gba": Gba(GLOBAL),
-        "async": Async(),
-        "bsp": Bsp(WORKERS),
-        "hop_bs": HopBs(2),
-        "hop_bw": HopBw(2),
         "hybrid": Hybrid(4),
+        "async": Async(),
+        "gba": Gba(GLOBAL),
+        "bsp": Bsp(WORKERS),
+        "hop_bw": HopBw(2),
+        "hop_bs": HopBs(2),
     }
 
 
@@ -167,7 +167,7 @@ def stationary(preset: str) -> Iterator[harness.Measure]:
     days, rows = DAYS[preset], ROWS_PER_DAY[preset]
     rates = tuned(preset)
     kinds = {"sync": Sync(), **others()}
-    plans = {(k, s): Plan((m,) * days, rates, s, rows) for s in SEEDS[preset] for k, m in kinds.items()}
+    plans = {(k, s): Plan((m,) * days, rates, s, rows) for k, m in kinds.items() for s in SEEDS[preset]}
     found: dict[Any, list[Day]] = dict(zip(plans, everywhere(train, list(plans.values()), list[Day]), strict=True))
     goal = statistics.fmean(found["sync", seed][days * 3 // 4 - 1].auc for seed in SEEDS[preset])
     for kind in kinds:
