@@ -97,7 +97,7 @@ SWITCHES = {
     "to Bsp": "modes.auc_switch_others.to_bsp",
     "to HopBw": "modes.auc_switch_others.to_hop_bw",
 }
-MODES = ("sync", "hybrid", "gba", "async", "bsp", "hop_bs", "hop_bw")
+MODES = ("sync", "hybrid_own", "gba", "async_own", "async", "bsp", "hop_bs", "hop_bw")
 
 
 def _days(values: Sequence[float]) -> Points:
