@@ -166,7 +166,7 @@ def mean_of(summaries: Sequence[Summary]) -> dict[str, float]:
 def stationary(preset: str) -> Iterator[harness.Measure]:
     """AUC on unseen rows after the last day, minus Sync's; and virtual time to Sync's AUC at three quarters.
 
-    Every mode with Sync's rates; those without a global batch also with the best of their own (`_own`), as their steps are
+    Every mode with Sync's rates; those without a global batch also with the best of their own (`_own`): their steps are
     of one local batch.
     """
     days, rows = DAYS[preset], ROWS_PER_DAY[preset]
