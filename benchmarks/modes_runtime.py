@@ -1,4 +1,4 @@
-"""Modes on the real roles, with NN workers that are slow: rates, drops, staleness, and the time of a switch.
+"""Modes on the real roles, with NN workers that are slow: rates, drops, staleness, Auto, and the time of a switch.
 
     python benchmarks/modes_runtime.py [--only NAME] [--preset smoke|laptop|full] [--json FILE]
 
@@ -8,7 +8,6 @@ whom; a batch's share of Python is kept small beside its wait.
 
 from __future__ import annotations
 
-import random
 import statistics
 import sys
 from pathlib import Path
@@ -22,13 +21,15 @@ from benchmarks import harness
 import persia
 from persia import bench
 from persia.cluster import Threads
-from persia.modes import Async, Gba, HopBs, HopBw, Mode, Sync
+from persia.modes import Gba, HopBw, Sync
+from persia.modes.replay import Trace, phases, steady
 
 WORKERS = 8
-COMPUTE_SECONDS = {"smoke": 0.01, "laptop": 0.1, "full": 0.1}
+COMPUTE_SECONDS = {"smoke": 0.02, "laptop": 0.1, "full": 0.1}
 BATCHES = {"smoke": 64, "laptop": 800, "full": 2400}
+TRACED_BATCHES = {"smoke": 64, "laptop": 320, "full": 1600}
 ROUNDS = {"smoke": 1, "laptop": 3, "full": 5}
-PHASES = (2, 10, 50)
+PHASES = {"smoke": (2,), "laptop": (2, 10, 50), "full": (2, 10, 50)}
 SLOW_SHARE, FACTOR = 0.25, 4.0
 SWITCH_PARAMETERS = {"smoke": 100_000, "laptop": 12_000_000, "full": 12_000_000}
 
@@ -39,61 +40,55 @@ def gba() -> Gba:
 
 def gba_vs_sync_static(preset: str) -> harness.Measure:
     """Applied samples/s of Gba over Sync, 2 of 8 NN workers 4x slower for good. The arithmetic bound is 3.25."""
-    emulation = bench.Emulation(WORKERS, bench.static(2, FACTOR), COMPUTE_SECONDS[preset])
-    ratios = []
-    for _ in range(ROUNDS[preset]):
-        fast, slow = (bench.run(mode, emulation, BATCHES[preset]).rate for mode in (gba(), Sync()))
-        ratios.append(fast / slow)
+    emulation = bench.Emulation(steady([FACTOR] * 2 + [1.0] * (WORKERS - 2)), COMPUTE_SECONDS[preset])
+    pairs = [
+        [bench.run(mode, emulation, BATCHES[preset] // over) for mode, over in ((gba(), 1), (Sync(), 2))]
+        for _ in range(ROUNDS[preset])
+    ]
     return harness.quantity(
-        "modes.gba_vs_sync_static", ratios, "x samples/s", 3.0, details={"compute_ms": 1000 * COMPUTE_SECONDS[preset]}
+        "modes.gba_vs_sync_static",
+        [fast.rate / slow.rate for fast, slow in pairs],
+        "x samples/s",
+        3.0,
+        details={
+            "compute_ms": 1000 * COMPUTE_SECONDS[preset],
+            "gba_of_bound": statistics.median(fast.of_bound for fast, _ in pairs),
+            "sync_of_bound": statistics.median(slow.of_bound for _, slow in pairs),
+        },
     )
 
 
-def phases(length: int, seed: int = 0) -> bench.Slowness:
-    """Every NN worker is slow a quarter of the time, in phases of so many of its steps."""
-    drawn: dict[tuple[int, int], float] = {}
-    generator = random.Random(seed)
-    for rank in range(WORKERS):
-        for phase in range(10_000 // length):
-            drawn[rank, phase] = FACTOR if generator.random() < SLOW_SHARE else 1.0
-    return lambda rank, step: drawn[rank, step // length % (10_000 // length)]
+def moving(preset: str, length: int) -> Trace:
+    """Every NN worker is slow a quarter of the time, in phases of so many steps at full speed."""
+    seconds = length * COMPUTE_SECONDS[preset]
+    return phases(WORKERS, length=seconds, factor=FACTOR, share=SLOW_SHARE, count=64)
 
 
-def dropped(preset: str) -> list[harness.Measure]:
-    """Share of the batches that are dropped under that trace: Gba, with HopBw(2) beside it."""
-    shares: dict[str, list[float]] = {"gba": [], "hop_bw": []}
-    staleness, above = [], 0
-    for length in PHASES:
-        emulation = bench.Emulation(WORKERS, phases(length), COMPUTE_SECONDS[preset])
-        for name, mode in (("gba", gba()), ("hop_bw", HopBw(2))):
-            line = bench.run(mode, emulation, BATCHES[preset])
-            report = line.result.asynchronous
+def vs_bound(preset: str) -> harness.Measure:
+    """Each mode's applied samples/s over the event replay's for the same trace: the worst mode and trace."""
+    found: dict[str, float] = {}
+    rates: dict[str, float] = {}
+    for length in PHASES[preset]:
+        emulation = bench.Emulation(moving(preset, length), COMPUTE_SECONDS[preset])
+        for mode in bench.all_modes(WORKERS):
+            line = bench.run(mode, emulation, TRACED_BATCHES[preset])
+            name = f"{type(mode).__name__}_{length}"
+            found[name], rates[f"rows_per_s.{name}"] = line.of_bound, line.rate
+    return harness.Measure("modes.vs_bound", min(found.values()), "of bound, worst", 0.92, details=found | rates)
+
+
+def dropped(preset: str) -> harness.Measure:
+    """Share of the batches that Gba drops under that trace, the worst length of phases; HopBw(2) beside it."""
+    shares: dict[str, float] = {}
+    for length in PHASES[preset]:
+        emulation = bench.Emulation(moving(preset, length), COMPUTE_SECONDS[preset])
+        for mode in (gba(), HopBw(2)):
+            report = bench.run(mode, emulation, TRACED_BATCHES[preset]).trained.result.asynchronous
             assert report is not None
-            shares[name].append(report.dropped_batches / (report.batches + report.dropped_batches))
-            if name == "gba":
-                staleness.append(report.staleness_sum / max(1, report.batches))
-                above += report.token_staleness_max > gba().tolerance
-    values = {
-        f"{name}_{length}": value for name, of in shares.items() for length, value in zip(PHASES, of, strict=True)
-    }
-    return [
-        harness.Measure("modes.dropped", max(shares["gba"]), "of batches", 0.03, at_least=False, details=values),
-        harness.Measure(
-            "modes.staleness_runtime",
-            statistics.mean(staleness),
-            "steps",
-            details={"above_tolerance_by_token": above},
-        ),
-    ]
-
-
-def rates(preset: str) -> list[harness.Measure]:
-    """Applied samples/s of every mode over Sync, under that trace with phases of 10 steps."""
-    emulation = bench.Emulation(WORKERS, phases(10), COMPUTE_SECONDS[preset])
-    sync = bench.run(Sync(), emulation, BATCHES[preset]).rate
-    modes: list[tuple[str, Mode]] = [("gba", gba()), ("async", Async()), ("hop_bs", HopBs(2)), ("hop_bw", HopBw(2))]
-    found = {name: bench.run(mode, emulation, BATCHES[preset]).rate / sync for name, mode in modes}
-    return [harness.Measure(f"modes.rate_{name}", value, "x samples/s of Sync") for name, value in found.items()]
+            share = report.dropped_batches / (report.batches + report.dropped_batches)
+            shares[f"{type(mode).__name__}_{length}"] = share
+    worst = max(share for name, share in shares.items() if name.startswith("Gba"))
+    return harness.Measure("modes.dropped", worst, "of batches", 0.03, at_least=False, details=shares)
 
 
 def switch_seconds(preset: str) -> harness.Measure:
@@ -137,8 +132,8 @@ def switch_seconds(preset: str) -> harness.Measure:
 
 MEASURES: dict[str, harness.Function] = {
     "modes.gba_vs_sync_static": gba_vs_sync_static,
+    "modes.vs_bound": vs_bound,
     "modes.dropped": dropped,
-    "modes.rates": rates,
     "modes.switch_seconds": switch_seconds,
 }
 

@@ -30,13 +30,17 @@ __all__ = [
     "Int32Array",
     "Int64Array",
     "Inverse",
+    "Journaled",
+    "Lap",
     "LookedUp",
     "Member",
     "Membership",
     "Pulled",
     "PushHeader",
     "PushedDense",
+    "Read",
     "Rest",
+    "RowsAt",
     "Segment",
     "SlotCounts",
     "TensorSpec",
@@ -165,12 +169,26 @@ class LookedUp(NamedTuple):
         inverse: by feature, index of each id's row in its table's `rows`.
         offsets: by feature, int64 `[batch + 1]` into `inverse`, or None where each sample has one id.
         scales: by table, float32 `[unique ids]`: a row is `rows * scale`. None without compression.
+        versions: steps that were applied in the rows of each embedding PS; exact only while these are recorded.
     """
 
     rows: dict[str, WireRows]
     inverse: dict[str, Inverse]
     offsets: dict[str, Int64Array | None]
     scales: dict[str, Floats] | None = None
+    versions: list[int] | None = None
+
+
+class RowsAt(NamedTuple):
+    """Rows of one embedding PS.
+
+    Attributes:
+        rows: by table, float32 `[n, dim]`.
+        version: steps that were applied in them; in Hybrid, pushes. While the PS is recorded all are of this one.
+    """
+
+    rows: dict[str, Floats]
+    version: int
 
 
 class Contribution(NamedTuple):
@@ -424,6 +442,50 @@ class Event(NamedTuple):
     step: int
     slot: int
     weight: float
+
+
+class Read(NamedTuple):
+    """What a gradient was computed from, for replays.
+
+    Attributes:
+        rank: of the NN worker.
+        sequence: of its push.
+        number: of the batch.
+        rows: of the batch.
+        versions: steps that were applied in the rows of each embedding PS.
+        dense: steps that were applied in the parameters of each dense PS; one number, the own step, without any.
+    """
+
+    rank: int
+    sequence: int
+    number: int
+    rows: int
+    versions: list[int]
+    dense: list[int]
+
+
+class Journaled(NamedTuple):
+    """What took effect at a server while it was recorded.
+
+    Attributes:
+        version: of the server when it began.
+        headers: of the pushes, in the order in which they took effect.
+    """
+
+    version: int
+    headers: list[PushHeader]
+
+
+class Lap(NamedTuple):
+    """How long an NN worker computed one batch, without its waits for others.
+
+    Attributes:
+        ago: seconds since it began.
+        seconds: that it took.
+    """
+
+    ago: float
+    seconds: float
 
 
 class Pulled(NamedTuple):

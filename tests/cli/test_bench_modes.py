@@ -18,22 +18,25 @@ def test_all_modes_side_by_side(tmp_path):
     done = CliRunner().invoke(app, [*arguments, "--json", str(out)])
     assert done.exit_code == 0, done.output
     lines = json.loads(out.read_text())
-    assert [line["mode"].split("(")[0] for line in lines] == ["Sync", "Async", "HopBs", "Bsp", "HopBw", "Gba"]
+    assert [line["mode"].split("(")[0] for line in lines] == ["Sync", "Hybrid", "Async", "HopBs", "Bsp", "HopBw", "Gba"]
     assert all(line["rows_per_second"] > 0 for line in lines)
     assert all(line["mode"] in done.output for line in lines)
 
 
 def test_a_fast_nn_worker_takes_more_batches():
-    emulation = bench.Emulation(2, bench.static(1, 8.0), 0.01)
+    emulation = bench.Emulation.parse(2, "1:8x", "10ms")
     line = bench.run(Gba(2 * bench.ROWS), emulation, 36)
-    workers = line.result.asynchronous.workers
+    result = line.trained.result
+    workers = result.asynchronous.workers
     assert workers[1].batches > 2 * workers[0].batches
-    assert line.applied_rows == line.result.rows - line.result.asynchronous.dropped_rows
+    assert bench.ROWS * sum(len(times) for times in line.trained.finished) == result.rows
+    assert 0 < line.of_bound < 1.1
+    assert line.trained.applied_rows == result.rows - result.asynchronous.dropped_rows
 
 
 def test_hop_bw_drops_the_slow_one():
-    emulation = bench.Emulation(3, bench.static(1, 8.0), 0.01)
-    report = bench.run(HopBw(1), emulation, 30).result.asynchronous
+    emulation = bench.Emulation.parse(3, "1:8x", "10ms")
+    report = bench.run(HopBw(1), emulation, 30).trained.result.asynchronous
     assert report.workers[0].dropped > 0
     assert report.workers[1].dropped + report.workers[2].dropped <= 2
 
@@ -42,6 +45,16 @@ def test_hop_bw_drops_the_slow_one():
 def test_bad_arguments(slow, compute):
     with pytest.raises(ConfigError, match="write"):
         bench.Emulation.parse(8, slow, compute)
+
+
+def test_a_cluster_day_is_replayed(tmp_path):
+    day = tmp_path / "day.json"
+    day.write_text('{"period": 0.4, "workers": [[[0.0, 1.0], [0.2, 9.0]], [[0.0, 1.0]]]}')
+    emulation = bench.Emulation.parse(8, "2:4x", "5ms", str(day))
+    assert emulation.workers == 2
+    assert emulation.trace.factor(0, 0.3) == 9.0
+    with pytest.raises(ConfigError, match="cannot be read"):
+        bench.Emulation.parse(8, "2:4x", "5ms", str(tmp_path / "night.json"))
 
 
 def test_control_asks_for_a_switch():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -10,11 +11,14 @@ from collections.abc import Callable
 import msgspec
 
 from persia.coordinator.accounts import Account, Drawn, TokenReport
-from persia.errors import DeadlineError, PersiaError, StalePushError
-from persia.modes import Action, Arrival, Mode, decode
-from persia.types import Caller, Event, PushHeader, Rest, Segment, Ticket, Token
+from persia.coordinator.watch import Watch
+from persia.errors import ConfigError, DeadlineError, PersiaError, StalePushError
+from persia.modes import Action, Arrival, Auto, Evidence, Mode, decode, encode
+from persia.types import Caller, Event, Lap, PushHeader, Read, Rest, Segment, Ticket, Token
 
 __all__ = ["Tokens"]
+
+LOG = logging.getLogger("persia.modes")
 
 
 class _State(msgspec.Struct):
@@ -68,6 +72,9 @@ class Tokens:
         self._clock = clock
         self._record = record
         self._events: list[Event] = []
+        self._reads: list[Read] = []
+        self._watch: Watch | None = None
+        self._watching = False
         self._changed = threading.Condition()
         self._waiting: set[int] = set()
         """Ranks whose draw waits for the gate."""
@@ -300,18 +307,25 @@ class Tokens:
         wanted = decode(mode)
         with self._changed:
             state = self._state
-            if state.wanted == mode:
+            if state.wanted == encode(wanted):
                 return
             if state.wanted:
                 raise PersiaError(
                     f"A switch to {state.wanted} is under way; wait for it before you ask for {mode}.",
                     mode=state.wanted,
                 )
-            if state.nn_workers and state.local_batch:
-                wanted.group(state.nn_workers, state.local_batch)
-            state.wanted = mode
-            state.stopped = True
-            self._save()
+            self._want(wanted)
+            if self._watching:
+                LOG.info("From now on the mode is chosen by hand, no more by %s.", self._watch and self._watch.auto)
+                self._watching = False
+
+    def _want(self, mode: Mode) -> None:
+        state = self._state
+        if state.nn_workers and state.local_batch:
+            mode.group(state.nn_workers, state.local_batch)
+        state.wanted = encode(mode)
+        state.stopped = True
+        self._save()
 
     def requested(self) -> str:
         """The mode that was asked for, or nothing."""
@@ -325,6 +339,35 @@ class Tokens:
             if wanted:
                 self._save()
             return wanted
+
+    def watch(self, auto: str, nn_workers: int, strained: bool) -> None:
+        """Step times decide the mode; see `persia.services.Tokens`."""
+        rule = msgspec.json.decode(auto, type=Auto)
+        with self._changed:
+            if self._watch is None or self._watch.auto != rule:
+                self._watch, self._watching = Watch(rule, nn_workers, strained), True
+            self._watch.begin()
+
+    def observe(self, rank: int, laps: list[Lap]) -> None:
+        """Step times of an NN worker; see `persia.services.Tokens`."""
+        with self._changed:
+            if self._watch is None or not self._watching or self._state.wanted:
+                return
+            verdict = self._watch.observe(rank, laps, self._clock())
+            if verdict is None:
+                return
+            rule = self._watch.auto
+            try:
+                self._want(rule.asynchronous if verdict.strained else rule.sync)
+            except ConfigError as error:
+                LOG.error("The switch is not made, and none will be: %s", error)
+                self._watching = False
+
+    def evidence(self) -> str:
+        """What was decided, and by what, as JSON."""
+        with self._changed:
+            found = self._watch.evidence() if self._watch is not None else Evidence()
+            return msgspec.json.encode(found).decode()
 
     # --- what else happens ------------------------------------------------------------------------------------
 
@@ -352,6 +395,23 @@ class Tokens:
         """What has happened so far, as JSON."""
         with self._changed:
             return msgspec.json.encode(self._state.report).decode()
+
+    def record(self) -> None:
+        """Records from now on; see `persia.services.Tokens`."""
+        with self._changed:
+            self._record = True
+            self._events, self._reads = [], []
+
+    def note(self, read: Read) -> None:
+        """What a gradient was computed from; see `persia.services.Tokens`."""
+        with self._changed:
+            if self._record:
+                self._reads.append(read)
+
+    def reads(self) -> list[Read]:
+        """Everything that was noted, if it is recorded."""
+        with self._changed:
+            return list(self._reads)
 
     def schedule(self) -> list[Event]:
         """Every arrival so far, in order, if they are recorded."""

@@ -11,9 +11,10 @@ import torch
 from persia.dense.flat import Layout
 from persia.dense.state import capture, restore
 from persia.errors import ConfigError, DeadlineError, StoreError
+from persia.journal import Journal
 from persia.services import DenseMaker
 from persia.turns import Turns
-from persia.types import Bytes, DenseState, Pulled, PushedDense, PushHeader, TensorSpec
+from persia.types import Bytes, DenseState, Journaled, Pulled, PushedDense, PushHeader, TensorSpec
 
 __all__ = ["DenseServer", "check_optimizer", "partition"]
 
@@ -45,6 +46,7 @@ class DenseServer:
         self._servers = servers
         self._turns = Turns(timeout)
         self._lock = threading.Lock()
+        self._journal = Journal()
         self._owned: dict[int, torch.Tensor] = {}
         self._buffers: dict[str, torch.Tensor] = {}
         self._parameters: list[TensorSpec] = []
@@ -130,6 +132,7 @@ class DenseServer:
             with self._lock:
                 self._counts["pushes"] += 1
                 self._held.add(given, buffers, float(header.weight), part.weight)
+                self._journal.add(header)
                 if last:
                     self._apply()
 
@@ -150,6 +153,14 @@ class DenseServer:
             if self._optimizer is None:
                 raise StoreError("This dense PS has no network yet: load one first.")
             return capture(self._parameters, self._owned, self._buffers, self._optimizer, self._scheduler)
+
+    def record(self) -> None:
+        """Keeps a journal from now on."""
+        self._journal.begin(self._turns.step)
+
+    def journal(self) -> Journaled:
+        """The pushes that took effect since, in this order."""
+        return self._journal.end()
 
     def statistics(self) -> dict[str, int]:
         """Counters: `version`, `pushes`, `pulls`, and `bytes` of parameters and buffers."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from persia.errors import ConfigError, PersiaError, StaleBatchError
 from persia.modes import Dense, Hybrid, Mode
 from persia.nn.draws import Drawn, Draws, Numbered
 from persia.nn.feeding import fed_batches
+from persia.nn.laps import Laps
 from persia.nn.made_up import made_up_batch
 from persia.nn.options import CollectionOptions
 from persia.nn.pipeline import READ_AHEAD, Pipeline, Stages
@@ -28,7 +30,7 @@ from persia.nn.types import Embeddings
 from persia.observe.figures import Histogram
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Cluster
-from persia.types import Contribution, FedBatch, PushHeader
+from persia.types import Contribution, FedBatch, PushHeader, Read
 
 __all__ = ["EmbeddingCollection"]
 
@@ -46,6 +48,7 @@ class _Pending(NamedTuple):
     batch_id: int
     rows: int
     gradients: Callable[[], Encoded]
+    batch: PreparedBatch
 
 
 class _Registered(NamedTuple):
@@ -123,6 +126,10 @@ class EmbeddingCollection(torch.nn.Module):
         """How long the network waited for batches."""
         self._compressed = False
         self.pushes = 0
+        self.laps: Laps | None = None
+        """Whom the time is told that each batch takes to compute."""
+        self.note: Callable[[Read], None] | None = None
+        """Whom is told what each gradient was computed from; one batch a push."""
         self._pid = os.getpid()
 
     def change_mode(self, mode: Mode) -> None:
@@ -317,6 +324,7 @@ class EmbeddingCollection(torch.nn.Module):
             return made_up_batch(self.schema, equal_steps.made_up_rows, self._staging.device)
         if equal_steps is not None:
             equal_steps.start(batch.weight, has_data=True)
+        batch.began = time.monotonic()
         return batch
 
     def _register(self, item: Batch | FedBatch | Numbered) -> _Registered:
@@ -344,7 +352,7 @@ class EmbeddingCollection(torch.nn.Module):
         return prepared, adopt
 
     def _found(self, registered: _Registered, made_up_rows: int) -> tuple[PreparedBatch, Callable[[], None]]:
-        batch, batch_id, _ = registered
+        batch, batch_id, number = registered
         try:
             found = self._worker.lookup(batch_id)
         except StaleBatchError:
@@ -353,6 +361,7 @@ class EmbeddingCollection(torch.nn.Module):
             return made_up_batch(self.schema, made_up_rows, self._staging.device), lambda: None
         self._compressed = found.scales is not None
         prepared, ready = self._transfer.rows(batch, found, batch_id)
+        prepared.number, prepared.versions = number, found.versions or []
         prepared.await_gradient(self._end_of_backward)
         return prepared, ready
 
@@ -361,7 +370,9 @@ class EmbeddingCollection(torch.nn.Module):
         scale = self.grad_scaler.get_scale() if self.grad_scaler is not None else 1.0
         with torch.no_grad():
             gradients = self._transfer.gradients(batch.contribution(scale), self._compressed)
-        pending = _Pending(batch.batch_id, len(batch), gradients)
+        pending = _Pending(batch.batch_id, len(batch), gradients, batch)
+        if self.laps is not None and self._staging.device.type != "cuda":
+            self.laps.add(batch.began)
         if self._draws is not None:
             assert batch.drawn is not None
             self._push_drawn(batch.drawn, [pending], self._draws.shared.gradients())
@@ -408,16 +419,30 @@ class EmbeddingCollection(torch.nn.Module):
             self._pipeline.push(lambda: self._push(group, batches, step))
 
     def _push(self, group: list[_Pending], batches: int, step: int) -> None:
-        contributions = [Contribution(pending.batch_id, *pending.gradients()) for pending in group]
+        contributions = self._contributions(group)
         connection = self.connection
         if contributions or self._held:
             self.pushes += 1
             header = PushHeader(
                 connection.generation, connection.rank, self.pushes, step, sum(pending.rows for pending in group)
             )
+            self._note_read(group, self.pushes, [step])
             self.tally.pushed(self._worker.push(header, contributions))
             self._registered.difference_update(c.batch_id for c in contributions)
         self.gate.done(batches)
+
+    def _contributions(self, group: list[_Pending]) -> list[Contribution]:
+        found = []
+        for pending in group:
+            found.append(Contribution(pending.batch_id, *pending.gradients()))
+            if self.laps is not None and self._staging.device.type == "cuda":  # Now it is computed, not before.
+                self.laps.add(pending.batch.began)
+        return found
+
+    def _note_read(self, group: list[_Pending], sequence: int, dense: list[int]) -> None:
+        if self.note is not None:
+            for _, rows, _, batch in group:
+                self.note(Read(self.connection.rank, sequence, batch.number, rows, batch.versions, dense))
 
     def _push_drawn(
         self, drawn: Drawn, group: list[_Pending], dense: Callable[[PushHeader, float], None] | None
@@ -426,10 +451,11 @@ class EmbeddingCollection(torch.nn.Module):
         draws = self._draws
         assert draws is not None
         assert self._pipeline is not None
-        version = draws.shared.version
+        version, versions = draws.shared.version, draws.shared.versions
 
         def push() -> None:
-            contributions = [Contribution(pending.batch_id, *pending.gradients()) for pending in group]
+            contributions = self._contributions(group)
+            self._note_read(group, drawn.sequence, versions)
             rows = sum(pending.rows for pending in group)
             ticket, counts = draws.push(drawn.sequence, rows, version, contributions, dense)
             self.tally.pushed(counts)

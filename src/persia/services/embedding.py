@@ -10,7 +10,18 @@ from numpy.typing import NDArray
 
 from persia.batching.batch import IdColumn
 from persia.schema import Table
-from persia.types import Contribution, Floats, Gradients, Ids, LookedUp, PushHeader, SlotCounts, UpdateCounts
+from persia.types import (
+    Contribution,
+    Floats,
+    Gradients,
+    Ids,
+    Journaled,
+    LookedUp,
+    PushHeader,
+    RowsAt,
+    SlotCounts,
+    UpdateCounts,
+)
 
 __all__ = ["CutInfo", "EmbeddingPS", "EmbeddingWorker", "RowChunk", "StatePiece"]
 
@@ -77,6 +88,15 @@ class EmbeddingPS(Protocol):
         Returns:
             By table, float32 `[n, dim]`.
         """
+
+    def lookup_at(self, ids: Mapping[str, Ids], train: bool) -> RowsAt:
+        """As `lookup`, and of which version the rows are."""
+
+    def record(self) -> None:
+        """Keeps a journal from now on; lookups and updates exclude each other meanwhile."""
+
+    def journal(self) -> Journaled:
+        """Ends that: the pushes that took effect, in this order."""
 
     def push(self, header: PushHeader, gradients: Mapping[str, Gradients]) -> dict[str, UpdateCounts]:
         """Takes gradients of an NN worker; returns once they are applied, as the mode says, each once.

@@ -14,7 +14,15 @@ from persia.errors import ConfigError, StaleBatchError
 from persia.observe.figures import Figure, Readings, figures
 from persia.schema import Schema
 from persia.services import EmbeddingPS
-from persia.types import INCARNATION_BITS, Contribution, Floats, LookedUp, PushHeader, UpdateCounts, WireRows
+from persia.types import (
+    INCARNATION_BITS,
+    Contribution,
+    Floats,
+    LookedUp,
+    PushHeader,
+    UpdateCounts,
+    WireRows,
+)
 from persia.worker.buffer import Buffer
 from persia.worker.calls import call_all
 from persia.worker.options import WorkerOptions
@@ -162,18 +170,19 @@ class Worker:
     def _rows(self, entry: Entry, train: bool) -> LookedUp:
         answers = call_all(
             [
-                functools.partial(server.lookup, self._router.ids_of(entry, number), train)
+                functools.partial(server.lookup_at, self._router.ids_of(entry, number), train)
                 for number, server in enumerate(self._servers)
             ]
         )
-        rows = self._router.join(entry, answers)
+        versions = [answer.version for answer in answers]
+        rows = self._router.join(entry, [answer.rows for answer in answers])
         if not self._compresses:
-            return LookedUp(dict(rows), entry.inverse, entry.offsets)
+            return LookedUp(dict(rows), entry.inverse, entry.offsets, None, versions)
         halves: dict[str, WireRows] = {}
         scales: dict[str, Floats] = {}
         for table, values in rows.items():
             halves[table], scales[table] = batching.encode_rows(values)
-        return LookedUp(halves, entry.inverse, entry.offsets, scales)
+        return LookedUp(halves, entry.inverse, entry.offsets, scales, versions)
 
     def _carried(self, what: str, rows: Mapping[str, WireRows], scales: Mapping[str, Floats] | None) -> None:
         """Counts bytes to or from an NN worker."""

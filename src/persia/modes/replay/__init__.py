@@ -6,6 +6,7 @@ that a cluster recorded, with real gradients. Both ask the same pure functions a
 
 from persia.modes.replay.follow import Compute, replay
 from persia.modes.replay.plain import PlainRows, PlainTable
+from persia.modes.replay.recorded import Records, recorded
 from persia.modes.replay.schedule import Event, Schedule, Summary, load_schedule
 from persia.modes.replay.servers import DenseServer, RowServer, Server, Taken
 from persia.modes.replay.simulate import Setting, simulate
@@ -17,6 +18,7 @@ __all__ = [
     "Event",
     "PlainRows",
     "PlainTable",
+    "Records",
     "RowServer",
     "Schedule",
     "Server",
@@ -29,6 +31,7 @@ __all__ = [
     "load_schedule",
     "load_trace",
     "phases",
+    "recorded",
     "replay",
     "simulate",
     "steady",
