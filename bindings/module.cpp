@@ -9,4 +9,5 @@ NB_MODULE(_core, m) {
   register_store(m);
   register_batch(m);
   register_onebit(m);
+  register_row_sums(m);
 }

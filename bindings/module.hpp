@@ -5,3 +5,4 @@ void register_threads(nanobind::module_& m);
 void register_store(nanobind::module_& m);
 void register_batch(nanobind::module_& m);
 void register_onebit(nanobind::module_& m);
+void register_row_sums(nanobind::module_& m);

@@ -150,10 +150,13 @@ def test_a_run_with_a_crash_is_its_replay(mode, moment, tmp_path, monkeypatch):
     assert [o for o in others if isinstance(o, BaseException)] == []
     schedules = assert_replayed(tmp_path, data, t)
     report = others[0].asynchronous
-    assert report.lost_tokens == (moment == "computing")
     assert report.batches + report.dropped_batches == 45
-    if moment in ("computing", "between"):
+    if moment == "computing":
+        assert (report.lost_tokens, report.orphans) == (1, 0)
         assert_same_report(schedules, others[0])
+    else:
+        assert report.lost_tokens <= 1  # It may have drawn the next one.
+        assert report.orphans == 1
 
 
 def kill_at(moment, victim, monkeypatch):

@@ -1,5 +1,6 @@
 """Modes over dense PSs and switches between modes, on one NN worker and on several."""
 
+import itertools
 import threading
 import time
 
@@ -129,9 +130,34 @@ class CountingNet(Net):
         return super().forward(dense, embeddings)
 
 
-@pytest.mark.parametrize("nn_workers", [1, 3])
-def test_switches_at_any_moment_lose_no_batch_and_train_none_twice(nn_workers):
-    data = batches(150)
+class Stream:
+    """Batches without end, until somebody ends them; the dense values of each are its number, from 1."""
+
+    def __init__(self):
+        self.template = batches(1)[0]
+        self.lock = threading.Lock()
+        self.read, self.limit = 0, None
+
+    def batches(self, epoch=0, start=0):
+        for number in itertools.count(start):
+            with self.lock:
+                if self.limit is not None and number >= self.limit:
+                    return
+                self.read = max(self.read, number + 1)
+            dense = np.full_like(self.template.dense, number + 1)
+            yield Batch(self.template.id_features, dense, self.template.labels)
+
+    def __iter__(self):
+        return self.batches()
+
+    def end(self):
+        with self.lock:
+            self.limit = self.read + 5
+
+
+@pytest.mark.parametrize(("nn_workers", "switches"), [(1, 40), (3, 40), pytest.param(3, 1000, marks=pytest.mark.slow)])
+def test_switches_at_any_moment_lose_no_batch_and_train_none_twice(nn_workers, switches):
+    data = Stream()
     cluster = Threads(nn_workers=nn_workers, timeout=DEADLINE)
     random = np.random.default_rng(0)
     modes = [Sync(), Hybrid(2), Gba(2 * ROWS), Async(), Bsp(2), Hybrid(None), HopBs(2), HopBw(0)]
@@ -144,7 +170,7 @@ def test_switches_at_any_moment_lose_no_batch_and_train_none_twice(nn_workers):
         t = persia.Trainer(
             CountingNet(),
             SCHEMA,
-            optimizer=lambda p: torch.optim.SGD(p, 0.01),
+            optimizer=lambda p: torch.optim.SGD(p, 1e-9),  # The numbers of the batches are large.
             embedding_optimizer=Adagrad(lr=0.05),
             mode=Sync(),
             cluster=member,
@@ -152,15 +178,21 @@ def test_switches_at_any_moment_lose_no_batch_and_train_none_twice(nn_workers):
         )
         made.append(t)
         ready.wait(DEADLINE)
-        return t.fit(data, epochs=2)
+        try:
+            return t.fit(data)
+        finally:
+            over.set()
 
     def switch():
         ready.wait(DEADLINE)
-        while not over.wait(random.exponential(0.01)):
-            try:
-                made[random.integers(nn_workers)].switch(modes[random.integers(len(modes))])
-            except PersiaError as error:
-                refused.append(str(error))
+        try:
+            while len(made[0].switches) < switches and not over.wait(random.exponential(0.005)):
+                try:
+                    made[random.integers(nn_workers)].switch(modes[random.integers(len(modes))])
+                except PersiaError as error:
+                    refused.append(str(error))
+        finally:
+            data.end()
 
     switcher = threading.Thread(target=switch)
     switcher.start()
@@ -169,10 +201,10 @@ def test_switches_at_any_moment_lose_no_batch_and_train_none_twice(nn_workers):
     finally:
         over.set()
         switcher.join(DEADLINE)
-    assert results[0].rows == 2 * 150 * ROWS
-    seen = sorted(value for t in made for value in t.model.seen if value)
-    assert seen == sorted([float(b.dense[0, 0]) for b in data] * 2)
-    assert len(made[0].switches) > 10
+    assert results[0].rows == data.limit * ROWS
+    seen = sorted(value for t in made for value in t.model.seen if value)  # A batch that is made up has zeros.
+    assert seen == [float(n + 1) for n in range(data.limit)]
+    assert len(made[0].switches) >= switches
     assert all("under way" in text for text in refused)
 
 

@@ -6,13 +6,14 @@
 from persia.batching.codec import decode_rows, encode_rows
 from persia.batching.duplicates import average_gradients, merge_gradients, unique
 from persia.batching.hashing import hash_cross, hash_strings, hash_values
-from persia.batching.native import Scratch, ThreadPool, borrow
+from persia.batching.native import RowSums, Scratch, ThreadPool, borrow
 from persia.batching.owners import group_by_owner, owners
 from persia.batching.pooling import FeaturePlan, Pooled, pool_backward, pool_forward
 
 __all__ = [
     "FeaturePlan",
     "Pooled",
+    "RowSums",
     "Scratch",
     "ThreadPool",
     "average_gradients",

@@ -97,7 +97,7 @@ class EmbeddingServer:
 
     def _adopt(self, mode: Mode) -> None:
         self._mode = mode
-        self._sums = RunningSums(mode.reduction, self._pool, self._scratch)
+        self._sums = RunningSums(mode.reduction)
         self._on_arrival = mode.dense() is Dense.ALL_REDUCE and mode.group(self._options.nn_workers, 1) == 1
         ranks = range(self._options.nn_workers)
         groups = [[rank] for rank in ranks] if self._on_arrival else [ranks]
