@@ -8,8 +8,10 @@ whom; a batch's share of Python is kept small beside its wait.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -21,8 +23,9 @@ from benchmarks import harness
 import persia
 from persia import bench
 from persia.cluster import Threads
-from persia.modes import Gba, HopBw, Sync
-from persia.modes.replay import Trace, phases, steady
+from persia.modes import AnyMode, Auto, Gba, HopBw, Sync
+from persia.modes.replay import Event, Setting, Trace, alternating, load_schedule, phases, simulate, steady
+from persia.virtual import VirtualTraining
 
 WORKERS = 8
 COMPUTE_SECONDS = {"smoke": 0.02, "laptop": 0.1, "full": 0.1}
@@ -91,6 +94,83 @@ def dropped(preset: str) -> harness.Measure:
     return harness.Measure("modes.dropped", worst, "of batches", 0.03, at_least=False, details=shares)
 
 
+def staleness(preset: str) -> harness.Measure:
+    """Whether a run of Gba and its replay agree on the age of every gradient, and on the parameters."""
+    emulation = bench.Emulation(moving(preset, PHASES[preset][0]), COMPUTE_SECONDS[preset] / 5)
+    with tempfile.TemporaryDirectory() as directory:
+        trained = bench.train(gba(), emulation, TRACED_BATCHES[preset], directory)
+        schedule = load_schedule(Path(directory) / "segment-1.jsonl")
+    schema, data = bench.problem(TRACED_BATCHES[preset])
+    virtual = VirtualTraining(bench.network(), schema, data.__getitem__, bench.optimizer, bench.EMBEDDING_OPTIMIZER)
+    step, read, ages = schedule.step, {}, {}
+
+    def watch(event: Event, gradient: object) -> None:
+        nonlocal step
+        if event.server != "dense-0":
+            return
+        if event.kind == "pull":
+            read[event.batch] = step
+        elif event.kind == "push":
+            ages[event.batch] = step - read[event.batch]
+        elif event.kind == "apply":
+            step += 1
+
+    virtual.run(schedule, watch)
+    virtual.evaluate(data[:1])
+    pairs = zip(virtual.model.parameters(), trained.trainer.model.parameters(), strict=True)
+    apart = max(float((mine - theirs).abs().max()) for mine, theirs in pairs)
+    measured = {arrival.number: arrival.step - arrival.version for arrival in trained.arrivals}
+    oldest = max(arrival.step - arrival.token for arrival in trained.arrivals if arrival.weight)
+    holds = measured == ages and oldest <= gba().tolerance and apart <= 1e-6
+    return harness.Measure(
+        "modes.staleness",
+        float(holds),
+        "holds",
+        1.0,
+        details={
+            "gradients": len(ages),
+            "mean": statistics.fmean(ages.values()),
+            "max": max(ages.values()),
+            "oldest_by_token": oldest,
+            "parameters_apart": apart,
+        },
+    )
+
+
+QUIET, STRAINED = {"smoke": 1.0, "laptop": 20.0, "full": 60.0}, {"smoke": 1.0, "laptop": 40.0, "full": 120.0}
+CYCLES = {"smoke": 1, "laptop": 2, "full": 3}
+
+
+def auto(preset: str) -> harness.Measure:
+    """Auto while quiet and strained times alternate: samples/s over the better fixed mode's, in the worst phase."""
+    quiet, strained = QUIET[preset], STRAINED[preset]
+    trace = alternating([1.0] * (WORKERS - 2) + [FACTOR] * 2, quiet=quiet, strained=strained)
+    emulation = bench.Emulation(trace, COMPUTE_SECONDS[preset])
+
+    def rates(mode: AnyMode | Auto, cycles: int) -> list[float]:
+        """Batches per second, phase by phase."""
+        ideal = simulate(gba() if isinstance(mode, Auto) else mode, Setting(trace, emulation.compute), 100_000)
+        ends = [event.time for event in ideal.events if event.kind == "push" and event.server == "ps-0"]
+        batches = sum(end < cycles * trace.period for end in ends)
+        done = sorted(itertools.chain.from_iterable(bench.train(mode, emulation, batches).finished))
+        bounds = [cycle * trace.period + at for cycle in range(cycles) for at in (0.0, quiet)] + [cycles * trace.period]
+        return [sum(a <= t < b for t in done) / (b - a) for a, b in itertools.pairwise(bounds)]
+
+    fixed = {type(mode).__name__: rates(mode, 1) for mode in (Sync(), gba())}
+    rule = Auto(gba(), windows=2, seconds=quiet / 50)
+    found = rates(rule, CYCLES[preset])
+    better = [max(of[phase] for of in fixed.values()) for phase in (0, 1)]
+    ratios = [rate / better[phase % 2] for phase, rate in enumerate(found)]
+    details = {"per_phase": [round(r, 3) for r in ratios], "batches_per_s": [round(r, 1) for r in found]}
+    return harness.Measure(
+        "modes.auto",
+        min(ratios),
+        "of the better fixed mode, worst phase",
+        0.95,
+        details=details | {name: [round(r, 1) for r in of] for name, of in fixed.items()},
+    )
+
+
 def switch_seconds(preset: str) -> harness.Measure:
     """Time of a switch beyond draining, 12 M dense parameters with Adam, 4 NN workers in one process; the slowest."""
     size = SWITCH_PARAMETERS[preset]
@@ -134,6 +214,8 @@ MEASURES: dict[str, harness.Function] = {
     "modes.gba_vs_sync_static": gba_vs_sync_static,
     "modes.vs_bound": vs_bound,
     "modes.dropped": dropped,
+    "modes.staleness": staleness,
+    "modes.auto": auto,
     "modes.switch_seconds": switch_seconds,
 }
 

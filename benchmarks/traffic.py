@@ -33,7 +33,7 @@ from persia.ps import EmbeddingServer
 from persia.rpc.arrays import encode
 from persia.rpc.limits import Limits
 from persia.services import Connection
-from persia.types import Contribution, LookedUp, PushHeader
+from persia.types import Contribution, LookedUp, PushHeader, RowsAt
 from persia.worker import Worker, WorkerOptions
 
 BATCH = 4096
@@ -161,9 +161,9 @@ class CountingServer:
     def __init__(self) -> None:
         self.rows = 0
 
-    def lookup(self, ids: Mapping[str, np.ndarray], train: bool) -> dict[str, np.ndarray]:
+    def lookup_at(self, ids: Mapping[str, np.ndarray], train: bool) -> RowsAt:
         self.rows = sum(map(len, ids.values()))
-        return {table: np.zeros((len(found), 2), np.float32) for table, found in ids.items()}
+        return RowsAt({table: np.zeros((len(found), 2), np.float32) for table, found in ids.items()}, 0)
 
 
 def imbalance(preset: str):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,14 +25,31 @@ from persia.nn.types import Embeddings
 from persia.options import TrainerOptions
 from persia.schema import Adagrad, IdFeature, Schema
 from persia.trainer import Trainer
+from persia.types import Event
 
-__all__ = ["ROWS", "Emulation", "Line", "Trained", "all_modes", "compare", "record", "run", "table", "train"]
+__all__ = [
+    "EMBEDDING_OPTIMIZER",
+    "ROWS",
+    "Emulation",
+    "Line",
+    "Trained",
+    "all_modes",
+    "compare",
+    "network",
+    "optimizer",
+    "problem",
+    "record",
+    "run",
+    "table",
+    "train",
+]
 
 ROWS = 16
 """Of a batch: computing is emulated, so there need not be many."""
 
 FEATURES = 2
 IDS = 1000
+EMBEDDING_OPTIMIZER = Adagrad(lr=0.05)
 
 
 class Emulation(NamedTuple):
@@ -77,10 +94,14 @@ class Trained(NamedTuple):
     Attributes:
         result: what `fit` returned on the first NN worker.
         finished: when each batch was computed, in seconds since the first began, by NN worker.
+        trainer: of the first NN worker.
+        arrivals: gradients in the order of the token list, if the run was recorded.
     """
 
     result: FitResult
     finished: list[list[float]]
+    trainer: Trainer
+    arrivals: list[Event]
 
     @property
     def applied_rows(self) -> int:
@@ -155,16 +176,9 @@ def all_modes(workers: int) -> list[AnyMode]:
     return [Sync(), Hybrid(4), Async(), HopBs(2), Bsp(workers), HopBw(backup), Gba(workers * ROWS)]
 
 
-def train(mode: AnyMode | Auto, emulation: Emulation, batches: int) -> Trained:
-    """Trains.
-
-    Args:
-        mode: how.
-        emulation: of NN workers and computing.
-        batches: in all.
-    """
+def problem(batches: int) -> tuple[Schema, list[Batch]]:
+    """What is trained: ids and labels at random."""
     random = np.random.default_rng(0)
-    schema = Schema([IdFeature(f"f{i}", dim=4) for i in range(FEATURES)], labels=["click"])
     data = [
         Batch(
             {f"f{i}": IdColumn(random.integers(0, IDS, ROWS, dtype=np.uint64)) for i in range(FEATURES)},
@@ -173,27 +187,52 @@ def train(mode: AnyMode | Auto, emulation: Emulation, batches: int) -> Trained:
         )
         for _ in range(batches)
     ]
+    return Schema([IdFeature(f"f{i}", dim=4) for i in range(FEATURES)], labels=["click"]), data
+
+
+def network(pause: Callable[[], None] = lambda: None) -> torch.nn.Module:
+    """The network, the same each time, which calls `pause` for each batch that it is trained with."""
+    return _Waiting(pause)
+
+
+def optimizer(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Of the network."""
+    return torch.optim.Adam(parameters, 1e-3)
+
+
+def train(mode: AnyMode | Auto, emulation: Emulation, batches: int, record_dir: str | None = None) -> Trained:
+    """Trains.
+
+    Args:
+        mode: how.
+        emulation: of NN workers and computing.
+        batches: in all.
+        record_dir: of `TrainerOptions`.
+    """
+    schema, data = problem(batches)
     clock = _Clock()
     finished: list[list[float]] = [[] for _ in range(emulation.workers)]
 
-    def work(member: Member) -> FitResult:
+    def work(member: Member) -> tuple[FitResult, Trainer]:
         def pause() -> None:
             began = clock.now()
             time.sleep(emulation.trace.finish(member.rank, began, emulation.compute) - began)
             finished[member.rank].append(clock.now())
 
         trainer = Trainer(
-            _Waiting(pause),
+            network(pause),
             schema,
-            optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-3),
-            embedding_optimizer=Adagrad(lr=0.05),
+            optimizer=optimizer,
+            embedding_optimizer=EMBEDDING_OPTIMIZER,
             mode=mode,
             cluster=member,
-            options=TrainerOptions(progress=False),
+            options=TrainerOptions(progress=False, record_dir=record_dir),
         )
-        return trainer.fit(data)
+        return trainer.fit(data), trainer
 
-    return Trained(Threads(emulation.workers).run(work)[0], finished)
+    cluster = Threads(emulation.workers)
+    result, trainer = cluster.run(work)[0]
+    return Trained(result, finished, trainer, cluster.tokens.schedule())
 
 
 def run(mode: AnyMode, emulation: Emulation, batches: int) -> Line:

@@ -174,8 +174,8 @@ class Worker:
                 for number, server in enumerate(self._servers)
             ]
         )
-        versions = [answer.version for answer in answers]
         rows = self._router.join(entry, [answer.rows for answer in answers])
+        versions = [answer.version for answer in answers]
         if not self._compresses:
             return LookedUp(dict(rows), entry.inverse, entry.offsets, None, versions)
         halves: dict[str, WireRows] = {}
