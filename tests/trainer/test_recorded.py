@@ -152,34 +152,34 @@ def test_a_run_with_a_crash_is_its_replay(mode, moment, tmp_path, monkeypatch):
     report = others[0].asynchronous
     assert report.batches + report.dropped_batches == 45
     if moment == "computing":
-        assert (report.lost_tokens, report.orphans) == (1, 0)
+        assert report.lost_tokens == 1
         assert_same_report(schedules, others[0])
     else:
         assert report.lost_tokens <= 1  # It may have drawn the next one.
-        assert report.orphans == 1
+        assert report.orphans >= 1
 
 
 def kill_at(moment, victim, monkeypatch):
-    """Its fourth push fails, and with it the NN worker."""
+    """Its push fails, the first one from the third on that is not dropped, and with it the NN worker."""
     from persia.dense import DenseServer
     from persia.ps import EmbeddingServer
 
     first = {}
 
-    def fourth(header):
-        return header.rank == victim and header.sequence == 4 and header.weight
+    def last(header):
+        return header.rank == victim and header.sequence >= 3 and header.weight  # An orphan has none.
 
     push, push_dense = EmbeddingServer.push, DenseServer.push
 
     def pushed(self, header, gradients):
-        if fourth(header):
+        if last(header):
             first.setdefault("server", self)
             if moment == "arriving" or (moment == "pushing" and self is not first["server"]):
                 raise KeyboardInterrupt("killed")
         return push(self, header, gradients)
 
     def pushed_dense(self, header, part):
-        if fourth(header) and moment == "between":
+        if last(header) and moment == "between":
             raise KeyboardInterrupt("killed")
         return push_dense(self, header, part)
 

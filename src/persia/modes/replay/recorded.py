@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -55,15 +55,15 @@ def recorded(mode: AnyMode, nn_workers: int, local_batch: int, step: int, record
     found = _Found(records, {(read.rank, read.sequence): read for read in records.reads})
     lists = []
     for rank, journal in enumerate(records.rows):
-        steps = _together(journal.headers, group)
-        lists.append(found.events(f"{ROWS}-{rank}", journal, steps, lambda read, n=rank: read.versions[n]))
+        versions = {read.number: read.versions[rank] for read in records.reads}
+        lists.append(found.events(f"{ROWS}-{rank}", journal, _together(journal.headers, group), versions))
     for rank, journal in enumerate(dense):
-        together = (
-            [list(of) for _, of in itertools.groupby(journal.headers, key=lambda header: header.step)]
-            if mode.dense() is Dense.ALL_REDUCE
-            else _together(journal.headers, group)
-        )
-        lists.append(found.events(f"{DENSE}-{rank}", journal, together, lambda read, n=rank: read.dense[n]))
+        versions = {read.number: read.dense[rank] for read in records.reads}
+        if mode.dense() is Dense.ALL_REDUCE:
+            steps = [list(of) for _, of in itertools.groupby(journal.headers, key=lambda header: header.step)]
+        else:
+            steps = _together(journal.headers, group)
+        lists.append(found.events(f"{DENSE}-{rank}", journal, steps, versions))
     return Schedule(mode, nn_workers, local_batch, group, _merged(lists), step)
 
 
@@ -81,14 +81,14 @@ class _Found(NamedTuple):
         server: str,
         journal: Journaled,
         steps: Sequence[Sequence[PushHeader]],
-        version_of: Callable[[Read], int],
+        versions: Mapping[int, int],
     ) -> list[Event]:
         """What happened at one server. At each version it is read first, then gradients come or are dropped."""
         kind: Kind = "pull" if server.startswith(DENSE) else "lookup"
         tokens = {arrival.number: arrival.token for arrival in self.records.arrivals}
         reads: dict[int, list[Event]] = defaultdict(list)
         for read in {read.number: read for read in self.records.reads}.values():
-            at = version_of(read)
+            at = versions[read.number]
             token = tokens.get(read.number, at)
             reads[at].append(Event(0.0, kind, server, read.rank, read.number, token, at, read.rows))
         for a in self.records.arrivals:
