@@ -264,7 +264,7 @@ def record(line: Line) -> dict[str, Any]:
         "dropped_batches": report.dropped_batches if report is not None else 0,
         "dropped_rows": report.dropped_rows if report is not None else 0,
         "lost_tokens": report.lost_tokens if report is not None else 0,
-        "dense_staleness_mean": report.staleness_sum / max(1, report.batches) if report is not None else 0.0,
+        "dense_staleness_mean": report.staleness_mean if report is not None else 0.0,
         "dense_staleness_max": report.staleness_max if report is not None else 0,
         # Of rows: in global steps, or, where there are no tokens, in steps of the NN worker.
         "row_staleness_mean": result.row_staleness_mean if report is not None else result.staleness_mean,

@@ -6,10 +6,11 @@ import pytest
 from typer.testing import CliRunner
 
 from persia import bench, rpc, services
+from persia.cli import output
 from persia.cli.app import app
 from persia.coordinator import Tokens
-from persia.errors import ConfigError
-from persia.modes import Gba, HopBw
+from persia.errors import ConfigError, DataError
+from persia.modes import Auto, Evidence, Gba, HopBw, StepTime, load_evidence
 
 
 def test_all_modes_side_by_side(tmp_path):
@@ -69,3 +70,38 @@ def test_control_asks_for_a_switch():
         assert "NAME=VALUE" in str(
             CliRunner().invoke(app, ["control", "switch", server.address, "gba", "--set", "x"]).exception
         )
+
+
+def test_the_report_of_an_asynchronous_run_is_json_and_a_table(tmp_path, capsys):
+    auto = Auto(Gba(2 * bench.ROWS), windows=1, seconds=0.05)
+    result = bench.train(auto, bench.Emulation.parse(2, "1:9x", "5ms"), 60).result
+    assert result.asynchronous is not None
+    output.write_json(str(tmp_path / "result.json"), output.fit_record(result))
+    record = json.loads((tmp_path / "result.json").read_text())
+    report = record["asynchronous"]
+    assert set(report["rows_per_second_by_worker"]) == {"0", "1"}
+    assert report["rows"] + report["dropped_rows"] <= record["rows"]
+    assert report["staleness_max"] >= report["staleness_mean"] >= 0
+    assert [v["switch"] for v in record["verdicts"]].count(True) >= 1
+    output.print_fit(result, None)
+    assert "dropped batches" in capsys.readouterr().out
+
+
+def test_rehearse_repeats_decisions_with_other_thresholds(tmp_path):
+    steps = [StepTime(rank, float(n), 1.0 + 3.0 * rank) for rank in (0, 1) for n in range(40)]
+    Evidence(steps).save(tmp_path / "auto.json")
+    config = tmp_path / "run.toml"
+    config.write_text(
+        '[data]\nkind = "synthetic"\n[mode]\nkind = "auto"\nseconds = 5.0\n'
+        '[mode.asynchronous]\nkind = "gba"\nglobal_batch_size = 64\n'
+    )
+    arguments = ["bench", "rehearse", str(tmp_path / "auto.json"), str(config)]
+    assert "switch to asynchronous" in CliRunner().invoke(app, arguments).output
+    calm = CliRunner().invoke(app, [*arguments, "--set", "mode.gain=9.0"])
+    assert calm.exit_code == 0
+    assert "stay sync" in calm.output
+    assert "switch" not in calm.output
+    other = CliRunner().invoke(app, [*arguments, "--set", 'mode={kind="sync"}'])
+    assert isinstance(other.exception, ConfigError)
+    with pytest.raises(DataError, match="cannot be read"):
+        load_evidence(tmp_path / "none.json")

@@ -248,7 +248,7 @@ class LockStep(Tokens):
     def take(self, caller, request):
         with self._changed:
             self._enter(caller)
-            segment = self._segment()
+            segment = self._state.current
             if request > segment.steps:
                 return None
             number = segment.position + (request - 1) * self.nn_workers + caller.rank

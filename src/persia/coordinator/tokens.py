@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from persia.coordinator.accounts import Account, Drawn, TokenReport
+from persia.coordinator.accounts import Account
+from persia.coordinator.ledger import Ledger
 from persia.coordinator.watch import Watch
 from persia.errors import ConfigError, DeadlineError, PersiaError, StalePushError
 from persia.modes import Action, Arrival, Auto, Evidence, Mode, decode, encode
@@ -19,35 +20,6 @@ from persia.types import Caller, Event, Lap, PushHeader, Read, Rest, Segment, Ti
 __all__ = ["Tokens"]
 
 LOG = logging.getLogger("persia.modes")
-
-
-class _State(msgspec.Struct):
-    """All that has to survive a restart."""
-
-    segment: Segment | None = None
-    settled: int | None = 0
-    """Global step at which the segment is at rest; None while it is under way."""
-    group: int = 0
-    step: int = 0
-    held: int = 0
-    tokens: int = 0
-    """Drawn and not lost, since step 0."""
-    spare: int = 0
-    """Tokens of dead NN workers: the next draws are of the current value."""
-    following: int = 0
-    """Batch number that is handed out next."""
-    returned: list[int] = msgspec.field(default_factory=list)
-    """Numbers of dead NN workers' batches: handed out first."""
-    end: int | None = None
-    stopped: bool = False
-    accounts: dict[int, Account] = msgspec.field(default_factory=dict)
-    orphans: list[PushHeader] = msgspec.field(default_factory=list)
-    """Slots that nobody has been asked to fill yet."""
-    report: TokenReport = msgspec.field(default_factory=TokenReport)
-    wanted: str = ""
-    """A mode that somebody has asked for."""
-    nn_workers: int = 0
-    local_batch: int = 0
 
 
 class Tokens:
@@ -78,10 +50,10 @@ class Tokens:
         self._changed = threading.Condition()
         self._waiting: set[int] = set()
         """Ranks whose draw waits for the gate."""
-        self._state = _State()
+        self._state = Ledger()
         if path is not None and os.path.exists(path):
             with open(path, "rb") as file:
-                self._state = msgspec.msgpack.decode(file.read(), type=_State)
+                self._state = msgspec.msgpack.decode(file.read(), type=Ledger)
         segment = self._state.segment
         self._mode: Mode | None = decode(segment.mode) if segment is not None else None
 
@@ -102,7 +74,7 @@ class Tokens:
             same_pass = old is not None and (old.epoch, old.generation) == (segment.epoch, segment.generation)
             returned = state.returned if same_pass else []
             state.report.lost_batches += len(state.returned) - len(returned)
-            self._state = _State(
+            self._state = Ledger(
                 segment=segment,
                 settled=None,
                 group=group if segment.local_batch else 0,
@@ -127,7 +99,9 @@ class Tokens:
             account = self._enter(caller)
             if request <= account.requests:
                 return account.answer
-            known = self._changed.wait_for(lambda: self._may_take() or self._over(caller), self._timeout)
+            known = self._changed.wait_for(
+                lambda: self._state.may_take(self._known_mode()) or self._over(caller), self._timeout
+            )
             state = self._current(caller)
             if not known:
                 busy = [rank for rank, a in state.accounts.items() if a.taken or a.drawn]
@@ -137,7 +111,7 @@ class Tokens:
                     late=busy,
                     timeout=self._timeout,
                 )
-            account.requests, account.answer = request, self._next_number()
+            account.requests, account.answer = request, state.next_number()
             if account.answer is None:
                 account.ended = True
             else:
@@ -166,15 +140,15 @@ class Tokens:
         """A batch's token; see `persia.services.Tokens`."""
         with self._changed:
             account = self._enter(caller)
-            self._confirm(account, done, filled)
+            self._state.confirm(account, done, filled)
             known = account.drawn.get(sequence)
             if known is not None:
                 return Token(known.value, known.least, [])
             mode = self._known_mode()
             if not self._state.group:
-                self._set_group(mode.group(self._segment().nn_workers, rows))
+                self._state.set_group(mode.group(self._state.current.nn_workers, rows))
                 self._state.local_batch = rows
-            orphans = self._orphans_for(account)
+            orphans = self._state.orphans_for(account)
             if not orphans and not self._gate(caller.rank):
                 self._waiting.add(caller.rank)
                 self._changed.notify_all()
@@ -185,13 +159,13 @@ class Tokens:
                 finally:
                     self._waiting.discard(caller.rank)
                 account = self._enter(caller)
-                orphans = self._orphans_for(account)
+                orphans = self._state.orphans_for(account)
                 if not opened:
                     raise self._shut(caller.rank)
             if orphans:
                 self._save()
                 return Token(None, 0, orphans)
-            drawn = self._drawn(account, number)
+            drawn = self._state.draw(mode, account, number)
             account.drawn[sequence] = drawn
             if number in account.taken:
                 account.taken.remove(number)
@@ -241,8 +215,8 @@ class Tokens:
         """Slots to be filled; see `persia.services.Tokens`."""
         with self._changed:
             account = self._enter(caller)
-            self._confirm(account, 0, filled)
-            found = self._orphans_for(account)
+            self._state.confirm(account, 0, filled)
+            found = self._state.orphans_for(account)
             self._save()
             return found
 
@@ -250,15 +224,15 @@ class Tokens:
         """Waits until all are done; see `persia.services.Tokens`."""
         with self._changed:
             account = self._enter(caller)
-            self._confirm(account, done, filled)
+            self._state.confirm(account, done, filled)
             account.ended = account.resting = True
             account.taken.clear()
             self._save()
             came = self._changed.wait_for(
-                lambda: self._at_rest() or self._state.orphans or self._over(caller), self._timeout
+                lambda: self._state.at_rest() or self._state.orphans or self._over(caller), self._timeout
             )
             account = self._enter(caller)
-            orphans = self._orphans_for(account)
+            orphans = self._state.orphans_for(account)
             if orphans:
                 self._save()
             elif not came:
@@ -420,10 +394,6 @@ class Tokens:
 
     # --- under the lock ---------------------------------------------------------------------------------------
 
-    def _segment(self) -> Segment:
-        assert self._state.segment is not None
-        return self._state.segment
-
     def _known_mode(self) -> Mode:
         assert self._mode is not None
         return self._mode
@@ -454,7 +424,7 @@ class Tokens:
         segment = self._state.segment
         return segment is not None and (segment.generation, segment.number) > caller[:2]
 
-    def _current(self, caller: Caller) -> _State:
+    def _current(self, caller: Caller) -> Ledger:
         if self._over(caller):
             raise StalePushError(
                 f"Segment {caller.segment} of generation {caller.generation} is over.", segment=caller.segment
@@ -467,78 +437,8 @@ class Tokens:
         state.tokens = state.step * group
         self._save()
 
-    def _lacking(self) -> int:
-        """How many more batches the steps of the segment need, if none is dropped."""
-        state, segment = self._state, self._segment()
-        if segment.steps is None or not state.group:
-            return 1
-        out = sum(len(a.taken) + len(a.drawn) for a in state.accounts.values())
-        return max(0, (segment.step + segment.steps - state.step) * state.group - state.held - out)
-
-    def _may_take(self) -> bool:
-        """Whether it is known that the segment needs another batch, or that it needs none."""
-        state, segment = self._state, self._segment()
-        if segment.steps is None or state.stopped:
-            return True
-        if not state.group:  # It is known with the first draw, which needs a batch.
-            return state.end is not None or not any(a.taken or a.drawn for a in state.accounts.values())
-        if self._lacking() or state.step >= segment.step + segment.steps:
-            return True
-        return self._known_mode().initial_depth() != 0  # Else one that is under way may be dropped.
-
-    def _next_number(self) -> int | None:
-        state, segment = self._state, self._segment()
-        if state.stopped:
-            return None
-        if state.returned and self._lacking():
-            return state.returned.pop(0)
-        if state.end is not None and state.following >= state.end:
-            return None
-        if segment.steps is not None and state.group and not self._lacking():
-            return None
-        state.following += 1
-        return state.following - 1
-
     def _gate(self, rank: int) -> bool:
-        """May this NN worker draw? If all wait for each other, yes: the step lacks those that have no data any more."""
-        state = self._state
-        account = state.accounts[rank]
-        in_step = sum(header.step == state.step for header in account.slots.values()) if state.held else 0
-        active = {r: a for r, a in state.accounts.items() if a.alive and (not a.ended or a.taken or a.drawn)}
-        ahead = account.finished - min((a.finished for a in active.values()), default=account.finished)
-        mode = self._known_mode()
-        if mode.gate(len(account.drawn) + in_step, mode.initial_depth(), max(0, ahead)):
-            return True
-        return not ahead and all(other == rank or other in self._waiting for other in active)
-
-    def _drawn(self, account: Account, number: int) -> Drawn:
-        state, mode = self._state, self._known_mode()
-        # A lost token is drawn again as one more of the current value, so that values and steps stay aligned.
-        if state.spare:
-            state.spare -= 1
-            at = max(0, state.tokens - 1)
-        else:
-            at = state.tokens
-            state.tokens += 1
-        value = mode.token(at, state.step, state.group)
-        least = state.step if mode.initial_depth() == 0 else account.least
-        return Drawn(number, value, max(least, self._segment().step))
-
-    def _confirm(self, account: Account, done: int, filled: int) -> None:
-        for sequence in [s for s in account.slots if s <= done and account.slots[s].step < self._state.step]:
-            del account.slots[sequence]
-        account.done = max(account.done, done)
-        account.filled = max(account.filled, filled)
-
-    def _orphans_for(self, account: Account) -> list[PushHeader]:
-        """Slots that this NN worker is to fill; those it was told of, again, until it has."""
-        if account.filled >= len(account.handed) and self._state.orphans:
-            account.handed += self._state.orphans
-            self._state.orphans = []
-        return account.handed[account.filled :]
-
-    def _at_rest(self) -> bool:
-        return all(a.resting and not a.handed[a.filled :] for a in self._state.accounts.values() if a.alive)
+        return self._state.gate(self._known_mode(), rank, self._waiting)
 
     def _shut(self, rank: int) -> DeadlineError:
         least = min(a.finished for a in self._state.accounts.values() if a.alive)
