@@ -293,7 +293,9 @@ class Segments:
             with contextlib.closing(prefetched) as batches:  # type: ignore[type-var]
                 for batch in batches:
                     step = trainer.global_step + 1
-                    self.local_batch = max(self.local_batch, batch.weight)
+                    known, self.local_batch = self.local_batch, max(self.local_batch, batch.weight)
+                    if not known and connection.rank == 0:
+                        self._advise()
                     logits, loss = trainer.step.compute(batch, embeddings(batch))
                     run.trained(step, batch, logits, loss)
         finally:

@@ -230,6 +230,18 @@ def test_a_switch_that_cannot_be_is_refused_and_training_goes_on():
         trainer(Sync(), mode_schedule=[(5, Sync()), (5, Async())])
 
 
+def test_advice_where_there_are_far_fewer_nn_workers_than_gradients(caplog):
+    t = trainer(Gba(8 * ROWS))
+    t.fit(batches(9))
+    advice = "Gba applies 8 gradients at a time, from 1 NN workers"
+    assert [r.levelname for r in caplog.records if advice in r.getMessage()] == ["WARNING"]
+    t.fit(batches(9))
+    assert sum(advice in r.getMessage() for r in caplog.records) == 2
+    caplog.clear()
+    trainer(Gba(2 * ROWS)).fit(batches(4))
+    assert caplog.text == ""
+
+
 def test_a_mode_that_does_not_fit_the_batches_says_so():
     with pytest.raises(ConfigError, match="no multiple"):
         trainer(Gba(ROWS + 1)).fit(batches(3))
