@@ -1,6 +1,7 @@
 """The lists of asynchronous modes: order, accounting, crashes, restarts; here and over rpc."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 from persia import rpc, services
 from persia.coordinator import TokenReport, Tokens
 from persia.errors import ConfigError, DeadlineError, PersiaError, StalePushError
-from persia.modes import Async, Bsp, Gba, HopBs, HopBw, encode
-from persia.types import Caller, Segment
+from persia.modes import Async, Auto, Bsp, Evidence, Gba, HopBs, HopBw, encode
+from persia.types import Caller, Lap, Segment
 
 DEADLINE = 10.0
 ROWS = 8
@@ -257,6 +258,21 @@ def test_a_switch_is_asked_for_once_and_checked(tokens):
         tokens.request(encode(Async()))
     assert tokens.requested() == tokens.resolve() == encode(Gba(2 * ROWS))
     assert tokens.resolve() == ""
+
+
+def test_step_times_ask_for_a_switch(tokens):
+    tokens.announce(2, ROWS)
+    auto = Auto(Gba(2 * ROWS), windows=2, seconds=0.02)
+    tokens.watch(encode(auto), 2, False)
+    end = time.monotonic() + DEADLINE
+    while not tokens.requested():
+        assert time.monotonic() < end
+        tokens.observe(0, [Lap(0.001, 0.001)])
+        tokens.observe(1, [Lap(0.009, 0.009)])
+    assert tokens.resolve() == encode(auto.asynchronous)
+    evidence = msgspec.json.decode(tokens.evidence(), type=Evidence)
+    assert [v.switch for v in evidence.verdicts][-2:] == [False, True]
+    assert {step.worker for step in evidence.steps} == {0, 1}
 
 
 def test_state_survives_a_restart(tmp_path):
