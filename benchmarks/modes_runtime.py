@@ -8,6 +8,7 @@ whom; a batch's share of Python is kept small beside its wait.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import statistics
 import sys
@@ -30,7 +31,7 @@ from persia.virtual import VirtualTraining
 WORKERS = 8
 COMPUTE_SECONDS = {"smoke": 0.02, "laptop": 0.1, "full": 0.1}
 BATCHES = {"smoke": 64, "laptop": 800, "full": 2400}
-TRACED_BATCHES = {"smoke": 64, "laptop": 320, "full": 1600}
+TRACED_SECONDS = {"smoke": 0.5, "laptop": 16.0, "full": 120.0}
 ROUNDS = {"smoke": 1, "laptop": 3, "full": 5}
 PHASES = {"smoke": (2,), "laptop": (2, 10, 50), "full": (2, 10, 50)}
 SLOW_SHARE, FACTOR = 0.25, 4.0
@@ -67,6 +68,13 @@ def moving(preset: str, length: int) -> Trace:
     return phases(WORKERS, length=seconds, factor=FACTOR, share=SLOW_SHARE, count=64)
 
 
+def traced(mode: AnyMode, emulation: bench.Emulation, seconds: float) -> bench.Line:
+    """A run that lasts about so long."""
+    ideal = simulate(mode, Setting(emulation.trace, emulation.compute), 20_000)
+    ends = [event.time for event in ideal.events if event.server == "ps-0" and event.kind in ("push", "drop")]
+    return bench.run(mode, emulation, bisect.bisect(ends, seconds))
+
+
 def vs_bound(preset: str) -> harness.Measure:
     """Each mode's applied samples/s over the event replay's for the same trace: the worst mode and trace."""
     found: dict[str, float] = {}
@@ -74,7 +82,7 @@ def vs_bound(preset: str) -> harness.Measure:
     for length in PHASES[preset]:
         emulation = bench.Emulation(moving(preset, length), COMPUTE_SECONDS[preset])
         for mode in bench.all_modes(WORKERS):
-            line = bench.run(mode, emulation, TRACED_BATCHES[preset])
+            line = traced(mode, emulation, TRACED_SECONDS[preset])
             name = f"{type(mode).__name__}_{length}"
             found[name], rates[f"rows_per_s.{name}"] = line.of_bound, line.rate
     return harness.Measure("modes.vs_bound", min(found.values()), "of bound, worst", 0.92, details=found | rates)
@@ -86,7 +94,7 @@ def dropped(preset: str) -> harness.Measure:
     for length in PHASES[preset]:
         emulation = bench.Emulation(moving(preset, length), COMPUTE_SECONDS[preset])
         for mode in (gba(), HopBw(2)):
-            report = bench.run(mode, emulation, TRACED_BATCHES[preset]).trained.result.asynchronous
+            report = traced(mode, emulation, TRACED_SECONDS[preset]).trained.result.asynchronous
             assert report is not None
             share = report.dropped_batches / (report.batches + report.dropped_batches)
             shares[f"{type(mode).__name__}_{length}"] = share
@@ -97,10 +105,11 @@ def dropped(preset: str) -> harness.Measure:
 def staleness(preset: str) -> harness.Measure:
     """Whether a run of Gba and its replay agree on the age of every gradient, and on the parameters."""
     emulation = bench.Emulation(moving(preset, PHASES[preset][0]), COMPUTE_SECONDS[preset] / 5)
+    batches = 64 if preset == "smoke" else 800
     with tempfile.TemporaryDirectory() as directory:
-        trained = bench.train(gba(), emulation, TRACED_BATCHES[preset], directory)
+        trained = bench.train(gba(), emulation, batches, directory)
         schedule = load_schedule(Path(directory) / "segment-1.jsonl")
-    schema, data = bench.problem(TRACED_BATCHES[preset])
+    schema, data = bench.problem(batches)
     virtual = VirtualTraining(bench.network(), schema, data.__getitem__, bench.optimizer, bench.EMBEDDING_OPTIMIZER)
     step, read, ages = schedule.step, {}, {}
 

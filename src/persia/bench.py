@@ -110,9 +110,14 @@ class Trained(NamedTuple):
         return self.result.rows - (report.dropped_rows if report is not None else 0)
 
     @property
+    def seconds(self) -> float:
+        """From the begin of the first batch to the end of the last one; the simulation counts no more."""
+        return max(times[-1] for times in self.finished if times)
+
+    @property
     def rate(self) -> float:
-        """Applied samples per second of the training loop."""
-        return self.applied_rows / self.result.seconds
+        """Applied samples per second."""
+        return self.applied_rows / self.seconds
 
 
 class Line(NamedTuple):
@@ -259,7 +264,7 @@ def record(line: Line) -> dict[str, Any]:
         "mode": str(line.mode),
         "rows_per_second": line.rate,
         "of_bound": line.of_bound,
-        "rows_per_second_by_worker": [len(times) * ROWS / result.seconds for times in line.trained.finished],
+        "rows_per_second_by_worker": [len(times) * ROWS / line.trained.seconds for times in line.trained.finished],
         "auc": result.progressive.auc,
         "dropped_batches": report.dropped_batches if report is not None else 0,
         "dropped_rows": report.dropped_rows if report is not None else 0,
