@@ -92,14 +92,14 @@ class Segments:
         tokens = connection.tokens
         if auto is None or tokens is None:
             return
-        trainer.embeddings.laps = Laps(tokens, connection.rank, auto.seconds / REPORTS)
 
-        def begin() -> str:
+        def watch() -> str:
             if trainer.mode in (auto.sync, auto.asynchronous):  # Else it has been chosen by hand.
                 tokens.watch(encode(auto), connection.nn_workers, trainer.mode == auto.asynchronous)
             return ""
 
-        trainer.step.replicas.by_first(begin)
+        trainer.embeddings.laps = Laps(tokens, connection.rank, auto.seconds / REPORTS, watch)
+        trainer.step.replicas.by_first(watch)
 
     def verdicts(self) -> list[Verdict]:
         """What Auto has decided so far. All NN workers call it; the first writes what it decided by to `log_dir`."""

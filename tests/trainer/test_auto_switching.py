@@ -11,6 +11,7 @@ from persia.coordinator import Tokens
 from persia.errors import ConfigError
 from persia.modes import Async, Auto, Evidence, Gba, Sync, encode, load_evidence, rehearse
 from persia.modes.replay import alternating
+from persia.nn.laps import Laps
 from persia.types import Lap
 
 AUTO = Auto(Gba(4 * bench.ROWS), windows=2, seconds=0.1)
@@ -72,6 +73,15 @@ def test_one_that_reports_nothing_is_waited_for_one_window():
         tokens.observe(0, [Lap(1.0, 1.0)])
         found = len(msgspec.json.decode(tokens.evidence(), type=Evidence).verdicts)
         assert found == max(0, second // 10 - 1)
+
+
+def test_a_coordinator_that_has_started_anew_is_told_the_rule_again():
+    fresh = Tokens(5.0)
+    laps = Laps(fresh, 0, 0.0, lambda: fresh.watch(encode(Auto(Async())), 1, True))
+    laps.add(time.monotonic())
+    assert fresh.observe(0, [])
+    laps.add(time.monotonic())
+    assert len(msgspec.json.decode(fresh.evidence(), type=Evidence).steps) == 1
 
 
 def test_by_hand_ends_it():

@@ -322,20 +322,22 @@ class Tokens:
                 self._watch, self._watching = Watch(rule, nn_workers, strained), True
             self._watch.begin()
 
-    def observe(self, rank: int, laps: list[Lap]) -> None:
+    def observe(self, rank: int, laps: list[Lap]) -> bool:
         """Step times of an NN worker; see `persia.services.Tokens`."""
         with self._changed:
-            if self._watch is None or not self._watching or self._state.wanted:
-                return
+            if self._watch is None:
+                return False
+            if not self._watching or self._state.wanted:
+                return True
             verdict = self._watch.observe(rank, laps, self._clock())
-            if verdict is None:
-                return
-            rule = self._watch.auto
-            try:
-                self._want(rule.asynchronous if verdict.strained else rule.sync)
-            except ConfigError as error:
-                LOG.error("The switch is not made, and none will be: %s", error)
-                self._watching = False
+            if verdict is not None:
+                rule = self._watch.auto
+                try:
+                    self._want(rule.asynchronous if verdict.strained else rule.sync)
+                except ConfigError as error:
+                    LOG.error("The switch is not made, and none will be: %s", error)
+                    self._watching = False
+            return True
 
     def evidence(self) -> str:
         """What was decided, and by what, as JSON."""

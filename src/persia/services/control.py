@@ -128,8 +128,12 @@ class Tokens(Protocol):
             strained: whether the asynchronous mode is in force.
         """
 
-    def observe(self, rank: int, laps: list[Lap]) -> None:
-        """What an NN worker has computed since its last report; now and then a switch follows."""
+    def observe(self, rank: int, laps: list[Lap]) -> bool:
+        """What an NN worker has computed since its last report; now and then a switch follows.
+
+        Returns:
+            False if no rule is known here: the coordinator has started anew, and should be told it again.
+        """
 
     def evidence(self) -> str:
         """What `watch` has decided so far, and by what, as JSON: `persia.modes.Evidence`."""
