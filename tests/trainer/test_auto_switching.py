@@ -1,6 +1,7 @@
 """The mode Auto: a Trainer that watches its NN workers and switches."""
 
 import logging
+import time
 
 import msgspec
 import pytest
