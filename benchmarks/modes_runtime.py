@@ -70,7 +70,7 @@ def moving(preset: str, length: int) -> Trace:
 
 def traced(mode: AnyMode, emulation: bench.Emulation, seconds: float) -> bench.Line:
     """A run that lasts about so long."""
-    ideal = simulate(mode, Setting(emulation.trace, emulation.compute), 20_000)
+    ideal = simulate(mode, Setting(emulation.trace, emulation.compute, bench.ROWS), 20_000)
     ends = [event.time for event in ideal.events if event.server == "ps-0" and event.kind in ("push", "drop")]
     return bench.run(mode, emulation, bisect.bisect(ends, seconds))
 
@@ -158,7 +158,9 @@ def auto(preset: str) -> harness.Measure:
 
     def rates(mode: AnyMode | Auto, cycles: int) -> list[float]:
         """Batches per second, phase by phase."""
-        ideal = simulate(gba() if isinstance(mode, Auto) else mode, Setting(trace, emulation.compute), 100_000)
+        ideal = simulate(
+            gba() if isinstance(mode, Auto) else mode, Setting(trace, emulation.compute, bench.ROWS), 100_000
+        )
         ends = [event.time for event in ideal.events if event.kind == "push" and event.server == "ps-0"]
         batches = sum(end < cycles * trace.period for end in ends)
         done = sorted(itertools.chain.from_iterable(bench.train(mode, emulation, batches).finished))
