@@ -85,7 +85,7 @@ class Segments:
 
     # --- Auto ---------------------------------------------------------------------------------------------------
 
-    def watch(self) -> None:
+    def begin_auto(self) -> None:
         """Step times are told from now on, if they decide the mode."""
         trainer = self._trainer
         auto, connection = trainer.auto, trainer.embeddings.connection
@@ -93,13 +93,13 @@ class Segments:
         if auto is None or tokens is None:
             return
 
-        def watch() -> str:
+        def judge() -> str:
             if trainer.mode in (auto.sync, auto.asynchronous):  # Else it has been chosen by hand.
-                tokens.watch(encode(auto), connection.nn_workers, trainer.mode == auto.asynchronous)
+                tokens.judge(encode(auto), connection.nn_workers, trainer.mode == auto.asynchronous)
             return ""
 
-        trainer.embeddings.laps = Laps(tokens, connection.rank, auto.seconds / REPORTS, watch)
-        trainer.step.replicas.by_first(watch)
+        trainer.embeddings.laps = Laps(tokens, connection.rank, auto.seconds / REPORTS, judge)
+        trainer.step.replicas.by_first(judge)
 
     def verdicts(self) -> list[Verdict]:
         """What Auto has decided so far. All NN workers call it; the first writes what it decided by to `log_dir`."""

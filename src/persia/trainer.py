@@ -217,7 +217,7 @@ class Trainer:
         if self.options.keep_best is not None and eval_data is None:
             raise ConfigError("keep_best needs eval_data.", field="eval_data")
         run = Run(self, self._staging, max_steps)
-        self.segments.watch()
+        self.segments.begin_auto()
         self.model.train()
         self.embeddings.train()
         trained = False

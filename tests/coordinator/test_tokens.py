@@ -263,12 +263,12 @@ def test_a_switch_is_asked_for_once_and_checked(tokens):
 def test_step_times_ask_for_a_switch(tokens):
     tokens.announce(2, ROWS)
     auto = Auto(Gba(2 * ROWS), windows=2, seconds=0.02)
-    tokens.watch(encode(auto), 2, False)
+    tokens.judge(encode(auto), 2, False)
     end = time.monotonic() + DEADLINE
     while not tokens.requested():
         assert time.monotonic() < end
-        tokens.observe(0, [Lap(0.001, 0.001)])
-        tokens.observe(1, [Lap(0.009, 0.009)])
+        tokens.timed(0, [Lap(0.001, 0.001)])
+        tokens.timed(1, [Lap(0.009, 0.009)])
     assert tokens.resolve() == encode(auto.asynchronous)
     evidence = msgspec.json.decode(tokens.evidence(), type=Evidence)
     assert [v.switch for v in evidence.verdicts][-2:] == [False, True]

@@ -30,7 +30,7 @@ def watched(auto, factors, seconds, each=0.5):
     """Token lists that have been told the step times of NN workers: one second, times their factor."""
     clock = Clock()
     tokens = Tokens(5.0, clock=clock)
-    tokens.watch(encode(auto), len(factors), False)
+    tokens.judge(encode(auto), len(factors), False)
     untold = {rank: [] for rank in range(len(factors))}
     ends = [0.0] * len(factors)
     while clock.now < seconds:
@@ -39,7 +39,7 @@ def watched(auto, factors, seconds, each=0.5):
             while ends[rank] + factor <= clock.now:
                 untold[rank].append(Lap(clock.now - ends[rank], factor))
                 ends[rank] += factor
-            tokens.observe(rank, untold[rank])
+            tokens.timed(rank, untold[rank])
             untold[rank] = []
         if tokens.requested():
             break
@@ -68,19 +68,19 @@ def test_quiet_asks_for_nothing():
 def test_one_that_reports_nothing_is_waited_for_one_window():
     clock = Clock()
     tokens = Tokens(5.0, clock=clock)
-    tokens.watch(encode(Auto(Async(), seconds=10.0)), 2, False)
+    tokens.judge(encode(Auto(Async(), seconds=10.0)), 2, False)
     for second in range(1, 31):
         clock.now = float(second)
-        tokens.observe(0, [Lap(1.0, 1.0)])
+        tokens.timed(0, [Lap(1.0, 1.0)])
         found = len(msgspec.json.decode(tokens.evidence(), type=Evidence).verdicts)
         assert found == max(0, second // 10 - 1)
 
 
 def test_a_coordinator_that_has_started_anew_is_told_the_rule_again():
     fresh = Tokens(5.0)
-    laps = Laps(fresh, 0, 0.0, lambda: fresh.watch(encode(Auto(Async())), 1, True))
+    laps = Laps(fresh, 0, 0.0, lambda: fresh.judge(encode(Auto(Async())), 1, True))
     laps.add(time.monotonic())
-    assert fresh.observe(0, [])
+    assert fresh.timed(0, [])
     laps.add(time.monotonic())
     assert len(msgspec.json.decode(fresh.evidence(), type=Evidence).steps) == 1
 
@@ -91,8 +91,8 @@ def test_by_hand_ends_it():
     assert tokens.resolve() == encode(Sync())
     for _ in range(40):
         clock.now += 1.0
-        tokens.observe(0, [Lap(1.0, 0.1)])
-        tokens.observe(1, [Lap(1.0, 9.0)])
+        tokens.timed(0, [Lap(1.0, 0.1)])
+        tokens.timed(1, [Lap(1.0, 9.0)])
     assert tokens.requested() == ""
 
 
@@ -100,11 +100,11 @@ def test_a_mode_that_the_batches_do_not_fit_is_not_asked_for(caplog):
     clock = Clock()
     tokens = Tokens(5.0, clock=clock)
     tokens.announce(2, ROWS)
-    tokens.watch(encode(Auto(Gba(ROWS + 1), windows=1, seconds=4.0)), 2, False)
+    tokens.judge(encode(Auto(Gba(ROWS + 1), windows=1, seconds=4.0)), 2, False)
     for _ in range(20):
         clock.now += 1.0
-        tokens.observe(0, [Lap(1.0, 0.1)])
-        tokens.observe(1, [Lap(1.0, 9.0)])
+        tokens.timed(0, [Lap(1.0, 0.1)])
+        tokens.timed(1, [Lap(1.0, 9.0)])
     assert tokens.requested() == ""
     assert "no multiple" in caplog.text
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import msgspec
 
 from persia.coordinator.accounts import Account
+from persia.coordinator.judge import Judge
 from persia.coordinator.ledger import Ledger
-from persia.coordinator.watch import Watch
 from persia.errors import ConfigError, DeadlineError, PersiaError, StalePushError
 from persia.modes import Action, Arrival, Auto, Evidence, Mode, decode, encode
 from persia.types import Caller, Event, Lap, PushHeader, Read, Rest, Segment, Ticket, Token
@@ -45,8 +45,8 @@ class Tokens:
         self._record = record
         self._events: list[Event] = []
         self._reads: list[Read] = []
-        self._watch: Watch | None = None
-        self._watching = False
+        self._judge: Judge | None = None
+        self._judging = False
         self._changed = threading.Condition()
         self._waiting: set[int] = set()
         """Ranks whose draw waits for the gate."""
@@ -289,9 +289,9 @@ class Tokens:
                     mode=state.wanted,
                 )
             self._want(wanted)
-            if self._watching:
-                LOG.info("From now on the mode is chosen by hand, no more by %s.", self._watch and self._watch.auto)
-                self._watching = False
+            if self._judging:
+                LOG.info("From now on the mode is chosen by hand, no more by %s.", self._judge and self._judge.auto)
+                self._judging = False
 
     def _want(self, mode: Mode) -> None:
         state = self._state
@@ -314,35 +314,35 @@ class Tokens:
                 self._save()
             return wanted
 
-    def watch(self, auto: str, nn_workers: int, strained: bool) -> None:
+    def judge(self, auto: str, nn_workers: int, strained: bool) -> None:
         """Step times decide the mode; see `persia.services.Tokens`."""
         rule = msgspec.json.decode(auto, type=Auto)
         with self._changed:
-            if self._watch is None or self._watch.auto != rule:
-                self._watch, self._watching = Watch(rule, nn_workers, strained), True
-            self._watch.begin()
+            if self._judge is None or self._judge.auto != rule:
+                self._judge, self._judging = Judge(rule, nn_workers, strained), True
+            self._judge.begin()
 
-    def observe(self, rank: int, laps: list[Lap]) -> bool:
+    def timed(self, rank: int, laps: list[Lap]) -> bool:
         """Step times of an NN worker; see `persia.services.Tokens`."""
         with self._changed:
-            if self._watch is None:
+            if self._judge is None:
                 return False
-            if not self._watching or self._state.wanted:
+            if not self._judging or self._state.wanted:
                 return True
-            verdict = self._watch.observe(rank, laps, self._clock())
+            verdict = self._judge.add(rank, laps, self._clock())
             if verdict is not None:
-                rule = self._watch.auto
+                rule = self._judge.auto
                 try:
                     self._want(rule.asynchronous if verdict.strained else rule.sync)
                 except ConfigError as error:
                     LOG.error("The switch is not made, and none will be: %s", error)
-                    self._watching = False
+                    self._judging = False
             return True
 
     def evidence(self) -> str:
         """What was decided, and by what, as JSON."""
         with self._changed:
-            found = self._watch.evidence() if self._watch is not None else Evidence()
+            found = self._judge.evidence() if self._judge is not None else Evidence()
             return msgspec.json.encode(found).decode()
 
     # --- what else happens ------------------------------------------------------------------------------------

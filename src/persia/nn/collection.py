@@ -6,7 +6,6 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
 
 import torch
 
@@ -18,6 +17,7 @@ from persia.nn.feeding import fed_batches
 from persia.nn.laps import Laps
 from persia.nn.made_up import made_up_batch
 from persia.nn.options import CollectionOptions
+from persia.nn.pending import Pending, Registered
 from persia.nn.pipeline import READ_AHEAD, Pipeline, Stages
 from persia.nn.pool import Expander
 from persia.nn.prepared import PreparedBatch
@@ -25,7 +25,7 @@ from persia.nn.staging import staging_for
 from persia.nn.staleness import Staleness, StalenessGate
 from persia.nn.sync import EqualSteps
 from persia.nn.tally import Pushed, Tally
-from persia.nn.transfer import Encoded, Transfer
+from persia.nn.transfer import Transfer
 from persia.nn.types import Embeddings
 from persia.observe.figures import Histogram
 from persia.schema import EmbeddingOptimizer, Schema
@@ -40,29 +40,6 @@ EVALUATION_READY = 4
 
 READ_AHEAD_ON_DEMAND = 1
 """Where batches are handed out on demand: what an NN worker reads ahead, nobody else can train."""
-
-
-class _Pending(NamedTuple):
-    """Gradients of a batch on their way to the host."""
-
-    batch_id: int
-    rows: int
-    gradients: Callable[[], Encoded]
-    batch: PreparedBatch
-
-
-class _Registered(NamedTuple):
-    """A batch on its way to its lookup.
-
-    Attributes:
-        batch: as it came.
-        batch_id: at the embedding worker.
-        number: of the pass, in asynchronous modes.
-    """
-
-    batch: Batch | FedBatch
-    batch_id: int
-    number: int = -1
 
 
 class EmbeddingCollection(torch.nn.Module):
@@ -116,7 +93,7 @@ class EmbeddingCollection(torch.nn.Module):
         self.gate = StalenessGate(self.mode, self.options.accumulation_steps)
         self._pipeline: Pipeline | None = None
         self._draws: Draws | None = None
-        self._group: list[_Pending] = []
+        self._group: list[Pending] = []
         self._group_batches = 0
         self._registered: set[int] = set()
         self._inline: PreparedBatch | None = None
@@ -327,7 +304,7 @@ class EmbeddingCollection(torch.nn.Module):
         batch.began = time.monotonic()
         return batch
 
-    def _register(self, item: Batch | FedBatch | Numbered) -> _Registered:
+    def _register(self, item: Batch | FedBatch | Numbered) -> Registered:
         number, batch = item if isinstance(item, Numbered) else (-1, item)
         if isinstance(batch, FedBatch):
             batch_id = batch.batch_id
@@ -335,9 +312,9 @@ class EmbeddingCollection(torch.nn.Module):
             batch.validate(self.schema)
             batch_id = self._worker.register(batch.id_features)
         self._registered.add(batch_id)
-        return _Registered(batch, batch_id, number)
+        return Registered(batch, batch_id, number)
 
-    def _lookup(self, registered: _Registered, made_up_rows: int = 1) -> tuple[PreparedBatch, Callable[[], None]]:
+    def _lookup(self, registered: Registered, made_up_rows: int = 1) -> tuple[PreparedBatch, Callable[[], None]]:
         if self._draws is None:
             return self._found(registered, made_up_rows)
         # Dense parameters before rows: rows are pushed first, so these are at least as new.
@@ -351,7 +328,7 @@ class EmbeddingCollection(torch.nn.Module):
 
         return prepared, adopt
 
-    def _found(self, registered: _Registered, made_up_rows: int) -> tuple[PreparedBatch, Callable[[], None]]:
+    def _found(self, registered: Registered, made_up_rows: int) -> tuple[PreparedBatch, Callable[[], None]]:
         batch, batch_id, number = registered
         try:
             found = self._worker.lookup(batch_id)
@@ -370,7 +347,7 @@ class EmbeddingCollection(torch.nn.Module):
         scale = self.grad_scaler.get_scale() if self.grad_scaler is not None else 1.0
         with torch.no_grad():
             gradients = self._transfer.gradients(batch.contribution(scale), self._compressed)
-        pending = _Pending(batch.batch_id, len(batch), gradients, batch)
+        pending = Pending(batch.batch_id, len(batch), gradients, batch)
         if self.laps is not None and self._staging.device.type != "cuda":
             self.laps.add(batch.began)
         if self._draws is not None:
@@ -418,7 +395,7 @@ class EmbeddingCollection(torch.nn.Module):
         else:
             self._pipeline.push(lambda: self._push(group, batches, step))
 
-    def _push(self, group: list[_Pending], batches: int, step: int) -> None:
+    def _push(self, group: list[Pending], batches: int, step: int) -> None:
         contributions = self._contributions(group)
         connection = self.connection
         if contributions or self._held:
@@ -431,7 +408,7 @@ class EmbeddingCollection(torch.nn.Module):
             self._registered.difference_update(c.batch_id for c in contributions)
         self.gate.done(batches)
 
-    def _contributions(self, group: list[_Pending]) -> list[Contribution]:
+    def _contributions(self, group: list[Pending]) -> list[Contribution]:
         found = []
         for pending in group:
             found.append(Contribution(pending.batch_id, *pending.gradients()))
@@ -439,13 +416,13 @@ class EmbeddingCollection(torch.nn.Module):
                 self.laps.add(pending.batch.began)
         return found
 
-    def _note_read(self, group: list[_Pending], sequence: int, dense: list[int]) -> None:
+    def _note_read(self, group: list[Pending], sequence: int, dense: list[int]) -> None:
         if self.note is not None:
-            for _, rows, _, batch in group:
-                self.note(Read(self.connection.rank, sequence, batch.number, rows, batch.versions, dense))
+            for pending in group:
+                self.note(pending.read(self.connection.rank, sequence, dense))
 
     def _push_drawn(
-        self, drawn: Drawn, group: list[_Pending], dense: Callable[[PushHeader, float], None] | None
+        self, drawn: Drawn, group: list[Pending], dense: Callable[[PushHeader, float], None] | None
     ) -> None:
         """Hands a gradient of an asynchronous mode to the push thread."""
         draws = self._draws

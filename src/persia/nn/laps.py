@@ -18,14 +18,14 @@ class Laps:
         tokens: who is told.
         rank: of this NN worker.
         every: seconds between two reports, at least.
-        watch: tells the coordinator what to decide by, in case that it has started anew.
+        again: tells the coordinator what to decide by, in case that it has started anew.
     """
 
-    def __init__(self, tokens: Tokens, rank: int, every: float, watch: Callable[[], object]) -> None:
+    def __init__(self, tokens: Tokens, rank: int, every: float, again: Callable[[], object]) -> None:
         self._tokens = tokens
         self._rank = rank
         self._every = every
-        self._watch = watch
+        self._again = again
         self._sent = time.monotonic()
         self._untold: list[tuple[float, float]] = []
 
@@ -37,5 +37,5 @@ class Laps:
             return
         self._sent = now
         untold, self._untold = self._untold, []
-        if not self._tokens.observe(self._rank, [Lap(now - start, seconds) for start, seconds in untold]):
-            self._watch()
+        if not self._tokens.timed(self._rank, [Lap(now - start, seconds) for start, seconds in untold]):
+            self._again()

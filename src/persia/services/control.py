@@ -119,7 +119,7 @@ class Tokens(Protocol):
     def resolve(self) -> str:
         """At rest: what `requested` says, which is then forgotten."""
 
-    def watch(self, auto: str, nn_workers: int, strained: bool) -> None:
+    def judge(self, auto: str, nn_workers: int, strained: bool) -> None:
         """Training begins, or goes on after a rest, and step times decide its mode.
 
         Args:
@@ -128,7 +128,7 @@ class Tokens(Protocol):
             strained: whether the asynchronous mode is in force.
         """
 
-    def observe(self, rank: int, laps: list[Lap]) -> bool:
+    def timed(self, rank: int, laps: list[Lap]) -> bool:
         """What an NN worker has computed since its last report; now and then a switch follows.
 
         Returns:
@@ -136,7 +136,7 @@ class Tokens(Protocol):
         """
 
     def evidence(self) -> str:
-        """What `watch` has decided so far, and by what, as JSON: `persia.modes.Evidence`."""
+        """What `judge` has decided so far, and by what, as JSON: `persia.modes.Evidence`."""
 
     def cancel(self, generation: int, rank: int) -> None:
         """An NN worker is dead: its tokens are drawn again, its batches go back to the list."""

@@ -1,4 +1,4 @@
-"""What `Auto` watches: the step times of all NN workers, and the verdicts that follow from them."""
+"""What `Auto` is decided by: the step times of all NN workers, and the verdicts that follow from them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from persia.modes import Auto, AutoState, Evidence, StepTime, Verdict, decide
 from persia.types import Lap
 
-__all__ = ["Watch"]
+__all__ = ["Judge"]
 
 LOG = logging.getLogger("persia.modes")
 
@@ -17,7 +17,7 @@ MOST_KEPT = 1_000_000
 """Step times and verdicts are kept for `persia.modes.rehearse`, so many of the last ones."""
 
 
-class Watch:
+class Judge:
     """Decides at the end of each window. Not thread-safe.
 
     A window is decided when all NN workers have reported beyond its end, so that the decisions are those that
@@ -45,7 +45,7 @@ class Watch:
         self._recent.clear()
         self._reported.clear()
 
-    def observe(self, rank: int, laps: Sequence[Lap], now: float) -> Verdict | None:
+    def add(self, rank: int, laps: Sequence[Lap], now: float) -> Verdict | None:
         """Takes a report.
 
         Args:
