@@ -201,6 +201,8 @@ def switch_seconds(preset: str) -> harness.Measure:
         def forward(self, dense: torch.Tensor, embeddings: dict[str, torch.Tensor]) -> torch.Tensor:
             return self.head(embeddings[name]) + self.weights[:1]
 
+    schedule = [(0, Sync()), (4, Gba(4 * 16)), (6, Sync()), (8, Gba(4 * 16)), (10, Sync())]
+
     def work(member: object) -> list[float]:
         trainer = persia.Trainer(
             Large(),
@@ -210,7 +212,8 @@ def switch_seconds(preset: str) -> harness.Measure:
             mode=Sync(),
             cluster=member,
             options=persia.TrainerOptions(
-                progress=False, mode_schedule=[(0, Sync()), (4, Gba(4 * 16)), (8, Sync()), (12, Gba(4 * 16))]
+                progress=False,
+                mode_schedule=[(0, Sync()), (4, Gba(4 * 16)), (6, Sync()), (8, Gba(4 * 16)), (10, Sync())],
             ),
         )
         trainer.fit(data)
@@ -218,7 +221,8 @@ def switch_seconds(preset: str) -> harness.Measure:
 
     found = Threads(4).run(work)
     slowest = [max(seconds) for seconds in zip(*found, strict=True)]
-    return harness.quantity("modes.switch_seconds", slowest, "s", 1.0, at_least=False, details={"parameters": size})
+    details = {"parameters": size, "each": [round(seconds, 3) for seconds in slowest]}
+    return harness.Measure("modes.switch_seconds", max(slowest), "s, slowest", 1.0, at_least=False, details=details)
 
 
 MEASURES: dict[str, harness.Function] = {

@@ -55,6 +55,7 @@ class DenseServer:
         self._values = self._gradients = self._buffer_layout = Layout([])
         self._held = _Held(0)
         self._snapshot: Pulled | None = None
+        self._exported: DenseState | None = None
         self._counts: Counter[str] = Counter()
 
     def load(self, state: DenseState, generation: int, step: int) -> None:
@@ -99,7 +100,7 @@ class DenseServer:
             self._values, self._gradients = Layout([*specs, *buffer_specs]), Layout(specs)
             self._buffer_layout = Layout(buffer_specs)
             self._held = _Held(len(mine))
-            self._snapshot = None
+            self._snapshot = self._exported = None
 
     def pull(self, have: int, least: int, timeout: float) -> Pulled:
         """Parameters and buffers of the newest version; see `persia.services.DensePS`."""
@@ -152,7 +153,9 @@ class DenseServer:
         with self._lock:
             if self._optimizer is None:
                 raise StoreError("This dense PS has no network yet: load one first.")
-            return capture(self._parameters, self._owned, self._buffers, self._optimizer, self._scheduler)
+            if self._exported is None:  # Once until the next step, however many NN workers take over.
+                self._exported = capture(self._parameters, self._owned, self._buffers, self._optimizer, self._scheduler)
+            return self._exported
 
     def record(self) -> None:
         """Keeps a journal from now on."""
@@ -178,6 +181,7 @@ class DenseServer:
     def _apply(self) -> None:
         """One step of the optimizer with what is held, unless all of that has weight 0."""
         assert self._optimizer is not None
+        self._exported = None
         held, self._held = self._held, _Held(len(self._owned))
         for buffer, value in zip(self._buffers.values(), held.buffer_means(), strict=False):
             buffer.copy_(value)
