@@ -127,7 +127,7 @@ def staleness(preset: str) -> harness.Measure:
     virtual.run(schedule, watch)
     virtual.evaluate(data[:1])
     pairs = zip(virtual.model.parameters(), trained.trainer.model.parameters(), strict=True)
-    apart = max(float((mine - theirs).abs().max()) for mine, theirs in pairs)
+    apart = max(float((mine - theirs).detach().abs().max()) for mine, theirs in pairs)
     measured = {arrival.number: arrival.step - arrival.version for arrival in trained.arrivals}
     oldest = max(arrival.step - arrival.token for arrival in trained.arrivals if arrival.weight)
     holds = measured == ages and oldest <= gba().tolerance and apart <= 1e-6
@@ -211,10 +211,7 @@ def switch_seconds(preset: str) -> harness.Measure:
             embedding_optimizer=persia.optim.Adagrad(lr=0.05),
             mode=Sync(),
             cluster=member,
-            options=persia.TrainerOptions(
-                progress=False,
-                mode_schedule=[(0, Sync()), (4, Gba(4 * 16)), (6, Sync()), (8, Gba(4 * 16)), (10, Sync())],
-            ),
+            options=persia.TrainerOptions(progress=False, mode_schedule=schedule),
         )
         trainer.fit(data)
         return [switch.seconds for switch in trainer.switches]
