@@ -31,7 +31,7 @@ from persia.virtual import VirtualTraining
 WORKERS = 8
 COMPUTE_SECONDS = {"smoke": 0.02, "laptop": 0.1, "full": 0.1}
 BATCHES = {"smoke": 64, "laptop": 800, "full": 2400}
-TRACED_SECONDS = {"smoke": 0.5, "laptop": 16.0, "full": 120.0}
+TRACED_SECONDS = {"smoke": 0.5, "laptop": 10.0, "full": 120.0}
 ROUNDS = {"smoke": 1, "laptop": 3, "full": 5}
 PHASES = {"smoke": (2,), "laptop": (2, 10, 50), "full": (2, 10, 50)}
 SLOW_SHARE, FACTOR = 0.25, 4.0
