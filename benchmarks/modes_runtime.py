@@ -13,8 +13,10 @@ import itertools
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -26,6 +28,8 @@ from persia import bench
 from persia.cluster import Threads
 from persia.modes import AnyMode, Auto, Gba, HopBw, Sync
 from persia.modes.replay import Event, Setting, Trace, alternating, load_schedule, phases, simulate, steady
+from persia.ps.sums import RunningSums
+from persia.types import Gradients
 from persia.virtual import VirtualTraining
 
 WORKERS = 8
@@ -225,6 +229,28 @@ def switch_seconds(preset: str) -> harness.Measure:
     return harness.Measure("modes.switch_seconds", max(slowest), "s, slowest", 1.0, at_least=False, details=details)
 
 
+def running_sums(preset: str) -> harness.Measure:
+    """Rows of gradients per second that a PS adds to the sum of a step, by how many gradients make one; dim 16."""
+    random = np.random.default_rng(0)
+    most, universe = 20_000, random.integers(0, 2**63, 400_000, dtype=np.uint64)
+    found: dict[str, float] = {}
+    for group in (8, 128) if preset == "smoke" else (1, 8, 32, 128):
+        parts = [np.unique(universe[random.zipf(1.2, 2 * most) * 7919 % len(universe)])[:most] for _ in range(group)]
+        gradients = [
+            Gradients(ids, random.normal(size=(len(ids), 16)).astype(np.float32)) for ids in parts
+        ]  # About 9,000 rows each; many occur in several.
+        weights = [np.ones(len(ids), np.float32) for ids in parts]
+        sums, rates = RunningSums("per_id"), []
+        for _ in range(ROUNDS[preset]):
+            began = time.perf_counter()
+            for gradient, counts in zip(gradients, weights, strict=True):
+                sums.add({"table": (gradient, counts)}, 128)
+            sums.take()
+            rates.append(sum(map(len, parts)) / (time.perf_counter() - began) / 1e6)
+        found[f"gradients_{group}"] = statistics.median(rates)
+    return harness.Measure("modes.running_sums", found["gradients_128"], "M rows/s, 128 gradients", details=found)
+
+
 MEASURES: dict[str, harness.Function] = {
     "modes.gba_vs_sync_static": gba_vs_sync_static,
     "modes.vs_bound": vs_bound,
@@ -232,6 +258,7 @@ MEASURES: dict[str, harness.Function] = {
     "modes.staleness": staleness,
     "modes.auto": auto,
     "modes.switch_seconds": switch_seconds,
+    "modes.running_sums": running_sums,
 }
 
 if __name__ == "__main__":
