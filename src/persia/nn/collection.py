@@ -38,8 +38,8 @@ __all__ = ["EmbeddingCollection"]
 EVALUATION_READY = 4
 """Batches looked up ahead in evaluation, where no mode says how many."""
 
-READ_AHEAD_ON_DEMAND = 1
-"""Where batches are handed out on demand: what an NN worker reads ahead, nobody else can train."""
+READ_AHEAD_ON_DEMAND = 0
+"""Where batches are handed out on demand: what a slow NN worker has read ahead, nobody else can train."""
 
 
 class EmbeddingCollection(torch.nn.Module):
