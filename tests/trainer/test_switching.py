@@ -75,7 +75,7 @@ def test_all_rows_are_trained_by_several_nn_workers(mode, ps):
         assert results[0].steps == 14
     if isinstance(mode, Gba):
         assert results[0].steps == 11
-        assert report.dropped_batches == 0 or report.staleness_max > 3
+        assert report.token_staleness_max <= 3
 
 
 def test_steps_are_exact_and_training_goes_on_where_it_was():
