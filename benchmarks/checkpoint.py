@@ -8,15 +8,19 @@ directory for temporary files; each figure says how many bytes that is. The cach
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -36,6 +40,7 @@ from persia.ps import EmbeddingServer
 from persia.saving import write_rows
 from persia.schema import IdFeature, Schema
 from persia.services import EmbeddingPS
+from persia.store import EmbeddingStore, Spill, TableConfig
 from persia.types import Gradients, PushHeader
 
 ROWS = {"smoke": 50_000, "laptop": 10_000_000, "full": 10_000_000}
@@ -128,9 +133,8 @@ def write_and_read(preset: str) -> Iterator[harness.Measure]:
     """Bytes per second of a full checkpoint, writing and reading, over those of dd."""
     rows = ROWS[preset]
     ps = server(rows)
-    written, read = [], []
+    written = []
     details: dict[str, float] = {}
-    read_details: dict[str, float] = {}
     for number in range(ROUNDS[preset]):
         with folder() as path:
             run, plain = path / "run", path / "dd"
@@ -138,54 +142,78 @@ def write_and_read(preset: str) -> Iterator[harness.Measure]:
             size = size_of(run)
             theirs = dd_write(plain, size)
             written.append(theirs / ours)
-            drop_cache(path)
-            calls = [functools.partial(read_rows, run), functools.partial(dd_read, plain)]
-            order = [0, 1] if number % 2 else [1, 0]
-            seconds = {which: timed(calls[which]) for which in order}
-            read.append(seconds[1] / seconds[0])
             details = {"rows": rows, "bytes": size, "mb_per_s": size / ours / 1e6, "dd_mb_per_s": size / theirs / 1e6}
-            read_details = {"mb_per_s": size / seconds[0] / 1e6, "dd_mb_per_s": size / seconds[1] / 1e6}
+            if number + 1 == ROUNDS[preset]:
+                read = reading(run, plain, size)
     yield harness.quantity("checkpoint.write", written, "x dd with fsync", 0.7, details=details)
-    yield harness.quantity("checkpoint.read", read, "x dd, cache dropped", 0.7, details=read_details)
+    yield read
 
 
-class Saver:
-    """Writes one checkpoint after another in a thread, so that training always goes on beside one."""
+def reading(run: Path, plain: Path, size: int) -> harness.Measure:
+    """A checkpoint and a file of as many bytes, which are read again and again, from the disk each time."""
+    paths = [run, plain]
+    calls = [functools.partial(read_rows, run), functools.partial(dd_read, plain)]
+    seconds: list[list[float]] = [[], []]
+    for number in range(harness.MIN_ROUNDS + 2):
+        for which in [0, 1] if number % 2 else [1, 0]:
+            drop_cache(paths[which])
+            seconds[which].append(timed(calls[which]))
+    rates = [[size / s / 1e6 for s in some] for some in seconds]
+    details = {"mb_per_s": statistics.median(rates[0]), "dd_mb_per_s": statistics.median(rates[1])}
+    ratios = [a / b for a, b in zip(*rates, strict=True)]
+    return harness.quantity("checkpoint.read", ratios, "x dd, cache dropped", 0.7, details=details)
 
-    def __init__(self, ps: EmbeddingPS, schema: Schema, path: Path) -> None:
-        self.seconds: list[float] = []
-        self._arguments = (ps, schema, path)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
 
-    def __enter__(self) -> None:
-        self._thread.start()
+class Pace:
+    """Gives batches again and again, and knows when: so many are trained in that time, but for the few on their way."""
 
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
+    def __init__(self, batches: list[persia.Batch]) -> None:
+        self._batches = batches
+        self._times: list[float] = []
+        self.stopped = threading.Event()
 
-    def join(self) -> None:
-        self._thread.join()
+    def __iter__(self) -> Iterator[persia.Batch]:
+        for batch in itertools.cycle(self._batches):
+            if self.stopped.is_set():
+                return
+            self._times.append(time.perf_counter())
+            yield batch
 
-    def _run(self) -> None:
-        ps, schema, path = self._arguments
-        while not self._stop.is_set():
-            step = len(self.seconds) + 1
-            ps.begin_cut(f"cut-{step}", {}, str(path))
-            begin = time.perf_counter()
-            with CheckpointWriter(path, step, keep_last=1) as writer:
-                write_rows(writer, 0, ps, f"cut-{step}")
-                writer.commit(schema=schema, optimizer=Adagrad(0.05))
-            self.seconds.append(time.perf_counter() - begin)
-            ps.end_cut(f"cut-{step}")
+    def wait(self, batches: int) -> None:
+        """Until so many have been given."""
+        deadline = time.monotonic() + 120.0
+        while len(self._times) < batches:
+            assert time.monotonic() < deadline, f"{batches} batches were not trained in 120 s"
+            time.sleep(0.01)
+
+    def rate(self, begin: float, end: float) -> float:
+        """Batches per second between two moments."""
+        times = self._times
+        return (bisect.bisect(times, end) - bisect.bisect(times, begin)) / (end - begin)
+
+
+def save(ps: EmbeddingPS, schema: Schema, path: Path, step: int) -> tuple[float, float]:
+    """Writes a checkpoint while others train; returns when that began and ended."""
+    begin = time.perf_counter()
+    ps.begin_cut(f"cut-{step}", {}, str(path))
+    with CheckpointWriter(path, step, keep_last=1) as writer:
+        write_rows(writer, 0, ps, f"cut-{step}")
+        writer.commit(schema=schema, optimizer=Adagrad(0.05))
+    ps.end_cut(f"cut-{step}")
+    return begin, time.perf_counter()
 
 
 def slowdown(preset: str) -> harness.Measure:
-    """Time of as many steps of a whole training run while checkpoints are written, over the time without."""
-    rows = ROWS[preset] if preset == "smoke" else 4_000_000
-    steps = 10 if preset == "smoke" else 100
+    """How much longer steps of a whole training run take while a checkpoint is written, in one run without a stop.
+
+    Checkpoints and pauses alternate; a checkpoint is compared with the pauses on both its sides. One core is left to
+    the PS and what it writes: a thread of torch that waits for another one, which a checkpoint has put off its core,
+    multiplies every delay.
+    """
+    rows, rounds, pause = (ROWS[preset], 2, 0.2) if preset == "smoke" else (4_000_000, 2 * ROUNDS[preset] - 1, 3.0)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))
     data = persia.data.synthetic(
-        1024 * (steps + 40), id_features=8, ids_per_feature=rows // 8, dense_features=4, batch_size=1024
+        1024 * 100, id_features=8, ids_per_feature=rows // 8, dense_features=4, batch_size=1024
     )
     torch.manual_seed(0)
     trainer = persia.Trainer(
@@ -200,28 +228,42 @@ def slowdown(preset: str) -> harness.Measure:
     for table in ps.tables():
         for begin in range(0, rows // 8, 100_000):
             ps.lookup({table: np.arange(begin, min(rows // 8, begin + 100_000), dtype=np.uint64)}, train=True)
-    batches = list(data)
-    trainer.fit(batches[:40])
-    train = functools.partial(trainer.fit, batches[40:])
-    longer, seconds = [], []
-    before = timed(train)
-    for _ in range(ROUNDS[preset]):
-        with folder() as path:
-            saver = Saver(ps, trainer.schema, path)
-            with saver:
-                busy = timed(train)
-            saver.join()
-        after = timed(train)
-        longer.append(100 * (busy / ((before + after) / 2) - 1))
-        seconds += saver.seconds
-        before = after
+    pace = Pace(list(data))
+    spans: list[tuple[float, float]] = []
+
+    def write_and_rest(path: Path) -> None:
+        try:
+            pace.wait(20 if preset == "smoke" else 150)
+            time.sleep(pause)
+            for step in range(1, rounds + 1):
+                spans.append(save(ps, trainer.schema, path, step))
+                time.sleep(pause)
+        finally:
+            pace.stopped.set()
+
+    with folder() as path, ThreadPoolExecutor(1) as thread:
+        writing = thread.submit(write_and_rest, path)
+        trainer.fit(pace)
+        writing.result()
+    rests = [pace.rate(begin - pause, begin) for begin, _ in spans]
+    rests.append(pace.rate(spans[-1][1], spans[-1][1] + pause))
+    busy = [pace.rate(*span) for span in spans]
+    longer = [
+        100 * ((before + after) / 2 / rate - 1) for before, after, rate in zip(rests, rests[1:], busy, strict=False)
+    ]
     return harness.quantity(
         "checkpoint.slowdown",
         longer,
         "% longer steps while a checkpoint is written",
         15.0,
         at_least=False,
-        details={"rows": rows, "ms_per_step": 1e3 * before / steps, "s_per_checkpoint": sum(seconds) / len(seconds)},
+        details={
+            "rows": rows,
+            "lowest": min(longer),
+            "highest": max(longer),
+            "ms_per_step": 1e3 / statistics.median(rests),
+            "s_per_checkpoint": statistics.median(end - begin for begin, end in spans),
+        },
     )
 
 
@@ -267,6 +309,38 @@ def memory(preset: str) -> harness.Measure:
         at_least=False,
         details={"rows": ROWS[preset], "chunk_mib": 16},
     )
+
+
+def updates(preset: str) -> Iterator[harness.Measure]:
+    """Updates with Adagrad of a store that is being read, over those of one that is not; anonymous memory, 1 thread.
+
+    At first each row is copied aside before it changes, then it only has to be seen that it was.
+    """
+    rows, size = ROWS[preset], min(65_536, ROWS[preset] // 8)
+    random = np.random.default_rng(0)
+    batches = [random.choice(rows, size, replace=False).astype(np.uint64) for _ in range(8)]
+    gradients = random.normal(size=(size, DIM)).astype(np.float32)
+    store = EmbeddingStore()
+    store.create_table(TableConfig("item", DIM))
+    for begin in range(0, rows, 100_000):
+        store.lookup([0], [np.arange(begin, min(rows, begin + 100_000), dtype=np.uint64)], True)
+
+    def update() -> None:
+        for ids in batches:
+            store.update([0], [ids], [gradients], [0.05], 1)
+
+    first, again = [], []
+    update()
+    with folder() as path:
+        for _ in range(harness.MIN_ROUNDS):
+            alone = timed(update)
+            store.begin_cut(0, 0, Spill(str(path), 1 << 20, 0))
+            first.append(alone / timed(update))
+            again.append(alone / timed(update))
+            store.end_cut(0)
+    details = {"rows": rows, "updates": size * len(batches)}
+    yield harness.quantity("checkpoint.update_first", first, "x rows/s", details=details)
+    yield harness.quantity("checkpoint.update_again", again, "x rows/s", details=details)
 
 
 def anonymous_memory() -> int:
@@ -326,6 +400,7 @@ MEASURES: dict[str, harness.Function] = {
     "checkpoint.write": write_and_read,
     "checkpoint.slowdown": slowdown,
     "checkpoint.memory_mib": memory,
+    "checkpoint.update_first": updates,
     "checkpoint.incremental_bytes": incremental,
     "checkpoint.reshard": resharding,
 }

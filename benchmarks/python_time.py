@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import zmq
@@ -39,15 +40,19 @@ class PythonTime:
         self._within = 0.0
         core = importlib.import_module("persia._core")
         assert "persia.batching.native" not in sys.modules, "too late: the functions are known by then"
-        for name, value in vars(core).items():
-            if callable(value) and not isinstance(value, type):
-                setattr(core, name, self._timed(value))
-        for name, value in list(vars(core.Store).items()):
-            if not name.startswith("_") and callable(value):
-                setattr(core.Store, name, self._timed(value))
+        self._replace(core)
         for name in ("send", "recv", "getsockopt"):
             setattr(zmq.Socket, name, self._timed(getattr(zmq.Socket, name)))
         self._cost = self._calibrated()
+
+    def _replace(self, owner: Any) -> None:
+        """Functions of a module, of its submodules, and methods of its classes by timed ones."""
+        for name, value in list(vars(owner).items()):
+            if isinstance(value, ModuleType) or (isinstance(value, type) and not isinstance(owner, type)):
+                self._replace(value)
+            elif callable(value) and not name.startswith("_"):
+                with contextlib.suppress(TypeError, AttributeError):  # An enumeration's members, say.
+                    setattr(owner, name, self._timed(value))
 
     def seconds(self) -> float:
         """Python's seconds so far. Call it again and subtract."""

@@ -22,6 +22,8 @@ from persia.store import EmbeddingStore, Rows, TableConfig
 
 DEADLINE = 60.0
 CLIENT = 7
+PREPARED = 60
+"""Operations that are prepared before they are done."""
 
 
 class Load(NamedTuple):
@@ -51,13 +53,28 @@ class Load(NamedTuple):
         # Distinct, so that the state of a row is that before or that after an operation, and nothing else.
         return generator.choice(self.ids, generator.integers(1, self.batch), replace=False).astype(np.uint64), generator
 
-    def apply(self, store: EmbeddingStore, operation: int) -> None:
+    def prepare(self, operation: int) -> Operation:
         ids, generator = self.batch_of(operation)
         if operation % 3 == 0:
-            store.lookup([0], [ids], train=True)
+            return Operation(operation, ids, None)
+        return Operation(operation, ids, generator.normal(size=(len(ids), self.dim)).astype(np.float32))
+
+    def apply(self, store: EmbeddingStore, operation: int) -> None:
+        self.prepare(operation).run(store)
+
+
+class Operation(NamedTuple):
+    """What a store is asked to do: with gradients an update, else a lookup."""
+
+    number: int
+    ids: np.ndarray
+    gradients: np.ndarray | None
+
+    def run(self, store: EmbeddingStore) -> None:
+        if self.gradients is None:
+            store.lookup([0], [self.ids], train=True)
         else:
-            gradients = generator.normal(size=(len(ids), self.dim)).astype(np.float32)
-            store.update([0], [ids], [gradients], [0.05], operation, client=CLIENT, sequence=operation)
+            store.update([0], [self.ids], [self.gradients], [0.05], self.number, client=CLIENT, sequence=self.number)
 
 
 def columns(store: EmbeddingStore) -> dict[int, bytes]:
@@ -104,11 +121,18 @@ class Victim:
         self.twin.create_table(load.table())
         self.done = 0
 
-    def run_and_kill(self, seconds: float) -> int:
-        """Lets the process work for a while from operation `done + 1` on. Returns the last operation it completed."""
+    def run_and_kill(self, seconds: float, operations: int = 0) -> int:
+        """Lets the process work from operation `done + 1` on: through so many, and then for a while.
+
+        Returns the last operation it completed.
+        """
         self.directory.mkdir(parents=True, exist_ok=True)
         progress = self.directory.parent / "progress"
         progress.write_bytes(self.done.to_bytes(8, "little"))
+
+        def completed() -> int:
+            return int.from_bytes(progress.read_bytes(), "little")
+
         process = subprocess.Popen(
             [sys.executable, __file__, str(self.directory), str(progress), str(self.done), *map(str, self.load)],
             stdout=subprocess.PIPE,
@@ -117,12 +141,16 @@ class Victim:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == b"attached\n"
+            deadline = time.monotonic() + DEADLINE
+            while completed() < self.done + operations:  # However busy the machine is.
+                assert time.monotonic() < deadline, f"{operations} operations were not done in {DEADLINE} s"
+                time.sleep(0.001)
             time.sleep(seconds)  # The moment of the kill is what is drawn.
         finally:
             process.send_signal(signal.SIGKILL)
             process.wait(DEADLINE)
             process.stdout.close()
-        return int.from_bytes(progress.read_bytes(), "little")
+        return completed()
 
     def judge(self, completed: int) -> Verdict:
         """Attaches, compares, repeats the operation that was in flight, and compares again."""
@@ -148,21 +176,24 @@ class Victim:
 
 
 def kills(directory: Path, load: Load, count: int, longest: float) -> list[Verdict]:
-    """Kills one process after another, each at a random moment of its first `longest` seconds."""
+    """Kills one process after another, each after a few operations, and up to `longest` seconds."""
     draw = random.Random(load.seed)
     victim = Victim(directory, load)
-    return [victim.judge(victim.run_and_kill(draw.random() * longest)) for _ in range(count)]
+    return [victim.judge(victim.run_and_kill(draw.random() * longest, draw.randrange(1, 4))) for _ in range(count)]
 
 
 def _work(directory: str, progress: str, done: int, load: Load) -> None:
     store = EmbeddingStore(2)
     Regions(directory).create_tables(store, [load.table()])
     with open(progress, "r+b") as file, mmap.mmap(file.fileno(), 8) as memory:
-        print("attached", flush=True)
         while True:
-            done += 1
-            load.apply(store, done)
-            memory[:8] = done.to_bytes(8, "little")
+            # Beforehand, so that a kill falls into the work of the store.
+            operations = [load.prepare(done + i) for i in range(1, PREPARED + 1)]
+            print("attached", flush=True)
+            for operation in operations:
+                operation.run(store)
+                done = operation.number
+                memory[:8] = done.to_bytes(8, "little")
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from benchmarks import harness
 from benchmarks.python_time import PythonTime
 
 TARGETS = {"embedding_ps": 0.3, "embedding_worker": 0.5, "nn_worker": 1.5}
-STEPS = {"smoke": 10, "laptop": 200, "full": 1000}
-ROUNDS = {"smoke": 2, "laptop": 7, "full": 15}
+STEPS = {"smoke": 10, "laptop": 60, "full": 1000}
+ROUNDS = {"smoke": 2, "laptop": 5, "full": 15}
 WARM = {"smoke": 10, "laptop": 130, "full": 130}
 DEADLINE = 60.0
 

@@ -33,7 +33,7 @@ from persia.ps import EmbeddingServer
 from persia.rpc.arrays import encode
 from persia.rpc.limits import Limits
 from persia.services import Connection
-from persia.types import Contribution, LookedUp, PushHeader, RowsAt
+from persia.types import Contribution, LookedUp, Packed, PushHeader, RowsAt
 from persia.worker import Worker, WorkerOptions
 
 BATCH = 4096
@@ -106,7 +106,7 @@ class Wire:
 
     @staticmethod
     def _decoded(found: LookedUp) -> LookedUp:
-        return LookedUp(codec.decode(found.rows, found.scales), found.inverse, found.offsets)
+        return found._replace(rows=codec.decode(found.rows, found.scales), scales=None)
 
 
 class Compressed:
@@ -161,9 +161,9 @@ class CountingServer:
     def __init__(self) -> None:
         self.rows = 0
 
-    def lookup_at(self, ids: Mapping[str, np.ndarray], train: bool) -> RowsAt:
-        self.rows = sum(map(len, ids.values()))
-        return RowsAt({table: np.zeros((len(found), 2), np.float32) for table, found in ids.items()}, 0)
+    def lookup_at(self, ids: Packed, train: bool) -> RowsAt:
+        self.rows = sum(ids.counts)
+        return RowsAt(Packed(ids.names, ids.counts, np.zeros(2 * self.rows, np.float32), [2] * len(ids)), 0)
 
 
 def imbalance(preset: str):

@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "buffer.hpp"
 #include "module.hpp"
 #include "persia/codec.hpp"
 #include "persia/hash.hpp"
@@ -23,127 +24,14 @@ namespace nb = nanobind;
 
 namespace {
 
+using bindings::Buffer;
+using bindings::take;
+using bindings::take_dense;
+using bindings::take_list;
+using bindings::take_size;
+using bindings::Where;
 using persia::Arena;
 using persia::ThreadPool;
-
-// A borrowed array, by the buffer protocol: five times cheaper than nb::ndarray, which counts with 26 features and
-// three arrays each.
-class Buffer {
- public:
-  Buffer() { view_.obj = nullptr; }
-  // The view may point into itself, so what it points to is not used after `open`.
-  Buffer(Buffer&& other) noexcept : view_(other.view_), contiguous_(other.contiguous_) {
-    std::copy(other.shape_, other.shape_ + kAxes, shape_);
-    std::copy(other.strides_, other.strides_ + kAxes, strides_);
-    other.view_.obj = nullptr;
-  }
-  Buffer& operator=(Buffer&&) = delete;
-  ~Buffer() {
-    if (view_.obj != nullptr) PyBuffer_Release(&view_);
-  }
-
-  // False if it is not an aligned array of one of the `formats` (of the struct module) with at most three axes.
-  bool open(nb::handle object, std::string_view formats, bool writable) {
-    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_STRIDED_RO | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0)) !=
-        0) {
-      PyErr_Clear();
-      view_.obj = nullptr;
-      return false;
-    }
-    const bool known = view_.format != nullptr && view_.format[0] != 0 && view_.format[1] == 0 &&
-                       formats.find(view_.format[0]) != std::string_view::npos && view_.ndim <= kAxes;
-    if (!known || reinterpret_cast<std::uintptr_t>(view_.buf) % static_cast<std::size_t>(view_.itemsize) != 0) {
-      return false;
-    }
-    contiguous_ = PyBuffer_IsContiguous(&view_, 'C') != 0;
-    for (int axis = 0; axis < view_.ndim; ++axis) {
-      shape_[axis] = static_cast<std::size_t>(view_.shape[axis]);
-      // Strides of an array without items say nothing.
-      if (size() != 0 && view_.strides[axis] % view_.itemsize != 0) return false;
-      strides_[axis] = view_.strides[axis] / view_.itemsize;
-    }
-    return true;
-  }
-
-  std::size_t ndim() const { return static_cast<std::size_t>(view_.ndim); }
-  std::size_t shape(std::size_t axis) const { return shape_[axis]; }
-  std::ptrdiff_t stride(std::size_t axis) const { return strides_[axis]; }
-  std::size_t itemsize() const { return static_cast<std::size_t>(view_.itemsize); }
-  std::size_t size() const { return static_cast<std::size_t>(view_.len / view_.itemsize); }
-  bool contiguous() const { return contiguous_; }
-  template <class T>
-  T* data() const {
-    return static_cast<T*>(view_.buf);
-  }
-  template <class T>
-  std::span<T> span() const {
-    return {data<T>(), size()};
-  }
-
- private:
-  static constexpr int kAxes = 3;
-  Py_buffer view_;
-  bool contiguous_ = false;
-  std::size_t shape_[kAxes] = {};
-  std::ptrdiff_t strides_[kAxes] = {};
-};
-
-// Formats of the types, as numpy writes them.
-template <class T>
-constexpr std::string_view kFormats = "";
-template <>
-constexpr std::string_view kFormats<bool> = "?";
-template <>
-constexpr std::string_view kFormats<float> = "f";
-template <>
-constexpr std::string_view kFormats<std::uint8_t> = "B";
-template <>
-constexpr std::string_view kFormats<std::uint16_t> = "H";
-template <>
-constexpr std::string_view kFormats<std::uint32_t> = "I";
-template <>
-constexpr std::string_view kFormats<std::int64_t> = sizeof(long) == 8 ? "lq" : "q";
-template <>
-constexpr std::string_view kFormats<std::uint64_t> = sizeof(long) == 8 ? "LQ" : "Q";
-
-// Names an argument in messages; its text is only made when one is needed.
-struct Where {
-  const char* kind;
-  std::size_t index;
-  const char* part = "";
-  [[noreturn]] void fail(const std::string& what) const {
-    throw nb::value_error((std::string(kind) + " " + std::to_string(index) + part + ": " + what).c_str());
-  }
-};
-
-// Any strides.
-template <class T>
-Buffer take(nb::handle object, const Where& where, const char* expected) {
-  Buffer buffer;
-  if (!buffer.open(object, kFormats<std::remove_const_t<T>>, !std::is_const_v<T>)) {
-    where.fail(std::string("must be ") + expected);
-  }
-  return buffer;
-}
-
-template <class T>
-Buffer take_dense(nb::handle object, std::size_t ndim, const Where& where, const char* expected) {
-  Buffer buffer = take<T>(object, where, expected);
-  if (buffer.ndim() != ndim || !buffer.contiguous()) where.fail(std::string("must be ") + expected);
-  return buffer;
-}
-
-nb::list take_list(nb::handle object, const Where& where) {
-  nb::list list;
-  if (!nb::try_cast(object, list, false)) where.fail("must be a list");
-  return list;
-}
-
-std::size_t take_size(nb::handle object, const Where& where) {
-  std::size_t value = 0;
-  if (!nb::try_cast(object, value, false)) where.fail("must be an int >= 0");
-  return value;
-}
 
 nb::list unique(nb::list groups, nb::handle ids_out, nb::handle inverse_out, ThreadPool& pool, Arena& arena) {
   const Buffer ids = take_dense<std::uint64_t>(ids_out, 1, {"output", 0}, "a contiguous uint64 array [n]");

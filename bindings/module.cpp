@@ -8,6 +8,8 @@ NB_MODULE(_core, m) {
   register_threads(m);
   register_store(m);
   register_batch(m);
+  register_packed(m);
   register_onebit(m);
   register_row_sums(m);
+  register_checksum(m);
 }

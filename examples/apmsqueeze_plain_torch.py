@@ -11,7 +11,7 @@ from torch import nn
 from persia.optim import APMSqueeze, APMSqueezeOptions
 
 WORKERS = 4
-STEPS = 60 if os.environ.get("PERSIA_EXAMPLE_SMALL") else 600
+STEPS = 90 if os.environ.get("PERSIA_EXAMPLE_SMALL") else 600
 
 
 def work(rank: int, meeting: str) -> None:

@@ -287,5 +287,6 @@ TASKS: dict[str, type[Task]] = {
     "small_ffnn": SmallFFNN,
     "click_through": ClickThrough,
     "digits": Digits,
+    "digits_200": Digits,
     "language": LanguageModel,
 }

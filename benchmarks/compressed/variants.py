@@ -11,7 +11,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam, Optimizer
 
-__all__ = ["VARIANTS", "Ready", "prepare"]
+__all__ = ["DEADLINE_S", "VARIANTS", "Ready", "prepare"]
+
+DEADLINE_S = 3600.0
+"""Of a wait for another rank: long, so that a run may be paused. One that has died is noticed at once."""
 
 TOP = 0.01
 """Share of the momentum that top-k sends."""
@@ -73,7 +76,7 @@ def squeezed(**options: Any) -> Callable[[nn.Module, float, int], Ready]:
         if "compressor" in chosen:
             name, arguments = chosen["compressor"]
             chosen["compressor"] = getattr(optim, name)(**arguments)
-        settings = optim.APMSqueezeOptions(warmup=warmup, **chosen)
+        settings = optim.APMSqueezeOptions(warmup=warmup, timeout=DEADLINE_S, **chosen)
         return Ready(model, optim.APMSqueeze(model.parameters(), lr, options=settings))
 
     return make

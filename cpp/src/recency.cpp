@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "persia/layout.hpp"
+#include "persia/memory.hpp"
 
 namespace persia {
 namespace {
@@ -64,16 +65,16 @@ void VictimQueue::collect(const Stamps& stamps, std::uint32_t newest) {
 }
 
 std::uint32_t renumber(const Stamps& stamps) {
-  std::vector<std::uint32_t> all;
-  all.reserve(stamps.count);
-  for (std::uint64_t row = 0; row < stamps.count; ++row) all.push_back(stamps[row]);
+  std::vector<std::uint64_t> all(stamps.count);
+  for (std::uint64_t row = 0; row < stamps.count; ++row) all[row] = std::uint64_t{stamps[row]} << 32 | row;
   std::sort(all.begin(), all.end());
-  all.erase(std::unique(all.begin(), all.end()), all.end());
-  for (std::uint64_t row = 0; row < stamps.count; ++row) {
-    const auto rank = std::lower_bound(all.begin(), all.end(), stamps[row]) - all.begin();
-    stamps[row] = static_cast<std::uint32_t>(rank + 1);
+  std::uint32_t rank = 0;
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    if (i > 0 && all[i] >> 32 != all[i - 1] >> 32) ++rank;
+    stamps[static_cast<std::uint32_t>(all[i])] = rank;
+    barrier();
   }
-  return static_cast<std::uint32_t>(all.size());
+  return rank;
 }
 
 }  // namespace persia

@@ -123,9 +123,7 @@ void Shard::lookup_train(Shards shards, const Slice& slice, float* out) {
     Header& header = *shard.header_;
     ++header.counters.lookups;
     if (number != Index::kNone) {
-      shard.keep(number);
-      shard.row(number)->stamp = header.clock;
-      shard.row(number)->dirty_epoch = header.dirty_epoch;
+      shard.touch(number);
       ++header.counters.hits;
     } else {
       ++header.counters.misses;
@@ -184,13 +182,16 @@ PushCounts Shard::update(Shards shards, const Slice& slice, const Push& push) {
         return;
       }
     }
-    if (shard.skip_ > 0) {
-      --shard.skip_;
-      return;
-    }
     const std::uint32_t number = shard.resolve(group, lane);
     const float* gradient = push.gradients + slice.position(i) * dim;
     Header& header = *shard.header_;
+    if (shard.skip_ > 0) {
+      // Applied before the interruption; but all rows of a push are equally recent, so that they are evicted in the
+      // order in which they would be without it.
+      --shard.skip_;
+      if (number != Index::kNone && all_finite(gradient, dim)) shard.touch(number);
+      return;
+    }
     if (number == Index::kNone) {
       ++counts.absent;
       ++header.counters.absent;

@@ -3,7 +3,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
@@ -15,25 +17,22 @@
 #include <vector>
 
 #include "check.hpp"
+#include "one_table.hpp"
 #include "persia/memory.hpp"
-#include "persia/store.hpp"
 
 using namespace persia;
 
 namespace {
 
 constexpr int kCrashed = 42;
-constexpr std::size_t kDim = 5;
 constexpr std::uint32_t kShards = 2;
 
 long crash_in = 0;
 Store* crashing = nullptr;
 
-using Keys = std::vector<std::uint64_t>;
-
-Keys range(std::uint64_t from, std::uint64_t to) {
-  Keys keys(to - from);
-  std::iota(keys.begin(), keys.end(), from);
+// In another order than that in which rows were made, and so lie.
+Keys backwards(Keys keys) {
+  std::reverse(keys.begin(), keys.end());
   return keys;
 }
 
@@ -75,27 +74,21 @@ struct Directory {
 // A store with one table: in files, or for comparison in the memory of this process.
 struct Tested {
   Tested(const std::string& directory, bool attach, std::uint64_t capacity) : pool(1), store(pool) {
-    TableConfig c;
-    c.name = "t";
-    c.dim = kDim;
-    c.capacity = capacity;
-    c.shards = kShards;
+    TableConfig c = config_of(capacity, kShards);
     if (!directory.empty()) c.files = {directory + "/t", attach, 5.0};
     crashing = &store;
     store.create_table(c);
   }
 
-  void look(const Keys& keys) {
-    std::vector<float> out(keys.size() * kDim);
-    const LookupRequest request{0, keys.data(), keys.size(), out.data()};
-    store.lookup({&request, 1}, true);
-  }
+  void look(const Keys& keys) { persia::look(store, keys); }
 
-  PushCounts push(const Keys& keys, std::uint64_t client, std::uint64_t sequence) {
+  // The gradient of `bad`, if it is among the keys, is not finite.
+  PushCounts push(const Keys& keys, std::uint64_t client, std::uint64_t sequence, std::uint64_t bad = ~0ull) {
     std::vector<float> gradients(keys.size() * kDim);
-    for (std::size_t i = 0; i < gradients.size(); ++i) gradients[i] = 0.01f * static_cast<float>(i % 17 + 1);
-    const UpdateRequest request{0, keys.data(), keys.size(), gradients.data(), 0.1f};
-    return store.update({&request, 1}, static_cast<std::uint32_t>(sequence), client, sequence)[0];
+    for (std::size_t i = 0; i < gradients.size(); ++i) {
+      gradients[i] = keys[i / kDim] == bad ? INFINITY : 0.01f * static_cast<float>(i % 17 + 1);
+    }
+    return persia::push(store, keys, gradients, {static_cast<std::uint32_t>(sequence), client, sequence});
   }
 
   void import(const Keys& keys, float value) {
@@ -130,6 +123,23 @@ struct Tested {
     return all;
   }
 
+  // By shard: ids as their rows lie, and as they would be evicted. All that eviction ever depends on.
+  std::vector<Keys> order() {
+    std::vector<Keys> all;
+    for (std::uint32_t s = 0; s < kShards; ++s) {
+      RowBatch batch;
+      store.shard(0, s).export_rows(0, 1 << 20, 0, batch);
+      std::vector<std::size_t> rows(batch.ids.size());
+      std::iota(rows.begin(), rows.end(), 0u);
+      std::stable_sort(rows.begin(), rows.end(),
+                       [&](std::size_t a, std::size_t b) { return batch.stamps[a] < batch.stamps[b]; });
+      Keys& evicted = all.emplace_back();
+      for (const std::size_t row : rows) evicted.push_back(batch.ids[row]);
+      all.push_back(std::move(batch.ids));
+    }
+    return all;
+  }
+
   ThreadPool pool;
   Store store;
 };
@@ -152,13 +162,15 @@ bool dies(long point, const std::function<void()>& work) {
 using Step = std::function<void(Tested&)>;
 
 // Kills `step` at each of its crash points, and attaching after it at some of its own; what is there then must be what
-// was there before or after `step`, row by row, and the same as without any kill once `step` has been repeated.
+// was there before or after `step`, row by row, and the same as without any kill, down to the order of eviction, once
+// `step` has been repeated.
 void crash_everywhere(std::uint64_t capacity, const Step& prepare, const Step& step) {
   Tested twin("", false, capacity);
   prepare(twin);
   const auto before = twin.rows();
   step(twin);
   const auto after = twin.rows();
+  const auto order = twin.order();
   long points = 0;
   for (long point = 1;; ++point) {
     const Directory directory;
@@ -178,6 +190,7 @@ void crash_everywhere(std::uint64_t capacity, const Step& prepare, const Step& s
     if (!died) CHECK(found == after);
     step(tested);
     CHECK(tested.rows() == after);
+    CHECK(tested.order() == order);
     if (!died) break;
     ++points;
   }
@@ -187,7 +200,8 @@ void crash_everywhere(std::uint64_t capacity, const Step& prepare, const Step& s
 }  // namespace
 
 TEST(a_push) {
-  crash_everywhere(100, [](Tested& t) { t.look(range(0, 60)); }, [](Tested& t) { t.push(range(0, 70), 9, 1); });
+  crash_everywhere(
+      100, [](Tested& t) { t.look(range(0, 60)); }, [](Tested& t) { t.push(backwards(range(0, 70)), 9, 1, 33); });
 }
 
 TEST(a_push_after_others) {
@@ -198,11 +212,11 @@ TEST(a_push_after_others) {
         for (std::uint64_t sequence = 1; sequence < 5; ++sequence) t.push(range(0, 60), 9, sequence);
         t.push(range(20, 40), 8, 1);
       },
-      [](Tested& t) { t.push(range(10, 30), 9, 5); });
+      [](Tested& t) { t.push(backwards(range(10, 30)), 9, 5); });
 }
 
 TEST(a_lookup_that_inserts_and_grows_index_and_file) {
-  crash_everywhere(5000, [](Tested& t) { t.look(range(0, 40)); }, [](Tested& t) { t.look(range(20, 120)); });
+  crash_everywhere(5000, [](Tested& t) { t.look(range(0, 40)); }, [](Tested& t) { t.look(backwards(range(20, 120))); });
 }
 
 TEST(a_lookup_that_evicts) {
@@ -212,7 +226,20 @@ TEST(a_lookup_that_evicts) {
         t.look(range(0, 50));
         t.look(range(100, 106));
       },
-      [](Tested& t) { t.look(range(100, 116)); });
+      [](Tested& t) { t.look(backwards(range(30, 46))); });
+}
+
+TEST(a_lookup_at_which_recency_is_numbered_anew) {
+  crash_everywhere(
+      40,
+      [](Tested& t) {
+        t.look(range(0, 40));
+        t.import({100, 101}, 0.5f);
+        t.look(range(7, 20));
+        t.look(range(10, 30));
+        for (std::uint32_t s = 0; s < kShards; ++s) t.store.shard(0, s).header().clock = ~0u;
+      },
+      [](Tested& t) { t.look({5, 110, 9, 111, 112}); });
 }
 
 TEST(an_import) {

@@ -9,37 +9,19 @@
 #include <vector>
 
 #include "check.hpp"
-#include "persia/store.hpp"
+#include "one_table.hpp"
 
 using namespace persia;
 
 namespace {
 
-using Keys = std::vector<std::uint64_t>;
-
 struct Fixture {
   ThreadPool pool{1};
   Store store{pool};
 
-  explicit Fixture(std::uint64_t capacity, std::uint32_t shards) {
-    TableConfig c;
-    c.name = "t";
-    c.dim = 5;
-    c.capacity = capacity;
-    c.shards = shards;
-    c.optimizer.kind = OptimizerKind::kAdagrad;
-    store.create_table(c);
-  }
-  void look(const Keys& keys) {
-    std::vector<float> out(keys.size() * 5);
-    const LookupRequest request{0, keys.data(), keys.size(), out.data()};
-    store.lookup({&request, 1}, true);
-  }
-  void push(const Keys& keys, std::uint32_t step) {
-    const std::vector<float> gradients(keys.size() * 5, 1.0f);
-    const UpdateRequest request{0, keys.data(), keys.size(), gradients.data(), 0.1f};
-    store.update({&request, 1}, step, 0, 0);
-  }
+  explicit Fixture(std::uint64_t capacity, std::uint32_t shards) { store.create_table(config_of(capacity, shards)); }
+  void look(const Keys& keys) { persia::look(store, keys); }
+  void push(const Keys& keys, std::uint32_t step) { persia::push(store, keys, {step}); }
   std::vector<RowBatch> now() {
     std::vector<RowBatch> shards;
     for (Shard* shard : store.table(0).all) shard->export_rows(0, ~std::uint64_t{0} >> 1, 0, shards.emplace_back());
@@ -58,6 +40,26 @@ Keys draw(std::mt19937_64& random, std::size_t count, std::uint64_t below) {
   for (auto& key : keys) key = random() % below;
   return keys;
 }
+
+// What is left of a cut, in pieces of `most` rows.
+RowBatch rest_of(Shard& shard, std::uint64_t most) {
+  RowBatch rows;
+  while (shard.export_cut(most, rows)) {
+  }
+  return rows;
+}
+
+// One shard, a cut of whose rows is begun and spills to `directory`; then all of them change, in step 9.
+struct Overtaken : Fixture {
+  Overtaken(const char* directory, bool live) : Fixture(10000, 1), keys(range(0, 5000)), shard(store.shard(0, 0)) {
+    look(keys);
+    shard.begin_cut({2, 0, directory, 1, 0, live});
+    push(keys, 9);
+    look({7000});
+  }
+  Keys keys;
+  Shard& shard;
+};
 
 bool same(const RowBatch& a, const RowBatch& b) {
   return a.ids == b.ids && a.embeddings == b.embeddings && a.states == b.states && a.update_counts == b.update_counts &&
@@ -146,10 +148,7 @@ TEST(threads_may_train_while_a_cut_is_read) {
     });
   }
   for (std::size_t s = 0; s < 4; ++s) {
-    RowBatch rows;
-    while (f.store.shard(0, s).export_cut(1000, rows)) {
-    }
-    CHECK(same(rows, expected[s]));
+    CHECK(same(rest_of(f.store.shard(0, s), 1000), expected[s]));
   }
   done = true;
   for (auto& thread : threads) thread.join();
@@ -175,9 +174,7 @@ TEST(changes_and_evictions_since_a_cut_add_up_to_the_new_rows) {
     std::size_t changed = 0;
     for (std::size_t s = 0; s < 2; ++s) {
       for (const auto id : f.store.shard(0, s).cut_evicted()) known.erase(id);
-      RowBatch rows;
-      while (f.store.shard(0, s).export_cut(100, rows)) {
-      }
+      const RowBatch rows = rest_of(f.store.shard(0, s), 100);
       changed += rows.ids.size();
       for (std::size_t i = 0; i < rows.ids.size(); ++i) known[rows.ids[i]] = rows.stamps[i];
     }
@@ -207,35 +204,19 @@ TEST(what_cannot_be_is_refused) {
 }
 
 TEST(a_spill_that_cannot_be_written_ends_the_cut_and_not_training) {
-  Fixture f(10000, 1);
-  Shard& shard = f.store.shard(0, 0);
-  Keys keys(5000);
-  std::iota(keys.begin(), keys.end(), 0u);
-  f.look(keys);
-  shard.begin_cut({2, 0, "/nowhere", 1, 0, false});
-  f.push(keys, 1);
-  f.look(keys);
-  RowBatch rows;
-  CHECK_THROWS(shard.export_cut(10, rows), std::runtime_error);
-  shard.end_cut();
-  shard.begin_cut({3, 0, "/tmp", 1, 0, false});
-  f.push(keys, 2);
-  CHECK(!shard.export_cut(10000, rows));
-  CHECK(rows.ids.size() == 5000);
-  CHECK(rows.last_steps[0] == 1);
+  Overtaken f("/nowhere", false);
+  CHECK_THROWS(rest_of(f.shard, 10), std::runtime_error);
+  f.shard.end_cut();
+  f.shard.begin_cut({3, 0, "/tmp", 1, 0, false});
+  f.push(f.keys, 10);
+  const RowBatch rows = rest_of(f.shard, 10000);
+  CHECK(rows.ids.size() == 5001);
+  CHECK(rows.last_steps[0] == 9);
 }
 
 TEST(a_live_cut_gives_rows_as_they_are_and_spills_nothing) {
-  Fixture f(10000, 1);
-  Shard& shard = f.store.shard(0, 0);
-  Keys keys(5000);
-  std::iota(keys.begin(), keys.end(), 0u);
-  f.look(keys);
-  shard.begin_cut({2, 0, "/nowhere", 1, 0, true});
-  f.push(keys, 9);
-  f.look({7000});
-  RowBatch rows;
-  CHECK(!shard.export_cut(10000, rows));
+  Overtaken f("/nowhere", true);
+  const RowBatch rows = rest_of(f.shard, 10000);
   CHECK(rows.ids.size() == 5000);
   CHECK(std::all_of(rows.last_steps.begin(), rows.last_steps.end(), [](std::uint32_t step) { return step == 9; }));
 }
@@ -245,9 +226,7 @@ TEST(evictions_beyond_the_limit_are_forgotten_and_said_so) {
   Shard& shard = f.store.shard(0, 0);
   shard.begin_cut({2, 0, "/tmp", 1, 3, false});
   shard.end_cut();
-  Keys keys(13);
-  std::iota(keys.begin(), keys.end(), 0u);
-  f.look(keys);
+  f.look(range(0, 13));
   CHECK(shard.changes_since() == 2);
   f.look({99});
   CHECK(shard.changes_since() == 0);

@@ -2,48 +2,21 @@
 #include <cstring>
 #include <map>
 #include <memory>
-#include <numeric>
 #include <random>
 #include <stdexcept>
 #include <thread>
 #include <vector>
 
 #include "check.hpp"
-#include "persia/store.hpp"
+#include "one_table.hpp"
 
 using namespace persia;
 
 namespace {
 
-TableConfig config_of(std::uint64_t capacity, std::uint32_t shards, bool durable = false) {
-  TableConfig c;
-  c.name = "t";
-  c.dim = 5;
-  c.capacity = capacity;
-  c.shards = shards;
-  c.durable = durable;
-  return c;
-}
-
-using Keys = std::vector<std::uint64_t>;
-
-Keys range(std::uint64_t from, std::uint64_t to) {
-  Keys keys(to - from);
-  std::iota(keys.begin(), keys.end(), from);
-  return keys;
-}
-
-std::vector<float> look(Store& store, const Keys& keys, bool train = true) {
-  std::vector<float> out(keys.size() * 5);
-  const LookupRequest request{0, keys.data(), keys.size(), out.data()};
-  store.lookup({&request, 1}, train);
-  return out;
-}
-
-PushCounts push(Store& store, const Keys& keys, std::uint64_t client = 0, std::uint64_t sequence = 0) {
-  const std::vector<float> gradients(keys.size() * 5, 1.0f);
-  const UpdateRequest request{0, keys.data(), keys.size(), gradients.data(), 0.1f};
-  return store.update({&request, 1}, 1, client, sequence)[0];
+TableConfig durable(TableConfig config) {
+  config.durable = true;
+  return config;
 }
 
 // An index beside a map of what should be in it.
@@ -133,7 +106,7 @@ TEST(threads_share_a_store) {
     threads.emplace_back([&store, t] {
       for (std::uint64_t i = 0; i < 20; ++i) {
         look(store, range(i * 100 * t, i * 100 * t + 2000));
-        push(store, range(i * 100 * t, i * 100 * t + 2000), t + 1, i + 1);
+        push(store, range(i * 100 * t, i * 100 * t + 2000), {1, t + 1, i + 1});
         look(store, range(0, 1000), false);
         store.counters(0);
       }
@@ -147,7 +120,7 @@ TEST(a_push_counts_once_even_after_a_crash_in_its_middle) {
   ThreadPool pool(1);
   Store store(pool), twin(pool);
   for (Store* s : {&store, &twin}) {
-    s->create_table(config_of(1000, 1, true));
+    s->create_table(durable(config_of(1000, 1)));
     look(*s, range(0, 100));
   }
   Shard& shard = store.shard(0, 0);
@@ -166,9 +139,9 @@ TEST(a_push_counts_once_even_after_a_crash_in_its_middle) {
 
   shard.recover();
   CHECK(h.busy == 0 && h.undo_row == 0 && h.push.client == 0);
-  CHECK(push(store, range(0, 1), 8, 1).applied == 1);  // somebody else first
-  CHECK(push(store, keys, 9, 1).applied == 60);
-  CHECK(push(store, keys, 9, 1).duplicates == 100);
+  CHECK(push(store, range(0, 1), {1, 8, 1}).applied == 1);  // somebody else first
+  CHECK(push(store, keys, {1, 9, 1}).applied == 60);
+  CHECK(push(store, keys, {1, 9, 1}).duplicates == 100);
   push(twin, keys);
   push(twin, range(0, 1));
   CHECK(look(store, keys, false) == look(twin, keys, false));
@@ -178,7 +151,7 @@ TEST(an_interrupted_push_goes_on_in_each_shard_where_it_stopped) {
   ThreadPool one(1), two(2);
   Store store(one), twin(two);  // the twin works shard by shard, the store in the order of the push
   for (Store* s : {&store, &twin}) {
-    s->create_table(config_of(5000, 4, true));
+    s->create_table(durable(config_of(5000, 4)));
     look(*s, range(0, 4000));
   }
   const Keys keys = range(0, 4000);
@@ -194,16 +167,16 @@ TEST(an_interrupted_push_goes_on_in_each_shard_where_it_stopped) {
     shard.header().busy = 1;
     shard.recover();
   }
-  CHECK(push(store, keys, 9, 1).applied == 4000 - 600);
-  CHECK(push(store, keys, 9, 1).duplicates == 4000);
-  CHECK(push(twin, keys, 9, 1).applied == 4000);
+  CHECK(push(store, keys, {1, 9, 1}).applied == 4000 - 600);
+  CHECK(push(store, keys, {1, 9, 1}).duplicates == 4000);
+  CHECK(push(twin, keys, {1, 9, 1}).applied == 4000);
   CHECK(look(store, keys, false) == look(twin, keys, false));
 }
 
 TEST(a_completed_row_is_not_undone) {
   ThreadPool pool(1);
   Store store(pool);
-  store.create_table(config_of(10, 1, true));
+  store.create_table(durable(config_of(10, 1)));
   look(store, range(0, 5));
   Shard& shard = store.shard(0, 0);
   Header& h = shard.header();

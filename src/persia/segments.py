@@ -17,6 +17,8 @@ from persia.errors import ConfigError
 from persia.modes import Dense, Evidence, Gba, Mode, Verdict, decode, encode
 from persia.nn.draws import Draws, Numbered
 from persia.nn.laps import Laps
+from persia.optim import APMSqueeze
+from persia.optim.averaged import Averaged
 from persia.recording import Recording
 from persia.services import DenseMaker, ProcessCluster
 from persia.types import Caller, Segment
@@ -261,7 +263,9 @@ class Segments:
         embeddings, connection = trainer.embeddings, trainer.embeddings.connection
         tokens = connection.tokens
         assert tokens is not None
-        shared = self._shared = self._shared or self._share()
+        optimizer = trainer.step.optimizer
+        averaged = optimizer.hand_over() if isinstance(optimizer, APMSqueeze) else None
+        shared = self._shared = self._shared or self._share(averaged)
         caller = Caller(connection.generation, self._number, connection.rank)
         steps = run.steps_to_boundary()
 
@@ -314,6 +318,8 @@ class Segments:
         else:
             draws.settled(-1)
         shared.take_over()
+        if isinstance(optimizer, APMSqueeze):
+            optimizer.take_back()
         embeddings.global_step = step
         trainer.position = rest.position
         trainer.source.forget(rest.position)
@@ -328,13 +334,19 @@ class Segments:
                 return
             yield Numbered(number, batch)
 
-    def _share(self) -> Shared:
+    def _share(self, averaged: Averaged | None) -> Shared:
+        """The dense PSs; `averaged` stands for APMSqueeze there."""
         trainer = self._trainer
         connection = trainer.embeddings.connection
         options = trainer.options
         assert connection.dense is not None
-        servers = connection.dense(DenseMaker(trainer.optimizer_factory, options.schedule, options.clip_norm))
-        return Shared(trainer.model, trainer.step.optimizer, trainer.step.scheduler, servers, options.timeout)
+        maker = DenseMaker(trainer.optimizer_factory, options.schedule, options.clip_norm)
+        optimizer = trainer.step.optimizer
+        if isinstance(optimizer, APMSqueeze) and averaged is not None:
+            make = averaged.maker([p for p in trainer.model.parameters() if p.requires_grad])
+            maker = DenseMaker(make, options.schedule, optimizer.options.clip_norm)
+        servers = connection.dense(maker)
+        return Shared(trainer.model, averaged or optimizer, trainer.step.scheduler, servers, options.timeout)
 
     def _advise(self) -> None:
         mode = self._trainer.mode

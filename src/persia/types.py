@@ -12,6 +12,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from persia.packed import Gradients, Packed, PackedGradients
+
 __all__ = [
     "BatchId",
     "BoolArray",
@@ -35,6 +37,8 @@ __all__ = [
     "LookedUp",
     "Member",
     "Membership",
+    "Packed",
+    "PackedGradients",
     "Pulled",
     "PushHeader",
     "PushedDense",
@@ -140,18 +144,6 @@ class PushHeader(NamedTuple):
         return MERGED | self.generation << RANK_BITS
 
 
-class Gradients(NamedTuple):
-    """Gradients of rows of one table.
-
-    Attributes:
-        ids: distinct, uint64 `[n]`.
-        values: float32 `[n, dim]`.
-    """
-
-    ids: Ids
-    values: Floats
-
-
 class UpdateCounts(NamedTuple):
     """What became of the gradients of one push to one table, in rows."""
 
@@ -165,18 +157,25 @@ class LookedUp(NamedTuple):
     """What an NN worker gets for the ID features of a batch: every unique row once, and where each id's row is.
 
     Attributes:
-        rows: by table, float32 `[unique ids, dim]`; float16 where `scales` has the table.
-        inverse: by feature, index of each id's row in its table's `rows`.
-        offsets: by feature, int64 `[batch + 1]` into `inverse`, or None where each sample has one id.
+        rows: by table, float32 `[unique ids, dim]`; float16 where there are scales.
+        narrow: by feature, index of each id's row in its table's `rows`: of tables with at most 65,536 unique ids.
+        wide: likewise, of the others.
+        offsets: by feature, int64 `[batch + 1]` into its index; features whose samples have one id each are left out.
         scales: by table, float32 `[unique ids]`: a row is `rows * scale`. None without compression.
         versions: steps that were applied in the rows of each embedding PS; exact only while these are recorded.
     """
 
-    rows: dict[str, WireRows]
-    inverse: dict[str, Inverse]
-    offsets: dict[str, Int64Array | None]
-    scales: dict[str, Floats] | None = None
+    rows: Packed[np.float32 | np.float16]
+    narrow: Packed[np.uint16]
+    wide: Packed[np.uint32]
+    offsets: Packed[np.int64]
+    scales: Packed[np.float32] | None = None
     versions: list[int] | None = None
+
+    @property
+    def inverse(self) -> dict[str, Inverse]:
+        """`narrow` and `wide` together."""
+        return {**self.narrow, **self.wide}
 
 
 class RowsAt(NamedTuple):
@@ -187,7 +186,7 @@ class RowsAt(NamedTuple):
         version: steps that were applied in them; in Hybrid, pushes. While the PS is recorded all are of this one.
     """
 
-    rows: dict[str, Floats]
+    rows: Packed[np.float32]
     version: int
 
 
@@ -197,13 +196,13 @@ class Contribution(NamedTuple):
     Attributes:
         batch_id: what `register` returned for the batch.
         gradients: by table, `[unique ids, dim]`, row by row the gradient of `LookedUp.rows`; tables that took no part
-            in the loss are left out. float32, or float16 where `scales` has the table.
+            in the loss are left out. float32, or float16 where there are scales.
         scales: as in `LookedUp`.
     """
 
     batch_id: int
-    gradients: dict[str, WireRows]
-    scales: dict[str, Floats] | None = None
+    gradients: Packed[np.float32 | np.float16]
+    scales: Packed[np.float32] | None = None
 
 
 class Feed(NamedTuple):

@@ -22,7 +22,7 @@ from persia.modes.replay.servers import Numbers, RowGradients
 from persia.nn.pool import Expander
 from persia.ps import EmbeddingServer
 from persia.schema import EmbeddingOptimizer, Schema
-from persia.types import Floats, Gradients, Ids, PushHeader
+from persia.types import Floats, Gradients, Ids, Int64Array, PushHeader
 from persia.worker.routing import Entry, Router
 
 __all__ = ["VirtualTraining"]
@@ -36,7 +36,7 @@ class _StoredRows:
         self._pushes = 0
 
     def lookup(self, ids: Mapping[str, Ids]) -> dict[str, Floats]:
-        return self._server.lookup(ids, train=True)
+        return dict(self._server.lookup(ids, train=True))
 
     def update(self, gradients: RowGradients, step: int) -> None:
         self._pushes += 1
@@ -116,9 +116,9 @@ class VirtualTraining:
         with torch.no_grad():
             for batch in batches:
                 entry = self._router.entry(batch.id_features)
-                found_rows = [s.lookup(self._router.ids_of(entry, n), train=False) for n, s in enumerate(self.stores)]
-                rows = self._router.join(entry, found_rows)
-                embeddings = self._expander(_tensors(rows), entry.inverse, entry.offsets)
+                answers = [s.lookup(self._router.ids_of(entry, n), train=False) for n, s in enumerate(self.stores)]
+                rows = self._router.join(entry, answers)
+                embeddings = self._expander(_tensors(rows), entry.inverse, _offsets(entry))
                 found.append(self.model(torch.from_numpy(batch.dense), embeddings).numpy())
         return np.concatenate(found)
 
@@ -146,11 +146,11 @@ class VirtualTraining:
     def _compute(self, number: int, found: Mapping[str, Any]) -> dict[str, Any]:
         batch, entry = self._entries.pop(number)
         self._show({rank: found[f"dense-{rank}"] for rank in range(len(self._owned))})
-        answers = [{t: rows for t, (_, rows) in found[f"ps-{rank}"].items()} for rank in range(len(self.stores))]
-        leaves = _tensors(self._router.join(entry, answers))
+        parts = [found[f"ps-{rank}"] for rank in range(len(self.stores))]  # Ids are sorted by the PS that owns them.
+        leaves = _tensors({table: np.concatenate([part[table][1] for part in parts]) for table in parts[0]})
         for leaf in leaves.values():
             leaf.requires_grad_()
-        embeddings = self._expander(leaves, entry.inverse, entry.offsets)
+        embeddings = self._expander(leaves, entry.inverse, _offsets(entry))
         logits = self.model(torch.from_numpy(batch.dense), embeddings)
         loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, torch.from_numpy(batch.labels))
         loss.backward()
@@ -161,14 +161,14 @@ class VirtualTraining:
         }
         for parameter in self._used:
             parameter.grad = None
-        for rank in range(len(self.stores)):
-            ids = self._router.ids_of(entry, rank)
-            bounds = {table: slice(*entry.bounds[table][rank : rank + 2]) for table in ids}
-            gradients[f"ps-{rank}"] = {
-                table: (ids[table], leaf.grad.numpy()[bounds[table]])
-                for table, leaf in leaves.items()
-                if leaf.grad is not None
-            }
+        done = dict.fromkeys(leaves, 0)
+        for rank, part in enumerate(parts):
+            mine = gradients[f"ps-{rank}"] = {}
+            for table, (ids, _) in part.items():
+                at, done[table] = done[table], done[table] + len(ids)
+                gradient = leaves[table].grad
+                if gradient is not None:
+                    mine[table] = (ids, gradient.numpy()[at : at + len(ids)])
         return gradients
 
     def _show(self, flat: Mapping[int, Numbers]) -> None:
@@ -181,6 +181,10 @@ class VirtualTraining:
 
 def _joined(tensors: list[torch.Tensor]) -> Numbers:
     return torch.cat([t.reshape(-1) for t in tensors]).numpy() if tensors else np.zeros(0, np.float32)
+
+
+def _offsets(entry: Entry) -> dict[str, Int64Array | None]:
+    return {name: entry.offsets.get(name) for name in entry.inverse}
 
 
 def _tensors(rows: Mapping[str, Numbers]) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ from persia import batching
 from persia.batching import reference
 from persia.errors import DataError
 from persia.nn import codec
+from persia.packed import Packed
 
 
 def bits(array):
@@ -85,9 +86,8 @@ def test_torch_does_the_same(rows):
 
 
 def test_tables_without_scales_come_as_they_are():
-    rows = np.ones((2, 3), np.float32)
-    assert codec.decode({"t": rows}, None)["t"] is rows
-    assert codec.decode({"t": rows}, {})["t"] is rows
+    rows = Packed(["t"], [2], np.ones(6, np.float32), [3])
+    assert codec.decode(rows, None) is rows
     tensor = torch.ones(2, 3)
     assert codec.decode_tensors({"t": tensor}, None)["t"] is tensor
 

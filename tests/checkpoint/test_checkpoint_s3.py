@@ -101,6 +101,18 @@ def test_what_is_cut_off_is_never_latest(bucket: str, monkeypatch: pytest.Monkey
     CheckpointReader(bucket, 2).verify()  # It is whole, and may be named.
 
 
+def test_a_bucket_that_is_missing_is_an_error_and_not_made(bucket: str) -> None:
+    import s3fs
+
+    misspelt = f"s3://{uuid4().hex[:12]}/run"
+    with pytest.raises(CheckpointError, match=r"Cannot write .* does not exist"):
+        write(misspelt, 1)
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        CheckpointReader(misspelt)
+    assert bucket.split("/")[2] in s3fs.S3FileSystem().ls("")
+    assert misspelt.split("/")[2] not in s3fs.S3FileSystem().ls("")
+
+
 def test_increments_and_resharding(bucket: str) -> None:
     write(bucket, 1)
     base = CheckpointReader(bucket).base

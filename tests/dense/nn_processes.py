@@ -1,16 +1,11 @@
-"""NN workers in processes of their own, with gloo between them; the other roles in the test's process, over rpc."""
+"""What NN workers in processes of their own need: the other roles in the test's process, over rpc; a small network."""
 
 import contextlib
-import multiprocessing
-import os
 import threading
-import traceback
-import warnings
 from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 import persia
 from persia import rpc
@@ -24,61 +19,7 @@ from persia.ps import EmbeddingServer, ServerOptions
 from persia.services import Connection, DataLoader, EmbeddingPS, EmbeddingWorker
 from persia.types import Delivery, FedBatch
 from persia.worker import Worker
-
-TIMEOUT = 60.0
-
-
-class Processes:
-    """NN workers that run functions of importable modules; used as a context."""
-
-    def __init__(self, count, backend="gloo"):
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        spawn = multiprocessing.get_context("spawn")
-        pipes = [spawn.Pipe() for _ in range(count)]
-        self._ours = [ours for ours, _ in pipes]
-        self._processes = [
-            spawn.Process(target=_serve, args=(rank, count, self._store.port, backend, theirs), daemon=True)
-            for rank, (_, theirs) in enumerate(pipes)
-        ]
-        for process in self._processes:
-            process.start()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        for process in self._processes:
-            process.kill()
-            process.join(TIMEOUT)
-
-    def run(self, function, *args, ranks=None):
-        """`function(rank, *args)` on all; results by rank."""
-        chosen = list(range(len(self._ours))) if ranks is None else ranks
-        for rank in chosen:
-            self._ours[rank].send((function, args))
-        results = []
-        for rank in chosen:
-            assert self._ours[rank].poll(TIMEOUT), f"NN worker {rank} is late"
-            results.append(self._ours[rank].recv())
-        for rank, (_, trace) in zip(chosen, results, strict=True):
-            assert trace is None, f"NN worker {rank}:\n{trace}"
-        return [result for result, _ in results]
-
-
-def _serve(rank, count, port, backend, pipe):
-    warnings.simplefilter("error")
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=count)
-    while True:
-        function, args = pipe.recv()
-        try:
-            pipe.send((function(rank, *args), None))
-        except Exception:
-            pipe.send((None, traceback.format_exc()))
+from processes import TIMEOUT
 
 
 class Loader:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from nn_processes import Model, Processes, Services, fit, parameters, resume
+from nn_processes import Model, Services, fit, parameters, resume
 
 import persia
 from persia.batching.batch import Batch, IdColumn
@@ -13,6 +13,7 @@ from persia.errors import DeadlineError, StaleBatchError
 from persia.modes import Hybrid, Sync
 from persia.nn.made_up import made_up_batch
 from persia.optim import SGD
+from processes import Processes
 
 IDS = 40
 SCHEMA = persia.Schema(

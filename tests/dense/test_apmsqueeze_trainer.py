@@ -3,15 +3,16 @@
 import numpy as np
 import pytest
 import torch
-from nn_processes import TIMEOUT, Model, Processes, Remote, Services, parameters
+from nn_processes import Model, Remote, Services, parameters
 from test_all_reduce import SCHEMA, make_batches
 
 import persia
 from persia.batching.batch import Batch
 from persia.cli.run_config import OptimizerConfig
 from persia.errors import ConfigError
-from persia.modes import Sync
+from persia.modes import Hybrid, Sync
 from persia.optim import SGD, APMSqueeze, APMSqueezeOptions, OneBit, TopK, Uncompressed
+from processes import TIMEOUT, Processes
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +21,7 @@ def two():
         yield processes
 
 
-def trainer(rank, workers, addresses, compressor, resume=None, **options):
+def trainer(rank, workers, addresses, compressor, resume=None, mode=None, **options):
     torch.manual_seed(rank)  # The first one's parameters count.
 
     def optimizer(params):
@@ -34,7 +35,7 @@ def trainer(rank, workers, addresses, compressor, resume=None, **options):
         SCHEMA,
         optimizer=optimizer,
         embedding_optimizer=SGD(lr=0.1),
-        mode=Sync("global") if workers > 1 else Sync(),
+        mode=mode or (Sync("global") if workers > 1 else Sync()),
         cluster=cluster,
         options=persia.TrainerOptions(**{"progress": False, "timeout": TIMEOUT} | options),
     )
@@ -67,12 +68,19 @@ def test_uncompressed_it_equals_one_worker_with_larger_batches(two):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"accumulation_steps": 2}, {"precision": "bf16"}, {"precision": "fp16", "accumulation_steps": 2}],
+    [
+        {},
+        {"mode": Hybrid(2)},
+        {"accumulation_steps": 2},
+        {"precision": "bf16"},
+        {"precision": "fp16", "accumulation_steps": 2},
+    ],
     ids=str,
 )
 def test_uneven_data_and_low_precision_agree_across_workers(two, options):
     batches = make_batches([3 + i for i in range(13)])
-    with Services(SCHEMA, batches, 2, accumulation=options.get("accumulation_steps", 1)) as services:
+    mode, accumulation = options.get("mode"), options.get("accumulation_steps", 1)
+    with Services(SCHEMA, batches, 2, mode, accumulation=accumulation) as services:
         (first, mine, _), (second, theirs, statistics) = two.run(fit_with, services.addresses, OneBit(), options, {})
     assert first.steps == second.steps
     assert first.rows == second.rows == sum(3 + i for i in range(13))
@@ -96,6 +104,21 @@ def test_a_resumed_run_is_the_same(two, tmp_path):
         assert statistics["steps"] == 8
         for name, value in mine.items():
             np.testing.assert_array_equal(theirs[name], value)
+
+
+def test_what_it_sends_is_written_to_tensorboard(tmp_path):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    trained = trainer(0, 1, None, OneBit(), log_dir=str(tmp_path))
+    trained.fit(make_batches([4] * 8))
+    events = reader.EventAccumulator(str(tmp_path))
+    events.Reload()
+    last = {tag: events.Scalars(tag)[-1].value for tag in events.Tags()["scalars"]}
+    expected = trained.step.optimizer.statistics()
+    assert expected.pop("phase") == "compressed"
+    assert last["optimizer/phase"] == 1.0
+    assert expected["steps"] == 8
+    for name, value in expected.items():
+        assert last[f"optimizer/{name}"] == pytest.approx(value), name
 
 
 def test_clipping_belongs_to_the_optimizer():

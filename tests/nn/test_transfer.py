@@ -8,7 +8,7 @@ import persia
 from persia.batching.batch import Batch, IdColumn
 from persia.nn.pool import Expander
 from persia.nn.staging import CpuStaging
-from persia.nn.transfer import Transfer
+from persia.nn.transfer import Transfer, joined
 from persia.optim import Adagrad
 from persia.ps import EmbeddingServer
 from persia.services import Connection
@@ -97,3 +97,30 @@ def test_rows_and_gradients_have_the_same_bits_on_both_ways(train):
     plain, scales = device.gradients(gradients, False)()
     assert scales is None
     np.testing.assert_array_equal(plain["item"], gradients["item"].numpy())
+
+
+def test_neighbours_in_one_storage_are_joined_without_a_copy():
+    whole = torch.arange(12.0)
+    first, second, third = (part.view(2, 2) for part in whole.split(4))
+    both = joined([second, third])
+    assert torch.equal(both, whole[4:])
+    assert both.data_ptr() == second.data_ptr()
+    for apart in ([first, third], [third, second], [first, second.clone()], [first.t(), second]):
+        copied = joined(apart)
+        assert torch.equal(copied, torch.cat([part.reshape(-1) for part in apart]))
+        assert copied.data_ptr() != apart[0].data_ptr()
+    assert joined([]).numel() == 0
+
+
+def test_gradients_are_sent_from_where_the_backward_pass_has_summed_them():
+    schema = persia.Schema([persia.IdFeature(name, dim=4) for name in ("a", "b", "c")])
+    expander = Expander(schema, torch.device("cpu"))
+    buffer = torch.rand(3 * 8 * 4)
+    rows = {name: part.view(8, 4).requires_grad_() for name, part in zip("abc", buffer.split(32), strict=True)}
+    inverse = dict.fromkeys("abc", np.arange(8, dtype=np.uint16))
+    sum(values.sum() for values in expander(rows, inverse, dict.fromkeys("abc")).values()).backward()
+    gradients = {name: leaf.grad for name, leaf in rows.items()}
+    packed, scales = Transfer(CpuStaging(), on_host=True).gradients(gradients, False)()
+    assert scales is None
+    assert packed.buffer.ctypes.data == gradients["a"].data_ptr()
+    assert (packed["c"] == 1).all()

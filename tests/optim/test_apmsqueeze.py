@@ -6,17 +6,15 @@ import sys
 import numpy as np
 import pytest
 import torch
-from apms_processes import SHAPES, arrays, gradients, make, step, tensors
+from apms_case import COMPRESSORS, SHAPES, arrays, equal_the_reference, gradients, make, step, tensors, train
 from apms_threads import together
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from persia.checkpoint.packing import pack, unpack
 from persia.errors import CheckpointError, ConfigError, PersiaError
-from persia.optim import APMSqueeze, APMSqueezeOptions, OneBit, StochasticTernary, TopK, Uncompressed
+from persia.optim import APMSqueeze, APMSqueezeOptions, OneBit, Uncompressed
 from persia.optim.apmsqueeze_reference import ReferenceAPMSqueeze
-
-COMPRESSORS = [OneBit(block=128), OneBit("l2", block=64), TopK(0.1), StochasticTernary(block=64), Uncompressed()]
 
 
 def joined(exchange, options, shapes=SHAPES, native=True, **arguments):
@@ -27,27 +25,15 @@ def joined(exchange, options, shapes=SHAPES, native=True, **arguments):
     return parameters, optimizer
 
 
-def train(rank, exchange, steps, options, shapes, native, arguments):
-    parameters, optimizer = joined(exchange, {"debug": True} | options, shapes, native, **arguments)
-    for number in range(steps):
-        step(parameters, optimizer, number, rank, shapes)
-    return arrays(parameters), optimizer.consolidate(), optimizer.statistics()
+def trained(rank, exchange, steps, options, shapes=SHAPES, native=True, arguments=None):
+    parameters, optimizer = joined(exchange, {"debug": True} | options, shapes, native, **(arguments or {}))
+    return train(parameters, optimizer, rank, steps, shapes)
 
 
 def equals_the_reference(workers, options, shapes=SHAPES, steps=7, native=True, **arguments):
     options = {"warmup": 3, "bucket_bytes": 4 * 2000} | options
-    results = together(workers, train, steps, options, shapes, native, arguments)
-    reference = ReferenceAPMSqueeze(tensors(0, shapes), workers, APMSqueezeOptions(**options), **arguments)
-    for number in range(steps):
-        reference.step([gradients(number, rank, shapes) for rank in range(workers)])
-    for rank, (found, state, _) in enumerate(results):
-        for t, value in enumerate(found):
-            np.testing.assert_array_equal(value, results[0][0][t])
-            np.testing.assert_allclose(value.ravel(), reference.x[t], rtol=1e-5, atol=2e-6)
-            one = state["state"][t]
-            np.testing.assert_allclose(one["worker_error"][rank].ravel(), reference.worker_errors[rank][t], atol=5e-6)
-            np.testing.assert_allclose(one["server_error"].ravel(), reference.server_error[t], atol=5e-6)
-            np.testing.assert_allclose(one["exp_avg"].ravel(), reference.momentum[t], atol=5e-6)
+    results = together(workers, trained, steps, options, shapes, native, arguments)
+    equal_the_reference(results, options, steps, shapes, 2e-6, **arguments)
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
@@ -189,6 +175,28 @@ def test_elements_that_never_had_a_gradient_do_not_blow_up():
     assert parameter[1000:3000].abs().max() < 0.1  # Noise over eps would be thousands.
 
 
+@pytest.mark.parametrize("warmup", [19, 20])
+def test_a_short_warm_up_is_warned_of(warmup, caplog):
+    parameters, optimizer = make({"warmup": warmup}, [(1500,)])
+    for number in range(warmup + 2):
+        step(parameters, optimizer, number, 0, [(1500,)])
+    assert ("frozen after 19 steps only" in caplog.text) == (warmup == 19)
+
+
+@pytest.mark.parametrize("warmup", [30, 1])
+def test_a_network_that_has_diverged_is_told_once(warmup, caplog):
+    parameters, optimizer = make({"warmup": warmup}, [(1500,)])
+    for number in range(2):
+        step(parameters, optimizer, number, 0, [(1500,)])
+    for _ in range(50):
+        parameters[0].grad.fill_(float("nan"))
+        optimizer.step()
+    told = [record.getMessage() for record in caplog.records if "in a row" in record.message]
+    assert len(told) == 1
+    assert ("longer warm-up" in told[0]) == (warmup == 1)
+    assert optimizer.statistics()["skipped_steps"] == 50
+
+
 def grouped(rank, exchange):
     parameters, optimizer = joined(exchange, {"warmup": 3, "debug": True, "compressor": Uncompressed()})
     half = len(parameters) // 2
@@ -317,6 +325,12 @@ def test_automatic_warm_up_ends_when_v_has_stabilised():
     assert mine[-1] == "compressed"
 
 
+def test_no_compressor_is_the_uncompressed_one():
+    one, other = (together(2, trained, 6, {"warmup": 3, "compressor": c}) for c in (None, Uncompressed()))
+    for mine, theirs in zip(one[0][0], other[0][0], strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
 def differing(rank, exchange):
     parameters, optimizer = joined(exchange, {"warmup": 3, "debug": True})
     with pytest.raises(PersiaError, match="parameter 2 differs between rank 0 and rank 1"):
@@ -367,6 +381,9 @@ def save(rank, exchange):
     parameters, optimizer = joined(exchange, {"warmup": 3, "compressor": OneBit(block=64)})
     for number in range(7):
         step(parameters, optimizer, number, rank)
+    if rank == 0:  # By itself: it never communicates.
+        optimizer.state_dict()
+        optimizer.statistics()
     return optimizer.consolidate(), optimizer.state_dict()
 
 
@@ -406,6 +423,74 @@ def test_states_of_others_are_refused():
     _, smaller = make({"warmup": 3}, [(70, 33), (5,)])
     with pytest.raises(CheckpointError, match="parameter"):
         smaller.load_state_dict(other)
+
+
+# --- dense PSs --------------------------------------------------------------------------------------------------
+
+
+def there_and_back(rank, exchange, communicate, averaged_steps):
+    """Some compressed steps, some on averages, as on a dense PS; beside it one that loses nothing from there on."""
+    options = {"warmup": 3, "communicate": communicate, "bucket_bytes": 4 * 2000}
+    parameters, optimizer = joined(exchange, {"debug": True} | options)
+    for number in range(6):
+        step(parameters, optimizer, number, rank)
+    others, lossless = joined(exchange, {"compressor": Uncompressed()} | options)
+    lossless.load_state_dict(optimizer.consolidate())
+    with torch.no_grad():
+        for other, parameter in zip(others, parameters, strict=True):
+            other.copy_(parameter)
+    averaged = optimizer.hand_over()
+    for number in range(6, 6 + averaged_steps):
+        for t, parameter in enumerate(parameters):
+            every = [torch.from_numpy(np.array(gradients(number, other)[t])) for other in range(exchange.size)]
+            parameter.grad = torch.stack(every).mean(0)
+        averaged.step()
+        step(others, lossless, number, rank)
+    optimizer.take_back()
+    for mine, theirs in zip(arrays(parameters), arrays(others), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=2e-6)
+    mine, theirs = optimizer.consolidate(), lossless.consolidate()
+    for i, values in theirs["state"].items() if averaged_steps else ():  # Without, the momentum has the errors already.
+        for name in ("step", "exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(mine["state"][i][name], values[name], rtol=1e-5, atol=2e-6)
+    assert optimizer.phase == "compressed"
+    step(parameters, optimizer, 6 + averaged_steps, rank)
+    assert optimizer.statistics()["steps"] == 7 + averaged_steps
+    assert optimizer.statistics()["worker_error_norm"] > 0
+    return arrays(parameters)
+
+
+@pytest.mark.parametrize("averaged_steps", [0, 1, 4])
+@pytest.mark.parametrize("communicate", ["momentum", "gradient"])
+def test_what_was_not_sent_goes_to_a_dense_ps(communicate, averaged_steps):
+    results = together(3, there_and_back, communicate, averaged_steps)
+    for found in results:
+        for mine, first in zip(found, results[0], strict=True):
+            np.testing.assert_array_equal(mine, first)
+
+
+def test_a_warm_up_on_a_dense_ps_goes_on():
+    """And ends when there is something to send again; a parameter that begins there has a warm-up of its own."""
+    parameters, optimizer = make({"warmup": 4, "compressor": Uncompressed()}, weight_decay=0.1, lr=0.01)
+    others = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
+    adam = torch.optim.AdamW(others, lr=0.01, weight_decay=0.1)
+    current = optimizer
+    for number in range(6):
+        if number == 1:
+            current = optimizer.hand_over()
+        for t, (parameter, other, g) in enumerate(zip(parameters, others, gradients(number, 0), strict=True)):
+            late = t == 5 and number < 3
+            parameter.grad, other.grad = (None if late else torch.from_numpy(np.array(g)) for _ in range(2))
+        current.step()
+        adam.step()
+    for mine, theirs in zip(parameters, others, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    optimizer.take_back()
+    assert optimizer.phase == "warmup"
+    step(parameters, optimizer, 6, 0)
+    cohorts = optimizer.state_dict()["apmsqueeze"]["cohorts"]
+    assert [(c["phase"], c["steps"]) for c in cohorts] == [("compressed", 7), ("warmup", 4)]
+    assert cohorts[1]["parameters"] == [5]
 
 
 # --- arguments --------------------------------------------------------------------------------------------------
@@ -451,9 +536,9 @@ def test_importing_the_declarations_imports_no_torch():
 
 
 def test_statistics():
-    (_, _, alone) = together(1, train, 5, {"warmup": 3}, SHAPES, True, {})[0]
+    _, _, alone = together(1, trained, 5, {"warmup": 3})[0]
     assert alone["bytes_sent"] == alone["bytes_last_step"] == 0
-    (_, _, several) = together(4, train, 5, {"warmup": 3}, [(100_000,)], True, {})[0]
+    _, _, several = together(4, trained, 5, {"warmup": 3}, [(100_000,)])[0]
     assert several["phase"] == "compressed"
     assert several["compression_ratio"] > 25
     assert several["worker_error_norm"] > 0

@@ -7,74 +7,58 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from apms_processes import SHAPES, Workers, arrays, gradients, make, step, tensors
+from apms_case import COMPRESSORS, SHAPES, arrays, equal_the_reference, gradients, make, step, tensors, train
 from torch.nn.parallel import DistributedDataParallel
 
 from persia.errors import ConfigError, DeadlineError
-from persia.optim import APMSqueeze, APMSqueezeOptions, OneBit, StochasticTernary, TopK, Uncompressed
+from persia.optim import APMSqueeze, APMSqueezeOptions, OneBit, TopK, Uncompressed
 from persia.optim.apmsqueeze_reference import ReferenceAPMSqueeze
-
-COMPRESSORS = [OneBit(block=128), OneBit("l2", block=64), TopK(0.1), StochasticTernary(block=64), Uncompressed()]
+from persia.optim.buckets import Bucket, Flat, Rule
+from processes import Processes
 
 
 @pytest.fixture(scope="module")
 def two():
-    with Workers(2) as workers:
-        yield workers
+    with Processes(2) as processes:
+        yield processes
 
 
 @pytest.fixture(scope="module")
 def three():
-    with Workers(3) as workers:
-        yield workers
+    with Processes(3) as processes:
+        yield processes
 
 
 @pytest.fixture(scope="module")
 def four():
-    with Workers(4) as workers:
-        yield workers
+    with Processes(4) as processes:
+        yield processes
 
 
-def train(rank, count, steps, options, arguments):
-    parameters, optimizer = make({"debug": True, "timeout": 30.0} | options, **arguments)
-    for number in range(steps):
-        step(parameters, optimizer, number, rank)
-    return arrays(parameters), optimizer.statistics(), optimizer.consolidate()
+def trained(rank, steps, options, arguments, device="cpu"):
+    parameters, optimizer = make({"debug": True, "timeout": 30.0} | options, device=device, **arguments)
+    return train(parameters, optimizer, rank, steps)
 
 
-def equals_the_reference(workers, count, options, steps=9, **arguments):
+def equals_the_reference(processes, options, steps=9, device="cpu", **arguments):
     options = {"warmup": 4, "bucket_bytes": 4 * 2000} | options
-    results = workers.run(train, steps, options, arguments)
-    reference = ReferenceAPMSqueeze(tensors(0), count, APMSqueezeOptions(**options), **arguments)
-    for number in range(steps):
-        reference.step([gradients(number, rank) for rank in range(count)])
-    for rank, (found, statistics, state) in enumerate(results):
-        assert statistics["phase"] == "compressed"
-        assert statistics["steps"] == steps
-        for t, value in enumerate(found):
-            np.testing.assert_array_equal(value, results[0][0][t])
-            np.testing.assert_allclose(value.ravel(), reference.x[t], rtol=1e-5, atol=1e-6)
-            one = state["state"][t]
-            np.testing.assert_allclose(one["worker_error"][rank].ravel(), reference.worker_errors[rank][t], atol=2e-6)
-            np.testing.assert_allclose(one["server_error"].ravel(), reference.server_error[t], atol=2e-6)
-            np.testing.assert_allclose(one["exp_avg"].ravel(), reference.momentum[t], atol=2e-6)
-    return results
+    equal_the_reference(processes.run(trained, steps, options, arguments, device), options, steps, **arguments)
 
 
 @pytest.mark.parametrize("communicate", ["momentum", "gradient"])
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
 def test_three_workers_equal_the_reference(three, compressor, communicate):
-    equals_the_reference(three, 3, {"compressor": compressor, "communicate": communicate})
+    equals_the_reference(three, {"compressor": compressor, "communicate": communicate})
 
 
 @pytest.mark.parametrize("compressor", COMPRESSORS[::4], ids=str)
 def test_two_workers_equal_the_reference(two, compressor):
-    equals_the_reference(two, 2, {"compressor": compressor}, weight_decay=0.1, lr=0.01)
+    equals_the_reference(two, {"compressor": compressor}, weight_decay=0.1, lr=0.01)
 
 
 @pytest.mark.parametrize("compressor", COMPRESSORS[::4], ids=str)
 def test_four_workers_equal_the_reference(four, compressor):
-    equals_the_reference(four, 4, {"compressor": compressor, "clip_norm": 20.0})
+    equals_the_reference(four, {"compressor": compressor, "clip_norm": 20.0})
 
 
 def test_shapes_are_worth_testing():
@@ -84,7 +68,7 @@ def test_shapes_are_worth_testing():
 # --- what goes wrong ------------------------------------------------------------------------------------------------
 
 
-def wrapped(rank, count, before):
+def wrapped(rank, before):
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 4)
     if before:
@@ -95,7 +79,6 @@ def wrapped(rank, count, before):
         optimizer = APMSqueeze(model.parameters())
         model = DistributedDataParallel(model)
         model(torch.ones(1, 4)).sum().backward()
-        optimizer._exchange = None  # As if torch.distributed had been initialised later.
         with pytest.raises(ConfigError, match="DistributedDataParallel"):
             optimizer.step()
     return True
@@ -106,7 +89,7 @@ def test_ddp_is_refused(two, before):
     assert two.run(wrapped, before) == [True, True]
 
 
-def made_differently(rank, count):
+def made_differently(rank):
     with pytest.raises(ConfigError, match="differently on rank 1 and on rank 0"):
         make({"warmup": 3 + rank})
     return True
@@ -116,7 +99,7 @@ def test_workers_must_be_made_alike(two):
     assert two.run(made_differently) == [True, True]
 
 
-def initialised_differently(rank, count):
+def initialised_differently(rank):
     parameter = torch.nn.Parameter(torch.full((2000,), float(rank)))
     APMSqueeze([parameter])
     return float(parameter.detach().max())
@@ -126,10 +109,10 @@ def test_parameters_become_those_of_the_first(three):
     assert three.run(initialised_differently) == [0.0, 0.0, 0.0]
 
 
-def die(rank, count, at, timeout):
+def die(rank, victim, at, timeout):
     parameters, optimizer = make({"warmup": 3, "timeout": timeout})
     for number in range(20):
-        if rank == 1 and number == at:
+        if rank == victim and number == at:
             os._exit(9)
         began = time.monotonic()
         try:
@@ -139,18 +122,19 @@ def die(rank, count, at, timeout):
     return None
 
 
-@pytest.mark.parametrize("at", [1, 6], ids=["warmup", "compressed"])
-def test_who_died_is_named_before_the_deadline(at):
-    with Workers(3) as workers:
-        results = workers.run(die, at, 40.0, ranks=[0, 2])
+@pytest.mark.parametrize(("victim", "at"), [(1, 1), (0, 6)], ids=["warmup", "compressed"])
+def test_who_died_is_named_before_the_deadline(victim, at):
+    others = [rank for rank in range(3) if rank != victim]
+    with Processes(3) as processes:
+        results = processes.run(die, victim, at, 40.0, ranks=others)
     for number, late, message, seconds in results:
         assert number == at
-        assert late == [1]
-        assert "Not heard of: rank 1" in message
+        assert late == [victim]
+        assert f"Not heard of: rank {victim}" in message
         assert seconds < 30.0
 
 
-def late(rank, count):
+def late(rank):
     parameters, optimizer = make({"warmup": 3, "timeout": 1.0})
     if rank == 1:
         return None
@@ -160,13 +144,13 @@ def late(rank, count):
 
 
 def test_who_is_late_is_named():
-    with Workers(2) as workers:
-        (found, operation), _ = workers.run(late)
+    with Processes(2) as processes:
+        (found, operation), _ = processes.run(late)
     assert found == [1]
     assert operation == "begin of step 1"
 
 
-def in_a_subgroup(rank, count):
+def in_a_subgroup(rank):
     group = dist.new_group([0, 2])
     if rank == 1:
         return None
@@ -188,19 +172,46 @@ def test_a_process_group_may_be_a_part(three):
         np.testing.assert_allclose(value.ravel(), expected, rtol=1e-5, atol=2e-6)
 
 
+# --- CUDA -----------------------------------------------------------------------------------------------------------
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@cuda
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
 def test_on_cuda_it_equals_the_host(compressor):
-    options = APMSqueezeOptions(warmup=3, compressor=compressor, bucket_bytes=8000)
-    found = []
-    for device in ("cpu", "cuda"):
-        parameters = [torch.nn.Parameter(torch.from_numpy(t).to(device)) for t in tensors(0)]
-        optimizer = APMSqueeze(parameters, options=options)
-        for number in range(8):
-            for parameter, g in zip(parameters, gradients(number, 0), strict=True):
-                parameter.grad = torch.from_numpy(np.array(g)).to(device)
-            optimizer.step()
-        found.append([p.detach().cpu().numpy() for p in parameters])
-    for mine, theirs in zip(*found, strict=True):
-        np.testing.assert_allclose(theirs, mine, rtol=1e-5, atol=2e-6)
+    options = {"warmup": 3, "compressor": compressor, "bucket_bytes": 8000}
+    host, device = (train(*make(options, device=where), 0, 8)[0] for where in ("cpu", "cuda"))
+    for mine, theirs in zip(device, host, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.gpu
+@cuda
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_workers_on_cuda_equal_the_reference(backend):
+    with Processes(min(2, torch.cuda.device_count()), backend) as processes:
+        equals_the_reference(processes, {"compressor": COMPRESSORS[0]}, device="cuda")
+
+
+@pytest.mark.gpu
+@cuda
+@pytest.mark.parametrize("compressor", [OneBit(block=128), TopK(0.1), Uncompressed()], ids=str)
+def test_what_a_bucket_does_never_waits_for_the_device(compressor):
+    parameter = torch.nn.Parameter(torch.randn(5001, device="cuda"))
+    flat = Flat([parameter])
+    bucket = Bucket(flat, 0, flat.size, compressor, (1, 0))
+    gradient = torch.randn(5001, device="cuda")
+    rules = [Rule(gradient, True, 1.0, 0.9, 0.999, 1e-3, 1.0, 1e-8, 1.0)]
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        bucket.collect(rules)
+        bucket.adam(rules, 1.0)
+        bucket.compress(rules, True, 0)
+        bucket.received.copy_(bucket.sent)
+        bucket.average(1)
+        bucket.gathered[0].copy_(bucket.averaged)
+        bucket.apply(rules, True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

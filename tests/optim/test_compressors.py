@@ -12,7 +12,7 @@ from persia.errors import ConfigError
 from persia.optim import Compressor, OneBit, StochasticTernary, TopK, Uncompressed
 from persia.optim.apmsqueeze_reference import reference_compress
 from persia.optim.compressors import AnyCompressor
-from persia.optim.native import _core, square
+from persia.optim.native import _core, sum_of_squares
 
 ALL = [OneBit(block=64), OneBit("l2", 128), TopK(0.07), StochasticTernary(block=64, seed=3), Uncompressed()]
 ODD = st.sampled_from([0, 1, 2, 7, 8, 9, 63, 64, 65, 127, 129, 500, 1025])
@@ -157,11 +157,14 @@ def test_compressors_are_configured_by_kind():
         assert msgspec.convert(msgspec.to_builtins(compressor), AnyCompressor) == compressor
 
 
-def test_square_is_finite_if_the_values_are():
+def test_a_sum_of_squares_is_finite_if_the_values_are():
     pool, v = ThreadPool(1), torch.full((1000,), 3e38)
-    assert np.isfinite(square(v, pool))
-    assert square(torch.arange(5.0), pool) == square(torch.arange(5.0), None) == 30.0
+    assert np.isfinite(sum_of_squares([v, v], pool))
+    parts = [torch.arange(3.0), torch.arange(3.0, 5.0), torch.empty(0)]
+    assert sum_of_squares(parts, pool) == 30.0
+    assert sum_of_squares(parts, None) == pytest.approx(30.0)
+    assert sum_of_squares([], pool) == sum_of_squares([], None) == 0.0
     for bad in (np.nan, np.inf, -np.inf):
         v[999] = bad
-        assert not np.isfinite(square(v, pool))
-        assert not np.isfinite(square(v, None))
+        assert not np.isfinite(sum_of_squares([parts[0], v], pool))
+        assert not np.isfinite(sum_of_squares([parts[0], v], None))

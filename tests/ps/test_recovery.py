@@ -226,12 +226,20 @@ def mounted(root):
         subprocess.run(["umount", str(place)], check=True)
 
 
-def test_the_log_says_what_does_not_fit_and_what_would_be_faster(mounted, caplog):
+def test_capacities_that_do_not_fit_are_refused(mounted):
+    place = mounted("size=4m")
+    tables = [TableConfig("item", 16, capacity=10_000_000, shards=1), TableConfig("user", 16)]
+    with pytest.raises(StoreFullError, match=r"4 MiB free.* item may need 1602 MiB .*remount.*set `regions`") as caught:
+        Regions(str(place / "ps-0")).create_tables(EmbeddingStore(), tables)
+    assert caught.value.fields["wanted"] > caught.value.fields["free"]
+    assert not any((place / "ps-0").iterdir())
+
+
+def test_the_log_says_how_much_room_there_is_and_what_would_be_faster(mounted, caplog):
     caplog.set_level("INFO", "persia.ps")
-    table = TableConfig("item", 16, capacity=10_000_000, shards=1)
-    Regions(str(mounted("size=4m,huge=never") / "ps-0")).create_tables(EmbeddingStore(), [table])
-    assert "3 MiB free" in caplog.text
-    assert "may need 1602 MiB" in caplog.text
+    Regions(str(mounted("size=4m,huge=never") / "ps-0")).create_tables(EmbeddingStore(), [TableConfig("item", 16)])
+    assert "4 MiB free: when it is full" in caplog.text
+    assert "--shm-size" in caplog.text
     assert "huge=advise" in caplog.text
     caplog.clear()
     small = TableConfig("item", 16, capacity=1000, shards=1)

@@ -1,6 +1,7 @@
 """The embedding PS and worker behave alike in this process and over rpc; each of their calls has a deadline."""
 
 import threading
+from collections.abc import Mapping
 from contextlib import contextmanager
 
 import msgspec
@@ -88,7 +89,7 @@ def assert_same(a, b):
     if isinstance(a, np.ndarray):
         assert a.dtype == b.dtype
         assert np.array_equal(a, b)
-    elif isinstance(a, dict):
+    elif isinstance(a, Mapping):
         assert a.keys() == b.keys()
         for key in a:
             assert_same(a[key], b[key])

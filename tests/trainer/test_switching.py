@@ -16,7 +16,7 @@ from persia.coordinator import Tokens
 from persia.errors import ConfigError, PersiaError
 from persia.modes import Async, Bsp, Gba, HopBs, HopBw, Hybrid, Sync
 from persia.nn.draws import Draws
-from persia.optim import Adagrad, Adam
+from persia.optim import Adagrad, Adam, APMSqueeze, APMSqueezeOptions, OneBit, Uncompressed
 
 
 @pytest.mark.parametrize("reduction", ["per_id", "global"])
@@ -384,3 +384,44 @@ def test_a_crash_in_a_mode_with_all_reduce_is_told_to_the_others():
     first, second = cluster.outcomes(work)
     assert isinstance(second, KeyboardInterrupt)
     assert isinstance(first, PersiaError)
+
+
+def squeezed(compressor=None, **options):
+    chosen = APMSqueezeOptions(compressor=compressor or OneBit(), **options)
+    return lambda p: APMSqueeze(p, 1e-2, options=chosen)
+
+
+def test_apmsqueeze_goes_to_dense_pss_and_comes_back():
+    data = batches(24)
+    away = [(2, Gba(ROWS)), (5, Sync()), (12, Gba(ROWS)), (17, Sync())]
+    make = squeezed(Uncompressed(), warmup=8)
+    always = trainer(Sync(), optimizer=make)
+    switched = trainer(Sync(), optimizer=make, mode_schedule=away)
+    always.fit(data)
+    switched.fit(data)
+    assert [s.step for s in switched.switches] == [2, 5, 12, 17]
+    assert switched.step.optimizer.statistics()["steps"] == 24
+    assert switched.step.optimizer.phase == "compressed"
+    assert_same(always, switched, 1e-6)
+
+
+def test_apmsqueeze_of_several_nn_workers_on_dense_pss(tmp_path):
+    """Whatever is stale: the state comes back the same to all, and a checkpoint there is whole."""
+    data = batches(36)
+    cluster = Threads(nn_workers=3, ps=1, dense_ps=2, timeout=DEADLINE)
+    schedule = [(4, Gba(3 * ROWS)), (8, Sync())]
+    options = {"mode_schedule": schedule, "checkpoint_dir": str(tmp_path), "checkpoint_every_steps": 6}
+
+    def work(member):
+        t = trainer(Sync(), member, optimizer=squeezed(warmup=3), **options)
+        t.fit(data)
+        return t
+
+    found = cluster.run(work)
+    for t in found:
+        assert t.global_step == 12
+        assert t.step.optimizer.statistics()["steps"] == 12
+        for p, q in zip(found[0].model.parameters(), t.model.parameters(), strict=True):
+            assert torch.equal(p, q)
+    resumed = persia.Trainer.resume(str(tmp_path), Net(torch.float32), optimizer=squeezed(warmup=3))
+    assert resumed.step.optimizer.phase == "compressed"

@@ -34,7 +34,8 @@ class VictimQueue {
   std::uint32_t exhausted_ = 0;  // a clock at which no row was older
 };
 
-// Replaces stamps by their ranks 1, 2, ...; returns the largest. Order is kept, so eviction is unaffected.
+// Replaces stamps by their ranks 0, 1, ...; returns the largest. Order is kept, so eviction is unaffected: also where a
+// kill comes in between, since no rank is above its stamp, and rows change from the oldest on.
 std::uint32_t renumber(const Stamps& stamps);
 
 }  // namespace persia

@@ -211,6 +211,12 @@ class Shard {
     if (cut_) [[unlikely]]
       cut_->keep(number, row_bytes(number));
   }
+  // Its recency changes, and nothing else.
+  void touch(std::uint32_t number) {
+    keep(number);
+    row(number)->stamp = header_->clock;
+    row(number)->dirty_epoch = header_->dirty_epoch;
+  }
   void check_no_cut() const;
 
   const TableConfig* config_;

@@ -8,17 +8,21 @@ from persia.batching.duplicates import average_gradients, merge_gradients, uniqu
 from persia.batching.hashing import hash_cross, hash_strings, hash_values
 from persia.batching.native import RowSums, Scratch, ThreadPool, borrow
 from persia.batching.owners import group_by_owner, owners
+from persia.batching.packing import PackedBatch, decode_packed, encode_packed, pack_batch, put_part, take_part
 from persia.batching.pooling import FeaturePlan, Pooled, pool_backward, pool_forward
 
 __all__ = [
     "FeaturePlan",
+    "PackedBatch",
     "Pooled",
     "RowSums",
     "Scratch",
     "ThreadPool",
     "average_gradients",
     "borrow",
+    "decode_packed",
     "decode_rows",
+    "encode_packed",
     "encode_rows",
     "group_by_owner",
     "hash_cross",
@@ -26,7 +30,10 @@ __all__ = [
     "hash_values",
     "merge_gradients",
     "owners",
+    "pack_batch",
     "pool_backward",
     "pool_forward",
+    "put_part",
+    "take_part",
     "unique",
 ]

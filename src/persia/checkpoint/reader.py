@@ -306,7 +306,7 @@ class CheckpointReader:
         """Reads and checks every part, also of the checkpoints that this one adds to.
 
         Args:
-            progress: told the bytes of each part after it was read.
+            progress: told the bytes of each part after it was read, in the order of `all_parts`.
 
         Returns:
             Bytes read.
@@ -314,16 +314,17 @@ class CheckpointReader:
         Raises:
             CheckpointError: some parts are missing or damaged; all of them are named.
         """
+        parts = self.all_parts()
         problems: list[str] = []
-        for link, part in self.all_parts():
-            try:
-                link._check_part(part)
-            except CheckpointError as error:
-                problems.append(error.message)
-            progress(part.bytes)
+        with ThreadPoolExecutor(READERS, "persia-checkpoint-read") as pool:
+            found = pool.map(lambda pair: pair[0]._problem(pair[1]), parts)
+            for (_, part), problem in zip(parts, found, strict=True):
+                if problem is not None:
+                    problems.append(problem)
+                progress(part.bytes)
         if problems:
             raise CheckpointError("\n".join(problems), path=self.path, problems=problems)
-        return sum(part.bytes for _, part in self.all_parts())
+        return sum(part.bytes for _, part in parts)
 
     def all_parts(self) -> list[tuple[CheckpointReader, Part]]:
         """The parts of this checkpoint, and the rows of those that it adds to."""
@@ -334,14 +335,19 @@ class CheckpointReader:
             if isinstance(part, RowsPart | RemovedPart)
         ]
 
-    def _check_part(self, part: Part) -> None:
-        match part:
-            case RowsPart():
-                self._read_rows(part)
-            case RemovedPart():
-                self._read_removed(part)
-            case _:
-                self._read(part)
+    def _problem(self, part: Part) -> str | None:
+        """What is wrong with a part, once it has been read."""
+        try:
+            match part:
+                case RowsPart():
+                    self._read_rows(part)
+                case RemovedPart():
+                    self._read_removed(part)
+                case _:
+                    self._read(part)
+        except CheckpointError as error:
+            return error.message
+        return None
 
     def _resolve(self, step: int | None) -> str:
         """The prefix of the step directory below the given one."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -18,12 +17,16 @@ import numpy as np
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from persia.checkpoint.checksum import crc32
 from persia.errors import CheckpointError, MissingExtraError
 
 __all__ = ["Storage"]
 
 SYNC_AT_ONCE = 1 << 20
 SLICE = 1 << 20  # written or read, and checksummed, while it is in the processor's cache
+OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}
+"""They have no directories: making one would make a bucket, of a name that somebody has misspelt."""
+
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -58,6 +61,8 @@ class Storage:
         self._fs: Any = fs
         self._root: str = root.rstrip("/") or root
         self._local = isinstance(fs, LocalFileSystem)
+        protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
+        self._directories = protocols.isdisjoint(OBJECT_STORES)
         self._made: set[str] = set()
         self._changed: set[str] = set()  # directories to be synced
         self._unsynced: list[str] = []
@@ -97,14 +102,15 @@ class Storage:
         with _guard("read", self.full(path)):
             if not self._local:
                 data = memoryview(bytearray(self._fs.cat_file(self.full(path))))
-                crc = zlib.crc32(data)
+                crc = crc32(data)
                 done = len(data)
             else:
                 data = np.empty(size, np.uint8).data if size else memoryview(bytearray())
                 done = 0
-                with self._fs.open(self.full(path), "rb") as file:
+                with open(self.full(path), "rb", buffering=0) as file:
+                    os.posix_fadvise(file.fileno(), 0, size, os.POSIX_FADV_WILLNEED)  # the disk works ahead
                     while done < size and (count := file.readinto(data[done : done + SLICE])):
-                        crc = zlib.crc32(data[done : done + count], crc)
+                        crc = crc32(data[done : done + count], crc)
                         done += count
         if done != size:
             raise CheckpointError(f"{self.full(path)} is truncated: {done} of {size} bytes.", path=self.full(path))
@@ -117,7 +123,7 @@ class Storage:
             self._make_parent(path)
             with self._fs.open(self.full(path), "wb") as file:
                 for piece in _slices(buffers):
-                    crc = zlib.crc32(piece, crc)
+                    crc = crc32(piece, crc)
                     size += len(piece)
                     file.write(piece)
                 if self._local and size >= SYNC_AT_ONCE:
@@ -164,7 +170,7 @@ class Storage:
         parent = self.full(path).rpartition("/")[0] or "/"
         if self._local:
             self._changed.add(parent)
-        if parent in self._made:
+        if parent in self._made or not self._directories:
             return
         missing = parent
         while self._local and not os.path.isdir(missing):

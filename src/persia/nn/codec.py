@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
+import numpy as np
 import torch
 
 from persia import batching
-from persia.types import Floats, Halves, WireRows
+from persia.types import Floats, Halves, Packed, WireRows
 
 __all__ = ["decode", "decode_tensors", "encode", "encode_tensors"]
 
@@ -20,19 +21,19 @@ LARGEST = 2.0**15
 SMALLEST_SCALE = 2.0**-126
 
 
-def decode(rows: Mapping[str, WireRows], scales: Mapping[str, Floats] | None) -> dict[str, Floats]:
-    """float32 rows `[n, dim]` by table; tables without scales come as they are."""
-    scales = scales or {}
-    return {
-        name: batching.decode_rows(cast("Halves", values), scales[name]) if name in scales else cast("Floats", values)
-        for name, values in rows.items()
-    }
+def decode(
+    rows: Mapping[str, WireRows], scales: Mapping[str, Floats] | None, scratch: batching.Scratch | None = None
+) -> Packed[np.float32]:
+    """float32 rows `[n, dim]` by table; without scales they come as they are."""
+    if scales is None:
+        return Packed.of(cast("Mapping[str, Floats]", rows), np.float32)
+    halves = Packed.of(cast("Mapping[str, Halves]", rows), np.float16)
+    return batching.decode_packed(halves, Packed.of(scales, np.float32), scratch or batching.Scratch())
 
 
-def encode(rows: Mapping[str, Floats]) -> tuple[dict[str, WireRows], dict[str, Floats]]:
+def encode(rows: Mapping[str, Floats]) -> tuple[Packed[np.float16], Packed[np.float32]]:
     """float16 rows and their scales by table. A row that is not finite stays so; see `batching.encode_rows`."""
-    encoded = {name: batching.encode_rows(values) for name, values in rows.items()}
-    return {name: halves for name, (halves, _) in encoded.items()}, {name: s for name, (_, s) in encoded.items()}
+    return batching.encode_packed(Packed.of(rows, np.float32))
 
 
 def decode_tensors(

@@ -110,10 +110,14 @@ class _NativePool(torch.autograd.Function):
             if plan.pooling is None:
                 next(given)  # Of the mask.
             arrays.append(None if gradient is None else gradient.numpy())
-        out = batching.borrow(ctx.shapes, ctx.scratch)
-        sums = batching.pool_backward(ctx.shapes, ctx.plans, arrays, ctx.pool, ctx.scratch, out)
+        # One after another in one storage, as they are to be sent.
+        sizes = [count * width for count, width in ctx.shapes]
+        whole = torch.from_numpy(ctx.scratch.floats(sum(sizes)))
+        sums = [part.view(shape) for part, shape in zip(whole.split(sizes), ctx.shapes, strict=True)]
+        out = [part.numpy() for part in sums]
+        batching.pool_backward(ctx.shapes, ctx.plans, arrays, ctx.pool, ctx.scratch, out)
         used = {plan.table for plan, array in zip(ctx.plans, arrays, strict=True) if array is not None}
-        return None, None, None, *(torch.from_numpy(s) if i in used else None for i, s in enumerate(sums))
+        return None, None, None, *(part if i in used else None for i, part in enumerate(sums))
 
 
 def pool_bags(

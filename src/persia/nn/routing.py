@@ -164,10 +164,10 @@ def _push(
 
 
 def _rows(found: LookedUp) -> int:
-    for name, inverse in found.inverse.items():
-        offsets = found.offsets[name]
-        return len(inverse) if offsets is None else len(offsets) - 1
-    return 0
+    """Samples of the batch."""
+    if found.offsets:
+        return found.offsets.counts[0] - 1
+    return next(iter([*found.narrow.counts, *found.wide.counts]), 0)
 
 
 def _summed(answers: Iterable[dict[str, UpdateCounts]]) -> dict[str, UpdateCounts]:

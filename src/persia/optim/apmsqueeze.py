@@ -17,17 +17,20 @@ import torch.distributed as dist
 
 from persia.batching.native import ThreadPool
 from persia.errors import ConfigError
-from persia.optim import optimizer_state
+from persia.optim import averaged, optimizer_state
 from persia.optim.buckets import Rule
 from persia.optim.checks import refuse_ddp, same_everywhere, same_parameters
 from persia.optim.cohort import Cohort, Phase
 from persia.optim.exchange import Exchange
-from persia.optim.native import square
+from persia.optim.native import sum_of_squares
 from persia.optim.options import APMSqueezeOptions
 
 __all__ = ["APMSqueeze"]
 
 _log = logging.getLogger("persia.optim")
+
+SKIPS = 20
+"""So many skipped steps in a row are no search for a loss scale any more: that halves from 65,536."""
 
 
 class _Agreed(NamedTuple):
@@ -89,8 +92,11 @@ class APMSqueeze(torch.optim.Optimizer):
         self._cohorts: list[Cohort] = []
         self._loaded: dict[str, Any] | None = None
         self._scaler: torch.amp.GradScaler | None = None
+        self._began = False
+        self._skipped_in_a_row = 0
         self._steps = self._skipped = self._last_sent = self._last_full = 0
         self._pool: ThreadPool | None = None
+        self._averaged: averaged.Averaged | None = None
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         if self.param_groups[0]["params"][0].device.type == "cpu":
             self._pool = ThreadPool(torch.get_num_threads())
@@ -145,17 +151,21 @@ class APMSqueeze(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not self._began:  # Somebody may have wrapped the model since.
+            refuse_ddp(self._parameters())
+            self._began = True
         exchange = self._connected()
         before = exchange.sent
         gradients = [self._gradient(p) for p in self._parameters()]
         scale = self._unscaling()
         agreed = self._agree(gradients, scale)
         if not agreed.finite:
-            self._skipped += 1
+            self._skip()
             if self._scaler is not None:
                 for found in self._scaler._found_inf_per_device(self).values():
                     found.fill_(1.0)
             return loss
+        self._skipped_in_a_row = 0
         self._enrol(agreed)
         clip = self.options.clip_norm
         if clip is not None and self.phase == "compressed":
@@ -170,6 +180,18 @@ class APMSqueeze(torch.optim.Optimizer):
             same_parameters(exchange, self._parameters(), self._steps)
         return loss
 
+    def _skip(self) -> None:
+        self._skipped += 1
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row == SKIPS:
+            longer = "" if self.phase == "warmup" else ", and a longer warm-up if it went well before v was frozen"
+            _log.warning(
+                "APMSqueeze: %d steps in a row were skipped, as gradients are not finite. The network has diverged and "
+                "will not come back: go on from a checkpoint, with a smaller learning rate%s.",
+                SKIPS,
+                longer,
+            )
+
     def _warm_up(self, cohorts: list[tuple[Cohort, list[Rule]]]) -> None:
         """Line 2: Adam with the average of the gradients, float32."""
         exchange = self._connected()
@@ -182,7 +204,7 @@ class APMSqueeze(torch.optim.Optimizer):
             wait()
         factor = 1.0 / exchange.size
         if self.options.clip_norm is not None and self.phase == "warmup" and work:
-            total = sum(square(bucket.error, self._pool) for bucket, _ in work)
+            total = sum_of_squares([bucket.error for bucket, _ in work], self._pool)
             # A norm may be rounded otherwise elsewhere: the average is the same for all.
             norm = float(exchange.sum(torch.tensor([total**0.5], dtype=torch.float64), "norm")) * factor**2
             factor *= min(1.0, self.options.clip_norm / (norm + 1e-6))
@@ -242,7 +264,7 @@ class APMSqueeze(torch.optim.Optimizer):
     def _agree(self, gradients: Sequence[torch.Tensor | None], scale: float) -> _Agreed:
         """Everything that all workers must know before a buffer changes, in one small sum."""
         exchange = self._connected()
-        total_square = sum(square(g, self._pool) for g in gradients if g is not None) * scale**2
+        total_square = sum_of_squares([g for g in gradients if g is not None], self._pool) * scale**2
         bad = not math.isfinite(total_square) or bool(getattr(self, "found_inf", 0.0))
         numbers = [float(bad), 0.0 if bad else total_square]
         numbers += [float(cohort.ready()) for cohort in self._cohorts]
@@ -264,7 +286,6 @@ class APMSqueeze(torch.optim.Optimizer):
                 cohort.freeze(
                     [1.0 - beta2[id(p)] ** n for p, n in zip(cohort.flat.parameters, cohort.updates, strict=True)]
                 )
-                _log.info("APMSqueeze: v frozen after %d steps; compressed from now on", cohort.steps)
         known = {id(p) for cohort in self._cohorts for p in cohort.flat.parameters}
         new = [p for p, active in zip(self._parameters(), agreed.active, strict=True) if active and id(p) not in known]
         if new:
@@ -394,6 +415,43 @@ class APMSqueeze(torch.optim.Optimizer):
         self._steps, self._skipped = header["steps"], header["skipped"]
         self._loaded = {"state": state_dict["state"], optimizer_state.HEADER: header}
         self._cohorts = []
+
+    # --- dense PSs --------------------------------------------------------------------------------------------
+
+    def hand_over(self) -> averaged.Averaged:
+        """What goes on in its place where gradients come averaged: on dense PSs. A collective; blocks.
+
+        What compression has held back so far is added to the momentum. Parameter groups are shared: a schedule reaches
+        both. Until `take_back`, call neither `step` nor anything that reads the state.
+
+        Returns:
+            The same object at each call, with the state of now.
+
+        Raises:
+            DeadlineError: see the class.
+        """
+        exchange = self._connected()
+        beta1 = {id(p): group["betas"][0] for group in self.param_groups for p in group["params"]}
+        for cohort in self._cohorts:
+            betas = [beta1[id(p)] for p in cohort.flat.parameters]
+            averaged.flush(cohort, betas, self.options.communicate == "momentum", exchange)
+        if self._averaged is None:
+            self._averaged = averaged.Averaged([dict(group) for group in self.param_groups])
+        self._averaged.param_groups = self.param_groups
+        averaged.fill(self._averaged, self._cohorts)
+        return self._averaged
+
+    def take_back(self) -> None:
+        """Goes on with the state that the result of `hand_over` has now. Never communicates.
+
+        A warm-up may end at the next step. "auto" measures its window anew.
+        """
+        assert self._averaged is not None
+        state, steps = averaged.read(self._averaged, self._cohorts, self._parameters())
+        self._steps += steps
+        state[optimizer_state.HEADER] |= {"steps": self._steps, "skipped": self._skipped}
+        self._loaded, self._cohorts = state, []
+        self._averaged.state.clear()
 
 
 def _norm(arrays: Sequence[torch.Tensor]) -> float:

@@ -204,7 +204,7 @@ class ReferenceAPMSqueeze:
         buckets: list[tuple[int, int, Compressor]] = []
         for begin, end in itertools.pairwise(edges):
             if begin < end:
-                buckets.append((begin, end, self.options.compressor))
+                buckets.append((begin, end, self.options.compressor or Uncompressed()))
         if large < total:
             buckets.append((large, total, Uncompressed()))
         return buckets

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -11,16 +12,22 @@ import torch
 
 from persia.batching.native import ThreadPool
 from persia.optim.buckets import Flat, ranges
+from persia.optim.compressors import Uncompressed
 from persia.optim.exchange import Exchange
 from persia.optim.native import bucket_class
 from persia.optim.options import APMSqueezeOptions
 
 __all__ = ["Cohort", "Phase"]
 
+_log = logging.getLogger("persia.optim")
+
 Phase = Literal["warmup", "compressed"]
 
 STABLE = 0.04
 """Relative change of ||v||_1 over a window that counts as stable."""
+
+SHORT = 20
+"""Steps of a warm-up that is long enough for v not to be tiny by chance."""
 
 
 class Cohort:
@@ -58,7 +65,7 @@ class Cohort:
         workers = (exchange.size, exchange.rank)
         self.buckets = [
             bucket_class(self.flat, compressor)(self.flat, begin, end, compressor, workers)
-            for begin, end, compressor in ranges(self.flat, options.bucket_bytes, options.compressor)
+            for begin, end, compressor in ranges(self.flat, options.bucket_bytes, options.compressor or Uncompressed())
         ]
 
     def observe(self, bias2: Sequence[float]) -> None:
@@ -98,6 +105,15 @@ class Cohort:
         self.flat.error.zero_()
         self.norms.clear()
         self.phase = "compressed"
+        _log.info("APMSqueeze: v frozen after %d steps; compressed from now on", self.steps)
+        if self.steps < SHORT:
+            _log.warning(
+                "APMSqueeze: v was frozen after %d steps only. By chance a mean of so few squares is far too small for "
+                "some elements, and their steps will be far too long: the network may diverge. Warm up for %d steps at "
+                "least, as a rule for 15 %% of the run.",
+                self.steps,
+                SHORT,
+            )
 
     def settle(self) -> None:
         """Afterwards the momentum can be read."""

@@ -14,7 +14,7 @@ from persia.batching.native import ThreadPool
 from persia.optim.buckets import Bucket, Flat, Rule
 from persia.optim.compressors import Compressor, OneBit
 
-__all__ = ["NativeBucket", "OneBitBucket", "bucket_class", "square"]
+__all__ = ["NativeBucket", "OneBitBucket", "bucket_class", "sum_of_squares"]
 
 _core: Any = importlib.import_module("persia._core").onebit
 
@@ -26,11 +26,14 @@ def bucket_class(flat: Flat, compressor: Compressor) -> type[Bucket]:
     return OneBitBucket if isinstance(compressor, OneBit) else NativeBucket
 
 
-def square(values: torch.Tensor, pool: ThreadPool | None) -> float:
-    """Sum of the squares of a flat float32 tensor, finite if all values are. With a pool: in host memory."""
-    if pool is None:
-        return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
-    return float(_core.sum_of_squares(values.data_ptr(), values.numel(), pool))
+def sum_of_squares(tensors: Sequence[torch.Tensor], pool: ThreadPool | None) -> float:
+    """Of flat float32 tensors; finite if all values are. With a pool they are in host memory; else it waits once."""
+    if pool is not None:
+        return sum(float(_core.sum_of_squares(t.data_ptr(), t.numel(), pool)) for t in tensors)
+    if not tensors:
+        return 0.0
+    norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in tensors]
+    return float(torch.stack(norms).square_().sum())
 
 
 class NativeBucket(Bucket):

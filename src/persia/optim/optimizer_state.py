@@ -16,12 +16,13 @@ from persia.errors import CheckpointError
 from persia.optim.cohort import Cohort
 from persia.optim.exchange import Exchange
 
-__all__ = ["HEADER", "check", "consolidated", "pack", "unpack"]
+__all__ = ["HEADER", "VERSION", "check", "consolidated", "pack", "unpack"]
 
 HEADER = "apmsqueeze"
 """Key of what is not of one parameter."""
 
 VERSION = 1
+"""Of the header and what belongs to it."""
 
 
 def pack(

@@ -18,7 +18,8 @@ class APMSqueezeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     Args:
         warmup: steps of full-precision Adam before v is frozen; "auto": until ||v||_1 has stabilised over a window of
             1 / (1 - beta2) steps, two windows at least.
-        compressor: what is sent after the warm-up: `OneBit`, `TopK`, `StochasticTernary`, `Uncompressed`.
+        compressor: what is sent after the warm-up: `OneBit`, `TopK`, `StochasticTernary`; `Uncompressed` or None for
+            the momentum itself.
         communicate: "momentum" (APMSqueeze), or "gradient" (APGSqueeze of the paper, section 5.3).
         clip_norm: largest global norm of the gradient; None for no clipping. During the warm-up it is the norm of the
             average; afterwards nobody knows the average, and it is the root mean square of the workers' own norms,
@@ -32,7 +33,7 @@ class APMSqueezeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     """
 
     warmup: int | Literal["auto"] = "auto"
-    compressor: AnyCompressor = OneBit()
+    compressor: AnyCompressor | None = OneBit()
     communicate: Literal["momentum", "gradient"] = "momentum"
     clip_norm: float | None = None
     bucket_bytes: int = 25 << 20
@@ -45,7 +46,7 @@ class APMSqueezeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         whole = isinstance(self.warmup, int) and not isinstance(self.warmup, bool)
         if self.warmup != "auto" and not (whole and self.warmup >= 1):
             raise ConfigError(f'warmup = {self.warmup!r}; give a number of steps >= 1, or "auto".', field="warmup")
-        if not isinstance(self.compressor, Compressor):
+        if self.compressor is not None and not isinstance(self.compressor, Compressor):
             raise ConfigError(
                 f"compressor = {self.compressor!r}; give a compressor of persia.optim, such as OneBit().",
                 field="compressor",

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from persia.errors import StoreError
+from persia.errors import StoreError, StoreFullError
 from persia.store import EmbeddingStore, TableConfig
 
 __all__ = ["DEFAULT_ROOT", "Leftover", "Regions", "leftovers"]
@@ -64,7 +64,7 @@ class Regions:
 
         Raises:
             StoreError: another process uses the regions, they are of other tables, or damaged.
-            StoreFullError: there is no room for them.
+            StoreFullError: there is no room for them, or not for as many rows as the tables' declared capacities.
         """
         began = time.monotonic()
         names = [config.name for config in configs]
@@ -78,6 +78,7 @@ class Regions:
                     "one, or None to keep rows in the memory of the process.",
                     path=str(self.directory),
                 ) from error
+            _check_room(self.directory, configs)
         elif manifest.format != FORMAT or manifest.tables != names:
             raise StoreError(
                 f"{self.directory} has regions of the tables {', '.join(manifest.tables)} (format {manifest.format}), "
@@ -91,7 +92,6 @@ class Regions:
         ]
         if manifest is None:
             self._write(_Manifest(FORMAT, names))
-            _report_room(self.directory, configs)
             _hint(self.directory)
             return False
         sums: Counter[str] = Counter()
@@ -213,21 +213,29 @@ def _remove(directory: Path) -> None:
         directory.parent.rmdir()
 
 
-def _report_room(directory: Path, configs: Sequence[TableConfig]) -> None:
-    """How large the regions may become: only what tables say of themselves, as most leave their capacity open."""
+def _check_room(directory: Path, configs: Sequence[TableConfig]) -> None:
+    """Whether the regions can grow as large as their tables say; most leave their capacity open, and say nothing."""
     bounded = [config for config in configs if config.capacity < TableConfig.capacity]
     wanted = sum(c.capacity * (ROW_OVERHEAD + 4 * (c.dim + c.state_width)) for c in bounded)
     system = os.statvfs(directory)
-    free = system.f_bavail * system.f_frsize
-    if wanted > free or free < LITTLE:
-        log.warning(
-            "%s has %d MiB free, and the rows of tables with a declared capacity may need %d MiB: when it is full, "
-            "lookups of new ids fail. Enlarge it (as root: `mount -o remount,size=... %s`; in a container: "
-            "`--shm-size`), lower capacities, use more PSs on other hosts, or set `regions` to another directory",
-            directory, free // MIB, wanted // MIB, DEFAULT_ROOT,
-        )  # fmt: skip
+    free = system.f_bavail * system.f_frsize + sum(path.stat().st_blocks * 512 for path in _files(directory))
+    room = f"{directory} has {free // MIB} MiB free"
+    remedy = (
+        f"Enlarge it (as root: `mount -o remount,size=... {DEFAULT_ROOT}`; in a container: `--shm-size`), lower the "
+        "capacity of tables, use more PSs on other hosts, or set `regions` to another directory"
+    )
+    if wanted > free:
+        names = ", ".join(config.name for config in bounded)
+        raise StoreFullError(
+            f"{room}, and the rows of the tables {names} may need {wanted // MIB} MiB by their capacity. {remedy}.",
+            path=str(directory),
+            free=free,
+            wanted=wanted,
+        )
+    if free < LITTLE:
+        log.warning("%s: when it is full, lookups of new ids fail. %s", room, remedy)
     else:
-        log.info("regions in %s: %d MiB free, %d MiB declared", directory, free // MIB, wanted // MIB)
+        log.info("regions: %s, %d MiB declared", room, wanted // MIB)
 
 
 def _hint(directory: Path) -> None:

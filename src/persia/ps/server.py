@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
@@ -33,6 +34,8 @@ from persia.types import (
     Gradients,
     Ids,
     Journaled,
+    Packed,
+    PackedGradients,
     PushHeader,
     RowsAt,
     SlotCounts,
@@ -92,6 +95,7 @@ class EmbeddingServer:
             for config in configs:
                 self._store.create_table(config)
         self._index = {name: number for number, name in enumerate(self._tables)}
+        self._asked: tuple[Sequence[str], list[int], list[int]] = ([], [], [])
         self._cuts = Cuts(self._store, self._index)
         self._adopt(mode)
 
@@ -107,21 +111,26 @@ class EmbeddingServer:
         """The tables by name, their optimizers filled in."""
         return self._tables
 
-    def lookup(self, ids: Mapping[str, Ids], train: bool) -> dict[str, Floats]:
+    def lookup(self, ids: Mapping[str, Ids], train: bool) -> Packed[np.float32]:
         """Rows of distinct ids, by table; see `persia.services.EmbeddingPS`."""
         return self.lookup_at(ids, train).rows
 
     def lookup_at(self, ids: Mapping[str, Ids], train: bool) -> RowsAt:
         """Rows of distinct ids, and of which version they are; see `persia.services.EmbeddingPS`."""
-        numbers = [self._number(name) for name in ids]
-        rows = batching.borrow([(len(i), self._tables[name].dim) for name, i in ids.items()], self._scratch)
+        if not isinstance(ids, Packed):
+            try:
+                ids = Packed.of(ids, np.uint64)
+            except ValueError as error:
+                raise StoreError(f"lookup: {error}; ids are uint64 [n].") from error
+        numbers, dims = self._places(ids.names)
+        rows = self._scratch.floats(sum(map(operator.mul, ids.counts, dims)))
         with self._journal.exclusive():
             with_room(
-                lambda: self._store.lookup(numbers, list(ids.values()), train=train, out=rows),
+                lambda: self._store.lookup_packed(numbers, ids.counts, ids.buffer, rows, train),
                 self._options.timeout,
                 "lookup",
             )
-            return RowsAt(dict(zip(ids, rows, strict=True)), self._version)
+            return RowsAt(Packed(ids.names, ids.counts, rows, dims), self._version)
 
     def record(self) -> None:
         """Keeps a journal from now on."""
@@ -138,17 +147,16 @@ class EmbeddingServer:
 
     def push(self, header: PushHeader, gradients: Mapping[str, Gradients]) -> dict[str, UpdateCounts]:
         """Applies gradients, each once; see `persia.services.EmbeddingPS`."""
+        packed = self._packed(gradients)
         if header.slot >= 0:
-            return self._push_slot(header, gradients)
+            return self._push_slot(header, packed)
         if self._on_arrival and header.parts == 1:
-            return self._apply([header], header.client, header.sequence, gradients, header.step)
-        for table, part in gradients.items():
-            self._check(table, part)  # Now: what is held must not fail others later.
+            return self._apply([header], header.client, header.sequence, packed, header.step)
         if self._on_arrival:
             if header.rank >= len(self._held):
                 raise StoreError(f"There is no NN worker {header.rank}, only {len(self._held)}.", rank=header.rank)
-            return self._held[header.rank].push(header.sequence, Arrived(header, gradients))
-        return self._held[0].push(header.step, Arrived(header, gradients))
+            return self._held[header.rank].push(header.sequence, Arrived(header, packed))
+        return self._held[0].push(header.step, Arrived(header, packed))
 
     def switch(self, mode: str, generation: int, step: int) -> None:
         """Another mode from `step` on; see `persia.services.EmbeddingPS`."""
@@ -170,8 +178,6 @@ class EmbeddingServer:
 
     def _push_slot(self, header: PushHeader, gradients: Mapping[str, Gradients]) -> dict[str, UpdateCounts]:
         """A push of an asynchronous mode: its turn is known, and what is applied is the sum of its step."""
-        for table, part in gradients.items():
-            self._check(table, part)
 
         def work(last: bool) -> None:
             weighed = {table: (part, self._weights(table, part.ids, header)) for table, part in gradients.items()}
@@ -217,19 +223,22 @@ class EmbeddingServer:
         step: int,
     ) -> dict[str, UpdateCounts]:
         """Updates rows with the sum of some pushes, of which those in `headers` are not in the journal yet."""
+        ids, rows = (packed := self._packed(gradients)).ids, packed.rows
+        numbers, _ = self._places(ids.names)
         with self._journal.exclusive():
-            counts = self._store.update(
-                [self._number(name) for name in gradients],
-                [ids for ids, _ in gradients.values()],
-                [values for _, values in gradients.values()],
-                [learning_rate(self._tables[name], step) for name in gradients],
+            counts = self._store.update_packed(
+                numbers,
+                ids.counts,
+                ids.buffer,
+                rows.buffer,
+                [learning_rate(self._tables[name], step) for name in ids.names],
                 step=step,
                 client=client,
                 sequence=sequence,
             )
             fresh = [self._journal.add(header) for header in headers]
             self._version += all(fresh)  # Else it is a repetition.
-        return {name: UpdateCounts(*count) for name, count in zip(gradients, counts, strict=True)}
+        return dict(zip(ids.names, counts, strict=True))
 
     def statistics(self) -> dict[str, dict[str, int]]:
         """Counters by table, with `rows` and `bytes` in use."""
@@ -339,16 +348,30 @@ class EmbeddingServer:
                     for start in range(0, len(values), most):
                         yield StatePiece(name, shard, array, start, values[start : start + most])
 
-    def _check(self, table: str, gradients: Gradients) -> None:
-        self._number(table)
-        ids, values = gradients
-        shape = (len(ids), self._tables[table].dim)
-        if ids.dtype != np.uint64 or ids.ndim != 1 or values.dtype != np.float32 or values.shape != shape:
+    def _packed(self, gradients: Mapping[str, Gradients]) -> PackedGradients:
+        """The gradients in two buffers, checked: what is held must not fail others later."""
+        if not isinstance(gradients, PackedGradients):
+            try:
+                gradients = PackedGradients.of(gradients)
+            except ValueError as error:
+                raise StoreError(f"Gradients: {error}; ids are uint64 [n], values float32 [n, dim].") from error
+        ids, rows = gradients.ids, gradients.rows
+        _, dims = self._places(ids.names)
+        if rows.names != ids.names or rows.counts != ids.counts or (dims and rows.widths != dims) or ids.widths:
             raise StoreError(
-                f"table {table!r}: gradients must be ids uint64 [n] and values float32 [n, {shape[1]}]; got "
-                f"{ids.dtype} {ids.shape} and {values.dtype} {values.shape}.",
-                table=table,
+                "Gradients must be ids uint64 [n] and values float32 [n, dim] for the same tables; got "
+                f"{ids!r}, and {rows!r} with columns {rows.widths}, where the tables have {dims}."
             )
+        return gradients
+
+    def _places(self, names: Sequence[str]) -> tuple[list[int], list[int]]:
+        """Numbers and dims of these tables; nearly all calls are for the same ones, so they are kept."""
+        known, numbers, dims = self._asked
+        if known != names:
+            numbers = [self._number(name) for name in names]
+            dims = [self._tables[name].dim for name in names]
+            self._asked = list(names), numbers, dims
+        return numbers, dims
 
     def _number(self, table: str) -> int:
         index = self._index.get(table)

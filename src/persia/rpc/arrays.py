@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.errors import ConfigError, WireError
+from persia.packed import Packed, PackedGradients
 
 __all__ = ["DTYPES", "MAX_NDIM", "Arrays", "Buffer", "Decoder", "encode"]
 
@@ -67,6 +68,8 @@ def encode(value: object, most_arrays: int) -> tuple[bytes, Arrays]:
             head = _LAYOUTS[len(shape)].pack(len(arrays), code, len(shape), *shape)
             arrays.append(contiguous)
             return msgspec.msgpack.Ext(ARRAY_EXTENSION, head)
+        if isinstance(item, Packed | PackedGradients):
+            return item.to_wire()
         if isinstance(item, np.generic):
             return item.item()
         if isinstance(item, Mapping):
@@ -101,8 +104,8 @@ class Decoder(Generic[T]):
     """Builds values of one type. Thread-safe.
 
     Args:
-        kind: an annotation: what msgspec decodes, and `NDArray[...]` anywhere in it. `NDArray[A | B]` takes both
-            dtypes; `Any` takes everything.
+        kind: an annotation: what msgspec decodes, and `NDArray[...]`, `Packed[...]` and `PackedGradients` anywhere in
+            it. `NDArray[A | B]` takes both dtypes; `Any` takes everything.
 
     Raises:
         ConfigError: the annotation cannot be decoded.
@@ -168,22 +171,30 @@ class Decoder(Generic[T]):
 
     def _check(self, kind: Any, value: object) -> object:
         # msgspec adds the place to a ValueError.
-        if not isinstance(value, np.ndarray):
+        if kind is PackedGradients:
+            return PackedGradients.from_wire(value)
+        packs = get_origin(kind) is Packed
+        if not packs and not isinstance(value, np.ndarray):
             raise ValueError(f"expected an array, got {type(value).__name__}")
         known = self._accepted.get(id(kind))
         if known is None:
             known = self._accepted[id(kind)] = kind, _dtypes(kind)
         _, accepted = known
+        if packs:
+            return Packed.from_wire(value, accepted)
+        assert isinstance(value, np.ndarray)
         if value.dtype not in accepted:
             raise ValueError(f"expected an array of {' or '.join(sorted(map(str, accepted)))}, got {value.dtype}")
         return value
 
 
 def _dtypes(kind: Any) -> frozenset[np.dtype[Any]]:
-    """What `NDArray[...]` stands for; a class such as `np.floating` stands for all its dtypes."""
+    """What `NDArray[...]` or `Packed[...]` stands for; a class such as `np.floating` stands for all its dtypes."""
     arguments = get_args(kind)
     scalar: Any = np.generic
-    if len(arguments) == 2 and get_args(arguments[1]):
+    if get_origin(kind) is Packed:
+        (scalar,) = arguments
+    elif len(arguments) == 2 and get_args(arguments[1]):
         (scalar,) = get_args(arguments[1])
     scalars = get_args(scalar) if get_origin(scalar) in (Union, types.UnionType) else (scalar,)
     if Any in scalars:  # A class itself, from Python 3.11 on.

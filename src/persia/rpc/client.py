@@ -24,6 +24,9 @@ __all__ = ["Connection"]
 KEEPER_SECONDS = 0.05
 """How often replies are fetched while nobody waits for them."""
 
+KEEPER_IDLE_SECONDS = 5.0
+"""How long the thread for that stays without work: to make one for each batch costs more than all else in a call."""
+
 _HANDSHAKE_FAILURES = {
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it speaks another protocol or encrypts otherwise",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it speaks another protocol or encrypts otherwise",
@@ -36,7 +39,7 @@ class Connection:
 
     The first thread that waits receives, for the others too; when its own reply is there it wakes one of the others to
     go on. So a lone caller changes no threads. Calls that are started and not waited for are looked after by a thread
-    that lives as long as there are any.
+    that lives until there have been none for a while.
 
     Args:
         port: being connected.
@@ -58,6 +61,7 @@ class Connection:
         self._leader: Call | None = None
         self._leading = 0  # The thread of the leader.
         self._keeper: threading.Thread | None = None
+        self._kept = 0.0  # When it last had work.
         self._connected = False
         self._ever = False
         self._trouble = ""
@@ -93,6 +97,7 @@ class Connection:
             if self._connected:
                 self._flush()
             if unattended and self._keeper is None:
+                self._kept = time.monotonic()
                 self._keeper = threading.Thread(
                     target=_keep, args=(weakref.ref(self),), name=f"rpc {self.peer.address}", daemon=True
                 )
@@ -204,15 +209,17 @@ class Connection:
                 return
 
     def _keep(self) -> bool:
-        """Fetches what has come while nobody leads; False when there is nothing left to look after."""
+        """Fetches what has come while nobody leads; False when there has been nothing to look after for long."""
         with self._port.lock:
-            if self._closed or not (self._calls or self._iterators):
+            now = time.monotonic()
+            if self._calls or self._iterators:
+                self._kept = now
+            if self._closed or now - self._kept > KEEPER_IDLE_SECONDS:
                 self._keeper = None
                 return False
             if self._leader is None:
                 self._watch()
                 self._flush()
-            now = time.monotonic()
             for call in [c for c in self._calls.values() if c.expires < now]:
                 self._end(call, error=self._late(call))
             return True

@@ -12,11 +12,10 @@ from persia.batching.batch import IdColumn
 from persia.schema import Table
 from persia.types import (
     Contribution,
-    Floats,
-    Gradients,
-    Ids,
     Journaled,
     LookedUp,
+    Packed,
+    PackedGradients,
     PushHeader,
     RowsAt,
     SlotCounts,
@@ -78,7 +77,7 @@ class EmbeddingPS(Protocol):
     def tables(self) -> Mapping[str, Table]:
         """The tables by name, their optimizers filled in."""
 
-    def lookup(self, ids: Mapping[str, Ids], train: bool) -> dict[str, Floats]:
+    def lookup(self, ids: Packed[np.uint64], train: bool) -> Packed[np.float32]:
         """Rows of distinct ids, by table.
 
         Args:
@@ -89,7 +88,7 @@ class EmbeddingPS(Protocol):
             By table, float32 `[n, dim]`.
         """
 
-    def lookup_at(self, ids: Mapping[str, Ids], train: bool) -> RowsAt:
+    def lookup_at(self, ids: Packed[np.uint64], train: bool) -> RowsAt:
         """As `lookup`, and of which version the rows are."""
 
     def record(self) -> None:
@@ -98,7 +97,7 @@ class EmbeddingPS(Protocol):
     def journal(self) -> Journaled:
         """Ends that: the pushes that took effect, in this order."""
 
-    def push(self, header: PushHeader, gradients: Mapping[str, Gradients]) -> dict[str, UpdateCounts]:
+    def push(self, header: PushHeader, gradients: PackedGradients) -> dict[str, UpdateCounts]:
         """Takes gradients of an NN worker; returns once they are applied, as the mode says, each once.
 
         In a mode that holds gradients this blocks until those of all NN workers have come. Send a push without

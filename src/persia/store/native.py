@@ -190,6 +190,46 @@ class EmbeddingStore:
             counts = self._native.update(list(tables), list(ids), list(gradients), list(lrs), step, client, sequence)
         return [UpdateCounts(*count) for count in counts]
 
+    def lookup_packed(
+        self,
+        tables: Sequence[int],
+        counts: Sequence[int],
+        ids: NDArray[np.uint64],
+        out: NDArray[np.float32],
+        train: bool,
+    ) -> None:
+        """`lookup` with the ids of all tables, and their rows, one table after another.
+
+        Args:
+            tables: numbers of the tables, each at most once.
+            counts: per table, how many ids.
+            ids: uint64 [sum of counts], contiguous.
+            out: float32 [sum of count * dim] to write to, contiguous.
+            train: see `lookup`.
+
+        Raises:
+            StoreError: an argument does not fit. Nothing has been changed.
+            StoreFullError: as in `lookup`.
+        """
+        with _store_errors():
+            _core.packed.lookup(self._native, tables, counts, ids, out, train)
+
+    def update_packed(
+        self,
+        tables: Sequence[int],
+        counts: Sequence[int],
+        ids: NDArray[np.uint64],
+        gradients: NDArray[np.float32],
+        lrs: Sequence[float],
+        step: int,
+        client: int = 0,
+        sequence: int = 0,
+    ) -> list[UpdateCounts]:
+        """`update` with the ids and gradients of all tables one table after another; `counts` says how many of each."""
+        with _store_errors():
+            found = _core.packed.update(self._native, tables, counts, ids, gradients, lrs, step, client, sequence)
+        return [UpdateCounts(*count) for count in found]
+
     def peek(self, table: int, ids: NDArray[np.uint64]) -> tuple[NDArray[np.bool_], Rows]:
         """Whole rows without touching them: (found [n], rows [n]); columns of ids without a row are zero."""
         with _store_errors():

@@ -24,6 +24,8 @@ def call_all(calls: Sequence[Callable[[], T]]) -> list[T]:
     Raises:
         BaseException: what the first of the calls that failed has raised.
     """
+    if len(calls) == 1:  # Nobody to be under way beside.
+        return [calls[0]()]
     results: list[T | None] = [None] * len(calls)
     failures: dict[int, BaseException] = {}
 

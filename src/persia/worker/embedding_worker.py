@@ -7,6 +7,9 @@ import functools
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import cast
+
+import numpy as np
 
 from persia import batching
 from persia.batching.batch import IdColumn
@@ -19,6 +22,7 @@ from persia.types import (
     Contribution,
     Floats,
     LookedUp,
+    Packed,
     PushHeader,
     UpdateCounts,
     WireRows,
@@ -119,23 +123,24 @@ class Worker:
                 if sequence == header.sequence:
                     return counts  # The call that this one repeats has ended just now.
                 raise
+            gradients = self._router.gradients_for(batches)
             answers = call_all(
                 [
-                    functools.partial(server.push, header, self._router.gradients_for(batches, number))
-                    for number, server in enumerate(self._servers)
+                    functools.partial(server.push, header, part)
+                    for server, part in zip(self._servers, gradients, strict=True)
                 ]
             )
-        counts = {}
-        for answer in answers:
+        counts = dict(answers[0])
+        for answer in answers[1:]:
             for table, more in answer.items():
                 counts[table] = UpdateCounts(*map(sum, zip(counts.get(table, UpdateCounts()), more, strict=True)))
         with self._lock:
             for known in [known for known in self._outcomes if known[0] < header.generation]:
                 del self._outcomes[known]
             self._outcomes[sender] = header.sequence, counts
-        for entry, contribution in batches:
+        for contribution in contributions:
             self._carried("gradient_bytes", contribution.gradients, contribution.scales)
-            self._count("gradient_rows", sum(len(entry.ids[table]) for table in contribution.gradients))
+            self._count("gradient_rows", sum(map(len, contribution.gradients.values())))
             self._buffer.forget(contribution.batch_id, "pushed")
         return counts
 
@@ -176,13 +181,13 @@ class Worker:
         )
         rows = self._router.join(entry, [answer.rows for answer in answers])
         versions = [answer.version for answer in answers]
+        _, _, narrow, wide = entry.found
         if not self._compresses:
-            return LookedUp(dict(rows), entry.inverse, entry.offsets, None, versions)
-        halves: dict[str, WireRows] = {}
-        scales: dict[str, Floats] = {}
-        for table, values in rows.items():
-            halves[table], scales[table] = batching.encode_rows(values)
-        return LookedUp(halves, entry.inverse, entry.offsets, scales, versions)
+            plain = cast("Packed[np.float32 | np.float16]", rows)
+            return LookedUp(plain, narrow, wide, entry.offsets, None, versions)
+        halves, scales = batching.encode_packed(rows)
+        short = cast("Packed[np.float32 | np.float16]", halves)
+        return LookedUp(short, narrow, wide, entry.offsets, scales, versions)
 
     def _carried(self, what: str, rows: Mapping[str, WireRows], scales: Mapping[str, Floats] | None) -> None:
         """Counts bytes to or from an NN worker."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 
@@ -9,8 +10,9 @@ import numpy as np
 
 from persia import batching
 from persia.batching.batch import IdColumn
+from persia.errors import StoreError
 from persia.schema import Schema
-from persia.types import Contribution, Floats, Gradients, Halves, Ids, Int64Array, Inverse
+from persia.types import Contribution, Floats, Gradients, Halves, Inverse, Packed, PackedGradients
 
 __all__ = ["Entry", "Router"]
 
@@ -18,13 +20,23 @@ __all__ = ["Entry", "Router"]
 class Entry(NamedTuple):
     """What is kept of a batch, from registration to the push of its gradient.
 
-    Distinct ids are sorted by the PS that owns them: those of PS p are at `bounds[p]` to `bounds[p + 1]`.
+    Attributes:
+        found: its distinct ids, sorted by the PS that owns them, and the place of every id.
+        offsets: by feature; of those whose samples have any number of ids.
     """
 
-    ids: dict[str, Ids]
-    bounds: dict[str, list[int]]
-    inverse: dict[str, Inverse]
-    offsets: dict[str, Int64Array | None]
+    found: batching.PackedBatch
+    offsets: Packed[np.int64]
+
+    @property
+    def ids(self) -> Packed[np.uint64]:
+        """Distinct ids by table."""
+        return self.found.ids
+
+    @property
+    def inverse(self) -> dict[str, Inverse]:
+        """By feature, the place of every id."""
+        return {**self.found.narrow, **self.found.wide}
 
 
 class Router:
@@ -40,70 +52,93 @@ class Router:
         self._servers = servers
         self._pool = batching.ThreadPool(threads)
         self._scratch = batching.Scratch()
-        self._features: dict[str, list[str]] = {name: [] for name in schema.resolved_tables()}
-        self._dims = {name: table.dim for name, table in schema.resolved_tables().items()}
+        features: dict[str, list[str]] = {name: [] for name in schema.resolved_tables()}
         for feature in schema.id_features:
-            self._features[feature.table_name].append(feature.name)
+            features[feature.table_name].append(feature.name)
+        self._features = list(features.items())
+        self._dims = {name: table.dim for name, table in schema.resolved_tables().items()}
         self._max_length = {f.name: f.max_length for f in schema.id_features}
 
     def entry(self, id_features: Mapping[str, IdColumn]) -> Entry:
         """The distinct ids of a batch by table, sorted by owner."""
         columns = {name: _truncated(id_features[name], most) for name, most in self._max_length.items()}
-        groups = [[columns[feature].values for feature in features] for features in self._features.values()]
-        unique = batching.unique(groups, self._pool, self._scratch)
-        if self._servers > 1:
-            bounds = batching.group_by_owner(list(self._features), unique, self._servers, self._pool, self._scratch)
-        else:
-            bounds = [np.array([0, len(ids)], np.int64) for ids, _ in unique]
-        ids: dict[str, Ids] = {}
-        inverse: dict[str, Inverse] = {}
-        for (table, features), (distinct, inverses) in zip(self._features.items(), unique, strict=True):
-            ids[table] = distinct
-            inverse.update(zip(features, inverses, strict=True))
-        return Entry(
-            ids,
-            {table: ends.tolist() for table, ends in zip(self._features, bounds, strict=True)},
-            inverse,
-            {name: column.offsets for name, column in columns.items()},
-        )
+        values = [[columns[name].values for name in features] for _, features in self._features]
+        found = batching.pack_batch(self._features, values, self._servers, self._pool, self._scratch)
+        ends = {name: column.offsets for name, column in columns.items() if column.offsets is not None}
+        return Entry(found, Packed.of(ends, np.int64))
 
-    @staticmethod
-    def ids_of(entry: Entry, server: int) -> dict[str, Ids]:
+    def ids_of(self, entry: Entry, server: int) -> Packed[np.uint64]:
         """What one PS is asked for."""
-        return {table: ids[slice(*entry.bounds[table][server : server + 2])] for table, ids in entry.ids.items()}
+        return batching.take_part(entry.ids, entry.found.bounds, server)
 
-    def join(self, entry: Entry, answers: Sequence[Mapping[str, Floats]]) -> dict[str, Floats]:
+    def join(self, entry: Entry, answers: Sequence[Packed[np.float32]]) -> Packed[np.float32]:
         """Rows of the distinct ids, from the answers of all PSs."""
         if len(answers) == 1:
-            return dict(answers[0])
-        rows = batching.borrow([(len(ids), self._dims[table]) for table, ids in entry.ids.items()], self._scratch)
-        found = dict(zip(entry.ids, rows, strict=True))
+            return answers[0]
+        ids = entry.ids
+        dims = [self._dims[name] for name in ids.names]
+        rows = Packed(ids.names, ids.counts, self._scratch.floats(sum(map(operator.mul, ids.counts, dims))), dims)
         for server, answer in enumerate(answers):
-            for table, part in answer.items():
-                found[table][slice(*entry.bounds[table][server : server + 2])] = part
-        return found
+            batching.put_part(rows, entry.found.bounds, server, answer.buffer)
+        return rows
 
-    def gradients_for(self, batches: Sequence[tuple[Entry, Contribution]], server: int) -> dict[str, Gradients]:
-        """What one PS gets: slices of what has come, or the sum of several batches' slices."""
+    def gradients_for(self, batches: Sequence[tuple[Entry, Contribution]]) -> list[PackedGradients]:
+        """What each PS gets: its part of what has come, or the sum of several batches' parts.
+
+        Raises:
+            StoreError: gradients that do not fit the rows of their batch.
+        """
+        parts = [self._parts(entry, contribution) for entry, contribution in batches]
+        if len(parts) == 1:
+            return parts[0]
+        return [self._sum([part[server] for part in parts]) for server in range(self._servers)]
+
+    def _parts(self, entry: Entry, contribution: Contribution) -> list[PackedGradients]:
+        """One contribution, by PS."""
+        gradients, ids, bounds = contribution.gradients, entry.ids, entry.found.bounds
+        if list(gradients) != ids.names:  # Some tables took no part in the loss.
+            places = {name: place for place, name in enumerate(ids.names)}
+            unknown = [name for name in gradients if name not in places]
+            if unknown:
+                raise StoreError(f"The batch has no table {unknown[0]!r}.", table=unknown[0])
+            bounds = np.ascontiguousarray(bounds[[places[name] for name in gradients]])
+            ids = Packed.of({name: ids[name] for name in gradients}, np.uint64)
+        rows = self._plain(contribution)
+        dims = [self._dims[name] for name in ids.names]
+        if list(rows.counts) != list(ids.counts) or (dims and list(rows.widths or ()) != dims):
+            raise StoreError(
+                f"Gradients must be [rows, dim] as looked up, {list(zip(ids.counts, dims, strict=True))} for "
+                f"{', '.join(ids.names)}; got {list(rows.counts)} rows of {rows.widths}."
+            )
+        return [
+            PackedGradients(batching.take_part(ids, bounds, server), batching.take_part(rows, bounds, server))
+            for server in range(self._servers)
+        ]
+
+    def _plain(self, contribution: Contribution) -> Packed[np.float32]:
+        """Gradients as float32."""
+        gradients, scales = contribution.gradients, contribution.scales
+        try:
+            if scales is None:
+                return Packed.of(cast("Mapping[str, Floats]", gradients), np.float32)
+            halves = Packed.of(cast("Mapping[str, Halves]", gradients), np.float16)
+            factors = Packed.of(scales, np.float32)
+        except ValueError as error:
+            raise StoreError(f"Gradients: {error}.") from error
+        if list(factors.names) != list(halves.names) or list(factors.counts) != list(halves.counts):
+            raise StoreError("Gradients must have a scale for each row.")
+        return batching.decode_packed(halves, factors, self._scratch)
+
+    def _sum(self, parts: Sequence[PackedGradients]) -> PackedGradients:
+        """Of several batches, for one PS."""
         gradients: dict[str, Gradients] = {}
-        for table in self._features:
-            parts: list[Gradients] = []
-            for entry, contribution in batches:
-                values = contribution.gradients.get(table)
-                if values is None:
-                    continue
-                mine = slice(*entry.bounds[table][server : server + 2])
-                scales = (contribution.scales or {}).get(table)
-                if scales is None:
-                    plain = cast("Floats", values[mine])
-                else:
-                    plain = batching.decode_rows(cast("Halves", values[mine]), scales[mine])
-                parts.append(Gradients(entry.ids[table][mine], plain))
-            if len(parts) == 1:
-                gradients[table] = parts[0]
-            elif parts:
-                gradients[table] = Gradients(*batching.merge_gradients(parts, self._pool, self._scratch))
-        return gradients
+        for table, _ in self._features:
+            mine = [part[table] for part in parts if table in part]
+            if len(mine) == 1:
+                gradients[table] = mine[0]
+            elif mine:
+                gradients[table] = Gradients(*batching.merge_gradients(mine, self._pool, self._scratch))
+        return PackedGradients.of(gradients)
 
 
 def _truncated(column: IdColumn, most: int | None) -> IdColumn:

@@ -63,7 +63,7 @@ class OneBit(Compressor, frozen=True, tag="one_bit"):
         count, blocks = out.numel(), self._blocks(out.numel())
         if not count:
             return
-        scales = payload[: 4 * blocks].view(torch.float32).repeat_interleave(self.block)[:count]
+        scales = payload[: 4 * blocks].view(torch.float32)[:, None].expand(-1, self.block).reshape(-1)[:count]
         positive = (payload[4 * blocks :, None] & self._weights(out.device)).view(-1)[:count] != 0
         out.copy_(torch.where(positive, scales, -scales))
 
@@ -72,4 +72,4 @@ class OneBit(Compressor, frozen=True, tag="one_bit"):
 
     @staticmethod
     def _weights(device: torch.device) -> torch.Tensor:
-        return torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=device)
+        return 1 << torch.arange(8, dtype=torch.uint8, device=device)  # Made there: a copy would wait for the device.

@@ -47,7 +47,8 @@ class StochasticTernary(Compressor, frozen=True, tag="stochastic_ternary"):
         # On the host, so that the choices do not depend on the device.
         generator = torch.Generator().manual_seed(self.stream(key))
         chance = torch.rand(count, generator=generator).to(values.device)
-        chosen = chance * magnitudes.amax(1).repeat_interleave(self.block)[:count] < values.abs()
+        largest = magnitudes.amax(1, keepdim=True).expand(-1, self.block).reshape(-1)[:count]
+        chosen = chance * largest < values.abs()
         digits = torch.nn.functional.pad(torch.where(values > 0, 1, 2).to(torch.uint8) * chosen, (0, -count % 4))
         payload[4 * blocks :].copy_((digits.view(-1, 4) << self._shifts(values.device)).sum(1, dtype=torch.uint8))
         sent = torch.empty_like(values)
@@ -60,7 +61,7 @@ class StochasticTernary(Compressor, frozen=True, tag="stochastic_ternary"):
         if not count:
             return
         digits = (payload[4 * blocks :, None] >> self._shifts(out.device) & 3).view(-1)[:count]
-        scales = payload[: 4 * blocks].view(torch.float32).repeat_interleave(self.block)[:count]
+        scales = payload[: 4 * blocks].view(torch.float32)[:, None].expand(-1, self.block).reshape(-1)[:count]
         out.copy_((digits == 1).float() - (digits == 2).float()).mul_(scales)
 
     def stream(self, key: int) -> int:
@@ -72,4 +73,4 @@ class StochasticTernary(Compressor, frozen=True, tag="stochastic_ternary"):
 
     @staticmethod
     def _shifts(device: torch.device) -> torch.Tensor:
-        return torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=device)
+        return torch.arange(0, 8, 2, dtype=torch.uint8, device=device)  # Made there: a copy would wait for the device.

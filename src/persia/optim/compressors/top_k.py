@@ -39,13 +39,13 @@ class TopK(Compressor, frozen=True, tag="top_k"):
         positions = torch.topk(values.abs(), kept, sorted=False).indices
         payload[: 4 * kept].view(torch.int32).copy_(positions)
         payload[4 * kept :].view(torch.float32).copy_(values[positions])
-        values[positions] = 0.0
+        values.index_fill_(0, positions, 0.0)
 
     def decompress(self, payload: torch.Tensor, out: torch.Tensor) -> None:
         """See `Compressor.decompress`."""
         kept = self._kept(out.numel())
         out.zero_()
-        out[payload[: 4 * kept].view(torch.int32).long()] = payload[4 * kept :].view(torch.float32)
+        out.index_copy_(0, payload[: 4 * kept].view(torch.int32).long(), payload[4 * kept :].view(torch.float32))
 
     def _kept(self, count: int) -> int:
         return min(count, math.ceil(self.ratio * count))

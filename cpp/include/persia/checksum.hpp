@@ -1,0 +1,11 @@
+// CRC-32 as in zlib, gzip and PNG (polynomial 0x04C11DB7, reflected), at the speed of memory.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace persia {
+
+// Of `bytes` bytes behind those whose checksum is `crc`; 0 begins anew.
+std::uint32_t crc32(std::uint32_t crc, const std::byte* data, std::size_t bytes);
+
+}  // namespace persia

@@ -1,0 +1,53 @@
+// What tests of a store with one table share.
+#pragma once
+#include <cstdint>
+#include <numeric>
+#include <vector>
+
+#include "persia/store.hpp"
+
+namespace persia {
+
+inline constexpr std::size_t kDim = 5;
+
+using Keys = std::vector<std::uint64_t>;
+
+inline Keys range(std::uint64_t from, std::uint64_t to) {
+  Keys keys(to - from);
+  std::iota(keys.begin(), keys.end(), from);
+  return keys;
+}
+
+inline TableConfig config_of(std::uint64_t capacity, std::uint32_t shards) {
+  TableConfig c;
+  c.name = "t";
+  c.dim = kDim;
+  c.capacity = capacity;
+  c.shards = shards;
+  return c;
+}
+
+inline std::vector<float> look(Store& store, const Keys& keys, bool train = true) {
+  std::vector<float> out(keys.size() * kDim);
+  const LookupRequest request{0, keys.data(), keys.size(), out.data()};
+  store.lookup({&request, 1}, train);
+  return out;
+}
+
+struct Origin {
+  std::uint32_t step = 1;
+  std::uint64_t client = 0;
+  std::uint64_t sequence = 0;
+};
+
+inline PushCounts push(Store& store, const Keys& keys, const std::vector<float>& gradients, const Origin& origin) {
+  const UpdateRequest request{0, keys.data(), keys.size(), gradients.data(), 0.1f};
+  return store.update({&request, 1}, origin.step, origin.client, origin.sequence)[0];
+}
+
+// Gradients of one.
+inline PushCounts push(Store& store, const Keys& keys, const Origin& origin = {}) {
+  return push(store, keys, std::vector<float>(keys.size() * kDim, 1.0f), origin);
+}
+
+}  // namespace persia

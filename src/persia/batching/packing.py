@@ -1,0 +1,142 @@
+"""The batch path on packed arrays: all tables of a batch in one call (docs/decisions/0004-packed-arrays.md)."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from persia.batching.codec import decode_rows, encode_rows
+from persia.batching.native import Scratch, ThreadPool, as_data_error
+from persia.packed import Packed
+from persia.types import Floats, Ids, Int64Array
+
+__all__ = ["PackedBatch", "decode_packed", "encode_packed", "pack_batch", "put_part", "take_part"]
+
+S = TypeVar("S", bound=np.generic)
+
+_core: Any = importlib.import_module("persia._core").packed
+
+
+class PackedBatch(NamedTuple):
+    """The distinct ids of a batch, sorted by the PS that owns them, and where those of each feature are.
+
+    Attributes:
+        ids: by table.
+        bounds: int64 `[tables, servers + 1]`: PS p owns `ids[table][bounds[t, p]:bounds[t, p + 1]]`.
+        narrow: by feature, the place of every id among those of its table; of tables with at most 65,536 ids.
+        wide: of the others.
+    """
+
+    ids: Packed[np.uint64]
+    bounds: Int64Array
+    narrow: Packed[np.uint16]
+    wide: Packed[np.uint32]
+
+
+def pack_batch(
+    tables: Sequence[tuple[str, Sequence[str]]],
+    values: Sequence[Sequence[Ids]],
+    servers: int,
+    pool: ThreadPool,
+    scratch: Scratch,
+) -> PackedBatch:
+    """`unique` and `group_by_owner` of all tables in one call.
+
+    Args:
+        tables: their names, and those of their features.
+        values: for each table the ids of its features: contiguous uint64 arrays `[n_i]`.
+        servers: how many PSs there are.
+        pool: threads to run on, over tables.
+        scratch: memory kept from call to call. All that is returned is lent by it.
+
+    Raises:
+        DataError: an array has another dtype or shape, or is not contiguous; a table has 2^32 - 1 ids or more.
+
+    Blocks until done, without the GIL. Thread-safe.
+    """
+    groups = [list(group) for group in values]
+    lengths = [[len(ids) for ids in group] for group in groups]
+    total = sum(map(sum, lengths))
+    block = scratch.floats(3 * total)
+    ids, inverse = block[: 2 * total].view(np.uint64), block[2 * total :].view(np.uint32)
+    bounds = np.empty((len(tables), servers + 1), np.int64)
+    names = [name for name, _ in tables]
+    with as_data_error:
+        distinct, narrow, wide, are_wide = _core.pack_batch(names, groups, ids, inverse, bounds, pool, scratch)
+    features: tuple[list[str], list[str]] = [], []
+    counts: tuple[list[int], list[int]] = [], []
+    for (_, mine), sizes, is_wide in zip(tables, lengths, are_wide, strict=True):
+        features[is_wide].extend(mine)
+        counts[is_wide].extend(sizes)
+    return PackedBatch(
+        Packed(names, bounds[:, -1].tolist(), ids[:distinct]),
+        bounds,
+        Packed(features[0], counts[0], inverse[wide:].view(np.uint16)[:narrow]),
+        Packed(features[1], counts[1], inverse[:wide]),
+    )
+
+
+def take_part(whole: Packed[S], bounds: Int64Array, server: int) -> Packed[S]:
+    """The rows of one PS; a copy, unless there is one PS only.
+
+    Args:
+        whole: by table.
+        bounds: of these tables, as in `PackedBatch`.
+        server: number of the PS.
+
+    Raises:
+        DataError: the bounds are not those of these arrays.
+    """
+    if bounds.shape[1] == 2:
+        return whole
+    counts = (bounds[:, server + 1] - bounds[:, server]).tolist()
+    widths = whole.widths or [1] * len(counts)
+    mine = np.empty(sum(count * width for count, width in zip(counts, widths, strict=True)), whole.buffer.dtype)
+    with as_data_error:
+        _core.move_part(whole.buffer, mine, bounds, server, widths, True)
+    return Packed(whole.names, counts, mine, whole.widths)
+
+
+def put_part(whole: Packed[S], bounds: Int64Array, server: int, mine: NDArray[S]) -> None:
+    """The opposite: writes the rows of one PS, table after table, to their places. Raises as `take_part` does."""
+    with as_data_error:
+        _core.move_part(whole.buffer, mine, bounds, server, whole.widths or [1] * len(whole), False)
+
+
+def encode_packed(rows: Packed[np.float32]) -> tuple[Packed[np.float16], Packed[np.float32]]:
+    """`encode_rows` of all tables: a call for each run of tables of one width."""
+    halves = np.empty(rows.buffer.shape, np.float16)
+    scales = np.empty(sum(rows.counts), np.float32)
+    for row, end, first, last, width in _runs(rows):
+        encoded, factors = encode_rows(rows.buffer[first:last].reshape(-1, width))
+        halves[first:last], scales[row:end] = encoded.reshape(-1), factors
+    return Packed(rows.names, rows.counts, halves, rows.widths), Packed(rows.names, rows.counts, scales)
+
+
+def decode_packed(halves: Packed[np.float16], scales: Packed[np.float32], scratch: Scratch) -> Packed[np.float32]:
+    """`decode_rows` of all tables: undoes `encode_packed`."""
+    rows: Floats | None = None
+    for row, end, first, last, width in _runs(halves):
+        part = decode_rows(halves.buffer[first:last].reshape(-1, width), scales.buffer[row:end], scratch).reshape(-1)
+        if last - first == len(halves.buffer):
+            rows = part
+            break
+        rows = scratch.floats(len(halves.buffer)) if rows is None else rows
+        rows[first:last] = part
+    return Packed(halves.names, halves.counts, np.empty(0, np.float32) if rows is None else rows, halves.widths)
+
+
+def _runs(rows: Packed[Any]) -> Iterator[tuple[int, int, int, int, int]]:
+    """Neighbouring tables of one width: first row and end, first value and end, width."""
+    row = first = 0
+    pairs = zip(rows.widths or [], rows.counts, strict=False)
+    for width, run in itertools.groupby(pairs, key=lambda pair: pair[0]):
+        count = sum(n for _, n in run)
+        if count * width:
+            yield row, row + count, first, first + count * width, width
+        row, first = row + count, first + count * width

@@ -1,0 +1,150 @@
+"""APMSqueeze while the network is on dense PSs: gradients come averaged, so nothing is sent or compressed here.
+
+:meth:`persia.optim.APMSqueeze.hand_over` fills an :class:`Averaged`, which dense PSs can run, and `take_back` reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from persia.optim.cohort import Cohort, Phase
+from persia.optim.exchange import Exchange
+from persia.optim.optimizer_state import HEADER, VERSION
+
+__all__ = ["Averaged", "fill", "flush", "read"]
+
+
+class Averaged(torch.optim.Optimizer):
+    """The updates of APMSqueeze on gradients that are averages already, tensor by tensor. Not thread-safe.
+
+    Adam while the warm-up lasts; where v is frozen, momentum over its root. It freezes nothing itself: a warm-up that
+    is over in the meantime ends when APMSqueeze has the network back. State by parameter: `step`, `exp_avg`,
+    `exp_avg_sq` as Adam has them, and `frozen`.
+
+    Args:
+        groups: parameter groups, each with `lr`, `betas`, `eps`, `weight_decay`.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]]) -> None:
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of the parameters that have a gradient. Returns the loss of the closure, if there is one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad.float(), group)
+        return loss
+
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            zeros = torch.zeros_like(gradient)
+            state.update(step=torch.zeros(()), exp_avg=zeros, exp_avg_sq=zeros.clone(), frozen=False)
+        beta1, beta2 = group["betas"]
+        state["step"] += 1
+        updates, m, v = float(state["step"]), state["exp_avg"], state["exp_avg_sq"]
+        m.mul_(beta1).add_(gradient, alpha=1.0 - beta1)
+        if state["frozen"]:
+            deviation = v.sqrt()
+        else:
+            v.mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
+            deviation = (v / (1.0 - beta2**updates)).sqrt_()
+        change = torch.div(m, deviation.add_(group["eps"])).mul_(group["lr"] / (1.0 - beta1**updates))
+        parameter.copy_(parameter * (1.0 - group["lr"] * group["weight_decay"]) - change)
+
+    def maker(self, parameters: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], Averaged]:
+        """What makes one like this, its state empty, from other tensors in the order of these; can be pickled."""
+        number = {id(p): i for i, p in enumerate(parameters)}
+        return _Maker([{**group, "params": [number[id(p)] for p in group["params"]]} for group in self.param_groups])
+
+
+class _Maker:
+    """See `Averaged.maker`; the groups have numbers of parameters."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        self._groups = groups
+
+    def __call__(self, parameters: Sequence[torch.Tensor]) -> Averaged:
+        return Averaged({**group, "params": [parameters[i] for i in group["params"]]} for group in self._groups)
+
+
+def flush(cohort: Cohort, beta1: Sequence[float], momentum: bool, exchange: Exchange) -> None:
+    """Adds to the momentum what was never sent, so that the next update has it, as without compression.
+
+    A collective. Afterwards there are no errors.
+
+    Args:
+        cohort: compressed or not.
+        beta1: by parameter of it. Where it is 0 the next update has nothing of the momentum, nor of the errors.
+        momentum: whether the errors are of the momentum; else of gradients.
+        exchange: with the other workers.
+    """
+    cohort.settle()
+    if cohort.phase == "warmup":
+        return
+    flat = cohort.flat
+    unsent = flat.error.mul_(1.0 / exchange.size).add_(cohort.server_error())
+    exchange.start_sum(unsent, "what was never sent")()
+    for m, e, b in zip(flat.views(flat.momentum), flat.views(unsent), beta1, strict=True):
+        m.add_(e, alpha=(1.0 if momentum else 1.0 - b) / b if b else 0.0)
+    flat.error.zero_()
+    cohort.set_server_error(flat.error)
+
+
+def fill(averaged: Averaged, cohorts: Sequence[Cohort]) -> None:
+    """The state of cohorts that have been flushed; tensors are theirs, not copies."""
+    averaged.state.clear()
+    for cohort in cohorts:
+        flat = cohort.flat
+        moments = zip(flat.views(flat.momentum), flat.views(flat.variance), strict=True)
+        for parameter, updates, (m, v) in zip(flat.parameters, cohort.updates, moments, strict=True):
+            averaged.state[parameter] = {
+                "step": torch.tensor(float(updates)),
+                "exp_avg": m,
+                "exp_avg_sq": v,
+                "frozen": cohort.phase == "compressed",
+            }
+
+
+def read(
+    averaged: Averaged, cohorts: Sequence[Cohort], parameters: Sequence[torch.Tensor]
+) -> tuple[dict[str, Any], int]:
+    """A consolidated state for `optimizer_state.unpack`, without errors, and how many steps were made.
+
+    Args:
+        averaged: has come back.
+        cohorts: as they were when it was filled. Parameters that none of them has become one more.
+        parameters: in the order that numbers them.
+    """
+    number = {id(p): i for i, p in enumerate(parameters)}
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    about: list[dict[str, Any]] = []
+    most = 0
+    known = {id(p) for cohort in cohorts for p in cohort.flat.parameters}
+    new = [p for p in parameters if id(p) not in known and averaged.state.get(p)]
+    groups: list[tuple[Sequence[torch.Tensor], Sequence[int], Phase, int]] = [
+        (c.flat.parameters, c.updates, c.phase, c.steps) for c in cohorts
+    ]
+    for members, updates, phase, steps in [*groups, (new, [0] * len(new), "warmup", 0)]:
+        made = 0
+        for parameter, before in zip(members, updates, strict=True):
+            i, values = number[id(parameter)], averaged.state[parameter]
+            state[i] = {name: values[name].detach() for name in ("step", "exp_avg", "exp_avg_sq")}
+            if phase == "compressed":
+                zeros = torch.zeros_like(values["exp_avg"])
+                state[i] |= {"worker_error": zeros[None], "server_error": zeros}
+            made = max(made, int(values["step"]) - before)
+        if members:
+            numbers = [number[id(p)] for p in members]
+            about.append({"parameters": numbers, "phase": phase, "steps": steps + made, "norms": []})
+        most = max(most, made)
+    return {"state": state, HEADER: {"version": VERSION, "workers": 1, "rank": None, "cohorts": about}}, most

@@ -1,0 +1,230 @@
+"""Arrays by name in one buffer, as they cross from role to role: a batch costs as much with 26 tables as with one.
+
+`docs/decisions/0004-packed-arrays.md` says why.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Set as AbstractSet
+from typing import Any, Generic, NamedTuple, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Gradients", "Packed", "PackedGradients"]
+
+S = TypeVar("S", bound=np.generic)
+S_co = TypeVar("S_co", bound=np.generic, covariant=True)
+
+
+class Packed(Mapping[str, "NDArray[S_co]"], Generic[S_co]):
+    """Arrays of one dtype by name, one after another in one buffer. Read-only; what is read are views.
+
+    The arrays are `[n]`, or `[n, width]` with a width for each. Whoever makes one sees to it that counts and widths
+    make up the buffer; what comes from another process is checked (`from_wire`).
+
+    Args:
+        names: distinct.
+        counts: of each array, its n.
+        buffer: `[sum of n * width]`, contiguous.
+        widths: of each array; None where they have one dimension.
+    """
+
+    __slots__ = ("_by_name", "buffer", "counts", "names", "widths")
+
+    def __init__(
+        self, names: Sequence[str], counts: Sequence[int], buffer: NDArray[S_co], widths: Sequence[int] | None = None
+    ) -> None:
+        self.names = names
+        self.counts = counts
+        self.buffer = buffer
+        self.widths = widths
+        self._by_name: dict[str, NDArray[S_co]] | None = None  # Made when arrays are first asked for by name.
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, NDArray[S]], dtype: type[S]) -> Packed[S]:
+        """These arrays; copied, unless they are packed already.
+
+        Raises:
+            ValueError: they have other dtypes, or not all have one dimension, or two.
+        """
+        wanted = np.dtype(dtype)
+        if isinstance(arrays, Packed):
+            if arrays.buffer.dtype != wanted:
+                raise ValueError(f"expected arrays of {wanted}, got {arrays.buffer.dtype}")
+            return arrays
+        for name, array in arrays.items():
+            if array.dtype != wanted:
+                raise ValueError(f"{name!r}: expected an array of {wanted}, got {array.dtype}")
+        given = list(arrays.values())
+        dimensions = {array.ndim for array in given}
+        if dimensions - {1, 2} or len(dimensions) > 1:
+            raise ValueError(f"expected arrays of one dimension, or of two, got {sorted(dimensions)}")
+        flat = [array.reshape(-1) for array in given]
+        buffer = np.concatenate(flat) if flat else np.empty(0, wanted)
+        widths = [array.shape[1] for array in given] if dimensions == {2} else None
+        return Packed(list(arrays), [len(array) for array in given], buffer, widths)
+
+    def arrays(self) -> list[NDArray[S_co]]:
+        """All, in order."""
+        if self.widths is None:
+            ends = list(itertools.accumulate(self.counts))
+            return [self.buffer[end - count : end] for end, count in zip(ends, self.counts, strict=True)]
+        result = []
+        start = 0
+        for count, width in zip(self.counts, self.widths, strict=True):
+            end = start + count * width
+            result.append(self.buffer[start:end].reshape(count, width))
+            start = end
+        return result
+
+    def __getitem__(self, name: str) -> NDArray[S_co]:
+        return self._views()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __repr__(self) -> str:
+        return f"<Packed {self.buffer.dtype}: {dict(zip(self.names, self.counts, strict=True))}>"
+
+    def items(self) -> ItemsView[str, NDArray[S_co]]:
+        """Names and arrays, in order."""
+        return self._views().items()
+
+    def values(self) -> ValuesView[NDArray[S_co]]:
+        """The arrays, in order."""
+        return self._views().values()
+
+    def _views(self) -> dict[str, NDArray[S_co]]:
+        if self._by_name is None:
+            self._by_name = dict(zip(self.names, self.arrays(), strict=True))
+        return self._by_name
+
+    def to_wire(self) -> list[object]:
+        """What is sent: everything, with one array."""
+        return [self.names, self.counts, self.widths, self.buffer]
+
+    @classmethod
+    def from_wire(cls, value: object, dtypes: AbstractSet[np.dtype[Any]]) -> Packed[Any]:
+        """What came: of `to_wire`, or a dict of arrays, which is packed here.
+
+        Args:
+            value: from anywhere.
+            dtypes: that are accepted.
+
+        Raises:
+            ValueError: it is neither; names, counts and buffer do not fit one another.
+        """
+        if isinstance(value, dict):
+            if not all(isinstance(n, str) and isinstance(a, np.ndarray) for n, a in value.items()):
+                raise ValueError("expected arrays by name")
+            kinds = {array.dtype for array in value.values()} or set(dtypes)
+            _check_dtypes(kinds, dtypes)
+            return cls.of(value, next(iter(kinds)).type)
+        if not isinstance(value, list) or len(value) != 4:
+            raise ValueError("expected packed arrays: names, counts, widths, buffer")
+        names, counts, widths, buffer = value
+        if not _all(names, str) or not _sizes(counts) or len(counts) != len(names):
+            raise ValueError("packed arrays need as many counts >= 0 as names")
+        if len(set(names)) != len(names):
+            raise ValueError("packed arrays have a name twice")
+        if not isinstance(buffer, np.ndarray) or buffer.ndim != 1:
+            raise ValueError("packed arrays need a buffer of one dimension")
+        _check_dtypes({buffer.dtype}, dtypes)
+        if widths is None:
+            total = sum(counts)
+        else:
+            if not _sizes(widths) or len(widths) != len(names):
+                raise ValueError("packed arrays need as many widths >= 0 as names")
+            total = sum(count * width for count, width in zip(counts, widths, strict=True))
+        if total != buffer.size:
+            raise ValueError(f"packed arrays of {total} values in all, in a buffer of {buffer.size}")
+        return cls(names, counts, buffer, widths)
+
+
+def _check_dtypes(found: AbstractSet[np.dtype[Any]], expected: AbstractSet[np.dtype[Any]]) -> None:
+    if not found <= expected:
+        names = [" or ".join(sorted(map(str, kinds))) for kinds in (expected, found)]
+        raise ValueError(f"expected an array of {names[0]}, got {names[1]}")
+
+
+def _all(values: object, kind: type) -> bool:
+    return type(values) is list and all(type(value) is kind for value in values)
+
+
+def _sizes(values: object) -> bool:
+    # A numpy shape has signed 64 bits.
+    return _all(values, int) and all(0 <= value < 1 << 63 for value in cast("list[int]", values))
+
+
+class Gradients(NamedTuple):
+    """Gradients of rows of one table.
+
+    Attributes:
+        ids: distinct, uint64 `[n]`.
+        values: float32 `[n, dim]`.
+    """
+
+    ids: NDArray[np.uint64]
+    values: NDArray[np.float32]
+
+
+_IDS: AbstractSet[np.dtype[Any]] = frozenset({np.dtype(np.uint64)})
+_ROWS: AbstractSet[np.dtype[Any]] = frozenset({np.dtype(np.float32)})
+
+
+class PackedGradients(Mapping[str, Gradients]):
+    """`Gradients` by table, in two buffers.
+
+    Whoever is given one from elsewhere checks that rows and ids belong together.
+
+    Args:
+        ids: by table.
+        rows: by table, in the same order.
+    """
+
+    __slots__ = ("ids", "rows")
+
+    def __init__(self, ids: Packed[np.uint64], rows: Packed[np.float32]) -> None:
+        self.ids = ids
+        self.rows = rows
+
+    @classmethod
+    def of(cls, gradients: Mapping[str, Gradients]) -> PackedGradients:
+        """These gradients; copied, unless they are packed already. Raises ValueError as `Packed.of` does."""
+        if isinstance(gradients, PackedGradients):
+            return gradients
+        return cls(
+            Packed.of({name: part.ids for name, part in gradients.items()}, np.uint64),
+            Packed.of({name: part.values for name, part in gradients.items()}, np.float32),
+        )
+
+    def __getitem__(self, name: str) -> Gradients:
+        return Gradients(self.ids[name], self.rows[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.ids)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def to_wire(self) -> list[object]:
+        """What is sent: everything, with two arrays."""
+        return [self.ids.to_wire(), self.rows.to_wire()]
+
+    @classmethod
+    def from_wire(cls, value: object) -> PackedGradients:
+        """What came: of `to_wire`, or a dict of pairs of arrays. Raises ValueError as `Packed.from_wire` does."""
+        if isinstance(value, dict):
+            if not all(isinstance(pair, list) and len(pair) == 2 for pair in value.values()):
+                raise ValueError("expected ids and rows by table")
+            value = [{name: pair[place] for name, pair in value.items()} for place in (0, 1)]
+        if not isinstance(value, list) or len(value) != 2:
+            raise ValueError("expected packed gradients: ids, rows")
+        ids, rows = value
+        return cls(Packed.from_wire(ids, _IDS), Packed.from_wire(rows, _ROWS))
