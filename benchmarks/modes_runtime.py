@@ -1,4 +1,4 @@
-"""Modes on the real roles, with NN workers that are slow: rates, drops, staleness, and the time of a switch.
+"""Modes on the real roles, with NN workers that are slow: rates, drops, staleness, Auto, and the time of a switch.
 
     python benchmarks/modes_runtime.py [--only NAME] [--preset smoke|laptop|full] [--json FILE]
 
@@ -8,11 +8,15 @@ whom; a batch's share of Python is kept small beside its wait.
 
 from __future__ import annotations
 
-import random
+import bisect
+import itertools
 import statistics
 import sys
+import tempfile
+import time
 from pathlib import Path
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -22,13 +26,18 @@ from benchmarks import harness
 import persia
 from persia import bench
 from persia.cluster import Threads
-from persia.modes import Async, Gba, HopBs, HopBw, Mode, Sync
+from persia.modes import AnyMode, Auto, Gba, HopBw, Sync
+from persia.modes.replay import Event, Setting, Trace, alternating, load_schedule, phases, simulate, steady
+from persia.ps.sums import RunningSums
+from persia.types import Gradients
+from persia.virtual import VirtualTraining
 
 WORKERS = 8
-COMPUTE_SECONDS = {"smoke": 0.01, "laptop": 0.1, "full": 0.1}
+COMPUTE_SECONDS = {"smoke": 0.02, "laptop": 0.1, "full": 0.1}
 BATCHES = {"smoke": 64, "laptop": 800, "full": 2400}
+TRACED_SECONDS = {"smoke": 0.5, "laptop": 8.0, "full": 120.0}
 ROUNDS = {"smoke": 1, "laptop": 3, "full": 5}
-PHASES = (2, 10, 50)
+PHASES = {"smoke": (2,), "laptop": (2, 10, 50), "full": (2, 10, 50)}
 SLOW_SHARE, FACTOR = 0.25, 4.0
 SWITCH_PARAMETERS = {"smoke": 100_000, "laptop": 12_000_000, "full": 12_000_000}
 
@@ -39,61 +48,159 @@ def gba() -> Gba:
 
 def gba_vs_sync_static(preset: str) -> harness.Measure:
     """Applied samples/s of Gba over Sync, 2 of 8 NN workers 4x slower for good. The arithmetic bound is 3.25."""
-    emulation = bench.Emulation(WORKERS, bench.static(2, FACTOR), COMPUTE_SECONDS[preset])
-    ratios = []
-    for _ in range(ROUNDS[preset]):
-        fast, slow = (bench.run(mode, emulation, BATCHES[preset]).rate for mode in (gba(), Sync()))
-        ratios.append(fast / slow)
+    emulation = bench.Emulation(steady([FACTOR] * 2 + [1.0] * (WORKERS - 2)), COMPUTE_SECONDS[preset])
+    pairs = [
+        [bench.run(mode, emulation, BATCHES[preset] // over) for mode, over in ((gba(), 1), (Sync(), 2))]
+        for _ in range(ROUNDS[preset])
+    ]
     return harness.quantity(
-        "modes.gba_vs_sync_static", ratios, "x samples/s", 3.0, details={"compute_ms": 1000 * COMPUTE_SECONDS[preset]}
+        "modes.gba_vs_sync_static",
+        [fast.rate / slow.rate for fast, slow in pairs],
+        "x samples/s",
+        3.0,
+        details={
+            "compute_ms": 1000 * COMPUTE_SECONDS[preset],
+            "gba_of_bound": statistics.median(fast.of_bound for fast, _ in pairs),
+            "sync_of_bound": statistics.median(slow.of_bound for _, slow in pairs),
+        },
     )
 
 
-def phases(length: int, seed: int = 0) -> bench.Slowness:
-    """Every NN worker is slow a quarter of the time, in phases of so many of its steps."""
-    drawn: dict[tuple[int, int], float] = {}
-    generator = random.Random(seed)
-    for rank in range(WORKERS):
-        for phase in range(10_000 // length):
-            drawn[rank, phase] = FACTOR if generator.random() < SLOW_SHARE else 1.0
-    return lambda rank, step: drawn[rank, step // length % (10_000 // length)]
+def moving(preset: str, length: int) -> Trace:
+    """Every NN worker is slow a quarter of the time, in phases of so many steps at full speed."""
+    seconds = length * COMPUTE_SECONDS[preset]
+    return phases(WORKERS, length=seconds, factor=FACTOR, share=SLOW_SHARE, count=64)
 
 
-def dropped(preset: str) -> list[harness.Measure]:
-    """Share of the batches that are dropped under that trace: Gba, with HopBw(2) beside it."""
-    shares: dict[str, list[float]] = {"gba": [], "hop_bw": []}
-    staleness, above = [], 0
-    for length in PHASES:
-        emulation = bench.Emulation(WORKERS, phases(length), COMPUTE_SECONDS[preset])
-        for name, mode in (("gba", gba()), ("hop_bw", HopBw(2))):
-            line = bench.run(mode, emulation, BATCHES[preset])
-            report = line.result.asynchronous
+def traced(mode: AnyMode, emulation: bench.Emulation, seconds: float) -> bench.Line:
+    """A run that lasts about so long."""
+    ideal = simulate(mode, Setting(emulation.trace, emulation.compute, bench.ROWS), 20_000)
+    ends = [event.time for event in ideal.events if event.server == "ps-0" and event.kind in ("push", "drop")]
+    return bench.run(mode, emulation, bisect.bisect(ends, seconds))
+
+
+def of_bound(mode: AnyMode, emulation: bench.Emulation, seconds: float) -> tuple[float, float]:
+    """Applied samples/s over the simulation's, and as they are, until as many batches are computed as there in so long.
+
+    A few more batches are there to be handed out, so that what counts is the rate, not how a run ends.
+    """
+    ideal = simulate(mode, Setting(emulation.trace, emulation.compute, bench.ROWS), 20_000)
+    arrived = [event for event in ideal.events if event.server == "dense-0" and event.kind in ("push", "drop")]
+    count = bisect.bisect(arrived, seconds, key=lambda event: event.time)
+    share = sum(e.kind == "push" and mode.weight(e.version, e.token) > 0 for e in arrived[:count]) / count
+    trained = bench.train(mode, emulation, count + 2 * WORKERS)
+    took = sorted(itertools.chain.from_iterable(trained.finished))[count - 1]
+    applied = trained.applied_rows / trained.result.rows
+    return arrived[count - 1].time / took * applied / share, count * bench.ROWS * applied / took
+
+
+def vs_bound(preset: str) -> harness.Measure:
+    """Each mode's applied samples/s over the event replay's for the same trace: the worst mode and trace."""
+    found: dict[str, float] = {}
+    rates: dict[str, float] = {}
+    for length in PHASES[preset]:
+        emulation = bench.Emulation(moving(preset, length), COMPUTE_SECONDS[preset])
+        for mode in bench.all_modes(WORKERS):
+            name = f"{type(mode).__name__}_{length}"
+            found[name], rates[f"rows_per_s.{name}"] = of_bound(mode, emulation, TRACED_SECONDS[preset])
+    return harness.Measure("modes.vs_bound", min(found.values()), "of bound, worst", 0.92, details=found | rates)
+
+
+def dropped(preset: str) -> harness.Measure:
+    """Share of the batches that Gba drops under that trace, the worst length of phases; HopBw(2) beside it."""
+    shares: dict[str, float] = {}
+    for length in PHASES[preset]:
+        emulation = bench.Emulation(moving(preset, length), COMPUTE_SECONDS[preset])
+        for mode in (gba(), HopBw(2)):
+            report = traced(mode, emulation, TRACED_SECONDS[preset]).trained.result.asynchronous
             assert report is not None
-            shares[name].append(report.dropped_batches / (report.batches + report.dropped_batches))
-            if name == "gba":
-                staleness.append(report.staleness_sum / max(1, report.batches))
-                above += report.token_staleness_max > gba().tolerance
-    values = {
-        f"{name}_{length}": value for name, of in shares.items() for length, value in zip(PHASES, of, strict=True)
-    }
-    return [
-        harness.Measure("modes.dropped", max(shares["gba"]), "of batches", 0.03, at_least=False, details=values),
-        harness.Measure(
-            "modes.staleness_runtime",
-            statistics.mean(staleness),
-            "steps",
-            details={"above_tolerance_by_token": above},
-        ),
-    ]
+            share = report.dropped_batches / (report.batches + report.dropped_batches)
+            shares[f"{type(mode).__name__}_{length}"] = share
+    worst = max(share for name, share in shares.items() if name.startswith("Gba"))
+    return harness.Measure("modes.dropped", worst, "of batches", 0.03, at_least=False, details=shares)
 
 
-def rates(preset: str) -> list[harness.Measure]:
-    """Applied samples/s of every mode over Sync, under that trace with phases of 10 steps."""
-    emulation = bench.Emulation(WORKERS, phases(10), COMPUTE_SECONDS[preset])
-    sync = bench.run(Sync(), emulation, BATCHES[preset]).rate
-    modes: list[tuple[str, Mode]] = [("gba", gba()), ("async", Async()), ("hop_bs", HopBs(2)), ("hop_bw", HopBw(2))]
-    found = {name: bench.run(mode, emulation, BATCHES[preset]).rate / sync for name, mode in modes}
-    return [harness.Measure(f"modes.rate_{name}", value, "x samples/s of Sync") for name, value in found.items()]
+def staleness(preset: str) -> harness.Measure:
+    """Whether a run of Gba and its replay agree on the age of every gradient, and on the parameters."""
+    emulation = bench.Emulation(moving(preset, PHASES[preset][0]), COMPUTE_SECONDS[preset] / 5)
+    batches = 64 if preset == "smoke" else 800
+    with tempfile.TemporaryDirectory() as directory:
+        trained = bench.train(gba(), emulation, batches, directory)
+        schedule = load_schedule(Path(directory) / "segment-1.jsonl")
+    schema, data = bench.problem(batches)
+    virtual = VirtualTraining(bench.network(), schema, data.__getitem__, bench.optimizer, bench.EMBEDDING_OPTIMIZER)
+    step, read, ages = schedule.step, {}, {}
+
+    def watch(event: Event, gradient: object) -> None:
+        nonlocal step
+        if event.server != "dense-0":
+            return
+        if event.kind == "pull":
+            read[event.batch] = step
+        elif event.kind == "push":
+            ages[event.batch] = step - read[event.batch]
+        elif event.kind == "apply":
+            step += 1
+
+    virtual.run(schedule, watch)
+    virtual.evaluate(data[:1])
+    pairs = zip(virtual.model.parameters(), trained.trainer.model.parameters(), strict=True)
+    apart = max(float((mine - theirs).detach().abs().max()) for mine, theirs in pairs)
+    measured = {arrival.number: arrival.step - arrival.version for arrival in trained.arrivals}
+    oldest = max(arrival.step - arrival.token for arrival in trained.arrivals if arrival.weight)
+    holds = measured == ages and oldest <= gba().tolerance and apart <= 1e-6
+    return harness.Measure(
+        "modes.staleness",
+        float(holds),
+        "holds",
+        1.0,
+        details={
+            "gradients": len(ages),
+            "mean": statistics.fmean(ages.values()),
+            "max": max(ages.values()),
+            "oldest_by_token": oldest,
+            "parameters_apart": apart,
+        },
+    )
+
+
+AUTO_COMPUTE_SECONDS = {"smoke": 0.02, "laptop": 0.4, "full": 0.4}
+QUIET, STRAINED = {"smoke": 1.0, "laptop": 30.0, "full": 120.0}, {"smoke": 1.0, "laptop": 90.0, "full": 360.0}
+
+
+def auto(preset: str) -> harness.Measure:
+    """Auto in a quiet, a strained and a quiet phase: samples/s over the better fixed mode's, in the worst phase.
+
+    A batch computes for 400 ms. All NN workers share an interpreter, so that a step of Sync, at the end of which all
+    work at once, takes about 20 ms more than on processes of their own; with 100 ms, Gba is the better one always.
+    """
+    quiet, strained, compute = QUIET[preset], STRAINED[preset], AUTO_COMPUTE_SECONDS[preset]
+    slow = [1.0] * (WORKERS - 2) + [FACTOR] * 2
+    fixed: dict[str, list[float]] = {}
+    for mode in (Sync(), gba()):
+        lines = [traced(mode, bench.Emulation(steady(f), compute), quiet / 2) for f in ([1.0] * WORKERS, slow)]
+        fixed[type(mode).__name__] = [line.rate for line in lines]
+    trace = alternating(slow, quiet=quiet, strained=strained)
+    bounds = [0.0, quiet, quiet + strained, 2 * quiet + strained]
+    setting = Setting(trace, compute, bench.ROWS)
+    ends = [e.time for e in simulate(gba(), setting, 100_000).events if e.kind == "push" and e.server == "ps-0"]
+    rule = Auto(gba(), windows=2, seconds=quiet / 40)
+    trained = bench.train(rule, bench.Emulation(trace, compute), bisect.bisect(ends, bounds[-1]))
+    done = list(itertools.chain.from_iterable(trained.finished))
+    found = [sum(a <= t < b for t in done) * bench.ROWS / (b - a) for a, b in itertools.pairwise(bounds)]
+    ratios = [rate / max(of[phase % 2] for of in fixed.values()) for phase, rate in enumerate(found)]
+    return harness.Measure(
+        "modes.auto",
+        min(ratios),
+        "of the better fixed mode, worst phase",
+        0.95,
+        details={
+            "per_phase": [round(ratio, 3) for ratio in ratios],
+            "rows_per_s": [round(rate, 1) for rate in found],
+            **{name: [round(rate, 1) for rate in of] for name, of in fixed.items()},
+            "switches": [str(verdict) for verdict in trained.result.verdicts if verdict.switch],
+        },
+    )
 
 
 def switch_seconds(preset: str) -> harness.Measure:
@@ -115,6 +222,8 @@ def switch_seconds(preset: str) -> harness.Measure:
         def forward(self, dense: torch.Tensor, embeddings: dict[str, torch.Tensor]) -> torch.Tensor:
             return self.head(embeddings[name]) + self.weights[:1]
 
+    schedule = [(0, Sync()), (4, Gba(4 * 16)), (6, Sync()), (8, Gba(4 * 16)), (10, Sync())]
+
     def work(member: object) -> list[float]:
         trainer = persia.Trainer(
             Large(),
@@ -123,23 +232,47 @@ def switch_seconds(preset: str) -> harness.Measure:
             embedding_optimizer=persia.optim.Adagrad(lr=0.05),
             mode=Sync(),
             cluster=member,
-            options=persia.TrainerOptions(
-                progress=False, mode_schedule=[(0, Sync()), (4, Gba(4 * 16)), (8, Sync()), (12, Gba(4 * 16))]
-            ),
+            options=persia.TrainerOptions(progress=False, mode_schedule=schedule),
         )
         trainer.fit(data)
         return [switch.seconds for switch in trainer.switches]
 
     found = Threads(4).run(work)
     slowest = [max(seconds) for seconds in zip(*found, strict=True)]
-    return harness.quantity("modes.switch_seconds", slowest, "s", 1.0, at_least=False, details={"parameters": size})
+    details = {"parameters": size, "each": [round(seconds, 3) for seconds in slowest]}
+    return harness.Measure("modes.switch_seconds", max(slowest), "s, slowest", 1.0, at_least=False, details=details)
+
+
+def running_sums(preset: str) -> harness.Measure:
+    """Rows of gradients per second that a PS adds to the sum of a step, by how many gradients make one; dim 16."""
+    random = np.random.default_rng(0)
+    most, universe = 20_000, random.integers(0, 2**63, 400_000, dtype=np.uint64)
+    found: dict[str, float] = {}
+    for group in (8, 128) if preset == "smoke" else (1, 8, 32, 128):
+        parts = [np.unique(universe[random.zipf(1.2, 2 * most) * 7919 % len(universe)])[:most] for _ in range(group)]
+        gradients = [
+            Gradients(ids, random.normal(size=(len(ids), 16)).astype(np.float32)) for ids in parts
+        ]  # About 9,000 rows each; many occur in several.
+        weights = [np.ones(len(ids), np.float32) for ids in parts]
+        sums, rates = RunningSums("per_id"), []
+        for _ in range(ROUNDS[preset]):
+            began = time.perf_counter()
+            for gradient, counts in zip(gradients, weights, strict=True):
+                sums.add({"table": (gradient, counts)}, 128)
+            sums.take()
+            rates.append(sum(map(len, parts)) / (time.perf_counter() - began) / 1e6)
+        found[f"gradients_{group}"] = statistics.median(rates)
+    return harness.Measure("modes.running_sums", found["gradients_128"], "M rows/s, 128 gradients", details=found)
 
 
 MEASURES: dict[str, harness.Function] = {
     "modes.gba_vs_sync_static": gba_vs_sync_static,
+    "modes.vs_bound": vs_bound,
     "modes.dropped": dropped,
-    "modes.rates": rates,
+    "modes.staleness": staleness,
+    "modes.auto": auto,
     "modes.switch_seconds": switch_seconds,
+    "modes.running_sums": running_sums,
 }
 
 if __name__ == "__main__":

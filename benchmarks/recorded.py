@@ -27,7 +27,7 @@ from persia.nn.routing import EmbeddingWorkers
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.schema import EmbeddingOptimizer
 from persia.services import Connection, DataLoader, EmbeddingPS, EmbeddingWorker
-from persia.types import PushHeader
+from persia.types import PushHeader, RowsAt
 from persia.worker import Worker
 
 TIMEOUT = 300.0
@@ -60,12 +60,12 @@ class RecordedPS:
         if len(self._batches) != len(batches):
             raise ValueError("Two batches have the same ids; take another seed.")
 
-    def lookup(self, ids: Mapping[str, Any], train: bool) -> dict[str, Any]:
+    def lookup_at(self, ids: Mapping[str, Any], train: bool) -> RowsAt:
         """As the server's."""
         batch = self._batches[_key(np.sort(ids[self._table]))]
         with self._one_at_a_time:
             self.events.append(Event(True, batch))
-            return self._server.lookup(ids, train)
+            return self._server.lookup_at(ids, train)
 
     def push(self, header: PushHeader, gradients: Mapping[str, Any]) -> dict[str, Any]:
         """As the server's; it must apply on arrival."""

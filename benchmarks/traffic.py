@@ -33,7 +33,7 @@ from persia.ps import EmbeddingServer
 from persia.rpc.arrays import encode
 from persia.rpc.limits import Limits
 from persia.services import Connection
-from persia.types import Contribution, LookedUp, Packed, PushHeader
+from persia.types import Contribution, LookedUp, Packed, PushHeader, RowsAt
 from persia.worker import Worker, WorkerOptions
 
 BATCH = 4096
@@ -161,9 +161,9 @@ class CountingServer:
     def __init__(self) -> None:
         self.rows = 0
 
-    def lookup(self, ids: Packed, train: bool) -> Packed:
+    def lookup_at(self, ids: Packed, train: bool) -> RowsAt:
         self.rows = sum(ids.counts)
-        return Packed(ids.names, ids.counts, np.zeros(2 * self.rows, np.float32), [2] * len(ids))
+        return RowsAt(Packed(ids.names, ids.counts, np.zeros(2 * self.rows, np.float32), [2] * len(ids)), 0)
 
 
 def imbalance(preset: str):

@@ -10,5 +10,6 @@ NB_MODULE(_core, m) {
   register_batch(m);
   register_packed(m);
   register_onebit(m);
+  register_row_sums(m);
   register_checksum(m);
 }

@@ -7,8 +7,9 @@ dense PSs, pushes) happens. The columns are those of the GBA paper's Tables 5.2 
 from __future__ import annotations
 
 import re
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,64 +19,89 @@ from persia.batching.batch import Batch, IdColumn
 from persia.cluster.threads import Member, Threads
 from persia.errors import ConfigError
 from persia.fit import FitResult
-from persia.modes import Async, Bsp, Gba, HopBs, HopBw, Mode, Sync
+from persia.modes import AnyMode, Async, Auto, Bsp, Gba, HopBs, HopBw, Hybrid, Sync
+from persia.modes.replay import Setting, Summary, Trace, load_trace, simulate, steady
 from persia.nn.types import Embeddings
 from persia.options import TrainerOptions
 from persia.schema import Adagrad, IdFeature, Schema
 from persia.trainer import Trainer
+from persia.types import Event
 
-__all__ = ["Emulation", "Line", "all_modes", "compare", "record", "run", "static", "table"]
+__all__ = [
+    "EMBEDDING_OPTIMIZER",
+    "ROWS",
+    "Emulation",
+    "Line",
+    "Trained",
+    "all_modes",
+    "compare",
+    "network",
+    "optimizer",
+    "problem",
+    "record",
+    "run",
+    "table",
+    "train",
+]
 
 ROWS = 16
+"""Of a batch: computing is emulated, so there need not be many."""
+
 FEATURES = 2
 IDS = 1000
-
-Slowness = Callable[[int, int], float]
-"""Of an NN worker (rank, own step): by how much it is slower than it should be."""
+EMBEDDING_OPTIMIZER = Adagrad(lr=0.05)
 
 
 class Emulation(NamedTuple):
     """What is emulated.
 
     Attributes:
-        workers: NN workers.
-        slow: how slow each is, when.
+        trace: how slow each NN worker is, when; there are as many as it has. Its time begins with the first batch.
         compute: seconds that a batch takes at full speed.
     """
 
-    workers: int
-    slow: Slowness
+    trace: Trace
     compute: float
 
+    @property
+    def workers(self) -> int:
+        """NN workers."""
+        return len(self.trace.workers)
+
     @classmethod
-    def parse(cls, workers: int, slow: str, compute: str) -> Emulation:
-        """From the command line: `2:4x` and `20ms`.
+    def parse(cls, workers: int, slow: str, compute: str, trace: str | None = None) -> Emulation:
+        """From the command line: `2:4x`, `20ms`, and the file of a trace, in place of both others.
 
         Raises:
             ConfigError: it is written otherwise.
         """
-        found = re.fullmatch(r"(\d+):(\d+(?:\.\d+)?)x", slow)
         time_ = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s)", compute)
-        if found is None or int(found[1]) > workers:
-            raise ConfigError(f"slow = {slow!r}; write how many of {workers} are how slow: 2:4x.", field="slow")
         if time_ is None:
             raise ConfigError(f"compute = {compute!r}; write a time, such as 20ms.", field="compute")
         seconds = float(time_[1]) / (1000 if time_[2] == "ms" else 1)
-        return cls(workers, static(int(found[1]), float(found[2])), seconds)
+        if trace is not None:
+            return cls(load_trace(trace), seconds)
+        found = re.fullmatch(r"(\d+):(\d+(?:\.\d+)?)x", slow)
+        if found is None or int(found[1]) > workers:
+            raise ConfigError(f"slow = {slow!r}; write how many of {workers} are how slow: 2:4x.", field="slow")
+        count = int(found[1])
+        return cls(steady([float(found[2])] * count + [1.0] * (workers - count)), seconds)
 
 
-class Line(NamedTuple):
-    """One mode.
+class Trained(NamedTuple):
+    """A run.
 
     Attributes:
-        mode: which.
         result: what `fit` returned on the first NN worker.
-        seconds: of the training loop, the slowest NN worker's.
+        finished: when each batch was computed, in seconds since the first began, by NN worker.
+        trainer: of the first NN worker.
+        arrivals: gradients in the order of the token list, if the run was recorded.
     """
 
-    mode: Mode
     result: FitResult
-    seconds: float
+    finished: list[list[float]]
+    trainer: Trainer
+    arrivals: list[Event]
 
     @property
     def applied_rows(self) -> int:
@@ -84,9 +110,52 @@ class Line(NamedTuple):
         return self.result.rows - (report.dropped_rows if report is not None else 0)
 
     @property
+    def seconds(self) -> float:
+        """From the begin of the first batch to the end of the last one; the simulation counts no more."""
+        return max(times[-1] for times in self.finished if times)
+
+    @property
     def rate(self) -> float:
         """Applied samples per second."""
         return self.applied_rows / self.seconds
+
+
+class Line(NamedTuple):
+    """One mode.
+
+    Attributes:
+        mode: which.
+        trained: what came of it.
+        bound: what the simulation says of the same run, where nothing but computing takes time.
+    """
+
+    mode: AnyMode
+    trained: Trained
+    bound: Summary
+
+    @property
+    def rate(self) -> float:
+        """Applied samples per second."""
+        return self.trained.rate
+
+    @property
+    def of_bound(self) -> float:
+        """Rate over that of the simulation."""
+        return self.rate / self.bound.rate
+
+
+class _Clock:
+    """Time since somebody first asked."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._began: float | None = None
+
+    def now(self) -> float:
+        now = time.monotonic()
+        with self._lock:
+            self._began = now if self._began is None else self._began
+        return now - self._began
 
 
 class _Waiting(torch.nn.Module):
@@ -106,27 +175,15 @@ class _Waiting(torch.nn.Module):
         return logits
 
 
-def static(slow: int, factor: float) -> Slowness:
-    """The first `slow` NN workers are slower for good."""
-    return lambda rank, step: factor if rank < slow else 1.0
-
-
-def all_modes(workers: int) -> list[Mode]:
+def all_modes(workers: int) -> list[AnyMode]:
     """One of each kind, of the same global batch where it has one."""
-    return [Sync(), Async(), HopBs(2), Bsp(workers), HopBw(min(2, workers - 1)), Gba(workers * ROWS)]
+    backup = min(2, workers - 1)
+    return [Sync(), Hybrid(4), Async(), HopBs(2), Bsp(workers), HopBw(backup), Gba(workers * ROWS)]
 
 
-def run(mode: Mode, emulation: Emulation, batches: int, watch: Callable[[Trainer], None] | None = None) -> Line:
-    """Trains with one mode.
-
-    Args:
-        mode: which.
-        emulation: of NN workers and computing.
-        batches: in all.
-        watch: called with the first NN worker's trainer before it trains.
-    """
+def problem(batches: int) -> tuple[Schema, list[Batch]]:
+    """What is trained: ids and labels at random."""
     random = np.random.default_rng(0)
-    schema = Schema([IdFeature(f"f{i}", dim=4) for i in range(FEATURES)], labels=["click"])
     data = [
         Batch(
             {f"f{i}": IdColumn(random.integers(0, IDS, ROWS, dtype=np.uint64)) for i in range(FEATURES)},
@@ -135,31 +192,58 @@ def run(mode: Mode, emulation: Emulation, batches: int, watch: Callable[[Trainer
         )
         for _ in range(batches)
     ]
+    return Schema([IdFeature(f"f{i}", dim=4) for i in range(FEATURES)], labels=["click"]), data
 
-    def work(member: Member) -> tuple[FitResult, float]:
-        step = 0
 
+def network(pause: Callable[[], None] = lambda: None) -> torch.nn.Module:
+    """The network, the same each time, which calls `pause` for each batch that it is trained with."""
+    return _Waiting(pause)
+
+
+def optimizer(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Of the network."""
+    return torch.optim.Adam(parameters, 1e-3)
+
+
+def train(mode: AnyMode | Auto, emulation: Emulation, batches: int, record_dir: str | None = None) -> Trained:
+    """Trains.
+
+    Args:
+        mode: how.
+        emulation: of NN workers and computing.
+        batches: in all.
+        record_dir: of `TrainerOptions`.
+    """
+    schema, data = problem(batches)
+    clock = _Clock()
+    finished: list[list[float]] = [[] for _ in range(emulation.workers)]
+
+    def work(member: Member) -> tuple[FitResult, Trainer]:
         def pause() -> None:
-            nonlocal step
-            time.sleep(emulation.compute * emulation.slow(member.rank, step))
-            step += 1
+            began = clock.now()
+            time.sleep(emulation.trace.finish(member.rank, began, emulation.compute) - began)
+            finished[member.rank].append(clock.now())
 
         trainer = Trainer(
-            _Waiting(pause),
+            network(pause),
             schema,
-            optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-3),
-            embedding_optimizer=Adagrad(lr=0.05),
+            optimizer=optimizer,
+            embedding_optimizer=EMBEDDING_OPTIMIZER,
             mode=mode,
             cluster=member,
-            options=TrainerOptions(progress=False),
+            options=TrainerOptions(progress=False, record_dir=record_dir),
         )
-        if watch is not None and member.rank == 0:
-            watch(trainer)
-        result = trainer.fit(data)
-        return result, result.seconds
+        return trainer.fit(data), trainer
 
-    found = Threads(emulation.workers).run(work)
-    return Line(mode, found[0][0], max(seconds for _, seconds in found))
+    cluster = Threads(emulation.workers)
+    result, trainer = cluster.run(work)[0]
+    return Trained(result, finished, trainer, cluster.tokens.schedule())
+
+
+def run(mode: AnyMode, emulation: Emulation, batches: int) -> Line:
+    """Trains with one mode, and simulates the same."""
+    bound = simulate(mode, Setting(emulation.trace, emulation.compute, ROWS), batches).summary()
+    return Line(mode, train(mode, emulation, batches), bound)
 
 
 def compare(emulation: Emulation, steps: int) -> list[Line]:
@@ -174,34 +258,39 @@ def compare(emulation: Emulation, steps: int) -> list[Line]:
 
 def record(line: Line) -> dict[str, Any]:
     """A line as plain values, for JSON."""
-    report = line.result.asynchronous
-    workers = report.workers if report is not None else {}
+    result = line.trained.result
+    report = result.asynchronous
     return {
         "mode": str(line.mode),
         "rows_per_second": line.rate,
-        "rows_per_second_by_worker": {str(rank): w.rows / line.seconds for rank, w in sorted(workers.items())},
-        "auc": line.result.progressive.auc,
+        "of_bound": line.of_bound,
+        "rows_per_second_by_worker": [len(times) * ROWS / line.trained.seconds for times in line.trained.finished],
+        "auc": result.progressive.auc,
         "dropped_batches": report.dropped_batches if report is not None else 0,
         "dropped_rows": report.dropped_rows if report is not None else 0,
         "lost_tokens": report.lost_tokens if report is not None else 0,
-        "dense_staleness_mean": report.staleness_sum / max(1, report.batches) if report is not None else 0.0,
+        "dense_staleness_mean": report.staleness_mean if report is not None else 0.0,
         "dense_staleness_max": report.staleness_max if report is not None else 0,
-        "row_staleness_mean": line.result.row_staleness_mean,
-        "row_staleness_max": line.result.row_staleness_max,
+        # Of rows: in global steps, or, where there are no tokens, in steps of the NN worker.
+        "row_staleness_mean": result.row_staleness_mean if report is not None else result.staleness_mean,
+        "row_staleness_max": result.row_staleness_max if report is not None else result.staleness_max,
     }
 
 
 def table(lines: Sequence[Line]) -> str:
     """The columns of the paper's Tables 5.2 and 5.3."""
-    head = f"{'mode':<44}{'rows/s':>9}{'slowest':>9}{'fastest':>9}{'dropped':>9}{'lost':>6}{'dense':>14}{'rows':>14}"
-    text = [head]
+    text = [
+        f"{'mode':<54}{'AUC':>7}{'rows/s':>9}{'of bound':>10}{'slowest':>9}{'fastest':>9}{'dropped':>9}{'lost':>6}"
+        f"{'dense':>11}{'rows':>11}"
+    ]
     for line in lines:
         values = record(line)
-        rates = list(values["rows_per_second_by_worker"].values()) or [float("nan")]
+        rates = values["rows_per_second_by_worker"]
         dense = f"{values['dense_staleness_mean']:.2f} ({values['dense_staleness_max']})"
         rows = f"{values['row_staleness_mean']:.2f} ({values['row_staleness_max']})"
         text.append(
-            f"{values['mode']:<44}{values['rows_per_second']:>9.0f}{min(rates):>9.0f}{max(rates):>9.0f}"
-            f"{values['dropped_batches']:>9}{values['lost_tokens']:>6}{dense:>14}{rows:>14}"
+            f"{values['mode']:<54}{values['auc']:>7.4f}{values['rows_per_second']:>9.0f}{line.of_bound:>10.2f}"
+            f"{min(rates):>9.0f}{max(rates):>9.0f}{values['dropped_batches']:>9}{values['lost_tokens']:>6}"
+            f"{dense:>11}{rows:>11}"
         )
     return "\n".join(text)

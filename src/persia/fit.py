@@ -15,6 +15,7 @@ from persia.coordinator import TokenReport
 from persia.dense import merged_metrics
 from persia.errors import DivergedError
 from persia.metrics import MetricsResult
+from persia.modes import Verdict
 from persia.nn.prepared import PreparedBatch
 from persia.nn.staging import Staging
 from persia.nn.tally import Pushed
@@ -62,6 +63,7 @@ class FitResult(msgspec.Struct, frozen=True):
             with, over all rows of gradients.
         row_staleness_max: likewise.
         asynchronous: what asynchronous modes did, since the cluster began; None if there were none.
+        verdicts: what the mode Auto has decided, window by window, since the cluster began.
     """
 
     rows: int
@@ -83,6 +85,7 @@ class FitResult(msgspec.Struct, frozen=True):
     row_staleness_mean: float = 0.0
     row_staleness_max: int = 0
     asynchronous: TokenReport | None = None
+    verdicts: list[Verdict] = []
 
 
 class Totals(msgspec.Struct, frozen=True):
@@ -315,6 +318,7 @@ class Run:
             row_staleness_mean=sum(s.staleness_sum for s in slots) / max(1, sum(s.rows - s.stale for s in slots)),
             row_staleness_max=max(s.staleness_max for s in slots),
             asynchronous=trainer.segments.report(),
+            verdicts=trainer.segments.verdicts(),
         )
 
 

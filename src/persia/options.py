@@ -37,6 +37,8 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         log_dir: TensorBoard directory (needs the extra `tensorboard`).
         progress: whether to show a live line.
         timeout: seconds that any wait for data, embeddings or other NN workers may take.
+        record_dir: directory for the schedule of each segment, `segment-1.jsonl`, ...: `persia.modes.replay` follows
+            it, and arrives at the same parameters. Lookups and updates of a PS exclude each other meanwhile.
         mode_schedule: `[(global step, mode), ...]`: from this step on this mode. `Trainer.switch` holds until the next
             entry.
     """
@@ -57,6 +59,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log_dir: str | None = None
     progress: bool = True
     timeout: float = 600.0
+    record_dir: str | None = None
     mode_schedule: list[tuple[int, Sync | Hybrid | Async | Bsp | HopBs | HopBw | Gba]] = msgspec.field(
         default_factory=list
     )
@@ -68,6 +71,10 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name} = {value!r}; give a whole number >= 1.", field=name)
+        if self.record_dir is not None and self.accumulation_steps > 1:
+            raise ConfigError(
+                "A schedule is recorded batch by batch: leave accumulation_steps at 1.", field="record_dir"
+            )
         steps = [step for step, _ in self.mode_schedule]
         if any(step < 0 for step in steps) or any(b <= a for a, b in itertools.pairwise(steps)):
             raise ConfigError(

@@ -17,7 +17,7 @@ from persia.config import convert
 from persia.dense import merged_metrics
 from persia.errors import CheckpointError, PersiaError
 from persia.fit import Totals, totals
-from persia.modes import AnyMode, Hybrid, Mode
+from persia.modes import AnyMode, Auto, Hybrid, Mode
 from persia.modes import decode as decode_mode
 from persia.modes import encode as encode_mode
 from persia.options import TrainerOptions
@@ -73,7 +73,7 @@ class Recorded(NamedTuple):
 
     schema: Schema
     embedding_optimizer: EmbeddingOptimizer
-    mode: Mode
+    mode: Mode | Auto
     options: TrainerOptions
 
 
@@ -84,7 +84,7 @@ def recorded(directory: str) -> Recorded:
     return Recorded(
         convert(config.get("schema"), Schema, origin),
         convert(config.get("embedding_optimizer"), EmbeddingOptimizer, origin),  # type: ignore[arg-type]
-        convert(config.get("mode"), AnyMode, origin),  # type: ignore[arg-type]
+        convert(config.get("mode"), AnyMode | Auto, origin),  # type: ignore[arg-type]
         convert(config.get("options"), TrainerOptions, origin),
     )
 

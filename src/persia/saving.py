@@ -133,7 +133,7 @@ class Saving:
         config = {
             "schema": dump(trainer.schema),
             "embedding_optimizer": dump(trainer.embedding_optimizer),
-            "mode": dump(trainer.mode),
+            "mode": dump(trainer.auto or trainer.mode),
             "options": dump(options),
         }
 

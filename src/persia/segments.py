@@ -6,20 +6,22 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from persia.batching.batch import Batch
 from persia.coordinator import TokenReport
 from persia.dense import Shared
 from persia.errors import ConfigError
-from persia.modes import Dense, Gba, Mode, decode, encode
+from persia.modes import Dense, Evidence, Gba, Mode, Verdict, decode, encode
 from persia.nn.draws import Draws, Numbered
+from persia.nn.laps import Laps
 from persia.optim import APMSqueeze
 from persia.optim.averaged import Averaged
+from persia.recording import Recording
 from persia.services import DenseMaker, ProcessCluster
-from persia.types import Caller, FedBatch, Segment
+from persia.types import Caller, Segment
 
 if TYPE_CHECKING:
     from persia.fit import Run
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["Segments", "Switch", "check_mode", "scheduled"]
 
 LOG = logging.getLogger("persia.modes")
+
+REPORTS = 8
+"""So often in a window of Auto an NN worker tells its step times."""
 
 LOOK_SECONDS = 0.1
 """How often an all-reduce segment looks whether a switch is wanted."""
@@ -70,6 +75,7 @@ class Segments:
         self._again = False
         self.switches: list[Switch] = []
         self._leaving: tuple[Mode, float, float] | None = None
+        self._recording = Recording(trainer)
 
     def report(self) -> TokenReport | None:
         """What asynchronous modes did; None if there were none."""
@@ -78,6 +84,38 @@ class Segments:
             return None
         report = msgspec.json.decode(tokens.summary(), type=TokenReport)
         return report if report.workers else None
+
+    # --- Auto ---------------------------------------------------------------------------------------------------
+
+    def begin_auto(self) -> None:
+        """Step times are told from now on, if they decide the mode."""
+        trainer = self._trainer
+        auto, connection = trainer.auto, trainer.embeddings.connection
+        tokens = connection.tokens
+        if auto is None or tokens is None:
+            return
+
+        def judge() -> str:
+            if trainer.mode in (auto.sync, auto.asynchronous):  # Else it has been chosen by hand.
+                tokens.judge(encode(auto), connection.nn_workers, trainer.mode == auto.asynchronous)
+            return ""
+
+        trainer.embeddings.laps = Laps(tokens, connection.rank, auto.seconds / REPORTS, judge)
+        trainer.step.replicas.by_first(judge)
+
+    def verdicts(self) -> list[Verdict]:
+        """What Auto has decided so far. All NN workers call it; the first writes what it decided by to `log_dir`."""
+        if self._trainer.auto is None:
+            return []
+        return msgspec.json.decode(self._trainer.step.replicas.by_first(self._logged), type=list[Verdict])
+
+    def _logged(self) -> str:
+        tokens = self._trainer.embeddings.connection.tokens
+        assert tokens is not None
+        evidence = msgspec.json.decode(tokens.evidence(), type=Evidence)
+        if self._trainer.options.log_dir is not None:
+            evidence.save(Path(self._trainer.options.log_dir) / "auto.json")
+        return msgspec.json.encode(evidence.verdicts).decode()
 
     # --- changes of mode ----------------------------------------------------------------------------------------
 
@@ -158,6 +196,7 @@ class Segments:
         connection = embeddings.connection
         if self._served != trainer.mode:
             replicas.by_first(self._switch_servers)
+        self._recording.begin(None)
         if connection.tokens is not None and connection.rank == 0:
             connection.tokens.announce(connection.nn_workers, self.local_batch)
         self._entered()
@@ -191,13 +230,14 @@ class Segments:
             if whole or replicas.nn_workers == 1:
                 trainer.step.finish()
             run.score_rest()
+        self._recording.end(self.local_batch)
         if stopped:
             self._again = True
             self._left(began)
             return False
         return wanted is None or drawn < wanted
 
-    def _in_turn(self, wanted: int | None) -> Iterator[Batch | FedBatch]:
+    def _in_turn(self, wanted: int | None) -> Iterator[Numbered]:
         """This NN worker's batches: every so many-th."""
         trainer = self._trainer
         connection = trainer.embeddings.connection
@@ -207,7 +247,7 @@ class Segments:
             batch = trainer.source.read(number)
             if batch is None:
                 return
-            yield batch
+            yield Numbered(number, batch)
             number += connection.nn_workers
             left = left - 1 if left is not None else None
 
@@ -249,6 +289,7 @@ class Segments:
             return ""
 
         trainer.step.replicas.by_first(begin)
+        self._recording.begin(shared)
         self._entered()
         draws = Draws(tokens, caller, connection.worker, shared, embeddings.pushes)
         prefetched = embeddings.prefetch(self._on_demand(draws), draws=draws)
@@ -256,7 +297,9 @@ class Segments:
             with contextlib.closing(prefetched) as batches:  # type: ignore[type-var]
                 for batch in batches:
                     step = trainer.global_step + 1
-                    self.local_batch = max(self.local_batch, batch.weight)
+                    known, self.local_batch = self.local_batch, max(self.local_batch, batch.weight)
+                    if not known and connection.rank == 0:
+                        self._advise()
                     logits, loss = trainer.step.compute(batch, embeddings(batch))
                     run.trained(step, batch, logits, loss)
         finally:
@@ -271,6 +314,7 @@ class Segments:
                 server.drain(connection.generation, rest.step, rest.held)
             shared.drain(connection.generation, rest.step, rest.held)
             draws.settled(step)
+            self._recording.write(self.local_batch)
         else:
             draws.settled(-1)
         shared.take_over()

@@ -19,7 +19,7 @@ from persia.dense import AllReduce, AllReduceOptions, merged_metrics
 from persia.errors import ConfigError, DataError, PersiaError
 from persia.fit import FitResult, Run, Totals, check_finite
 from persia.metrics import Metrics, MetricsResult
-from persia.modes import Hybrid, Mode, Sync, encode
+from persia.modes import Auto, Hybrid, Mode, Sync, encode
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.options import CollectionOptions
 from persia.nn.prepared import PreparedBatch
@@ -53,7 +53,7 @@ class Trainer:
         schema: the model's input.
         optimizer: makes the dense optimizer: `lambda params: torch.optim.Adam(params, 1e-3)`.
         embedding_optimizer: for tables that declare none.
-        mode: `persia.modes.Hybrid("auto")` by default.
+        mode: `persia.modes.Hybrid("auto")` by default; `persia.modes.Auto` to go to and fro between two.
         cluster: where the roles run; this process by default.
         options: the rest.
 
@@ -68,15 +68,16 @@ class Trainer:
         *,
         optimizer: OptimizerFactory,
         embedding_optimizer: EmbeddingOptimizer,
-        mode: Mode | None = None,
+        mode: Mode | Auto | None = None,
         cluster: Cluster | None = None,
         options: TrainerOptions | None = None,
     ) -> None:
         self.schema = schema
         self.embedding_optimizer = embedding_optimizer
         self.optimizer_factory = optimizer
-        self.declared_mode: Mode = mode or Hybrid()
-        self.mode: Mode = self.declared_mode
+        self.declared_mode: Mode | Auto = mode or Hybrid()
+        self.auto = mode if isinstance(mode, Auto) else None
+        self.mode: Mode = mode.sync if isinstance(mode, Auto) else mode or Hybrid()
         """The mode at present."""
         self.cluster = cluster
         self.options = options or TrainerOptions()
@@ -117,7 +118,10 @@ class Trainer:
             )
         self.segments = Segments(self)
         self.source: Source
-        for candidate in (self.mode, *(m for _, m in self.options.mode_schedule)):
+        if self.auto is not None and self.options.mode_schedule:
+            raise ConfigError("mode_schedule and the mode Auto cannot both say when to switch.", field="mode_schedule")
+        either = [self.auto.asynchronous] if self.auto is not None else []
+        for candidate in (self.mode, *either, *(m for _, m in self.options.mode_schedule)):
             check_mode(self, candidate, 0)
         self.metrics = Metrics(list(schema.labels))
         """Of this NN worker."""
@@ -152,7 +156,7 @@ class Trainer:
         """Another mode from the next step boundary on; hyper-parameters, rows and optimizer state stay.
 
         Returns at once, and may be called from any thread, also while `fit` runs; with several NN workers, on one of
-        them. Before or between calls of `fit`, the next one begins with it.
+        them. Before or between calls of `fit`, the next one begins with it. It ends the rule of an `Auto`.
 
         Raises:
             ConfigError: the cluster, or this trainer's options, cannot run the mode; training goes on as before.
@@ -213,6 +217,7 @@ class Trainer:
         if self.options.keep_best is not None and eval_data is None:
             raise ConfigError("keep_best needs eval_data.", field="eval_data")
         run = Run(self, self._staging, max_steps)
+        self.segments.begin_auto()
         self.model.train()
         self.embeddings.train()
         trained = False

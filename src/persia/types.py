@@ -32,6 +32,8 @@ __all__ = [
     "Int32Array",
     "Int64Array",
     "Inverse",
+    "Journaled",
+    "Lap",
     "LookedUp",
     "Member",
     "Membership",
@@ -40,7 +42,9 @@ __all__ = [
     "Pulled",
     "PushHeader",
     "PushedDense",
+    "Read",
     "Rest",
+    "RowsAt",
     "Segment",
     "SlotCounts",
     "TensorSpec",
@@ -158,6 +162,7 @@ class LookedUp(NamedTuple):
         wide: likewise, of the others.
         offsets: by feature, int64 `[batch + 1]` into its index; features whose samples have one id each are left out.
         scales: by table, float32 `[unique ids]`: a row is `rows * scale`. None without compression.
+        versions: steps that were applied in the rows of each embedding PS; exact only while these are recorded.
     """
 
     rows: Packed[np.float32 | np.float16]
@@ -165,11 +170,24 @@ class LookedUp(NamedTuple):
     wide: Packed[np.uint32]
     offsets: Packed[np.int64]
     scales: Packed[np.float32] | None = None
+    versions: list[int] | None = None
 
     @property
     def inverse(self) -> dict[str, Inverse]:
         """`narrow` and `wide` together."""
         return {**self.narrow, **self.wide}
+
+
+class RowsAt(NamedTuple):
+    """Rows of one embedding PS.
+
+    Attributes:
+        rows: by table, float32 `[n, dim]`.
+        version: steps that were applied in them; in Hybrid, pushes. While the PS is recorded all are of this one.
+    """
+
+    rows: Packed[np.float32]
+    version: int
 
 
 class Contribution(NamedTuple):
@@ -423,6 +441,50 @@ class Event(NamedTuple):
     step: int
     slot: int
     weight: float
+
+
+class Read(NamedTuple):
+    """What a gradient was computed from, for replays.
+
+    Attributes:
+        rank: of the NN worker.
+        sequence: of its push.
+        number: of the batch.
+        rows: of the batch.
+        versions: steps that were applied in the rows of each embedding PS.
+        dense: steps that were applied in the parameters of each dense PS; one number, the own step, without any.
+    """
+
+    rank: int
+    sequence: int
+    number: int
+    rows: int
+    versions: list[int]
+    dense: list[int]
+
+
+class Journaled(NamedTuple):
+    """What took effect at a server while it was recorded.
+
+    Attributes:
+        version: of the server when it began.
+        headers: of the pushes, in the order in which they took effect.
+    """
+
+    version: int
+    headers: list[PushHeader]
+
+
+class Lap(NamedTuple):
+    """How long an NN worker computed one batch, without its waits for others.
+
+    Attributes:
+        ago: seconds since it began.
+        seconds: that it took.
+    """
+
+    ago: float
+    seconds: float
 
 
 class Pulled(NamedTuple):

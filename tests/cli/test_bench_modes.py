@@ -6,10 +6,11 @@ import pytest
 from typer.testing import CliRunner
 
 from persia import bench, rpc, services
+from persia.cli import output
 from persia.cli.app import app
 from persia.coordinator import Tokens
-from persia.errors import ConfigError
-from persia.modes import Gba, HopBw
+from persia.errors import ConfigError, DataError
+from persia.modes import Auto, Evidence, Gba, HopBw, StepTime, load_evidence
 
 
 def test_all_modes_side_by_side(tmp_path):
@@ -18,22 +19,25 @@ def test_all_modes_side_by_side(tmp_path):
     done = CliRunner().invoke(app, [*arguments, "--json", str(out)])
     assert done.exit_code == 0, done.output
     lines = json.loads(out.read_text())
-    assert [line["mode"].split("(")[0] for line in lines] == ["Sync", "Async", "HopBs", "Bsp", "HopBw", "Gba"]
+    assert [line["mode"].split("(")[0] for line in lines] == ["Sync", "Hybrid", "Async", "HopBs", "Bsp", "HopBw", "Gba"]
     assert all(line["rows_per_second"] > 0 for line in lines)
     assert all(line["mode"] in done.output for line in lines)
 
 
 def test_a_fast_nn_worker_takes_more_batches():
-    emulation = bench.Emulation(2, bench.static(1, 8.0), 0.01)
+    emulation = bench.Emulation.parse(2, "1:8x", "10ms")
     line = bench.run(Gba(2 * bench.ROWS), emulation, 36)
-    workers = line.result.asynchronous.workers
+    result = line.trained.result
+    workers = result.asynchronous.workers
     assert workers[1].batches > 2 * workers[0].batches
-    assert line.applied_rows == line.result.rows - line.result.asynchronous.dropped_rows
+    assert bench.ROWS * sum(len(times) for times in line.trained.finished) == result.rows
+    assert 0 < line.of_bound < 1.1
+    assert line.trained.applied_rows == result.rows - result.asynchronous.dropped_rows
 
 
 def test_hop_bw_drops_the_slow_one():
-    emulation = bench.Emulation(3, bench.static(1, 8.0), 0.01)
-    report = bench.run(HopBw(1), emulation, 30).result.asynchronous
+    emulation = bench.Emulation.parse(3, "1:8x", "10ms")
+    report = bench.run(HopBw(1), emulation, 30).trained.result.asynchronous
     assert report.workers[0].dropped > 0
     assert report.workers[1].dropped + report.workers[2].dropped <= 2
 
@@ -42,6 +46,16 @@ def test_hop_bw_drops_the_slow_one():
 def test_bad_arguments(slow, compute):
     with pytest.raises(ConfigError, match="write"):
         bench.Emulation.parse(8, slow, compute)
+
+
+def test_a_cluster_day_is_replayed(tmp_path):
+    day = tmp_path / "day.json"
+    day.write_text('{"period": 0.4, "workers": [[[0.0, 1.0], [0.2, 9.0]], [[0.0, 1.0]]]}')
+    emulation = bench.Emulation.parse(8, "2:4x", "5ms", str(day))
+    assert emulation.workers == 2
+    assert emulation.trace.factor(0, 0.3) == 9.0
+    with pytest.raises(ConfigError, match="cannot be read"):
+        bench.Emulation.parse(8, "2:4x", "5ms", str(tmp_path / "night.json"))
 
 
 def test_control_asks_for_a_switch():
@@ -56,3 +70,38 @@ def test_control_asks_for_a_switch():
         assert "NAME=VALUE" in str(
             CliRunner().invoke(app, ["control", "switch", server.address, "gba", "--set", "x"]).exception
         )
+
+
+def test_the_report_of_an_asynchronous_run_is_json_and_a_table(tmp_path, capsys):
+    auto = Auto(Gba(2 * bench.ROWS), windows=1, seconds=0.05)
+    result = bench.train(auto, bench.Emulation.parse(2, "1:9x", "5ms"), 60).result
+    assert result.asynchronous is not None
+    output.write_json(str(tmp_path / "result.json"), output.fit_record(result))
+    record = json.loads((tmp_path / "result.json").read_text())
+    report = record["asynchronous"]
+    assert set(report["rows_per_second_by_worker"]) == {"0", "1"}
+    assert report["rows"] + report["dropped_rows"] <= record["rows"]
+    assert report["staleness_max"] >= report["staleness_mean"] >= 0
+    assert [v["switch"] for v in record["verdicts"]].count(True) >= 1
+    output.print_fit(result, None)
+    assert "dropped batches" in capsys.readouterr().out
+
+
+def test_rehearse_repeats_decisions_with_other_thresholds(tmp_path):
+    steps = [StepTime(rank, float(n), 1.0 + 3.0 * rank) for rank in (0, 1) for n in range(40)]
+    Evidence(steps).save(tmp_path / "auto.json")
+    config = tmp_path / "run.toml"
+    config.write_text(
+        '[data]\nkind = "synthetic"\n[mode]\nkind = "auto"\nseconds = 5.0\n'
+        '[mode.asynchronous]\nkind = "gba"\nglobal_batch_size = 64\n'
+    )
+    arguments = ["bench", "rehearse", str(tmp_path / "auto.json"), str(config)]
+    assert "switch to asynchronous" in CliRunner().invoke(app, arguments).output
+    calm = CliRunner().invoke(app, [*arguments, "--set", "mode.gain=9.0"])
+    assert calm.exit_code == 0
+    assert "stay sync" in calm.output
+    assert "switch" not in calm.output
+    other = CliRunner().invoke(app, [*arguments, "--set", 'mode={kind="sync"}'])
+    assert isinstance(other.exception, ConfigError)
+    with pytest.raises(DataError, match="cannot be read"):
+        load_evidence(tmp_path / "none.json")

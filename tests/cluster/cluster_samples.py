@@ -131,6 +131,9 @@ def bare_host() -> type:
     return Bare
 
 
+DELAYED = ("lookup", "lookup_at", "push", "register", "take")
+
+
 def delayed_host(host: type, seed: int) -> type:
     """A host whose role answers late, by up to 20 ms, in random order. A PS counts how late pushes follow lookups."""
 
@@ -145,7 +148,7 @@ def delayed_host(host: type, seed: int) -> type:
             def call(*arguments: Any) -> Any:
                 with self.lock:
                     pause = self.random.random() * 0.02
-                    if name == "lookup":
+                    if name in ("lookup", "lookup_at"):  # Of an embedding worker, of a PS.
                         self.lookups += 1
                         self.behind = max(self.behind, self.lookups - 1 - self.pushes)
                 time.sleep(pause)
@@ -157,7 +160,7 @@ def delayed_host(host: type, seed: int) -> type:
                         with self.lock:
                             self.pushes += 1
 
-            return functools.update_wrapper(call, method) if name in ("lookup", "push", "register", "take") else method
+            return functools.update_wrapper(call, method) if name in DELAYED else method
 
     class Delayed(host):  # type: ignore[misc,valid-type]
         def serve(self, service: object, protocol: type, address: str = "") -> str:

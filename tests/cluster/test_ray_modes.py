@@ -6,11 +6,15 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import persia
 from persia.cli.app import app
-from persia.modes import Gba, Sync
+from persia.modes import Gba, HopBw, Hybrid, Sync
+from persia.modes.replay import load_schedule
+from persia.nn.models import FFNN
+from persia.virtual import VirtualTraining
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
 
@@ -32,6 +36,44 @@ def test_gba_on_one_nn_worker_is_the_same_as_in_one_process():
         assert (there.epoch, there.position) == (here.epoch, here.position)
         for a, b in zip(here.model.parameters(), there.model.parameters(), strict=True):
             np.testing.assert_allclose(a.detach(), b.detach(), atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [Gba(2 * BATCH, tolerance=1), HopBw(1), Hybrid(2)], ids=str)
+def test_a_run_is_its_replay(mode, tmp_path):
+    """What two NN workers did comes out again in virtual time: two PSs of both kinds, two embedding workers."""
+    data = reader(60)
+
+    def adam(params):
+        return torch.optim.Adam(params, 1e-2)
+
+    def network():
+        torch.manual_seed(0)
+        return FFNN(data.schema, hidden=(16,), dropout=0.0)
+
+    with persia.cluster.Ray(2, 2, 1, 2, options(dense_ps=2)) as cluster:
+        trainer = persia.Trainer(
+            network(),
+            data.schema,
+            optimizer=adam,
+            embedding_optimizer=persia.optim.Adagrad(lr=0.05),
+            mode=mode,
+            cluster=cluster,
+            options=persia.TrainerOptions(progress=False, timeout=60.0, record_dir=str(tmp_path)),
+        )
+        result = trainer.fit(data)
+        schedule = load_schedule(tmp_path / "segment-1.jsonl")
+        batches = list(data)
+        virtual = VirtualTraining(network(), data.schema, batches.__getitem__, adam, persia.optim.Adagrad(lr=0.05))
+        virtual.run(schedule)
+        virtual.evaluate(batches[:1])
+        assert len(virtual.stores) == 2
+        for mine, theirs in zip(virtual.model.parameters(), trainer.model.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+        if result.asynchronous is not None:
+            summary = schedule.summary()
+            assert summary.dropped + summary.decayed == result.asynchronous.dropped_batches
+            assert summary.applied_rows == result.asynchronous.rows
 
 
 def test_two_nn_workers_switch_while_they_train():

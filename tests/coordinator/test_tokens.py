@@ -1,6 +1,7 @@
 """The lists of asynchronous modes: order, accounting, crashes, restarts; here and over rpc."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 from persia import rpc, services
 from persia.coordinator import TokenReport, Tokens
 from persia.errors import ConfigError, DeadlineError, PersiaError, StalePushError
-from persia.modes import Async, Bsp, Gba, HopBs, HopBw, encode
-from persia.types import Caller, Segment
+from persia.modes import Async, Auto, Bsp, Evidence, Gba, HopBs, HopBw, encode
+from persia.types import Caller, Lap, Segment
 
 DEADLINE = 10.0
 ROWS = 8
@@ -49,6 +50,11 @@ class Worker:
             token = self.tokens.draw(self.caller, self.sequence, number, ROWS, self.sequence - 1, self.filled)
         return token
 
+    def start(self):
+        """Takes a batch, and draws its token."""
+        self.take()
+        return self.draw()
+
     def arrive(self, rows=ROWS, version=0):
         return self.tokens.arrive(self.caller, self.sequence, rows, version)
 
@@ -65,6 +71,10 @@ class Worker:
             self.filled += len(rest.orphans)
             rest = self.tokens.rest(self.caller, self.sequence, self.filled)
         return rest
+
+
+def two(tokens):
+    return Worker(tokens, 0), Worker(tokens, 1)
 
 
 @pytest.fixture(params=["here", "rpc", "file"])
@@ -86,11 +96,10 @@ def report(tokens):
 
 def test_values_are_those_of_the_paper_and_slots_are_in_order(tokens):
     tokens.begin(segment(Gba(3 * ROWS)))
-    a, b = Worker(tokens, 0), Worker(tokens, 1)
+    a, b = two(tokens)
     seen = []
     for worker in (a, b, a, a, b, b, a):
-        worker.take()
-        token = worker.draw()
+        token = worker.start()
         ticket = worker.arrive()
         seen.append((token.value, ticket.header.step, ticket.header.slot, ticket.weight))
     assert seen == [(n // 3, n // 3, n % 3, 1.0) for n in range(7)]
@@ -98,15 +107,13 @@ def test_values_are_those_of_the_paper_and_slots_are_in_order(tokens):
 
 def test_a_straggler_beyond_the_tolerance_weighs_nothing(tokens):
     tokens.begin(segment(Gba(2 * ROWS, tolerance=1)))
-    fast, slow = Worker(tokens, 0), Worker(tokens, 1)
-    slow.take()
-    assert slow.draw().value == 0
+    fast, slow = two(tokens)
+    assert slow.start().value == 0
     for _ in range(4):
         fast.train()
     assert slow.arrive().weight == 0.0
     assert report(tokens).dropped_batches == 1
-    slow.take()
-    slow.draw()
+    slow.start()
     assert slow.arrive().weight == 1.0
 
 
@@ -124,7 +131,7 @@ def test_repetitions_change_nothing(tokens):
 
 def test_so_many_steps_and_no_more(tokens):
     tokens.begin(segment(Gba(3 * ROWS), steps=2))
-    a, b = Worker(tokens, 0), Worker(tokens, 1)
+    a, b = two(tokens)
     tickets = []
     while (ticket := a.train()) is not None:
         tickets.append(ticket)
@@ -157,9 +164,8 @@ def test_a_remainder_and_the_next_segment(tokens):
 
 def test_hop_bs_keeps_the_fastest_near_the_slowest(tokens):
     tokens.begin(segment(HopBs(2)))
-    fast, slow = Worker(tokens, 0), Worker(tokens, 1)
-    slow.take()
-    slow.draw()
+    fast, slow = two(tokens)
+    slow.start()
     fast.train()
     fast.train()
     fast.take()
@@ -175,8 +181,7 @@ def test_hop_bw_drops_who_is_late(tokens):
     tokens.begin(segment(HopBw(1), nn_workers=3))
     a, b, slow = (Worker(tokens, rank) for rank in range(3))
     for worker in (a, b, slow):
-        worker.take()
-        worker.draw()
+        worker.start()
     a.arrive()
     b.arrive()
     ticket = slow.arrive()
@@ -187,9 +192,8 @@ def test_hop_bw_drops_who_is_late(tokens):
 
 def test_nobody_waits_for_those_without_data(tokens):
     tokens.begin(segment(HopBw(0), nn_workers=2))
-    a, b = Worker(tokens, 0), Worker(tokens, 1)
-    a.take()
-    a.draw()
+    a, b = two(tokens)
+    a.start()
     tokens.end(b.caller, b.take())
     a.arrive()
     with ThreadPoolExecutor(1) as threads:
@@ -206,11 +210,9 @@ def test_a_dead_nn_worker(tokens):
     tokens.begin(segment(Gba(3 * ROWS), nn_workers=3))
     a, b, dead = (Worker(tokens, rank) for rank in range(3))
     for worker in (dead, a, b):
-        worker.take()
-        worker.draw()
+        worker.start()
     slot = dead.arrive().header
-    dead.take()
-    assert dead.draw().value == 1
+    assert dead.start().value == 1
     dead.take()
     a.arrive()
     tokens.cancel(1, 2)
@@ -258,6 +260,21 @@ def test_a_switch_is_asked_for_once_and_checked(tokens):
     assert tokens.resolve() == ""
 
 
+def test_step_times_ask_for_a_switch(tokens):
+    tokens.announce(2, ROWS)
+    auto = Auto(Gba(2 * ROWS), windows=2, seconds=0.02)
+    tokens.judge(encode(auto), 2, False)
+    end = time.monotonic() + DEADLINE
+    while not tokens.requested():
+        assert time.monotonic() < end
+        tokens.timed(0, [Lap(0.001, 0.001)])
+        tokens.timed(1, [Lap(0.009, 0.009)])
+    assert tokens.resolve() == encode(auto.asynchronous)
+    evidence = msgspec.json.decode(tokens.evidence(), type=Evidence)
+    assert [v.switch for v in evidence.verdicts][-2:] == [False, True]
+    assert {step.worker for step in evidence.steps} == {0, 1}
+
+
 def test_state_survives_a_restart(tmp_path):
     path = str(tmp_path / "tokens")
     first = Tokens(DEADLINE, path)
@@ -265,8 +282,7 @@ def test_state_survives_a_restart(tmp_path):
     a, b = Worker(first, 0), Worker(first, 1)
     for worker in (a, b, a):
         worker.train()
-    b.take()
-    token = b.draw()
+    token = b.start()
     a.tokens = b.tokens = second = Tokens(DEADLINE, path)
     assert second.draw(b.caller, 2, 3, ROWS, 1, 0) == token
     assert b.arrive().header[3:4] == (1,)
@@ -279,9 +295,8 @@ def test_who_is_late_is_named():
     with pytest.raises(DeadlineError, match="Segment 1 has not begun"):
         tokens.take(Caller(1, 1, 0), 1)
     tokens.begin(segment(HopBs(1)))
-    fast, slow = Worker(tokens, 0), Worker(tokens, 1)
-    slow.take()
-    slow.draw()
+    fast, slow = two(tokens)
+    slow.start()
     fast.train()
     fast.take()
     with pytest.raises(DeadlineError, match="Slowest: NN workers 1"):

@@ -252,7 +252,7 @@ def test_data_loaders_are_asked_by_number_also_after_a_resize():
 class Delayed:
     """Passes calls on after a random delay, and notes how many pushes had returned at each lookup."""
 
-    def __init__(self, service, seed, names=("lookup", "push"), most=0.004):
+    def __init__(self, service, seed, names=("lookup", "lookup_at", "push"), most=0.004):
         self.service, self.random, self.names, self.most = service, random.Random(seed), names, most
         self.lock = threading.Lock()
         self.pushed = 0
@@ -265,7 +265,7 @@ class Delayed:
 
         def call(*args, **options):
             with self.lock:
-                if name == "lookup":
+                if name in ("lookup", "lookup_at"):  # Of an embedding worker, of a PS.
                     self.at_lookup.append(self.pushed)
                 seconds = self.random.uniform(0, self.most)
             time.sleep(seconds / 2)

@@ -12,7 +12,7 @@ from rpc_samples import DEADLINE
 from persia import rpc
 from persia.batching.batch import IdColumn
 from persia.errors import DeadlineError, StaleBatchError, StoreError
-from persia.modes import Hybrid
+from persia.modes import Async, Auto, Hybrid, encode
 from persia.ps import EmbeddingServer
 from persia.rpc.interface import describe
 from persia.schema import Adagrad, Adam, AdmitMinFrequency, IdFeature, Schema, Table
@@ -23,9 +23,11 @@ from persia.types import (
     DenseState,
     Feed,
     Gradients,
+    Lap,
     LookedUp,
     PushedDense,
     PushHeader,
+    Read,
     Segment,
     UpdateCounts,
 )
@@ -250,6 +252,9 @@ CALLS = {
     EmbeddingPS: {
         "tables": (),
         "lookup": (IDS, True),
+        "lookup_at": (IDS, True),
+        "record": (),
+        "journal": (),
         "push": (header(1), {"item": Gradients(IDS["item"], ROWS["item"])}),
         "statistics": (),
         "export_rows": (),
@@ -270,6 +275,8 @@ CALLS = {
         "push": (header(1), PushedDense(0.0, None, None, None)),
         "drain": (1, 0, 0),
         "export": (),
+        "record": (),
+        "journal": (),
         "statistics": (),
     },
     Tokens: {
@@ -286,6 +293,12 @@ CALLS = {
         "request": ('{"kind": "async"}',),
         "requested": (),
         "resolve": (),
+        "judge": (encode(Auto(Async())), 1, False),
+        "timed": (0, [Lap(1.0, 0.5)]),
+        "evidence": (),
+        "record": (),
+        "note": (Read(0, 1, 0, 8, [0], [0]),),
+        "reads": (),
         "cancel": (1, 0),
         "summary": (),
         "schedule": (),

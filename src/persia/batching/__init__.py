@@ -6,7 +6,7 @@
 from persia.batching.codec import decode_rows, encode_rows
 from persia.batching.duplicates import average_gradients, merge_gradients, unique
 from persia.batching.hashing import hash_cross, hash_strings, hash_values
-from persia.batching.native import Scratch, ThreadPool, borrow
+from persia.batching.native import RowSums, Scratch, ThreadPool, borrow
 from persia.batching.owners import group_by_owner, owners
 from persia.batching.packing import PackedBatch, decode_packed, encode_packed, pack_batch, put_part, take_part
 from persia.batching.pooling import FeaturePlan, Pooled, pool_backward, pool_forward
@@ -15,6 +15,7 @@ __all__ = [
     "FeaturePlan",
     "PackedBatch",
     "Pooled",
+    "RowSums",
     "Scratch",
     "ThreadPool",
     "average_gradients",

@@ -10,9 +10,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from persia.errors import DataError
-from persia.types import Floats
+from persia.types import Floats, Ids
 
-__all__ = ["Scratch", "ThreadPool", "as_data_error", "borrow", "core"]
+__all__ = ["RowSums", "Scratch", "ThreadPool", "as_data_error", "borrow", "core"]
 
 _module: Any = importlib.import_module("persia._core")
 
@@ -43,7 +43,30 @@ if TYPE_CHECKING:
         def floats(self, count: int) -> Floats:
             """An uninitialised float32 array `[count]`; its memory is lent again once nothing refers to it."""
 
+    class RowSums:
+        """The running sum of the gradients of a step, of one table. Not thread-safe; arrays are never converted.
+
+        Args:
+            dim: of a row.
+        """
+
+        def __init__(self, dim: int) -> None: ...
+
+        def add(self, ids: Ids, values: Floats, counts: Floats, share: float) -> None:
+            """Adds `share` to the divisor of each id, and `share * values` to its sum where `counts` is not 0."""
+
+        def counted(self) -> int:
+            """How many ids `take` gives: those of which something counts."""
+
+        def take(self, total: float, ids: Ids, values: Floats) -> None:
+            """Writes ids and sums over their own divisor, or over `total` if that is not 0; then nothing is held."""
+
+        @property
+        def nbytes(self) -> int:
+            """Memory of what is held."""
+
 else:
+    RowSums = _module.RowSums
     ThreadPool = _module.ThreadPool
     Scratch = core.Scratch
 

@@ -215,6 +215,10 @@ def modes(
     workers: Annotated[int, typer.Option(help="Emulated NN workers.")] = 8,
     slow: Annotated[str, typer.Option(help="So many are so much slower: `2:4x`.")] = "2:4x",
     compute: Annotated[str, typer.Option(help="How long a batch computes: it is waited.")] = "20ms",
+    trace: Annotated[
+        str | None,
+        typer.Option(help="In place of --workers and --slow: the file of a cluster day.", metavar="FILE"),
+    ] = None,
     steps: Annotated[int, typer.Option(help="Batches per NN worker, on average.")] = 60,
     json: Annotated[str | None, typer.Option(help="Write the table as JSON here.", metavar="FILE")] = None,
 ) -> None:
@@ -222,10 +226,27 @@ def modes(
     from persia import bench
     from persia.cli import output as out
 
-    found = bench.compare(bench.Emulation.parse(workers, slow, compute), steps)
+    found = bench.compare(bench.Emulation.parse(workers, slow, compute, trace), steps)
     typer.echo(bench.table(found))
     if json is not None:
         out.write_json(json, [bench.record(line) for line in found])
+
+
+@bench_app.command()
+def rehearse(
+    evidence: Annotated[str, typer.Argument(help="`auto.json` in the `log_dir` of a run.", metavar="FILE")],
+    config: Config,
+    overrides: Set = None,
+) -> None:
+    """Say what the mode Auto of a configuration would have decided in a run that is over, window by window."""
+    from persia.modes import Auto, load_evidence
+    from persia.modes import rehearse as decisions
+
+    mode = _read(config, overrides).mode
+    if not isinstance(mode, Auto):
+        raise ConfigError(f"The mode of {config} is {mode}; set one of kind = 'auto'.", field="mode")
+    for verdict in decisions(mode, load_evidence(evidence).steps):
+        typer.echo(str(verdict))
 
 
 def main() -> Any:

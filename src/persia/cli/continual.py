@@ -18,7 +18,7 @@ from persia.coordinator import TokenReport
 from persia.data import Span, days
 from persia.errors import CheckpointError, ConfigError
 from persia.fit import FitResult
-from persia.modes import AnyMode
+from persia.modes import AnyMode, Auto
 from persia.trainer import Trainer
 
 __all__ = ["DayRecord", "Recipe", "parse_days", "table"]
@@ -97,6 +97,9 @@ class Recipe:
         ):
             if getattr(config.trainer, name):
                 raise ConfigError(f"trainer.{name} is not for continual training: {remedy}.", field=f"trainer.{name}")
+        if isinstance(config.mode, Auto):
+            raise ConfigError("mode.kind = auto is not for continual training: give each day its mode.", field="mode")
+        self._mode: AnyMode = config.mode
         self._config = config
         self._output = output
         self._storage = Storage(output)
@@ -164,7 +167,7 @@ class Recipe:
     # --- one day ------------------------------------------------------------------------------------------------
 
     def _begin(self, trainer: Trainer, day: int, span: Span) -> DayRecord:
-        mode = self._config.continual.mode(day) or self._config.mode
+        mode = self._config.continual.mode(day) or self._mode
         record = DayRecord(day, mode, span.first, span.rows, trainer.global_step)
         self._write([*self.records, record])
         return record

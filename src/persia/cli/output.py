@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
@@ -50,6 +51,14 @@ def print_fit(result: FitResult, checkpoint: str | None) -> None:
     table.add_row("staleness mean / max", f"{result.staleness_mean:.2f} / {result.staleness_max}")
     table.add_row("rows stored", f"{result.stored_rows:,}")
     table.add_row("store memory", f"{result.stored_bytes / 2**20:,.0f} MiB")
+    if result.asynchronous is not None:
+        report = result.asynchronous
+        rates = report.rates().values()
+        table.add_row("asynchronous: rows/s, slowest to fastest", f"{min(rates):,.0f} to {max(rates):,.0f}")
+        table.add_row("dropped batches", f"{report.dropped_batches:,}")
+        table.add_row("lost tokens", f"{report.lost_tokens:,}")
+        table.add_row("staleness of the network", f"{report.staleness_mean:.2f} / {report.staleness_max}")
+        table.add_row("staleness of rows", f"{result.row_staleness_mean:.2f} / {result.row_staleness_max}")
     if checkpoint is not None:
         table.add_row("saved in", checkpoint)
     CONSOLE.print(table)
@@ -94,6 +103,14 @@ def fit_record(result: FitResult) -> dict[str, Any]:
     record: dict[str, Any] = {name: getattr(result, name) for name in result.__struct_fields__}
     record["progressive"] = metrics_record(result.progressive)
     record["evaluation"] = metrics_record(result.evaluation) if result.evaluation is not None else None
+    if result.asynchronous is not None:
+        report = result.asynchronous
+        record["asynchronous"] = {
+            **msgspec.to_builtins(report, str_keys=True),
+            "staleness_mean": report.staleness_mean,
+            "rows_per_second_by_worker": report.rates(),
+        }
+    record["verdicts"] = [{**verdict._asdict(), "ratio": verdict.ratio} for verdict in result.verdicts]
     return record
 
 

@@ -13,7 +13,7 @@ from persia import data
 from persia.cluster import Embedded, RayOptions
 from persia.config import convert, dump
 from persia.errors import ConfigError
-from persia.modes import AnyMode, Hybrid
+from persia.modes import AnyMode, Auto, Hybrid
 from persia.nn import models
 from persia.nn.step import OptimizerFactory
 from persia.optim import APMSqueeze, APMSqueezeOptions
@@ -257,7 +257,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         model: the network.
         optimizer: of the network.
         embedding_optimizer: of tables that declare none.
-        mode: how far embeddings may run ahead: `kind = "sync"` or `kind = "hybrid"` with `staleness`.
+        mode: of training: `kind = "sync"`, "hybrid", "gba", ...; or "auto", with a section `mode.asynchronous`.
         cluster: where the roles run.
         train: how long.
         trainer: precision, checkpoints, seed, ...
@@ -271,7 +271,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: ModelConfig = ModelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     embedding_optimizer: EmbeddingOptimizer = Adagrad(lr=0.05)
-    mode: AnyMode = Hybrid()
+    mode: AnyMode | Auto = Hybrid()
     cluster: ClusterConfig = ClusterConfig()
     train: TrainConfig = TrainConfig()
     trainer: TrainerOptions = TrainerOptions()

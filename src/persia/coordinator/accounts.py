@@ -101,6 +101,15 @@ class TokenReport(msgspec.Struct):
         counts = {name: float(getattr(self, name)) for name in names}
         return Readings(figures("tokens", {**counts, "lost": self.lost_tokens}), [])
 
+    @property
+    def staleness_mean(self) -> float:
+        """Over gradients that were applied."""
+        return self.staleness_sum / max(1, self.batches)
+
+    def rates(self) -> dict[int, float]:
+        """Applied samples per second of each NN worker, by rank."""
+        return {rank: worker.rows / max(self.seconds, 1e-9) for rank, worker in sorted(self.workers.items())}
+
     def begin(self, now: float) -> None:
         """The clock runs."""
         self.since = now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -9,41 +10,16 @@ from collections.abc import Callable
 
 import msgspec
 
-from persia.coordinator.accounts import Account, Drawn, TokenReport
-from persia.errors import DeadlineError, PersiaError, StalePushError
-from persia.modes import Action, Arrival, Mode, decode
-from persia.types import Caller, Event, PushHeader, Rest, Segment, Ticket, Token
+from persia.coordinator.accounts import Account
+from persia.coordinator.judge import Judge
+from persia.coordinator.ledger import Ledger
+from persia.errors import ConfigError, DeadlineError, PersiaError, StalePushError
+from persia.modes import Action, Arrival, Auto, Evidence, Mode, decode, encode
+from persia.types import Caller, Event, Lap, PushHeader, Read, Rest, Segment, Ticket, Token
 
 __all__ = ["Tokens"]
 
-
-class _State(msgspec.Struct):
-    """All that has to survive a restart."""
-
-    segment: Segment | None = None
-    settled: int | None = 0
-    """Global step at which the segment is at rest; None while it is under way."""
-    group: int = 0
-    step: int = 0
-    held: int = 0
-    tokens: int = 0
-    """Drawn and not lost, since step 0."""
-    spare: int = 0
-    """Tokens of dead NN workers: the next draws are of the current value."""
-    following: int = 0
-    """Batch number that is handed out next."""
-    returned: list[int] = msgspec.field(default_factory=list)
-    """Numbers of dead NN workers' batches: handed out first."""
-    end: int | None = None
-    stopped: bool = False
-    accounts: dict[int, Account] = msgspec.field(default_factory=dict)
-    orphans: list[PushHeader] = msgspec.field(default_factory=list)
-    """Slots that nobody has been asked to fill yet."""
-    report: TokenReport = msgspec.field(default_factory=TokenReport)
-    wanted: str = ""
-    """A mode that somebody has asked for."""
-    nn_workers: int = 0
-    local_batch: int = 0
+LOG = logging.getLogger("persia.modes")
 
 
 class Tokens:
@@ -68,13 +44,16 @@ class Tokens:
         self._clock = clock
         self._record = record
         self._events: list[Event] = []
+        self._reads: list[Read] = []
+        self._judge: Judge | None = None
+        self._judging = False
         self._changed = threading.Condition()
         self._waiting: set[int] = set()
         """Ranks whose draw waits for the gate."""
-        self._state = _State()
+        self._state = Ledger()
         if path is not None and os.path.exists(path):
             with open(path, "rb") as file:
-                self._state = msgspec.msgpack.decode(file.read(), type=_State)
+                self._state = msgspec.msgpack.decode(file.read(), type=Ledger)
         segment = self._state.segment
         self._mode: Mode | None = decode(segment.mode) if segment is not None else None
 
@@ -95,7 +74,7 @@ class Tokens:
             same_pass = old is not None and (old.epoch, old.generation) == (segment.epoch, segment.generation)
             returned = state.returned if same_pass else []
             state.report.lost_batches += len(state.returned) - len(returned)
-            self._state = _State(
+            self._state = Ledger(
                 segment=segment,
                 settled=None,
                 group=group if segment.local_batch else 0,
@@ -120,7 +99,9 @@ class Tokens:
             account = self._enter(caller)
             if request <= account.requests:
                 return account.answer
-            known = self._changed.wait_for(lambda: self._may_take() or self._over(caller), self._timeout)
+            known = self._changed.wait_for(
+                lambda: self._state.may_take(self._known_mode()) or self._over(caller), self._timeout
+            )
             state = self._current(caller)
             if not known:
                 busy = [rank for rank, a in state.accounts.items() if a.taken or a.drawn]
@@ -130,7 +111,7 @@ class Tokens:
                     late=busy,
                     timeout=self._timeout,
                 )
-            account.requests, account.answer = request, self._next_number()
+            account.requests, account.answer = request, state.next_number()
             if account.answer is None:
                 account.ended = True
             else:
@@ -159,15 +140,15 @@ class Tokens:
         """A batch's token; see `persia.services.Tokens`."""
         with self._changed:
             account = self._enter(caller)
-            self._confirm(account, done, filled)
+            self._state.confirm(account, done, filled)
             known = account.drawn.get(sequence)
             if known is not None:
                 return Token(known.value, known.least, [])
             mode = self._known_mode()
             if not self._state.group:
-                self._set_group(mode.group(self._segment().nn_workers, rows))
+                self._state.set_group(mode.group(self._state.current.nn_workers, rows))
                 self._state.local_batch = rows
-            orphans = self._orphans_for(account)
+            orphans = self._state.orphans_for(account)
             if not orphans and not self._gate(caller.rank):
                 self._waiting.add(caller.rank)
                 self._changed.notify_all()
@@ -178,13 +159,13 @@ class Tokens:
                 finally:
                     self._waiting.discard(caller.rank)
                 account = self._enter(caller)
-                orphans = self._orphans_for(account)
+                orphans = self._state.orphans_for(account)
                 if not opened:
                     raise self._shut(caller.rank)
             if orphans:
                 self._save()
                 return Token(None, 0, orphans)
-            drawn = self._drawn(account, number)
+            drawn = self._state.draw(mode, account, number)
             account.drawn[sequence] = drawn
             if number in account.taken:
                 account.taken.remove(number)
@@ -234,8 +215,8 @@ class Tokens:
         """Slots to be filled; see `persia.services.Tokens`."""
         with self._changed:
             account = self._enter(caller)
-            self._confirm(account, 0, filled)
-            found = self._orphans_for(account)
+            self._state.confirm(account, 0, filled)
+            found = self._state.orphans_for(account)
             self._save()
             return found
 
@@ -243,15 +224,15 @@ class Tokens:
         """Waits until all are done; see `persia.services.Tokens`."""
         with self._changed:
             account = self._enter(caller)
-            self._confirm(account, done, filled)
+            self._state.confirm(account, done, filled)
             account.ended = account.resting = True
             account.taken.clear()
             self._save()
             came = self._changed.wait_for(
-                lambda: self._at_rest() or self._state.orphans or self._over(caller), self._timeout
+                lambda: self._state.at_rest() or self._state.orphans or self._over(caller), self._timeout
             )
             account = self._enter(caller)
-            orphans = self._orphans_for(account)
+            orphans = self._state.orphans_for(account)
             if orphans:
                 self._save()
             elif not came:
@@ -300,18 +281,25 @@ class Tokens:
         wanted = decode(mode)
         with self._changed:
             state = self._state
-            if state.wanted == mode:
+            if state.wanted == encode(wanted):
                 return
             if state.wanted:
                 raise PersiaError(
                     f"A switch to {state.wanted} is under way; wait for it before you ask for {mode}.",
                     mode=state.wanted,
                 )
-            if state.nn_workers and state.local_batch:
-                wanted.group(state.nn_workers, state.local_batch)
-            state.wanted = mode
-            state.stopped = True
-            self._save()
+            self._want(wanted)
+            if self._judging:
+                LOG.info("From now on the mode is chosen by hand, no more by %s.", self._judge and self._judge.auto)
+                self._judging = False
+
+    def _want(self, mode: Mode) -> None:
+        state = self._state
+        if state.nn_workers and state.local_batch:
+            mode.group(state.nn_workers, state.local_batch)
+        state.wanted = encode(mode)
+        state.stopped = True
+        self._save()
 
     def requested(self) -> str:
         """The mode that was asked for, or nothing."""
@@ -325,6 +313,37 @@ class Tokens:
             if wanted:
                 self._save()
             return wanted
+
+    def judge(self, auto: str, nn_workers: int, strained: bool) -> None:
+        """Step times decide the mode; see `persia.services.Tokens`."""
+        rule = msgspec.json.decode(auto, type=Auto)
+        with self._changed:
+            if self._judge is None or self._judge.auto != rule:
+                self._judge, self._judging = Judge(rule, nn_workers, strained), True
+            self._judge.begin()
+
+    def timed(self, rank: int, laps: list[Lap]) -> bool:
+        """Step times of an NN worker; see `persia.services.Tokens`."""
+        with self._changed:
+            if self._judge is None:
+                return False
+            if not self._judging or self._state.wanted:
+                return True
+            verdict = self._judge.add(rank, laps, self._clock())
+            if verdict is not None:
+                rule = self._judge.auto
+                try:
+                    self._want(rule.asynchronous if verdict.strained else rule.sync)
+                except ConfigError as error:
+                    LOG.error("The switch is not made, and none will be: %s", error)
+                    self._judging = False
+            return True
+
+    def evidence(self) -> str:
+        """What was decided, and by what, as JSON."""
+        with self._changed:
+            found = self._judge.evidence() if self._judge is not None else Evidence()
+            return msgspec.json.encode(found).decode()
 
     # --- what else happens ------------------------------------------------------------------------------------
 
@@ -353,16 +372,29 @@ class Tokens:
         with self._changed:
             return msgspec.json.encode(self._state.report).decode()
 
+    def record(self) -> None:
+        """Records from now on; see `persia.services.Tokens`."""
+        with self._changed:
+            self._record = True
+            self._events, self._reads = [], []
+
+    def note(self, read: Read) -> None:
+        """What a gradient was computed from; see `persia.services.Tokens`."""
+        with self._changed:
+            if self._record:
+                self._reads.append(read)
+
+    def reads(self) -> list[Read]:
+        """Everything that was noted, if it is recorded."""
+        with self._changed:
+            return list(self._reads)
+
     def schedule(self) -> list[Event]:
         """Every arrival so far, in order, if they are recorded."""
         with self._changed:
             return list(self._events)
 
     # --- under the lock ---------------------------------------------------------------------------------------
-
-    def _segment(self) -> Segment:
-        assert self._state.segment is not None
-        return self._state.segment
 
     def _known_mode(self) -> Mode:
         assert self._mode is not None
@@ -394,7 +426,7 @@ class Tokens:
         segment = self._state.segment
         return segment is not None and (segment.generation, segment.number) > caller[:2]
 
-    def _current(self, caller: Caller) -> _State:
+    def _current(self, caller: Caller) -> Ledger:
         if self._over(caller):
             raise StalePushError(
                 f"Segment {caller.segment} of generation {caller.generation} is over.", segment=caller.segment
@@ -407,78 +439,8 @@ class Tokens:
         state.tokens = state.step * group
         self._save()
 
-    def _lacking(self) -> int:
-        """How many more batches the steps of the segment need, if none is dropped."""
-        state, segment = self._state, self._segment()
-        if segment.steps is None or not state.group:
-            return 1
-        out = sum(len(a.taken) + len(a.drawn) for a in state.accounts.values())
-        return max(0, (segment.step + segment.steps - state.step) * state.group - state.held - out)
-
-    def _may_take(self) -> bool:
-        """Whether it is known that the segment needs another batch, or that it needs none."""
-        state, segment = self._state, self._segment()
-        if segment.steps is None or state.stopped:
-            return True
-        if not state.group:  # It is known with the first draw, which needs a batch.
-            return state.end is not None or not any(a.taken or a.drawn for a in state.accounts.values())
-        if self._lacking() or state.step >= segment.step + segment.steps:
-            return True
-        return self._known_mode().initial_depth() != 0  # Else one that is under way may be dropped.
-
-    def _next_number(self) -> int | None:
-        state, segment = self._state, self._segment()
-        if state.stopped:
-            return None
-        if state.returned and self._lacking():
-            return state.returned.pop(0)
-        if state.end is not None and state.following >= state.end:
-            return None
-        if segment.steps is not None and state.group and not self._lacking():
-            return None
-        state.following += 1
-        return state.following - 1
-
     def _gate(self, rank: int) -> bool:
-        """May this NN worker draw? If all wait for each other, yes: the step lacks those that have no data any more."""
-        state = self._state
-        account = state.accounts[rank]
-        in_step = sum(header.step == state.step for header in account.slots.values()) if state.held else 0
-        active = {r: a for r, a in state.accounts.items() if a.alive and (not a.ended or a.taken or a.drawn)}
-        ahead = account.finished - min((a.finished for a in active.values()), default=account.finished)
-        mode = self._known_mode()
-        if mode.gate(len(account.drawn) + in_step, mode.initial_depth(), max(0, ahead)):
-            return True
-        return not ahead and all(other == rank or other in self._waiting for other in active)
-
-    def _drawn(self, account: Account, number: int) -> Drawn:
-        state, mode = self._state, self._known_mode()
-        # A lost token is drawn again as one more of the current value, so that values and steps stay aligned.
-        if state.spare:
-            state.spare -= 1
-            at = max(0, state.tokens - 1)
-        else:
-            at = state.tokens
-            state.tokens += 1
-        value = mode.token(at, state.step, state.group)
-        least = state.step if mode.initial_depth() == 0 else account.least
-        return Drawn(number, value, max(least, self._segment().step))
-
-    def _confirm(self, account: Account, done: int, filled: int) -> None:
-        for sequence in [s for s in account.slots if s <= done and account.slots[s].step < self._state.step]:
-            del account.slots[sequence]
-        account.done = max(account.done, done)
-        account.filled = max(account.filled, filled)
-
-    def _orphans_for(self, account: Account) -> list[PushHeader]:
-        """Slots that this NN worker is to fill; those it was told of, again, until it has."""
-        if account.filled >= len(account.handed) and self._state.orphans:
-            account.handed += self._state.orphans
-            self._state.orphans = []
-        return account.handed[account.filled :]
-
-    def _at_rest(self) -> bool:
-        return all(a.resting and not a.handed[a.filled :] for a in self._state.accounts.values() if a.alive)
+        return self._state.gate(self._known_mode(), rank, self._waiting)
 
     def _shut(self, rank: int) -> DeadlineError:
         least = min(a.finished for a in self._state.accounts.values() if a.alive)

@@ -15,7 +15,7 @@ from persia.dense.server import check_optimizer, partition
 from persia.dense.state import capture, joined, restore
 from persia.errors import ClosedError, DeadlineError
 from persia.services import DensePS
-from persia.types import PushedDense, PushHeader
+from persia.types import Journaled, PushedDense, PushHeader
 
 __all__ = ["Shared"]
 
@@ -70,6 +70,11 @@ class Shared:
         # Two: what a pull waits for may be this NN worker's own push.
         self._pulling = _SideBySide(len(servers))
         self._pushing = _SideBySide(len(servers))
+
+    @property
+    def versions(self) -> list[int]:
+        """Of the parameters that were pulled last, by dense PS."""
+        return list(self._versions)
 
     @property
     def version(self) -> int:
@@ -163,6 +168,14 @@ class Shared:
         everything = dict(enumerate(self._parameters))
         state = capture(self._specs, everything, self._buffers, self._optimizer, self._scheduler)
         self._all(lambda rank: self._servers[rank].load(state, generation, step))
+
+    def record(self) -> None:
+        """The dense PSs keep journals from now on."""
+        self._all(lambda rank: self._servers[rank].record())
+
+    def journals(self) -> list[Journaled]:
+        """What took effect at each of them since."""
+        return self._all(lambda rank: self._servers[rank].journal())
 
     def drain(self, generation: int, step: int, held: int) -> None:
         """Applies what has come of an incomplete step. One NN worker does it for all."""

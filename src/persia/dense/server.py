@@ -11,9 +11,10 @@ import torch
 from persia.dense.flat import Layout
 from persia.dense.state import capture, restore
 from persia.errors import ConfigError, DeadlineError, StoreError
+from persia.journal import Journal
 from persia.services import DenseMaker
 from persia.turns import Turns
-from persia.types import Bytes, DenseState, Pulled, PushedDense, PushHeader, TensorSpec
+from persia.types import Bytes, DenseState, Journaled, Pulled, PushedDense, PushHeader, TensorSpec
 
 __all__ = ["DenseServer", "check_optimizer", "partition"]
 
@@ -45,6 +46,7 @@ class DenseServer:
         self._servers = servers
         self._turns = Turns(timeout)
         self._lock = threading.Lock()
+        self._journal = Journal()
         self._owned: dict[int, torch.Tensor] = {}
         self._buffers: dict[str, torch.Tensor] = {}
         self._parameters: list[TensorSpec] = []
@@ -53,6 +55,7 @@ class DenseServer:
         self._values = self._gradients = self._buffer_layout = Layout([])
         self._held = _Held(0)
         self._snapshot: Pulled | None = None
+        self._exported: DenseState | None = None
         self._counts: Counter[str] = Counter()
 
     def load(self, state: DenseState, generation: int, step: int) -> None:
@@ -97,7 +100,7 @@ class DenseServer:
             self._values, self._gradients = Layout([*specs, *buffer_specs]), Layout(specs)
             self._buffer_layout = Layout(buffer_specs)
             self._held = _Held(len(mine))
-            self._snapshot = None
+            self._snapshot = self._exported = None
 
     def pull(self, have: int, least: int, timeout: float) -> Pulled:
         """Parameters and buffers of the newest version; see `persia.services.DensePS`."""
@@ -130,6 +133,7 @@ class DenseServer:
             with self._lock:
                 self._counts["pushes"] += 1
                 self._held.add(given, buffers, float(header.weight), part.weight)
+                self._journal.add(header)
                 if last:
                     self._apply()
 
@@ -149,7 +153,17 @@ class DenseServer:
         with self._lock:
             if self._optimizer is None:
                 raise StoreError("This dense PS has no network yet: load one first.")
-            return capture(self._parameters, self._owned, self._buffers, self._optimizer, self._scheduler)
+            if self._exported is None:  # Once until the next step, however many NN workers take over.
+                self._exported = capture(self._parameters, self._owned, self._buffers, self._optimizer, self._scheduler)
+            return self._exported
+
+    def record(self) -> None:
+        """Keeps a journal from now on."""
+        self._journal.begin(self._turns.step)
+
+    def journal(self) -> Journaled:
+        """The pushes that took effect since, in this order."""
+        return self._journal.end()
 
     def statistics(self) -> dict[str, int]:
         """Counters: `version`, `pushes`, `pulls`, and `bytes` of parameters and buffers."""
@@ -167,6 +181,7 @@ class DenseServer:
     def _apply(self) -> None:
         """One step of the optimizer with what is held, unless all of that has weight 0."""
         assert self._optimizer is not None
+        self._exported = None
         held, self._held = self._held, _Held(len(self._owned))
         for buffer, value in zip(self._buffers.values(), held.buffer_means(), strict=False):
             buffer.copy_(value)

@@ -100,17 +100,22 @@ def restore(
             owned[number].copy_(value)
         for buffer, value in zip(buffers.values(), values[len(state.owned) :], strict=True):
             buffer.copy_(value)
+    before: dict[int, dict[str, Any]] = {}
     for number, tensor in owned.items():
+        before[number] = optimizer.state.pop(tensor, {})
         if number in scalars:
             optimizer.state[tensor] = dict(scalars[number])
-        else:
-            optimizer.state.pop(tensor, None)
     for spec, value in zip(state.tensors, tensors, strict=True):
         number_text, key = spec.name.split("/", 1)
         parameter = owned[int(number_text)]
         # As `Optimizer.load_state_dict` does: counts of steps stay on the host.
         device = torch.device("cpu") if key == "step" else parameter.device
-        optimizer.state[parameter][key] = value.to(device, copy=True)
+        place = before[int(number_text)].get(key)
+        if isinstance(place, torch.Tensor) and spec_of("", place) == spec_of("", value) and place.device == device:
+            place.copy_(value)  # Fresh memory costs more than the copy.
+        else:
+            place = value.to(device, copy=True)
+        optimizer.state[parameter][key] = place
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
             if key != "params":

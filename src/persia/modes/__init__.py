@@ -6,6 +6,7 @@ from persia.modes.async_ import Async
 from persia.modes.auto import Auto, AutoState, StepTime, Verdict, decide, rehearse
 from persia.modes.base import Action, Arrival, Decision, Dense, Mode, Observation, Reduction
 from persia.modes.bsp import Bsp
+from persia.modes.evidence import Evidence, load_evidence
 from persia.modes.gba import Gba
 from persia.modes.hop_bs import HopBs
 from persia.modes.hop_bw import HopBw
@@ -23,6 +24,7 @@ __all__ = [
     "Bsp",
     "Decision",
     "Dense",
+    "Evidence",
     "Gba",
     "HopBs",
     "HopBw",
@@ -36,6 +38,7 @@ __all__ = [
     "decide",
     "decode",
     "encode",
+    "load_evidence",
     "rehearse",
 ]
 

@@ -6,6 +6,7 @@ import msgspec
 
 from persia.errors import ConfigError
 from persia.modes.async_ import Async
+from persia.modes.auto import Auto
 from persia.modes.base import Mode
 from persia.modes.bsp import Bsp
 from persia.modes.gba import Gba
@@ -17,8 +18,8 @@ from persia.modes.sync import Sync
 __all__ = ["decode", "encode"]
 
 
-def encode(mode: Mode) -> str:
-    """A mode as JSON."""
+def encode(mode: Mode | Auto) -> str:
+    """A mode, or the rule that chooses one, as JSON."""
     return msgspec.json.encode(mode).decode()
 
 

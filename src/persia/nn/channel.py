@@ -23,6 +23,7 @@ class Channel(Generic[T]):
         self._items: deque[T] = deque()
         self._capacity = capacity
         self._closed = False
+        self._getting = 0
         self._changed = threading.Condition()
 
     def __len__(self) -> int:
@@ -38,6 +39,14 @@ class Channel(Generic[T]):
             self._items.append(item)
             self._changed.notify_all()
 
+    def await_demand(self) -> None:
+        """Blocks until somebody waits in `get` for what is not there. Raises Closed when closed."""
+        with self._changed:
+            while not self._closed and not (self._getting and not self._items):
+                self._changed.wait()
+            if self._closed:
+                raise Closed
+
     def get(self, timeout: float | None = None) -> T:
         """Blocks while empty, at most `timeout` seconds.
 
@@ -47,14 +56,19 @@ class Channel(Generic[T]):
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
-            while not self._items:
-                if self._closed:
-                    raise Closed
-                remaining = None if deadline is None else deadline - time.monotonic()
-                if remaining is not None and remaining <= 0:
-                    raise TimeoutError
-                self._changed.wait(remaining)
-            item = self._items.popleft()
+            self._getting += 1
+            self._changed.notify_all()
+            try:
+                while not self._items:
+                    if self._closed:
+                        raise Closed
+                    remaining = None if deadline is None else deadline - time.monotonic()
+                    if remaining is not None and remaining <= 0:
+                        raise TimeoutError
+                    self._changed.wait(remaining)
+                item = self._items.popleft()
+            finally:
+                self._getting -= 1
             self._changed.notify_all()
             return item
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
 
 import torch
 
@@ -14,8 +14,10 @@ from persia.errors import ConfigError, PersiaError, StaleBatchError
 from persia.modes import Dense, Hybrid, Mode
 from persia.nn.draws import Drawn, Draws, Numbered
 from persia.nn.feeding import fed_batches
+from persia.nn.laps import Laps
 from persia.nn.made_up import made_up_batch
 from persia.nn.options import CollectionOptions
+from persia.nn.pending import Pending, Registered
 from persia.nn.pipeline import READ_AHEAD, Pipeline, Stages
 from persia.nn.pool import Expander
 from persia.nn.prepared import PreparedBatch
@@ -23,12 +25,12 @@ from persia.nn.staging import staging_for
 from persia.nn.staleness import Staleness, StalenessGate
 from persia.nn.sync import EqualSteps
 from persia.nn.tally import Pushed, Tally
-from persia.nn.transfer import Encoded, Transfer
+from persia.nn.transfer import Transfer
 from persia.nn.types import Embeddings
 from persia.observe.figures import Histogram
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Cluster
-from persia.types import Contribution, FedBatch, PushHeader
+from persia.types import Contribution, FedBatch, PushHeader, Read
 
 __all__ = ["EmbeddingCollection"]
 
@@ -36,30 +38,8 @@ __all__ = ["EmbeddingCollection"]
 EVALUATION_READY = 4
 """Batches looked up ahead in evaluation, where no mode says how many."""
 
-READ_AHEAD_ON_DEMAND = 1
-"""Where batches are handed out on demand: what an NN worker reads ahead, nobody else can train."""
-
-
-class _Pending(NamedTuple):
-    """Gradients of a batch on their way to the host."""
-
-    batch_id: int
-    rows: int
-    gradients: Callable[[], Encoded]
-
-
-class _Registered(NamedTuple):
-    """A batch on its way to its lookup.
-
-    Attributes:
-        batch: as it came.
-        batch_id: at the embedding worker.
-        number: of the pass, in asynchronous modes.
-    """
-
-    batch: Batch | FedBatch
-    batch_id: int
-    number: int = -1
+READ_AHEAD_ON_DEMAND = 0
+"""Where batches are handed out on demand: what a slow NN worker has read ahead, nobody else can train."""
 
 
 class EmbeddingCollection(torch.nn.Module):
@@ -113,7 +93,7 @@ class EmbeddingCollection(torch.nn.Module):
         self.gate = StalenessGate(self.mode, self.options.accumulation_steps)
         self._pipeline: Pipeline | None = None
         self._draws: Draws | None = None
-        self._group: list[_Pending] = []
+        self._group: list[Pending] = []
         self._group_batches = 0
         self._registered: set[int] = set()
         self._inline: PreparedBatch | None = None
@@ -123,6 +103,10 @@ class EmbeddingCollection(torch.nn.Module):
         """How long the network waited for batches."""
         self._compressed = False
         self.pushes = 0
+        self.laps: Laps | None = None
+        """Whom the time is told that each batch takes to compute."""
+        self.note: Callable[[Read], None] | None = None
+        """Whom is told what each gradient was computed from; one batch a push."""
         self._pid = os.getpid()
 
     def change_mode(self, mode: Mode) -> None:
@@ -317,9 +301,10 @@ class EmbeddingCollection(torch.nn.Module):
             return made_up_batch(self.schema, equal_steps.made_up_rows, self._staging.device)
         if equal_steps is not None:
             equal_steps.start(batch.weight, has_data=True)
+        batch.began = time.monotonic()
         return batch
 
-    def _register(self, item: Batch | FedBatch | Numbered) -> _Registered:
+    def _register(self, item: Batch | FedBatch | Numbered) -> Registered:
         number, batch = item if isinstance(item, Numbered) else (-1, item)
         if isinstance(batch, FedBatch):
             batch_id = batch.batch_id
@@ -327,9 +312,9 @@ class EmbeddingCollection(torch.nn.Module):
             batch.validate(self.schema)
             batch_id = self._worker.register(batch.id_features)
         self._registered.add(batch_id)
-        return _Registered(batch, batch_id, number)
+        return Registered(batch, batch_id, number)
 
-    def _lookup(self, registered: _Registered, made_up_rows: int = 1) -> tuple[PreparedBatch, Callable[[], None]]:
+    def _lookup(self, registered: Registered, made_up_rows: int = 1) -> tuple[PreparedBatch, Callable[[], None]]:
         if self._draws is None:
             return self._found(registered, made_up_rows)
         # Dense parameters before rows: rows are pushed first, so these are at least as new.
@@ -343,8 +328,8 @@ class EmbeddingCollection(torch.nn.Module):
 
         return prepared, adopt
 
-    def _found(self, registered: _Registered, made_up_rows: int) -> tuple[PreparedBatch, Callable[[], None]]:
-        batch, batch_id, _ = registered
+    def _found(self, registered: Registered, made_up_rows: int) -> tuple[PreparedBatch, Callable[[], None]]:
+        batch, batch_id, number = registered
         try:
             found = self._worker.lookup(batch_id)
         except StaleBatchError:
@@ -353,6 +338,7 @@ class EmbeddingCollection(torch.nn.Module):
             return made_up_batch(self.schema, made_up_rows, self._staging.device), lambda: None
         self._compressed = found.scales is not None
         prepared, ready = self._transfer.rows(batch, found, batch_id)
+        prepared.number, prepared.versions = number, found.versions or []
         prepared.await_gradient(self._end_of_backward)
         return prepared, ready
 
@@ -361,7 +347,9 @@ class EmbeddingCollection(torch.nn.Module):
         scale = self.grad_scaler.get_scale() if self.grad_scaler is not None else 1.0
         with torch.no_grad():
             gradients = self._transfer.gradients(batch.contribution(scale), self._compressed)
-        pending = _Pending(batch.batch_id, len(batch), gradients)
+        pending = Pending(batch.batch_id, len(batch), gradients, batch)
+        if self.laps is not None and self._staging.device.type != "cuda":
+            self.laps.add(batch.began)
         if self._draws is not None:
             assert batch.drawn is not None
             self._push_drawn(batch.drawn, [pending], self._draws.shared.gradients())
@@ -407,29 +395,44 @@ class EmbeddingCollection(torch.nn.Module):
         else:
             self._pipeline.push(lambda: self._push(group, batches, step))
 
-    def _push(self, group: list[_Pending], batches: int, step: int) -> None:
-        contributions = [Contribution(pending.batch_id, *pending.gradients()) for pending in group]
+    def _push(self, group: list[Pending], batches: int, step: int) -> None:
+        contributions = self._contributions(group)
         connection = self.connection
         if contributions or self._held:
             self.pushes += 1
             header = PushHeader(
                 connection.generation, connection.rank, self.pushes, step, sum(pending.rows for pending in group)
             )
+            self._note_read(group, self.pushes, [step])
             self.tally.pushed(self._worker.push(header, contributions))
             self._registered.difference_update(c.batch_id for c in contributions)
         self.gate.done(batches)
 
+    def _contributions(self, group: list[Pending]) -> list[Contribution]:
+        found = []
+        for pending in group:
+            found.append(Contribution(pending.batch_id, *pending.gradients()))
+            if self.laps is not None and self._staging.device.type == "cuda":  # Now it is computed, not before.
+                self.laps.add(pending.batch.began)
+        return found
+
+    def _note_read(self, group: list[Pending], sequence: int, dense: list[int]) -> None:
+        if self.note is not None:
+            for pending in group:
+                self.note(pending.read(self.connection.rank, sequence, dense))
+
     def _push_drawn(
-        self, drawn: Drawn, group: list[_Pending], dense: Callable[[PushHeader, float], None] | None
+        self, drawn: Drawn, group: list[Pending], dense: Callable[[PushHeader, float], None] | None
     ) -> None:
         """Hands a gradient of an asynchronous mode to the push thread."""
         draws = self._draws
         assert draws is not None
         assert self._pipeline is not None
-        version = draws.shared.version
+        version, versions = draws.shared.version, draws.shared.versions
 
         def push() -> None:
-            contributions = [Contribution(pending.batch_id, *pending.gradients()) for pending in group]
+            contributions = self._contributions(group)
+            self._note_read(group, drawn.sequence, versions)
             rows = sum(pending.rows for pending in group)
             ticket, counts = draws.push(drawn.sequence, rows, version, contributions, dense)
             self.tally.pushed(counts)

@@ -23,6 +23,10 @@ class SharedDense(Protocol):
     def version(self) -> int:
         """Of the parameters that are in the network."""
 
+    @property
+    def versions(self) -> list[int]:
+        """The same, by dense PS."""
+
     def pull(self, least: int, wanted: Callable[[], bool]) -> Callable[[], None]:
         """Gets parameters; what it returns puts them into the network."""
 

@@ -67,7 +67,7 @@ class Pipeline:
         stages: what the threads do.
         timeout: seconds that a draw, or the end of the last push, may take.
         ready: most batches looked up ahead.
-        read_ahead: most batches read ahead of that.
+        read_ahead: most batches read ahead of that; 0: one, which is asked for when it is to be looked up next.
     """
 
     def __init__(
@@ -81,7 +81,8 @@ class Pipeline:
         self._source = source
         self._stages = stages
         self._timeout = timeout
-        self._read: Channel[Any] = Channel(read_ahead)
+        self._read: Channel[Any] = Channel(max(1, read_ahead))
+        self._on_demand = read_ahead == 0
         self._ready: Channel[_Ready | _Failure] = Channel(ready)
         self._pushes: Channel[Callable[[], None]] = Channel(MOST_READY)
         self.push_failure: BaseException | None = None
@@ -179,7 +180,13 @@ class Pipeline:
     def _run_read(self) -> None:
         number = 0
         try:
-            for batch in self._source:
+            while True:
+                if self._on_demand:
+                    self._read.await_demand()
+                try:
+                    batch = next(self._source)
+                except StopIteration:
+                    break
                 self._read.put(batch)
                 number += 1
         except Closed:

@@ -42,6 +42,9 @@ class PreparedBatch:
         batch_id: what the embedding worker knows it by; None where no gradient is awaited.
         made_up: it stands in for data that this NN worker does not have; the network must not learn from it.
         drawn: its token, in asynchronous modes.
+        began: when it was drawn, on the monotonic clock.
+        number: of the pass; -1 if it is not known.
+        versions: see `LookedUp`.
     """
 
     def __init__(
@@ -60,6 +63,9 @@ class PreparedBatch:
         self.batch_id = batch_id
         self.made_up = made_up
         self.drawn: Drawn | None = None
+        self.began = 0.0
+        self.number = -1
+        self.versions: list[int] = []
         self._finish: Callable[[PreparedBatch], None] | None = None
         self._closed = False
         self._called_back = False

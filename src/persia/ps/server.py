@@ -12,6 +12,7 @@ import numpy as np
 
 from persia import batching
 from persia.errors import StoreError
+from persia.journal import Journal
 from persia.modes import Dense, Mode, decode
 from persia.observe.figures import Readings, figures
 from persia.ps.cuts import Cuts
@@ -32,9 +33,11 @@ from persia.types import (
     Floats,
     Gradients,
     Ids,
+    Journaled,
     Packed,
     PackedGradients,
     PushHeader,
+    RowsAt,
     SlotCounts,
     UpdateCounts,
 )
@@ -73,6 +76,9 @@ class EmbeddingServer:
         self._options = options or ServerOptions()
         self._turns = Turns(self._options.timeout)
         self._slots = SlotCounts()
+        self._journal = Journal()
+        self._version = 0
+        """Updates since step 0."""
         self._unclaimed: list[dict[str, UpdateCounts]] = []
         self._pool = batching.ThreadPool(threads)
         self._store = EmbeddingStore(self._pool)
@@ -95,7 +101,7 @@ class EmbeddingServer:
 
     def _adopt(self, mode: Mode) -> None:
         self._mode = mode
-        self._sums = RunningSums(mode.reduction, self._pool, self._scratch)
+        self._sums = RunningSums(mode.reduction)
         self._on_arrival = mode.dense() is Dense.ALL_REDUCE and mode.group(self._options.nn_workers, 1) == 1
         ranks = range(self._options.nn_workers)
         groups = [[rank] for rank in ranks] if self._on_arrival else [ranks]
@@ -107,6 +113,10 @@ class EmbeddingServer:
 
     def lookup(self, ids: Mapping[str, Ids], train: bool) -> Packed[np.float32]:
         """Rows of distinct ids, by table; see `persia.services.EmbeddingPS`."""
+        return self.lookup_at(ids, train).rows
+
+    def lookup_at(self, ids: Mapping[str, Ids], train: bool) -> RowsAt:
+        """Rows of distinct ids, and of which version they are; see `persia.services.EmbeddingPS`."""
         if not isinstance(ids, Packed):
             try:
                 ids = Packed.of(ids, np.uint64)
@@ -114,12 +124,21 @@ class EmbeddingServer:
                 raise StoreError(f"lookup: {error}; ids are uint64 [n].") from error
         numbers, dims = self._places(ids.names)
         rows = self._scratch.floats(sum(map(operator.mul, ids.counts, dims)))
-        with_room(
-            lambda: self._store.lookup_packed(numbers, ids.counts, ids.buffer, rows, train),
-            self._options.timeout,
-            "lookup",
-        )
-        return Packed(ids.names, ids.counts, rows, dims)
+        with self._journal.exclusive():
+            with_room(
+                lambda: self._store.lookup_packed(numbers, ids.counts, ids.buffer, rows, train),
+                self._options.timeout,
+                "lookup",
+            )
+            return RowsAt(Packed(ids.names, ids.counts, rows, dims), self._version)
+
+    def record(self) -> None:
+        """Keeps a journal from now on."""
+        self._journal.begin(self._version)
+
+    def journal(self) -> Journaled:
+        """The pushes that took effect since, in this order."""
+        return self._journal.end()
 
     def close(self) -> None:
         """Removes the regions, if there are any: what is in them is not needed any more. Call it last."""
@@ -132,7 +151,7 @@ class EmbeddingServer:
         if header.slot >= 0:
             return self._push_slot(header, packed)
         if self._on_arrival and header.parts == 1:
-            return self._apply(header.client, header.sequence, header.step, packed)
+            return self._apply([header], header.client, header.sequence, packed, header.step)
         if self._on_arrival:
             if header.rank >= len(self._held):
                 raise StoreError(f"There is no NN worker {header.rank}, only {len(self._held)}.", rank=header.rank)
@@ -144,13 +163,15 @@ class EmbeddingServer:
         adopted = decode(mode)
         self._turns.begin(generation, step)
         self._adopt(adopted)
+        self._version = step * (self._options.nn_workers if self._on_arrival else 1)
 
     def drain(self, generation: int, step: int, held: int) -> dict[str, UpdateCounts]:
         """Applies what has come of an incomplete step; see `persia.services.EmbeddingPS`."""
         counts: dict[str, UpdateCounts] = {}
 
         def apply() -> None:
-            counts.update(self._apply(MERGED | generation << RANK_BITS, step + 1, step, self._sums.take()))
+            client = MERGED | generation << RANK_BITS
+            counts.update(self._apply([], client, step + 1, self._sums.take(), step))
 
         self._turns.drain(generation, step, held, apply)
         return counts
@@ -161,8 +182,9 @@ class EmbeddingServer:
         def work(last: bool) -> None:
             weighed = {table: (part, self._weights(table, part.ids, header)) for table, part in gradients.items()}
             self._sums.add(weighed, header.weight)
+            self._journal.add(header)
             if last:
-                done = self._apply(header.merged_client, header.step + 1, header.step, self._sums.take())
+                done = self._apply([], header.merged_client, header.step + 1, self._sums.take(), header.step)
                 self._unclaimed.append(done)
 
         self._turns.push(header, work)
@@ -187,25 +209,35 @@ class EmbeddingServer:
         """Applies a complete step: one update of the average over its NN workers."""
         header = arrived[0].header
         average = average_step(arrived, self._mode.reduction, self._pool, self._scratch)
+        headers = [push.header for push in arrived]
         if self._on_arrival:
-            return self._apply(header.client, header.sequence, header.step, average)
-        return self._apply(header.merged_client, header.step + 1, header.step, average)
+            return self._apply(headers, header.client, header.sequence, average, header.step)
+        return self._apply(headers, header.merged_client, header.step + 1, average, header.step)
 
     def _apply(
-        self, client: int, sequence: int, step: int, gradients: Mapping[str, Gradients]
+        self,
+        headers: Sequence[PushHeader],
+        client: int,
+        sequence: int,
+        gradients: Mapping[str, Gradients],
+        step: int,
     ) -> dict[str, UpdateCounts]:
+        """Updates rows with the sum of some pushes, of which those in `headers` are not in the journal yet."""
         ids, rows = (packed := self._packed(gradients)).ids, packed.rows
         numbers, _ = self._places(ids.names)
-        counts = self._store.update_packed(
-            numbers,
-            ids.counts,
-            ids.buffer,
-            rows.buffer,
-            [learning_rate(self._tables[name], step) for name in ids.names],
-            step=step,
-            client=client,
-            sequence=sequence,
-        )
+        with self._journal.exclusive():
+            counts = self._store.update_packed(
+                numbers,
+                ids.counts,
+                ids.buffer,
+                rows.buffer,
+                [learning_rate(self._tables[name], step) for name in ids.names],
+                step=step,
+                client=client,
+                sequence=sequence,
+            )
+            fresh = [self._journal.add(header) for header in headers]
+            self._version += all(fresh)  # Else it is a repetition.
         return dict(zip(ids.names, counts, strict=True))
 
     def statistics(self) -> dict[str, dict[str, int]]:

@@ -12,12 +12,9 @@ import numpy as np
 
 from persia import batching
 from persia.modes import Reduction
-from persia.types import Floats, Gradients, Ids
+from persia.types import Floats, Gradients
 
 __all__ = ["RunningSums", "Weighed"]
-
-DIVISOR, COUNTED = -2, -1
-"""Columns beside the sum: weights of all gradients with the id, and of those that count."""
 
 Weighed = Mapping[str, tuple[Gradients, Floats]]
 """By table, a gradient and, float32 `[n]`, the weight 0 or 1 of each of its rows."""
@@ -28,17 +25,19 @@ class RunningSums:
 
     Args:
         reduction: what the weighted sum of an id is divided by.
-        pool: threads to run on.
-        scratch: memory kept from call to call.
     """
 
-    def __init__(self, reduction: Reduction, pool: batching.ThreadPool, scratch: batching.Scratch) -> None:
+    def __init__(self, reduction: Reduction) -> None:
         self._reduction = reduction
-        self._pool = pool
-        self._scratch = scratch
-        self._sums: dict[str, tuple[Ids, Floats]] = {}
+        self._sums: dict[str, batching.RowSums] = {}
+        self._dims: dict[str, int] = {}
         self._unit = 0.0
         self._total = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of what is held."""
+        return sum(held.nbytes for held in self._sums.values())
 
     def add(self, gradients: Weighed, rows: int) -> None:
         """Adds the gradient of a batch.
@@ -53,27 +52,20 @@ class RunningSums:
         if not share:
             return
         for table, ((ids, values), weights) in gradients.items():
-            wide = np.empty((len(ids), values.shape[1] + 2), np.float32)
-            np.multiply(values, np.float32(share), out=wide[:, :DIVISOR])
-            wide[:, DIVISOR] = share
-            wide[:, COUNTED] = weights * share
-            wide[weights == 0, :DIVISOR] = 0.0  # Not a product: it may be NaN.
             held = self._sums.get(table)
-            self._sums[table] = (
-                (ids, wide)
-                if held is None
-                else batching.merge_gradients([held, (ids, wide)], self._pool, self._scratch)
-            )
+            if held is None:
+                held = self._sums[table] = batching.RowSums(values.shape[1])
+                self._dims[table] = values.shape[1]
+            held.add(np.ascontiguousarray(ids), np.ascontiguousarray(values), weights, share)
 
     def take(self) -> dict[str, Gradients]:
         """The mean of each id for which something counts, by table; then nothing is held any more."""
         means: dict[str, Gradients] = {}
-        for table, (ids, wide) in self._sums.items():
-            counted = wide[:, COUNTED] > 0
-            if not counted.all():
-                ids, wide = np.ascontiguousarray(ids[counted]), wide[counted]
-            divisor = np.float64(self._total) if self._reduction == "global" else np.float64(wide[:, DIVISOR, None])
-            means[table] = Gradients(ids, wide[:, :DIVISOR] * (1.0 / divisor).astype(np.float32))
-        self._sums.clear()
+        for table, held in self._sums.items():
+            count = held.counted()
+            mean = Gradients(np.empty(count, np.uint64), np.empty((count, self._dims[table]), np.float32))
+            held.take(self._total if self._reduction == "global" else 0.0, *mean)
+            if count:
+                means[table] = mean
         self._unit = self._total = 0.0
         return means

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from persia.types import Caller, Event, Member, Membership, PushHeader, Rest, Segment, Ticket, Token
+from persia.types import Caller, Event, Lap, Member, Membership, PushHeader, Read, Rest, Segment, Ticket, Token
 
 __all__ = ["ControlPlane", "Coordinator", "Tokens"]
 
@@ -119,14 +119,42 @@ class Tokens(Protocol):
     def resolve(self) -> str:
         """At rest: what `requested` says, which is then forgotten."""
 
+    def judge(self, auto: str, nn_workers: int, strained: bool) -> None:
+        """Training begins, or goes on after a rest, and step times decide its mode.
+
+        Args:
+            auto: `persia.modes.Auto` as JSON. A request by hand ends its rule.
+            nn_workers: how many there are.
+            strained: whether the asynchronous mode is in force.
+        """
+
+    def timed(self, rank: int, laps: list[Lap]) -> bool:
+        """What an NN worker has computed since its last report; now and then a switch follows.
+
+        Returns:
+            False if no rule is known here: the coordinator has started anew, and should be told it again.
+        """
+
+    def evidence(self) -> str:
+        """What `judge` has decided so far, and by what, as JSON: `persia.modes.Evidence`."""
+
     def cancel(self, generation: int, rank: int) -> None:
         """An NN worker is dead: its tokens are drawn again, its batches go back to the list."""
 
     def summary(self) -> str:
         """What has happened so far, as JSON: `persia.coordinator.TokenReport`."""
 
+    def record(self) -> None:
+        """Keeps arrivals and reads from now on, and forgets those before."""
+
+    def note(self, read: Read) -> None:
+        """What the gradient of a push was computed from; told before the push."""
+
     def schedule(self) -> list[Event]:
         """Every arrival so far, in order, if they are recorded."""
+
+    def reads(self) -> list[Read]:
+        """Everything that was noted, if it is recorded."""
 
 
 class ControlPlane(Coordinator, Tokens, Protocol):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from persia.schema import Schedule
-from persia.types import DenseState, Pulled, PushedDense, PushHeader
+from persia.types import DenseState, Journaled, Pulled, PushedDense, PushHeader
 
 __all__ = ["DenseMaker", "DensePS"]
 
@@ -46,6 +46,12 @@ class DensePS(Protocol):
 
     def export(self) -> DenseState:
         """All that is owned here, at rest."""
+
+    def record(self) -> None:
+        """Keeps a journal from now on."""
+
+    def journal(self) -> Journaled:
+        """Ends that: the pushes that took effect, in this order."""
 
     def statistics(self) -> dict[str, int]:
         """Counters: `version`, `pushes`, `pulls`, `bytes`."""

@@ -12,10 +12,12 @@ from persia.batching.batch import IdColumn
 from persia.schema import Table
 from persia.types import (
     Contribution,
+    Journaled,
     LookedUp,
     Packed,
     PackedGradients,
     PushHeader,
+    RowsAt,
     SlotCounts,
     UpdateCounts,
 )
@@ -85,6 +87,15 @@ class EmbeddingPS(Protocol):
         Returns:
             By table, float32 `[n, dim]`.
         """
+
+    def lookup_at(self, ids: Packed[np.uint64], train: bool) -> RowsAt:
+        """As `lookup`, and of which version the rows are."""
+
+    def record(self) -> None:
+        """Keeps a journal from now on; lookups and updates exclude each other meanwhile."""
+
+    def journal(self) -> Journaled:
+        """Ends that: the pushes that took effect, in this order."""
 
     def push(self, header: PushHeader, gradients: PackedGradients) -> dict[str, UpdateCounts]:
         """Takes gradients of an NN worker; returns once they are applied, as the mode says, each once.

@@ -175,16 +175,19 @@ class Worker:
     def _rows(self, entry: Entry, train: bool) -> LookedUp:
         answers = call_all(
             [
-                functools.partial(server.lookup, self._router.ids_of(entry, number), train)
+                functools.partial(server.lookup_at, self._router.ids_of(entry, number), train)
                 for number, server in enumerate(self._servers)
             ]
         )
-        rows = self._router.join(entry, answers)
+        rows = self._router.join(entry, [answer.rows for answer in answers])
+        versions = [answer.version for answer in answers]
         _, _, narrow, wide = entry.found
         if not self._compresses:
-            return LookedUp(cast("Packed[np.float32 | np.float16]", rows), narrow, wide, entry.offsets)
+            plain = cast("Packed[np.float32 | np.float16]", rows)
+            return LookedUp(plain, narrow, wide, entry.offsets, None, versions)
         halves, scales = batching.encode_packed(rows)
-        return LookedUp(cast("Packed[np.float32 | np.float16]", halves), narrow, wide, entry.offsets, scales)
+        short = cast("Packed[np.float32 | np.float16]", halves)
+        return LookedUp(short, narrow, wide, entry.offsets, scales, versions)
 
     def _carried(self, what: str, rows: Mapping[str, WireRows], scales: Mapping[str, Floats] | None) -> None:
         """Counts bytes to or from an NN worker."""

@@ -6,6 +6,7 @@ that a cluster recorded, with real gradients. Both ask the same pure functions a
 
 from persia.modes.replay.follow import Compute, replay
 from persia.modes.replay.plain import PlainRows, PlainTable
+from persia.modes.replay.recorded import Records, recorded
 from persia.modes.replay.report import Line, record, table
 from persia.modes.replay.schedule import Event, Schedule, Summary, load_schedule
 from persia.modes.replay.servers import DenseServer, RowServer, Server, Taken
@@ -19,6 +20,7 @@ __all__ = [
     "Line",
     "PlainRows",
     "PlainTable",
+    "Records",
     "RowServer",
     "Schedule",
     "Server",
@@ -32,6 +34,7 @@ __all__ = [
     "load_trace",
     "phases",
     "record",
+    "recorded",
     "replay",
     "simulate",
     "steady",

@@ -113,7 +113,8 @@ def replay(
                     gradients[event.batch] = dict(compute(event.batch, found))
                 gradient = gradients[event.batch][event.server] if event.rows else None
                 weight = 1.0 if schedule.by_rows else schedule.mode.weight(event.version, event.token)
-                server.add(gradient, Taken(event.token, weight, float(event.rows) if schedule.by_rows else 1.0))
+                unit = 1 if schedule.by_rows else schedule.local_batch
+                server.add(gradient, Taken(event.token, weight, event.rows / unit))
             settled[event.batch] = settled.get(event.batch, 0) + 1
             if settled[event.batch] == len(followers):
                 del settled[event.batch]

@@ -30,7 +30,8 @@ class Taken(NamedTuple):
     Attributes:
         token: of the gradient.
         weight: what the mode gives it for dense parameters.
-        share: what it counts in a divisor: the rows of its batch among replicas, else 1.
+        share: what it counts in a divisor: the rows of its batch, at a dense PS over those of a full one; 0 without
+            data.
     """
 
     token: int

@@ -1,0 +1,46 @@
+"""Batches on their way through an NN worker: to their lookup, and back as gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from persia.batching.batch import Batch
+from persia.nn.prepared import PreparedBatch
+from persia.nn.transfer import Encoded
+from persia.types import FedBatch, Read
+
+__all__ = ["Pending", "Registered"]
+
+
+class Pending(NamedTuple):
+    """Gradients of a batch on their way to the host."""
+
+    batch_id: int
+    rows: int
+    gradients: Callable[[], Encoded]
+    batch: PreparedBatch
+
+    def read(self, rank: int, sequence: int, dense: list[int]) -> Read:
+        """What the gradient was computed from.
+
+        Args:
+            rank: of this NN worker.
+            sequence: of the push that it goes with.
+            dense: versions of the dense parameters.
+        """
+        return Read(rank, sequence, self.batch.number, self.rows, self.batch.versions, dense)
+
+
+class Registered(NamedTuple):
+    """A batch on its way to its lookup.
+
+    Attributes:
+        batch: as it came.
+        batch_id: at the embedding worker.
+        number: of the pass, in asynchronous modes.
+    """
+
+    batch: Batch | FedBatch
+    batch_id: int
+    number: int = -1

@@ -1,0 +1,71 @@
+"""Batches, networks and trainers for tests of modes and switches."""
+
+import threading
+
+import numpy as np
+import torch
+
+import persia
+from persia import Batch, IdColumn, IdFeature, Schema
+from persia.optim import Adagrad
+
+DEADLINE = 30.0
+ROWS = 16
+ONE_AT_A_TIME = threading.Lock()
+"""NN workers that are threads share torch's random generator."""
+SCHEMA = Schema([IdFeature("user", dim=4), IdFeature("item", dim=4)], dense_features=["x", "y"], labels=["click"])
+
+
+def batches(count, rows=ROWS, ids=40, seed=0):
+    random = np.random.default_rng(seed)
+    return [
+        Batch(
+            {name: IdColumn(random.integers(0, ids, rows, dtype=np.uint64)) for name in ("user", "item")},
+            random.normal(size=(rows, 2)).astype(np.float32),
+            random.integers(0, 2, (rows, 1)).astype(np.float32),
+        )
+        for _ in range(count)
+    ]
+
+
+class Net(torch.nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        with ONE_AT_A_TIME:
+            torch.manual_seed(1)
+            self.layers = torch.nn.Sequential(torch.nn.Linear(10, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).to(dtype)
+        self.dtype = dtype
+
+    def forward(self, dense, embeddings):
+        return self.layers(torch.cat([dense, embeddings["user"], embeddings["item"]], 1).to(self.dtype))
+
+
+def trainer(mode, cluster=None, dtype=torch.float32, optimizer=None, embedding_optimizer=None, **options):
+    options = {"progress": False, "timeout": DEADLINE} | options
+    return persia.Trainer(
+        Net(dtype),
+        SCHEMA,
+        optimizer=optimizer or (lambda p: torch.optim.Adam(p, 1e-2)),
+        embedding_optimizer=embedding_optimizer or Adagrad(lr=0.05),
+        mode=mode,
+        cluster=cluster,
+        options=persia.TrainerOptions(**options),
+    )
+
+
+def rows_of(t):
+    rows = {}
+    for server in t.embeddings.connection.servers:
+        for chunk in server.export_rows():
+            ids, values = chunk.arrays["ids"], chunk.arrays["embeddings"]
+            rows.update({(chunk.table, int(i)): v for i, v in zip(ids, values, strict=True)})
+    return rows
+
+
+def assert_same(a, b, tolerance):
+    for p, q in zip(a.model.parameters(), b.model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=tolerance)
+    mine, theirs = rows_of(a), rows_of(b)
+    assert mine.keys() == theirs.keys()
+    for key in mine:
+        np.testing.assert_allclose(mine[key], theirs[key], rtol=0, atol=tolerance)

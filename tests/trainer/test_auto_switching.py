@@ -1,0 +1,143 @@
+"""The mode Auto: a Trainer that watches its NN workers and switches."""
+
+import logging
+import time
+
+import msgspec
+import pytest
+from switching_samples import ROWS, batches, trainer
+
+from persia import bench
+from persia.coordinator import Tokens
+from persia.errors import ConfigError
+from persia.modes import Async, Auto, Evidence, Gba, Sync, encode, load_evidence, rehearse
+from persia.modes.replay import alternating
+from persia.nn.laps import Laps
+from persia.types import Lap
+
+AUTO = Auto(Gba(4 * bench.ROWS), windows=2, seconds=0.1)
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def watched(auto, factors, seconds, each=0.5):
+    """Token lists that have been told the step times of NN workers: one second, times their factor."""
+    clock = Clock()
+    tokens = Tokens(5.0, clock=clock)
+    tokens.judge(encode(auto), len(factors), False)
+    untold = {rank: [] for rank in range(len(factors))}
+    ends = [0.0] * len(factors)
+    while clock.now < seconds:
+        clock.now += each
+        for rank, factor in enumerate(factors):
+            while ends[rank] + factor <= clock.now:
+                untold[rank].append(Lap(clock.now - ends[rank], factor))
+                ends[rank] += factor
+            tokens.timed(rank, untold[rank])
+            untold[rank] = []
+        if tokens.requested():
+            break
+    return tokens, clock
+
+
+def test_stragglers_make_it_ask_for_the_asynchronous_mode(caplog):
+    auto = Auto(Gba(8 * ROWS), windows=2, seconds=10.0)
+    with caplog.at_level(logging.INFO, "persia.modes"):
+        tokens, clock = watched(auto, [1.0] * 6 + [4.0] * 2, 100.0)
+    assert tokens.requested() == encode(auto.asynchronous)
+    assert clock.now < 4 * auto.seconds
+    assert "switch to asynchronous: asynchronous would be 3.25x" in caplog.text
+    evidence = msgspec.json.decode(tokens.evidence(), type=Evidence)
+    assert list(rehearse(auto, evidence.steps))[: len(evidence.verdicts)] == evidence.verdicts
+
+
+def test_quiet_asks_for_nothing():
+    tokens, _ = watched(Auto(Async(), seconds=5.0), [1.0, 1.0, 1.0], 60.0)
+    assert tokens.requested() == ""
+    verdicts = msgspec.json.decode(tokens.evidence(), type=Evidence).verdicts
+    assert len(verdicts) >= 10
+    assert not any(v.switch for v in verdicts)
+
+
+def test_one_that_reports_nothing_is_waited_for_one_window():
+    clock = Clock()
+    tokens = Tokens(5.0, clock=clock)
+    tokens.judge(encode(Auto(Async(), seconds=10.0)), 2, False)
+    for second in range(1, 31):
+        clock.now = float(second)
+        tokens.timed(0, [Lap(1.0, 1.0)])
+        found = len(msgspec.json.decode(tokens.evidence(), type=Evidence).verdicts)
+        assert found == max(0, second // 10 - 1)
+
+
+def test_a_coordinator_that_has_started_anew_is_told_the_rule_again():
+    fresh = Tokens(5.0)
+    laps = Laps(fresh, 0, 0.0, lambda: fresh.judge(encode(Auto(Async())), 1, True))
+    laps.add(time.monotonic())
+    assert fresh.timed(0, [])
+    laps.add(time.monotonic())
+    assert len(msgspec.json.decode(fresh.evidence(), type=Evidence).steps) == 1
+
+
+def test_by_hand_ends_it():
+    tokens, clock = watched(Auto(Async(), windows=1, seconds=4.0), [1.0, 1.0], 10.0)
+    tokens.request(encode(Sync()))
+    assert tokens.resolve() == encode(Sync())
+    for _ in range(40):
+        clock.now += 1.0
+        tokens.timed(0, [Lap(1.0, 0.1)])
+        tokens.timed(1, [Lap(1.0, 9.0)])
+    assert tokens.requested() == ""
+
+
+def test_a_mode_that_the_batches_do_not_fit_is_not_asked_for(caplog):
+    clock = Clock()
+    tokens = Tokens(5.0, clock=clock)
+    tokens.announce(2, ROWS)
+    tokens.judge(encode(Auto(Gba(ROWS + 1), windows=1, seconds=4.0)), 2, False)
+    for _ in range(20):
+        clock.now += 1.0
+        tokens.timed(0, [Lap(1.0, 0.1)])
+        tokens.timed(1, [Lap(1.0, 9.0)])
+    assert tokens.requested() == ""
+    assert "no multiple" in caplog.text
+
+
+def test_a_run_switches_with_the_cluster_and_its_decisions_can_be_repeated():
+    trace = alternating([1.0, 1.0, 1.0, 6.0], quiet=0.8, strained=1.6)
+    done = bench.train(AUTO, bench.Emulation(trace, 0.01), 700)
+    verdicts = done.result.verdicts
+    assert done.result.rows == 700 * bench.ROWS
+    assert any(v.switch and v.strained for v in verdicts)
+    assert done.result.asynchronous.batches > 0
+
+
+def test_evidence_is_written_beside_the_logs(tmp_path):
+    pytest.importorskip("tensorboard")
+    t = trainer(Auto(Gba(ROWS), seconds=0.01, windows=1), log_dir=str(tmp_path))
+    result = t.fit(batches(200))
+    evidence = load_evidence(tmp_path / "auto.json")
+    assert evidence.verdicts == result.verdicts != []
+    assert not any(v.switch for v in result.verdicts)  # One NN worker is as slow as itself.
+
+
+def test_a_checkpoint_keeps_the_rule(tmp_path):
+    auto = Auto(Gba(ROWS), seconds=0.05)
+    t = trainer(auto)
+    t.fit(batches(4))
+    t.save(tmp_path)
+    again = type(t).resume(str(tmp_path), t.model, optimizer=t.optimizer_factory)
+    assert (again.auto, again.mode) == (auto, Sync())
+
+
+def test_it_does_not_go_with_a_schedule_or_a_cluster_without_dense_ps():
+    with pytest.raises(ConfigError, match="mode_schedule"):
+        trainer(AUTO, mode_schedule=[(0, Sync())])
+    with pytest.raises(ConfigError, match="accumulation_steps"):
+        trainer(AUTO, accumulation_steps=2)
