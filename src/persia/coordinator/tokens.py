@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +9,8 @@ from collections.abc import Callable
 import msgspec
 
 from persia.coordinator.accounts import Account, Drawn, TokenReport
-from persia.errors import DeadlineError, PersiaError, StalePushError
+from persia.coordinator.state_file import StateFile
+from persia.errors import DeadlineError, PersiaError, RoleDiedError, StalePushError
 from persia.modes import Action, Arrival, Mode, decode
 from persia.types import Caller, Event, PushHeader, Rest, Segment, Ticket, Token
 
@@ -44,6 +44,8 @@ class _State(msgspec.Struct):
     """A mode that somebody has asked for."""
     nn_workers: int = 0
     local_batch: int = 0
+    leader: int | None = None
+    """Rank of the NN worker that drains the PSs, once all rest."""
 
 
 class Tokens:
@@ -64,17 +66,14 @@ class Tokens:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._timeout = timeout
-        self._path = path
+        self._file = StateFile(path, _State)
         self._clock = clock
         self._record = record
         self._events: list[Event] = []
         self._changed = threading.Condition()
         self._waiting: set[int] = set()
         """Ranks whose draw waits for the gate."""
-        self._state = _State()
-        if path is not None and os.path.exists(path):
-            with open(path, "rb") as file:
-                self._state = msgspec.msgpack.decode(file.read(), type=_State)
+        self._state = self._file.load() or _State()
         segment = self._state.segment
         self._mode: Mode | None = decode(segment.mode) if segment is not None else None
 
@@ -92,8 +91,9 @@ class Tokens:
                 raise StalePushError(f"Segment {segment.number} of generation {segment.generation} is over.")
             if old is not None and segment.generation == old.generation and state.settled is None:
                 raise PersiaError(f"Segment {old.number} is not at rest yet, so {segment.number} cannot begin.")
-            same_pass = old is not None and (old.epoch, old.generation) == (segment.epoch, segment.generation)
-            returned = state.returned if same_pass else []
+            # NN workers that start anew may begin earlier than that: what follows is handed out in any case.
+            same_pass = old is not None and old.epoch == segment.epoch
+            returned = [n for n in state.returned if n < segment.position] if same_pass else []
             state.report.lost_batches += len(state.returned) - len(returned)
             self._state = _State(
                 segment=segment,
@@ -120,8 +120,10 @@ class Tokens:
             account = self._enter(caller)
             if request <= account.requests:
                 return account.answer
-            known = self._changed.wait_for(lambda: self._may_take() or self._over(caller), self._timeout)
-            state = self._current(caller)
+            known = self._changed.wait_for(
+                lambda: self._may_take() or self._over(caller) or not account.alive, self._timeout
+            )
+            account, state = self._enter(caller), self._current(caller)  # It may be dead by now.
             if not known:
                 busy = [rank for rank, a in state.accounts.items() if a.taken or a.drawn]
                 raise DeadlineError(
@@ -264,10 +266,13 @@ class Tokens:
                 )
             state = self._state
             trained = state.following if state.end is None else min(state.following, state.end)
-            leader = min(rank for rank, a in state.accounts.items() if a.alive)
+            if not orphans and (state.leader is None or not state.accounts[state.leader].alive):
+                state.leader = min(rank for rank, a in state.accounts.items() if a.alive)
+                self._save()
+            dead = sorted(rank for rank, a in state.accounts.items() if not a.alive)
             # Batches of dead NN workers are trained in another segment of the pass.
             ended = state.end is not None and trained >= state.end and not state.returned
-            return Rest(leader, state.step, state.held, trained, ended, orphans)
+            return Rest(state.leader or 0, state.step, state.held, trained, ended, orphans, dead)
 
     def settled(self, caller: Caller, step: int) -> int:
         """The PSs are drained; see `persia.services.Tokens`."""
@@ -279,13 +284,18 @@ class Tokens:
                 self._state.report.rest(self._clock())
                 self._save()
             elif not self._changed.wait_for(
-                lambda: self._state.settled is not None or self._over(caller), self._timeout
+                lambda: self._state.settled is not None or self._over(caller) or self._leaderless(), self._timeout
             ):
                 raise DeadlineError(
                     f"The PSs were not drained within {self._timeout:g} s by the NN worker that leads.",
                     timeout=self._timeout,
                 )
-            return self._current(caller).settled or 0
+            state = self._current(caller)
+            if state.settled is None:
+                raise RoleDiedError(
+                    f"NN worker {state.leader} died before it had drained the PSs.", role="nn_worker", rank=state.leader
+                )
+            return state.settled
 
     # --- a change of mode ---------------------------------------------------------------------------------------
 
@@ -328,15 +338,18 @@ class Tokens:
 
     # --- what else happens ------------------------------------------------------------------------------------
 
-    def cancel(self, generation: int, rank: int) -> None:
+    def cancel(self, generation: int, rank: int) -> bool:
         """An NN worker is dead; see `persia.services.Tokens`."""
         with self._changed:
             state = self._state
             if state.segment is None or state.segment.generation != generation or state.settled is not None:
-                return
+                return False
             account = state.accounts.get(rank)
-            if account is None or not account.alive:
-                return
+            if account is None:
+                return False
+            unknown = state.leader is None
+            if not account.alive:
+                return unknown
             account.alive = False
             account.ended = True
             lost = list(account.drawn.values())
@@ -347,6 +360,7 @@ class Tokens:
             account.taken, account.drawn, account.slots, account.handed = [], {}, {}, []
             state.report.orphans += len(state.orphans)
             self._save()
+            return unknown
 
     def summary(self) -> str:
         """What has happened so far, as JSON."""
@@ -477,6 +491,10 @@ class Tokens:
             self._state.orphans = []
         return account.handed[account.filled :]
 
+    def _leaderless(self) -> bool:
+        leader = self._state.leader
+        return leader is not None and not self._state.accounts[leader].alive
+
     def _at_rest(self) -> bool:
         return all(a.resting and not a.handed[a.filled :] for a in self._state.accounts.values() if a.alive)
 
@@ -492,9 +510,5 @@ class Tokens:
         )
 
     def _save(self) -> None:
-        if self._path is not None:
-            data = msgspec.msgpack.encode(self._state)
-            with open(f"{self._path}.new", "wb") as file:
-                file.write(data)
-            os.replace(f"{self._path}.new", self._path)
+        self._file.save(self._state)
         self._changed.notify_all()
