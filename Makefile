@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 SOURCES := $(shell find cpp bindings -name '*.cpp' -o -name '*.hpp' -o -name CMakeLists.txt) CMakeLists.txt pyproject.toml
 
-.PHONY: demo demo-cluster test test-all test-cpp sanitize lint format bench bench-cpp bench-smoke examples docs clean install
+.PHONY: chaos demo demo-cluster test test-all test-cpp sanitize lint format bench bench-cpp bench-smoke examples docs clean install
 
 install: $(READY)  ## create .venv and install persia into it, editable
 
@@ -66,6 +66,10 @@ bench: install  ## every figure of docs/performance.md, about an hour
 
 bench-smoke: install  ## every benchmark, small; figures mean nothing
 	for file in $(BENCHMARKS); do $(BIN)/python benchmarks/$$file.py --preset smoke || exit 1; done
+
+# Arguments: make chaos CHAOS="--seconds 300 --faults 20 --seeds 7 --mode gba"
+chaos: install  ## train while things go wrong, 90 minutes
+	PYTHONPATH=tests/cluster $(BIN)/python tests/chaos/chaos_run.py $(CHAOS)
 
 examples: install  ## run every example, small
 	for file in examples/*.py; do echo "== $$file"; PERSIA_EXAMPLE_SMALL=1 $(BIN)/python $$file || exit 1; done

@@ -17,6 +17,7 @@ __all__ = [
     "DivergedError",
     "MissingExtraError",
     "MovedError",
+    "NNWorkersDiedError",
     "PeerRestartedError",
     "PersiaError",
     "RemoteError",
@@ -95,6 +96,13 @@ class RoleDiedError(PersiaError):
     """A process of the cluster has died for good; the message shows its last lines.
 
     Fields: `role`, `rank`.
+    """
+
+
+class NNWorkersDiedError(PersiaError):
+    """Other NN workers have died; this one has trained to a rest without them. On a cluster, `fit` makes it good.
+
+    Fields: `ranks`.
     """
 
 

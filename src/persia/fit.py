@@ -20,22 +20,16 @@ from persia.nn.prepared import PreparedBatch
 from persia.nn.staging import Staging
 from persia.nn.tally import Pushed
 from persia.observe.live import LiveLine, Snapshot, summary_writer
+from persia.pace import Pace
 from persia.types import Floats, Int32Array
 
 if TYPE_CHECKING:
     from persia.trainer import Trainer
 
-__all__ = ["FitResult", "Run", "Totals", "check_finite", "totals"]
+__all__ = ["FitResult", "Run", "Totals", "Trained", "check_finite", "totals"]
 
 LOG_EVERY = 50
 """Batches between two points of TensorBoard."""
-
-
-FIRST_LOOK = 16
-"""Steps after which the speed of training is known well enough to tell when a checkpoint by time is due."""
-
-ALMOST = 0.95
-"""A checkpoint by time is due after so much of the time."""
 
 
 class FitResult(msgspec.Struct, frozen=True):
@@ -64,6 +58,8 @@ class FitResult(msgspec.Struct, frozen=True):
         row_staleness_max: likewise.
         asynchronous: what asynchronous modes did, since the cluster began; None if there were none.
         verdicts: what the mode Auto has decided, window by window, since the cluster began.
+        failures: how often NN workers began anew in this call, as one of them, a dense PS or a host had died. `rows`
+            and `steps` count what was trained again only once, `seconds` do not count what is lost.
     """
 
     rows: int
@@ -86,6 +82,7 @@ class FitResult(msgspec.Struct, frozen=True):
     row_staleness_max: int = 0
     asynchronous: TokenReport | None = None
     verdicts: list[Verdict] = []
+    failures: int = 0
 
 
 class Totals(msgspec.Struct, frozen=True):
@@ -123,7 +120,7 @@ def totals(trainer: Trainer) -> Totals:
 
 
 class Trained(NamedTuple):
-    """What an NN worker has trained in a call."""
+    """What one NN worker, or all of them, have trained in a call."""
 
     rows: int
     seconds: float
@@ -147,10 +144,14 @@ class Run:
         self._staging = staging
         self._first_step = trainer.global_step
         self._last_step = None if max_steps is None else trainer.global_step + max_steps
-        self._next_checkpoint = self._after(trainer.options.checkpoint_every_steps)
+        options, replicas = trainer.options, trainer.step.replicas
+        self.checkpoints = Pace(
+            lambda: trainer.global_step, replicas, options.checkpoint_every_steps, options.checkpoint_every_seconds
+        )
+        kept = options.snapshot_every_seconds if trainer.embeddings.connection.keep is not None else None
+        self.snapshots = Pace(lambda: trainer.global_step, replicas, None, kept)
         self._saved_step: int | None = None
-        self._next_look: int | None = None
-        self._began = self._last_time = time.monotonic()
+        self._began = time.monotonic()
         self._rows = 0
         self._batches = 0
         self._loss = float("nan")
@@ -181,35 +182,9 @@ class Run:
 
         All NN workers call it, and get the same answer.
         """
-        trainer = self._trainer
-        if trainer.options.checkpoint_every_seconds is not None:
-            # Time is the first one's; the others train as many steps.
-            steps = int(trainer.step.replicas.by_first(self._steps_until_next_time))
-            self._next_look = trainer.global_step + steps
-        places = (self._last_step, self._next_checkpoint, self._next_look, self.next_switch)
+        places = (self._last_step, self.checkpoints.boundary(), self.snapshots.boundary(), self.next_switch)
         bounds = [b for b in places if b is not None]
-        return min(bounds) - trainer.global_step if bounds else None
-
-    def _steps_until_next_time(self) -> str:
-        every = self._trainer.options.checkpoint_every_seconds
-        assert every is not None
-        now = time.monotonic()
-        steps = self._trainer.global_step - self._first_step
-        remaining = self._last_time + every - now
-        rate = steps / (now - self._began)
-        return str(max(1, int(remaining * rate)) if steps else FIRST_LOOK)
-
-    def checkpoint_due(self) -> bool:
-        """Whether it is time to; nothing may be in flight. All NN workers call it, and get the same answer."""
-        options, step = self._trainer.options, self._trainer.global_step
-        due = self._next_checkpoint is not None and step >= self._next_checkpoint
-        if options.checkpoint_every_seconds is not None and not due:
-            late = (time.monotonic() - self._last_time) / options.checkpoint_every_seconds
-            due = bool(self._trainer.step.replicas.by_first(lambda: "due" if late >= ALMOST else ""))
-        if due:
-            self._next_checkpoint = self._after(options.checkpoint_every_steps)
-            self._last_time = time.monotonic()
-        return due
+        return min(bounds) - self._trainer.global_step if bounds else None
 
     def saved(self, whether: bool = True) -> None:
         """A checkpoint of this step was begun, or has failed."""
@@ -252,15 +227,23 @@ class Run:
         check_finite(where, arrays["logits"], self._loss, step=done.step, epoch=done.epoch, batch=done.number)
         self._trainer.metrics.update(arrays["logits"], arrays["labels"], done.day)
 
+    @property
+    def progress_here(self) -> Trained:
+        """What this NN worker has trained in this call so far."""
+        return Trained(self._rows, self._seconds or time.monotonic() - self._began)
+
+    def progress(self) -> Trained:
+        """What all NN workers have, in the longest of their times. Blocks until all have called it."""
+        payloads = self._trainer.step.replicas.gather(msgspec.json.encode(self.progress_here))
+        trained = [msgspec.json.decode(payload, type=Trained) for payload in payloads]
+        return Trained(sum(t.rows for t in trained), max(t.seconds for t in trained))
+
     def close(self) -> None:
         """Stops the clock."""
         self._seconds = time.monotonic() - self._began
         if self._writer is not None:
             self._write(self._writer, self._snapshot())
             self._writer.close()
-
-    def _after(self, every: int | None) -> int | None:
-        return None if every is None else self._trainer.global_step + every
 
     def _snapshot(self) -> Snapshot:
         self.score_rest()
@@ -291,9 +274,7 @@ class Run:
         """What `fit` returns."""
         trainer = self._trainer
         replicas = trainer.step.replicas
-        mine = msgspec.json.encode(Trained(self._rows, self._seconds))
-        trained = [msgspec.json.decode(payload, type=Trained) for payload in replicas.gather(mine)]
-        rows, seconds = sum(t.rows for t in trained), max(t.seconds for t in trained)
+        rows, seconds = self.progress()
         so_far = totals(trainer)
         pushed = so_far.pushed
         tables = trainer.embeddings.statistics().values()

@@ -39,6 +39,10 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         timeout: seconds that any wait for data, embeddings or other NN workers may take.
         record_dir: directory for the schedule of each segment, `segment-1.jsonl`, ...: `persia.modes.replay` follows
             it, and arrives at the same parameters. Lookups and updates of a PS exclude each other meanwhile.
+        snapshot_every_seconds: how often the network, its optimizer and the position in the data are copied to this
+            process, from where NN workers begin anew when one of them has died; on clusters of processes.
+        max_failures: so often NN workers begin anew in a call of `fit`, as one of them, a dense PS or a host has died;
+            then the next such death ends it. Other roles are restarted by themselves: see `RayOptions.restarts`.
         mode_schedule: `[(global step, mode), ...]`: from this step on this mode. `Trainer.switch` holds until the next
             entry.
     """
@@ -60,6 +64,8 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     progress: bool = True
     timeout: float = 600.0
     record_dir: str | None = None
+    snapshot_every_seconds: float = 30.0
+    max_failures: int = 5
     mode_schedule: list[tuple[int, Sync | Hybrid | Async | Bsp | HopBs | HopBw | Gba]] = msgspec.field(
         default_factory=list
     )
@@ -90,6 +96,13 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"checkpoint_every_seconds = {self.checkpoint_every_seconds!r}; give a number > 0.",
                 field="checkpoint_every_seconds",
             )
+        if not self.snapshot_every_seconds > 0:
+            raise ConfigError(
+                f"snapshot_every_seconds = {self.snapshot_every_seconds!r}; give a number > 0.",
+                field="snapshot_every_seconds",
+            )
+        if not isinstance(self.max_failures, int) or self.max_failures < 0:
+            raise ConfigError(f"max_failures = {self.max_failures!r}; give a whole number >= 0.", field="max_failures")
         if self.keep_best not in (None, "auc", "log_loss"):
             raise ConfigError(f"keep_best = {self.keep_best!r}; use auc or log_loss.", field="keep_best")
         if self.clip_norm is not None and not self.clip_norm > 0:

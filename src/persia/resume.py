@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -33,6 +33,7 @@ __all__ = [
     "LoadedTable",
     "Recorded",
     "load",
+    "load_partitions",
     "load_rows",
     "load_training_state",
     "recorded",
@@ -194,10 +195,35 @@ def load_training_state(trainer: Trainer, state: dict[str, Any]) -> None:
         trainer.elsewhere = generators[1:]
 
 
+def load_partitions(trainer: Trainer, directory: str, ranks: Collection[int]) -> str:
+    """Puts the rows of the latest checkpoint into these PSs, which are empty; the others keep theirs.
+
+    Returns:
+        The path of the checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged, or of another schema.
+    """
+    reader = CheckpointReader(directory)
+    reader.check_schema(resolved(trainer))
+    reader.verify()
+    _import_rows(trainer, reader, list(reader.manifest.tables), state=True, ranks=ranks)
+    return reader.path
+
+
 def _import_rows(
-    trainer: Trainer, reader: CheckpointReader, tables: list[str], *, state: bool, shards: bool = True
+    trainer: Trainer,
+    reader: CheckpointReader,
+    tables: list[str],
+    *,
+    state: bool,
+    shards: bool = True,
+    ranks: Collection[int] | None = None,
 ) -> dict[str, LoadedTable]:
-    """Rows of tables, and with `shards` what else the PSs have, if they are of the shape of those that wrote it."""
+    """Rows of tables, and with `shards` what else the PSs have, if they are of the shape of those that wrote it.
+
+    With `ranks`, only into these PSs.
+    """
     servers = trainer.embeddings.connection.servers
     same = shards and _shapes(server_pieces(reader)) == _shapes(_exported(servers))
     gaps = {} if same else clock_gaps(reader)
@@ -215,13 +241,14 @@ def _import_rows(
             if behind:
                 arrays["stamp"] = arrays["stamp"] + np.uint32(behind.get(shard, 0))
             rows += len(arrays["ids"])
-            _distribute(servers, RowChunk(name, shard, arrays))
+            _distribute(servers, RowChunk(name, shard, arrays), range(len(servers)) if ranks is None else ranks)
         loaded[name] = LoadedTable(rows, with_state)
         if state and rows and not with_state:
             _log.warning("Table %r: the optimizer's state begins anew, %s has none of its kind.", name, reader.path)
     if same:
         for number, pieces in server_pieces(reader):
-            servers[number].import_state([StatePiece(**piece) for piece in pieces])
+            if ranks is None or number in ranks:
+                servers[number].import_state([StatePiece(**piece) for piece in pieces])
     elif shards and any(array == "sketch" for _, _, _, array in _shapes(_exported(servers))):
         _log.warning(
             "%s was written by PSs of another number, capacity or admission: occurrences of ids that are not admitted "
@@ -237,12 +264,14 @@ def _exported(servers: Sequence[EmbeddingPS]) -> Iterator[tuple[int, list[dict[s
             yield number, [piece._asdict() for piece in pieces]
 
 
-def _distribute(servers: Sequence[EmbeddingPS], chunk: RowChunk) -> None:
+def _distribute(servers: Sequence[EmbeddingPS], chunk: RowChunk, ranks: Collection[int]) -> None:
     if len(servers) == 1:
         servers[0].import_rows(chunk)
         return
     owners = batching.owners(chunk.table, chunk.arrays["ids"], len(servers))
-    for owner in np.unique(owners):
+    for owner in (int(number) for number in np.unique(owners)):
+        if owner not in ranks:
+            continue
         part = {name: array[owners == owner] for name, array in chunk.arrays.items()}
         servers[owner].import_rows(RowChunk(chunk.table, chunk.shard, part))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import threading
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from persia.trainer import Trainer
 
 __all__ = ["Moment", "Saving", "write_rows"]
+
+LOG = logging.getLogger("persia.checkpoint")
 
 
 class Moment(NamedTuple):
@@ -66,6 +69,7 @@ class Saving:
         self._failure: BaseException | None = None
         self._failures = 0
         self._last: _Written | None = None
+        self._failing = False
 
     @property
     def busy(self) -> bool:
@@ -96,10 +100,26 @@ class Saving:
         self.wait()
         return self._capture(trainer, directory, moment._replace(consistent=False))()
 
-    def begin(self, trainer: Trainer, directory: str, moment: Moment) -> None:
-        """Captures this moment of a trainer at rest; it is written in the background. `wait` tells how that went."""
-        self.wait()
-        write = self._capture(trainer, directory, moment)
+    def begin(self, trainer: Trainer, directory: str, moment: Moment) -> bool:
+        """Captures this moment of a trainer at rest; it is written in the background. `wait` tells how that went.
+
+        Returns:
+            Whether it was begun.
+
+        Raises:
+            CheckpointError: two in a row have failed. Of one alone a warning tells: the next makes it good.
+        """
+        awaited = self._thread is not None
+        try:
+            self.wait()
+            self._failing = self._failing and not awaited
+        except CheckpointError as error:
+            self._bear(error)
+        try:
+            write = self._capture(trainer, directory, moment)
+        except CheckpointError as error:
+            self._bear(error)
+            return False
 
         def run() -> None:
             try:
@@ -109,6 +129,13 @@ class Saving:
 
         self._thread = threading.Thread(target=run, name="persia-checkpoint", daemon=True)
         self._thread.start()
+        return True
+
+    def _bear(self, error: CheckpointError) -> None:
+        if self._failing:
+            raise error
+        self._failing = True
+        LOG.warning("A checkpoint has failed, and training goes on: %s", error)
 
     def _capture(self, trainer: Trainer, directory: str, moment: Moment) -> Callable[[], str]:
         """Everything that changes by training is held here; what is returned writes it."""

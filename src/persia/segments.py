@@ -13,7 +13,7 @@ import msgspec
 
 from persia.coordinator import TokenReport
 from persia.dense import Shared
-from persia.errors import ConfigError
+from persia.errors import ConfigError, NNWorkersDiedError
 from persia.modes import Dense, Evidence, Gba, Mode, Verdict, decode, encode
 from persia.nn.draws import Draws, Numbered
 from persia.nn.laps import Laps
@@ -73,6 +73,8 @@ class Segments:
         """Of the schedule: the last one that was followed."""
         self.local_batch = 0
         self._again = False
+        self._dead: list[int] = []
+        """NN workers that died in the last segment, while the others went on."""
         self.switches: list[Switch] = []
         self._leaving: tuple[Mode, float, float] | None = None
         self._recording = Recording(trainer)
@@ -189,6 +191,15 @@ class Segments:
         if on_demand:
             return self._on_dense_servers(run)
         return self._in_replicas(run)
+
+    def check_others(self) -> None:
+        """Raises NNWorkersDiedError if NN workers have died in the segment, and nothing can be agreed on without them.
+
+        So it is where torch.distributed joins the replicas.
+        """
+        if self._dead and self._trainer.embeddings.connection.replicas is None:
+            ranks = ", ".join(map(str, self._dead))
+            raise NNWorkersDiedError(f"NN workers {ranks} have died.", ranks=self._dead)
 
     def _in_replicas(self, run: Run) -> bool:
         trainer = self._trainer
@@ -324,6 +335,7 @@ class Segments:
         trainer.position = rest.position
         trainer.source.forget(rest.position)
         self._leaving = trainer.mode, began, rested
+        self._dead = rest.dead
         return rest.ended
 
     def _on_demand(self, draws: Draws) -> Iterator[Numbered]:

@@ -17,7 +17,7 @@ from persia import remote, resume, saving
 from persia.batching.batch import Batch
 from persia.dense import AllReduce, AllReduceOptions, merged_metrics
 from persia.errors import ConfigError, DataError, PersiaError
-from persia.fit import FitResult, Run, Totals, check_finite
+from persia.fit import FitResult, Run, Totals, Trained, check_finite
 from persia.metrics import Metrics, MetricsResult
 from persia.modes import Auto, Hybrid, Mode, Sync, encode
 from persia.nn.collection import EmbeddingCollection
@@ -129,6 +129,8 @@ class Trainer:
         """What all NN workers had counted before: at a resume, or in earlier calls on those of a cluster."""
         self.elsewhere: list[RandomState] = []
         """Random generators of NN workers 1, 2, ... of a cluster, until they start again."""
+        self.trained_here = Trained(0, 0.0)
+        """By this NN worker in the last call of `fit`."""
         self.finished = False
         """Whether the last call of `fit` came to the end of its epochs."""
         self.saving = saving.Saving()
@@ -196,7 +198,8 @@ class Trainer:
                 one more; no checkpoint has been written since.
             CheckpointError: a checkpoint could not be written; training state is unharmed.
             DeadlineError: another role or NN worker was late; it says which.
-            RoleDiedError: a process of the cluster has died. The network here is as it was before the call.
+            RoleDiedError: processes of the cluster have died, more than are made good (`TrainerOptions.max_failures`):
+                the message tells which, when, and what was tried. The network here is as it was before the call.
         """
         connection = self.embeddings.connection
         if (epochs > 1 or connection.nn_workers > 1) and isinstance(train_data, Iterator):
@@ -211,6 +214,12 @@ class Trainer:
         if isinstance(self.cluster, ProcessCluster) and train_data is not None:
             bounds = {"epochs": epochs, "max_steps": max_steps}
             return remote.fit(self, self.cluster, train_data, eval_data, bounds)
+        return self.fit_here(train_data, eval_data, epochs, max_steps)
+
+    def fit_here(
+        self, train_data: Iterable[Batch] | None, eval_data: Iterable[Batch] | None, epochs: int, max_steps: int | None
+    ) -> FitResult:
+        """What `fit` does on an NN worker, once its arguments are checked."""
         if self.finished:
             self.epoch = self.position = 0
         self.finished = False
@@ -227,14 +236,19 @@ class Trainer:
                     self.source = self._source(train_data)
                     while not run.finished():
                         self.segments.follow(run)
-                        if self.segments.train(run):
+                        if ended := self.segments.train(run):
                             self.epoch, self.position = self.epoch + 1, 0
+                        self.segments.check_others()
+                        if ended:
                             break
-                        if run.checkpoint_due() and self._begin_save(eval_data):
+                        if run.checkpoints.due() and self._begin_save(eval_data):
                             run.saved()
+                        if run.snapshots.due():
+                            remote.keep(self, run)
             trained = True
         finally:
             run.close()
+            self.trained_here = run.progress_here
             if not trained:  # What is raised already says more than a checkpoint that failed as well.
                 with contextlib.suppress(Exception):
                     self.saving.wait()
@@ -402,11 +416,9 @@ class Trainer:
         moment = self._moment(self._score(self.evaluate(eval_data)) if best and eval_data is not None else None)
 
         def begin() -> str:
-            self.saving.begin(self, directory, moment)
-            return ""
+            return "begun" if self.saving.begin(self, directory, moment) else ""
 
-        self.step.replicas.by_first(begin)
-        return True
+        return bool(self.step.replicas.by_first(begin))
 
     def _still_saving(self) -> str:
         if not self.saving.busy:

@@ -409,6 +409,7 @@ class Rest(NamedTuple):
         position: batches of the pass that are trained.
         ended: whether the pass has no more.
         orphans: slots of dead NN workers; while there are some, push them, and call again.
+        dead: ranks of NN workers that died in the segment.
     """
 
     leader: int
@@ -417,6 +418,7 @@ class Rest(NamedTuple):
     position: int
     ended: bool
     orphans: list[PushHeader]
+    dead: list[int]
 
 
 class Event(NamedTuple):

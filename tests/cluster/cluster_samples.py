@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 
@@ -26,6 +27,18 @@ from persia.nn.models import FFNN
 from persia.nn.sync import Alone
 
 BATCH = 64
+
+
+@pytest.fixture(scope="session")
+def ray_here() -> Iterator[None]:
+    """One Ray for all tests: clusters come and go in it, as in an existing Ray job."""
+    import ray
+
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
+    yield
+    ray.shutdown()
 
 
 def options(**changes: Any) -> RayOptions:
@@ -93,8 +106,8 @@ def eventually(condition: Callable[[], bool], what: str, seconds: float = 30.0) 
         time.sleep(0.02)
 
 
-def kill_once_training(cluster: Any, role: str, counter: str | None) -> None:
-    """SIGKILL for the first process of a role, once it has counted on; NN workers count nothing, embedding PSs do."""
+def kill_once_training(cluster: Any, role: str, counter: str | None, rank: int = 0) -> None:
+    """SIGKILL for one process of a role, once it has counted on; NN workers count nothing, embedding PSs do."""
     counter = counter or "rpc.calls"
     watched = role if role != "nn_worker" else "embedding_ps"
 
@@ -105,7 +118,7 @@ def kill_once_training(cluster: Any, role: str, counter: str | None) -> None:
     eventually(lambda: bool(pids(cluster, role)), "it starts")
     before = count()
     eventually(lambda: count() > before + 20, "it trains", 60.0)
-    os.kill(pids(cluster, role)[0], signal.SIGKILL)
+    os.kill(pids(cluster, role)[rank], signal.SIGKILL)
 
 
 def bare_host() -> type:

@@ -1,18 +1,3 @@
-from __future__ import annotations
+from cluster_samples import ray_here
 
-import os
-from collections.abc import Iterator
-
-import pytest
-
-
-@pytest.fixture(scope="session")
-def ray_here() -> Iterator[None]:
-    """One Ray for all tests: clusters come and go in it, as in an existing Ray job."""
-    import ray
-
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
-    yield
-    ray.shutdown()
+__all__ = ["ray_here"]

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -94,13 +94,12 @@ def test_roles_in_two_network_namespaces(namespaces, tmp_path):
         serving.communicate()
 
 
-@pytest.mark.slow
-def test_two_nodes_of_ray(tmp_path):
-    """PSs are spread, all roles listen on their node's address, with keys; training, resizing and a death work."""
+def on_two_nodes(script: str, tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    """What a script prints, which makes a Ray of its own, with two nodes."""
     keys = tmp_path / "keys"
     rpc.make_keys(keys)
     run = subprocess.run(
-        [sys.executable, "-m", "two_nodes"],
+        [sys.executable, "-m", script, *arguments],
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
@@ -115,7 +114,28 @@ def test_two_nodes_of_ray(tmp_path):
         check=False,
     )
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-6000:]
-    found = json.loads(run.stdout.strip().splitlines()[-1])
+    found: dict[str, Any] = json.loads(run.stdout.strip().splitlines()[-1])
+    return found
+
+
+@pytest.mark.slow
+def test_a_host_dies(tmp_path):
+    """Its PS is reloaded from the last checkpoint elsewhere, its NN worker begins elsewhere, `fit` goes on."""
+    found = on_two_nodes("host_dies", tmp_path, str(tmp_path / "checkpoints"))
+    assert found["finished"]
+    assert found["failures"] >= 1
+    assert (found["rows"], found["steps"]) == (2000 * 64, 1000)
+    assert found["rows_in_store"] == 4 * 500
+    (reloaded,) = [line for line in found["told"] if "have the rows of" in line]
+    assert "/step-0" in reloaded
+    assert found["auc"] == pytest.approx(found["progressive"], abs=0.1)
+    assert found["hosts"] == 1
+
+
+@pytest.mark.slow
+def test_two_nodes_of_ray(tmp_path):
+    """PSs are spread, all roles listen on their node's address, with keys; training, resizing and a death work."""
+    found = on_two_nodes("two_nodes", tmp_path)
     assert sorted(found["servers"]) == [2, 2]  # Four PSs on two nodes.
     assert found["nn_workers"] == 2
     assert found["rows"] == 40 * 64

@@ -79,7 +79,7 @@ def test_what_is_ready_fits_the_embedding_workers():
 def test_a_death_for_good_ends_the_run_and_is_named(role, counter, title):
     """With its last lines; an embedding worker or data loader that may be started again is another test's."""
     with persia.cluster.Ray(2, 1, 1, 2, options(restarts=0, log_level="info")) as cluster:
-        trainer = make_trainer(cluster, persia.modes.Hybrid(2))
+        trainer = make_trainer(cluster, persia.modes.Hybrid(2), max_failures=0)
         killed = threading.Thread(target=kill_once_training, args=(cluster, role, counter))
         killed.start()
         with pytest.raises(RoleDiedError, match=rf"{title} 0 \(process \d+ on .*has died") as caught:
@@ -93,7 +93,7 @@ def test_a_death_for_good_ends_the_run_and_is_named(role, counter, title):
 def test_the_next_run_after_a_death_gets_batches_of_its_own():
     """It begins at the same batch, with another generation of NN workers."""
     with persia.cluster.Ray(nn_workers=1, options=options()) as cluster:
-        trainer = make_trainer(cluster)
+        trainer = make_trainer(cluster, max_failures=0)
         killed = threading.Thread(target=kill_once_training, args=(cluster, "nn_worker", None))
         killed.start()
         with pytest.raises(RoleDiedError):

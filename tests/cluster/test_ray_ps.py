@@ -35,7 +35,7 @@ def test_a_ps_that_dies_changes_no_number(tmp_path):
         assert (result.rows, result.lost_batches, result.lost_gradients) == (BATCHES * 64, 0, 0)
         assert result.progressive == expected.progressive
         left = leftovers(str(tmp_path))
-        assert [Path(one.path).name for one in left] == ["ps-0", "ps-1"]
+        assert [Path(one.path).name for one in left] == ["coordinator", "ps-0", "ps-1"]
         assert all(one.in_use for one in left)
         processes = pids(cluster)
     eventually(lambda: not any(map(running, processes)), "all processes have ended")

@@ -16,7 +16,7 @@ from persia.modes import Hybrid, Sync
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
 
-from cluster_samples import NumberedBatches, delayed_host, eventually, options, pids, reader
+from cluster_samples import NumberedBatches, delayed_host, eventually, kill_once_training, options, pids, reader
 
 from persia.cluster.on_ray import cluster as on_ray
 
@@ -74,6 +74,36 @@ def train_each_once(cluster: Any) -> int:
     return embeddings.pushed.lost_batches + embeddings.pushed.lost_gradients
 
 
+def update_counts(cluster: Any) -> Counter[int]:
+    """Of all rows, by id."""
+    connection = cluster.connect(NumberedBatches.schema, persia.optim.SGD(lr=0.1), Hybrid(3), 0)
+    updates: Counter[int] = Counter()
+    for server in connection.servers:
+        for chunk in server.export_rows():
+            for row, count in zip(chunk.arrays["ids"], chunk.arrays["update_count"], strict=True):
+                updates[int(row)] += int(count)
+    return updates
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["data_loader", "embedding_worker"])
+def test_what_dies_with_a_process_is_counted_and_nothing_is_applied_twice(role):
+    """A data loader goes on where it was. With an embedding worker go the batches that it had."""
+    batches = 800
+    with persia.cluster.Ray(2, 1, 1, 2, options()) as cluster:
+        cluster.feed(NumberedBatches(batches))
+        killed = threading.Thread(target=kill_once_training, args=(cluster, role, None))
+        killed.start()
+        lost = sum(cluster.run(lambda: train_each_once(cluster)))
+        killed.join(60)
+        assert not killed.is_alive()
+        updates = update_counts(cluster)
+    missing = batches * NumberedBatches.rows - len(updates)
+    assert set(updates.values()) == {1}
+    assert missing <= lost * NumberedBatches.rows
+    assert lost == 0 if role == "data_loader" else lost > 0
+
+
 @pytest.mark.slow
 def test_no_row_is_lost_or_repeated_while_processes_come_and_go():
     batches = 3000
@@ -90,12 +120,7 @@ def test_no_row_is_lost_or_repeated_while_processes_come_and_go():
             assert len(pids(cluster, "data_loader")) == data_loaders
         running.join(120)
         assert outcome == [0, 0]
-        connection = cluster.connect(NumberedBatches.schema, persia.optim.SGD(lr=0.1), Hybrid(3), 0)
-        updates: Counter[int] = Counter()
-        for server in connection.servers:
-            for chunk in server.export_rows():
-                for row, count in zip(chunk.arrays["ids"], chunk.arrays["update_count"], strict=True):
-                    updates[int(row)] += int(count)
+        updates = update_counts(cluster)
     ids = batches * NumberedBatches.rows
     assert len(updates) == ids
     assert set(updates) == set(range(ids))

@@ -7,7 +7,7 @@ import pytest
 
 from persia import rpc, services
 from persia.coordinator import Coordinator
-from persia.errors import ConfigError
+from persia.errors import ConfigError, PersiaError
 from persia.types import Member
 
 DEADLINE = 20.0
@@ -127,3 +127,19 @@ def test_roles_are_checked(coordinator):
         coordinator.join("driver", 0, "")
     with pytest.raises(ConfigError, match="nn_workers = 0"):
         coordinator.regenerate(0)
+
+
+def test_its_state_survives_a_restart(tmp_path):
+    path = str(tmp_path / "members")
+    first = Coordinator(path=path)
+    first.regenerate(2)
+    first.join("nn_worker", 1, "")
+    first.join("data_loader", 0, "tcp://a:1")
+    first.depart("data_loader", 0, 1, "killed")
+    second = Coordinator(path=path)
+    assert second.membership() == first.membership()
+    assert second.join("data_loader", 0, "tcp://a:2").incarnation == 2
+    assert second.regenerate(2) == 2
+    (tmp_path / "members").write_bytes(b"nonsense")
+    with pytest.raises(PersiaError, match="is no state of a coordinator"):
+        Coordinator(path=path)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from persia import rpc, services
 from persia.coordinator import TokenReport, Tokens
-from persia.errors import ConfigError, DeadlineError, PersiaError, StalePushError
+from persia.errors import ConfigError, DeadlineError, PersiaError, RoleDiedError, StalePushError
 from persia.modes import Async, Auto, Bsp, Evidence, Gba, HopBs, HopBw, encode
 from persia.types import Caller, Lap, Segment
 
@@ -227,6 +227,64 @@ def test_a_dead_nn_worker(tokens):
     assert tokens.draw(b.caller, 2, 4, ROWS, 1, 1).value == 1
     assert a.draw().value == 1
     assert report(tokens).lost_tokens == 1
+
+
+def test_the_others_hear_of_a_death_when_they_rest(tokens):
+    assert not tokens.cancel(1, 0)  # There is no segment.
+    tokens.begin(segment(Gba(2 * ROWS), nn_workers=3))
+    a, b, dead = (Worker(tokens, rank) for rank in range(3))
+    dead.take()
+    assert tokens.cancel(1, 2)
+    assert not tokens.cancel(2, 1)  # Of other NN workers.
+    tokens.stop()
+    with ThreadPoolExecutor(1) as threads:
+        resting = threads.submit(a.rest)
+        rest = b.rest()
+        assert resting.result(DEADLINE) == rest
+    assert (rest.leader, rest.dead, rest.ended) == (0, [2], False)
+    assert not tokens.cancel(1, 1)  # Now they are at rest, and need each other.
+    # Its batch is handed out in the next segment of the pass, though all NN workers are others.
+    tokens.begin(segment(Gba(2 * ROWS), position=1, generation=2))
+    assert tokens.take(Caller(2, 1, 0), 1) == 0
+    assert tokens.take(Caller(2, 1, 0), 2) == 1
+
+
+def test_a_dead_nn_worker_that_was_waiting_for_a_batch_gets_none(tokens):
+    tokens.begin(segment(HopBw(1), nn_workers=3, steps=2))
+    a, b, dead = (Worker(tokens, rank) for rank in range(3))
+    for worker in (a, b, a, b):
+        worker.take()
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(dead.take)  # Until it is known whether the steps need more.
+        with pytest.raises(TimeoutError):
+            waiting.result(0.2)
+        tokens.cancel(1, 2)
+        with pytest.raises(StalePushError, match="dead"):
+            waiting.result(DEADLINE)
+
+
+def test_who_begins_anew_earlier_gets_no_batch_twice(tokens):
+    tokens.begin(segment(Gba(2 * ROWS)))
+    a, b = Worker(tokens, 0), Worker(tokens, 1)
+    a.train()
+    b.take()
+    tokens.cancel(1, 1)
+    tokens.begin(segment(Gba(2 * ROWS), position=0, generation=2))
+    assert [tokens.take(Caller(2, 1, 0), request) for request in (1, 2, 3)] == [0, 1, 2]
+
+
+def test_nobody_waits_for_a_dead_leader():
+    tokens = Tokens(DEADLINE)
+    tokens.begin(segment(Gba(2 * ROWS)))
+    tokens.stop()
+    a, b = Worker(tokens, 0), Worker(tokens, 1)
+    with ThreadPoolExecutor(1) as threads:
+        resting = threads.submit(a.rest)
+        assert b.rest().leader == resting.result(DEADLINE).leader == 0
+        waiting = threads.submit(tokens.settled, b.caller, -1)
+        tokens.cancel(1, 0)
+        with pytest.raises(RoleDiedError, match="NN worker 0 died"):
+            waiting.result(DEADLINE)
 
 
 def test_an_orphan_of_an_orphan(tokens):

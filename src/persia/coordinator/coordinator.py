@@ -6,6 +6,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+import msgspec
+
+from persia.coordinator.state_file import StateFile
 from persia.errors import ConfigError
 from persia.types import Member, Membership
 
@@ -15,6 +18,15 @@ ROLES = ("embedding_ps", "dense_ps", "embedding_worker", "data_loader", "nn_work
 RETIRABLE = ("embedding_worker", "data_loader")
 
 
+class _State(msgspec.Struct):
+    """All that has to survive a restart."""
+
+    version: int = 0
+    generation: int = 0
+    nn_workers: int = 0
+    members: list[Member] = []
+
+
 class Coordinator:
     """The membership of a cluster, and the last report of each member. No data pass through it, and it calls nobody.
 
@@ -22,15 +34,22 @@ class Coordinator:
 
     Args:
         clock: seconds, for the age of reports.
+        path: file that the membership is kept in, and taken from if it is there; None to forget it. Reports are not
+            kept: there are others soon.
+
+    Raises:
+        PersiaError: the file is damaged.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, path: str | None = None) -> None:
         self._clock = clock
         self._changed = threading.Condition()
-        self._version = 0
-        self._generation = 0
-        self._nn_workers = 0
-        self._members: dict[tuple[str, int], Member] = {}
+        self._file = StateFile(path, _State)
+        before = self._file.load() or _State()
+        self._version = before.version
+        self._generation = before.generation
+        self._nn_workers = before.nn_workers
+        self._members: dict[tuple[str, int], Member] = {(m.role, m.rank): m for m in before.members}
         self._reports: dict[tuple[str, int], tuple[float, dict[str, float]]] = {}
         """By member: when it was last heard of, and its counters."""
 
@@ -141,4 +160,5 @@ class Coordinator:
 
     def _change(self) -> None:
         self._version += 1
+        self._file.save(_State(self._version, self._generation, self._nn_workers, list(self._members.values())))
         self._changed.notify_all()

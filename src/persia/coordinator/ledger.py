@@ -40,6 +40,8 @@ class Ledger(msgspec.Struct):
     """A mode that somebody has asked for."""
     nn_workers: int = 0
     local_batch: int = 0
+    leader: int | None = None
+    """Rank of the NN worker that drains the PSs, once all rest."""
 
     @property
     def current(self) -> Segment:
@@ -120,6 +122,10 @@ class Ledger(msgspec.Struct):
             account.handed += self.orphans
             self.orphans = []
         return account.handed[account.filled :]
+
+    def leaderless(self) -> bool:
+        """Whether the NN worker that should drain the PSs is dead."""
+        return self.leader is not None and not self.accounts[self.leader].alive
 
     def at_rest(self) -> bool:
         """Whether all NN workers are done."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +12,8 @@ import msgspec
 from persia.coordinator.accounts import Account
 from persia.coordinator.judge import Judge
 from persia.coordinator.ledger import Ledger
-from persia.errors import ConfigError, DeadlineError, PersiaError, StalePushError
+from persia.coordinator.state_file import StateFile
+from persia.errors import ConfigError, DeadlineError, PersiaError, RoleDiedError, StalePushError
 from persia.modes import Action, Arrival, Auto, Evidence, Mode, decode, encode
 from persia.types import Caller, Event, Lap, PushHeader, Read, Rest, Segment, Ticket, Token
 
@@ -40,7 +40,7 @@ class Tokens:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._timeout = timeout
-        self._path = path
+        self._file = StateFile(path, Ledger)
         self._clock = clock
         self._record = record
         self._events: list[Event] = []
@@ -50,10 +50,7 @@ class Tokens:
         self._changed = threading.Condition()
         self._waiting: set[int] = set()
         """Ranks whose draw waits for the gate."""
-        self._state = Ledger()
-        if path is not None and os.path.exists(path):
-            with open(path, "rb") as file:
-                self._state = msgspec.msgpack.decode(file.read(), type=Ledger)
+        self._state = self._file.load() or Ledger()
         segment = self._state.segment
         self._mode: Mode | None = decode(segment.mode) if segment is not None else None
 
@@ -71,8 +68,9 @@ class Tokens:
                 raise StalePushError(f"Segment {segment.number} of generation {segment.generation} is over.")
             if old is not None and segment.generation == old.generation and state.settled is None:
                 raise PersiaError(f"Segment {old.number} is not at rest yet, so {segment.number} cannot begin.")
-            same_pass = old is not None and (old.epoch, old.generation) == (segment.epoch, segment.generation)
-            returned = state.returned if same_pass else []
+            # NN workers that start anew may begin earlier than that: what follows is handed out in any case.
+            same_pass = old is not None and old.epoch == segment.epoch
+            returned = [n for n in state.returned if n < segment.position] if same_pass else []
             state.report.lost_batches += len(state.returned) - len(returned)
             self._state = Ledger(
                 segment=segment,
@@ -100,9 +98,10 @@ class Tokens:
             if request <= account.requests:
                 return account.answer
             known = self._changed.wait_for(
-                lambda: self._state.may_take(self._known_mode()) or self._over(caller), self._timeout
+                lambda: self._state.may_take(self._known_mode()) or self._over(caller) or not account.alive,
+                self._timeout,
             )
-            state = self._current(caller)
+            account, state = self._enter(caller), self._current(caller)  # It may be dead by now.
             if not known:
                 busy = [rank for rank, a in state.accounts.items() if a.taken or a.drawn]
                 raise DeadlineError(
@@ -245,10 +244,13 @@ class Tokens:
                 )
             state = self._state
             trained = state.following if state.end is None else min(state.following, state.end)
-            leader = min(rank for rank, a in state.accounts.items() if a.alive)
+            if not orphans and (state.leader is None or not state.accounts[state.leader].alive):
+                state.leader = min(rank for rank, a in state.accounts.items() if a.alive)
+                self._save()
+            dead = sorted(rank for rank, a in state.accounts.items() if not a.alive)
             # Batches of dead NN workers are trained in another segment of the pass.
             ended = state.end is not None and trained >= state.end and not state.returned
-            return Rest(leader, state.step, state.held, trained, ended, orphans)
+            return Rest(state.leader or 0, state.step, state.held, trained, ended, orphans, dead)
 
     def settled(self, caller: Caller, step: int) -> int:
         """The PSs are drained; see `persia.services.Tokens`."""
@@ -260,13 +262,18 @@ class Tokens:
                 self._state.report.rest(self._clock())
                 self._save()
             elif not self._changed.wait_for(
-                lambda: self._state.settled is not None or self._over(caller), self._timeout
+                lambda: self._state.settled is not None or self._over(caller) or self._state.leaderless(), self._timeout
             ):
                 raise DeadlineError(
                     f"The PSs were not drained within {self._timeout:g} s by the NN worker that leads.",
                     timeout=self._timeout,
                 )
-            return self._current(caller).settled or 0
+            state = self._current(caller)
+            if state.settled is None:
+                raise RoleDiedError(
+                    f"NN worker {state.leader} died before it had drained the PSs.", role="nn_worker", rank=state.leader
+                )
+            return state.settled
 
     # --- a change of mode ---------------------------------------------------------------------------------------
 
@@ -347,15 +354,18 @@ class Tokens:
 
     # --- what else happens ------------------------------------------------------------------------------------
 
-    def cancel(self, generation: int, rank: int) -> None:
+    def cancel(self, generation: int, rank: int) -> bool:
         """An NN worker is dead; see `persia.services.Tokens`."""
         with self._changed:
             state = self._state
             if state.segment is None or state.segment.generation != generation or state.settled is not None:
-                return
+                return False
             account = state.accounts.get(rank)
-            if account is None or not account.alive:
-                return
+            if account is None:
+                return False
+            unknown = state.leader is None
+            if not account.alive:
+                return unknown
             account.alive = False
             account.ended = True
             lost = list(account.drawn.values())
@@ -366,6 +376,7 @@ class Tokens:
             account.taken, account.drawn, account.slots, account.handed = [], {}, {}, []
             state.report.orphans += len(state.orphans)
             self._save()
+            return unknown
 
     def summary(self) -> str:
         """What has happened so far, as JSON."""
@@ -433,12 +444,6 @@ class Tokens:
             )
         return self._state
 
-    def _set_group(self, group: int) -> None:
-        state = self._state
-        state.group = group
-        state.tokens = state.step * group
-        self._save()
-
     def _gate(self, rank: int) -> bool:
         return self._state.gate(self._known_mode(), rank, self._waiting)
 
@@ -454,9 +459,5 @@ class Tokens:
         )
 
     def _save(self) -> None:
-        if self._path is not None:
-            data = msgspec.msgpack.encode(self._state)
-            with open(f"{self._path}.new", "wb") as file:
-                file.write(data)
-            os.replace(f"{self._path}.new", self._path)
+        self._file.save(self._state)
         self._changed.notify_all()

@@ -210,7 +210,8 @@ class Loader:
                 f"{feed.loader}: get the membership and ask that one.",
                 number=number,
             )
-        if epoch != feed.epoch or number < feed.start or (number - feed.start) % feed.nn_workers != rank:
+        before = number < feed.start and not feed.on_demand  # On demand, one may have been a dead NN worker's.
+        if epoch != feed.epoch or before or (number - feed.start) % feed.nn_workers != rank:
             raise DataError(
                 f"Batch {number} of pass {epoch} is not NN worker {rank}'s: pass {feed.epoch} is read from batch "
                 f"{feed.start} on, for {feed.nn_workers} NN workers in turn.",

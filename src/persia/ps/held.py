@@ -73,6 +73,11 @@ class HeldSteps:
         self._last: _Step | None = None
         """The last step that was applied: what a repeated push is answered from."""
 
+    def renew(self, generation: int) -> None:
+        """NN workers of this generation begin: pushes of earlier ones fail, those that wait too."""
+        with self._changed:
+            self._enter(generation)
+
     def push(self, turn: int, arrived: Arrived) -> Counts:
         """Adds one push to step `turn`, and returns when the step is applied.
 

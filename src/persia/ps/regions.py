@@ -27,6 +27,7 @@ __all__ = ["DEFAULT_ROOT", "Leftover", "Regions", "leftovers"]
 
 DEFAULT_ROOT = "/dev/shm"
 MANIFEST = "regions.json"
+MODE = "mode.json"
 FORMAT = 1
 MIB = 1 << 20
 LITTLE = 256 * MIB
@@ -105,6 +106,18 @@ class Regions:
         )  # fmt: skip
         return True
 
+    def remember(self, mode: str) -> None:
+        """Keeps the mode that the PS is in, for the next process."""
+        draft = self.directory / f"{MODE}.draft"
+        draft.write_text(mode)
+        draft.replace(self.directory / MODE)
+
+    @property
+    def mode(self) -> str:
+        """The mode that the process before was in; empty if that is the one it began with."""
+        path = self.directory / MODE
+        return path.read_text() if self.complete and path.exists() else ""
+
     def remove(self) -> None:
         """Removes the files; a process that has them mapped keeps its rows until it ends."""
         _remove(self.directory)
@@ -160,9 +173,9 @@ class Leftover(NamedTuple):
 
 
 def leftovers(root: str = DEFAULT_ROOT) -> list[Leftover]:
-    """The regions of all PSs of this host below a directory, those in use too."""
+    """The regions of all PSs, and the states of coordinators, of this host below a directory, those in use too."""
     found = []
-    for directory in sorted(Path(root).glob("persia-*/ps-*")):
+    for directory in sorted(Path(root).glob("persia-*/*")):
         try:
             manifest = msgspec.json.decode((directory / MANIFEST).read_bytes(), type=_Manifest)
         except (OSError, msgspec.MsgspecError):

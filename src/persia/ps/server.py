@@ -97,7 +97,8 @@ class EmbeddingServer:
         self._index = {name: number for number, name in enumerate(self._tables)}
         self._asked: tuple[Sequence[str], list[int], list[int]] = ([], [], [])
         self._cuts = Cuts(self._store, self._index)
-        self._adopt(mode)
+        kept = self._regions.mode if self._regions is not None else ""
+        self._adopt(decode(kept) if kept else mode)
 
     def _adopt(self, mode: Mode) -> None:
         self._mode = mode
@@ -162,6 +163,10 @@ class EmbeddingServer:
         """Another mode from `step` on; see `persia.services.EmbeddingPS`."""
         adopted = decode(mode)
         self._turns.begin(generation, step)
+        for held in self._held:
+            held.renew(generation)
+        if self._regions is not None:
+            self._regions.remember(mode)
         self._adopt(adopted)
         self._version = step * (self._options.nn_workers if self._on_arrival else 1)
 

@@ -5,7 +5,7 @@ All methods block, are safe to call from several threads, and raise :class:`pers
 may be repeated: the same call again has the effect of one. docs/reference/protocol.md tells who calls what when.
 """
 
-from persia.services.cluster import Cluster, Connection, ProcessCluster
+from persia.services.cluster import Attempt, Cluster, Connection, ProcessCluster
 from persia.services.control import ControlPlane, Coordinator, Tokens
 from persia.services.data import DataLoader, Seekable, Sharded
 from persia.services.dense import DenseMaker, DensePS
@@ -13,6 +13,7 @@ from persia.services.embedding import CutInfo, EmbeddingPS, EmbeddingWorker, Row
 from persia.services.observed import Observed
 
 __all__ = [
+    "Attempt",
     "Cluster",
     "Connection",
     "ControlPlane",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from persia.batching.batch import Batch
+from persia.errors import RoleDiedError
 from persia.modes import Mode
 from persia.observe.figures import Readings
 from persia.schema import EmbeddingOptimizer, Schema
@@ -14,7 +15,7 @@ from persia.services.data import DataLoader, Seekable
 from persia.services.dense import DenseMaker, DensePS
 from persia.services.embedding import EmbeddingPS, EmbeddingWorker
 
-__all__ = ["Cluster", "Connection", "ProcessCluster"]
+__all__ = ["Attempt", "Cluster", "Connection", "ProcessCluster"]
 
 
 T = TypeVar("T")
@@ -37,6 +38,8 @@ class Connection(NamedTuple):
         replicas: makes the network's `persia.nn.sync.Replicas`, given the network and seconds to wait; None where
             torch.distributed does.
         observe: told how to observe this NN worker, for health and metrics of its process; None where nobody asks.
+        keep: gives something to the process that began the run, to go on from if an NN worker dies; None where nobody
+            would.
     """
 
     worker: EmbeddingWorker
@@ -49,6 +52,7 @@ class Connection(NamedTuple):
     dense: Callable[[DenseMaker], Sequence[DensePS]] | None = None
     replicas: Callable[[Any, float], Any] | None = None
     observe: Callable[[Callable[[], Readings]], None] | None = None
+    keep: Callable[[Any], None] | None = None
 
 
 class Cluster(Protocol):
@@ -65,12 +69,33 @@ class Cluster(Protocol):
         """
 
 
+class Attempt(NamedTuple):
+    """How a function fared on all NN workers.
+
+    Attributes:
+        results: what it returned, by rank; of those that have.
+        deaths: of processes without which it could not go on, or whose NN worker is missing in `results`, each with
+            `role` and `rank`. None if all have returned.
+        kept: what NN workers last gave to `Connection.keep`; None if nothing.
+    """
+
+    results: dict[int, Any]
+    deaths: list[RoleDiedError]
+    kept: Any
+
+
 @runtime_checkable
 class ProcessCluster(Cluster, Protocol):
     """A cluster whose roles are processes."""
 
     def run(self, function: Callable[[], T]) -> list[T]:
         """Runs a function on every NN worker, where `connect` returns that worker's connection; results by rank."""
+
+    def attempt(self, function: Callable[[], Any]) -> Attempt:
+        """Like `run`; but the death of a process that may be started anew is returned, and the next call does that."""
+
+    def restart_servers(self, ranks: Sequence[int]) -> None:
+        """Starts embedding PSs without rows, wherever there is room, in place of those that have died for good."""
 
     def feed(self, source: Iterable[Batch] | Seekable, epoch: int, start: int, accumulation_steps: int = 1) -> None:
         """Lets the data loaders read a source, from batch `start` of an epoch on."""

@@ -138,8 +138,12 @@ class Tokens(Protocol):
     def evidence(self) -> str:
         """What `judge` has decided so far, and by what, as JSON: `persia.modes.Evidence`."""
 
-    def cancel(self, generation: int, rank: int) -> None:
-        """An NN worker is dead: its tokens are drawn again, its batches go back to the list."""
+    def cancel(self, generation: int, rank: int) -> bool:
+        """An NN worker is dead: its tokens are drawn again, its batches go back to the list.
+
+        Returns:
+            Whether the others train on, and will hear of it when they rest: not at rest, nor in all-reduce modes.
+        """
 
     def summary(self) -> str:
         """What has happened so far, as JSON: `persia.coordinator.TokenReport`."""

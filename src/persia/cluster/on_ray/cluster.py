@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -16,20 +16,22 @@ from persia import rpc
 from persia.cluster.on_ray.hosts import CoordinatorHost, DenseServerHost, EmbeddingServerHost, EmbeddingWorkerHost
 from persia.cluster.on_ray.linked import Linked
 from persia.cluster.on_ray.loader_host import DataLoaderHost
-from persia.cluster.on_ray.membership import reach_coordinator
+from persia.cluster.on_ray.membership import reach_coordinator, reach_tokens
 from persia.cluster.on_ray.nn_host import NNWorkerHost
 from persia.cluster.on_ray.options import RayOptions
-from persia.cluster.on_ray.placement import place
+from persia.cluster.on_ray.placement import here, place
 from persia.cluster.on_ray.plan import Plan, Service
 from persia.cluster.on_ray.processes import NAMESPACE, Process, Processes
 from persia.cluster.on_ray.reading import Reading
-from persia.cluster.on_ray.resizing import DEPART_SECONDS, MOST, await_leave, check_room, free_ranks
+from persia.cluster.on_ray.recovery import ANEW, CONSEQUENCES, Recovery
+from persia.cluster.on_ray.replacing import Replacing
+from persia.cluster.on_ray.resizing import DEPART_SECONDS, await_leave, check_count, check_room, free_ranks
 from persia.cluster.on_ray.run import pickled, results
-from persia.errors import ClosedError, ConfigError, PersiaError
+from persia.errors import ClosedError, ConfigError, PersiaError, RoleDiedError
 from persia.modes import Mode
 from persia.rpc.keys import KEYS_VARIABLE
 from persia.schema import EmbeddingOptimizer, Schema
-from persia.services import Connection, Coordinator, DenseMaker
+from persia.services import Attempt, Connection, Coordinator, DenseMaker, Tokens
 from persia.types import Feed
 
 __all__ = ["Ray"]
@@ -71,7 +73,7 @@ class Ray:
             "nn_workers": nn_workers,
         }
         for name, value in counts.items():
-            _check_count(name, value)
+            check_count(name, value)
         check_room(embedding_workers, data_loaders, nn_workers)
         self.ps = ps
         self.nn_workers = nn_workers
@@ -85,8 +87,13 @@ class Ray:
         self._service: Service | None = None
         self._plan: Plan | None = None
         self._coordinator: Coordinator | None = None
+        self._tokens: Tokens | None = None
         self._processes: Processes | None = None
         self._linked: list[Linked] = []
+        self._lapses: list[RoleDiedError] = []
+        """Deaths of embedding PSs in the present run. In asynchronous modes they are out of phase when they return."""
+        self._life = 0
+        """Of embedding PSs: rises when some have lost their rows."""
         self._reading = Reading(self.options.timeout, nn_workers)
 
     # --- what a Trainer, an EmbeddingCollection, or a user calls ------------------------------------------------
@@ -119,6 +126,47 @@ class Ray:
             RoleDiedError: a process has died; it is named, with its last lines, and so are those that died after it.
             Exception: what the function has raised, on the NN worker that was the first to fail; the others are ended.
         """
+        done = self._run(function, None)
+        return [done[rank] for rank in sorted(done)]
+
+    def attempt(self, function: Callable[[], Any]) -> Attempt:
+        """Like `run`; but of a process that may be started anew the death is returned, and the next call starts it.
+
+        In an asynchronous mode the other NN workers go on; see `persia.errors.NNWorkersDiedError`.
+        """
+        recovery = Recovery(self._lapses)
+        try:
+            return Attempt(self._run(function, recovery), recovery.spared, recovery.kept)
+        except CONSEQUENCES as error:
+            deaths = recovery.deaths(error)
+            if not deaths:
+                raise
+            return Attempt({}, deaths, recovery.kept)
+
+    def restart_servers(self, ranks: Sequence[int]) -> None:
+        """Starts embedding PSs without rows, wherever there is room, in place of those that have died for good.
+
+        Raises:
+            DeadlineError: one did not start in time; it is named.
+            RoleDiedError: one could not start, or something else has died.
+        """
+        with self._lock:
+            assert self._processes is not None
+            assert self._service is not None
+            self._processes.forget_failures("embedding_ps")
+            processes, _, _ = self._started()
+            self._life += 1
+            started = [self._start_server(rank, self._service) for rank in ranks]
+            processes.await_ready(started, self.options.timeout)
+            # These know the PSs of before.
+            workers = processes.of("embedding_worker")
+            processes.end(workers)
+            started = [self._start_more("embedding_worker", worker.rank) for worker in workers]
+            processes.await_ready(started, self.options.timeout)
+            for linked in self._linked:
+                linked.reconnect()
+
+    def _run(self, function: Callable[[], Any], recovery: Recovery | None) -> dict[int, Any]:
         if not self._running.acquire(blocking=False):
             raise PersiaError("This cluster runs something else. Wait until it is done, or use another cluster.")
         try:
@@ -129,15 +177,29 @@ class Ray:
                 processes.await_ready(workers, self.options.timeout)
                 generation = coordinator.regenerate(self.nn_workers)
                 self._renew(generation)
+                self._lapses.clear()
                 rendezvous = ray.get(workers[0].handle.rendezvous.remote(), timeout=self.options.timeout)
                 sent = ray.put(pickled(function, self))
-                calls = {w.handle.run.remote(sent, generation, rendezvous): w for w in workers}
+                keeps = recovery is not None
+                calls = {w.handle.run.remote(sent, generation, rendezvous, keeps): w for w in workers}
                 operations: dict[str, Callable[..., Any]] = {
                     "serve": self._serve,
                     "serve_dense": self._serve_dense,
                     "begin": self._begin,
                 }
-                return results(processes, calls, operations)
+                if recovery is None:
+                    return results(processes, calls, operations)
+                assert self._tokens is not None
+                recovery.replacing = Replacing(
+                    processes, self._tokens, generation, self._start_nn_worker, self.options.timeout
+                )
+                operations["keep"] = recovery.keep
+                return results(processes, calls, operations, recovery.replacing)
+            except ray.exceptions.RayActorError as error:
+                self._end_run(processes)
+                raise RoleDiedError(
+                    f"{workers[0].title} died before it had begun: {error}", role="nn_worker", rank=0
+                ) from error
             except BaseException:
                 self._end_run(processes)
                 raise
@@ -158,8 +220,8 @@ class Ray:
         Raises:
             ConfigError: it cannot be pickled.
         """
-        self._started()
         with self._lock:
+            self._started(check=False)  # The run does; it may be one that makes deaths good.
             self._reading.set(source, Feed(epoch, start, self.nn_workers, 0, 1, 1), accumulation_steps)
 
     def unfeed(self) -> None:
@@ -181,7 +243,7 @@ class Ray:
         wanted = {"embedding_worker": embedding_workers, "data_loader": data_loaders}
         for role, count in wanted.items():
             if count is not None:
-                _check_count(f"{role}s", count)
+                check_count(f"{role}s", count)
         check_room(
             self._count("embedding_worker") if embedding_workers is None else embedding_workers,
             self._count("data_loader") if data_loaders is None else data_loaders,
@@ -208,6 +270,7 @@ class Ray:
             for linked in self._linked:
                 linked.close()
             rpc.close(self._coordinator)
+            rpc.close(self._tokens)
             try:
                 if self._processes is not None and ray.is_initialized():
                     self._processes.close()
@@ -233,8 +296,8 @@ class Ray:
 
     # --- starting -----------------------------------------------------------------------------------------------
 
-    def _started(self) -> tuple[Processes, Plan, Coordinator]:
-        """Starts what everything else needs."""
+    def _started(self, check: bool = True) -> tuple[Processes, Plan, Coordinator]:
+        """Starts what everything else needs; with `check`, raises if something has died for good."""
         with self._lock:
             if self._closed:
                 raise ClosedError("This cluster is closed; make another one.")
@@ -243,13 +306,22 @@ class Ray:
                 plan = self._make_plan()
                 self._processes = Processes(self._died, self._restarted)
                 process = self._processes.start(
-                    CoordinatorHost, "coordinator", 0, (plan, 0), num_cpus=0, name=f"{plan.name}/coordinator"
+                    CoordinatorHost,
+                    "coordinator",
+                    0,
+                    (plan, 0),
+                    num_cpus=0,
+                    name=f"{plan.name}/coordinator",
+                    scheduling_strategy=here(),  # Its host is that of this process, without which nothing goes on.
+                    max_restarts=self.options.restarts if self.options.regions else 0,
                 )
                 self._processes.await_ready([process], self.options.timeout)
                 assert process.info is not None
                 self._plan = plan._replace(coordinator=process.info.address)
                 self._coordinator = reach_coordinator(self._plan)
-            self._processes.check()
+                self._tokens = reach_tokens(self._plan)
+            if check:
+                self._processes.check()
             return self._processes, self._plan, self._coordinator
 
     def _connect_to_ray(self) -> None:
@@ -285,11 +357,14 @@ class Ray:
         with self._lock:
             assert self._processes is not None
             if not self._processes.of("nn_worker"):
-                gpus = self.options.gpus
                 for rank in range(self.nn_workers):
-                    # Ray knows which hosts have GPUs.
-                    where = "SPREAD" if gpus else place(rank, self.options.cpus > 0)
-                    self._start(NNWorkerHost, "nn_worker", rank, num_gpus=gpus, scheduling_strategy=where)
+                    self._start_nn_worker(rank)
+
+    def _start_nn_worker(self, rank: int) -> Process:
+        gpus = self.options.gpus
+        # Ray knows which hosts have GPUs.
+        where = "SPREAD" if gpus else place(rank, self.options.cpus > 0)
+        return self._start(NNWorkerHost, "nn_worker", rank, num_gpus=gpus, scheduling_strategy=where)
 
     def _serve(self, service: Service) -> bool:
         """Starts PSs, embedding workers and data loaders, unless they are there; whether the latter have a source."""
@@ -311,11 +386,17 @@ class Ray:
             return self._reading.there
 
     def _start_server(self, rank: int, service: Service) -> Process:
-        """Starts a PS. Where its rows outlive it, it is started again on the same host."""
+        """Starts a PS. Where its rows outlive its process, that is started again on the same host."""
         restarts = self.options.restarts if self.options.regions else 0
         where = place(rank, self.options.cpus > 0)
         return self._start(
-            EmbeddingServerHost, "embedding_ps", rank, service, scheduling_strategy=where, max_restarts=restarts
+            EmbeddingServerHost,
+            "embedding_ps",
+            rank,
+            service,
+            self._life,
+            scheduling_strategy=where,
+            max_restarts=restarts,
         )
 
     def _serve_dense(self, maker: DenseMaker) -> None:
@@ -335,6 +416,15 @@ class Ray:
     # --- what happens to processes ------------------------------------------------------------------------------
 
     def _died(self, process: Process, reason: str) -> None:
+        if process.role == "embedding_ps":
+            self._lapses.append(
+                RoleDiedError(
+                    f"{process.title} has died: {reason} What it had of the step in work is lost.",
+                    role=process.role,
+                    rank=process.rank,
+                    returns=True,
+                )
+            )
         if self._coordinator is not None and process.role != "coordinator":
             incarnation = process.info.incarnation if process.info else 1
             rpc.within(self._coordinator, DEPART_SECONDS).depart(process.role, process.rank, incarnation, reason)
@@ -401,10 +491,6 @@ class Ray:
         with self._lock:
             if self._closed:
                 return
-            processes.end(processes.of("nn_worker"))
-            processes.forget_failures("nn_worker")  # The rows are intact.
-
-
-def _check_count(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST:
-        raise ConfigError(f"Ray.{name} = {value!r}; give a whole number from 1 to {MOST}.", field=f"cluster.{name}")
+            processes.end([*processes.of("nn_worker"), *processes.of("dense_ps")])
+            for role in ANEW:  # The rows are intact.
+                processes.forget_failures(role)

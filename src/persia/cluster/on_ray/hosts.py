@@ -14,6 +14,7 @@ import ray
 
 from persia import rpc, services
 from persia.cluster.observed import LOOPBACK, ObservedProcess
+from persia.cluster.on_ray.kept import Kept
 from persia.cluster.on_ray.membership import Listener, connect_servers, reach_coordinator
 from persia.cluster.on_ray.plan import TITLES, Plan, ProcessInfo, Service
 from persia.coordinator import Coordinator as Coordination
@@ -63,6 +64,7 @@ class Host:
             name = ray.util.get_node_ip_address()
             here = (LOOPBACK, LOOPBACK) if plan.loopback else ("::" if ":" in name else "0.0.0.0", name)
             self.process.expose(plan.options.prometheus_port, *here)
+        self.address = ""
         self.coordinator: Coordinator | None = None
 
     def __repr__(self) -> str:  # Ray puts it before each line that the process prints.
@@ -77,7 +79,7 @@ class Host:
             context.get_node_id(),
             [os.path.realpath(f"/proc/self/fd/{number}") for number in (1, 2)],
             self.process.incarnation,
-            self.server.address if self.server else "",
+            self.address,
         )
 
     def watch(self) -> None:
@@ -122,7 +124,8 @@ class Host:
                 if time.monotonic() >= end:
                     raise
                 time.sleep(RETRY_SECONDS)
-        return self.server.address
+        self.address = self.server.address
+        return self.address
 
     @property
     def origin(self) -> str:
@@ -162,19 +165,29 @@ class _Observable:
 
 
 class CoordinatorHost(Host):
-    """Process of the coordinator: a named actor, whose address all others are told."""
+    """Process of the coordinator, whose address all others are told. The next one has its state, and its address."""
 
     role = "coordinator"
 
     def __init__(self, plan: Plan, rank: int) -> None:
         super().__init__(plan, rank)
-        self._tokens = Tokens(plan.options.timeout)
-        self.serve(_Both(Coordination(), self._tokens), ControlPlane)
+        self._kept = Kept(f"{plan.options.regions}/{plan.name}/coordinator") if plan.options.regions else None
+        path = self._kept.path if self._kept is not None else lambda _: None
+        self._tokens = Tokens(plan.options.timeout, path("tokens"))
+        address = self._kept.address if self._kept is not None else ""
+        address = self.serve(_Both(Coordination(path=path("members")), self._tokens), ControlPlane, address)
+        if self._kept is not None:
+            self._kept.listens(address)
         self.ready = True
 
     def observe(self) -> Readings:
         """What asynchronous modes did."""
         return msgspec.json.decode(self._tokens.summary(), type=TokenReport).observe()
+
+    def release(self) -> None:
+        """Removes what would outlive the process: the cluster ends."""
+        if self._kept is not None:
+            self._kept.remove()
 
 
 class _Both:
@@ -215,11 +228,14 @@ class EmbeddingServerHost(Host):
 
     role = "embedding_ps"
 
-    def __init__(self, plan: Plan, rank: int, service: Service) -> None:
+    def __init__(self, plan: Plan, rank: int, service: Service, life: int) -> None:
         super().__init__(plan, rank)
         schema, optimizer, mode, seed = service
-        regions = f"{plan.options.regions}/{plan.name}/ps-{rank}" if plan.options.regions else None
+        name = f"ps-{rank}.{life}" if life else f"ps-{rank}"
+        regions = f"{plan.options.regions}/{plan.name}/{name}" if plan.options.regions else None
         address = self._succeed()
+        if life and (regions is None or not Regions(regions).complete):
+            address = ""  # The first process of another life: nobody looks for it, and it has no rows.
         if address:
             self._check_return(address, regions)
         hold = ServerOptions(plan.nn_workers, plan.options.timeout, regions)

@@ -26,11 +26,13 @@ class Inside:
     Args:
         host: the process.
         generation: of the NN workers.
+        keeps: whether the driver keeps what it is given.
     """
 
-    def __init__(self, host: NNWorkerHost, generation: int) -> None:
+    def __init__(self, host: NNWorkerHost, generation: int, keeps: bool = False) -> None:
         self._host = host
         self._generation = generation
+        self._keeps = keeps
         self._linked: Linked | None = None
 
     def connect(self, schema: Schema, optimizer: EmbeddingOptimizer, mode: Mode, seed: int) -> Connection:
@@ -51,11 +53,12 @@ class Inside:
         begin = functools.partial(host.ask, "begin") if fed else None
         make_dense = functools.partial(host.ask, "serve_dense")
         self._linked = Linked(host.coordinator, host.plan, host.rank, self._generation, begin, make_dense)
+        keep = functools.partial(host.ask, "keep") if self._keeps else None
 
         def observe(trainer: Callable[[], Readings]) -> None:
             host.observer = trainer
 
-        return self._linked.connection._replace(observe=observe)
+        return self._linked.connection._replace(observe=observe, keep=keep)
 
     def close(self) -> None:
         """Ends the connection."""

@@ -60,6 +60,7 @@ class Linked:
         make_dense: Callable[[DenseMaker], Any] | None = None,
     ) -> None:
         timeout = plan.options.timeout
+        self._coordinator, self._plan = coordinator, plan
         self._servers = connect_servers(coordinator, plan)
         alive(coordinator, "embedding_worker", 1, timeout)
         alive(coordinator, "data_loader", 1, timeout)
@@ -97,6 +98,12 @@ class Linked:
         stubs += [*self._workers.roster().serving(), *self._loaders.roster().serving()]
         for stub in stubs:
             rpc.close(stub)
+
+    def reconnect(self) -> None:
+        """To embedding PSs of which some are elsewhere now. Nobody is calling them."""
+        for stub in self._servers:
+            rpc.close(stub)
+        self._servers[:] = connect_servers(self._coordinator, self._plan)
 
     def _update(self, membership: Membership) -> None:
         self._workers.update(membership)

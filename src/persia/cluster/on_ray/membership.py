@@ -70,7 +70,7 @@ def connect_dense(coordinator: Coordinator, plan: Plan) -> Sequence[DensePS]:
     return [reach(member, DensePS, plan) for member in members]
 
 
-def connect_servers(coordinator: Coordinator, plan: Plan) -> Sequence[EmbeddingPS]:
+def connect_servers(coordinator: Coordinator, plan: Plan) -> list[EmbeddingPS]:
     """Stubs of all PSs, by partition, once they are there."""
     members = alive(coordinator, "embedding_ps", plan.servers, plan.options.timeout)
     return [reach(member, EmbeddingPS, plan) for member in members]

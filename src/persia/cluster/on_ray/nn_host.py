@@ -98,13 +98,20 @@ class NNWorkerHost(Host):
             port: int = free.getsockname()[1]
             return host, port
 
-    def run(self, function: bytes, generation: int, rendezvous: tuple[str, int]) -> Outcome:
-        """Runs a function, with a process group of all NN workers, and returns how it ended."""
+    def run(self, function: bytes, generation: int, rendezvous: tuple[str, int], keeps: bool) -> Outcome:
+        """Runs a function, with a process group of all NN workers, and returns how it ended.
+
+        Args:
+            function: pickled.
+            generation: of the NN workers.
+            rendezvous: where they meet.
+            keeps: whether the driver keeps what it is given, and begins anew from that.
+        """
         import torch
 
         self.join(self.serve(self, Observed))  # In this generation.
         backend = "cpu:gloo,cuda:nccl" if self.plan.options.gpus and torch.cuda.is_available() else "gloo"
-        cluster = Inside(self, generation)
+        cluster = Inside(self, generation, keeps)
         try:
             torch.distributed.init_process_group(
                 backend,

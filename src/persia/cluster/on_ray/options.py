@@ -24,10 +24,12 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         threads: of each process: of torch in an NN worker, of the store in a PS. None shares this machine's cores
             among the NN workers, on several hosts it gives each all of its host's.
         dense_ps: processes that share the network's tensors in asynchronous modes; started when one of them is.
-        restarts: how often an embedding PS, an embedding worker or a data loader that has died is started again.
-        regions: where embedding PSs keep their rows, so that they outlive their processes: a directory of each host,
-            in shared memory or on a disk, which must have room for them; see `persia cluster regions`. Empty: in the
-            memory of the processes, and a PS that dies ends the run.
+        restarts: how often an embedding PS, an embedding worker, a data loader or the coordinator that has died is
+            started again. NN workers are `TrainerOptions.max_failures`' concern.
+        regions: where embedding PSs keep their rows, and the coordinator its state, so that they outlive their
+            processes: a directory of each host, in shared memory or on a disk, which must have room for them; see
+            `persia cluster regions`. Empty: in the memory of the processes. Then the death of the coordinator ends the
+            run, and a PS that dies is reloaded from the last checkpoint.
         prometheus_port: where each process exports its figures: processes of one host take the next free ports;
             `persia health` tells all of them. None for nowhere.
         timeout: seconds that any wait may take: for roles to start, rows, gradients of other NN workers.

@@ -7,7 +7,12 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-__all__ = ["place"]
+__all__ = ["here", "place"]
+
+
+def here() -> Any:
+    """On the host of this process."""
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
 def place(rank: int, reserves: bool) -> Any:

@@ -23,7 +23,10 @@ RESTART_SECONDS = 60.0
 END_SECONDS = 20.0
 RELEASE_SECONDS = 10.0
 RETRY_SECONDS = 0.1
+SLICE_SECONDS = 2.0
 LAST_LINES = 15
+STAYING = ("embedding_ps", "coordinator")
+"""Roles that are started again on their host only."""
 CALLS = 16
 """Most calls of Ray that an actor works on: those that wait are among them."""
 
@@ -39,6 +42,7 @@ class Process:
         leaving: whether it is to end when it has nothing left.
         info: where it is, once it is ready.
         asking: of an NN worker: the call that waits for its next request.
+        ended: the call by which its last death was noticed.
     """
 
     def __init__(self, role: str, rank: int, handle: Any, restarts: bool) -> None:
@@ -49,6 +53,7 @@ class Process:
         self.leaving = False
         self.info: ProcessInfo | None = None
         self.asking: Any = None
+        self.ended: Any = None
         self.readiness = handle.info.remote()
         self.watching = handle.watch.remote()
 
@@ -126,25 +131,32 @@ class Processes:
 
     def check(self) -> None:
         """Raises RoleDiedError if a process has died for good: of the first one, which tells of those after it."""
-        with self._lock:
-            failures = list(self._failures)
+        failures = self.failures()
         if failures:
             first, *later = failures
             message = "\n".join([first.message, *(f"After that, {other.message}" for other in later)])
             raise RoleDiedError(message, **first.fields, later=[other.fields for other in later])
 
-    def await_failure(self, seconds: float) -> None:
-        """Like `check`, but gives a death that is just happening so long to be noticed."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            self.check()
-            time.sleep(RETRY_SECONDS)
-        self.check()
-
-    def forget_failures(self, role: str) -> None:
-        """A new start is made where processes of this role have died."""
+    def failures(self) -> list[RoleDiedError]:
+        """Those that have died for good, in this order."""
         with self._lock:
-            self._failures = [failure for failure in self._failures if failure.fields["role"] != role]
+            return list(self._failures)
+
+    def await_failure(self, seconds: float) -> bool:
+        """Whether one has died for good; a death that is just happening gets so long to be noticed."""
+        end = time.monotonic() + seconds
+        while not self.failures():
+            if time.monotonic() > end:
+                return False
+            time.sleep(RETRY_SECONDS)
+        return True
+
+    def forget_failures(self, role: str, rank: int | None = None) -> None:
+        """A new start is made where processes of this role, or one of them, have died."""
+        with self._lock:
+            self._failures = [
+                f for f in self._failures if f.fields["role"] != role or rank not in (None, f.fields["rank"])
+            ]
 
     def end(self, processes: Sequence[Process]) -> None:
         """Ends processes, and waits until they have ended."""
@@ -163,7 +175,8 @@ class Processes:
         """Ends all of them."""
         self._ending.set()
         self._thread.join(END_SECONDS)
-        releasing = [p.handle.release.remote() for p in self.of("embedding_ps") if p.info]
+        keeping = [*self.of("embedding_ps"), *self.of("coordinator")]
+        releasing = [p.handle.release.remote() for p in keeping if p.info]
         if releasing:
             ray.wait(releasing, num_returns=len(releasing), timeout=RELEASE_SECONDS)
         self.end(self.all())
@@ -172,7 +185,7 @@ class Processes:
 
     def _watch(self) -> None:
         while not self._ending.is_set():
-            watched = {p.watching: p for p in self.all()}
+            watched = {p.watching: p for p in self.all() if p.watching is not p.ended}
             if not watched:
                 self._ending.wait(WATCH_SECONDS)
                 continue
@@ -183,7 +196,10 @@ class Processes:
                     raise
                 return
             for reference in ended:
-                self._ended(watched[reference])
+                process = watched[reference]
+                process.ended = reference
+                # Side by side: the last lines of those whose host is gone take long.
+                threading.Thread(target=self._ended, args=(process,), daemon=True).start()
 
     def _ended(self, process: Process) -> None:
         if process not in self.all():
@@ -193,29 +209,35 @@ class Processes:
         with contextlib.suppress(PersiaError):  # It is said below, in any case.
             self._died(process, reason)
         if process.restarts and not isinstance(error, ActorDiedError):
-            process.watching = process.handle.watch.remote()
-            threading.Thread(target=self._await_restart, args=(process, reason), daemon=True).start()
+            self._await_restart(process, reason)
         else:
             self._fail(process, reason)
 
     def _await_restart(self, process: Process, reason: str) -> None:
         end = time.monotonic() + RESTART_SECONDS
+        call: Any = None
         while not self._ending.is_set():
+            call = call or process.handle.info.remote()
             try:
-                process.info = ray.get(process.handle.info.remote(), timeout=max(0.0, end - time.monotonic()))
+                process.info = ray.get(call, timeout=SLICE_SECONDS)
+                # Not earlier: a call that fails as the process is not back yet would be taken for its next death.
+                process.watching = process.handle.watch.remote()
                 self._restarted(process)
                 return
             except PersiaError as error:
                 self._fail(process, f"{reason}\nIt cannot go on: {error}")
                 return
+            except GetTimeoutError:
+                died = False
             except RayActorError as error:
-                if isinstance(error, ActorDiedError) or time.monotonic() >= end:
-                    self._fail(process, reason)
-                    return
-                self._ending.wait(RETRY_SECONDS)
-            except (RayError, GetTimeoutError):
+                died, call = isinstance(error, ActorDiedError), None
+            except RayError:
+                died = True
+            lost = process.role in STAYING and process.info is not None and not _lives(process.info.node)
+            if died or lost or time.monotonic() >= end:
                 self._fail(process, reason)
                 return
+            self._ending.wait(RETRY_SECONDS)
 
     def _fail(self, process: Process, reason: str) -> None:
         with self._lock:
@@ -234,11 +256,17 @@ class Processes:
         return RoleDiedError(f"{process.title} could not start: {error}", role=process.role, rank=process.rank)
 
 
+def _lives(node: str) -> bool:
+    return any(known["NodeID"] == node and known["Alive"] for known in ray.nodes())
+
+
 def last_lines(process: Process) -> list[str]:
     """The last lines that a process has printed, read on its host."""
     info = process.info
     if info is None:
         return []
+    if not _lives(info.node):
+        return ["(its host is gone)"]
     if info.node == ray.get_runtime_context().get_node_id():
         return _tail(info.logs)
     where = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(info.node, soft=False)

@@ -15,7 +15,7 @@ from persia.errors import ConfigError, DeadlineError
 from persia.services import Coordinator
 from persia.worker import WorkerOptions
 
-__all__ = ["DEPART_SECONDS", "MOST", "await_leave", "check_room", "free_ranks"]
+__all__ = ["DEPART_SECONDS", "await_leave", "check_count", "check_room", "free_ranks"]
 
 MOST = 256
 """Of a role: a rank of an embedding worker is a byte of the batch id."""
@@ -38,6 +38,12 @@ def free_ranks(role: str, taken: Collection[int], count: int) -> list[int]:
             field=f"cluster.{role}s",
         )
     return free[: max(0, count)]
+
+
+def check_count(name: str, value: object) -> None:
+    """Raises ConfigError unless there can be so many of a role."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST:
+        raise ConfigError(f"Ray.{name} = {value!r}; give a whole number from 1 to {MOST}.", field=f"cluster.{name}")
 
 
 def check_room(embedding_workers: int, data_loaders: int, nn_workers: int) -> None:

@@ -12,6 +12,7 @@ import ray
 from persia.cluster.on_ray.nn_host import CLUSTER, Outcome
 from persia.cluster.on_ray.plan import TITLES
 from persia.cluster.on_ray.processes import Process, Processes
+from persia.cluster.on_ray.replacing import Replacing
 from persia.errors import PersiaError, RoleDiedError
 
 __all__ = ["pickled", "results"]
@@ -34,14 +35,18 @@ def pickled(function: Callable[[], Any], cluster: object) -> bytes:
 
 
 def results(
-    processes: Processes, calls: Mapping[Any, Process], operations: Mapping[str, Callable[..., Any]]
-) -> list[Any]:
+    processes: Processes,
+    calls: Mapping[Any, Process],
+    operations: Mapping[str, Callable[..., Any]],
+    replacing: Replacing | None = None,
+) -> dict[int, Any]:
     """What the function returns on each NN worker, by rank.
 
     Args:
         processes: all of the cluster.
         calls: what Ray returned for the call of each NN worker.
         operations: what the function may ask of this process.
+        replacing: who is asked whether the others go on when an NN worker has died; None if they do not.
 
     Raises:
         RoleDiedError: a process has died.
@@ -52,9 +57,10 @@ def results(
         worker.asking = worker.asking or worker.handle.next_request.remote(POLL_SECONDS)
     outcomes: dict[int, Outcome] = {}
     grace: float | None = None
-    while len(outcomes) < len(calls):
-        waiting = [c for c, w in calls.items() if w.rank not in outcomes]
-        asking = {w.asking: w for w in calls.values()}
+    dead: set[int] = set()
+    while len(outcomes) + len(dead) < len(calls):
+        waiting = [c for c, w in calls.items() if w.rank not in outcomes and w.rank not in dead]
+        asking = {w.asking: w for w in calls.values() if w.rank not in dead}
         done, _ = ray.wait([*waiting, *asking], timeout=POLL_SECONDS)
         for reference in done:
             try:
@@ -67,16 +73,24 @@ def results(
                     if request is not None:
                         worker.handle.answer.remote(request.number, _done(request, operations))
             except ray.exceptions.RayActorError as error:
-                processes.await_failure(GRACE_SECONDS)
-                dead = calls.get(reference) or asking[reference]
-                raise RoleDiedError(f"{dead.title} has died: {error}", role=dead.role, rank=dead.rank) from error
-        processes.check()
+                ended = calls.get(reference) or asking[reference]
+                if not processes.await_failure(GRACE_SECONDS):
+                    raise RoleDiedError(f"{ended.title} has died: {error}", role=ended.role, rank=ended.rank) from error
+                break
+        for death in processes.failures():
+            left = len(calls) - len(dead) - 1
+            if replacing is None or death.fields["role"] != "nn_worker" or not left or not replacing.spared(death):
+                processes.check()
+            dead.add(death.fields["rank"])
+            processes.forget_failures("nn_worker", death.fields["rank"])
+        if replacing is not None:
+            replacing.poll()
         if grace is None and any(outcome.error is not None for outcome in outcomes.values()):
             grace = time.monotonic() + GRACE_SECONDS
         if grace is not None and time.monotonic() > grace:
             break
     _raise_first(processes, outcomes, len(calls))
-    return [outcomes[rank].value for rank in sorted(outcomes)]
+    return {rank: outcomes[rank].value for rank in sorted(outcomes)}
 
 
 def _done(request: Any, operations: Mapping[str, Callable[..., Any]]) -> Outcome:
@@ -91,8 +105,8 @@ def _raise_first(processes: Processes, outcomes: Mapping[int, Outcome], nn_worke
     failed = [(rank, outcome.error, outcome.trace) for rank, outcome in outcomes.items() if outcome.error]
     if not failed:
         return
-    if nn_workers > 1:
-        processes.await_failure(POLL_SECONDS)
+    if nn_workers > 1 and processes.await_failure(POLL_SECONDS):
+        processes.check()
     failed.sort(key=lambda f: (not isinstance(f[1], PersiaError), isinstance(f[1], RuntimeError)))
     rank, error, trace = failed[0]
     error.add_note(f"Raised on {TITLES['nn_worker']} {rank}:\n{trace}")

@@ -1,0 +1,203 @@
+"""Training while things go wrong: `make chaos`, or with `PYTHONPATH=tests/cluster` this file.
+
+Prints a JSON line for each seed: the share of the time that was spent training, and every invariant that does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+from chaos_hosts import proxied
+from chaos_injectors import Chaos, Site
+from chaos_invariants import Before, checkpoints, counts, quality, rows_of, values
+from chaos_records import collect
+from chaos_schedule import KINDS, ON_MEMORY, draw
+from chaos_training import LEARNING_RATE, MODES, make_data, make_schema, make_test_data, make_trainer
+from cluster_samples import eventually, pids
+
+import persia
+from persia.cluster.on_ray import cluster as on_ray
+
+REGION_MEBIBYTES = 64
+
+
+class Plan(NamedTuple):
+    """One run.
+
+    Attributes:
+        seed: of the faults.
+        seconds: that the faults are spread over.
+        faults: how many.
+        mode: one of `MODES`.
+        steps: global steps that are trained at least; more, if the faults take longer.
+        chunk: steps of one call of `fit`.
+        every: of the ids, only so many-th are watched.
+    """
+
+    seed: int
+    seconds: float
+    faults: int
+    mode: str = "hybrid"
+    steps: int = 0
+    chunk: int = 500
+    every: int = 1
+
+
+class Outcome(NamedTuple):
+    """What came of a run.
+
+    Attributes:
+        wrong: invariants that do not hold.
+        made: faults, by kind.
+        deaths: of NN workers, that training went on after.
+        steps: that were trained.
+        training: seconds of steps that counted.
+        wall: seconds in all.
+        auc: at the end, with faults and without.
+    """
+
+    wrong: list[str]
+    made: dict[str, int]
+    deaths: int
+    steps: int
+    training: float
+    wall: float
+    auc: tuple[float, float]
+
+
+def run(plan: Plan, folder: Path, told: Callable[[str], None] = lambda _: None) -> Outcome:
+    """Trains through the faults of a plan, and as long without them."""
+    before = Before()
+    with _small_memory(folder / "regions") as mounted:
+        kinds = [kind for kind in KINDS if mounted or kind not in ON_MEMORY]
+        site = Site(None, folder / "checkpoints", folder / "regions", set())
+        (folder / "pushes").mkdir()
+        with (
+            mock.patch.multiple(on_ray, **_hosts(str(folder / "pushes"), plan.every)),
+            _cluster(site) as cluster,
+        ):
+            site = site._replace(cluster=cluster)
+            trainer = make_trainer(cluster, plan.mode, f"chaos://{site.checkpoints}")
+            trainer.fit(make_data(), max_steps=10)  # Until all roles are there.
+            faults = draw(plan.seed, plan.seconds, plan.faults, kinds, plan.faults // 4)
+            chaos = Chaos(site, faults, lambda fault: told(f"{fault.kind} {fault.role}"))
+            began = time.monotonic()
+            chaos.start()
+            training, deaths = 0.0, 0
+            try:
+                while chaos.is_alive() or trainer.global_step < plan.steps:
+                    result = trainer.fit(make_data(), max_steps=plan.chunk)
+                    training += result.seconds
+                    deaths += result.failures
+            finally:
+                chaos.give_up()
+                chaos.join()
+            wall = time.monotonic() - began
+            wrong = [f"chaos failed: {chaos.failure}"] if chaos.failure else []
+            auc = trainer.evaluate(make_test_data()).auc
+            rows = rows_of(trainer.embeddings.connection.servers)
+            processes = pids(cluster)
+        with contextlib.suppress(AssertionError):  # It is said below.
+            eventually(lambda: not before.left(processes, site.regions), "nothing is left", 30.0)
+        wrong += before.left(processes, site.regions)
+    watched = [feature.name for feature in make_schema().id_features if feature.name != "extra_0"]
+    pushes = collect(folder / "pushes", by_step=plan.mode != "hybrid", tables=watched)
+    wrong += counts(rows, pushes, acknowledged=plan.mode != "gba")
+    if plan.mode == "hybrid":
+        wrong += values(rows, pushes, LEARNING_RATE, seed=0)
+    wrong += checkpoints(site.checkpoints, site.spoiled)
+    undisturbed = _undisturbed(plan, trainer.global_step, folder)
+    wrong += quality(auc, undisturbed)
+    made = dict(Counter(fault.kind for fault in chaos.made))
+    return Outcome(wrong, made, deaths, trainer.global_step, training, wall, (auc, undisturbed))
+
+
+def _undisturbed(plan: Plan, steps: int, folder: Path) -> float:
+    """The AUC of as many steps in which nothing goes wrong."""
+    (folder / "undisturbed").mkdir()
+    with _cluster(Site(None, folder, folder / "undisturbed", set())) as cluster:
+        trainer = make_trainer(cluster, plan.mode, None)
+        trainer.fit(make_data(), max_steps=steps)
+        return float(trainer.evaluate(make_test_data()).auc)
+
+
+def _hosts(pushes: str, every: int) -> dict[str, type]:
+    """The hosts of all roles, such that they can be spoiled."""
+    names = ("CoordinatorHost", "EmbeddingWorkerHost", "DataLoaderHost")
+    found = {name: proxied(getattr(on_ray, name)) for name in names}
+    return {**found, "EmbeddingServerHost": proxied(on_ray.EmbeddingServerHost, pushes, every)}
+
+
+def _cluster(site: Site) -> Any:
+    options = persia.cluster.RayOptions(threads=1, timeout=120.0, restarts=1000, regions=str(site.regions))
+    return persia.cluster.Ray(2, 2, 1, 2, options)
+
+
+@contextlib.contextmanager
+def _small_memory(place: Path) -> Iterator[bool]:
+    """A memory file system of its own for regions, where that is allowed, so that it can be filled."""
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={REGION_MEBIBYTES}m", "tmpfs", str(place)]
+    mounted = (
+        shutil.which("mount") is not None and not subprocess.run(command, capture_output=True, check=False).returncode
+    )
+    try:
+        yield mounted
+    finally:
+        if mounted:
+            subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=1800.0, help="that the faults are spread over")
+    parser.add_argument("--faults", type=int, default=60)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--mode", choices=sorted(MODES), default="hybrid")
+    parser.add_argument("--every", type=int, default=4, help="of the ids, so many-th ones are watched")
+    arguments = parser.parse_args()
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
+    failed = False
+    for seed in arguments.seeds:
+        with tempfile.TemporaryDirectory(prefix="persia-chaos-") as folder:
+            plan = Plan(seed, arguments.seconds, arguments.faults, arguments.mode, every=arguments.every)
+            found = run(plan, Path(folder), lambda line: print(line, file=sys.stderr, flush=True))
+        failed |= bool(found.wrong)
+        share = found.training / found.wall
+        line = {
+            "name": "chaos",
+            "value": round(share, 3),
+            "unit": "of the time spent training",
+            "target": 0.5,
+            "holds": not found.wrong and share >= 0.5,
+            "command": shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
+            "seed": seed,
+            "faults": sum(found.made.values()),
+            **found._asdict(),
+        }
+        print(json.dumps(line), flush=True)
+    ray.shutdown()
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""The coordinator of a cluster on Ray dies while it trains, and goes on where it was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+import persia
+from persia.modes import Gba, Sync
+from persia.ps.regions import leftovers
+
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+
+from cluster_samples import BATCH, eventually, make_trainer, options, pids, reader, running
+
+pytestmark = pytest.mark.usefixtures("ray_here")
+
+
+@pytest.mark.parametrize("mode", [Gba(2 * BATCH), pytest.param(Sync(), marks=pytest.mark.slow)])
+def test_a_coordinator_that_dies_loses_no_batch(mode, tmp_path):
+    batches = 600
+    with persia.cluster.Ray(1, 1, 1, 2, options(regions=str(tmp_path))) as cluster:
+        trainer = make_trainer(cluster, mode)
+        trainer.fit(reader(20))
+        results = []
+        thread = threading.Thread(target=lambda: results.append(trainer.fit(reader(batches, 2))))
+        thread.start()
+
+        def pushes() -> float:
+            return cluster.statistics()["embedding_ps-0"]["rpc.calls"]
+
+        before = pushes()
+        eventually(lambda: pushes() > before + 50, "it trains", 60.0)
+        (victim,) = pids(cluster, "coordinator")
+        os.kill(victim, signal.SIGKILL)
+        thread.join(120)
+        assert not thread.is_alive()
+        (result,) = results
+        assert (result.failures, result.rows, result.steps) == (0, batches * BATCH, batches // 2)
+        assert result.lost_batches == result.lost_gradients == 0
+        if result.asynchronous is not None:
+            report = result.asynchronous
+            assert report.rows == (batches + 20) * BATCH
+            assert (report.dropped_batches, report.lost_tokens, report.lost_batches, report.orphans) == (0, 0, 0, 0)
+        eventually(lambda: pids(cluster, "coordinator") not in ([], [victim]), "the driver knows that it is back")
+        left = leftovers(str(tmp_path))
+        assert [Path(one.path).name for one in left] == ["coordinator", "ps-0"]
+        assert all(one.in_use for one in left)
+        cluster.scale(data_loaders=2)  # Membership goes on, too.
+        processes = pids(cluster)
+    eventually(lambda: not any(map(running, processes)), "all processes have ended")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,98 @@
+"""NN workers of a cluster on Ray die while they train: `fit` goes on, in every mode, and says so."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import persia
+from persia.errors import RoleDiedError
+from persia.modes import Gba, Hybrid, Sync
+
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+
+from cluster_samples import BATCH, eventually, kill_once_training, make_trainer, options, pids, reader
+
+pytestmark = pytest.mark.usefixtures("ray_here")
+
+
+@contextlib.contextmanager
+def kills(cluster: Any, rank: int = 0, role: str = "nn_worker") -> Iterator[None]:
+    """Kills one process of a role once the cluster trains."""
+    thread = threading.Thread(target=kill_once_training, args=(cluster, role, None, rank))
+    thread.start()
+    yield
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("mode", "nn_workers"),
+    [
+        pytest.param(Sync(), 2, id="sync"),
+        pytest.param(Hybrid(2), 1, id="hybrid, alone", marks=pytest.mark.slow),
+    ],
+)
+def test_all_begin_anew_from_the_last_snapshot(mode, nn_workers):
+    batches = 500
+    with persia.cluster.Ray(1, 1, 1, nn_workers, options()) as cluster:
+        trainer = make_trainer(cluster, mode, snapshot_every_seconds=0.5)
+        with kills(cluster, nn_workers - 1):
+            result = trainer.fit(reader(batches))
+        assert result.failures == 1
+        assert result.rows == batches * BATCH
+        assert result.global_step == result.steps == batches // nn_workers
+        assert result.progressive.rows == batches * BATCH
+        assert result.lost_batches == result.lost_gradients == 0
+        assert trainer.finished
+
+
+def test_in_asynchronous_modes_the_others_go_on():
+    batches = 1500
+    with persia.cluster.Ray(1, 1, 1, 2, options()) as cluster:
+        trainer = make_trainer(cluster, Gba(2 * BATCH))
+        with kills(cluster, 1):
+            result = trainer.fit(reader(batches))
+        assert result.failures == 1
+        report = result.asynchronous
+        assert report.lost_tokens <= 2
+        assert report.lost_batches == 0
+        assert set(report.workers) == {0, 1}
+        # What the dead one had trained is counted here too; no batch arrived twice, or from nobody.
+        assert report.rows + report.dropped_rows == batches * BATCH
+        assert result.global_step >= batches // 2
+        assert result.rows <= batches * BATCH
+        assert trainer.finished
+
+
+@pytest.mark.slow
+def test_the_story_is_told_after_the_last_failure():
+    with persia.cluster.Ray(1, 1, 1, 1, options()) as cluster:
+        trainer = make_trainer(cluster, Hybrid(2), max_failures=1, snapshot_every_seconds=0.5)
+        told: list[RoleDiedError] = []
+
+        def train() -> None:
+            with pytest.raises(RoleDiedError) as caught:
+                trainer.fit(reader(100_000))
+            told.append(caught.value)
+
+        thread = threading.Thread(target=train)
+        thread.start()
+        for _ in range(2):
+            before = pids(cluster, "nn_worker")
+            kill_once_training(cluster, "nn_worker", None)
+            eventually(lambda before=before: pids(cluster, "nn_worker") != before, "its death is noticed")
+        thread.join(60)
+        (error,) = told
+        assert re.match(r"NN worker 0 \(process \d+ on .*\) has died", error.message)
+        assert "failure 2 of this call of `fit`, and 1 are made good" in error.message
+        assert re.search(
+            r"Before:\n  \d\d:\d\d:\d\d: nn worker 0 died; all NN workers begin again at step \d+", error.message
+        )
+        assert (error.fields["role"], error.fields["rank"], error.fields["failures"]) == ("nn_worker", 0, 2)
+        assert trainer.global_step == 0  # The network here is as it was.
