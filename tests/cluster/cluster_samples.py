@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from numpy.typing import NDArray
 
@@ -27,18 +26,6 @@ from persia.nn.models import FFNN
 from persia.nn.sync import Alone
 
 BATCH = 64
-
-
-@pytest.fixture(scope="session")
-def ray_here() -> Iterator[None]:
-    """One Ray for all tests: clusters come and go in it, as in an existing Ray job."""
-    import ray
-
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
-    yield
-    ray.shutdown()
 
 
 def options(**changes: Any) -> RayOptions:

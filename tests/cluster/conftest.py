@@ -1,3 +1,0 @@
-from cluster_samples import ray_here
-
-__all__ = ["ray_here"]
