@@ -62,7 +62,8 @@ class Parts:
         batch_id = self._timed("register (duplicate removal)", lambda: self.worker.register(batch.id_features))
         found = self._timed("lookup", lambda: self.worker.lookup(batch_id))
         rows = {table: torch.from_numpy(values).requires_grad_() for table, values in found.rows.items()}
-        pooled = self._timed("pool", lambda: self.collection._expander(rows, found.inverse, found.offsets))
+        offsets = {name: found.offsets.get(name) for name in found.inverse}
+        pooled = self._timed("pool", lambda: self.collection._expander(rows, found.inverse, offsets))
         outputs = list(pooled.values())
         ones = [torch.ones_like(output) for output in outputs]
         self._timed("pool backward", lambda: torch.autograd.backward(outputs, ones))
