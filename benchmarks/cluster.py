@@ -38,7 +38,7 @@ from persia.services import EmbeddingPS
 COMPUTE_SECONDS = 0.040
 LOOKUP_SECONDS = 0.030
 EMULATED_STEPS = {"smoke": 20, "laptop": 50, "full": 300}
-EMULATED_ROUNDS = {"smoke": 5, "laptop": 5, "full": 9}
+EMULATED_ROUNDS = {"smoke": 2, "laptop": 5, "full": 9}
 WARM_STEPS = 10
 MANY = {"smoke": 2, "laptop": 8, "full": 8}
 FEATURES, DIM, ROWS = 4, 8, 128

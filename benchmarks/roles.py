@@ -149,9 +149,8 @@ def python_ms(preset: str) -> list[harness.Measure]:
             found["nn_worker"].append(1000 * ask("nn_worker", steps) / steps)
             for role, seconds in before.items():
                 found[role].append(1000 * (ask(role, 1) - seconds) / steps)
-        for pipe in reversed(pipes.values()):
-            pipe.send(0)
-        for process in processes:
+        for pipe, process in zip(reversed(pipes.values()), reversed(processes), strict=True):
+            pipe.send(0)  # One after another: who ends releases what it has at those that serve it.
             process.join(DEADLINE)
     finally:
         for process in processes:
