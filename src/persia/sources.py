@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Protocol
 
 from persia.batching.batch import Batch
 from persia.errors import DataError
-from persia.services import DataLoader
-from persia.types import FedBatch
+from persia.services import DataLoader, Seekable
+from persia.types import FedBatch, Feed
 
-__all__ = ["FedSource", "OwnSource", "Source"]
+if TYPE_CHECKING:
+    from persia.trainer import Trainer
+
+__all__ = ["FedSource", "OwnSource", "Source", "source_of"]
 
 
 class Source(Protocol):
@@ -116,3 +120,38 @@ class FedSource:
         if again or on_demand != self._on_demand:
             self._on_demand = on_demand
             self._begin(on_demand)
+
+
+def source_of(trainer: Trainer, data: Iterable[Batch] | None, *, loaded: bool) -> Source:
+    """The rest of the current pass over the data.
+
+    Args:
+        trainer: knows how far it is.
+        data: see `Trainer.fit`.
+        loaded: whether a checkpoint was loaded since the last call of `fit`, so that an iterator is at its begin.
+    """
+    connection = trainer.embeddings.connection
+    loader = connection.loader
+    epoch, position = trainer.epoch, trainer.position
+    if loader is not None:
+
+        def begin(on_demand: bool) -> None:
+            # Which loader has which share, and how far they read ahead, is known behind the facade.
+            takers = 1 if on_demand else connection.nn_workers
+            feed = Feed(trainer.epoch, trainer.position, takers, 0, 1, 1, connection.generation, on_demand)
+
+            def tell() -> str:
+                loader.begin(feed)
+                return ""
+
+            trainer.step.replicas.by_first(tell)
+
+        return FedSource(loader, begin, connection.rank, epoch)
+    assert data is not None
+    if isinstance(data, Seekable):
+        return OwnSource(lambda n: data.batches(epoch, n), data.batches(epoch, position), position)
+    if isinstance(data, Iterator):  # It is where the call before left it, except after a resume.
+        return OwnSource(None, itertools.islice(data, position if loaded else 0, None), position)
+    return OwnSource(
+        lambda n: itertools.islice(iter(data), n, None), itertools.islice(iter(data), position, None), position
+    )

@@ -30,9 +30,8 @@ from persia.options import TrainerOptions
 from persia.random_state import RandomState
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.segments import Segments, Switch, check_mode
-from persia.services import Cluster, ProcessCluster, Seekable
-from persia.sources import FedSource, OwnSource, Source
-from persia.types import Feed
+from persia.services import Cluster, ProcessCluster
+from persia.sources import Source, source_of
 from persia.watch import Watch
 
 __all__ = ["FitResult", "Trainer", "TrainerOptions"]
@@ -233,7 +232,8 @@ class Trainer:
         try:
             with run.line:
                 while self.epoch < epochs and not run.finished():
-                    self.source = self._source(train_data)
+                    self.source = source_of(self, train_data, loaded=self._loaded)
+                    self._loaded = False
                     while not run.finished():
                         self.segments.follow(run)
                         if ended := self.segments.train(run):
@@ -450,37 +450,6 @@ class Trainer:
             return None
         score = evaluation.auc if self.options.keep_best == "auc" else -evaluation.log_loss
         return score if math.isfinite(score) else None
-
-    def _source(self, data: Iterable[Batch] | None) -> Source:
-        """The rest of the current pass over the data."""
-        connection = self.embeddings.connection
-        loader = connection.loader
-        if loader is not None:
-
-            def begin(on_demand: bool) -> None:
-                # Which loader has which share, and how far they read ahead, is known behind the facade.
-                takers = 1 if on_demand else connection.nn_workers
-                feed = Feed(self.epoch, self.position, takers, 0, 1, 1, connection.generation, on_demand)
-
-                def tell() -> str:
-                    loader.begin(feed)
-                    return ""
-
-                self.step.replicas.by_first(tell)
-
-            return FedSource(loader, begin, connection.rank, self.epoch)
-        assert data is not None
-        loaded, self._loaded = self._loaded, False
-        epoch = self.epoch
-        if isinstance(data, Seekable):
-            return OwnSource(lambda n: data.batches(epoch, n), data.batches(epoch, self.position), self.position)
-        if isinstance(data, Iterator):  # It is where the call before left it, except after a resume.
-            return OwnSource(None, itertools.islice(data, self.position if loaded else 0, None), self.position)
-        return OwnSource(
-            lambda n: itertools.islice(iter(data), n, None),
-            itertools.islice(iter(data), self.position, None),
-            self.position,
-        )
 
     def _scored(self, data: Iterable[Batch]) -> Iterator[tuple[PreparedBatch, NDArray[np.float32]]]:
         """Batches and their logits. Between two of them the caller finds model and collection in the mode they had."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import time
 from collections.abc import Callable
 
 from persia.errors import ConfigError
-from persia.observe.figures import Health, Process, Readings
+from persia.observe.figures import Health, Readings
 from persia.observe.prometheus import Endpoint
 
 __all__ = ["LOOPBACK", "ObservedProcess", "check_port"]
@@ -33,7 +36,7 @@ class ObservedProcess:
         self._role = role
         self._rank = rank
         self._observe = observe
-        self._process = Process()
+        self._began = time.monotonic()
         self._endpoint: Endpoint | None = None
         self._url = ""
 
@@ -55,7 +58,9 @@ class ObservedProcess:
 
     def health(self) -> Health:
         """See `persia.services.Observed`."""
-        return self._process.health(self._role, self._rank, self.incarnation, self._url, self._observe())
+        uptime = time.monotonic() - self._began
+        who = (self._role, self._rank, self.incarnation, os.getpid(), socket.gethostname())
+        return Health(*who, uptime, self._url, *self._observe())
 
     def close(self) -> None:
         """Ends the endpoint."""

@@ -21,6 +21,7 @@ from persia.nn.pending import Pending, Registered
 from persia.nn.pipeline import READ_AHEAD, Pipeline, Stages
 from persia.nn.pool import Expander
 from persia.nn.prepared import PreparedBatch
+from persia.nn.reading import Reading
 from persia.nn.staging import staging_for
 from persia.nn.staleness import Staleness, StalenessGate
 from persia.nn.sync import EqualSteps
@@ -34,9 +35,6 @@ from persia.types import Contribution, FedBatch, PushHeader, Read
 
 __all__ = ["EmbeddingCollection"]
 
-
-EVALUATION_READY = 4
-"""Batches looked up ahead in evaluation, where no mode says how many."""
 
 READ_AHEAD_ON_DEMAND = 0
 """Where batches are handed out on demand: what a slow NN worker has read ahead, nobody else can train."""
@@ -90,6 +88,7 @@ class EmbeddingCollection(torch.nn.Module):
         self._transfer = Transfer(self._staging, self._expander.on_host)
         self.connection = cluster.connect(schema, optimizer, self.mode, self.options.seed)
         self._worker = self.connection.worker
+        self._reading = Reading(schema, self._worker, self._transfer, self.options.timeout)
         self.gate = StalenessGate(self.mode, self.options.accumulation_steps)
         self._pipeline: Pipeline | None = None
         self._draws: Draws | None = None
@@ -158,7 +157,8 @@ class EmbeddingCollection(torch.nn.Module):
         """
         source = iter(loader)  # Here, so that DataLoader workers are forked by the caller's thread.
         if not self.training:
-            return self._evaluate(source)
+            self._check_process()
+            return self._reading.batches(source)
         if (draws is None) != (self.mode.dense() is Dense.ALL_REDUCE):
             raise ConfigError(
                 f"The mode {type(self.mode).__name__} keeps the network on dense PSs, so a `Trainer` has to run it.",
@@ -443,35 +443,6 @@ class EmbeddingCollection(torch.nn.Module):
 
     # --- without a pipeline -----------------------------------------------------------------------------------
 
-    def _evaluate(self, source: Iterator[Batch | FedBatch | Numbered]) -> Iterator[PreparedBatch]:
-        self._check_process()
-        stopped = False
-
-        def stop() -> None:
-            nonlocal stopped
-            stopped = True
-
-        stages = Stages(self._validated, lambda: not stopped, self._read_only, lambda _: None, stop)
-        pipeline = Pipeline(source, stages, self.options.timeout, ready=EVALUATION_READY)
-        try:
-            while True:
-                try:
-                    batch = pipeline.draw()
-                except StopIteration:
-                    return
-                yield batch
-        finally:
-            pipeline.close()
-
-    def _validated(self, batch: Batch | FedBatch | Numbered) -> Batch:
-        if not isinstance(batch, Batch):
-            raise PersiaError("Evaluation needs whole batches; those of data loaders are for training.")
-        batch.validate(self.schema, require_labels=False)
-        return batch
-
-    def _read_only(self, batch: Batch) -> tuple[PreparedBatch, Callable[[], None]]:
-        return self._transfer.rows(batch, self._worker.evaluate(batch.id_features), None)
-
     def _prepare_now(self, batch: Batch) -> PreparedBatch:
         self._check_process()
         if self.training and torch.is_grad_enabled():
@@ -489,7 +460,7 @@ class EmbeddingCollection(torch.nn.Module):
                 self._release_if_unused(self._inline)
             self._inline = prepared
         else:
-            prepared, ready = self._read_only(self._validated(batch))
+            prepared, ready = self._reading.now(batch)
         ready()
         return prepared
 

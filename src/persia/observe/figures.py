@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import bisect
-import os
-import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
-__all__ = ["BOUNDS", "Figure", "Health", "Histogram", "Latency", "Process", "Readings", "figures"]
+__all__ = ["BOUNDS", "Figure", "Health", "Histogram", "Latency", "Readings", "figures"]
 
 BOUNDS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """Upper bounds of the buckets of a histogram, in seconds."""
@@ -94,18 +92,6 @@ class Health(NamedTuple):
     def total(self, name: str) -> float:
         """The sum of a figure over its labels; 0 if there is none."""
         return sum(figure.value for figure in self.figures if figure.name == name)
-
-
-class Process:
-    """What a process knows of itself; made when it begins."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-
-    def health(self, role: str, rank: int, incarnation: int, metrics: str, observed: Readings) -> Health:
-        """How this process is."""
-        uptime = time.monotonic() - self._began
-        return Health(role, rank, incarnation, os.getpid(), socket.gethostname(), uptime, metrics, *observed)
 
 
 class Histogram:

@@ -1,0 +1,70 @@
+"""Small typed records that several layers share: what crosses from one role to another.
+
+Only arrays, numbers, strings, lists, dicts with string keys and records of these: so `rpc` can carry all of them.
+docs/reference/protocol.md tells what they mean.
+"""
+
+from persia.packed import Gradients, Packed, PackedGradients
+from persia.types.arrays import BoolArray, Bytes, Floats, Halves, Ids, Int32Array, Int64Array, Inverse, WireRows
+from persia.types.asynchronous import Caller, Event, Journaled, Lap, Read, Rest, Segment, SlotCounts, Ticket, Token
+from persia.types.batches import (
+    COUNTER_BITS,
+    INCARNATION_BITS,
+    MERGED,
+    RANK_BITS,
+    BatchId,
+    Contribution,
+    Delivery,
+    FedBatch,
+    Feed,
+    LookedUp,
+    PushHeader,
+    RowsAt,
+    UpdateCounts,
+)
+from persia.types.dense import DenseState, Pulled, PushedDense, TensorSpec
+from persia.types.membership import Member, Membership
+
+__all__ = [
+    "COUNTER_BITS",
+    "INCARNATION_BITS",
+    "MERGED",
+    "RANK_BITS",
+    "BatchId",
+    "BoolArray",
+    "Bytes",
+    "Caller",
+    "Contribution",
+    "Delivery",
+    "DenseState",
+    "Event",
+    "FedBatch",
+    "Feed",
+    "Floats",
+    "Gradients",
+    "Halves",
+    "Ids",
+    "Int32Array",
+    "Int64Array",
+    "Inverse",
+    "Journaled",
+    "Lap",
+    "LookedUp",
+    "Member",
+    "Membership",
+    "Packed",
+    "PackedGradients",
+    "Pulled",
+    "PushHeader",
+    "PushedDense",
+    "Read",
+    "Rest",
+    "RowsAt",
+    "Segment",
+    "SlotCounts",
+    "TensorSpec",
+    "Ticket",
+    "Token",
+    "UpdateCounts",
+    "WireRows",
+]

@@ -1,0 +1,41 @@
+"""Who is there."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["Member", "Membership"]
+
+
+class Member(NamedTuple):
+    """One process of a role.
+
+    Attributes:
+        role: "embedding_ps", "embedding_worker", "data_loader" or "nn_worker".
+        rank: number within the role, from 0.
+        incarnation: rises with each restart of the rank, from 1. For an NN worker it is the generation.
+        address: where it listens; empty if nobody connects to it.
+        state: "alive"; "leaving": finishes what it has and takes nothing new; "dead".
+        reason: what a dead one died of, with its last lines.
+    """
+
+    role: str
+    rank: int
+    incarnation: int
+    address: str
+    state: str = "alive"
+    reason: str = ""
+
+
+class Membership(NamedTuple):
+    """All members as of one moment.
+
+    Attributes:
+        version: rises with every change.
+        generation: of the NN workers.
+        members: the newest incarnation of each rank of each role.
+    """
+
+    version: int
+    generation: int
+    members: list[Member]
