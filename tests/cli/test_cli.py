@@ -136,11 +136,15 @@ def test_help_teaches():
 
 
 def test_the_dumped_configuration_is_complete_and_can_be_read(config, tmp_path):
-    dumped = persia("train", config, "--dump-config", "--set", "mode.kind=hybrid", "--set", "mode.staleness=3")
+    hybrid, gba = '{kind = "hybrid", staleness = "unbounded"}', '{kind = "gba", global_batch_size = 512}'
+    schedule = f'[[0, {{kind = "sync"}}], [50, {hybrid}], [90, {gba}]]'
+    settings = ("mode.kind=hybrid", "mode.staleness=3", f"trainer.mode_schedule={schedule}")
+    dumped = persia("train", config, "--dump-config", *(word for one in settings for word in ("--set", one)))
     path = tmp_path / "dumped.toml"
     path.write_text(dumped)
     assert persia("train", str(path), "--dump-config") == dumped
     assert "staleness = 3" in dumped
+    assert '[50, {kind = "hybrid", staleness = "unbounded"' in dumped
     assert "accumulation_steps = 1" in dumped
 
 

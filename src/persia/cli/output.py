@@ -153,17 +153,25 @@ def print_toml(tree: dict[str, Any], prefix: str = "") -> None:
         tables = isinstance(value, list) and value and all(isinstance(item, dict) for item in value)
         if tables or (isinstance(value, dict) and value):
             sections.append((key, value))
-        elif value is None and key in NULLS:
-            print(f"{key} = {json.dumps(NULLS[key])}")
-        elif value is None:
+        elif value is None and key not in NULLS:
             print(f"# {key} is not set")
         else:
-            print(f"{key} = {json.dumps(value)}")
+            print(f"{key} = {_inline(value, key)}")
     for key, value in sections:
         for item in value if isinstance(value, list) else [value]:
             brackets = ("[[", "]]") if isinstance(value, list) else ("[", "]")
             print(f"\n{brackets[0]}{prefix}{key}{brackets[1]}")
             print_toml(item, f"{prefix}{key}.")
+
+
+def _inline(value: Any, key: str = "") -> str:
+    """A TOML value on one line, for example a schedule's `[[0, {kind = "sync"}]]`."""
+    if isinstance(value, dict):
+        known = {name: item for name, item in value.items() if item is not None or name in NULLS}
+        return "{" + ", ".join(f"{name} = {_inline(item, name)}" for name, item in known.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_inline, value)) + "]"
+    return json.dumps(NULLS[key] if value is None else value)
 
 
 def _finite(value: Any) -> Any:
