@@ -208,6 +208,28 @@ def test_switches_at_any_moment_lose_no_batch_and_train_none_twice(nn_workers, s
     assert all("under way" in text for text in refused)
 
 
+@pytest.mark.parametrize("mode", [Sync(), Hybrid(2)])
+def test_a_rest_while_one_nn_worker_has_no_data_is_the_same_step_for_all(mode):
+    def work(member):
+        t = persia.Trainer(
+            CountingNet(),
+            SCHEMA,
+            optimizer=lambda p: torch.optim.SGD(p, 1e-9),
+            embedding_optimizer=Adagrad(lr=0.05),
+            mode=mode,
+            cluster=member,
+            options=persia.TrainerOptions(progress=False, timeout=DEADLINE),
+        )
+
+        def wish(_net, _inputs):
+            t.step.replicas.stop = t.global_step == 1
+
+        t.model.register_forward_pre_hook(wish)  # In the second step, so the third is the last before the rest.
+        return t.fit(batches(5)).steps
+
+    assert Threads(nn_workers=2, timeout=DEADLINE).run(work) == [3, 3]
+
+
 def test_a_switch_that_cannot_be_is_refused_and_training_goes_on():
     data = batches(20)
     t = trainer(Sync())

@@ -255,11 +255,14 @@ class EmbeddingCollection(torch.nn.Module):
                 if equal_steps is not None or not batch.made_up:
                     yield batch
                 self._release_if_unused(batch)
+                batch = None
             complete = True
         finally:
             # Also when the loop is left early: what has a gradient is applied, the rest is forgotten. A batch that was
-            # abandoned is no step.
-            if batch is not None and batch.close():
+            # abandoned is no step; one that is made up is the others' step.
+            if batch is not None and batch.made_up and draws is None:
+                self._batch_ended()
+            elif batch is not None and batch.close():
                 self.tally.released()
             if draws is not None:
                 self._group, self._group_batches = [], 0
