@@ -47,7 +47,11 @@ STEPS_A_ROUND = {0.1: 1, 1.0: 2, 2.0: 4, 10.0: 6}
 TARGETS = {0.1: 15.0, 1.0: 8.0, 2.0: 5.0, 10.0: 1.5}
 NAMES = {0.1: "0g1", 1.0: "1g", 2.0: "2g", 10.0: "10g"}
 OTHERS = ["fp16", "power_sgd", "deepspeed"]
-RATES = {"smoke": (1e-3,), "laptop": (1e-3, 2e-3, 4e-3), "full": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)}
+RATES = {
+    "smoke": (1e-3,),
+    "laptop": (2e-3, 4e-3, 8e-3, 16e-3, 32e-3),
+    "full": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3),
+}
 SEEDS = {"smoke": 1, "laptop": 3, "full": 5}
 FIRST_STEPS = 6
 """Of a training that will be timed: past its warm-up of 2, and past DDP's rebuilding of its buckets."""
@@ -286,9 +290,9 @@ def transformer(groups: Groups, preset: str) -> Iterator[harness.Measure]:
 def vs_hooks_loss(groups: Groups, preset: str) -> Iterator[harness.Measure]:
     """Mean over seeds of our test loss less each competitor's, on as many ranks as their times.
 
-    Each has the learning rate that serves it best on the first seed, as the same number is not the same step for all:
-    without bias correction DeepSpeed's formulas make steps that are several times longer. Equal is what is apart by no
-    more than the competitor's own seeds.
+    Each has the learning rate that serves it best on the first seed, doubled until it serves worse, as the same number
+    is not the same step for all: without bias correction DeepSpeed's formulas make steps that are several times longer.
+    Equal is what is apart by no more than the competitor's own seeds.
     """
     count = SIZES[preset][0]
     rates: dict[str, float] = {}
@@ -298,6 +302,8 @@ def vs_hooks_loss(groups: Groups, preset: str) -> Iterator[harness.Measure]:
         for lr in RATES[preset]:
             loss = results(groups, preset, "language", [variant], count, lr, seeds=1)[variant][0]["loss"]
             tried[lr] = math.inf if math.isnan(loss) else loss
+            if tried[lr] > min(tried.values()):
+                break  # The best one lies between two others.
         rates[variant] = min(tried, key=tried.__getitem__)
         found[variant] = column(results(groups, preset, "language", [variant], count, rates[variant])[variant], "loss")
     ours = found["one_bit"]

@@ -70,6 +70,19 @@ def test_in_asynchronous_modes_the_others_go_on():
         assert trainer.finished
 
 
+def test_a_dense_ps_that_dies_is_filled_from_the_last_snapshot():
+    batches = 1000
+    with persia.cluster.Ray(1, 1, 1, 2, options()) as cluster:
+        trainer = make_trainer(cluster, Gba(2 * BATCH), snapshot_every_seconds=0.5)
+        with kills(cluster, role="dense_ps"):
+            result = trainer.fit(reader(batches))
+        assert result.failures == 1
+        assert result.rows == result.progressive.rows == batches * BATCH
+        assert result.global_step == result.steps == batches // 2
+        assert result.asynchronous.lost_batches == 0
+        assert trainer.finished
+
+
 @pytest.mark.slow
 def test_the_story_is_told_after_the_last_failure():
     with persia.cluster.Ray(1, 1, 1, 1, options()) as cluster:

@@ -20,7 +20,7 @@ from ps_process import TABLES
 from persia import rpc
 from persia.batching.batch import IdColumn
 from persia.errors import DeadlineError, StoreError, StoreFullError
-from persia.modes import Hybrid
+from persia.modes import Hybrid, Sync, encode
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.regions import Regions
 from persia.ps.room import with_room
@@ -266,3 +266,24 @@ def test_lookups_wait_for_room_until_their_deadline():
     attempts.clear()
     with pytest.raises(StoreFullError, match="lookup has waited"):
         with_room(call, 0.0, "lookup")
+
+
+def test_a_switch_waits_for_room(mounted, caplog):
+    place = mounted("size=4m")
+    options = ServerOptions(regions=str(place / "ps-0"), timeout=DEADLINE)
+    ps = EmbeddingServer(SCHEMA.resolved_tables(), SGD(0.1), Hybrid(4), seed=1, threads=1, options=options)
+    filler = place / "filler"
+    with pytest.raises(OSError, match="No space left"), filler.open("wb", buffering=0) as file:
+        while True:
+            assert file.write(bytes(4096))
+    switching = threading.Thread(target=ps.switch, args=(encode(Sync()), 1, 0))
+    switching.start()
+    while "A switch of the mode waits for room" not in caplog.text:
+        assert switching.is_alive()
+        time.sleep(0.01)
+    assert Regions(str(place / "ps-0")).mode == ""
+    filler.unlink()
+    switching.join(DEADLINE)
+    assert Regions(str(place / "ps-0")).mode == encode(Sync())
+    del ps
+    gc.collect()

@@ -7,6 +7,7 @@ A process that finds the manifest attaches; one that finds none begins anew, wha
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -107,9 +108,24 @@ class Regions:
         return True
 
     def remember(self, mode: str) -> None:
-        """Keeps the mode that the PS is in, for the next process."""
+        """Keeps the mode that the PS is in, for the next process.
+
+        Raises:
+            StoreFullError: there is no room for it; the mode of before is still kept.
+        """
+        if mode == self.mode:
+            return
         draft = self.directory / f"{MODE}.draft"
-        draft.write_text(mode)
+        try:
+            draft.write_text(mode)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise StoreFullError(
+                f"{self.directory} is full, so the mode of training cannot be kept there. Make room, or choose another "
+                "directory for `regions`",
+                path=str(self.directory),
+            ) from error
         draft.replace(self.directory / MODE)
 
     @property

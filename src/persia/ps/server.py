@@ -165,8 +165,8 @@ class EmbeddingServer:
         self._turns.begin(generation, step)
         for held in self._held:
             held.renew(generation)
-        if self._regions is not None:
-            self._regions.remember(mode)
+        if (regions := self._regions) is not None:
+            with_room(lambda: regions.remember(mode), self._options.timeout, "A switch of the mode")
         self._adopt(adopted)
         self._version = step * (self._options.nn_workers if self._on_arrival else 1)
 
