@@ -39,7 +39,6 @@ from persia.optim import Adagrad
 from persia.ps import EmbeddingServer
 from persia.saving import write_rows
 from persia.schema import IdFeature, Schema
-from persia.services import EmbeddingPS
 from persia.store import EmbeddingStore, Spill, TableConfig
 from persia.types import Gradients, PushHeader
 
@@ -179,77 +178,52 @@ class Pace:
             self._times.append(time.perf_counter())
             yield batch
 
-    def wait(self, batches: int) -> None:
-        """Until so many have been given."""
-        deadline = time.monotonic() + 120.0
-        while len(self._times) < batches:
-            assert time.monotonic() < deadline, f"{batches} batches were not trained in 120 s"
-            time.sleep(0.01)
-
     def rate(self, begin: float, end: float) -> float:
         """Batches per second between two moments."""
         times = self._times
         return (bisect.bisect(times, end) - bisect.bisect(times, begin)) / (end - begin)
 
 
-def save(ps: EmbeddingPS, schema: Schema, path: Path, step: int) -> tuple[float, float]:
-    """Writes a checkpoint while others train; returns when that began and ended."""
-    begin = time.perf_counter()
-    ps.begin_cut(f"cut-{step}", {}, str(path))
-    with CheckpointWriter(path, step, keep_last=1) as writer:
-        write_rows(writer, 0, ps, f"cut-{step}")
-        writer.commit(schema=schema, optimizer=Adagrad(0.05))
-    ps.end_cut(f"cut-{step}")
-    return begin, time.perf_counter()
-
-
 def slowdown(preset: str) -> harness.Measure:
-    """How much longer steps of a whole training run take while a checkpoint is written, in one run without a stop.
+    """How much longer steps of a whole training run take while it writes a checkpoint in the background.
 
     Checkpoints and pauses alternate; a checkpoint is compared with the pauses on both its sides. One core is left to
     the PS and what it writes: a thread of torch that waits for another one, which a checkpoint has put off its core,
     multiplies every delay.
     """
-    rows, rounds, pause = (ROWS[preset], 2, 0.2) if preset == "smoke" else (4_000_000, 2 * ROUNDS[preset] - 1, 3.0)
+    rows, rounds, every = (ROWS[preset], 2, 1.0) if preset == "smoke" else (4_000_000, 2 * ROUNDS[preset] - 1, 15.0)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))
     data = persia.data.synthetic(
         1024 * 100, id_features=8, ids_per_feature=rows // 8, dense_features=4, batch_size=1024
     )
     torch.manual_seed(0)
-    trainer = persia.Trainer(
-        persia.nn.models.FFNN(data.schema, hidden=(256, 128)),
-        data.schema,
-        optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-3),
-        embedding_optimizer=Adagrad(lr=0.05),
-        mode=Hybrid(4),
-        options=persia.TrainerOptions(progress=False),
-    )
-    ps = trainer.embeddings.connection.servers[0]
-    for table in ps.tables():
-        for begin in range(0, rows // 8, 100_000):
-            ps.lookup({table: np.arange(begin, min(rows // 8, begin + 100_000), dtype=np.uint64)}, train=True)
-    pace = Pace(list(data))
-    spans: list[tuple[float, float]] = []
-
-    def write_and_rest(path: Path) -> None:
-        try:
-            pace.wait(20 if preset == "smoke" else 150)
-            time.sleep(pause)
-            for step in range(1, rounds + 1):
-                spans.append(save(ps, trainer.schema, path, step))
-                time.sleep(pause)
-        finally:
-            pace.stopped.set()
-
-    with folder() as path, ThreadPoolExecutor(1) as thread:
-        writing = thread.submit(write_and_rest, path)
-        trainer.fit(pace)
-        writing.result()
-    rests = [pace.rate(begin - pause, begin) for begin, _ in spans]
-    rests.append(pace.rate(spans[-1][1], spans[-1][1] + pause))
-    busy = [pace.rate(*span) for span in spans]
+    with folder() as path:
+        options = persia.TrainerOptions(
+            progress=False, checkpoint_dir=str(path), checkpoint_every_seconds=every, keep_last=1
+        )
+        trainer = persia.Trainer(
+            persia.nn.models.FFNN(data.schema, hidden=(256, 128)),
+            data.schema,
+            optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-3),
+            embedding_optimizer=Adagrad(lr=0.05),
+            mode=Hybrid(4),
+            options=options,
+        )
+        ps = trainer.embeddings.connection.servers[0]
+        for table in ps.tables():
+            for begin in range(0, rows // 8, 100_000):
+                ps.lookup({table: np.arange(begin, min(rows // 8, begin + 100_000), dtype=np.uint64)}, train=True)
+        pace = Pace(list(data))
+        with ThreadPoolExecutor(1) as thread:
+            watching = thread.submit(checkpoints_of, trainer, rounds, pace)
+            trainer.fit(pace)
+        spans = watching.result()
+    ends = [spans[0][0] - every / 4, *(end for _, end in spans)]
+    begins = [*(begin for begin, _ in spans), spans[-1][1] + every / 4]
+    rests = [pace.rate(end, begin) for end, begin in zip(ends, begins, strict=True)]
     longer = [
-        100 * ((before + after) / 2 / rate - 1) for before, after, rate in zip(rests, rests[1:], busy, strict=False)
+        100 * ((before + after) / 2 / pace.rate(*span) - 1)
+        for before, after, span in zip(rests, rests[1:], spans, strict=False)
     ]
     return harness.quantity(
         "checkpoint.slowdown",
@@ -265,6 +239,29 @@ def slowdown(preset: str) -> harness.Measure:
             "s_per_checkpoint": statistics.median(end - begin for begin, end in spans),
         },
     )
+
+
+def checkpoints_of(trainer: persia.Trainer, rounds: int, pace: Pace) -> list[tuple[float, float]]:
+    """When each of the next checkpoints of a training run began and ended; then stops the run, after a pause."""
+    every = trainer.options.checkpoint_every_seconds or 0.0
+    spans: list[tuple[float, float]] = []
+    try:
+        deadline = time.monotonic() + (rounds + 1) * 2 * every + 120
+        step = 0.0
+        while len(spans) < rounds:
+            assert time.monotonic() < deadline, f"{rounds} checkpoints were not written in time"
+            time.sleep(0.01)
+            figures = trainer.saving.figures()
+            if figures.get("checkpoint_step", step) == step:
+                continue
+            step = figures["checkpoint_step"]
+            end = time.perf_counter() - figures["checkpoint_age_seconds"]
+            spans.append((end - figures["checkpoint_seconds"], end))
+        assert all(after - end > every / 8 for (_, end), (after, _) in itertools.pairwise(spans)), "no pauses between"
+        time.sleep(every / 4)
+    finally:
+        pace.stopped.set()
+    return spans
 
 
 def memory(preset: str) -> harness.Measure:

@@ -31,6 +31,8 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         checkpoint_every_seconds: likewise, by time.
         checkpoint_consistent: whether all rows of such a checkpoint are of one step. Without it, each row is of some
             step while it was written, which spares keeping old rows aside. `Sync` is always consistent.
+        checkpoint_share: so much of this machine's processors a checkpoint takes while it is written in the background.
+            Less slows training less, and the checkpoint takes longer.
         checkpoint_increments: checkpoints between two full ones that hold only the rows that have changed.
         keep_last: checkpoints kept, with those that they add to; older ones are removed.
         keep_best: keep the best one of `fit` too, by this metric of `eval_data`, evaluated at each checkpoint.
@@ -57,6 +59,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checkpoint_every_steps: int | None = None
     checkpoint_every_seconds: float | None = None
     checkpoint_consistent: bool = True
+    checkpoint_share: float = 0.1
     checkpoint_increments: int = 0
     keep_last: int = 2
     keep_best: Literal["auc", "log_loss"] | None = None
@@ -95,6 +98,11 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(
                 f"checkpoint_every_seconds = {self.checkpoint_every_seconds!r}; give a number > 0.",
                 field="checkpoint_every_seconds",
+            )
+        if not 0 < self.checkpoint_share <= 1:
+            raise ConfigError(
+                f"checkpoint_share = {self.checkpoint_share!r}; give a number above 0, and 1 at most.",
+                field="checkpoint_share",
             )
         if not self.snapshot_every_seconds > 0:
             raise ConfigError(

@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -60,6 +60,27 @@ class _Written(NamedTuple):
     seconds: float
 
 
+class Rests:
+    """Lets the thread that makes it take a share of the machine's processors, and no more, until it is to hurry.
+
+    What counts is the thread's own processor time: waiting for a disk or a network takes nothing from training.
+
+    Args:
+        share: of all processors; a thread that may take a whole one does not rest.
+        hurry: ends all rests.
+    """
+
+    def __init__(self, share: float, hurry: threading.Event) -> None:
+        self._factor = max(0.0, 1 / (share * len(os.sched_getaffinity(0))) - 1)
+        self._hurry = hurry
+        self._begin = time.thread_time()
+
+    def __call__(self) -> None:
+        """Rests for the work since the last rest."""
+        self._hurry.wait((time.thread_time() - self._begin) * self._factor)
+        self._begin = time.thread_time()
+
+
 class Saving:
     """Writes the checkpoints of one trainer, one at a time. Used by its thread, on one NN worker for all."""
 
@@ -70,6 +91,7 @@ class Saving:
         self._failures = 0
         self._last: _Written | None = None
         self._failing = False
+        self._hurry = threading.Event()  # Somebody waits for what is being written.
 
     @property
     def busy(self) -> bool:
@@ -89,6 +111,7 @@ class Saving:
     def wait(self) -> None:
         """Blocks until nothing is being written; raises, once, what the last one has failed with."""
         if self._thread is not None:
+            self._hurry.set()
             self._thread.join()
             self._thread = None
         failure, self._failure = self._failure, None
@@ -98,7 +121,7 @@ class Saving:
     def save(self, trainer: Trainer, directory: str, moment: Moment) -> str:
         """Writes a checkpoint of a trainer at rest; returns its path."""
         self.wait()
-        return self._capture(trainer, directory, moment._replace(consistent=False))()
+        return self._capture(trainer, directory, moment._replace(consistent=False))(None)
 
     def begin(self, trainer: Trainer, directory: str, moment: Moment) -> bool:
         """Captures this moment of a trainer at rest; it is written in the background. `wait` tells how that went.
@@ -120,10 +143,11 @@ class Saving:
         except CheckpointError as error:
             self._bear(error)
             return False
+        self._hurry.clear()
 
         def run() -> None:
             try:
-                write()
+                write(Rests(trainer.options.checkpoint_share, self._hurry))
             except BaseException as error:
                 self._failure = error
 
@@ -137,8 +161,8 @@ class Saving:
         self._failing = True
         LOG.warning("A checkpoint has failed, and training goes on: %s", error)
 
-    def _capture(self, trainer: Trainer, directory: str, moment: Moment) -> Callable[[], str]:
-        """Everything that changes by training is held here; what is returned writes it."""
+    def _capture(self, trainer: Trainer, directory: str, moment: Moment) -> Callable[[Rests | None], str]:
+        """Everything that changes by training is held here; what is returned writes it, and rests in between."""
         began = time.monotonic()
         options = trainer.options
         servers = trainer.embeddings.connection.servers
@@ -164,11 +188,13 @@ class Saving:
             "options": dump(options),
         }
 
-        def write() -> str:
+        def write(rests: Rests | None) -> str:
             try:
                 with writer:
+                    if rests is not None:
+                        writer.rest(rests)
                     for number, server in enumerate(servers):
-                        write_rows(writer, number, server, name)
+                        write_rows(writer, number, server, name, at_rest=rests is None)
                     writer.add_tensors("model", model)
                     writer.add_state("training", training)
                     path = writer.commit(
@@ -231,9 +257,10 @@ def _write_states(writer: CheckpointWriter, servers: Iterable[EmbeddingPS]) -> N
             writer.add_state(f"server-{number}.{part}", [piece._asdict() for piece in pieces])
 
 
-def write_rows(writer: CheckpointWriter, number: int, server: EmbeddingPS, name: str) -> None:
-    """Writes the rows of a cut of PS `number`; the next chunk is read while one is written."""
-    with closing(ahead(server.cut_rows(name))) as chunks:
+def write_rows(writer: CheckpointWriter, number: int, server: EmbeddingPS, name: str, *, at_rest: bool = True) -> None:
+    """Writes the rows of a cut of PS `number`; at rest the next chunk is read while one is written."""
+    rows = server.cut_rows(name)
+    with closing(ahead(rows)) if at_rest else nullcontext(rows) as chunks:
         for chunk in chunks:
             writer.add_rows(chunk.table, number * MOST_SHARDS + chunk.shard, chunk.arrays)
     for chunk in server.cut_removed(name):

@@ -424,8 +424,8 @@ class Trainer:
         if not self.saving.busy:
             return ""
         _log.warning(
-            "Step %d: no checkpoint, as the one before is still being written. Make them less often, or write to a "
-            "faster disk.",
+            "Step %d: no checkpoint, as the one before is still being written. Make them less often, let them take a "
+            "larger checkpoint_share, or write to a faster disk.",
             self.global_step,
         )
         return "busy"

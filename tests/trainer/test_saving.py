@@ -1,7 +1,9 @@
 """Checkpoints that are written while training goes on, and what they are loaded into."""
 
 import logging
+import os
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from persia.errors import CheckpointError, ConfigError
 from persia.modes import Hybrid, Sync
 from persia.optim import Adagrad, Adam
 from persia.ps import EmbeddingServer
+from persia.saving import Rests
 from persia.services import Connection
 from persia.worker import Worker
 
@@ -130,6 +133,49 @@ def test_without_consistency_rows_are_of_some_step_and_the_span_says_so(tmp_path
     assert last >= 12
     CheckpointReader(tmp_path, 6).verify()
     assert live[0]
+
+
+def work(seconds):
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def test_writing_rests_so_that_it_takes_a_share_of_the_processors():
+    rests = Rests(0.25 / len(os.sched_getaffinity(0)), threading.Event())
+    begin, worked = time.monotonic(), time.thread_time()
+    for _ in range(20):
+        work(0.002)
+        rests()
+    assert time.thread_time() - worked < 0.3 * (time.monotonic() - begin)
+
+
+def test_writing_rests_neither_with_all_processors_nor_in_a_hurry():
+    hurry = threading.Event()
+    hurry.set()
+    for rests in (Rests(1.0, threading.Event()), Rests(1e-9, hurry)):
+        work(0.002)
+        begin = time.monotonic()
+        rests()
+        assert time.monotonic() - begin < 1.0
+
+
+def test_a_checkpoint_that_rests_goes_on_when_somebody_waits_for_it(tmp_path, monkeypatch):
+    rested = threading.Event()
+    rest = Rests.__call__
+
+    def noted(rests):
+        rested.set()
+        rest(rests)
+
+    monkeypatch.setattr(Rests, "__call__", noted)
+    t = trainer(schema_of(), checkpoint_dir=str(tmp_path), checkpoint_every_steps=6, checkpoint_share=1e-9, keep_last=9)
+    t.fit(reader())
+    assert rested.is_set()
+    assert [entry.step for entry in list_checkpoints(tmp_path)] == [6, 20]  # Others were due while it rested.
+    rested.clear()
+    t.save(tmp_path / "other")  # Does not rest.
+    assert not rested.is_set()
 
 
 def test_one_that_is_due_too_early_is_left_out(tmp_path, held, caplog):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -35,6 +35,9 @@ class Storage:
 
     Args:
         url: path, or any URL that fsspec knows.
+
+    Attributes:
+        between: called after each slice of what is written, so that a writer can rest.
 
     Raises:
         MissingExtraError: the file system of the URL is not installed.
@@ -66,6 +69,7 @@ class Storage:
         self._made: set[str] = set()
         self._changed: set[str] = set()  # directories to be synced
         self._unsynced: list[str] = []
+        self.between: Callable[[], object] = lambda: None
         fs.invalidate_cache()
 
     def full(self, path: str = "") -> str:
@@ -126,6 +130,7 @@ class Storage:
                     crc = crc32(piece, crc)
                     size += len(piece)
                     file.write(piece)
+                    self.between()
                 if self._local and size >= SYNC_AT_ONCE:
                     file.flush()
                     os.fsync(file.fileno())

@@ -102,6 +102,10 @@ class CheckpointWriter:
         self._open = True
         self._base = self._claim()
 
+    def rest(self, between: Callable[[], object]) -> None:
+        """From now on `between` is called after each MiB of what is written; it may sleep."""
+        self._storage.between = between
+
     @property
     def path(self) -> str:
         """Path of the step directory."""
