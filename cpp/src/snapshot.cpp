@@ -7,7 +7,6 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
-#include <numeric>
 #include <stdexcept>
 #include <utility>
 
@@ -17,6 +16,7 @@ namespace persia {
 namespace {
 
 constexpr std::size_t kReadBytes = std::size_t{16} << 10;
+constexpr std::size_t kWriteBytes = std::size_t{64} << 10;
 
 [[noreturn]] void fail_io(const std::string& what, const std::string& directory) {
   throw std::runtime_error("cannot " + what + " the file of old rows in " + directory + ": " + std::strerror(errno));
@@ -41,12 +41,13 @@ Spill::~Spill() {
 }
 
 void Spill::add(std::uint32_t number, const std::byte* row) {
-  if (buffer_.size() >= buffer_records_ * record_) flush();
-  const std::size_t at = buffer_.size();
-  if (at == 0) buffer_.reserve(buffer_records_ * record_);
-  buffer_.resize(at + record_);
-  std::memcpy(buffer_.data() + at, &number, sizeof(number));
-  std::memcpy(buffer_.data() + at + sizeof(std::uint64_t), row, stride_);
+  if (numbers_.size() == buffer_records_) flush();
+  if (!buffer_) {
+    numbers_.reserve(buffer_records_);
+    buffer_ = std::make_unique_for_overwrite<std::byte[]>(buffer_records_ * stride_);
+  }
+  std::memcpy(buffer_.get() + numbers_.size() * stride_, row, stride_);
+  numbers_.push_back(number);
 }
 
 void Spill::open_file() {
@@ -60,33 +61,42 @@ void Spill::open_file() {
 
 void Spill::flush() {
   if (file_ < 0) open_file();
-  const std::size_t count = buffer_.size() / record_;
-  std::vector<std::uint32_t> order(count);
-  std::iota(order.begin(), order.end(), 0u);
-  const auto record = [&](std::uint32_t i) { return buffer_.data() + i * record_; };
-  std::sort(order.begin(), order.end(),
-            [&](std::uint32_t a, std::uint32_t b) { return number_of(record(a)) < number_of(record(b)); });
-  std::vector<std::byte> sorted(buffer_.size());
-  for (std::size_t i = 0; i < count; ++i) std::memcpy(sorted.data() + i * record_, record(order[i]), record_);
-  const std::uint64_t at = file_bytes_;
-  write_all(sorted.data(), sorted.size());
-  runs_.push_back({at, count, number_of(sorted.data())});
-  buffer_.clear();
+  std::vector<std::uint64_t> order(numbers_.size());
+  for (std::size_t i = 0; i < order.size(); ++i) order[i] = std::uint64_t{numbers_[i]} << 32 | i;
+  std::sort(order.begin(), order.end());
+  const std::size_t most = std::max<std::size_t>(kWriteBytes / record_, 1);
+  const auto piece = std::make_unique_for_overwrite<std::byte[]>(most * record_);
+  const std::uint64_t begin = file_bytes_;
+  for (std::size_t i = 0; i < order.size();) {
+    const std::size_t end = std::min(i + most, order.size());
+    std::byte* to = piece.get();
+    for (; i < end; ++i, to += record_) copy_record(static_cast<std::uint32_t>(order[i]), to);
+    write_all(piece.get(), static_cast<std::size_t>(to - piece.get()));
+  }
+  runs_.push_back({begin, order.size(), static_cast<std::uint32_t>(order[0] >> 32)});
+  numbers_.clear();
+}
+
+void Spill::copy_record(std::size_t i, std::byte* to) const {
+  const std::uint64_t number = numbers_[i];
+  std::memcpy(to, &number, sizeof(number));
+  std::memcpy(to + sizeof(number), buffer_.get() + i * stride_, stride_);
 }
 
 const std::vector<Spill::Old>& Spill::take(std::uint64_t end) {
   taken_.clear();
   old_.clear();
-  for (std::size_t at = 0; at < buffer_.size();) {
-    std::byte* const record = buffer_.data() + at;
-    if (number_of(record) >= end) {
-      at += record_;
+  for (std::size_t i = 0; i < numbers_.size();) {
+    if (numbers_[i] >= end) {
+      ++i;
       continue;
     }
-    taken_.insert(taken_.end(), record, record + record_);
-    const std::size_t last = buffer_.size() - record_;
-    if (at != last) std::memcpy(record, buffer_.data() + last, record_);
-    buffer_.resize(last);
+    taken_.resize(taken_.size() + record_);
+    copy_record(i, taken_.data() + taken_.size() - record_);
+    const std::size_t last = numbers_.size() - 1;
+    if (i != last) std::memcpy(buffer_.get() + i * stride_, buffer_.get() + last * stride_, stride_);
+    numbers_[i] = numbers_[last];
+    numbers_.pop_back();
   }
   for (Run& run : runs_) read_run(run, end);
   std::erase_if(runs_, [](const Run& run) { return run.left == 0; });

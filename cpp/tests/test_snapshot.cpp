@@ -103,6 +103,25 @@ TEST(spill_gives_each_row_once_and_sorted) {
   }
 }
 
+TEST(spill_writes_a_buffer_in_pieces) {
+  constexpr std::uint32_t kRows = 50;
+  for (const std::size_t stride : {std::size_t{5000}, std::size_t{100000}}) {  // some rows to a piece, and one
+    Spill spill("/tmp", stride, 20 * (stride + 8));
+    for (std::uint32_t i = 0; i < kRows; ++i) {
+      const std::uint32_t number = i * 7 % kRows;
+      spill.add(number, std::vector<std::byte>(stride, std::byte{static_cast<unsigned char>(number)}).data());
+    }
+    CHECK(spill.file_bytes() == 40 * (stride + 8));
+    const auto& old = spill.take(kRows);
+    CHECK(old.size() == kRows);
+    for (std::uint32_t i = 0; i < old.size(); ++i) {
+      CHECK(old[i].number == i);
+      CHECK(std::all_of(old[i].row, old[i].row + stride,
+                        [i](std::byte b) { return static_cast<std::uint32_t>(b) == i; }));
+    }
+  }
+}
+
 TEST(a_cut_gives_the_rows_of_its_moment_whatever_happens_meanwhile) {
   for (const std::size_t buffer : {std::size_t{1}, std::size_t{1} << 16}) {
     std::mt19937_64 random(buffer);

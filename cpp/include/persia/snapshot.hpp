@@ -6,6 +6,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -21,7 +22,7 @@ inline constexpr std::uint64_t kRowsPerLock = 4096;
 // Not thread-safe: the shard's lock guards it.
 class Spill {
  public:
-  // Keeps up to `buffer_bytes` in memory, and twice that for a moment. The file is made in `directory` when needed.
+  // Keeps up to `buffer_bytes` in memory, and 64 KiB more for a moment. The file is made in `directory` when needed.
   Spill(std::string directory, std::size_t stride, std::size_t buffer_bytes);
   Spill(const Spill&) = delete;
   Spill& operator=(const Spill&) = delete;
@@ -46,6 +47,7 @@ class Spill {
   };
 
   void flush();
+  void copy_record(std::size_t i, std::byte* to) const;
   void open_file();
   void read_run(Run& run, std::uint64_t end);
   void write_all(const std::byte* data, std::size_t bytes);
@@ -57,7 +59,8 @@ class Spill {
   std::size_t buffer_records_;
   int file_ = -1;
   std::uint64_t file_bytes_ = 0;
-  std::vector<std::byte> buffer_;
+  std::vector<std::uint32_t> numbers_;  // of the rows in the buffer
+  std::unique_ptr<std::byte[]> buffer_;
   std::vector<Run> runs_;
   std::vector<std::byte> taken_;
   std::vector<Old> old_;
