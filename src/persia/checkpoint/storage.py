@@ -111,8 +111,8 @@ class Storage:
             else:
                 data = np.empty(size, np.uint8).data if size else memoryview(bytearray())
                 done = 0
+                # Linux reads ahead by itself, in larger pages than when it is told to (POSIX_FADV_WILLNEED).
                 with open(self.full(path), "rb", buffering=0) as file:
-                    os.posix_fadvise(file.fileno(), 0, size, os.POSIX_FADV_WILLNEED)  # the disk works ahead
                     while done < size and (count := file.readinto(data[done : done + SLICE])):
                         crc = crc32(data[done : done + count], crc)
                         done += count
