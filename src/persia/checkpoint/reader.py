@@ -40,8 +40,8 @@ __all__ = ["CheckpointEntry", "CheckpointReader", "list_checkpoints"]
 
 _P = TypeVar("_P", TensorsPart, StatePart)
 
-READERS = 2
-"""Parts that are read and checked at the same time; one more waits to be used."""
+READERS = 3
+"""Parts that are read and checked at the same time; while one of them is used, so many less one."""
 
 
 class CheckpointEntry(NamedTuple):
@@ -185,7 +185,7 @@ class CheckpointReader:
         with ThreadPoolExecutor(READERS, "persia-checkpoint-read") as pool:
             for part in self.parts(table):
                 waiting.append((part.shard, pool.submit(self.read_part, part)))
-                if len(waiting) > READERS:
+                if len(waiting) == READERS:
                     shard, arrays = waiting.popleft()
                     yield shard, arrays.result()
                     del arrays
