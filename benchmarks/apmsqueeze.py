@@ -279,7 +279,7 @@ def resnet(groups: Groups, preset: str) -> Iterator[harness.Measure]:
 
 def resnet_200(groups: Groups, preset: str) -> Iterator[harness.Measure]:
     """The same for as many epochs as the paper trains its ResNet (section 5.3): v settles before it is frozen."""
-    yield from losses(groups, preset, "apms.resnet_200", "digits_200", ["one_bit", "uncompressed", "naive"])
+    yield from losses(groups, preset, "apms.resnet_200", "digits_200", ["one_bit", "uncompressed"])
 
 
 def transformer(groups: Groups, preset: str) -> Iterator[harness.Measure]:
