@@ -9,6 +9,7 @@ data of their own, and kept for every mode.
 modes.bound          rate of each mode that the simulation allows, with stragglers.
 modes.switch         Sync, then another mode from day 8 of 16; and from Gba to Sync. Drifting data, 2 of 8 slow.
 modes.stationary     Hybrid and Async against Sync; time to a given AUC.
+modes.sparse         Hybrid and Async against Sync, by how often the same rows are met.
 modes.globo          all modes on a stream in time order that punishes every delay; needs the data.
 modes.gradients      distribution of gradient norms by aggregated batch (Figure 3 of the paper).
 modes.occurrences    in how many batches an id occurs (Figure 4).
@@ -33,6 +34,7 @@ from benchmarks.modes_runs import (
     GLOBAL,
     LOCAL,
     TUNING_SEED,
+    UNTUNED,
     WORKERS,
     Day,
     Plan,
@@ -40,6 +42,7 @@ from benchmarks.modes_runs import (
     Scored,
     Stream,
     best_rates,
+    changes_under_way,
     everywhere,
     norms,
     scored,
@@ -56,9 +59,12 @@ SEEDS = {"smoke": (0,), "laptop": (0, 1, 2), "full": (0, 1, 2)}
 DAYS = {"smoke": 4, "laptop": 16, "full": 16}
 ROWS_PER_DAY = {"smoke": 2_048, "laptop": 32_768, "full": 262_144}
 GLOBO_ROWS = {"smoke": 20_480, "laptop": 524_288, "full": 5_000_000}  # Of them a quarter is for tuning.
-UNTUNED = Rates(3e-3, 0.2)
 DRIFT = 0.1
 SYNC, HYBRID = Sync(), Hybrid(4)
+SPARSE = ((500, 1.05), (100_000, 1.05), (3_000, 0.0), (100_000, 0.7), (10_000, 0.0))
+"""Ids of each feature, and the exponent of how often they occur."""
+SPARSE_FIRST = Rates(3e-3, 0.8)
+LOWER = tuple(2.0**-n for n in range(5))
 SCALING = 3_200
 """Rows of a global batch that 8, 40, 200 and 800 NN workers can share."""
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -198,6 +204,58 @@ def stationary(preset: str) -> Iterator[harness.Measure]:
                 **mean_of([day.summary for seed in SEEDS[preset] for day in found[kind, seed]]),
             },
         )
+
+
+def sparse(preset: str) -> Iterator[harness.Measure]:
+    """AUC minus Sync's on unseen rows after the last day, by how often a row changes while a gradient is under way.
+
+    All have Sync's rates, the best for each data set; `_low` have the share of Sync's rate of rows that is best for
+    Hybrid(4): on a row that every step meets Hybrid makes 8 updates where Sync makes one of their mean.
+    """
+    days, rows = max(2, DAYS[preset] // 2), ROWS_PER_DAY[preset]
+    for ids, zipf in SPARSE[:: 3 if preset == "smoke" else 1]:
+        first = Plan((SYNC,) * days, SPARSE_FIRST, TUNING_SEED, rows, ids=ids, zipf=zipf)
+        rates = low = SPARSE_FIRST
+        if preset != "smoke":
+            rates = tuned_for(first)
+            grid = [rates._replace(rows=rates.rows * share) for share in LOWER]
+            runs = everywhere(train, [first._replace(modes=(HYBRID,) * days, rates=r) for r in grid], list[Day])
+            low = max(zip(grid, runs, strict=True), key=lambda found: mean_auc(found[1]))[0]
+        kinds: dict[str, tuple[AnyMode, Rates]] = {
+            "sync": (SYNC, rates),
+            "hybrid_4": (HYBRID, rates),
+            "hybrid_1": (Hybrid(1), rates),
+            "async": (Async(), rates),
+        }
+        if low != rates:
+            kinds |= {"sync_low": (SYNC, low), "hybrid_4_low": (HYBRID, low)}
+        plans = {
+            (kind, seed): first._replace(modes=(mode,) * days, rates=of, seed=seed)
+            for kind, (mode, of) in kinds.items()
+            for seed in SEEDS[preset]
+        }
+        found: dict[Any, list[Day]] = dict(zip(plans, everywhere(train, list(plans.values()), list[Day]), strict=True))
+        for kind in kinds:
+            areas = [found[kind, seed][-1].auc for seed in SEEDS[preset]]
+            gaps = [found[kind, seed][-1].auc - found["sync", seed][-1].auc for seed in SEEDS[preset]]
+            one = plans[kind, SEEDS[preset][0]]
+            yield harness.Measure(
+                f"modes.sparse.{ids}_{zipf:g}.{kind}",
+                statistics.fmean(gaps),
+                "AUC - Sync",
+                details={
+                    "auc": statistics.fmean(areas),
+                    "per_seed": [round(gap, 5) for gap in gaps],
+                    "changes_under_way": changes_under_way(one),
+                    "rates": list(one.rates),
+                    **mean_of([day.summary for seed in SEEDS[preset] for day in found[kind, seed]]),
+                },
+            )
+
+
+def mean_auc(days: Sequence[Day]) -> float:
+    """Over the second half of the days."""
+    return statistics.fmean(day.auc for day in days[len(days) // 2 :])
 
 
 def globo(preset: str) -> Iterator[harness.Measure]:
@@ -348,6 +406,7 @@ MEASURES = {
     "modes.bound": bound,
     "modes.switch": switch,
     "modes.stationary": stationary,
+    "modes.sparse": sparse,
     "modes.globo": globo,
     "modes.gradients": gradients,
     "modes.occurrences": occurrences,

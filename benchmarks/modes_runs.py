@@ -34,6 +34,7 @@ __all__ = [
     "GLOBAL",
     "LOCAL",
     "TUNING_SEED",
+    "UNTUNED",
     "WORKERS",
     "Day",
     "Plan",
@@ -41,6 +42,7 @@ __all__ = [
     "Scored",
     "Stream",
     "best_rates",
+    "changes_under_way",
     "everywhere",
     "norms",
     "scored",
@@ -54,8 +56,6 @@ GLOBAL = WORKERS * LOCAL
 TUNING_SEED = 99
 DENSE_FACTOR, ROWS_FACTOR = 3.0, 2.0
 MAX_ROUNDS = 8
-IDS = 500
-"""Of each feature."""
 TEST_BATCHES = 16
 """Batches that are evaluated together."""
 
@@ -67,6 +67,9 @@ class Rates(NamedTuple):
 
     dense: float
     rows: float
+
+
+UNTUNED = Rates(3e-3, 0.2)
 
 
 class Plan(NamedTuple):
@@ -81,6 +84,8 @@ class Plan(NamedTuple):
     local: int = LOCAL
     compute: float = 1.0
     moving: float | None = None  # Batches in a phase, instead of steady factors.
+    ids: int = 500  # Of each feature,
+    zipf: float = 1.05  # and how unevenly they occur.
 
     def setting(self) -> Setting:
         """Who trains, how fast."""
@@ -122,7 +127,7 @@ def synthetic(plan: Plan, days: int) -> tuple[Schema, list[Batch]]:
     """All batches of so many days."""
     reader = data.synthetic(
         plan.rows * days,
-        id_features=8, ids_per_feature=IDS, pairs=8, latent_dim=2, dim=8,
+        id_features=8, ids_per_feature=plan.ids, zipf=plan.zipf, pairs=8, latent_dim=2, dim=8,
         days=days, drift=plan.drift, seed=plan.seed, batch_size=plan.local,
     )  # fmt: skip
     return reader.schema, list(reader)
@@ -144,6 +149,30 @@ def train(plan: Plan) -> list[Day]:
         found.append(Day(_area(test, run.evaluate(test)), schedule.summary(), time))
         run.logits.clear()
     return found
+
+
+def changes_under_way(plan: Plan) -> float:
+    """How often a row changes between being read and the arrival of its gradient: mean over the samples of a day."""
+    _, batches = synthetic(plan, 1)
+    features = len(batches[0].id_features)
+    offsets = np.arange(features, dtype=np.uint64)[:, None] * np.uint64(plan.ids)
+    ids = [np.stack([column.values for column in batch.id_features.values()]) + offsets for batch in batches]
+    changes = np.zeros(features * plan.ids, np.int64)
+    read: dict[int, np.ndarray] = {}
+    held: list[np.ndarray] = []
+    found: list[float] = []
+    for event in simulate(plan.modes[0], plan.setting(), len(batches)).events:
+        if event.server != "ps-0":
+            continue
+        if event.kind == "lookup":
+            read[event.batch] = changes[ids[event.batch]]
+        elif event.kind == "push":
+            found.append(float((changes[ids[event.batch]] - read.pop(event.batch)).mean()))
+            held.append(ids[event.batch].reshape(-1))
+        elif event.kind == "apply":
+            changes[np.unique(np.concatenate(held))] += 1
+            held.clear()
+    return statistics.fmean(found)
 
 
 def norms(plan: Plan) -> list[float]:
@@ -254,11 +283,14 @@ def _kept(file: Path, result: type[Result], keys: set[bytes]) -> dict[bytes, Res
     return {bytes(d.run): msgspec.json.decode(d.result, type=result) for d in decoded if bytes(d.run) in keys}
 
 
-def best_rates(score: Callable[[list[Rates]], Sequence[float]], rounds: int = MAX_ROUNDS) -> Rates:
+def best_rates(
+    score: Callable[[list[Rates]], Sequence[float]], first: Rates = UNTUNED, rounds: int = MAX_ROUNDS
+) -> Rates:
     """The best of a grid, which grows until its best lies inside and not at its edge.
 
     Args:
         score: what each point of the grid reaches; more is better.
+        first: where the grid begins.
         rounds: how often it may be asked; after that the best so far.
     """
     found: dict[tuple[int, int], float] = {}
@@ -268,17 +300,20 @@ def best_rates(score: Callable[[list[Rates]], Sequence[float]], rounds: int = MA
         new = sorted(around - found.keys())
         if not new:
             break
-        found |= zip(new, score([_rates(*point) for point in new]), strict=True)
+        found |= zip(new, score([_rates(first, *point) for point in new]), strict=True)
         best = max(found, key=found.__getitem__)
-    return _rates(*best)
+    return _rates(first, *best)
 
 
-def _rates(i: int, j: int) -> Rates:
-    return Rates(3e-3 * DENSE_FACTOR**i, 0.2 * ROWS_FACTOR**j)
+def _rates(first: Rates, i: int, j: int) -> Rates:
+    return Rates(first.dense * DENSE_FACTOR**i, first.rows * ROWS_FACTOR**j)
 
 
 def tuned_for(plan: Plan) -> Rates:
-    """Those with which a plan has the best AUC, mean over the second half of its days; all NN workers equally fast."""
+    """Those with which a plan has the best AUC, mean over the second half of its days; all NN workers equally fast.
+
+    They are searched for around the plan's own.
+    """
     days = len(plan.modes)
 
     def score(grid: list[Rates]) -> list[float]:
@@ -286,4 +321,4 @@ def tuned_for(plan: Plan) -> Rates:
         runs = everywhere(train, plans, list[Day])
         return [statistics.fmean(day.auc for day in run[days // 2 :]) for run in runs]
 
-    return best_rates(score)
+    return best_rates(score, plan.rates)
