@@ -14,6 +14,7 @@ modes.globo          all modes on a stream in time order that punishes every del
 modes.gradients      distribution of gradient norms by aggregated batch (Figure 3 of the paper).
 modes.occurrences    in how many batches an id occurs (Figure 4).
 modes.scaling        AUC by number of NN workers at constant global batch (Figure 7).
+modes.scaling_why    what it loses, and to what.
 modes.local_batch    AUC by local batch at a constant number of NN workers (Figure 8).
 """
 
@@ -34,7 +35,6 @@ from benchmarks.modes_runs import (
     GLOBAL,
     LOCAL,
     TUNING_SEED,
-    UNTUNED,
     WORKERS,
     Day,
     Plan,
@@ -59,14 +59,20 @@ SEEDS = {"smoke": (0,), "laptop": (0, 1, 2), "full": (0, 1, 2)}
 DAYS = {"smoke": 4, "laptop": 16, "full": 16}
 ROWS_PER_DAY = {"smoke": 2_048, "laptop": 32_768, "full": 262_144}
 GLOBO_ROWS = {"smoke": 20_480, "laptop": 524_288, "full": 5_000_000}  # Of them a quarter is for tuning.
+UNTUNED = Rates(3e-3, 0.2)
 DRIFT = 0.1
 SYNC, HYBRID = Sync(), Hybrid(4)
-SPARSE = ((500, 1.05), (100_000, 1.05), (3_000, 0.0), (100_000, 0.7), (10_000, 0.0))
+SPARSE = ((500, 1.05), (10_000, 0.0), (100_000, 0.7), (100_000, 1.05))
 """Ids of each feature, and the exponent of how often they occur."""
-SPARSE_FIRST = Rates(3e-3, 0.8)
-LOWER = tuple(2.0**-n for n in range(5))
+SPARSE_RATES = Rates(3e-3, 0.8)
+"""What `tuned` found; for all of these data."""
+LOWER = 1 / 8
 SCALING = 3_200
 """Rows of a global batch that 8, 40, 200 and 800 NN workers can share."""
+SCALING_RATES = Rates(9e-3, 3.2)
+"""What `modes.scaling` finds for Sync."""
+PHASE = 10.0
+"""Batches."""
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 SHARES = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
@@ -209,26 +215,21 @@ def stationary(preset: str) -> Iterator[harness.Measure]:
 def sparse(preset: str) -> Iterator[harness.Measure]:
     """AUC minus Sync's on unseen rows after the last day, by how often a row changes while a gradient is under way.
 
-    All have Sync's rates, the best for each data set; `_low` have the share of Sync's rate of rows that is best for
-    Hybrid(4): on a row that every step meets Hybrid makes 8 updates where Sync makes one of their mean.
+    All have the same rates; `_low` have an eighth of that of rows: on a row that every step meets, Hybrid makes 8
+    updates where Sync makes one of their mean.
     """
     days, rows = max(2, DAYS[preset] // 2), ROWS_PER_DAY[preset]
-    for ids, zipf in SPARSE[:: 3 if preset == "smoke" else 1]:
-        first = Plan((SYNC,) * days, SPARSE_FIRST, TUNING_SEED, rows, ids=ids, zipf=zipf)
-        rates = low = SPARSE_FIRST
-        if preset != "smoke":
-            rates = tuned_for(first)
-            grid = [rates._replace(rows=rates.rows * share) for share in LOWER]
-            runs = everywhere(train, [first._replace(modes=(HYBRID,) * days, rates=r) for r in grid], list[Day])
-            low = max(zip(grid, runs, strict=True), key=lambda found: mean_auc(found[1]))[0]
-        kinds: dict[str, tuple[AnyMode, Rates]] = {
-            "sync": (SYNC, rates),
-            "hybrid_4": (HYBRID, rates),
-            "hybrid_1": (Hybrid(1), rates),
-            "async": (Async(), rates),
-        }
-        if low != rates:
-            kinds |= {"sync_low": (SYNC, low), "hybrid_4_low": (HYBRID, low)}
+    low = SPARSE_RATES._replace(rows=SPARSE_RATES.rows * LOWER)
+    kinds: dict[str, tuple[AnyMode, Rates]] = {
+        "sync": (SYNC, SPARSE_RATES),
+        "hybrid_4": (HYBRID, SPARSE_RATES),
+        "hybrid_1": (Hybrid(1), SPARSE_RATES),
+        "async": (Async(), SPARSE_RATES),
+        "sync_low": (SYNC, low),
+        "hybrid_4_low": (HYBRID, low),
+    }
+    for ids, zipf in SPARSE[: 2 if preset == "smoke" else None]:
+        first = Plan((), SPARSE_RATES, 0, rows, ids=ids, zipf=zipf)
         plans = {
             (kind, seed): first._replace(modes=(mode,) * days, rates=of, seed=seed)
             for kind, (mode, of) in kinds.items()
@@ -237,12 +238,13 @@ def sparse(preset: str) -> Iterator[harness.Measure]:
         found: dict[Any, list[Day]] = dict(zip(plans, everywhere(train, list(plans.values()), list[Day]), strict=True))
         for kind in kinds:
             areas = [found[kind, seed][-1].auc for seed in SEEDS[preset]]
-            gaps = [found[kind, seed][-1].auc - found["sync", seed][-1].auc for seed in SEEDS[preset]]
+            to = "sync_low" if kind.endswith("_low") else "sync"
+            gaps = [found[kind, seed][-1].auc - found[to, seed][-1].auc for seed in SEEDS[preset]]
             one = plans[kind, SEEDS[preset][0]]
             yield harness.Measure(
                 f"modes.sparse.{ids}_{zipf:g}.{kind}",
                 statistics.fmean(gaps),
-                "AUC - Sync",
+                "AUC - Sync, same rates",
                 details={
                     "auc": statistics.fmean(areas),
                     "per_seed": [round(gap, 5) for gap in gaps],
@@ -251,11 +253,6 @@ def sparse(preset: str) -> Iterator[harness.Measure]:
                     **mean_of([day.summary for seed in SEEDS[preset] for day in found[kind, seed]]),
                 },
             )
-
-
-def mean_auc(days: Sequence[Day]) -> float:
-    """Over the second half of the days."""
-    return statistics.fmean(day.auc for day in days[len(days) // 2 :])
 
 
 def globo(preset: str) -> Iterator[harness.Measure]:
@@ -356,13 +353,9 @@ def scaling(preset: str) -> Iterator[harness.Measure]:
     rates = UNTUNED
     if preset != "smoke":
         rates = tuned_for(Plan((Sync(),) * days, UNTUNED, TUNING_SEED, rows, local=SCALING // WORKERS))
-
-    def plan(mode: AnyMode, count: int, seed: int) -> Plan:
-        local = SCALING // count
-        return Plan((mode,) * days, rates, seed, rows, 0.0, (1.0,) * count, local, local * WORKERS / SCALING, 10.0)
-
-    plans = {(f"gba_{n}", s): plan(Gba(SCALING), n, s) for n in counts for s in seeds}
-    plans |= {("sync_8", s): plan(Sync(), 8, s) for s in seeds}
+    first = Plan((), rates, 0, rows)
+    plans = {(f"gba_{n}", s): scaled(first._replace(seed=s), Gba(SCALING), n, days) for n in counts for s in seeds}
+    plans |= {("sync_8", s): scaled(first._replace(seed=s), Sync(), 8, days) for s in seeds}
     found = dict(zip(plans, everywhere(train, list(plans.values()), list[Day]), strict=True))
     for kind in dict.fromkeys(kind for kind, _ in plans):
         areas = [found[kind, seed][-1].auc for seed in seeds]
@@ -380,6 +373,33 @@ def scaling(preset: str) -> Iterator[harness.Measure]:
                 **mean_of([day.summary for seed in seeds for day in found[kind, seed]]),
             },
         )
+
+
+def scaled(plan: Plan, mode: AnyMode, count: int, days: int) -> Plan:
+    """So many NN workers at the global batch of Figure 7, each slow a quarter of the time."""
+    local = SCALING // count
+    compute = local * WORKERS / SCALING  # A batch takes as long as it has rows.
+    return plan._replace(modes=(mode,) * days, factors=(1.0,) * count, local=local, compute=compute, moving=PHASE)
+
+
+def scaling_why(preset: str) -> Iterator[harness.Measure]:
+    """What Figure 7 loses: to the divisor of an id's sum (`per_id`, or `global`), and to the learning rate of rows."""
+    rows, days = SCALING * (2 if preset == "smoke" else 20), DAYS[preset] // 2
+    kinds = {
+        f"{name}_{count}": (mode, count)
+        for count in (8, 40 if preset == "smoke" else 200)
+        for name, mode in (("per_id", Gba(SCALING)), ("global", Gba(SCALING, reduction="global")))
+    } | {"sync_8": (Sync(), 8)}
+    shares = {"": 1.0, "_low": LOWER}
+    plans = {
+        kind + suffix: scaled(Plan((), SCALING_RATES._replace(rows=SCALING_RATES.rows * share), 0, rows), *run, days)
+        for suffix, share in shares.items()
+        for kind, run in kinds.items()
+    }
+    found = dict(zip(plans, everywhere(train, list(plans.values()), list[Day]), strict=True))
+    for kind, plan in plans.items():
+        details = {"rates": list(plan.rates), "per_day": [round(day.auc, 5) for day in found[kind]]}
+        yield harness.Measure(f"modes.scaling_why.{kind}", found[kind][-1].auc, "AUC", details=details)
 
 
 def local_batch(preset: str) -> Iterator[harness.Measure]:
@@ -411,6 +431,7 @@ MEASURES = {
     "modes.gradients": gradients,
     "modes.occurrences": occurrences,
     "modes.scaling": scaling,
+    "modes.scaling_why": scaling_why,
     "modes.local_batch": local_batch,
 }
 

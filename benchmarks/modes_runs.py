@@ -34,7 +34,6 @@ __all__ = [
     "GLOBAL",
     "LOCAL",
     "TUNING_SEED",
-    "UNTUNED",
     "WORKERS",
     "Day",
     "Plan",
@@ -67,9 +66,6 @@ class Rates(NamedTuple):
 
     dense: float
     rows: float
-
-
-UNTUNED = Rates(3e-3, 0.2)
 
 
 class Plan(NamedTuple):
@@ -283,14 +279,11 @@ def _kept(file: Path, result: type[Result], keys: set[bytes]) -> dict[bytes, Res
     return {bytes(d.run): msgspec.json.decode(d.result, type=result) for d in decoded if bytes(d.run) in keys}
 
 
-def best_rates(
-    score: Callable[[list[Rates]], Sequence[float]], first: Rates = UNTUNED, rounds: int = MAX_ROUNDS
-) -> Rates:
+def best_rates(score: Callable[[list[Rates]], Sequence[float]], rounds: int = MAX_ROUNDS) -> Rates:
     """The best of a grid, which grows until its best lies inside and not at its edge.
 
     Args:
         score: what each point of the grid reaches; more is better.
-        first: where the grid begins.
         rounds: how often it may be asked; after that the best so far.
     """
     found: dict[tuple[int, int], float] = {}
@@ -300,20 +293,17 @@ def best_rates(
         new = sorted(around - found.keys())
         if not new:
             break
-        found |= zip(new, score([_rates(first, *point) for point in new]), strict=True)
+        found |= zip(new, score([_rates(*point) for point in new]), strict=True)
         best = max(found, key=found.__getitem__)
-    return _rates(first, *best)
+    return _rates(*best)
 
 
-def _rates(first: Rates, i: int, j: int) -> Rates:
-    return Rates(first.dense * DENSE_FACTOR**i, first.rows * ROWS_FACTOR**j)
+def _rates(i: int, j: int) -> Rates:
+    return Rates(3e-3 * DENSE_FACTOR**i, 0.2 * ROWS_FACTOR**j)
 
 
 def tuned_for(plan: Plan) -> Rates:
-    """Those with which a plan has the best AUC, mean over the second half of its days; all NN workers equally fast.
-
-    They are searched for around the plan's own.
-    """
+    """Those with which a plan has the best AUC, mean over the second half of its days; all NN workers equally fast."""
     days = len(plan.modes)
 
     def score(grid: list[Rates]) -> list[float]:
@@ -321,4 +311,4 @@ def tuned_for(plan: Plan) -> Rates:
         runs = everywhere(train, plans, list[Day])
         return [statistics.fmean(day.auc for day in run[days // 2 :]) for run in runs]
 
-    return best_rates(score, plan.rates)
+    return best_rates(score)

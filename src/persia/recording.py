@@ -64,6 +64,7 @@ class Recording:
     def end(self, local_batch: int) -> None:
         """At rest, after a segment. All NN workers call it; the first one writes."""
         if self._directory is not None:
+            self._trainer.step.replicas.gather(b"")  # Others may still push rows of the last step.
             self._trainer.step.replicas.by_first(lambda: self.write(local_batch))
 
     def write(self, local_batch: int) -> str:
