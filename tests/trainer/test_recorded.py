@@ -156,6 +156,23 @@ def test_with_several_ps_of_both_kinds(mode, tmp_path):
     assert_replayed(tmp_path, data, t)
 
 
+def test_the_record_has_pushes_that_take_long(tmp_path, monkeypatch):
+    """The NN worker that writes it does not wait for the others' rows otherwise."""
+    from persia.ps import EmbeddingServer
+
+    push = EmbeddingServer.push
+
+    def slow(self, header, gradients):
+        time.sleep(0.1 * (header.rank == 2))
+        return push(self, header, gradients)
+
+    data = batches(6)
+    with monkeypatch.context() as patch:
+        patch.setattr(EmbeddingServer, "push", slow)
+        _, t = run(Hybrid(3), data, tmp_path, of_seed(0))
+    assert_replayed(tmp_path, data, t)
+
+
 def test_a_run_through_several_modes_is_its_replay(tmp_path):
     data = batches(60)
     schedule = [(0, Sync()), (4, Gba(3 * ROWS)), (9, Hybrid(2)), (12, Bsp(2)), (17, Sync())]
