@@ -202,6 +202,7 @@ def stationary(preset: str) -> Iterator[harness.Measure]:
             0.001 if mode == HYBRID else None,
             at_least=False,
             details={
+                "data": "500 ids per feature, nearly all in every step; modes.sparse has rarer ones",
                 "per_seed": [round(gap, 5) for gap in gaps],
                 "per_day": curve,
                 "virtual_s_per_day": ends,
@@ -215,38 +216,35 @@ def stationary(preset: str) -> Iterator[harness.Measure]:
 def sparse(preset: str) -> Iterator[harness.Measure]:
     """AUC minus Sync's on unseen rows after the last day, by how often a row changes while a gradient is under way.
 
-    All have the same rates; `_low` have an eighth of that of rows: on a row that every step meets, Hybrid makes 8
-    updates where Sync makes one of their mean.
+    All have the same rates. Where few ids are in most batches, `_low` have an eighth of that of rows: on a row that
+    every step meets, Hybrid makes 8 updates where Sync makes one of their mean.
     """
     days, rows = max(2, DAYS[preset] // 2), ROWS_PER_DAY[preset]
     low = SPARSE_RATES._replace(rows=SPARSE_RATES.rows * LOWER)
-    kinds: dict[str, tuple[AnyMode, Rates]] = {
-        "sync": (SYNC, SPARSE_RATES),
-        "hybrid_4": (HYBRID, SPARSE_RATES),
-        "hybrid_1": (Hybrid(1), SPARSE_RATES),
-        "async": (Async(), SPARSE_RATES),
-        "sync_low": (SYNC, low),
-        "hybrid_4_low": (HYBRID, low),
-    }
     for ids, zipf in SPARSE[: 2 if preset == "smoke" else None]:
         first = Plan((), SPARSE_RATES, 0, rows, ids=ids, zipf=zipf)
+        kinds: dict[str, tuple[AnyMode, Rates]] = {
+            "sync": (SYNC, SPARSE_RATES), "hybrid_4": (HYBRID, SPARSE_RATES), "async": (Async(), SPARSE_RATES)
+        }  # fmt: skip
+        if zipf > 1:
+            kinds |= {"sync_low": (SYNC, low), "hybrid_4_low": (HYBRID, low)}
         plans = {
             (kind, seed): first._replace(modes=(mode,) * days, rates=of, seed=seed)
             for kind, (mode, of) in kinds.items()
             for seed in SEEDS[preset]
         }
-        found: dict[Any, list[Day]] = dict(zip(plans, everywhere(train, list(plans.values()), list[Day]), strict=True))
+        found = dict(zip(plans, everywhere(train, list(plans.values()), list[Day]), strict=True))
         for kind in kinds:
             areas = [found[kind, seed][-1].auc for seed in SEEDS[preset]]
-            to = "sync_low" if kind.endswith("_low") else "sync"
-            gaps = [found[kind, seed][-1].auc - found[to, seed][-1].auc for seed in SEEDS[preset]]
+            gaps = [found[kind, seed][-1].auc - found["sync", seed][-1].auc for seed in SEEDS[preset]]
             one = plans[kind, SEEDS[preset][0]]
             yield harness.Measure(
                 f"modes.sparse.{ids}_{zipf:g}.{kind}",
                 statistics.fmean(gaps),
-                "AUC - Sync, same rates",
+                "AUC - Sync",
                 details={
                     "auc": statistics.fmean(areas),
+                    "within_0.001": abs(statistics.fmean(gaps)) <= 0.001,
                     "per_seed": [round(gap, 5) for gap in gaps],
                     "changes_under_way": changes_under_way(one),
                     "rates": list(one.rates),

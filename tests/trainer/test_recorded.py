@@ -254,7 +254,7 @@ def modes_of(nn_workers):
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_any_interleaving_and_any_crash_are_their_replay(data):
     """Any mode, NN workers of any speed, any of which but one may die at any moment: same parameters, same drops."""
