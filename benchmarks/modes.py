@@ -9,10 +9,12 @@ data of their own, and kept for every mode.
 modes.bound          rate of each mode that the simulation allows, with stragglers.
 modes.switch         Sync, then another mode from day 8 of 16; and from Gba to Sync. Drifting data, 2 of 8 slow.
 modes.stationary     Hybrid and Async against Sync; time to a given AUC.
+modes.sparse         Hybrid and Async against Sync, by how often the same rows are met.
 modes.globo          all modes on a stream in time order that punishes every delay; needs the data.
 modes.gradients      distribution of gradient norms by aggregated batch (Figure 3 of the paper).
 modes.occurrences    in how many batches an id occurs (Figure 4).
 modes.scaling        AUC by number of NN workers at constant global batch (Figure 7).
+modes.scaling_why    what it loses, and to what.
 modes.local_batch    AUC by local batch at a constant number of NN workers (Figure 8).
 """
 
@@ -40,6 +42,7 @@ from benchmarks.modes_runs import (
     Scored,
     Stream,
     best_rates,
+    changes_under_way,
     everywhere,
     norms,
     scored,
@@ -59,8 +62,17 @@ GLOBO_ROWS = {"smoke": 20_480, "laptop": 524_288, "full": 5_000_000}  # Of them 
 UNTUNED = Rates(3e-3, 0.2)
 DRIFT = 0.1
 SYNC, HYBRID = Sync(), Hybrid(4)
+SPARSE = ((500, 1.05), (10_000, 0.0), (100_000, 0.7), (100_000, 1.05))
+"""Ids of each feature, and the exponent of how often they occur."""
+SPARSE_RATES = Rates(3e-3, 0.8)
+"""What `tuned` found; for all of these data."""
+LOWER = 1 / 8
 SCALING = 3_200
 """Rows of a global batch that 8, 40, 200 and 800 NN workers can share."""
+SCALING_RATES = Rates(9e-3, 3.2)
+"""What `modes.scaling` finds for Sync."""
+PHASE = 10.0
+"""Batches."""
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 SHARES = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
@@ -190,6 +202,7 @@ def stationary(preset: str) -> Iterator[harness.Measure]:
             0.001 if mode == HYBRID else None,
             at_least=False,
             details={
+                "data": "500 ids per feature, nearly all in every step; modes.sparse has rarer ones",
                 "per_seed": [round(gap, 5) for gap in gaps],
                 "per_day": curve,
                 "virtual_s_per_day": ends,
@@ -198,6 +211,46 @@ def stationary(preset: str) -> Iterator[harness.Measure]:
                 **mean_of([day.summary for seed in SEEDS[preset] for day in found[kind, seed]]),
             },
         )
+
+
+def sparse(preset: str) -> Iterator[harness.Measure]:
+    """AUC minus Sync's on unseen rows after the last day, by how often a row changes while a gradient is under way.
+
+    All have the same rates. Where few ids are in most batches, `_low` have an eighth of that of rows: on a row that
+    every step meets, Hybrid makes 8 updates where Sync makes one of their mean.
+    """
+    days, rows = max(2, DAYS[preset] // 2), ROWS_PER_DAY[preset]
+    low = SPARSE_RATES._replace(rows=SPARSE_RATES.rows * LOWER)
+    for ids, zipf in SPARSE[: 2 if preset == "smoke" else None]:
+        first = Plan((), SPARSE_RATES, 0, rows, ids=ids, zipf=zipf)
+        kinds: dict[str, tuple[AnyMode, Rates]] = {
+            "sync": (SYNC, SPARSE_RATES), "hybrid_4": (HYBRID, SPARSE_RATES), "async": (Async(), SPARSE_RATES)
+        }  # fmt: skip
+        if zipf > 1:
+            kinds |= {"sync_low": (SYNC, low), "hybrid_4_low": (HYBRID, low)}
+        plans = {
+            (kind, seed): first._replace(modes=(mode,) * days, rates=of, seed=seed)
+            for kind, (mode, of) in kinds.items()
+            for seed in SEEDS[preset]
+        }
+        found = dict(zip(plans, everywhere(train, list(plans.values()), list[Day]), strict=True))
+        for kind in kinds:
+            areas = [found[kind, seed][-1].auc for seed in SEEDS[preset]]
+            gaps = [found[kind, seed][-1].auc - found["sync", seed][-1].auc for seed in SEEDS[preset]]
+            one = plans[kind, SEEDS[preset][0]]
+            yield harness.Measure(
+                f"modes.sparse.{ids}_{zipf:g}.{kind}",
+                statistics.fmean(gaps),
+                "AUC - Sync",
+                details={
+                    "auc": statistics.fmean(areas),
+                    "within_0.001": abs(statistics.fmean(gaps)) <= 0.001,
+                    "per_seed": [round(gap, 5) for gap in gaps],
+                    "changes_under_way": changes_under_way(one),
+                    "rates": list(one.rates),
+                    **mean_of([day.summary for seed in SEEDS[preset] for day in found[kind, seed]]),
+                },
+            )
 
 
 def globo(preset: str) -> Iterator[harness.Measure]:
@@ -298,13 +351,9 @@ def scaling(preset: str) -> Iterator[harness.Measure]:
     rates = UNTUNED
     if preset != "smoke":
         rates = tuned_for(Plan((Sync(),) * days, UNTUNED, TUNING_SEED, rows, local=SCALING // WORKERS))
-
-    def plan(mode: AnyMode, count: int, seed: int) -> Plan:
-        local = SCALING // count
-        return Plan((mode,) * days, rates, seed, rows, 0.0, (1.0,) * count, local, local * WORKERS / SCALING, 10.0)
-
-    plans = {(f"gba_{n}", s): plan(Gba(SCALING), n, s) for n in counts for s in seeds}
-    plans |= {("sync_8", s): plan(Sync(), 8, s) for s in seeds}
+    first = Plan((), rates, 0, rows)
+    plans = {(f"gba_{n}", s): scaled(first._replace(seed=s), Gba(SCALING), n, days) for n in counts for s in seeds}
+    plans |= {("sync_8", s): scaled(first._replace(seed=s), Sync(), 8, days) for s in seeds}
     found = dict(zip(plans, everywhere(train, list(plans.values()), list[Day]), strict=True))
     for kind in dict.fromkeys(kind for kind, _ in plans):
         areas = [found[kind, seed][-1].auc for seed in seeds]
@@ -322,6 +371,33 @@ def scaling(preset: str) -> Iterator[harness.Measure]:
                 **mean_of([day.summary for seed in seeds for day in found[kind, seed]]),
             },
         )
+
+
+def scaled(plan: Plan, mode: AnyMode, count: int, days: int) -> Plan:
+    """So many NN workers at the global batch of Figure 7, each slow a quarter of the time."""
+    local = SCALING // count
+    compute = local * WORKERS / SCALING  # A batch takes as long as it has rows.
+    return plan._replace(modes=(mode,) * days, factors=(1.0,) * count, local=local, compute=compute, moving=PHASE)
+
+
+def scaling_why(preset: str) -> Iterator[harness.Measure]:
+    """What Figure 7 loses: to the divisor of an id's sum (`per_id`, or `global`), and to the learning rate of rows."""
+    rows, days = SCALING * (2 if preset == "smoke" else 20), DAYS[preset] // 2
+    kinds = {
+        f"{name}_{count}": (mode, count)
+        for count in (8, 40 if preset == "smoke" else 200)
+        for name, mode in (("per_id", Gba(SCALING)), ("global", Gba(SCALING, reduction="global")))
+    } | {"sync_8": (Sync(), 8)}
+    shares = {"": 1.0, "_low": LOWER}
+    plans = {
+        kind + suffix: scaled(Plan((), SCALING_RATES._replace(rows=SCALING_RATES.rows * share), 0, rows), *run, days)
+        for suffix, share in shares.items()
+        for kind, run in kinds.items()
+    }
+    found = dict(zip(plans, everywhere(train, list(plans.values()), list[Day]), strict=True))
+    for kind, plan in plans.items():
+        details = {"rates": list(plan.rates), "per_day": [round(day.auc, 5) for day in found[kind]]}
+        yield harness.Measure(f"modes.scaling_why.{kind}", found[kind][-1].auc, "AUC", details=details)
 
 
 def local_batch(preset: str) -> Iterator[harness.Measure]:
@@ -348,10 +424,12 @@ MEASURES = {
     "modes.bound": bound,
     "modes.switch": switch,
     "modes.stationary": stationary,
+    "modes.sparse": sparse,
     "modes.globo": globo,
     "modes.gradients": gradients,
     "modes.occurrences": occurrences,
     "modes.scaling": scaling,
+    "modes.scaling_why": scaling_why,
     "modes.local_batch": local_batch,
 }
 

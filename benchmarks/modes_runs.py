@@ -41,6 +41,7 @@ __all__ = [
     "Scored",
     "Stream",
     "best_rates",
+    "changes_under_way",
     "everywhere",
     "norms",
     "scored",
@@ -54,8 +55,6 @@ GLOBAL = WORKERS * LOCAL
 TUNING_SEED = 99
 DENSE_FACTOR, ROWS_FACTOR = 3.0, 2.0
 MAX_ROUNDS = 8
-IDS = 500
-"""Of each feature."""
 TEST_BATCHES = 16
 """Batches that are evaluated together."""
 
@@ -81,6 +80,8 @@ class Plan(NamedTuple):
     local: int = LOCAL
     compute: float = 1.0
     moving: float | None = None  # Batches in a phase, instead of steady factors.
+    ids: int = 500  # Of each feature,
+    zipf: float = 1.05  # and how unevenly they occur.
 
     def setting(self) -> Setting:
         """Who trains, how fast."""
@@ -122,7 +123,7 @@ def synthetic(plan: Plan, days: int) -> tuple[Schema, list[Batch]]:
     """All batches of so many days."""
     reader = data.synthetic(
         plan.rows * days,
-        id_features=8, ids_per_feature=IDS, pairs=8, latent_dim=2, dim=8,
+        id_features=8, ids_per_feature=plan.ids, zipf=plan.zipf, pairs=8, latent_dim=2, dim=8,
         days=days, drift=plan.drift, seed=plan.seed, batch_size=plan.local,
     )  # fmt: skip
     return reader.schema, list(reader)
@@ -144,6 +145,30 @@ def train(plan: Plan) -> list[Day]:
         found.append(Day(_area(test, run.evaluate(test)), schedule.summary(), time))
         run.logits.clear()
     return found
+
+
+def changes_under_way(plan: Plan) -> float:
+    """How often a row changes between being read and the arrival of its gradient: mean over the samples of a day."""
+    _, batches = synthetic(plan, 1)
+    features = len(batches[0].id_features)
+    offsets = np.arange(features, dtype=np.uint64)[:, None] * np.uint64(plan.ids)
+    ids = [np.stack([column.values for column in batch.id_features.values()]) + offsets for batch in batches]
+    changes = np.zeros(features * plan.ids, np.int64)
+    read: dict[int, np.ndarray] = {}
+    held: list[np.ndarray] = []
+    found: list[float] = []
+    for event in simulate(plan.modes[0], plan.setting(), len(batches)).events:
+        if event.server != "ps-0":
+            continue
+        if event.kind == "lookup":
+            read[event.batch] = changes[ids[event.batch]]
+        elif event.kind == "push":
+            found.append(float((changes[ids[event.batch]] - read.pop(event.batch)).mean()))
+            held.append(ids[event.batch].reshape(-1))
+        elif event.kind == "apply":
+            changes[np.unique(np.concatenate(held))] += 1
+            held.clear()
+    return statistics.fmean(found)
 
 
 def norms(plan: Plan) -> list[float]:

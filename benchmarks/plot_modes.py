@@ -125,6 +125,21 @@ def time_to_auc(lines: Lines) -> Chart:
     return Chart("AUC on unseen rows, 2 of 8 NN workers 4x slower", "seconds, virtual", "AUC", series)
 
 
+def sparse(lines: Lines) -> Chart:
+    """AUC that delays cost, by how often rows change meanwhile."""
+    found: dict[str, list[tuple[float, float]]] = {"hybrid_4": [], "async": []}
+    for key, line in lines.items():
+        kind = key.rpartition(".")[2]
+        if key.startswith("modes.sparse.") and kind in found:
+            found[kind].append((line["changes_under_way"], line["value"]))
+    if not found["async"]:
+        raise KeyError("modes.sparse")
+    series = {kind: sorted(points) for kind, points in found.items()}
+    return Chart(
+        "AUC minus Sync's, by changes of a row while a gradient is under way", "changes", "AUC - Sync", series, True
+    )
+
+
 def figure_3(lines: Lines) -> Chart:
     """Norms of applied gradients."""
     sizes = [n for n in (1, 2, 4, 8, 16, 32) if f"modes.gradients.bsp_{n}" in lines]
@@ -187,7 +202,7 @@ def figure_8(lines: Lines) -> Chart:
 
 
 CHARTS: Sequence[Callable[[Lines], Chart]] = (
-    switch_auc, switch_rate, time_to_auc, figure_3, figure_4, figure_7_auc, figure_7_rate, figure_8,
+    switch_auc, switch_rate, time_to_auc, sparse, figure_3, figure_4, figure_7_auc, figure_7_rate, figure_8,
 )  # fmt: skip
 
 

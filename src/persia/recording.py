@@ -64,13 +64,14 @@ class Recording:
     def end(self, local_batch: int) -> None:
         """At rest, after a segment. All NN workers call it; the first one writes."""
         if self._directory is not None:
+            self._trainer.step.replicas.gather(b"")  # Others may still push rows of the last step.
             self._trainer.step.replicas.by_first(lambda: self.write(local_batch))
 
     def write(self, local_batch: int) -> str:
         """At rest, after a segment: writes its schedule, unless nothing was trained. Returns the path.
 
         Args:
-            local_batch: rows of a full batch.
+            local_batch: rows of a full batch, as far as this NN worker knows: it may have had no batch at all.
 
         Raises:
             DataError: the records do not fit together.
@@ -89,6 +90,7 @@ class Recording:
         if not records.reads:
             return ""
         mode = cast("AnyMode", trainer.mode)
+        local_batch = max(local_batch, *(read.rows for read in records.reads))
         found = recorded(mode, connection.nn_workers, local_batch, self._step, records)
         path = Path(self._directory) / f"segment-{self._number}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -249,6 +249,23 @@ def test_the_others_hear_of_a_death_when_they_rest(tokens):
     assert tokens.take(Caller(2, 1, 0), 2) == 1
 
 
+def test_whoever_is_dead_stays_so_in_the_next_segment(tokens):
+    tokens.begin(segment(Gba(2 * ROWS)))
+    a, dead = two(tokens)
+    dead.take()
+    tokens.cancel(1, 1)
+    tokens.stop()
+    assert a.rest().dead == [1]
+    assert tokens.settled(a.caller, 0) == 0
+    tokens.begin(segment(Gba(2 * ROWS), number=2, position=1))
+    again = Worker(tokens, 0, number=2)
+    assert again.take() == 0
+    again.draw()
+    again.arrive()
+    tokens.stop()
+    assert again.rest().dead == [1]
+
+
 def test_a_dead_nn_worker_that_was_waiting_for_a_batch_gets_none(tokens):
     tokens.begin(segment(HopBw(1), nn_workers=3, steps=2))
     a, b, dead = (Worker(tokens, rank) for rank in range(3))

@@ -72,6 +72,9 @@ class Tokens:
             same_pass = old is not None and old.epoch == segment.epoch
             returned = [n for n in state.returned if n < segment.position] if same_pass else []
             state.report.lost_batches += len(state.returned) - len(returned)
+            # Whoever is dead stays so until NN workers start anew, which makes another generation.
+            same = state.accounts if old is not None and segment.generation == old.generation else {}
+            dead = {rank for rank, account in same.items() if not account.alive}
             self._state = Ledger(
                 segment=segment,
                 settled=None,
@@ -79,7 +82,7 @@ class Tokens:
                 step=segment.step,
                 following=segment.position,
                 returned=returned,
-                accounts={rank: Account() for rank in range(segment.nn_workers)},
+                accounts={r: Account(alive=r not in dead, ended=r in dead) for r in range(segment.nn_workers)},
                 report=state.report,
                 wanted=state.wanted,
                 stopped=bool(state.wanted),
