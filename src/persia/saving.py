@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import secrets
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
 __all__ = ["Moment", "Saving", "write_rows"]
 
 LOG = logging.getLogger("persia.checkpoint")
+
+LAST_SECONDS = 60.0
+"""So long the checkpoint at the end of `fit` waits for what may be over soon."""
+
+RETRY_SECONDS = 1.0
 
 
 class Moment(NamedTuple):
@@ -122,6 +128,22 @@ class Saving:
         """Writes a checkpoint of a trainer at rest; returns its path."""
         self.wait()
         return self._capture(trainer, directory, moment._replace(consistent=False))(None)
+
+    def save_last(self, trainer: Trainer, directory: str, moment: Moment) -> str:
+        """The same at the end of `fit`. No later one makes it good, so it waits for room, and for a PS that returns."""
+        end = time.monotonic() + LAST_SECONDS
+        warned = False
+        while True:
+            try:
+                return self.save(trainer, directory, moment)
+            except CheckpointError as error:
+                full = error.fields.get("errno") in (errno.ENOSPC, errno.EDQUOT)
+                if not (full or isinstance(error.__cause__, StoreError)) or time.monotonic() > end:
+                    raise
+                if not warned:
+                    LOG.warning("The last checkpoint has failed, and is tried again for %g s: %s", LAST_SECONDS, error)
+                    warned = True
+            time.sleep(RETRY_SECONDS)
 
     def begin(self, trainer: Trainer, directory: str, moment: Moment) -> bool:
         """Captures this moment of a trainer at rest; it is written in the background. `wait` tells how that went.

@@ -261,7 +261,8 @@ class Trainer:
                 evaluation = self.evaluate(eval_data)
         finally:  # Also if it cannot be evaluated.
             if self.options.checkpoint_dir is not None and run.unsaved():
-                self._save(self.options.checkpoint_dir, self._score(evaluation))
+                last, moment = self.options.checkpoint_dir, self._moment(self._score(evaluation))
+                self.step.replicas.by_first(lambda: self.saving.save_last(self, last, moment))
         self.step.replicas.settle()
         if evaluation is None and eval_data is not None:
             evaluation = self.evaluate(eval_data)
@@ -313,7 +314,8 @@ class Trainer:
         Raises:
             CheckpointError: it could not be written; older checkpoints are intact.
         """
-        return self._save(os.fspath(directory))
+        path, moment = os.fspath(directory), self._moment(None)
+        return self.step.replicas.by_first(lambda: self.saving.save(self, path, moment))
 
     def load(self, directory: str, *, step: int | None = None, new_optimizer: bool = False) -> None:
         """Takes everything from a checkpoint of `directory`; all is checked before anything is changed.
@@ -401,10 +403,6 @@ class Trainer:
         return trainer
 
     # --- inside -----------------------------------------------------------------------------------------------
-
-    def _save(self, directory: str, score: float | None = None) -> str:
-        moment = self._moment(score)
-        return self.step.replicas.by_first(lambda: self.saving.save(self, directory, moment))
 
     def _begin_save(self, eval_data: Iterable[Batch] | None) -> bool:
         """Lets a checkpoint be written while training goes on, unless there is one under way."""

@@ -4,6 +4,7 @@ import errno
 import os
 import resource
 import signal
+import threading
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from fsspec.implementations.local import LocalFileOpener
 
 import persia
-from persia import resume
+from persia import resume, saving
 from persia.errors import CheckpointError, DataError, PersiaError
 from persia.modes import Hybrid, Sync
 from persia.optim import SGD, Adagrad, Adam
@@ -292,6 +293,26 @@ def test_a_full_disk_at_any_write_leaves_checkpoint_and_trainer_usable(tmp_path,
     assert persia.checkpoint.CheckpointReader(str(tmp_path)).manifest.global_step == 9
     t.fit(reader())
     assert_same_training(undisturbed, t)
+
+
+def test_the_checkpoint_at_the_end_waits_for_room(tmp_path, monkeypatch, caplog):
+    schema = schema_of()
+    monkeypatch.setattr(saving, "RETRY_SECONDS", 0.01)
+    t = trainer(schema, checkpoint_dir=str(tmp_path))
+    with monkeypatch.context() as patch:
+        disk = FullDisk(patch, 0)
+        room = threading.Timer(0.5, lambda: setattr(disk, "room", 10_000))
+        room.start()
+        t.fit(reader(), max_steps=4)
+        room.join()
+    assert persia.checkpoint.CheckpointReader(str(tmp_path)).manifest.global_step == 4
+    assert caplog.text.count("The last checkpoint has failed, and is tried again") == 1
+
+    monkeypatch.setattr(saving, "LAST_SECONDS", 0.0)
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="free space"):
+        FullDisk(patch, 0)
+        t.fit(reader(), max_steps=4)
+    assert persia.checkpoint.CheckpointReader(str(tmp_path)).manifest.global_step == 4
 
 
 def test_a_file_size_limit_during_fit_leaves_the_old_checkpoint_and_training_goes_on(tmp_path):
