@@ -70,6 +70,7 @@ def test_in_asynchronous_modes_the_others_go_on():
         assert trainer.finished
 
 
+@pytest.mark.slow
 def test_a_dense_ps_that_dies_is_filled_from_the_last_snapshot():
     batches = 1000
     with persia.cluster.Ray(1, 1, 1, 2, options()) as cluster:
