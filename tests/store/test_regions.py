@@ -284,11 +284,15 @@ def test_kill_at_any_moment(seed, optimizer, longest):
 
 @pytest.mark.slow
 def test_a_hundred_kills():
-    with tempfile.TemporaryDirectory(prefix="persia-test-", dir="/dev/shm") as directory:
-        verdicts = kills(Path(directory) / "regions", Load(11), 100, 0.05)
-    assert sum(verdict.wrong for verdict in verdicts) == 0
-    # They hit: in most of them a request was in work.
-    assert sum(verdict.recovery["busy"] > 0 for verdict in verdicts) > 50
+    """At least; until half a hundred have hit a request in work. On a busy machine few do: the victim seldom runs."""
+    hundreds = hits = 0
+    while hundreds < 1 or (hits <= 50 and hundreds < 6):
+        with tempfile.TemporaryDirectory(prefix="persia-test-", dir="/dev/shm") as directory:
+            verdicts = kills(Path(directory) / "regions", Load(11 + hundreds), 100, 0.05)
+        assert sum(verdict.wrong for verdict in verdicts) == 0
+        hits += sum(verdict.recovery["busy"] > 0 for verdict in verdicts)
+        hundreds += 1
+    assert hits > 50
 
 
 def test_a_row_that_was_changed_is_noticed(directory):
