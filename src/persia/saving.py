@@ -8,8 +8,8 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 from persia.checkpoint import MOST_SHARDS, Base, CheckpointWriter
 from persia.checkpoint.ahead import ahead
 from persia.config import dump
-from persia.errors import CheckpointError, PersiaError, StoreError
+from persia.errors import CheckpointError, PeerRestartedError, PersiaError, StoreError, WireError
 from persia.resume import resolved
 from persia.services import CutInfo, EmbeddingPS
 
@@ -33,6 +33,9 @@ LAST_SECONDS = 60.0
 """So long the checkpoint at the end of `fit` waits for what may be over soon."""
 
 RETRY_SECONDS = 1.0
+
+LOST = (StoreError, WireError, PeerRestartedError)
+"""What a PS answers that has been started again while a checkpoint was read from it."""
 
 
 class Moment(NamedTuple):
@@ -138,7 +141,7 @@ class Saving:
                 return self.save(trainer, directory, moment)
             except CheckpointError as error:
                 full = error.fields.get("errno") in (errno.ENOSPC, errno.EDQUOT)
-                if not (full or isinstance(error.__cause__, StoreError)) or time.monotonic() > end:
+                if not (full or isinstance(error.__cause__, LOST)) or time.monotonic() > end:
                     raise
                 if not warned:
                     LOG.warning("The last checkpoint has failed, and is tried again for %g s: %s", LAST_SECONDS, error)
@@ -193,12 +196,13 @@ class Saving:
         self._chain = None
         writer = CheckpointWriter(directory, step, keep_last=options.keep_last, keep_best=options.keep_best is not None)
         try:
-            # What PSs have besides rows changes with every batch, and may be large: so now, before training goes on.
-            _write_states(writer, servers)
-            model = _held(dict(trainer.model.state_dict()))
-            training = _held(moment.training)
-            schema = resolved(trainer)
-            name, infos = _cut(servers, chain.epochs if chain else None, directory, live=not moment.consistent)
+            with _given_up(step):
+                # What PSs have besides rows changes with every batch, may be large: so now, before training goes on.
+                _write_states(writer, servers)
+                model = _held(dict(trainer.model.state_dict()))
+                training = _held(moment.training)
+                schema = resolved(trainer)
+                name, infos = _cut(servers, chain.epochs if chain else None, directory, live=not moment.consistent)
         except BaseException:
             writer.abort()
             raise
@@ -212,7 +216,7 @@ class Saving:
 
         def write(rests: Rests | None) -> str:
             try:
-                with writer:
+                with _given_up(step), writer:
                     if rests is not None:
                         writer.rest(rests)
                     for number, server in enumerate(servers):
@@ -226,14 +230,9 @@ class Saving:
                         base=None if whole or chain is None else chain.base,
                         score=moment.score,
                     )
-            except BaseException as error:
+            except BaseException:
                 self._failures += 1
-                if not isinstance(error, StoreError):
-                    raise
-                raise CheckpointError(
-                    f"The checkpoint of step {step} is lost, training is unharmed: {error.message} Save again.",
-                    step=step,
-                ) from error
+                raise
             finally:
                 _end(servers, name)
             length = 0 if whole or chain is None else chain.length + 1
@@ -247,6 +246,17 @@ class Saving:
     def _may_add(self, directory: str, step: int, most: int) -> bool:
         chain = self._chain
         return chain is not None and chain.directory == directory and chain.length < most and chain.base.step < step
+
+
+@contextmanager
+def _given_up(step: int) -> Iterator[None]:
+    """Without a PS's rows there is no checkpoint; training goes on."""
+    try:
+        yield
+    except LOST as error:
+        raise CheckpointError(
+            f"The checkpoint of step {step} is lost, training is unharmed: {error.message} Save again.", step=step
+        ) from error
 
 
 def _cut(

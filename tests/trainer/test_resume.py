@@ -13,9 +13,10 @@ from fsspec.implementations.local import LocalFileOpener
 
 import persia
 from persia import resume, saving
-from persia.errors import CheckpointError, DataError, PersiaError
+from persia.errors import CheckpointError, DataError, PeerRestartedError, PersiaError, StoreError, WireError
 from persia.modes import Hybrid, Sync
 from persia.optim import SGD, Adagrad, Adam
+from persia.ps import EmbeddingServer
 
 
 def reader(rows=4_000):
@@ -313,6 +314,34 @@ def test_the_checkpoint_at_the_end_waits_for_room(tmp_path, monkeypatch, caplog)
         FullDisk(patch, 0)
         t.fit(reader(), max_steps=4)
     assert persia.checkpoint.CheckpointReader(str(tmp_path)).manifest.global_step == 4
+
+
+@pytest.mark.parametrize("method", ["export_state", "begin_cut", "cut_rows"])
+@pytest.mark.parametrize("kind", [StoreError, WireError, PeerRestartedError])
+def test_a_ps_that_is_started_again_amid_a_checkpoint_costs_that_one(tmp_path, monkeypatch, caplog, method, kind):
+    t = trainer(schema_of())
+    t.fit(reader(), max_steps=3)
+    answer, calls = getattr(EmbeddingServer, method), []
+
+    def started_again(server, *arguments, **named):
+        calls.append(None)
+        if len(calls) == 1:
+            raise kind("There is no such cut: this PS has been started again.")
+        return answer(server, *arguments, **named)
+
+    monkeypatch.setattr(EmbeddingServer, method, started_again)
+    lost = "The checkpoint of step 3 is lost, training is unharmed: There is no such cut"
+    begun = t.saving.begin(t, str(tmp_path), t._moment(None))
+    assert begun == (method == "cut_rows")
+    if begun:
+        with pytest.raises(CheckpointError, match=lost):
+            t.saving.wait()
+    else:
+        assert lost in caplog.text
+    assert t.saving.begin(t, str(tmp_path), t._moment(None))
+    t.saving.wait()
+    assert [entry.step for entry in persia.checkpoint.list_checkpoints(str(tmp_path))] == [3]
+    persia.checkpoint.CheckpointReader(str(tmp_path)).verify()
 
 
 def test_a_file_size_limit_during_fit_leaves_the_old_checkpoint_and_training_goes_on(tmp_path):
