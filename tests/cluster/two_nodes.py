@@ -30,7 +30,7 @@ def main() -> None:
             except ConfigError as error:
                 found["without_keys"] = error.message
         os.environ["PERSIA_CURVE_KEYS"] = keys
-        with Ray(4, 2, 2, 2, options()) as cluster:
+        with Ray(4, 2, 2, 2, options(restarts=0)) as cluster:  # A death is told of, not made good.
             trainer = make_trainer(cluster, persia.modes.Hybrid(2))
             assert cluster._plan is not None
             assert cluster._processes is not None
