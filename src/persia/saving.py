@@ -197,7 +197,8 @@ class Saving:
         writer = CheckpointWriter(directory, step, keep_last=options.keep_last, keep_best=options.keep_best is not None)
         try:
             with _given_up(step):
-                # What PSs have besides rows changes with every batch, may be large: so now, before training goes on.
+                # What PSs have besides rows changes with every batch, and may be large: so now, before training
+                # goes on.
                 _write_states(writer, servers)
                 model = _held(dict(trainer.model.state_dict()))
                 training = _held(moment.training)
