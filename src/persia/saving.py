@@ -19,6 +19,7 @@ from persia.checkpoint import MOST_SHARDS, Base, CheckpointWriter
 from persia.checkpoint.ahead import ahead
 from persia.config import dump
 from persia.errors import CheckpointError, PeerRestartedError, PersiaError, StoreError, WireError
+from persia.patience import patiently
 from persia.resume import resolved
 from persia.services import CutInfo, EmbeddingPS
 
@@ -134,19 +135,15 @@ class Saving:
 
     def save_last(self, trainer: Trainer, directory: str, moment: Moment) -> str:
         """The same at the end of `fit`. No later one makes it good, so it waits for room, and for a PS that returns."""
-        end = time.monotonic() + LAST_SECONDS
-        warned = False
-        while True:
-            try:
-                return self.save(trainer, directory, moment)
-            except CheckpointError as error:
-                full = error.fields.get("errno") in (errno.ENOSPC, errno.EDQUOT)
-                if not (full or isinstance(error.__cause__, LOST)) or time.monotonic() > end:
-                    raise
-                if not warned:
-                    LOG.warning("The last checkpoint has failed, and is tried again for %g s: %s", LAST_SECONDS, error)
-                    warned = True
-            time.sleep(RETRY_SECONDS)
+
+        def passing(error: Exception) -> bool:
+            full = isinstance(error, CheckpointError) and error.fields.get("errno") in (errno.ENOSPC, errno.EDQUOT)
+            return full or isinstance(error.__cause__, LOST)
+
+        def told(error: Exception) -> None:
+            LOG.warning("The last checkpoint has failed, and is tried again for %g s: %s", LAST_SECONDS, error)
+
+        return patiently(lambda: self.save(trainer, directory, moment), passing, LAST_SECONDS, RETRY_SECONDS, told)
 
     def begin(self, trainer: Trainer, directory: str, moment: Moment) -> bool:
         """Captures this moment of a trainer at rest; it is written in the background. `wait` tells how that went.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from typing import Generic, TypeVar
 
 import msgspec
 
 from persia.errors import PersiaError
+from persia.patience import patiently
 
 __all__ = ["StateFile"]
 
@@ -61,19 +61,21 @@ class StateFile(Generic[S]):
         """
         if self._path is None:
             return
-        data = msgspec.msgpack.encode(state)
-        end = time.monotonic() + ROOM_SECONDS
-        while True:
-            try:
-                with open(f"{self._path}.new", "wb") as file:
-                    file.write(data)
-                os.replace(f"{self._path}.new", self._path)
-                return
-            except OSError as error:
-                if error.errno != errno.ENOSPC or time.monotonic() > end:
-                    raise PersiaError(
-                        f"The state of the coordinator cannot be written to {self._path}: {error.strerror}. Make room "
-                        "there, or choose another directory for `regions`.",
-                        path=self._path,
-                    ) from error
-            time.sleep(RETRY_SECONDS)
+        path, data = self._path, msgspec.msgpack.encode(state)
+
+        def write() -> None:
+            with open(f"{path}.new", "wb") as file:
+                file.write(data)
+            os.replace(f"{path}.new", path)
+
+        def full(error: Exception) -> bool:
+            return isinstance(error, OSError) and error.errno == errno.ENOSPC
+
+        try:
+            patiently(write, full, ROOM_SECONDS, RETRY_SECONDS)
+        except OSError as error:
+            raise PersiaError(
+                f"The state of the coordinator cannot be written to {path}: {error.strerror}. Make room there, or "
+                "choose another directory for `regions`.",
+                path=path,
+            ) from error

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from persia.errors import StoreFullError
+from persia.patience import patiently
 
 __all__ = ["with_room"]
 
@@ -30,19 +31,15 @@ def with_room(call: Callable[[], T], timeout: float, operation: str) -> T:
         StoreFullError: there still is none.
     """
     began = time.monotonic()
-    warned = False
-    while True:
-        try:
-            return call()
-        except StoreFullError as error:
-            waited = time.monotonic() - began
-            if waited >= timeout:
-                raise StoreFullError(
-                    f"{error.message}. ({operation} has waited {waited:.1f} s for it.)",
-                    operation=operation,
-                    seconds=timeout,
-                ) from error
-            if not warned:
-                log.warning("%s waits for room: %s", operation, error.message)
-                warned = True
-        time.sleep(min(RETRY_SECONDS, timeout))
+
+    def told(error: Exception) -> None:
+        log.warning("%s waits for room: %s", operation, str(error))  # A log that keeps it would keep the store.
+
+    try:
+        return patiently(call, lambda error: isinstance(error, StoreFullError), timeout, RETRY_SECONDS, told)
+    except StoreFullError as error:
+        raise StoreFullError(
+            f"{error.message}. ({operation} has waited {time.monotonic() - began:.1f} s for it.)",
+            operation=operation,
+            seconds=timeout,
+        ) from error
