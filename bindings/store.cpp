@@ -160,7 +160,7 @@ std::uint32_t changes_since(Store& store, std::size_t index) {
 }
 
 // (rows, whether there may be more)
-nb::tuple export_cut(Store& store, std::size_t index, std::size_t shard, std::uint64_t max_rows) {
+nb::tuple export_cut(Store& store, std::size_t index, std::size_t shard, std::uint32_t epoch, std::uint64_t max_rows) {
   const auto& table = store.table(index);
   RowBatch rows;
   bool more = false;
@@ -173,16 +173,16 @@ nb::tuple export_cut(Store& store, std::size_t index, std::size_t shard, std::ui
     rows.stamps.reserve(room);
     rows.embeddings.reserve(room * table.config.dim);
     rows.states.reserve(room * table.state_width);
-    more = store.shard(index, shard).export_cut(max_rows, rows);
+    more = store.shard(index, shard).export_cut(epoch, max_rows, rows);
   }
   return nb::make_tuple(to_tuple(std::move(rows), table), more);
 }
 
-nb::object cut_evicted(Store& store, std::size_t index, std::size_t shard) {
+nb::object cut_evicted(Store& store, std::size_t index, std::size_t shard, std::uint32_t epoch) {
   std::vector<std::uint64_t> ids;
   {
     const nb::gil_scoped_release release;
-    ids = store.shard(index, shard).cut_evicted();
+    ids = store.shard(index, shard).cut_evicted(epoch);
   }
   const std::size_t n = ids.size();
   return to_numpy(std::move(ids), {n});
@@ -359,8 +359,8 @@ void register_store(nb::module_& m) {
            nb::arg("since_epoch"))
       .def("begin_cut", &begin_cut, nb::arg("table"), nb::arg("epoch"), nb::arg("since"), nb::arg("directory"),
            nb::arg("buffer_bytes"), nb::arg("evicted_limit"), nb::arg("live"), Release())
-      .def("export_cut", &export_cut, nb::arg("table"), nb::arg("shard"), nb::arg("max_rows"))
-      .def("cut_evicted", &cut_evicted, nb::arg("table"), nb::arg("shard"))
+      .def("export_cut", &export_cut, nb::arg("table"), nb::arg("shard"), nb::arg("epoch"), nb::arg("max_rows"))
+      .def("cut_evicted", &cut_evicted, nb::arg("table"), nb::arg("shard"), nb::arg("epoch"))
       .def("end_cut", &end_cut, nb::arg("table"), Release())
       .def("changes_since", &changes_since, nb::arg("table"), Release())
       .def("import_rows", &import_rows, nb::arg("table"), nb::arg("ids"), nb::arg("embeddings"), nb::arg("states"),

@@ -150,11 +150,21 @@ void Shard::format() {
   h.magic = kMagic;
 }
 
+// Memory that nothing lies in yet. Where there is not enough, none is taken: others may need less.
+void Shard::back_more(std::size_t offset, std::size_t bytes) const {
+  try {
+    region_.back(offset, bytes);
+  } catch (const RegionFull&) {
+    region_.discard(offset, bytes);
+    throw;
+  }
+}
+
 // Room for at least one more row; published when it is there.
 void Shard::back_rows() {
   const std::uint64_t more = std::max<std::uint64_t>(1, growth(header_->rows_backed * stride_) / stride_);
   const std::uint64_t rows = std::min(header_->capacity, header_->rows_backed + more);
-  region_.back(layout_.rows + header_->rows_backed * stride_, (rows - header_->rows_backed) * stride_);
+  back_more(layout_.rows + header_->rows_backed * stride_, (rows - header_->rows_backed) * stride_);
   barrier();
   header_->rows_backed = rows;
   barrier();
@@ -164,7 +174,7 @@ void Shard::back_index(std::uint64_t slots) {
   const std::uint64_t needed = slots + kIndexTail;
   if (needed <= header_->index_backed) return;
   constexpr std::size_t size = sizeof(std::uint64_t);
-  region_.back(layout_.index + header_->index_backed * size, (needed - header_->index_backed) * size);
+  back_more(layout_.index + header_->index_backed * size, (needed - header_->index_backed) * size);
   barrier();
   header_->index_backed = needed;
   barrier();

@@ -168,6 +168,7 @@ void Shard::import_rows(const Slice& slice, const RowView& rows) {
   Shard* const self = this;
   const Turn turn(Shards(&self, 1));
   check_no_cut();
+  evicted_ = {};  // imported rows count as unchanged, so what has changed is no longer known
   mark();
   victims_.clear();
   for (std::size_t i = 0; i < slice.count; ++i) {
@@ -231,6 +232,7 @@ void Shard::import_state(const ShardState& s) {
   std::uint32_t clock = s.clock;
   for (std::uint64_t number = 0; number < all.count; ++number) clock = std::max(clock, all[number]);
   header_->clock = clock;
+  evicted_ = {};
   header_->dirty_epoch = s.dirty_epoch;
   header_->client_clock = s.client_clock;
   std::copy(s.clients.begin(), s.clients.end(), header_->clients);

@@ -174,7 +174,12 @@ void Cut::fail(const std::string& why) noexcept {
 const std::vector<Spill::Old>& Cut::pass(std::uint64_t end) {
   if (!failure_.empty()) throw std::runtime_error(failure_);
   next_ = end;
-  return spill_.take(end);
+  try {
+    return spill_.take(end);
+  } catch (const std::exception& error) {
+    fail(error.what());  // What has been taken off the spill is in nobody's hands.
+    throw;
+  }
 }
 
 void Shard::begin_cut(const CutOptions& options) {
@@ -189,32 +194,36 @@ void Shard::begin_cut(const CutOptions& options) {
   header_->dirty_epoch = options.epoch;
 }
 
-bool Shard::export_cut(std::uint64_t max_rows, RowBatch& rows) {
+Cut& Shard::cut_of(std::uint32_t epoch) const {
+  if (!cut_ || cut_->epoch() != epoch) throw std::runtime_error("there is no such cut of this shard: it was ended");
+  return *cut_;
+}
+
+bool Shard::export_cut(std::uint32_t epoch, std::uint64_t max_rows, RowBatch& rows) {
   for (const std::size_t before = rows.ids.size(); rows.ids.size() - before < max_rows;) {
     const std::lock_guard lock(mutex_);
-    if (!cut_) throw std::runtime_error("there is no cut of this shard: it was ended");
-    const std::uint64_t begin = cut_->next();
-    const std::uint64_t end = std::min(begin + kRowsPerLock, cut_->rows());
-    const auto& old = cut_->pass(end);
+    Cut& cut = cut_of(epoch);
+    const std::uint64_t begin = cut.next();
+    const std::uint64_t end = std::min(begin + kRowsPerLock, cut.rows());
+    const auto& old = cut.pass(end);
     auto spilled = old.begin();
     for (std::uint64_t number = begin; number < end; ++number) {
       if (spilled != old.end() && spilled->number == number) {
         append(spilled->row, rows);
         // A row that was about to change, and did not as there was no room, is there twice, with the same bytes.
         while (spilled != old.end() && spilled->number == number) ++spilled;
-      } else if (const auto n = static_cast<std::uint32_t>(number); cut_->wanted(*row(n))) {
+      } else if (const auto n = static_cast<std::uint32_t>(number); cut.wanted(*row(n))) {
         append(n, rows);
       }
     }
-    if (end == cut_->rows()) return false;
+    if (end == cut.rows()) return false;
   }
   return true;
 }
 
-std::vector<std::uint64_t> Shard::cut_evicted() {
+std::vector<std::uint64_t> Shard::cut_evicted(std::uint32_t epoch) {
   const std::lock_guard lock(mutex_);
-  if (!cut_) throw std::runtime_error("there is no cut of this shard: it was ended");
-  return cut_->evicted();
+  return cut_of(epoch).evicted();
 }
 
 std::uint32_t Shard::changes_since() {

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <exception>
+#include <stdexcept>
+#include <string>
 
 namespace persia {
 
@@ -36,7 +38,14 @@ struct ThreadPool::Loop {
 };
 
 ThreadPool::ThreadPool(std::size_t threads) : state_(std::make_unique<State>()), process_(getpid()) {
-  for (std::size_t i = 1; i < threads; ++i) state_->workers.emplace_back([state = state_.get()] { work(*state); });
+  try {
+    for (std::size_t i = 1; i < threads; ++i) state_->workers.emplace_back([state = state_.get()] { work(*state); });
+  } catch (const std::exception& error) {
+    stop();
+    throw std::runtime_error("only " + std::to_string(state_->workers.size()) + " of " + std::to_string(threads) +
+                             " threads could be started: " + error.what() +
+                             ". Ask for fewer, or raise the limit (`ulimit -u`; in a container: `--pids-limit`)");
+  }
 }
 
 ThreadPool::~ThreadPool() {
@@ -45,6 +54,10 @@ ThreadPool::~ThreadPool() {
     static_cast<void>(state_.release());
     return;
   }
+  stop();
+}
+
+void ThreadPool::stop() {
   {
     const std::lock_guard lock(state_->mutex);
     state_->stopping = true;

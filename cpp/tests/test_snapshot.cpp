@@ -41,10 +41,10 @@ Keys draw(std::mt19937_64& random, std::size_t count, std::uint64_t below) {
   return keys;
 }
 
-// What is left of a cut, in pieces of `most` rows.
-RowBatch rest_of(Shard& shard, std::uint64_t most) {
+// What is left of the cut of an epoch, in pieces of `most` rows.
+RowBatch rest_of(Shard& shard, std::uint64_t most, std::uint32_t epoch = 2) {
   RowBatch rows;
-  while (shard.export_cut(most, rows)) {
+  while (shard.export_cut(epoch, most, rows)) {
   }
   return rows;
 }
@@ -140,7 +140,7 @@ TEST(a_cut_gives_the_rows_of_its_moment_whatever_happens_meanwhile) {
         const Keys keys = draw(random, 500, 60000);  // new ids evict old ones
         f.look(keys);
         f.push(keys, 100);
-        more = f.store.shard(0, s).export_cut(100, rows);
+        more = f.store.shard(0, s).export_cut(2, 100, rows);
       }
       CHECK(same(rows, expected[s]));
     }
@@ -192,8 +192,8 @@ TEST(changes_and_evictions_since_a_cut_add_up_to_the_new_rows) {
     f.look(draw(random, 300, 8000));  // belongs to the next round
     std::size_t changed = 0;
     for (std::size_t s = 0; s < 2; ++s) {
-      for (const auto id : f.store.shard(0, s).cut_evicted()) known.erase(id);
-      const RowBatch rows = rest_of(f.store.shard(0, s), 100);
+      for (const auto id : f.store.shard(0, s).cut_evicted(epoch + 1)) known.erase(id);
+      const RowBatch rows = rest_of(f.store.shard(0, s), 100, epoch + 1);
       changed += rows.ids.size();
       for (std::size_t i = 0; i < rows.ids.size(); ++i) known[rows.ids[i]] = rows.stamps[i];
     }
@@ -211,11 +211,13 @@ TEST(what_cannot_be_is_refused) {
   CHECK_THROWS(shard.begin_cut({1, 0, "/tmp", 1, 0, false}), std::invalid_argument);  // not a new epoch
   CHECK_THROWS(shard.begin_cut({2, 1, "/tmp", 1, 0, false}), std::invalid_argument);  // nobody has remembered
   RowBatch rows;
-  CHECK_THROWS(shard.export_cut(1, rows), std::runtime_error);
+  CHECK_THROWS(shard.export_cut(2, 1, rows), std::runtime_error);
   f.cut(2);
   CHECK_THROWS(f.cut(3), std::runtime_error);
   CHECK_THROWS(shard.clear(), std::runtime_error);
-  CHECK(!shard.export_cut(10, rows));
+  CHECK_THROWS(shard.export_cut(1, 10, rows), std::runtime_error);  // a reader of the one before
+  CHECK_THROWS(shard.cut_evicted(1), std::runtime_error);
+  CHECK(!shard.export_cut(2, 10, rows));
   CHECK(rows.ids.size() == 3);
   f.end();
   shard.clear();
@@ -228,7 +230,7 @@ TEST(a_spill_that_cannot_be_written_ends_the_cut_and_not_training) {
   f.shard.end_cut();
   f.shard.begin_cut({3, 0, "/tmp", 1, 0, false});
   f.push(f.keys, 10);
-  const RowBatch rows = rest_of(f.shard, 10000);
+  const RowBatch rows = rest_of(f.shard, 10000, 3);
   CHECK(rows.ids.size() == 5001);
   CHECK(rows.last_steps[0] == 9);
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import shutil
 import signal
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,7 @@ from ps_process import TABLES
 
 from persia import rpc
 from persia.batching.batch import IdColumn
-from persia.errors import DeadlineError, StoreError, StoreFullError
+from persia.errors import DeadlineError, StalePushError, StoreError, StoreFullError
 from persia.modes import Hybrid, Sync, encode
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.regions import Regions
@@ -27,7 +29,7 @@ from persia.ps.room import with_room
 from persia.schema import SGD, IdFeature, Schema
 from persia.services import EmbeddingPS
 from persia.store import EmbeddingStore, TableConfig
-from persia.types import Contribution, PushHeader
+from persia.types import Contribution, Gradients, PushHeader
 from persia.worker import Worker
 
 SCRIPT = Path(__file__).with_name("ps_process.py")
@@ -153,6 +155,49 @@ def test_every_push_is_applied_once_through_many_deaths(servers):
     np.testing.assert_array_equal(found, np.repeat(expected[:, None], 4, 1).astype(np.float32))
 
 
+@pytest.mark.parametrize(("mode", "parts"), [(Sync(), [0, 0]), (Hybrid(2), [0, 1])])
+def test_who_was_not_answered_before_the_death_is_answered_after_it(root, mode, parts):
+    """The other one was, and does not push that step again."""
+
+    def begun():
+        options = ServerOptions(nn_workers=2, timeout=5.0, regions=str(root / "ps-0"))
+        return EmbeddingServer(TABLES, SGD(lr=1.0), mode, 0, 1, options)
+
+    def push(server, sequence, part):
+        ranks = [0, 0] if 1 in parts else [0, 1]
+        header = PushHeader(1, ranks[part], sequence, sequence - 1, 4, parts[part], 1 + max(parts))
+        gradients = {"item": Gradients(np.arange(3, dtype=np.uint64), np.full((3, 4), -1.0, np.float32))}
+        server.push(header, gradients)
+
+    def step(server, sequence):
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda part: push(server, sequence, part), range(2)))
+
+    def rows(server):
+        return server.lookup({"item": np.arange(3, dtype=np.uint64)}, False)["item"].copy()
+
+    before = begun()
+    before.lookup({"item": np.arange(3, dtype=np.uint64)}, True)
+    step(before, 8)
+    applied = rows(before)
+    del before
+    gc.collect()
+    after = begun()
+    push(after, 8, 1)
+    np.testing.assert_array_equal(rows(after), applied)
+    with pytest.raises(StalePushError, match="is applied"):
+        push(after, 7, 1)
+    step(after, 9)
+    assert (rows(after) > applied).all()
+    # Another mode counts its turns anew.
+    after.switch(encode(mode), 1, 3)
+    del after
+    gc.collect()
+    again = begun()
+    step(again, 4)
+    again.close()
+
+
 def test_a_caller_waits_until_its_deadline_and_says_for_whom(servers):
     stub = rpc.connect(servers[0].address, EmbeddingPS, peer="embedding PS 0", timeout=0.3)
     try:
@@ -251,6 +296,23 @@ def test_the_log_says_how_much_room_there_is_and_what_would_be_faster(mounted, c
     store.lookup([1], [np.arange(200_000, dtype=np.uint64)], True)
     shared = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("ShmemHugePages"))
     assert int(shared.split()[1]) >= 16 << 10
+
+
+def test_a_growth_that_fails_takes_nothing(mounted):
+    """Else it would keep what it could get: others that need less would find nothing, and so would the coordinator."""
+    place = mounted("size=6m")
+    store = EmbeddingStore()
+    Regions(str(place / "ps-0")).create_tables(store, [TableConfig("item", 16, shards=1)])
+
+    def free():
+        system = os.statvfs(place)
+        return system.f_bavail * system.f_frsize
+
+    with pytest.raises(StoreFullError, match="no room to grow"):
+        for start in range(0, 10**6, 100):
+            before = free()
+            store.lookup([0], [np.arange(start, start + 100, dtype=np.uint64)], True)
+    assert free() == before > 0
 
 
 def test_lookups_wait_for_room_until_their_deadline():

@@ -55,7 +55,7 @@ def test_any_history(seed, capacity, shards, buffer):
         since = epoch if random.integers(2) else 0
         epoch = store.begin_cut(0, since, Spill("/tmp", buffer))
         frozen = copy.deepcopy(reference)
-        removed = [store.cut_evicted(0, shard) for shard in range(shards)]
+        removed = [store.cut_evicted(0, shard, epoch) for shard in range(shards)]
         if since:
             for ids in removed:
                 for id_ in ids.tolist():
@@ -67,7 +67,7 @@ def test_any_history(seed, capacity, shards, buffer):
             while more:
                 step += 1
                 train((store, reference), random, universe, step)
-                rows, more = store.export_cut(0, shard, 1)
+                rows, more = store.export_cut(0, shard, epoch, 1)
                 for i, id_ in enumerate(rows.ids.tolist()):
                     model[id_] = tuple(column[i].tobytes() for column in rows[1:])
                 if not since:
@@ -88,7 +88,7 @@ def test_a_cut_that_is_read_holds_back_what_would_mix_it():
     assert store.changes_since(0) == 0
     with pytest.raises(StoreError, match="is not known"):
         store.begin_cut(0, 1, Spill("/tmp"))
-    store.begin_cut(0, 0, Spill("/tmp"))
+    cut = store.begin_cut(0, 0, Spill("/tmp"))
     for call in (
         lambda: store.import_rows(0, rows),
         lambda: store.import_state(0, 0, state),
@@ -97,12 +97,28 @@ def test_a_cut_that_is_read_holds_back_what_would_mix_it():
     ):
         with pytest.raises(StoreError, match="checkpoint is being read"):
             call()
-    assert len(store.export_cut(0, 0)[0].ids) == 5
+    assert len(store.export_cut(0, 0, cut)[0].ids) == 5
     store.end_cut(0)
     store.end_cut(0)
-    with pytest.raises(StoreError, match="no cut"):
-        store.export_cut(0, 0)
+    with pytest.raises(StoreError, match="no such cut"):
+        store.export_cut(0, 0, cut)
+    assert store.changes_since(0) == cut
     store.import_rows(0, rows)
+    assert store.changes_since(0) == 0  # Nobody has noted which rows these were.
+
+
+def test_a_reader_of_a_cut_that_was_ended_takes_nothing_from_the_next():
+    store = EmbeddingStore()
+    store.create_table(TableConfig("t", 3, shards=1))
+    store.lookup([0], [np.arange(5, dtype=np.uint64)], True)
+    before = store.begin_cut(0, 0, Spill("/tmp"))
+    store.end_cut(0)
+    after = store.begin_cut(0, 0, Spill("/tmp"))
+    with pytest.raises(StoreError, match="no such cut"):
+        store.export_cut(0, 0, before)
+    with pytest.raises(StoreError, match="no such cut"):
+        store.cut_evicted(0, 0, before)
+    assert len(store.export_cut(0, 0, after)[0].ids) == 5
 
 
 def test_renumbering_of_stamps_ends_a_cut():
@@ -112,8 +128,8 @@ def test_renumbering_of_stamps_ends_a_cut():
     state = store.export_state(0, 0)
     state["clocks"] = np.array([2**32 - 2, 1, 0], np.uint64)
     store.import_state(0, 0, state)
-    store.begin_cut(0, 0, Spill("/tmp"))
+    cut = store.begin_cut(0, 0, Spill("/tmp"))
     for _ in range(3):
         store.lookup([0], [np.arange(5, dtype=np.uint64)], True)
     with pytest.raises(StoreError, match="save again"):
-        store.export_cut(0, 0)
+        store.export_cut(0, 0, cut)

@@ -131,16 +131,17 @@ class Shard {
   std::uint64_t export_rows(std::uint64_t start, std::uint64_t max_rows, std::uint32_t since_epoch, RowBatch& rows);
   // Begins a new dirty epoch. From now on `export_cut` gives the rows of this moment; one cut at a time.
   void begin_cut(const CutOptions& options);
-  // Appends the next `max_rows` or more rows of the cut, in row order, to `rows`, and locks for a few of them at a
-  // time. Returns whether there may be more. Throws std::runtime_error when the cut is lost.
-  bool export_cut(std::uint64_t max_rows, RowBatch& rows);
+  // Appends the next `max_rows` or more rows of the cut of this epoch, in row order, to `rows`, and locks for a few of
+  // them at a time. Returns whether there may be more. Throws std::runtime_error when the cut is lost, or was ended.
+  bool export_cut(std::uint32_t epoch, std::uint64_t max_rows, RowBatch& rows);
   // Ids of the rows that were evicted between `CutOptions::since` and the cut.
-  std::vector<std::uint64_t> cut_evicted();
+  std::vector<std::uint64_t> cut_evicted(std::uint32_t epoch);
   // The epoch since which evicted ids are known, and with it what has changed; 0 if they are not.
   std::uint32_t changes_since();
   // Forgets the cut, read or not.
   void end_cut();
-  // Overwrites or appends. In a full shard the less recent of incoming and oldest row gives way.
+  // Overwrites or appends. In a full shard the less recent of incoming and oldest row gives way; which is oldest is
+  // found once per call, so rows of the same call give way to each other only approximately in that order.
   void import_rows(const Slice& slice, const RowView& rows);
   ShardState export_state();
   void import_state(const ShardState& state);
@@ -172,6 +173,7 @@ class Shard {
   void format();
   void check_identity() const;
   void check_state() const;
+  void back_more(std::size_t offset, std::size_t bytes) const;
   void back_rows();
   void back_index(std::uint64_t slots);
   void mark();
@@ -218,6 +220,7 @@ class Shard {
     row(number)->dirty_epoch = header_->dirty_epoch;
   }
   void check_no_cut() const;
+  Cut& cut_of(std::uint32_t epoch) const;
 
   const TableConfig* config_;
   const Optimizer* optimizer_;

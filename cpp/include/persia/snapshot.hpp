@@ -89,6 +89,7 @@ class Cut {
   void fail(const std::string& why) noexcept;
 
   bool wanted(const RowHeader& row) const { return row.dirty_epoch >= since_ && (live_ || row.dirty_epoch < epoch_); }
+  std::uint32_t epoch() const { return epoch_; }
   std::uint64_t next() const { return next_; }
   std::uint64_t rows() const { return rows_; }
   // The reader has seen all rows below `end`. Returns those that changed before; throws if the cut is lost.
@@ -115,9 +116,13 @@ struct Evictions {
   std::size_t limit = 0;
   std::vector<std::uint64_t> ids;
 
-  void add(std::uint64_t id) {
+  // Never throws: where there is no memory, they are not known.
+  void add(std::uint64_t id) noexcept {
     if (since == 0) return;
-    if (ids.size() < limit) return ids.push_back(id);
+    try {
+      if (ids.size() < limit) return ids.push_back(id);
+    } catch (const std::bad_alloc&) {
+    }
     since = 0;
     ids = {};
   }

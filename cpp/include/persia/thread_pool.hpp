@@ -18,7 +18,7 @@ namespace persia {
 // not deadlock one another. A pool of one thread runs everything on the caller.
 class ThreadPool {
  public:
-  explicit ThreadPool(std::size_t threads);
+  explicit ThreadPool(std::size_t threads);  // throws std::runtime_error where the system has no more threads
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
@@ -38,6 +38,7 @@ class ThreadPool {
     std::vector<std::thread> workers;
   };
   static void work(State& state);
+  void stop();
 
   std::unique_ptr<State> state_;
   pid_t process_;

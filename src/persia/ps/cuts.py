@@ -59,26 +59,27 @@ class Cuts:
 
     def rows(self, name: str) -> Iterator[RowChunk]:
         """The rows of the cut, table by table, shard by shard, in row order."""
+        cuts = self._checked(name).epochs
         for table, index in self._tables.items():
             config = self._store.config(index)
             most = max(1, CHUNK_BYTES // (24 + 4 * (config.dim + config.state_width)))
             for shard in range(config.resolved_shards):
                 more = True
                 while more:
-                    self._check(name)
-                    rows, more = self._store.export_cut(index, shard, most)
+                    self._checked(name)
+                    rows, more = self._store.export_cut(index, shard, cuts[table], most)
                     if len(rows.ids):
                         yield RowChunk(table, shard, rows._asdict())
 
     def removed(self, name: str) -> Iterator[RowChunk]:
         """The ids that were evicted before the cut."""
-        self._check(name)
-        if self._info.whole:
+        info = self._checked(name)
+        if info.whole:
             return
         for table, index in self._tables.items():
             for shard in range(self._store.config(index).resolved_shards):
-                self._check(name)
-                ids = self._store.cut_evicted(index, shard)
+                self._checked(name)
+                ids = self._store.cut_evicted(index, shard, info.epochs[table])
                 if len(ids):
                     yield RowChunk(table, shard, {"ids": ids})
 
@@ -88,11 +89,11 @@ class Cuts:
             if self._name == name:
                 self._end()
 
-    def _check(self, name: str) -> None:
-        if self._name != name:
-            raise StoreError(
-                f"There is no cut {name!r}: it was ended, or this PS has restarted. Save again.", name=name
-            )
+    def _checked(self, name: str) -> CutInfo:
+        with self._lock:
+            if self._name == name:
+                return self._info
+        raise StoreError(f"There is no cut {name!r}: it was ended, or this PS has restarted. Save again.", name=name)
 
     def _end(self) -> None:
         self._name = None

@@ -32,11 +32,11 @@ Apply = Callable[[Sequence[Arrived]], Counts]
 class _Step:
     """The step in work."""
 
-    def __init__(self, turn: int) -> None:
+    def __init__(self, turn: int, counts: Counts | None = None) -> None:
         self.turn = turn
         self.arrived: dict[tuple[int, int], Arrived] = {}
-        self.applying = False
-        self.counts: Counts | None = None
+        self.applying = counts is not None
+        self.counts = counts
         self.failure: Exception | None = None
 
     def over(self) -> bool:
@@ -61,9 +61,13 @@ class HeldSteps:
         ranks: the NN workers that make a step.
         timeout: seconds that a push waits.
         apply: what to do with a complete step. If it raises, all pushes of the step do, and may be repeated.
+        last: generation and turn of the step that a process before has applied last. It may have told some NN workers
+            so and not others, and the former do not push again.
     """
 
-    def __init__(self, ranks: Sequence[int], timeout: float, apply: Apply) -> None:
+    def __init__(
+        self, ranks: Sequence[int], timeout: float, apply: Apply, last: tuple[int, int] | None = None
+    ) -> None:
         self._ranks = ranks
         self._timeout = timeout
         self._apply = apply
@@ -72,6 +76,9 @@ class HeldSteps:
         self._step: _Step | None = None
         self._last: _Step | None = None
         """The last step that was applied: what a repeated push is answered from."""
+        if last is not None:
+            self._generation = last[0]
+            self._last = _Step(last[1], counts={})  # What became of it is counted nowhere.
 
     def renew(self, generation: int) -> None:
         """NN workers of this generation begin: pushes of earlier ones fail, those that wait too."""

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import shutil
+import struct
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,10 @@ __all__ = ["DEFAULT_ROOT", "Leftover", "Regions", "leftovers"]
 DEFAULT_ROOT = "/dev/shm"
 MANIFEST = "regions.json"
 MODE = "mode.json"
+APPLIED = "applied"
+STEP = struct.Struct("<QQ")
+"""Generation and turn + 1 of the last applied step of a group; at its place in the file."""
+
 FORMAT = 1
 MIB = 1 << 20
 LITTLE = 256 * MIB
@@ -93,6 +98,7 @@ class Regions:
             for number, config in enumerate(configs)
         ]
         if manifest is None:
+            self.forget_steps()
             self._write(_Manifest(FORMAT, names))
             _hint(self.directory)
             return False
@@ -133,6 +139,25 @@ class Regions:
         """The mode that the process before was in; empty if that is the one it began with."""
         path = self.directory / MODE
         return path.read_text() if self.complete and path.exists() else ""
+
+    def keep_step(self, group: int, generation: int, turn: int) -> None:
+        """Keeps which step was applied last: the next process answers those whom this one has not."""
+        with open(self.directory / APPLIED, "r+b", buffering=0) as file:
+            file.seek(group * STEP.size)
+            file.write(STEP.pack(generation, turn + 1))  # Within one page: no kill tears it.
+
+    def last_step(self, group: int) -> tuple[int, int] | None:
+        """Generation and turn of the step that was applied last; None if there was none in this mode."""
+        try:
+            kept = (self.directory / APPLIED).read_bytes()[group * STEP.size :][: STEP.size]
+        except FileNotFoundError:
+            return None
+        generation, after = STEP.unpack(kept.ljust(STEP.size, b"\0"))
+        return (generation, after - 1) if after else None
+
+    def forget_steps(self) -> None:
+        """Another mode begins, which counts its turns anew."""
+        (self.directory / APPLIED).write_bytes(bytes(STEP.size))
 
     def remove(self) -> None:
         """Removes the files; a process that has them mapped keeps its rows until it ends."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -101,12 +102,21 @@ class EmbeddingServer:
         self._adopt(decode(kept) if kept else mode)
 
     def _adopt(self, mode: Mode) -> None:
+        """Begins a mode, or goes on with the one that the process before was in."""
         self._mode = mode
         self._sums = RunningSums(mode.reduction)
         self._on_arrival = mode.dense() is Dense.ALL_REDUCE and mode.group(self._options.nn_workers, 1) == 1
         ranks = range(self._options.nn_workers)
         groups = [[rank] for rank in ranks] if self._on_arrival else [ranks]
-        self._held = [HeldSteps(group, self._options.timeout, self._apply_held) for group in groups]
+        self._held = [
+            HeldSteps(
+                group,
+                self._options.timeout,
+                functools.partial(self._apply_held, number),
+                self._regions.last_step(number) if self._regions is not None else None,
+            )
+            for number, group in enumerate(groups)
+        ]
 
     def tables(self) -> Mapping[str, Table]:
         """The tables by name, their optimizers filled in."""
@@ -166,6 +176,7 @@ class EmbeddingServer:
         for held in self._held:
             held.renew(generation)
         if (regions := self._regions) is not None:
+            regions.forget_steps()  # All are at rest: nobody waits for an answer.
             with_room(lambda: regions.remember(mode), self._options.timeout, "A switch of the mode")
         self._adopt(adopted)
         self._version = step * (self._options.nn_workers if self._on_arrival else 1)
@@ -210,14 +221,19 @@ class EmbeddingServer:
             self._slots.add(behind, counts)
         return counts.astype(np.float32)
 
-    def _apply_held(self, arrived: Sequence[Arrived]) -> dict[str, UpdateCounts]:
-        """Applies a complete step: one update of the average over its NN workers."""
+    def _apply_held(self, group: int, arrived: Sequence[Arrived]) -> dict[str, UpdateCounts]:
+        """Applies a complete step of a group: one update of the average over its NN workers."""
         header = arrived[0].header
         average = average_step(arrived, self._mode.reduction, self._pool, self._scratch)
         headers = [push.header for push in arrived]
         if self._on_arrival:
-            return self._apply(headers, header.client, header.sequence, average, header.step)
-        return self._apply(headers, header.merged_client, header.step + 1, average, header.step)
+            client, sequence, turn = header.client, header.sequence, header.sequence
+        else:
+            client, sequence, turn = header.merged_client, header.step + 1, header.step
+        counts = self._apply(headers, client, sequence, average, header.step)
+        if self._regions is not None:
+            self._regions.keep_step(group, header.generation, turn)  # Before the first answer.
+        return counts
 
     def _apply(
         self,

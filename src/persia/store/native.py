@@ -305,22 +305,22 @@ class EmbeddingStore:
         with _store_errors():
             return int(self._native.changes_since(table))
 
-    def export_cut(self, table: int, shard: int, max_rows: int = 65536) -> tuple[Rows, bool]:
-        """The next rows of a cut in row order, up to 4,096 more than `max_rows`; and whether there may be more.
+    def export_cut(self, table: int, shard: int, cut: int, max_rows: int = 65536) -> tuple[Rows, bool]:
+        """The next rows of the cut of this number in row order, up to 4,096 more than `max_rows`; and whether there may be more.
 
         The shard is locked for 4,096 rows at a time.
 
         Raises:
-            StoreError: there is no cut, or its old rows could not be kept: the message says why.
+            StoreError: there is no such cut any more, or its old rows could not be kept: the message says why.
         """
         with _store_errors():
-            rows, more = self._native.export_cut(table, shard, max_rows)
+            rows, more = self._native.export_cut(table, shard, cut, max_rows)
         return Rows(*rows), more
 
-    def cut_evicted(self, table: int, shard: int) -> NDArray[np.uint64]:
+    def cut_evicted(self, table: int, shard: int, cut: int) -> NDArray[np.uint64]:
         """Ids of rows that were evicted between the `since` of the cut and the cut, repetitions included."""
         with _store_errors():
-            ids: NDArray[np.uint64] = self._native.cut_evicted(table, shard)
+            ids: NDArray[np.uint64] = self._native.cut_evicted(table, shard, cut)
         return ids
 
     def end_cut(self, table: int) -> None:
@@ -333,7 +333,8 @@ class EmbeddingStore:
 
         Imported into an empty table of the same shards, in the order of export and followed by `import_state`, a table
         continues bit for bit, later evictions included. In a full shard the less recent of the incoming and the oldest
-        row gives way. Imported rows count as unchanged for `since_epoch`.
+        row gives way. Imported rows count as unchanged for `since_epoch`, so afterwards nothing is known of changes
+        (`changes_since`).
         """
         with _store_errors():
             self._native.import_rows(table, *rows)
