@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from persia.checkpoint import CheckpointReader, CheckpointWriter, compact, inspect, list_checkpoints
 from persia.checkpoint.format import _signed
+from persia.checkpoint.storage import Storage
 from persia.errors import CheckpointError
 
 
@@ -202,3 +203,31 @@ def test_a_link_cannot_add_to_itself(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="later step"):
         write_link(tmp_path, 5, {1: 1.0}, base=base)
     assert read(CheckpointReader(tmp_path)) == {1: 1.0}
+
+
+def test_nothing_is_removed_while_it_is_not_known_what_kept_ones_add_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A store that does not let itself be read just now, or never: the full checkpoint is all that the others have."""
+    base = write_link(tmp_path, 1, {1: 1.0}, keep_last=1)
+    base = write_link(tmp_path, 2, {2: 2.0}, base=base, keep_last=1)
+
+    def fails(storage: Storage, path: str, start: int, count: int) -> bytes:
+        raise CheckpointError(f"{path}: SlowDown")
+
+    with CheckpointWriter(tmp_path, 3, keep_last=1) as writer, monkeypatch.context() as context:
+        writer.add_rows("item", 0, rows_of({3: 3.0}))
+        context.setattr(Storage, "head", fails)
+        writer.commit(schema=SCHEMA, optimizer=OPTIMIZER, base=base)
+    base = CheckpointReader(tmp_path, 3).base
+    assert "could not be removed: step-000000000003/manifest.json: SlowDown" in caplog.text
+    assert read(CheckpointReader(tmp_path)) == {1: 1.0, 2: 2.0, 3: 3.0}
+    # One that is damaged, and belongs to what is kept.
+    (tmp_path / "step-000000000002" / "manifest.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="step-000000000002, which cannot be read"):
+        write_link(tmp_path, 4, {4: 4.0}, base=base, keep_last=1)
+    assert "step 2, which is kept, is damaged" in caplog.text
+    assert (tmp_path / "step-000000000001").exists()
+    # Once nobody needs it any more it is in nobody's way.
+    write_link(tmp_path, 5, {5: 5.0}, keep_last=1)
+    assert [entry.step for entry in list_checkpoints(tmp_path)] == [5]

@@ -60,6 +60,18 @@ def test_files(run: Path, tmp_path: Path) -> None:
         export(run, tmp_path / "out", tables=["nobody"])
 
 
+@pytest.mark.parametrize("kind", ["parquet", "npy"])
+def test_an_export_that_fails_leaves_the_one_before(run: Path, tmp_path: Path, kind: str) -> None:
+    files = export(run, tmp_path / "out", kind, tables=["item"])
+    before = [Path(file).read_bytes() for file in files]
+    (part, *_) = (path for path in run.rglob("*") if path.is_file() and "item" in str(path.relative_to(run)))
+    part.write_bytes(part.read_bytes()[:-1] + b"?")
+    with pytest.raises(CheckpointError, match=part.name):
+        export(run, tmp_path / "out", kind, tables=["item"])
+    assert [Path(file).read_bytes() for file in files] == before
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(Path(file).name for file in files)
+
+
 def test_differences(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = make_rows(100, seed=3)
     second = {name: array[10:].copy() for name, array in first.items()}
@@ -70,7 +82,9 @@ def test_differences(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             writer.commit(schema=SCHEMA, optimizer=OPTIMIZER)
     for memory in (256 << 20, 1000):  # A share at a time gives the same.
         monkeypatch.setattr("persia.checkpoint.comparing.MEMORY_BYTES", memory)
-        item, user = diff(tmp_path / "a", tmp_path / "b")
+        counted: list[int] = []
+        item, user = diff(tmp_path / "a", tmp_path / "b", progress=counted.append)
+        assert sum(counted) == 190
         assert (item.only_first, item.only_second, item.same, item.changed) == (10, 0, 80, 10)
         assert item.largest == pytest.approx(0.5, rel=1e-5)
         assert item.mean == pytest.approx(0.5, rel=1e-5)

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from persia.ps.regions import Regions, leftovers
 from persia.store import EmbeddingStore, TableConfig
 
@@ -31,3 +33,9 @@ def test_lists_and_cleans(tmp_path):
     assert [entry.path for entry in leftovers(str(tmp_path))] == [str(used)]
     assert not leftovers(str(tmp_path))[0].remove()
     assert used.exists()
+
+
+def test_a_directory_that_is_not_there(tmp_path):
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        regions("--directory", str(tmp_path / "misspelt"))
+    assert "there is no such directory" in caught.value.stderr

@@ -2,8 +2,10 @@
 
 import logging
 import os
+import re
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -362,6 +364,21 @@ def test_offline_reshard_sorts_rows_by_server(tmp_path):
         reshard(tmp_path / "a", tmp_path / "a", ReshardOptions(3))
 
 
+def test_the_parts_are_called_as_the_format_page_says(tmp_path):
+    page = Path(__file__).parents[2] / "docs" / "reference" / "checkpoint.md"
+    section = page.read_text().split("## What the parts of a training run are called")[1].split("## ")[0]
+    documented = set(re.findall(r"^\| (\w+ `.*?`) \|", section, re.MULTILINE))
+    t = several(schema_of(), 2)
+    t.fit(reader(), max_steps=2)
+    t.save(str(tmp_path))
+    kinds = {"TensorsPart": "tensors", "StatePart": "state"}
+    parts = CheckpointReader(tmp_path).manifest.parts
+    named = {(kinds[type(p).__name__], p.name) for p in parts if type(p).__name__ in kinds}
+    written = {f"{kind} `{re.sub(r'-[0-9]+[.][0-9]+$', '-<p>.<k>', name)}`" for kind, name in named}
+    assert written == documented
+    assert ("state", "server-1.0") in named
+
+
 def test_small_checkpoints_for_prediction(tmp_path, caplog):
     schema = schema_of()
     first = several(schema, 2)
@@ -400,6 +417,28 @@ def test_rows_with_state_into_another_model(tmp_path):
     ids = np.array(list(ids_and_values(tmp_path, "id_1")), np.uint64)
     rows = [server.lookup({"id_1": ids}, False)["id_1"] for server in second.embeddings.connection.servers]
     np.testing.assert_array_equal(sum(rows)[:, 0], list(ids_and_values(tmp_path, "id_1").values()))
+
+
+def test_an_increment_after_rows_were_loaded_has_them(tmp_path):
+    """Loaded rows count as unchanged, so the checkpoint must not be an increment."""
+    schema = schema_of()
+    other = several(schema, 1)
+    other.fit(reader(), max_steps=10)
+    other.save(str(tmp_path / "other"))
+    t = several(schema, 2, checkpoint_increments=5)
+    t.fit(reader(), max_steps=2)
+    t.save(str(tmp_path / "t"))
+    t.load_rows(str(tmp_path / "other"), ["id_1"])
+    t.fit(reader(), max_steps=1)
+    t.save(str(tmp_path / "t"))
+    assert CheckpointReader(tmp_path / "t").manifest.base is None
+    saved = ids_and_values(tmp_path / "t", "id_1")
+    assert saved.keys() >= ids_and_values(tmp_path / "other", "id_1").keys()
+    for server in t.embeddings.connection.servers:
+        for chunk in server.export_rows():
+            if chunk.table == "id_1":
+                rows = zip(chunk.arrays["ids"].tolist(), chunk.arrays["embeddings"][:, 0].tolist(), strict=True)
+                assert all(saved[id_] == value for id_, value in rows)
 
 
 def test_another_optimizer_begins_anew_and_says_so(tmp_path, caplog):

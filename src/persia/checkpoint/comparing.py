@@ -54,7 +54,8 @@ def diff(
         first: directory of checkpoints, or a step's own.
         second: likewise; may be the same directory.
         steps: which steps, instead of the latest.
-        progress: told the number of rows after each part.
+        progress: told the number of rows after each part; of a table that is read several times a share of them, so
+            that it adds up to all rows.
 
     Raises:
         CheckpointError: a table has another dim in the other, or a part is damaged.
@@ -91,10 +92,14 @@ def _share(
 ) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
     ids = [np.empty(0, np.uint64)]
     embeddings = [np.empty((0, rows.dim), np.float32)]
+    told = seen = 0
     for arrays in rows:
         mine = arrays["ids"] * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(32)
         chosen = mine % np.uint64(shares) == share
         ids.append(arrays["ids"][chosen])
         embeddings.append(arrays["embeddings"][chosen])
-        progress(len(chosen))
+        seen += len(chosen)
+        so_far = seen * (share + 1) // shares - seen * share // shares
+        progress(so_far - told)
+        told = so_far
     return np.concatenate(ids), np.concatenate(embeddings)

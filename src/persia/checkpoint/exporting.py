@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,7 +33,7 @@ def export(
 
     Args:
         url: directory of checkpoints, or a step's own.
-        target: local directory; files of the same names are replaced.
+        target: local directory; files of the same names are replaced, each when it is complete.
         kind: "parquet": `<table>.parquet` with `id`, `embedding`, `update_count`, `last_step`; or "npy":
             `<table>.ids.npy` and `<table>.embeddings.npy`, in the same order.
         tables: which tables; None for all.
@@ -70,7 +70,10 @@ def _parquet(rows: TableRows, path: str, state: bool, progress: Progress) -> lis
     path += ".parquet"
     batches = rows.arrow(state)
     # Ids and trained floats repeat too little for dictionaries or compression to pay.
-    with pq.ParquetWriter(path, batches.schema, compression="none", use_dictionary=False) as writer:
+    with (
+        _replaced([path]) as [draft],
+        pq.ParquetWriter(draft, batches.schema, compression="none", use_dictionary=False) as writer,
+    ):
         for batch in batches:
             writer.write_batch(batch)
             progress(batch.num_rows)
@@ -85,9 +88,11 @@ def _npy(rows: TableRows, path: str, state: bool, progress: Progress) -> list[st
     }
     if state:
         columns["state"] = (np.float32, (count, rows.state_width))
-    paths = {name: f"{path}.{name}.npy" for name in columns}
-    with contextlib.ExitStack() as stack:
-        handles = {name: stack.enter_context(Path(file).open("wb")) for name, file in paths.items()}
+    paths = [f"{path}.{name}.npy" for name in columns]
+    with _replaced(paths) as drafts, contextlib.ExitStack() as stack:
+        handles = {
+            name: stack.enter_context(Path(draft).open("wb")) for name, draft in zip(columns, drafts, strict=True)
+        }
         for name, (dtype, shape) in columns.items():
             header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
             np.lib.format.write_array_header_2_0(handles[name], header)
@@ -95,4 +100,17 @@ def _npy(rows: TableRows, path: str, state: bool, progress: Progress) -> list[st
             for name in columns:
                 handles[name].write(np.ascontiguousarray(arrays[name]).data)
             progress(len(arrays["ids"]))
-    return list(paths.values())
+    return paths
+
+
+@contextlib.contextmanager
+def _replaced(paths: Sequence[str]) -> Iterator[list[str]]:
+    """Gives names to write to; they become these files at the end, and nothing is left of them after an error."""
+    drafts = [f"{path}.part" for path in paths]
+    try:
+        yield drafts
+        for draft, path in zip(drafts, paths, strict=True):
+            os.replace(draft, path)
+    finally:
+        for draft in drafts:
+            Path(draft).unlink(missing_ok=True)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeAlias
 
 from persia.checkpoint.format import MANIFEST, MAX_MANIFEST_BYTES, Manifest, decode_manifest, parse_step, step_name
 from persia.checkpoint.storage import Storage
 from persia.errors import CheckpointError
 
 __all__ = ["Retention"]
+
+_Manifest: TypeAlias = Manifest[dict[str, Any]]
 
 
 class Retention(NamedTuple):
@@ -23,7 +26,11 @@ class Retention(NamedTuple):
     best: bool = False
 
     def apply(self, storage: Storage, newest: int) -> None:
-        """Removes the other checkpoints before step `newest`, and what interrupted writers have left there."""
+        """Removes the other checkpoints before step `newest`, and what interrupted writers have left there.
+
+        Raises:
+            CheckpointError: the storage fails, or what a kept one adds to is not known. Then no checkpoint is removed.
+        """
         if self.last is None:
             return
         steps = sorted(
@@ -33,7 +40,8 @@ class Retention(NamedTuple):
         kept = set(complete[: self.last])
         if len(complete) > self.last:
             manifests = {step: _manifest(storage, step) for step in complete}
-            kept |= self._worth(manifests, kept)
+            kept |= self._best(manifests)
+            kept |= {base for step in kept for base in _bases(manifests, step)}
         for step in steps:
             if step in kept or step == newest:
                 continue
@@ -41,27 +49,38 @@ class Retention(NamedTuple):
                 storage.remove(f"{step_name(step)}/{MANIFEST}")  # first: what is half removed is no checkpoint
             storage.remove(step_name(step))
 
-    def _worth(self, manifests: dict[int, Manifest[dict[str, Any]] | None], kept: set[int]) -> set[int]:
-        """The best one, and all that the kept ones add to."""
-        more: set[int] = set()
-        if self.best:
-            scores = {s: m.extra["score"] for s, m in manifests.items() if m and _is_number(m.extra.get("score"))}
-            if scores:
-                more.add(max(scores, key=lambda step: (scores[step], step)))
-        for step in kept | more:
-            manifest = manifests.get(step)
-            while manifest is not None and manifest.base is not None and manifest.base.step not in more:
-                more.add(manifest.base.step)
-                manifest = manifests.get(manifest.base.step)
-        return more
+    def _best(self, manifests: dict[int, _Manifest | None]) -> set[int]:
+        if not self.best:
+            return set()
+        scores = {s: m.extra["score"] for s, m in manifests.items() if m and _is_number(m.extra.get("score"))}
+        return {max(scores, key=lambda step: (scores[step], step))} if scores else set()
 
 
-def _manifest(storage: Storage, step: int) -> Manifest[dict[str, Any]] | None:
-    """None where it cannot be read: such a one has no score, and nothing that it needs."""
+def _bases(manifests: dict[int, _Manifest | None], step: int) -> Iterator[int]:
+    """All that a checkpoint adds to."""
+    while True:
+        manifest = manifests.get(step)
+        if manifest is None:
+            raise CheckpointError(
+                f"The manifest of step {step}, which is kept, is damaged or gone, so nobody knows which steps it adds "
+                "to. See `persia checkpoint verify`; remove that step by hand if it is of no use.",
+                step=step,
+            )
+        if manifest.base is None:
+            return
+        step = manifest.base.step
+        yield step
+
+
+def _manifest(storage: Storage, step: int) -> _Manifest | None:
+    """None where it is damaged. (That it cannot be read at this moment is an error.)"""
     path = f"{step_name(step)}/{MANIFEST}"
+    size = storage.size(path)
+    if not size or size > MAX_MANIFEST_BYTES:
+        return None
+    data = storage.head(path, 0, size)
     try:
-        size = storage.size(path)
-        return decode_manifest(storage.head(path, 0, size), path) if size and size <= MAX_MANIFEST_BYTES else None
+        return decode_manifest(data, path)
     except CheckpointError:
         return None
 

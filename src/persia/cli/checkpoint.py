@@ -85,9 +85,14 @@ def compact(directory: Directory, step: Step = None) -> None:
 @checkpoint_app.command()
 def diff(
     first: Annotated[str, typer.Argument(help="A directory with checkpoints, or one step-N of it.", metavar="FIRST")],
-    second: Annotated[str, typer.Argument(help="Another one.", metavar="SECOND")],
+    second: Annotated[str, typer.Argument(help="Another one, or the same.", metavar="SECOND")],
+    step: Annotated[int | None, typer.Option(help="The step of FIRST, instead of the latest.", metavar="N")] = None,
+    second_step: Annotated[int | None, typer.Option(help="The step of SECOND, likewise.", metavar="N")] = None,
 ) -> None:
-    """Compare the embeddings of two checkpoints."""
+    """Compare the embeddings of two checkpoints.
+
+    Two steps of one run: `persia checkpoint diff DIR DIR --step 1000 --second-step 2000`.
+    """
     from rich.table import Table
     from rich.text import Text
 
@@ -95,9 +100,9 @@ def diff(
     from persia.checkpoint import diff as diff_checkpoints
     from persia.cli import output as out
 
-    total = _rows(CheckpointReader(first), None) + _rows(CheckpointReader(second), None)
+    total = _rows(CheckpointReader(first, step), None) + _rows(CheckpointReader(second, second_step), None)
     with _bar("comparing", total) as progress:
-        found = diff_checkpoints(first, second, progress=progress)
+        found = diff_checkpoints(first, second, steps=(step, second_step), progress=progress)
     table = Table("table", title="Embeddings", title_justify="left")
     for heading in ("only first", "only second", "same", "changed", "largest", "mean distance"):
         table.add_column(heading, justify="right")

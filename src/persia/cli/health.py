@@ -76,6 +76,7 @@ def _ask(member: Member, timeout: float) -> Health | str:
 
 def _table(found: list[tuple[Member, Health | str]]) -> Any:
     from rich.table import Table
+    from rich.text import Text
 
     table = Table()
     for column in ("process", "up", "where", "calls", "p50 / p99", "queue", "what it does"):
@@ -83,7 +84,7 @@ def _table(found: list[tuple[Member, Health | str]]) -> Any:
     for member, answer in found:
         name = f"{member.role} {member.rank}"
         if isinstance(answer, str):
-            table.add_row(name, "-", member.address, "-", "-", "-", f"[red]{answer}[/red]")
+            table.add_row(name, "-", member.address, "-", "-", "-", Text(answer, "red"))  # Not markup: a log is in it.
             continue
         state = "" if member.state == "alive" else f" ({member.state})"
         again = f", incarnation {answer.incarnation}" if answer.incarnation > 1 else ""

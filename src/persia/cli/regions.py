@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
+
+from persia.errors import ConfigError
 
 __all__ = ["cluster_app"]
 
@@ -32,9 +35,12 @@ def regions(
     """
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from persia.ps.regions import leftovers
 
+    if not os.path.isdir(directory):
+        raise ConfigError(f"--directory {directory}: there is no such directory.", field="directory")
     found = leftovers(directory)
     if not found:
         typer.echo(f"There are no regions in {directory}.")
@@ -45,5 +51,5 @@ def regions(
     for left in found:
         state = "in use" if left.in_use else ("removed" if clean and left.remove() else "left over")
         tables = ", ".join(left.tables) or "(never completed)"
-        table.add_row(left.path, tables, f"{left.memory / (1 << 20):,.1f}", f"{left.seconds / 60:,.0f} min ago", state)
+        table.add_row(Text(left.path), Text(tables), f"{left.memory / (1 << 20):,.1f}", f"{left.seconds / 60:,.0f} min ago", state)
     Console().print(table)

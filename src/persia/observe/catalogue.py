@@ -1,4 +1,4 @@
-"""All figures that persia exports, and what each is. docs/reference/metrics.md shows this table."""
+"""All figures that persia exports, and what each is. docs/reference/observed.md shows this table."""
 
 from __future__ import annotations
 

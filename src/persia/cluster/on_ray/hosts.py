@@ -19,6 +19,7 @@ from persia.cluster.on_ray.membership import Listener, connect_servers, reach_co
 from persia.cluster.on_ray.plan import TITLES, Plan, ProcessInfo, Service
 from persia.coordinator import Coordinator as Coordination
 from persia.coordinator import TokenReport, Tokens
+from persia.coordinator.state_file import StateFile
 from persia.errors import ConfigError, DeadlineError, StoreError
 from persia.observe.figures import Figure, Readings, figures
 from persia.ps import EmbeddingServer, ServerOptions
@@ -174,10 +175,11 @@ class CoordinatorHost(Host):
         self._kept = Kept(f"{plan.options.regions}/{plan.name}/coordinator") if plan.options.regions else None
         path = self._kept.path if self._kept is not None else lambda _: None
         self._tokens = Tokens(plan.options.timeout, path("tokens"))
-        address = self._kept.address if self._kept is not None else ""
-        address = self.serve(_Both(Coordination(path=path("members")), self._tokens), ControlPlane, address)
-        if self._kept is not None:
-            self._kept.listens(address)
+        known = StateFile(path("address"), str)
+        before = known.load() or ""
+        address = self.serve(_Both(Coordination(path=path("members")), self._tokens), ControlPlane, before)
+        if address != before:
+            known.save(address)  # Where the next process listens, too.
         self.ready = True
 
     def observe(self) -> Readings:

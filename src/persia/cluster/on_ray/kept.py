@@ -53,16 +53,6 @@ class Kept:
         """Of a file in it."""
         return str(self._directory / name)
 
-    @property
-    def address(self) -> str:
-        """Where the process before listened; empty if this is the first."""
-        path = self._directory / "address"
-        return path.read_text() if path.exists() else ""
-
-    def listens(self, address: str) -> None:
-        """Leaves an address to the next process."""
-        (self._directory / "address").write_text(address)
-
     def remove(self) -> None:
         """Nobody comes after this process."""
         shutil.rmtree(self._directory, ignore_errors=True)
