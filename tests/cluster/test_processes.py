@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("ray_here")
 def test_all_deaths_are_told():
     told: list[int] = []
     bare = bare_host()
-    processes = Processes(lambda process, _: told.append(process.rank), lambda _: None)
+    processes = Processes(lambda process, _: told.append(process.rank), lambda _: None, 60.0)
     try:
         started = [processes.start(bare, "embedding_ps", rank, (), num_cpus=0) for rank in range(3)]
         processes.await_ready(started, 60.0)

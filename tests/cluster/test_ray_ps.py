@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from pathlib import Path
 
@@ -40,3 +42,21 @@ def test_a_ps_that_dies_changes_no_number(tmp_path):
         processes = pids(cluster)
     eventually(lambda: not any(map(running, processes)), "all processes have ended")
     assert not list(tmp_path.iterdir())  # Nothing is left over.
+
+
+def test_a_ps_that_is_dead_for_good_leaves_no_memory(tmp_path):
+    """Its successor begins with the rows of the checkpoint, beside nothing."""
+    with persia.cluster.Ray(2, options=options(restarts=0, regions=str(tmp_path / "regions"))) as cluster:
+        trainer = make_trainer(cluster, checkpoint_dir=str(tmp_path / "saved"), checkpoint_every_steps=20)
+        trainer.fit(reader(BATCHES), max_steps=30)
+        killed = threading.Thread(target=kill_once_training, args=(cluster, "embedding_ps", None))
+        killed.start()
+        result = trainer.fit(reader(BATCHES))
+        killed.join(60)
+        assert not killed.is_alive()
+        assert result.failures == 1
+        left = leftovers(str(tmp_path / "regions"))
+        assert [Path(one.path).name for one in left] == ["coordinator", "ps-0.1", "ps-1"]
+        os.kill(pids(cluster, "embedding_ps")[0], signal.SIGKILL)
+        eventually(lambda: len(cluster._processes.of("embedding_ps")) == 1, "its death is noticed")
+    assert not (tmp_path / "regions").exists() or not list((tmp_path / "regions").iterdir())

@@ -26,7 +26,7 @@ from persia.modes import Hybrid, Sync, encode
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.regions import Regions
 from persia.ps.room import with_room
-from persia.schema import SGD, IdFeature, Schema
+from persia.schema import SGD, IdFeature, Schema, Table
 from persia.services import EmbeddingPS
 from persia.store import EmbeddingStore, TableConfig
 from persia.types import Contribution, Gradients, PushHeader
@@ -278,6 +278,23 @@ def test_capacities_that_do_not_fit_are_refused(mounted):
         Regions(str(place / "ps-0")).create_tables(EmbeddingStore(), tables)
     assert caught.value.fields["wanted"] > caught.value.fields["free"]
     assert not any((place / "ps-0").iterdir())
+
+
+def test_capacities_must_fit_for_all_ps_of_a_host(mounted):
+    tables = {"item": Table("item", dim=16, capacity=15_000, optimizer=SGD(lr=1.0))}  # 1.5 MiB
+    place = mounted("size=4m")
+
+    def begun(number, neighbours):
+        options = ServerOptions(regions=str(place / f"ps-{number}"), neighbours=neighbours)
+        return EmbeddingServer(tables, SGD(lr=1.0), Sync(), 0, 1, options)
+
+    with pytest.raises(StoreFullError, match=r"4 MiB free.* item may need 4 MiB by their capacity, in 3 PSs of this"):
+        begun(0, 3)
+    servers = [begun(number, 2) for number in range(2)]
+    for server in servers:
+        server.close()
+    del servers, server
+    gc.collect()  # Else the place is busy.
 
 
 def test_the_log_says_how_much_room_there_is_and_what_would_be_faster(mounted, caplog):

@@ -25,7 +25,7 @@ import msgspec
 from persia.errors import StoreError, StoreFullError
 from persia.store import EmbeddingStore, TableConfig
 
-__all__ = ["DEFAULT_ROOT", "Leftover", "Regions", "leftovers"]
+__all__ = ["DEFAULT_ROOT", "Leftover", "Regions", "leftovers", "remove_leftovers"]
 
 DEFAULT_ROOT = "/dev/shm"
 MANIFEST = "regions.json"
@@ -63,8 +63,13 @@ class Regions:
         """Whether a process has made all tables here."""
         return (self.directory / MANIFEST).exists()
 
-    def create_tables(self, store: EmbeddingStore, configs: Sequence[TableConfig]) -> bool:
+    def create_tables(self, store: EmbeddingStore, configs: Sequence[TableConfig], neighbours: int = 1) -> bool:
         """Makes the tables, or finds them as the process before has left them; blocks for a scan of torn ones.
+
+        Args:
+            store: that gets them.
+            configs: of the tables.
+            neighbours: how many PSs of these tables, this one included, are to find room here.
 
         Returns:
             Whether they were found.
@@ -85,7 +90,7 @@ class Regions:
                     "one, or None to keep rows in the memory of the process.",
                     path=str(self.directory),
                 ) from error
-            _check_room(self.directory, configs)
+            _check_room(self.directory, configs, neighbours)
         elif manifest.format != FORMAT or manifest.tables != names:
             raise StoreError(
                 f"{self.directory} has regions of the tables {', '.join(manifest.tables)} (format {manifest.format}), "
@@ -213,10 +218,21 @@ class Leftover(NamedTuple):
         return True
 
 
-def leftovers(root: str = DEFAULT_ROOT) -> list[Leftover]:
-    """The regions of all PSs, and the states of coordinators, of this host below a directory, those in use too."""
+def remove_leftovers(root: str, pattern: str) -> None:
+    """Removes the regions of this host that no process has in use."""
+    for left in leftovers(root, pattern):
+        left.remove()
+
+
+def leftovers(root: str = DEFAULT_ROOT, pattern: str = "persia-*/*") -> list[Leftover]:
+    """The regions of PSs, and the states of coordinators, of this host, those in use too.
+
+    Args:
+        root: where clusters keep them.
+        pattern: which of them, as `Path.glob` understands it: cluster and role.
+    """
     found = []
-    for directory in sorted(Path(root).glob("persia-*/*")):
+    for directory in sorted(Path(root).glob(pattern)):
         try:
             manifest = msgspec.json.decode((directory / MANIFEST).read_bytes(), type=_Manifest)
         except (OSError, msgspec.MsgspecError):
@@ -267,10 +283,10 @@ def _remove(directory: Path) -> None:
         directory.parent.rmdir()
 
 
-def _check_room(directory: Path, configs: Sequence[TableConfig]) -> None:
+def _check_room(directory: Path, configs: Sequence[TableConfig], neighbours: int) -> None:
     """Whether the regions can grow as large as their tables say; most leave their capacity open, and say nothing."""
     bounded = [config for config in configs if config.capacity < TableConfig.capacity]
-    wanted = sum(c.capacity * (ROW_OVERHEAD + 4 * (c.dim + c.state_width)) for c in bounded)
+    wanted = neighbours * sum(c.capacity * (ROW_OVERHEAD + 4 * (c.dim + c.state_width)) for c in bounded)
     system = os.statvfs(directory)
     free = system.f_bavail * system.f_frsize + sum(path.stat().st_blocks * 512 for path in _files(directory))
     room = f"{directory} has {free // MIB} MiB free"
@@ -280,8 +296,10 @@ def _check_room(directory: Path, configs: Sequence[TableConfig]) -> None:
     )
     if wanted > free:
         names = ", ".join(config.name for config in bounded)
+        sharing = f", in {neighbours} PSs of this host" if neighbours > 1 else ""
         raise StoreFullError(
-            f"{room}, and the rows of the tables {names} may need {wanted // MIB} MiB by their capacity. {remedy}.",
+            f"{room}, and the rows of the tables {names} may need {wanted // MIB} MiB by their capacity{sharing}. "
+            f"{remedy}.",
             path=str(directory),
             free=free,
             wanted=wanted,

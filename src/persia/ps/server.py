@@ -91,7 +91,7 @@ class EmbeddingServer:
         self._regions = Regions(self._options.regions) if self._options.regions is not None else None
         configs = [table_config(table, seed) for table in self._tables.values()]
         if self._regions is not None:
-            self._regions.create_tables(self._store, configs)
+            self._regions.create_tables(self._store, configs, self._options.neighbours)
         else:
             for config in configs:
                 self._store.create_table(config)

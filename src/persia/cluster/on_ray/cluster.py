@@ -7,6 +7,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ from persia.cluster.on_ray.resizing import DEPART_SECONDS, await_leave, check_co
 from persia.cluster.on_ray.run import pickled, results
 from persia.errors import ClosedError, ConfigError, PersiaError, RoleDiedError
 from persia.modes import Mode
+from persia.ps.regions import remove_leftovers
 from persia.rpc.keys import KEYS_VARIABLE
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Attempt, Connection, Coordinator, DenseMaker, Tokens
@@ -274,6 +276,8 @@ class Ray:
             try:
                 if self._processes is not None and ray.is_initialized():
                     self._processes.close()
+                    if self._plan is not None and (root := self.options.regions):
+                        self._processes.on_unreleased(partial(remove_leftovers, root, f"{self._plan.name}/*"))
             finally:
                 if self._owns_ray:
                     ray.shutdown()
@@ -304,7 +308,7 @@ class Ray:
             if self._processes is None or self._plan is None or self._coordinator is None:
                 self._connect_to_ray()
                 plan = self._make_plan()
-                self._processes = Processes(self._died, self._restarted)
+                self._processes = Processes(self._died, self._restarted, self.options.timeout)
                 process = self._processes.start(
                     CoordinatorHost,
                     "coordinator",

@@ -16,6 +16,7 @@ from persia import rpc, services
 from persia.cluster.observed import LOOPBACK, ObservedProcess
 from persia.cluster.on_ray.kept import Kept
 from persia.cluster.on_ray.membership import Listener, connect_servers, reach_coordinator
+from persia.cluster.on_ray.placement import neighbours
 from persia.cluster.on_ray.plan import TITLES, Plan, ProcessInfo, Service
 from persia.coordinator import Coordinator as Coordination
 from persia.coordinator import TokenReport, Tokens
@@ -23,7 +24,7 @@ from persia.coordinator.state_file import StateFile
 from persia.errors import ConfigError, DeadlineError, StoreError
 from persia.observe.figures import Figure, Readings, figures
 from persia.ps import EmbeddingServer, ServerOptions
-from persia.ps.regions import Regions
+from persia.ps.regions import Regions, remove_leftovers
 from persia.rpc.interface import describe
 from persia.services import ControlPlane, Coordinator, DenseMaker, DensePS, EmbeddingPS, EmbeddingWorker, Observed
 from persia.types import Membership
@@ -240,7 +241,10 @@ class EmbeddingServerHost(Host):
             address = ""  # The first process of another life: nobody looks for it, and it has no rows.
         if address:
             self._check_return(address, regions)
-        hold = ServerOptions(plan.nn_workers, plan.options.timeout, regions)
+        elif life and plan.options.regions:  # The one before is dead for good, and its rows are not wanted any more.
+            for left in (f"ps-{rank}", f"ps-{rank}.*"):
+                remove_leftovers(plan.options.regions, f"{plan.name}/{left}")
+        hold = ServerOptions(plan.nn_workers, plan.options.timeout, regions, neighbours(rank, plan.servers))
         self.servant = EmbeddingServer(schema.resolved_tables(), optimizer, mode, seed, cores(plan), hold)
         self.join(self.serve(self.servant, EmbeddingPS, address))
 

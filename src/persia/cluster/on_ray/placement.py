@@ -7,7 +7,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-__all__ = ["here", "place"]
+__all__ = ["here", "neighbours", "place"]
 
 
 def here() -> Any:
@@ -25,6 +25,16 @@ def place(rank: int, reserves: bool) -> Any:
         reserves: whether it reserves resources. If so, and the host has too little left, it goes to another one. If
             not, Ray must be told strictly: what reserves nothing it puts anywhere, whatever it is asked for.
     """
+    nodes = _nodes()
+    return NodeAffinitySchedulingStrategy(nodes[rank % len(nodes)], soft=reserves)
+
+
+def neighbours(rank: int, count: int) -> int:
+    """How many of `count` processes have the same place as that of a rank, which is one of them."""
+    hosts = len(_nodes())
+    return len(range(rank % hosts, count, hosts))
+
+
+def _nodes() -> list[str]:
     nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"])
-    nodes = [node for node in nodes if node["Resources"].get("CPU")] or nodes
-    return NodeAffinitySchedulingStrategy(nodes[rank % len(nodes)]["NodeID"], soft=reserves)
+    return [node["NodeID"] for node in nodes if node["Resources"].get("CPU")] or [node["NodeID"] for node in nodes]

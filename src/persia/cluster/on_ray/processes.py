@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -17,9 +17,10 @@ from persia.errors import DeadlineError, PersiaError, RoleDiedError
 
 __all__ = ["NAMESPACE", "Process", "Processes"]
 
+T = TypeVar("T")
+
 NAMESPACE = "persia"
 WATCH_SECONDS = 0.5
-RESTART_SECONDS = 60.0
 END_SECONDS = 20.0
 RELEASE_SECONDS = 10.0
 RETRY_SECONDS = 0.1
@@ -70,9 +71,14 @@ class Processes:
     Args:
         died: told of each death, with its reason, before anything else is done about it.
         restarted: told when a process is back.
+        timeout: seconds that a process may take to be back.
     """
 
-    def __init__(self, died: Callable[[Process, str], None], restarted: Callable[[Process], None]) -> None:
+    def __init__(
+        self, died: Callable[[Process, str], None], restarted: Callable[[Process], None], timeout: float
+    ) -> None:
+        self._timeout = timeout
+        self._unreleased: set[str] = set()
         self._died = died
         self._restarted = restarted
         self._lock = threading.Lock()
@@ -175,11 +181,18 @@ class Processes:
         """Ends all of them."""
         self._ending.set()
         self._thread.join(END_SECONDS)
-        keeping = [*self.of("embedding_ps"), *self.of("coordinator")]
-        releasing = [p.handle.release.remote() for p in keeping if p.info]
+        keeping = [p for role in STAYING for p in self.of(role) if p.info]
+        releasing = [p.handle.release.remote() for p in keeping]
         if releasing:
-            ray.wait(releasing, num_returns=len(releasing), timeout=RELEASE_SECONDS)
+            _, late = ray.wait(releasing, num_returns=len(releasing), timeout=RELEASE_SECONDS)
+            self._unreleased |= {p.info.node for p, call in zip(keeping, releasing, strict=True) if call in late}
         self.end(self.all())
+
+    def on_unreleased(self, function: Callable[[], object]) -> None:
+        """Calls a function on each host where a process has ended that could not remove what outlives it."""
+        for node in self._unreleased:
+            with contextlib.suppress(RayError):  # It dies just now, and all of its memory with it.
+                _on(node, function)
 
     # --- the thread that watches ------------------------------------------------------------------------------
 
@@ -214,7 +227,7 @@ class Processes:
             self._fail(process, reason)
 
     def _await_restart(self, process: Process, reason: str) -> None:
-        end = time.monotonic() + RESTART_SECONDS
+        end = time.monotonic() + self._timeout
         call: Any = None
         while not self._ending.is_set():
             call = call or process.handle.info.remote()
@@ -234,20 +247,24 @@ class Processes:
             except RayError:
                 died = True
             lost = process.role in STAYING and process.info is not None and not _lives(process.info.node)
-            if died or lost or time.monotonic() >= end:
-                self._fail(process, reason)
+            if died or lost:
+                self._fail(process, reason, " again and again, and is not restarted any more")
+                return
+            if time.monotonic() >= end:
+                self._fail(process, reason, f" and has not come back within {self._timeout:g} s")
                 return
             self._ending.wait(RETRY_SECONDS)
 
-    def _fail(self, process: Process, reason: str) -> None:
+    def _fail(self, process: Process, reason: str, more: str = "") -> None:
         with self._lock:
             if process not in self._processes:
                 return
             # Whatever else has failed: what has ended would be noticed again and again.
             self._processes.remove(process)
-            again = " again and again, and is not restarted any more" if process.restarts else ""
+            if process.role in STAYING and process.info is not None:
+                self._unreleased.add(process.info.node)
             self._failures.append(
-                RoleDiedError(f"{process.title} has died{again}: {reason}", role=process.role, rank=process.rank)
+                RoleDiedError(f"{process.title} has died{more}: {reason}", role=process.role, rank=process.rank)
             )
 
     def _cause(self, process: Process, error: RayError) -> PersiaError:
@@ -267,16 +284,20 @@ def last_lines(process: Process) -> list[str]:
         return []
     if not _lives(info.node):
         return ["(its host is gone)"]
-    if info.node == ray.get_runtime_context().get_node_id():
-        return _tail(info.logs)
-    where = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(info.node, soft=False)
     try:
-        lines: list[str] = ray.get(
-            ray.remote(_tail).options(num_cpus=0, scheduling_strategy=where).remote(info.logs), timeout=10
-        )
+        return _on(info.node, lambda: _tail(info.logs))
     except Exception as error:
         return [f"(its log cannot be read: {type(error).__name__})"]
-    return lines
+
+
+def _on(node: str, function: Callable[[], T]) -> T:
+    """What a function returns on a host."""
+    if node == ray.get_runtime_context().get_node_id():
+        return function()
+    where = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+    task = ray.remote(function).options(num_cpus=0, scheduling_strategy=where)
+    result: T = ray.get(task.remote(), timeout=RELEASE_SECONDS)
+    return result
 
 
 def _tail(paths: Sequence[str]) -> list[str]:
