@@ -35,6 +35,9 @@ LAST_SECONDS = 60.0
 
 RETRY_SECONDS = 1.0
 
+HELD_BYTES = 64 << 20
+"""Memory for what PSs have besides rows, such as counts of ids that are not admitted yet."""
+
 LOST = (StoreError, WireError, PeerRestartedError)
 """What a PS answers that has been started again while a checkpoint was read from it."""
 
@@ -194,9 +197,8 @@ class Saving:
         writer = CheckpointWriter(directory, step, keep_last=options.keep_last, keep_best=options.keep_best is not None)
         try:
             with _given_up(step):
-                # What PSs have besides rows changes with every batch, and may be large: so now, before training
-                # goes on.
-                _write_states(writer, servers)
+                # What PSs have besides rows changes with every batch: so now, before training goes on.
+                states = _states(writer, servers)
                 model = _held(dict(trainer.model.state_dict()))
                 training = _held(moment.training)
                 schema = resolved(trainer)
@@ -219,6 +221,8 @@ class Saving:
                         writer.rest(rests)
                     for number, server in enumerate(servers):
                         write_rows(writer, number, server, name, at_rest=rests is None)
+                    for part, pieces in states:
+                        writer.add_state(part, pieces)
                     writer.add_tensors("model", model)
                     writer.add_state("training", training)
                     path = writer.commit(
@@ -281,10 +285,19 @@ def _end(servers: Iterable[EmbeddingPS], name: str) -> None:
             server.end_cut(name)
 
 
-def _write_states(writer: CheckpointWriter, servers: Iterable[EmbeddingPS]) -> None:
+def _states(writer: CheckpointWriter, servers: Iterable[EmbeddingPS]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """State parts of this moment, to be written later; those that would take too much memory are written at once."""
+    held: list[tuple[str, list[dict[str, Any]]]] = []
+    nbytes = 0
     for number, server in enumerate(servers):
         for part, pieces in enumerate(server.export_state()):
-            writer.add_state(f"server-{number}.{part}", [piece._asdict() for piece in pieces])
+            name, content = f"server-{number}.{part}", [piece._asdict() for piece in pieces]
+            nbytes += sum(piece.values.nbytes for piece in pieces)
+            if nbytes <= HELD_BYTES:
+                held.append((name, content))
+            else:
+                writer.add_state(name, content)
+    return held
 
 
 def write_rows(writer: CheckpointWriter, number: int, server: EmbeddingPS, name: str, *, at_rest: bool = True) -> None:

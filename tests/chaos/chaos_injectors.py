@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import ray
 from chaos_disk import SIGN
 from chaos_schedule import Fault
+from cluster_samples import pids
 
 from persia.checkpoint import list_checkpoints
 
@@ -26,12 +27,14 @@ class Site(NamedTuple):
         checkpoints: folder of them.
         regions: folder of the PSs' regions.
         spoiled: steps of checkpoints that were damaged.
+        seen: all processes that there have been.
     """
 
     cluster: Any
     checkpoints: Path
     regions: Path
     spoiled: set[int]
+    seen: set[int]
 
 
 class NotNowError(Exception):
@@ -40,6 +43,7 @@ class NotNowError(Exception):
 
 def _victim(site: Site, fault: Fault) -> Any:
     """A process that is there."""
+    site.seen.update(pids(site.cluster))
     there = [
         p for p in site.cluster._processes.of(fault.role) if p.info is not None and Path(f"/proc/{p.info.pid}").exists()
     ]

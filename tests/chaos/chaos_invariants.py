@@ -55,16 +55,17 @@ def counts(rows: dict[Row, tuple[int, Any]], pushes: Pushes, acknowledged: bool 
 
 
 def values(rows: dict[Row, tuple[int, Any]], pushes: Pushes, learning_rate: float, seed: int) -> list[str]:
-    """Every row whose gradients were all acknowledged is its initial value minus their sum, as SGD has it.
+    """Every row whose gradients were all acknowledged, or refused, is its initial value minus their sum, by SGD.
 
     Args:
         rows: of the PSs.
-        pushes: their records, one update each.
+        pushes: their records.
         learning_rate: of SGD.
         seed: of the initial values.
     """
-    settled = [row for row, begun in pushes.begun.items() if begun <= pushes.done]
-    wrong = []
+    known = pushes.done | pushes.refused
+    settled = [row for row, begun in pushes.begun.items() if begun <= known and row in pushes.sums]
+    wrong = [] if settled else ["there is none whose gradients are all known"]
     for table in sorted({table for table, _ in settled}):
         ids = sorted(number for name, number in settled if name == table)
         initial = _initial_values(table, ids, len(pushes.sums[table, ids[0]]), seed)
@@ -94,8 +95,10 @@ def checkpoints(folder: Path, spoiled: Collection[int]) -> list[str]:
         except CheckpointError as error:
             if entry.step not in spoiled:
                 wrong.append(f"step {entry.step}: {error}")
-    drafts = [path.name for path in folder.rglob("*.draft")]
-    return _some("checkpoints", wrong + [f"{name} is left behind" for name in drafts])
+    entries = list_checkpoints(str(folder))
+    complete = {Path(entry.path).name for entry in entries} | {"LATEST"}
+    wrong += [f"{path.name} is left behind" for path in folder.iterdir() if path.name not in complete]
+    return _some("checkpoints", wrong if entries else ["there is none"])
 
 
 def quality(found: float, undisturbed: float) -> list[str]:
@@ -110,29 +113,33 @@ class Before:
 
     def __init__(self) -> None:
         self._threads = {thread.ident for thread in threading.enumerate()}
-        self._sockets = _sockets()
 
-    def left(self, processes: Iterable[int], regions: Path) -> list[str]:
-        """What is left behind at this moment."""
+    def left(self, processes: Iterable[int], ports: Collection[int], regions: Path) -> list[str]:
+        """What is left behind at this moment.
+
+        Args:
+            processes: that there have been.
+            ports: that they listened at.
+            regions: folder of them.
+        """
         left = [f"process {pid}" for pid in processes if _runs(pid)]
         left += [f"region {path.name}" for path in regions.glob("persia-*")]
         for thread in threading.enumerate():
             if thread.ident not in self._threads and thread.name.startswith(("persia", "rpc")):
                 left.append(f"thread {thread.name}")
-        more = _sockets() - self._sockets
-        return left + ([f"{more} sockets"] if more > 0 else [])
+        return left + [f"a connection to port {port}" for port in _connected() if port in ports]
 
 
-def _sockets() -> int:
-    """Of this process, to others of persia: Ray's come and go."""
+def _connected() -> list[int]:
+    """Ports that connections of this process lead to, or are being made to."""
     mine = set()
     for link in Path("/proc/self/fd").iterdir():
         try:
             mine.add(os.readlink(link))
         except OSError:
             continue
-    listening = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
-    return sum(f"socket:[{fields[9]}]" in mine and fields[3] == "0A" for fields in listening)
+    all_of_them = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    return [int(fields[2].rpartition(":")[2], 16) for fields in all_of_them if f"socket:[{fields[9]}]" in mine]
 
 
 def _runs(pid: int) -> bool:

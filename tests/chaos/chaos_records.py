@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from persia.errors import StalePushError
+
 Key = tuple[int, ...]
 """Of what changes a row at most once: a push, or the step that it is summed into."""
 
@@ -48,7 +50,11 @@ class Recorded:
                 mine = ids % np.uint64(self._every) == 0
                 known[table] = (ids[mine].copy(), values[mine].copy())
             self._write(("begun", tuple(header), known))
-            answer = self._role.push(header, gradients)
+            try:
+                answer = self._role.push(header, gradients)
+            except StalePushError:
+                self._write(("refused", tuple(header), None))
+                raise
             self._write(("done", tuple(header), None))
             return answer
 
@@ -65,11 +71,13 @@ class Pushes(NamedTuple):
     Attributes:
         begun: by row, which pushes (or steps) had a gradient for it.
         done: those of them that were answered.
-        sums: by row, the sum of its gradients, each push once.
+        refused: those that were refused: a step for which NN workers that have begun anew will not push any more.
+        sums: by row, the sum of its gradients, each push (or the average of each step) once; without those refused.
     """
 
     begun: dict[Row, set[Key]]
     done: set[Key]
+    refused: set[Key]
     sums: dict[Row, Any]
 
 
@@ -83,13 +91,16 @@ def collect(folder: Path, by_step: bool, tables: Collection[str]) -> Pushes:
     """
     begun: dict[Row, set[Key]] = defaultdict(set)
     done: set[Key] = set()
-    sums: dict[Row, Any] = {}
-    seen: set[tuple[Row, Key]] = set()
+    refused: set[Key] = set()
+    parts: dict[tuple[Row, Key], dict[int, tuple[int, Any]]] = defaultdict(dict)
     for what, header, gradients in _records(folder):
-        generation, rank, sequence, step = header[:4]
+        generation, rank, sequence, step, weight = header[:5]
         key: Key = (generation, step) if by_step else (generation, rank, sequence)
         if what == "done":
             done.add(key)
+            continue
+        if what == "refused":
+            refused.add(key)
             continue
         for table, (ids, values) in gradients.items():
             if table not in tables:
@@ -97,10 +108,15 @@ def collect(folder: Path, by_step: bool, tables: Collection[str]) -> Pushes:
             for number, value in zip(ids.tolist(), values, strict=True):
                 row = table, number
                 begun[row].add(key)
-                if (row, key) not in seen:
-                    seen.add((row, key))
-                    sums[row] = sums.get(row, 0.0) + value.astype(np.float64)
-    return Pushes(begun, done, sums)
+                parts[row, key].setdefault(rank, (weight, value))
+    refused -= done
+    sums: dict[Row, Any] = {}
+    for (row, key), of in parts.items():
+        if key not in refused:  # The average as `Reduction.PER_ID` has it.
+            total = sum(weight for weight, _ in of.values())
+            average = sum(weight / total * value.astype(np.float64) for weight, value in of.values())
+            sums[row] = sums.get(row, 0.0) + average
+    return Pushes(begun, done, refused, sums)
 
 
 def _records(folder: Path) -> Iterator[Any]:

@@ -84,7 +84,7 @@ def run(plan: Plan, folder: Path, told: Callable[[str], None] = lambda _: None) 
     before = Before()
     with _small_memory(folder / "regions") as mounted:
         kinds = [kind for kind in KINDS if mounted or kind not in ON_MEMORY]
-        site = Site(None, folder / "checkpoints", folder / "regions", set())
+        site = Site(None, folder / "checkpoints", folder / "regions", set(), set())
         (folder / "pushes").mkdir()
         with (
             mock.patch.multiple(on_ray, **_hosts(str(folder / "pushes"), plan.every)),
@@ -110,14 +110,16 @@ def run(plan: Plan, folder: Path, told: Callable[[str], None] = lambda _: None) 
             wrong = [f"chaos failed: {chaos.failure}"] if chaos.failure else []
             auc = trainer.evaluate(make_test_data()).auc
             rows = rows_of(trainer.embeddings.connection.servers)
-            processes = pids(cluster)
+            site.seen.update(pids(cluster))
+            ports = _ports(cluster)
+            wrong += [] if before.left([], ports, folder) else ["the connections of this process are not found"]
         with contextlib.suppress(AssertionError):  # It is said below.
-            eventually(lambda: not before.left(processes, site.regions), "nothing is left", 30.0)
-        wrong += before.left(processes, site.regions)
+            eventually(lambda: not before.left(site.seen, ports, site.regions), "nothing is left", 30.0)
+        wrong += before.left(site.seen, ports, site.regions)
     watched = [feature.name for feature in make_schema().id_features if feature.name != "extra_0"]
     pushes = collect(folder / "pushes", by_step=plan.mode != "hybrid", tables=watched)
     wrong += counts(rows, pushes, acknowledged=plan.mode != "gba")
-    if plan.mode == "hybrid":
+    if plan.mode != "gba":
         wrong += values(rows, pushes, LEARNING_RATE, seed=0)
     wrong += checkpoints(site.checkpoints, site.spoiled)
     undisturbed = _undisturbed(plan, trainer.global_step, folder)
@@ -129,10 +131,17 @@ def run(plan: Plan, folder: Path, told: Callable[[str], None] = lambda _: None) 
 def _undisturbed(plan: Plan, steps: int, folder: Path) -> float:
     """The AUC of as many steps in which nothing goes wrong."""
     (folder / "undisturbed").mkdir()
-    with _cluster(Site(None, folder, folder / "undisturbed", set())) as cluster:
+    with _cluster(Site(None, folder, folder / "undisturbed", set(), set())) as cluster:
         trainer = make_trainer(cluster, plan.mode, None)
         trainer.fit(make_data(), max_steps=steps)
         return float(trainer.evaluate(make_test_data()).auc)
+
+
+def _ports(cluster: Any) -> set[int]:
+    """Where its processes listen."""
+    _, plan, coordinator = cluster._started()
+    addresses = [plan.coordinator, *(member.address for member in coordinator.membership().members)]
+    return {int(address.rpartition(":")[2]) for address in addresses if address}
 
 
 def _hosts(pushes: str, every: int) -> dict[str, type]:

@@ -364,6 +364,25 @@ def test_offline_reshard_sorts_rows_by_server(tmp_path):
         reshard(tmp_path / "a", tmp_path / "a", ReshardOptions(3))
 
 
+@pytest.mark.parametrize("memory", [0, 64 << 20])
+def test_states_are_of_their_step_whether_they_are_held_or_written_at_once(tmp_path, held, monkeypatch, memory):
+    monkeypatch.setattr("persia.saving.HELD_BYTES", memory)
+    torch.manual_seed(1)
+    base = schema_of()
+    tables = [persia.Table("id_0", 16, capacity=300, admission=persia.AdmitMinFrequency(3))]
+    schema = persia.Schema(base.id_features, base.dense_features, base.labels, tables)
+    t = trainer(schema, checkpoint_dir=str(tmp_path), checkpoint_every_steps=6, keep_last=9)
+    t.fit(Letting(reader(), 18, held))
+    torch.manual_seed(1)
+    twin = trainer(schema)
+    twin.fit(reader(), max_steps=6)
+    back = trainer(schema)
+    back.load(str(tmp_path), step=6)
+    assert_same_training(twin, back)
+    back.fit(reader())
+    assert_same_training(t, back)
+
+
 def test_the_parts_are_called_as_the_format_page_says(tmp_path):
     page = Path(__file__).parents[2] / "docs" / "reference" / "checkpoint.md"
     section = page.read_text().split("## What the parts of a training run are called")[1].split("## ")[0]

@@ -73,7 +73,7 @@ def _bases(manifests: dict[int, _Manifest | None], step: int) -> Iterator[int]:
 
 
 def _manifest(storage: Storage, step: int) -> _Manifest | None:
-    """None where it is damaged. (That it cannot be read at this moment is an error.)"""
+    """None where it is damaged; that it cannot be read at this moment is an error."""
     path = f"{step_name(step)}/{MANIFEST}"
     size = storage.size(path)
     if not size or size > MAX_MANIFEST_BYTES:

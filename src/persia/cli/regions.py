@@ -51,5 +51,7 @@ def regions(
     for left in found:
         state = "in use" if left.in_use else ("removed" if clean and left.remove() else "left over")
         tables = ", ".join(left.tables) or "(never completed)"
-        table.add_row(Text(left.path), Text(tables), f"{left.memory / (1 << 20):,.1f}", f"{left.seconds / 60:,.0f} min ago", state)
+        table.add_row(
+            Text(left.path), Text(tables), f"{left.memory / (1 << 20):,.1f}", f"{left.seconds / 60:,.0f} min ago", state
+        )
     Console().print(table)

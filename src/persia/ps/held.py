@@ -65,9 +65,7 @@ class HeldSteps:
             so and not others, and the former do not push again.
     """
 
-    def __init__(
-        self, ranks: Sequence[int], timeout: float, apply: Apply, last: tuple[int, int] | None = None
-    ) -> None:
+    def __init__(self, ranks: Sequence[int], timeout: float, apply: Apply, last: tuple[int, int] | None = None) -> None:
         self._ranks = ranks
         self._timeout = timeout
         self._apply = apply

@@ -306,7 +306,7 @@ class EmbeddingStore:
             return int(self._native.changes_since(table))
 
     def export_cut(self, table: int, shard: int, cut: int, max_rows: int = 65536) -> tuple[Rows, bool]:
-        """The next rows of the cut of this number in row order, up to 4,096 more than `max_rows`; and whether there may be more.
+        """The next rows of a cut, in row order, up to 4,096 more than `max_rows`; and whether there may be more.
 
         The shard is locked for 4,096 rows at a time.
 

@@ -185,7 +185,9 @@ class Processes:
         releasing = [p.handle.release.remote() for p in keeping]
         if releasing:
             _, late = ray.wait(releasing, num_returns=len(releasing), timeout=RELEASE_SECONDS)
-            self._unreleased |= {p.info.node for p, call in zip(keeping, releasing, strict=True) if call in late}
+            self._unreleased |= {
+                p.info.node for p, call in zip(keeping, releasing, strict=True) if call in late and p.info
+            }
         self.end(self.all())
 
     def on_unreleased(self, function: Callable[[], object]) -> None:
