@@ -127,10 +127,10 @@ class Before:
         for thread in threading.enumerate():
             if thread.ident not in self._threads and thread.name.startswith(("persia", "rpc")):
                 left.append(f"thread {thread.name}")
-        return left + [f"a connection to port {port}" for port in _connected() if port in ports]
+        return left + [f"a connection to port {port}" for port in connected() if port in ports]
 
 
-def _connected() -> list[int]:
+def connected() -> list[int]:
     """Ports that connections of this process lead to, or are being made to."""
     mine = set()
     for link in Path("/proc/self/fd").iterdir():

@@ -226,7 +226,7 @@ def test_nothing_is_removed_while_it_is_not_known_what_kept_ones_add_to(
     (tmp_path / "step-000000000002" / "manifest.json").write_text("{}")
     with pytest.raises(CheckpointError, match="step-000000000002, which cannot be read"):
         write_link(tmp_path, 4, {4: 4.0}, base=base, keep_last=1)
-    assert "step 2, which is kept, is damaged" in caplog.text
+    assert "step 2, which step 4 needs, is damaged" in caplog.text
     assert (tmp_path / "step-000000000001").exists()
     # Once nobody needs it any more it is in nobody's way.
     write_link(tmp_path, 5, {5: 5.0}, keep_last=1)

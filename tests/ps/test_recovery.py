@@ -291,6 +291,10 @@ def test_capacities_must_fit_for_all_ps_of_a_host(mounted):
     with pytest.raises(StoreFullError, match=r"4 MiB free.* item may need 4 MiB by their capacity, in 3 PSs of this"):
         begun(0, 3)
     servers = [begun(number, 2) for number in range(2)]
+    # One that begins anew, though the other has filled its part, finds its own.
+    servers[1].lookup({"item": np.arange(15_000, dtype=np.uint64)}, True)
+    servers[0].close()
+    servers[0] = begun(0, 2)
     for server in servers:
         server.close()
     del servers, server

@@ -29,7 +29,7 @@ class Retention(NamedTuple):
         """Removes the other checkpoints before step `newest`, and what interrupted writers have left there.
 
         Raises:
-            CheckpointError: the storage fails, or what a kept one adds to is not known. Then no checkpoint is removed.
+            CheckpointError: the storage fails, or what a kept one adds to is not known; then nothing is removed.
         """
         if self.last is None:
             return
@@ -57,16 +57,17 @@ class Retention(NamedTuple):
 
 
 def _bases(manifests: dict[int, _Manifest | None], step: int) -> Iterator[int]:
-    """All that a checkpoint adds to."""
-    while True:
-        manifest = manifests.get(step)
+    """All that a checkpoint adds to, as far as they are there."""
+    kept = step
+    while step in manifests:
+        manifest = manifests[step]
         if manifest is None:
             raise CheckpointError(
-                f"The manifest of step {step}, which is kept, is damaged or gone, so nobody knows which steps it adds "
-                "to. See `persia checkpoint verify`; remove that step by hand if it is of no use.",
+                f"The manifest of step {step}, which step {kept} needs, is damaged, so nobody knows which steps it "
+                "adds to. Remove both by hand if they are of no use.",
                 step=step,
             )
-        if manifest.base is None:
+        if manifest.base is None or manifest.base.step >= step:  # The latter is damage, too: nobody can read it.
             return
         step = manifest.base.step
         yield step

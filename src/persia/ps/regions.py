@@ -15,6 +15,7 @@ import re
 import shutil
 import struct
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -57,6 +58,7 @@ class Regions:
 
     def __init__(self, directory: str) -> None:
         self.directory = Path(directory)
+        self._file: int | None = None
 
     @property
     def complete(self) -> bool:
@@ -147,22 +149,32 @@ class Regions:
 
     def keep_step(self, group: int, generation: int, turn: int) -> None:
         """Keeps which step was applied last: the next process answers those whom this one has not."""
-        with open(self.directory / APPLIED, "r+b", buffering=0) as file:
-            file.seek(group * STEP.size)
-            file.write(STEP.pack(generation, turn + 1))  # Within one page: no kill tears it.
+        os.pwrite(self._applied(), STEP.pack(generation, turn + 1), group * STEP.size)  # In one page: no kill tears it.
 
     def last_step(self, group: int) -> tuple[int, int] | None:
         """Generation and turn of the step that was applied last; None if there was none in this mode."""
-        try:
-            kept = (self.directory / APPLIED).read_bytes()[group * STEP.size :][: STEP.size]
-        except FileNotFoundError:
-            return None
+        kept = os.pread(self._applied(), STEP.size, group * STEP.size)
         generation, after = STEP.unpack(kept.ljust(STEP.size, b"\0"))
         return (generation, after - 1) if after else None
 
     def forget_steps(self) -> None:
         """Another mode begins, which counts its turns anew."""
-        (self.directory / APPLIED).write_bytes(bytes(STEP.size))
+        os.pwrite(self._applied(), bytes(os.fstat(self._applied()).st_size), 0)
+
+    def _applied(self) -> int:
+        """The file of these steps. It has its memory from the beginning, so that writing to it does not fail."""
+        if self._file is None:
+            path = self.directory / APPLIED
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            weakref.finalize(self, os.close, self._file)
+            try:
+                os.posix_fallocate(self._file, 0, STEP.size)
+            except OSError as error:
+                raise StoreFullError(
+                    f"{path} cannot be made: {error.strerror}. Make room, or choose another directory for `regions`.",
+                    path=str(path),
+                ) from error
+        return self._file
 
     def remove(self) -> None:
         """Removes the files; a process that has them mapped keeps its rows until it ends."""
@@ -243,7 +255,7 @@ def leftovers(root: str = DEFAULT_ROOT, pattern: str = "persia-*/*") -> list[Lef
                 Leftover(
                     str(directory),
                     manifest.tables if manifest is not None else [],
-                    sum(path.stat().st_blocks * 512 for path in files),
+                    sum(map(_blocks, files)),
                     any(_in_use(path) for path in files),
                     time.time() - directory.stat().st_mtime,
                 )
@@ -255,6 +267,14 @@ def leftovers(root: str = DEFAULT_ROOT, pattern: str = "persia-*/*") -> list[Lef
 
 def _files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.iterdir() if re.fullmatch(r"\d+-.*\.\d+", path.name))
+
+
+def _blocks(path: Path) -> int:
+    """Bytes of memory, or disk."""
+    try:
+        return path.stat().st_blocks * 512
+    except FileNotFoundError:  # It is just being removed.
+        return 0
 
 
 @contextlib.contextmanager
@@ -288,7 +308,11 @@ def _check_room(directory: Path, configs: Sequence[TableConfig], neighbours: int
     bounded = [config for config in configs if config.capacity < TableConfig.capacity]
     wanted = neighbours * sum(c.capacity * (ROW_OVERHEAD + 4 * (c.dim + c.state_width)) for c in bounded)
     system = os.statvfs(directory)
-    free = system.f_bavail * system.f_frsize + sum(path.stat().st_blocks * 512 for path in _files(directory))
+    # What the others have by now is part of what they may need.
+    taken = [path for neighbour in directory.parent.iterdir() if neighbour.is_dir() for path in _files(neighbour)]
+    numbers = {number for number, config in enumerate(configs) if config in bounded}
+    mine = sum(_blocks(path) for path in taken if int(path.name.partition("-")[0]) in numbers)
+    free = system.f_bavail * system.f_frsize + mine
     room = f"{directory} has {free // MIB} MiB free"
     remedy = (
         f"Enlarge it (as root: `mount -o remount,size=... {DEFAULT_ROOT}`; in a container: `--shm-size`), lower the "

@@ -275,9 +275,11 @@ class Ray:
             rpc.close(self._tokens)
             try:
                 if self._processes is not None and ray.is_initialized():
-                    self._processes.close()
-                    if self._plan is not None and (root := self.options.regions):
-                        self._processes.on_unreleased(partial(remove_leftovers, root, f"{self._plan.name}/*"))
+                    try:
+                        self._processes.close()
+                    finally:
+                        if self._plan is not None and (root := self.options.regions):
+                            self._processes.on_unreleased(partial(remove_leftovers, root, f"{self._plan.name}/*"))
             finally:
                 if self._owns_ray:
                     ray.shutdown()

@@ -181,20 +181,27 @@ class Processes:
         """Ends all of them."""
         self._ending.set()
         self._thread.join(END_SECONDS)
-        keeping = [p for role in STAYING for p in self.of(role) if p.info]
-        releasing = [p.handle.release.remote() for p in keeping]
+        keeping = [p for role in STAYING for p in self.of(role)]
+        for process in keeping:
+            if process.info is None:  # It has started, perhaps, and nobody has waited for it.
+                with contextlib.suppress(RayError):
+                    process.info = ray.get(process.readiness, timeout=RETRY_SECONDS)
+        releasing = {p.handle.release.remote(): p.info.node for p in keeping if p.info is not None}
         if releasing:
-            _, late = ray.wait(releasing, num_returns=len(releasing), timeout=RELEASE_SECONDS)
-            self._unreleased |= {
-                p.info.node for p, call in zip(keeping, releasing, strict=True) if call in late and p.info
-            }
+            ray.wait(list(releasing), num_returns=len(releasing), timeout=RELEASE_SECONDS)
+        for call, node in releasing.items():
+            try:
+                ray.get(call, timeout=RETRY_SECONDS)
+            except RayError:  # It is late, or was just being started again.
+                self._unreleased.add(node)
         self.end(self.all())
 
     def on_unreleased(self, function: Callable[[], object]) -> None:
         """Calls a function on each host where a process has ended that could not remove what outlives it."""
         for node in self._unreleased:
-            with contextlib.suppress(RayError):  # It dies just now, and all of its memory with it.
-                _on(node, function)
+            if _lives(node):  # Else its memory has gone with it.
+                with contextlib.suppress(RayError, OSError):
+                    _on(node, function)
 
     # --- the thread that watches ------------------------------------------------------------------------------
 
@@ -297,7 +304,9 @@ def _on(node: str, function: Callable[[], T]) -> T:
     if node == ray.get_runtime_context().get_node_id():
         return function()
     where = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
-    task = ray.remote(function).options(num_cpus=0, scheduling_strategy=where)
+    task = ray.remote(lambda: function()).options(
+        num_cpus=0, scheduling_strategy=where
+    )  # Ray takes nothing but functions.
     result: T = ray.get(task.remote(), timeout=RELEASE_SECONDS)
     return result
 
