@@ -148,7 +148,9 @@ class Run:
         self.checkpoints = Pace(
             lambda: trainer.global_step, replicas, options.checkpoint_every_steps, options.checkpoint_every_seconds
         )
-        kept = options.snapshot_every_seconds if trainer.embeddings.connection.keep is not None else None
+        self.keeps = trainer.embeddings.connection.keep is not None
+        """Whether there is a process that keeps the state of NN workers."""
+        kept = options.snapshot_every_seconds if self.keeps else None
         self.snapshots = Pace(lambda: trainer.global_step, replicas, None, kept)
         self._saved_step: int | None = None
         self._began = time.monotonic()

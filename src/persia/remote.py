@@ -41,12 +41,14 @@ class _State(NamedTuple):
         training: see `resume.training_state`.
         finished: whether the last call came to its end; a resumed run goes on where it was in any case.
         trained: in this call, since NN workers began last.
+        local_batch: rows of a batch, which those that begin anew at the last one of a pass could not see; 0 if unknown.
     """
 
     model: bytes
     training: dict[str, Any]
     finished: bool
     trained: Trained
+    local_batch: int
 
     @property
     def step(self) -> int:
@@ -266,7 +268,8 @@ def _sum(a: Trained, b: Trained) -> Trained:
 def _state(trainer: Trainer, trained: Trained) -> _State:
     model = io.BytesIO()
     torch.save(trainer.model.state_dict(), model)
-    return _State(model.getvalue(), resume.training_state(trainer), trainer.finished, trained)
+    training = resume.training_state(trainer)
+    return _State(model.getvalue(), training, trainer.finished, trained, trainer.segments.local_batch)
 
 
 def _restore(trainer: Trainer, state: _State) -> None:
@@ -274,3 +277,4 @@ def _restore(trainer: Trainer, state: _State) -> None:
     trainer.model.load_state_dict(model)
     resume.load_training_state(trainer, state.training)
     trainer.finished = state.finished
+    trainer.segments.local_batch = 0 if state.finished else state.local_batch

@@ -121,14 +121,15 @@ class Segments:
 
     # --- changes of mode ----------------------------------------------------------------------------------------
 
-    def follow(self, run: Run) -> None:
-        """At rest: takes over the mode that was asked for, or that the schedule has for this step."""
+    def follow(self, run: Run) -> bool:
+        """At rest: takes over the mode that was asked for, or that the schedule has for this step; whether it did."""
         trainer = self._trainer
         wanted = trainer.step.replicas.by_first(self._wanted)
         if wanted:
             self._change(decode(wanted))
         trainer.step.replicas.stop = False
         run.next_switch = next((s for s, _ in trainer.options.mode_schedule if s > trainer.global_step), None)
+        return bool(wanted)
 
     def _wanted(self) -> str:
         """Asked of the first NN worker: a mode as text, or nothing."""

@@ -235,7 +235,8 @@ class Trainer:
                     self.source = source_of(self, train_data, loaded=self._loaded)
                     self._loaded = False
                     while not run.finished():
-                        self.segments.follow(run)
+                        if self.segments.follow(run) and run.keeps:
+                            remote.keep(self, run)  # A death must not bring the mode of before back.
                         if ended := self.segments.train(run):
                             self.epoch, self.position = self.epoch + 1, 0
                         self.segments.check_others()

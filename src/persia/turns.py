@@ -91,6 +91,8 @@ class Turns:
                 self._timeout,
             )
             self._check(header.generation)
+            if place < self._next or place in self._queued:  # It has come twice, and the other call was earlier.
+                return
             if not room:
                 raise self.late(f"a push of NN worker {header.rank} for step {header.step}")
             self._queued[place] = _Queued(header, work)

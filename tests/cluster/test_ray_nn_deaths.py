@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import persia
-from persia.errors import RoleDiedError
+from persia.cli.app import app
+from persia.errors import DataError, RoleDiedError
 from persia.modes import Gba, Hybrid, Sync
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
@@ -110,3 +114,45 @@ def test_the_story_is_told_after_the_last_failure():
         )
         assert (error.fields["role"], error.fields["rank"], error.fields["failures"]) == ("nn_worker", 0, 2)
         assert trainer.global_step == 0  # The network here is as it was.
+
+
+def test_between_two_calls_of_fit_and_data_that_are_a_list():
+    """An NN worker that dies at leisure costs nothing; a list is read from its beginning as often as needed."""
+    data = list(reader(20))
+    with persia.cluster.Ray(1, 1, 1, 2, options()) as cluster:
+        trainer = make_trainer(cluster, Gba(2 * BATCH))
+        assert trainer.fit(data).rows == 20 * BATCH
+        os.kill(pids(cluster, "nn_worker")[1], signal.SIGKILL)
+        eventually(lambda: len(cluster._processes.of("nn_worker")) == 1, "its death is noticed")
+        again = trainer.fit(data)
+        assert (again.rows, again.failures) == (20 * BATCH, 0)
+        # A list cannot be shared by two data loaders: nothing changes.
+        with pytest.raises(DataError, match="cannot share"):
+            cluster.scale(data_loaders=2)
+        assert trainer.fit(data).rows == 20 * BATCH
+        assert len(cluster._processes.of("data_loader")) == 1
+        # Of a pass of which only the last, smaller batch is left, the size of others is still known.
+        last = next(reader(1).batches()).slice(0, BATCH // 2 + 1)
+        assert trainer.fit([*data, last], max_steps=10).rows == 20 * BATCH
+        assert trainer.fit([*data, last]).rows == BATCH // 2 + 1
+
+
+@pytest.mark.slow
+def test_a_death_soon_after_a_switch_does_not_undo_it():
+    with persia.cluster.Ray(1, 1, 1, 2, options()) as cluster:
+        trainer = make_trainer(cluster, Sync(), snapshot_every_seconds=1000.0)
+        results: list[Any] = []
+        thread = threading.Thread(target=lambda: results.append(trainer.fit(reader(2000))))
+        thread.start()
+        eventually(lambda: "nn_worker-1" in cluster.statistics(), "the NN workers have joined")
+        switch = ["control", "switch", cluster.control_address, "gba", "--set", f"global_batch_size={2 * BATCH}"]
+        assert CliRunner().invoke(app, switch).exit_code == 0
+        eventually(lambda: cluster._tokens.requested() == "", "the switch is being made")
+        eventually(lambda: bool(pids(cluster, "dense_ps")), "the asynchronous mode has begun")
+        with kills(cluster, role="dense_ps"):
+            pass
+        thread.join(120)
+        (result,) = results
+        assert result.failures == 1
+        assert isinstance(trainer.mode, Gba)
+        assert result.rows == 2000 * BATCH

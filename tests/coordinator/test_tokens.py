@@ -205,6 +205,22 @@ def test_nobody_waits_for_those_without_data(tokens):
         assert resting.result(DEADLINE).step == 1
 
 
+def test_one_that_is_twice_as_fast_takes_the_last_batch_of_a_segment(tokens):
+    """The mode lets it contribute once to a step, and there is no batch left for the other one."""
+    tokens.begin(segment(HopBw(0), nn_workers=2, steps=1))
+    fast, slow = two(tokens)
+    fast.train()
+    assert fast.take() == 1
+    with ThreadPoolExecutor(2) as threads:
+        drawing, taking = threads.submit(fast.draw), threads.submit(slow.take)
+        assert drawing.result(DEADLINE).value == 0
+        assert fast.arrive().header.slot == 1
+        assert taking.result(DEADLINE) is None
+        resting = threads.submit(slow.rest)
+        fast.rest()
+        assert resting.result(DEADLINE).step == 1
+
+
 def test_a_dead_nn_worker(tokens):
     """Its token is drawn again, its batch is handed out again, its slot is filled by another."""
     tokens.begin(segment(Gba(3 * ROWS), nn_workers=3))

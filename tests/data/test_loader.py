@@ -367,6 +367,18 @@ def test_another_generation_reads_an_iterable_from_its_beginning(make):
         assert [number_in(loader.take(0, 0, n)) for n in range(4)] == [0, 1, 2, None]
 
 
+def test_another_part_of_a_pass_reads_an_iterable_from_its_beginning(make):
+    """It was read ahead, in the order of the part before."""
+    loader = make([batch_of(n) for n in range(20)])
+    loader.begin(feed(nn_workers=2, ahead=4))
+    wait_until(lambda: loader.statistics()["ready"] == 8)
+    assert number_in(loader.take(1, 0, 1)) == 1
+    loader.begin(feed(ahead=4)._replace(on_demand=True))
+    assert [number_in(loader.take(0, 0, n)) for n in range(3)] == [0, 1, 2]
+    loader.begin(feed(start=1, nn_workers=2, ahead=4))
+    assert [number_in(loader.take(n % 2 == 0, 0, n)) for n in range(1, 5)] == [1, 2, 3, 4]
+
+
 def test_an_iterable_that_has_failed_is_read_again_in_the_next_pass(make):
     class Failing(list):
         def __iter__(self):
@@ -412,6 +424,23 @@ def test_what_was_not_taken_is_registered_again_when_its_worker_is_gone(make):
     assert [number_in(d) for d in found] == [1, 2, 3, 4]
     assert {BatchId.unpack(d.batch.batch_id)[:2] for d in found} == {(0, 2), (1, 1)}
     assert loader.statistics()["registered_again"] == 3
+
+
+def test_what_has_been_ready_for_long_is_registered_again_before_it_is_handed_out(make):
+    """An embedding worker forgets what nobody calls for."""
+    worker = Buffering()
+    loader = make(Source(50), worker, fresh=0.1)
+    loader.begin(feed(ahead=3))
+    taken = loader.take(0, 0, 0)
+    wait_until(lambda: loader.statistics()["ready"] == 3)
+    old = set(worker.numbers)
+    time.sleep(0.2)
+    assert loader.take(0, 0, 0).batch.batch_id == taken.batch.batch_id  # A repetition: it is in use.
+    found = loader.take(0, 0, 1)
+    assert number_in(found) == 1
+    assert found.batch.batch_id not in old
+    assert loader.statistics()["registered_again"] >= 1
+    wait_until(lambda: 1 in worker.released)
 
 
 def test_one_that_leaves_keeps_what_it_has_and_gets_nothing_new(make):

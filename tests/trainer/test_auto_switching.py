@@ -57,6 +57,29 @@ def test_stragglers_make_it_ask_for_the_asynchronous_mode(caplog):
     assert list(rehearse(auto, evidence.steps))[: len(evidence.verdicts)] == evidence.verdicts
 
 
+def test_a_switch_that_a_death_has_undone_is_asked_for_again():
+    """All begin anew in the mode of the snapshot, which may be that of before."""
+    auto = Auto(Gba(8 * ROWS), windows=2, seconds=10.0)
+    tokens, clock = watched(auto, [1.0] * 6 + [4.0] * 2, 100.0)
+    assert tokens.resolve() == encode(auto.asynchronous)
+    tokens.judge(encode(auto), 8, False)
+    again = clock.now + 100.0
+    while not tokens.requested():
+        assert clock.now < again
+        clock.now += 4.0
+        for rank in range(8):
+            tokens.timed(rank, [Lap(1.0, 1.0)] if rank < 6 else [Lap(4.0, 4.0)])
+    assert tokens.requested() == encode(auto.asynchronous)
+
+
+def test_a_switch_that_is_still_to_be_made_stays_decided():
+    auto = Auto(Gba(8 * ROWS), windows=2, seconds=10.0)
+    tokens, _ = watched(auto, [1.0] * 6 + [4.0] * 2, 100.0)
+    tokens.judge(encode(auto), 8, False)
+    assert tokens.requested() == encode(auto.asynchronous)
+    assert tokens._judge.strained
+
+
 def test_quiet_asks_for_nothing():
     tokens, _ = watched(Auto(Async(), seconds=5.0), [1.0, 1.0, 1.0], 60.0)
     assert tokens.requested() == ""

@@ -39,8 +39,19 @@ class Judge:
         self._steps: deque[StepTime] = deque(maxlen=MOST_KEPT)
         self._verdicts: deque[Verdict] = deque(maxlen=MOST_KEPT)
 
-    def begin(self) -> None:
-        """Training goes on after a rest: what was under way at its beginning is not known."""
+    @property
+    def strained(self) -> bool:
+        """Whether it has decided for the asynchronous mode."""
+        return self._state.strained
+
+    def begin(self, strained: bool) -> None:
+        """Training goes on after a rest: what was under way at its beginning is not known.
+
+        Args:
+            strained: whether the asynchronous mode is in force: after a death it may be the mode of before a switch.
+        """
+        if strained != self._state.strained:
+            self._state = AutoState(strained)
         self._end = None
         self._recent.clear()
         self._reported.clear()

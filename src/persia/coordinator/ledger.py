@@ -86,11 +86,22 @@ class Ledger(msgspec.Struct):
         self.following += 1
         return self.following - 1
 
-    def gate(self, mode: Mode, rank: int, waiting: Collection[int]) -> bool:
-        """May this NN worker draw? If all wait for each other, yes: the step lacks those that have no data any more."""
+    def gate(self, mode: Mode, rank: int, waiting: Collection[int], taking: Collection[int]) -> bool:
+        """May this NN worker draw? If all wait for each other, yes: the step lacks those that have no data any more.
+
+        Args:
+            mode: of the segment.
+            rank: of the NN worker.
+            waiting: ranks that want to draw.
+            taking: ranks that wait for whether there is a batch for them: all that are needed are out.
+        """
         account = self.accounts[rank]
         in_step = sum(header.step == self.step for header in account.slots.values()) if self.held else 0
-        active = {r: a for r, a in self.accounts.items() if a.alive and (not a.ended or a.taken or a.drawn)}
+        active = {
+            r: a
+            for r, a in self.accounts.items()
+            if a.alive and ((not a.ended and r not in taking) or a.taken or a.drawn)
+        }
         ahead = account.finished - min((a.finished for a in active.values()), default=account.finished)
         if mode.gate(len(account.drawn) + in_step, mode.initial_depth(), max(0, ahead)):
             return True

@@ -50,6 +50,8 @@ class Tokens:
         self._changed = threading.Condition()
         self._waiting: set[int] = set()
         """Ranks whose draw waits for the gate."""
+        self._taking: set[int] = set()
+        """Ranks that wait for whether the segment needs another batch."""
         self._state = self._file.load() or Ledger()
         segment = self._state.segment
         self._mode: Mode | None = decode(segment.mode) if segment is not None else None
@@ -100,10 +102,15 @@ class Tokens:
             account = self._enter(caller)
             if request <= account.requests:
                 return account.answer
-            known = self._changed.wait_for(
-                lambda: self._state.may_take(self._known_mode()) or self._over(caller) or not account.alive,
-                self._timeout,
-            )
+            self._taking.add(caller.rank)
+            self._changed.notify_all()
+            try:
+                known = self._changed.wait_for(
+                    lambda: self._state.may_take(self._known_mode()) or self._over(caller) or not account.alive,
+                    self._timeout,
+                )
+            finally:
+                self._taking.discard(caller.rank)
             account, state = self._enter(caller), self._current(caller)  # It may be dead by now.
             if not known:
                 busy = [rank for rank, a in state.accounts.items() if a.taken or a.drawn]
@@ -330,7 +337,8 @@ class Tokens:
         with self._changed:
             if self._judge is None or self._judge.auto != rule:
                 self._judge, self._judging = Judge(rule, nn_workers, strained), True
-            self._judge.begin()
+            # Where a switch is still to be made, the judge is ahead of the mode.
+            self._judge.begin(self._judge.strained if self._state.wanted else strained)
 
     def timed(self, rank: int, laps: list[Lap]) -> bool:
         """Step times of an NN worker; see `persia.services.Tokens`."""
@@ -448,7 +456,7 @@ class Tokens:
         return self._state
 
     def _gate(self, rank: int) -> bool:
-        return self._state.gate(self._known_mode(), rank, self._waiting)
+        return self._state.gate(self._known_mode(), rank, self._waiting, self._taking)
 
     def _shut(self, rank: int) -> DeadlineError:
         least = min(a.finished for a in self._state.accounts.values() if a.alive)

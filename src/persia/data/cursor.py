@@ -34,7 +34,7 @@ class Cursor:
         self._schema = schema
         self._iterator: Iterator[Any] | None = None
         self._broken: Exception | None = None
-        self._share: tuple[tuple[int, int], int, int] | None = None
+        self._share: tuple[tuple[int, ...], int, int] | None = None
         """(pass, loader, loaders) of the iterator; it yields the numbers `self._next`, `+ self._stride`, ..."""
         self._next = 0
         self._stride = 1
@@ -127,5 +127,6 @@ class Cursor:
         self._share, self._next = share, number
 
 
-def _pass_of(feed: Feed) -> tuple[int, int]:
-    return feed.generation, feed.epoch
+def _pass_of(feed: Feed) -> tuple[int, ...]:
+    """What a source that can only go on is iterated anew for; as `Feed.same_pass`."""
+    return feed.generation, feed.epoch, feed.start, feed.nn_workers, feed.on_demand

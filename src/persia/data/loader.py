@@ -27,6 +27,7 @@ class _Entry:
     Attributes:
         batch_id: None as long as it is to be registered (again).
         taken: whether its NN worker has it, and with it the batch id.
+        registered: when it was.
     """
 
     def __init__(self, rank: int, batch: Batch) -> None:
@@ -34,6 +35,7 @@ class _Entry:
         self.batch = batch
         self.batch_id: int | None = None
         self.taken = False
+        self.registered = 0.0
 
 
 KEPT_ON_DEMAND = 256
@@ -59,6 +61,8 @@ class Loader:
         workers: the embedding workers; see `set_workers`.
         accumulation_steps: so many consecutive batches of an NN worker lie on one embedding worker.
         timeout: seconds that a `take` waits, and that a batch waits for an embedding worker.
+        fresh: seconds for which embedding workers keep a batch that nobody calls for, at least. What has been ready for
+            longer, as through a long evaluation, is registered again before it is handed out.
     """
 
     def __init__(
@@ -68,7 +72,9 @@ class Loader:
         workers: Sequence[Peer] = (),
         accumulation_steps: int = 1,
         timeout: float = 600.0,
+        fresh: float = 300.0,
     ) -> None:
+        self._fresh = fresh
         self._cursor = Cursor(source, schema)
         self._source = type(source).__name__
         self._timeout = timeout
@@ -263,8 +269,13 @@ class Loader:
         )
 
     def _check_registered(self, entry: _Entry) -> None:
-        """Has an entry registered again if its embedding worker is gone."""
-        if entry.batch_id is not None and not self._registrar.knows(entry.batch_id):
+        """Has an entry registered again if its embedding worker is gone, or may have forgotten it by now."""
+        if entry.batch_id is None:
+            return
+        old = not entry.taken and time.monotonic() - entry.registered > self._fresh
+        if old or not self._registrar.knows(entry.batch_id):
+            if old:
+                self._unwanted.append(entry.batch_id)
             entry.batch_id, entry.taken = None, False
             self._counts["registered_again"] += 1
 
@@ -372,7 +383,7 @@ class Loader:
         with self._changed:
             self._counts["registered"] += 1
             if self._entries.get(number) is entry and self._registrar.knows(batch_id):
-                entry.batch_id = batch_id
+                entry.batch_id, entry.registered = batch_id, time.monotonic()
             else:
                 self._unwanted.append(batch_id)
             self._changed.notify_all()

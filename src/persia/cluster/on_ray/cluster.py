@@ -28,7 +28,7 @@ from persia.cluster.on_ray.recovery import ANEW, CONSEQUENCES, Recovery
 from persia.cluster.on_ray.replacing import Replacing
 from persia.cluster.on_ray.resizing import DEPART_SECONDS, await_leave, check_count, check_room, free_ranks
 from persia.cluster.on_ray.run import pickled, results
-from persia.errors import ClosedError, ConfigError, PersiaError, RoleDiedError
+from persia.errors import ClosedError, ConfigError, DataError, PersiaError, RoleDiedError
 from persia.modes import Mode
 from persia.ps.regions import remove_leftovers
 from persia.rpc.keys import KEYS_VARIABLE
@@ -172,7 +172,10 @@ class Ray:
         if not self._running.acquire(blocking=False):
             raise PersiaError("This cluster runs something else. Wait until it is done, or use another cluster.")
         try:
-            processes, _, coordinator = self._started()
+            processes, _, coordinator = self._started(check=False)
+            if any(death.fields["role"] in ANEW for death in processes.failures()):
+                self._end_run(processes)  # One has died since the last run: nothing is lost by that.
+            processes.check()
             self._start_nn_workers()
             workers = processes.of("nn_worker")
             try:
@@ -484,7 +487,14 @@ class Ray:
                 process.leaving = True
                 coordinator.retire(role, process.rank)
             if role == "data_loader" and (new or retired):
-                self._tell_loaders()
+                try:
+                    self._tell_loaders()
+                except DataError:  # The source cannot be read by so many. Training goes on with those there were.
+                    for process in new:
+                        coordinator.depart(role, process.rank, process.info.incarnation if process.info else 1, "")
+                    processes.end(new)
+                    self._tell_loaders()
+                    raise
         # Without the lock: training goes on, which is what empties them.
         for process in retired:
             await_leave(process, coordinator, self.options.timeout, self._running.locked)

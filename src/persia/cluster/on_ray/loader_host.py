@@ -51,16 +51,17 @@ class DataLoaderHost(Host):
                 self._loader = Loader(read, self._schema, list(self._peers.values()), accumulation_steps, timeout)
                 self._source = source
             self._loader.begin(feed)
-            if self._loader is not before:
-                self._later.become(self._loader)
-                if before is not None:
-                    before.end()
+            self._later.become(self._loader)
+        # Without the lock: it may be calling an embedding worker that has died, until `_changed` closes that.
+        if before is not None and before is not self._loader:
+            before.end()
 
     def end(self) -> None:
         """Releases what is ready, before this process ends."""
         with self._lock:
-            if self._loader is not None:
-                self._loader.end()
+            loader = self._loader
+        if loader is not None:
+            loader.end()
 
     def counters(self) -> dict[str, float]:
         """As the role counts them."""
