@@ -158,6 +158,7 @@ def training_state(trainer: Trainer) -> dict[str, Any]:
         "scaler": step.scaler.state_dict() if step.scaler else None,
         "global_step": trainer.global_step,
         "mode": encode_mode(trainer.mode),
+        "entry": [entry[0], encode_mode(entry[1])] if (entry := trainer.segments.entry) is not None else None,
         "depth": trainer.embeddings.gate.depth,
         "epoch": trainer.epoch,
         "position": trainer.position,
@@ -180,6 +181,8 @@ def load_training_state(trainer: Trainer, state: dict[str, Any]) -> None:
     trainer.embeddings.global_step = state["global_step"]
     if "mode" in state:  # Checkpoints of before modes could be changed lack it.
         trainer.segments.adopt(decode_mode(state["mode"]))
+    if (entry := state.get("entry")) is not None:
+        trainer.segments.entry = entry[0], decode_mode(entry[1])
     if trainer.mode == Hybrid("auto") and isinstance(state["depth"], int):
         trainer.embeddings.gate.depth = state["depth"]
     trainer.epoch, trainer.position = state["epoch"], state["position"]

@@ -69,8 +69,8 @@ class Segments:
         """The mode that the PSs are in, as far as this trainer has told them."""
         self._number = 0
         self._shared: Shared | None = None
-        self._entry: tuple[int, Mode] | None = None
-        """Of the schedule: the last one that was followed."""
+        self.entry: tuple[int, Mode] | None = None
+        """Of `mode_schedule`: the last one that was followed. What is asked for after it holds until the next one."""
         self.local_batch = 0
         self._again = False
         self._dead: list[int] = []
@@ -124,7 +124,9 @@ class Segments:
     def follow(self, run: Run) -> bool:
         """At rest: takes over the mode that was asked for, or that the schedule has for this step; whether it did."""
         trainer = self._trainer
-        wanted = trainer.step.replicas.by_first(self._wanted)
+        entry = scheduled(trainer.options.mode_schedule, trainer.global_step)
+        due, self.entry = entry != self.entry, entry
+        wanted = trainer.step.replicas.by_first(lambda: self._wanted() or (encode(entry[1]) if due and entry else ""))
         if wanted:
             self._change(decode(wanted))
         trainer.step.replicas.stop = False
@@ -132,19 +134,30 @@ class Segments:
         return bool(wanted)
 
     def _wanted(self) -> str:
-        """Asked of the first NN worker: a mode as text, or nothing."""
+        """The mode that somebody has asked for, as text, or nothing."""
         trainer = self._trainer
         tokens = trainer.embeddings.connection.tokens
-        entry = scheduled(trainer.options.mode_schedule, trainer.global_step)
-        due, self._entry = entry != self._entry, entry
-        text = tokens.resolve() if tokens is not None else ""
-        if text:
+        text = tokens.requested() if tokens is not None else ""
+        if tokens is not None and text:
             try:
                 check_mode(trainer, decode(text), self.local_batch)
-                return text
             except ConfigError as error:
                 LOG.error("The switch is not made: %s", error)
-        return encode(entry[1]) if due and entry is not None else ""
+                tokens.resolve(text)
+                return ""
+        return text
+
+    def followed(self) -> None:
+        """The mode that was asked for is in force, also for those who begin anew after a death."""
+        tokens = self._trainer.embeddings.connection.tokens
+        mode = encode(self._trainer.mode)
+
+        def resolve() -> str:
+            if tokens is not None:
+                tokens.resolve(mode)
+            return ""
+
+        self._trainer.step.replicas.by_first(resolve)
 
     def adopt(self, mode: Mode) -> None:
         """The mode that training was in when its state was saved."""

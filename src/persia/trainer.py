@@ -235,8 +235,10 @@ class Trainer:
                     self.source = source_of(self, train_data, loaded=self._loaded)
                     self._loaded = False
                     while not run.finished():
-                        if self.segments.follow(run) and run.keeps:
-                            remote.keep(self, run)  # A death must not bring the mode of before back.
+                        if self.segments.follow(run):
+                            if run.keeps:
+                                remote.keep(self, run)  # A death must not bring the mode of before back.
+                            self.segments.followed()
                         if ended := self.segments.train(run):
                             self.epoch, self.position = self.epoch + 1, 0
                         self.segments.check_others()

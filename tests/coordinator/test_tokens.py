@@ -347,8 +347,12 @@ def test_a_switch_is_asked_for_once_and_checked(tokens):
     tokens.request(encode(Gba(2 * ROWS)))
     with pytest.raises(PersiaError, match="under way"):
         tokens.request(encode(Async()))
-    assert tokens.requested() == tokens.resolve() == encode(Gba(2 * ROWS))
-    assert tokens.resolve() == ""
+    assert tokens.requested() == encode(Gba(2 * ROWS))
+    tokens.resolve(encode(Gba(4 * ROWS)))  # Of a request before this one.
+    assert tokens.requested() == encode(Gba(2 * ROWS))
+    for _ in range(2):  # Its answer may be lost.
+        tokens.resolve(encode(Gba(2 * ROWS)))
+        assert tokens.requested() == ""
 
 
 def test_step_times_ask_for_a_switch(tokens):
@@ -360,7 +364,7 @@ def test_step_times_ask_for_a_switch(tokens):
         assert time.monotonic() < end
         tokens.timed(0, [Lap(0.001, 0.001)])
         tokens.timed(1, [Lap(0.009, 0.009)])
-    assert tokens.resolve() == encode(auto.asynchronous)
+    tokens.resolve(encode(auto.asynchronous))
     evidence = msgspec.json.decode(tokens.evidence(), type=Evidence)
     assert [v.switch for v in evidence.verdicts][-2:] == [False, True]
     assert {step.worker for step in evidence.steps} == {0, 1}

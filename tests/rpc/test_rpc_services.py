@@ -292,7 +292,7 @@ CALLS = {
         "announce": (1, 8),
         "request": ('{"kind": "async"}',),
         "requested": (),
-        "resolve": (),
+        "resolve": ("",),
         "judge": (encode(Auto(Async())), 1, False),
         "timed": (0, [Lap(1.0, 0.5)]),
         "evidence": (),

@@ -447,3 +447,21 @@ def test_apmsqueeze_of_several_nn_workers_on_dense_pss(tmp_path):
             assert torch.equal(p, q)
     resumed = persia.Trainer.resume(str(tmp_path), Net(torch.float32), optimizer=squeezed(warmup=3))
     assert resumed.step.optimizer.phase == "compressed"
+
+
+def test_what_was_chosen_by_hand_holds_in_a_resumed_run_until_the_next_entry_of_the_schedule(tmp_path):
+    data = batches(30)
+    options = {"mode_schedule": [(0, Sync()), (10, Hybrid(2)), (20, Gba(ROWS))]}
+    first = trainer(Sync(), **options)
+    first.fit(data, max_steps=12)
+    assert first.mode == Hybrid(2)
+    first.switch(Bsp(1))
+    first.fit(data, max_steps=2)
+    assert first.mode == Bsp(1)
+    first.save(str(tmp_path))
+    resumed = trainer(Sync(), **options)
+    resumed.load(str(tmp_path))
+    resumed.fit(data, max_steps=2)
+    assert resumed.mode == Bsp(1)
+    resumed.fit(data)
+    assert resumed.mode == Gba(ROWS)

@@ -323,13 +323,12 @@ class Tokens:
         with self._changed:
             return self._state.wanted
 
-    def resolve(self) -> str:
-        """At rest: the mode that was asked for, which is now being made, or nothing."""
+    def resolve(self, mode: str) -> None:
+        """What was asked for is made, or refused; see `persia.services.Tokens`."""
         with self._changed:
-            wanted, self._state.wanted = self._state.wanted, ""
-            if wanted:
+            if mode and self._state.wanted == mode:
+                self._state.wanted = ""
                 self._save()
-            return wanted
 
     def judge(self, auto: str, nn_workers: int, strained: bool) -> None:
         """Step times decide the mode; see `persia.services.Tokens`."""

@@ -116,8 +116,12 @@ class Tokens(Protocol):
     def requested(self) -> str:
         """The mode that was asked for; empty if none was."""
 
-    def resolve(self) -> str:
-        """At rest: what `requested` says, which is then forgotten."""
+    def resolve(self, mode: str) -> None:
+        """What was asked for is made, or refused, and forgotten; unless another mode has been asked for since.
+
+        Args:
+            mode: what `requested` had said.
+        """
 
     def judge(self, auto: str, nn_workers: int, strained: bool) -> None:
         """Training begins, or goes on after a rest, and step times decide its mode.
