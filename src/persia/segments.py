@@ -46,7 +46,7 @@ class Switch(NamedTuple):
         before: the mode until then.
         after: the mode from then on.
         drain_seconds: until all NN workers were at rest.
-        seconds: for all the rest: hand-over of the network both ways.
+        seconds: for all the rest: hand-over of the network both ways, on Ray also a snapshot.
     """
 
     step: int

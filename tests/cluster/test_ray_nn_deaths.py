@@ -124,6 +124,7 @@ def test_between_two_calls_of_fit_and_data_that_are_a_list():
         assert trainer.fit(data).rows == 20 * BATCH
         os.kill(pids(cluster, "nn_worker")[1], signal.SIGKILL)
         eventually(lambda: len(cluster._processes.of("nn_worker")) == 1, "its death is noticed")
+        assert "embedding_ps-0" in cluster.statistics()
         again = trainer.fit(data)
         assert (again.rows, again.failures) == (20 * BATCH, 0)
         # A list cannot be shared by two data loaders: nothing changes.
@@ -151,7 +152,8 @@ def test_a_death_soon_after_a_switch_does_not_undo_it():
         eventually(lambda: bool(pids(cluster, "dense_ps")), "the asynchronous mode has begun")
         with kills(cluster, role="dense_ps"):
             pass
-        thread.join(120)
+        thread.join(240)
+        assert not thread.is_alive()
         (result,) = results
         assert result.failures == 1
         assert isinstance(trainer.mode, Gba)

@@ -221,6 +221,30 @@ def test_one_that_is_twice_as_fast_takes_the_last_batch_of_a_segment(tokens):
         assert resting.result(DEADLINE).step == 1
 
 
+def test_a_call_that_comes_twice_while_it_waits_counts_once(tokens):
+    """A connection was cut, and the client has called again."""
+    tokens.begin(segment(HopBw(0), nn_workers=2, steps=2))
+    a, b = two(tokens)
+    a.train()
+    b.start()
+    number = a.take()
+    with ThreadPoolExecutor(2) as threads:
+        a.sequence += 1
+        twice = [threads.submit(tokens.draw, a.caller, a.sequence, number, ROWS, 1, 0) for _ in range(2)]
+        time.sleep(0.1)  # Both wait for b.
+        assert not any(call.done() for call in twice)
+        b.arrive()
+        assert {call.result(DEADLINE).value for call in twice} == {1}
+    assert a.arrive().header.slot == 0
+    with pytest.raises(StalePushError, match="drawn and pushed 2 already"):  # A third one, late.
+        tokens.draw(a.caller, a.sequence, number, ROWS, 1, 0)
+    assert b.train().header[:4] == (1, 1, 2, 1)  # Its step and slot are those of b's second batch.
+    with ThreadPoolExecutor(2) as threads:
+        resting = threads.submit(a.rest)
+        b.rest()
+        assert resting.result(DEADLINE).step == 2
+
+
 def test_a_dead_nn_worker(tokens):
     """Its token is drawn again, its batch is handed out again, its slot is filled by another."""
     tokens.begin(segment(Gba(3 * ROWS), nn_workers=3))

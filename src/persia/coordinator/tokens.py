@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from persia.coordinator.accounts import Account
+from persia.coordinator.accounts import Account, Drawn
 from persia.coordinator.judge import Judge
 from persia.coordinator.ledger import Ledger
 from persia.coordinator.state_file import StateFile
@@ -112,6 +112,8 @@ class Tokens:
             finally:
                 self._taking.discard(caller.rank)
             account, state = self._enter(caller), self._current(caller)  # It may be dead by now.
+            if request <= account.requests:  # It has come twice, and the other call was earlier.
+                return account.answer
             if not known:
                 busy = [rank for rank, a in state.accounts.items() if a.taken or a.drawn]
                 raise DeadlineError(
@@ -150,9 +152,9 @@ class Tokens:
         with self._changed:
             account = self._enter(caller)
             self._state.confirm(account, done, filled)
-            known = account.drawn.get(sequence)
-            if known is not None:
-                return Token(known.value, known.least, [])
+            drawn = self._drawn(account, caller.rank, sequence)
+            if drawn is not None:
+                return Token(drawn.value, drawn.least, [])
             mode = self._known_mode()
             if not self._state.group:
                 self._state.set_group(mode.group(self._state.current.nn_workers, rows))
@@ -168,6 +170,9 @@ class Tokens:
                 finally:
                     self._waiting.discard(caller.rank)
                 account = self._enter(caller)
+                drawn = self._drawn(account, caller.rank, sequence)
+                if drawn is not None:
+                    return Token(drawn.value, drawn.least, [])
                 orphans = self._state.orphans_for(account)
                 if not opened:
                     raise self._shut(caller.rank)
@@ -180,6 +185,12 @@ class Tokens:
                 account.taken.remove(number)
             self._save()
             return Token(drawn.value, drawn.least, [])
+
+    def _drawn(self, account: Account, rank: int, sequence: int) -> Drawn | None:
+        """What this push has drawn before, if it has: a call may come twice, and the second one late."""
+        if account.ticket is not None and account.ticket.header.sequence >= sequence:
+            raise StalePushError(f"NN worker {rank} has drawn and pushed {sequence} already.", rank=rank)
+        return account.drawn.get(sequence)
 
     def arrive(self, caller: Caller, sequence: int, rows: int, version: int) -> Ticket:
         """What becomes of a gradient; see `persia.services.Tokens`."""
@@ -455,7 +466,9 @@ class Tokens:
         return self._state
 
     def _gate(self, rank: int) -> bool:
-        return self._state.gate(self._known_mode(), rank, self._waiting, self._taking)
+        mode = self._known_mode()
+        taking = () if self._state.may_take(mode) else self._taking  # Else they have just not noticed.
+        return self._state.gate(mode, rank, self._waiting, taking)
 
     def _shut(self, rank: int) -> DeadlineError:
         least = min(a.finished for a in self._state.accounts.values() if a.alive)

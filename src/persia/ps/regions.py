@@ -309,7 +309,10 @@ def _check_room(directory: Path, configs: Sequence[TableConfig], neighbours: int
     wanted = neighbours * sum(c.capacity * (ROW_OVERHEAD + 4 * (c.dim + c.state_width)) for c in bounded)
     system = os.statvfs(directory)
     # What the others have by now is part of what they may need.
-    taken = [path for neighbour in directory.parent.iterdir() if neighbour.is_dir() for path in _files(neighbour)]
+    taken: list[Path] = []
+    for neighbour in directory.parent.iterdir():
+        with contextlib.suppress(OSError):  # It is no directory, not ours, or just being removed.
+            taken += _files(neighbour)
     numbers = {number for number, config in enumerate(configs) if config in bounded}
     mine = sum(_blocks(path) for path in taken if int(path.name.partition("-")[0]) in numbers)
     free = system.f_bavail * system.f_frsize + mine

@@ -125,7 +125,8 @@ class Ray:
 
         Raises:
             DataError: there is a source (see `feed`) that cannot be read by so many data loaders.
-            RoleDiedError: a process has died; it is named, with its last lines, and so are those that died after it.
+            RoleDiedError: a process has died (of NN workers, while the function ran); it is named, with its last
+                lines, and so are those that died after it.
             Exception: what the function has raised, on the NN worker that was the first to fail; the others are ended.
         """
         done = self._run(function, None)
@@ -173,8 +174,7 @@ class Ray:
             raise PersiaError("This cluster runs something else. Wait until it is done, or use another cluster.")
         try:
             processes, _, coordinator = self._started(check=False)
-            if any(death.fields["role"] in ANEW for death in processes.failures()):
-                self._end_run(processes)  # One has died since the last run: nothing is lost by that.
+            self._bury(processes)
             processes.check()
             self._start_nn_workers()
             workers = processes.of("nn_worker")
@@ -330,6 +330,8 @@ class Ray:
                 self._coordinator = reach_coordinator(self._plan)
                 self._tokens = reach_tokens(self._plan)
             if check:
+                if not self._running.locked():
+                    self._bury(self._processes)
                 self._processes.check()
             return self._processes, self._plan, self._coordinator
 
@@ -501,6 +503,11 @@ class Ray:
         processes.end(retired)
 
     # --- a run --------------------------------------------------------------------------------------------------
+
+    def _bury(self, processes: Processes) -> None:
+        """Between two runs nothing is lost by the death of those that the next one would start anew."""
+        if any(death.fields["role"] in ANEW for death in processes.failures()):
+            self._end_run(processes)
 
     def _end_run(self, processes: Processes) -> None:
         """The other NN workers may wait for the one that failed: all are ended, and the next run starts new ones."""
