@@ -106,7 +106,12 @@ class Tokens:
             self._changed.notify_all()
             try:
                 known = self._changed.wait_for(
-                    lambda: self._state.may_take(self._known_mode()) or self._over(caller) or not account.alive,
+                    lambda: (
+                        self._state.may_take(self._known_mode())
+                        or self._over(caller)
+                        or not account.alive
+                        or request <= account.requests
+                    ),
                     self._timeout,
                 )
             finally:
@@ -165,7 +170,13 @@ class Tokens:
                 self._changed.notify_all()
                 try:
                     opened = self._changed.wait_for(
-                        lambda: self._gate(caller.rank) or self._state.orphans or self._over(caller), self._timeout
+                        lambda: (
+                            self._gate(caller.rank)
+                            or self._state.orphans
+                            or self._over(caller)
+                            or self._came(account, sequence)
+                        ),
+                        self._timeout,
                     )
                 finally:
                     self._waiting.discard(caller.rank)
@@ -188,9 +199,14 @@ class Tokens:
 
     def _drawn(self, account: Account, rank: int, sequence: int) -> Drawn | None:
         """What this push has drawn before, if it has: a call may come twice, and the second one late."""
-        if account.ticket is not None and account.ticket.header.sequence >= sequence:
+        drawn = account.drawn.get(sequence)
+        if drawn is None and self._came(account, sequence):
             raise StalePushError(f"NN worker {rank} has drawn and pushed {sequence} already.", rank=rank)
-        return account.drawn.get(sequence)
+        return drawn
+
+    def _came(self, account: Account, sequence: int) -> bool:
+        pushed = account.ticket is not None and account.ticket.header.sequence >= sequence
+        return pushed or sequence in account.drawn
 
     def arrive(self, caller: Caller, sequence: int, rows: int, version: int) -> Ticket:
         """What becomes of a gradient; see `persia.services.Tokens`."""
