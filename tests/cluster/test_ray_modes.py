@@ -62,18 +62,21 @@ def test_a_run_is_its_replay(mode, tmp_path):
             options=persia.TrainerOptions(progress=False, timeout=60.0, record_dir=str(tmp_path)),
         )
         result = trainer.fit(data)
-        schedule = load_schedule(tmp_path / "segment-1.jsonl")
+        # More than one segment: there are rests at which a snapshot may be due.
+        count = len(list(tmp_path.glob("segment-*.jsonl")))
+        schedules = [load_schedule(tmp_path / f"segment-{number + 1}.jsonl") for number in range(count)]
         batches = list(data)
         virtual = VirtualTraining(network(), data.schema, batches.__getitem__, adam, persia.optim.Adagrad(lr=0.05))
-        virtual.run(schedule)
+        for schedule in schedules:
+            virtual.run(schedule)
         virtual.evaluate(batches[:1])
         assert len(virtual.stores) == 2
         for mine, theirs in zip(virtual.model.parameters(), trainer.model.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
         if result.asynchronous is not None:
-            summary = schedule.summary()
-            assert summary.dropped + summary.decayed == result.asynchronous.dropped_batches
-            assert summary.applied_rows == result.asynchronous.rows
+            summaries = [schedule.summary() for schedule in schedules]
+            assert sum(s.dropped + s.decayed for s in summaries) == result.asynchronous.dropped_batches
+            assert sum(s.applied_rows for s in summaries) == result.asynchronous.rows
 
 
 def test_two_nn_workers_switch_while_they_train():
