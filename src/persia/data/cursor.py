@@ -35,7 +35,7 @@ class Cursor:
         self._iterator: Iterator[Any] | None = None
         self._broken: Exception | None = None
         self._share: tuple[tuple[int, ...], int, int] | None = None
-        """(pass, loader, loaders) of the iterator; it yields the numbers `self._next`, `+ self._stride`, ..."""
+        """(what is read, loader, loaders) of the iterator; it yields the numbers `self._next`, `+ self._stride`, ..."""
         self._next = 0
         self._stride = 1
 
@@ -55,7 +55,7 @@ class Cursor:
             DataError: it cannot be read, does not fit the schema, or lies before what was read from a source that
                 cannot go back. The next read of a `Seekable` source opens it anew.
         """
-        if self._broken is not None and self._share is not None and self._share[0] == _pass_of(feed):
+        if self._broken is not None and self._share is not None and self._share[0] == feed.reading:
             raise copy.copy(self._broken)
         try:
             return self._read(feed, number)
@@ -103,10 +103,10 @@ class Cursor:
         return batch
 
     def _seek(self, feed: Feed, number: int) -> None:
-        share = (_pass_of(feed), feed.loader, feed.loaders)
+        share = (feed.reading, feed.loader, feed.loaders)
         source = self._source
         if not isinstance(source, Seekable):
-            if self._share is None or self._share[0] != _pass_of(feed):
+            if self._share is None or self._share[0] != feed.reading:
                 self.close()
                 self._iterator, self._share, self._next, self._stride = iter(source), share, 0, 1
                 self._broken = None
@@ -125,8 +125,3 @@ class Cursor:
         else:
             self._iterator, self._stride = source.batches(feed.epoch, number), 1
         self._share, self._next = share, number
-
-
-def _pass_of(feed: Feed) -> tuple[int, ...]:
-    """What a source that can only go on is iterated anew for; as `Feed.same_pass`."""
-    return feed.generation, feed.epoch, feed.start, feed.nn_workers, feed.on_demand

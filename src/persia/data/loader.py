@@ -123,7 +123,7 @@ class Loader:
             old = self._feed
             if feed == old:
                 return
-            if old is not None and old.same_pass(feed):
+            if old is not None and old.reading == feed.reading:
                 for number in [n for n in self._entries if n % feed.loaders != feed.loader]:
                     self._forget(number)
                 first = min(self._asked.values(), default=feed.start)

@@ -183,10 +183,10 @@ class Feed(NamedTuple):
     generation: int = 1
     on_demand: bool = False
 
-    def same_pass(self, other: Feed) -> bool:
-        """Whether the other one only divides the same reading in another way."""
-        mine = (self.generation, self.epoch, self.start, self.nn_workers, self.on_demand)
-        return mine == (other.generation, other.epoch, other.start, other.nn_workers, other.on_demand)
+    @property
+    def reading(self) -> tuple[int, ...]:
+        """What is read, and for whom: feeds that agree in it only divide it in another way."""
+        return self.generation, self.epoch, self.start, self.nn_workers, self.on_demand
 
 
 class FedBatch(NamedTuple):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 import uuid
 from collections.abc import Callable, Sequence
@@ -22,16 +20,16 @@ from persia.cluster.on_ray.nn_host import NNWorkerHost
 from persia.cluster.on_ray.options import RayOptions
 from persia.cluster.on_ray.placement import here, place
 from persia.cluster.on_ray.plan import Plan, Service
-from persia.cluster.on_ray.processes import NAMESPACE, Process, Processes
+from persia.cluster.on_ray.processes import Process, Processes
 from persia.cluster.on_ray.reading import Reading
 from persia.cluster.on_ray.recovery import ANEW, CONSEQUENCES, Recovery
 from persia.cluster.on_ray.replacing import Replacing
 from persia.cluster.on_ray.resizing import DEPART_SECONDS, await_leave, check_count, check_room, free_ranks
 from persia.cluster.on_ray.run import pickled, results
+from persia.cluster.on_ray.starting import connect, make_plan
 from persia.errors import ClosedError, ConfigError, DataError, PersiaError, RoleDiedError
 from persia.modes import Mode
 from persia.ps.regions import remove_leftovers
-from persia.rpc.keys import KEYS_VARIABLE
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Attempt, Connection, Coordinator, DenseMaker, Tokens
 from persia.types import Feed
@@ -311,8 +309,8 @@ class Ray:
             if self._closed:
                 raise ClosedError("This cluster is closed; make another one.")
             if self._processes is None or self._plan is None or self._coordinator is None:
-                self._connect_to_ray()
-                plan = self._make_plan()
+                self._owns_ray = connect(self.options.address) or self._owns_ray
+                plan = make_plan(self.ps, self.nn_workers, self.options)
                 self._processes = Processes(self._died, self._restarted, self.options.timeout)
                 process = self._processes.start(
                     CoordinatorHost,
@@ -334,28 +332,6 @@ class Ray:
                     self._bury(self._processes)
                 self._processes.check()
             return self._processes, self._plan, self._coordinator
-
-    def _connect_to_ray(self) -> None:
-        if ray.is_initialized():
-            return
-        # Without an address Ray would join whatever it finds on this machine.
-        address = self.options.address or (None if "RAY_ADDRESS" in os.environ else "local")
-        ray.init(address=address, namespace=NAMESPACE, include_dashboard=False if address == "local" else None)
-        self._owns_ray = True
-
-    def _make_plan(self) -> Plan:
-        loopback = sum(node["Alive"] for node in ray.nodes()) == 1
-        keys = os.environ.get(KEYS_VARIABLE)
-        if not loopback and not keys:
-            raise ConfigError(
-                "This Ray cluster has several hosts, and there are no keys: anybody who reaches them could read and "
-                f"change the embeddings. Make keys with persia.rpc.make_keys, put them on every host, and set "
-                f"{KEYS_VARIABLE}.",
-                field="cluster",
-            )
-        return Plan(
-            f"persia-{uuid.uuid4().hex[:8]}", self.ps, self.nn_workers, self.options, loopback, keys, list(sys.path)
-        )
 
     def _start(self, host: type, role: str, rank: int, *arguments: Any, **options: Any) -> Process:
         assert self._processes is not None
