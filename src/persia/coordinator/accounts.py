@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from persia.errors import StalePushError
 from persia.observe.figures import Readings, figures
-from persia.types import PushHeader, Ticket
+from persia.types import PushHeader, Ticket, Token
 
 __all__ = ["Account", "Drawn", "TokenReport", "WorkerReport"]
 
@@ -52,6 +53,22 @@ class Account(msgspec.Struct):
     done: int = 0
     handed: list[PushHeader] = msgspec.field(default_factory=list)
     filled: int = 0
+
+    def came(self, sequence: int) -> bool:
+        """Whether a token was drawn for this push: a call may come twice, and the second one late."""
+        pushed = self.ticket is not None and self.ticket.header.sequence >= sequence
+        return pushed or sequence in self.drawn
+
+    def token_of(self, sequence: int) -> Token:
+        """The token of a push that has drawn one.
+
+        Raises:
+            StalePushError: it has been pushed: nobody waits for this answer.
+        """
+        drawn = self.drawn.get(sequence)
+        if drawn is None:
+            raise StalePushError(f"This NN worker has drawn and pushed {sequence} already.", sequence=sequence)
+        return Token(drawn.value, drawn.least, [])
 
 
 class WorkerReport(msgspec.Struct):

@@ -7,7 +7,7 @@ from collections.abc import Collection
 import msgspec
 
 from persia.coordinator.accounts import Account, Drawn, TokenReport
-from persia.modes import Mode
+from persia.modes import Mode, encode
 from persia.types import PushHeader, Segment
 
 __all__ = ["Ledger"]
@@ -53,6 +53,17 @@ class Ledger(msgspec.Struct):
         """M, once the local batch is known."""
         self.group = group
         self.tokens = self.step * group
+
+    def want(self, mode: Mode) -> None:
+        """A switch at the next boundary.
+
+        Raises:
+            ConfigError: batches do not fit the mode.
+        """
+        if self.nn_workers and self.local_batch:
+            mode.group(self.nn_workers, self.local_batch)
+        self.wanted = encode(mode)
+        self.stopped = True
 
     def lacking(self) -> int:
         """How many more batches the steps of the segment need, if none is dropped."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from persia.coordinator.accounts import Account, Drawn
+from persia.coordinator.accounts import Account
 from persia.coordinator.judge import Judge
 from persia.coordinator.ledger import Ledger
 from persia.coordinator.state_file import StateFile
@@ -157,9 +157,8 @@ class Tokens:
         with self._changed:
             account = self._enter(caller)
             self._state.confirm(account, done, filled)
-            drawn = self._drawn(account, caller.rank, sequence)
-            if drawn is not None:
-                return Token(drawn.value, drawn.least, [])
+            if account.came(sequence):
+                return account.token_of(sequence)
             mode = self._known_mode()
             if not self._state.group:
                 self._state.set_group(mode.group(self._state.current.nn_workers, rows))
@@ -174,16 +173,15 @@ class Tokens:
                             self._gate(caller.rank)
                             or self._state.orphans
                             or self._over(caller)
-                            or self._came(account, sequence)
+                            or account.came(sequence)
                         ),
                         self._timeout,
                     )
                 finally:
                     self._waiting.discard(caller.rank)
                 account = self._enter(caller)
-                drawn = self._drawn(account, caller.rank, sequence)
-                if drawn is not None:
-                    return Token(drawn.value, drawn.least, [])
+                if account.came(sequence):  # Twice, and the other call was earlier.
+                    return account.token_of(sequence)
                 orphans = self._state.orphans_for(account)
                 if not opened:
                     raise self._shut(caller.rank)
@@ -196,17 +194,6 @@ class Tokens:
                 account.taken.remove(number)
             self._save()
             return Token(drawn.value, drawn.least, [])
-
-    def _drawn(self, account: Account, rank: int, sequence: int) -> Drawn | None:
-        """What this push has drawn before, if it has: a call may come twice, and the second one late."""
-        drawn = account.drawn.get(sequence)
-        if drawn is None and self._came(account, sequence):
-            raise StalePushError(f"NN worker {rank} has drawn and pushed {sequence} already.", rank=rank)
-        return drawn
-
-    def _came(self, account: Account, sequence: int) -> bool:
-        pushed = account.ticket is not None and account.ticket.header.sequence >= sequence
-        return pushed or sequence in account.drawn
 
     def arrive(self, caller: Caller, sequence: int, rows: int, version: int) -> Ticket:
         """What becomes of a gradient; see `persia.services.Tokens`."""
@@ -332,18 +319,11 @@ class Tokens:
                     f"A switch to {state.wanted} is under way; wait for it before you ask for {mode}.",
                     mode=state.wanted,
                 )
-            self._want(wanted)
+            state.want(wanted)
+            self._save()
             if self._judging:
                 LOG.info("From now on the mode is chosen by hand, no more by %s.", self._judge and self._judge.auto)
                 self._judging = False
-
-    def _want(self, mode: Mode) -> None:
-        state = self._state
-        if state.nn_workers and state.local_batch:
-            mode.group(state.nn_workers, state.local_batch)
-        state.wanted = encode(mode)
-        state.stopped = True
-        self._save()
 
     def requested(self) -> str:
         """The mode that was asked for, or nothing."""
@@ -377,7 +357,8 @@ class Tokens:
             if verdict is not None:
                 rule = self._judge.auto
                 try:
-                    self._want(rule.asynchronous if verdict.strained else rule.sync)
+                    self._state.want(rule.asynchronous if verdict.strained else rule.sync)
+                    self._save()
                 except ConfigError as error:
                     LOG.error("The switch is not made, and none will be: %s", error)
                     self._judging = False
