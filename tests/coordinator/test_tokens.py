@@ -190,6 +190,14 @@ def test_hop_bw_drops_who_is_late(tokens):
     assert slow.train().header.step == 1
 
 
+def rest_of(first, second):
+    """Both rest; what the first is told."""
+    with ThreadPoolExecutor(1) as threads:
+        resting = threads.submit(first.rest)
+        second.rest()
+        return resting.result(DEADLINE)
+
+
 def test_nobody_waits_for_those_without_data(tokens):
     tokens.begin(segment(HopBw(0), nn_workers=2))
     a, b = two(tokens)
@@ -216,9 +224,7 @@ def test_one_that_is_twice_as_fast_takes_the_last_batch_of_a_segment(tokens):
         assert drawing.result(DEADLINE).value == 0
         assert fast.arrive().header.slot == 1
         assert taking.result(DEADLINE) is None
-        resting = threads.submit(slow.rest)
-        fast.rest()
-        assert resting.result(DEADLINE).step == 1
+    assert rest_of(slow, fast).step == 1
 
 
 def test_a_call_that_comes_twice_while_it_waits_counts_once(tokens):
@@ -239,10 +245,7 @@ def test_a_call_that_comes_twice_while_it_waits_counts_once(tokens):
     with pytest.raises(StalePushError, match="drawn and pushed 2 already"):  # A third one, late.
         tokens.draw(a.caller, a.sequence, number, ROWS, 1, 0)
     assert b.train().header[:4] == (1, 1, 2, 1)  # Its step and slot are those of b's second batch.
-    with ThreadPoolExecutor(2) as threads:
-        resting = threads.submit(a.rest)
-        b.rest()
-        assert resting.result(DEADLINE).step == 2
+    assert rest_of(a, b).step == 2
 
 
 def test_a_dead_nn_worker(tokens):
