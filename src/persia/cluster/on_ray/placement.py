@@ -37,4 +37,5 @@ def neighbours(rank: int, count: int) -> int:
 
 def _nodes() -> list[str]:
     nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"])
-    return [node["NodeID"] for node in nodes if node["Resources"].get("CPU")] or [node["NodeID"] for node in nodes]
+    nodes = [node for node in nodes if node["Resources"].get("CPU")] or nodes
+    return [node["NodeID"] for node in nodes]

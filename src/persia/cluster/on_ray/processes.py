@@ -304,10 +304,8 @@ def _on(node: str, function: Callable[[], T]) -> T:
     if node == ray.get_runtime_context().get_node_id():
         return function()
     where = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
-    task = ray.remote(lambda: function()).options(
-        num_cpus=0, scheduling_strategy=where
-    )  # Ray takes nothing but functions.
-    result: T = ray.get(task.remote(), timeout=RELEASE_SECONDS)
+    task = ray.remote(lambda: function())  # Not `function` itself: Ray refuses a partial one.
+    result: T = ray.get(task.options(num_cpus=0, scheduling_strategy=where).remote(), timeout=RELEASE_SECONDS)
     return result
 
 
