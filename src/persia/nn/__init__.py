@@ -6,13 +6,17 @@ from persia.nn.options import CollectionOptions
 from persia.nn.prepared import PreparedBatch
 from persia.nn.staleness import Staleness
 from persia.nn.types import Embeddings, SequenceEmbedding
+from persia.types import RowsSet, RowState, StoredRows
 
 __all__ = [
     "CollectionOptions",
     "EmbeddingCollection",
     "Embeddings",
     "PreparedBatch",
+    "RowState",
+    "RowsSet",
     "SequenceEmbedding",
     "Staleness",
+    "StoredRows",
     "models",
 ]

@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
+from numpy.typing import ArrayLike
 
 from persia.batching.batch import Batch
 from persia.errors import ConfigError, PersiaError, StaleBatchError
 from persia.modes import Dense, Hybrid, Mode
+from persia.nn.batch_counts import batch_counts
 from persia.nn.draws import Drawn, Draws, Numbered
 from persia.nn.feeding import fed_batches
 from persia.nn.laps import Laps
@@ -22,6 +24,7 @@ from persia.nn.pipeline import READ_AHEAD, Pipeline, Stages
 from persia.nn.pool import Expander
 from persia.nn.prepared import PreparedBatch
 from persia.nn.reading import Reading
+from persia.nn.rows import TableRows
 from persia.nn.staging import staging_for
 from persia.nn.staleness import Staleness, StalenessGate
 from persia.nn.sync import EqualSteps
@@ -31,7 +34,7 @@ from persia.nn.types import Embeddings
 from persia.observe.figures import Histogram
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Cluster
-from persia.types import Contribution, FedBatch, PushHeader, Read
+from persia.types import Contribution, FedBatch, PushHeader, Read, RowsSet, RowState, StoredRows
 
 __all__ = ["EmbeddingCollection"]
 
@@ -88,6 +91,7 @@ class EmbeddingCollection(torch.nn.Module):
         self._transfer = Transfer(self._staging, self._expander.on_host)
         self.connection = cluster.connect(schema, optimizer, self.mode, self.options.seed)
         self._worker = self.connection.worker
+        self._rows = TableRows(schema, self.connection.servers)
         self._reading = Reading(schema, self._worker, self._transfer, self.options.timeout)
         self.gate = StalenessGate(self.mode, self.options.accumulation_steps)
         self._pipeline: Pipeline | None = None
@@ -142,7 +146,8 @@ class EmbeddingCollection(torch.nn.Module):
             loader: any iterable of `persia.Batch`, a torch `DataLoader` with `batch_size=None` included; or `fed()`.
             equal_steps: where several NN workers train one network: its `persia.dense.AllReduce`. The iterator then
                 yields as many batches on each of them, and makes up (`batch.made_up`) those that are missing. Without
-                it, batches that were lost with an embedding worker are passed over.
+                it, batches that were lost with an embedding worker are passed over, and an NN worker that has a batch
+                when others have none raises UnequalStepsError where it is used.
             draws: in asynchronous modes, the lists that batches and tokens come from; `loader` yields numbered batches.
 
         Yields:
@@ -183,6 +188,8 @@ class EmbeddingCollection(torch.nn.Module):
                 "drawing the next.",
                 batch_id=batch.batch_id,
             )
+        if batch.trains and self._pipeline is not None and torch.is_grad_enabled():
+            self._pipeline.check_others()
         return self._expander(batch.rows, batch.inverse, batch.offsets)
 
     def flush(self) -> None:
@@ -216,13 +223,24 @@ class EmbeddingCollection(torch.nn.Module):
 
     def statistics(self) -> dict[str, dict[str, int]]:
         """Counters of the tables, summed over the servers."""
-        total: dict[str, dict[str, int]] = {}
-        for server in self.connection.servers:
-            for table, counters in server.statistics().items():
-                mine = total.setdefault(table, {})
-                for name, value in counters.items():
-                    mine[name] = mine.get(name, 0) + value
-        return total
+        return self._rows.statistics()
+
+    # --- rows by id -------------------------------------------------------------------------------------------
+
+    def rows(self, table: str, ids: ArrayLike, *, state: bool = False) -> StoredRows:
+        """Reads rows by id; nothing is admitted, touched or counted. Blocks. See `persia.nn.rows.TableRows.read`."""
+        return self._rows.read(table, ids, state)
+
+    def set_rows(self, table: str, ids: ArrayLike, values: ArrayLike, *, state: RowState | None = None) -> RowsSet:
+        """Inserts or overwrites rows by id, while nothing trains. Blocks. See `persia.nn.rows.TableRows.set`.
+
+        Raises:
+            PersiaError: this collection is in a training pass.
+        """
+        if self._pipeline is not None:
+            raise PersiaError("Rows cannot be set during a training pass. Leave the `prefetch` loop first.")
+        self.flush()
+        return self._rows.set(table, ids, values, state)
 
     # --- training ---------------------------------------------------------------------------------------------
 
@@ -244,7 +262,8 @@ class EmbeddingCollection(torch.nn.Module):
             stages = Stages(self._register, draws.pass_lookup, lookup, lambda _: None, draws.close)
             ahead = READ_AHEAD_ON_DEMAND
         self._draws = draws
-        pipeline = self._pipeline = Pipeline(source, stages, self.options.timeout, read_ahead=ahead)
+        counts = batch_counts(self.connection, self.options.timeout) if equal_steps is None and draws is None else None
+        pipeline = self._pipeline = Pipeline(source, stages, self.options.timeout, read_ahead=ahead, counts=counts)
         batch: PreparedBatch | None = None
         complete = False
         try:

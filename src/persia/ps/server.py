@@ -22,6 +22,7 @@ from persia.ps.options import ServerOptions
 from persia.ps.reduction import average_step
 from persia.ps.regions import Regions
 from persia.ps.room import with_room
+from persia.ps.rows import RowSetter
 from persia.ps.sums import RunningSums
 from persia.ps.tables import learning_rate, table_config
 from persia.schema import EmbeddingOptimizer, Table
@@ -39,7 +40,10 @@ from persia.types import (
     PackedGradients,
     PushHeader,
     RowsAt,
+    RowsSet,
+    RowState,
     SlotCounts,
+    StoredRows,
     UpdateCounts,
 )
 
@@ -98,6 +102,7 @@ class EmbeddingServer:
         self._index = {name: number for number, name in enumerate(self._tables)}
         self._asked: tuple[Sequence[str], list[int], list[int]] = ([], [], [])
         self._cuts = Cuts(self._store, self._index)
+        self._setter = RowSetter(self._store, self._options.timeout)
         kept = self._regions.mode if self._regions is not None else ""
         self._adopt(decode(kept) if kept else mode)
 
@@ -280,6 +285,23 @@ class EmbeddingServer:
     def slots(self) -> SlotCounts:
         """How stale the rows of asynchronous modes were."""
         return self._slots
+
+    # --- rows by id -------------------------------------------------------------------------------------------
+
+    def contains(self, ids: Packed[np.uint64]) -> Packed[np.bool_]:
+        """By table, which ids have a row."""
+        return Packed.of({name: self._store.contains(self._number(name), mine) for name, mine in ids.items()}, np.bool_)
+
+    def read_rows(self, table: str, ids: Ids, state: bool) -> StoredRows:
+        """Rows of ids, read-only; see `persia.services.EmbeddingPS`."""
+        found, rows = self._store.peek(self._number(table), ids)
+        kept = RowState(rows.state, rows.update_count, rows.last_step) if state else None
+        return StoredRows(ids, found, rows.embeddings, kept)
+
+    def set_rows(self, call: int, table: str, ids: Ids, values: Floats, state: RowState | None) -> RowsSet:
+        """Inserts or overwrites rows, once per call; see `persia.services.EmbeddingPS`."""
+        with self._journal.exclusive():
+            return self._setter.set(call, self._number(table), ids, values, state)
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 

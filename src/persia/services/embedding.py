@@ -18,7 +18,10 @@ from persia.types import (
     PackedGradients,
     PushHeader,
     RowsAt,
+    RowsSet,
+    RowState,
     SlotCounts,
+    StoredRows,
     UpdateCounts,
 )
 
@@ -158,6 +161,44 @@ class EmbeddingPS(Protocol):
 
         Without the column `state`, or with one of another width, rows begin with the optimizer's first state and
         an update count of 0.
+        """
+
+    def contains(self, ids: Packed[np.uint64]) -> Packed[np.bool_]:
+        """By table, which ids have a row; reads only."""
+
+    def read_rows(self, table: str, ids: NDArray[np.uint64], state: bool) -> StoredRows:
+        """Rows of ids, which may repeat; nothing is admitted, touched or counted.
+
+        Args:
+            table: name of the table.
+            ids: uint64 `[n]`.
+            state: also read the optimizer's state.
+
+        Raises:
+            StoreError: there is no such table.
+        """
+
+    def set_rows(
+        self,
+        call: int,
+        table: str,
+        ids: NDArray[np.uint64],
+        values: NDArray[np.float32],
+        state: RowState | None,
+    ) -> RowsSet:
+        """Inserts or overwrites rows, which become the most recently used ones of their table.
+
+        Args:
+            call: number of the call, its own at random. A repetition has no effect and gets the same answer; after a
+                restart of the PS it sets the same rows again, and counts them as replaced.
+            table: name of the table.
+            ids: uint64 `[n]`, distinct.
+            values: float32 `[n, dim]`.
+            state: of the optimizer. None keeps that of existing rows, and gives new ones the optimizer's first state.
+
+        Raises:
+            StoreError: there is no such table, arrays do not fit it, or a checkpoint is being read from it; then some
+                of the rows may be set.
         """
 
     def export_state(self) -> Iterator[list[StatePiece]]:

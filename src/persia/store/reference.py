@@ -15,7 +15,7 @@ from persia.store import reference_optim
 from persia.store.config import TableConfig
 from persia.store.reference_random import Sketch, admission_draw, initial_embedding, shard_of
 from persia.store.rows import Rows
-from persia.types import UpdateCounts
+from persia.types import RowsSet, RowState, UpdateCounts
 
 __all__ = ["ReferenceStore"]
 
@@ -84,6 +84,20 @@ class _Shard:
             self.counters["evicted"] += 1
         self.index[id_] = number
         return row
+
+    def put(self, row: _Row) -> None:
+        """Replaces the row of its id, or takes the place of one that is less recent, if there is no other."""
+        number = self.index.get(row.id, len(self.rows))
+        if number == self.capacity:
+            number = min(range(self.capacity), key=lambda n: (self.rows[n].stamp, n))
+            self.counters["evicted"] += 1
+            if self.rows[number].stamp >= row.stamp:
+                return
+            del self.index[self.rows[number].id]
+        if number == len(self.rows):
+            self.rows.append(row)
+        self.rows[number] = row
+        self.index[row.id] = number
 
     def update(self, id_: int, gradient: NDArray[np.float32], lr: float, step: int) -> str:
         row = self.find(id_)
@@ -179,6 +193,31 @@ class ReferenceStore:
             np.array([row.last_step for row in rows], np.uint32),
             np.array([row.stamp for row in rows], np.uint32),
         )
+
+    def set_rows(
+        self, table: int, ids: NDArray[np.uint64], values: NDArray[np.float32], state: RowState | None
+    ) -> RowsSet:
+        """Inserts or overwrites rows, as :func:`persia.ps.rows.set_rows` does."""
+        config, shards = self._tables[table]
+        stamp = max(shard.clock for shard in shards) + 1
+        evicted = self.statistics(table)["evicted"]
+        replaced = 0
+        for shard, positions in self._split(table, ids):
+            kept = {position: shard.find(int(ids[position])) for position in positions}
+            replaced += sum(row is not None for row in kept.values())
+            shard.clock = stamp
+            for position in positions:
+                row, before = _Row(int(ids[position]), values[position].copy(), np.empty(0, np.float32)), kept[position]
+                if state is not None:
+                    row.state = state.values[position].copy()
+                    row.update_count, row.last_step = int(state.update_count[position]), int(state.last_step[position])
+                elif before is not None:
+                    row.state, row.update_count, row.last_step = before.state, before.update_count, before.last_step
+                else:
+                    row.state = reference_optim.initial_state(config)
+                row.stamp = stamp
+                shard.put(row)
+        return RowsSet(len(ids) - replaced, replaced, self.statistics(table)["evicted"] - evicted)
 
     def size(self, table: int) -> int:
         """Rows in a table."""

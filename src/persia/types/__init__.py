@@ -24,6 +24,7 @@ from persia.types.batches import (
 )
 from persia.types.dense import DenseState, Pulled, PushedDense, TensorSpec
 from persia.types.membership import Member, Membership
+from persia.types.rows import RowsSet, RowState, StoredRows
 
 __all__ = [
     "COUNTER_BITS",
@@ -59,9 +60,12 @@ __all__ = [
     "PushedDense",
     "Read",
     "Rest",
+    "RowState",
     "RowsAt",
+    "RowsSet",
     "Segment",
     "SlotCounts",
+    "StoredRows",
     "TensorSpec",
     "Ticket",
     "Token",

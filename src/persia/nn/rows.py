@@ -1,0 +1,231 @@
+"""Embedding rows by id: read and set, beside the training loop."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from persia import batching
+from persia.batching.columns import id_column
+from persia.errors import ConfigError, DataError
+from persia.schema import Schema, Table
+from persia.services import EmbeddingPS
+from persia.types import BoolArray, Floats, Ids, Int64Array, Packed, RowsSet, RowState, StoredRows
+
+__all__ = ["TableRows"]
+
+S = TypeVar("S", bound=np.generic)
+
+CHUNK_BYTES = 64 << 20
+"""Approximate size of a message: bounds memory, and how long a shard is locked."""
+
+MOST_STATE = 2
+"""Floats of optimizer state per float of embedding, at most."""
+
+
+class TableRows:
+    """Reads and sets rows of all tables, wherever their PSs are. Calls block.
+
+    Args:
+        schema: features and tables.
+        servers: the embedding PSs, by partition.
+    """
+
+    def __init__(self, schema: Schema, servers: Sequence[EmbeddingPS]) -> None:
+        self._schema = schema
+        self._tables = schema.resolved_tables()
+        self._servers = servers
+
+    def read(self, table: str, ids: ArrayLike, state: bool) -> StoredRows:
+        """Reads rows by id, as they are now: nothing is admitted, touched or counted.
+
+        In a training pass, gradients that are on their way may or may not be in them.
+
+        Args:
+            table: name of the table.
+            ids: a uint64 array `[n]` of ids; or a column of values (numbers, texts), which are mapped to ids as
+                `Batch.from_columns` does. They may repeat.
+            state: also read the optimizer's state.
+
+        Raises:
+            ConfigError: there is no such table.
+            DataError: a value is not one id.
+        """
+        declared = self._table(table)
+        keys = self._ids(table, ids)
+        asked = list(self._parts(declared, keys)) or [(self._servers[0], np.empty(0, np.int64))]
+        parts = [server.read_rows(table, keys[places], state) for server, places in asked]
+        order = np.concatenate([places for _, places in asked])
+        states = [part.state for part in parts if part.state is not None]
+        return StoredRows(
+            keys,
+            _ordered(order, [part.found for part in parts]),
+            _ordered(order, [part.values for part in parts]),
+            RowState(
+                _ordered(order, [mine.values for mine in states]),
+                _ordered(order, [mine.update_count for mine in states]),
+                _ordered(order, [mine.last_step for mine in states]),
+            )
+            if states
+            else None,
+        )
+
+    def set(self, table: str, ids: ArrayLike, values: ArrayLike, state: RowState | None) -> RowsSet:
+        """Inserts or overwrites rows by id; they become the most recently used ones, and admission is not asked.
+
+        Call it while no NN worker trains: each row is replaced as a whole, but an update of it at the same moment may
+        be lost, and gradients of batches looked up before are applied to the new values. A call may be repeated. The
+        next incremental checkpoint is a full one.
+
+        Args:
+            table: name of the table.
+            ids: as for `read`, distinct.
+            values: `[n, dim]`, finite, within the table's `value_bound`.
+            state: of the optimizer. None keeps that of existing rows, and new ones begin with the first one.
+
+        Raises:
+            ConfigError: there is no such table.
+            DataError: an argument is not valid; nothing has changed.
+            StoreError: `state` is of another optimizer; or a checkpoint is being written: repeat the call after it, as
+                some of the rows may be set.
+        """
+        declared = self._table(table)
+        keys = self._ids(table, ids)
+        rows = _checked_values(declared, keys, values)
+        checked = None if state is None else _checked_state(declared, len(keys), state)
+        done = RowsSet(0, 0, 0)
+        for server, places in self._parts(declared, keys):
+            part = checked
+            if checked is not None:
+                part = RowState(checked.values[places], checked.update_count[places], checked.last_step[places])
+            answer = server.set_rows(secrets.randbits(63), table, keys[places], rows[places], part)
+            done = RowsSet(*map(sum, zip(done, answer, strict=True)))
+        return done
+
+    def contains(self, ids: Mapping[str, Ids]) -> dict[str, BoolArray]:
+        """By table, which ids have a row; one call for each PS."""
+        found = {table: np.zeros(len(mine), np.bool_) for table, mine in ids.items()}
+        owners = {table: batching.owners(table, mine, len(self._servers)) for table, mine in ids.items()}
+        for number, server in enumerate(self._servers):
+            places = {table: np.flatnonzero(owner == number) for table, owner in owners.items()}
+            answer = server.contains(Packed.of({table: ids[table][at] for table, at in places.items()}, np.uint64))
+            for table, at in places.items():
+                found[table][at] = answer[table]
+        return found
+
+    def statistics(self) -> dict[str, dict[str, int]]:
+        """Counters of the tables, summed over the PSs."""
+        total: dict[str, dict[str, int]] = {}
+        for server in self._servers:
+            for table, counters in server.statistics().items():
+                mine = total.setdefault(table, {})
+                for name, value in counters.items():
+                    mine[name] = mine.get(name, 0) + value
+        return total
+
+    def _table(self, name: str) -> Table:
+        if name not in self._tables:
+            raise ConfigError(f"There is no table {name!r}; the schema has {', '.join(self._tables)}.", field="table")
+        return self._tables[name]
+
+    def _ids(self, table: str, ids: ArrayLike) -> Ids:
+        """An array of uint64 as it is; anything else as readers map a column of it."""
+        if isinstance(ids, np.ndarray) and ids.dtype == np.uint64 and ids.ndim == 1:
+            return np.ascontiguousarray(ids)
+        column = id_column(table, ids)
+        if column.offsets is not None:
+            raise DataError(
+                f"Rows of table {table!r} are asked for by something else than one id each; give a list or an array "
+                "[n] without missing values.",
+                table=table,
+            )
+        return column.values
+
+    def _parts(self, table: Table, ids: Ids) -> Iterator[tuple[EmbeddingPS, Int64Array]]:
+        """Each PS, and the places of ids that it owns; a PS comes several times if it owns many."""
+        most = max(1, CHUNK_BYTES // (17 + 4 * (1 + MOST_STATE) * table.dim))
+        owner = batching.owners(table.name, ids, len(self._servers))
+        for number, server in enumerate(self._servers):
+            places = np.flatnonzero(owner == number)
+            for start in range(0, len(places), most):
+                yield server, places[start : start + most]
+
+
+def _ordered(order: Int64Array, parts: Sequence[NDArray[S]]) -> NDArray[S]:
+    """The parts together, element i at `order[i]`."""
+    joined = np.concatenate(parts)
+    result = np.empty_like(joined)
+    result[order] = joined
+    return result
+
+
+def _checked_values(table: Table, ids: Ids, values: ArrayLike) -> Floats:
+    if len(ids) != len(np.unique(ids)):
+        at = np.setdiff1d(np.arange(len(ids)), np.unique(ids, return_index=True)[1])[0]
+        raise DataError(
+            f"Id {ids[at]} of table {table.name!r} is given twice, the second time at {at}; give each row once.",
+            table=table.name,
+            row=int(at),
+        )
+    rows = _floats(table, "values", values)
+    if rows.shape != (len(ids), table.dim):
+        raise DataError(
+            f"Values for table {table.name!r} have shape {list(rows.shape)}; give float32 [{len(ids)}, {table.dim}], "
+            "an embedding for each id.",
+            table=table.name,
+        )
+    bound = table.value_bound
+    if bound and rows.size and np.abs(rows).max() > bound:
+        at = int((np.abs(rows) > bound).any(1).argmax())
+        raise DataError(
+            f"Values for table {table.name!r} exceed its value_bound = {bound:g} at row {at} (id {ids[at]}); "
+            "clip them.",
+            table=table.name,
+            row=at,
+        )
+    return rows
+
+
+def _checked_state(table: Table, count: int, state: RowState) -> RowState:
+    if not isinstance(state, RowState):
+        raise DataError(
+            f"The state for table {table.name!r} is a {type(state).__name__}; give a RowState, such as the `state` of "
+            "`rows(..., state=True)`.",
+            table=table.name,
+        )
+    values = _floats(table, "state.values", state.values)
+    counts, steps = np.asarray(state.update_count), np.asarray(state.last_step)
+    if values.ndim != 2 or {len(values), *counts.shape, *steps.shape} != {count} or counts.ndim != 1 or steps.ndim != 1:
+        raise DataError(
+            f"The state for table {table.name!r} has shapes {list(values.shape)}, {list(counts.shape)} and "
+            f"{list(steps.shape)}; give [{count}, width], [{count}] and [{count}].",
+            table=table.name,
+        )
+    for name, array in (("update_count", counts), ("last_step", steps)):
+        if array.dtype.kind not in "iu" or (array.size and not 0 <= array.min() <= array.max() < 1 << 32):
+            raise DataError(f"state.{name} for table {table.name!r} is not uint32; correct it.", table=table.name)
+    return RowState(values, counts.astype(np.uint32), steps.astype(np.uint32))
+
+
+def _floats(table: Table, name: str, values: ArrayLike) -> Floats:
+    """As float32, finite."""
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu()
+    try:
+        with np.errstate(over="ignore"):
+            rows = np.ascontiguousarray(values, np.float32)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{name} for table {table.name!r} are no numbers ({error}).", table=table.name) from error
+    if not np.isfinite(rows).all():
+        at = np.argwhere(~np.isfinite(rows))[0].tolist()
+        raise DataError(
+            f"{name} for table {table.name!r} are not finite at {at}; they must fit float32, without NaN.",
+            table=table.name,
+            row=at[0] if at else 0,
+        )
+    return rows
