@@ -41,14 +41,12 @@ class _State(NamedTuple):
         training: see `resume.training_state`.
         finished: whether the last call came to its end; a resumed run goes on where it was in any case.
         trained: in this call, since NN workers began last.
-        local_batch: rows of a batch, which those that begin anew at the last one of a pass could not see; 0 if unknown.
     """
 
     model: bytes
     training: dict[str, Any]
     finished: bool
     trained: Trained
-    local_batch: int
 
     @property
     def step(self) -> int:
@@ -128,6 +126,7 @@ def fit(
     Raises:
         PersiaError: what an NN worker has raised, or of which a process has died. The network here is as it was.
     """
+    trainer.segments.begin(train_data, trainer.finished)
     state = _state(trainer, Trained(0, 0.0))
     story = _Story(trainer.options.max_failures)
     first_step, before = state.step, Trained(0, 0.0)
@@ -252,6 +251,7 @@ def _merged(base: _State, rests: dict[int, _State], labels: Sequence[str]) -> _S
             generators[rank : rank + 1] = state.training["random"]
     training = {
         **first.training,
+        "local_batch": max(part["local_batch"] for part in parts),
         "metrics": metrics.state_dict(),
         "counts": msgspec.to_builtins(counts),
         "random": generators,
@@ -269,7 +269,7 @@ def _state(trainer: Trainer, trained: Trained) -> _State:
     model = io.BytesIO()
     torch.save(trainer.model.state_dict(), model)
     training = resume.training_state(trainer)
-    return _State(model.getvalue(), training, trainer.finished, trained, trainer.segments.local_batch)
+    return _State(model.getvalue(), training, trainer.finished, trained)
 
 
 def _restore(trainer: Trainer, state: _State) -> None:
@@ -277,4 +277,3 @@ def _restore(trainer: Trainer, state: _State) -> None:
     trainer.model.load_state_dict(model)
     resume.load_training_state(trainer, state.training)
     trainer.finished = state.finished
-    trainer.segments.local_batch = 0 if state.finished else state.local_batch

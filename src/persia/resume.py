@@ -160,6 +160,7 @@ def training_state(trainer: Trainer) -> dict[str, Any]:
         "mode": encode_mode(trainer.mode),
         "entry": [entry[0], encode_mode(entry[1])] if (entry := trainer.segments.entry) is not None else None,
         "depth": trainer.embeddings.gate.depth,
+        "local_batch": trainer.segments.local_batch,
         "epoch": trainer.epoch,
         "position": trainer.position,
         "random": [*random_states(gather), *trainer.elsewhere],
@@ -185,6 +186,7 @@ def load_training_state(trainer: Trainer, state: dict[str, Any]) -> None:
         trainer.segments.entry = entry[0], decode_mode(entry[1])
     if trainer.mode == Hybrid("auto") and isinstance(state["depth"], int):
         trainer.embeddings.gate.depth = state["depth"]
+    trainer.segments.local_batch = state.get("local_batch", 0)  # Earlier checkpoints lack it.
     trainer.epoch, trainer.position = state["epoch"], state["position"]
     trainer.earlier = msgspec.convert(state.get("counts", {}), Totals)
     if rank == 0:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from persia.batching.batch import Batch
 from persia.coordinator import TokenReport
 from persia.dense import Shared
 from persia.errors import ConfigError, NNWorkersDiedError
@@ -21,6 +22,7 @@ from persia.optim import APMSqueeze
 from persia.optim.averaged import Averaged
 from persia.recording import Recording
 from persia.services import DenseMaker, ProcessCluster
+from persia.sources import OwnSource, declared_batch_size
 from persia.types import Caller, Segment
 
 if TYPE_CHECKING:
@@ -72,6 +74,7 @@ class Segments:
         self.entry: tuple[int, Mode] | None = None
         """Of `mode_schedule`: the last one that was followed. What is asked for after it holds until the next one."""
         self.local_batch = 0
+        """Rows of a batch that is not partial; 0 if unknown. It decides how many gradients make a step of `Gba`."""
         self._again = False
         self._dead: list[int] = []
         """NN workers that died in the last segment, while the others went on."""
@@ -86,6 +89,16 @@ class Segments:
             return None
         report = msgspec.json.decode(tokens.summary(), type=TokenReport)
         return report if report.workers else None
+
+    def begin(self, data: Iterable[Batch] | None, anew: bool) -> None:
+        """A call of `fit` begins.
+
+        Args:
+            data: see `Trainer.fit`.
+            anew: whether the data may be others than before.
+        """
+        if data is not None:
+            self.local_batch = declared_batch_size(data) or (0 if anew else self.local_batch)
 
     # --- Auto ---------------------------------------------------------------------------------------------------
 
@@ -295,6 +308,7 @@ class Segments:
         steps = run.steps_to_boundary()
 
         def begin() -> str:
+            self.local_batch = self.local_batch or self._first_rows()
             self._advise()
             shared.load(connection.generation, trainer.global_step)
             self._switch_servers()
@@ -311,9 +325,9 @@ class Segments:
                     self.local_batch,
                 )
             )
-            return ""
+            return str(self.local_batch)
 
-        trainer.step.replicas.by_first(begin)
+        self.local_batch = int(trainer.step.replicas.by_first(begin))
         self._recording.begin(shared)
         self._entered()
         draws = Draws(tokens, caller, connection.worker, shared, embeddings.pushes)
@@ -351,6 +365,17 @@ class Segments:
         self._leaving = trainer.mode, began, rested
         self._dead = rest.dead
         return rest.ended
+
+    def _first_rows(self) -> int:
+        """The local batch, as the next batch of the source tells it; 0 where data loaders read."""
+        trainer = self._trainer
+        if not isinstance(trainer.source, OwnSource):
+            return 0
+        first, second = (trainer.source.read(trainer.position + ahead) for ahead in (0, 1))
+        rows = len(first) if first is not None else 0
+        if second is None and isinstance(trainer.mode, Gba):  # By itself it makes a step, whatever M is.
+            rows = max(rows, trainer.mode.global_batch_size)
+        return rows
 
     def _on_demand(self, draws: Draws) -> Iterator[Numbered]:
         for number in draws.numbers():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from persia.batching.batch import Batch
 from persia.errors import DataError
@@ -15,7 +15,7 @@ from persia.types import FedBatch, Feed
 if TYPE_CHECKING:
     from persia.trainer import Trainer
 
-__all__ = ["FedSource", "OwnSource", "Source", "source_of"]
+__all__ = ["FedSource", "OwnSource", "Source", "declared_batch_size", "source_of"]
 
 
 class Source(Protocol):
@@ -120,6 +120,14 @@ class FedSource:
         if again or on_demand != self._on_demand:
             self._on_demand = on_demand
             self._begin(on_demand)
+
+
+def declared_batch_size(data: Any) -> int:
+    """Rows of every batch of a source but the last, as a reader declares them; 0 if unknown."""
+    if not isinstance(data, Seekable):  # The `batch_size` of a torch `DataLoader` counts what its data set yields.
+        return 0
+    declared: int | None = getattr(data, "batch_size", None) or getattr(getattr(data, "order", None), "batch_size", 0)
+    return declared or 0
 
 
 def source_of(trainer: Trainer, data: Iterable[Batch] | None, *, loaded: bool) -> Source:

@@ -219,6 +219,7 @@ class Trainer:
         self, train_data: Iterable[Batch] | None, eval_data: Iterable[Batch] | None, epochs: int, max_steps: int | None
     ) -> FitResult:
         """What `fit` does on an NN worker, once its arguments are checked."""
+        self.segments.begin(train_data, self.finished)
         if self.finished:
             self.epoch = self.position = 0
         self.finished = False

@@ -99,3 +99,23 @@ def test_two_nn_workers_switch_while_they_train():
         assert isinstance(trainer.mode, Gba)
         refused = CliRunner().invoke(app, [*arguments[:4], "--set", f"global_batch_size={2 * BATCH + 1}"])
         assert "no multiple" in str(refused.exception)
+
+
+def test_gba_goes_on_with_the_last_partial_batch_of_a_pass(tmp_path):
+    """A list declares no batch size: what NN workers have seen comes back to this process, and with the checkpoint."""
+    data = list(reader(7))
+    data[-1] = data[-1].slice(0, 5)
+
+    def make(cluster):
+        return make_trainer(cluster, Gba(2 * BATCH))
+
+    with persia.cluster.Ray(1, 1, 1, 2, options()) as cluster:
+        first = make(cluster)
+        first.fit(data, max_steps=3)
+        assert (first.position, first.segments.local_batch) == (6, BATCH)
+        first.save(str(tmp_path))
+    with persia.cluster.Ray(1, 1, 1, 2, options()) as cluster:
+        second = make(cluster)
+        second.load(str(tmp_path))
+        result = second.fit(data)
+        assert (result.rows, result.steps, result.global_step) == (5, 1, 4)
