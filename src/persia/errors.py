@@ -26,6 +26,7 @@ __all__ = [
     "StalePushError",
     "StoreError",
     "StoreFullError",
+    "UnequalStepsError",
     "WireError",
 ]
 
@@ -103,6 +104,14 @@ class NNWorkersDiedError(PersiaError):
     """Other NN workers have died; this one has trained to a rest without them. On a cluster, `fit` makes it good.
 
     Fields: `ranks`.
+    """
+
+
+class UnequalStepsError(PersiaError):
+    """An NN worker has a batch to train, and others have none: it would wait for them in the all-reduce of gradients.
+
+    Fields: `batch` (number in the pass), `ended` (ranks that ran out of batches), `left` (ranks that left their loop or
+    failed), `having` (ranks that still had batches).
     """
 
 

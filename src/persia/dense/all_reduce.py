@@ -50,12 +50,22 @@ class AllReduceOptions(NamedTuple):
 class AllReduce:
     """The network of this NN worker, its gradients averaged with those of the others. For one thread.
 
-    Call `model` to train, each forward and backward pass within `batch`; iterate over
-    `embeddings.prefetch(batches, equal_steps=this)`. All NN workers must do the same.
+    In place of DistributedDataParallel, where NN workers may have unequally many batches: all make as many steps as the
+    one with most, and those without a batch take part with weight 0. All must run the same loop:
+
+        replicas = AllReduce(net)
+        for batch in embeddings.prefetch(reader, equal_steps=replicas):
+            with replicas.batch(batch.made_up):
+                logits = replicas.model(torch.cat(list(embeddings(batch).values()), dim=1))
+                loss_of(logits, batch.labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    The loss is the mean over the rows of the batch; gradients are those of the mean over the rows of all NN workers.
 
     Args:
         model: the network, on its device. Its parameters and buffers become those of the first NN worker.
-        nn_workers: how many are expected.
+        nn_workers: how many are expected; None for all processes of torch.distributed.
         options: the rest.
 
     Raises:
@@ -64,9 +74,12 @@ class AllReduce:
         PersiaError: torch.distributed is not initialised.
     """
 
-    def __init__(self, model: torch.nn.Module, nn_workers: int, options: AllReduceOptions | None = None) -> None:
+    def __init__(
+        self, model: torch.nn.Module, nn_workers: int | None = None, options: AllReduceOptions | None = None
+    ) -> None:
         options = options or AllReduceOptions()
         self._control = Group(options.timeout)
+        nn_workers = self._control.size if nn_workers is None else nn_workers
         if self._control.size != nn_workers:
             raise ConfigError(
                 f"There are {nn_workers} NN workers, but torch.distributed has {self._control.size} processes. "

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from persia.errors import DeadlineError
+from persia.nn.batch_counts import BatchCounts
 from persia.nn.channel import Channel, Closed
 from persia.nn.prepared import PreparedBatch
 
@@ -68,6 +69,7 @@ class Pipeline:
         timeout: seconds that a draw, or the end of the last push, may take.
         ready: most batches looked up ahead.
         read_ahead: most batches read ahead of that; 0: one, which is asked for when it is to be looked up next.
+        counts: of the batches that NN workers have, where all have to make equally many steps.
     """
 
     def __init__(
@@ -77,12 +79,14 @@ class Pipeline:
         timeout: float,
         ready: int = MOST_READY,
         read_ahead: int = READ_AHEAD,
+        counts: BatchCounts | None = None,
     ) -> None:
         self._source = source
         self._stages = stages
         self._timeout = timeout
         self._read: Channel[Any] = Channel(max(1, read_ahead))
         self._on_demand = read_ahead == 0
+        self._counts = counts
         self._ready: Channel[_Ready | _Failure] = Channel(ready)
         self._pushes: Channel[Callable[[], None]] = Channel(MOST_READY)
         self.push_failure: BaseException | None = None
@@ -133,6 +137,16 @@ class Pipeline:
         self._stages.drawn(began - item.at)
         return item.batch
 
+    def check_others(self) -> None:
+        """Returns when all NN workers are known to have the batch that was drawn last, so that none waits for others.
+
+        Raises:
+            UnequalStepsError: one has run out.
+            DeadlineError: one was late.
+        """
+        if self._counts is not None:
+            self._counts.check(self._number - 1)
+
     def push(self, task: Callable[[], None]) -> None:
         """Runs the task in the push thread, in order; after a failed push, does nothing.
 
@@ -155,6 +169,8 @@ class Pipeline:
             self._join(thread, f"embedding worker: {what}")
 
     def _stop(self) -> None:
+        if self._counts is not None:
+            self._counts.end("left its loop")
         self._stages.stop()
         self._read.close(discard=True)
         self._ready.close(discard=True)
@@ -187,11 +203,17 @@ class Pipeline:
                     batch = next(self._source)
                 except StopIteration:
                     break
+                if self._counts is not None:
+                    self._counts.add()
                 self._read.put(batch)
                 number += 1
+            if self._counts is not None:
+                self._counts.end()
         except Closed:
             pass
         except BaseException as error:
+            if self._counts is not None:
+                self._counts.end(f"could not read it ({type(error).__name__}: {error})")
             error.add_note(f"Raised by the loader, in the reading thread of prefetch, at batch {number}.")
             self._put_failure(self._read, error)
         self._read.close()

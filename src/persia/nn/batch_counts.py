@@ -1,0 +1,181 @@
+"""Detects that an NN worker has run out of batches while others train on (docs/guide/cluster.md, "Your own loop").
+
+Several NN workers whose gradients are averaged by DistributedDataParallel have to make equally many steps: one that
+makes another step waits in a collective for those that have none. All of them count what they read in the store of the
+process group, ahead of the step, so that the count is known when the step begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from persia.errors import DeadlineError, UnequalStepsError
+from persia.services import Connection
+
+__all__ = ["BatchCounts", "batch_counts"]
+
+ENDED = 1 << 32
+"""Added to a batch's counter by an NN worker that does not have this batch; one that has it adds 1."""
+
+AHEAD = 8
+"""Batches by which a check looks ahead: in training it then is one request in so many steps."""
+
+KEPT = 256
+"""Batches whose counters are kept after all have read them: more than an NN worker reads ahead of its step."""
+
+FIRST_WAIT, LONGEST_WAIT = 1e-4, 2e-3
+"""Seconds between two requests while a batch of another NN worker is awaited."""
+
+GRACE_SECONDS = 2.0
+"""How long the others have to say that they have a batch, too, before the error names those that do."""
+
+REMEDY = (
+    "Pass `equal_steps=persia.dense.AllReduce(net)` to `prefetch`, which lets all NN workers make equally many steps, "
+    "or give them equally many batches; see docs/guide/cluster.md, 'Your own loop'."
+)
+
+
+def batch_counts(connection: Connection, timeout: float) -> BatchCounts | None:
+    """The counts of a training pass that begins; None where torch.distributed does not connect several NN workers."""
+    nn_workers = connection.nn_workers
+    if nn_workers == 1 or connection.replicas is not None:
+        return None
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() != nn_workers:
+        return None
+    store = dist.distributed_c10d._get_default_store()  # There is no public way to it.
+    return BatchCounts(store, dist.get_rank(), nn_workers, timeout)
+
+
+class BatchCounts:
+    """One training pass of one NN worker. The reading thread counts, the training thread checks.
+
+    Args:
+        store: that all NN workers share.
+        rank: of this NN worker.
+        nn_workers: how many there are.
+        timeout: seconds that a check waits for NN workers that are slow to read.
+    """
+
+    def __init__(self, store: Any, rank: int, nn_workers: int, timeout: float) -> None:
+        self._store, self._rank, self._nn_workers, self._timeout = store, rank, nn_workers, timeout
+        # All make the same passes, in the same order.
+        self._prefix = f"persia/steps/{store.add(f'persia/steps/{rank}', 1)}"
+        self._lock = threading.Lock()
+        self._read = 0
+        self._ended = False
+        self._checked = 0
+        """Batches that all NN workers are known to have."""
+
+    def add(self) -> None:
+        """Counts a batch that was read."""
+        with self._lock, contextlib.suppress(RuntimeError):  # A store that is gone is found by `check`.
+            if self._ended:
+                return
+            number, self._read = self._read, self._read + 1
+            if self._store.add(f"{self._prefix}/{number}", 1) == self._nn_workers and number >= KEPT:
+                self._store.delete_key(f"{self._prefix}/{number - KEPT}")
+
+    def end(self, reason: str = "") -> None:
+        """No more batches come: nobody need wait for what this NN worker has not read. A second call does nothing.
+
+        Args:
+            reason: what NN workers that have more are told; empty if the data have ended.
+        """
+        with self._lock, contextlib.suppress(RuntimeError):
+            if self._ended:
+                return
+            self._ended = True
+            self._store.set(f"{self._prefix}/end/{self._rank}", f"{self._read} {reason}")
+            self._store.add(f"{self._prefix}/{self._read}", ENDED)
+
+    def check(self, number: int) -> None:
+        """Returns when all NN workers are known to have batch `number` of the pass; in training that is known already.
+
+        Raises:
+            UnequalStepsError: an NN worker has run out before it, or has left its loop.
+            DeadlineError: an NN worker was late to read it.
+        """
+        if number < self._checked:
+            return
+        began, wait = time.monotonic(), FIRST_WAIT
+        try:
+            if self._found(number + AHEAD) == self._nn_workers:
+                self._checked = number + AHEAD + 1
+                return
+            while (found := self._found(number)) != self._nn_workers:
+                if found >= ENDED:
+                    self._fail(number)
+                if time.monotonic() - began > self._timeout:
+                    self._late(number)
+                time.sleep(wait)
+                wait = min(LONGEST_WAIT, 1.1 * wait)
+        except RuntimeError as error:  # Of torch.distributed.
+            raise UnequalStepsError(
+                f"NN worker {self._rank} has batch {number} of this training pass, but the store of the process group "
+                f"does not answer: NN worker 0, which serves it, has left its loop. {REMEDY} ({error})",
+                batch=number,
+                ended=[],
+                left=[0],
+                having=[self._rank],
+            ) from error
+        self._checked = number + 1
+
+    def _found(self, number: int) -> int:
+        return int(self._store.add(f"{self._prefix}/{number}", 0))
+
+    def _fail(self, number: int) -> NoReturn:
+        ended, having, _ = self._others(number)
+        left = {rank: reason for rank, reason in ended.items() if reason}
+        run_out = [rank for rank in ended if rank not in left]
+        facts = [f"{_named(run_out)} ran out of batches after {number}."] if run_out else []
+        facts += [f"NN worker {rank} {reason}." for rank, reason in left.items()]
+        raise UnequalStepsError(
+            f"Batch {number} of this training pass: {' '.join(facts)} {_named(having)} still had batches, and would "
+            f"wait for the others in the all-reduce of gradients. {REMEDY}",
+            batch=number,
+            ended=run_out,
+            left=list(left),
+            having=having,
+        )
+
+    def _late(self, number: int) -> NoReturn:
+        *_, silent = self._others(number)
+        raise DeadlineError(
+            f"Batch {number} of this training pass: {_named(silent) if silent else 'another NN worker'} did not read "
+            f"it within {self._timeout:g} s. See what holds their data up, or raise `timeout`.",
+            batch=number,
+            late=silent,
+            timeout=self._timeout,
+        )
+
+    def _others(self, number: int) -> tuple[dict[int, str], list[int], list[int]]:
+        """By rank why those have no batch `number` that have ended; those that have it; and the rest, after a while."""
+        self._store.set(f"{self._prefix}/has/{self._rank}", "")
+        end = time.monotonic() + GRACE_SECONDS
+        ended: dict[int, str] = {}
+        having: list[int] = []
+        silent = list(range(self._nn_workers))
+        while silent and time.monotonic() < end:
+            for rank in list(silent):
+                if self._store.check([f"{self._prefix}/has/{rank}"]):
+                    having.append(rank)
+                elif self._store.check([f"{self._prefix}/end/{rank}"]):
+                    read, _, reason = self._store.get(f"{self._prefix}/end/{rank}").decode().partition(" ")
+                    if int(read) > number:
+                        having.append(rank)
+                    else:
+                        ended[rank] = reason
+                else:
+                    continue
+                silent.remove(rank)
+            time.sleep(LONGEST_WAIT)
+        return dict(sorted(ended.items())), sorted(having), silent
+
+
+def _named(ranks: list[int]) -> str:
+    return f"NN worker{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
