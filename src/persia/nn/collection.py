@@ -92,7 +92,8 @@ class EmbeddingCollection(torch.nn.Module):
         self.connection = cluster.connect(schema, optimizer, self.mode, self.options.seed)
         self._worker = self.connection.worker
         self._rows = TableRows(schema, self.connection.servers)
-        self._reading = Reading(schema, self._worker, self._transfer, self.options.timeout)
+        looks = self._rows if self.connection.rank == 0 else None  # One of several NN workers is enough.
+        self._reading = Reading(schema, self._worker, self._transfer, self.options.timeout, looks)
         self.gate = StalenessGate(self.mode, self.options.accumulation_steps)
         self._pipeline: Pipeline | None = None
         self._draws: Draws | None = None
@@ -232,11 +233,7 @@ class EmbeddingCollection(torch.nn.Module):
         return self._rows.read(table, ids, state)
 
     def set_rows(self, table: str, ids: ArrayLike, values: ArrayLike, *, state: RowState | None = None) -> RowsSet:
-        """Inserts or overwrites rows by id, while nothing trains. Blocks. See `persia.nn.rows.TableRows.set`.
-
-        Raises:
-            PersiaError: this collection is in a training pass.
-        """
+        """Inserts or overwrites rows by id; refused in a training pass. Blocks. See `persia.nn.rows.TableRows.set`."""
         if self._pipeline is not None:
             raise PersiaError("Rows cannot be set during a training pass. Leave the `prefetch` loop first.")
         self.flush()
