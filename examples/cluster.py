@@ -27,25 +27,6 @@ def make_trainer(reader: persia.data.Reader, cluster: object) -> persia.Trainer:
     )
 
 
-def loop(cluster: persia.cluster.Ray) -> str:
-    """Your own loop, on one NN worker; `torch.distributed` is there, and the embeddings are those of all."""
-    rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    reader = persia.data.synthetic(
-        ROWS // 10, id_features=8, ids_per_feature=1_000, batch_size=500, shard=(rank, count)
-    )
-    embeddings = persia.nn.EmbeddingCollection(
-        reader.schema, optimizer=persia.optim.Adagrad(lr=0.05), mode=persia.modes.Hybrid(4), cluster=cluster
-    )
-    net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8 * 16, 1))
-    optimizer = torch.optim.Adam(net.parameters(), 1e-3)
-    for batch in embeddings.prefetch(reader):
-        logits = net(torch.cat(list(embeddings(batch).values()), dim=1))
-        torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.labels).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return f"NN worker {rank}: {embeddings.global_step} steps, {embeddings.pushed}"
-
-
 def main() -> None:
     reader = persia.data.synthetic(ROWS, id_features=8, ids_per_feature=1_000, batch_size=512)
     test = persia.data.synthetic(10_000, id_features=8, ids_per_feature=1_000, batch_size=4096)
@@ -60,9 +41,6 @@ def main() -> None:
         print(f"{result.rows_per_second:,.0f} rows/s, progressive AUC {result.progressive.auc:.4f}")
         for name, counters in sorted(cluster.statistics().items()):
             print(f"  {name:20} {counters.get('cpu_seconds', 0.0):6.1f} s of CPU")
-
-    with persia.cluster.Ray(nn_workers=2, options=options) as cluster:
-        print(*cluster.run(lambda: loop(cluster)), sep="\n")
 
 
 if __name__ == "__main__":

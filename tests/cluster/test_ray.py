@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ import persia
 from persia import rpc
 from persia.cli.run_config import RunConfig
 from persia.config import read
-from persia.errors import ClosedError, ConfigError, RoleDiedError
+from persia.errors import ClosedError, ConfigError, RoleDiedError, UnequalStepsError
 from persia.services import EmbeddingPS
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
@@ -122,6 +123,32 @@ def test_a_bare_loop_has_the_same_losses():
         with pytest.raises(ConfigError, match="another schema"):
             cluster.run(lambda: losses(cluster, 10, persia.modes.Hybrid(1)))
         assert torch_in(cluster, "embedding_ps") == torch_in(cluster, "embedding_worker") == "0"
+
+
+def uneven(cluster: Any, equal: bool) -> int:
+    """A loop of one's own over 13 batches on two NN workers; returns the steps of one of them."""
+    rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    data = reader(13)
+    embeddings = persia.nn.EmbeddingCollection(
+        data.schema, optimizer=persia.optim.SGD(lr=0.1), mode=persia.modes.Hybrid(2), cluster=cluster
+    )
+    net = torch.nn.Linear(4 * 8 + 2, 1)
+    replicas = persia.dense.AllReduce(net) if equal else None
+    model = replicas.model if replicas else torch.nn.parallel.DistributedDataParallel(net)
+    steps = 0
+    for batch in embeddings.prefetch(list(data)[rank::count], equal_steps=replicas):
+        with replicas.batch(batch.made_up) if replicas else contextlib.nullcontext():
+            logits = model(torch.cat([*embeddings(batch).values(), batch.dense], 1))
+            torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.labels).backward()
+        steps += 1
+    return steps
+
+
+def test_an_own_loop_with_uneven_data_ends():
+    with persia.cluster.Ray(nn_workers=2, options=options()) as cluster:
+        with pytest.raises(UnequalStepsError, match=r"NN worker 1 ran out of batches after 6\. NN worker 0 still had"):
+            cluster.run(lambda: uneven(cluster, equal=False))
+        assert cluster.run(lambda: uneven(cluster, equal=True)) == [7, 7]
 
 
 def torch_in(cluster: Any, role: str) -> str:
