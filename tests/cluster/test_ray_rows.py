@@ -1,0 +1,45 @@
+"""Rows by id on Ray: from the driver's trainer, between two calls of `fit`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import persia
+from persia.nn import RowsSet, StoredRows
+
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+
+from cluster_samples import make_trainer, options, reader
+
+pytestmark = pytest.mark.usefixtures("ray_here")
+
+
+IDS = np.arange(500, dtype=np.uint64)
+NEW = 10**12
+
+
+def trained(cluster: Any) -> tuple[StoredRows, StoredRows]:
+    """Rows before some are set, and at the end."""
+    trainer = make_trainer(cluster)
+    trainer.fit(reader(8), max_steps=4)
+    before = trainer.embeddings.rows("id_0", IDS)
+    known = int(before.ids[before.found][0])
+    done = trainer.embeddings.set_rows("id_0", [known, NEW], np.full((2, 8), 0.5))
+    assert done == RowsSet(inserted=1, replaced=1, evicted=0)
+    assert trainer.embeddings.rows("id_0", [NEW, known]).values.tolist() == [[0.5] * 8] * 2
+    trainer.fit(reader(8))
+    return before, trainer.embeddings.rows("id_0", [*IDS.tolist(), NEW], state=True)
+
+
+def test_the_driver_reads_and_sets_rows_that_nn_workers_train():
+    torch.set_num_threads(1)
+    expected = trained(persia.cluster.Embedded(1))
+    with persia.cluster.Ray(2, options=options()) as cluster:
+        found = trained(cluster)
+    for mine, theirs in zip(found, expected, strict=True):
+        for a, b in zip([*mine[:3], *(mine.state or ())], [*theirs[:3], *(theirs.state or ())], strict=True):
+            np.testing.assert_array_equal(a, b)
