@@ -1,4 +1,4 @@
-// `persia._core.batch`: turns lists of arrays into the records of persia/batch.hpp, codec.hpp and hash.hpp.
+// `persia._core.batch`: turns lists of arrays into the records of persia/batch.hpp, codec.hpp, hash.hpp and texts.hpp.
 //
 // Arrays are never converted or copied: what does not fit is a ValueError that names it. Every array is held for the
 // time of the call, and the GIL is released while the core works.
@@ -19,6 +19,7 @@
 #include "module.hpp"
 #include "persia/codec.hpp"
 #include "persia/hash.hpp"
+#include "persia/texts.hpp"
 
 namespace nb = nanobind;
 
@@ -229,48 +230,61 @@ void pool_backward(nb::list plan_list, nb::list gradients, nb::list outputs, Thr
   persia::pool_backward(tables, pool, arena);
 }
 
-void hash_strings(nb::handle data, nb::handle offsets, nb::handle validity, std::size_t validity_start,
-                  std::uint64_t seed, std::uint64_t null, nb::handle out, ThreadPool& pool) {
-  const Buffer bytes = take_dense<const std::uint8_t>(data, 1, {"argument", 0}, "a contiguous uint8 array");
-  const Buffer hashes = take_dense<std::uint64_t>(out, 1, {"output", 0}, "a contiguous uint64 array [n]");
-  Buffer ends;
-  if (!ends.open(offsets, "ilq", false) || ends.ndim() != 1 || !ends.contiguous()) {
-    throw nb::value_error("offsets: must be a contiguous int32 or int64 array [n + 1]");
-  }
-  if (ends.size() != hashes.size() + 1) throw nb::value_error("offsets: there must be one more than strings");
-  persia::Strings strings;
-  strings.data = bytes.span<const std::uint8_t>();
-  Buffer bitmap;
-  if (!validity.is_none()) {
+// `count` texts of an Arrow array, held while the core reads them.
+struct TextBuffers {
+  TextBuffers(nb::handle data, nb::handle ends, nb::handle validity, std::size_t validity_start, std::size_t count)
+      : bytes(take_dense<const std::uint8_t>(data, 1, {"argument", 0}, "a contiguous uint8 array")) {
+    if (!offsets.open(ends, "ilq", false) || offsets.ndim() != 1 || !offsets.contiguous()) {
+      throw nb::value_error("offsets: must be a contiguous int32 or int64 array [n + 1]");
+    }
+    if (offsets.size() != count + 1) throw nb::value_error("offsets: there must be one more than texts");
+    texts.data = bytes.span<const std::uint8_t>();
+    if (validity.is_none()) return;
     if (!bitmap.open(validity, "B", false) || bitmap.ndim() != 1 || !bitmap.contiguous()) {
       throw nb::value_error("validity: must be a contiguous uint8 array");
     }
-    if (validity_start > bitmap.size() * 8 || hashes.size() > bitmap.size() * 8 - validity_start) {
-      throw nb::value_error("validity: must have one bit per string");
+    if (validity_start > bitmap.size() * 8 || count > bitmap.size() * 8 - validity_start) {
+      throw nb::value_error("validity: must have one bit per text");
     }
-    strings.validity = bitmap.data<const std::uint8_t>();
-    strings.validity_start = validity_start;
+    texts.validity = bitmap.data<const std::uint8_t>();
+    texts.validity_start = validity_start;
   }
+
+  Buffer bytes;
+  Buffer offsets;
+  Buffer bitmap;
+  persia::Texts texts;
+};
+
+std::int64_t text_ids(nb::handle data, nb::handle offsets, nb::handle validity, std::size_t validity_start,
+                      std::uint8_t kind, nb::handle out, nb::handle present) {
+  const Buffer ids = take_dense<std::uint64_t>(out, 1, {"output", 0}, "a contiguous uint64 array [n]");
+  const Buffer flags = take_dense<std::uint8_t>(present, 1, {"output", 1}, "a contiguous uint8 array [n]");
+  if (flags.size() != ids.size()) throw nb::value_error("present: must have one entry per text");
+  const TextBuffers taken(data, offsets, validity, validity_start, ids.size());
+  const auto as = static_cast<persia::IdKind>(kind);
   const nb::gil_scoped_release release;
-  if (ends.itemsize() == sizeof(std::int32_t)) {
-    persia::hash_strings(strings, ends.span<const std::int32_t>(), seed, null, hashes.span<std::uint64_t>(), pool);
-  } else {
-    persia::hash_strings(strings, ends.span<const std::int64_t>(), seed, null, hashes.span<std::uint64_t>(), pool);
+  if (taken.offsets.itemsize() == sizeof(std::int32_t)) {
+    return persia::text_ids(taken.texts, taken.offsets.span<const std::int32_t>(), as, ids.span<std::uint64_t>(),
+                            flags.span<std::uint8_t>());
   }
+  return persia::text_ids(taken.texts, taken.offsets.span<const std::int64_t>(), as, ids.span<std::uint64_t>(),
+                          flags.span<std::uint8_t>());
 }
 
-// Floating point values come as the unsigned integers of their bits.
-void hash_values(nb::handle values, bool floating, std::uint64_t seed, nb::handle out, ThreadPool& pool) {
-  Buffer bits;
-  if (!bits.open(values, "BHILQ", false) || bits.ndim() != 1 || !bits.contiguous()) {
-    throw nb::value_error("values: must be a contiguous array [n] of unsigned integers");
-  }
-  const Buffer hashes = take_dense<std::uint64_t>(out, 1, {"output", 0}, "a contiguous uint64 array [n]");
-  if (bits.size() != hashes.size()) throw nb::value_error("out: must have one entry per value");
+std::int64_t text_numbers(nb::handle data, nb::handle offsets, nb::handle validity, std::size_t validity_start,
+                          nb::handle out, nb::handle present) {
+  const Buffer numbers = take_dense<double>(out, 1, {"output", 0}, "a contiguous float64 array [n]");
+  const Buffer flags = take_dense<std::uint8_t>(present, 1, {"output", 1}, "a contiguous uint8 array [n]");
+  if (flags.size() != numbers.size()) throw nb::value_error("present: must have one entry per text");
+  const TextBuffers taken(data, offsets, validity, validity_start, numbers.size());
   const nb::gil_scoped_release release;
-  persia::hash_values(bits.data<const void>(), bits.itemsize(),
-                      floating ? persia::ValueKind::floating : persia::ValueKind::integer, seed,
-                      hashes.span<std::uint64_t>(), pool);
+  if (taken.offsets.itemsize() == sizeof(std::int32_t)) {
+    return persia::text_numbers(taken.texts, taken.offsets.span<const std::int32_t>(), numbers.span<double>(),
+                                flags.span<std::uint8_t>());
+  }
+  return persia::text_numbers(taken.texts, taken.offsets.span<const std::int64_t>(), numbers.span<double>(),
+                              flags.span<std::uint8_t>());
 }
 
 void hash_cross(nb::list columns, std::uint64_t seed, nb::handle out, ThreadPool& pool) {
@@ -346,8 +360,9 @@ void register_batch(nb::module_& parent) {
   m.def("pool_backward", &pool_backward, arg("plans"), arg("gradients"), arg("outputs"), arg("pool"), arg("scratch"));
   m.def("encode_fp16", &encode_fp16, arg("rows"), arg("halves"), arg("scales"));
   m.def("decode_fp16", &decode_fp16, arg("halves"), arg("scales"), arg("rows"));
-  m.def("hash_strings", &hash_strings, arg("data"), arg("offsets"), arg("validity").none(), arg("validity_start"),
-        arg("seed"), arg("null"), arg("out"), arg("pool"));
-  m.def("hash_values", &hash_values, arg("values"), arg("floating"), arg("seed"), arg("out"), arg("pool"));
+  m.def("text_ids", &text_ids, arg("data"), arg("offsets"), arg("validity").none(), arg("validity_start"), arg("kind"),
+        arg("out"), arg("present"));
+  m.def("text_numbers", &text_numbers, arg("data"), arg("offsets"), arg("validity").none(), arg("validity_start"),
+        arg("out"), arg("present"));
   m.def("hash_cross", &hash_cross, arg("columns"), arg("seed"), arg("out"), arg("pool"));
 }

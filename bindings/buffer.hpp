@@ -83,6 +83,8 @@ constexpr std::string_view kFormats<bool> = "?";
 template <>
 constexpr std::string_view kFormats<float> = "f";
 template <>
+constexpr std::string_view kFormats<double> = "d";
+template <>
 constexpr std::string_view kFormats<std::uint8_t> = "B";
 template <>
 constexpr std::string_view kFormats<std::uint16_t> = "H";

@@ -1,11 +1,8 @@
 #include "persia/hash.hpp"
 
 #include <algorithm>
-#include <atomic>
 #include <bit>
 #include <cstring>
-#include <limits>
-#include <stdexcept>
 #include <vector>
 
 namespace persia {
@@ -61,22 +58,6 @@ inline std::uint64_t avalanche(std::uint64_t hash) {
   return hash ^ (hash >> 32);
 }
 
-// `value` is unsigned and one of the four widths.
-template <class T>
-inline std::uint64_t hash_one(T value, std::uint64_t seed) {
-  std::uint64_t hash = seed + kPrime5 + sizeof(T);
-  if constexpr (sizeof(T) == 8) {
-    hash = add8(hash, value);
-  } else if constexpr (sizeof(T) == 4) {
-    hash = add4(hash, value);
-  } else {
-    for (std::size_t byte = 0; byte < sizeof(T); ++byte) {
-      hash = add1(hash, static_cast<std::uint8_t>(value >> (8 * byte)));
-    }
-  }
-  return avalanche(hash);
-}
-
 constexpr std::size_t kBlock = 1 << 14;
 
 // body(first, last) on blocks of [0, n).
@@ -84,53 +65,6 @@ template <class Body>
 void in_blocks(std::size_t n, ThreadPool& pool, Body&& body) {
   pool.parallel_for((n + kBlock - 1) / kBlock,
                     [&](std::size_t block) { body(block * kBlock, std::min(n, (block + 1) * kBlock)); });
-}
-
-template <class Offset>
-void hash_strings_as(const Strings& strings, std::span<const Offset> offsets, std::uint64_t seed, std::uint64_t null,
-                     std::span<std::uint64_t> out, ThreadPool& pool) {
-  if (offsets.size() != out.size() + 1)
-    throw std::invalid_argument("strings: there must be one more offset than strings");
-  std::atomic<bool> bad{false};
-  const auto size = static_cast<std::int64_t>(strings.data.size());
-  in_blocks(out.size(), pool, [&](std::size_t first, std::size_t last) {
-    for (std::size_t i = first; i < last; ++i) {
-      const std::int64_t begin = offsets[i];
-      const std::int64_t end = offsets[i + 1];
-      if (begin < 0 || end < begin || end > size) {
-        bad = true;
-        return;
-      }
-      const std::size_t bit = strings.validity_start + i;
-      const bool valid = strings.validity == nullptr || ((strings.validity[bit / 8] >> (bit % 8)) & 1) != 0;
-      out[i] = valid ? xxh64(strings.data.data() + begin, static_cast<std::size_t>(end - begin), seed) : null;
-    }
-  });
-  if (bad) throw std::invalid_argument("strings: offsets must not decrease and must stay inside the data");
-}
-
-// The bits of a floating point number with `Mantissa` stored mantissa bits.
-template <class T, int kMantissa>
-inline T canonical(T bits) {
-  constexpr T kSign = static_cast<T>(T{1} << (sizeof(T) * 8 - 1));
-  constexpr T kInfinity = static_cast<T>((kSign - 1) & ~((T{1} << kMantissa) - 1));
-  const T magnitude = static_cast<T>(bits & ~kSign);
-  if (magnitude == 0) return 0;
-  if (magnitude > kInfinity) return static_cast<T>(kInfinity | (T{1} << (kMantissa - 1)));
-  return bits;
-}
-
-template <class T, int kMantissa = 0>
-void hash_values_as(const void* values, std::uint64_t seed, std::span<std::uint64_t> out, ThreadPool& pool) {
-  in_blocks(out.size(), pool, [&](std::size_t first, std::size_t last) {
-    const auto* from = static_cast<const std::uint8_t*>(values);
-    for (std::size_t i = first; i < last; ++i) {
-      T value;  // in the machine's own byte order
-      std::memcpy(&value, from + i * sizeof(T), sizeof(T));
-      if constexpr (kMantissa != 0) value = canonical<T, kMantissa>(value);
-      out[i] = hash_one(value, seed);
-    }
-  });
 }
 
 }  // namespace
@@ -154,29 +88,6 @@ std::uint64_t xxh64(const void* data, std::size_t size, std::uint64_t seed) {
   for (; left >= 4; left -= 4, at += 4) hash = add4(hash, read<std::uint32_t>(at));
   for (; left > 0; --left, ++at) hash = add1(hash, *at);
   return avalanche(hash);
-}
-
-void hash_strings(const Strings& strings, std::span<const std::int32_t> offsets, std::uint64_t seed, std::uint64_t null,
-                  std::span<std::uint64_t> out, ThreadPool& pool) {
-  hash_strings_as(strings, offsets, seed, null, out, pool);
-}
-
-void hash_strings(const Strings& strings, std::span<const std::int64_t> offsets, std::uint64_t seed, std::uint64_t null,
-                  std::span<std::uint64_t> out, ThreadPool& pool) {
-  hash_strings_as(strings, offsets, seed, null, out, pool);
-}
-
-void hash_values(const void* values, std::size_t width, ValueKind kind, std::uint64_t seed,
-                 std::span<std::uint64_t> out, ThreadPool& pool) {
-  const bool floating = kind == ValueKind::floating;
-  if (floating && width == 2) return hash_values_as<std::uint16_t, 10>(values, seed, out, pool);
-  if (floating && width == 4) return hash_values_as<std::uint32_t, 23>(values, seed, out, pool);
-  if (floating && width == 8) return hash_values_as<std::uint64_t, 52>(values, seed, out, pool);
-  if (!floating && width == 1) return hash_values_as<std::uint8_t>(values, seed, out, pool);
-  if (!floating && width == 2) return hash_values_as<std::uint16_t>(values, seed, out, pool);
-  if (!floating && width == 4) return hash_values_as<std::uint32_t>(values, seed, out, pool);
-  if (!floating && width == 8) return hash_values_as<std::uint64_t>(values, seed, out, pool);
-  throw std::invalid_argument("values must have 1, 2, 4 or 8 bytes each (floating point: 2, 4 or 8)");
 }
 
 void hash_cross(std::span<const std::uint64_t* const> columns, std::uint64_t seed, std::span<std::uint64_t> out,

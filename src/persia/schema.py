@@ -26,6 +26,7 @@ __all__ = [
     "EmbeddingOptimizer",
     "Ftrl",
     "IdFeature",
+    "IdKind",
     "Initializer",
     "Normal",
     "Pooling",
@@ -39,6 +40,7 @@ __all__ = [
 ]
 
 Pooling = Literal["sum", "mean", "sqrtn"]
+IdKind = Literal["auto", "number", "text"]
 
 MAX_DIM = 4096
 MAX_NAME = 64
@@ -301,6 +303,9 @@ class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             None ("none" in a file) keeps the sequence: the model gets `[batch, max_length, dim]` and a mask.
         max_length: only the first so many ids of a sample count; needed when `pooling` is None.
         cross: names of single-valued features whose combination is the id (the column is then computed, not read).
+        kind: how a value becomes an id, by the value alone. "auto": whole numbers from 0 to 2^64 - 1 are ids as they
+            are (5, 5.0 and the text "5" alike), everything else is hashed as text. "number": only such numbers;
+            anything else is an error. "text": texts are hashed, "5" too. Recorded in checkpoints.
     """
 
     name: str
@@ -309,6 +314,7 @@ class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pooling: Pooling | Literal["none"] | None = "sum"
     max_length: int | None = None
     cross: tuple[str, ...] = ()
+    kind: IdKind = "auto"
 
     def __post_init__(self) -> None:
         owner = f"IdFeature({self.name!r})"
@@ -328,6 +334,13 @@ class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(
                 f"{owner} has pooling=None; give max_length, the length of the sequence the model gets.",
                 field=f"{owner}.max_length",
+            )
+        if self.kind not in ("auto", "number", "text"):
+            raise ConfigError(f"{owner}.kind = {self.kind!r}; use 'auto', 'number' or 'text'.", field=f"{owner}.kind")
+        if self.cross and self.kind != "auto":
+            raise ConfigError(
+                f"{owner}.kind = {self.kind!r}, but a cross is computed from the ids of its parts; set their kind.",
+                field=f"{owner}.kind",
             )
         if len(self.cross) == 1:
             raise ConfigError(f"{owner}.cross needs two or more features.", field=f"{owner}.cross")

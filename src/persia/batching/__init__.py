@@ -5,11 +5,12 @@
 
 from persia.batching.codec import decode_rows, encode_rows
 from persia.batching.duplicates import average_gradients, merge_gradients, unique
-from persia.batching.hashing import hash_cross, hash_strings, hash_values
+from persia.batching.hashing import hash_cross
 from persia.batching.native import RowSums, Scratch, ThreadPool, borrow
 from persia.batching.owners import group_by_owner, owners
 from persia.batching.packing import PackedBatch, decode_packed, encode_packed, pack_batch, put_part, take_part
 from persia.batching.pooling import FeaturePlan, Pooled, pool_backward, pool_forward
+from persia.batching.texts import TextBuffers, TextIds, TextNumbers, text_ids, text_numbers
 
 __all__ = [
     "FeaturePlan",
@@ -17,6 +18,9 @@ __all__ = [
     "Pooled",
     "RowSums",
     "Scratch",
+    "TextBuffers",
+    "TextIds",
+    "TextNumbers",
     "ThreadPool",
     "average_gradients",
     "borrow",
@@ -26,8 +30,6 @@ __all__ = [
     "encode_rows",
     "group_by_owner",
     "hash_cross",
-    "hash_strings",
-    "hash_values",
     "merge_gradients",
     "owners",
     "pack_batch",
@@ -35,5 +37,7 @@ __all__ = [
     "pool_forward",
     "put_part",
     "take_part",
+    "text_ids",
+    "text_numbers",
     "unique",
 ]

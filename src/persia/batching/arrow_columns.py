@@ -10,20 +10,23 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from persia.batching.batch import IdColumn
-from persia.batching.columns import hash_buffers, missing_number, number_ids, offsets_of_present
+from persia.batching.columns import numbers_of_texts
+from persia.batching.ids import ids_of_numbers, ids_of_texts, offsets_of_present
+from persia.batching.texts import TextBuffers, text_ids
 from persia.errors import DataError
-from persia.types import BoolArray, Ids, Int64Array
+from persia.schema import IdKind
+from persia.types import BoolArray, Int64Array
 
 __all__ = ["arrow_floats", "arrow_ids"]
 
 
-def arrow_ids(name: str, column: Any) -> IdColumn:
+def arrow_ids(name: str, column: Any, kind: IdKind) -> IdColumn:
     """Ids from an arrow array of whole numbers, texts, floats, a dictionary, or lists of these."""
     array = _combine(column)
-    kind = array.type
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        return _scalars(name, array.flatten(), _list_offsets(array))
-    return _scalars(name, array, None)
+    type_ = array.type
+    if pa.types.is_list(type_) or pa.types.is_large_list(type_) or pa.types.is_fixed_size_list(type_):
+        return _scalars(name, array.flatten(), _list_offsets(array), kind)
+    return _scalars(name, array, None, kind)
 
 
 def _list_offsets(array: Any) -> Int64Array:
@@ -36,66 +39,86 @@ def _list_offsets(array: Any) -> Int64Array:
     return offsets
 
 
-def _scalars(name: str, array: Any, offsets: Int64Array | None) -> IdColumn:
+def _scalars(name: str, array: Any, offsets: Int64Array | None, kind: IdKind) -> IdColumn:
     """Ids of a flat array; nulls are left out."""
     if pa.types.is_null(array.type):
         array = array.cast(pa.uint64())
-    if str(array.type) in ("string_view", "binary_view"):
-        array = array.cast(pa.large_binary())
+    if pa.types.is_dictionary(array.type):
+        found = _dictionary_ids(array, offsets, kind)
+        if found is not None:
+            return found
+        array = array.dictionary_decode()
+    if _is_text(array.type):
+        return ids_of_texts(name, _buffers(array), offsets, kind)
     if array.null_count:
         offsets = offsets_of_present(_present(array), offsets)
         array = array.drop_null()
-    kind = array.type
-    if pa.types.is_dictionary(kind):
-        index = array.indices.to_numpy(zero_copy_only=False)
-        if array.dictionary.null_count:
-            return _scalars(name, array.dictionary_decode(), offsets)
-        if _is_text(kind.value_type):
-            return IdColumn(_hash(array.dictionary)[index], offsets)
-        return number_ids(name, _numbers(name, array.dictionary)[index], offsets)
-    if _is_text(kind):
-        return IdColumn(_hash(array), offsets)
-    return number_ids(name, _numbers(name, array), offsets)
+    return ids_of_numbers(name, _numbers(name, array, "a feature"), offsets, kind)
+
+
+def _dictionary_ids(array: Any, offsets: Int64Array | None, kind: IdKind) -> IdColumn | None:
+    """Ids of a dictionary's entries, each made once; None where an entry is none, which rows need not contain."""
+    entries = array.dictionary
+    if not _is_text(entries.type):
+        return None
+    ids, present, bad = text_ids(_buffers(entries), kind)
+    if bad >= 0:
+        return None
+    index = array.indices.fill_null(0).to_numpy(zero_copy_only=False)
+    kept = _present(array)
+    if len(present):
+        kept &= present[index]
+    if kept.all():
+        return IdColumn(ids[index], offsets)
+    return IdColumn(ids[index[kept]], offsets_of_present(kept, offsets))
 
 
 def _is_text(kind: Any) -> bool:
     tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
-    return any(test(kind) for test in tests)
+    return any(test(kind) for test in tests) or str(kind) in ("string_view", "binary_view")
 
 
-def _hash(array: Any) -> Ids:
-    """xxhash64 of each text of an array without nulls, straight from its buffers."""
-    _, bounds, data = array.buffers()
-    if len(array) == 0:
-        return np.empty(0, np.uint64)
+def _buffers(array: Any) -> TextBuffers:
+    """The buffers of an array of texts, as they are."""
+    if str(array.type) in ("string_view", "binary_view"):
+        array = array.cast(pa.large_binary())
+    validity, bounds, data = array.buffers()
     large = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
-    offsets: NDArray[Any] = np.frombuffer(bounds, np.int64 if large else np.int32)[
-        array.offset : array.offset + len(array) + 1
-    ]
-    text = np.frombuffer(data, np.uint8) if data is not None and data.size else np.empty(0, np.uint8)
-    return hash_buffers(text, offsets)
+    if len(array) == 0:
+        return TextBuffers.of([])
+    offsets: NDArray[Any] = np.frombuffer(bounds, np.int64 if large else np.int32)
+    return TextBuffers(
+        np.frombuffer(data, np.uint8) if data is not None and data.size else np.empty(0, np.uint8),
+        offsets[array.offset : array.offset + len(array) + 1],
+        np.frombuffer(validity, np.uint8) if validity is not None and array.null_count else None,
+        array.offset if validity is not None and array.null_count else 0,
+    )
 
 
-def _numbers(name: str, array: Any) -> NDArray[Any]:
+def _numbers(name: str, array: Any, owner: str) -> NDArray[Any]:
     kind = array.type
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+        also = "texts and lists of these" if owner == "a feature" else "texts of numbers and booleans"
         raise DataError(
-            f"Column {name!r} has the arrow type {kind}; whole numbers, floats, texts and lists of these are "
-            "understood: cast it.",
-            column=name,
+            f"Column {name!r} holds {kind}; {owner} takes whole numbers, floats, {also}: cast the column.", column=name
         )
     values: NDArray[Any] = array.to_numpy(zero_copy_only=False)
     return values
 
 
-def arrow_floats(name: str, column: Any) -> NDArray[Any]:
-    """Numbers of an arrow array, in its own type; a null is an error."""
+def arrow_floats(name: str, column: Any) -> tuple[NDArray[Any], BoolArray | None]:
+    """Numbers of an arrow array, in its own type or, from texts, as float64; and which are missing, None for none."""
     array = _combine(column)
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
-    if array.null_count:
-        raise missing_number(name, int(_present(array).argmin()))
-    return _numbers(name, array)
+    if _is_text(array.type):
+        return numbers_of_texts(name, _buffers(array))
+    if pa.types.is_null(array.type):
+        array = array.cast(pa.float64())
+    if not array.null_count:
+        return _numbers(name, array, "a dense feature or label"), None
+    missing = ~_present(array)
+    return _numbers(name, array.fill_null(0), "a dense feature or label"), missing
 
 
 def _present(array: Any) -> BoolArray:

@@ -8,12 +8,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.batching import ThreadPool, hash_cross, hash_strings, hash_values
+from persia.batching import ThreadPool, hash_cross
 from persia.batching.batch import Batch, IdColumn
+from persia.batching.frames import as_mapping, from_frame, is_arrow
+from persia.batching.ids import ids_of_list, ids_of_numbers, is_list, is_missing, offsets_of_present
+from persia.batching.texts import TextBuffers, text_numbers
 from persia.batching.validation import check_finite, check_labels, check_offsets
 from persia.errors import DataError
-from persia.schema import IdFeature, Schema
-from persia.types import BoolArray, Floats, Ids, Int32Array, Int64Array
+from persia.schema import IdFeature, IdKind, Schema
+from persia.types import BoolArray, Floats, Int32Array
 
 __all__ = ["from_columns"]
 
@@ -22,11 +25,12 @@ _INT32 = np.iinfo(np.int32)
 
 def from_columns(schema: Schema, columns: Mapping[str, Any], day: Any = None, *, require_labels: bool = True) -> Batch:
     """See `Batch.from_columns`."""
+    columns = as_mapping(columns)
     length = _Length()
     ids: dict[str, IdColumn] = {}
     for feature in schema.id_features:
         if not feature.cross:
-            ids[feature.name] = id_column(feature.name, _get(columns, feature.name, "feature"))
+            ids[feature.name] = id_column(feature.name, _get(columns, feature.name, "feature"), feature.kind)
             length.check(feature.name, len(ids[feature.name]))
     for feature in schema.id_features:
         if feature.cross:
@@ -89,34 +93,39 @@ def _matrix(columns: list[Floats], rows: int) -> Floats:
 # --- ids --------------------------------------------------------------------------------------------------------
 
 
-def id_column(name: str, column: Any) -> IdColumn:
-    """Ids of a feature from a column of any kind; hashed where they are no whole numbers."""
-    if isinstance(column, IdColumn):
-        column = column.values if column.offsets is None else (column.values, column.offsets)
+def id_column(name: str, column: Any, kind: IdKind = "auto") -> IdColumn:
+    """Ids of a feature from a column of any kind; see `IdFeature.kind`.
+
+    Raises:
+        DataError: a value is no id of this kind, or the column has no meaning as ids.
+    """
+    if isinstance(column, IdColumn):  # Ids already.
+        return column
+    column = from_frame(name, column)
     if is_arrow(column):
         from persia.batching.arrow_columns import arrow_ids
 
-        return arrow_ids(name, column)
+        return arrow_ids(name, column, kind)
     if isinstance(column, tuple) and len(column) == 2 and all(map(_is_array_like, column)):
-        return _jagged(name, *column)
+        return _jagged(name, *column, kind)
     if isinstance(column, (list, tuple)):
-        return _list_ids(name, column)
+        return ids_of_list(name, column, kind)
     array = as_array(name, column)
     if array.dtype.kind in "OUS" and array.ndim >= 1:
-        return _list_ids(name, array.tolist())
+        return ids_of_list(name, array.tolist(), kind)
     if array.ndim == 2:
         offsets = np.arange(len(array) + 1, dtype=np.int64) * array.shape[1]
-        return number_ids(name, array.reshape(-1), offsets)
+        return ids_of_numbers(name, array.reshape(-1), offsets, kind)
     if array.ndim != 1:
         raise DataError(
             f"Feature {name!r} has shape {list(array.shape)}; give [batch], [batch, k], or (values, offsets).",
             feature=name,
         )
-    return number_ids(name, array, None)
+    return ids_of_numbers(name, array, None, kind)
 
 
-def _jagged(name: str, values: Any, offsets: Any) -> IdColumn:
-    flat = id_column(name, values)
+def _jagged(name: str, values: Any, offsets: Any, kind: IdKind) -> IdColumn:
+    flat = id_column(name, values, kind)
     bounds = as_array(name, offsets)
     if bounds.dtype.kind not in "iu":
         raise DataError(f"Offsets of feature {name!r} are {bounds.dtype}; they must be whole numbers.", feature=name)
@@ -125,113 +134,6 @@ def _jagged(name: str, values: Any, offsets: Any) -> IdColumn:
     bounds = bounds.astype(np.int64, copy=False)
     # A missing value of the pair is one id less in its list.
     return IdColumn(flat.values, bounds if flat.offsets is None else flat.offsets[bounds])
-
-
-def number_ids(name: str, values: NDArray[Any], offsets: Int64Array | None) -> IdColumn:
-    """Ids from numbers [n]: whole ones as they are, others by hash of their float64; NaN is a missing id."""
-    kind = values.dtype.kind
-    if kind in "ub":
-        return IdColumn(np.ascontiguousarray(values, dtype=np.uint64), offsets)
-    if kind == "i":
-        if values.size and values.min() < 0:
-            at = int((values < 0).argmax())
-            raise _negative(name, int(values[at]), row_of(at, offsets))
-        return IdColumn(np.ascontiguousarray(values, dtype=np.int64).view(np.uint64), offsets)
-    if kind == "f":
-        present = ~np.isnan(values)
-        if not present.all():
-            values, offsets = values[present], offsets_of_present(present, offsets)
-        return IdColumn(hash_values(values.astype(np.float64), ThreadPool(1)), offsets)
-    raise DataError(
-        f"Feature {name!r} is {values.dtype}; ids are whole numbers, texts or floats: convert the column.",
-        feature=name,
-    )
-
-
-def offsets_of_present(present: BoolArray, offsets: Int64Array | None) -> Int64Array:
-    """Offsets after only the values marked `present` [n] have been kept."""
-    counts = np.zeros(len(present) + 1, np.int64)
-    np.cumsum(present, out=counts[1:])
-    kept: Int64Array = counts if offsets is None else counts[offsets]
-    return kept
-
-
-def row_of(position: int, offsets: Int64Array | None) -> int:
-    """The sample that the id at `position` belongs to."""
-    return position if offsets is None else int(np.searchsorted(offsets, position, "right")) - 1
-
-
-def _list_ids(name: str, rows: Sequence[Any]) -> IdColumn:
-    nested = any(_is_list(row) for row in rows)
-    flat: list[Any] = []
-    offsets = np.zeros(len(rows) + 1, np.int64)
-    for i, row in enumerate(rows):
-        flat.extend(x for x in (row if _is_list(row) else [row]) if not _is_missing(x))
-        offsets[i + 1] = len(flat)
-    bounds = offsets if nested or len(flat) != len(rows) else None
-    kinds = {_kind(x) for x in flat}
-    if kinds <= {"whole number"}:
-        for i, x in enumerate(flat):
-            if x < 0:
-                raise _negative(name, int(x), row_of(i, offsets))
-            if x > 0xFFFFFFFFFFFFFFFF:
-                raise DataError(
-                    f"Feature {name!r} has id {x} at row {row_of(i, offsets)}, above 2**64 - 1; give it as text, "
-                    "which is hashed.",
-                    feature=name,
-                    row=row_of(i, offsets),
-                )
-        return IdColumn(np.array(flat, np.uint64), bounds)
-    if kinds == {"text"}:
-        return IdColumn(hash_texts([x.encode() if isinstance(x, str) else x for x in flat]), bounds)
-    if kinds == {"float"}:
-        return number_ids(name, np.array(flat, np.float64), bounds)
-    first = _kind(flat[0])
-    at = next((i for i, x in enumerate(flat) if _kind(x) != first), 0)
-    raise DataError(
-        f"Feature {name!r} has {type(flat[at]).__name__} {flat[at]!r} at row {row_of(at, offsets)}; a feature has "
-        "whole numbers only, texts only, or floats only.",
-        feature=name,
-        row=row_of(at, offsets),
-    )
-
-
-def hash_texts(texts: list[bytes]) -> Ids:
-    """xxhash64 of each text."""
-    offsets = np.zeros(len(texts) + 1, np.int64)
-    np.cumsum([len(t) for t in texts], out=offsets[1:])
-    return hash_buffers(np.frombuffer(b"".join(texts), np.uint8), offsets)
-
-
-def hash_buffers(data: NDArray[np.uint8], offsets: Int32Array | Int64Array) -> Ids:
-    """xxhash64 of each text of an array in the layout of arrow."""
-    # One thread, the caller: from_columns runs in data loader workers, where there is a process for each core.
-    return hash_strings(data, offsets, ThreadPool(1))
-
-
-def _kind(x: Any) -> str:
-    if isinstance(x, (str, bytes)):
-        return "text"
-    if isinstance(x, (int, np.integer, np.bool_)):
-        return "whole number"
-    return "float" if isinstance(x, (float, np.floating)) else type(x).__name__
-
-
-def _is_list(x: Any) -> bool:
-    return isinstance(x, (list, tuple, set, np.ndarray))
-
-
-def _is_missing(x: Any) -> bool:
-    return x is None or (isinstance(x, (float, np.floating)) and bool(np.isnan(x)))
-
-
-def _negative(name: str, value: int, row: int) -> DataError:
-    return DataError(
-        f"Feature {name!r} has the negative id {value} at row {row}; ids are 0 to 2**64 - 1: shift them, replace "
-        "a placeholder by a missing value, or give texts.",
-        feature=name,
-        row=row,
-    )
 
 
 def _cross(feature: IdFeature, parts: list[IdColumn]) -> IdColumn:
@@ -259,17 +161,33 @@ def _cross(feature: IdFeature, parts: list[IdColumn]) -> IdColumn:
 
 
 def float_column(name: str, column: Any) -> Floats:
-    """A dense or label column as float32 [batch]; a missing value is an error."""
+    """A dense or label column as float32 [batch]; see `number_column`."""
+    with np.errstate(over="ignore"):
+        return number_column(name, column).astype(np.float32, copy=False)
+
+
+def number_column(name: str, column: Any, fill: float | None = None) -> NDArray[Any]:
+    """A column [batch] of numbers, in its own type; texts are read as float64, booleans are 1 and 0.
+
+    Args:
+        name: for messages.
+        column: of any kind.
+        fill: for missing values; None makes them an error.
+
+    Raises:
+        DataError: a value is no number, or missing; names the row and the remedy.
+    """
+    column = from_frame(name, column)
     if is_arrow(column):
         from persia.batching.arrow_columns import arrow_floats
 
-        array = arrow_floats(name, column)
+        array, missing = arrow_floats(name, column)
     elif isinstance(column, (list, tuple)):
-        array = _list_floats(name, column)
+        array, missing = _list_floats(name, column)
     else:
-        array = as_array(name, column)
-        if array.dtype.kind == "O" and array.ndim == 1:
-            array = _list_floats(name, array.tolist())
+        array, missing = as_array(name, column), None
+        if array.dtype.kind in "OUS" and array.ndim == 1:
+            array, missing = _list_floats(name, array.tolist())
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
     if array.ndim != 1:
@@ -279,24 +197,62 @@ def float_column(name: str, column: Any) -> Floats:
         )
     if array.dtype.kind not in "buif":
         raise DataError(f"Column {name!r} is {array.dtype}; it must be numeric: convert it.", column=name)
-    with np.errstate(over="ignore"):
-        return array.astype(np.float32, copy=False)
+    if fill is not None and array.dtype.kind == "f":
+        missing = np.isnan(array) if missing is None else missing | np.isnan(array)
+    if missing is not None and missing.any():
+        if fill is None:
+            raise missing_number(name, int(missing.argmax()))
+        array = np.where(missing, fill, array)
+    return array
 
 
-def _list_floats(name: str, column: Sequence[Any]) -> NDArray[Any]:
+def _list_floats(name: str, column: Sequence[Any]) -> tuple[NDArray[Any], BoolArray | None]:
+    """Numbers, and which are missing."""
+    if any(isinstance(x, (str, bytes)) for x in column):
+        texts = [
+            "" if is_missing(x) else x.decode(errors="replace") if isinstance(x, bytes) else str(x) for x in column
+        ]
+        return numbers_of_texts(name, TextBuffers.of([text.encode() for text in texts]))
+    missing = np.array([is_missing(x) for x in column], np.bool_)
     for row, x in enumerate(column):
-        if x is None:
-            raise missing_number(name, row)
-        if _kind(x) not in ("whole number", "float"):
+        if not missing[row] and not isinstance(x, (int, float, np.integer, np.floating, np.bool_)):
             raise DataError(
-                f"Column {name!r} has {type(x).__name__} {x!r} at row {row}; it must be numeric.", column=name, row=row
+                f"Column {name!r} has {type(x).__name__} {x!r} at row {row}; it must be numeric.",
+                column=name,
+                row=row,
+                value=repr(x),
             )
-    return np.array([float(x) for x in column], np.float64)
+    return np.array([np.nan if is_missing(x) else float(x) for x in column], np.float64), missing
+
+
+def numbers_of_texts(name: str, texts: TextBuffers) -> tuple[NDArray[np.float64], BoolArray]:
+    """Numbers in texts, and which are missing.
+
+    Raises:
+        DataError: a text is no number; names the row and what would be one.
+    """
+    found = text_numbers(texts)
+    if found.bad >= 0:
+        value = texts.text(found.bad)
+        comma = " (a decimal comma?)" if value.replace(",", ".", 1).replace(".", "", 1).strip("-").isdecimal() else ""
+        raise DataError(
+            f"Column {name!r} has {value!r} at row {found.bad}{comma}; it takes decimal numbers such as 1, -0.5 and "
+            "1e3, true and false. Correct the value, leave the row out, or declare the column as an ID-type feature.",
+            column=name,
+            row=found.bad,
+            value=value,
+        )
+    return found.numbers, ~found.present
 
 
 def missing_number(name: str, row: int) -> DataError:
-    """The error for a null in a numeric column."""
-    return DataError(f"Column {name!r} has a missing value at row {row}; fill it in.", column=name, row=row)
+    """The error for a missing value in a numeric column."""
+    return DataError(
+        f"Column {name!r} has a missing value at row {row}; fill it in, or let the reader do so: "
+        f"fill={{{name!r}: 0.0}}.",
+        column=name,
+        row=row,
+    )
 
 
 def _days(day: Any, length: _Length) -> Int32Array | None:
@@ -307,7 +263,9 @@ def _days(day: Any, length: _Length) -> Int32Array | None:
     elif is_arrow(day):
         from persia.batching.arrow_columns import arrow_floats
 
-        array = arrow_floats("day", day)
+        array, missing = arrow_floats("day", day)
+        if missing is not None and missing.any():
+            raise missing_number("day", int(missing.argmax()))
     else:
         array = as_array("day", day)
     if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -323,13 +281,8 @@ def _days(day: Any, length: _Length) -> Int32Array | None:
 # --- any array --------------------------------------------------------------------------------------------------
 
 
-def is_arrow(column: Any) -> bool:
-    """Whether it is a pyarrow array, without importing pyarrow."""
-    return type(column).__module__.split(".")[0] == "pyarrow"
-
-
 def _is_array_like(x: Any) -> bool:
-    return _is_list(x) or is_arrow(x) or (hasattr(x, "__array__") and not isinstance(x, np.generic))
+    return is_list(x) or is_arrow(x) or (hasattr(x, "__array__") and not isinstance(x, np.generic))
 
 
 def as_array(name: str, column: Any) -> NDArray[Any]:

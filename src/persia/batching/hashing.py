@@ -1,4 +1,4 @@
-"""Ids from strings, numbers and feature crosses: XXH64, the same on every machine and in every version of persia."""
+"""Ids from feature crosses: XXH64, the same on every machine and in every version of persia."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from persia.batching.native import ThreadPool, as_data_error, core
 from persia.errors import DataError
-from persia.types import Ids, Int32Array, Int64Array
+from persia.types import Ids
 
-__all__ = ["hash_cross", "hash_strings", "hash_values"]
+__all__ = ["hash_cross"]
 
 _MAX = 2**64 - 1
 
@@ -30,80 +30,6 @@ def _check_array(name: str, array: NDArray[Any], kinds: str, itemsize: int | Non
         raise DataError(f"{name}: dtype {array.dtype} must have {itemsize} bytes.")
     if array.ndim != 1 or not array.flags.c_contiguous or not array.flags.aligned:
         raise DataError(f"{name}: must be a contiguous, aligned array [n], got shape {array.shape}.")
-
-
-def hash_strings(
-    data: NDArray[np.uint8],
-    offsets: Int32Array | Int64Array,
-    pool: ThreadPool,
-    *,
-    validity: NDArray[np.uint8] | None = None,
-    validity_start: int = 0,
-    seed: int = 0,
-    null: int = 0,
-) -> Ids:
-    """XXH64 of each string of an array in the layout of Arrow.
-
-    Args:
-        data: uint8, the bytes of all strings.
-        offsets: int32 or int64 `[n + 1]`: string i is `data[offsets[i]:offsets[i + 1]]`. A slice of a longer array
-            need not start at 0.
-        pool: threads to run on.
-        validity: uint8 bitmap, least significant bit first; a string without its bit is null. None: all are valid.
-        validity_start: bit of the first string.
-        seed: of the hash.
-        null: the result for a null.
-
-    Returns:
-        uint64 `[n]`.
-
-    Raises:
-        DataError: dtypes, offsets or the bitmap do not fit.
-
-    Blocks until done, without the GIL. Thread-safe.
-    """
-    _check_array("data", data, "u", 1)
-    _check_array("offsets", offsets, "i", 4 if offsets.dtype.itemsize == 4 else 8)
-    if validity is not None:
-        _check_array("validity", validity, "u", 1)
-    _check_word("seed", seed)
-    _check_word("null", null)
-    _check_word("validity_start", validity_start)
-    if not len(offsets):
-        raise DataError("offsets: there must be one more than strings, got none.")
-    out = np.empty(len(offsets) - 1, np.uint64)
-    with as_data_error:
-        core.hash_strings(data, offsets, validity, validity_start, seed, null, out, pool)
-    return out
-
-
-def hash_values(values: NDArray[Any], pool: ThreadPool, *, seed: int = 0) -> Ids:
-    """XXH64 of the little-endian bytes of each number, for numbers that are categories.
-
-    The width is part of the identity: int32 5 and int64 5 hash differently. -0.0 hashes as 0.0, and every NaN alike.
-
-    Args:
-        values: bool, int, uint or float of 1, 2, 4 or 8 bytes, `[n]`, contiguous.
-        pool: threads to run on.
-        seed: of the hash.
-
-    Returns:
-        uint64 `[n]`.
-
-    Raises:
-        DataError: another dtype or shape.
-
-    Blocks until done, without the GIL. Thread-safe.
-    """
-    _check_array("values", values, "biuf")
-    _check_word("seed", seed)
-    if values.dtype.itemsize > 8:
-        raise DataError(f"values: dtype {values.dtype} must have 1, 2, 4 or 8 bytes.")
-    out = np.empty(len(values), np.uint64)
-    with as_data_error:
-        bits = values.view(f"u{values.dtype.itemsize}")
-        core.hash_values(bits, values.dtype.kind == "f", seed, out, pool)
-    return out
 
 
 def hash_cross(columns: Sequence[Ids], pool: ThreadPool, *, seed: int = 0) -> Ids:

@@ -6,16 +6,18 @@ Used by tests, and to be read first. Arguments and results are as there, less `p
 from __future__ import annotations
 
 import itertools
+import math
+import re
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from persia.batching.duplicates import UniqueIds
 from persia.batching.pooling import FeaturePlan, Pooled
-from persia.types import BoolArray, Floats, Halves, Ids, Int32Array, Int64Array, Inverse
+from persia.batching.texts import TextBuffers
+from persia.schema import IdKind
+from persia.types import BoolArray, Floats, Halves, Ids, Int64Array, Inverse
 
 __all__ = [
     "average_gradients",
@@ -23,12 +25,12 @@ __all__ = [
     "encode_rows",
     "group_by_owner",
     "hash_cross",
-    "hash_strings",
-    "hash_values",
     "merge_gradients",
     "owner",
     "pool_backward",
     "pool_forward",
+    "text_ids",
+    "text_numbers",
     "unique",
     "xxh64",
 ]
@@ -219,30 +221,60 @@ def xxh64(data: bytes, seed: int = 0) -> int:
     return total ^ (total >> 32)
 
 
-def hash_strings(
-    data: NDArray[np.uint8],
-    offsets: Int32Array | Int64Array,
-    *,
-    validity: NDArray[np.uint8] | None = None,
-    validity_start: int = 0,
-    seed: int = 0,
-    null: int = 0,
-) -> Ids:
-    """Twin of :func:`persia.batching.hash_strings`."""
-    hashes = [xxh64(data[a:b].tobytes(), seed) for a, b in itertools.pairwise(offsets)]
-    if validity is not None:
-        bits = np.unpackbits(validity, bitorder="little")[validity_start:]
-        hashes = [hash_ if bit else null for hash_, bit in zip(hashes, bits, strict=False)]
-    return np.array(hashes, np.uint64)
+_WHOLE = re.compile(rb"[ \t]*((-?)(?:0|[1-9][0-9]*))(?:\.0+)?[ \t]*", re.ASCII)
+_TRUTH = {b"true": 1, b"True": 1, b"TRUE": 1, b"false": 0, b"False": 0, b"FALSE": 0}
+_MISSING = b"NA N/A n/a #N/A <NA> NULL Null null NaN nan NAN None none \\N".split(b" ")
+_DECIMAL = re.compile(rb"\+?(-?)(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?", re.ASCII)
 
 
-def hash_values(values: NDArray[Any], *, seed: int = 0) -> Ids:
-    """Twin of :func:`persia.batching.hash_values`."""
-    if values.dtype.kind == "f":
-        values = np.where(np.isnan(values), np.array(np.nan, values.dtype), values)
-        values[values == 0] = 0
-    values = values.astype(values.dtype.newbyteorder("<"))
-    return np.array([xxh64(value.tobytes(), seed) for value in values], np.uint64)
+def _texts(texts: TextBuffers) -> list[bytes]:
+    """Each text; a null as an empty one."""
+    found = [texts.data[a:b].tobytes() for a, b in itertools.pairwise(texts.offsets)]
+    if texts.validity is None:
+        return found
+    bits = np.unpackbits(texts.validity, bitorder="little")[texts.validity_start :]
+    return [text if bit else b"" for text, bit in zip(found, bits, strict=False)]
+
+
+def text_ids(texts: TextBuffers, kind: IdKind = "auto") -> list[int | None]:
+    """Twin of :func:`persia.batching.text_ids`: None where there is no id; ValueError(position) in place of `bad`."""
+    ids: list[int | None] = []
+    for position, text in enumerate(_texts(texts)):
+        match = _WHOLE.fullmatch(text)
+        number = int(match[1]) if match else _TRUTH.get(text.strip(b" \t"), -1)
+        if not text:
+            ids.append(None)
+        elif kind != "text" and 0 <= number <= _WORD:
+            ids.append(number)
+        elif kind != "number":
+            ids.append(xxh64(match[1] if match and kind == "auto" else text))
+        elif text.strip(b" \t") in (b"", *_MISSING):
+            ids.append(None)
+        else:
+            raise ValueError(position)
+    return ids
+
+
+def _in_range(text: bytes) -> bool:
+    """Whether a float64 can hold the number, neither as infinity nor, unless it is 0, as 0."""
+    zero = not text.lower().split(b"e")[0].strip(b"+-.0")
+    return math.isfinite(float(text)) and (zero or float(text) != 0)
+
+
+def text_numbers(texts: TextBuffers) -> list[float | None]:
+    """Twin of :func:`persia.batching.text_numbers`: None for missing; ValueError(position) where it has a `bad`."""
+    numbers: list[float | None] = []
+    for position, text in enumerate(_texts(texts)):
+        text = text.strip(b" \t")
+        if text in (b"", *_MISSING):
+            numbers.append(None)
+        elif text in _TRUTH:
+            numbers.append(_TRUTH[text])
+        elif _DECIMAL.fullmatch(text) and not text.startswith(b"+-") and _in_range(text):
+            numbers.append(float(text))
+        else:
+            raise ValueError(position)
+    return numbers
 
 
 def hash_cross(columns: Sequence[Ids], *, seed: int = 0) -> Ids:

@@ -16,6 +16,7 @@ from persia.data.from_parquet import parquet
 from persia.data.generator import Synthetic, synthetic
 from persia.data.loader import Loader, Peer
 from persia.data.reader import Order, Reader, Source, StreamReader
+from persia.data.selection import Split
 
 __all__ = [
     "File",
@@ -25,6 +26,7 @@ __all__ = [
     "Reader",
     "Source",
     "Span",
+    "Split",
     "StreamReader",
     "Synthetic",
     "adult",

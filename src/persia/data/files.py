@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -50,6 +51,15 @@ class File:
                 f"({type(error).__name__}: {error}); restore or exclude it.",
                 path=self.path,
             ) from error
+
+    @contextmanager
+    def open_text(self) -> Iterator[IO[str]]:
+        """Opens it for reading as text, decompressed; errors as in `open`."""
+        import pyarrow as pa
+
+        with self.open() as stream:
+            plain = pa.CompressedInputStream(stream, self.compression) if self.compression else stream
+            yield io.TextIOWrapper(plain, encoding="utf-8-sig", errors="replace")
 
     @property
     def compression(self) -> str | None:

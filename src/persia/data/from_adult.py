@@ -8,10 +8,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from persia.batching.columns import number_column
+from persia.data.expressions import Rule
 from persia.data.files import Paths, expand, found
 from persia.data.from_csv import CsvFormat, CsvSource
 from persia.data.reader import Order, StreamReader
 from persia.data.rows import Conversion
+from persia.data.selection import Selection
 from persia.errors import DataError
 from persia.schema import IdFeature, Schema
 
@@ -59,10 +62,12 @@ def adult(
     *,
     split: Literal["train", "test"] = "train",
     dim: int = 8,
+    where: Rule | None = None,
     shuffle_rows: int = 0,
     seed: int = 0,
     drop_last: bool = False,
     shard: tuple[int, int] = (0, 1),
+    require_labels: bool = True,
 ) -> StreamReader:
     """UCI Adult census income: 8 hashed categories (a `?` is a category), 5 standardised numbers; income above 50K?
 
@@ -75,34 +80,45 @@ def adult(
         split: which of them, where `path` is a directory.
         batch_size: samples of a batch.
         dim: of all embeddings.
+        where: only rows for which this rule over the columns of the file is true; see `parquet`.
         shuffle_rows: see `parquet`.
         seed: of the permutations.
         drop_last: leave out a last batch that is not full.
         shard: (index, count): only batches i with i % count == index.
+        require_labels: if False, files without labels give `labels` of shape `[batch, 0]`.
     """
     if path is None:
         path = found("adult")
     if isinstance(path, (str, os.PathLike)) and Path(path).is_dir():
         path = Path(path) / ("adult.data" if split == "train" else "adult.test")
     schema = Schema(
-        [IdFeature(name, dim=dim) for name in _ADULT_SLOTS], dense_features=list(_ADULT_SCALES), labels=["income"]
+        [IdFeature(name, dim=dim, kind="text") for name in _ADULT_SLOTS],
+        dense_features=list(_ADULT_SCALES),
+        labels=["income"],
     )
-    types = dict.fromkeys((*_ADULT_SLOTS, "income"), "string") | dict.fromkeys(_ADULT_SCALES, "double")
-    form = CsvFormat(",", tuple(_ADULT), frozenset(_ADULT_SLOTS), types=types, transform=_adult_columns, comment="|")
-    source = CsvSource(tuple(expand(path, (".data", ".test"))), Conversion(schema), form)
+    columns = (*_ADULT_SLOTS, *_ADULT_SCALES, "income")
+    layouts = (tuple(_ADULT), tuple(_ADULT[:-1]))
+    form = CsvFormat(columns=columns, transform=_adult_columns, layouts=layouts, comment="|")
+    conversion = Conversion(schema, require_labels=require_labels, selection=Selection.of(where, None))
+    source = CsvSource(tuple(expand(path, (".data", ".test"))), conversion, form)
     return StreamReader(schema, source, Order(batch_size, shuffle_rows, seed, drop_last, shard))
 
 
 def _adult_columns(columns: dict[str, Any]) -> dict[str, Any]:
+    import pyarrow as pa
     import pyarrow.compute as pc
 
-    for name in (*_ADULT_SLOTS, "income"):
-        columns[name] = pc.utf8_trim_whitespace(columns[name])
+    for name in _ADULT_SLOTS:
+        columns[name] = pc.utf8_trim_whitespace(columns[name].cast(pa.string()))
     for name, (centre, width) in _ADULT_SCALES.items():
-        values = pc.fill_null(columns[name], np.nan).to_numpy(zero_copy_only=False)
+        values = number_column(name, columns[name])
         columns[name] = ((np.log1p(values) if name.startswith("capital") else values) - centre) / width
-    incomes = columns["income"].to_pylist()
+    if "income" not in columns:
+        return columns
+    incomes = pc.utf8_trim_whitespace(columns["income"].cast(pa.string())).to_pylist()
     bad = next((i for i, x in enumerate(incomes) if x not in ("<=50K", ">50K", "<=50K.", ">50K.")), None)
     if bad is not None:
-        raise DataError(f"The income {incomes[bad]!r} is neither <=50K nor >50K.", row=bad)
+        raise DataError(
+            f"Column 'income' has {incomes[bad]!r} at row {bad}; it takes <=50K and >50K.", column="income", row=bad
+        )
     return {**columns, "income": np.array([x[0] == ">" for x in incomes])}

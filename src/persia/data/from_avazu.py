@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import date
 from typing import Any
 
 import numpy as np
 
+from persia.batching.columns import number_column
+from persia.data.expressions import Rule
 from persia.data.files import Paths, expand
 from persia.data.from_csv import CSV_SUFFIXES, CsvFormat, CsvSource
 from persia.data.reader import Order, StreamReader
 from persia.data.rows import Conversion
+from persia.data.selection import Selection, Split
 from persia.errors import DataError
 from persia.schema import IdFeature, Schema
 
@@ -46,45 +50,57 @@ def avazu(
     batch_size: int = 1024,
     *,
     dim: int = 16,
+    where: Rule | None = None,
+    split: Split | Mapping[str, Any] | None = None,
     shuffle_rows: int = 0,
     seed: int = 0,
     drop_last: bool = False,
     shard: tuple[int, int] = (0, 1),
+    require_labels: bool = True,
 ) -> StreamReader:
     """Avazu click-through rate (Kaggle): comma-separated with header; the 21 categories are hashed.
 
-    The column `hour` (YYMMDDHH) gives the feature `hour_of_day` and `Batch.day` (days since 1970). The label is
+    Files without a header line are read in the order of Kaggle's (id, click, hour, C1, ...; test files lack click). The
+    column `hour` (YYMMDDHH) gives the feature `hour_of_day` and `Batch.day` (days since 1970). The label is
     `click`.
 
     Args:
         path: file, directory, glob or URL, or a list of these.
         batch_size: samples of a batch.
         dim: of all embeddings.
+        where: only rows for which this rule over the columns of the file is true; see `parquet`.
+        split: only one part of the rows; see `parquet`.
         shuffle_rows: see `parquet`.
         seed: of the permutations.
         drop_last: leave out a last batch that is not full.
         shard: (index, count): only batches i with i % count == index.
+        require_labels: if False, files without labels give `labels` of shape `[batch, 0]`.
     """
-    features = [IdFeature(n, dim=dim) for n in ("hour_of_day", *_AVAZU)]
+    features = [IdFeature("hour_of_day", dim=dim), *(IdFeature(n, dim=dim, kind="text") for n in _AVAZU)]
     schema = Schema(features, labels=["click"])
-    types = {"click": "double", "hour": "string"} | dict.fromkeys(_AVAZU, "string")
-    form = CsvFormat(hashed=frozenset(_AVAZU), types=types, transform=_avazu_columns)
-    source = CsvSource(tuple(expand(path, CSV_SUFFIXES)), Conversion(schema, day="day"), form)
+    layouts = (("id", "click", "hour", *_AVAZU), ("id", "hour", *_AVAZU))
+    form = CsvFormat(columns=("click", "hour", *_AVAZU), transform=_avazu_columns, layouts=layouts)
+    conversion = Conversion(schema, day="day", require_labels=require_labels, selection=Selection.of(where, split))
+    source = CsvSource(tuple(expand(path, CSV_SUFFIXES)), conversion, form)
     return StreamReader(schema, source, Order(batch_size, shuffle_rows, seed, drop_last, shard))
 
 
 def _avazu_columns(columns: dict[str, Any]) -> dict[str, Any]:
     import pyarrow as pa
 
-    hours = columns["hour"].cast(pa.int64()).to_numpy()
-    dates, inverse = np.unique(hours // 100, return_inverse=True)
-    days = np.array([_day(int(d)) for d in dates], np.int64)[inverse]
+    hours = number_column("hour", columns["hour"]).astype(np.int64)
+    dates, rows, inverse = np.unique(hours // 100, return_index=True, return_inverse=True)
+    days = np.array([_day(int(d), int(row)) for d, row in zip(dates, rows, strict=True)], np.int64)[inverse]
     return {**columns, "hour_of_day": pa.array(hours % 100), "day": pa.array(days)}
 
 
-def _day(yymmdd: int) -> int:
+def _day(yymmdd: int, row: int) -> int:
     try:
         day = date(2000 + yymmdd // 10_000, yymmdd // 100 % 100, yymmdd % 100)
     except ValueError as error:
-        raise DataError(f"The hour {yymmdd:06d}HH is no date of the form YYMMDDHH.", column="hour") from error
+        raise DataError(
+            f"Column 'hour' has {yymmdd:06d}HH at row {row}; it takes hours of the form YYMMDDHH.",
+            column="hour",
+            row=row,
+        ) from error
     return (day - date(1970, 1, 1)).days

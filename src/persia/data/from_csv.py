@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from csv import reader
 from dataclasses import dataclass, field
 from typing import Any
 
 from persia.batching.batch import Batch
+from persia.data.expressions import Rule
 from persia.data.files import File, Paths, expand
 from persia.data.reader import Order, StreamReader
-from persia.data.rows import Conversion, DayUnit, located
-from persia.errors import DataError
+from persia.data.rows import Conversion, DayUnit, Piece, require_rows
+from persia.data.selection import Selection, Split
+from persia.errors import ConfigError, DataError
 from persia.schema import Schema
 
-__all__ = ["CsvFormat", "CsvSource", "csv"]
+__all__ = ["CSV_SUFFIXES", "CsvFormat", "CsvSource", "csv"]
 
 _BLOCK_BYTES = 4 << 20
+_DELIMITERS = (",", ";", "\t", "|", " ", ":", "\x01")
+
+CSV_SUFFIXES = tuple(s + z for s in (".csv", ".tsv", ".txt") for z in ("", ".gz", ".bz2", ".zst"))
 
 
 def csv(
@@ -25,9 +31,13 @@ def csv(
     *,
     column_names: Sequence[str] | None = None,
     delimiter: str = ",",
-    hashed: Collection[str] | None = None,
     lists: Mapping[str, str] | None = None,
+    null_values: Collection[str] = (),
     rename: Mapping[str, str] | None = None,
+    labels: Mapping[str, Rule] | None = None,
+    fill: Mapping[str, float] | None = None,
+    where: Rule | None = None,
+    split: Split | Mapping[str, Any] | None = None,
     day: str | None = None,
     day_unit: DayUnit = "day",
     shuffle_rows: int = 0,
@@ -36,7 +46,12 @@ def csv(
     shard: tuple[int, int] = (0, 1),
     require_labels: bool = True,
 ) -> StreamReader:
-    """Reads delimited text in blocks of 4 MiB, plain or compressed (.gz, .bz2, .zst); empty fields are missing values.
+    """Reads delimited text in blocks of 4 MiB, plain or compressed (.gz, .bz2, .zst).
+
+    A field is read by itself, never by what else is in its column: `IdFeature.kind` says how it becomes an id; a dense
+    feature or label takes decimal numbers, `true` and `false`. Empty fields are missing values; in dense features,
+    labels and ids of the kind "number" so are NA, NULL, NaN and others (see
+    `persia.batching.text_numbers`).
 
     Args:
         paths: as for `parquet`; in directories `*.csv`, `*.tsv` and `*.txt`, also compressed.
@@ -44,11 +59,14 @@ def csv(
         batch_size: samples of a batch.
         column_names: names of the columns; None reads them from the first line of each file.
         delimiter: one character.
-        hashed: ID-type features (schema names) whose fields are categories to hash; all others must be whole
-            numbers. None decides by the first block of the first file: whole numbers only, or categories.
         lists: for features with several ids in a field, the text between them, for example {"genres": "|"}.
+        null_values: further texts that stand for a missing value, in all columns.
         rename: column of the file by name of the schema, where they differ.
-        day: column or hive key that gives `Batch.day`.
+        labels: rule by label, for labels that are no column; see `parquet`. A function gets texts.
+        fill: number in place of missing values, by dense feature or label; see `parquet`.
+        where: only rows for which this rule is true; see `parquet`.
+        split: only one part of the rows; see `parquet`.
+        day: column or hive key that gives `Batch.day`: whole numbers, or dates and times such as 2024-05-01.
         day_unit: unit of whole numbers in `day`.
         shuffle_rows: see `parquet`.
         seed: of the permutations.
@@ -57,18 +75,25 @@ def csv(
         require_labels: if False, files without the label columns give `labels` of shape `[batch, 0]`.
 
     Raises:
-        DataError: no file; while iterating: a file is missing or corrupt, lacks a column, or holds bad values.
+        DataError: no file; while iterating: a file is missing or corrupt, lacks a column, or holds bad values, or there
+            are no rows at all.
         MissingExtraError: the protocol of a URL needs a package that is not installed.
         ConfigError: an argument is not valid.
     """
     order = Order(batch_size, shuffle_rows, seed, drop_last, shard)
-    conversion = Conversion(schema, dict(rename or {}), day, day_unit, require_labels)
+    conversion = Conversion(
+        schema,
+        dict(rename or {}),
+        day,
+        day_unit,
+        require_labels,
+        dict(labels or {}),
+        dict(fill or {}),
+        Selection.of(where, split),
+    )
     names = None if column_names is None else tuple(column_names)
-    form = CsvFormat(delimiter, names, None if hashed is None else frozenset(hashed), dict(lists or {}))
+    form = CsvFormat(delimiter, names, dict(lists or {}), tuple(null_values))
     return StreamReader(schema, CsvSource(tuple(expand(paths, CSV_SUFFIXES)), conversion, form), order)
-
-
-CSV_SUFFIXES = tuple(s + z for s in (".csv", ".tsv", ".txt") for z in ("", ".gz", ".bz2", ".zst"))
 
 
 @dataclass(frozen=True)
@@ -78,24 +103,30 @@ class CsvFormat:
     Attributes:
         delimiter: one character.
         column_names: None reads them from the first line.
-        hashed: features to hash; None decides by looking.
         lists: separator within a field, by feature.
-        types: arrow type of further columns by name, for `transform`.
+        null_values: texts that stand for a missing value, beside the empty one.
+        columns: for `transform`: columns that it reads, where they are not those of the schema.
         transform: from the file's columns to those that the conversion expects.
+        layouts: for a format of fixed order: names of the columns, tried for a file whose first line has none of them.
         comment: lines that start so are left out, where they have another number of fields.
     """
 
     delimiter: str = ","
     column_names: tuple[str, ...] | None = None
-    hashed: frozenset[str] | None = None
     lists: Mapping[str, str] = field(default_factory=dict)
-    types: Mapping[str, str] = field(default_factory=dict)
+    null_values: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
     transform: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    layouts: tuple[tuple[str, ...], ...] = ()
     comment: str | None = None
 
-    def skip_row(self, row: Any) -> str:
-        """Answers pyarrow's question what to do with a line of a wrong number of fields."""
-        return "skip" if self.comment is not None and row.text.startswith(self.comment) else "error"
+    def __post_init__(self) -> None:
+        if not isinstance(self.delimiter, str) or len(self.delimiter.encode()) != 1:
+            raise ConfigError(f"delimiter = {self.delimiter!r} is not one ASCII character.", field="delimiter")
+        names = self.column_names or ()
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"column_names has {name!r} twice; rename one.", field="column_names")
 
 
 @dataclass(frozen=True)
@@ -108,97 +139,132 @@ class CsvSource:
 
     def chunks(self, skip: int) -> Iterator[Batch]:
         """See `Source.chunks`; rows to skip are parsed, but not converted."""
-        types = self._types()
-        for file in self.files:
-            row = 0
-            for piece in self._pieces(file, types):
-                begin, skip = min(skip, len(piece)), max(skip - len(piece), 0)
-                kept = piece.slice(begin)
-                if len(kept):
-                    with located(file, row + begin):
-                        columns = self._columns(kept, types)
-                    yield self.conversion.batch(file, row + begin, columns, len(kept))
-                row += len(piece)
+        pieces = (piece for file in self.files for piece in self._pieces(file))
+        batches = self.conversion.batches(pieces, skip, self._prepare)
+        return require_rows(batches, self.files, skip, self.conversion.selection)
 
-    def _types(self) -> dict[str, Any]:
-        """Arrow type by column of the file; that of an ID-type feature is uint64 or string."""
-        import pyarrow as pa
-
-        schema, wanted, form = self.conversion.schema, self.conversion.wanted, self.format
-        types = {wanted[name]: pa.float64() for name in (*schema.dense_features, *schema.labels)}
-        ids = [f.name for f in schema.id_features if not f.cross]
-        if form.hashed is not None:
-            types |= {wanted[n]: pa.string() if n in form.hashed else pa.uint64() for n in ids}
-        elif ids:
-            text = {wanted[name]: pa.string() for name in ids}
-            first = next(self._pieces(self.files[0], text), None)
-            columns = {} if first is None else self._columns(first, text)
-            types |= {wanted[n]: _id_type(columns.get(wanted[n])) for n in ids}
-        return types | {name: pa.type_for_alias(alias) for name, alias in form.types.items()}
-
-    def _pieces(self, file: File, types: Mapping[str, Any]) -> Iterator[Any]:
-        """Record batches of the columns that are needed."""
+    def _pieces(self, file: File) -> Iterator[Piece]:
+        """The columns that are needed, as they are in the file: each field a text, or null if empty."""
         import pyarrow as pa
         import pyarrow.csv as pc
 
         form = self.format
-        fields = {self.conversion.wanted[name] for name in form.lists}
-        present = list(form.column_names or self._header(file))
-        columns = [*form.types] if form.transform else self.conversion.columns_of(file, present)
+        names, header = self._names(file)
+        columns = self._columns(file, names)
         convert = pc.ConvertOptions(
-            column_types={n: pa.string() if n in fields else types[n] for n in columns if n in types},
+            # Not text: what the bytes mean is decided later, and UTF-8 need not be checked twice.
+            column_types=dict.fromkeys(columns, pa.binary()),
             include_columns=columns,
-            null_values=[""],
+            null_values=["", *form.null_values],
             strings_can_be_null=True,
         )
+        row = 0
         with file.open() as stream:
+            invalid: list[Any] = []
             try:
-                yield from self._open(file, stream, convert)
+                for piece in self._open(file, stream, convert, None if header else names, invalid):
+                    yield Piece(file, row, dict(zip(piece.schema.names, piece.columns, strict=True)), len(piece))
+                    row += len(piece)
             except pa.ArrowInvalid as error:
-                if "onversion error to uint64" not in str(error):
+                if not invalid:
                     raise
+                raise self._ragged(file, invalid[0], len(names), header) from error
+
+    def _names(self, file: File) -> tuple[list[str], bool]:
+        """Names of the columns, and whether the first line has them."""
+        form = self.format
+        if form.column_names is not None:
+            return list(form.column_names), False
+        first = self._first_line(file)
+        if not form.layouts or any(name.strip() and name in layout for layout in form.layouts for name in first):
+            return first, True
+        for layout in form.layouts:
+            if len(layout) == len(first):
+                return list(layout), False
+        expected = " or ".join(str(len(layout)) for layout in form.layouts)
+        raise DataError(
+            f"{file.path}: the first line has {len(first)} fields, the format {expected}, separated by "
+            f"{form.delimiter!r}; give files of this format, or use persia.data.csv.",
+            path=file.path,
+        )
+
+    def _first_line(self, file: File) -> list[str]:
+        """Fields of the first line that is neither empty nor a comment."""
+        comment = self.format.comment
+        with file.open_text() as stream:
+            lines = (line for line in stream if line.strip() and not (comment is not None and line.startswith(comment)))
+            fields = next(reader(lines, delimiter=self.format.delimiter), None)
+        if fields is None:
+            raise DataError(f"{file.path} is empty: it has not even a line of column names.", path=file.path)
+        return fields
+
+    def _columns(self, file: File, present: list[str]) -> list[str]:
+        """The columns to read.
+
+        Raises:
+            DataError: one is missing, or there twice.
+        """
+        form = self.format
+        if not form.columns:
+            return self.conversion.columns_of(file, present, self._other_delimiter(present))
+        selected = self.conversion.selection.columns if self.conversion.selection is not None else ()
+        optional = set() if self.conversion.require_labels else set(self.conversion.schema.labels)
+        for name in (*form.columns, *selected):
+            if name not in present and name not in optional:
                 raise DataError(
-                    f"{file.path}: {error}; ids are whole numbers from 0 to 2**64 - 1: name the feature in `hashed` "
-                    "if it holds categories.",
+                    f"{file.path} has no column {name!r} (it has {', '.join(present)})."
+                    f"{self._other_delimiter(present) or ' Correct the path, or require_labels.'}",
                     path=file.path,
-                ) from error
+                    column=name,
+                )
+        return [name for name in dict.fromkeys((*form.columns, *selected)) if name in present]
 
-    def _header(self, file: File) -> list[str]:
-        with file.open() as stream:
-            return list(self._open(file, stream, None).schema.names)
+    def _other_delimiter(self, present: list[str]) -> str:
+        """A remark if the first line has another delimiter than the format."""
+        if len(present) > 1:
+            return ""
+        line = present[0] if present else ""
+        counts = {text: line.count(text) for text in _DELIMITERS if text != self.format.delimiter}
+        best = max(counts, key=lambda text: counts[text], default="")
+        if not best or not counts[best]:
+            return ""
+        return f" The first line looks as if fields were separated by {best!r}: set delimiter={best!r}."
 
-    def _open(self, file: File, stream: Any, convert: Any) -> Any:
+    def _ragged(self, file: File, line: Any, columns: int, header: bool) -> DataError:
+        row = line.number - 1 - header
+        text = line.text if len(line.text) <= 80 else line.text[:80] + "..."
+        return DataError(
+            f"{file.path}: the line {text!r} at row {row} has {line.actual_columns} fields instead of {columns}. Quote "
+            "fields that hold the delimiter, restore the file if it is cut off here, or leave the line out."
+            f"{self._other_delimiter([line.text]) if line.actual_columns == 1 else ''}",
+            path=file.path,
+            row=row,
+            value=line.text,
+        )
+
+    def _open(self, file: File, stream: Any, convert: Any, names: list[str] | None, invalid: list[Any]) -> Any:
+        """Record batches; a line with a wrong number of fields is put into `invalid`."""
         import pyarrow as pa
         import pyarrow.csv as pc
 
-        form = self.format
+        comment = self.format.comment
+
+        def refuse(line: Any) -> str:
+            if comment is not None and line.text.startswith(comment):
+                return "skip"
+            invalid.append(line)
+            return "error"
+
         if file.compression:
             stream = pa.CompressedInputStream(stream, file.compression)
-        read = pc.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES, column_names=form.column_names)
-        parse = pc.ParseOptions(delimiter=form.delimiter, invalid_row_handler=form.skip_row)
+        read = pc.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES, column_names=names)
+        parse = pc.ParseOptions(delimiter=self.format.delimiter, invalid_row_handler=refuse)
         return pc.open_csv(stream, read_options=read, parse_options=parse, convert_options=convert)
 
-    def _columns(self, piece: Any, types: Mapping[str, Any]) -> dict[str, Any]:
-        import pyarrow as pa
+    def _prepare(self, columns: dict[str, Any]) -> dict[str, Any]:
         import pyarrow.compute as pc
 
-        columns = dict(zip(piece.schema.names, piece.columns, strict=True))
         for name, separator in self.format.lists.items():
             column = self.conversion.wanted[name]
-            parts = pc.split_pattern(columns[column], separator)
-            columns[column] = parts.cast(pa.list_(types[column]))
+            columns[column] = pc.split_pattern(columns[column], separator)
         return self.format.transform(columns) if self.format.transform else columns
-
-
-def _id_type(column: Any) -> Any:
-    """uint64 if all texts of the column are whole numbers in its range, else string."""
-    import pyarrow as pa
-
-    if column is None or column.null_count == len(column):
-        return pa.string()
-    texts = column.flatten() if pa.types.is_list(column.type) else column
-    try:
-        texts.cast(pa.uint64())
-    except pa.ArrowInvalid:
-        return pa.string()
-    return pa.uint64()

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from persia.batching.columns import number_column
+from persia.data.expressions import Rule
 from persia.data.files import expand
 from persia.data.from_csv import CSV_SUFFIXES, CsvFormat, CsvSource
 from persia.data.reader import Order, StreamReader
 from persia.data.rows import Conversion
+from persia.data.selection import Selection, Split
 from persia.errors import DataError
 from persia.schema import IdFeature, Schema
 
 __all__ = ["movielens"]
 
-_MOVIELENS = {
-    "ratings.csv": (",", None, ("userId", "movieId", "rating", "timestamp")),
-    "ratings.dat": (
-        ":",
-        ("user", "", "movie", " ", "rating", "  ", "timestamp"),
-        ("user", "movie", "rating", "timestamp"),
-    ),
-    "u.data": ("\t", ("user", "movie", "rating", "timestamp"), ("user", "movie", "rating", "timestamp")),
+_NAMES = ("userId", "movieId", "rating", "timestamp")
+_FORMATS = {  # By what separates the fields: the layout, where "::" is read as two delimiters with nothing between.
+    "::": (":", ("userId", "", "movieId", " ", "rating", "  ", "timestamp")),
+    "\t": ("\t", _NAMES),
+    ",": (",", _NAMES),
 }
+_FILES = ("ratings.csv", "ratings.dat", "u.data")
 
 
 def movielens(
@@ -31,48 +33,61 @@ def movielens(
     batch_size: int = 1024,
     *,
     dim: int = 16,
+    where: Rule | None = None,
+    split: Split | Mapping[str, Any] | None = None,
     shuffle_rows: int = 0,
     seed: int = 0,
     drop_last: bool = False,
     shard: tuple[int, int] = (0, 1),
+    require_labels: bool = True,
 ) -> StreamReader:
-    """MovieLens ratings in any of its forms (`ratings.csv`, `ratings.dat`, `u.data`): like is a rating of 4 or more.
+    """MovieLens ratings in any of its forms (as `ratings.csv`, `ratings.dat`, `u.data`): like is a rating of 4 or more.
 
     ID-type features `user` and `movie`, label `like`, `Batch.day` in days since 1970.
 
     Args:
-        path: the file, or a directory with one of these.
+        path: a file of any name, with or without a header line, or a directory with one of these.
         batch_size: samples of a batch.
         dim: of all embeddings.
+        where: only rows for which this rule over the columns of the file is true; see `parquet`.
+        split: only one part of the rows; see `parquet`.
         shuffle_rows: see `parquet`.
         seed: of the permutations.
         drop_last: leave out a last batch that is not full.
         shard: (index, count): only batches i with i % count == index.
+        require_labels: if False, files without labels give `labels` of shape `[batch, 0]`.
 
     Raises:
         DataError: the directory has none of the files.
     """
     text = os.fspath(path)
-    form_name = text.replace("\\", "/").rsplit("/", 1)[-1].removesuffix(".gz")
-    if form_name not in _MOVIELENS:
-        found = [name for name in _MOVIELENS if (Path(text) / name).exists()]
+    if Path(text).is_dir():
+        found = [name for name in _FILES if (Path(text) / name).exists()]
         if not found:
-            raise DataError(f"{text} holds none of {', '.join(_MOVIELENS)}; give the file itself.", path=text)
-        text, form_name = str(Path(text) / found[0]), found[0]
-    delimiter, names, (user, movie, rating, time) = _MOVIELENS[form_name]
-    schema = Schema([IdFeature("user", dim=dim), IdFeature("movie", dim=dim)], labels=["like"])
-    types = {user: "uint64", movie: "uint64", rating: "double", time: "int64"}
-    form = CsvFormat(delimiter, names, frozenset(), types=types, transform=_movielens_columns)
-    conversion = Conversion(schema, day="timestamp", day_unit="s")
+            raise DataError(f"{text} holds none of {', '.join(_FILES)}; give the file itself.", path=text)
+        text = str(Path(text) / found[0])
+    files = tuple(expand(text, (*CSV_SUFFIXES, ".dat", ".data")))
+    with files[0].open_text() as stream:
+        first = stream.readline()
+    separator = next((separator for separator in _FORMATS if separator in first), None)
+    if separator is None:
+        raise DataError(
+            f"{files[0].path}: the first line {first[:80]!r} is no rating; the fields user, movie, rating and time are "
+            "separated by a comma, a tab or '::'.",
+            path=files[0].path,
+        )
+    delimiter, layout = _FORMATS[separator]
+    schema = Schema([IdFeature(name, dim=dim, kind="number") for name in ("user", "movie")], labels=["like"])
+    form = CsvFormat(delimiter, columns=_NAMES, transform=_movielens_columns, layouts=(layout,))
+    conversion = Conversion(
+        schema, day="timestamp", day_unit="s", require_labels=require_labels, selection=Selection.of(where, split)
+    )
     return StreamReader(
-        schema,
-        CsvSource(tuple(expand(text, CSV_SUFFIXES)), conversion, form),
-        Order(batch_size, shuffle_rows, seed, drop_last, shard),
+        schema, CsvSource(files, conversion, form), Order(batch_size, shuffle_rows, seed, drop_last, shard)
     )
 
 
 def _movielens_columns(columns: dict[str, Any]) -> dict[str, Any]:
-    import pyarrow.compute as pc
-
-    user, movie, rating, time = columns.values()
-    return {"user": user, "movie": movie, "like": pc.greater_equal(rating, 4.0), "timestamp": time}
+    user, movie, rating, time = (columns[name] for name in _NAMES)
+    likes = number_column("rating", rating) >= 4.0
+    return {"user": user, "movie": movie, "like": likes, "timestamp": time}

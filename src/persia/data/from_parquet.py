@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from persia.batching.batch import Batch
+from persia.data.expressions import Rule
 from persia.data.files import File, Paths, expand
 from persia.data.reader import Order, StreamReader
-from persia.data.rows import Conversion, DayUnit
+from persia.data.rows import Conversion, DayUnit, Piece, require_rows
+from persia.data.selection import Selection, Split
 from persia.schema import Schema
 
 __all__ = ["parquet"]
@@ -22,6 +25,10 @@ def parquet(
     batch_size: int = 1024,
     *,
     rename: Mapping[str, str] | None = None,
+    labels: Mapping[str, Rule] | None = None,
+    fill: Mapping[str, float] | None = None,
+    where: Rule | None = None,
+    split: Split | Mapping[str, Any] | None = None,
     day: str | None = None,
     day_unit: DayUnit = "day",
     shuffle_rows: int = 0,
@@ -33,6 +40,7 @@ def parquet(
     """Reads Parquet files, one after another, in pieces of 65,536 rows: memory does not grow with their size.
 
     Without shuffling, resuming skips files and row groups by their metadata; with it, all before the current block.
+    With `where` or `split` it reads all from the beginning.
 
     Args:
         paths: file, glob, directory (searched for `*.parquet`), URL of one of these, or a list; read in sorted order.
@@ -40,6 +48,11 @@ def parquet(
             `key=value` of the path.
         batch_size: samples of a batch; a batch may straddle files and days.
         rename: column of the file by name of the schema, where they differ.
+        labels: rule by label, for labels that are no column: `{"click": "rating >= 4"}`, or a function of pyarrow
+            arrays whose parameters are named like columns. It gives booleans or numbers from 0 to 1.
+        fill: number in place of missing values, by dense feature or label; without it a missing one is an error.
+        where: only rows for which this rule is true: `"country != 'XX' and price > 0"`.
+        split: only one part of the rows: `Split("train")`, `Split("test", by="hash", column="user")`, ...
         day: column or hive key that gives `Batch.day`: whole numbers, dates, timestamps.
         day_unit: unit of whole numbers in `day`; "ms" divides by 86,400,000.
         shuffle_rows: permute rows within blocks of so many, differently in each epoch; 0 keeps their order.
@@ -49,12 +62,22 @@ def parquet(
         require_labels: if False, files without the label columns give `labels` of shape `[batch, 0]`.
 
     Raises:
-        DataError: no file; while iterating: a file is missing or corrupt, lacks a column, or holds bad values.
+        DataError: no file; while iterating: a file is missing or corrupt, lacks a column, or holds bad values, or there
+            are no rows at all.
         MissingExtraError: the protocol of a URL needs a package that is not installed.
         ConfigError: an argument is not valid.
     """
     order = Order(batch_size, shuffle_rows, seed, drop_last, shard)
-    conversion = Conversion(schema, dict(rename or {}), day, day_unit, require_labels)
+    conversion = Conversion(
+        schema,
+        dict(rename or {}),
+        day,
+        day_unit,
+        require_labels,
+        dict(labels or {}),
+        dict(fill or {}),
+        Selection.of(where, split),
+    )
     return StreamReader(schema, ParquetSource(tuple(expand(paths, (".parquet", ".pq"))), conversion), order)
 
 
@@ -66,7 +89,16 @@ class ParquetSource:
     conversion: Conversion
 
     def chunks(self, skip: int) -> Iterator[Batch]:
-        """See `Source.chunks`; whole files and row groups are skipped by their metadata."""
+        """See `Source.chunks`; without a selection whole files and row groups are skipped by their metadata."""
+        selection = self.conversion.selection
+        if selection is not None:
+            batches = self.conversion.batches((p for p, _ in self._pieces(0)), skip)
+        else:
+            batches = (b for p, left in self._pieces(skip) for b in self.conversion.batches(iter([p]), left))
+        return require_rows(batches, self.files, skip, selection)
+
+    def _pieces(self, skip: int) -> Iterator[tuple[Piece, int]]:
+        """Pieces of all files from the row group that holds row `skip`, each with the rows of it to leave out."""
         for file in self.files:
             with file.open() as stream:
                 import pyarrow.parquet as pq
@@ -82,9 +114,6 @@ class ParquetSource:
                 while (rows := table.metadata.row_group(groups[0]).num_rows) <= skip:
                     groups, skip, row = groups[1:], skip - rows, row + rows
                 for piece in table.iter_batches(_CHUNK_ROWS, groups, columns, use_threads=False):
-                    begin, skip = min(skip, len(piece)), max(skip - len(piece), 0)
-                    kept = piece.slice(begin)
-                    if len(kept):
-                        data = dict(zip(kept.schema.names, kept.columns, strict=True))
-                        yield self.conversion.batch(file, row + begin, data, len(kept))
-                    row += len(piece)
+                    data = dict(zip(piece.schema.names, piece.columns, strict=True))
+                    yield Piece(file, row, data, len(piece)), skip
+                    skip, row = max(skip - len(piece), 0), row + len(piece)

@@ -1,27 +1,48 @@
-"""From one piece of an arrow table to a batch: rename, hive keys, day; errors name the file and its row."""
+"""From rows of a file to batches: selection, label rules, rename, hive keys, day; errors name file, row and column."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date
-from typing import Any, Literal, TypeAlias
-
-import numpy as np
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from persia.batching.batch import Batch
+from persia.batching.columns import number_column
+from persia.data.expressions import Expression, Rule
 from persia.data.files import File
+from persia.data.selection import Selection
 from persia.errors import ConfigError, DataError
 from persia.schema import Schema
+from persia.types import Int64Array
 
-__all__ = ["Conversion", "DayUnit", "located"]
+__all__ = ["Conversion", "DayUnit", "Piece", "require_rows"]
 
 DayUnit: TypeAlias = Literal["day", "s", "ms", "us", "ns"]
 """What a whole number in a day column counts since its zero."""
 
 _PER_DAY = {"day": 1, "s": 86_400, "ms": 86_400_000, "us": 86_400_000_000, "ns": 86_400_000_000_000}
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
+
+Prepare: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
+"""From the columns of a file to those that a conversion reads."""
+
+
+class Piece(NamedTuple):
+    """Consecutive rows of a file.
+
+    Attributes:
+        file: where they are from.
+        row: number of the first in the file, from 0; a header line does not count.
+        columns: pyarrow array `[rows]` by column of the file.
+        rows: how many there are.
+    """
+
+    file: File
+    row: int
+    columns: dict[str, Any]
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -34,6 +55,9 @@ class Conversion:
         day: column or hive key that gives the day of a row.
         day_unit: unit of whole numbers there.
         require_labels: whether a file without the label columns is an error.
+        labels: labels that a rule gives, by name; see `persia.data.expressions`.
+        fill: number in place of missing values, by dense feature or label.
+        selection: which rows are read; None for all.
     """
 
     schema: Schema
@@ -41,6 +65,9 @@ class Conversion:
     day: str | None = None
     day_unit: DayUnit = "day"
     require_labels: bool = True
+    labels: Mapping[str, Rule] = field(default_factory=dict)
+    fill: Mapping[str, float] = field(default_factory=dict)
+    selection: Selection | None = None
 
     def __post_init__(self) -> None:
         if self.day_unit not in _PER_DAY:
@@ -54,75 +81,168 @@ class Conversion:
                     "to columns of the file.",
                     field="rename",
                 )
+        for name in self.labels:
+            if name not in self.schema.labels or name in self.rename:
+                raise ConfigError(
+                    f"labels has a rule for {name!r}; give rules for labels of the schema "
+                    f"({', '.join(self.schema.labels)}) that are not renamed.",
+                    field="labels",
+                )
+        for name in self.fill:
+            if name not in (*self.schema.dense_features, *self.schema.labels):
+                raise ConfigError(f"fill has {name!r}, which is no dense feature or label of the schema.", field="fill")
+        self._rules()
 
     @property
     def wanted(self) -> dict[str, str]:
-        """Column of the file for each column of the schema (crossed features have none)."""
+        """Column of the file for each column of the schema that is read (crossed features and rules have none)."""
         names = [f.name for f in self.schema.id_features if not f.cross]
-        names += [*self.schema.dense_features, *self.schema.labels]
+        names += [*self.schema.dense_features, *(n for n in self.schema.labels if n not in self.labels)]
         return {name: self.rename.get(name, name) for name in names}
 
-    def columns_of(self, file: File, present: list[str]) -> list[str]:
+    def columns_of(self, file: File, present: list[str], hint: str = "") -> list[str]:
         """The columns to read from a file that has these.
 
+        Args:
+            file: the file.
+            present: its columns.
+            hint: what the error for a missing column should add.
+
         Raises:
-            DataError: the file lacks one that is needed.
+            DataError: the file lacks a column that is needed, or has two of its name.
         """
         columns: list[str] = []
         optional = set() if self.require_labels else set(self.schema.labels)
         wanted = [*self.wanted.items(), *([("day", self.day)] if self.day else [])]
+        wanted += [(name, column) for name, rule in self._rules().items() for column in rule.columns]
+        wanted += [("where or split", column) for column in (self.selection.columns if self.selection else ())]
         for name, column in wanted:
+            if present.count(column) > 1:
+                raise DataError(
+                    f"{file.path} has {present.count(column)} columns named {column!r}; rename or remove all but one.",
+                    path=file.path,
+                    column=column,
+                )
             if column in present:
                 columns.append(column)
             elif column not in file.keys and name not in optional:
                 raise DataError(
                     f"{file.path} has no column {column!r} (for {name!r}); correct the schema or rename "
-                    f"(it has {', '.join([*present, *file.keys])}).",
+                    f"(it has {', '.join([*present, *file.keys])}).{hint}",
                     path=file.path,
                     column=column,
                 )
         return list(dict.fromkeys(columns))
 
-    def batch(self, file: File, row: int, columns: Mapping[str, Any], rows: int) -> Batch:
-        """Converts rows `row` to `row + rows` of a file, given by column of the file."""
-        named = {name: self._column(file, column, columns, rows) for name, column in self.wanted.items()}
-        with located(file, row):
-            return Batch.from_columns(
-                self.schema,
-                {name: column for name, column in named.items() if column is not None},
-                self._day(file, columns),
-                require_labels=self.require_labels,
-            )
+    def batches(self, pieces: Iterator[Piece], skip: int, prepare: Prepare | None = None) -> Iterator[Batch]:
+        """The selected rows of the pieces as batches, without the first `skip`.
 
-    def _column(self, file: File, column: str, columns: Mapping[str, Any], rows: int) -> Any:
-        """A column of the file, else its hive key as a constant one."""
-        if column in columns or column not in file.keys:
-            return columns.get(column)
-        value = file.keys[column]
+        Args:
+            pieces: with a selection, from the first row of the first file on.
+            skip: selected rows to pass over.
+            prepare: from the columns of a file to those that the schema names.
+
+        Raises:
+            DataError: a value does not fit; names file, row, column and remedy.
+        """
+        first = 0
+        for piece in pieces:
+            positions = None
+            if self.selection is not None:
+                with self._located(piece, None):
+                    named = {name: self._read(piece, name) for name in self.selection.columns}
+                    positions = self.selection.positions(named, first, piece.rows)
+                first += piece.rows
+            count = piece.rows if positions is None else len(positions)
+            begin, skip = min(skip, count), max(skip - count, 0)
+            if begin == count:
+                continue
+            if positions is None:
+                kept = {name: column.slice(begin) for name, column in piece.columns.items()}
+                piece = Piece(piece.file, piece.row + begin, kept, count - begin)
+            else:
+                import pyarrow as pa
+
+                positions = positions[begin:]
+                indices = pa.array(positions)
+                kept = {name: column.take(indices) for name, column in piece.columns.items()}
+                piece = Piece(piece.file, piece.row, kept, count - begin)
+            with self._located(piece, positions):
+                yield self._batch(piece._replace(columns=prepare(piece.columns)) if prepare else piece)
+
+    def _batch(self, piece: Piece) -> Batch:
+        named = {name: self._read(piece, column) for name, column in self.wanted.items()}
+        for name, rule in self._rules().items():
+            columns = {column: self._read(piece, column) for column in rule.columns}
+            missing = [column for column, values in columns.items() if values is None]
+            named[name] = None if missing else rule.evaluate(columns)
+        for name, value in self.fill.items():
+            if named.get(name) is not None:
+                named[name] = number_column(name, named[name], value)
+        return Batch.from_columns(
+            self.schema,
+            {name: column for name, column in named.items() if column is not None},
+            self._day(piece),
+            require_labels=self.require_labels,
+        )
+
+    def _rules(self) -> dict[str, Expression]:
+        return {name: Expression(f"labels[{name!r}]", rule) for name, rule in self.labels.items()}
+
+    def _read(self, piece: Piece, column: str) -> Any:
+        """A column of the file, else its hive key as a constant one, else None."""
+        if column in piece.columns or column not in piece.file.keys:
+            return piece.columns.get(column)
+        import pyarrow as pa
+
+        value = piece.file.keys[column]
         if value == _HIVE_NULL:
-            return [None] * rows
-        return np.full(rows, int(value), np.uint64) if value.isdecimal() else [value] * rows
+            return pa.nulls(piece.rows)
+        return pa.repeat(int(value) if value.isdecimal() else value, piece.rows)  # 03 is 3, as in Spark and Arrow.
 
-    def _day(self, file: File, columns: Mapping[str, Any]) -> Any:
+    def _day(self, piece: Piece) -> Any:
         if self.day is None:
             return None
-        if self.day not in columns:
-            return _day_of_text(self.day, file.keys[self.day], _PER_DAY[self.day_unit])
-        return _day_of_column(self.day, columns[self.day], self.day_unit)
+        if self.day not in piece.columns:
+            return _day_of_text(self.day, piece.file.keys[self.day], _PER_DAY[self.day_unit])
+        return _day_of_column(self.day, piece.columns[self.day], self.day_unit)
+
+    @contextmanager
+    def _located(self, piece: Piece, positions: Int64Array | None) -> Iterator[None]:
+        """A DataError about these rows becomes one that names the file, its row and its column.
+
+        Args:
+            piece: the rows.
+            positions: of each row among those that follow `piece.row` in the file; None: they all are the piece's.
+        """
+        try:
+            yield
+        except DataError as error:
+            fields = {**error.fields, "path": piece.file.path}
+            message = error.message
+            if "row" in fields:
+                row = piece.row + (fields["row"] if positions is None else int(positions[fields["row"]]))
+                message = message.replace(f"at row {fields['row']}", f"at row {row}")
+                fields["row"] = row
+            name = fields.get("column", fields.get("feature"))
+            if name is not None:
+                fields["column"] = column = self.rename.get(name, name)
+                message += f" In the file the column is {column!r}." if column != name else ""
+            raise DataError(f"{piece.file.path}: {message}", **fields) from error
 
 
-@contextmanager
-def located(file: File, row: int) -> Iterator[None]:
-    """A DataError about rows that begin at `row` of a file becomes one that names the file and its own row."""
-    try:
-        yield
-    except DataError as error:
-        fields = {**error.fields, "path": file.path}
-        where = f"{file.path}, rows from {row}"
-        if "row" in fields:
-            fields["row"] += row
-            where = f"{file.path}, row {fields['row']}"
-        raise DataError(f"{where}: {error.message}", **fields) from error
+def require_rows(
+    batches: Iterator[Batch], files: Sequence[File], skip: int, selection: Selection | None
+) -> Iterator[Batch]:
+    """The batches; raises DataError if there are none although none were skipped."""
+    first = next(batches, None)
+    if first is not None:
+        yield first
+        yield from batches
+    elif skip == 0:
+        names = ", ".join(file.path for file in files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
+        chosen = "" if selection is None else " that `where` and `split` select"
+        raise DataError(f"{names}: there are no rows{chosen}; correct the paths or the selection.", path=files[0].path)
 
 
 def _day_of_text(key: str, text: str, per_day: int) -> int:
@@ -136,9 +256,12 @@ def _day_of_text(key: str, text: str, per_day: int) -> int:
 
 
 def _day_of_column(name: str, column: Any, unit: DayUnit) -> Any:
-    """Day numbers of an arrow column of whole numbers, dates (days since 1970) or timestamps."""
+    """Day numbers of an arrow column of whole numbers, dates (days since 1970), timestamps, or texts of these."""
     import pyarrow as pa
+    import pyarrow.compute as pc
 
+    if pa.types.is_string(column.type) or pa.types.is_binary(column.type) or pa.types.is_large_string(column.type):
+        column = _times_of_text(name, column)
     kind = column.type
     if pa.types.is_date32(kind):
         column, unit = column.cast(pa.int32()), "day"
@@ -149,6 +272,34 @@ def _day_of_column(name: str, column: Any, unit: DayUnit) -> Any:
     elif not pa.types.is_integer(kind):
         raise DataError(f"Day column {name!r} is {kind}; give whole numbers, dates or timestamps.", column=name)
     if column.null_count:
-        row = int(column.is_valid().to_numpy(zero_copy_only=False).argmin())
+        row = int(pc.index(pc.is_null(column), True).as_py())
         raise DataError(f"Day column {name!r} has a missing value at row {row}; fill it in.", column=name, row=row)
     return column.to_numpy(zero_copy_only=False) // _PER_DAY[unit]
+
+
+def _times_of_text(name: str, column: Any) -> Any:
+    """Texts of whole numbers as numbers, else texts of dates or times (ISO) as timestamps."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    texts = pc.utf8_trim_whitespace(column.cast(pa.string()))
+    texts = pc.if_else(pc.equal(texts, ""), None, texts)
+    for kind in (pa.int64(), pa.timestamp("us")):
+        try:
+            return texts.cast(kind)
+        except pa.ArrowInvalid:
+            continue
+    number = texts[pc.index(pc.is_valid(texts), True).as_py()].as_py().lstrip("-").isdecimal()
+    for row, text in enumerate(texts):
+        try:
+            if text.is_valid:
+                text.cast(pa.int64() if number else pa.timestamp("us"))
+        except pa.ArrowInvalid:
+            raise DataError(
+                f"Day column {name!r} has {text.as_py()!r} at row {row}; it takes whole numbers, or dates and times "
+                "such as 2024-05-01 and 2024-05-01 12:30:00, of one kind in all rows.",
+                column=name,
+                row=row,
+                value=text.as_py(),
+            ) from None
+    raise AssertionError("a text that cannot be cast was not found again")

@@ -1,0 +1,175 @@
+#include "persia/texts.hpp"
+
+#include <algorithm>
+#include <charconv>
+#include <limits>
+#include <stdexcept>
+#include <string_view>
+#include <system_error>
+
+#include "persia/hash.hpp"
+
+namespace persia {
+
+namespace {
+
+std::string_view trimmed(std::string_view text) {
+  while (!text.empty() && (text.front() == ' ' || text.front() == '\t')) text.remove_prefix(1);
+  while (!text.empty() && (text.back() == ' ' || text.back() == '\t')) text.remove_suffix(1);
+  return text;
+}
+
+bool is_digit(char c) { return c >= '0' && c <= '9'; }
+
+// 1 or 0 for `true` and `false` as Python, JSON and SQL write them, else -1.
+int truth(std::string_view text) {
+  if (text == "true" || text == "True" || text == "TRUE") return 1;
+  if (text == "false" || text == "False" || text == "FALSE") return 0;
+  return -1;
+}
+
+// What other programs write where a number is missing.
+bool is_missing(std::string_view text) {
+  static constexpr std::string_view kMarkers[] = {"NA",   "N/A", "n/a", "#N/A", "<NA>", "NULL", "Null",
+                                                  "null", "NaN", "nan", "NAN",  "None", "none", "\\N"};
+  return text.empty() || std::ranges::find(kMarkers, text) != std::end(kMarkers);
+}
+
+struct Whole {
+  bool canonical = false;
+  bool fits = false;        // 0 <= value < 2^64
+  std::uint64_t value = 0;  // where it fits
+  std::string_view digits;  // with the sign, without zeros after the point
+};
+
+Whole whole(std::string_view text) {
+  Whole found;
+  const bool negative = !text.empty() && text.front() == '-';
+  std::size_t at = negative ? 1 : 0;
+  const std::size_t first = at;
+  std::uint64_t value = 0;
+  bool overflow = false;
+  for (; at < text.size() && is_digit(text[at]); ++at) {
+    const auto digit = static_cast<std::uint64_t>(text[at] - '0');
+    constexpr std::uint64_t kMax = std::numeric_limits<std::uint64_t>::max();
+    overflow = overflow || value > (kMax - digit) / 10;
+    value = value * 10 + digit;
+  }
+  const std::size_t count = at - first;
+  if (count == 0 || (count > 1 && text[first] == '0')) return found;
+  found.digits = text.substr(0, at);
+  if (at < text.size()) {
+    if (text[at] != '.' || at + 1 == text.size()) return found;
+    for (++at; at < text.size(); ++at) {
+      if (text[at] != '0') return found;
+    }
+  }
+  found.canonical = true;
+  found.fits = !overflow && (!negative || value == 0);
+  found.value = value;
+  return found;
+}
+
+// body(i, text) for each text that is there, until it returns false; for the others present[i] = 0.
+// Returns the text at which it stopped, or -1.
+template <class Offset, class Body>
+std::int64_t for_each(const Texts& texts, std::span<const Offset> offsets, std::span<std::uint8_t> present,
+                      Body&& body) {
+  if (offsets.size() != present.size() + 1) {
+    throw std::invalid_argument("texts: there must be one more offset than texts");
+  }
+  const auto size = static_cast<std::int64_t>(texts.data.size());
+  const auto* data = reinterpret_cast<const char*>(texts.data.data());
+  for (std::size_t i = 0; i < present.size(); ++i) {
+    const std::int64_t begin = offsets[i];
+    const std::int64_t end = offsets[i + 1];
+    if (begin < 0 || end < begin || end > size) {
+      throw std::invalid_argument("texts: offsets must not decrease and must stay inside the data");
+    }
+    const std::size_t bit = texts.validity_start + i;
+    const bool valid = texts.validity == nullptr || ((texts.validity[bit / 8] >> (bit % 8)) & 1) != 0;
+    present[i] = valid && end > begin;
+    if (present[i] == 0) continue;
+    if (!body(i, std::string_view(data + begin, static_cast<std::size_t>(end - begin)))) {
+      return static_cast<std::int64_t>(i);
+    }
+  }
+  return -1;
+}
+
+template <class Offset>
+std::int64_t ids(const Texts& texts, std::span<const Offset> offsets, IdKind kind, std::span<std::uint64_t> out,
+                 std::span<std::uint8_t> present) {
+  if (out.size() != present.size()) throw std::invalid_argument("texts: out and present must be of one length");
+  std::ranges::fill(out, 0);
+  return for_each(texts, offsets, present, [&](std::size_t i, std::string_view text) {
+    if (kind != IdKind::text) {
+      const std::string_view core = trimmed(text);
+      const Whole number = whole(core);
+      const int truth_value = number.canonical ? -1 : truth(core);
+      if (number.canonical && number.fits) {
+        out[i] = number.value;
+        return true;
+      }
+      if (truth_value >= 0) {
+        out[i] = static_cast<std::uint64_t>(truth_value);
+        return true;
+      }
+      if (kind == IdKind::number) {
+        present[i] = 0;
+        return is_missing(core);
+      }
+      if (number.canonical) text = number.digits;
+    }
+    out[i] = xxh64(text.data(), text.size(), 0);
+    return true;
+  });
+}
+
+template <class Offset>
+std::int64_t numbers(const Texts& texts, std::span<const Offset> offsets, std::span<double> out,
+                     std::span<std::uint8_t> present) {
+  if (out.size() != present.size()) throw std::invalid_argument("texts: out and present must be of one length");
+  std::ranges::fill(out, std::numeric_limits<double>::quiet_NaN());
+  return for_each(texts, offsets, present, [&](std::size_t i, std::string_view text) {
+    text = trimmed(text);
+    const std::string_view number = !text.empty() && text.front() == '+' ? text.substr(1) : text;
+    const std::size_t first = !number.empty() && number.front() == '-' ? 1 : 0;
+    // std::from_chars also takes `inf` and `nan`, which no feature can be.
+    if (first < number.size() && (is_digit(number[first]) || number[first] == '.')) {
+      const auto result = std::from_chars(number.data(), number.data() + number.size(), out[i]);
+      return result.ec == std::errc() && result.ptr == number.data() + number.size() &&
+             (first == 0 || number.data() == text.data());
+    }
+    if (const int value = truth(text); value >= 0) {
+      out[i] = value;
+      return true;
+    }
+    present[i] = 0;
+    return is_missing(text);
+  });
+}
+
+}  // namespace
+
+std::int64_t text_ids(const Texts& texts, std::span<const std::int32_t> offsets, IdKind kind,
+                      std::span<std::uint64_t> out, std::span<std::uint8_t> present) {
+  return ids(texts, offsets, kind, out, present);
+}
+
+std::int64_t text_ids(const Texts& texts, std::span<const std::int64_t> offsets, IdKind kind,
+                      std::span<std::uint64_t> out, std::span<std::uint8_t> present) {
+  return ids(texts, offsets, kind, out, present);
+}
+
+std::int64_t text_numbers(const Texts& texts, std::span<const std::int32_t> offsets, std::span<double> out,
+                          std::span<std::uint8_t> present) {
+  return numbers(texts, offsets, out, present);
+}
+
+std::int64_t text_numbers(const Texts& texts, std::span<const std::int64_t> offsets, std::span<double> out,
+                          std::span<std::uint8_t> present) {
+  return numbers(texts, offsets, out, present);
+}
+
+}  // namespace persia

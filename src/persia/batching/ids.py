@@ -1,0 +1,197 @@
+"""From the values of an ID-type feature to ids, by each value alone (docs/guide/your-data.md, "From values to ids")."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from persia.batching.batch import IdColumn
+from persia.batching.texts import TextBuffers, text_ids
+from persia.errors import DataError
+from persia.schema import IdKind
+from persia.types import BoolArray, Ids, Int64Array
+
+__all__ = ["ids_of_list", "ids_of_numbers", "ids_of_texts", "is_list", "is_missing", "offsets_of_present", "row_of"]
+
+
+def ids_of_numbers(name: str, values: NDArray[Any], offsets: Int64Array | None, kind: IdKind) -> IdColumn:
+    """Ids from numbers [n]; NaN is a missing id.
+
+    Raises:
+        DataError: a number is no id of this kind; names the feature, the row and the remedy.
+    """
+    if values.dtype.kind == "f":
+        return _ids_of_floats(name, values, offsets, kind)
+    if values.dtype.kind not in "iub":
+        raise DataError(
+            f"Feature {name!r} is {values.dtype}; ids are whole numbers, texts or floats: convert the column.",
+            feature=name,
+        )
+    if kind == "text":
+        if values.dtype.kind == "b":
+            if not len(values):
+                return IdColumn(np.empty(0, np.uint64), offsets)
+            raise _no_text(name, values[0], row_of(0, offsets))
+        return IdColumn(_hashed(values), offsets)
+    if values.dtype.kind != "i":
+        return IdColumn(np.ascontiguousarray(values, dtype=np.uint64), offsets)
+    ids = np.ascontiguousarray(values, dtype=np.int64).view(np.uint64)
+    if values.size and values.min() < 0:
+        negative = values < 0
+        if kind == "number":
+            raise _no_number(name, str(values[(at := int(negative.argmax()))]), row_of(at, offsets))
+        ids = ids.copy()
+        ids[negative] = _hashed(values[negative])
+    return IdColumn(ids, offsets)
+
+
+def _ids_of_floats(name: str, values: NDArray[Any], offsets: Int64Array | None, kind: IdKind) -> IdColumn:
+    present = ~np.isnan(values)
+    if not present.all():
+        values, offsets = values[present], offsets_of_present(present, offsets)
+    if kind == "text" and len(values):
+        raise _no_text(name, values[0], row_of(0, offsets))
+    inexact = np.abs(values) >= _exact_below(values)
+    if inexact.any():
+        at = int(inexact.argmax())
+        raise _inexact(name, values[at], row_of(at, offsets))
+    whole = values == np.trunc(values)
+    usable = whole & (values >= 0)
+    if usable.all():
+        return IdColumn(values.astype(np.uint64), offsets)
+    if kind == "number":
+        at = int(usable.argmin())
+        raise _no_number(name, str(values[at]), row_of(at, offsets))
+    ids = np.empty(len(values), np.uint64)
+    ids[usable] = values[usable].astype(np.uint64)
+    negative = whole & ~usable
+    ids[negative] = _hashed(values[negative].astype(np.int64))
+    ids[~whole] = _hashed(values[~whole])  # The shortest text that names the float, as Python prints it.
+    return IdColumn(ids, offsets)
+
+
+def _hashed(numbers: NDArray[Any]) -> Ids:
+    """XXH64 of numbers as texts."""
+    return text_ids(TextBuffers.of_fixed(numbers.astype("S32")), "text").ids
+
+
+def ids_of_texts(name: str, texts: TextBuffers, offsets: Int64Array | None, kind: IdKind) -> IdColumn:
+    """Ids from texts [n]; a null or empty one is a missing id.
+
+    Raises:
+        DataError: a text is no id of this kind; names the feature, the row and the remedy.
+    """
+    found = text_ids(texts, kind)
+    if found.bad >= 0:
+        raise _no_number(name, texts.text(found.bad), row_of(found.bad, offsets))
+    if found.present.all():
+        return IdColumn(found.ids, offsets)
+    return IdColumn(found.ids[found.present], offsets_of_present(found.present, offsets))
+
+
+def ids_of_list(name: str, rows: Sequence[Any], kind: IdKind) -> IdColumn:
+    """Ids from a list of values, or of lists of values.
+
+    Raises:
+        DataError: a value is no id of this kind; names the feature, the row and the remedy.
+    """
+    nested = any(is_list(row) for row in rows)
+    flat: list[Any] = []
+    offsets = np.zeros(len(rows) + 1, np.int64)
+    for i, row in enumerate(rows):
+        flat.extend(x for x in (row if is_list(row) else [row]) if not is_missing(x))
+        offsets[i + 1] = len(flat)
+    bounds = offsets if nested or len(flat) != len(rows) else None
+    if all(isinstance(x, (int, np.integer)) and not isinstance(x, bool) for x in flat):
+        whole = [int(x) for x in flat]
+        if not whole or (min(whole) >= 0 and max(whole) < 2**64):
+            return ids_of_numbers(name, np.array(whole, np.uint64), bounds, kind)
+    if all(isinstance(x, (float, np.floating)) for x in flat):
+        return ids_of_numbers(name, np.array(flat), bounds, kind)
+    texts = [_text(name, x, row_of(i, bounds), kind) for i, x in enumerate(flat)]
+    return ids_of_texts(name, TextBuffers.of(texts), bounds, kind)
+
+
+def _text(name: str, value: Any, row: int, kind: IdKind) -> bytes:
+    """A text that has the id of the value."""
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, (bool, np.bool_, float, np.floating)):
+        number = np.asarray(value)
+        if kind == "text":
+            raise _no_text(name, number, row)
+        if number.dtype.kind == "f" and abs(value) >= _exact_below(number):
+            raise _inexact(name, number, row)
+        return str(value).encode()
+    if isinstance(value, (str, int, np.integer)):
+        return str(value).encode()
+    raise DataError(
+        f"Feature {name!r} has {type(value).__name__} {value!r} at row {row}; ids are whole numbers, texts or floats: "
+        "convert it.",
+        feature=name,
+        row=row,
+        value=repr(value),
+    )
+
+
+def offsets_of_present(present: BoolArray, offsets: Int64Array | None) -> Int64Array:
+    """Offsets after only the values marked `present` [n] have been kept."""
+    counts = np.zeros(len(present) + 1, np.int64)
+    np.cumsum(present, out=counts[1:])
+    kept: Int64Array = counts if offsets is None else counts[offsets]
+    return kept
+
+
+def row_of(position: int, offsets: Int64Array | None) -> int:
+    """The sample that the id at `position` belongs to."""
+    return position if offsets is None else int(np.searchsorted(offsets, position, "right")) - 1
+
+
+def is_list(x: Any) -> bool:
+    """Whether it holds several values of a sample."""
+    return isinstance(x, (list, tuple, set, np.ndarray))
+
+
+def is_missing(x: Any) -> bool:
+    """Whether it stands for a missing value: None, NaN, NaT, pandas.NA."""
+    return x is None or type(x).__name__ in ("NAType", "NaTType") or (isinstance(x, (float, np.floating)) and x != x)
+
+
+def _no_number(name: str, value: str, row: int) -> DataError:
+    return DataError(
+        f'Feature {name!r} has {value!r} at row {row}, but is of the kind "number": whole numbers from 0 to 2**64 - 1. '
+        'Correct the value, or declare the feature with kind="auto" or kind="text".',
+        feature=name,
+        row=row,
+        value=value,
+    )
+
+
+def _no_text(name: str, value: Any, row: int) -> DataError:
+    return DataError(
+        f'Feature {name!r} has the {value.dtype} {value} at row {row}, but is of the kind "text", and such a value has '
+        'no one text (5.0 may be "5" or "5.0"). Write the column as texts or whole numbers, or declare the feature '
+        'with kind="auto".',
+        feature=name,
+        row=row,
+        value=str(value),
+    )
+
+
+def _exact_below(values: Any) -> int:
+    """Below this bound each whole number is a float of its own."""
+    return 1 << (int(np.finfo(values.dtype).nmant) + 1)
+
+
+def _inexact(name: str, value: Any, row: int) -> DataError:
+    return DataError(
+        f"Feature {name!r} has the {value.dtype} {value} at row {row}: from {_exact_below(value)} on {value.dtype} "
+        "cannot tell neighbouring whole numbers apart, so ids may have changed. Write the column as whole numbers "
+        "(with gaps: a nullable integer type) or as texts.",
+        feature=name,
+        row=row,
+        value=str(value),
+    )

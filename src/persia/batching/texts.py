@@ -1,0 +1,144 @@
+"""Texts as ids and as numbers, by the value of each text alone; every loop runs natively, without the GIL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from persia.batching.native import as_data_error, core
+from persia.errors import DataError
+from persia.schema import IdKind
+from persia.types import BoolArray, Ids, Int32Array, Int64Array
+
+__all__ = ["TextBuffers", "TextIds", "TextNumbers", "text_ids", "text_numbers"]
+
+_KINDS: dict[IdKind, int] = {"auto": 0, "number": 1, "text": 2}
+
+
+class TextBuffers(NamedTuple):
+    """Texts in the layout of Arrow.
+
+    Attributes:
+        data: uint8, the bytes of all texts.
+        offsets: int32 or int64 `[n + 1]`: text i is `data[offsets[i]:offsets[i + 1]]`. A slice of a longer array need
+            not start at 0.
+        validity: uint8 bitmap, least significant bit first; a text without its bit is null. None: all are valid.
+        validity_start: bit of the first text.
+    """
+
+    data: NDArray[np.uint8]
+    offsets: Int32Array | Int64Array
+    validity: NDArray[np.uint8] | None = None
+    validity_start: int = 0
+
+    @classmethod
+    def of(cls, texts: Sequence[bytes]) -> TextBuffers:
+        """The buffers of a list of texts; copies."""
+        offsets = np.zeros(len(texts) + 1, np.int64)
+        np.cumsum([len(text) for text in texts], out=offsets[1:])
+        return cls(np.frombuffer(b"".join(texts), np.uint8), offsets)
+
+    @classmethod
+    def of_fixed(cls, texts: NDArray[np.bytes_]) -> TextBuffers:
+        """The buffers of an array of type "S" `[n]`; copies."""
+        letters = np.ascontiguousarray(texts).view(np.uint8).reshape(len(texts), texts.dtype.itemsize)
+        offsets = np.zeros(len(texts) + 1, np.int64)
+        np.cumsum(np.char.str_len(texts), out=offsets[1:])
+        inside = np.arange(letters.shape[1]) < np.diff(offsets)[:, None]
+        return cls(letters[inside], offsets)
+
+    def __len__(self) -> int:
+        return max(len(self.offsets) - 1, 0)
+
+    def text(self, position: int) -> str:
+        """Text `position`, for messages."""
+        return bytes(self.data[self.offsets[position] : self.offsets[position + 1]]).decode(errors="backslashreplace")
+
+
+class TextIds(NamedTuple):
+    """Ids of texts.
+
+    Attributes:
+        ids: uint64 `[n]`; 0 where there is none.
+        present: bool `[n]`: whether the text is neither null nor empty.
+        bad: position of the first text that is no id, or -1; `ids` and `present` are only set up to it.
+    """
+
+    ids: Ids
+    present: BoolArray
+    bad: int
+
+
+class TextNumbers(NamedTuple):
+    """Numbers in texts.
+
+    Attributes:
+        numbers: float64 `[n]`; NaN where there is none.
+        present: bool `[n]`: whether there is a number, no null, empty text or marker of a missing value.
+        bad: position of the first text that is neither, or -1; the arrays are only set up to it.
+    """
+
+    numbers: NDArray[np.float64]
+    present: BoolArray
+    bad: int
+
+
+def _checked(texts: TextBuffers) -> int:
+    """Number of texts."""
+    for name, array, sizes in (("data", texts.data, (1,)), ("offsets", texts.offsets, (4, 8))):
+        kind = "u" if name == "data" else "i"
+        if not isinstance(array, np.ndarray) or array.dtype.kind != kind or array.dtype.itemsize not in sizes:
+            raise DataError(f"{name}: dtype {getattr(array, 'dtype', type(array))} does not fit; see TextBuffers.")
+    if not len(texts.offsets):
+        raise DataError("offsets: there must be one more than texts, got none.")
+    if texts.validity_start < 0:
+        raise DataError(f"validity_start = {texts.validity_start}: it must not be negative.")
+    return len(texts)
+
+
+def text_ids(texts: TextBuffers, kind: IdKind = "auto") -> TextIds:
+    """The ids of texts.
+
+    With "auto", a canonical whole number below 2^64 is the id: "0" or digits without leading zeros, perhaps followed by
+    a point and zeros, spaces around being ignored; "true" and "false" (also True, TRUE, ...) are 1 and 0. Any other
+    text becomes its XXH64; one that is a negative or larger whole number is hashed without the zeros after the
+    point. "number" takes only the former, markers of missing values (see `text_numbers`) being none. "text"
+    hashes every text. An empty or null text has no id.
+
+    Args:
+        texts: `[n]`.
+        kind: see `IdFeature`.
+
+    Raises:
+        DataError: dtypes, offsets or the bitmap do not fit.
+
+    Blocks until done, without the GIL. Thread-safe.
+    """
+    count = _checked(texts)
+    ids, present = np.empty(count, np.uint64), np.empty(count, np.uint8)
+    with as_data_error:
+        bad = core.text_ids(*texts, _KINDS[kind], ids, present)
+    return TextIds(ids, present.view(np.bool_), bad)
+
+
+def text_numbers(texts: TextBuffers) -> TextNumbers:
+    r"""The numbers in texts: decimal, perhaps with an exponent; "true" and "false" (also True, TRUE, ...) are 1 and 0.
+
+    Missing: a null, an empty text, and NA, N/A, n/a, #N/A, <NA>, NULL, Null, null, NaN, nan, NAN, None, none, \N.
+
+    Args:
+        texts: `[n]`.
+
+    Raises:
+        DataError: dtypes, offsets or the bitmap do not fit.
+
+    Blocks until done, without the GIL. Thread-safe.
+    """
+    count = _checked(texts)
+    numbers, present = np.empty(count, np.float64), np.empty(count, np.uint8)
+    with as_data_error:
+        bad = core.text_numbers(*texts, numbers, present)
+    return TextNumbers(numbers, present.view(np.bool_), bad)

@@ -1,0 +1,152 @@
+"""Which rows of the files are read: a filter, and a split into training and test data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from persia.batching import ThreadPool, hash_cross
+from persia.batching.columns import id_column
+from persia.config import convert
+from persia.data.expressions import Expression, Rule, compare
+from persia.errors import ConfigError, DataError
+from persia.types import BoolArray, Ids, Int64Array
+
+__all__ = ["Selection", "Split"]
+
+
+class Split(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One part of data that are split in two. Both parts are read with the same split, but for `part`.
+
+    Args:
+        part: "train" or "test".
+        by: "random": each row by itself; "hash": rows with the same value of `column` (all of a user, say) go to the
+            same part; "time": rows with `column` >= `at` are the test data.
+        test: share of the test data, about, in (0, 1); not for "time".
+        column: column of the file.
+        at: for "time": a number, or a date or timestamp as ISO text.
+        seed: of "random" and "hash".
+
+    Raises:
+        ConfigError: arguments do not fit one another.
+    """
+
+    part: Literal["train", "test"]
+    by: Literal["random", "hash", "time"] = "random"
+    test: float = 0.2
+    column: str | None = None
+    at: str | int | float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, known in (("part", ("train", "test")), ("by", ("random", "hash", "time"))):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"Split.{name} = {getattr(self, name)!r}; use one of {', '.join(known)}.", field=name)
+        if not 0 < self.test < 1:
+            raise ConfigError(f"Split.test = {self.test!r} is not a share between 0 and 1.", field="test")
+        if self.seed < 0:
+            raise ConfigError(f"Split.seed = {self.seed!r} is negative.", field="seed")
+        if (self.column is None) != (self.by == "random"):
+            raise ConfigError(
+                f"Split.column = {self.column!r} with by={self.by!r}; "
+                + ("a random split has no column." if self.by == "random" else "name the column of the file."),
+                field="column",
+            )
+        if (self.at is None) == (self.by == "time"):
+            raise ConfigError(f"Split.at = {self.at!r} with by={self.by!r}; it belongs to a split by time.", field="at")
+
+    @classmethod
+    def of(cls, split: Split | Mapping[str, Any] | None) -> Split | None:
+        """A split as it is, or from a configuration."""
+        return split if split is None or isinstance(split, Split) else convert(dict(split), cls, "split")
+
+    def rows(self, columns: Mapping[str, Any], first: int, rows: int) -> BoolArray:
+        """Which of `rows` rows, whose first is row number `first` of all files, belong to this part; bool `[rows]`."""
+        import pyarrow.compute as pc
+
+        if self.column is None:
+            test = self._drawn(np.arange(first, first + rows).astype(np.uint64))
+        elif self.by == "hash":
+            test = self._drawn(_single_ids(self.column, columns[self.column], rows))
+        else:
+            later = compare("greater_equal", columns[self.column], self.at)
+            if later.null_count:
+                row = int(pc.index(pc.is_null(later), True).as_py())
+                raise DataError(
+                    f"Column {self.column!r}, which splits by time, has a missing value at row {row}; fill it in or "
+                    "leave such rows out with `where`.",
+                    column=self.column,
+                    row=row,
+                )
+            test = later.to_numpy(zero_copy_only=False)
+        return test if self.part == "test" else ~test
+
+    def _drawn(self, keys: Ids) -> BoolArray:
+        drawn = hash_cross([keys], ThreadPool(1), seed=self.seed)
+        return drawn < np.uint64(int(self.test * 2.0**64))
+
+
+def _single_ids(name: str, column: Any, rows: int) -> Ids:
+    """The id of each row; 0 for a missing one."""
+    ids = id_column(name, column)
+    if ids.offsets is None:
+        return ids.values
+    lengths = np.diff(ids.offsets)
+    if (lengths > 1).any():
+        raise DataError(f"Column {name!r} holds lists; split by a column of single values.", column=name)
+    keys = np.zeros(rows, np.uint64)
+    keys[lengths == 1] = ids.values
+    return keys
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which rows are read.
+
+    Attributes:
+        where: rows for which it is true; None for all.
+        split: the part that is read, of those; None for both.
+    """
+
+    where: Expression | None = None
+    split: Split | None = None
+
+    @classmethod
+    def of(cls, where: Rule | None, split: Split | Mapping[str, Any] | None) -> Selection | None:
+        """A selection; None for all rows."""
+        if where is None and split is None:
+            return None
+        return cls(None if where is None else Expression("where", where), Split.of(split))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns of the file that it needs."""
+        named = (self.split.column,) if self.split is not None and self.split.column is not None else ()
+        return (*(self.where.columns if self.where is not None else ()), *named)
+
+    def positions(self, columns: Mapping[str, Any], first: int, rows: int) -> Int64Array:
+        """Positions of the selected rows, rising.
+
+        Args:
+            columns: pyarrow array `[rows]` by name.
+            first: number of the first of them, over all files.
+            rows: how many there are.
+
+        Raises:
+            DataError: a rule does not fit the columns, or does not give booleans.
+        """
+        import pyarrow as pa
+
+        kept = np.ones(rows, np.bool_)
+        if self.where is not None:
+            mask = self.where.evaluate({name: columns[name] for name in self.where.columns})
+            if not pa.types.is_boolean(mask.type):
+                raise DataError(f"where = {self.where} gives {mask.type}, not true or false; compare with something.")
+            kept &= mask.fill_null(False).to_numpy(zero_copy_only=False)
+        if self.split is not None:
+            kept &= self.split.rows(columns, first, rows)
+        return np.flatnonzero(kept)
