@@ -81,7 +81,7 @@ def test_other_ids_are_told_by_feature(score, warnings):
     rows = trainer.embeddings.statistics()["user"]["rows"]
     assert f": 'user' (0.0 % of 320 sampled ids; table 'user' has {rows} rows), 'seen' (0.0 % of 480" in told
     assert "'item' (" not in told  # It shares the table of `seen`.
-    assert "another kind" in told
+    assert "IdFeature.kind" in told
 
 
 def test_texts_in_place_of_numbers(warnings):

@@ -98,6 +98,24 @@ def test_ids_are_those_of_readers(ps):
         assert embeddings(batch_of(["shop-9"]))["shop"].tolist() == [[7.0] * 4]
 
 
+@pytest.mark.parametrize("values", [["5", "x5"], [5, 6], np.array([5, 6])])
+def test_values_mean_what_the_kind_of_the_feature_says(values):
+    schema = Schema([IdFeature("auto", dim=2), IdFeature("text", dim=2, kind="text")], labels=[])
+    embeddings = collection(2, schema)
+    batch = Batch.from_columns(schema, {"auto": values, "text": values})
+    for name, column in batch.id_features.items():
+        np.testing.assert_array_equal(embeddings.rows(name, values).ids, column.values)
+        np.testing.assert_array_equal(embeddings.rows(name, column.values).ids, column.values)
+
+
+def test_values_of_a_table_that_maps_them_in_two_ways_are_refused():
+    schema = Schema([IdFeature("shop", dim=2), IdFeature("name", dim=2, table="shop", kind="text")])
+    embeddings = collection(schema=schema)
+    with pytest.raises(DataError, match=r"no one meaning.*shop: auto, name: text.*array of uint64"):
+        embeddings.rows("shop", ["a"])
+    assert embeddings.rows("shop", np.array([1], np.uint64)).found.tolist() == [False]
+
+
 def test_training_goes_on_from_what_was_set():
     embeddings = collection(2, optimizer=SGD(lr=0.5))
     embeddings.set_rows("shop", [1, 2], torch.nn.Parameter(torch.ones(2, 4)))

@@ -26,10 +26,10 @@ MOST_BATCHES = 8
 """Together they bound the sample, and with it the time that it takes, whatever the size of the data."""
 
 REMEDY = (
-    "Ids without a row read as zeros. Likely the column is of another kind than in training (such as numbers there and "
-    "texts here), so that its values map to other ids; or the data or the checkpoint belong to another model. Read the "
-    "column as in training, and see what is stored with `EmbeddingCollection.rows`. Where all ids are new, such as "
-    "users that training has not had, this is to be expected."
+    "Ids without a row read as zeros. Likely the values are written in another way than in training (such as 7 there "
+    "and '007' here) or another IdFeature.kind maps them to other ids; or the data or the checkpoint belong to another "
+    "model. Read the column as in training, and see what is stored with `EmbeddingCollection.rows`. Where all ids are "
+    "new, such as users that training has not had, this is to be expected."
 )
 
 log = logging.getLogger("persia.nn")

@@ -136,10 +136,18 @@ class TableRows:
         return self._tables[name]
 
     def _ids(self, table: str, ids: ArrayLike) -> Ids:
-        """An array of uint64 as it is; anything else as readers map a column of it."""
+        """An array of uint64 as it is; anything else as readers map a column of the features that read the table."""
         if isinstance(ids, np.ndarray) and ids.dtype == np.uint64 and ids.ndim == 1:
             return np.ascontiguousarray(ids)
-        column = id_column(table, ids)
+        kinds = {f.name: f.kind for f in self._schema.id_features if f.table_name == table and not f.cross}
+        if len(set(kinds.values())) > 1:
+            raise DataError(
+                f"Values for table {table!r} have no one meaning: its features map them to ids in several ways "
+                f"({', '.join(f'{name}: {kind}' for name, kind in kinds.items())}). Give ids, as an array of uint64.",
+                table=table,
+            )
+        name, kind = next(iter(kinds.items()), (table, "auto"))  # Only crosses read it: numbers are their ids.
+        column = id_column(name, ids, kind)
         if column.offsets is not None:
             raise DataError(
                 f"Rows of table {table!r} are asked for by something else than one id each; give a list or an array "
