@@ -63,31 +63,65 @@ def test_lists_of_ids(rows: list[list[int]]) -> None:
         assert as_lists(build(column, len(rows))) == rows
 
 
-@given(st.lists(st.none() | st.text(), min_size=1))
+WORDS = st.text().map(lambda text: f"x{text}")
+"""Texts that are no numbers."""
+
+
+@given(st.lists(st.none() | st.just("") | WORDS, min_size=1))
 def test_texts_are_hashed_and_missing_ones_are_empty(texts: list[str | None]) -> None:
-    expected = [[] if text is None else [text_id(text)] for text in texts]
+    expected = [[text_id(text)] if text else [] for text in texts]
     arrow = pa.array(texts, pa.string())
     padded = pa.concat_arrays([pa.array(["pad", None]), arrow]).slice(2)
-    columns = [texts, arrow, padded, arrow.cast(pa.large_string()), arrow.dictionary_encode()]
+    columns = [texts, arrow, padded, arrow.cast(pa.large_string()), arrow.dictionary_encode(), arrow.cast(pa.binary())]
     columns += [np.array(texts, object), pa.chunked_array([arrow, arrow.slice(0, 0)]), arrow.cast(pa.string_view())]
     for column in columns:
         result = build(column, len(texts))
         assert as_lists(result) == expected
-        assert (result.offsets is None) == (None not in texts)
+        assert (result.offsets is None) == all(texts)
 
 
-@given(st.lists(st.none() | st.lists(st.none() | st.text(max_size=3), max_size=3), min_size=1))
+@given(st.lists(st.none() | st.lists(st.none() | st.text(max_size=3).map("x".__add__), max_size=3), min_size=1))
 def test_lists_of_texts(rows: list[list[str | None] | None]) -> None:
     expected = [[text_id(t) for t in row or [] if t is not None] for row in rows]
     for column in (rows, pa.array(rows, pa.list_(pa.string()))):
         assert as_lists(build(column, len(rows))) == expected
 
 
-@given(st.lists(st.floats(allow_nan=False, width=32), min_size=1))
-def test_floats_are_categories(values: list[float]) -> None:
-    expected = [xxhash.xxh64_intdigest(np.float64(v + 0.0).tobytes()) for v in values]
-    for column in (values, np.array(values, np.float32), torch.tensor(values), pa.array(values, pa.float32())):
+@given(st.lists(st.integers(-(2**53) + 1, 2**53 - 1), min_size=1))
+def test_whole_numbers_are_ids_and_negative_ones_are_hashed_whatever_holds_them(values: list[int]) -> None:
+    expected = [value if value >= 0 else text_id(str(value)) for value in values]
+    floats, texts = np.array(values, np.float64), [str(value) for value in values]
+    columns: list[Any] = [values, np.array(values), floats, texts, pa.array(texts), [f"{value}.0" for value in values]]
+    columns += [pa.array(values), pa.array(floats), pa.array(texts).dictionary_encode(), floats.tolist()]
+    columns += [[kind(v) for kind, v in zip(itertools.cycle([int, float, str]), values, strict=False)]]
+    for column in columns:
         assert build(column, len(values)).values.tolist() == expected
+
+
+@given(st.lists(st.floats(-(2.0**20), 2.0**20, width=32).filter(lambda x: x != int(x)), min_size=1))
+def test_fractions_are_hashed_as_the_texts_that_python_prints(values: list[float]) -> None:
+    single, double = np.array(values, np.float32), np.array(values, np.float64)
+    for column, printed in (
+        (single, [str(x) for x in single]),
+        (pa.array(single), [str(x) for x in single]),
+        (torch.from_numpy(single), [str(x) for x in single]),
+        (double, [str(x) for x in values]),
+        (values, [str(x) for x in values]),
+    ):
+        assert build(column, len(values)).values.tolist() == [text_id(x) for x in printed]
+        assert build(printed, len(values)).values.tolist() == [text_id(x) for x in printed]
+
+
+def test_booleans_are_one_and_zero_also_as_texts() -> None:
+    for column in ([True, False], np.array([True, False]), pa.array([True, False]), ["True", "false"], ["1", "0"]):
+        assert build(column, 2).values.tolist() == [1, 0]
+
+
+def test_the_kind_text_hashes_numbers_as_texts() -> None:
+    schema = Schema([IdFeature("a", dim=2, kind="text")], labels=["y"])
+    for column in ([5, -7], np.array([5, -7]), pa.array([5, -7]), ["5", "-7"], pa.array(["5", "-7"]), [5, "-7"]):
+        batch = Batch.from_columns(schema, {"a": column, "y": [0, 1]})
+        assert batch.id_features["a"].values.tolist() == [text_id("5"), text_id("-7")]
 
 
 def test_missing_floats_and_ints_are_empty() -> None:

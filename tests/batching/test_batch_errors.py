@@ -17,13 +17,17 @@ from persia.schema import IdFeature, Schema
 SCHEMA = Schema([IdFeature("a", dim=2), IdFeature("b", dim=2)], dense_features=["p"], labels=["y"])
 GOOD: dict[str, Any] = {"a": [1, 2, 3], "b": [[1], [2], [3]], "p": [1.0, 2.0, 3.0], "y": [0, 1, 0]}
 BAD: dict[str, tuple[dict[str, Any], str, int | None]] = {
-    "negative id": ({"a": np.array([1, -2, 3])}, "'a' has the negative id -2 at row 1", 1),
-    "negative id in a list": ({"b": [[1, 2], [], [-3]]}, "negative id -3 at row 2", 2),
-    "negative id in arrow": ({"b": pa.array([[1, 2], [-5], []])}, "negative id -5 at row 1", 1),
-    "too large id": ({"a": [1, 2, 2**64]}, "above 2\\*\\*64 - 1", 2),
-    "mixed kinds": ({"a": [1, "x", 3]}, "'a' has str 'x' at row 1", 1),
+    "not an id": ({"a": [1, "x", {}]}, "'a' has dict {} at row 2", 2),
+    "inexact float": ({"a": np.array([1, 2, 2.0**53])}, "float64 9007199254740992.0 at row 2.*tell", 2),
+    "inexact float32 in arrow": (
+        {"b": pa.array([[1], None, [2.0**24]], pa.list_(pa.float32()))},
+        "16777216.0 at row 2",
+        2,
+    ),
+    "infinite id": ({"a": [1.0, None, float("inf")]}, "inf at row 2", 2),
+    "inexact float among others": ({"a": ["x", 1e300, 1]}, "1e\\+300 at row 1", 1),
     "unusable kind": ({"a": np.zeros(3, "M8[s]")}, "'a' is datetime64", None),
-    "unusable arrow kind": ({"a": pa.array([1, 2, 3], pa.timestamp("ms"))}, "arrow type timestamp", None),
+    "unusable arrow kind": ({"a": pa.array([1, 2, 3], pa.timestamp("ms"))}, "holds timestamp", None),
     "no column at all": ({"a": 5}, "'a' is a int", None),
     "ids of three dimensions": ({"a": np.zeros((3, 1, 1), int)}, "shape \\[3, 1, 1\\]", None),
     "offsets not from 0": ({"b": ([1, 2, 3], [1, 2, 3, 3])}, "start at 1", 0),
@@ -39,14 +43,16 @@ BAD: dict[str, tuple[dict[str, Any], str, int | None]] = {
     "beyond float32": ({"p": [1.0, 1e300, 2.0]}, "'p' is inf at row 1", 1),
     "missing dense value": ({"p": [1.0, None, 2.0]}, "'p' has a missing value at row 1", 1),
     "null in arrow": ({"p": pa.array([1.0, 2.0, None])}, "'p' has a missing value at row 2", 2),
-    "text in dense": ({"p": ["x", "y", "z"]}, "'p' has str 'x' at row 0", 0),
+    "text in dense": ({"p": ["x", "y", "z"]}, "'p' has 'x' at row 0; it takes decimal numbers", 0),
+    "decimal comma": ({"p": ["1", "2.5", "1,5"]}, "'1,5' at row 2 \\(a decimal comma", 2),
+    "object in dense": ({"p": [1, {}, 2]}, "'p' has dict {} at row 1", 1),
     "dense of a wrong shape": ({"p": np.zeros((3, 2))}, "shape \\[3, 2\\]", None),
     "dense of a wrong dtype": ({"p": np.zeros(3, complex)}, "complex128", None),
     "decimals": ({"p": pa.array([1, 2, 3], pa.decimal128(5))}, "decimal128", None),
     "bfloat16": ({"p": torch.zeros(3, dtype=torch.bfloat16)}, "convert it to numpy", None),
     "label outside": ({"y": [0, 1, 2]}, "'y' is 2.0 at row 2, outside \\[0, 1\\]", 2),
     "negative label": ({"y": [-1, 1, 1]}, "'y' is -1.0 at row 0", 0),
-    "NaN label": ({"y": [0.0, float("nan"), 1.0]}, "'y' is nan at row 1", 1),
+    "NaN label": ({"y": np.array([0.0, np.nan, 1.0])}, "'y' is nan at row 1", 1),
     "missing label": ({"y": [0, None, 1]}, "'y' has a missing value at row 1", 1),
     "empty": ({"a": [], "b": [], "p": [], "y": []}, "empty", None),
 }
@@ -58,6 +64,31 @@ def test_bad_columns(name: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
         Batch.from_columns(SCHEMA, {**GOOD, **change})
     assert caught.value.fields.get("row") == row
+
+
+NUMBER, TEXT = (Schema([IdFeature("a", dim=2, kind=kind)], labels=["y"]) for kind in ("number", "text"))
+REFUSED: dict[str, tuple[Schema, Any, str, int]] = {
+    "negative": (NUMBER, np.array([1, -2, 3]), "-2", 1),
+    "negative in a list": (NUMBER, [[1, 2], [], [-3]], "-3", 2),
+    "negative in arrow": (NUMBER, pa.array([[1, 2], [-5], []]), "-5", 1),
+    "too large": (NUMBER, [1, 2, 2**64], "18446744073709551616", 2),
+    "text": (NUMBER, pa.array([None, "7", "x"]), "x", 2),
+    "text in a dictionary": (NUMBER, pa.array([None, "7", "x"]).dictionary_encode(), "x", 2),
+    "fraction": (NUMBER, np.array([np.nan, 2.0, 2.5]), "2.5", 2),
+    "negative float": (NUMBER, [1.0, None, -2.0], "-2.0", 2),
+    "mixed": (NUMBER, [1, "2", "oops"], "oops", 2),
+    "float as text": (TEXT, np.array([np.nan, np.nan, 5.0]), "5.0", 2),
+    "boolean as text": (TEXT, [None, "x", True], "True", 2),
+    "booleans as text": (TEXT, np.array([True, False, True]), "True", 0),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_values_that_do_not_fit_the_kind(name: str) -> None:
+    schema, column, value, row = REFUSED[name]
+    with pytest.raises(DataError, match=f"at row {row}.* kind ") as caught:
+        Batch.from_columns(schema, {"a": column, "y": [0, 1, 0]})
+    assert caught.value.fields == {"feature": "a", "row": row, "value": value}
 
 
 @pytest.mark.parametrize("name", ["a", "p", "y"])

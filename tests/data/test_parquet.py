@@ -168,7 +168,7 @@ def test_bad_values_name_file_and_row(tmp_path: Path) -> None:
     ages = [1.0] * 9 + [float("nan")]
     path = write(tmp_path / "a.parquet", age=pa.array(ages))
     for start in range(2):
-        with pytest.raises(DataError, match=r"a\.parquet, row 9: Dense feature 'age' is nan") as caught:
+        with pytest.raises(DataError, match=r"a\.parquet: Dense feature 'age' is nan at row 9") as caught:
             list(data.parquet(path, SCHEMA, 5).batches(start=start))
         assert caught.value.fields["row"] == 9
         assert caught.value.fields["path"].endswith("a.parquet")

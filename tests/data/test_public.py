@@ -113,7 +113,7 @@ def test_adult(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"adult\.data.*'much'"):
         list(data.adult(tmp_path / "adult.data"))
     (tmp_path / "adult.data").write_text(ADULT + "\ncomment\n")
-    with pytest.raises(DataError, match=r"adult\.data cannot be read"):
+    with pytest.raises(DataError, match=r"adult\.data: the line 'comment' at row 1 has 1 fields instead of 15"):
         list(data.adult(tmp_path / "adult.data"))
 
 

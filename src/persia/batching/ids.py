@@ -123,7 +123,7 @@ def _text(name: str, value: Any, row: int, kind: IdKind) -> bytes:
         number = np.asarray(value)
         if kind == "text":
             raise _no_text(name, number, row)
-        if number.dtype.kind == "f" and abs(value) >= _exact_below(number):
+        if number.dtype.kind == "f" and np.abs(number) >= _exact_below(number):
             raise _inexact(name, number, row)
         return str(value).encode()
     if isinstance(value, (str, int, np.integer)):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,8 @@ __all__ = ["TextBuffers", "TextIds", "TextNumbers", "text_ids", "text_numbers"]
 _KINDS: dict[IdKind, int] = {"auto": 0, "number": 1, "text": 2}
 
 
-class TextBuffers(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class TextBuffers:
     """Texts in the layout of Arrow.
 
     Attributes:
@@ -99,6 +101,10 @@ def _checked(texts: TextBuffers) -> int:
     return len(texts)
 
 
+def _arguments(texts: TextBuffers) -> tuple[Any, ...]:
+    return texts.data, texts.offsets, texts.validity, texts.validity_start
+
+
 def text_ids(texts: TextBuffers, kind: IdKind = "auto") -> TextIds:
     """The ids of texts.
 
@@ -120,7 +126,7 @@ def text_ids(texts: TextBuffers, kind: IdKind = "auto") -> TextIds:
     count = _checked(texts)
     ids, present = np.empty(count, np.uint64), np.empty(count, np.uint8)
     with as_data_error:
-        bad = core.text_ids(*texts, _KINDS[kind], ids, present)
+        bad = core.text_ids(*_arguments(texts), _KINDS[kind], ids, present)
     return TextIds(ids, present.view(np.bool_), bad)
 
 
@@ -140,5 +146,5 @@ def text_numbers(texts: TextBuffers) -> TextNumbers:
     count = _checked(texts)
     numbers, present = np.empty(count, np.float64), np.empty(count, np.uint8)
     with as_data_error:
-        bad = core.text_numbers(*texts, numbers, present)
+        bad = core.text_numbers(*_arguments(texts), numbers, present)
     return TextNumbers(numbers, present.view(np.bool_), bad)

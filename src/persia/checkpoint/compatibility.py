@@ -7,7 +7,7 @@ from typing import Any
 from persia.checkpoint.format import Manifest
 from persia.schema import SGD, EmbeddingOptimizer, IdFeature, Schema
 
-__all__ = ["differences", "same_rule"]
+__all__ = ["differences", "features_with_kind", "same_rule"]
 
 
 def differences(
@@ -27,7 +27,17 @@ def differences(
         optimizer: of tables of the model whose declaration names none.
         new_optimizer: whether tables may be trained by another one.
     """
-    return [*_tables(manifest, schema, optimizer, new_optimizer), *_features(saved, schema), *_columns(saved, schema)]
+    recorded = features_with_kind(manifest)
+    return [
+        *_tables(manifest, schema, optimizer, new_optimizer),
+        *_features(saved, schema, recorded),
+        *_columns(saved, schema),
+    ]
+
+
+def features_with_kind(manifest: Manifest[Any]) -> set[str]:
+    """ID-type features of a checkpoint that say how a value becomes an id (`IdFeature.kind`); older ones do not."""
+    return {feature["name"] for feature in manifest.schema["id_features"] if "kind" in feature}
 
 
 def same_rule(one: EmbeddingOptimizer | None, other: EmbeddingOptimizer | None) -> bool:
@@ -62,7 +72,7 @@ def _rule(optimizer: EmbeddingOptimizer) -> str:
     return f"{name} with momentum" if isinstance(optimizer, SGD) and optimizer.momentum > 0 else name
 
 
-def _features(saved: Schema, schema: Schema) -> list[str]:
+def _features(saved: Schema, schema: Schema, recorded: set[str]) -> list[str]:
     found: list[str] = []
     theirs = {feature.name: feature for feature in saved.id_features}
     mine = {feature.name: feature for feature in schema.id_features}
@@ -73,7 +83,7 @@ def _features(saved: Schema, schema: Schema) -> list[str]:
             continue
         for field, value in _meaning(mine[name]).items():
             other = _meaning(theirs[name])[field]
-            if value != other:
+            if value != other and (field != "kind" or name in recorded):
                 found.append(f"ID-type feature {name!r} has {field} {value!r}, in the checkpoint {other!r}")
     return sorted(found)
 
@@ -86,6 +96,7 @@ def _meaning(feature: IdFeature) -> dict[str, Any]:
         "pooling": feature.pooling,
         "max_length": length,
         "cross": tuple(feature.cross),
+        "kind": feature.kind,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.checkpoint.compatibility import differences
+from persia.checkpoint.compatibility import differences, features_with_kind
 from persia.checkpoint.format import (
     LATEST,
     MANIFEST,
@@ -37,6 +38,8 @@ from persia.errors import CheckpointError, PersiaError
 from persia.schema import EmbeddingOptimizer, Schema
 
 __all__ = ["CheckpointEntry", "CheckpointReader", "list_checkpoints"]
+
+_log = logging.getLogger("persia.checkpoint")
 
 _P = TypeVar("_P", TensorsPart, StatePart)
 
@@ -136,6 +139,15 @@ class CheckpointReader:
         Raises:
             CheckpointError: it cannot; all differences are named.
         """
+        unrecorded = {f.name for f in schema.id_features if not f.cross} - features_with_kind(self.manifest)
+        if unrecorded:
+            _log.warning(
+                "%s was written before features had a `kind`. Ids of %s may have changed where columns hold texts of "
+                "whole numbers, floats, negative numbers or empty texts. Set kind='text' for columns that were hashed "
+                "as a whole; see 'From values to ids' in the guide on data.",
+                self.path,
+                ", ".join(sorted(unrecorded)),
+            )
         found = differences(self.manifest, self.schema, schema, optimizer, new_optimizer=new_optimizer)
         if found:
             raise CheckpointError(

@@ -1,0 +1,55 @@
+"""How a value becomes an id is part of a checkpoint; checkpoints written before that load, with a note."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from persia.checkpoint import writer as writer_module
+from persia.checkpoint.reader import CheckpointReader
+from persia.checkpoint.writer import CheckpointWriter
+from persia.errors import CheckpointError
+from persia.schema import Adagrad, IdFeature, Schema
+
+
+def schema(kind: Any) -> Schema:
+    return Schema([IdFeature("user", dim=2, kind=kind), IdFeature("both", dim=2, cross=("user", "site")), SITE])
+
+
+SITE = IdFeature("site", dim=2)
+
+
+def write(path: Path, kind: Any) -> CheckpointReader:
+    with CheckpointWriter(path, 1) as writer:
+        writer.commit(schema=schema(kind), optimizer=Adagrad(lr=0.1))
+    return CheckpointReader(path)
+
+
+def test_another_kind_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    reader = write(tmp_path, "text")
+    reader.check_schema(schema("text"))
+    with pytest.raises(CheckpointError, match="ID-type feature 'user' has kind 'auto', in the checkpoint 'text'"):
+        reader.check_schema(schema("auto"))
+    assert not caplog.records
+
+
+def test_a_checkpoint_without_kinds_loads_with_a_note(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_kinds(value: Any, what: str) -> Any:
+        built = msgspec.to_builtins(value)
+        for feature in built["id_features"] if what == "schema" else ():
+            del feature["kind"]
+        return built
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer_module, "_builtins", without_kinds)
+        reader = write(tmp_path, "auto")
+    with caplog.at_level(logging.WARNING, "persia.checkpoint"):
+        for kind in ("auto", "text"):
+            reader.check_schema(schema(kind))
+    assert [record.getMessage().count("site, user may have changed") for record in caplog.records] == [1, 1]
