@@ -32,6 +32,7 @@ from persia.schema import EmbeddingOptimizer, Schema
 from persia.segments import Segments, Switch, check_mode
 from persia.services import Cluster, ProcessCluster
 from persia.sources import Source, source_of
+from persia.torch_threads import choose_torch_threads
 from persia.watch import Watch
 
 __all__ = ["FitResult", "Trainer", "TrainerOptions"]
@@ -108,6 +109,8 @@ class Trainer:
             ),
         )
         connection = self.embeddings.connection
+        if device.type == "cpu":
+            choose_torch_threads(connection.nn_workers if connection.replicas is not None else 1)
         if connection.replicas is not None:
             self.step.replicas = connection.replicas(self.model, self.options.timeout)
         elif connection.nn_workers > 1:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from persia.observe.figures import Figure, Histogram, Readings, figures
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ class Watch:
                 "epoch": trainer.epoch,
                 "rows": self._rows,
                 "ready": embeddings.ready,
+                "torch_threads": torch.get_num_threads(),
                 "staleness_sum": round(staleness.mean * staleness.lookups),
                 "staleness_lookups": staleness.lookups,
                 "staleness_max": staleness.max,

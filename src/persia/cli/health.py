@@ -136,9 +136,11 @@ def _doing(health: Health) -> str:
             staleness = total("nn_staleness_sum") / max(1.0, total("nn_staleness_lookups"))
             dropped = total("nn_dropped_rows") + total("nn_dropped_batches")
             names = {figure.name for figure in health.figures}
+            threads = total("nn_torch_threads")
             age = f", checkpoint {total('nn_checkpoint_age_seconds'):,.0f} s ago"
             return (
                 f"step {total('nn_step'):,.0f}, staleness {staleness:.2f}, {dropped:,.0f} dropped"
+                f"{f', {threads:.0f} torch threads' if threads else ''}"
                 f"{age if 'nn_checkpoint_age_seconds' in names else ''}"
             )
         case _:

@@ -67,6 +67,7 @@ CATALOGUE: dict[str, Kind] = {
     "nn_rows": Kind("counter", "samples trained by this NN worker"),
     "nn_loss": Kind("gauge", "of the last batch"),
     "nn_ready": Kind("gauge", "batches looked up that wait for the network"),
+    "nn_torch_threads": Kind("gauge", "threads that torch computes with"),
     "nn_staleness_sum": Kind("counter", "own steps between lookup and applied gradient, over all lookups"),
     "nn_staleness_lookups": Kind("counter", "lookups that were measured"),
     "nn_staleness_max": Kind("gauge", "the largest staleness"),

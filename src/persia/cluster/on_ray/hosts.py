@@ -212,8 +212,9 @@ class DenseServerHost(Host):
         import torch
 
         from persia.dense import DenseServer
+        from persia.torch_threads import default_torch_threads
 
-        torch.set_num_threads(cores(plan))
+        torch.set_num_threads(plan.options.threads or default_torch_threads(plan.options.dense_ps))
         self.servant = DenseServer(maker, rank, plan.options.dense_ps, plan.options.timeout)
         self.join(self.serve(self.servant, DensePS))
 

@@ -70,10 +70,12 @@ class NNWorkerHost(Host):
         super().__init__(plan, rank)
         import torch
 
+        from persia.torch_threads import default_torch_threads
+
         threads = plan.options.threads
         if threads is None:
             here = plan.nn_workers if plan.loopback else 1
-            threads = max(1, len(os.sched_getaffinity(0)) // here)
+            threads = default_torch_threads(here)
         torch.set_num_threads(threads)
         if plan.loopback:  # The name of the host may resolve to an interface that does not reach itself.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

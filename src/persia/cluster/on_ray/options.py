@@ -21,8 +21,8 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         cpus: that Ray reserves for each process; 0 lets it place them without counting.
         gpus: that Ray reserves for each NN worker.
         compression: of rows and gradients between embedding workers and NN workers: "fp16" halves them, lossy.
-        threads: of each process: of torch in an NN worker, of the store in a PS. None shares this machine's cores
-            among the NN workers, on several hosts it gives each all of its host's.
+        threads: of each process: of torch in an NN worker, of the store in a PS. None shares half of this machine's
+            cores among the NN workers, on several hosts it gives each half of its host's.
         dense_ps: processes that share the network's tensors in asynchronous modes; started when one of them is.
         restarts: how often an embedding PS, an embedding worker, a data loader or the coordinator that has died is
             started again. NN workers are `TrainerOptions.max_failures`' concern.

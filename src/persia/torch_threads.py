@@ -1,0 +1,46 @@
+"""How many threads torch computes with where the user has not said so.
+
+Operations of torch on a CPU run in a team of OpenMP threads that wait for one another after each operation. They wait
+by spinning, for milliseconds: if one of them is not on a core, as other threads or processes are, the others keep the
+cores busy without getting on. With as many threads as cores the threads that read, look up and push are always such
+others. docs/performance.md, "Threads of torch", has the figures.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+
+__all__ = ["choose_torch_threads", "default_torch_threads"]
+
+LOG = logging.getLogger("persia.trainer")
+
+VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""With which a user sets the number before torch is loaded."""
+
+
+def default_torch_threads(teams: int = 1) -> int:
+    """Threads of each of so many teams in this machine: together half of the cores of this process, at least one."""
+    return max(1, len(os.sched_getaffinity(0)) // 2 // teams)
+
+
+def choose_torch_threads(teams: int = 1) -> None:
+    """Gives torch that many threads, unless the user has set their number, or a process group was made here.
+
+    A number below that of the cores counts as set by the user, as does one from OMP_NUM_THREADS. Whoever starts the
+    processes of a process group shares the cores among them.
+    """
+    cores, before = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return
+    if before >= cores > 1 and not any(os.environ.get(name) for name in VARIABLES):
+        torch.set_num_threads(default_torch_threads(teams))
+        LOG.info(
+            "torch computes with %d of %d cores, which leaves the others to lookups, updates and reading; "
+            "OMP_NUM_THREADS=%d gives it all.",
+            torch.get_num_threads(),
+            cores,
+            cores,
+        )
