@@ -84,6 +84,21 @@ def test_an_ids_gradient_is_as_old_as_its_row_is_new(ps):
     assert (counts.rows, counts.stale) == (6, 1)
 
 
+def test_a_row_from_after_a_rollback_counts_as_never_touched(ps):
+    """NN workers go back to step 3 after rows have reached step 10: their gradients are fresh, not 7 steps old."""
+    server = ps(Gba(8, tolerance=1))
+    before = server.lookup({"t": np.arange(1, dtype=np.uint64)}, True)["t"][:, 0].copy()
+    for number in range(10):
+        server.push(header(number, 1, token=number), gradient([0], 1.0))
+    server.switch(encode(Gba(8, tolerance=1)), 2, 3)
+    for number in range(3, 7):
+        server.push(header(number, 1, token=number, generation=2), gradient([0], 1.0))
+    np.testing.assert_allclose(rows(server, 0), before - 14.0, atol=1e-5)
+    assert server.slots().stale == 0
+    server.push(header(7, 1, token=4, generation=2), gradient([0], 1.0))  # Changed in step 6 since: too old.
+    assert server.slots().stale == 1
+
+
 def test_a_remainder_is_divided_by_what_has_come(ps):
     server = ps(Bsp(4))
     before = server.lookup({"t": np.arange(1, dtype=np.uint64)}, True)["t"][:, 0].copy()

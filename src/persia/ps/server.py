@@ -219,7 +219,9 @@ class EmbeddingServer:
 
     def _weights(self, table: str, ids: Ids, header: PushHeader) -> Floats:
         """0 or 1 for each row, by the step in which it was last changed: `Mode.weight` of all rows at once."""
-        behind = self._store.last_steps(self._index[table], ids).astype(np.int64) - header.token
+        touched = self._store.last_steps(self._index[table], ids).astype(np.int64)
+        # Rows from a future that was undone (NN workers went back, or rows were loaded) count as never touched.
+        behind = np.where(touched < header.step, touched, 0) - header.token
         tolerance = self._mode.tolerance
         counts = np.ones(len(ids), np.bool_) if tolerance is None else behind <= tolerance
         if header.weight:
