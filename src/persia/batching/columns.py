@@ -111,7 +111,7 @@ def id_column(name: str, column: Any, kind: IdKind = "auto") -> IdColumn:
     if isinstance(column, (list, tuple)):
         return ids_of_list(name, column, kind)
     array = as_array(name, column)
-    if array.dtype.kind in "OUS" and array.ndim >= 1:
+    if array.dtype.kind in "OUST" and array.ndim >= 1:
         return ids_of_list(name, array.tolist(), kind)
     if array.ndim == 2:
         offsets = np.arange(len(array) + 1, dtype=np.int64) * array.shape[1]
@@ -186,7 +186,7 @@ def number_column(name: str, column: Any, fill: float | None = None) -> NDArray[
         array, missing = _list_floats(name, column)
     else:
         array, missing = as_array(name, column), None
-        if array.dtype.kind in "OUS" and array.ndim == 1:
+        if array.dtype.kind in "OUST" and array.ndim == 1:
             array, missing = _list_floats(name, array.tolist())
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
@@ -222,7 +222,10 @@ def _list_floats(name: str, column: Sequence[Any]) -> tuple[NDArray[Any], BoolAr
                 row=row,
                 value=repr(x),
             )
-    return np.array([np.nan if is_missing(x) else float(x) for x in column], np.float64), missing
+    try:
+        return np.array([np.nan if is_missing(x) else float(x) for x in column], np.float64), missing
+    except OverflowError as error:
+        raise DataError(f"Column {name!r} has a whole number that no float64 holds; scale it.", column=name) from error
 
 
 def numbers_of_texts(name: str, texts: TextBuffers) -> tuple[NDArray[np.float64], BoolArray]:

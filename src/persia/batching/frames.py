@@ -19,6 +19,8 @@ def as_mapping(columns: Any) -> Mapping[str, Any]:
     if isinstance(columns, Mapping):
         return columns
     root = _library(columns)
+    if type(columns).__name__ == "LazyFrame":
+        raise DataError("Columns are given as a LazyFrame, which holds no rows yet; call collect() first.")
     if root == "pyarrow" and hasattr(columns, "column_names"):
         refuse_duplicates(list(columns.column_names), "The table")
         return dict(zip(columns.column_names, columns.columns, strict=True))
@@ -36,21 +38,23 @@ def from_frame(name: str, column: Any) -> Any:
     """A pandas or polars column as a pyarrow array, or as a list where Arrow has no one type for it; else the column.
 
     Raises:
-        DataError: it is a frame: the name stands for several columns.
+        DataError: it is a frame.
     """
     root = _library(column)
     if root not in ("pandas", "polars"):
         return column
     if hasattr(column, "columns"):
-        refuse_duplicates([name, name], "The frame")
-    if root == "polars":
-        return column.to_arrow()
+        raise DataError(f"Column {name!r} is a whole {type(column).__name__}; give one column of it.", column=name)
     import pyarrow as pa
 
     try:
-        return pa.Array.from_pandas(column)
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
-        return column.tolist()
+        if root == "polars" and str(column.dtype) != "Object":
+            return column.to_arrow()
+        if root == "pandas":
+            return pa.Array.from_pandas(column)
+    except (pa.ArrowException, OverflowError):  # Values of several kinds, or whole numbers above 64 bits.
+        pass
+    return column.to_list()
 
 
 def is_arrow(column: Any) -> bool:
@@ -60,6 +64,8 @@ def is_arrow(column: Any) -> bool:
 
 def refuse_duplicates(names: list[str], owner: str) -> None:
     """Raises DataError if a name occurs twice: which of the columns is meant cannot be known."""
+    if len(set(names)) == len(names):
+        return
     for name in names:
         if names.count(name) > 1:
             raise DataError(
@@ -68,4 +74,6 @@ def refuse_duplicates(names: list[str], owner: str) -> None:
 
 
 def _library(thing: Any) -> str:
-    return type(thing).__module__.split(".")[0]
+    """The library that its class, or one that it derives from, is of."""
+    roots = [cls.__module__.split(".")[0] for cls in type(thing).__mro__]
+    return next((root for root in roots if root in ("pyarrow", "pandas", "polars")), roots[0])

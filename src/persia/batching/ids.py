@@ -187,6 +187,13 @@ def _exact_below(values: Any) -> int:
 
 
 def _inexact(name: str, value: Any, row: int) -> DataError:
+    if np.isinf(value):
+        return DataError(
+            f"Feature {name!r} is {value} at row {row}, which is no id; correct the value, or leave it empty.",
+            feature=name,
+            row=row,
+            value=str(value),
+        )
     return DataError(
         f"Feature {name!r} has the {value.dtype} {value} at row {row}: from {_exact_below(value)} on {value.dtype} "
         "cannot tell neighbouring whole numbers apart, so ids may have changed. Write the column as whole numbers "

@@ -5,14 +5,15 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from persia.batching.columns import number_column
+from persia.data.values import Values
 from persia.errors import ConfigError, DataError, PersiaError
 
-__all__ = ["Expression", "Rule", "compare"]
+__all__ = ["Expression", "Rule"]
 
 Rule: TypeAlias = str | Callable[..., Any]
 """An expression, or a function of pyarrow arrays whose parameters are named like columns."""
@@ -27,58 +28,74 @@ _COMPARISONS = {
 }
 _ARITHMETIC = {ast.Add: "add", ast.Sub: "subtract", ast.Mult: "multiply", ast.Div: "divide"}
 _GRAMMAR = (
-    'columns (one that is no identifier as column("its name")), numbers, "texts", True, False, None, '
-    "== != < <= > >=, in, not in, is None, + - * /, and, or, not"
+    'columns (one whose name is not an identifier as column("its name")), numbers, "texts", True, False, '
+    "== != < <= > >=, in (...), not in (...), is None, is not None, + - * /, and, or, not"
 )
+_NODES = (
+    ast.BoolOp, ast.UnaryOp, ast.Compare, ast.BinOp, ast.Name, ast.Constant, ast.Tuple, ast.List, ast.Call, ast.Load,
+    ast.And, ast.Or, ast.Not, ast.USub, ast.In, ast.NotIn, ast.Is, ast.IsNot, *_COMPARISONS, *_ARITHMETIC,
+)  # fmt: skip
+_MAX_DEPTH = 100
+_MAX_SHOWN = 200
 
 
 @dataclass(frozen=True)
 class Expression:
     """A rule, ready to be evaluated.
 
-    In a text column a comparison with a number, or arithmetic, reads the texts as numbers; so CSV and Parquet give the
-    same. A date or timestamp may be compared with an ISO text. What is compared with a missing value is missing.
+    A text column that is compared with a number, or is part of arithmetic, is read as numbers; so CSV and Parquet give
+    the same. Arithmetic is in float64. A date or timestamp may be compared with an ISO text. A comparison with a
+    missing value (null, NaN, an empty text) is missing.
 
     Args:
         owner: argument that it came by, for messages.
         rule: see `Rule`.
 
     Raises:
-        ConfigError: the rule is no expression of this grammar.
+        ConfigError: the rule is not an expression of this grammar, or not a function of columns.
     """
 
     owner: str
     rule: Rule
 
     def __post_init__(self) -> None:
-        for node in ast.walk(self._tree()) if isinstance(self.rule, str) else ():
-            if not isinstance(node, _NODES):
-                raise self._invalid(f"{type(node).__name__} is not supported")
-            if isinstance(node, ast.Call) and not _is_column(node):
-                raise self._invalid("the only call is column(name)")
-        if callable(self.rule) and not self.columns:
-            raise ConfigError(f"{self.owner}: the function has no parameters; name them as columns.", field=self.owner)
+        if isinstance(self.rule, str):
+            self._check(_parsed(self))
+        elif not callable(self.rule):
+            raise ConfigError(
+                f"{self.owner} = {self.rule!r}: write an expression as a text, or give a function.", field=self.owner
+            )
+        if not self.columns:
+            raise self._invalid("it names no column")
 
     def __str__(self) -> str:
-        return repr(self.rule) if isinstance(self.rule, str) else f"function of {', '.join(self.columns)}"
+        if not isinstance(self.rule, str):
+            return f"function of {', '.join(self.columns)}"
+        return repr(self.rule if len(self.rule) <= _MAX_SHOWN else self.rule[:_MAX_SHOWN] + "...")
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Names of the columns that it needs, in order of appearance."""
-        if callable(self.rule):
-            return tuple(inspect.signature(self.rule).parameters)
-        calls = {id(node.func): node.args[0].value for node in ast.walk(self._tree()) if _is_column(node)}  # type: ignore[attr-defined]
-        nodes = [node for node in ast.walk(self._tree()) if isinstance(node, ast.Name)]
-        return tuple(dict.fromkeys(calls.get(id(node), node.id) for node in nodes))
+        if not isinstance(self.rule, str):
+            return self._parameters(self.rule)
+        calls: dict[int, str] = {}
+        names: list[str] = []
+        for node in ast.walk(_parsed(self)):  # A call comes before the name `column` in it.
+            if isinstance(node, ast.Call):
+                calls[id(node.func)] = _column(node)
+            elif isinstance(node, ast.Name):
+                names.append(calls.get(id(node), node.id))
+        return tuple(dict.fromkeys(names))
 
-    def evaluate(self, columns: Mapping[str, Any]) -> Any:
+    def evaluate(self, columns: Mapping[str, Any], rows: int) -> Any:
         """The value for each row.
 
         Args:
-            columns: pyarrow array `[n]` by name.
+            columns: pyarrow array `[rows]` by name.
+            rows: how many there are.
 
         Returns:
-            A pyarrow array of booleans or numbers `[n]`, with nulls where what it needs is missing.
+            A pyarrow array of booleans or numbers `[rows]`, with nulls where what it needs is missing.
 
         Raises:
             DataError: types do not fit; names the rule.
@@ -86,180 +103,154 @@ class Expression:
         import pyarrow as pa
 
         try:
-            if callable(self.rule):
-                result = self.rule(*(columns[name] for name in self.columns))
-                return result if isinstance(result, (pa.Array, pa.ChunkedArray)) else pa.array(result)
-            result = _evaluate(self._tree().body, columns)
-            rows = len(next(iter(columns.values())))
-            return result if isinstance(result, (pa.Array, pa.ChunkedArray)) else pa.repeat(result, rows)
+            if isinstance(self.rule, str):
+                values = Values({name: columns[name] for name in self.columns})
+                result = _evaluate(_parsed(self), values)
+                return pa.repeat(result, rows) if isinstance(result, (pa.Scalar, bool, int, float, str)) else result
+            result = self.rule(*(_readable(columns[name]) for name in self.columns))
+            result = result if isinstance(result, (pa.Array, pa.ChunkedArray)) else pa.array(result)
         except PersiaError as error:
             raise DataError(f"{self.owner} = {self}: {error.message}", **error.fields) from error
         except Exception as error:  # Whatever the function raises, or pyarrow.
             raise DataError(
-                f"{self.owner} = {self} cannot be evaluated: {error}; correct it.", field=self.owner
+                f"{self.owner} = {self} cannot be evaluated ({type(error).__name__}: {error}); correct it.",
+                field=self.owner,
             ) from error
+        if len(result) != rows:
+            raise DataError(
+                f"{self.owner} = {self} gives {len(result)} values for {rows} rows; return one for each row.",
+                field=self.owner,
+            )
+        return result
 
-    def _tree(self) -> ast.Expression:
-        assert isinstance(self.rule, str)
+    def _parameters(self, function: Callable[..., Any]) -> tuple[str, ...]:
         try:
-            return ast.parse(self.rule.strip(), mode="eval")
-        except (SyntaxError, ValueError) as error:
-            raise self._invalid(str(error)) from error
+            parameters = inspect.signature(function).parameters.values()
+        except ValueError as error:
+            raise self._invalid_function() from error
+        if any(p.kind not in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) or not parameters:
+            raise self._invalid_function()
+        return tuple(p.name for p in parameters)
+
+    def _check(self, tree: ast.expr) -> None:
+        lists: set[int] = set()
+        nones: set[int] = set()
+        layer: list[ast.AST] = [tree]
+        depth = 0
+        while layer:  # Outer nodes come before those in them.
+            depth += 1
+            if depth > _MAX_DEPTH:
+                raise self._invalid(f"it is nested more than {_MAX_DEPTH} deep")
+            for node in layer:
+                if not isinstance(node, _NODES):
+                    raise self._invalid(f"{type(node).__name__} is not supported")
+                if isinstance(node, ast.Call) and not _column(node):
+                    raise self._invalid('the only function is column("name")')
+                if isinstance(node, ast.Compare):
+                    for operator, other in zip(node.ops, node.comparators, strict=True):
+                        if isinstance(operator, (ast.In, ast.NotIn)):
+                            if not isinstance(other, (ast.Tuple, ast.List)) or not other.elts:
+                                raise self._invalid('a list of values follows `in`, such as ("a", "b")')
+                            lists.add(id(other))
+                        if isinstance(operator, (ast.Is, ast.IsNot)):
+                            if not (isinstance(other, ast.Constant) and other.value is None):
+                                raise self._invalid("only None follows `is`; write ==")
+                            nones.add(id(other))
+                if isinstance(node, (ast.Tuple, ast.List)) and id(node) not in lists:
+                    raise self._invalid("a list of values may only follow `in`")
+                if isinstance(node, ast.Constant):
+                    self._check_constant(node.value, id(node) in nones)
+            layer = [child for node in layer for child in ast.iter_child_nodes(node)]
+
+    def _check_constant(self, value: object, may_be_none: bool) -> None:
+        if value is None and not may_be_none:
+            raise self._invalid("None may only follow `is`; write `is None`")
+        if value == "":
+            raise self._invalid("an empty text is a missing value; write `is None`")
+        if not isinstance(value, (str, bool, int, float, type(None))):
+            raise self._invalid(f"{value!r} is neither a number nor a text")
+        if isinstance(value, (int, float)) and not (math.isfinite(value) and value < 2**64):
+            raise self._invalid("it has a number above 2**64 - 1")
 
     def _invalid(self, why: str) -> ConfigError:
-        return ConfigError(f"{self.owner} = {self.rule!r}: {why}; an expression has {_GRAMMAR}.", field=self.owner)
+        return ConfigError(f"{self.owner} = {self}: {why}. An expression has {_GRAMMAR}.", field=self.owner)
+
+    def _invalid_function(self) -> ConfigError:
+        return ConfigError(
+            f"{self.owner}: the parameters of the function must be names of columns, one or more; it has others.",
+            field=self.owner,
+        )
 
 
-_NODES = (
-    ast.Expression, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.BinOp, ast.Name, ast.Constant, ast.Tuple, ast.List,
-    ast.Call, ast.Load, ast.And, ast.Or, ast.Not, ast.USub, ast.In, ast.NotIn, ast.Is, ast.IsNot,
-    *_COMPARISONS, *_ARITHMETIC,
-)  # fmt: skip
+def _parsed(expression: Expression) -> ast.expr:
+    assert isinstance(expression.rule, str)
+    try:
+        return _parse(expression.rule)
+    except (SyntaxError, ValueError) as error:
+        why = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise expression._invalid(why) from error
+    except (RecursionError, MemoryError) as error:
+        raise expression._invalid(f"it is nested more than {_MAX_DEPTH} deep") from error
 
 
-def _is_column(node: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id == "column"
-        and not node.keywords
-        and [type(arg) for arg in node.args] == [ast.Constant]
-    )
+@functools.lru_cache(maxsize=64)
+def _parse(rule: str) -> ast.expr:
+    return ast.parse(f"({rule}\n)", mode="eval").body  # In parentheses it may have several lines.
 
 
-def _evaluate(node: ast.AST, columns: Mapping[str, Any]) -> Any:
+def _column(node: ast.Call) -> str:
+    """The name in `column("name")`; empty for another call."""
+    if isinstance(node.func, ast.Name) and node.func.id == "column" and not node.keywords:
+        match node.args:
+            case [ast.Constant(value=str(name))]:
+                return name
+    return ""
+
+
+def _readable(column: Any) -> Any:
+    """A column for a function: texts of CSV as texts, not as bytes."""
+    import pyarrow as pa
+
+    return column.cast(pa.string()) if pa.types.is_binary(column.type) else column
+
+
+def _evaluate(node: ast.expr, values: Values) -> Any:
     import pyarrow.compute as pc
 
     match node:
         case ast.Constant(value=constant):
             return constant
         case ast.Name(id=name):
-            return columns[name]
-        case ast.Call(args=[ast.Constant(value=text)]):
-            return columns[str(text)]
-        case ast.Tuple(elts=elements) | ast.List(elts=elements):
-            return [_evaluate(element, columns) for element in elements]
+            return values.column(name)
+        case ast.Call():
+            return values.column(_column(node))
         case ast.UnaryOp(op=ast.Not(), operand=operand):
-            return pc.invert(_truth(_evaluate(operand, columns)))
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return pc.negate(_numbers(_evaluate(operand, columns)))
+            return pc.invert(values.truth(_evaluate(operand, values)))
+        case ast.UnaryOp(operand=ast.Constant(value=int() | float() as number)):
+            return -number
+        case ast.UnaryOp(operand=operand):
+            return pc.negate(values.floats(_evaluate(operand, values)))
         case ast.BoolOp(op=boolean, values=parts):
             combine = pc.and_kleene if isinstance(boolean, ast.And) else pc.or_kleene
-            return functools.reduce(combine, [_truth(_evaluate(part, columns)) for part in parts])
+            return functools.reduce(combine, [values.truth(_evaluate(part, values)) for part in parts])
         case ast.BinOp(left=left, op=operator, right=right):
-            left_value, right_value = _numbers(_evaluate(left, columns)), _numbers(_evaluate(right, columns))
-            if isinstance(operator, ast.Div):
-                left_value = pc.cast(left_value, "double")
-            return pc.call_function(_ARITHMETIC[type(operator)], [left_value, right_value])
+            operands = [values.floats(_evaluate(part, values)) for part in (left, right)]
+            return pc.call_function(_ARITHMETIC[type(operator)], operands)
         case ast.Compare(left=left, ops=operators, comparators=others):
-            values = [_evaluate(part, columns) for part in (left, *others)]
-            pairs = zip(operators, values, values[1:], strict=False)
-            return functools.reduce(pc.and_kleene, [_compare(*pair) for pair in pairs])
-    raise DataError(f"{ast.dump(node)} cannot be evaluated.")
+            pairs = zip(operators, (left, *others), others, strict=False)
+            return functools.reduce(pc.and_kleene, [_compare(*pair, values) for pair in pairs])
+    raise AssertionError(ast.dump(node))
 
 
-def _compare(operator: ast.cmpop, one: Any, other: Any) -> Any:
+def _compare(operator: ast.cmpop, left: ast.expr, right: ast.expr, values: Values) -> Any:
     import pyarrow.compute as pc
 
+    one = _evaluate(left, values)
     if isinstance(operator, (ast.Is, ast.IsNot)):
-        if other is not None:
-            raise DataError("only None follows `is`; write ==.")
-        missing = pc.or_kleene(pc.is_null(one, nan_is_null=_is_float(one)), _is_empty(one))
-        return missing if isinstance(operator, ast.Is) else pc.invert(missing)
+        return pc.is_null(one) if isinstance(operator, ast.Is) else pc.is_valid(one)
     if isinstance(operator, (ast.In, ast.NotIn)):
-        if not isinstance(other, list) or not other:
-            raise DataError("a list of values follows `in`.")
-        found = compare("equal", one, other[0])
-        for value in other[1:]:
-            found = pc.or_kleene(found, compare("equal", one, value))
+        assert isinstance(right, (ast.Tuple, ast.List))
+        equal = [values.compare("equal", one, _evaluate(element, values)) for element in right.elts]
+        found = functools.reduce(pc.or_kleene, equal)
         return found if isinstance(operator, ast.In) else pc.invert(found)
-    return compare(_COMPARISONS[type(operator)], one, other)
-
-
-def compare(function: str, one: Any, other: Any) -> Any:
-    """Compares arrays, or an array and a constant, as `pyarrow.compute` does, after giving them one type."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    def kind(value: Any) -> str:
-        type_ = value.type if isinstance(value, (pa.Array, pa.ChunkedArray)) else pa.scalar(value).type
-        if pa.types.is_dictionary(type_):
-            type_ = type_.value_type
-        if pa.types.is_temporal(type_):
-            return "time"
-        text = pa.types.is_large_string(type_) or pa.types.is_string(type_) or pa.types.is_large_binary(type_)
-        return "text" if text or pa.types.is_binary(type_) else "number"
-
-    kinds = [kind(one), kind(other)]
-    if "number" in kinds and "time" in kinds:
-        raise DataError("a time is compared with a number; write the time as an ISO text.")
-    for value, kind_of_other in ((one, kinds[1]), (other, kinds[0])):
-        if isinstance(value, str) and kind_of_other == "number":
-            raise DataError(f"a column of numbers is compared with the text {value!r}; write a number.")
-    if "number" in kinds:
-        one, other = _numbers(one), _numbers(other)
-    elif "time" in kinds:
-        type_ = next(v.type for v, k in zip((one, other), kinds, strict=True) if k == "time")
-        one, other = (
-            _time(value, type_) if k == "text" else value for value, k in zip((one, other), kinds, strict=True)
-        )
-    else:
-        one, other = _text(one), _text(other)
-    return pc.call_function(function, [one, other])
-
-
-def _numbers(value: Any) -> Any:
-    """Texts as numbers; numbers as they are."""
-    import pyarrow as pa
-
-    if not isinstance(value, (pa.Array, pa.ChunkedArray)):
-        if isinstance(value, str) or value is None:
-            raise DataError(f"{value!r} is no number.")
-        return pa.scalar(value)
-    if pa.types.is_integer(value.type) or pa.types.is_floating(value.type):
-        return value
-    return pa.array(number_column("", value, fill=float("nan")), from_pandas=True)
-
-
-def _text(value: Any) -> Any:
-    import pyarrow as pa
-
-    if not isinstance(value, (pa.Array, pa.ChunkedArray)):
-        return pa.scalar(value, pa.string())
-    if pa.types.is_dictionary(value.type):
-        value = value.dictionary_decode() if isinstance(value, pa.Array) else value.combine_chunks().dictionary_decode()
-    return value.cast(pa.string())
-
-
-def _time(value: Any, type_: Any) -> Any:
-    import pyarrow as pa
-
-    if isinstance(value, str):
-        return pa.scalar(value).cast(type_)
-    return _text(value).cast(type_)
-
-
-def _truth(value: Any) -> Any:
-    """Booleans as they are; numbers and texts of booleans as booleans."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    if not isinstance(value, (pa.Array, pa.ChunkedArray)):
-        return pa.scalar(bool(value))
-    return value if pa.types.is_boolean(value.type) else pc.not_equal(_numbers(value), 0)
-
-
-def _is_float(value: Any) -> bool:
-    import pyarrow as pa
-
-    return bool(pa.types.is_floating(value.type))
-
-
-def _is_empty(value: Any) -> Any:
-    """Whether a text is empty, which is a missing value."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    kind = value.type
-    texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
-    return pc.equal(pc.binary_length(value), 0) if any(test(kind) for test in texts) else pa.scalar(False)
+    return values.compare(_COMPARISONS[type(operator)], one, _evaluate(right, values))

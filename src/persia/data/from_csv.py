@@ -11,7 +11,7 @@ from persia.batching.batch import Batch
 from persia.data.expressions import Rule
 from persia.data.files import File, Paths, expand
 from persia.data.reader import Order, StreamReader
-from persia.data.rows import Conversion, DayUnit, Piece, require_rows
+from persia.data.rows import Conversion, DayUnit, Piece, present_columns, require_rows
 from persia.data.selection import Selection, Split
 from persia.errors import ConfigError, DataError
 from persia.schema import Schema
@@ -19,6 +19,7 @@ from persia.schema import Schema
 __all__ = ["CSV_SUFFIXES", "CsvFormat", "CsvSource", "csv"]
 
 _BLOCK_BYTES = 4 << 20
+_ENCODING = "convert the file, or give it the suffix of its compression (.gz, .bz2, .zst)."
 _DELIMITERS = (",", ";", "\t", "|", " ", ":", "\x01")
 
 CSV_SUFFIXES = tuple(s + z for s in (".csv", ".tsv", ".txt") for z in ("", ".gz", ".bz2", ".zst"))
@@ -107,6 +108,7 @@ class CsvFormat:
         null_values: texts that stand for a missing value, beside the empty one.
         columns: for `transform`: columns that it reads, where they are not those of the schema.
         transform: from the file's columns to those that the conversion expects.
+        optional: for `transform`: those of `columns` that may be missing where labels are not required.
         layouts: for a format of fixed order: names of the columns, tried for a file whose first line has none of them.
         comment: lines that start so are left out, where they have another number of fields.
     """
@@ -116,6 +118,7 @@ class CsvFormat:
     lists: Mapping[str, str] = field(default_factory=dict)
     null_values: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
     transform: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     layouts: tuple[tuple[str, ...], ...] = ()
     comment: str | None = None
@@ -149,8 +152,13 @@ class CsvSource:
         import pyarrow.csv as pc
 
         form = self.format
-        names, header = self._names(file)
+        first, more = self._first_line(file)
+        if first is None:
+            return
+        names, header = self._names(file, first)
         columns = self._columns(file, names)
+        if header and not more:
+            return
         convert = pc.ConvertOptions(
             # Not text: what the bytes mean is decided later, and UTF-8 need not be checked twice.
             column_types=dict.fromkeys(columns, pa.binary()),
@@ -166,16 +174,29 @@ class CsvSource:
                     yield Piece(file, row, dict(zip(piece.schema.names, piece.columns, strict=True)), len(piece))
                     row += len(piece)
             except pa.ArrowInvalid as error:
+                if "straddling" in str(error):
+                    raise DataError(
+                        f"{file.path}: the line at row {row} or one soon after it is longer than "
+                        f"{_BLOCK_BYTES >> 20} MiB. Close a quote that is left open, shorten the line, or convert the "
+                        "file to Parquet.",
+                        path=file.path,
+                        row=row,
+                    ) from error
                 if not invalid:
                     raise
                 raise self._ragged(file, invalid[0], len(names), header) from error
 
-    def _names(self, file: File) -> tuple[list[str], bool]:
+    def _names(self, file: File, first: list[str]) -> tuple[list[str], bool]:
         """Names of the columns, and whether the first line has them."""
         form = self.format
         if form.column_names is not None:
+            if first == list(form.column_names):
+                raise DataError(
+                    f"{file.path}: the first line has the names of the columns; leave column_names out.",
+                    path=file.path,
+                    row=0,
+                )
             return list(form.column_names), False
-        first = self._first_line(file)
         if not form.layouts or any(name.strip() and name in layout for layout in form.layouts for name in first):
             return first, True
         for layout in form.layouts:
@@ -188,15 +209,14 @@ class CsvSource:
             path=file.path,
         )
 
-    def _first_line(self, file: File) -> list[str]:
-        """Fields of the first line that is neither empty nor a comment."""
+    def _first_line(self, file: File) -> tuple[list[str] | None, bool]:
+        """Fields of the first line that is neither empty nor a comment, or None, and whether another one follows."""
         comment = self.format.comment
         with file.open_text() as stream:
-            lines = (line for line in stream if line.strip() and not (comment is not None and line.startswith(comment)))
+            parts = iter(lambda: stream.readline(_BLOCK_BYTES), "")  # Bounded: the file may be no text at all.
+            lines = (line for line in parts if line.strip() and not (comment is not None and line.startswith(comment)))
             fields = next(reader(lines, delimiter=self.format.delimiter), None)
-        if fields is None:
-            raise DataError(f"{file.path} is empty: it has not even a line of column names.", path=file.path)
-        return fields
+            return fields, fields is not None and next(lines, None) is not None
 
     def _columns(self, file: File, present: list[str]) -> list[str]:
         """The columns to read.
@@ -204,39 +224,38 @@ class CsvSource:
         Raises:
             DataError: one is missing, or there twice.
         """
-        form = self.format
+        form, conversion = self.format, self.conversion
+        if "\0" in "".join(present):  # UTF-16, Parquet, an archive, ...
+            raise DataError(f"{file.path}: the first line is not UTF-8 text; {_ENCODING}", path=file.path, row=0)
         if not form.columns:
-            return self.conversion.columns_of(file, present, self._other_delimiter(present))
-        selected = self.conversion.selection.columns if self.conversion.selection is not None else ()
-        optional = set() if self.conversion.require_labels else set(self.conversion.schema.labels)
-        for name in (*form.columns, *selected):
-            if name not in present and name not in optional:
-                raise DataError(
-                    f"{file.path} has no column {name!r} (it has {', '.join(present)})."
-                    f"{self._other_delimiter(present) or ' Correct the path, or require_labels.'}",
-                    path=file.path,
-                    column=name,
-                )
-        return [name for name in dict.fromkeys((*form.columns, *selected)) if name in present]
+            return conversion.columns_of(file, present, self._hint(present, list(conversion.wanted.values())))
+        selected = conversion.selection.columns if conversion.selection is not None else ()
+        wanted = [(name, name) for name in (*form.columns, *selected)]
+        optional = () if conversion.require_labels else (*form.optional, *conversion.schema.labels)
+        return present_columns(file, present, wanted, optional, self._hint(present, list(form.columns)))
 
-    def _other_delimiter(self, present: list[str]) -> str:
-        """A remark if the first line has another delimiter than the format."""
-        if len(present) > 1:
+    def _hint(self, present: list[str], wanted: list[str]) -> str:
+        """A remark on a first line that lacks a column."""
+        line = self.format.delimiter.join(present)
+        if "\ufffd" in line:
+            return f" The first line is not UTF-8 text: {_ENCODING}"
+        if any(name in wanted for name in present) or self.format.column_names is not None:
             return ""
-        line = present[0] if present else ""
-        counts = {text: line.count(text) for text in _DELIMITERS if text != self.format.delimiter}
-        best = max(counts, key=lambda text: counts[text], default="")
-        if not best or not counts[best]:
-            return ""
-        return f" The first line looks as if fields were separated by {best!r}: set delimiter={best!r}."
+        other = next((d for d in _DELIMITERS if any(name.strip() in wanted for name in line.split(d))), None)
+        if other is not None and other != self.format.delimiter:
+            return f" The first line looks as if fields were separated by {other!r}: set delimiter={other!r}."
+        return " If the file has no line of column names, give column_names."
 
     def _ragged(self, file: File, line: Any, columns: int, header: bool) -> DataError:
         row = line.number - 1 - header
         text = line.text if len(line.text) <= 80 else line.text[:80] + "..."
+        others = (d for d in _DELIMITERS if line.actual_columns == 1 and line.text.count(d) == columns - 1)
+        other = next(others, None)
         return DataError(
             f"{file.path}: the line {text!r} at row {row} has {line.actual_columns} fields instead of {columns}. Quote "
-            "fields that hold the delimiter, restore the file if it is cut off here, or leave the line out."
-            f"{self._other_delimiter([line.text]) if line.actual_columns == 1 else ''}",
+            "fields that hold the delimiter, close open quotes, restore the file if it is cut off here, or leave the "
+            "line out."
+            f"{f' Its fields look separated by {other!r}: set delimiter={other!r}.' if other is not None else ''}",
             path=file.path,
             row=row,
             value=line.text,
@@ -258,7 +277,7 @@ class CsvSource:
         if file.compression:
             stream = pa.CompressedInputStream(stream, file.compression)
         read = pc.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES, column_names=names)
-        parse = pc.ParseOptions(delimiter=self.format.delimiter, invalid_row_handler=refuse)
+        parse = pc.ParseOptions(delimiter=self.format.delimiter, newlines_in_values=True, invalid_row_handler=refuse)
         return pc.open_csv(stream, read_options=read, parse_options=parse, convert_options=convert)
 
     def _prepare(self, columns: dict[str, Any]) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def movielens(
         )
     delimiter, layout = _FORMATS[separator]
     schema = Schema([IdFeature(name, dim=dim, kind="number") for name in ("user", "movie")], labels=["like"])
-    form = CsvFormat(delimiter, columns=_NAMES, transform=_movielens_columns, layouts=(layout,))
+    form = CsvFormat(delimiter, columns=_NAMES, optional=("rating",), transform=_movielens_columns, layouts=(layout,))
     conversion = Conversion(
         schema, day="timestamp", day_unit="s", require_labels=require_labels, selection=Selection.of(where, split)
     )
@@ -88,6 +88,7 @@ def movielens(
 
 
 def _movielens_columns(columns: dict[str, Any]) -> dict[str, Any]:
-    user, movie, rating, time = (columns[name] for name in _NAMES)
-    likes = number_column("rating", rating) >= 4.0
-    return {"user": user, "movie": movie, "like": likes, "timestamp": time}
+    named = {"user": columns["userId"], "movie": columns["movieId"], "timestamp": columns["timestamp"]}
+    if "rating" in columns:
+        named["like"] = number_column("rating", columns["rating"]) >= 4.0
+    return named

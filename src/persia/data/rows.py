@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date
@@ -13,11 +13,12 @@ from persia.batching.columns import number_column
 from persia.data.expressions import Expression, Rule
 from persia.data.files import File
 from persia.data.selection import Selection
+from persia.data.values import times_of_text
 from persia.errors import ConfigError, DataError
 from persia.schema import Schema
 from persia.types import Int64Array
 
-__all__ = ["Conversion", "DayUnit", "Piece", "require_rows"]
+__all__ = ["Conversion", "DayUnit", "Piece", "present_columns", "require_rows"]
 
 DayUnit: TypeAlias = Literal["day", "s", "ms", "us", "ns"]
 """What a whole number in a day column counts since its zero."""
@@ -106,33 +107,15 @@ class Conversion:
         Args:
             file: the file.
             present: its columns.
-            hint: what the error for a missing column should add.
+            hint: what the error for a missing column adds.
 
         Raises:
             DataError: the file lacks a column that is needed, or has two of its name.
         """
-        columns: list[str] = []
-        optional = set() if self.require_labels else set(self.schema.labels)
         wanted = [*self.wanted.items(), *([("day", self.day)] if self.day else [])]
         wanted += [(name, column) for name, rule in self._rules().items() for column in rule.columns]
         wanted += [("where or split", column) for column in (self.selection.columns if self.selection else ())]
-        for name, column in wanted:
-            if present.count(column) > 1:
-                raise DataError(
-                    f"{file.path} has {present.count(column)} columns named {column!r}; rename or remove all but one.",
-                    path=file.path,
-                    column=column,
-                )
-            if column in present:
-                columns.append(column)
-            elif column not in file.keys and name not in optional:
-                raise DataError(
-                    f"{file.path} has no column {column!r} (for {name!r}); correct the schema or rename "
-                    f"(it has {', '.join([*present, *file.keys])}).{hint}",
-                    path=file.path,
-                    column=column,
-                )
-        return list(dict.fromkeys(columns))
+        return present_columns(file, present, wanted, () if self.require_labels else self.schema.labels, hint)
 
     def batches(self, pieces: Iterator[Piece], skip: int, prepare: Prepare | None = None) -> Iterator[Batch]:
         """The selected rows of the pieces as batches, without the first `skip`.
@@ -175,7 +158,7 @@ class Conversion:
         for name, rule in self._rules().items():
             columns = {column: self._read(piece, column) for column in rule.columns}
             missing = [column for column, values in columns.items() if values is None]
-            named[name] = None if missing else rule.evaluate(columns)
+            named[name] = None if missing else rule.evaluate(columns, piece.rows)
         for name, value in self.fill.items():
             if named.get(name) is not None:
                 named[name] = number_column(name, named[name], value)
@@ -198,7 +181,9 @@ class Conversion:
         value = piece.file.keys[column]
         if value == _HIVE_NULL:
             return pa.nulls(piece.rows)
-        return pa.repeat(int(value) if value.isdecimal() else value, piece.rows)  # 03 is 3, as in Spark and Arrow.
+        if value.isdecimal() and int(value) < 2**64:  # 03 is 3, as in Spark and Arrow.
+            return pa.repeat(pa.scalar(int(value), pa.uint64()), piece.rows)
+        return pa.repeat(value, piece.rows)
 
     def _day(self, piece: Piece) -> Any:
         if self.day is None:
@@ -209,7 +194,7 @@ class Conversion:
 
     @contextmanager
     def _located(self, piece: Piece, positions: Int64Array | None) -> Iterator[None]:
-        """A DataError about these rows becomes one that names the file, its row and its column.
+        """Errors about these rows become a DataError that names the file, its row and its column.
 
         Args:
             piece: the rows.
@@ -229,6 +214,58 @@ class Conversion:
                 fields["column"] = column = self.rename.get(name, name)
                 message += f" In the file the column is {column!r}." if column != name else ""
             raise DataError(f"{piece.file.path}: {message}", **fields) from error
+        except Exception as error:
+            if not type(error).__module__.startswith("pyarrow"):
+                raise
+            raise DataError(
+                f"{piece.file.path}: the rows from {piece.row} on cannot be converted ({error}); correct or exclude "
+                "the file.",
+                path=piece.file.path,
+            ) from error
+
+
+def present_columns(
+    file: File, present: list[str], wanted: Iterable[tuple[str, str]], optional: Collection[str], hint: str = ""
+) -> list[str]:
+    """The columns to read from a file, each once.
+
+    Args:
+        file: the file.
+        present: its columns.
+        wanted: for each column that is needed, its use and its name in the file.
+        optional: uses whose columns may be missing.
+        hint: what the error for a missing column adds.
+
+    Raises:
+        DataError: the file lacks a column that is needed, or has two of its name.
+    """
+    columns: list[str] = []
+    for name, column in wanted:
+        if present.count(column) > 1:
+            raise DataError(
+                f"{file.path} has {present.count(column)} columns named {column!r}; rename or remove all but one.",
+                path=file.path,
+                column=column,
+            )
+        if column in present:
+            columns.append(column)
+        elif column not in file.keys and name not in optional:
+            similar = next((p for p in present if p.strip().casefold() == column.strip().casefold()), None)
+            raise DataError(
+                f"{file.path} has no column {column!r}{f' (for {name!r})' if name != column else ''}; correct the "
+                f"schema or rename (it has {_listed([*present, *file.keys])})."
+                + (hint if similar is None else f" {similar!r} differs in case or spaces, which count."),
+                path=file.path,
+                column=column,
+            )
+    return list(dict.fromkeys(columns))
+
+
+def _listed(names: list[str], most: int = 40) -> str:
+    """Names for a message; in quotes where they have spaces around them or characters that do not print."""
+    shown = [name if name.isprintable() and name == name.strip() != "" else repr(name) for name in names[:most]]
+    listed = ", ".join(name if len(name) <= 80 else name[:80] + "..." for name in shown)
+    return listed + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def require_rows(
@@ -241,8 +278,11 @@ def require_rows(
         yield from batches
     elif skip == 0:
         names = ", ".join(file.path for file in files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
-        chosen = "" if selection is None else " that `where` and `split` select"
-        raise DataError(f"{names}: there are no rows{chosen}; correct the paths or the selection.", path=files[0].path)
+        if selection is None:
+            message = f"{names} {'is' if len(files) == 1 else 'are'} empty: there are no rows; correct the paths."
+        else:
+            message = f"{names}: `where` and `split` select no rows; correct them or the paths."
+        raise DataError(message, path=files[0].path)
 
 
 def _day_of_text(key: str, text: str, per_day: int) -> int:
@@ -261,7 +301,7 @@ def _day_of_column(name: str, column: Any, unit: DayUnit) -> Any:
     import pyarrow.compute as pc
 
     if pa.types.is_string(column.type) or pa.types.is_binary(column.type) or pa.types.is_large_string(column.type):
-        column = _times_of_text(name, column)
+        column = times_of_text(name, column)
     kind = column.type
     if pa.types.is_date32(kind):
         column, unit = column.cast(pa.int32()), "day"
@@ -275,31 +315,3 @@ def _day_of_column(name: str, column: Any, unit: DayUnit) -> Any:
         row = int(pc.index(pc.is_null(column), True).as_py())
         raise DataError(f"Day column {name!r} has a missing value at row {row}; fill it in.", column=name, row=row)
     return column.to_numpy(zero_copy_only=False) // _PER_DAY[unit]
-
-
-def _times_of_text(name: str, column: Any) -> Any:
-    """Texts of whole numbers as numbers, else texts of dates or times (ISO) as timestamps."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    texts = pc.utf8_trim_whitespace(column.cast(pa.string()))
-    texts = pc.if_else(pc.equal(texts, ""), None, texts)
-    for kind in (pa.int64(), pa.timestamp("us")):
-        try:
-            return texts.cast(kind)
-        except pa.ArrowInvalid:
-            continue
-    number = texts[pc.index(pc.is_valid(texts), True).as_py()].as_py().lstrip("-").isdecimal()
-    for row, text in enumerate(texts):
-        try:
-            if text.is_valid:
-                text.cast(pa.int64() if number else pa.timestamp("us"))
-        except pa.ArrowInvalid:
-            raise DataError(
-                f"Day column {name!r} has {text.as_py()!r} at row {row}; it takes whole numbers, or dates and times "
-                "such as 2024-05-01 and 2024-05-01 12:30:00, of one kind in all rows.",
-                column=name,
-                row=row,
-                value=text.as_py(),
-            ) from None
-    raise AssertionError("a text that cannot be cast was not found again")

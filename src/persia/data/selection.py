@@ -12,7 +12,8 @@ import numpy as np
 from persia.batching import ThreadPool, hash_cross
 from persia.batching.columns import id_column
 from persia.config import convert
-from persia.data.expressions import Expression, Rule, compare
+from persia.data.expressions import Expression, Rule
+from persia.data.values import Values
 from persia.errors import ConfigError, DataError
 from persia.types import BoolArray, Ids, Int64Array
 
@@ -46,10 +47,12 @@ class Split(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name, known in (("part", ("train", "test")), ("by", ("random", "hash", "time"))):
             if getattr(self, name) not in known:
                 raise ConfigError(f"Split.{name} = {getattr(self, name)!r}; use one of {', '.join(known)}.", field=name)
-        if not 0 < self.test < 1:
+        if not isinstance(self.test, float) or not 0 < self.test < 1:
             raise ConfigError(f"Split.test = {self.test!r} is not a share between 0 and 1.", field="test")
-        if self.seed < 0:
-            raise ConfigError(f"Split.seed = {self.seed!r} is negative.", field="seed")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
+            raise ConfigError(f"Split.seed = {self.seed!r} is not a whole number from 0 to 2**64 - 1.", field="seed")
+        if not isinstance(self.at, (str, int, float, type(None))):
+            raise ConfigError(f"Split.at = {self.at!r}: give a number, or a date or time as an ISO text.", field="at")
         if (self.column is None) != (self.by == "random"):
             raise ConfigError(
                 f"Split.column = {self.column!r} with by={self.by!r}; "
@@ -73,7 +76,7 @@ class Split(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         elif self.by == "hash":
             test = self._drawn(_single_ids(self.column, columns[self.column], rows))
         else:
-            later = compare("greater_equal", columns[self.column], self.at)
+            later = self._later(self.column, columns[self.column])
             if later.null_count:
                 row = int(pc.index(pc.is_null(later), True).as_py())
                 raise DataError(
@@ -84,6 +87,18 @@ class Split(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 )
             test = later.to_numpy(zero_copy_only=False)
         return test if self.part == "test" else ~test
+
+    def _later(self, name: str, column: Any) -> Any:
+        """Whether each row is test data; null where the time is missing."""
+        values = Values({name: column})
+        times = values.column(name)
+        try:
+            # Texts are no times until they are read as such: 10/21/2024 is not in the order of time.
+            return values.compare("greater_equal", values.times(times) if isinstance(self.at, str) else times, self.at)
+        except DataError as error:
+            raise DataError(
+                f"Split by time at {self.at!r}: {error.message}", **{"column": name, **error.fields}
+            ) from error
 
     def _drawn(self, keys: Ids) -> BoolArray:
         drawn = hash_cross([keys], ThreadPool(1), seed=self.seed)
@@ -139,13 +154,11 @@ class Selection:
         Raises:
             DataError: a rule does not fit the columns, or does not give booleans.
         """
-        import pyarrow as pa
-
         kept = np.ones(rows, np.bool_)
         if self.where is not None:
-            mask = self.where.evaluate({name: columns[name] for name in self.where.columns})
-            if not pa.types.is_boolean(mask.type):
-                raise DataError(f"where = {self.where} gives {mask.type}, not true or false; compare with something.")
+            # Through `Values` once more: what a function gives, or a column of truths in CSV, may be of any kind.
+            result = Values({"where": self.where.evaluate(columns, rows)})
+            mask = result.truth(result.column("where"))
             kept &= mask.fill_null(False).to_numpy(zero_copy_only=False)
         if self.split is not None:
             kept &= self.split.rows(columns, first, rows)

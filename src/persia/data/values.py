@@ -1,0 +1,209 @@
+"""Columns of a file as texts, numbers, booleans or times, so that CSV and Parquet compare alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from persia.batching.columns import number_column
+from persia.errors import DataError
+
+__all__ = ["Values", "times_of_text"]
+
+_EXACT = 1 << 53
+"""Below it each whole number is a float64 of its own."""
+
+
+class Values:
+    """The columns of some rows, for one evaluation.
+
+    Args:
+        columns: pyarrow array `[rows]` by name.
+    """
+
+    def __init__(self, columns: Mapping[str, Any]) -> None:
+        self._columns = {name: _plain(name, array) for name, array in columns.items()}
+
+    def column(self, name: str) -> Any:
+        """A column in its plain form: texts, numbers, booleans or UTC timestamps; NaN and empty texts are null."""
+        return self._columns[name]
+
+    def compare(self, function: str, one: Any, other: Any) -> Any:
+        """Compares arrays, or an array and a constant, as `pyarrow.compute` does, after giving them one type.
+
+        Raises:
+            DataError: they cannot be compared; names column, row and value.
+        """
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        kinds = {_kind(one), _kind(other)}
+        if "time" in kinds:
+            if not kinds <= {"time", "text", "null"}:
+                raise DataError("a time is compared with a number; write the time as an ISO text.")
+            one, other = self.times(one), self.times(other)
+        elif kinds & {"number", "bool"}:
+            for value, partner in ((one, other), (other, one)):
+                if isinstance(value, str) and _kind(partner) != "text":
+                    raise DataError(f"numbers are compared with the text {value!r}; write a number.")
+            one, other = self._comparable(one, other)
+        elif "text" in kinds:
+            one, other = (pa.scalar(x) if isinstance(x, str) else x.cast(pa.string()) for x in (one, other))
+        return pc.call_function(function, [one, other])
+
+    def truth(self, value: Any) -> Any:
+        """Booleans as they are; numbers, and texts of numbers or booleans, as whether they are not 0."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        if isinstance(value, (pa.Array, pa.Scalar)) and pa.types.is_boolean(value.type):
+            return value
+        return pc.not_equal(self.floats(value), 0.0)
+
+    def floats(self, value: Any) -> Any:
+        """Numbers, booleans, or texts of these, as float64."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        if isinstance(value, pa.Array) and pa.types.is_boolean(value.type):
+            value = value.cast(pa.uint8())
+        return pc.cast(self.numbers(value), pa.float64(), safe=False)
+
+    def numbers(self, value: Any) -> Any:
+        """Texts as float64; numbers and booleans as they are.
+
+        Raises:
+            DataError: a text is not a number, or it is a time; names column, row and value.
+        """
+        import pyarrow as pa
+
+        if isinstance(value, (bool, int, float)):
+            return pa.scalar(value, pa.uint64() if value >= 2**63 and type(value) is int else None)
+        if isinstance(value, str) or _kind(value) == "time":
+            raise DataError(f"{value!r} is not a number." if isinstance(value, str) else "a time is not a number.")
+        if _kind(value) != "text":
+            return value
+        return pa.array(number_column(self._name(value), value, fill=float("nan")), from_pandas=True)
+
+    def times(self, value: Any) -> Any:
+        """Texts of dates and times (ISO) as timestamps; timestamps as they are.
+
+        Raises:
+            DataError: a text is none; names column, row and value.
+        """
+        import pyarrow as pa
+
+        if _kind(value) == "time" or _kind(value) == "null":
+            return value
+        if isinstance(value, str):
+            times = times_of_text("", pa.array([value]))
+            if not pa.types.is_timestamp(times.type):
+                raise DataError(f"a time is compared with {value!r}; write it as 2024-05-01 or 2024-05-01 12:30:00.")
+            return times[0]
+        times = times_of_text(self._name(value), value)
+        if not pa.types.is_timestamp(times.type):
+            raise DataError(f"column {self._name(value)!r} holds numbers, which are compared with a time.")
+        return times
+
+    def _comparable(self, one: Any, other: Any) -> tuple[Any, Any]:
+        """Two numbers in a type that holds both."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        for value, partner in ((one, other), (other, one)):
+            if type(value) is int and abs(value) > _EXACT and _kind(partner) == "text":
+                raise DataError(f"texts are compared with {value} as float64, which does not hold it; write a text.")
+        numbers = [self.numbers(one), self.numbers(other)]
+        if any(pa.types.is_floating(x.type) or pa.types.is_boolean(x.type) for x in numbers):
+            return self.floats(numbers[0]), self.floats(numbers[1])
+        if pa.uint64() in (numbers[0].type, numbers[1].type) and numbers[0].type != numbers[1].type:
+            signed = next(x for x in numbers if x.type != pa.uint64())
+            lowest = signed if isinstance(signed, pa.Scalar) else pc.min(signed)
+            common = pa.uint64() if (lowest.as_py() or 0) >= 0 else pa.decimal128(20)
+            return pc.cast(numbers[0], common), pc.cast(numbers[1], common)
+        return numbers[0], numbers[1]
+
+    def _name(self, array: Any) -> str:
+        return next((name for name, column in self._columns.items() if column is array), "")
+
+
+def _kind(value: Any) -> str:
+    import pyarrow as pa
+
+    if isinstance(value, str):
+        return "text"
+    if isinstance(value, (bool, int, float)):
+        return "bool" if isinstance(value, bool) else "number"
+    if pa.types.is_null(value.type):
+        return "null"
+    if pa.types.is_timestamp(value.type):
+        return "time"
+    if pa.types.is_boolean(value.type):
+        return "bool"
+    return "text" if pa.types.is_string(value.type) else "number"
+
+
+def _plain(name: str, array: Any) -> Any:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if isinstance(array, pa.ChunkedArray):
+        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    type_ = array.type
+    if pa.types.is_floating(type_):
+        array = array.cast(pa.float64())
+        return pc.if_else(pc.is_nan(array), None, array)
+    if pa.types.is_decimal(type_):
+        return array.cast(pa.float64())
+    if pa.types.is_date(type_) or pa.types.is_timestamp(type_):
+        return array.cast(pa.timestamp("us"), safe=False)  # With a time zone: in UTC.
+    if pa.types.is_integer(type_) or pa.types.is_boolean(type_) or pa.types.is_null(type_):
+        return array
+    texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    if any(test(type_) for test in texts) or str(type_) in ("string_view", "binary_view"):
+        array = array.cast(pa.string())
+        return pc.if_else(pc.equal(pc.binary_length(array), 0), None, array)
+    raise DataError(f"column {name!r} holds {type_}, which cannot be compared; use a function.", column=name)
+
+
+def times_of_text(name: str, column: Any) -> Any:
+    """Texts of whole numbers as int64, else texts of dates or times (ISO) as timestamps; empty ones are null.
+
+    Raises:
+        DataError: a text is neither, or another kind than the first; names row and value.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    texts = pc.utf8_trim_whitespace(column.cast(pa.string()))
+    texts = pc.if_else(pc.equal(texts, ""), None, texts)
+    kinds = (pa.int64(), pa.timestamp("us"), pa.timestamp("us", "UTC"))
+    for kind in kinds:
+        try:
+            times = texts.cast(kind)
+        except pa.ArrowInvalid:
+            continue
+        return times.cast(pa.timestamp("us")) if kind == kinds[-1] else times
+    first = texts[pc.index(pc.is_valid(texts), True).as_py()]
+    expected = next((kind for kind in kinds if _casts(first, kind)), None)
+    row = next(i for i, text in enumerate(texts) if text.is_valid and (expected is None or not _casts(text, expected)))
+    value = texts[row].as_py()
+    raise DataError(
+        f"Column {name!r} has {value!r} at row {row}; it takes whole numbers, or dates and times such as 2024-05-01 "
+        "and 2024-05-01 12:30:00, of one kind in all rows.",
+        column=name,
+        row=row,
+        value=value,
+    )
+
+
+def _casts(text: Any, kind: Any) -> bool:
+    import pyarrow as pa
+
+    try:
+        text.cast(kind)
+    except pa.ArrowInvalid:
+        return False
+    return True
