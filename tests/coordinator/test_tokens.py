@@ -272,6 +272,23 @@ def test_a_dead_nn_worker(tokens):
     assert report(tokens).lost_tokens == 1
 
 
+def test_a_redrawn_token_has_the_current_value_not_the_next(tokens):
+    """The lost token and its copy count once: M tokens have each value, so tokens and steps stay aligned."""
+    tokens.begin(segment(Gba(2 * ROWS), nn_workers=3))
+    a, b, dead = (Worker(tokens, rank) for rank in range(3))
+    assert [dead.start().value, a.start().value] == [0, 0]
+    tokens.cancel(1, 2)
+    assert b.start().value == 0
+    for worker in (a, b):
+        worker.arrive()
+    values = []
+    for _ in range(4):
+        for worker in (a, b):
+            values.append(worker.start().value)
+            worker.arrive()
+    assert values == [1, 1, 2, 2, 3, 3, 4, 4]
+
+
 def test_the_others_hear_of_a_death_when_they_rest(tokens):
     assert not tokens.cancel(1, 0)  # There is no segment.
     tokens.begin(segment(Gba(2 * ROWS), nn_workers=3))
