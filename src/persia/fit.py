@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch
 
 from persia.coordinator import TokenReport
 from persia.dense import merged_metrics
-from persia.errors import DivergedError
+from persia.errors import DataError, DivergedError
 from persia.metrics import MetricsResult
 from persia.modes import Verdict
 from persia.nn.prepared import PreparedBatch
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from persia.trainer import Trainer
 
 __all__ = ["FitResult", "Run", "Totals", "Trained", "check_finite", "totals"]
+
+LOG = logging.getLogger("persia.data")
 
 LOG_EVERY = 50
 """Batches between two points of TensorBoard."""
@@ -159,6 +162,8 @@ class Run:
         self._loss = float("nan")
         self._seconds = 0.0
         self._unscored: _Unscored | None = None
+        self._stopped = False
+        self._empty = False
         self.next_switch: int | None = None
         """Global step at which the schedule changes the mode."""
         self._shown = (self._began, 0)
@@ -166,8 +171,45 @@ class Run:
         self.line = LiveLine(trainer.options.progress and first)
         self._writer = summary_writer(trainer.options.log_dir) if trainer.options.log_dir and first else None
 
+    def told_to_stop(self) -> bool:
+        """At rest: whether an NN worker was told to stop. All call it. Blocks."""
+        self._stopped = any(self._trainer.step.replicas.gather(b"stop" if self._trainer.stopping else b""))
+        return self._stopped
+
+    def check_pass(self) -> None:
+        """A pass has ended: had it any batch?
+
+        Raises:
+            DataError: it had none, and that was not expected.
+        """
+        trainer = self._trainer
+        if trainer.position or self._empty:
+            return
+        what = f"train_data are empty: epoch {trainer.epoch} has no batch, so nothing was trained."
+        if not trainer.options.allow_empty:
+            raise DataError(
+                f"{what} Check the path, the filter and `drop_last` of the reader. If there may be no data, set "
+                "TrainerOptions(allow_empty=True).",
+                epoch=trainer.epoch,
+            )
+        self._empty = True
+        LOG.warning("%s", what)
+
+    def check_trained(self, epochs: int) -> None:
+        """Tells if a run that is resumed at the end of its data has nothing left to train."""
+        trainer = self._trainer
+        nothing = trainer.finished and trainer.global_step == self._first_step and not self._empty
+        if nothing and trainer.embeddings.connection.rank == 0:
+            LOG.warning(
+                "Nothing was left to train: the run is at the end of its data, at step %d, with epoch %d of %d done. "
+                "To train on, raise `epochs`, which counts the epochs before a resume too.",
+                trainer.global_step, trainer.epoch, epochs,
+            )  # fmt: skip
+
     def finished(self) -> bool:
-        """Whether `max_steps` is reached."""
+        """Whether `max_steps` is reached, or the call was told to stop."""
+        if self._stopped:
+            return True
         return self._last_step is not None and self._trainer.global_step >= self._last_step
 
     def unsaved(self) -> bool:

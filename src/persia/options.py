@@ -45,6 +45,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             process, from where NN workers begin anew when one of them has died; on clusters of processes.
         max_failures: so often NN workers begin anew in a call of `fit`, as one of them, a dense PS or a host has died;
             then the next such death ends it. Other roles are restarted by themselves: see `RayOptions.restarts`.
+        allow_empty: let `fit` on data without a single batch warn, instead of raising DataError.
         mode_schedule: `[(global step, mode), ...]`: from this step on this mode. `Trainer.switch` holds until the next
             entry.
     """
@@ -69,6 +70,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     record_dir: str | None = None
     snapshot_every_seconds: float = 30.0
     max_failures: int = 5
+    allow_empty: bool = False
     mode_schedule: list[tuple[int, Sync | Hybrid | Async | Bsp | HopBs | HopBw | Gba]] = msgspec.field(
         default_factory=list
     )

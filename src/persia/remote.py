@@ -137,7 +137,7 @@ def fit(
         left = dict(bounds)
         if left["max_steps"] is not None:
             left["max_steps"] -= state.step - first_step
-        attempt = cluster.attempt(_Work(trainer, cluster, eval_data, state, left))
+        attempt = cluster.attempt(_Work(trainer, cluster, eval_data, state, left), lambda: trainer.stopping)
         if not attempt.deaths:
             break
         state, how = _go_on(attempt, state, trainer.schema.labels)

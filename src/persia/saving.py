@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import secrets
 import threading
@@ -19,6 +20,7 @@ from persia.checkpoint import MOST_SHARDS, Base, CheckpointWriter
 from persia.checkpoint.ahead import ahead
 from persia.config import dump
 from persia.errors import CheckpointError, PeerRestartedError, PersiaError, StoreError, WireError
+from persia.metrics import MetricsResult
 from persia.patience import patiently
 from persia.resume import resolved
 from persia.services import CutInfo, EmbeddingPS
@@ -26,7 +28,7 @@ from persia.services import CutInfo, EmbeddingPS
 if TYPE_CHECKING:
     from persia.trainer import Trainer
 
-__all__ = ["Moment", "Saving", "write_rows"]
+__all__ = ["Moment", "Saving", "await_periodic", "begin_periodic", "score_of", "write_rows"]
 
 LOG = logging.getLogger("persia.checkpoint")
 
@@ -248,6 +250,55 @@ class Saving:
     def _may_add(self, directory: str, step: int, most: int) -> bool:
         chain = self._chain
         return chain is not None and chain.directory == directory and chain.length < most and chain.base.step < step
+
+
+def begin_periodic(trainer: Trainer, evaluate: Callable[[], MetricsResult | None]) -> bool:
+    """Lets a checkpoint be written while training goes on, unless one is under way. All NN workers call it.
+
+    Args:
+        trainer: at rest.
+        evaluate: called where the best checkpoint is kept.
+    """
+    directory, replicas = trainer.options.checkpoint_dir, trainer.step.replicas
+    assert directory is not None
+    if replicas.by_first(lambda: _still_saving(trainer)):
+        return False
+    evaluation = evaluate() if trainer.options.keep_best is not None else None
+    moment = trainer._moment(score_of(trainer, evaluation))
+
+    def begin() -> str:
+        return "begun" if trainer.saving.begin(trainer, directory, moment) else ""
+
+    return bool(replicas.by_first(begin))
+
+
+def _still_saving(trainer: Trainer) -> str:
+    if not trainer.saving.busy:
+        return ""
+    LOG.warning(
+        "Step %d: no checkpoint, as the one before is still being written. Make them less often, let them take a "
+        "larger checkpoint_share, or write to a faster disk.",
+        trainer.global_step,
+    )
+    return "busy"
+
+
+def await_periodic(trainer: Trainer) -> str:
+    """Whether the last one that was begun has failed, so that there should be another."""
+    try:
+        trainer.saving.wait()
+    except PersiaError as error:
+        LOG.warning("A checkpoint has failed, another one is written now: %s", error)
+        return "failed"
+    return ""
+
+
+def score_of(trainer: Trainer, evaluation: MetricsResult | None) -> float | None:
+    """What the best checkpoint has the most of."""
+    if evaluation is None or trainer.options.keep_best is None:
+        return None
+    score = evaluation.auc if trainer.options.keep_best == "auc" else -evaluation.log_loss
+    return score if math.isfinite(score) else None
 
 
 @contextmanager

@@ -253,6 +253,7 @@ class Segments:
                     trainer.position += replicas.nn_workers
                     trainer.source.forget(trainer.position)
                     run.trained(step, batch, logits, loss)
+                    replicas.stop = replicas.stop or trainer.stopping
                     if connection.tokens is not None and connection.rank == 0:
                         now = time.monotonic()
                         if now - looked > LOOK_SECONDS:
@@ -341,6 +342,8 @@ class Segments:
                         self._advise()
                     logits, loss = trainer.step.compute(batch, embeddings(batch))
                     run.trained(step, batch, logits, loss)
+                    if trainer.stopping:
+                        tokens.stop()
         finally:
             embeddings.pushes = draws.sequence
             run.score_rest()

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
-import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from persia import remote, resume, saving
+from persia import remote, resume, saving, signals
 from persia.batching.batch import Batch
 from persia.dense import AllReduce, AllReduceOptions, merged_metrics
-from persia.errors import ConfigError, DataError, PersiaError
+from persia.errors import ConfigError, DataError
 from persia.fit import FitResult, Run, Totals, Trained, check_finite
 from persia.metrics import Metrics, MetricsResult
 from persia.modes import Auto, Hybrid, Mode, Sync, encode
@@ -36,8 +34,6 @@ from persia.torch_threads import choose_torch_threads
 from persia.watch import Watch
 
 __all__ = ["FitResult", "Trainer", "TrainerOptions"]
-
-_log = logging.getLogger("persia.checkpoint")
 
 
 class Trainer:
@@ -135,11 +131,14 @@ class Trainer:
         """By this NN worker in the last call of `fit`."""
         self.finished = False
         """Whether the last call of `fit` came to the end of its epochs."""
+        self.resume_line: Callable[[str, int], str] = self._resume_line
+        """Code that resumes from a directory at a step, printed after a signal; the command line has its own."""
         self.saving = saving.Saving()
         self.watch = Watch(self)
         if connection.observe is not None:
             connection.observe(self.watch.observe)
         self._loaded = False
+        self._stopping = False
         self.epoch = 0
         self.position = 0
         """Batches of the current epoch that are trained, by all NN workers together."""
@@ -173,6 +172,20 @@ class Trainer:
         tokens.request(encode(mode))
         self.step.replicas.stop = True
 
+    def stop(self) -> None:
+        """Lets the call of `fit` that is under way end after its step, as `max_steps` does: it saves and returns.
+
+        Returns at once, and may be called from any thread, or from a signal handler; with several NN workers, on one of
+        them. The next call of `fit` goes on.
+        """
+        self._stopping = True
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the present or last call of `fit` was told to stop."""
+        halted = self.embeddings.connection.halted
+        return self._stopping or (halted is not None and halted())
+
     def fit(
         self,
         train_data: Iterable[Batch] | None,
@@ -186,6 +199,11 @@ class Trainer:
         A call that was stopped by `max_steps` or an error, or that a checkpoint is from, is continued by the next one,
         where it was; after a call that came to its end the next one begins anew, with other data perhaps.
 
+        Signals: the first SIGINT (Ctrl-C) or SIGTERM ends the call after its step. It saves if there is a
+        `checkpoint_dir`, prints which step is kept and how to resume, and raises KeyboardInterrupt, or SystemExit(143)
+        for SIGTERM; a later call goes on. A second signal raises at once. Handlers are installed in the main thread
+        only, for the time of the call, and not in place of a program's own ones, which may call `stop`.
+
         Args:
             train_data: a reader of `persia.data`, or any iterable of `persia.Batch` (not a one-shot iterator when
                 there are several epochs, or several NN workers). None where the cluster has data loaders, which read.
@@ -195,7 +213,8 @@ class Trainer:
 
         Raises:
             ConfigError: an argument is not valid.
-            DataError: a batch does not fit the schema; earlier batches are trained.
+            DataError: a batch does not fit the schema; earlier batches are trained. Or there is no batch at all (see
+                `TrainerOptions.allow_empty`).
             DivergedError: logits or loss are not finite. The network has had that batch's gradient, on a GPU that of
                 one more; no checkpoint has been written since.
             CheckpointError: a checkpoint could not be written; training state is unharmed.
@@ -213,10 +232,11 @@ class Trainer:
         for name, value in (("epochs", epochs), ("max_steps", max_steps)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name} = {value!r}; give a whole number >= 1.", field=name)
+        self._stopping = False
         if isinstance(self.cluster, ProcessCluster) and train_data is not None:
-            bounds = {"epochs": epochs, "max_steps": max_steps}
-            return remote.fit(self, self.cluster, train_data, eval_data, bounds)
-        return self.fit_here(train_data, eval_data, epochs, max_steps)
+            cluster, data, bounds = self.cluster, train_data, {"epochs": epochs, "max_steps": max_steps}
+            return signals.stoppable(self, lambda: remote.fit(self, cluster, data, eval_data, bounds))
+        return signals.stoppable(self, lambda: self.fit_here(train_data, eval_data, epochs, max_steps))
 
     def fit_here(
         self, train_data: Iterable[Batch] | None, eval_data: Iterable[Batch] | None, epochs: int, max_steps: int | None
@@ -232,7 +252,10 @@ class Trainer:
         self.segments.begin_auto()
         self.model.train()
         self.embeddings.train()
-        trained = False
+
+        def evaluate() -> MetricsResult | None:
+            return self._evaluated(run, eval_data)
+
         try:
             with run.line:
                 while self.epoch < epochs and not run.finished():
@@ -244,36 +267,36 @@ class Trainer:
                                 remote.keep(self, run)  # A death must not bring the mode of before back.
                             self.segments.followed()
                         if ended := self.segments.train(run):
+                            run.check_pass()
                             self.epoch, self.position = self.epoch + 1, 0
                         self.segments.check_others()
-                        if ended:
+                        if run.told_to_stop() or ended:
                             break
-                        if run.checkpoints.due() and self._begin_save(eval_data):
+                        if run.checkpoints.due() and saving.begin_periodic(self, evaluate):
                             run.saved()
                         if run.snapshots.due():
                             remote.keep(self, run)
-            trained = True
+        except Exception:
+            with contextlib.suppress(Exception):  # What is raised says more than a checkpoint that failed as well.
+                self.saving.wait()
+            raise
         finally:
             run.close()
             self.trained_here = run.progress_here
-            if not trained:  # What is raised already says more than a checkpoint that failed as well.
-                with contextlib.suppress(Exception):
-                    self.saving.wait()
         self.finished = self.epoch >= epochs
-        if self.step.replicas.by_first(self._await_save):
+        run.check_trained(epochs)
+        if self.step.replicas.by_first(lambda: saving.await_periodic(self)):
             run.saved(False)
         evaluation = None
         try:
-            if self.options.keep_best is not None and eval_data is not None:
-                evaluation = self.evaluate(eval_data)
+            if self.options.keep_best is not None:
+                evaluation = evaluate()
         finally:  # Also if it cannot be evaluated.
             if self.options.checkpoint_dir is not None and run.unsaved():
-                last, moment = self.options.checkpoint_dir, self._moment(self._score(evaluation))
+                last, moment = self.options.checkpoint_dir, self._moment(saving.score_of(self, evaluation))
                 self.step.replicas.by_first(lambda: self.saving.save_last(self, last, moment))
         self.step.replicas.settle()
-        if evaluation is None and eval_data is not None:
-            evaluation = self.evaluate(eval_data)
-        return run.result(evaluation)
+        return run.result(evaluation or evaluate())
 
     def evaluate(self, data: Iterable[Batch]) -> MetricsResult:
         """Metrics on data, read-only: the store and the model stay as they are.
@@ -411,50 +434,21 @@ class Trainer:
 
     # --- inside -----------------------------------------------------------------------------------------------
 
-    def _begin_save(self, eval_data: Iterable[Batch] | None) -> bool:
-        """Lets a checkpoint be written while training goes on, unless there is one under way."""
-        directory = self.options.checkpoint_dir
-        assert directory is not None
-        if self.step.replicas.by_first(self._still_saving):
-            return False
-        best = self.options.keep_best is not None and eval_data is not None
-        moment = self._moment(self._score(self.evaluate(eval_data)) if best and eval_data is not None else None)
+    def _evaluated(self, run: Run, data: Iterable[Batch] | None) -> MetricsResult | None:
+        """An evaluation in `fit`; None if there are no data, or it is told to stop."""
+        if data is None or run.told_to_stop():
+            return None
+        result = self.evaluate(itertools.takewhile(lambda _: not self.stopping, data))
+        return None if run.told_to_stop() else result
 
-        def begin() -> str:
-            return "begun" if self.saving.begin(self, directory, moment) else ""
-
-        return bool(self.step.replicas.by_first(begin))
-
-    def _still_saving(self) -> str:
-        if not self.saving.busy:
-            return ""
-        _log.warning(
-            "Step %d: no checkpoint, as the one before is still being written. Make them less often, let them take a "
-            "larger checkpoint_share, or write to a faster disk.",
-            self.global_step,
-        )
-        return "busy"
-
-    def _await_save(self) -> str:
-        """Whether the last one that was begun has failed, so that there should be another."""
-        try:
-            self.saving.wait()
-        except PersiaError as error:
-            _log.warning("A checkpoint has failed, another one is written now: %s", error)
-            return "failed"
-        return ""
+    def _resume_line(self, directory: str, step: int) -> str:
+        cluster = ", cluster=cluster" if self.cluster is not None else ""
+        return f"trainer = persia.Trainer.resume({directory!r}, model, optimizer=optimizer{cluster})"
 
     def _moment(self, score: float | None) -> saving.Moment:
         self.step.replicas.settle()
         consistent = self.options.checkpoint_consistent or isinstance(self.mode, Sync)
         return saving.Moment(resume.training_state(self), score, consistent)
-
-    def _score(self, evaluation: MetricsResult | None) -> float | None:
-        """What the best checkpoint has the most of."""
-        if evaluation is None or self.options.keep_best is None:
-            return None
-        score = evaluation.auc if self.options.keep_best == "auc" else -evaluation.log_loss
-        return score if math.isfinite(score) else None
 
     def _scored(self, data: Iterable[Batch]) -> Iterator[tuple[PreparedBatch, NDArray[np.float32]]]:
         """Batches and their logits. Between two of them the caller finds model and collection in the mode they had."""

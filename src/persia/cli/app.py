@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json as jsonlib
 import os
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -81,11 +82,12 @@ def train(
         out.check_writable(json)
     reader = run.reader()
     trainer = run.build_trainer(reader.schema)
-    with _ending(trainer):
+    with _ending(trainer, trains=True):
         if run.cluster.kind == "ray":
             typer.echo(f"persia health and persia control reach this run at {_control_address(trainer)}", err=True)
         if resume is not None:
             trainer.load(resume)
+        trainer.resume_line = _resume_line(trainer.global_step, run.train.max_steps, config, overrides, json)
         evaluation = run.eval_data.reader(reader.schema, "eval_data") if run.eval_data is not None else None
         result = trainer.fit(reader, evaluation, epochs=run.train.epochs, max_steps=run.train.max_steps)
     out.print_fit(result, trainer.options.checkpoint_dir)
@@ -127,7 +129,9 @@ def continual(
         out.check_writable(json)
     todo = recipe.Recipe(run, output)
     trainer = run.build_trainer(run.reader().schema)
-    with _ending(trainer):
+    again = ["continual", config, "--days", days, "--output", output, *(["--inherit", inherit] if inherit else [])]
+    trainer.resume_line = lambda *_: _command(again, overrides or [], json)
+    with _ending(trainer, trains=True):
         for record in todo.run(trainer, wanted, inherit):
             typer.echo(f"day {record.day} is trained in {type(record.mode).__name__}")
     out.CONSOLE.print(recipe.table(todo.records))
@@ -269,15 +273,45 @@ def _read(config: str, overrides: list[str] | None, output: str | None = None) -
 
 
 @contextlib.contextmanager
-def _ending(trainer: Trainer) -> Iterator[None]:
-    """Ends the processes of the trainer's cluster, if it has any, after the block."""
+def _ending(trainer: Trainer, trains: bool = False) -> Iterator[None]:
+    """Ends the processes of the trainer's cluster, if it has any, after the block.
+
+    SIGINT and SIGTERM end the program with status 130 and 143; where it trains, they tell what is kept.
+    """
+    from persia import signals
     from persia.services import ProcessCluster
 
-    try:
-        yield
-    finally:
-        if isinstance(trainer.cluster, ProcessCluster):
-            trainer.cluster.close()
+    with signals.terminable():
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit) as error:
+            if trains and signals.TOLD not in getattr(error, "__notes__", []):  # Not in `fit`, which has said so.
+                signals.say(f"Stopped. {signals.kept(trainer)}")
+            if isinstance(error, KeyboardInterrupt):
+                raise SystemExit(130) from None
+            raise
+        finally:
+            if isinstance(trainer.cluster, ProcessCluster):
+                trainer.cluster.close()
+
+
+def _resume_line(
+    first: int, most: int | None, config: str, overrides: list[str] | None, json: str | None
+) -> Callable[[str, int], str]:
+    """The command that goes on with `persia train`, which began at step `first` and was to make `most` steps."""
+
+    def line(directory: str, step: int) -> str:
+        changes = [o for o in overrides or [] if not o.startswith("train.max_steps=")]
+        if most is not None:
+            changes.append(f"train.max_steps={max(1, first + most - step)}")
+        return _command(["train", config, "--resume", directory], changes, json)
+
+    return line
+
+
+def _command(words: list[str], overrides: list[str], json: str | None) -> str:
+    options = [word for override in overrides for word in ("--set", override)]
+    return shlex.join(["persia", *words, *options, *(["--json", json] if json is not None else [])])
 
 
 def _control_address(trainer: Trainer) -> str:

@@ -182,7 +182,8 @@ class Pipeline:
             return
         self._stop()
         for thread in self._threads:
-            thread.join(LOADER_GRACE)
+            if thread.is_alive():  # Not where a signal came before it was started.
+                thread.join(LOADER_GRACE)
 
     def _join(self, thread: threading.Thread, what: str) -> None:
         thread.join(self._timeout)

@@ -40,6 +40,8 @@ class Connection(NamedTuple):
         observe: told how to observe this NN worker, for health and metrics of its process; None where nobody asks.
         keep: gives something to the process that began the run, to go on from if an NN worker dies; None where nobody
             would.
+        halted: whether training here is to end after its step, as the process that began the run says; None where
+            nobody would.
     """
 
     worker: EmbeddingWorker
@@ -53,6 +55,7 @@ class Connection(NamedTuple):
     replicas: Callable[[Any, float], Any] | None = None
     observe: Callable[[Callable[[], Readings]], None] | None = None
     keep: Callable[[Any], None] | None = None
+    halted: Callable[[], bool] | None = None
 
 
 class Cluster(Protocol):
@@ -91,8 +94,13 @@ class ProcessCluster(Cluster, Protocol):
     def run(self, function: Callable[[], T]) -> list[T]:
         """Runs a function on every NN worker, where `connect` returns that worker's connection; results by rank."""
 
-    def attempt(self, function: Callable[[], Any]) -> Attempt:
-        """Like `run`; but the death of a process that may be started anew is returned, and the next call does that."""
+    def attempt(self, function: Callable[[], Any], halting: Callable[[], bool]) -> Attempt:
+        """Like `run`; but the death of a process that may be started anew is returned, and the next call does that.
+
+        Args:
+            function: see `run`.
+            halting: asked now and then while it runs; once true, `Connection.halted` is so on all NN workers.
+        """
 
     def restart_servers(self, ranks: Sequence[int]) -> None:
         """Starts embedding PSs without rows, wherever there is room, in place of those that have died for good."""

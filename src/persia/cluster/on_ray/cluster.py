@@ -130,14 +130,14 @@ class Ray:
         done = self._run(function, None)
         return [done[rank] for rank in sorted(done)]
 
-    def attempt(self, function: Callable[[], Any]) -> Attempt:
+    def attempt(self, function: Callable[[], Any], halting: Callable[[], bool]) -> Attempt:
         """Like `run`; but of a process that may be started anew the death is returned, and the next call starts it.
 
         In an asynchronous mode the other NN workers go on; see `persia.errors.NNWorkersDiedError`.
         """
         recovery = Recovery(self._lapses)
         try:
-            return Attempt(self._run(function, recovery), recovery.spared, recovery.kept)
+            return Attempt(self._run(function, recovery, halting), recovery.spared, recovery.kept)
         except CONSEQUENCES as error:
             deaths = recovery.deaths(error)
             if not deaths:
@@ -167,7 +167,9 @@ class Ray:
             for linked in self._linked:
                 linked.reconnect()
 
-    def _run(self, function: Callable[[], Any], recovery: Recovery | None) -> dict[int, Any]:
+    def _run(
+        self, function: Callable[[], Any], recovery: Recovery | None, halting: Callable[[], bool] = lambda: False
+    ) -> dict[int, Any]:
         if not self._running.acquire(blocking=False):
             raise PersiaError("This cluster runs something else. Wait until it is done, or use another cluster.")
         try:
@@ -197,7 +199,7 @@ class Ray:
                     processes, self._tokens, generation, self._start_nn_worker, self.options.timeout
                 )
                 operations["keep"] = recovery.keep
-                return results(processes, calls, operations, recovery.replacing)
+                return results(processes, calls, operations, recovery.replacing, halting)
             except ray.exceptions.RayActorError as error:
                 self._end_run(processes)
                 raise RoleDiedError(

@@ -58,7 +58,7 @@ class Inside:
         def observe(trainer: Callable[[], Readings]) -> None:
             host.observer = trainer
 
-        return self._linked.connection._replace(observe=observe, keep=keep)
+        return self._linked.connection._replace(observe=observe, keep=keep, halted=lambda: host.halted)
 
     def close(self) -> None:
         """Ends the connection."""

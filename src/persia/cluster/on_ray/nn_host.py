@@ -83,6 +83,8 @@ class NNWorkerHost(Host):
         self._answers: dict[int, _Answer] = {}
         self._numbers = itertools.count(1)
 
+        self.halted = False
+        """Whether the function is to end soon."""
         self.observer: Callable[[], Readings] | None = None
         """What the function's trainer tells of itself."""
 
@@ -111,6 +113,7 @@ class NNWorkerHost(Host):
         """
         import torch
 
+        self.halted = False
         self.join(self.serve(self, Observed))  # In this generation.
         backend = "cpu:gloo,cuda:nccl" if self.plan.options.gpus and torch.cuda.is_available() else "gloo"
         cluster = Inside(self, generation, keeps)
@@ -131,6 +134,10 @@ class NNWorkerHost(Host):
             self.observer = None
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
+
+    def halt(self) -> None:
+        """The function is to end after its step. The driver calls it again and again, until it has."""
+        self.halted = True
 
     def next_request(self, timeout: float) -> Request | None:
         """What the function asks of the driver; None if it asked for nothing in this time."""

@@ -39,6 +39,7 @@ def results(
     calls: Mapping[Any, Process],
     operations: Mapping[str, Callable[..., Any]],
     replacing: Replacing | None = None,
+    halting: Callable[[], bool] = lambda: False,
 ) -> dict[int, Any]:
     """What the function returns on each NN worker, by rank.
 
@@ -46,6 +47,7 @@ def results(
         processes: all of the cluster.
         calls: what Ray returned for the call of each NN worker.
         operations: what the function may ask of this process.
+        halting: asked now and then whether NN workers are to be told to end after their steps.
         replacing: who is asked whether the others go on when an NN worker has died; None if they do not.
 
     Raises:
@@ -59,6 +61,9 @@ def results(
     grace: float | None = None
     dead: set[int] = set()
     while len(outcomes) + len(dead) < len(calls):
+        if halting():  # Each time: one that has just begun anew does not know.
+            for worker in calls.values():
+                worker.handle.halt.remote()
         waiting = [c for c, w in calls.items() if w.rank not in outcomes and w.rank not in dead]
         asking = {w.asking: w for w in calls.values() if w.rank not in dead}
         done, _ = ray.wait([*waiting, *asking], timeout=POLL_SECONDS)

@@ -1,0 +1,131 @@
+"""SIGINT and SIGTERM during `Trainer.fit`: the first one ends it at a step boundary, a second one at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from persia.checkpoint import list_checkpoints
+from persia.errors import PersiaError
+
+if TYPE_CHECKING:
+    from persia.trainer import Trainer
+
+__all__ = ["TOLD", "kept", "say", "stoppable", "terminable"]
+
+T = TypeVar("T")
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+TOLD = "Training was stopped by a signal; what is kept has been printed."
+"""Note of an exception by which `fit` ends."""
+
+
+def stoppable(trainer: Trainer, fit: Callable[[], T]) -> T:
+    """Runs a call of `Trainer.fit` that signals can stop, as its docstring says.
+
+    Raises:
+        KeyboardInterrupt: SIGINT has come.
+        SystemExit: SIGTERM has come; the status is 143.
+    """
+    if threading.current_thread() is not threading.main_thread():  # Python runs handlers there only.
+        return fit()
+    came: list[int] = []
+
+    def handle(number: int, _: FrameType | None) -> None:
+        came.append(number)
+        if len(came) > 1:
+            restore()  # A third one does what it would do without us.
+            raise _exception(number)
+        trainer.stop()
+        directory = trainer.options.checkpoint_dir
+        then = f"and is saved to {directory}" if directory is not None else "and is not saved (no checkpoint_dir)"
+        say(f"{_name(number)}: training ends after this step {then}. A second signal stops it at once.")
+
+    ours = {n: found for n in SIGNALS if _replaceable(found := signal.getsignal(n))}
+
+    def restore() -> None:
+        for number, handler in ours.items():
+            signal.signal(number, handler)
+
+    for number in ours:
+        signal.signal(number, handle)
+    try:
+        result = fit()
+    except (KeyboardInterrupt, SystemExit) as error:
+        if came:
+            say(f"Stopped at once by {_name(came[-1])}; steps since the last checkpoint are lost. {kept(trainer)}")
+            error.add_note(TOLD)
+        raise
+    finally:
+        restore()
+    if came:
+        say(f"Stopped by {_name(came[0])} after step {trainer.global_step}. {kept(trainer)}")
+        ending = _exception(came[0])
+        ending.add_note(TOLD)
+        raise ending
+    return result
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Ends the block by SystemExit(143) on SIGTERM, so that what is open is closed. For programs, beyond `fit`."""
+
+    def handle(number: int, _: FrameType | None) -> None:
+        raise _exception(number)
+
+    found = signal.getsignal(signal.SIGTERM)
+    if not _replaceable(found):
+        yield
+        return
+    handle.__module__ = __name__
+    signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, found)
+
+
+def kept(trainer: Trainer) -> str:
+    """Tells which step is kept where, and how training goes on from it."""
+    directory = trainer.options.checkpoint_dir
+    if directory is None:
+        return "Nothing was saved: give a directory for checkpoints (`TrainerOptions.checkpoint_dir`, or --output)."
+    try:
+        found = list_checkpoints(directory)
+    except (PersiaError, OSError) as error:
+        return f"{directory} cannot be read: {error}"
+    if not found:
+        return f"Nothing was saved: there is no checkpoint in {directory} yet."
+    step = found[-1].step
+    return f"Step {step} is kept in {directory}. To go on from it:\n\n    {trainer.resume_line(directory, step)}\n"
+
+
+def _replaceable(handler: Any) -> bool:
+    """Whether a handler is none of the program's own: the default one, that of `terminable`, or that of Ray."""
+    if handler in (signal.SIG_DFL, signal.default_int_handler):
+        return True
+    module = str(getattr(handler, "__module__", ""))
+    return module == __name__ or module.startswith("ray.")  # Ray's ends all of its processes, with status 1 or 15.
+
+
+def _exception(number: int) -> BaseException:
+    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+
+
+def _name(number: int) -> str:
+    return signal.Signals(number).name
+
+
+def say(text: str) -> None:
+    """Prints a message to stderr, also from a signal handler."""
+    try:
+        print(f"persia: {text}", file=sys.stderr, flush=True)
+    except RuntimeError:  # The signal came while something else was printed.
+        os.write(2, f"persia: {text}\n".encode())

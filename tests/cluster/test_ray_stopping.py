@@ -1,0 +1,106 @@
+"""Signals to a program that trains on Ray: its NN workers stop together, and nothing is left over."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from persia.checkpoint import list_checkpoints
+from signalled import Command, resume_line
+
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+
+HERE = Path(__file__).parent
+ENVIRONMENT = {
+    "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]),
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+NOISE = (".cc:", "C++", "*** SIG", "Fatal Python", "core dumped", "unhandled exception")
+"""What the trace of a process of Ray would have in it."""
+
+CONFIG = """
+[data]
+kind = "synthetic"
+batch_size = 64
+options = { rows = 100_000_000, id_features = 2, ids_per_feature = 50 }
+
+[mode]
+kind = "gba"
+global_batch_size = 128
+
+[cluster]
+kind = "ray"
+threads = 1
+nn_workers = 2
+
+[trainer]
+progress = false
+checkpoint_every_seconds = 1
+"""
+
+
+def saved(directory):
+    return [entry.step for entry in list_checkpoints(str(directory))]
+
+
+def program(tmp_path, *words):
+    return Command([sys.executable, str(HERE / "stopped_program.py"), *words], tmp_path, **ENVIRONMENT)
+
+
+def test_a_terminal_interrupts_a_program_on_ray_and_it_goes_on(tmp_path):
+    """The terminal's SIGINT goes to every process of the group."""
+    out = tmp_path / "out"
+    with program(tmp_path, "sync", "out") as running:
+        running.until(lambda: saved(out), "a checkpoint")
+        running.signal(signal.SIGINT)
+        assert running.end() == -signal.SIGINT
+    step = saved(out)[-1]
+    assert f"Stopped by SIGINT after step {step}. Step {step} is kept in out." in running.text
+    line = resume_line(running.text, "trainer =")
+    assert line == "trainer = persia.Trainer.resume('out', model, optimizer=optimizer, cluster=cluster)"
+    assert not [word for word in NOISE if word in running.text], running.text
+    with program(tmp_path, "sync", "out") as resumed:  # It runs this line.
+        assert resumed.end(120.0) == 0, resumed.text
+    assert saved(out)[-1] == step + 2
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_a_program_on_ray_at_once(tmp_path):
+    out, regions = tmp_path / "out", Path("/dev/shm")
+    before = set(regions.glob("persia-*"))
+    with program(tmp_path, "blocked", "out") as running:
+        running.until(lambda: saved(out) and (tmp_path / "blocked").exists(), "it waits for data")
+        running.signal(signal.SIGTERM, group=False)
+        running.until(lambda: "A second signal" in running.text, "it has seen the first signal")
+        running.signal(signal.SIGTERM, group=False)
+        assert running.end() == 143
+    assert "Stopped at once by SIGTERM" in running.text
+    assert f"Step {saved(out)[-1]} is kept in out." in running.text
+    assert not [word for word in NOISE if word in running.text], running.text
+    assert set(regions.glob("persia-*")) <= before
+
+
+@pytest.mark.slow
+def test_a_command_on_ray_in_an_asynchronous_mode_saves_and_resumes(tmp_path):
+    (tmp_path / "run.toml").write_text(CONFIG)
+    out = tmp_path / "out"
+    with Command(
+        [sys.executable, "-m", "persia", "train", "run.toml", "--output", "out"], tmp_path, **ENVIRONMENT
+    ) as running:
+        running.until(lambda: saved(out), "a checkpoint")
+        running.signal(signal.SIGTERM, group=False)
+        assert running.end() == 143
+    assert "Traceback" not in running.text
+    assert not [word for word in NOISE if word in running.text], running.text
+    step = saved(out)[-1]
+    words = shlex.split(resume_line(running.text, "persia train"))
+    assert words == ["persia", "train", "run.toml", "--resume", "out"]
+    more = [sys.executable, "-m", *words, "--set", "train.max_steps=3"]
+    done = subprocess.run(more, cwd=tmp_path, env={**os.environ, **ENVIRONMENT}, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert saved(out)[-1] == step + 3
