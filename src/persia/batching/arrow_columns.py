@@ -118,6 +118,8 @@ def arrow_floats(name: str, column: Any) -> tuple[NDArray[Any], BoolArray | None
     if not array.null_count:
         return _numbers(name, array, "a dense feature or label"), None
     missing = ~_present(array)
+    if pa.types.is_boolean(array.type):
+        array = array.cast(pa.uint8())
     return _numbers(name, array.fill_null(0), "a dense feature or label"), missing
 
 
