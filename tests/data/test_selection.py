@@ -204,7 +204,7 @@ def test_what_cannot_be_compared_is_named(rule: str, columns: dict[str, Any], me
         "a in (1, None)", "a == ''", "a == b'x'", "a == 1j", "a == ...", "a % 2", "a ** 9", "~a", "a @ b",
         "print(a)", "column(a)", "column(5)", "column('a', 'b')", "column(name='a')", "a == 1e999",
         "a == 99999999999999999999", "__import__('os').system('true')", "().__class__", "await a", "yield", "\0a",
-        "not " * 10_000 + "a", "(" * 500 + "a" + ")" * 500, "a" + " + a" * 10_000, "-" * 5_000 + "a",
+        "not " * 10_000 + "a", "(" * 500 + "a" + ")" * 500, "a" + " + a" * 150, "a" + " + a" * 10_000, "-" * 5_000 + "a",
         "a == 1" + "0" * 9_000,
         5, None.__class__, print, int, lambda: 1, lambda *a: a, lambda **a: a,
     ],
@@ -418,7 +418,7 @@ def test_errors_after_a_filter_name_the_row_of_the_file(tmp_path: Path, form: st
     """In the second file, a later piece, and behind rows that are left out."""
     ratings = pa.array(["oops" if i == 71 else "1.5" for i in range(80)])
     write(tmp_path, [table(120), table(80, first=120).set_column(1, "rating", ratings)])
-    for options in ({}, {"where": "row > 150"}, {"split": Split("train", seed=1)}):
+    for options in ({}, {"where": "row not in (185, 188)"}, {"split": Split("train", seed=1)}):
         reader = READERS[form](tmp_path / f"*.{form}", SCHEMA, 32, **options)
         with pytest.raises(DataError, match=r"1\.(csv|parquet): Column 'rating' has 'oops' at row 71") as caught:
             list(reader)
