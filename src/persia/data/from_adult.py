@@ -119,6 +119,10 @@ def _adult_columns(columns: dict[str, Any]) -> dict[str, Any]:
     bad = next((i for i, x in enumerate(incomes) if x not in ("<=50K", ">50K", "<=50K.", ">50K.")), None)
     if bad is not None:
         raise DataError(
-            f"Column 'income' has {incomes[bad]!r} at row {bad}; it takes <=50K and >50K.", column="income", row=bad
+            f"Column 'income' has {incomes[bad]!r} at row {bad}; it takes <=50K and >50K. Correct the value, or leave "
+            "the row out with `where`.",
+            column="income",
+            row=bad,
+            value=incomes[bad],
         )
     return {**columns, "income": np.array([x[0] == ">" for x in incomes])}

@@ -88,19 +88,34 @@ def avazu(
 def _avazu_columns(columns: dict[str, Any]) -> dict[str, Any]:
     import pyarrow as pa
 
-    hours = number_column("hour", columns["hour"]).astype(np.int64)
+    numbers = number_column("hour", columns["hour"], fill=-1.0)
+    bad = (numbers < 0) | (numbers % 1 != 0) | (numbers % 100 > 23)
+    if bad.any():
+        raise _no_hour(columns["hour"], int(bad.argmax()))
+    hours = numbers.astype(np.int64)
     dates, rows, inverse = np.unique(hours // 100, return_index=True, return_inverse=True)
-    days = np.array([_day(int(d), int(row)) for d, row in zip(dates, rows, strict=True)], np.int64)[inverse]
+    days = np.array([_day(int(d), columns["hour"], int(row)) for d, row in zip(dates, rows, strict=True)], np.int64)[
+        inverse
+    ]
     return {**columns, "hour_of_day": pa.array(hours % 100), "day": pa.array(days)}
 
 
-def _day(yymmdd: int, row: int) -> int:
+def _day(yymmdd: int, hours: Any, row: int) -> int:
     try:
         day = date(2000 + yymmdd // 10_000, yymmdd // 100 % 100, yymmdd % 100)
     except ValueError as error:
-        raise DataError(
-            f"Column 'hour' has {yymmdd:06d}HH at row {row}; it takes hours of the form YYMMDDHH.",
-            column="hour",
-            row=row,
-        ) from error
+        raise _no_hour(hours, row) from error
     return (day - date(1970, 1, 1)).days
+
+
+def _no_hour(hours: Any, row: int) -> DataError:
+    value = hours[row].as_py()
+    text = value.decode(errors="backslashreplace") if isinstance(value, bytes) else str(value)
+    shown = "a missing value" if value is None else repr(text)
+    return DataError(
+        f"Column 'hour' has {shown} at row {row}; it takes hours of the form YYMMDDHH. Correct the value, or leave the "
+        "row out with `where`.",
+        column="hour",
+        row=row,
+        value=text,
+    )

@@ -108,7 +108,7 @@ class CsvFormat:
         null_values: texts that stand for a missing value, beside the empty one.
         columns: for `transform`: columns that it reads, where they are not those of the schema.
         transform: from the file's columns to those that the conversion expects.
-        optional: for `transform`: those of `columns` that may be missing where labels are not required.
+        labels: for `transform`: those of `columns` from which it makes the labels, where the names differ.
         layouts: for a format of fixed order: names of the columns, tried for a file whose first line has none of them.
         comment: lines that start so are left out, where they have another number of fields.
     """
@@ -118,7 +118,7 @@ class CsvFormat:
     lists: Mapping[str, str] = field(default_factory=dict)
     null_values: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
-    optional: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
     transform: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     layouts: tuple[tuple[str, ...], ...] = ()
     comment: str | None = None
@@ -184,7 +184,8 @@ class CsvSource:
                     ) from error
                 if not invalid:
                     raise
-                raise self._ragged(file, invalid[0], len(names), header) from error
+                line, number = invalid[0]
+                raise self._ragged(file, line, number - header, len(names)) from error
 
     def _names(self, file: File, first: list[str]) -> tuple[list[str], bool]:
         """Names of the columns, and whether the first line has them."""
@@ -228,14 +229,16 @@ class CsvSource:
         if "\0" in "".join(present):  # UTF-16, Parquet, an archive, ...
             raise DataError(f"{file.path}: the first line is not UTF-8 text; {_ENCODING}", path=file.path, row=0)
         if not form.columns:
-            return conversion.columns_of(file, present, self._hint(present, list(conversion.wanted.values())))
+            hint = self._hint(present, list(conversion.wanted.values())) or " Correct the schema, or rename."
+            return conversion.columns_of(file, present, hint)
         selected = conversion.selection.columns if conversion.selection is not None else ()
         wanted = [(name, name) for name in (*form.columns, *selected)]
-        optional = () if conversion.require_labels else (*form.optional, *conversion.schema.labels)
-        return present_columns(file, present, wanted, optional, self._hint(present, list(form.columns)))
+        labels = (*form.labels, *conversion.schema.labels)
+        hint = self._hint(present, list(form.columns)) or " Give a file of this format."
+        return present_columns(file, present, wanted, labels, conversion.require_labels, hint)
 
     def _hint(self, present: list[str], wanted: list[str]) -> str:
-        """A remark on a first line that lacks a column."""
+        """What to do about a first line that lacks a column; empty if unknown."""
         line = self.format.delimiter.join(present)
         if "\ufffd" in line:
             return f" The first line is not UTF-8 text: {_ENCODING}"
@@ -246,8 +249,7 @@ class CsvSource:
             return f" The first line looks as if fields were separated by {other!r}: set delimiter={other!r}."
         return " If the file has no line of column names, give column_names."
 
-    def _ragged(self, file: File, line: Any, columns: int, header: bool) -> DataError:
-        row = line.number - 1 - header
+    def _ragged(self, file: File, line: Any, row: int, columns: int) -> DataError:
         text = line.text if len(line.text) <= 80 else line.text[:80] + "..."
         others = (d for d in _DELIMITERS if line.actual_columns == 1 and line.text.count(d) == columns - 1)
         other = next(others, None)
@@ -262,16 +264,19 @@ class CsvSource:
         )
 
     def _open(self, file: File, stream: Any, convert: Any, names: list[str] | None, invalid: list[Any]) -> Any:
-        """Record batches; a line with a wrong number of fields is put into `invalid`."""
+        """Record batches; a line with a wrong number of fields, and its number, is put into `invalid`."""
         import pyarrow as pa
         import pyarrow.csv as pc
 
         comment = self.format.comment
+        comments = 0
 
         def refuse(line: Any) -> str:
+            nonlocal comments
             if comment is not None and line.text.startswith(comment):
+                comments += 1
                 return "skip"
-            invalid.append(line)
+            invalid.append((line, line.number - 1 - comments))
             return "error"
 
         if file.compression:

@@ -67,18 +67,22 @@ def movielens(
             raise DataError(f"{text} holds none of {', '.join(_FILES)}; give the file itself.", path=text)
         text = str(Path(text) / found[0])
     files = tuple(expand(text, (*CSV_SUFFIXES, ".dat", ".data")))
-    with files[0].open_text() as stream:
-        first = stream.readline()
-    separator = next((separator for separator in _FORMATS if separator in first), None)
+    first = ""
+    for file in files:
+        with file.open_text() as stream:
+            first = stream.readline(1 << 16)
+        if first.strip():
+            break
+    separator = next((separator for separator in _FORMATS if separator in first), None if first.strip() else ",")
     if separator is None:
         raise DataError(
-            f"{files[0].path}: the first line {first[:80]!r} is no rating; the fields user, movie, rating and time are "
-            "separated by a comma, a tab or '::'.",
+            f"{files[0].path}: the first line {first[:80]!r} is not a rating; it takes the fields user, movie, rating "
+            "and time, separated by a comma, a tab or '::'.",
             path=files[0].path,
         )
     delimiter, layout = _FORMATS[separator]
     schema = Schema([IdFeature(name, dim=dim, kind="number") for name in ("user", "movie")], labels=["like"])
-    form = CsvFormat(delimiter, columns=_NAMES, optional=("rating",), transform=_movielens_columns, layouts=(layout,))
+    form = CsvFormat(delimiter, columns=_NAMES, labels=("rating",), transform=_movielens_columns, layouts=(layout,))
     conversion = Conversion(
         schema, day="timestamp", day_unit="s", require_labels=require_labels, selection=Selection.of(where, split)
     )

@@ -24,6 +24,7 @@ DayUnit: TypeAlias = Literal["day", "s", "ms", "us", "ns"]
 """What a whole number in a day column counts since its zero."""
 
 _PER_DAY = {"day": 1, "s": 86_400, "ms": 86_400_000, "us": 86_400_000_000, "ns": 86_400_000_000_000}
+_REMEDY = " Correct the schema, or rename."
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 
 Prepare: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
@@ -101,13 +102,13 @@ class Conversion:
         names += [*self.schema.dense_features, *(n for n in self.schema.labels if n not in self.labels)]
         return {name: self.rename.get(name, name) for name in names}
 
-    def columns_of(self, file: File, present: list[str], hint: str = "") -> list[str]:
+    def columns_of(self, file: File, present: list[str], hint: str = _REMEDY) -> list[str]:
         """The columns to read from a file that has these.
 
         Args:
             file: the file.
             present: its columns.
-            hint: what the error for a missing column adds.
+            hint: what the error for a missing column says to do.
 
         Raises:
             DataError: the file lacks a column that is needed, or has two of its name.
@@ -115,7 +116,7 @@ class Conversion:
         wanted = [*self.wanted.items(), *([("day", self.day)] if self.day else [])]
         wanted += [(name, column) for name, rule in self._rules().items() for column in rule.columns]
         wanted += [("where or split", column) for column in (self.selection.columns if self.selection else ())]
-        return present_columns(file, present, wanted, () if self.require_labels else self.schema.labels, hint)
+        return present_columns(file, present, wanted, self.schema.labels, self.require_labels, hint)
 
     def batches(self, pieces: Iterator[Piece], skip: int, prepare: Prepare | None = None) -> Iterator[Batch]:
         """The selected rows of the pieces as batches, without the first `skip`.
@@ -225,7 +226,12 @@ class Conversion:
 
 
 def present_columns(
-    file: File, present: list[str], wanted: Iterable[tuple[str, str]], optional: Collection[str], hint: str = ""
+    file: File,
+    present: list[str],
+    wanted: Iterable[tuple[str, str]],
+    labels: Collection[str],
+    required: bool,
+    hint: str,
 ) -> list[str]:
     """The columns to read from a file, each once.
 
@@ -233,8 +239,9 @@ def present_columns(
         file: the file.
         present: its columns.
         wanted: for each column that is needed, its use and its name in the file.
-        optional: uses whose columns may be missing.
-        hint: what the error for a missing column adds.
+        labels: uses that are labels.
+        required: whether a file without labels is an error.
+        hint: what the error for a missing column says to do.
 
     Raises:
         DataError: the file lacks a column that is needed, or has two of its name.
@@ -249,12 +256,15 @@ def present_columns(
             )
         if column in present:
             columns.append(column)
-        elif column not in file.keys and name not in optional:
+        elif column not in file.keys and (required or name not in labels):
             similar = next((p for p in present if p.strip().casefold() == column.strip().casefold()), None)
+            if similar is not None:
+                hint = f" {similar!r} differs in case or spaces, which count." + hint
+            elif name in labels:
+                hint += " To predict without labels, set require_labels=False."
             raise DataError(
-                f"{file.path} has no column {column!r}{f' (for {name!r})' if name != column else ''}; correct the "
-                f"schema or rename (it has {_listed([*present, *file.keys])})."
-                + (hint if similar is None else f" {similar!r} differs in case or spaces, which count."),
+                f"{file.path} has no column {column!r}{f' (for {name!r})' if name != column else ''}; it has "
+                f"{_listed([*present, *file.keys])}.{hint}",
                 path=file.path,
                 column=column,
             )
