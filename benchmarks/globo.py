@@ -30,6 +30,10 @@ SPEED_ROWS = {"smoke": 30_000, "laptop": 1_000_000, "full": 1_000_000}
 AUC_ROWS = {"smoke": 30_000, "laptop": None, "full": None}
 
 
+THREADS = torch.get_num_threads()
+"""What torch has chosen; a `Trainer` sets another number."""
+
+
 class Run(NamedTuple):
     """One pass."""
 
@@ -56,7 +60,12 @@ def persia_run(mode: Mode, seed: int, rows: int | None) -> Run:
 
 
 def torch_run(seed: int, rows: int | None) -> Run:
-    result: dict[str, Any] = globo_torch.run(seed, max_rows=rows)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(THREADS)
+    try:
+        result: dict[str, Any] = globo_torch.run(seed, max_rows=rows)
+    finally:
+        torch.set_num_threads(threads)
     return Run(result["rows_per_s"], result["auc_mean"], result["auc_per_day"][-1], 0.0)
 
 

@@ -1,0 +1,180 @@
+"""How many threads torch should compute with beside persia's own threads and other processes.
+
+    python benchmarks/threads.py [--only NAME] [--preset smoke|laptop|full] [--json FILE]
+
+Each way to run is a process of its own; they train in turn, while 0, 1 or 2 other processes keep a core busy. Compared
+are what a `Trainer` chooses (half of the cores), all cores, and all cores whose threads do not spin while they wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import harness
+
+LOADS = {"smoke": (0, 1), "laptop": (0, 1, 2), "full": (0, 1, 2)}
+SECONDS = {"smoke": 0.05, "laptop": 1.0, "full": 3.0}
+ROUNDS = {"smoke": 5, "laptop": 9, "full": 15}
+
+
+@dataclass(frozen=True)
+class Work:
+    """Shape of a training run."""
+
+    features: int
+    dense: int
+    hidden: tuple[int, ...]
+    batch: int
+    batches: int = 8
+
+
+SMALL = Work(features=8, dense=4, hidden=(64, 32), batch=512)
+LARGE = Work(features=26, dense=13, hidden=(256, 128), batch=4096)
+SMOKE = Work(features=2, dense=1, hidden=(8,), batch=64, batches=2)
+
+
+class Way:
+    """A process that trains when it is asked to.
+
+    Args:
+        work: what it trains.
+        environment: beside that of this process.
+    """
+
+    def __init__(self, work: Work, environment: Mapping[str, str]) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=_train, args=(theirs, work), daemon=True)
+        # OpenMP reads its variables when it is loaded.
+        before = {name: os.environ.get(name) for name in environment}
+        os.environ.update(environment)
+        try:
+            self._process.start()
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+        self.threads: int = self._pipe.recv()
+
+    def rate(self, seconds: float) -> float:
+        """Trains for so long, and returns samples/s."""
+        self._pipe.send(seconds)
+        return float(self._pipe.recv())
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.kill()
+        self._process.join()
+
+
+def _train(pipe: Connection, work: Work) -> None:
+    import torch
+
+    import persia
+
+    rows = work.batch * work.batches
+    reader = persia.data.synthetic(
+        rows,
+        id_features=work.features,
+        ids_per_feature=10_000,
+        dense_features=work.dense,
+        batch_size=work.batch,
+    )
+    data = list(reader)
+    trainer = persia.Trainer(
+        persia.nn.models.FFNN(reader.schema, hidden=work.hidden),
+        reader.schema,
+        optimizer=lambda params: torch.optim.Adam(params, 1e-3),
+        embedding_optimizer=persia.optim.Adagrad(lr=0.05),
+        mode=persia.modes.Hybrid(4),
+        options=persia.TrainerOptions(progress=False),
+    )
+    trainer.fit(data)
+    pipe.send(torch.get_num_threads())
+    while True:
+        seconds = pipe.recv()
+        trained, spent = 0, 0.0
+        while spent < seconds:
+            result = trainer.fit(data)
+            trained, spent = trained + result.rows, spent + result.seconds
+        pipe.send(trained / spent)
+
+
+@contextlib.contextmanager
+def busy(count: int) -> Iterator[None]:
+    """So many processes that do nothing, all the time."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def compare(
+    preset: str, name: str, work: Work, ours: Mapping[str, str], theirs: Mapping[str, str]
+) -> Iterator[harness.Measure]:
+    """Samples/s of one way over those of the other, under each load."""
+    cores = len(os.sched_getaffinity(0))
+    work = SMOKE if preset == "smoke" else work
+    mine, other = Way(work, ours), Way(work, theirs)
+    try:
+        for load in LOADS[preset]:
+            with busy(load):
+                found = harness.ratio(
+                    f"{name}.load_{load}",
+                    ours=lambda: mine.rate(SECONDS[preset]),
+                    theirs=lambda: other.rate(SECONDS[preset]),
+                    rounds=ROUNDS[preset],
+                    unit="x samples/s",
+                )
+            details = {**found.details, "cores": cores, "threads": mine.threads, "threads_theirs": other.threads}
+            yield harness.Measure(found.name, found.value, found.unit, spread=found.spread, details=details)
+    finally:
+        mine.close()
+        other.close()
+
+
+def all_cores(**more: str) -> dict[str, str]:
+    """Makes torch use them."""
+    return {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), **more}
+
+
+def small(preset: str) -> Iterator[harness.Measure]:
+    return compare(preset, "threads.small", SMALL, {}, all_cores())
+
+
+def large(preset: str) -> Iterator[harness.Measure]:
+    return compare(preset, "threads.large", LARGE, {}, all_cores())
+
+
+def spinning(preset: str) -> Iterator[harness.Measure]:
+    return compare(preset, "threads.spinning", SMALL, all_cores(OMP_WAIT_POLICY="passive"), all_cores())
+
+
+def passive(preset: str) -> Iterator[harness.Measure]:
+    return compare(preset, "threads.passive", SMALL, {}, all_cores(OMP_WAIT_POLICY="passive"))
+
+
+MEASURES = {
+    "threads.small": small,
+    "threads.large": large,
+    "threads.spinning": spinning,
+    "threads.passive": passive,
+}
+
+if __name__ == "__main__":
+    harness.main(MEASURES)
