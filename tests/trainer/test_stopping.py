@@ -24,13 +24,14 @@ class Source:
 
     def __init__(self, count, at, action):
         self.list, self.at, self.action = batches(count), at, action
-        self.begun = 0
+        self.begun = self.read = 0
 
     def batches(self, epoch=0, start=0):
         for number in range(start, len(self.list)):
             if number == self.at:
                 self.begun += 1
                 self.action()
+            self.read += 1
             yield self.list[number]
 
     def __iter__(self):
@@ -106,8 +107,8 @@ def test_without_a_directory_nothing_is_saved_and_that_is_said(capsys):
 
 
 @pytest.mark.usefixtures("default_handlers")
-def test_a_second_signal_ends_fit_at_once(tmp_path, capsys):
-    """The source blocks for good, so no step comes to its end."""
+def test_a_second_signal_ends_fit_at_once(tmp_path, capsys, monkeypatch):
+    """The source blocks for good, so no step comes to its end; nor is a checkpoint in the background waited for."""
     release = threading.Event()
 
     def twice():
@@ -121,6 +122,7 @@ def test_a_second_signal_ends_fit_at_once(tmp_path, capsys):
 
     t = trainer(Sync(), checkpoint_dir=str(tmp_path))
     t.fit(batches(30), max_steps=6)
+    monkeypatch.setattr(t.saving, "wait", lambda: release.wait(DEADLINE))
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         t.fit(Source(30, 10, twice))
@@ -141,6 +143,7 @@ def test_an_evaluation_at_the_end_is_cut_short_and_the_last_step_is_kept(tmp_pat
         assert [entry.step for entry in list_checkpoints(str(tmp_path / str(best)))] == [10]
         assert t.finished
     assert source.begun == 2
+    assert source.read < 500
 
 
 def test_handlers_of_the_program_stay(capsys):
