@@ -53,7 +53,8 @@ def _scalars(name: str, array: Any, offsets: Int64Array | None, kind: IdKind) ->
     if array.null_count:
         offsets = offsets_of_present(_present(array), offsets)
         array = array.drop_null()
-    return ids_of_numbers(name, _numbers(name, array, "a feature"), offsets, kind)
+    _require_numbers(name, array.type, "a feature")
+    return ids_of_numbers(name, array.to_numpy(zero_copy_only=False), offsets, kind)
 
 
 def _dictionary_ids(array: Any, offsets: Int64Array | None, kind: IdKind) -> IdColumn | None:
@@ -95,15 +96,12 @@ def _buffers(array: Any) -> TextBuffers:
     )
 
 
-def _numbers(name: str, array: Any, owner: str) -> NDArray[Any]:
-    kind = array.type
+def _require_numbers(name: str, kind: Any, owner: str) -> None:
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
         also = "texts and lists of these" if owner == "a feature" else "texts of numbers and booleans"
         raise DataError(
             f"Column {name!r} holds {kind}; {owner} takes whole numbers, floats, {also}: cast the column.", column=name
         )
-    values: NDArray[Any] = array.to_numpy(zero_copy_only=False)
-    return values
 
 
 def arrow_floats(name: str, column: Any) -> tuple[NDArray[Any], BoolArray | None]:
@@ -115,12 +113,13 @@ def arrow_floats(name: str, column: Any) -> tuple[NDArray[Any], BoolArray | None
         return numbers_of_texts(name, _buffers(array))
     if pa.types.is_null(array.type):
         array = array.cast(pa.float64())
+    _require_numbers(name, array.type, "a dense feature or label")
     if not array.null_count:
-        return _numbers(name, array, "a dense feature or label"), None
+        return array.to_numpy(zero_copy_only=False), None
     missing = ~_present(array)
     if pa.types.is_boolean(array.type):
         array = array.cast(pa.uint8())
-    return _numbers(name, array.fill_null(0), "a dense feature or label"), missing
+    return array.fill_null(0).to_numpy(zero_copy_only=False), missing
 
 
 def _present(array: Any) -> BoolArray:
