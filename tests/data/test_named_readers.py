@@ -196,7 +196,8 @@ def test_globo(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no column 'label'.*require_labels=False"):
         list(data.globo(tmp_path))
     pq.write_table(pa.table({"label": [1, 0], **columns}), tmp_path / "day=04.parquet")
-    later = {"part": "test", "by": "time", "column": "timestamp_ms", "at": 2}
-    batch = only(data.globo(tmp_path, where="article_id > 7 and day == 4", split=later))
+    early = {"part": "train", "by": "time", "column": "timestamp_ms", "at": 2}
+    assert only(data.globo(tmp_path, split=early)).id_features["user_id"].values.tolist() == [5]
+    batch = only(data.globo(tmp_path, where="article_id > 7 and day == 4"))
     assert batch.id_features["user_id"].values.tolist() == [6]
     assert batch.labels.tolist() == [[0]]
