@@ -59,7 +59,7 @@ format: install  ## fix style
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $$(git ls-files '*.cpp' '*.hpp')
 
-BENCHMARKS = store batch checkpoint rpc step profile_step globo quality modes modes_runtime traffic roles cluster recovery threads apmsqueeze
+BENCHMARKS = store batch reading checkpoint rpc step profile_step globo quality modes modes_runtime traffic roles cluster recovery threads apmsqueeze
 
 bench: install  ## every figure of docs/performance.md, about an hour
 	for file in $(BENCHMARKS); do $(BIN)/python benchmarks/$$file.py --preset laptop || exit 1; done

@@ -93,16 +93,15 @@ class Batch:
     ) -> Batch:
         """Builds a batch from columns of almost any kind.
 
-        A column is a numpy array, torch tensor, pyarrow (chunked) array, Python list, or, for ids, a pair
-        `(values, offsets)`. Whole numbers are ids as they are. Texts, and numbers with a fraction (compared as
-        float64), are categories: their id is their xxhash64, the same everywhere. A missing id (None, null, NaN)
-        gives a sample without ids, a missing one within a list is left out. Two-dimensional ids `[batch, k]` are k
-        ids for each sample. Crossed features are computed; a sample that lacks a part has no id there. Columns
-        that the schema does not name are ignored.
+        A column is a numpy array, torch tensor, pyarrow (chunked) array, pandas or polars column, Python list, or, for
+        ids, a pair `(values, offsets)`. `IdFeature.kind` says how a value becomes an id, whatever the type of its column. A
+        missing id (None, null, NaN, an empty text) gives a sample without ids, a missing one within a list is left out.
+        Two-dimensional ids `[batch, k]` are k ids for each sample. Crossed features are computed; a sample that
+        lacks a part has no id there. Columns that the schema does not name are ignored.
 
         Args:
             schema: what to take from `columns`.
-            columns: column by name, all of one length.
+            columns: column by name, all of one length; also a pandas or polars frame, a pyarrow table or record batch.
             day: whole number for each sample, or one for all, or None.
             require_labels: if False, and a label column is missing, `labels` is `[batch, 0]`.
 
