@@ -94,10 +94,10 @@ class Batch:
         """Builds a batch from columns of almost any kind.
 
         A column is a numpy array, torch tensor, pyarrow (chunked) array, pandas or polars column, Python list, or, for
-        ids, a pair `(values, offsets)`. `IdFeature.kind` says how a value becomes an id, whatever the type of its column. A
-        missing id (None, null, NaN, an empty text) gives a sample without ids, a missing one within a list is left out.
-        Two-dimensional ids `[batch, k]` are k ids for each sample. Crossed features are computed; a sample that
-        lacks a part has no id there. Columns that the schema does not name are ignored.
+        ids, a pair `(values, offsets)`. `IdFeature.kind` says how a value becomes an id, whatever the type of its
+        column. A missing id (None, null, NaN, an empty text) gives a sample without ids, a missing one within a list
+        is left out. Two-dimensional ids `[batch, k]` are k ids for each sample. Crossed features are computed; a
+        sample that lacks a part has no id there. Columns that the schema does not name are ignored.
 
         Args:
             schema: what to take from `columns`.
