@@ -54,7 +54,7 @@ def expected_id(value: Value, kind: IdKind) -> int | None:
     if isinstance(value, float) and abs(value) >= 2**53:
         raise ValueError(value)
     text = str(value).strip(" \t")
-    if kind == "number" and text in MARKERS:
+    if kind == "number" and text in ("", *MARKERS):
         return None
     whole = re.fullmatch(r"(-?(?:0|[1-9][0-9]*))(\.0+)?", text)
     if whole and 0 <= int(whole[1]) < 2**64:

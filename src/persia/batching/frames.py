@@ -51,7 +51,9 @@ def from_frame(name: str, column: Any) -> Any:
         if root == "polars" and str(column.dtype) != "Object":
             return column.to_arrow()
         if root == "pandas":
-            return pa.Array.from_pandas(column)
+            array = pa.Array.from_pandas(column)
+            if str(column.dtype) != "object" or "double" not in str(array.type):  # Else whole numbers became floats.
+                return array
     except (pa.ArrowException, OverflowError):  # Values of several kinds, or whole numbers above 64 bits.
         pass
     return column.to_list()
