@@ -235,6 +235,7 @@ def test_column_names_that_are_in_the_file(tmp_path: Path) -> None:
         ({"user": pl.Series([1], dtype=pl.Date)}, r"holds date32\[day\]"),
         ({"user": [1], "site": [2.5]}, 'of the kind "text", and such a value has no one text'),
         ({"user": [1], "site": [True]}, 'of the kind "text"'),
+        ({"user": [1, 1], "site": pd.Series([0, 0.0], dtype=object)}, "has the float64 0.0 at row 1"),
         ({"user": [1], "site": ["a"], "item": [1], "age": [10**400]}, "no float64 holds"),
         ({"user": [1], "site": ["a"], "item": [1], "age": [1], "click": pa.array([None], pa.bool_())}, "missing value"),
     ],
