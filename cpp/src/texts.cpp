@@ -1,7 +1,9 @@
 #include "persia/texts.hpp"
 
 #include <algorithm>
+#include <array>
 #include <charconv>
+#include <cstring>
 #include <limits>
 #include <stdexcept>
 #include <string_view>
@@ -49,6 +51,8 @@ Whole whole(std::string_view text) {
   const std::size_t first = at;
   std::uint64_t value = 0;
   bool overflow = false;
+  const std::size_t safe = std::min(text.size(), at + 19);  // So many digits always fit.
+  for (; at < safe && is_digit(text[at]); ++at) value = value * 10 + static_cast<std::uint64_t>(text[at] - '0');
   for (; at < text.size() && is_digit(text[at]); ++at) {
     const auto digit = static_cast<std::uint64_t>(text[at] - '0');
     constexpr std::uint64_t kMax = std::numeric_limits<std::uint64_t>::max();
@@ -97,13 +101,39 @@ std::int64_t for_each(const Texts& texts, std::span<const Offset> offsets, std::
   return -1;
 }
 
+// What a byte may be part of, to tell most texts from numbers and truths without a branch per byte.
+enum : std::uint8_t { kDigit = 1, kAround = 2, kTruth = 4, kOther = 8 };
+
+constexpr std::array<std::uint8_t, 256> byte_kinds() {
+  std::array<std::uint8_t, 256> kinds{};
+  kinds.fill(kOther);
+  for (const char c : std::string_view("truefalsTRUEFALS")) kinds[static_cast<unsigned char>(c)] = kTruth;
+  for (const char c : std::string_view("-. \t")) kinds[static_cast<unsigned char>(c)] = kAround;
+  for (char c = '0'; c <= '9'; ++c) kinds[static_cast<unsigned char>(c)] = kDigit;
+  return kinds;
+}
+
+// Whether its bytes are those of a number or of a truth.
+bool may_be_number(std::string_view text) {
+  if (text.size() >= 8 && text.front() > ' ' && text.back() > ' ') {
+    // Longer than a truth: a letter, or a byte that is not ASCII, among the first eight settles it at once.
+    std::uint64_t word;
+    std::memcpy(&word, text.data(), sizeof(word));
+    if ((word & 0xC0C0C0C0C0C0C0C0U) != 0) return false;
+  }
+  static constexpr std::array<std::uint8_t, 256> kKinds = byte_kinds();
+  unsigned found = 0;
+  for (const char c : text) found |= kKinds[static_cast<unsigned char>(c)];
+  return (found & kOther) == 0 && (found & (kDigit | kTruth)) != (kDigit | kTruth);
+}
+
 template <class Offset>
 std::int64_t ids(const Texts& texts, std::span<const Offset> offsets, IdKind kind, std::span<std::uint64_t> out,
                  std::span<std::uint8_t> present) {
   if (out.size() != present.size()) throw std::invalid_argument("texts: out and present must be of one length");
   std::ranges::fill(out, 0);
   return for_each(texts, offsets, present, [&](std::size_t i, std::string_view text) {
-    if (kind != IdKind::text) {
+    if (kind == IdKind::number || (kind == IdKind::automatic && may_be_number(text))) {
       const std::string_view core = trimmed(text);
       const Whole number = whole(core);
       const int truth_value = number.canonical ? -1 : truth(core);
