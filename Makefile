@@ -69,7 +69,7 @@ bench-smoke: install  ## every benchmark, small; figures mean nothing
 
 # Arguments: make chaos CHAOS="--seconds 300 --faults 20 --seeds 7 --mode gba"
 chaos: install  ## train while things go wrong, 90 minutes
-	PYTHONPATH=tests/cluster $(BIN)/python tests/chaos/chaos_run.py $(CHAOS)
+	PYTHONPATH=tests $(BIN)/python tests/chaos/chaos_run.py $(CHAOS)
 
 examples: install  ## run every example, small
 	for file in examples/*.py; do echo "== $$file"; PERSIA_EXAMPLE_SMALL=1 $(BIN)/python $$file || exit 1; done

@@ -29,17 +29,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import harness
-
 import persia
+from benchmarks import harness
 from persia import batching
 from persia.checkpoint import CheckpointReader, CheckpointWriter, ReshardOptions, reshard
 from persia.modes import Hybrid
 from persia.optim import Adagrad
 from persia.ps import EmbeddingServer
-from persia.saving import write_rows
 from persia.schema import IdFeature, Schema
 from persia.store import EmbeddingStore, Spill, TableConfig
+from persia.trainer.checkpointing import write_rows
 from persia.types import Gradients, PushHeader
 
 ROWS = {"smoke": 50_000, "laptop": 10_000_000, "full": 10_000_000}

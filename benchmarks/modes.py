@@ -2,9 +2,9 @@
 
     python benchmarks/modes.py [--only NAME] [--preset smoke|laptop|full] [--json FILE]
 
-No figure here depends on the speed of the machine: what happens when is simulated (persia.modes.replay), gradients are
-real (persia.virtual). Runs are spread over the cores. Hyper-parameters are the best of a small grid for Sync, found on
-data of their own, and kept for every mode.
+No figure here depends on the speed of the machine: what happens when is simulated (persia.replay), gradients are
+real (persia.replay.virtual). Runs are spread over the cores. Hyper-parameters are the best of a small grid for Sync,
+found on data of their own, and kept for every mode.
 
 modes.bound          rate of each mode that the simulation allows, with stragglers.
 modes.switch         Sync, then another mode from day 8 of 16; and from Gba to Sync. Drifting data, 2 of 8 slow.
@@ -30,7 +30,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
-from benchmarks import harness
 from benchmarks.modes_runs import (
     GLOBAL,
     LOCAL,
@@ -51,9 +50,10 @@ from benchmarks.modes_runs import (
     tuned_for,
 )
 
+from benchmarks import harness
 from persia import Batch, data
 from persia.modes import AnyMode, Async, Bsp, Gba, HopBs, HopBw, Hybrid, Sync
-from persia.modes.replay import Setting, Summary, phases, simulate, steady
+from persia.replay import Setting, Summary, phases, simulate, steady
 
 SEEDS = {"smoke": (0,), "laptop": (0, 1, 2), "full": (0, 1, 2)}
 DAYS = {"smoke": 4, "laptop": 16, "full": 16}

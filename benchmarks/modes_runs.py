@@ -25,10 +25,10 @@ import torch
 from persia import Batch, Schema, data
 from persia.metrics import Metrics
 from persia.modes import AnyMode
-from persia.modes.replay import Event, Setting, Summary, phases, simulate, steady
 from persia.nn.models import FFNN, DeepFM
 from persia.optim import Adagrad
-from persia.virtual import VirtualTraining
+from persia.replay import Event, Setting, Summary, phases, simulate, steady
+from persia.replay.virtual import VirtualTraining
 
 __all__ = [
     "GLOBAL",

@@ -22,16 +22,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import harness
-
 import persia
-from persia import bench
-from persia.cluster import Threads
+from benchmarks import harness
 from persia.modes import AnyMode, Auto, Gba, HopBw, Sync
-from persia.modes.replay import Event, Setting, Trace, alternating, load_schedule, phases, simulate, steady
-from persia.ps.sums import RunningSums
+from persia.pushes.accumulator import RunningSums
+from persia.replay import Event, Setting, Trace, alternating, load_schedule, phases, simulate, steady
+from persia.replay.virtual import VirtualTraining
+from persia.testing import Threads
+from persia.testing import emulation as bench
 from persia.types import Gradients
-from persia.virtual import VirtualTraining
 
 WORKERS = 8
 COMPUTE_SECONDS = {"smoke": 0.02, "laptop": 0.1, "full": 0.1}

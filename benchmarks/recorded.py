@@ -19,14 +19,14 @@ import torch.distributed as dist
 
 from persia import Batch, Schema, Trainer, TrainerOptions, rpc
 from persia.data import Loader, Peer
-from persia.fit import FitResult
+from persia.membership.data_loaders import DataLoaders
+from persia.membership.directory import Directory
+from persia.membership.embedding_workers import EmbeddingWorkers
 from persia.modes import Mode
-from persia.nn.directory import Directory
-from persia.nn.feeding import DataLoaders
-from persia.nn.routing import EmbeddingWorkers
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.schema import EmbeddingOptimizer
 from persia.services import Connection, DataLoader, EmbeddingPS, EmbeddingWorker
+from persia.trainer.progress import FitResult
 from persia.types import PushHeader, RowsAt
 from persia.worker import Worker
 

@@ -19,8 +19,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import harness
 from benchmarks.python_time import PythonTime
+
+from benchmarks import harness
 
 TARGETS = {"embedding_ps": 0.3, "embedding_worker": 0.5, "nn_worker": 1.5}
 STEPS = {"smoke": 10, "laptop": 60, "full": 1000}
@@ -78,13 +79,13 @@ def nn_worker(pipe: Pipe, addresses: tuple[str, str], preset: str) -> None:
     from benchmarks.step import WORK, Persia
 
     from persia import rpc
-    from persia.nn import pool, prepared
+    from persia.nn import pooling, prepared
     from persia.schema import Adagrad
     from persia.services import Connection, EmbeddingPS, EmbeddingWorker
 
     torch.set_num_threads(1)
     for owner, name in (
-        (pool._NativePool, "backward"),
+        (pooling._NativePool, "backward"),
         (prepared.PreparedBatch, "_on_gradient"),
         (prepared.PreparedBatch, "_end_of_backward"),
     ):

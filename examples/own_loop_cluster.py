@@ -39,7 +39,7 @@ def train(cluster: persia.cluster.Ray) -> str:
         steps, dummies = steps + 1, dummies + batch.made_up
         if not batch.made_up:
             metrics.update(logits.detach(), batch.labels, batch.day)
-    total = persia.dense.merged_metrics(metrics, replicas.gather).result()
+    total = persia.metrics.merging.merged_metrics(metrics, replicas.gather).result()
     return (
         f"NN worker {rank}: {steps} steps, {dummies} of them without data; "
         f"{total.rows} rows in all, progressive AUC {total.auc:.4f}"

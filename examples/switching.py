@@ -14,7 +14,7 @@ import torch
 
 import persia
 from persia.modes import Auto, Gba
-from persia.modes.replay import alternating
+from persia.replay import alternating
 
 SMALL = "PERSIA_EXAMPLE_SMALL" in os.environ
 WORKERS, LOCAL_BATCH, COMPUTE = 4, 64, 0.005
@@ -57,7 +57,7 @@ def work(member):
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    result, switches = persia.cluster.Threads(WORKERS).run(work)[0]
+    result, switches = persia.testing.Threads(WORKERS).run(work)[0]
     for switch in switches:
         print(f"step {switch.step}: {type(switch.before).__name__} -> {type(switch.after).__name__}")
     print(f"{result.rows:,} rows, {result.rows_per_second:,.0f} rows/s, AUC {result.progressive.auc:.4f}")

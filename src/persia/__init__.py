@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from persia import cluster, data, dense, modes, nn, optim
     from persia.batching.batch import Batch, IdColumn
     from persia.errors import PersiaError
-    from persia.options import TrainerOptions
     from persia.schema import (
         AdmitAll,
         AdmitMinFrequency,
@@ -27,13 +26,14 @@ if TYPE_CHECKING:
         Zeros,
     )
     from persia.trainer import FitResult, Trainer
+    from persia.trainer.options import TrainerOptions
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "persia.batching.batch": ("Batch", "IdColumn"),
     "persia.errors": ("PersiaError",),
-    "persia.options": ("TrainerOptions",),
+    "persia.trainer.options": ("TrainerOptions",),
     "persia.schema": (
         "AdmitAll",
         "AdmitMinFrequency",

@@ -11,7 +11,7 @@ from persia import batching
 from persia.batching import reference
 from persia.errors import DataError
 from persia.nn import codec
-from persia.packed import Packed
+from persia.types.packed import Packed
 
 
 def bits(array):

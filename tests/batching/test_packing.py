@@ -8,7 +8,7 @@ from hypothesis.extra import numpy as hnp
 
 from persia import batching
 from persia.errors import DataError
-from persia.packed import Packed
+from persia.types.packed import Packed
 
 POOLS = {threads: batching.ThreadPool(threads) for threads in (1, 3)}
 SCRATCH = batching.Scratch()

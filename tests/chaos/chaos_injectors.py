@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import ray
 from chaos_disk import SIGN
 from chaos_schedule import Fault
-from cluster_samples import pids
 
 from persia.checkpoint import list_checkpoints
+from support.cluster_samples import pids
 
 
 class Site(NamedTuple):

@@ -1,4 +1,4 @@
-"""Training while things go wrong: `make chaos`, or with `PYTHONPATH=tests/cluster` this file.
+"""Training while things go wrong: `make chaos`, or with `PYTHONPATH=tests` this file.
 
 Prints a JSON line for each seed: the share of the time that was spent training, and every invariant that does not hold.
 """
@@ -27,10 +27,10 @@ from chaos_invariants import Before, checkpoints, connected, counts, quality, ro
 from chaos_records import collect
 from chaos_schedule import KINDS, ON_MEMORY, draw
 from chaos_training import LEARNING_RATE, MODES, make_data, make_schema, make_test_data, make_trainer
-from cluster_samples import eventually, pids
 
 import persia
-from persia.cluster.on_ray import cluster as on_ray
+from persia.cluster.ray import cluster as on_ray
+from support.cluster_samples import eventually, pids
 
 REGION_MEBIBYTES = 64
 

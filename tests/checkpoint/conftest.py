@@ -6,7 +6,8 @@ from uuid import uuid4
 
 import fsspec
 import pytest
-from checkpoint_samples import write
+
+from support.checkpoint_samples import write
 
 
 @pytest.fixture(params=["local", "memory"])

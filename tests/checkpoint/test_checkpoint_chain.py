@@ -10,7 +10,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from checkpoint_samples import OPTIMIZER, SCHEMA
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from persia.checkpoint import CheckpointReader, CheckpointWriter, compact, inspe
 from persia.checkpoint.format import _signed
 from persia.checkpoint.storage import Storage
 from persia.errors import CheckpointError
+from support.checkpoint_samples import OPTIMIZER, SCHEMA
 
 
 def rows_of(model: dict[int, float]) -> dict[str, np.ndarray]:

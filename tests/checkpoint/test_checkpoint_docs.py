@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checkpoint_samples import make_rows
+
+from support.checkpoint_samples import make_rows
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "checkpoint.md"
 

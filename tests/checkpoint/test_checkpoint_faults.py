@@ -15,12 +15,12 @@ from typing import Any
 
 import fsspec
 import pytest
-from checkpoint_samples import OPTIMIZER, SCHEMA, make_rows, write
 from fsspec.implementations.local import LocalFileOpener, LocalFileSystem
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from persia.checkpoint import CheckpointReader, CheckpointWriter, list_checkpoints
 from persia.errors import CheckpointError
+from support.checkpoint_samples import OPTIMIZER, SCHEMA, make_rows, write
 
 
 class Kill(BaseException):

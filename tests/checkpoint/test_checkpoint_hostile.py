@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from checkpoint_samples import OPTIMIZER, SCHEMA, make_rows, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +23,7 @@ from persia.checkpoint.format import decode_manifest, encode_manifest
 from persia.checkpoint.tensors import decode
 from persia.errors import CheckpointError, MissingExtraError, PersiaError
 from persia.schema import SGD, Adam, IdFeature, Schema, Table
+from support.checkpoint_samples import OPTIMIZER, SCHEMA, make_rows, write
 
 STEP = "step-000000000012"
 PART = f"{STEP}/rows/item/0-0.safetensors"

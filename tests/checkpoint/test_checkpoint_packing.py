@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_samples import SCHEMA
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from persia.checkpoint import CheckpointReader, CheckpointWriter
 from persia.checkpoint.packing import pack, unpack
 from persia.checkpoint.tensors import TensorView, decode, encode
 from persia.errors import CheckpointError
+from support.checkpoint_samples import SCHEMA
 
 
 def round_trip(value: Any) -> Any:

@@ -13,12 +13,12 @@ import pytest
 import safetensors.numpy
 import safetensors.torch
 import torch
-from checkpoint_samples import OPTIMIZER, SCHEMA, make_rows, write
 from rich.console import Console
 
 from persia.checkpoint import CheckpointReader, CheckpointWriter, format_inspection, inspect, list_checkpoints
 from persia.errors import CheckpointError
 from persia.schema import IdFeature, Schema
+from support.checkpoint_samples import OPTIMIZER, SCHEMA, make_rows, write
 
 
 def test_rows_tensors_state_come_back(url: str) -> None:

@@ -9,12 +9,12 @@ from uuid import uuid4
 
 import numpy as np
 import pytest
-from checkpoint_samples import OPTIMIZER, SCHEMA, make_rows, write
 
 import persia
 from persia.checkpoint import CheckpointReader, CheckpointWriter, ReshardOptions, compact, list_checkpoints, reshard
 from persia.checkpoint.storage import Storage
 from persia.errors import CheckpointError
+from support.checkpoint_samples import OPTIMIZER, SCHEMA, make_rows, write
 
 pytest.importorskip("s3fs")
 server = pytest.importorskip("moto.server")

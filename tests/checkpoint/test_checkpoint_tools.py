@@ -8,11 +8,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from checkpoint_samples import OPTIMIZER, SCHEMA, make_rows, write
 
 import persia
 from persia.checkpoint import CheckpointWriter, ReshardOptions, diff, export, reshard
 from persia.errors import CheckpointError
+from support.checkpoint_samples import OPTIMIZER, SCHEMA, make_rows, write
 
 
 @pytest.fixture

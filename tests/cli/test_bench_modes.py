@@ -5,12 +5,13 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from persia import bench, rpc, services
-from persia.cli import output
+from persia import rpc, services
+from persia.cli import ui
 from persia.cli.app import app
 from persia.coordinator import Tokens
 from persia.errors import ConfigError, DataError
 from persia.modes import Auto, Evidence, Gba, HopBw, StepTime, load_evidence
+from persia.testing import emulation as bench
 
 
 def test_all_modes_side_by_side(tmp_path):
@@ -76,14 +77,14 @@ def test_the_report_of_an_asynchronous_run_is_json_and_a_table(tmp_path, capsys)
     auto = Auto(Gba(2 * bench.ROWS), windows=1, seconds=0.05)
     result = bench.train(auto, bench.Emulation.parse(2, "1:9x", "5ms"), 60).result
     assert result.asynchronous is not None
-    output.write_json(str(tmp_path / "result.json"), output.fit_record(result))
+    ui.write_json(str(tmp_path / "result.json"), ui.fit_record(result))
     record = json.loads((tmp_path / "result.json").read_text())
     report = record["asynchronous"]
     assert set(report["rows_per_second_by_worker"]) == {"0", "1"}
     assert report["rows"] + report["dropped_rows"] <= record["rows"]
     assert report["staleness_max"] >= report["staleness_mean"] >= 0
     assert [v["switch"] for v in record["verdicts"]].count(True) >= 1
-    output.print_fit(result, None)
+    ui.print_fit(result, None)
     assert "dropped batches" in capsys.readouterr().out
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cluster_samples import make_trainer, options, reader
 
 import persia
+from support.cluster_samples import make_trainer, options, reader
 
 
 class Blocked:

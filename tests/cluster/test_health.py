@@ -11,14 +11,14 @@ import urllib.request
 from collections import Counter
 
 import pytest
-from cluster_samples import BATCH, eventually, make_trainer, options, reader
 from typer.testing import CliRunner
 
 import persia
 from persia.cli.app import app
 from persia.errors import ConfigError
-from persia.observe.catalogue import CATALOGUE
-from persia.observe.figures import Health
+from persia.telemetry.catalogue import CATALOGUE
+from persia.telemetry.metrics import Health
+from support.cluster_samples import BATCH, eventually, make_trainer, options, reader
 
 
 def total(health: Health, name: str, **labels: str) -> float:

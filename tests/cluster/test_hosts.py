@@ -18,9 +18,9 @@ from persia import rpc
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
 
-from cluster_samples import losses, one_torch_thread
+from support.cluster_samples import losses, one_torch_thread
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 SECONDS = 120
 
 
@@ -77,12 +77,12 @@ def test_roles_in_two_network_namespaces(namespaces, tmp_path):
     rpc.make_keys(keys)
     with one_torch_thread():
         expected = losses(persia.cluster.Embedded(1), 10)
-    serving = namespaces.start(0, "-m", "roles_apart", "serve", namespaces.addresses[0], keys=keys)
+    serving = namespaces.start(0, "-m", "support.roles_apart", "serve", namespaces.addresses[0], keys=keys)
     try:
         assert serving.stdout is not None
         addresses = serving.stdout.readline().strip()
         assert addresses, "the roles did not start; their error is printed above"
-        training = namespaces.start(1, "-m", "roles_apart", "train", addresses, keys=keys)
+        training = namespaces.start(1, "-m", "support.roles_apart", "train", addresses, keys=keys)
         try:
             found, _ = training.communicate(timeout=SECONDS)
         finally:
@@ -121,7 +121,7 @@ def on_two_nodes(script: str, tmp_path: Path, *arguments: str) -> dict[str, Any]
 @pytest.mark.slow
 def test_a_host_dies(tmp_path):
     """Its PS is reloaded from the last checkpoint elsewhere, its NN worker begins elsewhere, `fit` goes on."""
-    found = on_two_nodes("host_dies", tmp_path, str(tmp_path / "checkpoints"))
+    found = on_two_nodes("support.host_dies", tmp_path, str(tmp_path / "checkpoints"))
     assert found["finished"]
     assert found["failures"] >= 1
     assert (found["rows"], found["steps"]) == (2000 * 64, 1000)
@@ -135,7 +135,7 @@ def test_a_host_dies(tmp_path):
 @pytest.mark.slow
 def test_two_nodes_of_ray(tmp_path):
     """PSs are spread, all roles listen on their node's address, with keys; training, resizing and a death work."""
-    found = on_two_nodes("two_nodes", tmp_path)
+    found = on_two_nodes("support.two_nodes", tmp_path)
     assert sorted(found["servers"]) == [2, 2]  # Four PSs on two nodes.
     assert found["nn_workers"] == 2
     assert found["rows"] == 40 * 64

@@ -13,7 +13,7 @@ from persia.modes import Sync
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
 
-from cluster_samples import global_losses, make_trainer, one_torch_thread, options, reader
+from support.cluster_samples import global_losses, make_trainer, one_torch_thread, options, reader
 
 pytestmark = pytest.mark.usefixtures("ray_here")
 

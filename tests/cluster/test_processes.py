@@ -14,10 +14,9 @@ from persia.errors import ConfigError, RoleDiedError
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
 
-from cluster_samples import bare_host, eventually, kill_once_training, make_trainer, options, reader
-
-from persia.cluster.on_ray.processes import Processes
-from persia.cluster.on_ray.resizing import free_ranks
+from persia.cluster.ray.processes import Processes
+from persia.cluster.ray.scaling import free_ranks
+from support.cluster_samples import bare_host, eventually, kill_once_training, make_trainer, options, reader
 
 pytestmark = pytest.mark.usefixtures("ray_here")
 

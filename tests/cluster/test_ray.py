@@ -22,7 +22,7 @@ from persia.services import EmbeddingPS
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
 
-from cluster_samples import eventually, kill_once_training, losses, make_trainer, options, pids, reader, running
+from support.cluster_samples import eventually, kill_once_training, losses, make_trainer, options, pids, reader, running
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 import persia
 from persia.cli.app import app
 from persia.modes import Gba, HopBw, Hybrid, Sync
-from persia.modes.replay import load_schedule
 from persia.nn.models import FFNN
-from persia.virtual import VirtualTraining
+from persia.replay import load_schedule
+from persia.replay.virtual import VirtualTraining
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
 
-from cluster_samples import BATCH, eventually, make_trainer, options, reader
+from support.cluster_samples import BATCH, eventually, make_trainer, options, reader
 
 pytestmark = pytest.mark.usefixtures("ray_here")
 

@@ -20,7 +20,7 @@ from persia.modes import Gba, Hybrid, Sync
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
 
-from cluster_samples import BATCH, eventually, kill_once_training, make_trainer, options, pids, reader
+from support.cluster_samples import BATCH, eventually, kill_once_training, make_trainer, options, pids, reader
 
 pytestmark = pytest.mark.usefixtures("ray_here")
 

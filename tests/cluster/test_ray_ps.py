@@ -15,7 +15,7 @@ from persia.ps.regions import leftovers
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
 
-from cluster_samples import eventually, kill_once_training, make_trainer, options, pids, reader, running
+from support.cluster_samples import eventually, kill_once_training, make_trainer, options, pids, reader, running
 
 pytestmark = pytest.mark.usefixtures("ray_here")
 

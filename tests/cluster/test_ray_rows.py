@@ -13,7 +13,7 @@ from persia.nn import RowsSet, StoredRows
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
 
-from cluster_samples import make_trainer, options, reader
+from support.cluster_samples import make_trainer, options, reader
 
 pytestmark = pytest.mark.usefixtures("ray_here")
 

@@ -16,9 +16,8 @@ from persia.modes import Hybrid, Sync
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
 
-from cluster_samples import NumberedBatches, delayed_host, eventually, kill_once_training, options, pids, reader
-
-from persia.cluster.on_ray import cluster as on_ray
+from persia.cluster.ray import cluster as on_ray
+from support.cluster_samples import NumberedBatches, delayed_host, eventually, kill_once_training, options, pids, reader
 
 pytestmark = pytest.mark.usefixtures("ray_here")
 

@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from nn_processes import Model, Services, fit, parameters, resume
 
 import persia
 from persia.batching.batch import Batch, IdColumn
 from persia.dense import AllReduce, AllReduceOptions
 from persia.errors import DeadlineError, StaleBatchError
 from persia.modes import Hybrid, Sync
-from persia.nn.made_up import made_up_batch
+from persia.nn.dummy import made_up_batch
 from persia.optim import SGD
-from processes import Processes
+from support.nn_processes import Model, Services, fit, parameters, resume
+from support.processes import Processes
 
 IDS = 40
 SCHEMA = persia.Schema(

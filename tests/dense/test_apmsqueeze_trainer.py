@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from nn_processes import Model, Remote, Services, parameters
 from test_all_reduce import SCHEMA, make_batches
 
 import persia
@@ -12,7 +11,8 @@ from persia.cli.run_config import OptimizerConfig
 from persia.errors import ConfigError
 from persia.modes import Hybrid, Sync
 from persia.optim import SGD, APMSqueeze, APMSqueezeOptions, OneBit, TopK, Uncompressed
-from processes import TIMEOUT, Processes
+from support.nn_processes import Model, Remote, Services, parameters
+from support.processes import TIMEOUT, Processes
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import time
 import numpy as np
 import pytest
 import torch
-from nn_processes import Model, Remote, Services, parameters
 from torch.nn.parallel import DistributedDataParallel
 
 import persia
@@ -14,9 +13,10 @@ from persia.dense import AllReduce
 from persia.errors import DeadlineError, UnequalStepsError
 from persia.modes import Hybrid, Sync
 from persia.nn import CollectionOptions
-from persia.nn.sync import Alone
+from persia.nn.replicas import Alone
 from persia.optim import SGD
-from processes import Processes
+from support.nn_processes import Model, Remote, Services, parameters
+from support.processes import Processes
 
 IDS = 20
 SCHEMA = persia.Schema([persia.IdFeature("item", dim=4)], dense_features=["price"], labels=["click"])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from persia.errors import ConfigError
 from persia.modes import Async, Auto, AutoState, Gba, Hybrid, StepTime, Sync, decide, rehearse
-from persia.modes.replay import Setting, alternating, phases, simulate, steady
+from persia.replay import Setting, alternating, phases, simulate, steady
 
 AUTO = Auto(Gba(8), seconds=10.0)
 

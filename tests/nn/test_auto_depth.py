@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from persia.modes import Hybrid
-from persia.nn.staleness import WINDOW
+from persia.nn.gate import WINDOW
 from persia.nn.window import Window
 
 

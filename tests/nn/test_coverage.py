@@ -9,10 +9,10 @@ from test_rows import Several
 
 import persia
 from persia import Batch, IdColumn, IdFeature, Schema
-from persia.cluster.threads import Threads
 from persia.modes import Sync
 from persia.nn.coverage import FEWEST_IDS, IDS_PER_BATCH, MOST_BATCHES, IdSample
 from persia.optim import Adagrad
+from persia.testing.threads import Threads
 
 SCHEMA = Schema(
     [IdFeature("user", dim=4), IdFeature("item", dim=4), IdFeature("seen", dim=4, table="item", pooling="mean")]
@@ -138,7 +138,7 @@ def test_training_asks_nothing(monkeypatch):
     def fail(*_):
         raise AssertionError("asked")
 
-    monkeypatch.setattr("persia.nn.reading.warn_of_unknown_ids", fail)
+    monkeypatch.setattr("persia.nn.evaluation.warn_of_unknown_ids", fail)
     monkeypatch.setattr(IdSample, "add", fail)
     trainer.fit(batches(5))
     with pytest.raises(AssertionError):

@@ -6,7 +6,7 @@ import torch
 
 import persia
 from persia.batching.batch import Batch, IdColumn
-from persia.nn.pool import Expander
+from persia.nn.pooling import Expander
 from persia.nn.staging import CpuStaging
 from persia.nn.transfer import Transfer, joined
 from persia.optim import Adagrad

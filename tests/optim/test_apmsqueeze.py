@@ -6,8 +6,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-from apms_case import COMPRESSORS, SHAPES, arrays, equal_the_reference, gradients, make, step, tensors, train
-from apms_threads import together
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +13,8 @@ from persia.checkpoint.packing import pack, unpack
 from persia.errors import CheckpointError, ConfigError, PersiaError
 from persia.optim import APMSqueeze, APMSqueezeOptions, OneBit, Uncompressed
 from persia.optim.apmsqueeze_reference import ReferenceAPMSqueeze
+from support.apms_case import COMPRESSORS, SHAPES, arrays, equal_the_reference, gradients, make, step, tensors, train
+from support.apms_threads import together
 
 
 def joined(exchange, options, shapes=SHAPES, native=True, **arguments):

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from apms_case import COMPRESSORS, SHAPES, arrays, equal_the_reference, gradients, make, step, tensors, train
 from torch.nn.parallel import DistributedDataParallel
 
 from persia.errors import ConfigError, DeadlineError
 from persia.optim import APMSqueeze, APMSqueezeOptions, OneBit, TopK, Uncompressed
 from persia.optim.apmsqueeze_reference import ReferenceAPMSqueeze
 from persia.optim.buckets import Bucket, Flat, Rule
-from processes import Processes
+from support.apms_case import COMPRESSORS, SHAPES, arrays, equal_the_reference, gradients, make, step, tensors, train
+from support.processes import Processes
 
 
 @pytest.fixture(scope="module")

@@ -17,22 +17,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ps_process import TABLES
 
 from persia import rpc
 from persia.batching.batch import IdColumn
 from persia.errors import DeadlineError, StalePushError, StoreError, StoreFullError
 from persia.modes import Hybrid, Sync, encode
 from persia.ps import EmbeddingServer, ServerOptions
+from persia.ps.memory import with_room
 from persia.ps.regions import Regions
-from persia.ps.room import with_room
 from persia.schema import SGD, IdFeature, Schema, Table
 from persia.services import EmbeddingPS
 from persia.store import EmbeddingStore, TableConfig
 from persia.types import Contribution, Gradients, PushHeader
 from persia.worker import Worker
+from support.ps_process import TABLES
 
-SCRIPT = Path(__file__).with_name("ps_process.py")
+SCRIPT = Path(__file__).parents[1] / "support" / "ps_process.py"
 DEADLINE = 60.0
 SCHEMA = Schema(id_features=[IdFeature("item", dim=4)], labels=["click"])
 IDS = 400

@@ -1,7 +1,7 @@
 import pytest
-from rpc_samples import DEADLINE, Sample, Service
 
 from persia import rpc
+from support.rpc_samples import DEADLINE, Sample, Service
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from rpc_samples import DEADLINE, OddError, Sample, Service, wait_until
 
 from persia import rpc
 from persia.errors import ClosedError, ConfigError, DeadlineError, PersiaError, RemoteError, StoreError, WireError
 from persia.rpc import port
+from support.rpc_samples import DEADLINE, OddError, Sample, Service, wait_until
 
 
 def test_many_calls_from_many_threads(stub):

@@ -4,10 +4,10 @@ import os
 
 import pytest
 import zmq
-from rpc_samples import DEADLINE, Sample, Service, wait_until
 
 from persia import rpc
 from persia.errors import ConfigError, DeadlineError
+from support.rpc_samples import DEADLINE, Sample, Service, wait_until
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from hypothesis.extra import numpy as hnp
 
 from persia import rpc
 from persia.errors import WireError
-from persia.packed import Gradients, Packed, PackedGradients
 from persia.rpc.arrays import Decoder, encode
+from persia.types.packed import Gradients, Packed, PackedGradients
 
 LIMIT = 100
 FLOATS = Packed[np.float32]

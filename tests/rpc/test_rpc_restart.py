@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rpc_samples import DEADLINE, Sample, wait_until
 
 from persia import rpc
 from persia.errors import DeadlineError, PeerRestartedError, WireError
+from support.rpc_samples import DEADLINE, Sample, wait_until
 
-SCRIPT = Path(__file__).with_name("rpc_process.py")
+SCRIPT = Path(__file__).parents[1] / "support" / "rpc_process.py"
 
 
 @contextmanager

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import zmq
-from rpc_samples import DEADLINE, Sample, Service, wait_until
 
 from persia import rpc
 from persia.errors import ConfigError, DeadlineError, PersiaError, RemoteError, StoreError, WireError
 from persia.rpc.failures import failure
 from persia.rpc.messages import Kind, body
 from persia.rpc.port import client_port
+from support.rpc_samples import DEADLINE, Sample, Service, wait_until
 
 SMALL = rpc.Limits(message_bytes=1 << 20)
 LARGE = np.zeros(1 << 20, np.float32)

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 import msgspec
 import numpy as np
 import pytest
-from rpc_samples import DEADLINE
 
 from persia import rpc
 from persia.batching.batch import IdColumn
@@ -32,6 +31,7 @@ from persia.types import (
     UpdateCounts,
 )
 from persia.worker import Worker
+from support.rpc_samples import DEADLINE
 
 SCHEMA = Schema(
     id_features=[

@@ -6,7 +6,6 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from rpc_samples import Column, Nested, Pair, Record
 
 from persia import rpc
 from persia.errors import ConfigError, WireError
@@ -14,6 +13,7 @@ from persia.rpc.arrays import DTYPES, Decoder, encode
 from persia.rpc.limits import Limits
 from persia.rpc.messages import Kind, header_bytes, parse
 from persia.rpc.port import Port
+from support.rpc_samples import Column, Nested, Pair, Record
 
 ARRAYS = hnp.arrays(st.sampled_from(DTYPES), hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5))
 SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text()

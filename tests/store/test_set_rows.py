@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_against_reference import compare, configs
 
-from persia.ps.rows import set_rows
+from persia.ps.row_access import set_rows
 from persia.store import EmbeddingStore, ReferenceStore
 from persia.types import RowState
 

@@ -5,17 +5,17 @@ import time
 
 import msgspec
 import pytest
-from switching_samples import ROWS, batches, trainer
 
-from persia import bench
 from persia.coordinator import Tokens
 from persia.errors import ConfigError
 from persia.modes import Async, Auto, Evidence, Gba, Sync, encode, load_evidence, rehearse
-from persia.modes.replay import alternating
-from persia.nn.laps import Laps
+from persia.nn.step_timings import Laps
+from persia.replay import alternating
+from persia.testing import emulation
 from persia.types import Lap
+from support.switching_samples import ROWS, batches, trainer
 
-AUTO = Auto(Gba(4 * bench.ROWS), windows=2, seconds=0.1)
+AUTO = Auto(Gba(4 * emulation.ROWS), windows=2, seconds=0.1)
 
 
 class Clock:
@@ -135,9 +135,9 @@ def test_a_mode_that_the_batches_do_not_fit_is_not_asked_for(caplog):
 
 def test_a_run_switches_with_the_cluster_and_its_decisions_can_be_repeated():
     trace = alternating([1.0, 1.0, 1.0, 6.0], quiet=0.8, strained=1.6)
-    done = bench.train(AUTO, bench.Emulation(trace, 0.01), 700)
+    done = emulation.train(AUTO, emulation.Emulation(trace, 0.01), 700)
     verdicts = done.result.verdicts
-    assert done.result.rows == 700 * bench.ROWS
+    assert done.result.rows == 700 * emulation.ROWS
     assert any(v.switch and v.strained for v in verdicts)
     assert done.result.asynchronous.batches > 0
 

@@ -3,15 +3,16 @@
 import numpy as np
 import pytest
 import torch
-from switching_samples import DEADLINE, ROWS, Net, assert_same, batches, trainer
 
 import persia
-from persia import Batch, IdColumn, resume
-from persia.cluster import Threads
+from persia import Batch, IdColumn
 from persia.errors import ConfigError
 from persia.modes import Bsp, Gba, Sync
 from persia.nn.models import FFNN
 from persia.optim import Adagrad
+from persia.testing import Threads
+from persia.trainer import state as resume
+from support.switching_samples import DEADLINE, ROWS, Net, assert_same, batches, trainer
 
 
 def sgd(params):

@@ -12,11 +12,12 @@ import torch
 from fsspec.implementations.local import LocalFileOpener
 
 import persia
-from persia import resume, saving
 from persia.errors import CheckpointError, DataError, PeerRestartedError, PersiaError, StoreError, WireError
 from persia.modes import Hybrid, Sync
 from persia.optim import SGD, Adagrad, Adam
 from persia.ps import EmbeddingServer
+from persia.trainer import checkpointing as saving
+from persia.trainer import state as resume
 
 
 def reader(rows=4_000):

@@ -3,7 +3,7 @@
 import pytest
 
 from persia.errors import DataError
-from persia.sources import OwnSource
+from persia.trainer.sources import OwnSource
 
 BATCHES = list("abcdefgh")
 

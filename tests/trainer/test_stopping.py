@@ -8,12 +8,12 @@ import time
 import numpy as np
 import pytest
 import torch
-from switching_samples import DEADLINE, ROWS, Net, assert_same, batches, trainer
 
 import persia
 from persia.checkpoint import list_checkpoints
-from persia.cluster import Threads
 from persia.modes import Async, Bsp, Gba, HopBw, Hybrid, Sync
+from persia.testing import Threads
+from support.switching_samples import DEADLINE, ROWS, Net, assert_same, batches, trainer
 
 STATUS = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: SystemExit}
 MODES = [Sync(), Hybrid(2), Async(), Bsp(3), HopBw(0), Gba(4 * ROWS)]

@@ -7,16 +7,16 @@ import time
 import numpy as np
 import pytest
 import torch
-from switching_samples import DEADLINE, ROWS, SCHEMA, Net, assert_same, batches, trainer
 
 import persia
 from persia import Batch, IdColumn
-from persia.cluster import Threads
 from persia.coordinator import Tokens
 from persia.errors import ConfigError, PersiaError
 from persia.modes import Async, Bsp, Gba, HopBs, HopBw, Hybrid, Sync
-from persia.nn.draws import Draws
+from persia.nn.token_client import Draws
 from persia.optim import Adagrad, Adam, APMSqueeze, APMSqueezeOptions, OneBit, Uncompressed
+from persia.testing import Threads
+from support.switching_samples import DEADLINE, ROWS, SCHEMA, Net, assert_same, batches, trainer
 
 
 @pytest.mark.parametrize("reduction", ["per_id", "global"])
@@ -369,7 +369,7 @@ class CrashingNet(Net):
 @pytest.mark.parametrize("mode", [Gba(3 * ROWS), HopBw(1), HopBs(2)], ids=lambda m: type(m).__name__)
 def test_a_crash_of_any_nn_worker_costs_no_more_than_its_tokens(victim, mode, monkeypatch):
     data = batches(60)
-    monkeypatch.setattr("persia.nn.draws.Draws.abandon", lambda self: None)  # A process that is killed tells nobody.
+    monkeypatch.setattr("persia.nn.token_client.Draws.abandon", lambda self: None)  # As if killed.
     cluster = Threads(nn_workers=3, timeout=DEADLINE)
 
     def work(member):

@@ -17,13 +17,13 @@ from persia.batching.batch import Batch, IdColumn
 from persia.errors import StaleBatchError, StoreError
 from persia.modes import Hybrid, Sync
 from persia.nn import codec
-from persia.nn.tally import Pushed
+from persia.nn.push_counts import Pushed
 from persia.optim import SGD, Adagrad
 from persia.ps import EmbeddingServer, ServerOptions
+from persia.rpc.fan_out import call_all
 from persia.services import Connection, EmbeddingWorker
 from persia.types import Contribution, PushHeader, UpdateCounts
 from persia.worker import Worker, WorkerOptions
-from persia.worker.calls import call_all
 
 TIMEOUT = 20.0
 SCHEMA = persia.Schema(

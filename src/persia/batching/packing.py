@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from persia.batching.codec import decode_rows, encode_rows
 from persia.batching.native import Scratch, ThreadPool, as_data_error
-from persia.packed import Packed
 from persia.types import Floats, Ids, Int64Array
+from persia.types.packed import Packed
 
 __all__ = ["PackedBatch", "decode_packed", "encode_packed", "pack_batch", "put_part", "take_part"]
 

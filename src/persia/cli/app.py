@@ -71,7 +71,7 @@ def train(
 
     Progressive means that each batch is scored before it is trained, so the figure is on unseen data.
     """
-    from persia.cli import output as out
+    from persia.cli import ui as out
 
     run = _read(config, overrides, output or resume)
     if dump_config:
@@ -121,7 +121,7 @@ def continual(
             --set 'continual.modes.8={kind="gba", global_batch_size=8192}'
     """
     from persia.cli import continual as recipe
-    from persia.cli import output as out
+    from persia.cli import ui as out
 
     wanted = recipe.parse_days(days)
     run = _read(config, overrides, output)
@@ -150,7 +150,7 @@ def evaluate(
 
     All samples are read: `drop_last` and `shuffle_rows` of the data do not count here.
     """
-    from persia.cli import output as out
+    from persia.cli import ui as out
 
     trainer, reader = _restored(config, overrides, checkpoint)
     with _ending(trainer):
@@ -171,7 +171,7 @@ def predict(
 
     Line i belongs to sample i of the source: `shuffle_rows` and `drop_last` of the data do not count here.
     """
-    from persia.cli import output as out
+    from persia.cli import ui as out
 
     trainer, reader = _restored(config, overrides, checkpoint)
     with _ending(trainer):
@@ -227,13 +227,13 @@ def modes(
     json: Annotated[str | None, typer.Option(help="Write the table as JSON here.", metavar="FILE")] = None,
 ) -> None:
     """Compare all modes while some NN workers are slow. Computing is emulated by waiting."""
-    from persia import bench
-    from persia.cli import output as out
+    from persia.cli import ui as out
+    from persia.testing import emulation
 
-    found = bench.compare(bench.Emulation.parse(workers, slow, compute, trace), steps)
-    typer.echo(bench.table(found))
+    found = emulation.compare(emulation.Emulation.parse(workers, slow, compute, trace), steps)
+    typer.echo(emulation.table(found))
     if json is not None:
-        out.write_json(json, [bench.record(line) for line in found])
+        out.write_json(json, [emulation.record(line) for line in found])
 
 
 @bench_app.command()
@@ -278,8 +278,8 @@ def _ending(trainer: Trainer, trains: bool = False) -> Iterator[None]:
 
     SIGINT and SIGTERM end the program with status 130 and 143; where it trains, they tell what is kept.
     """
-    from persia import signals
     from persia.services import ProcessCluster
+    from persia.trainer import signals
 
     with signals.terminable():
         try:

@@ -28,7 +28,7 @@ def inspect(directory: Directory, step: Step = None) -> None:
     """Show what a checkpoint holds: step, tables, rows, sizes, parts, and what it adds to."""
     from persia.checkpoint import format_inspection
     from persia.checkpoint import inspect as inspect_checkpoint
-    from persia.cli import output as out
+    from persia.cli import ui as out
 
     out.CONSOLE.print(format_inspection(inspect_checkpoint(directory, step)))
 
@@ -98,7 +98,7 @@ def diff(
 
     from persia.checkpoint import CheckpointReader
     from persia.checkpoint import diff as diff_checkpoints
-    from persia.cli import output as out
+    from persia.cli import ui as out
 
     total = _rows(CheckpointReader(first, step), None) + _rows(CheckpointReader(second, second_step), None)
     with _bar("comparing", total) as progress:

@@ -17,9 +17,9 @@ from persia.cli.run_config import RunConfig
 from persia.coordinator import TokenReport
 from persia.data import Span, days
 from persia.errors import CheckpointError, ConfigError
-from persia.fit import FitResult
 from persia.modes import AnyMode, Auto
 from persia.trainer import Trainer
+from persia.trainer.progress import FitResult
 
 __all__ = ["DayRecord", "Recipe", "parse_days", "table"]
 

@@ -11,7 +11,7 @@ import typer
 from persia.errors import PersiaError
 
 if TYPE_CHECKING:
-    from persia.observe.figures import Health
+    from persia.telemetry.metrics import Health
     from persia.types import Member
 
 __all__ = ["health"]
@@ -32,7 +32,7 @@ def health(
     has keys, set PERSIA_CURVE_KEYS as there.
     """
     from persia import rpc
-    from persia.cli import output as out
+    from persia.cli import ui as out
     from persia.services import ControlPlane
     from persia.types import Member
 

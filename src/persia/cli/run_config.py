@@ -15,12 +15,12 @@ from persia.config import convert, dump
 from persia.errors import ConfigError
 from persia.modes import AnyMode, Auto, Hybrid
 from persia.nn import models
-from persia.nn.step import OptimizerFactory
+from persia.nn.dense_step import OptimizerFactory
 from persia.optim import APMSqueeze, APMSqueezeOptions
-from persia.options import TrainerOptions
 from persia.schema import Adagrad, EmbeddingOptimizer, Schema
 from persia.services import Cluster
 from persia.trainer import Trainer
+from persia.trainer.options import TrainerOptions
 
 __all__ = [
     "ClusterConfig",

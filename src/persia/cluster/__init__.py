@@ -8,26 +8,21 @@ from persia.cluster.embedded import Embedded
 from persia.errors import MissingExtraError
 
 if TYPE_CHECKING:
-    from persia.cluster.on_ray.cluster import Ray
-    from persia.cluster.on_ray.options import RayOptions
-    from persia.cluster.threads import Threads
+    from persia.cluster.ray.cluster import Ray
+    from persia.cluster.ray.options import RayOptions
 
-__all__ = ["Embedded", "Ray", "RayOptions", "Threads"]
+__all__ = ["Embedded", "Ray", "RayOptions"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Threads":
-        from persia.cluster.threads import Threads
-
-        return Threads
     # Ray takes a second to import, and is an extra.
     if name == "RayOptions":
-        from persia.cluster.on_ray.options import RayOptions
+        from persia.cluster.ray.options import RayOptions
 
         return RayOptions
     if name == "Ray":
         try:
-            from persia.cluster.on_ray.cluster import Ray
+            from persia.cluster.ray.cluster import Ray
         except ModuleNotFoundError as error:
             if error.name != "ray":
                 raise

@@ -7,14 +7,14 @@ import time
 import weakref
 from collections.abc import Callable
 
-from persia.cluster.observed import LOOPBACK, ObservedProcess, check_port
 from persia.coordinator import Tokens
 from persia.errors import ConfigError
 from persia.modes import Mode
-from persia.observe.figures import Figure, Health, Readings
 from persia.ps import EmbeddingServer
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Connection, DenseMaker, DensePS
+from persia.telemetry.metrics import Figure, Health, Readings
+from persia.telemetry.process import LOOPBACK, ObservedProcess, check_port
 from persia.worker import Worker
 
 __all__ = ["Embedded"]

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from persia.errors import PersiaError
-from persia.patience import patiently
+from persia.retry import patiently
 
 __all__ = ["StateFile"]
 

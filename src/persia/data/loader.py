@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from persia.batching.batch import Batch
 from persia.data.cursor import Cursor
-from persia.data.registering import Peer, Registrar
+from persia.data.registrar import Peer, Registrar
 from persia.errors import DataError, DeadlineError, MovedError, PersiaError
 from persia.schema import Schema
 from persia.services import Seekable

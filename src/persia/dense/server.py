@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from persia.dense.flat import Layout
+from persia.dense.layout import Layout
 from persia.dense.state import capture, restore
 from persia.errors import ConfigError, DeadlineError, StoreError
-from persia.journal import Journal
+from persia.pushes.journal import Journal
+from persia.pushes.sequencer import Turns
 from persia.services import DenseMaker
-from persia.turns import Turns
 from persia.types import Bytes, DenseState, Journaled, Pulled, PushedDense, PushHeader, TensorSpec
 
 __all__ = ["DenseServer", "check_optimizer", "partition"]

@@ -6,8 +6,8 @@ the last digit. Nothing here needs torch; tensors on the CPU that need no gradie
 
 from persia.metrics.auc import AUC, BLOCK
 from persia.metrics.calibration import Calibration
-from persia.metrics.figures import Figures, MetricsResult
 from persia.metrics.log_loss import LogLoss
+from persia.metrics.result import Figures, MetricsResult
 from persia.metrics.streaming import Metrics
 
 __all__ = ["AUC", "BLOCK", "Calibration", "Figures", "LogLoss", "Metrics", "MetricsResult"]

@@ -11,8 +11,8 @@ from numpy.typing import ArrayLike
 from persia.errors import ConfigError, DataError
 from persia.metrics.auc import BLOCK
 from persia.metrics.checks import State, check, loss_terms
-from persia.metrics.figures import Figures, MetricsResult, mean
-from persia.metrics.tally import Tally
+from persia.metrics.counts import Tally
+from persia.metrics.result import Figures, MetricsResult, mean
 from persia.types import Floats
 
 __all__ = ["Metrics"]

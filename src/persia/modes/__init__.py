@@ -11,8 +11,8 @@ from persia.modes.gba import Gba
 from persia.modes.hop_bs import HopBs
 from persia.modes.hop_bw import HopBw
 from persia.modes.hybrid import Hybrid
+from persia.modes.registry import decode, encode
 from persia.modes.sync import Sync
-from persia.modes.text import decode, encode
 
 __all__ = [
     "Action",

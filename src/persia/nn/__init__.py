@@ -2,9 +2,9 @@
 
 from persia.nn import models
 from persia.nn.collection import EmbeddingCollection
+from persia.nn.gate import Staleness
 from persia.nn.options import CollectionOptions
 from persia.nn.prepared import PreparedBatch
-from persia.nn.staleness import Staleness
 from persia.nn.types import Embeddings, SequenceEmbedding
 from persia.types import RowsSet, RowState, StoredRows
 

@@ -12,28 +12,28 @@ from numpy.typing import ArrayLike
 
 from persia.batching.batch import Batch
 from persia.errors import ConfigError, PersiaError, StaleBatchError
+from persia.membership.data_loaders import fed_batches
 from persia.modes import Dense, Hybrid, Mode
 from persia.nn.batch_counts import batch_counts
-from persia.nn.draws import Drawn, Draws, Numbered
-from persia.nn.feeding import fed_batches
-from persia.nn.laps import Laps
-from persia.nn.made_up import made_up_batch
+from persia.nn.dummy import made_up_batch
+from persia.nn.evaluation import Reading
+from persia.nn.gate import Staleness, StalenessGate
 from persia.nn.options import CollectionOptions
 from persia.nn.pending import Pending, Registered
 from persia.nn.pipeline import READ_AHEAD, Pipeline, Stages
-from persia.nn.pool import Expander
+from persia.nn.pooling import Expander
 from persia.nn.prepared import PreparedBatch
-from persia.nn.reading import Reading
-from persia.nn.rows import TableRows
+from persia.nn.push_counts import Pushed, Tally
+from persia.nn.replicas import EqualSteps
+from persia.nn.row_access import TableRows
 from persia.nn.staging import staging_for
-from persia.nn.staleness import Staleness, StalenessGate
-from persia.nn.sync import EqualSteps
-from persia.nn.tally import Pushed, Tally
+from persia.nn.step_timings import Laps
+from persia.nn.token_client import Drawn, Draws, Numbered
 from persia.nn.transfer import Transfer
 from persia.nn.types import Embeddings
-from persia.observe.figures import Histogram
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Cluster
+from persia.telemetry.metrics import Histogram
 from persia.types import Contribution, FedBatch, PushHeader, Read, RowsSet, RowState, StoredRows
 
 __all__ = ["EmbeddingCollection"]
@@ -229,11 +229,11 @@ class EmbeddingCollection(torch.nn.Module):
     # --- rows by id -------------------------------------------------------------------------------------------
 
     def rows(self, table: str, ids: ArrayLike, *, state: bool = False) -> StoredRows:
-        """Reads rows by id; nothing is admitted, touched or counted. Blocks. See `persia.nn.rows.TableRows.read`."""
+        """Reads rows by id; nothing is admitted, touched or counted. Blocks. See `nn.row_access.TableRows.read`."""
         return self._rows.read(table, ids, state)
 
     def set_rows(self, table: str, ids: ArrayLike, values: ArrayLike, *, state: RowState | None = None) -> RowsSet:
-        """Inserts or overwrites rows by id; refused in a training pass. Blocks. See `persia.nn.rows.TableRows.set`."""
+        """Inserts or overwrites rows by id; refused in a training pass. Blocks. See `nn.row_access.TableRows.set`."""
         if self._pipeline is not None:
             raise PersiaError("Rows cannot be set during a training pass. Leave the `prefetch` loop first.")
         self.flush()

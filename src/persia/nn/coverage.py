@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from persia.batching.batch import IdColumn
-from persia.nn.rows import TableRows
+from persia.nn.row_access import TableRows
 from persia.schema import Schema
 from persia.types import Ids
 

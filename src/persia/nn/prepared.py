@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from persia.errors import StaleBatchError
-from persia.nn.draws import Drawn
+from persia.nn.token_client import Drawn
 from persia.types import Int32Array, Int64Array, Inverse
 
 __all__ = ["PreparedBatch", "PreparedRows"]

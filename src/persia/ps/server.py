@@ -13,22 +13,22 @@ import numpy as np
 
 from persia import batching
 from persia.errors import StoreError
-from persia.journal import Journal
 from persia.modes import Dense, Mode, decode
-from persia.observe.figures import Readings, figures
-from persia.ps.cuts import Cuts
-from persia.ps.held import Arrived, HeldSteps
+from persia.ps.memory import with_room
 from persia.ps.options import ServerOptions
-from persia.ps.reduction import average_step
 from persia.ps.regions import Regions
-from persia.ps.room import with_room
-from persia.ps.rows import RowSetter
-from persia.ps.sums import RunningSums
+from persia.ps.row_access import RowSetter
+from persia.ps.snapshots import Cuts
 from persia.ps.tables import learning_rate, table_config
+from persia.pushes.accumulator import RunningSums
+from persia.pushes.averaging import average_step
+from persia.pushes.journal import Journal
+from persia.pushes.sequencer import Turns
+from persia.pushes.step_barrier import Arrived, HeldSteps
 from persia.schema import EmbeddingOptimizer, Table
 from persia.services import CutInfo, RowChunk, StatePiece
 from persia.store import EmbeddingStore, Rows
-from persia.turns import Turns
+from persia.telemetry.metrics import Readings, figures
 from persia.types import (
     MERGED,
     RANK_BITS,

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.errors import ConfigError, WireError
-from persia.packed import Packed, PackedGradients
+from persia.types.packed import Packed, PackedGradients
 
 __all__ = ["DTYPES", "MAX_NDIM", "Arrays", "Buffer", "Decoder", "encode"]
 

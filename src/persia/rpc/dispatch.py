@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from persia.errors import WireError
-from persia.observe.figures import Histogram, Latency
 from persia.rpc.arrays import Arrays, Decoder
 from persia.rpc.failures import failure
 from persia.rpc.interface import Method
 from persia.rpc.limits import Limits
 from persia.rpc.messages import Kind, Message, body, header_bytes
 from persia.rpc.streams import END, Streams
+from persia.telemetry.metrics import Histogram, Latency
 
 __all__ = ["Dispatcher", "Reply"]
 

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 import zmq
 
 from persia.errors import WireError
-from persia.observe.figures import Readings, figures
 from persia.rpc.backlog import Backlog, Job
 from persia.rpc.dispatch import Dispatcher, Reply
 from persia.rpc.intake import Intake
@@ -23,6 +22,7 @@ from persia.rpc.keys import check_address, find_keys
 from persia.rpc.limits import Limits
 from persia.rpc.messages import Kind, parse
 from persia.rpc.port import UNREAD_MESSAGES, Port, server_port
+from persia.telemetry.metrics import Readings, figures
 
 __all__ = ["Server", "serve"]
 

@@ -10,7 +10,7 @@ from persia.services.control import ControlPlane, Coordinator, Tokens
 from persia.services.data import DataLoader, Seekable, Sharded
 from persia.services.dense import DenseMaker, DensePS
 from persia.services.embedding import CutInfo, EmbeddingPS, EmbeddingWorker, RowChunk, StatePiece
-from persia.services.observed import Observed
+from persia.services.health import Observed
 
 __all__ = [
     "Attempt",

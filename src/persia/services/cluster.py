@@ -8,12 +8,12 @@ from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 from persia.batching.batch import Batch
 from persia.errors import RoleDiedError
 from persia.modes import Mode
-from persia.observe.figures import Readings
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services.control import Tokens
 from persia.services.data import DataLoader, Seekable
 from persia.services.dense import DenseMaker, DensePS
 from persia.services.embedding import EmbeddingPS, EmbeddingWorker
+from persia.telemetry.metrics import Readings
 
 __all__ = ["Attempt", "Cluster", "Connection", "ProcessCluster"]
 
@@ -35,7 +35,7 @@ class Connection(NamedTuple):
         tokens: the lists of asynchronous modes.
         dense: finds or starts the dense PSs, given what makes the network's optimizer. None, as `tokens`, where there
             are no asynchronous modes.
-        replicas: makes the network's `persia.nn.sync.Replicas`, given the network and seconds to wait; None where
+        replicas: makes the network's `persia.nn.replicas.Replicas`, given the network and seconds to wait; None where
             torch.distributed does.
         observe: told how to observe this NN worker, for health and metrics of its process; None where nobody asks.
         keep: gives something to the process that began the run, to go on from if an NN worker dies; None where nobody

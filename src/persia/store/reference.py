@@ -197,7 +197,7 @@ class ReferenceStore:
     def set_rows(
         self, table: int, ids: NDArray[np.uint64], values: NDArray[np.float32], state: RowState | None
     ) -> RowsSet:
-        """Inserts or overwrites rows, as :func:`persia.ps.rows.set_rows` does."""
+        """Inserts or overwrites rows, as :func:`persia.ps.row_access.set_rows` does."""
         config, shards = self._tables[table]
         stamp = max(shard.clock for shard in shards) + 1
         evicted = self.statistics(table)["evicted"]

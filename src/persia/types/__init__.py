@@ -4,9 +4,7 @@ Only arrays, numbers, strings, lists, dicts with string keys and records of thes
 docs/reference/protocol.md tells what they mean.
 """
 
-from persia.packed import Gradients, Packed, PackedGradients
 from persia.types.arrays import BoolArray, Bytes, Floats, Halves, Ids, Int32Array, Int64Array, Inverse, WireRows
-from persia.types.asynchronous import Caller, Event, Journaled, Lap, Read, Rest, Segment, SlotCounts, Ticket, Token
 from persia.types.batches import (
     COUNTER_BITS,
     INCARNATION_BITS,
@@ -24,7 +22,9 @@ from persia.types.batches import (
 )
 from persia.types.dense import DenseState, Pulled, PushedDense, TensorSpec
 from persia.types.membership import Member, Membership
+from persia.types.packed import Gradients, Packed, PackedGradients
 from persia.types.rows import RowsSet, RowState, StoredRows
+from persia.types.tokens import Caller, Event, Journaled, Lap, Read, Rest, Segment, SlotCounts, Ticket, Token
 
 __all__ = [
     "COUNTER_BITS",

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from persia.packed import Packed
 from persia.types.arrays import Floats, Int32Array, Inverse
+from persia.types.packed import Packed
 
 __all__ = [
     "COUNTER_BITS",

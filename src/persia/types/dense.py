@@ -14,7 +14,7 @@ class Pulled(NamedTuple):
 
     Attributes:
         version: steps that are applied in them.
-        values: parameters and buffers of this dense PS, one after another (`persia.dense.flat`); None if the caller
+        values: parameters and buffers of this dense PS, one after another (`persia.dense.layout`); None if the caller
             has this version.
     """
 

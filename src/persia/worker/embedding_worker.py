@@ -14,9 +14,10 @@ import numpy as np
 from persia import batching
 from persia.batching.batch import IdColumn
 from persia.errors import ConfigError, StaleBatchError
-from persia.observe.figures import Figure, Readings, figures
+from persia.rpc.fan_out import call_all
 from persia.schema import Schema
 from persia.services import EmbeddingPS
+from persia.telemetry.metrics import Figure, Readings, figures
 from persia.types import (
     INCARNATION_BITS,
     Contribution,
@@ -28,7 +29,6 @@ from persia.types import (
     WireRows,
 )
 from persia.worker.buffer import Buffer
-from persia.worker.calls import call_all
 from persia.worker.options import WorkerOptions
 from persia.worker.routing import Entry, Router
 

@@ -1,0 +1,497 @@
+"""`Ray`: the roles as processes on one host or many."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, TypeVar
+
+import ray
+
+from persia import rpc
+from persia.cluster.ray.connection import Linked
+from persia.cluster.ray.feeding import Reading
+from persia.cluster.ray.hosts import CoordinatorHost, EmbeddingServerHost, EmbeddingWorkerHost
+from persia.cluster.ray.loader_host import DataLoaderHost
+from persia.cluster.ray.membership import reach_coordinator, reach_tokens
+from persia.cluster.ray.nn_worker import DenseServerHost, NNWorkerHost
+from persia.cluster.ray.options import RayOptions
+from persia.cluster.ray.placement import here, place
+from persia.cluster.ray.plan import Plan, Service
+from persia.cluster.ray.processes import Process, Processes
+from persia.cluster.ray.recovery import ANEW, CONSEQUENCES, Recovery
+from persia.cluster.ray.replacing import Replacing
+from persia.cluster.ray.runs import pickled, results
+from persia.cluster.ray.scaling import DEPART_SECONDS, await_leave, check_count, check_room, free_ranks
+from persia.cluster.ray.starting import connect, make_plan
+from persia.errors import ClosedError, ConfigError, DataError, PersiaError, RoleDiedError
+from persia.modes import Mode
+from persia.ps.regions import remove_leftovers
+from persia.schema import EmbeddingOptimizer, Schema
+from persia.services import Attempt, Connection, Coordinator, DenseMaker, Tokens
+from persia.types import Feed
+
+__all__ = ["Ray"]
+
+T = TypeVar("T")
+
+POLL_SECONDS = 0.5
+
+
+class Ray:
+    """Processes on this machine, or on a Ray cluster; what is written for `Embedded` runs here unchanged.
+
+    Nothing is started before it is needed. Use it as a context manager, or `close` it; the end of the program does so
+    too. Ray itself is started if this program is not connected to one, and then ended by `close`.
+
+    Args:
+        ps: embedding PSs; each owns a partition of every table.
+        embedding_workers: processes that remove duplicates and route.
+        data_loaders: processes that read.
+        nn_workers: processes that train the network.
+        options: the rest.
+
+    Raises:
+        ConfigError: an argument is not valid.
+    """
+
+    def __init__(
+        self,
+        ps: int = 1,
+        embedding_workers: int = 1,
+        data_loaders: int = 1,
+        nn_workers: int = 1,
+        options: RayOptions | None = None,
+    ) -> None:
+        counts = {
+            "ps": ps,
+            "embedding_workers": embedding_workers,
+            "data_loaders": data_loaders,
+            "nn_workers": nn_workers,
+        }
+        for name, value in counts.items():
+            check_count(name, value)
+        check_room(embedding_workers, data_loaders, nn_workers)
+        self.ps = ps
+        self.nn_workers = nn_workers
+        self.options = options or RayOptions()
+        self._embedding_workers = embedding_workers
+        self._data_loaders = data_loaders
+        self._lock = threading.RLock()
+        self._running = threading.Lock()
+        self._closed = False
+        self._owns_ray = False
+        self._service: Service | None = None
+        self._plan: Plan | None = None
+        self._coordinator: Coordinator | None = None
+        self._tokens: Tokens | None = None
+        self._processes: Processes | None = None
+        self._linked: list[Linked] = []
+        self._lapses: list[RoleDiedError] = []
+        """Deaths of embedding PSs in the present run. In asynchronous modes they are out of phase when they return."""
+        self._life = 0
+        """Of embedding PSs: rises when some have lost their rows."""
+        self._reading = Reading(self.options.timeout, nn_workers)
+
+    # --- what a Trainer, an EmbeddingCollection, or a user calls ------------------------------------------------
+
+    def connect(self, schema: Schema, optimizer: EmbeddingOptimizer, mode: Mode, seed: int) -> Connection:
+        """Starts the roles and returns a connection for reading: training happens on the NN workers.
+
+        Raises:
+            ConfigError: this cluster serves something else already.
+            DeadlineError: a process did not start in time.
+            RoleDiedError: a process could not start.
+        """
+        processes, plan, coordinator = self._started()
+        self._start_nn_workers()  # They take longest, so all start side by side.
+        self._serve(Service(schema, optimizer, mode, seed))
+        processes.await_ready(processes.of("nn_worker"), self.options.timeout)
+        linked = Linked(coordinator, plan)
+        self._linked.append(linked)
+        return linked.connection._replace(nn_workers=1)  # This process is not one of them.
+
+    def run(self, function: Callable[[], T]) -> list[T]:
+        """Runs a function on every NN worker, side by side, and returns what they return, by rank.
+
+        There, an `EmbeddingCollection(..., cluster=cluster)` or `Trainer(..., cluster=cluster)` with this same cluster
+        is connected, and torch.distributed has a process group of all NN workers. The function, and what it refers to,
+        is pickled by cloudpickle.
+
+        Raises:
+            DataError: there is a source (see `feed`) that cannot be read by so many data loaders.
+            RoleDiedError: a process has died (of NN workers, while the function ran); it is named, with its last
+                lines, and so are those that died after it.
+            Exception: what the function has raised, on the NN worker that was the first to fail; the others are ended.
+        """
+        done = self._run(function, None)
+        return [done[rank] for rank in sorted(done)]
+
+    def attempt(self, function: Callable[[], Any], halting: Callable[[], bool]) -> Attempt:
+        """Like `run`; but of a process that may be started anew the death is returned, and the next call starts it.
+
+        In an asynchronous mode the other NN workers go on; see `persia.errors.NNWorkersDiedError`.
+        """
+        recovery = Recovery(self._lapses)
+        try:
+            return Attempt(self._run(function, recovery, halting), recovery.spared, recovery.kept)
+        except CONSEQUENCES as error:
+            deaths = recovery.deaths(error)
+            if not deaths:
+                raise
+            return Attempt({}, deaths, recovery.kept)
+
+    def restart_servers(self, ranks: Sequence[int]) -> None:
+        """Starts embedding PSs without rows, wherever there is room, in place of those that have died for good.
+
+        Raises:
+            DeadlineError: one did not start in time; it is named.
+            RoleDiedError: one could not start, or something else has died.
+        """
+        with self._lock:
+            assert self._processes is not None
+            assert self._service is not None
+            self._processes.forget_failures("embedding_ps")
+            processes, _, _ = self._started()
+            self._life += 1
+            started = [self._start_server(rank, self._service) for rank in ranks]
+            processes.await_ready(started, self.options.timeout)
+            # These know the PSs of before.
+            workers = processes.of("embedding_worker")
+            processes.end(workers)
+            started = [self._start_more("embedding_worker", worker.rank) for worker in workers]
+            processes.await_ready(started, self.options.timeout)
+            for linked in self._linked:
+                linked.reconnect()
+
+    def _run(
+        self, function: Callable[[], Any], recovery: Recovery | None, halting: Callable[[], bool] = lambda: False
+    ) -> dict[int, Any]:
+        if not self._running.acquire(blocking=False):
+            raise PersiaError("This cluster runs something else. Wait until it is done, or use another cluster.")
+        try:
+            processes, _, coordinator = self._started(check=False)
+            self._bury(processes)
+            processes.check()
+            self._start_nn_workers()
+            workers = processes.of("nn_worker")
+            try:
+                processes.await_ready(workers, self.options.timeout)
+                generation = coordinator.regenerate(self.nn_workers)
+                self._renew(generation)
+                self._lapses.clear()
+                rendezvous = ray.get(workers[0].handle.rendezvous.remote(), timeout=self.options.timeout)
+                sent = ray.put(pickled(function, self))
+                keeps = recovery is not None
+                calls = {w.handle.run.remote(sent, generation, rendezvous, keeps): w for w in workers}
+                operations: dict[str, Callable[..., Any]] = {
+                    "serve": self._serve,
+                    "serve_dense": self._serve_dense,
+                    "begin": self._begin,
+                }
+                if recovery is None:
+                    return results(processes, calls, operations)
+                assert self._tokens is not None
+                recovery.replacing = Replacing(
+                    processes, self._tokens, generation, self._start_nn_worker, self.options.timeout
+                )
+                operations["keep"] = recovery.keep
+                return results(processes, calls, operations, recovery.replacing, halting)
+            except ray.exceptions.RayActorError as error:
+                self._end_run(processes)
+                raise RoleDiedError(
+                    f"{workers[0].title} died before it had begun: {error}", role="nn_worker", rank=0
+                ) from error
+            except BaseException:
+                self._end_run(processes)
+                raise
+        finally:
+            self._running.release()
+
+    def feed(self, source: Any, epoch: int = 0, start: int = 0, accumulation_steps: int = 1) -> None:
+        """Lets the data loaders read a source, for the functions that run after this call.
+
+        It is pickled, and read where the data loaders are. A Trainer in `run` begins each pass by itself.
+
+        Args:
+            source: `persia.services.Sharded`, `Seekable`, or with one data loader any iterable of `persia.Batch`.
+            epoch: number of the pass to begin with.
+            start: number of its first batch.
+            accumulation_steps: batches per update: those of one NN worker lie on one embedding worker.
+
+        Raises:
+            ConfigError: it cannot be pickled.
+        """
+        with self._lock:
+            self._started(check=False)  # The run does; it may be one that makes deaths good.
+            self._reading.set(source, Feed(epoch, start, self.nn_workers, 0, 1, 1), accumulation_steps)
+
+    def unfeed(self) -> None:
+        """NN workers read their data themselves, in functions that run after this call; as at first."""
+        with self._lock:
+            self._reading.clear()
+
+    def scale(self, embedding_workers: int | None = None, data_loaders: int | None = None) -> None:
+        """Starts or retires embedding workers and data loaders, also while a function runs; no batch is lost.
+
+        Call it from another thread than the one that is in `run` or `fit`. Returns when those that came serve, and
+        those that went have ended.
+
+        Raises:
+            ConfigError: less than one, more than ranks are free, or more batches ready than embedding workers hold.
+            DeadlineError: one did not start, or still had batches, in time.
+            DataError: the source cannot be read by so many data loaders.
+        """
+        wanted = {"embedding_worker": embedding_workers, "data_loader": data_loaders}
+        for role, count in wanted.items():
+            if count is not None:
+                check_count(f"{role}s", count)
+        check_room(
+            self._count("embedding_worker") if embedding_workers is None else embedding_workers,
+            self._count("data_loader") if data_loaders is None else data_loaders,
+            self.nn_workers,
+        )
+        for role, count in wanted.items():
+            if count is not None:
+                self._scale(role, count)
+
+    def statistics(self) -> dict[str, dict[str, float]]:
+        """What every process counts, by "role-rank", with the age of the report in seconds; see the roles' own."""
+        processes, _, coordinator = self._started()
+        reports = [p.handle.report.remote() for p in processes.all() if p.role != "coordinator" and p.info]
+        if reports:
+            ray.wait(reports, num_returns=len(reports), timeout=POLL_SECONDS)
+        return coordinator.statistics()
+
+    def close(self) -> None:
+        """Ends all processes; a second call does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for linked in self._linked:
+                linked.close()
+            rpc.close(self._coordinator)
+            rpc.close(self._tokens)
+            try:
+                if self._processes is not None and ray.is_initialized():
+                    try:
+                        self._processes.close()
+                    finally:
+                        if self._plan is not None and (root := self.options.regions):
+                            self._processes.on_unreleased(partial(remove_leftovers, root, f"{self._plan.name}/*"))
+            finally:
+                if self._owns_ray:
+                    ray.shutdown()
+
+    @property
+    def control_address(self) -> str:
+        """Where `persia control` reaches this cluster; starts it if need be."""
+        return self._started()[1].coordinator
+
+    def __enter__(self) -> Ray:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        raise ConfigError("A cluster can only be pickled as a part of the function that its `run` is given.")
+
+    # --- starting -----------------------------------------------------------------------------------------------
+
+    def _started(self, check: bool = True) -> tuple[Processes, Plan, Coordinator]:
+        """Starts what everything else needs; with `check`, raises if something has died for good."""
+        with self._lock:
+            if self._closed:
+                raise ClosedError("This cluster is closed; make another one.")
+            if self._processes is None or self._plan is None or self._coordinator is None:
+                self._owns_ray = connect(self.options.address) or self._owns_ray
+                plan = make_plan(self.ps, self.nn_workers, self.options)
+                self._processes = Processes(self._died, self._restarted, self.options.timeout)
+                process = self._processes.start(
+                    CoordinatorHost,
+                    "coordinator",
+                    0,
+                    (plan, 0),
+                    num_cpus=0,
+                    name=f"{plan.name}/coordinator",
+                    scheduling_strategy=here(),  # Its host is that of this process, without which nothing goes on.
+                    max_restarts=self.options.restarts if self.options.regions else 0,
+                )
+                self._processes.await_ready([process], self.options.timeout)
+                assert process.info is not None
+                self._plan = plan._replace(coordinator=process.info.address)
+                self._coordinator = reach_coordinator(self._plan)
+                self._tokens = reach_tokens(self._plan)
+            if check:
+                if not self._running.locked():
+                    self._bury(self._processes)
+                self._processes.check()
+            return self._processes, self._plan, self._coordinator
+
+    def _start(self, host: type, role: str, rank: int, *arguments: Any, **options: Any) -> Process:
+        assert self._processes is not None
+        assert self._plan is not None
+        name = f"{self._plan.name}/{role}-{rank}-{uuid.uuid4().hex[:4]}"
+        options = {"num_cpus": self.options.cpus, "name": name, **options}
+        return self._processes.start(host, role, rank, (self._plan, rank, *arguments), **options)
+
+    def _start_nn_workers(self) -> None:
+        with self._lock:
+            assert self._processes is not None
+            if not self._processes.of("nn_worker"):
+                for rank in range(self.nn_workers):
+                    self._start_nn_worker(rank)
+
+    def _start_nn_worker(self, rank: int) -> Process:
+        gpus = self.options.gpus
+        # Ray knows which hosts have GPUs.
+        where = "SPREAD" if gpus else place(rank, self.options.cpus > 0)
+        return self._start(NNWorkerHost, "nn_worker", rank, num_gpus=gpus, scheduling_strategy=where)
+
+    def _serve(self, service: Service) -> bool:
+        """Starts PSs, embedding workers and data loaders, unless they are there; whether the latter have a source."""
+        with self._lock:
+            processes, _, _ = self._started()
+            if self._service is None:
+                self._service = service
+                started = [self._start_server(rank, service) for rank in range(self.ps)]
+                started += [self._start_more("embedding_worker", rank) for rank in range(self._embedding_workers)]
+                started += [self._start_more("data_loader", rank) for rank in range(self._data_loaders)]
+                processes.await_ready(started, self.options.timeout)
+                self._tell_loaders()
+            elif self._service != service:
+                raise ConfigError(
+                    "This cluster serves another schema, embedding optimizer, mode or seed. Use another cluster: its "
+                    "rows belong to these.",
+                    field="cluster",
+                )
+            return self._reading.there
+
+    def _start_server(self, rank: int, service: Service) -> Process:
+        """Starts a PS. Where its rows outlive its process, that is started again on the same host."""
+        restarts = self.options.restarts if self.options.regions else 0
+        where = place(rank, self.options.cpus > 0)
+        return self._start(
+            EmbeddingServerHost,
+            "embedding_ps",
+            rank,
+            service,
+            self._life,
+            scheduling_strategy=where,
+            max_restarts=restarts,
+        )
+
+    def _serve_dense(self, maker: DenseMaker) -> None:
+        """Starts the dense PSs, unless they are there."""
+        with self._lock:
+            processes, _, _ = self._started()
+            if not processes.of("dense_ps"):
+                ranks = range(self.options.dense_ps)
+                started = [self._start(DenseServerHost, "dense_ps", rank, maker) for rank in ranks]
+                processes.await_ready(started, self.options.timeout)
+
+    def _start_more(self, role: str, rank: int) -> Process:
+        """Starts an embedding worker or a data loader."""
+        host = EmbeddingWorkerHost if role == "embedding_worker" else DataLoaderHost
+        return self._start(host, role, rank, self._service, max_restarts=self.options.restarts)
+
+    # --- what happens to processes ------------------------------------------------------------------------------
+
+    def _died(self, process: Process, reason: str) -> None:
+        if process.role == "embedding_ps":
+            self._lapses.append(
+                RoleDiedError(
+                    f"{process.title} has died: {reason} What it had of the step in work is lost.",
+                    role=process.role,
+                    rank=process.rank,
+                    returns=True,
+                )
+            )
+        if self._coordinator is not None and process.role != "coordinator":
+            incarnation = process.info.incarnation if process.info else 1
+            rpc.within(self._coordinator, DEPART_SECONDS).depart(process.role, process.rank, incarnation, reason)
+
+    def _restarted(self, process: Process) -> None:
+        if process.role == "data_loader":
+            with self._lock:
+                self._tell_loaders()
+
+    # --- data loaders, resizing -----------------------------------------------------------------------------------
+
+    def _begin(self, feed: Feed) -> None:
+        with self._lock:
+            self._reading.begin(feed, self._loaders())
+
+    def _renew(self, generation: int) -> None:
+        with self._lock:
+            self._reading.renew(generation)
+            self._tell_loaders()
+
+    def _tell_loaders(self) -> None:
+        self._reading.tell(self._loaders())
+
+    def _loaders(self) -> list[Process]:
+        assert self._processes is not None
+        return [p for p in self._processes.of("data_loader") if not p.leaving]
+
+    def _count(self, role: str) -> int:
+        """How many there are to be."""
+        with self._lock:
+            if self._service is None or self._processes is None:
+                return self._embedding_workers if role == "embedding_worker" else self._data_loaders
+            return sum(not p.leaving for p in self._processes.of(role))
+
+    def _scale(self, role: str, wanted: int) -> None:
+        with self._lock:
+            if self._service is None:  # Nothing runs yet.
+                if role == "embedding_worker":
+                    self._embedding_workers = wanted
+                else:
+                    self._data_loaders = wanted
+                return
+            processes, _, coordinator = self._started()
+            all_of_them = processes.of(role)
+            there = [p for p in all_of_them if not p.leaving]
+            ranks = free_ranks(role, {p.rank for p in all_of_them}, wanted - len(there))
+            new = [self._start_more(role, rank) for rank in ranks]
+            processes.await_ready(new, self.options.timeout)
+            retired = there[wanted:]
+            for process in retired:
+                process.leaving = True
+                coordinator.retire(role, process.rank)
+            if role == "data_loader" and (new or retired):
+                try:
+                    self._tell_loaders()
+                except DataError:  # The source cannot be read by so many. Training goes on with those there were.
+                    for process in new:
+                        coordinator.depart(role, process.rank, process.info.incarnation if process.info else 1, "")
+                    processes.end(new)
+                    self._tell_loaders()
+                    raise
+        # Without the lock: training goes on, which is what empties them.
+        for process in retired:
+            await_leave(process, coordinator, self.options.timeout, self._running.locked)
+        processes.end(retired)
+
+    # --- a run --------------------------------------------------------------------------------------------------
+
+    def _bury(self, processes: Processes) -> None:
+        """Between two runs nothing is lost by the death of those that the next one would start anew."""
+        if any(death.fields["role"] in ANEW for death in processes.failures()):
+            self._end_run(processes)
+
+    def _end_run(self, processes: Processes) -> None:
+        """The other NN workers may wait for the one that failed: all are ended, and the next run starts new ones."""
+        with self._lock:
+            if self._closed:
+                return
+            processes.end([*processes.of("nn_worker"), *processes.of("dense_ps")])
+            for role in ANEW:  # The rows are intact.
+                processes.forget_failures(role)

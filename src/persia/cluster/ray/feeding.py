@@ -1,0 +1,104 @@
+"""What the data loaders read: the driver's memory of it, as it has to tell those again that it starts later."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from persia.cluster.ray.plan import Source
+from persia.cluster.ray.processes import Process
+from persia.errors import ConfigError, DeadlineError
+from persia.types import Feed
+
+__all__ = ["AHEAD", "Reading"]
+
+AHEAD = 4
+"""Batches that each data loader has ready for each NN worker."""
+
+
+class Reading:
+    """The source and the feed of the current run. The caller has one thread at a time in it.
+
+    Args:
+        timeout: seconds that a data loader may take to begin.
+        nn_workers: that take what is read.
+    """
+
+    def __init__(self, timeout: float, nn_workers: int) -> None:
+        self._timeout = timeout
+        self._nn_workers = nn_workers
+        self._source: Source | None = None
+        self._feed: Feed | None = None
+
+    @property
+    def there(self) -> bool:
+        """Whether data loaders read at all."""
+        return self._source is not None
+
+    def set(self, source: Any, feed: Feed, accumulation_steps: int) -> None:
+        """Another source. Nobody is told before the next run.
+
+        Raises:
+            ConfigError: it cannot be pickled.
+        """
+        try:
+            pickled = ray.cloudpickle.dumps(source)
+        except Exception as error:
+            raise ConfigError(
+                f"The data cannot be sent to the data loaders: {error}. Give a reader or a list, no iterator.",
+                field="train_data",
+            ) from error
+        self._source = Source(uuid.uuid4().hex, ray.put(pickled), accumulation_steps)
+        self._feed = feed
+
+    def clear(self) -> None:
+        """Nothing is read."""
+        self._source = self._feed = None
+
+    def renew(self, generation: int) -> None:
+        """The NN workers start anew: batches that those before have taken are not theirs."""
+        if self._feed is not None:
+            self._feed = self._feed._replace(generation=generation)
+
+    def begin(self, feed: Feed, loaders: Sequence[Process]) -> None:
+        """Another pass, or another part of one."""
+        self._feed = feed
+        self.tell(loaders)
+
+    def tell(self, loaders: Sequence[Process]) -> None:
+        """Each of these reads its share of what is to be read.
+
+        Raises:
+            DataError: the source cannot be read by so many.
+            DeadlineError: one has not begun in time.
+        """
+        source, feed = self._source, self._feed
+        if source is None or feed is None:
+            return
+        ahead = AHEAD * self._nn_workers if feed.on_demand else AHEAD
+        calls = [
+            loader.handle.begin.remote(
+                source.pickled,
+                source.name,
+                source.accumulation_steps,
+                feed._replace(loader=number, loaders=len(loaders), ahead=ahead),
+            )
+            for number, loader in enumerate(loaders)
+        ]
+        for loader, call in zip(loaders, calls, strict=True):
+            try:
+                ray.get(call, timeout=self._timeout)
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from error
+            except ray.exceptions.RayActorError:
+                continue  # It is told when it is back.
+            except ray.exceptions.GetTimeoutError as error:
+                raise DeadlineError(
+                    f"{loader.title} has not begun to read within {self._timeout:g} s.",
+                    role=loader.role,
+                    rank=loader.rank,
+                    seconds=self._timeout,
+                ) from error

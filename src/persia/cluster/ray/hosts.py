@@ -1,0 +1,331 @@
+"""The processes of the roles but the NN worker's: each makes its role, serves it, and joins. No torch in here."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import msgspec
+import ray
+
+from persia import rpc, services
+from persia.cluster.ray.membership import Listener, connect_servers, reach_coordinator
+from persia.cluster.ray.placement import neighbours
+from persia.cluster.ray.plan import TITLES, Plan, ProcessInfo, Service
+from persia.coordinator import Coordinator as Coordination
+from persia.coordinator import TokenReport, Tokens
+from persia.coordinator.state_file import StateFile
+from persia.coordinator.store import Kept
+from persia.errors import ConfigError, DeadlineError, StoreError
+from persia.ps import EmbeddingServer, ServerOptions
+from persia.ps.regions import Regions, remove_leftovers
+from persia.rpc.interface import describe
+from persia.services import ControlPlane, Coordinator, EmbeddingPS, EmbeddingWorker, Observed
+from persia.telemetry.metrics import Figure, Readings
+from persia.telemetry.process import LOOPBACK, ObservedProcess
+from persia.types import Membership
+from persia.worker import Worker, WorkerOptions
+
+__all__ = ["CoordinatorHost", "EmbeddingServerHost", "EmbeddingWorkerHost", "Host", "Later", "cores"]
+
+REPORT_SECONDS = 1.0
+BIND_SECONDS = 5.0
+RETRY_SECONDS = 0.05
+
+
+class Host:
+    """A process of a role. Made by Ray, again after a crash where the role may restart.
+
+    Args:
+        plan: of the cluster.
+        rank: within the role.
+    """
+
+    role = ""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.plan = plan
+        self.rank = rank
+        sys.path.extend(folder for folder in plan.path if folder not in sys.path)
+        title = repr(self)
+        logging.basicConfig(
+            format=f"%(asctime)s %(levelname)s {title}: %(message)s",
+            level=plan.options.log_level.upper(),
+            force=True,
+        )
+        self.log = logging.getLogger("persia.cluster")
+        self.server: rpc.Server | None = None
+        self.ready = False
+        """Whether the role is made, and can be observed."""
+        self.process = ObservedProcess(self.role, rank, self._observe)
+        if plan.options.prometheus_port is not None:
+            name = ray.util.get_node_ip_address()
+            here = (LOOPBACK, LOOPBACK) if plan.loopback else ("::" if ":" in name else "0.0.0.0", name)
+            self.process.expose(plan.options.prometheus_port, *here)
+        self.address = ""
+        self.coordinator: Coordinator | None = None
+
+    def __repr__(self) -> str:  # Ray puts it before each line that the process prints.
+        return f"{TITLES[self.role]} {self.rank}"
+
+    def info(self) -> ProcessInfo:
+        """Where this process is. Answers once the role is ready."""
+        context = ray.get_runtime_context()
+        return ProcessInfo(
+            os.getpid(),
+            ray.util.get_node_ip_address(),
+            context.get_node_id(),
+            [os.path.realpath(f"/proc/self/fd/{number}") for number in (1, 2)],
+            self.process.incarnation,
+            self.address,
+        )
+
+    def watch(self) -> None:
+        """Never returns: the call fails when the process ends, which is how the driver is told."""
+        threading.Event().wait()
+
+    def report(self) -> None:
+        """Tells the coordinator the counters of this process now."""
+        assert self.coordinator is not None
+        counters = {"cpu_seconds": time.process_time(), **self.counters()}
+        if self.server is not None:
+            counters.update((f"rpc.{name}", float(value)) for name, value in self.server.statistics().items())
+        self.coordinator.report(self.role, self.rank, counters)
+
+    def counters(self) -> dict[str, float]:
+        """The role's own."""
+        return {}
+
+    def observe(self) -> Readings:
+        """The role's own."""
+        return Readings([], [])
+
+    def _observe(self) -> Readings:
+        found = self.observe() if self.ready else Readings([], [])
+        served = self.server.observe() if self.server is not None else Readings([], [])
+        cpu = [Figure("cpu_seconds", time.process_time(), {})]
+        return Readings(found.figures + served.figures + cpu, found.latencies + served.latencies)
+
+    def serve(self, service: object, protocol: type, address: str = "") -> str:
+        """Makes the role, and `health`, callable, at this address or any; returns its address."""
+        answers = protocol if protocol is Observed else type(protocol.__name__, (protocol, Observed), {})
+        end = time.monotonic() + BIND_SECONDS
+        while self.server is None:
+            try:
+                self.server = rpc.serve(
+                    _Observable(service, self.process),
+                    address or f"{self.origin}*",
+                    protocol=answers,
+                    keys=self.plan.keys,
+                )
+            except ConfigError:  # A process that was killed may take a moment to let go of its address.
+                if time.monotonic() >= end:
+                    raise
+                time.sleep(RETRY_SECONDS)
+        self.address = self.server.address
+        return self.address
+
+    @property
+    def origin(self) -> str:
+        """The addresses of this host begin like this."""
+        host = "127.0.0.1" if self.plan.loopback else ray.util.get_node_ip_address()
+        return f"tcp://[{host}]:" if ":" in host else f"tcp://{host}:"
+
+    def join(self, address: str) -> Coordinator:
+        """Tells the coordinator that this process is there; from now on it reports itself."""
+        if self.coordinator is None:
+            self.coordinator = reach_coordinator(self.plan)
+            threading.Thread(target=self._report_always, name="persia-report", daemon=True).start()
+        incarnation = self.coordinator.join(self.role, self.rank, address).incarnation
+        self.process.incarnation = incarnation
+        self.ready = True
+        self.log.info("joined as incarnation %d, listens at %s", incarnation, address)
+        return self.coordinator
+
+    def _report_always(self) -> None:
+        while True:
+            time.sleep(REPORT_SECONDS)
+            try:
+                self.report()
+            except Exception as error:  # A report that is lost is followed by another.
+                self.log.info("a report was not taken: %s", error)
+
+
+class _Observable:
+    """A role that answers `health` too."""
+
+    def __init__(self, service: object, process: ObservedProcess) -> None:
+        self._service = service
+        self.health = process.health
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._service, name)
+
+
+class CoordinatorHost(Host):
+    """Process of the coordinator, whose address all others are told. The next one has its state, and its address."""
+
+    role = "coordinator"
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        super().__init__(plan, rank)
+        self._kept = Kept(f"{plan.options.regions}/{plan.name}/coordinator") if plan.options.regions else None
+        path = self._kept.path if self._kept is not None else lambda _: None
+        self._tokens = Tokens(plan.options.timeout, path("tokens"))
+        known = StateFile(path("address"), str)
+        before = known.load() or ""
+        address = self.serve(_Both(Coordination(path=path("members")), self._tokens), ControlPlane, before)
+        if address != before:
+            known.save(address)  # Where the next process listens, too.
+        self.ready = True
+
+    def observe(self) -> Readings:
+        """What asynchronous modes did."""
+        return msgspec.json.decode(self._tokens.summary(), type=TokenReport).observe()
+
+    def release(self) -> None:
+        """Removes what would outlive the process: the cluster ends."""
+        if self._kept is not None:
+            self._kept.remove()
+
+
+class _Both:
+    """Coordinator and lists, at one address."""
+
+    def __init__(self, coordinator: Coordinator, tokens: Tokens) -> None:
+        for protocol, servant in ((Coordinator, coordinator), (services.Tokens, tokens)):
+            for name in describe(protocol):
+                setattr(self, name, getattr(servant, name))
+
+
+class EmbeddingServerHost(Host):
+    """Process of an embedding PS. Its rows outlive it; the next one has its address, so that callers find it again."""
+
+    role = "embedding_ps"
+
+    def __init__(self, plan: Plan, rank: int, service: Service, life: int) -> None:
+        super().__init__(plan, rank)
+        schema, optimizer, mode, seed = service
+        name = f"ps-{rank}.{life}" if life else f"ps-{rank}"
+        regions = f"{plan.options.regions}/{plan.name}/{name}" if plan.options.regions else None
+        address = self._succeed()
+        if life and (regions is None or not Regions(regions).complete):
+            address = ""  # The first process of another life: nobody looks for it, and it has no rows.
+        if address:
+            self._check_return(address, regions)
+        elif life and plan.options.regions:  # The one before is dead for good, and its rows are not wanted any more.
+            for left in (f"ps-{rank}", f"ps-{rank}.*"):
+                remove_leftovers(plan.options.regions, f"{plan.name}/{left}")
+        hold = ServerOptions(plan.nn_workers, plan.options.timeout, regions, neighbours(rank, plan.servers))
+        self.servant = EmbeddingServer(schema.resolved_tables(), optimizer, mode, seed, cores(plan), hold)
+        self.join(self.serve(self.servant, EmbeddingPS, address))
+
+    def release(self) -> None:
+        """Removes what would outlive the process: the cluster ends."""
+        self.servant.close()
+
+    def _succeed(self) -> str:
+        """Where the process before this one listened, which is dead from now on; empty if this is the first."""
+        coordinator = reach_coordinator(self.plan)
+        try:
+            for member in coordinator.membership().members:
+                if (member.role, member.rank) == (self.role, self.rank):
+                    # Now, whether or not the driver has noticed: it joins with the same address.
+                    coordinator.depart(self.role, self.rank, member.incarnation, "it was started again")
+                    return member.address
+        finally:
+            rpc.close(coordinator)
+        return ""
+
+    def _check_return(self, address: str, regions: str | None) -> None:
+        if regions is None or not address.startswith(self.origin) or not Regions(regions).complete:
+            raise StoreError(
+                f"{self!r} has died at {address}, and its rows are not on this host: they were lost with the other "
+                "one. Go on from the last checkpoint.",
+                rank=self.rank,
+                address=address,
+            )
+
+    def counters(self) -> dict[str, float]:
+        """By table and name."""
+        tables = self.servant.statistics()
+        return {f"{table}.{name}": float(value) for table, of in tables.items() for name, value in of.items()}
+
+    def observe(self) -> Readings:
+        """By table."""
+        return self.servant.observe()
+
+
+class EmbeddingWorkerHost(Host):
+    """Process of an embedding worker."""
+
+    role = "embedding_worker"
+
+    def __init__(self, plan: Plan, rank: int, service: Service) -> None:
+        super().__init__(plan, rank)
+        self.servant: Worker | None = None
+        # Its number among the incarnations is part of the batch ids, so it joins first; calls wait until it is made.
+        later = Later(repr(self), "a connection to all PSs", plan.options.timeout)
+        coordinator = self.join(self.serve(later, EmbeddingWorker))
+        options = WorkerOptions(plan.options.compression, timeout=plan.options.timeout)
+        servers = connect_servers(coordinator, plan)
+        self.servant = Worker(service.schema, servers, cores(plan), rank, self.process.incarnation, options)
+        later.become(self.servant)
+        self._listener = Listener(coordinator, self._changed)
+
+    def counters(self) -> dict[str, float]:
+        """As the role counts them; nothing before it is made."""
+        return {name: float(v) for name, v in self.servant.statistics().items()} if self.servant is not None else {}
+
+    def observe(self) -> Readings:
+        """The same."""
+        return self.servant.observe() if self.servant is not None else Readings([], [])
+
+    def buffered(self) -> int:
+        """Batches that are still here, for the driver, which ends this process when there are none."""
+        assert self.servant is not None
+        return self.servant.statistics()["buffered"]
+
+    def _changed(self, membership: Membership) -> None:
+        me = (self.role, self.rank, self.process.incarnation)
+        if any(member[:3] == me and member.state != "alive" for member in membership.members):
+            assert self.servant is not None
+            self.servant.retire()
+
+
+class Later:
+    """Stands for an object that is being made, or will be replaced: calls wait until it is there.
+
+    Args:
+        title: of the process.
+        missing: what it waits for.
+        timeout: seconds that a call waits.
+    """
+
+    def __init__(self, title: str, missing: str, timeout: float) -> None:
+        self._title, self._missing, self._timeout = title, missing, timeout
+        self._made = threading.Event()
+        self._object: object = None
+
+    def become(self, made: object) -> None:
+        """Calls go to this object from now on."""
+        self._object = made
+        self._made.set()
+
+    def __getattr__(self, name: str) -> Any:
+        if not self._made.wait(self._timeout):
+            raise DeadlineError(
+                f"{self._title}: {name}: {self._missing} was not there within {self._timeout:g} s.",
+                operation=name,
+                seconds=self._timeout,
+            )
+        return getattr(self._object, name)
+
+
+def cores(plan: Plan) -> int:
+    """Threads of a store."""
+    return plan.options.threads or min(8, len(os.sched_getaffinity(0)))

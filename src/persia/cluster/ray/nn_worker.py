@@ -1,0 +1,214 @@
+"""The process of an NN worker: runs the user's function, with torch.distributed and the cluster at hand."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import os
+import pickle
+import queue
+import socket
+import threading
+import traceback
+from collections.abc import Callable
+from io import BytesIO
+from typing import Any, NamedTuple
+
+import ray
+
+from persia.cluster.ray.hosts import Host
+from persia.cluster.ray.inside import Inside
+from persia.cluster.ray.plan import Plan
+from persia.services import DenseMaker, DensePS, Observed
+from persia.telemetry.metrics import Readings, figures
+
+__all__ = ["CLUSTER", "DenseServerHost", "NNWorkerHost", "Outcome", "Request"]
+
+CLUSTER = "persia cluster"
+"""Stands for the cluster in a pickled function."""
+
+
+class Outcome(NamedTuple):
+    """How a function ended.
+
+    Attributes:
+        value: what it returned.
+        error: what it raised, or None.
+        trace: of that, for people.
+    """
+
+    value: Any
+    error: BaseException | None = None
+    trace: str = ""
+
+
+class Request(NamedTuple):
+    """What the user's function asks of the driver.
+
+    Attributes:
+        number: of the request.
+        operation: method of the cluster in the driver.
+        arguments: of it.
+    """
+
+    number: int
+    operation: str
+    arguments: tuple[Any, ...]
+
+
+class _Answer(NamedTuple):
+    done: threading.Event
+    outcome: list[Outcome]
+
+
+class NNWorkerHost(Host):
+    """Process of an NN worker. Its calls to the driver are answers to the driver's: so only the driver starts any."""
+
+    role = "nn_worker"
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        super().__init__(plan, rank)
+        import torch
+
+        from persia.dense.torch_threads import default_torch_threads
+
+        threads = plan.options.threads
+        if threads is None:
+            here = plan.nn_workers if plan.loopback else 1
+            threads = default_torch_threads(here)
+        torch.set_num_threads(threads)
+        if plan.loopback:  # The name of the host may resolve to an interface that does not reach itself.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        self._requests: queue.Queue[Request] = queue.Queue()
+        self._answers: dict[int, _Answer] = {}
+        self._numbers = itertools.count(1)
+
+        self.halted = False
+        """Whether the function is to end soon."""
+        self.observer: Callable[[], Readings] | None = None
+        """What the function's trainer tells of itself."""
+
+    def observe(self) -> Readings:
+        """Of the trainer, if there is one."""
+        return self.observer() if self.observer is not None else Readings([], [])
+
+    # --- for the driver -----------------------------------------------------------------------------------------
+
+    def rendezvous(self) -> tuple[str, int]:
+        """An address here that is free, for torch.distributed."""
+        host = "127.0.0.1" if self.plan.loopback else ray.util.get_node_ip_address()
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
+            free.bind((host, 0))
+            port: int = free.getsockname()[1]
+            return host, port
+
+    def run(self, function: bytes, generation: int, rendezvous: tuple[str, int], keeps: bool) -> Outcome:
+        """Runs a function, with a process group of all NN workers, and returns how it ended.
+
+        Args:
+            function: pickled.
+            generation: of the NN workers.
+            rendezvous: where they meet.
+            keeps: whether the driver keeps what it is given, and begins anew from that.
+        """
+        import torch
+
+        self.halted = False
+        self.join(self.serve(self, Observed))  # In this generation.
+        backend = "cpu:gloo,cuda:nccl" if self.plan.options.gpus and torch.cuda.is_available() else "gloo"
+        cluster = Inside(self, generation, keeps)
+        try:
+            torch.distributed.init_process_group(
+                backend,
+                init_method="tcp://{}:{}".format(*rendezvous),
+                rank=self.rank,
+                world_size=self.plan.nn_workers,
+                timeout=datetime.timedelta(seconds=self.plan.options.timeout),
+            )
+            work: Callable[[], Any] = _Unpickler(BytesIO(function), cluster).load()
+            return Outcome(work())
+        except BaseException as error:
+            return _failed(error)
+        finally:
+            cluster.close()
+            self.observer = None
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+
+    def halt(self) -> None:
+        """The function is to end after its step. The driver calls it again and again, until it has."""
+        self.halted = True
+
+    def next_request(self, timeout: float) -> Request | None:
+        """What the function asks of the driver; None if it asked for nothing in this time."""
+        try:
+            return self._requests.get(timeout=timeout)
+        except queue.Empty:
+            return None
+
+    def answer(self, number: int, outcome: Outcome) -> None:
+        """The driver's answer to a request."""
+        waiting = self._answers.pop(number)
+        waiting.outcome.append(outcome)
+        waiting.done.set()
+
+    # --- for the function ---------------------------------------------------------------------------------------
+
+    def ask(self, operation: str, *arguments: Any) -> Any:
+        """Lets the driver do something, and waits for it."""
+        number = next(self._numbers)
+        waiting = self._answers[number] = _Answer(threading.Event(), [])
+        self._requests.put(Request(number, operation, arguments))
+        # No deadline of its own: the driver ends this process when it fails or is late.
+        waiting.done.wait()
+        outcome = waiting.outcome[0]
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.value
+
+
+class DenseServerHost(Host):
+    """Process of a dense PS."""
+
+    role = "dense_ps"
+
+    def __init__(self, plan: Plan, rank: int, maker: DenseMaker) -> None:
+        super().__init__(plan, rank)
+        import torch
+
+        from persia.dense import DenseServer
+        from persia.dense.torch_threads import default_torch_threads
+
+        torch.set_num_threads(plan.options.threads or default_torch_threads(plan.options.dense_ps))
+        self.servant = DenseServer(maker, rank, plan.options.dense_ps, plan.options.timeout)
+        self.join(self.serve(self.servant, DensePS))
+
+    def observe(self) -> Readings:
+        """As the role counts them."""
+        return Readings(figures("dense", self.servant.statistics()), [])
+
+    def counters(self) -> dict[str, float]:
+        """As the role counts them."""
+        return {name: float(value) for name, value in self.servant.statistics().items()}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Puts this process's view of the cluster where the function names the driver's."""
+
+    def __init__(self, file: BytesIO, cluster: Inside) -> None:
+        super().__init__(file)
+        self._cluster = cluster
+
+    def persistent_load(self, name: Any) -> Any:
+        if name != CLUSTER:
+            raise pickle.UnpicklingError(f"unknown object {name!r}")
+        return self._cluster
+
+
+def _failed(error: BaseException) -> Outcome:
+    trace = "".join(traceback.format_exception(error))
+    try:
+        ray.cloudpickle.loads(ray.cloudpickle.dumps(error))
+    except Exception:
+        return Outcome(None, RuntimeError(f"{type(error).__qualname__}: {error}"), trace)
+    return Outcome(None, error.with_traceback(None), trace)

@@ -1,0 +1,67 @@
+"""What a cluster on Ray seldom needs to be told; importable without ray."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from persia.errors import ConfigError
+from persia.telemetry.process import check_port
+
+__all__ = ["RayOptions"]
+
+
+class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the processes of a cluster run, and how.
+
+    Args:
+        address: of a Ray cluster: "auto" for the one that this host is part of. None uses the Ray that this process is
+            connected to, or else starts one on this machine.
+        cpus: that Ray reserves for each process; 0 lets it place them without counting.
+        gpus: that Ray reserves for each NN worker.
+        compression: of rows and gradients between embedding workers and NN workers: "fp16" halves them, lossy.
+        threads: of each process: of torch in an NN worker, of the store in a PS. None shares half of this machine's
+            cores among the NN workers, on several hosts it gives each half of its host's.
+        dense_ps: processes that share the network's tensors in asynchronous modes; started when one of them is.
+        restarts: how often an embedding PS, an embedding worker, a data loader or the coordinator that has died is
+            started again. NN workers are `TrainerOptions.max_failures`' concern.
+        regions: where embedding PSs keep their rows, and the coordinator its state, so that they outlive their
+            processes: a directory of each host, in shared memory or on a disk, which must have room for them; see
+            `persia cluster regions`. Empty: in the memory of the processes. Then the death of the coordinator ends the
+            run, and a PS that dies is reloaded from the last checkpoint.
+        prometheus_port: where each process exports its figures: processes of one host take the next free ports;
+            `persia health` tells all of them. None for nowhere.
+        timeout: seconds that any wait may take: for roles to start, rows, gradients of other NN workers.
+        log_level: of the log lines of all roles, which appear in this process: "debug", "info", "warning", "error".
+    """
+
+    address: str | None = None
+    cpus: float = 0.0
+    gpus: float = 0.0
+    compression: Literal["none", "fp16"] = "none"
+    threads: int | None = None
+    dense_ps: int = 1
+    restarts: int = 3
+    regions: str = "/dev/shm"
+    prometheus_port: int | None = None
+    timeout: float = 600.0
+    log_level: str = "warning"
+
+    def __post_init__(self) -> None:
+        if self.compression not in ("none", "fp16"):
+            raise ConfigError(f"compression = {self.compression!r}; use none or fp16.", field="compression")
+        if self.log_level not in ("debug", "info", "warning", "error"):
+            raise ConfigError(f"log_level = {self.log_level!r}; use debug, info, warning or error.", field="log_level")
+        for name in ("cpus", "gpus", "restarts"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} = {getattr(self, name)!r}; give a number >= 0.", field=name)
+        if self.threads is not None and (not isinstance(self.threads, int) or self.threads < 1):
+            raise ConfigError(f"threads = {self.threads!r}; give a whole number >= 1.", field="threads")
+        if self.regions and not self.regions.startswith("/"):
+            raise ConfigError(f"regions = {self.regions!r}; give an absolute path, or nothing.", field="regions")
+        if not isinstance(self.dense_ps, int) or self.dense_ps < 1:
+            raise ConfigError(f"dense_ps = {self.dense_ps!r}; give a whole number >= 1.", field="dense_ps")
+        check_port(self.prometheus_port, "prometheus_port")
+        if not self.timeout > 0:
+            raise ConfigError(f"timeout = {self.timeout!r}; give a number of seconds > 0.", field="timeout")

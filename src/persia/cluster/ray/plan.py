@@ -1,0 +1,88 @@
+"""What the processes of a cluster are told when they start."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from persia.cluster.ray.options import RayOptions
+from persia.modes import Mode
+from persia.schema import EmbeddingOptimizer, Schema
+
+__all__ = ["TITLES", "Plan", "ProcessInfo", "Service", "Source"]
+
+TITLES = {
+    "coordinator": "coordinator",
+    "embedding_ps": "embedding PS",
+    "dense_ps": "dense PS",
+    "embedding_worker": "embedding worker",
+    "data_loader": "data loader",
+    "nn_worker": "NN worker",
+}
+"""The roles as people read them."""
+
+
+class Service(NamedTuple):
+    """What the PSs and embedding workers of a cluster serve: the arguments of `Cluster.connect`."""
+
+    schema: Schema
+    optimizer: EmbeddingOptimizer
+    mode: Mode
+    seed: int
+
+
+class Plan(NamedTuple):
+    """What all processes of a cluster have in common.
+
+    Attributes:
+        name: of the cluster, unique.
+        servers: how many PSs there are.
+        nn_workers: how many NN workers.
+        options: of the user.
+        loopback: whether all processes are on one host, so that nobody else need reach them.
+        keys: file with the CURVE keys, or None.
+        path: where the driver finds modules; Ray passes on only the folder of its script.
+        coordinator: where it listens; empty for itself.
+    """
+
+    name: str
+    servers: int
+    nn_workers: int
+    options: RayOptions
+    loopback: bool
+    keys: str | None
+    path: list[str]
+    coordinator: str = ""
+
+
+class Source(NamedTuple):
+    """What the data loaders read.
+
+    Attributes:
+        name: unique.
+        pickled: reference of Ray to the source, pickled.
+        accumulation_steps: so many batches of an NN worker lie on one embedding worker.
+    """
+
+    name: str
+    pickled: Any
+    accumulation_steps: int
+
+
+class ProcessInfo(NamedTuple):
+    """Where a process is, as it says itself.
+
+    Attributes:
+        pid: of its process.
+        host: address of its node.
+        node: id of its node.
+        logs: files that its output goes to, on its node.
+        incarnation: number of this process among those of its role and rank.
+        address: where it listens; empty if nowhere.
+    """
+
+    pid: int
+    host: str
+    node: str
+    logs: list[str]
+    incarnation: int
+    address: str

@@ -1,0 +1,342 @@
+"""Starts actors, notices when one ends, and says what it died of."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from persia.cluster.ray.plan import TITLES, ProcessInfo
+from persia.errors import DeadlineError, PersiaError, RoleDiedError
+
+__all__ = ["NAMESPACE", "Process", "Processes"]
+
+T = TypeVar("T")
+
+NAMESPACE = "persia"
+WATCH_SECONDS = 0.5
+END_SECONDS = 20.0
+RELEASE_SECONDS = 10.0
+RETRY_SECONDS = 0.1
+SLICE_SECONDS = 2.0
+LAST_LINES = 15
+STAYING = ("embedding_ps", "coordinator")
+"""Roles that are started again on their host only."""
+CALLS = 16
+"""Most calls of Ray that an actor works on: those that wait are among them."""
+
+
+class Process:
+    """One actor. Its fields belong to `Processes`.
+
+    Attributes:
+        role: of it.
+        rank: within the role.
+        handle: of the actor.
+        restarts: whether Ray starts it again.
+        leaving: whether it is to end when it has nothing left.
+        info: where it is, once it is ready.
+        asking: of an NN worker: the call that waits for its next request.
+        ended: the call by which its last death was noticed.
+    """
+
+    def __init__(self, role: str, rank: int, handle: Any, restarts: bool) -> None:
+        self.role = role
+        self.rank = rank
+        self.handle = handle
+        self.restarts = restarts
+        self.leaving = False
+        self.info: ProcessInfo | None = None
+        self.asking: Any = None
+        self.ended: Any = None
+        self.readiness = handle.info.remote()
+        self.watching = handle.watch.remote()
+
+    @property
+    def title(self) -> str:
+        """Who it is, where."""
+        where = f" (process {self.info.pid} on {self.info.host})" if self.info else ""
+        return f"{TITLES[self.role]} {self.rank}{where}"
+
+
+class Processes:
+    """All processes of a cluster. Thread-safe.
+
+    Args:
+        died: told of each death, with its reason, before anything else is done about it.
+        restarted: told when a process is back.
+        timeout: seconds that a process may take to be back.
+    """
+
+    def __init__(
+        self, died: Callable[[Process, str], None], restarted: Callable[[Process], None], timeout: float
+    ) -> None:
+        self._timeout = timeout
+        self._unreleased: set[str] = set()
+        self._died = died
+        self._restarted = restarted
+        self._lock = threading.Lock()
+        self._processes: list[Process] = []
+        self._ending = threading.Event()
+        self._failures: list[RoleDiedError] = []
+        self._thread = threading.Thread(target=self._watch, name="persia-watch", daemon=True)
+        self._thread.start()
+
+    def start(self, host: type, role: str, rank: int, arguments: Sequence[Any], **options: Any) -> Process:
+        """Begins to start a process. Returns at once."""
+        handle = (
+            ray.remote(host)
+            .options(
+                **{"max_concurrency": CALLS, "scheduling_strategy": "SPREAD", "namespace": NAMESPACE, **options},
+            )
+            .remote(*arguments)
+        )
+        process = Process(role, rank, handle, bool(options.get("max_restarts")))
+        with self._lock:
+            self._processes.append(process)
+        return process
+
+    def of(self, role: str) -> list[Process]:
+        """Those of a role, by rank."""
+        with self._lock:
+            return sorted((p for p in self._processes if p.role == role), key=lambda p: p.rank)
+
+    def all(self) -> list[Process]:
+        """All of them."""
+        with self._lock:
+            return list(self._processes)
+
+    def await_ready(self, processes: Sequence[Process], timeout: float) -> None:
+        """Waits until these have started.
+
+        Raises:
+            PersiaError: what the start of one of them raised.
+            DeadlineError: one is late.
+            RoleDiedError: one has died.
+        """
+        end = time.monotonic() + timeout
+        for process in processes:
+            try:
+                process.info = ray.get(process.readiness, timeout=max(0.0, end - time.monotonic()))
+            except GetTimeoutError as error:
+                raise DeadlineError(
+                    f"{process.title} has not started within {timeout:g} s. Ray may lack resources for it: see `ray "
+                    "status`, start fewer processes, or raise `timeout`.",
+                    role=process.role,
+                    rank=process.rank,
+                    seconds=timeout,
+                ) from error
+            except RayError as error:
+                raise self._cause(process, error) from error
+
+    def check(self) -> None:
+        """Raises RoleDiedError if a process has died for good: of the first one, which tells of those after it."""
+        failures = self.failures()
+        if failures:
+            first, *later = failures
+            message = "\n".join([first.message, *(f"After that, {other.message}" for other in later)])
+            raise RoleDiedError(message, **first.fields, later=[other.fields for other in later])
+
+    def failures(self) -> list[RoleDiedError]:
+        """Those that have died for good, in this order."""
+        with self._lock:
+            return list(self._failures)
+
+    def await_failure(self, seconds: float) -> bool:
+        """Whether one has died for good; a death that is just happening gets so long to be noticed."""
+        end = time.monotonic() + seconds
+        while not self.failures():
+            if time.monotonic() > end:
+                return False
+            time.sleep(RETRY_SECONDS)
+        return True
+
+    def forget_failures(self, role: str, rank: int | None = None) -> None:
+        """A new start is made where processes of this role, or one of them, have died."""
+        with self._lock:
+            self._failures = [
+                f for f in self._failures if f.fields["role"] != role or rank not in (None, f.fields["rank"])
+            ]
+
+    def end(self, processes: Sequence[Process]) -> None:
+        """Ends processes, and waits until they have ended."""
+        with self._lock:
+            self._processes = [p for p in self._processes if p not in processes]
+        for process in processes:
+            ray.kill(process.handle, no_restart=True)
+        watching = [p.watching for p in processes]
+        if watching:
+            _, left = ray.wait(watching, num_returns=len(watching), timeout=END_SECONDS)
+            if left:
+                late = ", ".join(p.title for p in processes if p.watching in left)
+                raise DeadlineError(f"{late} did not end within {END_SECONDS:g} s; kill them.", seconds=END_SECONDS)
+
+    def close(self) -> None:
+        """Ends all of them."""
+        self._ending.set()
+        self._thread.join(END_SECONDS)
+        keeping = [p for role in STAYING for p in self.of(role)]
+        for process in keeping:
+            if process.info is None:  # It has started, perhaps, and nobody has waited for it.
+                with contextlib.suppress(RayError):
+                    process.info = ray.get(process.readiness, timeout=RETRY_SECONDS)
+        releasing = {p.handle.release.remote(): p.info.node for p in keeping if p.info is not None}
+        if releasing:
+            ray.wait(list(releasing), num_returns=len(releasing), timeout=RELEASE_SECONDS)
+        for call, node in releasing.items():
+            try:
+                ray.get(call, timeout=RETRY_SECONDS)
+            except RayError:  # It is late, or was just being started again.
+                self._unreleased.add(node)
+        self.end(self.all())
+
+    def on_unreleased(self, function: Callable[[], object]) -> None:
+        """Calls a function on each host where a process has ended that could not remove what outlives it."""
+        for node in self._unreleased:
+            if _lives(node):  # Else its memory has gone with it.
+                with contextlib.suppress(RayError, OSError):
+                    _on(node, function)
+
+    # --- the thread that watches ------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not self._ending.is_set():
+            watched = {p.watching: p for p in self.all() if p.watching is not p.ended}
+            if not watched:
+                self._ending.wait(WATCH_SECONDS)
+                continue
+            try:
+                ended, _ = ray.wait(list(watched), timeout=WATCH_SECONDS)
+            except Exception:  # Ray itself has been shut down.
+                if ray.is_initialized():
+                    raise
+                return
+            for reference in ended:
+                process = watched[reference]
+                process.ended = reference
+                # Side by side: the last lines of those whose host is gone take long.
+                threading.Thread(target=self._ended, args=(process,), daemon=True).start()
+
+    def _ended(self, process: Process) -> None:
+        if process not in self.all():
+            return  # It was to end.
+        error = _raised(process.watching)
+        reason = _first_line(error) + _quoted(last_lines(process))
+        with contextlib.suppress(PersiaError):  # It is said below, in any case.
+            self._died(process, reason)
+        if process.restarts and not isinstance(error, ActorDiedError):
+            self._await_restart(process, reason)
+        else:
+            self._fail(process, reason)
+
+    def _await_restart(self, process: Process, reason: str) -> None:
+        end = time.monotonic() + self._timeout
+        call: Any = None
+        while not self._ending.is_set():
+            call = call or process.handle.info.remote()
+            try:
+                process.info = ray.get(call, timeout=SLICE_SECONDS)
+                # Not earlier: a call that fails as the process is not back yet would be taken for its next death.
+                process.watching = process.handle.watch.remote()
+                self._restarted(process)
+                return
+            except PersiaError as error:
+                self._fail(process, f"{reason}\nIt cannot go on: {error}")
+                return
+            except GetTimeoutError:
+                died = False
+            except RayActorError as error:
+                died, call = isinstance(error, ActorDiedError), None
+            except RayError:
+                died = True
+            lost = process.role in STAYING and process.info is not None and not _lives(process.info.node)
+            if died or lost:
+                self._fail(process, reason, " again and again, and is not restarted any more")
+                return
+            if time.monotonic() >= end:
+                self._fail(process, reason, f" and has not come back within {self._timeout:g} s")
+                return
+            self._ending.wait(RETRY_SECONDS)
+
+    def _fail(self, process: Process, reason: str, more: str = "") -> None:
+        with self._lock:
+            if process not in self._processes:
+                return
+            # Whatever else has failed: what has ended would be noticed again and again.
+            self._processes.remove(process)
+            if process.role in STAYING and process.info is not None:
+                self._unreleased.add(process.info.node)
+            self._failures.append(
+                RoleDiedError(f"{process.title} has died{more}: {reason}", role=process.role, rank=process.rank)
+            )
+
+    def _cause(self, process: Process, error: RayError) -> PersiaError:
+        if isinstance(error, RayTaskError) and isinstance(error.cause, PersiaError):
+            return error.cause
+        return RoleDiedError(f"{process.title} could not start: {error}", role=process.role, rank=process.rank)
+
+
+def _lives(node: str) -> bool:
+    return any(known["NodeID"] == node and known["Alive"] for known in ray.nodes())
+
+
+def last_lines(process: Process) -> list[str]:
+    """The last lines that a process has printed, read on its host."""
+    info = process.info
+    if info is None:
+        return []
+    if not _lives(info.node):
+        return ["(its host is gone)"]
+    try:
+        return _on(info.node, lambda: _tail(info.logs))
+    except Exception as error:
+        return [f"(its log cannot be read: {type(error).__name__})"]
+
+
+def _on(node: str, function: Callable[[], T]) -> T:
+    """What a function returns on a host."""
+    if node == ray.get_runtime_context().get_node_id():
+        return function()
+    where = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+    task = ray.remote(lambda: function())  # Not `function` itself: Ray refuses a partial one.
+    result: T = ray.get(task.options(num_cpus=0, scheduling_strategy=where).remote(), timeout=RELEASE_SECONDS)
+    return result
+
+
+def _tail(paths: Sequence[str]) -> list[str]:
+    lines: list[str] = []
+    for path in paths:
+        try:
+            text = Path(path).read_text(errors="replace")
+        except OSError:
+            continue
+        # Ray marks jobs and tasks by lines of its own.
+        lines += [line for line in text.splitlines() if line and not line.startswith(":")][-LAST_LINES:]
+    return lines
+
+
+def _quoted(lines: Sequence[str]) -> str:
+    return " Its last lines:\n" + "\n".join(f"    {line}" for line in lines) if lines else " It has printed nothing."
+
+
+def _first_line(error: BaseException | None) -> str:
+    """What Ray says, without its advice."""
+    for line in str(error).splitlines():
+        if "has died. " in line:
+            return line.split("has died. ", 1)[1].split(" Some common causes")[0].rstrip(".") + "."
+    return (str(error).splitlines() or ["no reason is known"])[0].rstrip(".") + "."
+
+
+def _raised(reference: Any) -> BaseException | None:
+    try:
+        ray.get(reference)
+    except RayError as error:
+        raised: BaseException = error
+        return raised
+    return None

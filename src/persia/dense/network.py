@@ -1,0 +1,212 @@
+"""The network of one NN worker while its truth is on dense PSs: pulled before a batch, its gradients pushed after."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from persia.dense.layout import Layout, spec_of
+from persia.dense.server import check_optimizer, partition
+from persia.dense.state import capture, joined, restore
+from persia.errors import ClosedError, DeadlineError
+from persia.services import DensePS
+from persia.types import Journaled, PushedDense, PushHeader
+
+__all__ = ["Shared"]
+
+T = TypeVar("T")
+
+SLICE_SECONDS = 0.5
+"""A pull that waits looks so often whether it is still wanted."""
+
+
+class Shared:
+    """A network on dense PSs. One thread pulls, one trains, one pushes.
+
+    Args:
+        model: the network, on its device.
+        optimizer: of it.
+        scheduler: of that, or None.
+        servers: the dense PSs.
+        timeout: seconds that a call may take.
+
+    Raises:
+        ConfigError: dense PSs cannot run this optimizer.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None,
+        servers: Sequence[DensePS],
+        timeout: float = 600.0,
+    ) -> None:
+        check_optimizer(optimizer)
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._servers = servers
+        self._timeout = timeout
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._parameters = [p for _, p in named]
+        self._specs = [spec_of(name, p) for name, p in named]
+        kept = set(model.state_dict(keep_vars=True))
+        self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
+        buffer_specs = [spec_of(name, buffer) for name, buffer in self._buffers.items()]
+        self._owned = partition(self._specs, len(servers))
+        self._gradients = [Layout([self._specs[n] for n in owned]) for owned in self._owned]
+        self._buffer_layout = Layout(buffer_specs)
+        self._values = [
+            Layout([*(self._specs[n] for n in owned), *(buffer_specs if rank == 0 else [])])
+            for rank, owned in enumerate(self._owned)
+        ]
+        self._versions = [-1] * len(servers)
+        self._pulled_buffers: list[torch.Tensor] = []
+        # Two: what a pull waits for may be this NN worker's own push.
+        self._pulling = _SideBySide(len(servers))
+        self._pushing = _SideBySide(len(servers))
+
+    @property
+    def versions(self) -> list[int]:
+        """Of the parameters that were pulled last, by dense PS."""
+        return list(self._versions)
+
+    @property
+    def version(self) -> int:
+        """Of the parameters that were pulled last; the oldest, where dense PSs differ."""
+        return min(self._versions)
+
+    # --- a batch ----------------------------------------------------------------------------------------------
+
+    def pull(self, least: int, wanted: Callable[[], bool]) -> Callable[[], None]:
+        """Gets the newest parameters, of version `least` at least; what it returns puts them into the network.
+
+        Args:
+            least: see `persia.services.DensePS.pull`.
+            wanted: asked now and then while it waits.
+
+        Raises:
+            DeadlineError: the version did not come in time.
+            ClosedError: it is not wanted any more.
+        """
+        end = time.monotonic() + self._timeout
+        late: DeadlineError | None = None
+
+        def one(rank: int) -> _Found | None:
+            nonlocal late
+            try:
+                pulled = self._servers[rank].pull(self._versions[rank], least, SLICE_SECONDS)
+            except DeadlineError as error:
+                late = error
+                return None
+            if pulled.values is None:
+                return _Found(pulled.version, None)
+            return _Found(pulled.version, self._values[rank].unpack(pulled.values, self._parameters[0].device))
+
+        found: dict[int, _Found] = {}
+        while len(found) < len(self._servers):
+            missing = [rank for rank in range(len(self._servers)) if rank not in found]
+            answers = zip(missing, self._pulling(one, missing), strict=True)
+            found.update((rank, answer) for rank, answer in answers if answer is not None)
+            if late is not None and len(found) < len(self._servers):
+                if not wanted():
+                    raise ClosedError("The parameters are not wanted any more.")
+                if time.monotonic() > end:
+                    raise late
+
+        @torch.no_grad()
+        def adopt() -> None:
+            for rank, (version, values) in sorted(found.items()):
+                self._versions[rank] = version
+                if values is None:
+                    continue
+                owned = self._owned[rank]
+                for number, value in zip(owned, values, strict=False):
+                    self._parameters[number].copy_(value)
+                if rank == 0:
+                    self._pulled_buffers = values[len(owned) :]
+            # Always: the batch before has changed those here, though not those of the version.
+            for buffer, value in zip(self._buffers.values(), self._pulled_buffers, strict=False):
+                buffer.copy_(value)
+
+        return adopt
+
+    def gradients(self) -> Callable[[PushHeader, float], None]:
+        """Takes the gradients off the network; what it returns pushes them."""
+        taken = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        buffers = self._buffer_layout.pack(list(self._buffers.values())) if self._buffers else None
+
+        def push(header: PushHeader, weight: float) -> None:
+            def one(rank: int) -> None:
+                mine = [taken[number] for number in self._owned[rank]]
+                if weight == 0 or header.weight == 0:
+                    self._servers[rank].push(header, PushedDense(0.0, None, None, None))
+                    return
+                present = np.array([gradient is not None for gradient in mine], np.bool_)
+                packed = self._gradients[rank].pack(mine)
+                self._servers[rank].push(header, PushedDense(weight, packed, present, buffers if rank == 0 else None))
+
+            self._all(one)
+
+        return push
+
+    def push_empty(self, header: PushHeader) -> None:
+        """Fills a slot for which there is no gradient."""
+        self._all(lambda rank: self._servers[rank].push(header, PushedDense(0.0, None, None, None)))
+
+    # --- at rest ----------------------------------------------------------------------------------------------
+
+    def load(self, generation: int, step: int) -> None:
+        """The dense PSs take over what is here. One NN worker does it for all."""
+        everything = dict(enumerate(self._parameters))
+        state = capture(self._specs, everything, self._buffers, self._optimizer, self._scheduler)
+        self._all(lambda rank: self._servers[rank].load(state, generation, step))
+
+    def record(self) -> None:
+        """The dense PSs keep journals from now on."""
+        self._all(lambda rank: self._servers[rank].record())
+
+    def journals(self) -> list[Journaled]:
+        """What took effect at each of them since."""
+        return self._all(lambda rank: self._servers[rank].journal())
+
+    def drain(self, generation: int, step: int, held: int) -> None:
+        """Applies what has come of an incomplete step. One NN worker does it for all."""
+        self._all(lambda rank: self._servers[rank].drain(generation, step, held))
+
+    def take_over(self) -> None:
+        """The network and its optimizer here become what the dense PSs have."""
+        state = joined(self._all(lambda rank: self._servers[rank].export()))
+        restore(state, dict(enumerate(self._parameters)), self._buffers, self._optimizer, self._scheduler)
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _all(self, one: Callable[[int], T]) -> list[T]:
+        """Asks all dense PSs, side by side."""
+        return self._pushing(one, range(len(self._servers)))
+
+
+class _Found(NamedTuple):
+    """What a dense PS had; no values if they are here."""
+
+    version: int
+    values: list[torch.Tensor] | None
+
+
+class _SideBySide:
+    """Calls a function for several dense PSs at once, by the threads that it owns."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = ThreadPoolExecutor(threads, "persia-dense") if threads > 1 else None
+
+    def __call__(self, one: Callable[[int], T], ranks: Sequence[int]) -> list[T]:
+        if self._threads is None:
+            return [one(rank) for rank in ranks]
+        return list(self._threads.map(one, ranks))

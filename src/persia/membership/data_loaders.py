@@ -1,0 +1,80 @@
+"""Batches from several data loaders (Persia paper, section 4.1, step 2; docs/reference/protocol.md, sections 4, 8)."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+
+from persia.errors import MovedError
+from persia.membership.directory import UNREACHABLE, Attempts, Directory
+from persia.services import DataLoader
+from persia.types import Delivery, FedBatch, Feed
+
+__all__ = ["DataLoaders", "fed_batches"]
+
+
+def fed_batches(loader: DataLoader, epoch: int, start: int, rank: int, nn_workers: int) -> Iterator[FedBatch]:
+    """The batches of an NN worker: `start + rank`, and every `nn_workers`-th from there, to the end of the pass.
+
+    Args:
+        loader: the data loaders, which have been told to begin.
+        epoch: number of the pass.
+        start: where all NN workers began in the pass.
+        rank: of this NN worker.
+        nn_workers: how many there are.
+    """
+    for number in itertools.count(start + rank, nn_workers):
+        delivery = loader.take(rank, epoch, number)
+        if delivery.batch is None:
+            return
+        yield delivery.batch
+
+
+class DataLoaders:
+    """The data loaders as one: a `DataLoader` that asks the one which reads the number.
+
+    Args:
+        directory: the data loaders.
+        timeout: seconds that a call may take with its repetitions.
+        ahead: batches that they are to have ready for each NN worker; `begin` fills it in.
+    """
+
+    def __init__(self, directory: Directory[DataLoader], timeout: float = 600.0, ahead: int = 4) -> None:
+        self._directory = directory
+        self._timeout = timeout
+        self._ahead = ahead
+
+    def begin(self, feed: Feed) -> None:
+        """Tells each its share: number `loader` of `loaders`, in the order of their ranks."""
+        loaders = self._directory.roster().alive()
+        for number, loader in enumerate(loaders):
+            loader.begin(feed._replace(loader=number, loaders=len(loaders), ahead=self._ahead))
+
+    def take(self, rank: int, epoch: int, number: int) -> Delivery:
+        """Batch `number`, from the one whose it is; after a change of membership from the one whose it is then."""
+        attempts = Attempts(self._directory, self._timeout, f"take of batch {number}")
+        while True:
+            loaders = attempts.roster.alive()
+            error: Exception | None = None
+            if loaders:
+                try:
+                    return loaders[number % len(loaders)].take(rank, epoch, number)
+                except (MovedError, *UNREACHABLE) as failed:
+                    error = failed
+            attempts.again(error)
+
+    def end(self) -> None:
+        """All stop reading."""
+        for loader in self._directory.roster().serving():
+            with contextlib.suppress(*UNREACHABLE):
+                loader.end()
+
+    def statistics(self) -> dict[str, int]:
+        """Counters, summed."""
+        total: Counter[str] = Counter()
+        for loader in self._directory.roster().serving():
+            with contextlib.suppress(*UNREACHABLE):
+                total.update(loader.statistics())
+        return dict(total)

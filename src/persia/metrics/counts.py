@@ -1,0 +1,52 @@
+"""All metrics of one label over one period."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from persia.metrics.auc import AUC
+from persia.metrics.calibration import Calibration
+from persia.metrics.checks import State
+from persia.metrics.log_loss import LogLoss
+from persia.metrics.result import Figures
+from persia.types import Floats
+
+__all__ = ["Tally"]
+
+
+class Tally:
+    """AUC, log-loss and calibration of one label over one period."""
+
+    def __init__(self, bins: int) -> None:
+        self.auc = AUC(bins)
+        self.log_loss = LogLoss()
+        self.calibration = Calibration()
+
+    def add(self, logits: Floats, labels: Floats, terms: tuple[float, float, float]) -> None:
+        """Counts checked rows; `terms` are their `loss_terms`."""
+        self.auc.add(logits, labels)
+        self.log_loss.total += terms[0]
+        self.log_loss.rows += len(logits)
+        self.calibration.predicted += terms[1]
+        self.calibration.observed += terms[2]
+
+    def merge(self, other: Tally) -> None:
+        """Adds the rows of another one."""
+        self.auc.merge(other.auc)
+        self.log_loss.merge(other.log_loss)
+        self.calibration.merge(other.calibration)
+
+    def figures(self) -> Figures:
+        """The figures so far."""
+        return Figures(self.log_loss.rows, self.auc.result(), self.log_loss.result(), self.calibration.result())
+
+    def state_dict(self) -> State:
+        """The states of all three, whose names differ."""
+        return {**self.auc.state_dict(), **self.log_loss.state_dict(), **self.calibration.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replaces what has been counted."""
+        self.auc.load_state_dict(state)
+        self.log_loss.load_state_dict(state)
+        self.calibration.load_state_dict(state)

@@ -1,0 +1,175 @@
+"""One step of the dense network: forward, loss, backward, optimizer; precision and accumulation included."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from persia.errors import ConfigError
+from persia.nn.prepared import PreparedBatch
+from persia.nn.replicas import Alone, Replicas
+from persia.nn.types import Embeddings
+from persia.schema import Schedule
+from persia.telemetry.metrics import Histogram
+
+__all__ = ["DenseStep", "OptimizerFactory", "Precision", "StepOptions"]
+
+OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+Precision = Literal["float32", "bf16", "fp16"]
+
+
+class StepOptions(NamedTuple):
+    """How the dense network is updated.
+
+    Attributes:
+        schedule: of the learning rates of all parameter groups, by updates made; one that overflows in fp16 is none.
+        precision: "bf16" and "fp16" run the forward pass under autocast; "fp16" also scales the loss.
+        accumulation_steps: backward passes per optimizer step; the loss is divided by it.
+        clip_norm: largest global norm of the dense gradient; None for no clipping.
+    """
+
+    schedule: Schedule | None = None
+    precision: Precision = "float32"
+    accumulation_steps: int = 1
+    clip_norm: float | None = None
+
+
+class DenseStep:
+    """Trains the dense network. The embeddings' gradients leave by their own hooks during `backward`.
+
+    Args:
+        model: `model(dense, embeddings)` gives logits `[batch, labels]`. A method `loss(logits, labels)` of the
+            model is used where it has one, else the mean binary cross-entropy over all labels.
+        optimizer: made from the model's parameters.
+        device: where the network runs.
+        options: the rest.
+
+    Attributes:
+        replicas: this network among those of other NN workers; set it before the first batch.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: OptimizerFactory,
+        device: torch.device,
+        options: StepOptions,
+    ) -> None:
+        self.model = model.to(device)
+        self.replicas: Replicas = Alone(self.model)
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = optimizer(parameters)
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                f"optimizer(params) returned {type(self.optimizer).__name__}; return a torch.optim.Optimizer.",
+                field="optimizer",
+            )
+        self.scheduler = (
+            torch.optim.lr_scheduler.LambdaLR(self.optimizer, options.schedule.factor) if options.schedule else None
+        )
+        self.scaler = torch.amp.GradScaler(device.type) if options.precision == "fp16" else None
+        dtype = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[options.precision]
+        # An optimizer that talks to the other NN workers itself: what it decides, it must decide for all.
+        if self.scaler is not None and hasattr(self.optimizer, "attach_scaler"):
+            self.optimizer.attach_scaler(self.scaler)
+        if options.clip_norm is not None and hasattr(self.optimizer, "consolidate"):
+            raise ConfigError(
+                f"clip_norm of the Trainer does not reach {type(self.optimizer).__name__}, whose gradients are not "
+                "averaged "
+                "before it; give its own options a clip_norm.",
+                field="clip_norm",
+            )
+        self._autocast = (lambda: torch.autocast(device.type, dtype)) if dtype is not None else contextlib.nullcontext
+        self._accumulation = options.accumulation_steps
+        self._clip = options.clip_norm
+        self._loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = getattr(
+            model, "loss", torch.nn.functional.binary_cross_entropy_with_logits
+        )
+        self._batches = 0
+        self._rows = 0
+        self.times = Histogram()
+        """How long batches took; on a GPU, to be launched."""
+
+    def train(self, batch: PreparedBatch, embeddings: Embeddings) -> tuple[torch.Tensor, torch.Tensor]:
+        """One batch. From a made-up one nothing is learned.
+
+        Returns:
+            Logits float32 `[batch, labels]` of the forward pass, before the update, and the loss, both detached.
+        """
+        with self.times.timed():
+            return self._train(batch, embeddings)
+
+    def compute(self, batch: PreparedBatch, embeddings: Embeddings) -> tuple[torch.Tensor, torch.Tensor]:
+        """Forward and backward of one batch, without an update: dense PSs do that. Returns what `train` does."""
+        with self.times.timed():
+            logits, loss = self._forward_backward(batch, embeddings, self.model)
+        return logits.detach(), loss.detach()
+
+    def _train(self, batch: PreparedBatch, embeddings: Embeddings) -> tuple[torch.Tensor, torch.Tensor]:
+        self._batches += 1
+        self._rows += batch.weight
+        last = self._batches == self._accumulation
+        if batch.made_up and self.replicas.nn_workers == 1:  # Nobody waits for us in a collective.
+            logits = loss = batch.labels.new_zeros(())
+        else:
+            with self.replicas.batch(batch.made_up, last):
+                logits, loss = self._forward_backward(batch, embeddings, self.replicas.model)
+        if last:
+            self._update()
+        return logits.detach(), loss.detach()
+
+    def _forward_backward(
+        self, batch: PreparedBatch, embeddings: Embeddings, model: torch.nn.Module
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with self._autocast():
+            logits = model(batch.dense, embeddings)
+        logits = logits.float()
+        loss = self._loss(logits, batch.labels)
+        scaled = loss if self._accumulation == 1 else loss / self._accumulation
+        if self.scaler is not None:
+            scaled = self.scaler.scale(scaled)
+        scaled.backward()
+        return logits, loss
+
+    def finish(self) -> None:
+        """Applies the gradients since the last update, if there are any. All NN workers call it, at the same batch."""
+        if self._batches:
+            self.replicas.reduce_rest(p for p in self.model.parameters() if p.requires_grad)
+            self._update()
+
+    def _update(self) -> None:
+        trained = self._rows or self.replicas.rows()
+        self._batches = self._rows = 0
+        if not trained:  # The batches of all were lost.
+            self.optimizer.zero_grad()
+            return
+        if self._clip is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
+        skipped = False
+        if self.scaler is not None:
+            scale = self.scaler.get_scale()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            skipped = self.scaler.get_scale() < scale  # It tells of an overflow in no other way.
+        else:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.scheduler is not None and not skipped:
+            self.scheduler.step()
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """The state of the optimizer; the whole of one that is spread over NN workers. All call it. Blocks."""
+        consolidate: Callable[[], dict[str, Any]] = getattr(self.optimizer, "consolidate", self.optimizer.state_dict)
+        return consolidate()
+
+    @torch.no_grad()
+    def logits(self, batch: PreparedBatch, embeddings: Embeddings) -> torch.Tensor:
+        """Logits float32 `[batch, labels]`, without training."""
+        with self._autocast():
+            result: torch.Tensor = self.model(batch.dense, embeddings)
+        return result.float()

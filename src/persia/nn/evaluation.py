@@ -1,0 +1,82 @@
+"""Rows that are only read: for evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from persia.batching.batch import Batch
+from persia.errors import PersiaError
+from persia.nn.coverage import IdSample, warn_of_unknown_ids
+from persia.nn.pipeline import Pipeline, Stages
+from persia.nn.prepared import PreparedBatch
+from persia.nn.row_access import TableRows
+from persia.nn.transfer import Transfer
+from persia.schema import Schema
+from persia.services import EmbeddingWorker
+
+__all__ = ["Reading"]
+
+READY = 4
+"""Batches looked up ahead, where no mode says how many."""
+
+
+class Reading:
+    """Looks batches up and changes nothing: nothing is admitted or touched, and no gate is asked.
+
+    Args:
+        schema: of the batches.
+        worker: the embedding workers.
+        transfer: brings rows to the device.
+        timeout: seconds that a batch may take.
+        rows: where to look at the end of a pass whether ids have rows; None for not at all.
+    """
+
+    def __init__(
+        self, schema: Schema, worker: EmbeddingWorker, transfer: Transfer, timeout: float, rows: TableRows | None
+    ) -> None:
+        self._schema = schema
+        self._worker = worker
+        self._transfer = transfer
+        self._timeout = timeout
+        self._rows = rows
+
+    def batches(self, source: Iterator[object]) -> Iterator[PreparedBatch]:
+        """Batches with rows, looked up ahead in background threads. At the end warns of features without rows."""
+        stopped = False
+        sample = IdSample()
+
+        def stop() -> None:
+            nonlocal stopped
+            stopped = True
+
+        def look_up(batch: Batch) -> tuple[PreparedBatch, Callable[[], None]]:
+            if self._rows is not None:
+                sample.add(batch.id_features)
+            return self._look_up(batch)
+
+        stages = Stages(self._validated, lambda: not stopped, look_up, lambda _: None, stop)
+        pipeline = Pipeline(source, stages, self._timeout, ready=READY)
+        try:
+            while True:
+                try:
+                    batch = pipeline.draw()
+                except StopIteration:
+                    break
+                yield batch
+        finally:
+            pipeline.close()
+        if self._rows is not None:
+            warn_of_unknown_ids(sample, self._rows, self._schema)
+
+    def now(self, batch: Batch) -> tuple[PreparedBatch, Callable[[], None]]:
+        """A batch with rows, and what makes it ready. Blocks."""
+        return self._look_up(self._validated(batch))
+
+    def _validated(self, batch: object) -> Batch:
+        if not isinstance(batch, Batch):
+            raise PersiaError("Evaluation needs whole batches; those of data loaders are for training.")
+        batch.validate(self._schema, require_labels=False)
+        return batch
+
+    def _look_up(self, batch: Batch) -> tuple[PreparedBatch, Callable[[], None]]:
+        return self._transfer.rows(batch, self._worker.evaluate(batch.id_features), None)

@@ -1,0 +1,82 @@
+"""Rows that are set by id, composed of what the store offers for checkpoints."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+
+import numpy as np
+
+from persia.ps.memory import with_room
+from persia.store import EmbeddingStore, Rows
+from persia.types import Floats, Ids, RowsSet, RowState
+
+__all__ = ["RowSetter", "set_rows"]
+
+KEPT_ANSWERS = 64
+"""A call is repeated soon if at all, and few callers set rows at the same time."""
+
+MAX_STAMP = 2**32 - 1
+
+
+class RowSetter:
+    """Sets rows of a store, each call once. Safe to call from several threads.
+
+    Args:
+        store: with all its tables.
+        timeout: seconds to wait for memory.
+    """
+
+    def __init__(self, store: EmbeddingStore, timeout: float) -> None:
+        self._store = store
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._answers: OrderedDict[int, RowsSet] = OrderedDict()
+
+    def set(self, call: int, table: int, ids: Ids, values: Floats, state: RowState | None) -> RowsSet:
+        """See `persia.services.EmbeddingPS.set_rows`."""
+        with self._lock:
+            known = self._answers.get(call)
+            if known is not None:
+                return known
+            answer = set_rows(
+                self._store, table, ids, values, state, lambda work: with_room(work, self._timeout, "set_rows")
+            )
+            self._answers[call] = answer
+            if len(self._answers) > KEPT_ANSWERS:
+                self._answers.popitem(last=False)
+            return answer
+
+
+def set_rows(
+    store: EmbeddingStore,
+    table: int,
+    ids: Ids,
+    values: Floats,
+    state: RowState | None,
+    attempt: Callable[[Callable[[], None]], None] = lambda work: work(),
+) -> RowsSet:
+    """Sets rows of a table.
+
+    Args:
+        store: with the table.
+        table: its number.
+        ids: uint64 `[n]`, distinct.
+        values: float32 `[n, dim]`.
+        state: None keeps that of existing rows, and gives new ones the first one.
+        attempt: calls the work, again if need be.
+    """
+    config = store.config(table)
+    found, rows = store.peek(table, ids)
+    if state is None:
+        rows.state[~found] = config.initial_state
+        state = RowState(rows.state, rows.update_count, rows.last_step)
+    # Ahead of the clocks, so that in a full shard these rows stay and others go.
+    clock = max(int(store.export_state(table, shard)["clocks"][0]) for shard in range(config.resolved_shards))
+    stamps = np.full(len(ids), min(clock + 1, MAX_STAMP), np.uint32)
+    evicted = store.statistics(table)["evicted"]
+    whole = Rows(ids, values, *state, stamps)
+    attempt(lambda: store.import_rows(table, whole))
+    replaced = int(found.sum())
+    return RowsSet(len(ids) - replaced, replaced, store.statistics(table)["evicted"] - evicted)

@@ -1,0 +1,42 @@
+"""The virtual-time driver: any mode, in one process, without sockets or waiting.
+
+`simulate` tells when everything happens, from the speeds of the NN workers; `replay` follows such a schedule, or one
+that a cluster recorded, with real gradients. Both ask the same pure functions as the cluster does.
+"""
+
+from persia.replay.follow import Compute, replay
+from persia.replay.plain import PlainRows, PlainTable
+from persia.replay.records import Records, recorded
+from persia.replay.report import Line, record, table
+from persia.replay.schedule import Event, Schedule, Summary, load_schedule
+from persia.replay.servers import DenseServer, RowServer, Server, Taken
+from persia.replay.simulate import Setting, simulate
+from persia.replay.trace import Slowdown, Trace, alternating, load_trace, phases, steady
+
+__all__ = [
+    "Compute",
+    "DenseServer",
+    "Event",
+    "Line",
+    "PlainRows",
+    "PlainTable",
+    "Records",
+    "RowServer",
+    "Schedule",
+    "Server",
+    "Setting",
+    "Slowdown",
+    "Summary",
+    "Taken",
+    "Trace",
+    "alternating",
+    "load_schedule",
+    "load_trace",
+    "phases",
+    "record",
+    "recorded",
+    "replay",
+    "simulate",
+    "steady",
+    "table",
+]

@@ -1,0 +1,124 @@
+"""The virtual-time driver, second half: follows a schedule with real gradients, in one process.
+
+The schedule may be simulated, or recorded by a cluster: the same order of events gives the same parameters, drops and
+staleness. What the servers did is checked against the mode's decisions on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from persia.errors import DataError
+from persia.modes import Action, Arrival
+from persia.replay.schedule import DENSE, Event, Schedule
+from persia.replay.servers import Server, Taken
+
+__all__ = ["Compute", "replay"]
+
+Compute: TypeAlias = Callable[[int, Mapping[str, Any]], Mapping[str, Any]]
+"""Takes the number of a batch and what each server's `read` gave for it; returns the gradient for each server."""
+
+
+class _Follower:
+    """One server's counters, as they follow from its events."""
+
+    def __init__(self, name: str, server: Server, schedule: Schedule) -> None:
+        self.server = server
+        self._schedule = schedule
+        self._dense = name.startswith(DENSE)
+        self._step: int | None = None
+        self._held = 0
+        self._due = False
+
+    def check(self, event: Event, number: int) -> None:
+        """Raises where an event cannot follow from those before it."""
+        expected = self._step
+        if expected is not None and event.version != expected:
+            raise self._error(event, number, f"k is {expected} here, by the events before")
+        if self._due and event.kind in ("push", "drop"):
+            raise self._error(event, number, f"{self._held} gradients were complete and had to be applied first")
+        self._step = event.version
+        if event.kind in ("push", "drop") and self._decides:
+            arrival = Arrival(event.version, self._held, event.token, self._schedule.group)
+            action = self._schedule.mode.arrive(arrival).action
+            if (action is Action.DROP) != (event.kind == "drop"):
+                raise self._error(event, number, f"the mode says {action.value!r}")
+            self._due = action is Action.APPLY
+        if event.kind == "push":
+            self._held += 1
+
+    def applied(self) -> None:
+        assert self._step is not None
+        self._step, self._held, self._due = self._step + 1, 0, False
+
+    @property
+    def _decides(self) -> bool:
+        """Replicas have no PS for dense parameters that could decide."""
+        return not (self._dense and self._schedule.by_rows)
+
+    def _error(self, event: Event, number: int, why: str) -> DataError:
+        return DataError(
+            f"Event {number} of the schedule, {event.kind!r} of batch {event.batch} at {event.server} with k = "
+            f"{event.version}, does not fit: {why}. It was recorded in another mode, or the server erred.",
+            event=number,
+            server=event.server,
+        )
+
+
+def replay(
+    schedule: Schedule,
+    servers: Mapping[str, Server],
+    compute: Compute,
+    watch: Callable[[Event, Any], None] | None = None,
+) -> None:
+    """Trains as the schedule says.
+
+    Args:
+        schedule: simulated or recorded.
+        servers: by name, all those of the schedule. They go on from where they are.
+        compute: called once per batch, when its gradient first arrives somewhere; not for dropped or lost ones.
+        watch: is told every event, with the gradient for that server if there is one.
+
+    Raises:
+        DataError: the schedule contradicts itself, or the decisions of its mode; it says at which event.
+    """
+    followers = {}
+    for name in schedule.servers:
+        if name not in servers:
+            raise DataError(f"The schedule has a server {name!r}, and there are {', '.join(servers)}.", server=name)
+        servers[name].begin(schedule.mode)
+        followers[name] = _Follower(name, servers[name], schedule)
+    reads: dict[int, dict[str, Any]] = {}
+    gradients: dict[int, dict[str, Any]] = {}
+    settled: dict[int, int] = {}
+    for number, event in enumerate(schedule.events):
+        follower = followers[event.server]
+        server = follower.server
+        follower.check(event, number)
+        gradient = None
+        if event.kind in ("lookup", "pull"):
+            reads.setdefault(event.batch, {})[event.server] = server.read(event.batch)
+        elif event.kind == "apply":
+            # Rows of Hybrid follow their NN worker's own step; all others k.
+            server.apply(event.token if schedule.by_rows else event.version)
+            follower.applied()
+        else:
+            if event.kind == "push":
+                if event.rows and event.batch not in gradients:
+                    found = reads.get(event.batch, {})
+                    if len(found) < len(followers):
+                        missing = ", ".join(sorted(followers.keys() - found.keys()))
+                        raise DataError(f"Event {number}: batch {event.batch} was not read at {missing}.", event=number)
+                    gradients[event.batch] = dict(compute(event.batch, found))
+                gradient = gradients[event.batch][event.server] if event.rows else None
+                weight = 1.0 if schedule.by_rows else schedule.mode.weight(event.version, event.token)
+                unit = 1 if schedule.by_rows else schedule.local_batch
+                server.add(gradient, Taken(event.token, weight, event.rows / unit))
+            settled[event.batch] = settled.get(event.batch, 0) + 1
+            if settled[event.batch] == len(followers):
+                del settled[event.batch]
+                reads.pop(event.batch, None)
+                gradients.pop(event.batch, None)
+        if watch is not None:
+            watch(event, gradient)

@@ -1,0 +1,63 @@
+"""Rows in numpy, in any precision: the slow and readable ones, for checks in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import numpy as np
+
+from persia.replay.servers import Numbers, RowGradients
+from persia.types import Ids
+
+__all__ = ["PlainRows", "PlainTable"]
+
+
+class PlainTable:
+    """One table; ids are indices.
+
+    Args:
+        initial: rows `[n, dim]`; its dtype is that of all arithmetic. Not changed.
+        optimizer: SGD; Adagrad with start value 0; or lazy Adam, bias-corrected by the updates of the row.
+        lr: learning rate.
+    """
+
+    def __init__(self, initial: Numbers, optimizer: Literal["sgd", "adagrad", "adam"], lr: float) -> None:
+        self.rows = initial.copy()
+        self._optimizer, self._lr = optimizer, lr
+        self._first = np.zeros_like(self.rows)
+        self._second = np.zeros_like(self.rows)
+        self._updates = np.zeros((len(self.rows), 1), np.int64)
+
+    def update(self, ids: Ids, gradients: Numbers) -> None:
+        """One update of each row."""
+        at = ids.astype(np.int64)
+        if self._optimizer == "sgd":
+            change = gradients
+        elif self._optimizer == "adagrad":
+            self._second[at] += gradients**2
+            change = gradients / (np.sqrt(self._second[at]) + 1e-10)
+        else:
+            self._updates[at] += 1
+            self._first[at] = 0.9 * self._first[at] + 0.1 * gradients
+            self._second[at] = 0.999 * self._second[at] + 0.001 * gradients**2
+            mean = self._first[at] / (1 - 0.9 ** self._updates[at])
+            square = self._second[at] / (1 - 0.999 ** self._updates[at])
+            change = mean / (np.sqrt(square) + 1e-8)
+        self.rows[at] -= (self._lr * change).astype(self.rows.dtype)
+
+
+class PlainRows:
+    """All tables, by name."""
+
+    def __init__(self, tables: Mapping[str, PlainTable]) -> None:
+        self.tables = tables
+
+    def lookup(self, ids: Mapping[str, Ids]) -> dict[str, Numbers]:
+        """By table, rows `[n, dim]`, copies."""
+        return {table: self.tables[table].rows[keys.astype(np.int64)] for table, keys in ids.items()}
+
+    def update(self, gradients: RowGradients, step: int) -> None:
+        """One update of each row."""
+        for table, (ids, values) in gradients.items():
+            self.tables[table].update(ids, values)

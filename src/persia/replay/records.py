@@ -1,0 +1,137 @@
+"""The schedule of a real run, from what its roles have kept: what was read, what arrived, what took effect where."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from persia.errors import DataError
+from persia.modes import AnyMode, Dense
+from persia.replay.schedule import DENSE, ROWS, Event, Kind, Schedule
+from persia.types import Event as Arrival
+from persia.types import Journaled, PushHeader, Read
+
+__all__ = ["Records", "recorded"]
+
+
+class Records(NamedTuple):
+    """What was kept of a segment.
+
+    Attributes:
+        reads: by the NN workers, of every batch that was pushed or dropped.
+        arrivals: by the list of tokens; none in modes with all-reduce.
+        rows: journals of the embedding PSs, by rank.
+        dense: journals of the dense PSs, by rank; none in modes with all-reduce.
+    """
+
+    reads: Sequence[Read]
+    arrivals: Sequence[Arrival]
+    rows: Sequence[Journaled]
+    dense: Sequence[Journaled]
+
+
+def recorded(mode: AnyMode, nn_workers: int, local_batch: int, step: int, records: Records) -> Schedule:
+    """The schedule of a segment; the time of an event is its number.
+
+    Args:
+        mode: of the segment.
+        nn_workers: how many there were when it began.
+        local_batch: rows of a full batch.
+        step: k at which it began.
+        records: what was kept.
+
+    Raises:
+        DataError: gradients took effect of which nothing else is known: a role has started anew meanwhile.
+    """
+    group = mode.group(nn_workers, local_batch)
+    dense = list(records.dense)
+    if mode.dense() is Dense.ALL_REDUCE:  # Replicas apply by step, and in a step by rank.
+        order = sorted(records.rows[0].headers, key=lambda header: (header.step, header.rank))
+        dense = [Journaled(step, order)]
+    found = _Found(records, {(read.rank, read.sequence): read for read in records.reads})
+    lists = []
+    for rank, journal in enumerate(records.rows):
+        versions = {read.number: read.versions[rank] for read in records.reads}
+        lists.append(found.events(f"{ROWS}-{rank}", journal, _together(journal.headers, group), versions))
+    for rank, journal in enumerate(dense):
+        versions = {read.number: read.dense[rank] for read in records.reads}
+        if mode.dense() is Dense.ALL_REDUCE:
+            steps = [list(of) for _, of in itertools.groupby(journal.headers, key=lambda header: header.step)]
+        else:
+            steps = _together(journal.headers, group)
+        lists.append(found.events(f"{DENSE}-{rank}", journal, steps, versions))
+    return Schedule(mode, nn_workers, local_batch, group, _merged(lists), step)
+
+
+def _together(headers: Sequence[PushHeader], group: int) -> list[list[PushHeader]]:
+    """Pushes that were applied together; the last ones may be a remainder."""
+    return [list(headers[at : at + group]) for at in range(0, len(headers), group)]
+
+
+class _Found(NamedTuple):
+    records: Records
+    by_push: Mapping[tuple[int, int], Read]
+
+    def events(
+        self,
+        server: str,
+        journal: Journaled,
+        steps: Sequence[Sequence[PushHeader]],
+        versions: Mapping[int, int],
+    ) -> list[Event]:
+        """What happened at one server. At each version it is read first, then gradients come or are dropped."""
+        kind: Kind = "pull" if server.startswith(DENSE) else "lookup"
+        tokens = {arrival.number: arrival.token for arrival in self.records.arrivals}
+        reads: dict[int, list[Event]] = defaultdict(list)
+        for read in {read.number: read for read in self.records.reads}.values():
+            at = versions[read.number]
+            token = tokens.get(read.number, at)
+            reads[at].append(Event(0.0, kind, server, read.rank, read.number, token, at, read.rows))
+        for a in self.records.arrivals:
+            if a.slot < 0:
+                reads[a.step].append(Event(0.0, "drop", server, a.rank, a.number, a.token, a.step, a.rows))
+        events: list[Event] = []
+        for version, headers in enumerate(steps, journal.version):
+            events += reads.pop(version, [])
+            for header in headers:
+                token = header.token if header.slot >= 0 else header.step
+                number = self._number(header)
+                events.append(Event(0.0, "push", server, header.rank, number, token, version, header.weight))
+            events.append(msgspec.structs.replace(events[-1], kind="apply"))
+        for left in sorted(reads):
+            events += reads[left]
+        return events
+
+    def _number(self, header: PushHeader) -> int:
+        read = self.by_push.get((header.rank, header.sequence))
+        if read is None and header.weight:
+            raise DataError(
+                f"Push {header.sequence} of NN worker {header.rank} took effect, and nobody has noted its batch: the "
+                "coordinator has started anew meanwhile, so this segment cannot be replayed.",
+                rank=header.rank,
+                sequence=header.sequence,
+            )
+        return -1 if read is None else read.number
+
+
+def _merged(lists: Sequence[list[Event]]) -> list[Event]:
+    """One order of all: that of each server, and a batch is read everywhere before its gradient comes anywhere."""
+    waiting: dict[int, int] = defaultdict(int)
+    for event in itertools.chain.from_iterable(lists):
+        waiting[event.batch] += event.kind in ("lookup", "pull")
+    queues = [deque(events) for events in lists]
+    merged: list[Event] = []
+    while any(queues):
+        before = len(merged)
+        for queue in queues:
+            while queue and not (queue[0].kind == "push" and queue[0].rows and waiting[queue[0].batch]):
+                event = queue.popleft()
+                waiting[event.batch] -= event.kind in ("lookup", "pull")
+                merged.append(msgspec.structs.replace(event, time=float(len(merged))))
+        if len(merged) == before:
+            raise DataError("The records contradict each other: some batch was pushed before it was read.")
+    return merged

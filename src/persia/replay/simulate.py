@@ -1,0 +1,252 @@
+"""The virtual-time driver, first half: when everything happens, in any mode, from how fast the NN workers are.
+
+No gradient is computed: what happens when depends on the mode and on time only. So this alone gives the rate that a
+mode can reach at best (nothing but compute takes time), its drops and its staleness; :func:`persia.replay.replay`
+then follows the schedule with real gradients.
+
+What is assumed: reading and pushing take no time. With replicas a step begins when all have finished the one before;
+rows are looked up as early as the gate allows. With a dense PS an NN worker looks up, pulls and draws its token when it
+is done with the batch before. At equal times gradients arrive before anyone reads, in the order of ranks.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from persia.errors import ConfigError
+from persia.modes import Action, AnyMode, Arrival, Dense
+from persia.replay.schedule import Event, Kind, Schedule
+from persia.replay.trace import Trace
+
+__all__ = ["Setting", "simulate"]
+
+PS, DENSE_PS = "ps-0", "dense-0"
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """What is trained, by whom.
+
+    Args:
+        trace: how fast the NN workers are; there are as many as it has.
+        compute: seconds that a batch takes at full speed.
+        local_batch: rows of a batch.
+        crashes: (seconds, rank): the NN worker loses the batch that it has, and starts anew at once. Dense PS only:
+            replicas start anew together, from a checkpoint.
+    """
+
+    trace: Trace
+    compute: float = 1.0
+    local_batch: int = 1
+    crashes: Sequence[tuple[float, int]] = ()
+
+    @property
+    def nn_workers(self) -> int:
+        """How many."""
+        return len(self.trace.workers)
+
+
+class _Batch(NamedTuple):
+    number: int
+    token: int
+
+
+class _Worker:
+    """One NN worker."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.looked_up: deque[_Batch] = deque()
+        self.computing: _Batch | None = None
+        self.began = 0
+        self.finished = 0
+        self.settled = 0
+        self.life = 0
+
+
+class _Server:
+    """The counters of a PS: the mode decides, and this counts."""
+
+    def __init__(self, name: str, mode: AnyMode, group: int, step: int) -> None:
+        self.name, self._mode, self._group = name, mode, group
+        self.step = step
+        self.held: list[tuple[_Worker, _Batch]] = []
+
+    def arrive(self, token: int) -> Action:
+        return self._mode.arrive(Arrival(self.step, len(self.held), token, self._group)).action
+
+
+class _Replicas(_Server):
+    """All-reduce, seen as a server: it applies when all NN workers have brought their gradient."""
+
+    def arrive(self, token: int) -> Action:
+        return Action.APPLY if len(self.held) + 1 >= self._group else Action.HOLD
+
+
+class _Simulation:
+    def __init__(self, mode: AnyMode, setting: Setting, batches: range, step: int, start: float) -> None:
+        count = setting.nn_workers
+        self.mode, self.setting, self.start = mode, setting, start
+        self.group = mode.group(count, setting.local_batch)
+        self.replicas = mode.dense() is Dense.ALL_REDUCE
+        if self.replicas and setting.crashes:
+            raise ConfigError(f"{type(mode).__name__} trains replicas, which do not outlive a crash.", field="crashes")
+        self.batches = batches
+        self.workers = [_Worker(rank) for rank in range(count)]
+        on_arrival = self.replicas and self.group == 1  # Then k of a PS counts pushes, N of them for each step.
+        self.rows = _Server(PS, mode, self.group, step * count if on_arrival else step)
+        self.dense = (_Replicas if self.replicas else _Server)(
+            DENSE_PS, mode, count if self.replicas else self.group, step
+        )
+        self.first_step = step
+        self.drawn = 0  # Batches handed out.
+        self.numbers = step * self.group  # Token numbers handed out; k is taken over as the next token's value.
+        self.reissue = 0
+        self.depth = mode.initial_depth()
+        self.now = start
+        self.events: list[Event] = []
+        self.queue: list[tuple[float, int, int, bool]] = []  # time, rank, life, whether it is a crash
+
+    def run(self) -> Schedule:
+        for time, rank in self.setting.crashes:
+            heapq.heappush(self.queue, (time, rank, -1, True))
+        self._advance()
+        while any(worker.computing for worker in self.workers):
+            self.now = self.queue[0][0]
+            while self.queue and self.queue[0][0] == self.now:
+                _, rank, life, crash = heapq.heappop(self.queue)
+                worker = self.workers[rank]
+                if crash:
+                    self._crash(worker)
+                elif life == worker.life:
+                    self._finish(worker)
+            self._advance()
+        for server in (self.rows, self.dense):
+            if server.held:  # The remainder, also of a last step that there is not a batch for every NN worker in.
+                self._apply(server, *server.held[-1])
+        setting = self.setting
+        return Schedule(
+            self.mode, setting.nn_workers, setting.local_batch, self.group, self.events, self.first_step, self.start
+        )
+
+    # --- NN workers ---------------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Lets everyone go as far as the gates allow at this moment."""
+        for worker in self.workers:
+            while self._may_look_up(worker):
+                self._look_up(worker)
+        for worker in self.workers:
+            self._begin(worker)
+
+    def _may_look_up(self, worker: _Worker) -> bool:
+        if not self.replicas and (worker.computing or worker.looked_up):
+            return False  # One at a time: parameters and tokens are never fetched ahead.
+        if self._next_batch(worker) is None:
+            return False
+        in_flight = worker.began + len(worker.looked_up) - worker.settled
+        ahead = worker.finished - min(w.finished for w in self.workers)
+        return self.mode.gate(in_flight, self.depth, ahead)
+
+    def _next_batch(self, worker: _Worker) -> int | None:
+        """In order of ranks for replicas, else on request."""
+        index = self.drawn
+        if self.replicas:
+            index = (worker.began + len(worker.looked_up)) * len(self.workers) + worker.rank
+        return self.batches[index] if index < len(self.batches) else None
+
+    def _look_up(self, worker: _Worker) -> None:
+        number = self._next_batch(worker)
+        assert number is not None
+        if self.replicas:
+            token = self.first_step + worker.began + len(worker.looked_up)
+        else:
+            token = self.mode.token(self.numbers, self.dense.step, self.group)
+            self.drawn += 1
+            if self.reissue:
+                self.reissue -= 1
+            else:
+                self.numbers += 1
+        batch = _Batch(number, token)
+        worker.looked_up.append(batch)
+        self._note("lookup", self.rows, worker, batch)
+        if not self.replicas:
+            self._note("pull", self.dense, worker, batch)
+
+    def _begin(self, worker: _Worker) -> None:
+        if worker.computing or not worker.looked_up:
+            return
+        if self.replicas and worker.began > self.dense.step - self.first_step:
+            return
+        worker.computing = worker.looked_up.popleft()
+        worker.began += 1
+        if self.replicas:
+            self._note("pull", self.dense, worker, worker.computing)
+        done = self.setting.trace.finish(worker.rank, self.now, self.setting.compute)
+        heapq.heappush(self.queue, (done, worker.rank, worker.life, False))
+
+    def _crash(self, worker: _Worker) -> None:
+        worker.life += 1
+        batch = worker.computing
+        if batch is None:
+            return
+        worker.computing = None
+        worker.began -= 1
+        self.reissue += 1  # One more token of the current value, so that tokens and steps stay aligned.
+        for server in (self.rows, self.dense):
+            self._note("lost", server, worker, batch)
+
+    # --- servers ------------------------------------------------------------------------------------------------
+
+    def _finish(self, worker: _Worker) -> None:
+        batch = worker.computing
+        assert batch is not None
+        worker.computing = None
+        worker.finished += 1
+        for server in (self.rows, self.dense):
+            action = server.arrive(batch.token)
+            if action is Action.DROP:
+                self._note("drop", server, worker, batch)
+                worker.settled += server is self.rows
+                continue
+            self._note("push", server, worker, batch)
+            server.held.append((worker, batch))
+            if action is Action.APPLY:
+                self._apply(server, worker, batch)
+
+    def _apply(self, server: _Server, worker: _Worker, batch: _Batch) -> None:
+        self._note("apply", server, worker, batch)
+        if server is self.rows:
+            for owner, _ in server.held:
+                owner.settled += 1
+        server.held.clear()
+        server.step += 1
+
+    def _note(self, kind: Kind, server: _Server, worker: _Worker, batch: _Batch) -> None:
+        self.events.append(
+            Event(
+                self.now, kind, server.name, worker.rank, batch.number, batch.token, server.step,
+                self.setting.local_batch,
+            )
+        )  # fmt: skip
+
+
+def simulate(mode: AnyMode, setting: Setting, batches: int | range, *, step: int = 0, start: float = 0.0) -> Schedule:
+    """When what happens if `mode` trains batches in this setting; at the end all is drained.
+
+    Args:
+        mode: any.
+        setting: NN workers and their speeds.
+        batches: how many, or which numbers of the source.
+        step: k to begin with, as the run before left it (`Schedule.end_step`).
+        start: seconds to begin with.
+
+    Raises:
+        ConfigError: the mode cannot run so.
+    """
+    numbers = range(batches) if isinstance(batches, int) else batches
+    return _Simulation(mode, setting, numbers, step, start).run()

@@ -1,0 +1,191 @@
+"""Training in virtual time: a torch model and the native store behind a schedule of any mode and any cluster.
+
+What a hundred NN workers would do to the parameters, on a laptop: the order of events comes from
+:mod:`persia.replay`, the gradients from the model. Speed is not measured here, it is simulated.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from persia.batching.batch import Batch
+from persia.dense import partition, spec_of
+from persia.modes import Hybrid
+from persia.nn.pooling import Expander
+from persia.ps import EmbeddingServer
+from persia.replay import DenseServer, Event, RowServer, Schedule, Server, replay
+from persia.replay.schedule import DENSE
+from persia.replay.servers import Numbers, RowGradients
+from persia.schema import EmbeddingOptimizer, Schema
+from persia.types import Floats, Gradients, Ids, Int64Array, PushHeader
+from persia.worker.routing import Entry, Router
+
+__all__ = ["VirtualTraining"]
+
+
+class _StoredRows:
+    """The rows of an embedding PS, each update applied at once."""
+
+    def __init__(self, server: EmbeddingServer) -> None:
+        self._server = server
+        self._pushes = 0
+
+    def lookup(self, ids: Mapping[str, Ids]) -> dict[str, Floats]:
+        return dict(self._server.lookup(ids, train=True))
+
+    def update(self, gradients: RowGradients, step: int) -> None:
+        self._pushes += 1
+        header = PushHeader(generation=1, rank=0, sequence=self._pushes, step=step, weight=1)
+        self._server.push(header, {table: Gradients(*part) for table, part in gradients.items()})
+
+
+class VirtualTraining:
+    """A model, its tables and their optimizers, trained by schedules, one after another.
+
+    There are as many PSs as the first schedule has.
+
+    Not thread-safe. Networks whose buffers change in training (BatchNorm) are trained as if by one NN worker.
+
+    Args:
+        model: `model(dense, embeddings)` gives logits `[batch, labels]`; the loss is the mean binary cross-entropy.
+        schema: the input of the model.
+        batches: gives a batch by its number.
+        optimizer: of the dense parameters, made from a list of them.
+        embedding_optimizer: for tables that declare none.
+        seed: of row initialisation and admission.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        schema: Schema,
+        batches: Callable[[int], Batch],
+        optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
+        embedding_optimizer: EmbeddingOptimizer,
+        seed: int = 0,
+    ) -> None:
+        self.model = model
+        self._batches = batches
+        self._schema, self._embedding_optimizer, self._seed = schema, embedding_optimizer, seed
+        self._expander = Expander(schema, torch.device("cpu"))
+        self._used = [p for p in model.parameters() if p.requires_grad]
+        self._kept = [torch.nn.Parameter(p.detach().clone()) for p in self._used]
+        self._optimizer = optimizer(self._kept)
+        self._entries: dict[int, tuple[Batch, Entry]] = {}
+        self.logits: dict[int, Floats] = {}
+        """Of every batch, `[batch, labels]`, as the training forward gave them: for progressive validation."""
+        self.stores: list[EmbeddingServer] = []
+        """The embedding PSs."""
+        self._owned: list[list[int]] = []
+        self._servers: dict[str, Server] = {}
+
+    def _begin(self, ps: int, dense: int) -> None:
+        """Makes the servers."""
+        threads = torch.get_num_threads()
+        tables, optimizer = self._schema.resolved_tables(), self._embedding_optimizer
+        self.stores = [EmbeddingServer(tables, optimizer, Hybrid(None), self._seed, threads) for _ in range(ps)]
+        self._router = Router(self._schema, ps, threads)
+        self._owned = partition([spec_of(str(n), p) for n, p in enumerate(self._used)], dense)
+        for rank, store in enumerate(self.stores):
+            self._servers[f"ps-{rank}"] = RowServer(_StoredRows(store), functools.partial(self._ids, rank))
+        for rank in range(dense):
+            read, update = functools.partial(self._pull, rank), functools.partial(self._update, rank)
+            self._servers[f"dense-{rank}"] = DenseServer(read, update)
+
+    def run(self, schedule: Schedule, watch: Callable[[Event, Any], None] | None = None) -> None:
+        """Trains; see :func:`persia.replay.replay`."""
+        names = schedule.servers
+        dense = sum(name.startswith(DENSE) for name in names)
+        if not self._servers:
+            self._begin(len(names) - dense, dense)
+        self.model.train()
+        replay(schedule, self._servers, self._compute, watch)
+
+    def evaluate(self, batches: Iterable[Batch]) -> Floats:
+        """Logits `[rows, labels]` with the present parameters; nothing changes."""
+        if not self._servers:
+            self._begin(1, 1)
+        self._show(dict(enumerate(map(self._pull, range(len(self._owned))))))
+        self.model.eval()
+        found = []
+        with torch.no_grad():
+            for batch in batches:
+                entry = self._router.entry(batch.id_features)
+                answers = [s.lookup(self._router.ids_of(entry, n), train=False) for n, s in enumerate(self.stores)]
+                rows = self._router.join(entry, answers)
+                embeddings = self._expander(_tensors(rows), entry.inverse, _offsets(entry))
+                found.append(self.model(torch.from_numpy(batch.dense), embeddings).numpy())
+        return np.concatenate(found)
+
+    # --- what the servers ask for -------------------------------------------------------------------------------
+
+    def _ids(self, rank: int, number: int) -> Mapping[str, Ids]:
+        if number not in self._entries:
+            batch = self._batches(number)
+            self._entries[number] = (batch, self._router.entry(batch.id_features))
+        return self._router.ids_of(self._entries[number][1], rank)
+
+    def _pull(self, rank: int) -> Numbers:
+        return _joined([self._kept[number].detach() for number in self._owned[rank]])
+
+    def _update(self, rank: int, gradient: Numbers, step: int) -> None:
+        mine = [self._kept[number] for number in self._owned[rank]]
+        for parameter, part in zip(mine, torch.from_numpy(gradient).split([p.numel() for p in mine]), strict=True):
+            parameter.grad = part.view_as(parameter)
+        self._optimizer.step()  # Parameters without a gradient stay as they are.
+        for parameter in mine:
+            parameter.grad = None
+
+    # --- an NN worker -------------------------------------------------------------------------------------------
+
+    def _compute(self, number: int, found: Mapping[str, Any]) -> dict[str, Any]:
+        batch, entry = self._entries.pop(number)
+        self._show({rank: found[f"dense-{rank}"] for rank in range(len(self._owned))})
+        parts = [found[f"ps-{rank}"] for rank in range(len(self.stores))]  # Ids are sorted by the PS that owns them.
+        leaves = _tensors({table: np.concatenate([part[table][1] for part in parts]) for table in parts[0]})
+        for leaf in leaves.values():
+            leaf.requires_grad_()
+        embeddings = self._expander(leaves, entry.inverse, _offsets(entry))
+        logits = self.model(torch.from_numpy(batch.dense), embeddings)
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, torch.from_numpy(batch.labels))
+        loss.backward()
+        self.logits[number] = logits.detach().numpy()
+        flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._used]
+        gradients: dict[str, Any] = {
+            f"dense-{rank}": _joined([flat[number] for number in owned]) for rank, owned in enumerate(self._owned)
+        }
+        for parameter in self._used:
+            parameter.grad = None
+        done = dict.fromkeys(leaves, 0)
+        for rank, part in enumerate(parts):
+            mine = gradients[f"ps-{rank}"] = {}
+            for table, (ids, _) in part.items():
+                at, done[table] = done[table], done[table] + len(ids)
+                gradient = leaves[table].grad
+                if gradient is not None:
+                    mine[table] = (ids, gradient.numpy()[at : at + len(ids)])
+        return gradients
+
+    def _show(self, flat: Mapping[int, Numbers]) -> None:
+        """Lets the model compute with these parameters."""
+        for rank, values in flat.items():
+            mine = [self._used[number] for number in self._owned[rank]]
+            for parameter, part in zip(mine, torch.from_numpy(values).split([p.numel() for p in mine]), strict=True):
+                parameter.data = part.view_as(parameter)
+
+
+def _joined(tensors: list[torch.Tensor]) -> Numbers:
+    return torch.cat([t.reshape(-1) for t in tensors]).numpy() if tensors else np.zeros(0, np.float32)
+
+
+def _offsets(entry: Entry) -> dict[str, Int64Array | None]:
+    return {name: entry.offsets.get(name) for name in entry.inverse}
+
+
+def _tensors(rows: Mapping[str, Numbers]) -> dict[str, torch.Tensor]:
+    return {table: torch.from_numpy(values) for table, values in rows.items()}

@@ -1,0 +1,296 @@
+"""All modes side by side while some NN workers are slow: real roles, emulated computing (`persia bench modes`).
+
+NN workers are threads that wait in place of computing, so that many fit on few cores; everything else (tokens, sums,
+dense PSs, pushes) happens. The columns are those of the GBA paper's Tables 5.2 and 5.3.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from persia.batching.batch import Batch, IdColumn
+from persia.errors import ConfigError
+from persia.modes import AnyMode, Async, Auto, Bsp, Gba, HopBs, HopBw, Hybrid, Sync
+from persia.nn.types import Embeddings
+from persia.replay import Setting, Summary, Trace, load_trace, simulate, steady
+from persia.schema import Adagrad, IdFeature, Schema
+from persia.testing.threads import Member, Threads
+from persia.trainer import Trainer
+from persia.trainer.options import TrainerOptions
+from persia.trainer.progress import FitResult
+from persia.types import Event
+
+__all__ = [
+    "EMBEDDING_OPTIMIZER",
+    "ROWS",
+    "Emulation",
+    "Line",
+    "Trained",
+    "all_modes",
+    "compare",
+    "network",
+    "optimizer",
+    "problem",
+    "record",
+    "run",
+    "table",
+    "train",
+]
+
+ROWS = 16
+"""Of a batch: computing is emulated, so there need not be many."""
+
+FEATURES = 2
+IDS = 1000
+EMBEDDING_OPTIMIZER = Adagrad(lr=0.05)
+
+
+class Emulation(NamedTuple):
+    """What is emulated.
+
+    Attributes:
+        trace: how slow each NN worker is, when; there are as many as it has. Its time begins with the first batch.
+        compute: seconds that a batch takes at full speed.
+    """
+
+    trace: Trace
+    compute: float
+
+    @property
+    def workers(self) -> int:
+        """NN workers."""
+        return len(self.trace.workers)
+
+    @classmethod
+    def parse(cls, workers: int, slow: str, compute: str, trace: str | None = None) -> Emulation:
+        """From the command line: `2:4x`, `20ms`, and the file of a trace, in place of both others.
+
+        Raises:
+            ConfigError: it is written otherwise.
+        """
+        time_ = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s)", compute)
+        if time_ is None:
+            raise ConfigError(f"compute = {compute!r}; write a time, such as 20ms.", field="compute")
+        seconds = float(time_[1]) / (1000 if time_[2] == "ms" else 1)
+        if trace is not None:
+            return cls(load_trace(trace), seconds)
+        found = re.fullmatch(r"(\d+):(\d+(?:\.\d+)?)x", slow)
+        if found is None or int(found[1]) > workers:
+            raise ConfigError(f"slow = {slow!r}; write how many of {workers} are how slow: 2:4x.", field="slow")
+        count = int(found[1])
+        return cls(steady([float(found[2])] * count + [1.0] * (workers - count)), seconds)
+
+
+class Trained(NamedTuple):
+    """A run.
+
+    Attributes:
+        result: what `fit` returned on the first NN worker.
+        finished: when each batch was computed, in seconds since the first began, by NN worker.
+        trainer: of the first NN worker.
+        arrivals: gradients in the order of the token list, if the run was recorded.
+    """
+
+    result: FitResult
+    finished: list[list[float]]
+    trainer: Trainer
+    arrivals: list[Event]
+
+    @property
+    def applied_rows(self) -> int:
+        """Samples whose gradient was applied."""
+        report = self.result.asynchronous
+        return self.result.rows - (report.dropped_rows if report is not None else 0)
+
+    @property
+    def seconds(self) -> float:
+        """From the begin of the first batch to the end of the last one; the simulation counts no more."""
+        return max(times[-1] for times in self.finished if times)
+
+    @property
+    def rate(self) -> float:
+        """Applied samples per second."""
+        return self.applied_rows / self.seconds
+
+
+class Line(NamedTuple):
+    """One mode.
+
+    Attributes:
+        mode: which.
+        trained: what came of it.
+        bound: what the simulation says of the same run, where nothing but computing takes time.
+    """
+
+    mode: AnyMode
+    trained: Trained
+    bound: Summary
+
+    @property
+    def rate(self) -> float:
+        """Applied samples per second."""
+        return self.trained.rate
+
+    @property
+    def of_bound(self) -> float:
+        """Rate over that of the simulation."""
+        return self.rate / self.bound.rate
+
+
+class _Clock:
+    """Time since somebody first asked."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._began: float | None = None
+
+    def now(self) -> float:
+        now = time.monotonic()
+        with self._lock:
+            self._began = now if self._began is None else self._began
+        return now - self._began
+
+
+class _Waiting(torch.nn.Module):
+    """A small network that takes as long as a large one."""
+
+    def __init__(self, pause: Callable[[], None]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = torch.nn.Linear(FEATURES * 4, 1)
+        self.pause = pause
+
+    def forward(self, dense: torch.Tensor, embeddings: Embeddings) -> torch.Tensor:
+        if self.training:
+            self.pause()
+        found: list[Any] = list(embeddings.values())
+        logits: torch.Tensor = self.head(torch.cat(found, 1))
+        return logits
+
+
+def all_modes(workers: int) -> list[AnyMode]:
+    """One of each kind, of the same global batch where it has one."""
+    backup = min(2, workers - 1)
+    return [Sync(), Hybrid(4), Async(), HopBs(2), Bsp(workers), HopBw(backup), Gba(workers * ROWS)]
+
+
+def problem(batches: int) -> tuple[Schema, list[Batch]]:
+    """What is trained: ids and labels at random."""
+    random = np.random.default_rng(0)
+    data = [
+        Batch(
+            {f"f{i}": IdColumn(random.integers(0, IDS, ROWS, dtype=np.uint64)) for i in range(FEATURES)},
+            np.zeros((ROWS, 0), np.float32),
+            random.integers(0, 2, (ROWS, 1)).astype(np.float32),
+        )
+        for _ in range(batches)
+    ]
+    return Schema([IdFeature(f"f{i}", dim=4) for i in range(FEATURES)], labels=["click"]), data
+
+
+def network(pause: Callable[[], None] = lambda: None) -> torch.nn.Module:
+    """The network, the same each time, which calls `pause` for each batch that it is trained with."""
+    return _Waiting(pause)
+
+
+def optimizer(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Of the network."""
+    return torch.optim.Adam(parameters, 1e-3)
+
+
+def train(mode: AnyMode | Auto, emulation: Emulation, batches: int, record_dir: str | None = None) -> Trained:
+    """Trains.
+
+    Args:
+        mode: how.
+        emulation: of NN workers and computing.
+        batches: in all.
+        record_dir: of `TrainerOptions`.
+    """
+    schema, data = problem(batches)
+    clock = _Clock()
+    finished: list[list[float]] = [[] for _ in range(emulation.workers)]
+
+    def work(member: Member) -> tuple[FitResult, Trainer]:
+        def pause() -> None:
+            began = clock.now()
+            time.sleep(emulation.trace.finish(member.rank, began, emulation.compute) - began)
+            finished[member.rank].append(clock.now())
+
+        trainer = Trainer(
+            network(pause),
+            schema,
+            optimizer=optimizer,
+            embedding_optimizer=EMBEDDING_OPTIMIZER,
+            mode=mode,
+            cluster=member,
+            options=TrainerOptions(progress=False, record_dir=record_dir),
+        )
+        return trainer.fit(data), trainer
+
+    cluster = Threads(emulation.workers)
+    result, trainer = cluster.run(work)[0]
+    return Trained(result, finished, trainer, cluster.tokens.schedule())
+
+
+def run(mode: AnyMode, emulation: Emulation, batches: int) -> Line:
+    """Trains with one mode, and simulates the same."""
+    bound = simulate(mode, Setting(emulation.trace, emulation.compute, ROWS), batches).summary()
+    return Line(mode, train(mode, emulation, batches), bound)
+
+
+def compare(emulation: Emulation, steps: int) -> list[Line]:
+    """All modes in turn.
+
+    Args:
+        emulation: of NN workers and computing.
+        steps: batches per NN worker, on average.
+    """
+    return [run(mode, emulation, steps * emulation.workers) for mode in all_modes(emulation.workers)]
+
+
+def record(line: Line) -> dict[str, Any]:
+    """A line as plain values, for JSON."""
+    result = line.trained.result
+    report = result.asynchronous
+    return {
+        "mode": str(line.mode),
+        "rows_per_second": line.rate,
+        "of_bound": line.of_bound,
+        "rows_per_second_by_worker": [len(times) * ROWS / line.trained.seconds for times in line.trained.finished],
+        "auc": result.progressive.auc,
+        "dropped_batches": report.dropped_batches if report is not None else 0,
+        "dropped_rows": report.dropped_rows if report is not None else 0,
+        "lost_tokens": report.lost_tokens if report is not None else 0,
+        "dense_staleness_mean": report.staleness_mean if report is not None else 0.0,
+        "dense_staleness_max": report.staleness_max if report is not None else 0,
+        # Of rows: in global steps, or, where there are no tokens, in steps of the NN worker.
+        "row_staleness_mean": result.row_staleness_mean if report is not None else result.staleness_mean,
+        "row_staleness_max": result.row_staleness_max if report is not None else result.staleness_max,
+    }
+
+
+def table(lines: Sequence[Line]) -> str:
+    """The columns of the paper's Tables 5.2 and 5.3."""
+    text = [
+        f"{'mode':<54}{'AUC':>7}{'rows/s':>9}{'of bound':>10}{'slowest':>9}{'fastest':>9}{'dropped':>9}{'lost':>6}"
+        f"{'dense':>11}{'rows':>11}"
+    ]
+    for line in lines:
+        values = record(line)
+        rates = values["rows_per_second_by_worker"]
+        dense = f"{values['dense_staleness_mean']:.2f} ({values['dense_staleness_max']})"
+        rows = f"{values['row_staleness_mean']:.2f} ({values['row_staleness_max']})"
+        text.append(
+            f"{values['mode']:<54}{values['auc']:>7.4f}{values['rows_per_second']:>9.0f}{line.of_bound:>10.2f}"
+            f"{min(rates):>9.0f}{max(rates):>9.0f}{values['dropped_batches']:>9}{values['lost_tokens']:>6}"
+            f"{dense:>11}{rows:>11}"
+        )
+    return "\n".join(text)

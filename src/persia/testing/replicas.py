@@ -1,0 +1,210 @@
+"""Replicas of one network in the threads of one process: what `AllReduce` is for processes."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from persia.dense.all_reduce import unlearned
+from persia.errors import DeadlineError, PersiaError
+
+__all__ = ["Meeting", "ThreadReplicas"]
+
+
+class Meeting:
+    """Where the threads meet: each brings something, all leave with everything, by rank.
+
+    Args:
+        size: how many threads.
+        timeout: seconds that one waits for the others.
+    """
+
+    def __init__(self, size: int, timeout: float = 600.0) -> None:
+        self.size = size
+        self._timeout = timeout
+        self._changed = threading.Condition()
+        self._brought: dict[tuple[str, int], dict[int, Any]] = {}
+        self._left: dict[tuple[str, int], int] = {}
+        self._dead: dict[int, str] = {}
+
+    def bring(self, what: str, number: int, rank: int, thing: Any) -> None:
+        """Brings one's own, without waiting."""
+        with self._changed:
+            self._brought.setdefault((what, number), {})[rank] = thing
+            self._changed.notify_all()
+
+    def get(self, what: str, number: int, everyone: bool = False) -> list[Any]:
+        """What all have brought, by rank; of those that are dead, what they have brought before. Each gets it once.
+
+        Args:
+            what: kind of meeting.
+            number: of this kind.
+            everyone: whether nobody can be done without.
+
+        Raises:
+            DeadlineError: somebody was late.
+            PersiaError: somebody is dead who cannot be done without.
+        """
+        key = what, number
+        with self._changed:
+            came = self._changed.wait_for(
+                lambda: self._complete(key) or (everyone and self._missing(key)), self._timeout
+            )
+            found = self._brought.get(key, {})
+            missing = self._missing(key)
+            if everyone and missing:
+                raise PersiaError(f"{what} {number}: NN worker {missing[0]} is dead: {self._dead[missing[0]]}")
+            if not came:
+                late = [rank for rank in range(self.size) if rank not in found and rank not in self._dead]
+                raise DeadlineError(
+                    f"{what} {number}: NN workers {', '.join(map(str, late))} did not come within {self._timeout:g} s.",
+                    late=late,
+                    timeout=self._timeout,
+                )
+            self._left[key] = self._left.get(key, 0) + 1
+            if self._left[key] == self.size:
+                del self._brought[key], self._left[key]
+            return [found[rank] for rank in sorted(found)]
+
+    def _complete(self, key: tuple[str, int]) -> bool:
+        found = self._brought.get(key, {})
+        return all(rank in found or rank in self._dead for rank in range(self.size))
+
+    def _missing(self, key: tuple[str, int]) -> list[int]:
+        return [rank for rank in self._dead if rank not in self._brought.get(key, {})]
+
+    def first(self) -> int:
+        """The lowest rank that is not dead."""
+        with self._changed:
+            return min(rank for rank in range(self.size) if rank not in self._dead)
+
+    def leave(self, rank: int, reason: str) -> None:
+        """An NN worker is dead; nobody need wait for it."""
+        with self._changed:
+            self._dead[rank] = reason
+            self._changed.notify_all()
+
+
+class ThreadReplicas:
+    """The network of one of several NN workers in this process, its gradients averaged with those of the others.
+
+    It does what :class:`persia.dense.AllReduce` does. For one thread; see `persia.nn.replicas.Replicas`.
+
+    Args:
+        model: the network. Its parameters and buffers become those of the first NN worker.
+        rank: of this NN worker.
+        meeting: where it meets the others.
+    """
+
+    made_up_rows = 1
+
+    def __init__(self, model: torch.nn.Module, rank: int, meeting: Meeting) -> None:
+        self.model = model
+        self.nn_workers = meeting.size
+        self.stop = False
+        self._rank = rank
+        self._meeting = meeting
+        self._numbers: dict[str, int] = {}
+        self._pending: list[int] = []
+        self._own = self._total = self._having = self._stopping = 0
+        self._averaged = False
+        first = self._exchange("start", [tensor.detach().clone() for tensor in self._tensors()])[0]
+        with torch.no_grad():
+            for mine, theirs in zip(self._tensors(), first, strict=True):
+                mine.copy_(theirs)
+
+    def start(self, rows: int, has_data: bool) -> None:
+        """Begins a batch."""
+        if self._averaged:
+            self._own, self._total, self._stopping, self._averaged = 0, 0, 0, False
+        self._own += rows
+        number = self._next("count")
+        self._meeting.bring("count", number, self._rank, (rows, int(has_data), int(self.stop)))
+        self._pending.append(number)
+
+    def over(self) -> bool:
+        """Whether no NN worker has data any more."""
+        self.rows()
+        return self._having == 0
+
+    def stopping(self) -> bool:
+        """Whether one of them wished to stop."""
+        self.rows()
+        return self._stopping > 0
+
+    def rows(self) -> int:
+        """Rows of all NN workers in this update."""
+        while self._pending:
+            counts = self._meeting.get("count", self._pending.pop(0), everyone=True)
+            self._total += sum(rows for rows, _, _ in counts)
+            self._having = sum(having for _, having, _ in counts)
+            self._stopping += sum(stopping for _, _, stopping in counts)
+        return self._total
+
+    @contextlib.contextmanager
+    def batch(self, made_up: bool, last: bool) -> Iterator[None]:
+        """Surrounds forward and backward of a batch."""
+        with unlearned(self.model) if made_up else contextlib.nullcontext():
+            yield
+        if last:
+            self.reduce_rest(p for p in self.model.parameters() if p.requires_grad)
+
+    def reduce_rest(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Averages gradients."""
+        mine = list(parameters)
+        total = self.rows()
+        self._averaged = True
+        for parameter in mine:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if self._own == 0:
+                parameter.grad.zero_()
+            elif self._own != total:
+                parameter.grad.mul_(self._own / total)
+        everyone = self._exchange("gradients", [parameter.grad for parameter in mine], everyone=True)
+        sums = [sum(of_one) for of_one in zip(*everyone, strict=True)]
+        self._exchange("averaged", None, everyone=True)  # Nobody writes to a gradient that others still read.
+        for parameter, gradient in zip(mine, sums, strict=True):
+            assert isinstance(gradient, torch.Tensor)
+            parameter.grad = gradient
+
+    def settle(self) -> None:
+        """Buffers become those of the first NN worker."""
+        first = self._exchange("settle", [buffer.clone() for buffer in self.model.buffers()])[0]
+        for mine, theirs in zip(self.model.buffers(), first, strict=True):
+            mine.copy_(theirs)
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """The payloads of all, by rank."""
+        return self._exchange("gather", payload)
+
+    def by_first(self, function: Callable[[], str]) -> str:
+        """Calls it on the first NN worker only."""
+        outcome: str | Exception | None = None
+        if self._rank == self._meeting.first():
+            try:
+                outcome = function()
+            except Exception as error:
+                outcome = error
+        answer = next(a for a in self._exchange("by_first", outcome) if a is not None)
+        if isinstance(answer, Exception):
+            if answer is outcome:
+                raise answer
+            raise PersiaError(f"The first NN worker failed, so this one cannot go on: {answer}")
+        return str(answer)
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [*self.model.parameters(), *self.model.buffers()]
+
+    def _next(self, what: str) -> int:
+        self._numbers[what] = self._numbers.get(what, 0) + 1
+        return self._numbers[what]
+
+    def _exchange(self, what: str, thing: Any, everyone: bool = False) -> list[Any]:
+        number = self._next(what)
+        self._meeting.bring(what, number, self._rank, thing)
+        return self._meeting.get(what, number, everyone)

@@ -1,0 +1,147 @@
+"""Several NN workers as threads of this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from persia.cluster.embedded import Embedded
+from persia.coordinator import Tokens
+from persia.dense import DenseServer
+from persia.errors import ConfigError
+from persia.modes import Mode
+from persia.ps import EmbeddingServer, ServerOptions
+from persia.schema import EmbeddingOptimizer, Schema
+from persia.services import Connection, DenseMaker, DensePS, EmbeddingPS
+from persia.testing.replicas import Meeting, ThreadReplicas
+from persia.worker import Worker
+
+__all__ = ["Member", "Threads"]
+
+T = TypeVar("T")
+
+
+class Threads:
+    """All roles in this process, and several NN workers, each in a thread with a model and a `Trainer` of its own.
+
+    For trying out modes, and for tests: Python lets one thread compute at a time, so it trains no faster than one NN
+    worker. Use `Ray` for that.
+
+        cluster = Threads(nn_workers=4)
+        results = cluster.run(lambda member: persia.Trainer(make_model(), schema, ..., cluster=member).fit(data))
+
+    Args:
+        nn_workers: how many.
+        ps: embedding PSs.
+        dense_ps: dense PSs.
+        timeout: seconds that a wait for others may take.
+        tokens: the lists of asynchronous modes, perhaps with a file or a record; made anew by default.
+
+    Raises:
+        ConfigError: an argument is not valid.
+    """
+
+    def __init__(
+        self,
+        nn_workers: int,
+        ps: int = 1,
+        dense_ps: int = 1,
+        timeout: float = 600.0,
+        tokens: Tokens | None = None,
+    ) -> None:
+        for name, value in (("nn_workers", nn_workers), ("ps", ps), ("dense_ps", dense_ps)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"Threads.{name} = {value!r}; give a whole number >= 1.", field=f"cluster.{name}")
+        self.nn_workers = nn_workers
+        self.tokens = tokens or Tokens(timeout)
+        self._ps = ps
+        self._dense_ps = dense_ps
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._meeting = Meeting(nn_workers, timeout)
+        self._servers: Sequence[EmbeddingPS] = []
+        self._dense: Sequence[DensePS] = []
+        self._worker: Worker | None = None
+
+    def member(self, rank: int) -> Member:
+        """The cluster as NN worker `rank` has it."""
+        return Member(self, rank)
+
+    def run(self, function: Callable[[Member], T]) -> list[T]:
+        """Calls a function in as many threads, side by side; what it returns, by rank.
+
+        In a mode with dense PSs an NN worker that fails does not stop the others.
+
+        Raises:
+            Exception: what the function has raised on the NN worker that failed first.
+        """
+        results = self.outcomes(function)
+        for result in self.failures:
+            raise result
+        return [result for result in results if not isinstance(result, BaseException)]
+
+    def outcomes(self, function: Callable[[Member], T]) -> list[T | BaseException]:
+        """As `run`; but what an NN worker has raised is its result."""
+        self.failures: list[BaseException] = []
+
+        def work(rank: int) -> T | BaseException:
+            try:
+                return function(self.member(rank))
+            except BaseException as error:
+                self.failures.append(error)
+                self._meeting.leave(rank, f"{type(error).__name__}: {error}")
+                self.tokens.cancel(1, rank)
+                return error
+
+        with ThreadPoolExecutor(self.nn_workers, "nn-worker") as threads:
+            return list(threads.map(work, range(self.nn_workers)))
+
+    def connect_as(self, rank: int, schema: Schema, optimizer: EmbeddingOptimizer, mode: Mode, seed: int) -> Connection:
+        """Starts the roles, once, and returns the connection of an NN worker."""
+        with self._lock:
+            if self._worker is None:
+                hold = ServerOptions(self.nn_workers, self._timeout)
+                threads = Embedded().threads
+                self._servers = [
+                    EmbeddingServer(schema.resolved_tables(), optimizer, mode, seed, threads, hold)
+                    for _ in range(self._ps)
+                ]
+                self._worker = Worker(schema, self._servers, threads)
+        return Connection(
+            self._worker,
+            self._servers,
+            rank=rank,
+            nn_workers=self.nn_workers,
+            tokens=self.tokens,
+            dense=self._dense_servers,
+            replicas=lambda model, _: ThreadReplicas(model, rank, self._meeting),
+        )
+
+    def _dense_servers(self, maker: DenseMaker) -> Sequence[DensePS]:
+        with self._lock:
+            if not self._dense:
+                count = self._dense_ps
+                self._dense = [DenseServer(maker, rank, count, self._timeout) for rank in range(count)]
+            return self._dense
+
+
+class Member:
+    """A `Threads` cluster as one of its NN workers has it.
+
+    Args:
+        cluster: of which it is one.
+        rank: of the NN worker.
+    """
+
+    def __init__(self, cluster: Threads, rank: int) -> None:
+        self._cluster = cluster
+        self.rank = rank
+
+    def connect(self, schema: Schema, optimizer: EmbeddingOptimizer, mode: Mode, seed: int) -> Connection:
+        """This NN worker's connection."""
+        return self._cluster.connect_as(self.rank, schema, optimizer, mode, seed)
+
+    def __reduce__(self) -> Any:
+        raise ConfigError("A cluster of threads is in one process only.", field="cluster")

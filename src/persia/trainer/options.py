@@ -1,0 +1,119 @@
+"""Options of a training run."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Literal
+
+import msgspec
+
+from persia.errors import ConfigError
+from persia.modes import Async, Bsp, Gba, HopBs, HopBw, Hybrid, Sync
+from persia.nn.dense_step import Precision
+from persia.schema import Schedule
+
+__all__ = ["TrainerOptions"]
+
+
+class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a training run seldom needs to be told.
+
+    Args:
+        seed: of row initialisation and admission. The dense model is initialised by its maker: seed torch before.
+        device: where the network runs: "cpu", "cuda", "cuda:1", or "auto" for CUDA where there is any.
+        precision: "float32", or autocast to "bf16" or "fp16" (with loss scaling).
+        accumulation_steps: batches per update, of the network and of the embeddings.
+        clip_norm: largest global norm of the dense gradient; None for no clipping.
+        schedule: learning-rate factor of the dense optimizer by global step; steps that overflow in fp16 do not count.
+        checkpoint_dir: where checkpoints go; None for none.
+        checkpoint_every_steps: global steps between two checkpoints during `fit`; None for one at its end. They are
+            written in the background; one that is due while another is being written is left out.
+        checkpoint_every_seconds: likewise, by time.
+        checkpoint_consistent: whether all rows of such a checkpoint are of one step. Without it, each row is of some
+            step while it was written, which spares keeping old rows aside. `Sync` is always consistent.
+        checkpoint_share: so much of this machine's processors a checkpoint takes while it is written in the background.
+            Less slows training less, and the checkpoint takes longer.
+        checkpoint_increments: checkpoints between two full ones that hold only the rows that have changed.
+        keep_last: checkpoints kept, with those that they add to; older ones are removed.
+        keep_best: keep the best one of `fit` too, by this metric of `eval_data`, evaluated at each checkpoint.
+        log_dir: TensorBoard directory (needs the extra `tensorboard`).
+        progress: whether to show a live line.
+        timeout: seconds that any wait for data, embeddings or other NN workers may take.
+        record_dir: directory for the schedule of each segment, `segment-1.jsonl`, ...: `persia.replay` follows
+            it, and arrives at the same parameters. Lookups and updates of a PS exclude each other meanwhile.
+        snapshot_every_seconds: how often the network, its optimizer and the position in the data are copied to this
+            process, from where NN workers begin anew when one of them has died; on clusters of processes.
+        max_failures: so often NN workers begin anew in a call of `fit`, as one of them, a dense PS or a host has died;
+            then the next such death ends it. Other roles are restarted by themselves: see `RayOptions.restarts`.
+        allow_empty: let `fit` on data without a single batch warn, instead of raising DataError.
+        mode_schedule: `[(global step, mode), ...]`: from this step on this mode. `Trainer.switch` holds until the next
+            entry.
+    """
+
+    seed: int = 0
+    device: str = "cpu"
+    precision: Precision = "float32"
+    accumulation_steps: int = 1
+    clip_norm: float | None = None
+    schedule: Schedule | None = None
+    checkpoint_dir: str | None = None
+    checkpoint_every_steps: int | None = None
+    checkpoint_every_seconds: float | None = None
+    checkpoint_consistent: bool = True
+    checkpoint_share: float = 0.1
+    checkpoint_increments: int = 0
+    keep_last: int = 2
+    keep_best: Literal["auc", "log_loss"] | None = None
+    log_dir: str | None = None
+    progress: bool = True
+    timeout: float = 600.0
+    record_dir: str | None = None
+    snapshot_every_seconds: float = 30.0
+    max_failures: int = 5
+    allow_empty: bool = False
+    mode_schedule: list[tuple[int, Sync | Hybrid | Async | Bsp | HopBs | HopBw | Gba]] = msgspec.field(
+        default_factory=list
+    )
+
+    def __post_init__(self) -> None:
+        if self.precision not in ("float32", "bf16", "fp16"):
+            raise ConfigError(f"precision = {self.precision!r}; use float32, bf16 or fp16.", field="precision")
+        for name in ("accumulation_steps", "keep_last", "checkpoint_every_steps"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"{name} = {value!r}; give a whole number >= 1.", field=name)
+        if self.record_dir is not None and self.accumulation_steps > 1:
+            raise ConfigError(
+                "A schedule is recorded batch by batch: leave accumulation_steps at 1.", field="record_dir"
+            )
+        steps = [step for step, _ in self.mode_schedule]
+        if any(step < 0 for step in steps) or any(b <= a for a, b in itertools.pairwise(steps)):
+            raise ConfigError(
+                f"mode_schedule has the steps {steps}; give rising whole numbers >= 0.", field="mode_schedule"
+            )
+        if not isinstance(self.checkpoint_increments, int) or self.checkpoint_increments < 0:
+            raise ConfigError(
+                f"checkpoint_increments = {self.checkpoint_increments!r}; give a whole number >= 0.",
+                field="checkpoint_increments",
+            )
+        if self.checkpoint_every_seconds is not None and not self.checkpoint_every_seconds > 0:
+            raise ConfigError(
+                f"checkpoint_every_seconds = {self.checkpoint_every_seconds!r}; give a number > 0.",
+                field="checkpoint_every_seconds",
+            )
+        if not 0 < self.checkpoint_share <= 1:
+            raise ConfigError(
+                f"checkpoint_share = {self.checkpoint_share!r}; give a number above 0, and 1 at most.",
+                field="checkpoint_share",
+            )
+        if not self.snapshot_every_seconds > 0:
+            raise ConfigError(
+                f"snapshot_every_seconds = {self.snapshot_every_seconds!r}; give a number > 0.",
+                field="snapshot_every_seconds",
+            )
+        if not isinstance(self.max_failures, int) or self.max_failures < 0:
+            raise ConfigError(f"max_failures = {self.max_failures!r}; give a whole number >= 0.", field="max_failures")
+        if self.keep_best not in (None, "auc", "log_loss"):
+            raise ConfigError(f"keep_best = {self.keep_best!r}; use auc or log_loss.", field="keep_best")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ConfigError(f"clip_norm = {self.clip_norm!r}; give a number > 0.", field="clip_norm")

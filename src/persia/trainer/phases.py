@@ -1,0 +1,441 @@
+"""Training in segments, one mode each, and changes of mode between them (docs/reference/protocol.md, section 12)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from persia.batching.batch import Batch
+from persia.coordinator import TokenReport
+from persia.dense import Shared
+from persia.errors import ConfigError, NNWorkersDiedError
+from persia.modes import Dense, Evidence, Gba, Mode, Verdict, decode, encode
+from persia.nn.step_timings import Laps
+from persia.nn.token_client import Draws, Numbered
+from persia.optim import APMSqueeze
+from persia.optim.averaged import Averaged
+from persia.services import DenseMaker, ProcessCluster
+from persia.trainer.recording import Recording
+from persia.trainer.sources import OwnSource, declared_batch_size
+from persia.types import Caller, Segment
+
+if TYPE_CHECKING:
+    from persia.trainer import Trainer
+    from persia.trainer.progress import Run
+
+__all__ = ["Segments", "Switch", "check_mode", "scheduled"]
+
+LOG = logging.getLogger("persia.modes")
+
+REPORTS = 8
+"""So often in a window of Auto an NN worker tells its step times."""
+
+LOOK_SECONDS = 0.1
+"""How often an all-reduce segment looks whether a switch is wanted."""
+
+
+class Switch(NamedTuple):
+    """A change of mode.
+
+    Attributes:
+        step: global step at which it happened.
+        before: the mode until then.
+        after: the mode from then on.
+        drain_seconds: until all NN workers were at rest.
+        seconds: for all the rest: hand-over of the network both ways, on Ray also a snapshot.
+    """
+
+    step: int
+    before: Mode
+    after: Mode
+    drain_seconds: float
+    seconds: float
+
+
+class Segments:
+    """Runs the segments of a trainer, and changes its mode between them.
+
+    Args:
+        trainer: of one NN worker.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._served: Mode | None = None
+        """The mode that the PSs are in, as far as this trainer has told them."""
+        self._number = 0
+        self._shared: Shared | None = None
+        self.entry: tuple[int, Mode] | None = None
+        """Of `mode_schedule`: the last one that was followed. What is asked for after it holds until the next one."""
+        self.local_batch = 0
+        """Rows of a batch that is not partial; 0 if unknown. It decides how many gradients make a step of `Gba`."""
+        self._again = False
+        self._dead: list[int] = []
+        """NN workers that died in the last segment, while the others went on."""
+        self.switches: list[Switch] = []
+        self._leaving: tuple[Mode, float, float] | None = None
+        self._recording = Recording(trainer)
+
+    def report(self) -> TokenReport | None:
+        """What asynchronous modes did; None if there were none."""
+        tokens = self._trainer.embeddings.connection.tokens
+        if tokens is None:
+            return None
+        report = msgspec.json.decode(tokens.summary(), type=TokenReport)
+        return report if report.workers else None
+
+    def begin(self, data: Iterable[Batch] | None, anew: bool) -> None:
+        """A call of `fit` begins.
+
+        Args:
+            data: see `Trainer.fit`.
+            anew: whether the data may be others than before.
+        """
+        if data is not None:
+            self.local_batch = declared_batch_size(data) or (0 if anew else self.local_batch)
+
+    # --- Auto ---------------------------------------------------------------------------------------------------
+
+    def begin_auto(self) -> None:
+        """Step times are told from now on, if they decide the mode."""
+        trainer = self._trainer
+        auto, connection = trainer.auto, trainer.embeddings.connection
+        tokens = connection.tokens
+        if auto is None or tokens is None:
+            return
+
+        def judge() -> str:
+            if trainer.mode in (auto.sync, auto.asynchronous):  # Else it has been chosen by hand.
+                tokens.judge(encode(auto), connection.nn_workers, trainer.mode == auto.asynchronous)
+            return ""
+
+        trainer.embeddings.laps = Laps(tokens, connection.rank, auto.seconds / REPORTS, judge)
+        trainer.step.replicas.by_first(judge)
+
+    def verdicts(self) -> list[Verdict]:
+        """What Auto has decided so far. All NN workers call it; the first writes what it decided by to `log_dir`."""
+        if self._trainer.auto is None:
+            return []
+        return msgspec.json.decode(self._trainer.step.replicas.by_first(self._logged), type=list[Verdict])
+
+    def _logged(self) -> str:
+        tokens = self._trainer.embeddings.connection.tokens
+        assert tokens is not None
+        evidence = msgspec.json.decode(tokens.evidence(), type=Evidence)
+        if self._trainer.options.log_dir is not None:
+            evidence.save(Path(self._trainer.options.log_dir) / "auto.json")
+        return msgspec.json.encode(evidence.verdicts).decode()
+
+    # --- changes of mode ----------------------------------------------------------------------------------------
+
+    def follow(self, run: Run) -> bool:
+        """At rest: takes over the mode that was asked for, or that the schedule has for this step; whether it did."""
+        trainer = self._trainer
+        entry = scheduled(trainer.options.mode_schedule, trainer.global_step)
+        due, self.entry = entry != self.entry, entry
+        wanted = trainer.step.replicas.by_first(lambda: self._wanted() or (encode(entry[1]) if due and entry else ""))
+        if wanted:
+            self._change(decode(wanted))
+        trainer.step.replicas.stop = False
+        run.next_switch = next((s for s, _ in trainer.options.mode_schedule if s > trainer.global_step), None)
+        return bool(wanted)
+
+    def _wanted(self) -> str:
+        """The mode that somebody has asked for, as text, or nothing."""
+        trainer = self._trainer
+        tokens = trainer.embeddings.connection.tokens
+        text = tokens.requested() if tokens is not None else ""
+        if tokens is not None and text:
+            try:
+                check_mode(trainer, decode(text), self.local_batch)
+            except ConfigError as error:
+                LOG.error("The switch is not made: %s", error)
+                tokens.resolve(text)
+                return ""
+        return text
+
+    def followed(self) -> None:
+        """The mode that was asked for is in force, also for those who begin anew after a death."""
+        tokens = self._trainer.embeddings.connection.tokens
+        mode = encode(self._trainer.mode)
+
+        def resolve() -> str:
+            if tokens is not None:
+                tokens.resolve(mode)
+            return ""
+
+        self._trainer.step.replicas.by_first(resolve)
+
+    def adopt(self, mode: Mode) -> None:
+        """The mode that training was in when its state was saved."""
+        self._change(mode)
+        self._leaving = None
+
+    def _change(self, mode: Mode) -> None:
+        trainer = self._trainer
+        if mode == trainer.mode:
+            return
+        if self._leaving is None:
+            now = time.monotonic()
+            self._leaving = trainer.mode, now, now
+        trainer.mode = mode
+        trainer.embeddings.change_mode(mode)
+
+    def _entered(self) -> None:
+        """The segment of the new mode begins now."""
+        self._served = self._trainer.mode
+        if self._leaving is None:
+            return
+        (before, stopped, rested), self._leaving = self._leaving, None
+        trainer = self._trainer
+        if before == trainer.mode:
+            return
+        done = Switch(trainer.global_step, before, trainer.mode, rested - stopped, time.monotonic() - rested)
+        self.switches.append(done)
+        if trainer.embeddings.connection.rank == 0:
+            LOG.info(
+                "Step %d: from %s to %s. Draining took %.3f s, the hand-over %.3f s.",
+                done.step, before, trainer.mode, done.drain_seconds, done.seconds,
+            )  # fmt: skip
+
+    def _left(self, stopped: float) -> None:
+        self._leaving = self._trainer.mode, stopped, time.monotonic()
+
+    # --- segments -----------------------------------------------------------------------------------------------
+
+    def train(self, run: Run) -> bool:
+        """Trains to the next rest. Returns whether the pass has ended."""
+        self._number += 1
+        on_demand = self._trainer.mode.dense() is Dense.SERVER
+        self._trainer.source.arrange(on_demand, self._again)
+        self._again = False
+        if on_demand:
+            return self._on_dense_servers(run)
+        return self._in_replicas(run)
+
+    def check_others(self) -> None:
+        """Raises NNWorkersDiedError if NN workers have died in the segment, and nothing can be agreed on without them.
+
+        So it is where torch.distributed joins the replicas.
+        """
+        if self._dead and self._trainer.embeddings.connection.replicas is None:
+            ranks = ", ".join(map(str, self._dead))
+            raise NNWorkersDiedError(f"NN workers {ranks} have died.", ranks=self._dead)
+
+    def _in_replicas(self, run: Run) -> bool:
+        trainer = self._trainer
+        embeddings, replicas = trainer.embeddings, trainer.step.replicas
+        connection = embeddings.connection
+        if self._served != trainer.mode:
+            replicas.by_first(self._switch_servers)
+        self._recording.begin(None)
+        if connection.tokens is not None and connection.rank == 0:
+            connection.tokens.announce(connection.nn_workers, self.local_batch)
+        self._entered()
+        wanted = run.batches_to_boundary()
+        drawn, looked = 0, time.monotonic()
+        whole = stopped = False
+        began = 0.0
+        try:
+            prefetched = embeddings.prefetch(self._in_turn(wanted), replicas)
+            with contextlib.closing(prefetched) as batches:  # type: ignore[type-var]
+                for batch in batches:
+                    step = trainer.global_step + 1
+                    self.local_batch = max(self.local_batch, batch.weight)
+                    logits, loss = trainer.step.train(batch, embeddings(batch))
+                    drawn += 1
+                    trainer.position += replicas.nn_workers
+                    trainer.source.forget(trainer.position)
+                    run.trained(step, batch, logits, loss)
+                    replicas.stop = replicas.stop or trainer.stopping
+                    if connection.tokens is not None and connection.rank == 0:
+                        now = time.monotonic()
+                        if now - looked > LOOK_SECONDS:
+                            looked = now
+                            replicas.stop = replicas.stop or bool(connection.tokens.requested())
+                    if drawn % trainer.options.accumulation_steps == 0 and replicas.stopping():
+                        stopped, began = True, time.monotonic()
+                        break
+            whole = True
+        finally:
+            # Also after an error: the embeddings have applied what was computed, the network does likewise. Not so with
+            # several NN workers: the others do not know of the error, and would not take part.
+            if whole or replicas.nn_workers == 1:
+                trainer.step.finish()
+            run.score_rest()
+        self._recording.end(self.local_batch)
+        if stopped:
+            self._again = True
+            self._left(began)
+            return False
+        return wanted is None or drawn < wanted
+
+    def _in_turn(self, wanted: int | None) -> Iterator[Numbered]:
+        """This NN worker's batches: every so many-th."""
+        trainer = self._trainer
+        connection = trainer.embeddings.connection
+        number = trainer.position + connection.rank
+        left = wanted
+        while left is None or left > 0:
+            batch = trainer.source.read(number)
+            if batch is None:
+                return
+            yield Numbered(number, batch)
+            number += connection.nn_workers
+            left = left - 1 if left is not None else None
+
+    def _switch_servers(self) -> str:
+        trainer = self._trainer
+        connection = trainer.embeddings.connection
+        for server in connection.servers:
+            server.switch(encode(trainer.mode), connection.generation, trainer.global_step)
+        return ""
+
+    def _on_dense_servers(self, run: Run) -> bool:
+        trainer = self._trainer
+        embeddings, connection = trainer.embeddings, trainer.embeddings.connection
+        tokens = connection.tokens
+        assert tokens is not None
+        optimizer = trainer.step.optimizer
+        averaged = optimizer.hand_over() if isinstance(optimizer, APMSqueeze) else None
+        shared = self._shared = self._shared or self._share(averaged)
+        caller = Caller(connection.generation, self._number, connection.rank)
+        steps = run.steps_to_boundary()
+
+        def begin() -> str:
+            self.local_batch = self.local_batch or self._first_rows()
+            self._advise()
+            shared.load(connection.generation, trainer.global_step)
+            self._switch_servers()
+            tokens.begin(
+                Segment(
+                    connection.generation,
+                    self._number,
+                    encode(trainer.mode),
+                    connection.nn_workers,
+                    trainer.epoch,
+                    trainer.position,
+                    trainer.global_step,
+                    steps,
+                    self.local_batch,
+                )
+            )
+            return str(self.local_batch)
+
+        self.local_batch = int(trainer.step.replicas.by_first(begin))
+        self._recording.begin(shared)
+        self._entered()
+        draws = Draws(tokens, caller, connection.worker, shared, embeddings.pushes)
+        prefetched = embeddings.prefetch(self._on_demand(draws), draws=draws)
+        try:
+            with contextlib.closing(prefetched) as batches:  # type: ignore[type-var]
+                for batch in batches:
+                    step = trainer.global_step + 1
+                    known, self.local_batch = self.local_batch, max(self.local_batch, batch.weight)
+                    if not known and connection.rank == 0:
+                        self._advise()
+                    logits, loss = trainer.step.compute(batch, embeddings(batch))
+                    run.trained(step, batch, logits, loss)
+                    if trainer.stopping:
+                        tokens.stop()
+        finally:
+            embeddings.pushes = draws.sequence
+            run.score_rest()
+        began = time.monotonic()
+        rest = draws.rest()
+        rested = time.monotonic()
+        step = rest.step + (rest.held > 0)
+        if connection.rank == rest.leader:
+            for server in connection.servers:
+                server.drain(connection.generation, rest.step, rest.held)
+            shared.drain(connection.generation, rest.step, rest.held)
+            draws.settled(step)
+            self._recording.write(self.local_batch)
+        else:
+            draws.settled(-1)
+        shared.take_over()
+        if isinstance(optimizer, APMSqueeze):
+            optimizer.take_back()
+        embeddings.global_step = step
+        trainer.position = rest.position
+        trainer.source.forget(rest.position)
+        self._leaving = trainer.mode, began, rested
+        self._dead = rest.dead
+        return rest.ended
+
+    def _first_rows(self) -> int:
+        """The local batch, as the next batch of the source tells it; 0 where data loaders read."""
+        trainer = self._trainer
+        if not isinstance(trainer.source, OwnSource):
+            return 0
+        first, second = (trainer.source.read(trainer.position + ahead) for ahead in (0, 1))
+        rows = len(first) if first is not None else 0
+        if second is None and isinstance(trainer.mode, Gba):  # By itself it makes a step, whatever M is.
+            rows = max(rows, trainer.mode.global_batch_size)
+        return rows
+
+    def _on_demand(self, draws: Draws) -> Iterator[Numbered]:
+        for number in draws.numbers():
+            batch = self._trainer.source.read(number)
+            if batch is None:
+                draws.end(number)
+                return
+            yield Numbered(number, batch)
+
+    def _share(self, averaged: Averaged | None) -> Shared:
+        """The dense PSs; `averaged` stands for APMSqueeze there."""
+        trainer = self._trainer
+        connection = trainer.embeddings.connection
+        options = trainer.options
+        assert connection.dense is not None
+        maker = DenseMaker(trainer.optimizer_factory, options.schedule, options.clip_norm)
+        optimizer = trainer.step.optimizer
+        if isinstance(optimizer, APMSqueeze) and averaged is not None:
+            make = averaged.maker([p for p in trainer.model.parameters() if p.requires_grad])
+            maker = DenseMaker(make, options.schedule, optimizer.options.clip_norm)
+        servers = connection.dense(maker)
+        return Shared(trainer.model, averaged or optimizer, trainer.step.scheduler, servers, options.timeout)
+
+    def _advise(self) -> None:
+        mode = self._trainer.mode
+        if isinstance(mode, Gba) and self.local_batch:
+            advice = mode.advice(self._trainer.embeddings.connection.nn_workers, self.local_batch)
+            if advice is not None:
+                LOG.warning("%s", advice)
+
+
+def check_mode(trainer: Trainer, mode: Mode, local_batch: int) -> None:
+    """Raises ConfigError if this trainer, on its cluster, cannot run a mode."""
+    connection = trainer.embeddings.connection
+    options = trainer.options
+    name = type(mode).__name__
+    if not isinstance(trainer.cluster, ProcessCluster):  # There, this process is none of the NN workers.
+        mode.group(connection.nn_workers, local_batch or 1)
+    if mode.dense() is not Dense.SERVER:
+        return
+    if connection.tokens is None or connection.dense is None:
+        raise ConfigError(f"This cluster has no dense PSs, which the mode {name} needs.", field="mode")
+    if options.accumulation_steps > 1:
+        raise ConfigError(
+            f"accumulation_steps = {options.accumulation_steps} does not go with the mode {name}. Leave it at 1: how "
+            "many gradients make a step is the mode's, Gba's `global_batch_size` for example.",
+            field="accumulation_steps",
+        )
+    if options.precision == "fp16":
+        raise ConfigError(
+            f'precision = "fp16" does not go with the mode {name}: the loss scale would follow a step that is made '
+            'elsewhere. Use "bf16" or "float32".',
+            field="precision",
+        )
+
+
+def scheduled(schedule: Sequence[tuple[int, Mode]], step: int) -> tuple[int, Mode] | None:
+    """The entry of a schedule that is in force at a step."""
+    past = [entry for entry in schedule if entry[0] <= step]
+    return max(past, key=lambda entry: entry[0]) if past else None

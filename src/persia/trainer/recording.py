@@ -1,0 +1,98 @@
+"""The schedule of each segment of a run as a file, for `persia.replay`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from persia.dense import Shared
+from persia.errors import ConfigError
+from persia.modes import AnyMode
+from persia.replay import Records, recorded
+
+if TYPE_CHECKING:
+    from persia.trainer import Trainer
+
+__all__ = ["Recording"]
+
+
+class Recording:
+    """Writes `record_dir/segment-1.jsonl`, ...; does nothing without a `record_dir`.
+
+    Args:
+        trainer: of one NN worker.
+
+    Raises:
+        ConfigError: the cluster cannot record.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._directory = trainer.options.record_dir
+        self._number = 0
+        self._step = 0
+        self._shared: Shared | None = None
+        if self._directory is None:
+            return
+        tokens = trainer.embeddings.connection.tokens
+        if tokens is None:
+            raise ConfigError("This cluster has no list of tokens, which keeps what is recorded.", field="record_dir")
+        trainer.embeddings.note = tokens.note
+
+    def begin(self, shared: Shared | None) -> None:
+        """At rest, before a segment: all keep records from now on. All NN workers call it.
+
+        Args:
+            shared: the dense PSs; None in modes with all-reduce.
+        """
+        self._number += 1
+        self._step = self._trainer.global_step
+        self._shared = shared
+        if self._directory is not None:
+            self._trainer.step.replicas.by_first(self._begin)
+
+    def _begin(self) -> str:
+        connection = self._trainer.embeddings.connection
+        assert connection.tokens is not None
+        connection.tokens.record()
+        for server in connection.servers:
+            server.record()
+        if self._shared is not None:
+            self._shared.record()
+        return ""
+
+    def end(self, local_batch: int) -> None:
+        """At rest, after a segment. All NN workers call it; the first one writes."""
+        if self._directory is not None:
+            self._trainer.step.replicas.gather(b"")  # Others may still push rows of the last step.
+            self._trainer.step.replicas.by_first(lambda: self.write(local_batch))
+
+    def write(self, local_batch: int) -> str:
+        """At rest, after a segment: writes its schedule, unless nothing was trained. Returns the path.
+
+        Args:
+            local_batch: rows of a full batch, as far as this NN worker knows: it may have had no batch at all.
+
+        Raises:
+            DataError: the records do not fit together.
+        """
+        if self._directory is None:
+            return ""
+        trainer = self._trainer
+        connection = trainer.embeddings.connection
+        assert connection.tokens is not None
+        records = Records(
+            connection.tokens.reads(),
+            connection.tokens.schedule(),
+            [server.journal() for server in connection.servers],
+            self._shared.journals() if self._shared is not None else [],
+        )
+        if not records.reads:
+            return ""
+        mode = cast("AnyMode", trainer.mode)
+        local_batch = max(local_batch, *(read.rows for read in records.reads))
+        found = recorded(mode, connection.nn_workers, local_batch, self._step, records)
+        path = Path(self._directory) / f"segment-{self._number}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        found.save(path)
+        return str(path)

@@ -1,0 +1,111 @@
+"""The number of torch's threads: chosen where the user has not said it, kept where he has."""
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import persia
+from persia.cluster import Embedded
+from persia.dense.torch_threads import choose_torch_threads, default_torch_threads
+from persia.nn.models import FFNN
+from persia.testing import Threads
+
+SCHEMA = persia.Schema([persia.IdFeature("item", dim=4)])
+
+
+@pytest.fixture(autouse=True)
+def eight_cores(monkeypatch):
+    """As on a machine where nobody has said anything."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(8)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_trainer(cluster=None):
+    return persia.Trainer(
+        FFNN(SCHEMA, hidden=(2,)),
+        SCHEMA,
+        optimizer=lambda params: torch.optim.SGD(params, 0.1),
+        embedding_optimizer=persia.optim.SGD(lr=0.1),
+        mode=persia.modes.Sync(),
+        cluster=cluster,
+        options=persia.TrainerOptions(progress=False),
+    )
+
+
+def test_a_trainer_leaves_half_of_the_cores_to_others(caplog):
+    with caplog.at_level(logging.INFO, "persia.trainer"):
+        trainer = make_trainer()
+        make_trainer()
+    assert torch.get_num_threads() == 4
+    assert [r.message for r in caplog.records] == [
+        "torch computes with 4 of 8 cores, which leaves the others to lookups, updates and reading; "
+        "OMP_NUM_THREADS=8 gives it all."
+    ]
+    assert {f.name: f.value for f in trainer.watch.observe().figures}["nn_torch_threads"] == 4
+
+
+def test_on_two_cores_and_on_one_it_is_one_thread(monkeypatch):
+    for cores in (2, 1):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        torch.set_num_threads(cores)
+        choose_torch_threads()
+        assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
+def test_what_the_environment_says_is_kept(name, monkeypatch):
+    monkeypatch.setenv(name, "8")
+    make_trainer()
+    assert torch.get_num_threads() == 8
+
+
+def test_a_smaller_number_and_one_that_is_set_later_are_kept():
+    torch.set_num_threads(7)
+    trainer = make_trainer()
+    assert torch.get_num_threads() == 7
+    torch.set_num_threads(8)
+    trainer.fit([persia.Batch.from_columns(SCHEMA, {"item": [1, 2], "label": [1, 0]})])
+    assert torch.get_num_threads() == 8
+
+
+def test_nn_workers_of_one_process_share():
+    def work(member):
+        make_trainer(member)
+        return torch.get_num_threads()
+
+    assert Threads(nn_workers=2).run(work) == [2, 2]
+    assert default_torch_threads(16) == 1
+
+
+def test_in_a_process_group_whoever_made_it_has_chosen(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        make_trainer(Embedded())
+        assert torch.get_num_threads() == 8
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_the_default_of_torch_is_recognised():
+    """In a fresh process, where nobody has set anything."""
+    code = """
+import os, torch
+from persia.dense.torch_threads import choose_torch_threads
+before = torch.get_num_threads()
+choose_torch_threads()
+print(before, torch.get_num_threads(), len(os.sched_getaffinity(0)))
+"""
+    environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    before, after, cores = map(int, done.stdout.split())
+    assert before <= cores  # Of cores with two hardware threads each torch takes one.
+    assert after == (max(1, cores // 2) if before == cores else before)

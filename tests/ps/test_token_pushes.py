@@ -1,0 +1,175 @@
+"""The embedding PS in asynchronous modes: here and over rpc, in any order of arrival, against the slow sums."""
+
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from persia import rpc
+from persia.errors import ConfigError, PersiaError, StalePushError, StoreError
+from persia.modes import Async, Bsp, Gba, Sync, encode
+from persia.ps import EmbeddingServer, ServerOptions
+from persia.pushes.reference import SlowSums
+from persia.schema import SGD, Adam, Table
+from persia.services import EmbeddingPS
+from persia.store import TableConfig
+from persia.store.reference import ReferenceStore
+from persia.types import Gradients, PushHeader
+
+DEADLINE = 20.0
+DIM = 3
+TABLES = {"t": Table("t", DIM)}
+
+
+def new_ps(mode, optimizer=None):
+    made = EmbeddingServer(TABLES, optimizer or SGD(1.0), mode, 0, 1, ServerOptions(2, DEADLINE))
+    made.switch(encode(mode), 1, 0)
+    return made
+
+
+@pytest.fixture(params=["here", "rpc"])
+def ps(request):
+    """Makes a PS of a mode."""
+    with ExitStack() as stack:
+
+        def make(mode):
+            made = new_ps(mode)
+            if request.param == "here":
+                return made
+            server = stack.enter_context(rpc.serve(made, protocol=EmbeddingPS))
+            stub = rpc.connect(server.address, EmbeddingPS, peer="embedding PS 0", timeout=DEADLINE)
+            stack.callback(rpc.close, stub)
+            return stub
+
+        yield make
+
+
+def header(number, group, rows=8, token=0, generation=1):
+    step, slot = divmod(number, group)
+    return PushHeader(generation, 0, number + 1, step, rows, slot=slot, group=group, token=token)
+
+
+def gradient(ids, value):
+    return {"t": Gradients(np.array(ids, np.uint64), np.full((len(ids), DIM), value, np.float32))}
+
+
+def rows(ps, *ids):
+    return ps.lookup({"t": np.array(ids, np.uint64)}, False)["t"][:, 0]
+
+
+def test_a_step_is_applied_with_its_last_slot(ps):
+    server = ps(Bsp(3))
+    before = server.lookup({"t": np.arange(3, dtype=np.uint64)}, True)["t"][:, 0].copy()
+    assert server.push(header(1, 3), gradient([1], 3.0)) == {}
+    assert server.push(header(2, 3), {}) == {}
+    np.testing.assert_array_equal(rows(server, 0, 1, 2), before)
+    counts = server.push(header(0, 3), gradient([0, 1], 1.0))
+    assert counts["t"].applied == 2
+    np.testing.assert_allclose(rows(server, 0, 1, 2), before - [1.0, 2.0, 0.0], atol=1e-6)
+    assert server.push(header(0, 3), gradient([0, 1], 1.0)) == {}  # A repetition.
+    np.testing.assert_allclose(rows(server, 0, 1, 2), before - [1.0, 2.0, 0.0], atol=1e-6)
+
+
+def test_an_ids_gradient_is_as_old_as_its_row_is_new(ps):
+    """Tolerance 1: a row that nobody has changed takes any gradient, one that was just changed no old one."""
+    server = ps(Gba(8, tolerance=1))
+    before = server.lookup({"t": np.arange(2, dtype=np.uint64)}, True)["t"][:, 0].copy()
+    for number in range(4):
+        server.push(header(number, 1, token=number), gradient([0], 1.0))
+    server.push(header(4, 1, token=0), gradient([0, 1], 1.0))
+    np.testing.assert_allclose(rows(server, 0, 1), before - [4.0, 1.0], atol=1e-5)
+    counts = server.slots()
+    assert (counts.rows, counts.stale) == (6, 1)
+
+
+def test_a_row_from_after_a_rollback_counts_as_never_touched(ps):
+    """NN workers go back to step 3 after rows have reached step 10: their gradients are fresh, not 7 steps old."""
+    server = ps(Gba(8, tolerance=1))
+    before = server.lookup({"t": np.arange(1, dtype=np.uint64)}, True)["t"][:, 0].copy()
+    for number in range(10):
+        server.push(header(number, 1, token=number), gradient([0], 1.0))
+    server.switch(encode(Gba(8, tolerance=1)), 2, 3)
+    for number in range(3, 7):
+        server.push(header(number, 1, token=number, generation=2), gradient([0], 1.0))
+    np.testing.assert_allclose(rows(server, 0), before - 14.0, atol=1e-5)
+    assert server.slots().stale == 0
+    server.push(header(7, 1, token=4, generation=2), gradient([0], 1.0))  # Changed in step 6 since: too old.
+    assert server.slots().stale == 1
+
+
+def test_a_remainder_is_divided_by_what_has_come(ps):
+    server = ps(Bsp(4))
+    before = server.lookup({"t": np.arange(1, dtype=np.uint64)}, True)["t"][:, 0].copy()
+    server.push(header(0, 4), gradient([0], 1.0))
+    server.push(header(1, 4), gradient([0], 2.0))
+    with pytest.raises(PersiaError, match="Out of phase"):
+        server.drain(1, 0, 3)
+    assert server.drain(1, 0, 2)["t"].applied == 1
+    assert server.drain(1, 0, 2) == {}
+    np.testing.assert_allclose(rows(server, 0), before - 1.5, atol=1e-6)
+
+
+def test_to_another_mode_and_back(ps):
+    server = ps(Bsp(2))
+    server.lookup({"t": np.arange(2, dtype=np.uint64)}, True)
+    server.push(header(0, 2), gradient([0], 1.0))
+    with pytest.raises(PersiaError, match="drain"):
+        server.switch(encode(Async()), 1, 1)
+    server.drain(1, 0, 1)
+    server.switch(encode(Async()), 1, 1)
+    assert server.push(header(1, 1), gradient([0], 1.0))["t"].applied == 1
+    server.switch(encode(Sync()), 1, 2)
+    with pytest.raises(ConfigError, match="no mode"):
+        server.switch("{}", 1, 2)
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing(ps):
+    server = ps(Bsp(2))
+    with pytest.raises(StoreError, match="no table"):
+        server.push(header(0, 2), {"u": gradient([0], 1.0)["t"]})
+    with pytest.raises(StoreError, match="no slot"):
+        server.push(header(0, 2)._replace(slot=2), {})
+    with pytest.raises(StalePushError, match="generation 2"):
+        server.push(header(0, 2, generation=2), {})
+    with pytest.raises(StalePushError, match="generation 0"):
+        server.push(header(0, 2, generation=0), {})
+    server.push(header(0, 2), {})
+    server.push(header(1, 2), {})
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_any_order_is_the_order_of_slots(data):
+    random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    group, steps = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
+    tolerance = data.draw(st.integers(0, 2))
+    reduction = data.draw(st.sampled_from(["per_id", "global"]))
+    server = new_ps(Gba(8, tolerance, reduction), Adam(0.1))
+    store = ReferenceStore()
+    store.create_table(TableConfig("t", DIM, optimizer="adam"))
+    universe = np.arange(6, dtype=np.uint64)
+    server.lookup({"t": universe}, True)
+    store.lookup([0], [universe], True)
+    pushes = []
+    for number in range(group * steps):
+        ids = random.choice(universe, random.integers(0, 7), replace=False)
+        values = random.normal(size=(len(ids), DIM)).astype(np.float32)
+        token = max(0, number // group - int(random.integers(0, 4)))
+        pushes.append((header(number, group, int(random.choice([0, 8, 8, 4])), token), Gradients(ids, values)))
+    for n in random.permutation(len(pushes)):
+        server.push(pushes[n][0], {"t": pushes[n][1]})
+    for step in range(steps):
+        sums = SlowSums(reduction)
+        last = {row.id: row.last_step for shard in store._tables[0][1] for row in shard.rows}
+        for head, gradients in pushes[step * group : (step + 1) * group]:
+            weights = np.array([last[int(i)] - head.token <= tolerance for i in gradients.ids], np.float32)
+            sums.add({"t": (gradients, weights)}, head.weight)
+        mean = sums.take().get("t", {})
+        ids = np.array(list(mean), np.uint64)
+        values = np.array(list(mean.values()), np.float32).reshape(len(ids), DIM)
+        store.update([0], [ids], [values], [0.1], step)
+    np.testing.assert_allclose(
+        server.lookup({"t": universe}, False)["t"], store.lookup([0], [universe], False)[0], atol=2e-4
+    )

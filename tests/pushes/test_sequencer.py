@@ -1,0 +1,40 @@
+"""The order of pushes that is agreed for all parameter servers. `tests/ps` and `tests/dense` test it within them."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from persia.pushes.sequencer import MOST_QUEUED, Turns
+from persia.types import PushHeader
+
+TIMEOUT = 20.0
+GROUP = MOST_QUEUED + 36
+
+
+def test_a_push_that_comes_twice_while_it_waits_for_room_is_done_once():
+    """A connection was cut, or another NN worker fills the slot of a dead one."""
+    turns = Turns(TIMEOUT)
+    turns.begin(1, 0)
+    done = []
+
+    def push(slot):
+        turns.push(PushHeader(1, 0, slot + 1, 0, 4, slot=slot, group=GROUP), lambda _: done.append(slot))
+
+    for slot in range(1, MOST_QUEUED + 1):
+        push(slot)
+    waiting = threading.Semaphore(0)
+    wait_for = turns._changed.wait_for
+
+    def told(*arguments):
+        waiting.release()
+        return wait_for(*arguments)
+
+    turns._changed.wait_for = told
+    with ThreadPoolExecutor(2) as threads:
+        twice = [threads.submit(push, MOST_QUEUED + 1) for _ in range(2)]
+        for _ in twice:
+            assert waiting.acquire(timeout=TIMEOUT)
+        push(0)
+        for call in twice:
+            call.result(TIMEOUT)
+    assert done == list(range(MOST_QUEUED + 2))
+    turns.drain(1, 0, MOST_QUEUED + 2, lambda: None)  # Nothing is left that nobody would ever call for.

@@ -1,0 +1,317 @@
+"""Holding a step until all NN workers have pushed: order, repetition, deadlines, generations."""
+
+import itertools
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from persia import batching
+from persia.errors import DeadlineError, StalePushError, StoreError
+from persia.modes import Hybrid, Sync, encode
+from persia.optim import SGD, Adagrad
+from persia.ps import EmbeddingServer, ServerOptions
+from persia.pushes.averaging import average_step
+from persia.pushes.reference import average_step as readable_average_step
+from persia.pushes.step_barrier import Arrived, HeldSteps
+from persia.schema import Table
+from persia.types import Gradients, PushHeader, UpdateCounts
+
+TIMEOUT = 20.0
+TABLES = {"user": Table("user", dim=3), "item": Table("item", dim=20)}
+
+
+def header(rank, step=7, generation=1, weight=4, part=0, parts=1):
+    return PushHeader(generation, rank, step + 1, step, weight, part, parts)
+
+
+def steps_of(ranks, timeout=TIMEOUT):
+    applied = []
+
+    def apply(arrived):
+        applied.append([a.header for a in arrived])
+        return {"user": UpdateCounts(applied=len(applied))}
+
+    return HeldSteps(range(ranks), timeout, apply), applied
+
+
+def until(condition):
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        threading.Event().wait(0.001)
+
+
+@pytest.fixture
+def threads():
+    with ThreadPoolExecutor(16) as pool:
+        yield pool
+
+
+def test_who_waits_for_nn_workers_of_before_is_told(threads):
+    ps = server(Sync(), nn_workers=2)
+    waiting = threads.submit(ps.push, header(0), {})
+    until(lambda: ps._held[0]._step is not None)
+    ps.switch(encode(Sync()), 2, 5)
+    with pytest.raises(StalePushError, match="generation 2"):
+        waiting.result(TIMEOUT)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_a_step_is_applied_once_in_rank_order(order, threads):
+    held, applied = steps_of(3)
+    calls = {rank: threads.submit(held.push, 7, Arrived(header(rank), {})) for rank in order}
+    counts = {rank: call.result(TIMEOUT) for rank, call in calls.items()}
+    assert [[h.rank for h in step] for step in applied] == [[0, 1, 2]]
+    # Counted once, whoever adds the counts up.
+    assert counts == {0: {"user": UpdateCounts(applied=1)}, 1: {}, 2: {}}
+
+
+def test_a_push_waits_for_the_others(threads):
+    held, applied = steps_of(2)
+    first = threads.submit(held.push, 7, Arrived(header(1), {}))
+    with pytest.raises(TimeoutError):
+        first.result(0.05)
+    assert not applied
+    held.push(7, Arrived(header(0), {}))
+    first.result(TIMEOUT)
+    assert len(applied) == 1
+
+
+def test_repetitions_count_once_and_the_first_one_counts(threads):
+    held, applied = steps_of(2)
+    calls = [threads.submit(held.push, 7, Arrived(header(1, weight=5), {}))]
+    until(lambda: held._step is not None)
+    calls += [threads.submit(held.push, 7, Arrived(header(1, weight=9), {})) for _ in range(4)]
+    counts = held.push(7, Arrived(header(0), {}))
+    for call in calls:
+        assert call.result(TIMEOUT) == {}
+    assert [[(h.rank, h.weight) for h in step] for step in applied] == [[(0, 4), (1, 5)]]
+    # After the step too: a lost reply is repeated, with the same answer.
+    assert held.push(7, Arrived(header(0), {})) == counts != {}
+    assert held.push(7, Arrived(header(1), {})) == {}
+    assert len(applied) == 1
+
+
+def test_the_deadline_names_the_ranks_that_are_missing(threads):
+    held, applied = steps_of(4, timeout=0.05)
+    calls = [threads.submit(held.push, 7, Arrived(header(rank), {})) for rank in (0, 2)]
+    for call in calls:
+        with pytest.raises(DeadlineError, match=r"Step 7 \(generation 1\).*NN workers .*1.*3") as failure:
+            call.result(TIMEOUT)
+        assert {1, 3} <= set(failure.value.fields["missing"])
+    # What came stays held: the late ones, and repetitions, complete the step.
+    held._timeout = TIMEOUT
+    calls = [threads.submit(held.push, 7, Arrived(header(rank), {})) for rank in (0, 1, 2, 3)]
+    for call in calls:
+        call.result(TIMEOUT)
+    assert len(applied) == 1
+
+
+def test_a_new_generation_voids_what_the_old_one_had_under_way(threads):
+    held, applied = steps_of(2)
+    old = threads.submit(held.push, 957, Arrived(header(0, step=957), {}))
+    until(lambda: held._step is not None)
+    new = threads.submit(held.push, 900, Arrived(header(0, step=900, generation=2), {}))
+    with pytest.raises(StalePushError, match="started anew"):
+        old.result(TIMEOUT)
+    held.push(900, Arrived(header(1, step=900, generation=2), {}))
+    new.result(TIMEOUT)
+    with pytest.raises(StalePushError, match="generation 1"):
+        held.push(957, Arrived(header(1, step=957), {}))
+    assert [[h.generation for h in step] for step in applied] == [[2, 2]]
+
+
+def test_steps_out_of_order_are_refused(threads):
+    held, _ = steps_of(2)
+    first = threads.submit(held.push, 7, Arrived(header(0), {}))
+    until(lambda: held._step is not None)
+    for step in (6, 8):
+        with pytest.raises(StalePushError, match="7 is in work"):
+            held.push(step, Arrived(header(1, step=step), {}))
+    held.push(7, Arrived(header(1), {}))
+    first.result(TIMEOUT)
+    with pytest.raises(StalePushError, match="7 is applied"):
+        held.push(6, Arrived(header(1, step=6), {}))
+
+
+@pytest.mark.parametrize("bad", [header(2), header(-1), header(0, part=2, parts=2), header(0, weight=-1)])
+def test_pushes_that_fit_no_step_are_refused(bad):
+    with pytest.raises(StoreError):
+        steps_of(2)[0].push(7, Arrived(bad, {}))
+
+
+def test_parts_of_a_push_complete_it(threads):
+    held, applied = steps_of(2)
+    sent = [header(1, part=1, parts=2), header(0), header(1, part=0, parts=2)]
+    for call in [threads.submit(held.push, 7, Arrived(h, {})) for h in sent]:
+        call.result(TIMEOUT)
+    assert [[(h.rank, h.part) for h in step] for step in applied] == [[(0, 0), (1, 0), (1, 1)]]
+
+
+def test_an_error_reaches_all_and_the_step_may_be_repeated(threads):
+    failures = [StoreError("disk full", table="user")]
+
+    def apply(arrived):
+        if failures:
+            raise failures.pop()
+        return {}
+
+    held = HeldSteps(range(2), TIMEOUT, apply)
+    for attempt in range(2):
+        calls = [threads.submit(held.push, 7, Arrived(header(rank), {})) for rank in range(2)]
+        for call in calls:
+            if attempt == 0:
+                with pytest.raises(StoreError, match="disk full"):
+                    call.result(TIMEOUT)
+            else:
+                call.result(TIMEOUT)
+
+
+# --- reduction ------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def a_step(draw):
+    """What 1 to 4 NN workers push, in 1 to 3 parts each; some parts, ids and tables missing."""
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    arrived = []
+    for rank in range(draw(st.integers(1, 4))):
+        parts = draw(st.integers(1, 3))
+        for part in range(parts):
+            gradients = {}
+            for name, table in TABLES.items():
+                ids = np.array(draw(st.lists(st.integers(0, 12), unique=True, max_size=10)), np.uint64)
+                if draw(st.booleans()):
+                    values = random.normal(size=(len(ids), table.dim)).astype(np.float32)
+                    gradients[name] = Gradients(ids, values)
+            arrived.append(Arrived(header(rank, weight=draw(st.integers(0, 5)), part=part, parts=parts), gradients))
+    return arrived
+
+
+@given(a_step(), st.sampled_from(["per_id", "global"]))
+def test_reduction_equals_its_readable_twin(arrived, reduction):
+    found = average_step(arrived, reduction, batching.ThreadPool(2), batching.Scratch())
+    expected = readable_average_step(arrived, reduction)
+    assert {name: set(g.ids.tolist()) for name, g in found.items() if len(g.ids)} == {
+        name: set(rows) for name, rows in expected.items()
+    }
+    for name, (ids, values) in found.items():
+        for id_, value in zip(ids.tolist(), values, strict=True):
+            np.testing.assert_array_equal(value, expected[name][id_])
+
+
+def test_global_is_the_gradient_of_one_batch_and_per_id_the_mean_of_those_that_have_the_id():
+    one, two = np.uint64([1]), np.uint64([1, 2])
+    arrived = [
+        Arrived(header(0, weight=1), {"user": Gradients(one, np.float32([[4, 4, 4]]))}),
+        Arrived(header(1, weight=3), {"user": Gradients(two, np.float32([[8, 8, 8], [2, 2, 2]]))}),
+    ]
+    pool, scratch = batching.ThreadPool(1), batching.Scratch()
+    per_id = average_step(arrived, "per_id", pool, scratch)["user"]
+    total = average_step(arrived, "global", pool, scratch)["user"]
+    assert per_id.values[:, 0].tolist() == [7.0, 2.0]
+    assert total.values[:, 0].tolist() == [7.0, 1.5]
+    silent = [Arrived(a.header._replace(weight=0), a.gradients) for a in arrived]
+    assert average_step(silent, "global", pool, scratch) == {}
+
+
+# --- the server -----------------------------------------------------------------------------------------------------
+
+
+def server(mode, nn_workers=1, optimizer=None):
+    hold = ServerOptions(nn_workers=nn_workers, timeout=TIMEOUT)
+    return EmbeddingServer(TABLES, optimizer or Adagrad(lr=0.1), mode, seed=3, threads=2, options=hold)
+
+
+def pushes(random, ranks, step):
+    sent = []
+    for rank in range(ranks):
+        gradients = {}
+        for name, table in TABLES.items():
+            ids = random.choice(40, 25, replace=False).astype(np.uint64)
+            gradients[name] = Gradients(ids, random.normal(size=(25, table.dim)).astype(np.float32))
+        sent.append((header(rank, step=step, weight=int(random.integers(0, 5))), gradients))
+    return sent
+
+
+def rows_of(ps):
+    every = np.arange(40, dtype=np.uint64)
+    return {name: rows.copy() for name, rows in ps.lookup(dict.fromkeys(TABLES, every), train=False).items()}
+
+
+@pytest.mark.parametrize("reduction", ["per_id", "global"])
+def test_rows_are_the_same_to_the_bit_whatever_the_order_of_arrival(reduction, threads):
+    results = []
+    for seed in range(4):
+        ps = server(Sync(reduction), nn_workers=3)
+        ps.lookup(dict.fromkeys(TABLES, np.arange(40, dtype=np.uint64)), train=True)
+        random, order = np.random.default_rng(0), np.random.default_rng(seed)
+        for step in range(5):
+            sent = pushes(random, 3, step)
+            twice = [sent[i] for i in order.permutation([0, 1, 2, *order.integers(0, 3, 2)])]
+            for call in [threads.submit(ps.push, *push) for push in twice]:
+                call.result(TIMEOUT)
+        results.append(rows_of(ps))
+        assert sum(s["duplicates"] for s in ps.statistics().values()) == 0
+    for name in TABLES:
+        for rows in results[1:]:
+            np.testing.assert_array_equal(rows[name], results[0][name])
+
+
+@pytest.mark.parametrize("mode", [Sync("per_id"), Sync("global"), Hybrid(4)])
+def test_with_one_nn_worker_a_gradient_is_applied_as_it_is(mode):
+    ps, plain = server(mode), server(Hybrid(4))
+    for one in (ps, plain):
+        one.lookup(dict.fromkeys(TABLES, np.arange(40, dtype=np.uint64)), train=True)
+    for step in range(3):
+        ((h, gradients),) = pushes(np.random.default_rng(step), 1, step)
+        assert ps.push(h, gradients) == plain.push(h._replace(weight=1), gradients)
+        counts = ps.push(h, gradients)  # The reply was lost.
+        assert all(c == UpdateCounts(duplicate=25) for c in counts.values())
+    for name in TABLES:
+        np.testing.assert_array_equal(rows_of(ps)[name], rows_of(plain)[name])
+
+
+@pytest.mark.parametrize("mode", [Hybrid(4), Sync()])
+def test_parts_of_one_nn_worker_are_one_update(mode, threads):
+    ps, whole = server(mode, optimizer=SGD(lr=1.0)), server(mode, optimizer=SGD(lr=1.0))
+    for one in (ps, whole):
+        one.lookup(dict.fromkeys(TABLES, np.arange(40, dtype=np.uint64)), train=True)
+    (_, a), (_, b) = pushes(np.random.default_rng(1), 2, 7)
+    merged = {name: Gradients(*batching.merge_gradients([a[name], b[name]])) for name in TABLES}
+    whole.push(header(0), merged)
+    calls = [threads.submit(ps.push, header(0, part=i, parts=2), part) for i, part in ((1, b), (0, a))]
+    for call in calls:
+        call.result(TIMEOUT)
+    for name in TABLES:
+        np.testing.assert_array_equal(rows_of(ps)[name], rows_of(whole)[name])
+        assert ps._store.export_rows(ps._index[name], 0)[0].update_count.max() == 1
+
+
+def test_a_bad_push_fails_alone(threads):
+    ps = server(Sync(), nn_workers=2)
+    good = threads.submit(ps.push, header(0), {})
+    for bad in (
+        {"users": Gradients(np.uint64([1]), np.zeros((1, 3), np.float32))},
+        {"user": Gradients(np.uint64([1]), np.zeros((1, 4), np.float32))},
+        {"user": Gradients(np.uint64([1]), np.zeros((1, 3), np.float64))},
+    ):
+        with pytest.raises(StoreError, match="user"):
+            ps.push(header(1), bad)
+    ps.push(header(1), {})
+    good.result(TIMEOUT)
+
+
+def test_a_held_push_holds_up_no_lookup():
+    ps = server(Sync(), nn_workers=2)
+    blocked = threading.Thread(target=ps.push, args=(header(0), {}))
+    blocked.start()
+    assert ps.lookup({"user": np.uint64([1])}, train=True)["user"].shape == (1, 3)
+    ps.push(header(1), {})
+    blocked.join(TIMEOUT)
+    assert not blocked.is_alive()

@@ -1,0 +1,320 @@
+"""Runs of several NN workers against their replay in virtual time: same parameters, drops and staleness."""
+
+import itertools
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import persia
+from persia.errors import ConfigError, DataError
+from persia.modes import Async, Bsp, Gba, HopBs, HopBw, Hybrid, Sync
+from persia.optim import Adagrad
+from persia.replay import Records, load_schedule, recorded
+from persia.replay.virtual import VirtualTraining
+from persia.testing import Threads
+from persia.types import Journaled, PushHeader, Read
+from support.switching_samples import DEADLINE, ROWS, SCHEMA, Net, batches, rows_of, trainer
+
+WORKERS = 3
+MODES = [
+    Sync(),
+    Sync("global"),
+    Hybrid(3),
+    Async(),
+    Async(staleness=1),
+    Bsp(4),
+    HopBs(2),
+    HopBw(1),
+    Gba(3 * ROWS),
+    Gba(4 * ROWS, tolerance=0),
+    Gba(2 * ROWS, reduction="global"),
+]
+
+
+def at_random(*seed):
+    """Seconds that batches take."""
+    random = np.random.default_rng(seed)
+    while True:
+        yield random.exponential(0.002) * random.choice([1, 1, 6])
+
+
+class Uneven(Net):
+    """Takes as long as it likes, and dies when it is told to."""
+
+    def __init__(self, pauses, dies_at=None):
+        super().__init__(torch.float32)
+        self.pauses = pauses
+        self.left = dies_at
+
+    def forward(self, dense, embeddings):
+        if self.training:
+            time.sleep(next(self.pauses))
+            if self.left is not None:
+                self.left -= 1
+                if self.left == 0:
+                    raise KeyboardInterrupt("killed")
+        return super().forward(dense, embeddings)
+
+
+def run(mode, data, directory, pauses, servers=(1, 1), dies_at=None, **options):
+    """Trains; returns what each NN worker returned or raised, and a trainer that lives.
+
+    Args:
+        mode: how.
+        data: batches.
+        directory: for the records.
+        pauses: of each NN worker, in seconds.
+        servers: embedding PSs, dense PSs.
+        dies_at: the batch that an NN worker dies with, by rank.
+        options: of the trainer.
+    """
+    cluster = Threads(len(pauses), ps=servers[0], dense_ps=servers[1], timeout=DEADLINE)
+    dies_at = dies_at or {}
+    trainers = {}
+
+    def work(member):
+        model = Uneven(pauses[member.rank], dies_at.get(member.rank))
+        trainers[member.rank] = t = persia.Trainer(
+            model,
+            SCHEMA,
+            optimizer=lambda p: torch.optim.Adam(p, 1e-2),
+            embedding_optimizer=Adagrad(lr=0.05),
+            mode=mode,
+            cluster=member,
+            options=persia.TrainerOptions(progress=False, timeout=DEADLINE, record_dir=str(directory), **options),
+        )
+        return t.fit(data)
+
+    outcomes = cluster.outcomes(work)
+    survivors = [rank for rank, outcome in enumerate(outcomes) if not isinstance(outcome, BaseException)]
+    assert survivors, outcomes
+    return outcomes, trainers[survivors[0]]
+
+
+def of_seed(seed):
+    return [at_random(seed, rank) for rank in range(WORKERS)]
+
+
+def assert_replayed(directory, data, t):
+    """The replay of all segments arrives at the same parameters and rows. Returns their schedules."""
+    files = sorted(directory.iterdir(), key=lambda path: int(path.stem.split("-")[1]))
+    schedules = [load_schedule(path) for path in files]
+    virtual = VirtualTraining(
+        Net(torch.float32), SCHEMA, data.__getitem__, lambda p: torch.optim.Adam(p, 1e-2), Adagrad(lr=0.05)
+    )
+    for schedule in schedules:
+        virtual.run(schedule)
+    virtual.evaluate(data[:1])
+    for mine, theirs in zip(virtual.model.parameters(), t.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+    rows, found = rows_of(t), {}
+    for store in virtual.stores:
+        for chunk in store.export_rows():
+            ids, values = chunk.arrays["ids"], chunk.arrays["embeddings"]
+            found.update({(chunk.table, int(i)): v for i, v in zip(ids, values, strict=True)})
+    assert found.keys() == rows.keys()
+    for key, row in rows.items():
+        np.testing.assert_allclose(found[key], row, rtol=0, atol=1e-6)
+    return schedules
+
+
+def assert_same_report(schedules, result):
+    report = result.asynchronous
+    summaries = [schedule.summary() for schedule in schedules]
+    assert sum(s.dropped + s.decayed for s in summaries) == report.dropped_batches
+    assert sum(s.applied_rows for s in summaries) == report.rows
+    if "dense-1" not in schedules[0].servers:  # Of several, the report has the oldest parameters.
+        assert max(s.staleness_max for s in summaries) == report.staleness_max
+        ages = sum(s.staleness_mean * report.batches for s in summaries)
+        assert ages == pytest.approx(report.staleness_sum)
+    if isinstance(schedules[0].mode, Gba):
+        assert report.token_staleness_max <= schedules[0].mode.tolerance
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_a_run_is_its_replay(mode, seed, tmp_path):
+    data = batches(40, seed=seed)
+    outcomes, t = run(mode, data, tmp_path, of_seed(seed))
+    schedules = assert_replayed(tmp_path, data, t)
+    assert len(schedules) == 1
+    if schedules[0].mode.dense().value == "server":
+        assert_same_report(schedules, outcomes[0])
+
+
+@pytest.mark.parametrize("mode", [Hybrid(2), Async(), HopBw(1), Gba(4 * ROWS, tolerance=1)], ids=str)
+def test_with_several_ps_of_both_kinds(mode, tmp_path):
+    data = batches(31)
+    _, t = run(mode, data, tmp_path, of_seed(5), servers=(2, 2))
+    assert_replayed(tmp_path, data, t)
+
+
+def test_the_record_has_pushes_that_take_long(tmp_path, monkeypatch):
+    """The NN worker that writes it does not wait for the others' rows otherwise."""
+    from persia.ps import EmbeddingServer
+
+    push = EmbeddingServer.push
+
+    def slow(self, header, gradients):
+        time.sleep(0.1 * (header.rank == 2))
+        return push(self, header, gradients)
+
+    data = batches(6)
+    with monkeypatch.context() as patch:
+        patch.setattr(EmbeddingServer, "push", slow)
+        _, t = run(Hybrid(3), data, tmp_path, of_seed(0))
+    assert_replayed(tmp_path, data, t)
+
+
+def test_a_run_through_several_modes_is_its_replay(tmp_path):
+    data = batches(60)
+    schedule = [(0, Sync()), (4, Gba(3 * ROWS)), (9, Hybrid(2)), (12, Bsp(2)), (17, Sync())]
+    _, t = run(Sync(), data, tmp_path, of_seed(3), mode_schedule=schedule)
+    schedules = assert_replayed(tmp_path, data, t)
+    assert [type(s.mode) for s in schedules] == [Sync, Gba, Hybrid, Bsp, Sync]
+
+
+@pytest.mark.parametrize("moment", ["computing", "arriving", "pushing", "between"])
+@pytest.mark.parametrize("mode", [Gba(3 * ROWS, tolerance=1), Async(), Bsp(2), HopBs(2), HopBw(1)], ids=str)
+def test_a_run_with_a_crash_is_its_replay(mode, moment, tmp_path, monkeypatch):
+    """An NN worker dies while it computes; before its push; when one of two PSs has it; between rows and network."""
+    victim, servers = 1, (2, 1)
+    monkeypatch.setattr("persia.nn.token_client.Draws.abandon", lambda self: None)  # As if killed.
+    data = batches(45, seed=7)
+    if moment != "computing":
+        kill_at({victim: (moment, 3)}, monkeypatch)
+    outcomes, t = run(mode, data, tmp_path, of_seed(11), servers, {victim: 5} if moment == "computing" else None)
+    assert isinstance(outcomes[victim], KeyboardInterrupt)
+    others = [o for rank, o in enumerate(outcomes) if rank != victim]
+    assert [o for o in others if isinstance(o, BaseException)] == []
+    schedules = assert_replayed(tmp_path, data, t)
+    report = others[0].asynchronous
+    assert report.batches + report.dropped_batches == 45
+    if moment == "computing":
+        assert report.lost_tokens == 1
+        assert_same_report(schedules, others[0])
+    else:
+        assert report.lost_tokens <= 1  # It may have drawn the next one.
+        assert report.orphans >= 1
+
+
+def kill_at(deaths, monkeypatch):
+    """Their pushes fail, the first from a sequence number on that is not dropped, and with them the NN workers.
+
+    Args:
+        deaths: moment and that number, by rank.
+        monkeypatch: puts it in place.
+    """
+    from persia.dense import DenseServer
+    from persia.ps import EmbeddingServer
+
+    first = {}
+
+    def last(header):
+        """At which moment this push is to fail."""
+        moment, sequence = deaths.get(header.rank, ("", 0))
+        return moment if header.sequence >= sequence and header.weight else ""  # An orphan has none.
+
+    push, push_dense = EmbeddingServer.push, DenseServer.push
+
+    def pushed(self, header, gradients):
+        if moment := last(header):
+            server = first.setdefault(header.rank, self)
+            if moment == "arriving" or (moment == "pushing" and self is not server):
+                raise KeyboardInterrupt("killed")
+        return push(self, header, gradients)
+
+    def pushed_dense(self, header, part):
+        if last(header) == "between":
+            raise KeyboardInterrupt("killed")
+        return push_dense(self, header, part)
+
+    monkeypatch.setattr(EmbeddingServer, "push", pushed)
+    monkeypatch.setattr(DenseServer, "push", pushed_dense)
+
+
+def modes_of(nn_workers):
+    group, small = st.integers(1, 6), st.integers(0, 3)
+    reduction = st.sampled_from(["per_id", "global"])
+    return st.one_of(
+        st.builds(Gba, group.map(lambda m: m * ROWS), small, reduction),
+        st.builds(Async, st.none() | small),
+        st.builds(Bsp, group),
+        st.builds(HopBs, st.integers(1, 3)),
+        st.builds(HopBw, st.integers(0, nn_workers - 1)),
+        st.builds(Hybrid, st.sampled_from([1, 3, None, "auto"])),
+        st.builds(Sync, reduction),
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_any_interleaving_and_any_crash_are_their_replay(data):
+    """Any mode, NN workers of any speed, any of which but one may die at any moment: same parameters, same drops."""
+    nn_workers = data.draw(st.integers(1, 4), "NN workers")
+    mode = data.draw(modes_of(nn_workers), "mode")
+    servers = data.draw(st.tuples(st.integers(1, 2), st.integers(1, 2)), "PSs")
+    milliseconds = st.lists(st.sampled_from([0, 0, 1, 3, 10]), min_size=1, max_size=6)
+    pauses = [data.draw(milliseconds, f"milliseconds of {rank}") for rank in range(nn_workers)]
+    count = data.draw(st.integers(1, 24), "batches")
+    deaths = {}
+    if mode.dense().value == "server" and nn_workers > 1:
+        death = st.tuples(st.sampled_from(["computing", "arriving", "pushing", "between"]), st.integers(1, 6))
+        deaths = data.draw(st.dictionaries(st.integers(0, nn_workers - 2), death, max_size=nn_workers - 1), "deaths")
+    loads = batches(count, seed=count)
+    with tempfile.TemporaryDirectory() as directory:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("persia.nn.token_client.Draws.abandon", lambda self: None)
+            kill_at(deaths, patch)
+            outcomes, t = run(
+                mode,
+                loads,
+                directory,
+                [(each / 1000 for each in itertools.cycle(pause)) for pause in pauses],
+                servers,
+                {rank: at for rank, (moment, at) in deaths.items() if moment == "computing"},
+            )
+        dead = {rank for rank, outcome in enumerate(outcomes) if isinstance(outcome, KeyboardInterrupt)}
+        assert dead <= deaths.keys()  # There may be too few batches for all to die.
+        assert [o for rank, o in enumerate(outcomes) if isinstance(o, BaseException) and rank not in dead] == []
+        schedules = assert_replayed(Path(directory), loads, t)
+    if mode.dense().value == "server":
+        result = outcomes[-1]
+        report = result.asynchronous
+        assert report.batches + report.dropped_batches == count
+        summaries = [schedule.summary() for schedule in schedules]
+        assert sum(s.dropped + s.decayed for s in summaries) == report.dropped_batches
+        if all(deaths[rank][0] == "computing" for rank in dead):
+            assert report.lost_tokens == len(dead)
+            assert_same_report(schedules, result)
+
+
+def test_only_batch_by_batch_and_with_tokens(tmp_path):
+    with pytest.raises(ConfigError, match="accumulation_steps"):
+        trainer(Sync(), record_dir=str(tmp_path), accumulation_steps=2)
+
+
+def test_records_with_a_gap_are_refused():
+    header = PushHeader(1, 0, 1, 0, ROWS)
+    with pytest.raises(DataError, match="nobody has noted"):
+        recorded(Sync(), 1, ROWS, 0, Records([], [], [Journaled(0, [header])], []))
+    read = Read(0, 1, 0, ROWS, [1], [0])
+    with pytest.raises(DataError, match="contradict"):
+        recorded(Sync(), 1, ROWS, 0, Records([read], [], [Journaled(0, [header])], []))
+
+
+def test_a_schedule_file_is_that_of_a_simulation(tmp_path):
+    t = trainer(Gba(2 * ROWS), record_dir=str(tmp_path))
+    t.fit(batches(5))
+    schedule = load_schedule(tmp_path / "segment-1.jsonl")
+    assert (schedule.mode, schedule.group, schedule.nn_workers, schedule.end_step) == (Gba(2 * ROWS), 2, 1, 3)
+    again = tmp_path / "again.jsonl"
+    schedule.save(again)
+    assert msgspec.structs.asdict(load_schedule(again)) == msgspec.structs.asdict(schedule)

@@ -1,0 +1,243 @@
+"""Real gradients along schedules: Gba against Sync, switching, and the paper's Algorithm 2 written out."""
+
+from collections import defaultdict
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from persia.errors import DataError
+from persia.modes import Async, Bsp, Gba, HopBw, Hybrid, Sync
+from persia.replay import (
+    DenseServer,
+    PlainRows,
+    PlainTable,
+    RowServer,
+    Setting,
+    Slowdown,
+    Taken,
+    Trace,
+    replay,
+    simulate,
+    steady,
+)
+
+IDS, DIM, LOCAL = 40, 3, 4
+
+
+class Problem:
+    """Logistic regression on the sum of two embeddings, times dense weights; Adam on both. Gradients by hand."""
+
+    def __init__(self, dtype=np.float64, seed=0, optimizer="adam"):
+        rng = np.random.default_rng(seed)
+        self.dtype = dtype
+        self.weights = rng.normal(size=DIM).astype(dtype)
+        self.moments = np.zeros((2, DIM), dtype)
+        self.updates = 0
+        self.table = PlainTable(rng.normal(size=(IDS, DIM)).astype(dtype), optimizer, 0.05)
+        self.servers = {
+            "ps-0": RowServer(PlainRows({"item": self.table}), lambda batch: {"item": np.unique(self.data(batch)[0])}),
+            "dense-0": DenseServer(self.weights.copy, self.update),
+        }
+
+    def data(self, batch):
+        rng = np.random.default_rng((99, batch))
+        ids = (rng.zipf(1.3, (LOCAL, 2)) % IDS).astype(np.uint64)
+        return ids, rng.integers(0, 2, LOCAL).astype(self.dtype)
+
+    def update(self, gradient, step):
+        self.updates += 1
+        self.moments[0] = 0.9 * self.moments[0] + 0.1 * gradient
+        self.moments[1] = 0.999 * self.moments[1] + 0.001 * gradient**2
+        mean, square = self.moments[0] / (1 - 0.9**self.updates), self.moments[1] / (1 - 0.999**self.updates)
+        self.weights -= (0.01 * mean / (np.sqrt(square) + 1e-8)).astype(self.dtype)
+
+    def compute(self, batch, found):
+        ids, labels = self.data(batch)
+        unique, rows = found["ps-0"]["item"]
+        at = np.searchsorted(unique, ids)
+        pooled = rows[at].sum(1)
+        error = (1 / (1 + np.exp(-(pooled @ found["dense-0"]))) - labels) / len(labels)
+        rows_gradient = np.zeros_like(rows)
+        for place in range(2):
+            np.add.at(rows_gradient, at[:, place], error[:, None] * found["dense-0"])
+        return {"ps-0": {"item": (unique, rows_gradient)}, "dense-0": (error @ pooled).astype(self.dtype)}
+
+    def run(self, *schedules):
+        for schedule in schedules:
+            replay(schedule, self.servers, self.compute)
+        return self
+
+    def apart(self, other):
+        return max(np.abs(self.weights - other.weights).max(), np.abs(self.table.rows - other.table.rows).max())
+
+
+def lock_step(mode, workers, batches, step=0, start=0):
+    setting = Setting(steady([1.0] * workers), local_batch=LOCAL)
+    return simulate(mode, setting, range(start, start + batches), step=step)
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("reduction", ["per_id", "global"])
+@pytest.mark.parametrize(("dtype", "steps", "bound"), [(np.float64, 50, 1e-9), (np.float32, 10, 1e-5)])
+def test_gba_in_lock_step_is_sync(workers, reduction, dtype, steps, bound):
+    sync = Problem(dtype).run(lock_step(Sync(reduction), workers, steps * workers))
+    gba = Problem(dtype).run(lock_step(Gba(LOCAL * workers, reduction=reduction), workers, steps * workers))
+    assert sync.updates == gba.updates == steps
+    assert sync.apart(gba) <= bound
+    assert sync.apart(Problem(dtype)) > 0.1
+
+
+def test_switching_in_lock_step_changes_nothing():
+    """Adam's state goes along, and tokens continue from k."""
+    throughout = Problem().run(lock_step(Sync(), 4, 240))
+    switched, step = Problem(), 0
+    for number, mode in enumerate((Sync(), Gba(4 * LOCAL, tolerance=0), Sync())):
+        schedule = lock_step(mode, 4, 80, step=step, start=80 * number)
+        switched.run(schedule)
+        step = schedule.end_step
+    assert step == 60
+    assert throughout.apart(switched) <= 1e-9
+
+
+def test_bsp_and_hop_bw_without_backup_are_sync_in_lock_step():
+    sync = Problem().run(lock_step(Sync(), 4, 80))
+    for mode in (Bsp(4), HopBw(0)):
+        assert sync.apart(Problem().run(lock_step(mode, 4, 80))) <= 1e-9
+
+
+def test_a_delay_changes_what_is_learned():
+    sync = Problem(optimizer="sgd").run(lock_step(Sync(), 1, 60))
+    for mode in (Hybrid(2), Async()):
+        late = Problem(optimizer="sgd").run(lock_step(mode, 4, 60))
+        assert sync.apart(late) > 1e-3
+
+
+@st.composite
+def settings_of_all_kinds(draw):
+    workers = draw(st.integers(1, 5))
+    parts = [
+        [Slowdown(0.0, draw(st.floats(0.5, 9.0))), Slowdown(2.0, draw(st.floats(0.5, 9.0)))] for _ in range(workers)
+    ]
+    crashes = draw(st.lists(st.tuples(st.floats(0, 20), st.integers(0, workers - 1)), max_size=3))
+    return Setting(Trace(parts, 5.0), local_batch=LOCAL, crashes=crashes)
+
+
+class AlgorithmTwo:
+    """GBA's appendix B, Algorithm 2, literally but for the order of its lines 19 and 21: buffers, not sums."""
+
+    def __init__(self, problem, group, tolerance):
+        self.problem, self.group, self.tolerance = problem, group, tolerance
+        self.rows, self.weights = problem.table, problem
+        self.buffer = []
+        self.tags = defaultdict(int)
+        self.k = 0
+
+    def push(self, token, gradient):
+        self.buffer.append((token, gradient))
+        if len(self.buffer) == self.group:
+            self.flush()
+
+    def flush(self):
+        dense = [(0 if self.k - token > self.tolerance else 1, g["dense-0"]) for token, g in self.buffer]
+        if any(weight for weight, _ in dense):
+            self.problem.update(sum(weight * g for weight, g in dense) / len(dense), self.k)
+        by_id = defaultdict(list)
+        for token, g in self.buffer:
+            for id_, row in zip(*g["ps-0"]["item"], strict=True):
+                by_id[int(id_)].append((0 if self.tags[int(id_)] - token > self.tolerance else 1, row))
+        for id_, parts in by_id.items():
+            if any(weight for weight, _ in parts):
+                mean = sum(weight * row for weight, row in parts) / len(parts)
+                self.rows.update(np.array([id_], np.uint64), mean[None])
+                self.tags[id_] = self.k
+        self.buffer.clear()
+        self.k += 1
+
+
+@settings(deadline=None, max_examples=60)
+@given(settings_of_all_kinds(), st.integers(1, 6), st.integers(0, 2), st.integers(1, 60))
+def test_running_sums_do_what_algorithm_two_does_with_buffers(setting, group, tolerance, batches):
+    schedule = simulate(Gba(group * LOCAL, tolerance), setting, batches)
+    problem, written_out = Problem(), Problem()
+    reference = AlgorithmTwo(written_out, group, tolerance)
+    reads = {}
+    problem.run(schedule)
+    for event in schedule.events:
+        at = reads.setdefault(event.batch, {})
+        if event.kind == "lookup":
+            ids = np.unique(written_out.data(event.batch)[0])
+            at["ps-0"] = {"item": (ids, written_out.table.rows[ids.astype(int)])}
+        elif event.kind == "pull":
+            at["dense-0"] = written_out.weights.copy()
+        elif event.kind == "push" and event.server == "ps-0":
+            reference.push(event.token, written_out.compute(event.batch, at))
+    if reference.buffer:
+        reference.flush()
+    assert problem.apart(written_out) <= 1e-9
+    assert problem.updates == written_out.updates
+    for id_ in range(IDS):
+        assert problem.servers["ps-0"].last_step("item", id_) == reference.tags[id_]
+
+
+def test_a_row_that_nobody_touched_takes_an_old_gradient():
+    """Dense weights decay by k, rows by their own last change."""
+    table = PlainTable(np.zeros((4, 1)), "sgd", 1.0)
+    server = RowServer(PlainRows({"item": table}), lambda batch: {})
+    server.begin(Gba(1, tolerance=1))
+    one = np.ones((1, 1))
+    ids = {i: np.array([i], np.uint64) for i in range(4)}
+    for step in range(5):
+        server.add({"item": (ids[0], one)}, Taken(step, 1.0, 1.0))
+        server.apply(step)
+    old = Taken(token=2, weight=0.0, share=1.0)
+    server.add({"item": (ids[1], one)}, old)
+    server.add({"item": (ids[0], one)}, old)
+    server.apply(5)
+    assert table.rows[:, 0].tolist() == [-5.0, -1.0, 0.0, 0.0]
+    assert [server.last_step("item", i) for i in range(3)] == [4, 5, 0]
+
+
+def test_a_stale_gradient_counts_in_the_divisor():
+    table = PlainTable(np.zeros((2, 1)), "sgd", 1.0)
+    server = RowServer(PlainRows({"item": table}), lambda batch: {})
+    server.begin(Gba(2, tolerance=0))
+    id_ = np.array([1], np.uint64)
+    for step, tokens in ((3, (3, 3)), (4, (1, 4))):
+        for token in tokens:
+            server.add({"item": (id_, np.ones((1, 1)))}, Taken(token, 1.0, 1.0))
+        server.apply(step)
+    assert table.rows[1, 0] == -1.5
+
+
+def test_a_push_without_data_counts():
+    changes = []
+    server = DenseServer(lambda: np.zeros(1), lambda gradient, step: changes.append((step, gradient.tolist())))
+    server.add(np.ones(1), Taken(0, 1.0, 1.0))
+    server.add(None, Taken(0, 1.0, 1.0))
+    server.apply(0)
+    server.add(np.ones(1), Taken(0, 0.0, 1.0))
+    server.apply(1)
+    assert changes == [(0, [0.5])]
+
+
+def test_a_schedule_that_contradicts_itself_is_refused():
+    schedule = lock_step(Gba(4 * LOCAL), 4, 16)
+    events = schedule.events
+    first = next(i for i, e in enumerate(events) if e.kind == "apply")
+    replace = msgspec.structs.replace
+    for broken, message in (
+        (events[:first] + events[first + 1 :], "k is 0 here"),
+        ([replace(e, version=e.version + (i > 40)) for i, e in enumerate(events)], "k is"),
+        ([replace(e, version=0, rows=0) for e in events if e.kind == "push"], "had to be applied"),
+        ([e for e in events if e.kind != "pull"], "not read"),
+    ):
+        with pytest.raises(DataError, match=message):
+            Problem().run(replace(schedule, events=broken))
+    with pytest.raises(DataError, match="dense-0"):
+        replay(schedule, {"ps-0": Problem().servers["ps-0"]}, Problem().compute)
+    other = replace(schedule, mode=HopBw(0), events=[replace(e, token=e.token - 1) for e in events])
+    with pytest.raises(DataError, match="'drop'"):
+        Problem().run(other)

@@ -1,0 +1,73 @@
+"""Training in virtual time against the real trainer."""
+
+import numpy as np
+import pytest
+import torch
+
+from persia import Trainer, TrainerOptions, data
+from persia.modes import Gba, Hybrid, Sync
+from persia.nn.models import DeepFM
+from persia.optim import Adagrad
+from persia.replay import Setting, simulate, steady
+from persia.replay.virtual import VirtualTraining
+
+ROWS, BATCH = 2048, 64
+
+
+def model_of(schema):
+    torch.manual_seed(3)
+    return DeepFM(schema, hidden=(16,))
+
+
+def virtual(reader):
+    batches = list(reader)
+    training = VirtualTraining(
+        model_of(reader.schema),
+        reader.schema,
+        batches.__getitem__,
+        lambda parameters: torch.optim.Adam(parameters, 1e-2),
+        Adagrad(lr=0.05),
+        seed=5,
+    )
+    return training, batches
+
+
+@pytest.fixture
+def reader():
+    return data.synthetic(ROWS, id_features=4, ids_per_feature=200, batch_size=BATCH, dim=4)
+
+
+@pytest.mark.parametrize("mode", [Sync(), Gba(BATCH)])
+def test_one_nn_worker_trains_as_the_trainer_does(reader, mode):
+    training, batches = virtual(reader)
+    training.run(simulate(mode, Setting(steady([1.0]), local_batch=BATCH), len(batches)))
+    trainer = Trainer(
+        model_of(reader.schema),
+        reader.schema,
+        optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-2),
+        embedding_optimizer=Adagrad(lr=0.05),
+        mode=Sync(),
+        options=TrainerOptions(seed=5, progress=False),
+    )
+    trainer.fit(batches)
+    test = list(data.synthetic(ROWS, id_features=4, ids_per_feature=200, batch_size=BATCH, dim=4, seed=0).batches(1))
+    theirs = np.concatenate(list(trainer.predict(test)))
+    ours = 1 / (1 + np.exp(-training.evaluate(test)))
+    np.testing.assert_allclose(ours.reshape(theirs.shape), theirs, atol=2e-5)
+    assert sorted(training.logits) == list(range(len(batches)))
+
+
+def test_several_nn_workers_train(reader):
+    training, batches = virtual(reader)
+    before = training.evaluate(batches)
+    half = len(batches) // 2
+    setting = Setting(steady([1.0, 1.0, 4.0, 2.0]), local_batch=BATCH)
+    first = simulate(Hybrid(2), setting, half)
+    training.run(first)
+    training.run(simulate(Gba(4 * BATCH), setting, range(half, len(batches)), step=first.end_step))
+    labels = torch.from_numpy(np.concatenate([b.labels for b in batches]))
+    losses = [
+        torch.nn.functional.binary_cross_entropy_with_logits(torch.from_numpy(logits), labels).item()
+        for logits in (before, training.evaluate(batches))
+    ]
+    assert losses[1] < losses[0] - 0.01

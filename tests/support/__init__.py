@@ -1,0 +1,1 @@
+"""What tests share: samples, and programs that run in processes of their own."""

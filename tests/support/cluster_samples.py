@@ -1,0 +1,266 @@
+"""What the cluster tests train; importable in the processes of the roles."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import persia
+from persia import IdColumn
+from persia.cluster import Ray, RayOptions
+from persia.cluster.ray.plan import ProcessInfo
+from persia.dense import AllReduce
+from persia.nn.models import FFNN
+from persia.nn.replicas import Alone
+
+BATCH = 64
+
+
+def options(**changes: Any) -> RayOptions:
+    return RayOptions(threads=1, timeout=60.0, **changes)
+
+
+def reader(batches: int, epoch_seed: int = 1) -> Any:
+    return persia.data.synthetic(
+        batches * BATCH, id_features=4, ids_per_feature=500, dense_features=2, batch_size=BATCH, dim=8, seed=epoch_seed
+    )
+
+
+def make_trainer(cluster: Any, mode: Any = None, **changes: Any) -> persia.Trainer:
+    torch.manual_seed(0)
+    schema = reader(1).schema
+    return persia.Trainer(
+        FFNN(schema, hidden=(16,), dropout=0.1),
+        schema,
+        optimizer=lambda params: torch.optim.Adam(params, 1e-2),
+        embedding_optimizer=persia.optim.Adagrad(lr=0.05),
+        mode=mode or persia.modes.Sync(),
+        cluster=cluster,
+        options=persia.TrainerOptions(progress=False, timeout=60.0, **changes),
+    )
+
+
+def losses(cluster: Any, batches: int, mode: Any = None) -> list[float]:
+    """A bare loop on one NN worker's share of the batches."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    data = reader(batches)
+    embeddings = persia.nn.EmbeddingCollection(
+        data.schema, optimizer=persia.optim.Adagrad(lr=0.05), mode=mode or persia.modes.Sync(), cluster=cluster
+    )
+    net = torch.nn.Sequential(torch.nn.Linear(4 * 8 + 2, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+    found = []
+    for batch in embeddings.prefetch(data):
+        logits = net(torch.cat([*embeddings(batch).values(), batch.dense], 1))
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def pids(cluster: Ray, role: str | None = None) -> list[int]:
+    """Of the living processes."""
+    assert cluster._processes is not None
+    return [p.info.pid for p in cluster._processes.all() if p.info is not None and role in (None, p.role)]
+
+
+def running(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+
+
+def eventually(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds:g} s: {what}"
+        time.sleep(0.02)
+
+
+def kill_once_training(cluster: Any, role: str, counter: str | None, rank: int = 0) -> None:
+    """SIGKILL for one process of a role, once it has counted on; NN workers count nothing, embedding PSs do."""
+    counter = counter or "rpc.calls"
+    watched = role if role != "nn_worker" else "embedding_ps"
+
+    def count() -> float:
+        found = {n: c for n, c in cluster.statistics().items() if n.startswith(watched)}
+        return sum(counters.get(counter, 0.0) for counters in found.values())
+
+    eventually(lambda: bool(pids(cluster, role)), "it starts")
+    before = count()
+    eventually(lambda: count() > before + 20, "it trains", 60.0)
+    os.kill(pids(cluster, role)[rank], signal.SIGKILL)
+
+
+def bare_host() -> type:
+    """As little of a process of a role as can be. Local, so that it is pickled whole: nobody there could import it."""
+
+    class Bare:
+        def __init__(self) -> None:
+            print("bare 0 says hello", flush=True)
+
+        def info(self) -> ProcessInfo:
+            import ray
+
+            node = ray.get_runtime_context().get_node_id()
+            logs = [os.path.realpath(f"/proc/self/fd/{number}") for number in (1, 2)]
+            return ProcessInfo(os.getpid(), "here", node, logs, 1, "")
+
+        def watch(self) -> None:
+            threading.Event().wait()
+
+        def release(self) -> None:
+            pass
+
+    return Bare
+
+
+DELAYED = ("lookup", "lookup_at", "push", "register", "take")
+
+
+def delayed_host(host: type, seed: int) -> type:
+    """A host whose role answers late, by up to 20 ms, in random order. A PS counts how late pushes follow lookups."""
+
+    class Delaying:
+        def __init__(self, role: Any) -> None:
+            self.role, self.random, self.lock = role, random.Random(seed), threading.Lock()
+            self.lookups = self.pushes = self.behind = 0
+
+        def __getattr__(self, name: str) -> Any:
+            method = getattr(self.role, name)
+
+            def call(*arguments: Any) -> Any:
+                with self.lock:
+                    pause = self.random.random() * 0.02
+                    if name in ("lookup", "lookup_at"):  # Of an embedding worker, of a PS.
+                        self.lookups += 1
+                        self.behind = max(self.behind, self.lookups - 1 - self.pushes)
+                time.sleep(pause)
+                try:
+                    return method(*arguments)
+                finally:
+                    time.sleep(pause)
+                    if name == "push":
+                        with self.lock:
+                            self.pushes += 1
+
+            return functools.update_wrapper(call, method) if name in DELAYED else method
+
+    class Delayed(host):  # type: ignore[misc,valid-type]
+        def serve(self, service: object, protocol: type, address: str = "") -> str:
+            self.delaying = Delaying(service)
+            return super().serve(self.delaying, protocol, address)
+
+        def counters(self) -> dict[str, float]:
+            return {**super().counters(), "behind": float(self.delaying.behind)}
+
+    return Delayed
+
+
+@contextlib.contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """In this process, as in those of a cluster with `options()`."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+GLOBAL = persia.Schema(
+    [persia.IdFeature("trained", 4), persia.IdFeature("fixed", 4)],
+    tables=[
+        persia.Table("trained", 4, optimizer=persia.optim.SGD(lr=0.5)),
+        persia.Table("fixed", 4, optimizer=persia.optim.SGD(lr=1e-30)),
+    ],
+)
+GLOBAL_IDS = 40
+
+
+def global_losses(
+    cluster: Any, nn_workers: int, feature: str, dtype: str, steps: int, parts: int
+) -> dict[str, NDArray[Any]]:
+    """Network and rows after so many steps of `parts` batches each, on one NN worker as one batch.
+
+    The batches of a step have different sizes, so that the mean over them is not the mean over their rows.
+    """
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    kind = getattr(torch, dtype)
+    rng = np.random.default_rng(3)
+    pieces: list[persia.Batch] = []
+    for number in range(steps * parts):
+        size = 3 + number % 5
+        columns = {name: IdColumn(rng.integers(0, GLOBAL_IDS, size).astype(np.uint64)) for name in ("trained", "fixed")}
+        labels = (rng.random((size, 1)) < 0.5).astype(np.float32)
+        pieces.append(persia.Batch(columns, np.zeros((size, 0), np.float32), labels))
+    if nn_workers == 1:
+        batches = [_joined(pieces[i : i + parts]) for i in range(0, len(pieces), parts)]
+    else:
+        batches = pieces[torch.distributed.get_rank() :: nn_workers]
+    embeddings = persia.nn.EmbeddingCollection(
+        GLOBAL, optimizer=persia.optim.SGD(lr=0.1), mode=persia.modes.Sync(reduction="global"), cluster=cluster
+    )
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).to(kind)
+    optimizer = torch.optim.SGD(net.parameters(), 0.5, momentum=0.9)
+    replicas: Any = AllReduce(net, nn_workers) if nn_workers > 1 else Alone(net)
+    for batch in embeddings.prefetch(batches, equal_steps=replicas):
+        with replicas.batch(batch.made_up, True):
+            logits = replicas.model(embeddings(batch)[feature].to(kind))
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.labels.to(kind))
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    embeddings.eval()
+    ids = np.arange(GLOBAL_IDS, dtype=np.uint64)
+    every = persia.Batch(
+        {name: IdColumn(ids) for name in ("trained", "fixed")},
+        np.zeros((len(ids), 0), np.float32),
+        np.zeros((len(ids), 1), np.float32),
+    )
+    found = {name: value.detach().numpy() for name, value in net.state_dict().items()}
+    with torch.no_grad():
+        for batch in embeddings.prefetch([every]):
+            found["rows"] = embeddings(batch)[feature].numpy().copy()
+    return found
+
+
+def _joined(batches: list[persia.Batch]) -> persia.Batch:
+    names = batches[0].id_features
+    return persia.Batch(
+        {name: IdColumn(np.concatenate([b.id_features[name].values for b in batches])) for name in names},
+        np.concatenate([b.dense for b in batches]),
+        np.concatenate([b.labels for b in batches]),
+    )
+
+
+class NumberedBatches:
+    """A source in which every sample has an id of its own: 0, 1, 2, ..."""
+
+    rows = 8
+    schema = persia.Schema([persia.IdFeature("id", 4)])
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def batches(self, epoch: int = 0, start: int = 0) -> Iterator[persia.Batch]:
+        for number in range(start, self.count):
+            ids = np.arange(number * self.rows, (number + 1) * self.rows, dtype=np.uint64)
+            yield persia.Batch(
+                {"id": IdColumn(ids)}, np.zeros((self.rows, 0), np.float32), np.zeros((self.rows, 1), np.float32)
+            )
