@@ -27,7 +27,7 @@ from persia.metrics import Metrics
 from persia.modes import AnyMode
 from persia.nn.models import FFNN, DeepFM
 from persia.optim import Adagrad
-from persia.replay import Event, Setting, Summary, phases, simulate, steady
+from persia.replay import ScheduleEvent, Setting, Summary, phases, simulate, steady
 from persia.replay.virtual import VirtualTraining
 
 __all__ = [
@@ -179,7 +179,7 @@ def norms(plan: Plan) -> list[float]:
     found: list[float] = []
     held: list[np.ndarray] = []
 
-    def watch(event: Event, gradient: Any) -> None:
+    def watch(event: ScheduleEvent, gradient: Any) -> None:
         if event.server == "dense-0" and event.kind == "push":
             held.append(gradient)
         elif event.server == "dense-0" and event.kind == "apply":

@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import persia
 from benchmarks import harness
 from persia.modes import AnyMode, Auto, Gba, HopBw, Sync
-from persia.pushes.accumulator import RunningSums
-from persia.replay import Event, Setting, Trace, alternating, load_schedule, phases, simulate, steady
+from persia.pushes.accumulator import GradientAccumulator
+from persia.replay import ScheduleEvent, Setting, Trace, alternating, load_timeline, phases, simulate, steady
 from persia.replay.virtual import VirtualTraining
 from persia.testing import Threads
 from persia.testing import emulation as bench
@@ -72,7 +72,7 @@ def moving(preset: str, length: int) -> Trace:
     return phases(WORKERS, length=seconds, factor=FACTOR, share=SLOW_SHARE, count=64)
 
 
-def traced(mode: AnyMode, emulation: bench.Emulation, seconds: float) -> bench.Line:
+def traced(mode: AnyMode, emulation: bench.Emulation, seconds: float) -> bench.ModeResult:
     """A run that lasts about so long."""
     ideal = simulate(mode, Setting(emulation.trace, emulation.compute, bench.ROWS), 20_000)
     ends = [event.time for event in ideal.events if event.server == "ps-0" and event.kind in ("push", "drop")]
@@ -148,12 +148,12 @@ def staleness(preset: str) -> harness.Measure:
     batches = 64 if preset == "smoke" else 800
     with tempfile.TemporaryDirectory() as directory:
         trained = bench.train(gba(), emulation, batches, directory)
-        schedule = load_schedule(Path(directory) / "segment-1.jsonl")
+        schedule = load_timeline(Path(directory) / "segment-1.jsonl")
     schema, data = bench.problem(batches)
     virtual = VirtualTraining(bench.network(), schema, data.__getitem__, bench.optimizer, bench.EMBEDDING_OPTIMIZER)
     step, read, ages = schedule.step, {}, {}
 
-    def watch(event: Event, gradient: object) -> None:
+    def watch(event: ScheduleEvent, gradient: object) -> None:
         nonlocal step
         if event.server != "dense-0":
             return
@@ -276,7 +276,7 @@ def running_sums(preset: str) -> harness.Measure:
             Gradients(ids, random.normal(size=(len(ids), 16)).astype(np.float32)) for ids in parts
         ]  # About 9,000 rows each; many occur in several.
         weights = [np.ones(len(ids), np.float32) for ids in parts]
-        sums, rates = RunningSums("per_id"), []
+        sums, rates = GradientAccumulator("per_id"), []
         for _ in range(ROUNDS[preset]):
             began = time.perf_counter()
             for gradient, counts in zip(gradients, weights, strict=True):

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from persia import Batch, Schema, Trainer, TrainerOptions, rpc
-from persia.data import Loader, Peer
+from persia.data import Loader, WorkerPeer
 from persia.membership.data_loaders import DataLoaders
 from persia.membership.directory import Directory
 from persia.membership.embedding_workers import EmbeddingWorkers
@@ -108,7 +108,7 @@ def train(
     server = EmbeddingServer(schema.resolved_tables(), optimizer, mode, seed, 1, ServerOptions(nn_workers, TIMEOUT))
     recorded = RecordedPS(server, batches, nn_workers) if record else None
     worker = Worker(schema, [recorded or server], 1)
-    loader = Loader(batches, schema, [Peer(0, 1, worker)], timeout=TIMEOUT)
+    loader = Loader(batches, schema, [WorkerPeer(0, 1, worker)], timeout=TIMEOUT)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     spawn = multiprocessing.get_context("spawn")
     with contextlib.ExitStack() as stack:

@@ -31,13 +31,13 @@ def train(cluster: persia.cluster.Ray) -> str:
     metrics = persia.metrics.Metrics(reader.schema.labels)
     steps = dummies = 0
     for batch in embeddings.prefetch(reader, equal_steps=replicas):
-        with replicas.batch(batch.made_up):
+        with replicas.batch(batch.dummy):
             logits = replicas.model(torch.cat(list(embeddings(batch).values()), dim=1))
             torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.labels).backward()
         optimizer.step()
         optimizer.zero_grad()
-        steps, dummies = steps + 1, dummies + batch.made_up
-        if not batch.made_up:
+        steps, dummies = steps + 1, dummies + batch.dummy
+        if not batch.dummy:
             metrics.update(logits.detach(), batch.labels, batch.day)
     total = persia.metrics.merging.merged_metrics(metrics, replicas.gather).result()
     return (

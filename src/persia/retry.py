@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["patiently"]
+__all__ = ["retry"]
 
 T = TypeVar("T")
 
 
-def patiently(
+def retry(
     call: Callable[[], T],
     passing: Callable[[Exception], bool],
     seconds: float,

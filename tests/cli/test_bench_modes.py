@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 from persia import rpc, services
 from persia.cli import ui
 from persia.cli.app import app
-from persia.coordinator import Tokens
+from persia.coordinator import TokenScheduler
 from persia.errors import ConfigError, DataError
-from persia.modes import Auto, Evidence, Gba, HopBw, StepTime, load_evidence
+from persia.modes import Auto, AutoEvidence, Gba, HopBw, StepTime, load_evidence
 from persia.testing import emulation as bench
 
 
@@ -60,7 +60,7 @@ def test_a_cluster_day_is_replayed(tmp_path):
 
 
 def test_control_asks_for_a_switch():
-    tokens = Tokens(5.0)
+    tokens = TokenScheduler(5.0)
     with rpc.serve(tokens, protocol=services.Tokens) as server:
         done = CliRunner().invoke(app, ["control", "switch", server.address, "gba", "--set", "global_batch_size=64"])
         assert done.exit_code == 0, done.output
@@ -90,7 +90,7 @@ def test_the_report_of_an_asynchronous_run_is_json_and_a_table(tmp_path, capsys)
 
 def test_rehearse_repeats_decisions_with_other_thresholds(tmp_path):
     steps = [StepTime(rank, float(n), 1.0 + 3.0 * rank) for rank in (0, 1) for n in range(40)]
-    Evidence(steps).save(tmp_path / "auto.json")
+    AutoEvidence(steps).save(tmp_path / "auto.json")
     config = tmp_path / "run.toml"
     config.write_text(
         '[data]\nkind = "synthetic"\n[mode]\nkind = "auto"\nseconds = 5.0\n'

@@ -137,7 +137,7 @@ def uneven(cluster: Any, equal: bool) -> int:
     model = replicas.model if replicas else torch.nn.parallel.DistributedDataParallel(net)
     steps = 0
     for batch in embeddings.prefetch(list(data)[rank::count], equal_steps=replicas):
-        with replicas.batch(batch.made_up) if replicas else contextlib.nullcontext():
+        with replicas.batch(batch.dummy) if replicas else contextlib.nullcontext():
             logits = model(torch.cat([*embeddings(batch).values(), batch.dense], 1))
             torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.labels).backward()
         steps += 1

@@ -13,7 +13,7 @@ import persia
 from persia.cli.app import app
 from persia.modes import Gba, HopBw, Hybrid, Sync
 from persia.nn.models import FFNN
-from persia.replay import load_schedule
+from persia.replay import load_timeline
 from persia.replay.virtual import VirtualTraining
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
@@ -64,7 +64,7 @@ def test_a_run_is_its_replay(mode, tmp_path):
         result = trainer.fit(data)
         # More than one segment: there are rests at which a snapshot may be due.
         count = len(list(tmp_path.glob("segment-*.jsonl")))
-        schedules = [load_schedule(tmp_path / f"segment-{number + 1}.jsonl") for number in range(count)]
+        schedules = [load_timeline(tmp_path / f"segment-{number + 1}.jsonl") for number in range(count)]
         batches = list(data)
         virtual = VirtualTraining(network(), data.schema, batches.__getitem__, adam, persia.optim.Adagrad(lr=0.05))
         for schedule in schedules:

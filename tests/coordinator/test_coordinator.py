@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from persia import rpc, services
-from persia.coordinator import Coordinator
+from persia.coordinator import CoordinatorServer
 from persia.errors import ConfigError, PersiaError
 from persia.types import Member
 
@@ -27,7 +27,7 @@ def clock():
 
 @pytest.fixture(params=["here", "rpc"])
 def coordinator(request, clock):
-    role = Coordinator(clock)
+    role = CoordinatorServer(clock)
     if request.param == "here":
         yield role
         return
@@ -131,15 +131,15 @@ def test_roles_are_checked(coordinator):
 
 def test_its_state_survives_a_restart(tmp_path):
     path = str(tmp_path / "members")
-    first = Coordinator(path=path)
+    first = CoordinatorServer(path=path)
     first.regenerate(2)
     first.join("nn_worker", 1, "")
     first.join("data_loader", 0, "tcp://a:1")
     first.depart("data_loader", 0, 1, "killed")
-    second = Coordinator(path=path)
+    second = CoordinatorServer(path=path)
     assert second.membership() == first.membership()
     assert second.join("data_loader", 0, "tcp://a:2").incarnation == 2
     assert second.regenerate(2) == 2
     (tmp_path / "members").write_bytes(b"nonsense")
     with pytest.raises(PersiaError, match="is no state of a coordinator"):
-        Coordinator(path=path)
+        CoordinatorServer(path=path)

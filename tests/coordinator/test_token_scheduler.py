@@ -11,17 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persia import rpc, services
-from persia.coordinator import TokenReport, Tokens
+from persia.coordinator import TokenReport, TokenScheduler
 from persia.errors import ConfigError, DeadlineError, PersiaError, RoleDiedError, StalePushError
-from persia.modes import Async, Auto, Bsp, Evidence, Gba, HopBs, HopBw, encode
-from persia.types import Caller, Lap, Segment
+from persia.modes import Async, Auto, AutoEvidence, Bsp, Gba, HopBs, HopBw, encode
+from persia.types import Caller, StepTiming, TrainingPhase
 
 DEADLINE = 10.0
 ROWS = 8
 
 
 def segment(mode, nn_workers=2, number=1, position=0, step=0, steps=None, generation=1):
-    return Segment(generation, number, encode(mode), nn_workers, 0, position, step, steps, ROWS)
+    return TrainingPhase(generation, number, encode(mode), nn_workers, 0, position, step, steps, ROWS)
 
 
 class Worker:
@@ -79,7 +79,7 @@ def two(tokens):
 
 @pytest.fixture(params=["here", "rpc", "file"])
 def tokens(request, tmp_path):
-    made = Tokens(DEADLINE, str(tmp_path / "tokens") if request.param == "file" else None)
+    made = TokenScheduler(DEADLINE, str(tmp_path / "tokens") if request.param == "file" else None)
     if request.param != "rpc":
         yield made
         return
@@ -351,7 +351,7 @@ def test_who_begins_anew_earlier_gets_no_batch_twice(tokens):
 
 
 def test_nobody_waits_for_a_dead_leader():
-    tokens = Tokens(DEADLINE)
+    tokens = TokenScheduler(DEADLINE)
     tokens.begin(segment(Gba(2 * ROWS)))
     tokens.stop()
     a, b = Worker(tokens, 0), Worker(tokens, 1)
@@ -406,23 +406,23 @@ def test_step_times_ask_for_a_switch(tokens):
     end = time.monotonic() + DEADLINE
     while not tokens.requested():
         assert time.monotonic() < end
-        tokens.timed(0, [Lap(0.001, 0.001)])
-        tokens.timed(1, [Lap(0.009, 0.009)])
+        tokens.timed(0, [StepTiming(0.001, 0.001)])
+        tokens.timed(1, [StepTiming(0.009, 0.009)])
     tokens.resolve(encode(auto.asynchronous))
-    evidence = msgspec.json.decode(tokens.evidence(), type=Evidence)
+    evidence = msgspec.json.decode(tokens.evidence(), type=AutoEvidence)
     assert [v.switch for v in evidence.verdicts][-2:] == [False, True]
     assert {step.worker for step in evidence.steps} == {0, 1}
 
 
 def test_state_survives_a_restart(tmp_path):
     path = str(tmp_path / "tokens")
-    first = Tokens(DEADLINE, path)
+    first = TokenScheduler(DEADLINE, path)
     first.begin(segment(Gba(3 * ROWS)))
     a, b = Worker(first, 0), Worker(first, 1)
     for worker in (a, b, a):
         worker.train()
     token = b.start()
-    a.tokens = b.tokens = second = Tokens(DEADLINE, path)
+    a.tokens = b.tokens = second = TokenScheduler(DEADLINE, path)
     assert second.draw(b.caller, 2, 3, ROWS, 1, 0) == token
     assert b.arrive().header[3:4] == (1,)
     assert a.train().header.slot == 1
@@ -430,7 +430,7 @@ def test_state_survives_a_restart(tmp_path):
 
 
 def test_who_is_late_is_named():
-    tokens = Tokens(0.05)
+    tokens = TokenScheduler(0.05)
     with pytest.raises(DeadlineError, match="Segment 1 has not begun"):
         tokens.take(Caller(1, 1, 0), 1)
     tokens.begin(segment(HopBs(1)))
@@ -451,7 +451,7 @@ def test_any_order_and_any_crash(data):
     nn_workers = data.draw(st.integers(1, 4))
     group = data.draw(st.integers(1, 5))
     mode = data.draw(st.sampled_from([Gba(group * ROWS), Bsp(group), Async(), HopBs(2)]))
-    tokens = Tokens(DEADLINE, record=True)
+    tokens = TokenScheduler(DEADLINE, record=True)
     tokens.begin(segment(mode, nn_workers))
     workers = [Worker(tokens, rank) for rank in range(nn_workers)]
     alive, busy, arrived, out = set(range(nn_workers)), {}, [], {}
@@ -486,7 +486,7 @@ def test_any_order_and_any_crash(data):
 
 
 def test_several_threads_at_once():
-    tokens = Tokens(DEADLINE)
+    tokens = TokenScheduler(DEADLINE)
     tokens.begin(segment(HopBw(2), nn_workers=6, steps=20))
     barrier = threading.Barrier(6)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from persia import rpc, services
 from persia.batching.batch import Batch, IdColumn
-from persia.data import Loader, Peer
+from persia.data import Loader, WorkerPeer
 from persia.errors import ClosedError, DataError, DeadlineError, MovedError
 from persia.schema import IdFeature, Schema
 from persia.types import BatchId, Feed
@@ -89,7 +89,7 @@ class Buffering:
             self.released.append(self.numbers.pop(batch_id))
 
     def peer(self, leaving=False):
-        return Peer(self.rank, self.incarnation, self, leaving)
+        return WorkerPeer(self.rank, self.incarnation, self, leaving)
 
 
 def wait_until(condition, what="the condition"):

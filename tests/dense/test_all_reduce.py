@@ -10,7 +10,7 @@ from persia.batching.batch import Batch, IdColumn
 from persia.dense import AllReduce, AllReduceOptions
 from persia.errors import DeadlineError, StaleBatchError
 from persia.modes import Hybrid, Sync
-from persia.nn.dummy import made_up_batch
+from persia.nn.dummy import dummy_batch
 from persia.optim import SGD
 from support.nn_processes import Model, Services, fit, parameters, resume
 from support.processes import Processes
@@ -209,15 +209,15 @@ def train_on_nothing(rank):
     replicas = AllReduce(model, 2)
     before = parameters(model)
     for _ in range(3):
-        made_up = rank == 1
-        batch = made_up_batch(SCHEMA, 1, torch.device("cpu"))
-        rows = 1 if made_up else 6
-        found = {f.name: torch.randn(rows, f.dim) * (not made_up) for f in SCHEMA.id_features}
-        replicas.start(0 if made_up else rows, has_data=not made_up)
-        with replicas.batch(made_up):
-            dense = batch.dense if made_up else torch.randn(rows, 1)
+        dummy = rank == 1
+        batch = dummy_batch(SCHEMA, 1, torch.device("cpu"))
+        rows = 1 if dummy else 6
+        found = {f.name: torch.randn(rows, f.dim) * (not dummy) for f in SCHEMA.id_features}
+        replicas.start(0 if dummy else rows, has_data=not dummy)
+        with replicas.batch(dummy):
+            dense = batch.dense if dummy else torch.randn(rows, 1)
             logits = replicas.model(dense, found)
-            assert bool(torch.isnan(logits).all()) == made_up
+            assert bool(torch.isnan(logits).all()) == dummy
             logits.mean().backward()
         assert replicas.rows() == 6
         assert all(torch.isfinite(p.grad).all() for p in model.parameters())

@@ -9,7 +9,7 @@ import torch
 
 import persia
 from persia import rpc
-from persia.dense import DenseServer, Shared
+from persia.dense import DenseServer, SharedNetwork
 from persia.dense.server import partition
 from persia.errors import ClosedError, ConfigError, DeadlineError, PersiaError, StalePushError, StoreError
 from persia.services import DenseMaker, DensePS
@@ -62,7 +62,11 @@ def servers(request):
 def shared(model, factory, servers, schedule=None):
     optimizer = factory([p for p in model.parameters() if p.requires_grad])
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor) if schedule else None
-    return Shared(model, optimizer, scheduler, servers(DenseMaker(factory, schedule)), DEADLINE), optimizer, scheduler
+    return (
+        SharedNetwork(model, optimizer, scheduler, servers(DenseMaker(factory, schedule)), DEADLINE),
+        optimizer,
+        scheduler,
+    )
 
 
 def header(step, slot=0, group=1, rows=8, generation=1):
@@ -256,11 +260,11 @@ def test_generations(servers):
 def test_what_fits_no_dense_ps_is_refused():
     model = network()
     with pytest.raises(ConfigError, match="LBFGS"):
-        Shared(model, torch.optim.LBFGS(model.parameters()), None, [], DEADLINE)
+        SharedNetwork(model, torch.optim.LBFGS(model.parameters()), None, [], DEADLINE)
     with pytest.raises(ConfigError, match="clip_norm"):
         DenseServer(DenseMaker(OPTIMIZERS["sgd"], clip_norm=1.0), 0, 2)
     server = DenseServer(DenseMaker(lambda p: torch.optim.SGD(model.parameters(), 0.1)))
-    here = Shared(model, OPTIMIZERS["sgd"](list(model.parameters())), None, [server], DEADLINE)
+    here = SharedNetwork(model, OPTIMIZERS["sgd"](list(model.parameters())), None, [server], DEADLINE)
     with pytest.raises(ConfigError, match="other than `params`"):
         here.load(1, 0)
     with pytest.raises(StoreError, match="no network"):
@@ -270,7 +274,7 @@ def test_what_fits_no_dense_ps_is_refused():
 def test_gradients_are_clipped_by_their_norm_in_a_step():
     model, alone = network(), network()
     server = DenseServer(DenseMaker(lambda p: torch.optim.SGD(p, 1.0), clip_norm=0.01))
-    here = Shared(model, torch.optim.SGD(model.parameters(), 1.0), None, [server], DEADLINE)
+    here = SharedNetwork(model, torch.optim.SGD(model.parameters(), 1.0), None, [server], DEADLINE)
     here.load(1, 0)
     backward(model, 0)
     backward(alone, 0)
@@ -284,7 +288,7 @@ def test_gradients_are_clipped_by_their_norm_in_a_step():
 def test_what_does_not_fit_changes_nothing():
     model = network()
     server = DenseServer(DenseMaker(OPTIMIZERS["sgd"]))
-    here = Shared(model, OPTIMIZERS["sgd"](list(model.parameters())), None, [server], DEADLINE)
+    here = SharedNetwork(model, OPTIMIZERS["sgd"](list(model.parameters())), None, [server], DEADLINE)
     here.load(1, 0)
     with pytest.raises(StoreError, match="bytes came"):
         server.push(header(0), PushedDense(1.0, np.zeros(3, np.uint8), np.ones(4, np.bool_), None))

@@ -13,7 +13,7 @@ from persia.dense import AllReduce
 from persia.errors import DeadlineError, UnequalStepsError
 from persia.modes import Hybrid, Sync
 from persia.nn import CollectionOptions
-from persia.nn.replicas import Alone
+from persia.nn.replicas import SingleReplica
 from persia.optim import SGD
 from support.nn_processes import Model, Remote, Services, parameters
 from support.processes import Processes
@@ -77,7 +77,7 @@ def equal(rank, addresses, mode, counts):
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     steps = 0
     for batch in embeddings.prefetch(batches_of(rank, counts[rank]), equal_steps=replicas):
-        with replicas.batch(batch.made_up):
+        with replicas.batch(batch.dummy):
             logits = replicas.model(batch.dense, embeddings(batch))
             torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.labels).backward()
         optimizer.step()
@@ -181,7 +181,7 @@ def test_loops_that_all_leave_early_are_no_error(two):
 def alone(rank, addresses, mode, counts):
     embeddings, model = collection(rank, len(counts), addresses, mode)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for batch in embeddings.prefetch(batches_of(rank, counts[rank]), equal_steps=Alone(model)):
+    for batch in embeddings.prefetch(batches_of(rank, counts[rank]), equal_steps=SingleReplica(model)):
         step(embeddings, model, optimizer, batch)
     return embeddings.global_step
 

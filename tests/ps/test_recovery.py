@@ -23,7 +23,7 @@ from persia.batching.batch import IdColumn
 from persia.errors import DeadlineError, StalePushError, StoreError, StoreFullError
 from persia.modes import Hybrid, Sync, encode
 from persia.ps import EmbeddingServer, ServerOptions
-from persia.ps.memory import with_room
+from persia.ps.memory import retry_when_full
 from persia.ps.regions import Regions
 from persia.schema import SGD, IdFeature, Schema, Table
 from persia.services import EmbeddingPS
@@ -345,10 +345,10 @@ def test_lookups_wait_for_room_until_their_deadline():
             raise StoreFullError("region x: no room")
         return "rows"
 
-    assert with_room(call, 30.0, "lookup") == "rows"
+    assert retry_when_full(call, 30.0, "lookup") == "rows"
     attempts.clear()
     with pytest.raises(StoreFullError, match="lookup has waited"):
-        with_room(call, 0.0, "lookup")
+        retry_when_full(call, 0.0, "lookup")
 
 
 def test_a_switch_waits_for_room(mounted, caplog):

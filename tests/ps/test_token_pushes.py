@@ -11,7 +11,7 @@ from persia import rpc
 from persia.errors import ConfigError, PersiaError, StalePushError, StoreError
 from persia.modes import Async, Bsp, Gba, Sync, encode
 from persia.ps import EmbeddingServer, ServerOptions
-from persia.pushes.reference import SlowSums
+from persia.pushes.reference import ReferenceAccumulator
 from persia.schema import SGD, Adam, Table
 from persia.services import EmbeddingPS
 from persia.store import TableConfig
@@ -161,7 +161,7 @@ def test_any_order_is_the_order_of_slots(data):
     for n in random.permutation(len(pushes)):
         server.push(pushes[n][0], {"t": pushes[n][1]})
     for step in range(steps):
-        sums = SlowSums(reduction)
+        sums = ReferenceAccumulator(reduction)
         last = {row.id: row.last_step for shard in store._tables[0][1] for row in shard.rows}
         for head, gradients in pushes[step * group : (step + 1) * group]:
             weights = np.array([last[int(i)] - head.token <= tolerance for i in gradients.ids], np.float32)

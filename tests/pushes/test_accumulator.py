@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from persia.pushes.accumulator import RunningSums
-from persia.pushes.reference import SlowSums
+from persia.pushes.accumulator import GradientAccumulator
+from persia.pushes.reference import ReferenceAccumulator
 from persia.types import Gradients
 
 
@@ -24,7 +24,7 @@ def test_any_gradients(data):
     reduction = data.draw(st.sampled_from(["per_id", "global"]))
     stale = data.draw(st.sampled_from([0.0, 0.3, 1.0]))
     universe = np.unique(random.integers(0, 2**64, data.draw(st.integers(1, 30)), dtype=np.uint64))
-    fast, slow = RunningSums(reduction), SlowSums(reduction)
+    fast, slow = GradientAccumulator(reduction), ReferenceAccumulator(reduction)
     for _ in range(2):  # Two steps: nothing is left of the first.
         for _ in range(data.draw(st.integers(0, 6))):
             tables = data.draw(st.sets(st.sampled_from(["a", "b"])))
@@ -43,7 +43,7 @@ def test_any_gradients(data):
 
 @pytest.mark.parametrize("reduction", ["per_id", "global"])
 def test_a_gradient_alone_is_its_own_mean_to_the_bit(reduction):
-    sums = RunningSums(reduction)
+    sums = GradientAccumulator(reduction)
     ids, values = np.arange(4, dtype=np.uint64), np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
     sums.add({"t": (Gradients(ids, values), np.ones(4, np.float32))}, 37)
     (mean,) = sums.take().values()
@@ -51,7 +51,7 @@ def test_a_gradient_alone_is_its_own_mean_to_the_bit(reduction):
 
 
 def test_a_stale_gradient_that_is_not_finite_does_no_harm():
-    sums = RunningSums("per_id")
+    sums = GradientAccumulator("per_id")
     ids = np.array([1, 2], np.uint64)
     ones, bad = np.ones((2, 2), np.float32), np.full((2, 2), np.nan, np.float32)
     sums.add({"t": (Gradients(ids, ones), np.ones(2, np.float32))}, 4)
@@ -62,7 +62,7 @@ def test_a_stale_gradient_that_is_not_finite_does_no_harm():
 
 
 def test_memory_does_not_grow_with_the_number_of_gradients():
-    sums = RunningSums("per_id")
+    sums = GradientAccumulator("per_id")
     ids, values = np.arange(100, dtype=np.uint64), np.ones((100, 4), np.float32)
     for _ in range(500):
         sums.add({"t": (Gradients(ids, values), np.ones(100, np.float32))}, 4)

@@ -3,7 +3,7 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from persia.pushes.sequencer import MOST_QUEUED, Turns
+from persia.pushes.sequencer import MOST_QUEUED, PushSequencer
 from persia.types import PushHeader
 
 TIMEOUT = 20.0
@@ -12,7 +12,7 @@ GROUP = MOST_QUEUED + 36
 
 def test_a_push_that_comes_twice_while_it_waits_for_room_is_done_once():
     """A connection was cut, or another NN worker fills the slot of a dead one."""
-    turns = Turns(TIMEOUT)
+    turns = PushSequencer(TIMEOUT)
     turns.begin(1, 0)
     done = []
 

@@ -17,7 +17,7 @@ from persia.optim import SGD, Adagrad
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.pushes.averaging import average_step
 from persia.pushes.reference import average_step as readable_average_step
-from persia.pushes.step_barrier import Arrived, HeldSteps
+from persia.pushes.step_barrier import ArrivedPush, StepBarrier
 from persia.schema import Table
 from persia.types import Gradients, PushHeader, UpdateCounts
 
@@ -36,7 +36,7 @@ def steps_of(ranks, timeout=TIMEOUT):
         applied.append([a.header for a in arrived])
         return {"user": UpdateCounts(applied=len(applied))}
 
-    return HeldSteps(range(ranks), timeout, apply), applied
+    return StepBarrier(range(ranks), timeout, apply), applied
 
 
 def until(condition):
@@ -64,7 +64,7 @@ def test_who_waits_for_nn_workers_of_before_is_told(threads):
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_a_step_is_applied_once_in_rank_order(order, threads):
     held, applied = steps_of(3)
-    calls = {rank: threads.submit(held.push, 7, Arrived(header(rank), {})) for rank in order}
+    calls = {rank: threads.submit(held.push, 7, ArrivedPush(header(rank), {})) for rank in order}
     counts = {rank: call.result(TIMEOUT) for rank, call in calls.items()}
     assert [[h.rank for h in step] for step in applied] == [[0, 1, 2]]
     # Counted once, whoever adds the counts up.
@@ -73,40 +73,40 @@ def test_a_step_is_applied_once_in_rank_order(order, threads):
 
 def test_a_push_waits_for_the_others(threads):
     held, applied = steps_of(2)
-    first = threads.submit(held.push, 7, Arrived(header(1), {}))
+    first = threads.submit(held.push, 7, ArrivedPush(header(1), {}))
     with pytest.raises(TimeoutError):
         first.result(0.05)
     assert not applied
-    held.push(7, Arrived(header(0), {}))
+    held.push(7, ArrivedPush(header(0), {}))
     first.result(TIMEOUT)
     assert len(applied) == 1
 
 
 def test_repetitions_count_once_and_the_first_one_counts(threads):
     held, applied = steps_of(2)
-    calls = [threads.submit(held.push, 7, Arrived(header(1, weight=5), {}))]
+    calls = [threads.submit(held.push, 7, ArrivedPush(header(1, weight=5), {}))]
     until(lambda: held._step is not None)
-    calls += [threads.submit(held.push, 7, Arrived(header(1, weight=9), {})) for _ in range(4)]
-    counts = held.push(7, Arrived(header(0), {}))
+    calls += [threads.submit(held.push, 7, ArrivedPush(header(1, weight=9), {})) for _ in range(4)]
+    counts = held.push(7, ArrivedPush(header(0), {}))
     for call in calls:
         assert call.result(TIMEOUT) == {}
     assert [[(h.rank, h.weight) for h in step] for step in applied] == [[(0, 4), (1, 5)]]
     # After the step too: a lost reply is repeated, with the same answer.
-    assert held.push(7, Arrived(header(0), {})) == counts != {}
-    assert held.push(7, Arrived(header(1), {})) == {}
+    assert held.push(7, ArrivedPush(header(0), {})) == counts != {}
+    assert held.push(7, ArrivedPush(header(1), {})) == {}
     assert len(applied) == 1
 
 
 def test_the_deadline_names_the_ranks_that_are_missing(threads):
     held, applied = steps_of(4, timeout=0.05)
-    calls = [threads.submit(held.push, 7, Arrived(header(rank), {})) for rank in (0, 2)]
+    calls = [threads.submit(held.push, 7, ArrivedPush(header(rank), {})) for rank in (0, 2)]
     for call in calls:
         with pytest.raises(DeadlineError, match=r"Step 7 \(generation 1\).*NN workers .*1.*3") as failure:
             call.result(TIMEOUT)
         assert {1, 3} <= set(failure.value.fields["missing"])
     # What came stays held: the late ones, and repetitions, complete the step.
     held._timeout = TIMEOUT
-    calls = [threads.submit(held.push, 7, Arrived(header(rank), {})) for rank in (0, 1, 2, 3)]
+    calls = [threads.submit(held.push, 7, ArrivedPush(header(rank), {})) for rank in (0, 1, 2, 3)]
     for call in calls:
         call.result(TIMEOUT)
     assert len(applied) == 1
@@ -114,41 +114,41 @@ def test_the_deadline_names_the_ranks_that_are_missing(threads):
 
 def test_a_new_generation_voids_what_the_old_one_had_under_way(threads):
     held, applied = steps_of(2)
-    old = threads.submit(held.push, 957, Arrived(header(0, step=957), {}))
+    old = threads.submit(held.push, 957, ArrivedPush(header(0, step=957), {}))
     until(lambda: held._step is not None)
-    new = threads.submit(held.push, 900, Arrived(header(0, step=900, generation=2), {}))
+    new = threads.submit(held.push, 900, ArrivedPush(header(0, step=900, generation=2), {}))
     with pytest.raises(StalePushError, match="started anew"):
         old.result(TIMEOUT)
-    held.push(900, Arrived(header(1, step=900, generation=2), {}))
+    held.push(900, ArrivedPush(header(1, step=900, generation=2), {}))
     new.result(TIMEOUT)
     with pytest.raises(StalePushError, match="generation 1"):
-        held.push(957, Arrived(header(1, step=957), {}))
+        held.push(957, ArrivedPush(header(1, step=957), {}))
     assert [[h.generation for h in step] for step in applied] == [[2, 2]]
 
 
 def test_steps_out_of_order_are_refused(threads):
     held, _ = steps_of(2)
-    first = threads.submit(held.push, 7, Arrived(header(0), {}))
+    first = threads.submit(held.push, 7, ArrivedPush(header(0), {}))
     until(lambda: held._step is not None)
     for step in (6, 8):
         with pytest.raises(StalePushError, match="7 is in work"):
-            held.push(step, Arrived(header(1, step=step), {}))
-    held.push(7, Arrived(header(1), {}))
+            held.push(step, ArrivedPush(header(1, step=step), {}))
+    held.push(7, ArrivedPush(header(1), {}))
     first.result(TIMEOUT)
     with pytest.raises(StalePushError, match="7 is applied"):
-        held.push(6, Arrived(header(1, step=6), {}))
+        held.push(6, ArrivedPush(header(1, step=6), {}))
 
 
 @pytest.mark.parametrize("bad", [header(2), header(-1), header(0, part=2, parts=2), header(0, weight=-1)])
 def test_pushes_that_fit_no_step_are_refused(bad):
     with pytest.raises(StoreError):
-        steps_of(2)[0].push(7, Arrived(bad, {}))
+        steps_of(2)[0].push(7, ArrivedPush(bad, {}))
 
 
 def test_parts_of_a_push_complete_it(threads):
     held, applied = steps_of(2)
     sent = [header(1, part=1, parts=2), header(0), header(1, part=0, parts=2)]
-    for call in [threads.submit(held.push, 7, Arrived(h, {})) for h in sent]:
+    for call in [threads.submit(held.push, 7, ArrivedPush(h, {})) for h in sent]:
         call.result(TIMEOUT)
     assert [[(h.rank, h.part) for h in step] for step in applied] == [[(0, 0), (1, 0), (1, 1)]]
 
@@ -161,9 +161,9 @@ def test_an_error_reaches_all_and_the_step_may_be_repeated(threads):
             raise failures.pop()
         return {}
 
-    held = HeldSteps(range(2), TIMEOUT, apply)
+    held = StepBarrier(range(2), TIMEOUT, apply)
     for attempt in range(2):
-        calls = [threads.submit(held.push, 7, Arrived(header(rank), {})) for rank in range(2)]
+        calls = [threads.submit(held.push, 7, ArrivedPush(header(rank), {})) for rank in range(2)]
         for call in calls:
             if attempt == 0:
                 with pytest.raises(StoreError, match="disk full"):
@@ -189,7 +189,7 @@ def a_step(draw):
                 if draw(st.booleans()):
                     values = random.normal(size=(len(ids), table.dim)).astype(np.float32)
                     gradients[name] = Gradients(ids, values)
-            arrived.append(Arrived(header(rank, weight=draw(st.integers(0, 5)), part=part, parts=parts), gradients))
+            arrived.append(ArrivedPush(header(rank, weight=draw(st.integers(0, 5)), part=part, parts=parts), gradients))
     return arrived
 
 
@@ -208,15 +208,15 @@ def test_reduction_equals_its_readable_twin(arrived, reduction):
 def test_global_is_the_gradient_of_one_batch_and_per_id_the_mean_of_those_that_have_the_id():
     one, two = np.uint64([1]), np.uint64([1, 2])
     arrived = [
-        Arrived(header(0, weight=1), {"user": Gradients(one, np.float32([[4, 4, 4]]))}),
-        Arrived(header(1, weight=3), {"user": Gradients(two, np.float32([[8, 8, 8], [2, 2, 2]]))}),
+        ArrivedPush(header(0, weight=1), {"user": Gradients(one, np.float32([[4, 4, 4]]))}),
+        ArrivedPush(header(1, weight=3), {"user": Gradients(two, np.float32([[8, 8, 8], [2, 2, 2]]))}),
     ]
     pool, scratch = batching.ThreadPool(1), batching.Scratch()
     per_id = average_step(arrived, "per_id", pool, scratch)["user"]
     total = average_step(arrived, "global", pool, scratch)["user"]
     assert per_id.values[:, 0].tolist() == [7.0, 2.0]
     assert total.values[:, 0].tolist() == [7.0, 1.5]
-    silent = [Arrived(a.header._replace(weight=0), a.gradients) for a in arrived]
+    silent = [ArrivedPush(a.header._replace(weight=0), a.gradients) for a in arrived]
     assert average_step(silent, "global", pool, scratch) == {}
 
 

@@ -16,10 +16,10 @@ import persia
 from persia.errors import ConfigError, DataError
 from persia.modes import Async, Bsp, Gba, HopBs, HopBw, Hybrid, Sync
 from persia.optim import Adagrad
-from persia.replay import Records, load_schedule, recorded
+from persia.replay import Records, load_timeline, recorded
 from persia.replay.virtual import VirtualTraining
 from persia.testing import Threads
-from persia.types import Journaled, PushHeader, Read
+from persia.types import JournalRecord, PushHeader, ReadRecord
 from support.switching_samples import DEADLINE, ROWS, SCHEMA, Net, batches, rows_of, trainer
 
 WORKERS = 3
@@ -105,7 +105,7 @@ def of_seed(seed):
 def assert_replayed(directory, data, t):
     """The replay of all segments arrives at the same parameters and rows. Returns their schedules."""
     files = sorted(directory.iterdir(), key=lambda path: int(path.stem.split("-")[1]))
-    schedules = [load_schedule(path) for path in files]
+    schedules = [load_timeline(path) for path in files]
     virtual = VirtualTraining(
         Net(torch.float32), SCHEMA, data.__getitem__, lambda p: torch.optim.Adam(p, 1e-2), Adagrad(lr=0.05)
     )
@@ -186,7 +186,7 @@ def test_a_run_through_several_modes_is_its_replay(tmp_path):
 def test_a_run_with_a_crash_is_its_replay(mode, moment, tmp_path, monkeypatch):
     """An NN worker dies while it computes; before its push; when one of two PSs has it; between rows and network."""
     victim, servers = 1, (2, 1)
-    monkeypatch.setattr("persia.nn.token_client.Draws.abandon", lambda self: None)  # As if killed.
+    monkeypatch.setattr("persia.nn.token_client.TokenClient.abandon", lambda self: None)  # As if killed.
     data = batches(45, seed=7)
     if moment != "computing":
         kill_at({victim: (moment, 3)}, monkeypatch)
@@ -271,7 +271,7 @@ def test_any_interleaving_and_any_crash_are_their_replay(data):
     loads = batches(count, seed=count)
     with tempfile.TemporaryDirectory() as directory:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("persia.nn.token_client.Draws.abandon", lambda self: None)
+            patch.setattr("persia.nn.token_client.TokenClient.abandon", lambda self: None)
             kill_at(deaths, patch)
             outcomes, t = run(
                 mode,
@@ -304,17 +304,17 @@ def test_only_batch_by_batch_and_with_tokens(tmp_path):
 def test_records_with_a_gap_are_refused():
     header = PushHeader(1, 0, 1, 0, ROWS)
     with pytest.raises(DataError, match="nobody has noted"):
-        recorded(Sync(), 1, ROWS, 0, Records([], [], [Journaled(0, [header])], []))
-    read = Read(0, 1, 0, ROWS, [1], [0])
+        recorded(Sync(), 1, ROWS, 0, Records([], [], [JournalRecord(0, [header])], []))
+    read = ReadRecord(0, 1, 0, ROWS, [1], [0])
     with pytest.raises(DataError, match="contradict"):
-        recorded(Sync(), 1, ROWS, 0, Records([read], [], [Journaled(0, [header])], []))
+        recorded(Sync(), 1, ROWS, 0, Records([read], [], [JournalRecord(0, [header])], []))
 
 
 def test_a_schedule_file_is_that_of_a_simulation(tmp_path):
     t = trainer(Gba(2 * ROWS), record_dir=str(tmp_path))
     t.fit(batches(5))
-    schedule = load_schedule(tmp_path / "segment-1.jsonl")
+    schedule = load_timeline(tmp_path / "segment-1.jsonl")
     assert (schedule.mode, schedule.group, schedule.nn_workers, schedule.end_step) == (Gba(2 * ROWS), 2, 1, 3)
     again = tmp_path / "again.jsonl"
     schedule.save(again)
-    assert msgspec.structs.asdict(load_schedule(again)) == msgspec.structs.asdict(schedule)
+    assert msgspec.structs.asdict(load_timeline(again)) == msgspec.structs.asdict(schedule)

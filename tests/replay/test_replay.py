@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from persia.errors import DataError
 from persia.modes import Async, Bsp, Gba, HopBw, Hybrid, Sync
 from persia.replay import (
-    DenseServer,
     PlainRows,
     PlainTable,
-    RowServer,
+    ReplayDense,
+    ReplayRows,
     Setting,
     Slowdown,
-    Taken,
+    TakenGradient,
     Trace,
     replay,
     simulate,
@@ -38,8 +38,8 @@ class Problem:
         self.updates = 0
         self.table = PlainTable(rng.normal(size=(IDS, DIM)).astype(dtype), optimizer, 0.05)
         self.servers = {
-            "ps-0": RowServer(PlainRows({"item": self.table}), lambda batch: {"item": np.unique(self.data(batch)[0])}),
-            "dense-0": DenseServer(self.weights.copy, self.update),
+            "ps-0": ReplayRows(PlainRows({"item": self.table}), lambda batch: {"item": np.unique(self.data(batch)[0])}),
+            "dense-0": ReplayDense(self.weights.copy, self.update),
         }
 
     def data(self, batch):
@@ -185,14 +185,14 @@ def test_running_sums_do_what_algorithm_two_does_with_buffers(setting, group, to
 def test_a_row_that_nobody_touched_takes_an_old_gradient():
     """Dense weights decay by k, rows by their own last change."""
     table = PlainTable(np.zeros((4, 1)), "sgd", 1.0)
-    server = RowServer(PlainRows({"item": table}), lambda batch: {})
+    server = ReplayRows(PlainRows({"item": table}), lambda batch: {})
     server.begin(Gba(1, tolerance=1))
     one = np.ones((1, 1))
     ids = {i: np.array([i], np.uint64) for i in range(4)}
     for step in range(5):
-        server.add({"item": (ids[0], one)}, Taken(step, 1.0, 1.0))
+        server.add({"item": (ids[0], one)}, TakenGradient(step, 1.0, 1.0))
         server.apply(step)
-    old = Taken(token=2, weight=0.0, share=1.0)
+    old = TakenGradient(token=2, weight=0.0, share=1.0)
     server.add({"item": (ids[1], one)}, old)
     server.add({"item": (ids[0], one)}, old)
     server.apply(5)
@@ -202,23 +202,23 @@ def test_a_row_that_nobody_touched_takes_an_old_gradient():
 
 def test_a_stale_gradient_counts_in_the_divisor():
     table = PlainTable(np.zeros((2, 1)), "sgd", 1.0)
-    server = RowServer(PlainRows({"item": table}), lambda batch: {})
+    server = ReplayRows(PlainRows({"item": table}), lambda batch: {})
     server.begin(Gba(2, tolerance=0))
     id_ = np.array([1], np.uint64)
     for step, tokens in ((3, (3, 3)), (4, (1, 4))):
         for token in tokens:
-            server.add({"item": (id_, np.ones((1, 1)))}, Taken(token, 1.0, 1.0))
+            server.add({"item": (id_, np.ones((1, 1)))}, TakenGradient(token, 1.0, 1.0))
         server.apply(step)
     assert table.rows[1, 0] == -1.5
 
 
 def test_a_push_without_data_counts():
     changes = []
-    server = DenseServer(lambda: np.zeros(1), lambda gradient, step: changes.append((step, gradient.tolist())))
-    server.add(np.ones(1), Taken(0, 1.0, 1.0))
-    server.add(None, Taken(0, 1.0, 1.0))
+    server = ReplayDense(lambda: np.zeros(1), lambda gradient, step: changes.append((step, gradient.tolist())))
+    server.add(np.ones(1), TakenGradient(0, 1.0, 1.0))
+    server.add(None, TakenGradient(0, 1.0, 1.0))
     server.apply(0)
-    server.add(np.ones(1), Taken(0, 0.0, 1.0))
+    server.add(np.ones(1), TakenGradient(0, 0.0, 1.0))
     server.apply(1)
     assert changes == [(0, [0.5])]
 

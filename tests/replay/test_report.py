@@ -1,14 +1,14 @@
 import json
 
 from persia.modes import Gba, HopBw, Sync
-from persia.replay import Line, Setting, record, simulate, steady, table
+from persia.replay import ReportLine, Setting, record, simulate, steady, table
 
 SETTING = Setting(steady([1, 1, 1, 4]), local_batch=10)
 
 
 def lines():
     modes = {"sync": Sync(), "gba": Gba(40), "hop_bw": HopBw(1)}
-    return [Line(name, simulate(mode, SETTING, 80).summary(), auc=0.75) for name, mode in modes.items()]
+    return [ReportLine(name, simulate(mode, SETTING, 80).summary(), auc=0.75) for name, mode in modes.items()]
 
 
 def test_a_line_of_the_table_for_each_run():

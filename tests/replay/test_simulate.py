@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from persia.errors import ConfigError, DataError
 from persia.modes import Async, Bsp, Gba, HopBs, HopBw, Hybrid, Sync
-from persia.replay import Setting, Slowdown, Trace, load_schedule, phases, simulate, steady
+from persia.replay import Setting, Slowdown, Trace, load_timeline, phases, simulate, steady
 
 MODES = [
     *(Sync(), Hybrid(1), Hybrid(3), Hybrid(None), Async(), Async(0), Bsp(3), HopBs(1), HopBs(2), HopBw(1)),
@@ -151,8 +151,8 @@ def test_bad_settings():
 def test_a_file_keeps_the_schedule(tmp_path):
     schedule = simulate(Gba(4), Setting(phases(3, length=2.0), local_batch=2), 20, step=7)
     schedule.save(tmp_path / "run.jsonl")
-    assert load_schedule(tmp_path / "run.jsonl") == schedule
+    assert load_timeline(tmp_path / "run.jsonl") == schedule
     assert schedule.end_step == 17
     (tmp_path / "bad.jsonl").write_text((tmp_path / "run.jsonl").read_text() + "{}\n")
     with pytest.raises(DataError, match=r"bad.jsonl:\d+"):
-        load_schedule(tmp_path / "bad.jsonl")
+        load_timeline(tmp_path / "bad.jsonl")

@@ -23,7 +23,7 @@ from persia.cluster import Ray, RayOptions
 from persia.cluster.ray.plan import ProcessInfo
 from persia.dense import AllReduce
 from persia.nn.models import FFNN
-from persia.nn.replicas import Alone
+from persia.nn.replicas import SingleReplica
 
 BATCH = 64
 
@@ -218,9 +218,9 @@ def global_losses(
     )
     net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).to(kind)
     optimizer = torch.optim.SGD(net.parameters(), 0.5, momentum=0.9)
-    replicas: Any = AllReduce(net, nn_workers) if nn_workers > 1 else Alone(net)
+    replicas: Any = AllReduce(net, nn_workers) if nn_workers > 1 else SingleReplica(net)
     for batch in embeddings.prefetch(batches, equal_steps=replicas):
-        with replicas.batch(batch.made_up, True):
+        with replicas.batch(batch.dummy, True):
             logits = replicas.model(embeddings(batch)[feature].to(kind))
             loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.labels.to(kind))
             loss.backward()

@@ -9,7 +9,7 @@ import urllib.request
 import pytest
 
 from persia.errors import ConfigError, MissingExtraError
-from persia.telemetry.metrics import Figure, Health, Histogram
+from persia.telemetry.metrics import Health, Histogram, Metric
 from persia.telemetry.prometheus import Endpoint
 
 parser = pytest.importorskip("prometheus_client.parser", reason='pip install "persia[prometheus]"')
@@ -20,9 +20,9 @@ def health() -> Health:
     for seconds in (0.0005, 0.002, 0.002, 200.0):
         times.add(seconds)
     figures = [
-        Figure("ps_rows", 7.0, {"table": "ads"}),
-        Figure("ps_rows", 8.0, {"table": 'us"er\n'}),
-        Figure("ps_hits", 5.0, {"table": "ads"}),
+        Metric("ps_rows", 7.0, {"table": "ads"}),
+        Metric("ps_rows", 8.0, {"table": 'us"er\n'}),
+        Metric("ps_hits", 5.0, {"table": "ads"}),
     ]
     return Health(
         "embedding_ps", 3, 2, 1, "here", 12.5, "", figures, [times.latency("rpc_call_seconds", {"method": "push"})]

@@ -6,13 +6,13 @@ import time
 import msgspec
 import pytest
 
-from persia.coordinator import Tokens
+from persia.coordinator import TokenScheduler
 from persia.errors import ConfigError
-from persia.modes import Async, Auto, Evidence, Gba, Sync, encode, load_evidence, rehearse
-from persia.nn.step_timings import Laps
+from persia.modes import Async, Auto, AutoEvidence, Gba, Sync, encode, load_evidence, rehearse
+from persia.nn.step_timings import StepTimings
 from persia.replay import alternating
 from persia.testing import emulation
-from persia.types import Lap
+from persia.types import StepTiming
 from support.switching_samples import ROWS, batches, trainer
 
 AUTO = Auto(Gba(4 * emulation.ROWS), windows=2, seconds=0.1)
@@ -29,7 +29,7 @@ class Clock:
 def watched(auto, factors, seconds, each=0.5):
     """Token lists that have been told the step times of NN workers: one second, times their factor."""
     clock = Clock()
-    tokens = Tokens(5.0, clock=clock)
+    tokens = TokenScheduler(5.0, clock=clock)
     tokens.judge(encode(auto), len(factors), False)
     untold = {rank: [] for rank in range(len(factors))}
     ends = [0.0] * len(factors)
@@ -37,7 +37,7 @@ def watched(auto, factors, seconds, each=0.5):
         clock.now += each
         for rank, factor in enumerate(factors):
             while ends[rank] + factor <= clock.now:
-                untold[rank].append(Lap(clock.now - ends[rank], factor))
+                untold[rank].append(StepTiming(clock.now - ends[rank], factor))
                 ends[rank] += factor
             tokens.timed(rank, untold[rank])
             untold[rank] = []
@@ -53,7 +53,7 @@ def test_stragglers_make_it_ask_for_the_asynchronous_mode(caplog):
     assert tokens.requested() == encode(auto.asynchronous)
     assert clock.now < 4 * auto.seconds
     assert "switch to asynchronous: asynchronous would be 3.25x" in caplog.text
-    evidence = msgspec.json.decode(tokens.evidence(), type=Evidence)
+    evidence = msgspec.json.decode(tokens.evidence(), type=AutoEvidence)
     assert list(rehearse(auto, evidence.steps))[: len(evidence.verdicts)] == evidence.verdicts
 
 
@@ -69,7 +69,7 @@ def test_a_switch_that_a_death_has_undone_is_asked_for_again():
         assert clock.now < again
         clock.now += 4.0
         for rank in range(8):
-            tokens.timed(rank, [Lap(1.0, 1.0)] if rank < 6 else [Lap(4.0, 4.0)])
+            tokens.timed(rank, [StepTiming(1.0, 1.0)] if rank < 6 else [StepTiming(4.0, 4.0)])
     assert tokens.requested() == encode(auto.asynchronous)
 
 
@@ -84,29 +84,29 @@ def test_a_switch_that_is_still_to_be_made_stays_decided():
 def test_quiet_asks_for_nothing():
     tokens, _ = watched(Auto(Async(), seconds=5.0), [1.0, 1.0, 1.0], 60.0)
     assert tokens.requested() == ""
-    verdicts = msgspec.json.decode(tokens.evidence(), type=Evidence).verdicts
+    verdicts = msgspec.json.decode(tokens.evidence(), type=AutoEvidence).verdicts
     assert len(verdicts) >= 10
     assert not any(v.switch for v in verdicts)
 
 
 def test_one_that_reports_nothing_is_waited_for_one_window():
     clock = Clock()
-    tokens = Tokens(5.0, clock=clock)
+    tokens = TokenScheduler(5.0, clock=clock)
     tokens.judge(encode(Auto(Async(), seconds=10.0)), 2, False)
     for second in range(1, 31):
         clock.now = float(second)
-        tokens.timed(0, [Lap(1.0, 1.0)])
-        found = len(msgspec.json.decode(tokens.evidence(), type=Evidence).verdicts)
+        tokens.timed(0, [StepTiming(1.0, 1.0)])
+        found = len(msgspec.json.decode(tokens.evidence(), type=AutoEvidence).verdicts)
         assert found == max(0, second // 10 - 1)
 
 
 def test_a_coordinator_that_has_started_anew_is_told_the_rule_again():
-    fresh = Tokens(5.0)
-    laps = Laps(fresh, 0, 0.0, lambda: fresh.judge(encode(Auto(Async())), 1, True))
+    fresh = TokenScheduler(5.0)
+    laps = StepTimings(fresh, 0, 0.0, lambda: fresh.judge(encode(Auto(Async())), 1, True))
     laps.add(time.monotonic())
     assert fresh.timed(0, [])
     laps.add(time.monotonic())
-    assert len(msgspec.json.decode(fresh.evidence(), type=Evidence).steps) == 1
+    assert len(msgspec.json.decode(fresh.evidence(), type=AutoEvidence).steps) == 1
 
 
 def test_by_hand_ends_it():
@@ -115,20 +115,20 @@ def test_by_hand_ends_it():
     tokens.resolve(encode(Sync()))
     for _ in range(40):
         clock.now += 1.0
-        tokens.timed(0, [Lap(1.0, 0.1)])
-        tokens.timed(1, [Lap(1.0, 9.0)])
+        tokens.timed(0, [StepTiming(1.0, 0.1)])
+        tokens.timed(1, [StepTiming(1.0, 9.0)])
     assert tokens.requested() == ""
 
 
 def test_a_mode_that_the_batches_do_not_fit_is_not_asked_for(caplog):
     clock = Clock()
-    tokens = Tokens(5.0, clock=clock)
+    tokens = TokenScheduler(5.0, clock=clock)
     tokens.announce(2, ROWS)
     tokens.judge(encode(Auto(Gba(ROWS + 1), windows=1, seconds=4.0)), 2, False)
     for _ in range(20):
         clock.now += 1.0
-        tokens.timed(0, [Lap(1.0, 0.1)])
-        tokens.timed(1, [Lap(1.0, 9.0)])
+        tokens.timed(0, [StepTiming(1.0, 0.1)])
+        tokens.timed(1, [StepTiming(1.0, 9.0)])
     assert tokens.requested() == ""
     assert "no multiple" in caplog.text
 

@@ -22,7 +22,7 @@ from persia.modes import Hybrid, Sync
 from persia.optim import Adagrad, Adam
 from persia.ps import EmbeddingServer
 from persia.services import Connection
-from persia.trainer.checkpointing import Rests
+from persia.trainer.checkpointing import Throttle
 from persia.worker import Worker
 
 DEADLINE = 60.0
@@ -144,7 +144,7 @@ def work(seconds):
 
 
 def test_writing_rests_so_that_it_takes_a_share_of_the_processors():
-    rests = Rests(0.25 / len(os.sched_getaffinity(0)), threading.Event())
+    rests = Throttle(0.25 / len(os.sched_getaffinity(0)), threading.Event())
     begin, worked = time.monotonic(), time.thread_time()
     for _ in range(20):
         work(0.002)
@@ -155,7 +155,7 @@ def test_writing_rests_so_that_it_takes_a_share_of_the_processors():
 def test_writing_rests_neither_with_all_processors_nor_in_a_hurry():
     hurry = threading.Event()
     hurry.set()
-    for rests in (Rests(1.0, threading.Event()), Rests(1e-9, hurry)):
+    for rests in (Throttle(1.0, threading.Event()), Throttle(1e-9, hurry)):
         work(0.002)
         begin = time.monotonic()
         rests()
@@ -164,13 +164,13 @@ def test_writing_rests_neither_with_all_processors_nor_in_a_hurry():
 
 def test_a_checkpoint_that_rests_goes_on_when_somebody_waits_for_it(tmp_path, monkeypatch):
     rested = threading.Event()
-    rest = Rests.__call__
+    rest = Throttle.__call__
 
     def noted(rests):
         rested.set()
         rest(rests)
 
-    monkeypatch.setattr(Rests, "__call__", noted)
+    monkeypatch.setattr(Throttle, "__call__", noted)
     t = trainer(schema_of(), checkpoint_dir=str(tmp_path), checkpoint_every_steps=6, checkpoint_share=1e-9, keep_last=9)
     t.fit(reader())
     assert rested.is_set()

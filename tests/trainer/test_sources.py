@@ -3,13 +3,13 @@
 import pytest
 
 from persia.errors import DataError
-from persia.trainer.sources import OwnSource
+from persia.trainer.sources import LocalSource
 
 BATCHES = list("abcdefgh")
 
 
 def source(position=0):
-    return OwnSource(lambda n: iter(BATCHES[n:]), iter(BATCHES[position:]), position)
+    return LocalSource(lambda n: iter(BATCHES[n:]), iter(BATCHES[position:]), position)
 
 
 def test_any_numbers_from_any_position():
@@ -18,7 +18,7 @@ def test_any_numbers_from_any_position():
 
 
 def test_an_iterator_gives_again_what_is_not_trained():
-    own = OwnSource(None, iter(BATCHES), 0)
+    own = LocalSource(None, iter(BATCHES), 0)
     assert [own.read(n) for n in range(4)] == list("abcd")
     own.forget(2)
     assert [own.read(n) for n in (2, 3, 4)] == list("cde")

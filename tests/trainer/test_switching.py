@@ -10,10 +10,10 @@ import torch
 
 import persia
 from persia import Batch, IdColumn
-from persia.coordinator import Tokens
+from persia.coordinator import TokenScheduler
 from persia.errors import ConfigError, PersiaError
 from persia.modes import Async, Bsp, Gba, HopBs, HopBw, Hybrid, Sync
-from persia.nn.token_client import Draws
+from persia.nn.token_client import TokenClient
 from persia.optim import Adagrad, Adam, APMSqueeze, APMSqueezeOptions, OneBit, Uncompressed
 from persia.testing import Threads
 from support.switching_samples import DEADLINE, ROWS, SCHEMA, Net, assert_same, batches, trainer
@@ -269,7 +269,7 @@ def test_a_mode_that_does_not_fit_the_batches_says_so():
         trainer(Gba(ROWS + 1)).fit(batches(3))
 
 
-class LockStep(Tokens):
+class LockStep(TokenScheduler):
     """All NN workers draw together, after all pushes, and arrive by rank; batches go to them in turn."""
 
     def __init__(self, nn_workers):
@@ -305,7 +305,7 @@ class LockStep(Tokens):
 @pytest.fixture
 def after_all_pushes(monkeypatch):
     """A batch is drawn when the push of the one before has returned."""
-    passed = Draws.pass_lookup
+    passed = TokenClient.pass_lookup
 
     def wait(draws):
         open_ = passed(draws)
@@ -315,7 +315,7 @@ def after_all_pushes(monkeypatch):
             time.sleep(0.0005)
         return open_
 
-    monkeypatch.setattr(Draws, "pass_lookup", wait)
+    monkeypatch.setattr(TokenClient, "pass_lookup", wait)
 
 
 def in_lock_step(nn_workers, mode, data, dtype, reduction="per_id", **options):
@@ -369,7 +369,7 @@ class CrashingNet(Net):
 @pytest.mark.parametrize("mode", [Gba(3 * ROWS), HopBw(1), HopBs(2)], ids=lambda m: type(m).__name__)
 def test_a_crash_of_any_nn_worker_costs_no_more_than_its_tokens(victim, mode, monkeypatch):
     data = batches(60)
-    monkeypatch.setattr("persia.nn.token_client.Draws.abandon", lambda self: None)  # As if killed.
+    monkeypatch.setattr("persia.nn.token_client.TokenClient.abandon", lambda self: None)  # As if killed.
     cluster = Threads(nn_workers=3, timeout=DEADLINE)
 
     def work(member):

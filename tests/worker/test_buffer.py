@@ -8,7 +8,7 @@ import pytest
 from persia.errors import ConfigError, DeadlineError, MovedError, StaleBatchError
 from persia.types import BatchId
 from persia.worker import Worker, WorkerOptions
-from persia.worker.buffer import Buffer
+from persia.worker.buffer import BatchBuffer
 
 DEADLINE = 20.0
 
@@ -26,11 +26,11 @@ def clock():
 
 
 def buffer(clock, **options):
-    return Buffer(2, 5, WorkerOptions(**options), clock)
+    return BatchBuffer(2, 5, WorkerOptions(**options), clock)
 
 
 def test_ids_name_worker_incarnation_and_counter(clock):
-    found = [BatchId.unpack(buffer(clock).put("x")), BatchId.unpack(Buffer(0, 1, WorkerOptions(), clock).put("x"))]
+    found = [BatchId.unpack(buffer(clock).put("x")), BatchId.unpack(BatchBuffer(0, 1, WorkerOptions(), clock).put("x"))]
     assert found == [BatchId(2, 5, 0), BatchId(0, 1, 0)]
 
 

@@ -17,7 +17,7 @@ from persia.batching.batch import Batch, IdColumn
 from persia.errors import StaleBatchError, StoreError
 from persia.modes import Hybrid, Sync
 from persia.nn import codec
-from persia.nn.push_counts import Pushed
+from persia.nn.push_counts import PushCounts
 from persia.optim import SGD, Adagrad
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.rpc.fan_out import call_all
@@ -177,7 +177,7 @@ def test_a_step_without_gradients_is_pushed_too_where_the_others_wait_for_it():
         first, second = (call.result(TIMEOUT) for call in [threads.submit(train, rank) for rank in (0, 1)])
     assert (first[0], second[0]) == (4, 4)
     assert first[1].applied > 0
-    assert second[1] == Pushed(released=4)
+    assert second[1] == PushCounts(released=4)
     assert first[2] == second[2] == 0
 
 

@@ -60,12 +60,12 @@ def health(
 def _ask(member: Member, timeout: float) -> Health | str:
     """What a process answers, or why it does not."""
     from persia import rpc
-    from persia.services import Observed
+    from persia.services import Observable
 
     if member.state == "dead":
         return f"dead: {member.reason}"
     try:
-        stub = rpc.connect(member.address, Observed, peer=f"{member.role} {member.rank}", timeout=timeout)
+        stub = rpc.connect(member.address, Observable, peer=f"{member.role} {member.rank}", timeout=timeout)
         try:
             return stub.health()
         finally:

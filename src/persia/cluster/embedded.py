@@ -7,13 +7,13 @@ import time
 import weakref
 from collections.abc import Callable
 
-from persia.coordinator import Tokens
+from persia.coordinator import TokenScheduler
 from persia.errors import ConfigError
 from persia.modes import Mode
 from persia.ps import EmbeddingServer
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Connection, DenseMaker, DensePS
-from persia.telemetry.metrics import Figure, Health, Readings
+from persia.telemetry.metrics import Health, Metric, Readings
 from persia.telemetry.process import LOOPBACK, ObservedProcess, check_port
 from persia.worker import Worker
 
@@ -51,7 +51,7 @@ class Embedded:
         self._process.close()
 
     def _observe(self) -> Readings:
-        found = Readings([Figure("cpu_seconds", time.process_time(), {})], [])
+        found = Readings([Metric("cpu_seconds", time.process_time(), {})], [])
         server, worker, trainer = self._server(), self._worker(), self._trainer()
         if server is not None:
             found.figures.extend(server.observe().figures)
@@ -78,4 +78,4 @@ class Embedded:
         def observe(trainer: Callable[[], Readings]) -> None:
             self._trainer = weakref.WeakMethod(trainer)
 
-        return Connection(worker, [server], tokens=Tokens(), dense=serve, observe=observe)
+        return Connection(worker, [server], tokens=TokenScheduler(), dense=serve, observe=observe)

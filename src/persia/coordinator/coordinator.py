@@ -12,7 +12,7 @@ from persia.coordinator.state_file import StateFile
 from persia.errors import ConfigError
 from persia.types import Member, Membership
 
-__all__ = ["Coordinator"]
+__all__ = ["CoordinatorServer"]
 
 ROLES = ("embedding_ps", "dense_ps", "embedding_worker", "data_loader", "nn_worker")
 RETIRABLE = ("embedding_worker", "data_loader")
@@ -27,7 +27,7 @@ class _State(msgspec.Struct):
     members: list[Member] = []
 
 
-class Coordinator:
+class CoordinatorServer:
     """The membership of a cluster, and the last report of each member. No data pass through it, and it calls nobody.
 
     Safe to call from several threads; only `membership` blocks.

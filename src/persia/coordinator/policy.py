@@ -6,10 +6,10 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 
-from persia.modes import Auto, AutoState, Evidence, StepTime, Verdict, decide
-from persia.types import Lap
+from persia.modes import Auto, AutoEvidence, AutoState, ModeChoice, StepTime, decide
+from persia.types import StepTiming
 
-__all__ = ["Judge"]
+__all__ = ["SwitchPolicy"]
 
 LOG = logging.getLogger("persia.modes")
 
@@ -17,7 +17,7 @@ MOST_KEPT = 1_000_000
 """Step times and verdicts are kept for `persia.modes.rehearse`, so many of the last ones."""
 
 
-class Judge:
+class SwitchPolicy:
     """Decides at the end of each window. Not thread-safe.
 
     A window is decided when all NN workers have reported beyond its end, so that the decisions are those that
@@ -37,7 +37,7 @@ class Judge:
         self._reported: dict[int, float] = {}
         self._recent: list[StepTime] = []
         self._steps: deque[StepTime] = deque(maxlen=MOST_KEPT)
-        self._verdicts: deque[Verdict] = deque(maxlen=MOST_KEPT)
+        self._verdicts: deque[ModeChoice] = deque(maxlen=MOST_KEPT)
 
     @property
     def strained(self) -> bool:
@@ -56,7 +56,7 @@ class Judge:
         self._recent.clear()
         self._reported.clear()
 
-    def add(self, rank: int, laps: Sequence[Lap], now: float) -> Verdict | None:
+    def add(self, rank: int, laps: Sequence[StepTiming], now: float) -> ModeChoice | None:
         """Takes a report.
 
         Args:
@@ -82,9 +82,9 @@ class Judge:
                 return verdict
         return None
 
-    def evidence(self) -> Evidence:
+    def evidence(self) -> AutoEvidence:
         """The step times and verdicts so far, the last million of each."""
-        return Evidence(list(self._steps), list(self._verdicts))
+        return AutoEvidence(list(self._steps), list(self._verdicts))
 
     def _complete(self, now: float) -> bool:
         assert self._end is not None
@@ -92,7 +92,7 @@ class Judge:
             return True
         return len(self._reported) == self._nn_workers and min(self._reported.values()) >= self._end
 
-    def _decide(self, end: float) -> Verdict | None:
+    def _decide(self, end: float) -> ModeChoice | None:
         known = [step for step in self._recent if step.began + step.seconds <= end]
         self._state, verdict = decide(self.auto, self._state, known, end)
         # What is older than the window counts only where nothing newer is known.

@@ -6,17 +6,17 @@ from collections.abc import Collection
 
 import msgspec
 
-from persia.coordinator.worker_state import Account, Drawn, TokenReport
+from persia.coordinator.worker_state import OpenToken, TokenReport, WorkerState
 from persia.modes import Mode, encode
-from persia.types import PushHeader, Segment
+from persia.types import PushHeader, TrainingPhase
 
-__all__ = ["Ledger"]
+__all__ = ["SchedulerState"]
 
 
-class Ledger(msgspec.Struct):
+class SchedulerState(msgspec.Struct):
     """All that has to survive a restart."""
 
-    segment: Segment | None = None
+    segment: TrainingPhase | None = None
     settled: int | None = 0
     """Global step at which the segment is at rest; None while it is under way."""
     group: int = 0
@@ -32,7 +32,7 @@ class Ledger(msgspec.Struct):
     """Numbers of dead NN workers' batches: handed out first."""
     end: int | None = None
     stopped: bool = False
-    accounts: dict[int, Account] = msgspec.field(default_factory=dict)
+    accounts: dict[int, WorkerState] = msgspec.field(default_factory=dict)
     orphans: list[PushHeader] = msgspec.field(default_factory=list)
     """Slots that nobody has been asked to fill yet."""
     report: TokenReport = msgspec.field(default_factory=TokenReport)
@@ -44,7 +44,7 @@ class Ledger(msgspec.Struct):
     """Rank of the NN worker that drains the PSs, once all rest."""
 
     @property
-    def current(self) -> Segment:
+    def current(self) -> TrainingPhase:
         """The segment, once one has begun."""
         assert self.segment is not None
         return self.segment
@@ -118,7 +118,7 @@ class Ledger(msgspec.Struct):
             return True
         return not ahead and all(other == rank or other in waiting for other in active)
 
-    def draw(self, mode: Mode, account: Account, number: int) -> Drawn:
+    def draw(self, mode: Mode, account: WorkerState, number: int) -> OpenToken:
         """A token for a batch."""
         # A lost token is drawn again as one more of the current value, so that values and steps stay aligned.
         if self.spare:
@@ -129,16 +129,16 @@ class Ledger(msgspec.Struct):
             self.tokens += 1
         value = mode.token(at, self.step, self.group)
         least = self.step if mode.initial_depth() == 0 else account.least
-        return Drawn(number, value, max(least, self.current.step))
+        return OpenToken(number, value, max(least, self.current.step))
 
-    def confirm(self, account: Account, done: int, filled: int) -> None:
+    def confirm(self, account: WorkerState, done: int, filled: int) -> None:
         """Pushes up to `done` have returned, and so many orphans are filled."""
         for sequence in [s for s in account.slots if s <= done and account.slots[s].step < self.step]:
             del account.slots[sequence]
         account.done = max(account.done, done)
         account.filled = max(account.filled, filled)
 
-    def orphans_for(self, account: Account) -> list[PushHeader]:
+    def orphans_for(self, account: WorkerState) -> list[PushHeader]:
         """Slots that this NN worker is to fill; those it was told of, again, until it has."""
         if account.filled >= len(account.handed) and self.orphans:
             account.handed += self.orphans

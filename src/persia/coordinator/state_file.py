@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from persia.errors import PersiaError
-from persia.retry import patiently
+from persia.retry import retry
 
 __all__ = ["StateFile"]
 
@@ -72,7 +72,7 @@ class StateFile(Generic[S]):
             return isinstance(error, OSError) and error.errno == errno.ENOSPC
 
         try:
-            patiently(write, full, ROOM_SECONDS, RETRY_SECONDS)
+            retry(write, full, ROOM_SECONDS, RETRY_SECONDS)
         except OSError as error:
             raise PersiaError(
                 f"The state of the coordinator cannot be written to {path}: {error.strerror}. Make room there, or "

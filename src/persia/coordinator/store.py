@@ -11,7 +11,7 @@ from pathlib import Path
 
 from persia.errors import PersiaError
 
-__all__ = ["Kept"]
+__all__ = ["CoordinatorStore"]
 
 LOCK_SECONDS = 10.0
 RETRY_SECONDS = 0.05
@@ -20,7 +20,7 @@ LOCK = "000-coordinator.0"
 """Named like a region, so that `persia cluster regions` finds it, and locked like one while it is in use."""
 
 
-class Kept:
+class CoordinatorStore:
     """The directory of the coordinator of one cluster. In use until the process ends.
 
     Args:

@@ -9,20 +9,30 @@ from collections.abc import Callable
 
 import msgspec
 
-from persia.coordinator.policy import Judge
-from persia.coordinator.scheduler_state import Ledger
+from persia.coordinator.policy import SwitchPolicy
+from persia.coordinator.scheduler_state import SchedulerState
 from persia.coordinator.state_file import StateFile
-from persia.coordinator.worker_state import Account
+from persia.coordinator.worker_state import WorkerState
 from persia.errors import ConfigError, DeadlineError, PersiaError, RoleDiedError, StalePushError
-from persia.modes import Action, Arrival, Auto, Evidence, Mode, decode, encode
-from persia.types import Caller, Event, Lap, PushHeader, Read, Rest, Segment, Ticket, Token
+from persia.modes import Action, Arrival, Auto, AutoEvidence, Mode, decode, encode
+from persia.types import (
+    ArrivalRecord,
+    Caller,
+    PushHeader,
+    QuiesceResult,
+    ReadRecord,
+    StepTiming,
+    Ticket,
+    Token,
+    TrainingPhase,
+)
 
-__all__ = ["Tokens"]
+__all__ = ["TokenScheduler"]
 
 LOG = logging.getLogger("persia.modes")
 
 
-class Tokens:
+class TokenScheduler:
     """See `persia.services.Tokens`. Safe to call from several threads; `draw`, `rest` and `settled` wait for others.
 
     Args:
@@ -40,25 +50,25 @@ class Tokens:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._timeout = timeout
-        self._file = StateFile(path, Ledger)
+        self._file = StateFile(path, SchedulerState)
         self._clock = clock
         self._record = record
-        self._events: list[Event] = []
-        self._reads: list[Read] = []
-        self._judge: Judge | None = None
+        self._events: list[ArrivalRecord] = []
+        self._reads: list[ReadRecord] = []
+        self._judge: SwitchPolicy | None = None
         self._judging = False
         self._changed = threading.Condition()
         self._waiting: set[int] = set()
         """Ranks whose draw waits for the gate."""
         self._taking: set[int] = set()
         """Ranks that wait for whether the segment needs another batch."""
-        self._state = self._file.load() or Ledger()
+        self._state = self._file.load() or SchedulerState()
         segment = self._state.segment
         self._mode: Mode | None = decode(segment.mode) if segment is not None else None
 
     # --- a segment --------------------------------------------------------------------------------------------
 
-    def begin(self, segment: Segment) -> None:
+    def begin(self, segment: TrainingPhase) -> None:
         """Begins a segment; see `persia.services.Tokens`."""
         mode = decode(segment.mode)
         group = mode.group(segment.nn_workers, segment.local_batch or 1)
@@ -77,14 +87,14 @@ class Tokens:
             # Whoever is dead stays so until NN workers start anew, which makes another generation.
             same = state.accounts if old is not None and segment.generation == old.generation else {}
             dead = {rank for rank, account in same.items() if not account.alive}
-            self._state = Ledger(
+            self._state = SchedulerState(
                 segment=segment,
                 settled=None,
                 group=group if segment.local_batch else 0,
                 step=segment.step,
                 following=segment.position,
                 returned=returned,
-                accounts={r: Account(alive=r not in dead, ended=r in dead) for r in range(segment.nn_workers)},
+                accounts={r: WorkerState(alive=r not in dead, ended=r in dead) for r in range(segment.nn_workers)},
                 report=state.report,
                 wanted=state.wanted,
                 stopped=bool(state.wanted),
@@ -228,7 +238,9 @@ class Tokens:
                     account.least = step + 1
             if self._record:
                 self._events.append(
-                    Event(caller.rank, drawn.number, rows, drawn.value, version, step, header.slot, decision.weight)
+                    ArrivalRecord(
+                        caller.rank, drawn.number, rows, drawn.value, version, step, header.slot, decision.weight
+                    )
                 )
             state.report.count(caller.rank, account.ticket, version, self._clock())
             self._save()
@@ -243,7 +255,7 @@ class Tokens:
             self._save()
             return found
 
-    def rest(self, caller: Caller, done: int, filled: int) -> Rest:
+    def rest(self, caller: Caller, done: int, filled: int) -> QuiesceResult:
         """Waits until all are done; see `persia.services.Tokens`."""
         with self._changed:
             account = self._enter(caller)
@@ -274,7 +286,7 @@ class Tokens:
             dead = sorted(rank for rank, a in state.accounts.items() if not a.alive)
             # Batches of dead NN workers are trained in another segment of the pass.
             ended = state.end is not None and trained >= state.end and not state.returned
-            return Rest(state.leader or 0, state.step, state.held, trained, ended, orphans, dead)
+            return QuiesceResult(state.leader or 0, state.step, state.held, trained, ended, orphans, dead)
 
     def settled(self, caller: Caller, step: int) -> int:
         """The PSs are drained; see `persia.services.Tokens`."""
@@ -342,11 +354,11 @@ class Tokens:
         rule = msgspec.json.decode(auto, type=Auto)
         with self._changed:
             if self._judge is None or self._judge.auto != rule:
-                self._judge, self._judging = Judge(rule, nn_workers, strained), True
+                self._judge, self._judging = SwitchPolicy(rule, nn_workers, strained), True
             # Where a switch is still to be made, the judge is ahead of the mode.
             self._judge.begin(self._judge.strained if self._state.wanted else strained)
 
-    def timed(self, rank: int, laps: list[Lap]) -> bool:
+    def timed(self, rank: int, laps: list[StepTiming]) -> bool:
         """Step times of an NN worker; see `persia.services.Tokens`."""
         with self._changed:
             if self._judge is None:
@@ -367,7 +379,7 @@ class Tokens:
     def evidence(self) -> str:
         """What was decided, and by what, as JSON."""
         with self._changed:
-            found = self._judge.evidence() if self._judge is not None else Evidence()
+            found = self._judge.evidence() if self._judge is not None else AutoEvidence()
             return msgspec.json.encode(found).decode()
 
     # --- what else happens ------------------------------------------------------------------------------------
@@ -407,18 +419,18 @@ class Tokens:
             self._record = True
             self._events, self._reads = [], []
 
-    def note(self, read: Read) -> None:
+    def note(self, read: ReadRecord) -> None:
         """What a gradient was computed from; see `persia.services.Tokens`."""
         with self._changed:
             if self._record:
                 self._reads.append(read)
 
-    def reads(self) -> list[Read]:
+    def reads(self) -> list[ReadRecord]:
         """Everything that was noted, if it is recorded."""
         with self._changed:
             return list(self._reads)
 
-    def schedule(self) -> list[Event]:
+    def schedule(self) -> list[ArrivalRecord]:
         """Every arrival so far, in order, if they are recorded."""
         with self._changed:
             return list(self._events)
@@ -429,7 +441,7 @@ class Tokens:
         assert self._mode is not None
         return self._mode
 
-    def _enter(self, caller: Caller) -> Account:
+    def _enter(self, caller: Caller) -> WorkerState:
         """The account of the caller, once its segment has begun."""
         begun = self._changed.wait_for(lambda: self._over(caller) or self._begun(caller), self._timeout)
         state = self._current(caller)
@@ -455,7 +467,7 @@ class Tokens:
         segment = self._state.segment
         return segment is not None and (segment.generation, segment.number) > caller[:2]
 
-    def _current(self, caller: Caller) -> Ledger:
+    def _current(self, caller: Caller) -> SchedulerState:
         if self._over(caller):
             raise StalePushError(
                 f"Segment {caller.segment} of generation {caller.generation} is over.", segment=caller.segment

@@ -8,10 +8,10 @@ from persia.errors import StalePushError
 from persia.telemetry.metrics import Readings, figures
 from persia.types import PushHeader, Ticket, Token
 
-__all__ = ["Account", "Drawn", "TokenReport", "WorkerReport"]
+__all__ = ["OpenToken", "TokenReport", "WorkerReport", "WorkerState"]
 
 
-class Drawn(msgspec.Struct):
+class OpenToken(msgspec.Struct):
     """A token that was drawn, and whose gradient has not arrived."""
 
     number: int
@@ -19,7 +19,7 @@ class Drawn(msgspec.Struct):
     least: int
 
 
-class Account(msgspec.Struct):
+class WorkerState(msgspec.Struct):
     """One NN worker in a segment.
 
     Attributes:
@@ -45,7 +45,7 @@ class Account(msgspec.Struct):
     requests: int = 0
     answer: int | None = None
     taken: list[int] = msgspec.field(default_factory=list)
-    drawn: dict[int, Drawn] = msgspec.field(default_factory=dict)
+    drawn: dict[int, OpenToken] = msgspec.field(default_factory=dict)
     slots: dict[int, PushHeader] = msgspec.field(default_factory=dict)
     ticket: Ticket | None = None
     finished: int = 0

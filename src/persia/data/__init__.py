@@ -14,21 +14,21 @@ from persia.data.from_globo import globo
 from persia.data.from_movielens import movielens
 from persia.data.from_parquet import parquet
 from persia.data.generator import Synthetic, synthetic
-from persia.data.loader import Loader, Peer
-from persia.data.reader import Order, Reader, Source, StreamReader
+from persia.data.loader import Loader, WorkerPeer
+from persia.data.reader import Order, Reader, RowSource, StreamReader
 from persia.data.selection import Split
 
 __all__ = [
     "File",
     "Loader",
     "Order",
-    "Peer",
     "Reader",
-    "Source",
+    "RowSource",
     "Span",
     "Split",
     "StreamReader",
     "Synthetic",
+    "WorkerPeer",
     "adult",
     "avazu",
     "criteo",

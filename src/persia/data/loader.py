@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 from persia.batching.batch import Batch
 from persia.data.cursor import Cursor
-from persia.data.registrar import Peer, Registrar
+from persia.data.registrar import Registrar, WorkerPeer
 from persia.errors import DataError, DeadlineError, MovedError, PersiaError
 from persia.schema import Schema
 from persia.services import Seekable
 from persia.types import Delivery, FedBatch, Feed
 
-__all__ = ["Loader", "Peer"]
+__all__ = ["Loader", "WorkerPeer"]
 
 
 class _Entry:
@@ -69,7 +69,7 @@ class Loader:
         self,
         source: Iterable[Batch] | Seekable,
         schema: Schema,
-        workers: Sequence[Peer] = (),
+        workers: Sequence[WorkerPeer] = (),
         accumulation_steps: int = 1,
         timeout: float = 600.0,
         fresh: float = 300.0,
@@ -96,7 +96,7 @@ class Loader:
 
     # --- calls --------------------------------------------------------------------------------------------------
 
-    def set_workers(self, workers: Sequence[Peer]) -> None:
+    def set_workers(self, workers: Sequence[WorkerPeer]) -> None:
         """Tells which embedding workers there are from now on; those that are not named are gone.
 
         What lies at one that is gone and has not been taken is registered elsewhere. One that is leaving keeps what
@@ -396,7 +396,7 @@ class Loader:
                 self._changed.notify_all()
 
 
-def _by_rank(peers: Sequence[Peer]) -> tuple[Peer, ...]:
+def _by_rank(peers: Sequence[WorkerPeer]) -> tuple[WorkerPeer, ...]:
     return tuple(sorted(peers, key=lambda peer: peer[:2]))
 
 

@@ -13,7 +13,7 @@ from persia.errors import ConfigError
 from persia.schema import Schema
 from persia.types import Int64Array
 
-__all__ = ["Order", "Reader", "Source", "StreamReader", "share_of"]
+__all__ = ["Order", "Reader", "RowSource", "StreamReader", "share_of"]
 
 
 @runtime_checkable
@@ -42,7 +42,7 @@ class Reader(Protocol):
         ...
 
 
-class Source(Protocol):
+class RowSource(Protocol):
     """Rows in a fixed order, in pieces of any size."""
 
     def chunks(self, skip: int) -> Iterator[Batch]:
@@ -90,7 +90,7 @@ class StreamReader:
     """
 
     schema: Schema
-    source: Source
+    source: RowSource
     order: Order = field(default_factory=Order)
 
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:

@@ -14,7 +14,7 @@ from persia.errors import ClosedError, DeadlineError, MovedError, PeerRestartedE
 from persia.services import EmbeddingWorker
 from persia.types import BatchId, Feed
 
-__all__ = ["Peer", "Registrar"]
+__all__ = ["Registrar", "WorkerPeer"]
 
 ANEW_SECONDS = 0.5
 """Pause before those are asked again that have all refused."""
@@ -22,7 +22,7 @@ ANEW_SECONDS = 0.5
 _ELSEWHERE = (MovedError, DeadlineError, StaleBatchError, ClosedError, PeerRestartedError)
 
 
-class Peer(NamedTuple):
+class WorkerPeer(NamedTuple):
     """An embedding worker, as a data loader sees it.
 
     Attributes:
@@ -49,7 +49,7 @@ class Registrar:
     """
 
     def __init__(
-        self, changed: threading.Condition, peers: Sequence[Peer], accumulation_steps: int, timeout: float
+        self, changed: threading.Condition, peers: Sequence[WorkerPeer], accumulation_steps: int, timeout: float
     ) -> None:
         self.peers = tuple(peers)
         self.doing = ""
@@ -102,16 +102,16 @@ class Registrar:
             with contextlib.suppress(PersiaError):
                 peer.service.release(batch_id)
 
-    def _replaced(self, peers: Sequence[Peer], cancelled: Callable[[], bool]) -> bool:
+    def _replaced(self, peers: Sequence[WorkerPeer], cancelled: Callable[[], bool]) -> bool:
         return cancelled() or self.peers is not peers
 
-    def _choose(self, feed: Feed, number: int, refused: dict[tuple[int, int], str]) -> Peer | None:
+    def _choose(self, feed: Feed, number: int, refused: dict[tuple[int, int], str]) -> WorkerPeer | None:
         alive = [peer for peer in self.peers if not peer.leaving]
         turn, rank = divmod(number - feed.start, feed.nn_workers)
         first = turn // self._group * feed.nn_workers + rank
         turns = (alive[(first + i) % len(alive)] for i in range(len(alive)))
         return next((peer for peer in turns if peer[:2] not in refused), None)
 
-    def _find(self, batch_id: int) -> Peer | None:
+    def _find(self, batch_id: int) -> WorkerPeer | None:
         rank, incarnation, _ = BatchId.unpack(batch_id)
         return next((peer for peer in self.peers if peer[:2] == (rank, incarnation)), None)

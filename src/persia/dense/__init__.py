@@ -2,14 +2,14 @@
 
 from persia.dense.all_reduce import AllReduce, AllReduceOptions
 from persia.dense.layout import spec_of
-from persia.dense.network import Shared
+from persia.dense.network import SharedNetwork
 from persia.dense.server import DenseServer, partition
 
 __all__ = [
     "AllReduce",
     "AllReduceOptions",
     "DenseServer",
-    "Shared",
+    "SharedNetwork",
     "partition",
     "spec_of",
 ]

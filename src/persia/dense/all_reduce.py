@@ -55,7 +55,7 @@ class AllReduce:
 
         replicas = AllReduce(net)
         for batch in embeddings.prefetch(reader, equal_steps=replicas):
-            with replicas.batch(batch.made_up):
+            with replicas.batch(batch.dummy):
                 logits = replicas.model(torch.cat(list(embeddings(batch).values()), dim=1))
                 loss_of(logits, batch.labels).backward()
             optimizer.step()
@@ -105,7 +105,7 @@ class AllReduce:
                 dist.broadcast(parameter.detach(), src=0, group=self._group)
         self.model: torch.nn.Module = self._ddp or model
         synchronised = any(isinstance(m, torch.nn.SyncBatchNorm) for m in model.modules())
-        self.made_up_rows = 0 if synchronised else 1
+        self.dummy_rows = 0 if synchronised else 1
         self.settle()  # Under its old name the argument also keeps DDP from doing this.
         # Of the update in work.
         self._own = 0
@@ -147,11 +147,11 @@ class AllReduce:
     # --- gradients --------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def batch(self, made_up: bool = False, last: bool = True) -> Iterator[None]:
+    def batch(self, dummy: bool = False, last: bool = True) -> Iterator[None]:
         """Surrounds forward and backward of a batch.
 
         Args:
-            made_up: the batch stands in for missing data: nothing is learned from it, and statistics of BatchNorm stay.
+            dummy: the batch stands in for missing data: nothing is learned from it, and statistics of BatchNorm stay.
             last: of the update: gradients are averaged. Before that they add up here.
 
         Raises:
@@ -159,7 +159,7 @@ class AllReduce:
         """
         self._failure = None
         with contextlib.ExitStack() as stack:
-            if made_up:
+            if dummy:
                 stack.enter_context(unlearned(self._network))
             if not last and self._ddp is not None:
                 stack.enter_context(self._ddp.no_sync())
@@ -234,7 +234,7 @@ class AllReduce:
         """The payloads of all NN workers, by rank. Blocks until all have called it."""
         return self._control.gather(payload)
 
-    def by_first(self, function: Callable[[], str]) -> str:
+    def run_on_rank0(self, function: Callable[[], str]) -> str:
         """Calls it on the first NN worker only; all return its result, or raise if it failed. Blocks."""
         outcome, failure = "", None
         if self._control.rank == 0:

@@ -15,9 +15,9 @@ from persia.dense.server import check_optimizer, partition
 from persia.dense.state import capture, joined, restore
 from persia.errors import ClosedError, DeadlineError
 from persia.services import DensePS
-from persia.types import Journaled, PushedDense, PushHeader
+from persia.types import JournalRecord, PushedDense, PushHeader
 
-__all__ = ["Shared"]
+__all__ = ["SharedNetwork"]
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ SLICE_SECONDS = 0.5
 """A pull that waits looks so often whether it is still wanted."""
 
 
-class Shared:
+class SharedNetwork:
     """A network on dense PSs. One thread pulls, one trains, one pushes.
 
     Args:
@@ -173,7 +173,7 @@ class Shared:
         """The dense PSs keep journals from now on."""
         self._all(lambda rank: self._servers[rank].record())
 
-    def journals(self) -> list[Journaled]:
+    def journals(self) -> list[JournalRecord]:
         """What took effect at each of them since."""
         return self._all(lambda rank: self._servers[rank].journal())
 

@@ -11,10 +11,10 @@ import torch
 from persia.dense.layout import Layout
 from persia.dense.state import capture, restore
 from persia.errors import ConfigError, DeadlineError, StoreError
-from persia.pushes.journal import Journal
-from persia.pushes.sequencer import Turns
+from persia.pushes.journal import PushJournal
+from persia.pushes.sequencer import PushSequencer
 from persia.services import DenseMaker
-from persia.types import Bytes, DenseState, Journaled, Pulled, PushedDense, PushHeader, TensorSpec
+from persia.types import Bytes, DenseState, JournalRecord, Pulled, PushedDense, PushHeader, TensorSpec
 
 __all__ = ["DenseServer", "check_optimizer", "partition"]
 
@@ -44,9 +44,9 @@ class DenseServer:
         self._maker = maker
         self._rank = rank
         self._servers = servers
-        self._turns = Turns(timeout)
+        self._turns = PushSequencer(timeout)
         self._lock = threading.Lock()
-        self._journal = Journal()
+        self._journal = PushJournal()
         self._owned: dict[int, torch.Tensor] = {}
         self._buffers: dict[str, torch.Tensor] = {}
         self._parameters: list[TensorSpec] = []
@@ -161,7 +161,7 @@ class DenseServer:
         """Keeps a journal from now on."""
         self._journal.begin(self._turns.step)
 
-    def journal(self) -> Journaled:
+    def journal(self) -> JournalRecord:
         """The pushes that took effect since, in this order."""
         return self._journal.end()
 

@@ -10,7 +10,7 @@ from typing import Generic, NamedTuple, TypeVar
 from persia.errors import ClosedError, DeadlineError, PeerRestartedError
 from persia.types import Member, Membership
 
-__all__ = ["UNREACHABLE", "Attempts", "Directory", "Peer", "Roster"]
+__all__ = ["UNREACHABLE", "Attempts", "Directory", "Roster", "ServingMember"]
 
 S = TypeVar("S")
 
@@ -21,7 +21,7 @@ RETRY_SECONDS = 1.0
 """How long a failed call waits for news of the membership before it is repeated."""
 
 
-class Peer(NamedTuple, Generic[S]):
+class ServingMember(NamedTuple, Generic[S]):
     """One process of the role.
 
     Attributes:
@@ -45,7 +45,7 @@ class Roster(NamedTuple, Generic[S]):
     """
 
     version: int
-    peers: Mapping[int, Peer[S]]
+    peers: Mapping[int, ServingMember[S]]
     newest: Mapping[int, int]
 
     def gone(self, rank: int, incarnation: int) -> bool:
@@ -91,7 +91,7 @@ class Directory(Generic[S]):
             before = self._roster
             if membership.version <= before.version:
                 return
-            peers: dict[int, Peer[S]] = {}
+            peers: dict[int, ServingMember[S]] = {}
             newest = {member.rank: member.incarnation for member in membership.members if member.role == self.role}
             for member in membership.members:
                 if member.role != self.role or member.state == "dead":
@@ -99,7 +99,7 @@ class Directory(Generic[S]):
                 known = before.peers.get(member.rank)
                 same = known is not None and known.incarnation == member.incarnation
                 service = known.service if same and known is not None else self._connect(member)
-                peers[member.rank] = Peer(member.incarnation, member.state, service)
+                peers[member.rank] = ServingMember(member.incarnation, member.state, service)
             self._roster = Roster(membership.version, peers, newest)
             self._changed.notify_all()
         kept = {id(peer.service) for peer in peers.values()}

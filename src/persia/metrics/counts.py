@@ -12,10 +12,10 @@ from persia.metrics.log_loss import LogLoss
 from persia.metrics.result import Figures
 from persia.types import Floats
 
-__all__ = ["Tally"]
+__all__ = ["LabelMetrics"]
 
 
-class Tally:
+class LabelMetrics:
     """AUC, log-loss and calibration of one label over one period."""
 
     def __init__(self, bins: int) -> None:
@@ -31,7 +31,7 @@ class Tally:
         self.calibration.predicted += terms[1]
         self.calibration.observed += terms[2]
 
-    def merge(self, other: Tally) -> None:
+    def merge(self, other: LabelMetrics) -> None:
         """Adds the rows of another one."""
         self.auc.merge(other.auc)
         self.log_loss.merge(other.log_loss)

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from persia.errors import ConfigError, DataError
 from persia.metrics.auc import BLOCK
 from persia.metrics.checks import State, check, loss_terms
-from persia.metrics.counts import Tally
+from persia.metrics.counts import LabelMetrics
 from persia.metrics.result import Figures, MetricsResult, mean
 from persia.types import Floats
 
@@ -48,15 +48,15 @@ class Metrics:
 
     def _clear(self) -> None:
         self._total = self._tallies(self.TOTAL_BINS)
-        self._days: dict[int, list[Tally]] = {}
+        self._days: dict[int, list[LabelMetrics]] = {}
         self._figures: dict[int, dict[str, Figures]] = {}  # of days that have not changed since
         self._logits = np.empty((BLOCK, len(self.labels)), np.float32)
         self._targets = np.empty((BLOCK, len(self.labels)), np.float32)
         self._when = np.empty(BLOCK, np.int64)
         self._filled = 0
 
-    def _tallies(self, bins: int) -> list[Tally]:
-        return [Tally(bins) for _ in self.labels]
+    def _tallies(self, bins: int) -> list[LabelMetrics]:
+        return [LabelMetrics(bins) for _ in self.labels]
 
     @property
     def rows(self) -> int:
@@ -109,7 +109,7 @@ class Metrics:
             )
         return array
 
-    def _count(self, total: list[Tally], days: dict[int, list[Tally]], filled: int) -> None:
+    def _count(self, total: list[LabelMetrics], days: dict[int, list[LabelMetrics]], filled: int) -> None:
         """Counts the first `filled` rows of the buffer into the given tallies."""
         when = self._when[:filled]
         present = [int(when[0])] if when[0] == when[-1] and np.all(when == when[0]) else np.unique(when).tolist()
@@ -129,7 +129,7 @@ class Metrics:
                 if tallies is not None:
                     tallies[k].add(x, y, terms)
 
-    def _complete(self) -> tuple[list[Tally], dict[int, list[Tally]]]:
+    def _complete(self) -> tuple[list[LabelMetrics], dict[int, list[LabelMetrics]]]:
         """The tallies with the buffer counted in; the own ones stay as they are."""
         if not self._filled:
             return self._total, self._days
@@ -139,7 +139,7 @@ class Metrics:
         self._count(total, days, self._filled)
         return total, days
 
-    def _copies(self, tallies: list[Tally], bins: int) -> list[Tally]:
+    def _copies(self, tallies: list[LabelMetrics], bins: int) -> list[LabelMetrics]:
         copies = self._tallies(bins)
         for copy, tally in zip(copies, tallies, strict=True):
             copy.merge(tally)

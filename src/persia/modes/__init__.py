@@ -3,10 +3,10 @@
 from typing import TypeAlias
 
 from persia.modes.async_ import Async
-from persia.modes.auto import Auto, AutoState, StepTime, Verdict, decide, rehearse
+from persia.modes.auto import Auto, AutoState, ModeChoice, StepTime, decide, rehearse
 from persia.modes.base import Action, Arrival, Decision, Dense, Mode, Observation, Reduction
 from persia.modes.bsp import Bsp
-from persia.modes.evidence import Evidence, load_evidence
+from persia.modes.evidence import AutoEvidence, load_evidence
 from persia.modes.gba import Gba
 from persia.modes.hop_bs import HopBs
 from persia.modes.hop_bw import HopBw
@@ -20,21 +20,21 @@ __all__ = [
     "Arrival",
     "Async",
     "Auto",
+    "AutoEvidence",
     "AutoState",
     "Bsp",
     "Decision",
     "Dense",
-    "Evidence",
     "Gba",
     "HopBs",
     "HopBw",
     "Hybrid",
     "Mode",
+    "ModeChoice",
     "Observation",
     "Reduction",
     "StepTime",
     "Sync",
-    "Verdict",
     "decide",
     "decode",
     "encode",

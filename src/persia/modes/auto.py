@@ -24,7 +24,7 @@ from persia.modes.hop_bw import HopBw
 from persia.modes.hybrid import Hybrid
 from persia.modes.sync import Sync
 
-__all__ = ["Auto", "AutoState", "StepTime", "Verdict", "decide", "rehearse"]
+__all__ = ["Auto", "AutoState", "ModeChoice", "StepTime", "decide", "rehearse"]
 
 MOMENTS = 64
 """At so many moments of a window both rates are compared."""
@@ -95,7 +95,7 @@ class AutoState(NamedTuple):
     against: int = 0
 
 
-class Verdict(NamedTuple):
+class ModeChoice(NamedTuple):
     """A decision with its evidence; `str()` is the line for the log.
 
     Attributes:
@@ -131,7 +131,7 @@ class Verdict(NamedTuple):
         )
 
 
-def decide(auto: Auto, state: AutoState, steps: Sequence[StepTime], end: float) -> tuple[AutoState, Verdict | None]:
+def decide(auto: Auto, state: AutoState, steps: Sequence[StepTime], end: float) -> tuple[AutoState, ModeChoice | None]:
     """The decision at the end of a window.
 
     Args:
@@ -168,10 +168,10 @@ def decide(auto: Auto, state: AutoState, steps: Sequence[StepTime], end: float) 
     switch = count >= auto.windows
     after = AutoState(state.strained != switch, 0 if switch else count)
     slowest = max(slow_at, key=lambda worker: (slow_at[worker], -worker))
-    return after, Verdict(end, switch, after.strained, sync, free, slowest, count)
+    return after, ModeChoice(end, switch, after.strained, sync, free, slowest, count)
 
 
-def rehearse(auto: Auto, steps: Sequence[StepTime]) -> Iterator[Verdict]:
+def rehearse(auto: Auto, steps: Sequence[StepTime]) -> Iterator[ModeChoice]:
     """What `auto` would have decided in a run, window by window, from its recorded step times."""
     ordered = sorted(steps, key=lambda s: s.began + s.seconds)
     if not ordered:

@@ -15,26 +15,26 @@ from persia.errors import ConfigError, PersiaError, StaleBatchError
 from persia.membership.data_loaders import fed_batches
 from persia.modes import Dense, Hybrid, Mode
 from persia.nn.batch_counts import batch_counts
-from persia.nn.dummy import made_up_batch
-from persia.nn.evaluation import Reading
+from persia.nn.dummy import dummy_batch
+from persia.nn.evaluation import EvaluationReader
 from persia.nn.gate import Staleness, StalenessGate
 from persia.nn.options import CollectionOptions
 from persia.nn.pending import Pending, Registered
 from persia.nn.pipeline import READ_AHEAD, Pipeline, Stages
 from persia.nn.pooling import Expander
 from persia.nn.prepared import PreparedBatch
-from persia.nn.push_counts import Pushed, Tally
+from persia.nn.push_counts import PushCounter, PushCounts
 from persia.nn.replicas import EqualSteps
-from persia.nn.row_access import TableRows
+from persia.nn.row_access import RowAccess
 from persia.nn.staging import staging_for
-from persia.nn.step_timings import Laps
-from persia.nn.token_client import Drawn, Draws, Numbered
+from persia.nn.step_timings import StepTimings
+from persia.nn.token_client import DrawnToken, NumberedBatch, TokenClient
 from persia.nn.transfer import Transfer
 from persia.nn.types import Embeddings
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Cluster
 from persia.telemetry.metrics import Histogram
-from persia.types import Contribution, FedBatch, PushHeader, Read, RowsSet, RowState, StoredRows
+from persia.types import Contribution, FedBatch, PushHeader, ReadRecord, RowsSet, RowState, StoredRows
 
 __all__ = ["EmbeddingCollection"]
 
@@ -91,25 +91,25 @@ class EmbeddingCollection(torch.nn.Module):
         self._transfer = Transfer(self._staging, self._expander.on_host)
         self.connection = cluster.connect(schema, optimizer, self.mode, self.options.seed)
         self._worker = self.connection.worker
-        self._rows = TableRows(schema, self.connection.servers)
+        self._rows = RowAccess(schema, self.connection.servers)
         looks = self._rows if self.connection.rank == 0 else None  # One of several NN workers is enough.
-        self._reading = Reading(schema, self._worker, self._transfer, self.options.timeout, looks)
+        self._reading = EvaluationReader(schema, self._worker, self._transfer, self.options.timeout, looks)
         self.gate = StalenessGate(self.mode, self.options.accumulation_steps)
         self._pipeline: Pipeline | None = None
-        self._draws: Draws | None = None
+        self._draws: TokenClient | None = None
         self._group: list[Pending] = []
         self._group_batches = 0
         self._registered: set[int] = set()
         self._inline: PreparedBatch | None = None
         self._push_failure: BaseException | None = None
-        self.tally = Tally()
+        self.tally = PushCounter()
         self.waits = Histogram()
         """How long the network waited for batches."""
         self._compressed = False
         self.pushes = 0
-        self.laps: Laps | None = None
+        self.laps: StepTimings | None = None
         """Whom the time is told that each batch takes to compute."""
-        self.note: Callable[[Read], None] | None = None
+        self.note: Callable[[ReadRecord], None] | None = None
         """Whom is told what each gradient was computed from; one batch a push."""
         self._pid = os.getpid()
 
@@ -137,16 +137,16 @@ class EmbeddingCollection(torch.nn.Module):
 
     def prefetch(
         self,
-        loader: Iterable[Batch | FedBatch | Numbered],
+        loader: Iterable[Batch | FedBatch | NumberedBatch],
         equal_steps: EqualSteps | None = None,
-        draws: Draws | None = None,
+        draws: TokenClient | None = None,
     ) -> Iterator[PreparedBatch]:
         """Iterates over a loader with rows looked up ahead, in background threads.
 
         Args:
             loader: any iterable of `persia.Batch`, a torch `DataLoader` with `batch_size=None` included; or `fed()`.
             equal_steps: where several NN workers train one network: its `persia.dense.AllReduce`. The iterator then
-                yields as many batches on each of them, and makes up (`batch.made_up`) those that are missing. Without
+                yields as many batches on each of them, and makes up (`batch.dummy`) those that are missing. Without
                 it, batches that were lost with an embedding worker are passed over, and an NN worker that has a batch
                 when others have none raises UnequalStepsError where it is used.
             draws: in asynchronous modes, the lists that batches and tokens come from; `loader` yields numbered batches.
@@ -218,7 +218,7 @@ class EmbeddingCollection(torch.nn.Module):
         return pipeline.ready if pipeline is not None else 0
 
     @property
-    def pushed(self) -> Pushed:
+    def pushed(self) -> PushCounts:
         """What became of gradients so far."""
         return self.tally.result(self._worker.statistics().get("lost_gradients", 0))
 
@@ -242,7 +242,10 @@ class EmbeddingCollection(torch.nn.Module):
     # --- training ---------------------------------------------------------------------------------------------
 
     def _train(
-        self, source: Iterator[Batch | FedBatch | Numbered], equal_steps: EqualSteps | None, draws: Draws | None
+        self,
+        source: Iterator[Batch | FedBatch | NumberedBatch],
+        equal_steps: EqualSteps | None,
+        draws: TokenClient | None,
     ) -> Iterator[PreparedBatch]:
         self._check_process()
         if self._pipeline is not None:
@@ -252,7 +255,7 @@ class EmbeddingCollection(torch.nn.Module):
             )
         self.flush()
         self.gate.open()
-        lookup = functools.partial(self._lookup, made_up_rows=equal_steps.made_up_rows if equal_steps else 1)
+        lookup = functools.partial(self._lookup, dummy_rows=equal_steps.dummy_rows if equal_steps else 1)
         stages = Stages(self._register, self.gate.pass_lookup, lookup, self.gate.drawn, self.gate.close)
         ahead = READ_AHEAD
         if draws is not None:
@@ -268,7 +271,7 @@ class EmbeddingCollection(torch.nn.Module):
                 batch = self._next(pipeline, equal_steps)
                 if batch is None:
                     break
-                if equal_steps is not None or not batch.made_up:
+                if equal_steps is not None or not batch.dummy:
                     yield batch
                 self._release_if_unused(batch)
                 batch = None
@@ -276,7 +279,7 @@ class EmbeddingCollection(torch.nn.Module):
         finally:
             # Also when the loop is left early: what has a gradient is applied, the rest is forgotten. A batch that was
             # abandoned is no step; one that is made up is the others' step.
-            if batch is not None and batch.made_up and draws is None:
+            if batch is not None and batch.dummy and draws is None:
                 self._batch_ended()
             elif batch is not None and batch.close():
                 self.tally.released()
@@ -317,14 +320,14 @@ class EmbeddingCollection(torch.nn.Module):
             equal_steps.start(0, has_data=False)
             if equal_steps.over():
                 return None
-            return made_up_batch(self.schema, equal_steps.made_up_rows, self._staging.device)
+            return dummy_batch(self.schema, equal_steps.dummy_rows, self._staging.device)
         if equal_steps is not None:
             equal_steps.start(batch.weight, has_data=True)
         batch.began = time.monotonic()
         return batch
 
-    def _register(self, item: Batch | FedBatch | Numbered) -> Registered:
-        number, batch = item if isinstance(item, Numbered) else (-1, item)
+    def _register(self, item: Batch | FedBatch | NumberedBatch) -> Registered:
+        number, batch = item if isinstance(item, NumberedBatch) else (-1, item)
         if isinstance(batch, FedBatch):
             batch_id = batch.batch_id
         else:
@@ -333,12 +336,12 @@ class EmbeddingCollection(torch.nn.Module):
         self._registered.add(batch_id)
         return Registered(batch, batch_id, number)
 
-    def _lookup(self, registered: Registered, made_up_rows: int = 1) -> tuple[PreparedBatch, Callable[[], None]]:
+    def _lookup(self, registered: Registered, dummy_rows: int = 1) -> tuple[PreparedBatch, Callable[[], None]]:
         if self._draws is None:
-            return self._found(registered, made_up_rows)
+            return self._found(registered, dummy_rows)
         # Dense parameters before rows: rows are pushed first, so these are at least as new.
         drawn = self._draws.draw(registered.number, len(registered.batch.labels))
-        prepared, ready = self._found(registered, made_up_rows)
+        prepared, ready = self._found(registered, dummy_rows)
         prepared.drawn = drawn
 
         def adopt() -> None:
@@ -347,14 +350,14 @@ class EmbeddingCollection(torch.nn.Module):
 
         return prepared, adopt
 
-    def _found(self, registered: Registered, made_up_rows: int) -> tuple[PreparedBatch, Callable[[], None]]:
+    def _found(self, registered: Registered, dummy_rows: int) -> tuple[PreparedBatch, Callable[[], None]]:
         batch, batch_id, number = registered
         try:
             found = self._worker.lookup(batch_id)
         except StaleBatchError:
             self._registered.discard(batch_id)
             self.tally.lost(len(batch.labels))
-            return made_up_batch(self.schema, made_up_rows, self._staging.device), lambda: None
+            return dummy_batch(self.schema, dummy_rows, self._staging.device), lambda: None
         self._compressed = found.scales is not None
         prepared, ready = self._transfer.rows(batch, found, batch_id)
         prepared.number, prepared.versions = number, found.versions or []
@@ -383,11 +386,11 @@ class EmbeddingCollection(torch.nn.Module):
                 self._worker.release(batch.batch_id)
                 self._registered.discard(batch.batch_id)
                 self.tally.released()
-            elif not batch.made_up:
+            elif not batch.dummy:
                 return  # Its gradient is on its way.
             assert batch.drawn is not None
             self._push_drawn(batch.drawn, [], None)
-        elif batch.made_up:
+        elif batch.dummy:
             self._batch_ended()
         elif batch.close():
             assert batch.batch_id is not None
@@ -441,7 +444,7 @@ class EmbeddingCollection(torch.nn.Module):
                 self.note(pending.read(self.connection.rank, sequence, dense))
 
     def _push_drawn(
-        self, drawn: Drawn, group: list[Pending], dense: Callable[[PushHeader, float], None] | None
+        self, drawn: DrawnToken, group: list[Pending], dense: Callable[[PushHeader, float], None] | None
     ) -> None:
         """Hands a gradient of an asynchronous mode to the push thread."""
         draws = self._draws
@@ -473,7 +476,7 @@ class EmbeddingCollection(torch.nn.Module):
                     "yields, or switch to `.eval()` to read other ones."
                 )
             prepared, ready = self._lookup(self._register(batch))
-            if prepared.made_up:
+            if prepared.dummy:
                 raise StaleBatchError("The batch was lost between its registration and its lookup; call again.")
             if self._inline is not None:
                 self._release_if_unused(self._inline)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from persia.batching.batch import IdColumn
-from persia.nn.row_access import TableRows
+from persia.nn.row_access import RowAccess
 from persia.schema import Schema
 from persia.types import Ids
 
@@ -59,7 +59,7 @@ class IdSample:
         return {name: ids for name, ids in found.items() if len(ids) >= FEWEST_IDS}
 
 
-def warn_of_unknown_ids(sample: IdSample, rows: TableRows, schema: Schema) -> None:
+def warn_of_unknown_ids(sample: IdSample, rows: RowAccess, schema: Schema) -> None:
     """Logs a warning that names the features of which hardly any sampled id has a row, though their table has rows.
 
     One call to each PS, or two if there is something to warn of.

@@ -10,7 +10,7 @@ import torch
 
 from persia.errors import ConfigError
 from persia.nn.prepared import PreparedBatch
-from persia.nn.replicas import Alone, Replicas
+from persia.nn.replicas import Replicas, SingleReplica
 from persia.nn.types import Embeddings
 from persia.schema import Schedule
 from persia.telemetry.metrics import Histogram
@@ -59,7 +59,7 @@ class DenseStep:
         options: StepOptions,
     ) -> None:
         self.model = model.to(device)
-        self.replicas: Replicas = Alone(self.model)
+        self.replicas: Replicas = SingleReplica(self.model)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = optimizer(parameters)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
@@ -112,10 +112,10 @@ class DenseStep:
         self._batches += 1
         self._rows += batch.weight
         last = self._batches == self._accumulation
-        if batch.made_up and self.replicas.nn_workers == 1:  # Nobody waits for us in a collective.
+        if batch.dummy and self.replicas.nn_workers == 1:  # Nobody waits for us in a collective.
             logits = loss = batch.labels.new_zeros(())
         else:
-            with self.replicas.batch(batch.made_up, last):
+            with self.replicas.batch(batch.dummy, last):
                 logits, loss = self._forward_backward(batch, embeddings, self.replicas.model)
         if last:
             self._update()

@@ -9,10 +9,10 @@ from persia.nn.prepared import PreparedBatch, PreparedRows
 from persia.schema import Schema
 from persia.types import Int64Array, Inverse
 
-__all__ = ["made_up_batch"]
+__all__ = ["dummy_batch"]
 
 
-def made_up_batch(schema: Schema, rows: int, device: torch.device) -> PreparedBatch:
+def dummy_batch(schema: Schema, rows: int, device: torch.device) -> PreparedBatch:
     """Zeros, and samples without ids: the network can be run with it, so that collectives find all NN workers.
 
     Args:
@@ -38,5 +38,5 @@ def made_up_batch(schema: Schema, rows: int, device: torch.device) -> PreparedBa
         None,
         found,
         None,
-        made_up=True,
+        dummy=True,
     )

@@ -9,18 +9,18 @@ from persia.errors import PersiaError
 from persia.nn.coverage import IdSample, warn_of_unknown_ids
 from persia.nn.pipeline import Pipeline, Stages
 from persia.nn.prepared import PreparedBatch
-from persia.nn.row_access import TableRows
+from persia.nn.row_access import RowAccess
 from persia.nn.transfer import Transfer
 from persia.schema import Schema
 from persia.services import EmbeddingWorker
 
-__all__ = ["Reading"]
+__all__ = ["EvaluationReader"]
 
 READY = 4
 """Batches looked up ahead, where no mode says how many."""
 
 
-class Reading:
+class EvaluationReader:
     """Looks batches up and changes nothing: nothing is admitted or touched, and no gate is asked.
 
     Args:
@@ -32,7 +32,7 @@ class Reading:
     """
 
     def __init__(
-        self, schema: Schema, worker: EmbeddingWorker, transfer: Transfer, timeout: float, rows: TableRows | None
+        self, schema: Schema, worker: EmbeddingWorker, transfer: Transfer, timeout: float, rows: RowAccess | None
     ) -> None:
         self._schema = schema
         self._worker = worker

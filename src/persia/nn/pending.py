@@ -8,7 +8,7 @@ from typing import NamedTuple
 from persia.batching.batch import Batch
 from persia.nn.prepared import PreparedBatch
 from persia.nn.transfer import Encoded
-from persia.types import FedBatch, Read
+from persia.types import FedBatch, ReadRecord
 
 __all__ = ["Pending", "Registered"]
 
@@ -21,7 +21,7 @@ class Pending(NamedTuple):
     gradients: Callable[[], Encoded]
     batch: PreparedBatch
 
-    def read(self, rank: int, sequence: int, dense: list[int]) -> Read:
+    def read(self, rank: int, sequence: int, dense: list[int]) -> ReadRecord:
         """What the gradient was computed from.
 
         Args:
@@ -29,7 +29,7 @@ class Pending(NamedTuple):
             sequence: of the push that it goes with.
             dense: versions of the dense parameters.
         """
-        return Read(rank, sequence, self.batch.number, self.rows, self.batch.versions, dense)
+        return ReadRecord(rank, sequence, self.batch.number, self.rows, self.batch.versions, dense)
 
 
 class Registered(NamedTuple):

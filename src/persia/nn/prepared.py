@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from persia.errors import StaleBatchError
-from persia.nn.token_client import Drawn
+from persia.nn.token_client import DrawnToken
 from persia.types import Int32Array, Int64Array, Inverse
 
 __all__ = ["PreparedBatch", "PreparedRows"]
@@ -40,7 +40,7 @@ class PreparedBatch:
         inverse: where the rows are.
         offsets: of multi-valued features.
         batch_id: what the embedding worker knows it by; None where no gradient is awaited.
-        made_up: it stands in for data that this NN worker does not have; the network must not learn from it.
+        dummy: it stands in for data that this NN worker does not have; the network must not learn from it.
         drawn: its token, in asynchronous modes.
         began: when it was drawn, on the monotonic clock.
         number: of the pass; -1 if it is not known.
@@ -54,15 +54,15 @@ class PreparedBatch:
         day: Int32Array | None,
         found: PreparedRows,
         batch_id: int | None,
-        made_up: bool = False,
+        dummy: bool = False,
     ) -> None:
         self.dense = dense
         self.labels = labels
         self.day = day
         self.rows, self.inverse, self.offsets = found
         self.batch_id = batch_id
-        self.made_up = made_up
-        self.drawn: Drawn | None = None
+        self.dummy = dummy
+        self.drawn: DrawnToken | None = None
         self.began = 0.0
         self.number = -1
         self.versions: list[int] = []
@@ -76,7 +76,7 @@ class PreparedBatch:
     @property
     def weight(self) -> int:
         """Samples that count."""
-        return 0 if self.made_up else len(self)
+        return 0 if self.dummy else len(self)
 
     @property
     def trains(self) -> bool:

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from persia.types import UpdateCounts
 
-__all__ = ["Pushed", "Tally"]
+__all__ = ["PushCounter", "PushCounts"]
 
 
-class Pushed(NamedTuple):
+class PushCounts(NamedTuple):
     """What became of the gradients so far, in rows, and of batches without one.
 
     Attributes:
@@ -32,7 +32,7 @@ class Pushed(NamedTuple):
     lost_gradients: int = 0
 
 
-class Tally:
+class PushCounter:
     """Counts what becomes of gradients and batches. Each count is written by one thread, and may be read by any."""
 
     def __init__(self) -> None:
@@ -56,10 +56,10 @@ class Tally:
         self._lost_batches += 1
         self._lost_rows += rows
 
-    def result(self, lost_gradients: int) -> Pushed:
+    def result(self, lost_gradients: int) -> PushCounts:
         """All of it, with the gradients that could not be pushed, which others count."""
         counts = list(self._updates.values())
-        return Pushed(
+        return PushCounts(
             sum(c.applied for c in counts),
             sum(c.absent for c in counts),
             sum(c.non_finite for c in counts),

@@ -8,13 +8,13 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["Alone", "EqualSteps", "Replicas"]
+__all__ = ["EqualSteps", "Replicas", "SingleReplica"]
 
 
 class EqualSteps(Protocol):
     """Lets all NN workers make the same number of steps, whatever data each of them has."""
 
-    made_up_rows: int
+    dummy_rows: int
     """Rows of a batch that is made up so that this NN worker can take part in a step for which it has none."""
 
     def start(self, rows: int, has_data: bool) -> None:
@@ -30,7 +30,7 @@ class EqualSteps(Protocol):
 
 
 class Replicas(EqualSteps, Protocol):
-    """The dense network of this NN worker among those of the others: :class:`persia.dense.AllReduce`, or `Alone`."""
+    """The dense network of one NN worker among its replicas: :class:`persia.dense.AllReduce`, or `SingleReplica`."""
 
     nn_workers: int
     stop: bool
@@ -38,7 +38,7 @@ class Replicas(EqualSteps, Protocol):
     model: torch.nn.Module
     """What is called to train; it has the parameters of the network itself."""
 
-    def batch(self, made_up: bool, last: bool) -> contextlib.AbstractContextManager[None]:
+    def batch(self, dummy: bool, last: bool) -> contextlib.AbstractContextManager[None]:
         """Surrounds forward and backward of a batch; gradients are averaged in the last one of an update."""
 
     def reduce_rest(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -56,18 +56,18 @@ class Replicas(EqualSteps, Protocol):
     def gather(self, payload: bytes) -> list[bytes]:
         """The payloads of all NN workers, by rank. Blocks until all have called it."""
 
-    def by_first(self, function: Callable[[], str]) -> str:
+    def run_on_rank0(self, function: Callable[[], str]) -> str:
         """Calls it on the first NN worker only; all return its result, or raise if it failed. Blocks."""
 
 
-class Alone:
+class SingleReplica:
     """One NN worker: nothing to agree on.
 
     Args:
         model: the network.
     """
 
-    made_up_rows = 1
+    dummy_rows = 1
     nn_workers = 1
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -81,7 +81,7 @@ class Alone:
         """Asked when its data have ended."""
         return True
 
-    def batch(self, made_up: bool, last: bool) -> contextlib.AbstractContextManager[None]:
+    def batch(self, dummy: bool, last: bool) -> contextlib.AbstractContextManager[None]:
         """Nothing to average."""
         return contextlib.nullcontext()
 
@@ -103,6 +103,6 @@ class Alone:
         """Its own."""
         return [payload]
 
-    def by_first(self, function: Callable[[], str]) -> str:
+    def run_on_rank0(self, function: Callable[[], str]) -> str:
         """It is the first."""
         return function()

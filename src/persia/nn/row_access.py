@@ -17,7 +17,7 @@ from persia.schema import Schema, Table
 from persia.services import EmbeddingPS
 from persia.types import BoolArray, Floats, Ids, Int64Array, Packed, RowsSet, RowState, StoredRows
 
-__all__ = ["TableRows"]
+__all__ = ["RowAccess"]
 
 S = TypeVar("S", bound=np.generic)
 
@@ -28,7 +28,7 @@ MOST_STATE = 2
 """Floats of optimizer state per float of embedding, at most."""
 
 
-class TableRows:
+class RowAccess:
     """Reads and sets rows of all tables, wherever their PSs are. Calls block.
 
     Args:

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 
 from persia.services import Tokens
-from persia.types import Lap
+from persia.types import StepTiming
 
-__all__ = ["Laps"]
+__all__ = ["StepTimings"]
 
 
-class Laps:
+class StepTimings:
     """For one thread.
 
     Args:
@@ -37,5 +37,5 @@ class Laps:
             return
         self._sent = now
         untold, self._untold = self._untold, []
-        if not self._tokens.timed(self._rank, [Lap(now - start, seconds) for start, seconds in untold]):
+        if not self._tokens.timed(self._rank, [StepTiming(now - start, seconds) for start, seconds in untold]):
             self._again()

@@ -11,13 +11,13 @@ from typing import NamedTuple, Protocol
 
 from persia.batching.batch import Batch
 from persia.services import EmbeddingWorker, Tokens
-from persia.types import Caller, Contribution, FedBatch, PushHeader, Rest, Ticket, UpdateCounts
+from persia.types import Caller, Contribution, FedBatch, PushHeader, QuiesceResult, Ticket, UpdateCounts
 
-__all__ = ["Drawn", "Draws", "Numbered", "SharedDense"]
+__all__ = ["DenseParameters", "DrawnToken", "NumberedBatch", "TokenClient"]
 
 
-class SharedDense(Protocol):
-    """The network of an NN worker while dense PSs have its truth: :class:`persia.dense.Shared`."""
+class DenseParameters(Protocol):
+    """The network of an NN worker while dense PSs have its truth: :class:`persia.dense.SharedNetwork`."""
 
     @property
     def version(self) -> int:
@@ -37,14 +37,14 @@ class SharedDense(Protocol):
         """Fills a slot without a gradient."""
 
 
-class Numbered(NamedTuple):
+class NumberedBatch(NamedTuple):
     """A batch, and which one of the pass it is."""
 
     number: int
     batch: Batch | FedBatch
 
 
-class Drawn(NamedTuple):
+class DrawnToken(NamedTuple):
     """A token in the hands of this NN worker.
 
     Attributes:
@@ -56,7 +56,7 @@ class Drawn(NamedTuple):
     adopt: Callable[[], None]
 
 
-class Draws:
+class TokenClient:
     """One NN worker in one segment. Its reading, lookup, training and push threads use it.
 
     Args:
@@ -68,7 +68,7 @@ class Draws:
     """
 
     def __init__(
-        self, tokens: Tokens, caller: Caller, worker: EmbeddingWorker, shared: SharedDense, sequence: int
+        self, tokens: Tokens, caller: Caller, worker: EmbeddingWorker, shared: DenseParameters, sequence: int
     ) -> None:
         self._tokens = tokens
         self._caller = caller
@@ -106,7 +106,7 @@ class Draws:
             self._wanted -= not self._closed
             return not self._closed
 
-    def draw(self, number: int, rows: int) -> Drawn:
+    def draw(self, number: int, rows: int) -> DrawnToken:
         """Draws a batch's token and pulls the parameters to train it with. Blocks."""
         sequence = self.sequence + 1
         while True:
@@ -117,7 +117,7 @@ class Draws:
         with self._changed:
             self.sequence = sequence
             self._open.append(sequence)
-        return Drawn(sequence, self.shared.pull(token.least, self._still_wanted))
+        return DrawnToken(sequence, self.shared.pull(token.least, self._still_wanted))
 
     def _still_wanted(self) -> bool:
         """While a pull waits: what it waits for may be the slot of a dead NN worker, which nobody else fills."""
@@ -151,7 +151,7 @@ class Draws:
         for sequence in list(self._open):
             self.push(sequence, 0, self.shared.version, [], None)
 
-    def rest(self) -> Rest:
+    def rest(self) -> QuiesceResult:
         """Waits until all NN workers are done with the segment."""
         while True:
             rest = self._tokens.rest(self._caller, self._done, self._filled)

@@ -14,7 +14,7 @@ import torch
 from persia.batching.native import ThreadPool
 from persia.optim.compressors import Compressor, Uncompressed
 
-__all__ = ["SMALL", "Bucket", "Flat", "Piece", "Rule", "ranges"]
+__all__ = ["SMALL", "Bucket", "BucketPiece", "Flat", "Rule", "ranges"]
 
 SMALL = 1024
 """Elements: smaller tensors (4 KiB) are sent as they are; compressing them would save next to nothing."""
@@ -86,7 +86,7 @@ def ranges(flat: Flat, bucket_bytes: int, compressor: Compressor) -> list[tuple[
     return large + small
 
 
-class Piece(NamedTuple):
+class BucketPiece(NamedTuple):
     """A run of a parameter that lies in a bucket.
 
     Attributes:
@@ -132,7 +132,7 @@ class Bucket:
         )
         self.averaged = torch.zeros(stride, dtype=torch.uint8, device=device)
         self.pieces = [
-            Piece(i, max(a, begin) - a, min(b, end) - a, slice(max(a, begin) - begin, min(b, end) - begin))
+            BucketPiece(i, max(a, begin) - a, min(b, end) - a, slice(max(a, begin) - begin, min(b, end) - begin))
             for i, (a, b) in enumerate(itertools.pairwise(flat.offsets))
             if max(a, begin) < min(b, end)
         ]
@@ -201,13 +201,13 @@ class Bucket:
     def _payload(self, row: torch.Tensor, chunk: slice) -> torch.Tensor:
         return row[: self.compressor.payload_bytes(chunk.stop - chunk.start)]
 
-    def _move(self, piece: Piece, rule: Rule, momentum: torch.Tensor, deviation: torch.Tensor) -> None:
+    def _move(self, piece: BucketPiece, rule: Rule, momentum: torch.Tensor, deviation: torch.Tensor) -> None:
         """X = x * shrink - rate * m / (deviation + eps); the deviation is overwritten."""
         parameter = self.flat.parameters[piece.number].detach()
         change = torch.div(momentum, deviation.add_(rule.eps)).mul_(rule.rate)
         self.store(piece, parameter.reshape(-1)[piece.begin : piece.end] * rule.shrink - change)
 
-    def store(self, piece: Piece, values: torch.Tensor) -> None:
+    def store(self, piece: BucketPiece, values: torch.Tensor) -> None:
         """Writes a piece of a parameter."""
         parameter = self.flat.parameters[piece.number].detach()
         if parameter.is_contiguous():

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from persia.errors import StoreFullError
-from persia.retry import patiently
+from persia.retry import retry
 
-__all__ = ["with_room"]
+__all__ = ["retry_when_full"]
 
 T = TypeVar("T")
 
@@ -19,7 +19,7 @@ RETRY_SECONDS = 0.1
 log = logging.getLogger("persia.ps")
 
 
-def with_room(call: Callable[[], T], timeout: float, operation: str) -> T:
+def retry_when_full(call: Callable[[], T], timeout: float, operation: str) -> T:
     """Calls, again and again while there is no room for new rows.
 
     Args:
@@ -36,7 +36,7 @@ def with_room(call: Callable[[], T], timeout: float, operation: str) -> T:
         log.warning("%s waits for room: %s", operation, str(error))  # A log that keeps it would keep the store.
 
     try:
-        return patiently(call, lambda error: isinstance(error, StoreFullError), timeout, RETRY_SECONDS, told)
+        return retry(call, lambda error: isinstance(error, StoreFullError), timeout, RETRY_SECONDS, told)
     except StoreFullError as error:
         raise StoreFullError(
             f"{error.message}. ({operation} has waited {time.monotonic() - began:.1f} s for it.)",

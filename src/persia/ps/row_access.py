@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from persia.ps.memory import with_room
+from persia.ps.memory import retry_when_full
 from persia.store import EmbeddingStore, Rows
 from persia.types import Floats, Ids, RowsSet, RowState
 
@@ -41,7 +41,7 @@ class RowSetter:
             if known is not None:
                 return known
             answer = set_rows(
-                self._store, table, ids, values, state, lambda work: with_room(work, self._timeout, "set_rows")
+                self._store, table, ids, values, state, lambda work: retry_when_full(work, self._timeout, "set_rows")
             )
             self._answers[call] = answer
             if len(self._answers) > KEPT_ANSWERS:

@@ -14,19 +14,19 @@ import numpy as np
 from persia import batching
 from persia.errors import StoreError
 from persia.modes import Dense, Mode, decode
-from persia.ps.memory import with_room
+from persia.ps.memory import retry_when_full
 from persia.ps.options import ServerOptions
 from persia.ps.regions import Regions
 from persia.ps.row_access import RowSetter
-from persia.ps.snapshots import Cuts
+from persia.ps.snapshots import StoreSnapshots
 from persia.ps.tables import learning_rate, table_config
-from persia.pushes.accumulator import RunningSums
+from persia.pushes.accumulator import GradientAccumulator
 from persia.pushes.averaging import average_step
-from persia.pushes.journal import Journal
-from persia.pushes.sequencer import Turns
-from persia.pushes.step_barrier import Arrived, HeldSteps
+from persia.pushes.journal import PushJournal
+from persia.pushes.sequencer import PushSequencer
+from persia.pushes.step_barrier import ArrivedPush, StepBarrier
 from persia.schema import EmbeddingOptimizer, Table
-from persia.services import CutInfo, RowChunk, StatePiece
+from persia.services import RowChunk, SnapshotInfo, StatePiece
 from persia.store import EmbeddingStore, Rows
 from persia.telemetry.metrics import Readings, figures
 from persia.types import (
@@ -35,14 +35,14 @@ from persia.types import (
     Floats,
     Gradients,
     Ids,
-    Journaled,
+    JournalRecord,
     Packed,
     PackedGradients,
     PushHeader,
     RowsAt,
     RowsSet,
+    RowStaleness,
     RowState,
-    SlotCounts,
     StoredRows,
     UpdateCounts,
 )
@@ -79,9 +79,9 @@ class EmbeddingServer:
         options: ServerOptions | None = None,
     ) -> None:
         self._options = options or ServerOptions()
-        self._turns = Turns(self._options.timeout)
-        self._slots = SlotCounts()
-        self._journal = Journal()
+        self._turns = PushSequencer(self._options.timeout)
+        self._slots = RowStaleness()
+        self._journal = PushJournal()
         self._version = 0
         """Updates since step 0."""
         self._unclaimed: list[dict[str, UpdateCounts]] = []
@@ -101,7 +101,7 @@ class EmbeddingServer:
                 self._store.create_table(config)
         self._index = {name: number for number, name in enumerate(self._tables)}
         self._asked: tuple[Sequence[str], list[int], list[int]] = ([], [], [])
-        self._cuts = Cuts(self._store, self._index)
+        self._cuts = StoreSnapshots(self._store, self._index)
         self._setter = RowSetter(self._store, self._options.timeout)
         kept = self._regions.mode if self._regions is not None else ""
         self._adopt(decode(kept) if kept else mode)
@@ -109,12 +109,12 @@ class EmbeddingServer:
     def _adopt(self, mode: Mode) -> None:
         """Begins a mode, or goes on with the one that the process before was in."""
         self._mode = mode
-        self._sums = RunningSums(mode.reduction)
+        self._sums = GradientAccumulator(mode.reduction)
         self._on_arrival = mode.dense() is Dense.ALL_REDUCE and mode.group(self._options.nn_workers, 1) == 1
         ranks = range(self._options.nn_workers)
         groups = [[rank] for rank in ranks] if self._on_arrival else [ranks]
         self._held = [
-            HeldSteps(
+            StepBarrier(
                 group,
                 self._options.timeout,
                 functools.partial(self._apply_held, number),
@@ -141,7 +141,7 @@ class EmbeddingServer:
         numbers, dims = self._places(ids.names)
         rows = self._scratch.floats(sum(map(operator.mul, ids.counts, dims)))
         with self._journal.exclusive():
-            with_room(
+            retry_when_full(
                 lambda: self._store.lookup_packed(numbers, ids.counts, ids.buffer, rows, train),
                 self._options.timeout,
                 "lookup",
@@ -152,7 +152,7 @@ class EmbeddingServer:
         """Keeps a journal from now on."""
         self._journal.begin(self._version)
 
-    def journal(self) -> Journaled:
+    def journal(self) -> JournalRecord:
         """The pushes that took effect since, in this order."""
         return self._journal.end()
 
@@ -171,8 +171,8 @@ class EmbeddingServer:
         if self._on_arrival:
             if header.rank >= len(self._held):
                 raise StoreError(f"There is no NN worker {header.rank}, only {len(self._held)}.", rank=header.rank)
-            return self._held[header.rank].push(header.sequence, Arrived(header, packed))
-        return self._held[0].push(header.step, Arrived(header, packed))
+            return self._held[header.rank].push(header.sequence, ArrivedPush(header, packed))
+        return self._held[0].push(header.step, ArrivedPush(header, packed))
 
     def switch(self, mode: str, generation: int, step: int) -> None:
         """Another mode from `step` on; see `persia.services.EmbeddingPS`."""
@@ -182,7 +182,7 @@ class EmbeddingServer:
             held.renew(generation)
         if (regions := self._regions) is not None:
             regions.forget_steps()  # All are at rest: nobody waits for an answer.
-            with_room(lambda: regions.remember(mode), self._options.timeout, "A switch of the mode")
+            retry_when_full(lambda: regions.remember(mode), self._options.timeout, "A switch of the mode")
         self._adopt(adopted)
         self._version = step * (self._options.nn_workers if self._on_arrival else 1)
 
@@ -228,7 +228,7 @@ class EmbeddingServer:
             self._slots.add(behind, counts)
         return counts.astype(np.float32)
 
-    def _apply_held(self, group: int, arrived: Sequence[Arrived]) -> dict[str, UpdateCounts]:
+    def _apply_held(self, group: int, arrived: Sequence[ArrivedPush]) -> dict[str, UpdateCounts]:
         """Applies a complete step of a group: one update of the average over its NN workers."""
         header = arrived[0].header
         average = average_step(arrived, self._mode.reduction, self._pool, self._scratch)
@@ -284,7 +284,7 @@ class EmbeddingServer:
         found = [f for table, counts in self.statistics().items() for f in figures("ps", counts, table=table)]
         return Readings(found + figures("ps_slot", dataclasses.asdict(self._slots)), [])
 
-    def slots(self) -> SlotCounts:
+    def slots(self) -> RowStaleness:
         """How stale the rows of asynchronous modes were."""
         return self._slots
 
@@ -315,7 +315,7 @@ class EmbeddingServer:
             for shard, rows in self._store.iterate_rows(index, max_rows=most):
                 yield RowChunk(name, shard, rows._asdict())
 
-    def begin_cut(self, name: str, since: Mapping[str, int], directory: str, live: bool = False) -> CutInfo:
+    def begin_cut(self, name: str, since: Mapping[str, int], directory: str, live: bool = False) -> SnapshotInfo:
         """Marks this moment; see `persia.services.EmbeddingPS`."""
         return self._cuts.begin(name, since, directory, live)
 
@@ -341,7 +341,7 @@ class EmbeddingServer:
             arrays["state"] = np.full((count, config.state_width), config.initial_state, np.float32)
             arrays["update_count"] = np.zeros(count, np.uint32)
         rows = Rows(**arrays)
-        with_room(lambda: self._store.import_rows(index, rows), self._options.timeout, "import_rows")
+        retry_when_full(lambda: self._store.import_rows(index, rows), self._options.timeout, "import_rows")
 
     def export_state(self) -> Iterator[list[StatePiece]]:
         """What besides the rows decides the future: clocks, counters and admission sketches, in lists of about 64 MiB.

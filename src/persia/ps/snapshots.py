@@ -8,10 +8,10 @@ import threading
 from collections.abc import Iterator, Mapping
 
 from persia.errors import StoreError
-from persia.services import CutInfo, RowChunk
+from persia.services import RowChunk, SnapshotInfo
 from persia.store import EmbeddingStore, Spill
 
-__all__ = ["Cuts"]
+__all__ = ["StoreSnapshots"]
 
 CHUNK_BYTES = 16 << 20
 """About the size of a chunk. The writer holds one while the next is made."""
@@ -23,7 +23,7 @@ EVICTED_BYTES = 16 << 20
 """Memory for ids of evicted rows between two cuts, of all shards together."""
 
 
-class Cuts:
+class StoreSnapshots:
     """Makes cuts of a store. Safe to call from several threads.
 
     Args:
@@ -36,9 +36,9 @@ class Cuts:
         self._tables = tables
         self._lock = threading.Lock()
         self._name: str | None = None
-        self._info = CutInfo({}, True)
+        self._info = SnapshotInfo({}, True)
 
-    def begin(self, name: str, since: Mapping[str, int], directory: str, live: bool) -> CutInfo:
+    def begin(self, name: str, since: Mapping[str, int], directory: str, live: bool) -> SnapshotInfo:
         """Marks this moment; see `persia.services.EmbeddingPS.begin_cut`."""
         with self._lock:
             if self._name == name:
@@ -54,7 +54,7 @@ class Cuts:
             except StoreError:
                 self._end()
                 raise
-            self._name, self._info = name, CutInfo(epochs, whole)
+            self._name, self._info = name, SnapshotInfo(epochs, whole)
             return self._info
 
     def rows(self, name: str) -> Iterator[RowChunk]:
@@ -89,7 +89,7 @@ class Cuts:
             if self._name == name:
                 self._end()
 
-    def _checked(self, name: str) -> CutInfo:
+    def _checked(self, name: str) -> SnapshotInfo:
         with self._lock:
             if self._name == name:
                 return self._info

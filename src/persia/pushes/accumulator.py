@@ -14,14 +14,14 @@ from persia import batching
 from persia.modes import Reduction
 from persia.types import Floats, Gradients
 
-__all__ = ["RunningSums", "Weighed"]
+__all__ = ["GradientAccumulator", "WeightedGradients"]
 
-Weighed = Mapping[str, tuple[Gradients, Floats]]
+WeightedGradients = Mapping[str, tuple[Gradients, Floats]]
 """By table, a gradient and, float32 `[n]`, the weight 0 or 1 of each of its rows."""
 
 
-class RunningSums:
-    """Sums gradients of one step. Not thread-safe; :class:`persia.pushes.reference.SlowSums` is its readable twin.
+class GradientAccumulator:
+    """Sums the gradients of one step. Not thread-safe. `pushes.reference.ReferenceAccumulator` is its readable twin.
 
     Args:
         reduction: what the weighted sum of an id is divided by.
@@ -39,7 +39,7 @@ class RunningSums:
         """Memory of what is held."""
         return sum(held.nbytes for held in self._sums.values())
 
-    def add(self, gradients: Weighed, rows: int) -> None:
+    def add(self, gradients: WeightedGradients, rows: int) -> None:
         """Adds the gradient of a batch.
 
         Args:

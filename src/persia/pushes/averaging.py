@@ -11,14 +11,14 @@ from itertools import groupby
 
 from persia import batching
 from persia.modes import Reduction
-from persia.pushes.step_barrier import Arrived
+from persia.pushes.step_barrier import ArrivedPush
 from persia.types import Gradients
 
 __all__ = ["average_step"]
 
 
 def average_step(
-    arrived: Sequence[Arrived], reduction: Reduction, pool: batching.ThreadPool, scratch: batching.Scratch
+    arrived: Sequence[ArrivedPush], reduction: Reduction, pool: batching.ThreadPool, scratch: batching.Scratch
 ) -> dict[str, Gradients]:
     """The average gradient of a step, by table; :func:`persia.pushes.reference.average_step` is its readable twin.
 

@@ -6,12 +6,12 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from persia.types import Journaled, PushHeader
+from persia.types import JournalRecord, PushHeader
 
-__all__ = ["Journal"]
+__all__ = ["PushJournal"]
 
 
-class Journal:
+class PushJournal:
     """Kept while somebody records. Reading and applying exclude each other then, so what is read is of one step."""
 
     def __init__(self) -> None:
@@ -27,12 +27,12 @@ class Journal:
             self._on, self._version = True, version
             self._headers, self._known = [], set()
 
-    def end(self) -> Journaled:
+    def end(self) -> JournalRecord:
         """Records no more, and returns what it has."""
         with self._lock:
             self._on = False
             found, self._headers, self._known = self._headers, [], set()
-            return Journaled(self._version, found)
+            return JournalRecord(self._version, found)
 
     def add(self, header: PushHeader) -> bool:
         """This push takes effect now. Returns False for a repetition, which has none; known only while recording."""

@@ -9,14 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.modes import Reduction
-from persia.pushes.accumulator import Weighed
-from persia.pushes.step_barrier import Arrived
+from persia.pushes.accumulator import WeightedGradients
+from persia.pushes.step_barrier import ArrivedPush
 from persia.types import Floats
 
-__all__ = ["SlowSums", "average_step"]
+__all__ = ["ReferenceAccumulator", "average_step"]
 
 
-def average_step(arrived: Sequence[Arrived], reduction: Reduction) -> dict[str, dict[int, Floats]]:
+def average_step(arrived: Sequence[ArrivedPush], reduction: Reduction) -> dict[str, dict[int, Floats]]:
     """The average gradient of a step, by table and id, as :func:`persia.pushes.averaging.average_step` computes it."""
     weights: dict[int, int] = defaultdict(int)
     pushed: dict[str, list[int]] = {}
@@ -47,14 +47,14 @@ def average_step(arrived: Sequence[Arrived], reduction: Reduction) -> dict[str, 
     return result
 
 
-class SlowSums:
-    """What :class:`persia.pushes.accumulator.RunningSums` computes, from all gradients of the step."""
+class ReferenceAccumulator:
+    """What :class:`persia.pushes.accumulator.GradientAccumulator` computes, from all gradients of the step."""
 
     def __init__(self, reduction: Reduction) -> None:
         self._reduction = reduction
-        self._arrived: list[tuple[Weighed, int]] = []
+        self._arrived: list[tuple[WeightedGradients, int]] = []
 
-    def add(self, gradients: Weighed, rows: int) -> None:
+    def add(self, gradients: WeightedGradients, rows: int) -> None:
         """Keeps the gradient of a batch."""
         self._arrived.append((gradients, rows))
 

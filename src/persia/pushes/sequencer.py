@@ -13,7 +13,7 @@ from typing import NamedTuple
 from persia.errors import DeadlineError, PersiaError, StalePushError, StoreError
 from persia.types import PushHeader
 
-__all__ = ["Turns"]
+__all__ = ["PushSequencer"]
 
 MOST_QUEUED = 64
 """Pushes that wait for their turn; callers of more wait themselves."""
@@ -24,7 +24,7 @@ class _Queued(NamedTuple):
     work: Callable[[bool], None]
 
 
-class Turns:
+class PushSequencer:
     """A step is made of `group` slots; each push has one. Whoever brings the next one does its work, in its own call.
 
     A push that is early is queued and its call returns: its work is done by the call that fills the gap. Safe to call

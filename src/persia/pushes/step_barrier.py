@@ -14,10 +14,10 @@ from typing import NamedTuple
 from persia.errors import DeadlineError, StalePushError, StoreError
 from persia.types import Gradients, PushHeader, UpdateCounts
 
-__all__ = ["Arrived", "HeldSteps"]
+__all__ = ["ArrivedPush", "StepBarrier"]
 
 
-class Arrived(NamedTuple):
+class ArrivedPush(NamedTuple):
     """One push, or one part of it."""
 
     header: PushHeader
@@ -25,7 +25,7 @@ class Arrived(NamedTuple):
 
 
 Counts = dict[str, UpdateCounts]
-Apply = Callable[[Sequence[Arrived]], Counts]
+Apply = Callable[[Sequence[ArrivedPush]], Counts]
 """Applies a complete step, given in the order of (rank, part)."""
 
 
@@ -34,7 +34,7 @@ class _Step:
 
     def __init__(self, turn: int, counts: Counts | None = None) -> None:
         self.turn = turn
-        self.arrived: dict[tuple[int, int], Arrived] = {}
+        self.arrived: dict[tuple[int, int], ArrivedPush] = {}
         self.applying = counts is not None
         self.counts = counts
         self.failure: Exception | None = None
@@ -52,7 +52,7 @@ class _Step:
         ]
 
 
-class HeldSteps:
+class StepBarrier:
     """One step after another: pushes of a step wait for each other and return together.
 
     Safe to call from several threads; a call blocks until its step is applied, by whichever thread completes it.
@@ -83,7 +83,7 @@ class HeldSteps:
         with self._changed:
             self._enter(generation)
 
-    def push(self, turn: int, arrived: Arrived) -> Counts:
+    def push(self, turn: int, arrived: ArrivedPush) -> Counts:
         """Adds one push to step `turn`, and returns when the step is applied.
 
         Args:
@@ -112,7 +112,7 @@ class HeldSteps:
             self._finish(step, complete)
         return self._await(step, header)
 
-    def _add(self, step: _Step, arrived: Arrived) -> list[Arrived] | None:
+    def _add(self, step: _Step, arrived: ArrivedPush) -> list[ArrivedPush] | None:
         """Returns the whole step, sorted, to the one push that completes it."""
         if step.applying:
             return None
@@ -165,7 +165,7 @@ class HeldSteps:
             )
         return step
 
-    def _finish(self, step: _Step, complete: list[Arrived]) -> None:
+    def _finish(self, step: _Step, complete: list[ArrivedPush]) -> None:
         counts: Counts | None = None
         failure: Exception | None = None
         try:

@@ -7,30 +7,30 @@ that a cluster recorded, with real gradients. Both ask the same pure functions a
 from persia.replay.follow import Compute, replay
 from persia.replay.plain import PlainRows, PlainTable
 from persia.replay.records import Records, recorded
-from persia.replay.report import Line, record, table
-from persia.replay.schedule import Event, Schedule, Summary, load_schedule
-from persia.replay.servers import DenseServer, RowServer, Server, Taken
+from persia.replay.report import ReportLine, record, table
+from persia.replay.schedule import ScheduleEvent, Summary, Timeline, load_timeline
+from persia.replay.servers import ReplayDense, ReplayRows, ReplayServer, TakenGradient
 from persia.replay.simulate import Setting, simulate
 from persia.replay.trace import Slowdown, Trace, alternating, load_trace, phases, steady
 
 __all__ = [
     "Compute",
-    "DenseServer",
-    "Event",
-    "Line",
     "PlainRows",
     "PlainTable",
     "Records",
-    "RowServer",
-    "Schedule",
-    "Server",
+    "ReplayDense",
+    "ReplayRows",
+    "ReplayServer",
+    "ReportLine",
+    "ScheduleEvent",
     "Setting",
     "Slowdown",
     "Summary",
-    "Taken",
+    "TakenGradient",
+    "Timeline",
     "Trace",
     "alternating",
-    "load_schedule",
+    "load_timeline",
     "load_trace",
     "phases",
     "record",

@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 
 from persia.errors import DataError
 from persia.modes import Action, Arrival
-from persia.replay.schedule import DENSE, Event, Schedule
-from persia.replay.servers import Server, Taken
+from persia.replay.schedule import DENSE, ScheduleEvent, Timeline
+from persia.replay.servers import ReplayServer, TakenGradient
 
 __all__ = ["Compute", "replay"]
 
@@ -23,7 +23,7 @@ Compute: TypeAlias = Callable[[int, Mapping[str, Any]], Mapping[str, Any]]
 class _Follower:
     """One server's counters, as they follow from its events."""
 
-    def __init__(self, name: str, server: Server, schedule: Schedule) -> None:
+    def __init__(self, name: str, server: ReplayServer, schedule: Timeline) -> None:
         self.server = server
         self._schedule = schedule
         self._dense = name.startswith(DENSE)
@@ -31,7 +31,7 @@ class _Follower:
         self._held = 0
         self._due = False
 
-    def check(self, event: Event, number: int) -> None:
+    def check(self, event: ScheduleEvent, number: int) -> None:
         """Raises where an event cannot follow from those before it."""
         expected = self._step
         if expected is not None and event.version != expected:
@@ -57,7 +57,7 @@ class _Follower:
         """Replicas have no PS for dense parameters that could decide."""
         return not (self._dense and self._schedule.by_rows)
 
-    def _error(self, event: Event, number: int, why: str) -> DataError:
+    def _error(self, event: ScheduleEvent, number: int, why: str) -> DataError:
         return DataError(
             f"Event {number} of the schedule, {event.kind!r} of batch {event.batch} at {event.server} with k = "
             f"{event.version}, does not fit: {why}. It was recorded in another mode, or the server erred.",
@@ -67,10 +67,10 @@ class _Follower:
 
 
 def replay(
-    schedule: Schedule,
-    servers: Mapping[str, Server],
+    schedule: Timeline,
+    servers: Mapping[str, ReplayServer],
     compute: Compute,
-    watch: Callable[[Event, Any], None] | None = None,
+    watch: Callable[[ScheduleEvent, Any], None] | None = None,
 ) -> None:
     """Trains as the schedule says.
 
@@ -114,7 +114,7 @@ def replay(
                 gradient = gradients[event.batch][event.server] if event.rows else None
                 weight = 1.0 if schedule.by_rows else schedule.mode.weight(event.version, event.token)
                 unit = 1 if schedule.by_rows else schedule.local_batch
-                server.add(gradient, Taken(event.token, weight, event.rows / unit))
+                server.add(gradient, TakenGradient(event.token, weight, event.rows / unit))
             settled[event.batch] = settled.get(event.batch, 0) + 1
             if settled[event.batch] == len(followers):
                 del settled[event.batch]

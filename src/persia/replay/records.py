@@ -11,9 +11,9 @@ import msgspec
 
 from persia.errors import DataError
 from persia.modes import AnyMode, Dense
-from persia.replay.schedule import DENSE, ROWS, Event, Kind, Schedule
-from persia.types import Event as Arrival
-from persia.types import Journaled, PushHeader, Read
+from persia.replay.schedule import DENSE, ROWS, Kind, ScheduleEvent, Timeline
+from persia.types import ArrivalRecord as Arrival
+from persia.types import JournalRecord, PushHeader, ReadRecord
 
 __all__ = ["Records", "recorded"]
 
@@ -28,13 +28,13 @@ class Records(NamedTuple):
         dense: journals of the dense PSs, by rank; none in modes with all-reduce.
     """
 
-    reads: Sequence[Read]
+    reads: Sequence[ReadRecord]
     arrivals: Sequence[Arrival]
-    rows: Sequence[Journaled]
-    dense: Sequence[Journaled]
+    rows: Sequence[JournalRecord]
+    dense: Sequence[JournalRecord]
 
 
-def recorded(mode: AnyMode, nn_workers: int, local_batch: int, step: int, records: Records) -> Schedule:
+def recorded(mode: AnyMode, nn_workers: int, local_batch: int, step: int, records: Records) -> Timeline:
     """The schedule of a segment; the time of an event is its number.
 
     Args:
@@ -51,7 +51,7 @@ def recorded(mode: AnyMode, nn_workers: int, local_batch: int, step: int, record
     dense = list(records.dense)
     if mode.dense() is Dense.ALL_REDUCE:  # Replicas apply by step, and in a step by rank.
         order = sorted(records.rows[0].headers, key=lambda header: (header.step, header.rank))
-        dense = [Journaled(step, order)]
+        dense = [JournalRecord(step, order)]
     found = _Found(records, {(read.rank, read.sequence): read for read in records.reads})
     lists = []
     for rank, journal in enumerate(records.rows):
@@ -64,7 +64,7 @@ def recorded(mode: AnyMode, nn_workers: int, local_batch: int, step: int, record
         else:
             steps = _together(journal.headers, group)
         lists.append(found.events(f"{DENSE}-{rank}", journal, steps, versions))
-    return Schedule(mode, nn_workers, local_batch, group, _merged(lists), step)
+    return Timeline(mode, nn_workers, local_batch, group, _merged(lists), step)
 
 
 def _together(headers: Sequence[PushHeader], group: int) -> list[list[PushHeader]]:
@@ -74,33 +74,33 @@ def _together(headers: Sequence[PushHeader], group: int) -> list[list[PushHeader
 
 class _Found(NamedTuple):
     records: Records
-    by_push: Mapping[tuple[int, int], Read]
+    by_push: Mapping[tuple[int, int], ReadRecord]
 
     def events(
         self,
         server: str,
-        journal: Journaled,
+        journal: JournalRecord,
         steps: Sequence[Sequence[PushHeader]],
         versions: Mapping[int, int],
-    ) -> list[Event]:
+    ) -> list[ScheduleEvent]:
         """What happened at one server. At each version it is read first, then gradients come or are dropped."""
         kind: Kind = "pull" if server.startswith(DENSE) else "lookup"
         tokens = {arrival.number: arrival.token for arrival in self.records.arrivals}
-        reads: dict[int, list[Event]] = defaultdict(list)
+        reads: dict[int, list[ScheduleEvent]] = defaultdict(list)
         for read in {read.number: read for read in self.records.reads}.values():
             at = versions[read.number]
             token = tokens.get(read.number, at)
-            reads[at].append(Event(0.0, kind, server, read.rank, read.number, token, at, read.rows))
+            reads[at].append(ScheduleEvent(0.0, kind, server, read.rank, read.number, token, at, read.rows))
         for a in self.records.arrivals:
             if a.slot < 0:
-                reads[a.step].append(Event(0.0, "drop", server, a.rank, a.number, a.token, a.step, a.rows))
-        events: list[Event] = []
+                reads[a.step].append(ScheduleEvent(0.0, "drop", server, a.rank, a.number, a.token, a.step, a.rows))
+        events: list[ScheduleEvent] = []
         for version, headers in enumerate(steps, journal.version):
             events += reads.pop(version, [])
             for header in headers:
                 token = header.token if header.slot >= 0 else header.step
                 number = self._number(header)
-                events.append(Event(0.0, "push", server, header.rank, number, token, version, header.weight))
+                events.append(ScheduleEvent(0.0, "push", server, header.rank, number, token, version, header.weight))
             events.append(msgspec.structs.replace(events[-1], kind="apply"))
         for left in sorted(reads):
             events += reads[left]
@@ -118,13 +118,13 @@ class _Found(NamedTuple):
         return -1 if read is None else read.number
 
 
-def _merged(lists: Sequence[list[Event]]) -> list[Event]:
+def _merged(lists: Sequence[list[ScheduleEvent]]) -> list[ScheduleEvent]:
     """One order of all: that of each server, and a batch is read everywhere before its gradient comes anywhere."""
     waiting: dict[int, int] = defaultdict(int)
     for event in itertools.chain.from_iterable(lists):
         waiting[event.batch] += event.kind in ("lookup", "pull")
     queues = [deque(events) for events in lists]
-    merged: list[Event] = []
+    merged: list[ScheduleEvent] = []
     while any(queues):
         before = len(merged)
         for queue in queues:

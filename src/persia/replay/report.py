@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from persia.replay.schedule import Summary
 
-__all__ = ["Line", "record", "table"]
+__all__ = ["ReportLine", "record", "table"]
 
 
-class Line(NamedTuple):
+class ReportLine(NamedTuple):
     """A run.
 
     Attributes:
@@ -24,7 +24,7 @@ class Line(NamedTuple):
     auc: float | None = None
 
 
-def record(line: Line) -> dict[str, Any]:
+def record(line: ReportLine) -> dict[str, Any]:
     """A line as plain values, for JSON."""
     s = line.summary
     return {
@@ -42,7 +42,7 @@ def record(line: Line) -> dict[str, Any]:
     }
 
 
-def table(lines: Sequence[Line]) -> str:
+def table(lines: Sequence[ReportLine]) -> str:
     """The lines as text; rates of the slowest and the fastest NN worker, staleness as mean (max)."""
     head = ("", "AUC", "rows/s", "slowest", "fastest", "dropped", "lost", "dense staleness", "row staleness")
     rows = [head]

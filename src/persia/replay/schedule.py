@@ -10,7 +10,7 @@ import msgspec
 from persia.errors import DataError
 from persia.modes import AnyMode, Dense, StepTime
 
-__all__ = ["DENSE", "ROWS", "Event", "Kind", "Schedule", "Summary", "load_schedule"]
+__all__ = ["DENSE", "ROWS", "Kind", "ScheduleEvent", "Summary", "Timeline", "load_timeline"]
 
 ROWS = "ps"
 DENSE = "dense"
@@ -19,7 +19,7 @@ DENSE = "dense"
 Kind: TypeAlias = Literal["lookup", "pull", "push", "drop", "apply", "lost"]
 
 
-class Event(msgspec.Struct, frozen=True, array_like=True):
+class ScheduleEvent(msgspec.Struct, frozen=True, array_like=True):
     """One thing that happens at one server. Events of a server are in the order in which they took effect there.
 
     Attributes:
@@ -80,7 +80,7 @@ class Summary(msgspec.Struct, frozen=True):
         return self.applied_rows / self.seconds if self.seconds else 0.0
 
 
-class Schedule(msgspec.Struct, frozen=True):
+class Timeline(msgspec.Struct, frozen=True):
     """A run in one mode. A file has this record without its events in the first line, then an event per line (JSON).
 
     Attributes:
@@ -97,7 +97,7 @@ class Schedule(msgspec.Struct, frozen=True):
     nn_workers: int
     local_batch: int
     group: int
-    events: list[Event]
+    events: list[ScheduleEvent]
     step: int = 0
     start: float = 0.0
 
@@ -183,8 +183,8 @@ class Schedule(msgspec.Struct, frozen=True):
         return self.mode.dense() is Dense.ALL_REDUCE
 
 
-def load_schedule(path: str | Path) -> Schedule:
-    """Reads what `Schedule.save` wrote, or what a run recorded.
+def load_timeline(path: str | Path) -> Timeline:
+    """Reads what `Timeline.save` wrote, or what a run recorded.
 
     Raises:
         DataError: it cannot be read; the message has path and line.
@@ -193,14 +193,14 @@ def load_schedule(path: str | Path) -> Schedule:
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:
         raise DataError(f"The schedule {path} cannot be read: {error.strerror}.", path=str(path)) from error
-    head: Schedule | None = None
-    events: list[Event] = []
+    head: Timeline | None = None
+    events: list[ScheduleEvent] = []
     for number, line in enumerate(lines, 1):
         try:
             if head is None:
-                head = msgspec.json.decode(line, type=Schedule)
+                head = msgspec.json.decode(line, type=Timeline)
             else:
-                events.append(msgspec.json.decode(line, type=Event))
+                events.append(msgspec.json.decode(line, type=ScheduleEvent))
         except msgspec.MsgspecError as error:
             raise DataError(f"{path}:{number}: not a schedule: {error}.", path=str(path), line=number) from error
     if head is None:

@@ -15,7 +15,16 @@ from numpy.typing import NDArray
 from persia.modes import Mode, Reduction
 from persia.types import Ids
 
-__all__ = ["DenseServer", "HeldRows", "Numbers", "RowGradients", "RowServer", "Rows", "Server", "Taken"]
+__all__ = [
+    "Numbers",
+    "ReplayDense",
+    "ReplayRows",
+    "ReplayServer",
+    "RowAccumulator",
+    "RowGradients",
+    "RowsBackend",
+    "TakenGradient",
+]
 
 Numbers: TypeAlias = NDArray[Any]
 """float32 or float64: sums have the precision of the gradients."""
@@ -24,7 +33,7 @@ RowGradients: TypeAlias = Mapping[str, tuple[Ids, Numbers]]
 """By table: distinct ids uint64 `[n]`, gradients `[n, dim]`."""
 
 
-class Taken(NamedTuple):
+class TakenGradient(NamedTuple):
     """A gradient that a PS has taken.
 
     Attributes:
@@ -39,7 +48,7 @@ class Taken(NamedTuple):
     share: float
 
 
-class Server(Protocol):
+class ReplayServer(Protocol):
     """A PS as the replay sees it."""
 
     def begin(self, mode: Mode) -> None:
@@ -48,14 +57,14 @@ class Server(Protocol):
     def read(self, batch: int) -> Any:
         """What an NN worker gets for a batch; it must not change afterwards."""
 
-    def add(self, gradient: Any, taken: Taken) -> None:
+    def add(self, gradient: Any, taken: TakenGradient) -> None:
         """Adds a gradient to the running sum; None is a push without data, which counts."""
 
     def apply(self, step: int) -> None:
         """Applies the sum as update number `step` and forgets it; without weight it changes nothing."""
 
 
-class Rows(Protocol):
+class RowsBackend(Protocol):
     """All tables with their optimizers. Ids of a table are distinct in a call."""
 
     def lookup(self, ids: Mapping[str, Ids]) -> Mapping[str, Numbers]:
@@ -65,7 +74,7 @@ class Rows(Protocol):
         """One update of each row."""
 
 
-class DenseServer:
+class ReplayDense:
     """Dense parameters as one flat vector.
 
     Args:
@@ -88,7 +97,7 @@ class DenseServer:
             self._now = self._read()
         return self._now
 
-    def add(self, gradient: Numbers | None, taken: Taken) -> None:
+    def add(self, gradient: Numbers | None, taken: TakenGradient) -> None:
         """Sum += weight * gradient."""
         weight = taken.weight * taken.share
         self._shares += taken.share
@@ -105,7 +114,7 @@ class DenseServer:
         self._sum, self._weight, self._shares = None, 0.0, 0.0
 
 
-class HeldRows:
+class RowAccumulator:
     """The running sums of one table, and the step in which each row was last changed.
 
     Args:
@@ -121,7 +130,7 @@ class HeldRows:
         self._ids = np.zeros(0, np.uint64)
         self._touched: list[NDArray[np.int64]] = []
 
-    def add(self, ids: Ids, gradients: Numbers, taken: Taken, tolerance: int | None) -> None:
+    def add(self, ids: Ids, gradients: Numbers, taken: TakenGradient, tolerance: int | None) -> None:
         """Each id by its own weight: `Mode.weight` of its row's last step, for all at once."""
         slots = self._slots(ids)
         fresh = np.ones(len(slots), bool) if tolerance is None else self._last_step[slots] - taken.token <= tolerance
@@ -173,7 +182,7 @@ class HeldRows:
         return slots
 
 
-class RowServer:
+class ReplayRows:
     """The rows of a partition of all tables.
 
     Args:
@@ -181,9 +190,9 @@ class RowServer:
         ids: distinct ids of a batch that this PS owns, by table.
     """
 
-    def __init__(self, rows: Rows, ids: Callable[[int], Mapping[str, Ids]]) -> None:
+    def __init__(self, rows: RowsBackend, ids: Callable[[int], Mapping[str, Ids]]) -> None:
         self._rows, self._ids = rows, ids
-        self._held: dict[str, HeldRows] = {}
+        self._held: dict[str, RowAccumulator] = {}
         self._tolerance: int | None = None
         self._reduction: Reduction = "per_id"
         self._shares = 0.0
@@ -198,12 +207,12 @@ class RowServer:
         rows = self._rows.lookup(ids)
         return {table: (ids[table], rows[table]) for table in ids}
 
-    def add(self, gradient: RowGradients | None, taken: Taken) -> None:
+    def add(self, gradient: RowGradients | None, taken: TakenGradient) -> None:
         """Adds each id's gradient, by the weight of its row."""
         self._shares += taken.share
         for table, (ids, values) in (gradient or {}).items():
             if table not in self._held:
-                self._held[table] = HeldRows(values.shape[1], values.dtype)
+                self._held[table] = RowAccumulator(values.shape[1], values.dtype)
             self._held[table].add(ids, values, taken, self._tolerance)
 
     def apply(self, step: int) -> None:

@@ -20,7 +20,7 @@ import msgspec
 
 from persia.errors import ConfigError
 from persia.modes import Action, AnyMode, Arrival, Dense
-from persia.replay.schedule import Event, Kind, Schedule
+from persia.replay.schedule import Kind, ScheduleEvent, Timeline
 from persia.replay.trace import Trace
 
 __all__ = ["Setting", "simulate"]
@@ -108,10 +108,10 @@ class _Simulation:
         self.reissue = 0
         self.depth = mode.initial_depth()
         self.now = start
-        self.events: list[Event] = []
+        self.events: list[ScheduleEvent] = []
         self.queue: list[tuple[float, int, int, bool]] = []  # time, rank, life, whether it is a crash
 
-    def run(self) -> Schedule:
+    def run(self) -> Timeline:
         for time, rank in self.setting.crashes:
             heapq.heappush(self.queue, (time, rank, -1, True))
         self._advance()
@@ -129,7 +129,7 @@ class _Simulation:
             if server.held:  # The remainder, also of a last step that there is not a batch for every NN worker in.
                 self._apply(server, *server.held[-1])
         setting = self.setting
-        return Schedule(
+        return Timeline(
             self.mode, setting.nn_workers, setting.local_batch, self.group, self.events, self.first_step, self.start
         )
 
@@ -228,21 +228,21 @@ class _Simulation:
 
     def _note(self, kind: Kind, server: _Server, worker: _Worker, batch: _Batch) -> None:
         self.events.append(
-            Event(
+            ScheduleEvent(
                 self.now, kind, server.name, worker.rank, batch.number, batch.token, server.step,
                 self.setting.local_batch,
             )
         )  # fmt: skip
 
 
-def simulate(mode: AnyMode, setting: Setting, batches: int | range, *, step: int = 0, start: float = 0.0) -> Schedule:
+def simulate(mode: AnyMode, setting: Setting, batches: int | range, *, step: int = 0, start: float = 0.0) -> Timeline:
     """When what happens if `mode` trains batches in this setting; at the end all is drained.
 
     Args:
         mode: any.
         setting: NN workers and their speeds.
         batches: how many, or which numbers of the source.
-        step: k to begin with, as the run before left it (`Schedule.end_step`).
+        step: k to begin with, as the run before left it (`Timeline.end_step`).
         start: seconds to begin with.
 
     Raises:

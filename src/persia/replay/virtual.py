@@ -18,7 +18,7 @@ from persia.dense import partition, spec_of
 from persia.modes import Hybrid
 from persia.nn.pooling import Expander
 from persia.ps import EmbeddingServer
-from persia.replay import DenseServer, Event, RowServer, Schedule, Server, replay
+from persia.replay import ReplayDense, ReplayRows, ReplayServer, ScheduleEvent, Timeline, replay
 from persia.replay.schedule import DENSE
 from persia.replay.servers import Numbers, RowGradients
 from persia.schema import EmbeddingOptimizer, Schema
@@ -82,7 +82,7 @@ class VirtualTraining:
         self.stores: list[EmbeddingServer] = []
         """The embedding PSs."""
         self._owned: list[list[int]] = []
-        self._servers: dict[str, Server] = {}
+        self._servers: dict[str, ReplayServer] = {}
 
     def _begin(self, ps: int, dense: int) -> None:
         """Makes the servers."""
@@ -92,12 +92,12 @@ class VirtualTraining:
         self._router = Router(self._schema, ps, threads)
         self._owned = partition([spec_of(str(n), p) for n, p in enumerate(self._used)], dense)
         for rank, store in enumerate(self.stores):
-            self._servers[f"ps-{rank}"] = RowServer(_StoredRows(store), functools.partial(self._ids, rank))
+            self._servers[f"ps-{rank}"] = ReplayRows(_StoredRows(store), functools.partial(self._ids, rank))
         for rank in range(dense):
             read, update = functools.partial(self._pull, rank), functools.partial(self._update, rank)
-            self._servers[f"dense-{rank}"] = DenseServer(read, update)
+            self._servers[f"dense-{rank}"] = ReplayDense(read, update)
 
-    def run(self, schedule: Schedule, watch: Callable[[Event, Any], None] | None = None) -> None:
+    def run(self, schedule: Timeline, watch: Callable[[ScheduleEvent, Any], None] | None = None) -> None:
         """Trains; see :func:`persia.replay.replay`."""
         names = schedule.servers
         dense = sum(name.startswith(DENSE) for name in names)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from persia.errors import ConfigError, WireError
 from persia.types.packed import Packed, PackedGradients
 
-__all__ = ["DTYPES", "MAX_NDIM", "Arrays", "Buffer", "Decoder", "encode"]
+__all__ = ["DTYPES", "MAX_NDIM", "Arrays", "Decoder", "FrameBuffer", "encode"]
 
 T = TypeVar("T")
 Arrays = list[NDArray[Any]]
@@ -38,7 +38,7 @@ _HEAD_BYTES = 4
 _LAYOUTS = tuple(struct.Struct(f"<HBB{ndim}Q") for ndim in range(MAX_NDIM + 1))
 
 
-class Buffer(Protocol):
+class FrameBuffer(Protocol):
     """A received frame."""
 
     @property
@@ -125,7 +125,7 @@ class Decoder(Generic[T]):
                 f"{kind} cannot be sent between processes: {error}. For arrays of either dtype write NDArray[A | B]."
             ) from error
 
-    def decode(self, payload: bytes | memoryview | msgspec.Raw, frames: Sequence[Buffer]) -> T:
+    def decode(self, payload: bytes | memoryview | msgspec.Raw, frames: Sequence[FrameBuffer]) -> T:
         """The value; its arrays are views of the frames, writable, and nobody else's. Unaligned ones are copied.
 
         Raises:

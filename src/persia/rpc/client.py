@@ -19,7 +19,7 @@ from persia.rpc.limits import Limits
 from persia.rpc.messages import Kind, Message, header_bytes, parse
 from persia.rpc.port import Port
 
-__all__ = ["Connection"]
+__all__ = ["RpcConnection"]
 
 KEEPER_SECONDS = 0.05
 """How often replies are fetched while nobody waits for them."""
@@ -34,7 +34,7 @@ _HANDSHAKE_FAILURES = {
 }
 
 
-class Connection:
+class RpcConnection:
     """All calls to one address. Thread-safe.
 
     The first thread that waits receives, for the others too; when its own reply is there it wakes one of the others to
@@ -322,7 +322,7 @@ class Connection:
         return self.peer.late(call, state)
 
 
-def _keep(reference: weakref.ref[Connection]) -> None:
+def _keep(reference: weakref.ref[RpcConnection]) -> None:
     """Runs in a thread that does not keep the connection alive."""
     while True:
         time.sleep(KEEPER_SECONDS)

@@ -9,7 +9,7 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 
 from persia.rpc.arrays import Decoder
 from persia.rpc.call import Call
-from persia.rpc.client import Connection
+from persia.rpc.client import RpcConnection
 from persia.rpc.interface import Method, describe
 from persia.rpc.keys import find_keys
 from persia.rpc.limits import Limits
@@ -61,13 +61,13 @@ def connect(
     except BaseException:
         port.close(0)
         raise
-    return cast("T", Stub(Connection(port, peer or kind.__name__, limits or Limits()), methods, timeout))
+    return cast("T", Stub(RpcConnection(port, peer or kind.__name__, limits or Limits()), methods, timeout))
 
 
 class Stub:
     """What `connect` returns; its methods are attributes."""
 
-    def __init__(self, connection: Connection, methods: Mapping[str, Method], timeout: float) -> None:
+    def __init__(self, connection: RpcConnection, methods: Mapping[str, Method], timeout: float) -> None:
         self._connection = connection
         self._methods = methods
         for name, method in methods.items():
@@ -87,7 +87,7 @@ class Future(Protocol[R_co]):
 class RemoteMethod:
     """A method of a stub."""
 
-    def __init__(self, connection: Connection, method: Method, timeout: float) -> None:
+    def __init__(self, connection: RpcConnection, method: Method, timeout: float) -> None:
         self._connection = connection
         self._method = method
         self._timeout = timeout
@@ -123,7 +123,7 @@ class RemoteIterator(Iterator[Any]):
     Not for several threads. Read it to the end, or `close` it; otherwise it expires at the other side.
     """
 
-    def __init__(self, connection: Connection, method: Method, timeout: float, number: int) -> None:
+    def __init__(self, connection: RpcConnection, method: Method, timeout: float, number: int) -> None:
         self._connection = connection
         self._method = method
         self._timeout = timeout

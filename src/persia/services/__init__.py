@@ -9,8 +9,8 @@ from persia.services.cluster import Attempt, Cluster, Connection, ProcessCluster
 from persia.services.control import ControlPlane, Coordinator, Tokens
 from persia.services.data import DataLoader, Seekable, Sharded
 from persia.services.dense import DenseMaker, DensePS
-from persia.services.embedding import CutInfo, EmbeddingPS, EmbeddingWorker, RowChunk, StatePiece
-from persia.services.health import Observed
+from persia.services.embedding import EmbeddingPS, EmbeddingWorker, RowChunk, SnapshotInfo, StatePiece
+from persia.services.health import Observable
 
 __all__ = [
     "Attempt",
@@ -18,17 +18,17 @@ __all__ = [
     "Connection",
     "ControlPlane",
     "Coordinator",
-    "CutInfo",
     "DataLoader",
     "DenseMaker",
     "DensePS",
     "EmbeddingPS",
     "EmbeddingWorker",
-    "Observed",
+    "Observable",
     "ProcessCluster",
     "RowChunk",
     "Seekable",
     "Sharded",
+    "SnapshotInfo",
     "StatePiece",
     "Tokens",
 ]

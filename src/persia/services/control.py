@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from persia.types import Caller, Event, Lap, Member, Membership, PushHeader, Read, Rest, Segment, Ticket, Token
+from persia.types import (
+    ArrivalRecord,
+    Caller,
+    Member,
+    Membership,
+    PushHeader,
+    QuiesceResult,
+    ReadRecord,
+    StepTiming,
+    Ticket,
+    Token,
+    TrainingPhase,
+)
 
 __all__ = ["ControlPlane", "Coordinator", "Tokens"]
 
@@ -41,7 +53,7 @@ class Tokens(Protocol):
     docs/reference/protocol.md, section 12.
     """
 
-    def begin(self, segment: Segment) -> None:
+    def begin(self, segment: TrainingPhase) -> None:
         """Begins a segment; the one before is at rest. Calls of later segments wait for this.
 
         Raises:
@@ -92,7 +104,7 @@ class Tokens(Protocol):
     def orphans(self, caller: Caller, filled: int) -> list[PushHeader]:
         """Slots of dead NN workers that this one is to fill: for an NN worker that waits for a version."""
 
-    def rest(self, caller: Caller, done: int, filled: int) -> Rest:
+    def rest(self, caller: Caller, done: int, filled: int) -> QuiesceResult:
         """This NN worker is done with the segment; waits until all are.
 
         Raises:
@@ -132,7 +144,7 @@ class Tokens(Protocol):
             strained: whether the asynchronous mode is in force.
         """
 
-    def timed(self, rank: int, laps: list[Lap]) -> bool:
+    def timed(self, rank: int, laps: list[StepTiming]) -> bool:
         """What an NN worker has computed since its last report; now and then a switch follows.
 
         Returns:
@@ -140,7 +152,7 @@ class Tokens(Protocol):
         """
 
     def evidence(self) -> str:
-        """What `judge` has decided so far, and by what, as JSON: `persia.modes.Evidence`."""
+        """What `judge` has decided so far, and by what, as JSON: `persia.modes.AutoEvidence`."""
 
     def cancel(self, generation: int, rank: int) -> bool:
         """An NN worker is dead: its tokens are drawn again, its batches go back to the list.
@@ -155,13 +167,13 @@ class Tokens(Protocol):
     def record(self) -> None:
         """Keeps arrivals and reads from now on, and forgets those before."""
 
-    def note(self, read: Read) -> None:
+    def note(self, read: ReadRecord) -> None:
         """What the gradient of a push was computed from; told before the push."""
 
-    def schedule(self) -> list[Event]:
+    def schedule(self) -> list[ArrivalRecord]:
         """Every arrival so far, in order, if they are recorded."""
 
-    def reads(self) -> list[Read]:
+    def reads(self) -> list[ReadRecord]:
         """Everything that was noted, if it is recorded."""
 
 

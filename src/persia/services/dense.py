@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from persia.schema import Schedule
-from persia.types import DenseState, Journaled, Pulled, PushedDense, PushHeader
+from persia.types import DenseState, JournalRecord, Pulled, PushedDense, PushHeader
 
 __all__ = ["DenseMaker", "DensePS"]
 
@@ -50,7 +50,7 @@ class DensePS(Protocol):
     def record(self) -> None:
         """Keeps a journal from now on."""
 
-    def journal(self) -> Journaled:
+    def journal(self) -> JournalRecord:
         """Ends that: the pushes that took effect, in this order."""
 
     def statistics(self) -> dict[str, int]:

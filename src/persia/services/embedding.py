@@ -12,20 +12,20 @@ from persia.batching.batch import IdColumn
 from persia.schema import Table
 from persia.types import (
     Contribution,
-    Journaled,
+    JournalRecord,
     LookedUp,
     Packed,
     PackedGradients,
     PushHeader,
     RowsAt,
     RowsSet,
+    RowStaleness,
     RowState,
-    SlotCounts,
     StoredRows,
     UpdateCounts,
 )
 
-__all__ = ["CutInfo", "EmbeddingPS", "EmbeddingWorker", "RowChunk", "StatePiece"]
+__all__ = ["EmbeddingPS", "EmbeddingWorker", "RowChunk", "SnapshotInfo", "StatePiece"]
 
 
 class RowChunk(NamedTuple):
@@ -43,7 +43,7 @@ class RowChunk(NamedTuple):
     arrays: dict[str, np.ndarray]
 
 
-class CutInfo(NamedTuple):
+class SnapshotInfo(NamedTuple):
     """What a PS says when it has made a cut.
 
     Attributes:
@@ -97,7 +97,7 @@ class EmbeddingPS(Protocol):
     def record(self) -> None:
         """Keeps a journal from now on; lookups and updates exclude each other meanwhile."""
 
-    def journal(self) -> Journaled:
+    def journal(self) -> JournalRecord:
         """Ends that: the pushes that took effect, in this order."""
 
     def push(self, header: PushHeader, gradients: PackedGradients) -> dict[str, UpdateCounts]:
@@ -124,20 +124,20 @@ class EmbeddingPS(Protocol):
     def statistics(self) -> dict[str, dict[str, int]]:
         """Counters by table: rows, bytes, hits, misses, admitted, evicted, absent gradients, ..."""
 
-    def slots(self) -> SlotCounts:
+    def slots(self) -> RowStaleness:
         """How stale rows were in asynchronous modes."""
 
     def export_rows(self) -> Iterator[RowChunk]:
         """All rows, in chunks of bounded size; each row is of one moment."""
 
-    def begin_cut(self, name: str, since: Mapping[str, int], directory: str, live: bool = False) -> CutInfo:
+    def begin_cut(self, name: str, since: Mapping[str, int], directory: str, live: bool = False) -> SnapshotInfo:
         """Marks this moment, so that `cut_rows` gives the rows as they are now while training goes on.
 
         Returns at once. A repetition changes nothing; a cut of another name that was not ended is given up.
 
         Args:
             name: of the cut, unique.
-            since: by table, `CutInfo.epochs` of an earlier cut: only what has changed since. Empty for all rows.
+            since: by table, `SnapshotInfo.epochs` of an earlier cut: only what has changed since. Empty for all rows.
             directory: where rows that change before they are read may be kept; a directory that this PS does not
                 have is replaced by that for temporary files.
             live: give rows as they are when they are read, each of one moment, and keep none.

@@ -6,10 +6,10 @@ from typing import Protocol
 
 from persia.telemetry.metrics import Health
 
-__all__ = ["Observed"]
+__all__ = ["Observable"]
 
 
-class Observed(Protocol):
+class Observable(Protocol):
     """A process of any role; it answers this beside what its role does, also while it is busy."""
 
     def health(self) -> Health:

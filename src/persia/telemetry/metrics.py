@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
-__all__ = ["BOUNDS", "Figure", "Health", "Histogram", "Latency", "Readings", "figures"]
+__all__ = ["BOUNDS", "Health", "Histogram", "Latency", "Metric", "Readings", "figures"]
 
 BOUNDS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """Upper bounds of the buckets of a histogram, in seconds."""
 
 
-class Figure(NamedTuple):
+class Metric(NamedTuple):
     """One number at this moment.
 
     Attributes:
@@ -60,7 +60,7 @@ class Latency(NamedTuple):
 class Readings(NamedTuple):
     """What is observed of a role at one moment."""
 
-    figures: list[Figure]
+    figures: list[Metric]
     latencies: list[Latency]
 
 
@@ -86,7 +86,7 @@ class Health(NamedTuple):
     host: str
     uptime: float
     metrics: str
-    figures: list[Figure]
+    figures: list[Metric]
     latencies: list[Latency]
 
     def total(self, name: str) -> float:
@@ -124,6 +124,6 @@ class Histogram:
             return Latency(name, dict(labels or {}), list(self._counts), self._seconds)
 
 
-def figures(prefix: str, counts: Mapping[str, float], **labels: str) -> list[Figure]:
+def figures(prefix: str, counts: Mapping[str, float], **labels: str) -> list[Metric]:
     """Figures of counters that have names already: each is `prefix_name`, with these labels."""
-    return [Figure(f"{prefix}_{name}", float(value), labels) for name, value in counts.items()]
+    return [Metric(f"{prefix}_{name}", float(value), labels) for name, value in counts.items()]

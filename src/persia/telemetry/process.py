@@ -57,7 +57,7 @@ class ObservedProcess:
         self._url = f"http://{f'[{name}]' if ':' in name else name}:{self._endpoint.port}/metrics"
 
     def health(self) -> Health:
-        """See `persia.services.Observed`."""
+        """See `persia.services.Observable`."""
         uptime = time.monotonic() - self._began
         who = (self._role, self._rank, self.incarnation, os.getpid(), socket.gethostname())
         return Health(*who, uptime, self._url, *self._observe())

@@ -21,18 +21,18 @@ from persia.modes import AnyMode, Async, Auto, Bsp, Gba, HopBs, HopBw, Hybrid, S
 from persia.nn.types import Embeddings
 from persia.replay import Setting, Summary, Trace, load_trace, simulate, steady
 from persia.schema import Adagrad, IdFeature, Schema
-from persia.testing.threads import Member, Threads
+from persia.testing.threads import ThreadMember, Threads
 from persia.trainer import Trainer
 from persia.trainer.options import TrainerOptions
 from persia.trainer.progress import FitResult
-from persia.types import Event
+from persia.types import ArrivalRecord
 
 __all__ = [
     "EMBEDDING_OPTIMIZER",
     "ROWS",
+    "EmulatedRun",
     "Emulation",
-    "Line",
-    "Trained",
+    "ModeResult",
     "all_modes",
     "compare",
     "network",
@@ -88,7 +88,7 @@ class Emulation(NamedTuple):
         return cls(steady([float(found[2])] * count + [1.0] * (workers - count)), seconds)
 
 
-class Trained(NamedTuple):
+class EmulatedRun(NamedTuple):
     """A run.
 
     Attributes:
@@ -101,7 +101,7 @@ class Trained(NamedTuple):
     result: FitResult
     finished: list[list[float]]
     trainer: Trainer
-    arrivals: list[Event]
+    arrivals: list[ArrivalRecord]
 
     @property
     def applied_rows(self) -> int:
@@ -120,7 +120,7 @@ class Trained(NamedTuple):
         return self.applied_rows / self.seconds
 
 
-class Line(NamedTuple):
+class ModeResult(NamedTuple):
     """One mode.
 
     Attributes:
@@ -130,7 +130,7 @@ class Line(NamedTuple):
     """
 
     mode: AnyMode
-    trained: Trained
+    trained: EmulatedRun
     bound: Summary
 
     @property
@@ -205,7 +205,7 @@ def optimizer(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer
     return torch.optim.Adam(parameters, 1e-3)
 
 
-def train(mode: AnyMode | Auto, emulation: Emulation, batches: int, record_dir: str | None = None) -> Trained:
+def train(mode: AnyMode | Auto, emulation: Emulation, batches: int, record_dir: str | None = None) -> EmulatedRun:
     """Trains.
 
     Args:
@@ -218,7 +218,7 @@ def train(mode: AnyMode | Auto, emulation: Emulation, batches: int, record_dir: 
     clock = _Clock()
     finished: list[list[float]] = [[] for _ in range(emulation.workers)]
 
-    def work(member: Member) -> tuple[FitResult, Trainer]:
+    def work(member: ThreadMember) -> tuple[FitResult, Trainer]:
         def pause() -> None:
             began = clock.now()
             time.sleep(emulation.trace.finish(member.rank, began, emulation.compute) - began)
@@ -237,16 +237,16 @@ def train(mode: AnyMode | Auto, emulation: Emulation, batches: int, record_dir: 
 
     cluster = Threads(emulation.workers)
     result, trainer = cluster.run(work)[0]
-    return Trained(result, finished, trainer, cluster.tokens.schedule())
+    return EmulatedRun(result, finished, trainer, cluster.tokens.schedule())
 
 
-def run(mode: AnyMode, emulation: Emulation, batches: int) -> Line:
+def run(mode: AnyMode, emulation: Emulation, batches: int) -> ModeResult:
     """Trains with one mode, and simulates the same."""
     bound = simulate(mode, Setting(emulation.trace, emulation.compute, ROWS), batches).summary()
-    return Line(mode, train(mode, emulation, batches), bound)
+    return ModeResult(mode, train(mode, emulation, batches), bound)
 
 
-def compare(emulation: Emulation, steps: int) -> list[Line]:
+def compare(emulation: Emulation, steps: int) -> list[ModeResult]:
     """All modes in turn.
 
     Args:
@@ -256,7 +256,7 @@ def compare(emulation: Emulation, steps: int) -> list[Line]:
     return [run(mode, emulation, steps * emulation.workers) for mode in all_modes(emulation.workers)]
 
 
-def record(line: Line) -> dict[str, Any]:
+def record(line: ModeResult) -> dict[str, Any]:
     """A line as plain values, for JSON."""
     result = line.trained.result
     report = result.asynchronous
@@ -277,7 +277,7 @@ def record(line: Line) -> dict[str, Any]:
     }
 
 
-def table(lines: Sequence[Line]) -> str:
+def table(lines: Sequence[ModeResult]) -> str:
     """The columns of the paper's Tables 5.2 and 5.3."""
     text = [
         f"{'mode':<54}{'AUC':>7}{'rows/s':>9}{'of bound':>10}{'slowest':>9}{'fastest':>9}{'dropped':>9}{'lost':>6}"

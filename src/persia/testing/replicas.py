@@ -100,7 +100,7 @@ class ThreadReplicas:
         meeting: where it meets the others.
     """
 
-    made_up_rows = 1
+    dummy_rows = 1
 
     def __init__(self, model: torch.nn.Module, rank: int, meeting: Meeting) -> None:
         self.model = model
@@ -146,9 +146,9 @@ class ThreadReplicas:
         return self._total
 
     @contextlib.contextmanager
-    def batch(self, made_up: bool, last: bool) -> Iterator[None]:
+    def batch(self, dummy: bool, last: bool) -> Iterator[None]:
         """Surrounds forward and backward of a batch."""
-        with unlearned(self.model) if made_up else contextlib.nullcontext():
+        with unlearned(self.model) if dummy else contextlib.nullcontext():
             yield
         if last:
             self.reduce_rest(p for p in self.model.parameters() if p.requires_grad)
@@ -182,7 +182,7 @@ class ThreadReplicas:
         """The payloads of all, by rank."""
         return self._exchange("gather", payload)
 
-    def by_first(self, function: Callable[[], str]) -> str:
+    def run_on_rank0(self, function: Callable[[], str]) -> str:
         """Calls it on the first NN worker only."""
         outcome: str | Exception | None = None
         if self._rank == self._meeting.first():
@@ -190,7 +190,7 @@ class ThreadReplicas:
                 outcome = function()
             except Exception as error:
                 outcome = error
-        answer = next(a for a in self._exchange("by_first", outcome) if a is not None)
+        answer = next(a for a in self._exchange("run_on_rank0", outcome) if a is not None)
         if isinstance(answer, Exception):
             if answer is outcome:
                 raise answer

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from persia.cluster.embedded import Embedded
-from persia.coordinator import Tokens
+from persia.coordinator import TokenScheduler
 from persia.dense import DenseServer
 from persia.errors import ConfigError
 from persia.modes import Mode
@@ -18,7 +18,7 @@ from persia.services import Connection, DenseMaker, DensePS, EmbeddingPS
 from persia.testing.replicas import Meeting, ThreadReplicas
 from persia.worker import Worker
 
-__all__ = ["Member", "Threads"]
+__all__ = ["ThreadMember", "Threads"]
 
 T = TypeVar("T")
 
@@ -49,13 +49,13 @@ class Threads:
         ps: int = 1,
         dense_ps: int = 1,
         timeout: float = 600.0,
-        tokens: Tokens | None = None,
+        tokens: TokenScheduler | None = None,
     ) -> None:
         for name, value in (("nn_workers", nn_workers), ("ps", ps), ("dense_ps", dense_ps)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"Threads.{name} = {value!r}; give a whole number >= 1.", field=f"cluster.{name}")
         self.nn_workers = nn_workers
-        self.tokens = tokens or Tokens(timeout)
+        self.tokens = tokens or TokenScheduler(timeout)
         self._ps = ps
         self._dense_ps = dense_ps
         self._timeout = timeout
@@ -65,11 +65,11 @@ class Threads:
         self._dense: Sequence[DensePS] = []
         self._worker: Worker | None = None
 
-    def member(self, rank: int) -> Member:
+    def member(self, rank: int) -> ThreadMember:
         """The cluster as NN worker `rank` has it."""
-        return Member(self, rank)
+        return ThreadMember(self, rank)
 
-    def run(self, function: Callable[[Member], T]) -> list[T]:
+    def run(self, function: Callable[[ThreadMember], T]) -> list[T]:
         """Calls a function in as many threads, side by side; what it returns, by rank.
 
         In a mode with dense PSs an NN worker that fails does not stop the others.
@@ -82,7 +82,7 @@ class Threads:
             raise result
         return [result for result in results if not isinstance(result, BaseException)]
 
-    def outcomes(self, function: Callable[[Member], T]) -> list[T | BaseException]:
+    def outcomes(self, function: Callable[[ThreadMember], T]) -> list[T | BaseException]:
         """As `run`; but what an NN worker has raised is its result."""
         self.failures: list[BaseException] = []
 
@@ -127,7 +127,7 @@ class Threads:
             return self._dense
 
 
-class Member:
+class ThreadMember:
     """A `Threads` cluster as one of its NN workers has it.
 
     Args:

@@ -21,14 +21,14 @@ from persia.checkpoint.ahead import ahead
 from persia.config import dump
 from persia.errors import CheckpointError, PeerRestartedError, PersiaError, StoreError, WireError
 from persia.metrics import MetricsResult
-from persia.retry import patiently
-from persia.services import CutInfo, EmbeddingPS
+from persia.retry import retry
+from persia.services import EmbeddingPS, SnapshotInfo
 from persia.trainer.state import resolved
 
 if TYPE_CHECKING:
     from persia.trainer import Trainer
 
-__all__ = ["Moment", "Saving", "await_periodic", "begin_periodic", "score_of", "write_rows"]
+__all__ = ["CheckpointState", "Checkpointing", "await_periodic", "begin_periodic", "score_of", "write_rows"]
 
 LOG = logging.getLogger("persia.checkpoint")
 
@@ -44,7 +44,7 @@ LOST = (StoreError, WireError, PeerRestartedError)
 """What a PS answers that has been started again while a checkpoint was read from it."""
 
 
-class Moment(NamedTuple):
+class CheckpointState(NamedTuple):
     """What is taken at rest, beside the cuts.
 
     Attributes:
@@ -75,7 +75,7 @@ class _Written(NamedTuple):
     seconds: float
 
 
-class Rests:
+class Throttle:
     """Lets the thread that makes it take a share of the machine's processors, and no more, until it is to hurry.
 
     What counts is the thread's own processor time: waiting for a disk or a network takes nothing from training.
@@ -96,7 +96,7 @@ class Rests:
         self._begin = time.thread_time()
 
 
-class Saving:
+class Checkpointing:
     """Writes the checkpoints of one trainer, one at a time. Used by its thread, on one NN worker for all."""
 
     def __init__(self) -> None:
@@ -133,12 +133,12 @@ class Saving:
         if failure is not None:
             raise failure
 
-    def save(self, trainer: Trainer, directory: str, moment: Moment) -> str:
+    def save(self, trainer: Trainer, directory: str, moment: CheckpointState) -> str:
         """Writes a checkpoint of a trainer at rest; returns its path."""
         self.wait()
         return self._capture(trainer, directory, moment._replace(consistent=False))(None)
 
-    def save_last(self, trainer: Trainer, directory: str, moment: Moment) -> str:
+    def save_last(self, trainer: Trainer, directory: str, moment: CheckpointState) -> str:
         """The same at the end of `fit`. No later one makes it good, so it waits for room, and for a PS that returns."""
 
         def passing(error: Exception) -> bool:
@@ -148,9 +148,9 @@ class Saving:
         def told(error: Exception) -> None:
             LOG.warning("The last checkpoint has failed, and is tried again for %g s: %s", LAST_SECONDS, error)
 
-        return patiently(lambda: self.save(trainer, directory, moment), passing, LAST_SECONDS, RETRY_SECONDS, told)
+        return retry(lambda: self.save(trainer, directory, moment), passing, LAST_SECONDS, RETRY_SECONDS, told)
 
-    def begin(self, trainer: Trainer, directory: str, moment: Moment) -> bool:
+    def begin(self, trainer: Trainer, directory: str, moment: CheckpointState) -> bool:
         """Captures this moment of a trainer at rest; it is written in the background. `wait` tells how that went.
 
         Returns:
@@ -174,7 +174,7 @@ class Saving:
 
         def run() -> None:
             try:
-                write(Rests(trainer.options.checkpoint_share, self._hurry))
+                write(Throttle(trainer.options.checkpoint_share, self._hurry))
             except BaseException as error:
                 self._failure = error
 
@@ -188,7 +188,7 @@ class Saving:
         self._failing = True
         LOG.warning("A checkpoint has failed, and training goes on: %s", error)
 
-    def _capture(self, trainer: Trainer, directory: str, moment: Moment) -> Callable[[Rests | None], str]:
+    def _capture(self, trainer: Trainer, directory: str, moment: CheckpointState) -> Callable[[Throttle | None], str]:
         """Everything that changes by training is held here; what is returned writes it, and rests in between."""
         began = time.monotonic()
         options = trainer.options
@@ -216,7 +216,7 @@ class Saving:
             "options": dump(options),
         }
 
-        def write(rests: Rests | None) -> str:
+        def write(rests: Throttle | None) -> str:
             try:
                 with _given_up(step), writer:
                     if rests is not None:
@@ -261,7 +261,7 @@ def begin_periodic(trainer: Trainer, evaluate: Callable[[], MetricsResult | None
     """
     directory, replicas = trainer.options.checkpoint_dir, trainer.step.replicas
     assert directory is not None
-    if replicas.by_first(lambda: _still_saving(trainer)):
+    if replicas.run_on_rank0(lambda: _still_saving(trainer)):
         return False
     evaluation = evaluate() if trainer.options.keep_best is not None else None
     moment = trainer._moment(score_of(trainer, evaluation))
@@ -269,7 +269,7 @@ def begin_periodic(trainer: Trainer, evaluate: Callable[[], MetricsResult | None
     def begin() -> str:
         return "begun" if trainer.saving.begin(trainer, directory, moment) else ""
 
-    return bool(replicas.by_first(begin))
+    return bool(replicas.run_on_rank0(begin))
 
 
 def _still_saving(trainer: Trainer) -> str:
@@ -314,7 +314,7 @@ def _given_up(step: int) -> Iterator[None]:
 
 def _cut(
     servers: Iterable[EmbeddingPS], epochs: list[dict[str, int]] | None, directory: str, *, live: bool
-) -> tuple[str, list[CutInfo]]:
+) -> tuple[str, list[SnapshotInfo]]:
     """Makes a cut on all PSs: of what has changed if all of them know that, else of all rows."""
     place = "" if "://" in directory else os.path.abspath(directory)
     since = epochs or [{} for _ in servers]

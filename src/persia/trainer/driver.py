@@ -20,10 +20,10 @@ from persia.batching.batch import Batch
 from persia.checkpoint import list_checkpoints
 from persia.errors import NNWorkersDiedError, RoleDiedError
 from persia.metrics import Metrics
-from persia.nn.replicas import Alone
+from persia.nn.replicas import SingleReplica
 from persia.services import Attempt, ProcessCluster
 from persia.trainer import state as resume
-from persia.trainer.progress import FitResult, Run, Totals, Trained
+from persia.trainer.progress import FitProgress, FitResult, RunTotals, TrainedRows
 
 if TYPE_CHECKING:
     from persia.trainer import Trainer
@@ -46,7 +46,7 @@ class _State(NamedTuple):
     model: bytes
     training: dict[str, Any]
     finished: bool
-    trained: Trained
+    trained: TrainedRows
 
     @property
     def step(self) -> int:
@@ -99,11 +99,11 @@ class _Work:
         try:
             result = trainer.fit_here(None, self._eval_data, **self._bounds)
         except NNWorkersDiedError:
-            trainer.step.replicas = Alone(trainer.model)
+            trainer.step.replicas = SingleReplica(trainer.model)
             if not first:
-                trainer.earlier = Totals()  # As its metrics: what was before is with the first one.
+                trainer.earlier = RunTotals()  # As its metrics: what was before is with the first one.
             return _Alone(_state(trainer, trainer.trained_here))
-        state = _state(trainer, Trained(result.rows, result.seconds))  # All take part.
+        state = _state(trainer, TrainedRows(result.rows, result.seconds))  # All take part.
         return (result, state) if first else None
 
 
@@ -127,9 +127,9 @@ def fit(
         PersiaError: what an NN worker has raised, or of which a process has died. The network here is as it was.
     """
     trainer.segments.begin(train_data, trainer.finished)
-    state = _state(trainer, Trained(0, 0.0))
+    state = _state(trainer, TrainedRows(0, 0.0))
     story = _Story(trainer.options.max_failures)
-    first_step, before = state.step, Trained(0, 0.0)
+    first_step, before = state.step, TrainedRows(0, 0.0)
     while True:
         training = state.training
         epoch, position = (0, 0) if state.finished else (training["epoch"], training["position"])
@@ -173,7 +173,7 @@ def _reload(trainer: Trainer, cluster: ProcessCluster, deaths: list[RoleDiedErro
     LOG.warning("Embedding PSs %s have the rows of %s.", ", ".join(map(str, ranks)), path)
 
 
-def keep(trainer: Trainer, run: Run) -> None:
+def keep(trainer: Trainer, run: FitProgress) -> None:
     """Keeps the state of NN workers at rest in the process that has the Trainer. All of them call it."""
     kept = trainer.embeddings.connection.keep
     assert kept is not None
@@ -223,7 +223,7 @@ def _go_on(attempt: Attempt, state: _State, labels: Sequence[str]) -> tuple[_Sta
     if rests:
         merged = _merged(state, rests, labels)
         return merged, f"NN workers {', '.join(map(str, rests))} went on to step {merged.step}, from where all begin."
-    kept: _State = attempt.kept or state._replace(trained=Trained(0, 0.0))
+    kept: _State = attempt.kept or state._replace(trained=TrainedRows(0, 0.0))
     return kept, f"all NN workers begin again at step {kept.step}, from the last snapshot; rows stay as they are."
 
 
@@ -235,10 +235,10 @@ def _merged(base: _State, rests: dict[int, _State], labels: Sequence[str]) -> _S
     first = rests[min(rests)]
     metrics = Metrics(labels)
     generators = list(base.training["random"])
-    counts = msgspec.convert(base.training["counts"], Totals)
+    counts = msgspec.convert(base.training["counts"], RunTotals)
     parts = [state.training for state in rests.values()]
     if 0 in rests:  # It has counted on from there.
-        counts = Totals()
+        counts = RunTotals()
     else:
         parts.append(base.training)
     for part in parts:
@@ -246,7 +246,7 @@ def _merged(base: _State, rests: dict[int, _State], labels: Sequence[str]) -> _S
         loaded.load_state_dict(part["metrics"])
         metrics.merge(loaded)
     for rank, state in rests.items():
-        counts += msgspec.convert(state.training["counts"], Totals)
+        counts += msgspec.convert(state.training["counts"], RunTotals)
         if rank < len(generators):  # Else all of these begin with the seed of their rank.
             generators[rank : rank + 1] = state.training["random"]
     training = {
@@ -257,15 +257,15 @@ def _merged(base: _State, rests: dict[int, _State], labels: Sequence[str]) -> _S
         "random": generators,
     }
     trained = [state.trained for state in rests.values()]
-    total = Trained(sum(t.rows for t in trained), max(t.seconds for t in trained))
+    total = TrainedRows(sum(t.rows for t in trained), max(t.seconds for t in trained))
     return first._replace(training=training, trained=total)
 
 
-def _sum(a: Trained, b: Trained) -> Trained:
-    return Trained(a.rows + b.rows, a.seconds + b.seconds)
+def _sum(a: TrainedRows, b: TrainedRows) -> TrainedRows:
+    return TrainedRows(a.rows + b.rows, a.seconds + b.seconds)
 
 
-def _state(trainer: Trainer, trained: Trained) -> _State:
+def _state(trainer: Trainer, trained: TrainedRows) -> _State:
     model = io.BytesIO()
     torch.save(trainer.model.state_dict(), model)
     training = resume.training_state(trainer)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from persia.nn.replicas import Replicas
 
-__all__ = ["Pace"]
+__all__ = ["Interval"]
 
 FIRST_LOOK = 16
 """Steps after which the speed of training is known well enough to tell when something by time is due."""
@@ -16,7 +16,7 @@ ALMOST = 0.95
 """What is by time is due after so much of the time."""
 
 
-class Pace:
+class Interval:
     """Something is done every so many global steps, or every so many seconds, or both. All NN workers ask alike.
 
     Args:
@@ -41,7 +41,7 @@ class Pace:
         """Global step at which it may be due, so that training is to rest; None for never. The same on each."""
         if self._every_seconds is None:
             return self._next_step
-        look = self._step() + int(self._replicas.by_first(self._steps_left))
+        look = self._step() + int(self._replicas.run_on_rank0(self._steps_left))
         return look if self._next_step is None else min(look, self._next_step)
 
     def due(self) -> bool:
@@ -49,7 +49,7 @@ class Pace:
         due = self._next_step is not None and self._step() >= self._next_step
         if self._every_seconds is not None and not due:
             late = (time.monotonic() - self._last) / self._every_seconds
-            due = bool(self._replicas.by_first(lambda: "due" if late >= ALMOST else ""))
+            due = bool(self._replicas.run_on_rank0(lambda: "due" if late >= ALMOST else ""))
         if due:
             self._next_step, self._last = self._after(), time.monotonic()
         return due

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from persia.telemetry.metrics import Figure, Histogram, Readings, figures
+from persia.telemetry.metrics import Histogram, Metric, Readings, figures
 
 if TYPE_CHECKING:
     from persia.trainer import Trainer
 
-__all__ = ["Watch"]
+__all__ = ["Monitor"]
 
 
-class Watch:
+class Monitor:
     """Collects what a trainer says of itself. Told by its thread, read by any."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -50,11 +50,11 @@ class Watch:
             },
         )
         if self._loss is not None:
-            found.append(Figure("nn_loss", self._loss, {}))
+            found.append(Metric("nn_loss", self._loss, {}))
         for reason, rows in (("absent", pushed.absent), ("non_finite", pushed.non_finite)):
-            found.append(Figure("nn_dropped_rows", rows, {"reason": reason}))
+            found.append(Metric("nn_dropped_rows", rows, {"reason": reason}))
         reasons = {"released": pushed.released, "lost": pushed.lost_batches, "lost_gradient": pushed.lost_gradients}
-        found += [Figure("nn_dropped_batches", count, {"reason": reason}) for reason, count in reasons.items()]
+        found += [Metric("nn_dropped_batches", count, {"reason": reason}) for reason, count in reasons.items()]
         found += _compression(trainer.step.optimizer)
         return Readings(
             found,
@@ -62,7 +62,7 @@ class Watch:
         )
 
 
-def _compression(optimizer: Any) -> list[Figure]:
+def _compression(optimizer: Any) -> list[Metric]:
     """Of an optimizer that communicates; none of others."""
     statistics: dict[str, Any] = getattr(optimizer, "statistics", dict)()
     phase = statistics.pop("phase", None)

@@ -13,23 +13,23 @@ import msgspec
 
 from persia.batching.batch import Batch
 from persia.coordinator import TokenReport
-from persia.dense import Shared
+from persia.dense import SharedNetwork
 from persia.errors import ConfigError, NNWorkersDiedError
-from persia.modes import Dense, Evidence, Gba, Mode, Verdict, decode, encode
-from persia.nn.step_timings import Laps
-from persia.nn.token_client import Draws, Numbered
+from persia.modes import AutoEvidence, Dense, Gba, Mode, ModeChoice, decode, encode
+from persia.nn.step_timings import StepTimings
+from persia.nn.token_client import NumberedBatch, TokenClient
 from persia.optim import APMSqueeze
 from persia.optim.averaged import Averaged
 from persia.services import DenseMaker, ProcessCluster
-from persia.trainer.recording import Recording
-from persia.trainer.sources import OwnSource, declared_batch_size
-from persia.types import Caller, Segment
+from persia.trainer.recording import ScheduleRecorder
+from persia.trainer.sources import LocalSource, declared_batch_size
+from persia.types import Caller, TrainingPhase
 
 if TYPE_CHECKING:
     from persia.trainer import Trainer
-    from persia.trainer.progress import Run
+    from persia.trainer.progress import FitProgress
 
-__all__ = ["Segments", "Switch", "check_mode", "scheduled"]
+__all__ = ["ModeSwitch", "Phases", "check_mode", "scheduled"]
 
 LOG = logging.getLogger("persia.modes")
 
@@ -40,7 +40,7 @@ LOOK_SECONDS = 0.1
 """How often an all-reduce segment looks whether a switch is wanted."""
 
 
-class Switch(NamedTuple):
+class ModeSwitch(NamedTuple):
     """A change of mode.
 
     Attributes:
@@ -58,7 +58,7 @@ class Switch(NamedTuple):
     seconds: float
 
 
-class Segments:
+class Phases:
     """Runs the segments of a trainer, and changes its mode between them.
 
     Args:
@@ -70,7 +70,7 @@ class Segments:
         self._served: Mode | None = None
         """The mode that the PSs are in, as far as this trainer has told them."""
         self._number = 0
-        self._shared: Shared | None = None
+        self._shared: SharedNetwork | None = None
         self.entry: tuple[int, Mode] | None = None
         """Of `mode_schedule`: the last one that was followed. What is asked for after it holds until the next one."""
         self.local_batch = 0
@@ -78,9 +78,9 @@ class Segments:
         self._again = False
         self._dead: list[int] = []
         """NN workers that died in the last segment, while the others went on."""
-        self.switches: list[Switch] = []
+        self.switches: list[ModeSwitch] = []
         self._leaving: tuple[Mode, float, float] | None = None
-        self._recording = Recording(trainer)
+        self._recording = ScheduleRecorder(trainer)
 
     def report(self) -> TokenReport | None:
         """What asynchronous modes did; None if there were none."""
@@ -115,31 +115,33 @@ class Segments:
                 tokens.judge(encode(auto), connection.nn_workers, trainer.mode == auto.asynchronous)
             return ""
 
-        trainer.embeddings.laps = Laps(tokens, connection.rank, auto.seconds / REPORTS, judge)
-        trainer.step.replicas.by_first(judge)
+        trainer.embeddings.laps = StepTimings(tokens, connection.rank, auto.seconds / REPORTS, judge)
+        trainer.step.replicas.run_on_rank0(judge)
 
-    def verdicts(self) -> list[Verdict]:
+    def verdicts(self) -> list[ModeChoice]:
         """What Auto has decided so far. All NN workers call it; the first writes what it decided by to `log_dir`."""
         if self._trainer.auto is None:
             return []
-        return msgspec.json.decode(self._trainer.step.replicas.by_first(self._logged), type=list[Verdict])
+        return msgspec.json.decode(self._trainer.step.replicas.run_on_rank0(self._logged), type=list[ModeChoice])
 
     def _logged(self) -> str:
         tokens = self._trainer.embeddings.connection.tokens
         assert tokens is not None
-        evidence = msgspec.json.decode(tokens.evidence(), type=Evidence)
+        evidence = msgspec.json.decode(tokens.evidence(), type=AutoEvidence)
         if self._trainer.options.log_dir is not None:
             evidence.save(Path(self._trainer.options.log_dir) / "auto.json")
         return msgspec.json.encode(evidence.verdicts).decode()
 
     # --- changes of mode ----------------------------------------------------------------------------------------
 
-    def follow(self, run: Run) -> bool:
+    def follow(self, run: FitProgress) -> bool:
         """At rest: takes over the mode that was asked for, or that the schedule has for this step; whether it did."""
         trainer = self._trainer
         entry = scheduled(trainer.options.mode_schedule, trainer.global_step)
         due, self.entry = entry != self.entry, entry
-        wanted = trainer.step.replicas.by_first(lambda: self._wanted() or (encode(entry[1]) if due and entry else ""))
+        wanted = trainer.step.replicas.run_on_rank0(
+            lambda: self._wanted() or (encode(entry[1]) if due and entry else "")
+        )
         if wanted:
             self._change(decode(wanted))
         trainer.step.replicas.stop = False
@@ -170,7 +172,7 @@ class Segments:
                 tokens.resolve(mode)
             return ""
 
-        self._trainer.step.replicas.by_first(resolve)
+        self._trainer.step.replicas.run_on_rank0(resolve)
 
     def adopt(self, mode: Mode) -> None:
         """The mode that training was in when its state was saved."""
@@ -196,7 +198,7 @@ class Segments:
         trainer = self._trainer
         if before == trainer.mode:
             return
-        done = Switch(trainer.global_step, before, trainer.mode, rested - stopped, time.monotonic() - rested)
+        done = ModeSwitch(trainer.global_step, before, trainer.mode, rested - stopped, time.monotonic() - rested)
         self.switches.append(done)
         if trainer.embeddings.connection.rank == 0:
             LOG.info(
@@ -209,7 +211,7 @@ class Segments:
 
     # --- segments -----------------------------------------------------------------------------------------------
 
-    def train(self, run: Run) -> bool:
+    def train(self, run: FitProgress) -> bool:
         """Trains to the next rest. Returns whether the pass has ended."""
         self._number += 1
         on_demand = self._trainer.mode.dense() is Dense.SERVER
@@ -228,12 +230,12 @@ class Segments:
             ranks = ", ".join(map(str, self._dead))
             raise NNWorkersDiedError(f"NN workers {ranks} have died.", ranks=self._dead)
 
-    def _in_replicas(self, run: Run) -> bool:
+    def _in_replicas(self, run: FitProgress) -> bool:
         trainer = self._trainer
         embeddings, replicas = trainer.embeddings, trainer.step.replicas
         connection = embeddings.connection
         if self._served != trainer.mode:
-            replicas.by_first(self._switch_servers)
+            replicas.run_on_rank0(self._switch_servers)
         self._recording.begin(None)
         if connection.tokens is not None and connection.rank == 0:
             connection.tokens.announce(connection.nn_workers, self.local_batch)
@@ -276,7 +278,7 @@ class Segments:
             return False
         return wanted is None or drawn < wanted
 
-    def _in_turn(self, wanted: int | None) -> Iterator[Numbered]:
+    def _in_turn(self, wanted: int | None) -> Iterator[NumberedBatch]:
         """This NN worker's batches: every so many-th."""
         trainer = self._trainer
         connection = trainer.embeddings.connection
@@ -286,7 +288,7 @@ class Segments:
             batch = trainer.source.read(number)
             if batch is None:
                 return
-            yield Numbered(number, batch)
+            yield NumberedBatch(number, batch)
             number += connection.nn_workers
             left = left - 1 if left is not None else None
 
@@ -297,7 +299,7 @@ class Segments:
             server.switch(encode(trainer.mode), connection.generation, trainer.global_step)
         return ""
 
-    def _on_dense_servers(self, run: Run) -> bool:
+    def _on_dense_servers(self, run: FitProgress) -> bool:
         trainer = self._trainer
         embeddings, connection = trainer.embeddings, trainer.embeddings.connection
         tokens = connection.tokens
@@ -314,7 +316,7 @@ class Segments:
             shared.load(connection.generation, trainer.global_step)
             self._switch_servers()
             tokens.begin(
-                Segment(
+                TrainingPhase(
                     connection.generation,
                     self._number,
                     encode(trainer.mode),
@@ -328,10 +330,10 @@ class Segments:
             )
             return str(self.local_batch)
 
-        self.local_batch = int(trainer.step.replicas.by_first(begin))
+        self.local_batch = int(trainer.step.replicas.run_on_rank0(begin))
         self._recording.begin(shared)
         self._entered()
-        draws = Draws(tokens, caller, connection.worker, shared, embeddings.pushes)
+        draws = TokenClient(tokens, caller, connection.worker, shared, embeddings.pushes)
         prefetched = embeddings.prefetch(self._on_demand(draws), draws=draws)
         try:
             with contextlib.closing(prefetched) as batches:  # type: ignore[type-var]
@@ -372,7 +374,7 @@ class Segments:
     def _first_rows(self) -> int:
         """The local batch, as the next batch of the source tells it; 0 where data loaders read."""
         trainer = self._trainer
-        if not isinstance(trainer.source, OwnSource):
+        if not isinstance(trainer.source, LocalSource):
             return 0
         first, second = (trainer.source.read(trainer.position + ahead) for ahead in (0, 1))
         rows = len(first) if first is not None else 0
@@ -380,15 +382,15 @@ class Segments:
             rows = max(rows, trainer.mode.global_batch_size)
         return rows
 
-    def _on_demand(self, draws: Draws) -> Iterator[Numbered]:
+    def _on_demand(self, draws: TokenClient) -> Iterator[NumberedBatch]:
         for number in draws.numbers():
             batch = self._trainer.source.read(number)
             if batch is None:
                 draws.end(number)
                 return
-            yield Numbered(number, batch)
+            yield NumberedBatch(number, batch)
 
-    def _share(self, averaged: Averaged | None) -> Shared:
+    def _share(self, averaged: Averaged | None) -> SharedNetwork:
         """The dense PSs; `averaged` stands for APMSqueeze there."""
         trainer = self._trainer
         connection = trainer.embeddings.connection
@@ -400,7 +402,7 @@ class Segments:
             make = averaged.maker([p for p in trainer.model.parameters() if p.requires_grad])
             maker = DenseMaker(make, options.schedule, optimizer.options.clip_norm)
         servers = connection.dense(maker)
-        return Shared(trainer.model, averaged or optimizer, trainer.step.scheduler, servers, options.timeout)
+        return SharedNetwork(trainer.model, averaged or optimizer, trainer.step.scheduler, servers, options.timeout)
 
     def _advise(self) -> None:
         mode = self._trainer.mode

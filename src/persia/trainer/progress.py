@@ -16,18 +16,18 @@ from persia.coordinator import TokenReport
 from persia.errors import DataError, DivergedError
 from persia.metrics import MetricsResult
 from persia.metrics.merging import merged_metrics
-from persia.modes import Verdict
+from persia.modes import ModeChoice
 from persia.nn.prepared import PreparedBatch
-from persia.nn.push_counts import Pushed
+from persia.nn.push_counts import PushCounts
 from persia.nn.staging import Staging
 from persia.telemetry.live import LiveLine, Snapshot, summary_writer
-from persia.trainer.intervals import Pace
+from persia.trainer.intervals import Interval
 from persia.types import Floats, Int32Array
 
 if TYPE_CHECKING:
     from persia.trainer import Trainer
 
-__all__ = ["FitResult", "Run", "Totals", "Trained", "check_finite", "totals"]
+__all__ = ["FitProgress", "FitResult", "RunTotals", "TrainedRows", "check_finite", "totals"]
 
 LOG = logging.getLogger("persia.data")
 
@@ -84,11 +84,11 @@ class FitResult(msgspec.Struct, frozen=True):
     row_staleness_mean: float = 0.0
     row_staleness_max: int = 0
     asynchronous: TokenReport | None = None
-    verdicts: list[Verdict] = []
+    verdicts: list[ModeChoice] = []
     failures: int = 0
 
 
-class Totals(msgspec.Struct, frozen=True):
+class RunTotals(msgspec.Struct, frozen=True):
     """What is counted from call to call, and over a resume; of all NN workers together.
 
     Attributes:
@@ -101,28 +101,28 @@ class Totals(msgspec.Struct, frozen=True):
     staleness_sum: int = 0
     lookups: int = 0
     staleness_max: int = 0
-    pushed: Pushed = Pushed()
+    pushed: PushCounts = PushCounts()
 
-    def __add__(self, other: Totals) -> Totals:
-        return Totals(
+    def __add__(self, other: RunTotals) -> RunTotals:
+        return RunTotals(
             self.staleness_sum + other.staleness_sum,
             self.lookups + other.lookups,
             max(self.staleness_max, other.staleness_max),
-            Pushed(*map(sum, zip(self.pushed, other.pushed, strict=True))),
+            PushCounts(*map(sum, zip(self.pushed, other.pushed, strict=True))),
         )
 
 
-def totals(trainer: Trainer) -> Totals:
+def totals(trainer: Trainer) -> RunTotals:
     """The counts so far. Blocks until all NN workers have called it; the same on each."""
     staleness = trainer.embeddings.staleness
-    mine = Totals(
+    mine = RunTotals(
         round(staleness.mean * staleness.lookups), staleness.lookups, staleness.max, trainer.embeddings.pushed
     )
     payloads = trainer.step.replicas.gather(msgspec.json.encode(mine))
-    return sum((msgspec.json.decode(payload, type=Totals) for payload in payloads), trainer.earlier)
+    return sum((msgspec.json.decode(payload, type=RunTotals) for payload in payloads), trainer.earlier)
 
 
-class Trained(NamedTuple):
+class TrainedRows(NamedTuple):
     """What one NN worker, or all of them, have trained in a call."""
 
     rows: int
@@ -139,7 +139,7 @@ class _Unscored(NamedTuple):
     number: int
 
 
-class Run:
+class FitProgress:
     """The bookkeeping of one call of `fit`: bounds, scores, progress."""
 
     def __init__(self, trainer: Trainer, staging: Staging, max_steps: int | None) -> None:
@@ -148,13 +148,13 @@ class Run:
         self._first_step = trainer.global_step
         self._last_step = None if max_steps is None else trainer.global_step + max_steps
         options, replicas = trainer.options, trainer.step.replicas
-        self.checkpoints = Pace(
+        self.checkpoints = Interval(
             lambda: trainer.global_step, replicas, options.checkpoint_every_steps, options.checkpoint_every_seconds
         )
         self.keeps = trainer.embeddings.connection.keep is not None
         """Whether there is a process that keeps the state of NN workers."""
         kept = options.snapshot_every_seconds if self.keeps else None
-        self.snapshots = Pace(lambda: trainer.global_step, replicas, None, kept)
+        self.snapshots = Interval(lambda: trainer.global_step, replicas, None, kept)
         self._saved_step: int | None = None
         self._began = time.monotonic()
         self._rows = 0
@@ -242,7 +242,7 @@ class Run:
         Raises:
             DivergedError: logits or loss of the batch that is scored are not finite.
         """
-        if batch.made_up:
+        if batch.dummy:
             return
         trainer = self._trainer
         connection = trainer.embeddings.connection
@@ -272,15 +272,15 @@ class Run:
         self._trainer.metrics.update(arrays["logits"], arrays["labels"], done.day)
 
     @property
-    def progress_here(self) -> Trained:
+    def progress_here(self) -> TrainedRows:
         """What this NN worker has trained in this call so far."""
-        return Trained(self._rows, self._seconds or time.monotonic() - self._began)
+        return TrainedRows(self._rows, self._seconds or time.monotonic() - self._began)
 
-    def progress(self) -> Trained:
+    def progress(self) -> TrainedRows:
         """What all NN workers have, in the longest of their times. Blocks until all have called it."""
         payloads = self._trainer.step.replicas.gather(msgspec.json.encode(self.progress_here))
-        trained = [msgspec.json.decode(payload, type=Trained) for payload in payloads]
-        return Trained(sum(t.rows for t in trained), max(t.seconds for t in trained))
+        trained = [msgspec.json.decode(payload, type=TrainedRows) for payload in payloads]
+        return TrainedRows(sum(t.rows for t in trained), max(t.seconds for t in trained))
 
     def close(self) -> None:
         """Stops the clock."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from persia.dense import Shared
+from persia.dense import SharedNetwork
 from persia.errors import ConfigError
 from persia.modes import AnyMode
 from persia.replay import Records, recorded
@@ -13,10 +13,10 @@ from persia.replay import Records, recorded
 if TYPE_CHECKING:
     from persia.trainer import Trainer
 
-__all__ = ["Recording"]
+__all__ = ["ScheduleRecorder"]
 
 
-class Recording:
+class ScheduleRecorder:
     """Writes `record_dir/segment-1.jsonl`, ...; does nothing without a `record_dir`.
 
     Args:
@@ -31,7 +31,7 @@ class Recording:
         self._directory = trainer.options.record_dir
         self._number = 0
         self._step = 0
-        self._shared: Shared | None = None
+        self._shared: SharedNetwork | None = None
         if self._directory is None:
             return
         tokens = trainer.embeddings.connection.tokens
@@ -39,7 +39,7 @@ class Recording:
             raise ConfigError("This cluster has no list of tokens, which keeps what is recorded.", field="record_dir")
         trainer.embeddings.note = tokens.note
 
-    def begin(self, shared: Shared | None) -> None:
+    def begin(self, shared: SharedNetwork | None) -> None:
         """At rest, before a segment: all keep records from now on. All NN workers call it.
 
         Args:
@@ -49,7 +49,7 @@ class Recording:
         self._step = self._trainer.global_step
         self._shared = shared
         if self._directory is not None:
-            self._trainer.step.replicas.by_first(self._begin)
+            self._trainer.step.replicas.run_on_rank0(self._begin)
 
     def _begin(self) -> str:
         connection = self._trainer.embeddings.connection
@@ -65,7 +65,7 @@ class Recording:
         """At rest, after a segment. All NN workers call it; the first one writes."""
         if self._directory is not None:
             self._trainer.step.replicas.gather(b"")  # Others may still push rows of the last step.
-            self._trainer.step.replicas.by_first(lambda: self.write(local_batch))
+            self._trainer.step.replicas.run_on_rank0(lambda: self.write(local_batch))
 
     def write(self, local_batch: int) -> str:
         """At rest, after a segment: writes its schedule, unless nothing was trained. Returns the path.

@@ -15,10 +15,10 @@ from persia.types import FedBatch, Feed
 if TYPE_CHECKING:
     from persia.trainer import Trainer
 
-__all__ = ["FedSource", "OwnSource", "Source", "declared_batch_size", "source_of"]
+__all__ = ["BatchSource", "LoaderSource", "LocalSource", "declared_batch_size", "source_of"]
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """Batches of one pass by their numbers."""
 
     def read(self, number: int) -> Batch | FedBatch | None:
@@ -36,7 +36,7 @@ class Source(Protocol):
         """
 
 
-class OwnSource:
+class LocalSource:
     """Reads a source forward, and keeps what was read until it is known to be trained.
 
     So a segment may end at any batch, though some were read ahead of it: the next one gets them again.
@@ -90,7 +90,7 @@ class OwnSource:
         """Nothing to do: what is kept is read again."""
 
 
-class FedSource:
+class LoaderSource:
     """Batches that data loaders have ready.
 
     Args:
@@ -130,7 +130,7 @@ def declared_batch_size(data: Any) -> int:
     return declared or 0
 
 
-def source_of(trainer: Trainer, data: Iterable[Batch] | None, *, loaded: bool) -> Source:
+def source_of(trainer: Trainer, data: Iterable[Batch] | None, *, loaded: bool) -> BatchSource:
     """The rest of the current pass over the data.
 
     Args:
@@ -152,14 +152,14 @@ def source_of(trainer: Trainer, data: Iterable[Batch] | None, *, loaded: bool) -
                 loader.begin(feed)
                 return ""
 
-            trainer.step.replicas.by_first(tell)
+            trainer.step.replicas.run_on_rank0(tell)
 
-        return FedSource(loader, begin, connection.rank, epoch)
+        return LoaderSource(loader, begin, connection.rank, epoch)
     assert data is not None
     if isinstance(data, Seekable):
-        return OwnSource(lambda n: data.batches(epoch, n), data.batches(epoch, position), position)
+        return LocalSource(lambda n: data.batches(epoch, n), data.batches(epoch, position), position)
     if isinstance(data, Iterator):  # It is where the call before left it, except after a resume.
-        return OwnSource(None, itertools.islice(data, position if loaded else 0, None), position)
-    return OwnSource(
+        return LocalSource(None, itertools.islice(data, position if loaded else 0, None), position)
+    return LocalSource(
         lambda n: itertools.islice(iter(data), n, None), itertools.islice(iter(data), position, None), position
     )

@@ -22,7 +22,7 @@ from persia.modes import encode as encode_mode
 from persia.schema import SGD, EmbeddingOptimizer, Schema
 from persia.services import EmbeddingPS, ProcessCluster, RowChunk, StatePiece
 from persia.trainer.options import TrainerOptions
-from persia.trainer.progress import Totals, totals
+from persia.trainer.progress import RunTotals, totals
 from persia.trainer.random_state import random_states, set_random_state
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def load_training_state(trainer: Trainer, state: dict[str, Any]) -> None:
         trainer.embeddings.gate.depth = state["depth"]
     trainer.segments.local_batch = state.get("local_batch", 0)  # Earlier checkpoints lack it.
     trainer.epoch, trainer.position = state["epoch"], state["position"]
-    trainer.earlier = msgspec.convert(state.get("counts", {}), Totals)
+    trainer.earlier = msgspec.convert(state.get("counts", {}), RunTotals)
     if rank == 0:
         trainer.metrics.load_state_dict(state["metrics"])
     generators = state["random"] if isinstance(state["random"], list) else [state["random"]]  # Of version 0.1.

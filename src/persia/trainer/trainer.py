@@ -28,12 +28,12 @@ from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Cluster, ProcessCluster
 from persia.trainer import checkpointing, driver, signals
 from persia.trainer import state as resume
-from persia.trainer.monitor import Watch
+from persia.trainer.monitor import Monitor
 from persia.trainer.options import TrainerOptions
-from persia.trainer.phases import Segments, Switch, check_mode
-from persia.trainer.progress import FitResult, Run, Totals, Trained, check_finite
+from persia.trainer.phases import ModeSwitch, Phases, check_mode
+from persia.trainer.progress import FitProgress, FitResult, RunTotals, TrainedRows, check_finite
 from persia.trainer.random_state import RandomState
-from persia.trainer.sources import Source, source_of
+from persia.trainer.sources import BatchSource, source_of
 
 __all__ = ["FitResult", "Trainer", "TrainerOptions"]
 
@@ -116,8 +116,8 @@ class Trainer:
             self.step.replicas = AllReduce(
                 self.model, connection.nn_workers, AllReduceOptions(self.options.timeout, average=average)
             )
-        self.segments = Segments(self)
-        self.source: Source
+        self.segments = Phases(self)
+        self.source: BatchSource
         if self.auto is not None and self.options.mode_schedule:
             raise ConfigError("mode_schedule and the mode Auto cannot both say when to switch.", field="mode_schedule")
         either = [self.auto.asynchronous] if self.auto is not None else []
@@ -125,18 +125,18 @@ class Trainer:
             check_mode(self, candidate, 0)
         self.metrics = Metrics(list(schema.labels))
         """Of this NN worker."""
-        self.earlier = Totals()
+        self.earlier = RunTotals()
         """What all NN workers had counted before: at a resume, or in earlier calls on those of a cluster."""
         self.elsewhere: list[RandomState] = []
         """Random generators of NN workers 1, 2, ... of a cluster, until they start again."""
-        self.trained_here = Trained(0, 0.0)
+        self.trained_here = TrainedRows(0, 0.0)
         """By this NN worker in the last call of `fit`."""
         self.finished = False
         """Whether the last call of `fit` came to the end of its epochs."""
         self.resume_line: Callable[[str, int], str] = self._resume_line
         """Code that resumes from a directory at a step, printed after a signal; the command line has its own."""
-        self.saving = checkpointing.Saving()
-        self.watch = Watch(self)
+        self.saving = checkpointing.Checkpointing()
+        self.watch = Monitor(self)
         if connection.observe is not None:
             connection.observe(self.watch.observe)
         self._loaded = False
@@ -151,7 +151,7 @@ class Trainer:
         return self.embeddings.global_step
 
     @property
-    def switches(self) -> list[Switch]:
+    def switches(self) -> list[ModeSwitch]:
         """Changes of mode so far."""
         return self.segments.switches
 
@@ -250,7 +250,7 @@ class Trainer:
         self.finished = False
         if self.options.keep_best is not None and eval_data is None:
             raise ConfigError("keep_best needs eval_data.", field="eval_data")
-        run = Run(self, self._staging, max_steps)
+        run = FitProgress(self, self._staging, max_steps)
         self.segments.begin_auto()
         self.model.train()
         self.embeddings.train()
@@ -287,7 +287,7 @@ class Trainer:
             self.trained_here = run.progress_here
         self.finished = self.epoch >= epochs
         run.check_trained(epochs)
-        if self.step.replicas.by_first(lambda: checkpointing.await_periodic(self)):
+        if self.step.replicas.run_on_rank0(lambda: checkpointing.await_periodic(self)):
             run.saved(False)
         evaluation = None
         try:
@@ -296,7 +296,7 @@ class Trainer:
         finally:  # Also if it cannot be evaluated.
             if self.options.checkpoint_dir is not None and run.unsaved():
                 last, moment = self.options.checkpoint_dir, self._moment(checkpointing.score_of(self, evaluation))
-                self.step.replicas.by_first(lambda: self.saving.save_last(self, last, moment))
+                self.step.replicas.run_on_rank0(lambda: self.saving.save_last(self, last, moment))
         self.step.replicas.settle()
         return run.result(evaluation or evaluate())
 
@@ -347,7 +347,7 @@ class Trainer:
             CheckpointError: it could not be written; older checkpoints are intact.
         """
         path, moment = os.fspath(directory), self._moment(None)
-        return self.step.replicas.by_first(lambda: self.saving.save(self, path, moment))
+        return self.step.replicas.run_on_rank0(lambda: self.saving.save(self, path, moment))
 
     def load(self, directory: str, *, step: int | None = None, new_optimizer: bool = False) -> None:
         """Takes everything from a checkpoint of `directory`; all is checked before anything is changed.
@@ -370,7 +370,7 @@ class Trainer:
             resume.load(self, directory, options)
             return ""
 
-        replicas.by_first(load_first)
+        replicas.run_on_rank0(load_first)
         if self.embeddings.connection.rank > 0:
             resume.load(self, directory, options, first=False)
         replicas.gather(b"")
@@ -436,7 +436,7 @@ class Trainer:
 
     # --- inside -----------------------------------------------------------------------------------------------
 
-    def _evaluated(self, run: Run, data: Iterable[Batch] | None) -> MetricsResult | None:
+    def _evaluated(self, run: FitProgress, data: Iterable[Batch] | None) -> MetricsResult | None:
         """An evaluation in `fit`; None if there are no data, or it is told to stop."""
         if data is None or run.told_to_stop():
             return None
@@ -447,10 +447,10 @@ class Trainer:
         cluster = ", cluster=cluster" if self.cluster is not None else ""
         return f"trainer = persia.Trainer.resume({directory!r}, model, optimizer=optimizer{cluster})"
 
-    def _moment(self, score: float | None) -> checkpointing.Moment:
+    def _moment(self, score: float | None) -> checkpointing.CheckpointState:
         self.step.replicas.settle()
         consistent = self.options.checkpoint_consistent or isinstance(self.mode, Sync)
-        return checkpointing.Moment(resume.training_state(self), score, consistent)
+        return checkpointing.CheckpointState(resume.training_state(self), score, consistent)
 
     def _scored(self, data: Iterable[Batch]) -> Iterator[tuple[PreparedBatch, NDArray[np.float32]]]:
         """Batches and their logits. Between two of them the caller finds model and collection in the mode they had."""

@@ -24,13 +24,25 @@ from persia.types.dense import DenseState, Pulled, PushedDense, TensorSpec
 from persia.types.membership import Member, Membership
 from persia.types.packed import Gradients, Packed, PackedGradients
 from persia.types.rows import RowsSet, RowState, StoredRows
-from persia.types.tokens import Caller, Event, Journaled, Lap, Read, Rest, Segment, SlotCounts, Ticket, Token
+from persia.types.tokens import (
+    ArrivalRecord,
+    Caller,
+    JournalRecord,
+    QuiesceResult,
+    ReadRecord,
+    RowStaleness,
+    StepTiming,
+    Ticket,
+    Token,
+    TrainingPhase,
+)
 
 __all__ = [
     "COUNTER_BITS",
     "INCARNATION_BITS",
     "MERGED",
     "RANK_BITS",
+    "ArrivalRecord",
     "BatchId",
     "BoolArray",
     "Bytes",
@@ -38,7 +50,6 @@ __all__ = [
     "Contribution",
     "Delivery",
     "DenseState",
-    "Event",
     "FedBatch",
     "Feed",
     "Floats",
@@ -48,8 +59,7 @@ __all__ = [
     "Int32Array",
     "Int64Array",
     "Inverse",
-    "Journaled",
-    "Lap",
+    "JournalRecord",
     "LookedUp",
     "Member",
     "Membership",
@@ -58,17 +68,18 @@ __all__ = [
     "Pulled",
     "PushHeader",
     "PushedDense",
-    "Read",
-    "Rest",
+    "QuiesceResult",
+    "ReadRecord",
+    "RowStaleness",
     "RowState",
     "RowsAt",
     "RowsSet",
-    "Segment",
-    "SlotCounts",
+    "StepTiming",
     "StoredRows",
     "TensorSpec",
     "Ticket",
     "Token",
+    "TrainingPhase",
     "UpdateCounts",
     "WireRows",
 ]

@@ -11,11 +11,22 @@ from numpy.typing import NDArray
 from persia.types.arrays import BoolArray
 from persia.types.batches import PushHeader
 
-__all__ = ["Caller", "Event", "Journaled", "Lap", "Read", "Rest", "Segment", "SlotCounts", "Ticket", "Token"]
+__all__ = [
+    "ArrivalRecord",
+    "Caller",
+    "JournalRecord",
+    "QuiesceResult",
+    "ReadRecord",
+    "RowStaleness",
+    "StepTiming",
+    "Ticket",
+    "Token",
+    "TrainingPhase",
+]
 
 
 @dataclass
-class SlotCounts:
+class RowStaleness:
     """How stale the rows were to which gradients came, in asynchronous modes. Not thread-safe.
 
     A row is as many steps stale as lie between its last change and the token of the gradient; one that was last changed
@@ -48,7 +59,7 @@ class SlotCounts:
             self.staleness_max = max(self.staleness_max, int(fresh.max()))
 
 
-class Segment(NamedTuple):
+class TrainingPhase(NamedTuple):
     """What is trained between two rests, in one asynchronous mode.
 
     Attributes:
@@ -110,7 +121,7 @@ class Ticket(NamedTuple):
     weight: float
 
 
-class Rest(NamedTuple):
+class QuiesceResult(NamedTuple):
     """Where a segment has ended.
 
     Attributes:
@@ -132,7 +143,7 @@ class Rest(NamedTuple):
     dead: list[int]
 
 
-class Event(NamedTuple):
+class ArrivalRecord(NamedTuple):
     """An arrival, for replays.
 
     Attributes:
@@ -156,7 +167,7 @@ class Event(NamedTuple):
     weight: float
 
 
-class Read(NamedTuple):
+class ReadRecord(NamedTuple):
     """What a gradient was computed from, for replays.
 
     Attributes:
@@ -176,7 +187,7 @@ class Read(NamedTuple):
     dense: list[int]
 
 
-class Journaled(NamedTuple):
+class JournalRecord(NamedTuple):
     """What took effect at a server while it was recorded.
 
     Attributes:
@@ -188,7 +199,7 @@ class Journaled(NamedTuple):
     headers: list[PushHeader]
 
 
-class Lap(NamedTuple):
+class StepTiming(NamedTuple):
     """How long an NN worker computed one batch, without its waits for others.
 
     Attributes:

@@ -13,7 +13,7 @@ from persia.errors import DeadlineError, MovedError, StaleBatchError
 from persia.types import BatchId
 from persia.worker.options import WorkerOptions
 
-__all__ = ["Buffer"]
+__all__ = ["BatchBuffer"]
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ class _Kept(Generic[T]):
         self.users = 0
 
 
-class Buffer(Generic[T]):
+class BatchBuffer(Generic[T]):
     """Entries by batch id: bounded, so that data loaders are held back; those that nobody calls for expire.
 
     Safe to call from several threads.

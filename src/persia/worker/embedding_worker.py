@@ -17,7 +17,7 @@ from persia.errors import ConfigError, StaleBatchError
 from persia.rpc.fan_out import call_all
 from persia.schema import Schema
 from persia.services import EmbeddingPS
-from persia.telemetry.metrics import Figure, Readings, figures
+from persia.telemetry.metrics import Metric, Readings, figures
 from persia.types import (
     INCARNATION_BITS,
     Contribution,
@@ -28,7 +28,7 @@ from persia.types import (
     UpdateCounts,
     WireRows,
 )
-from persia.worker.buffer import Buffer
+from persia.worker.buffer import BatchBuffer
 from persia.worker.options import WorkerOptions
 from persia.worker.routing import Entry, Router
 
@@ -67,7 +67,7 @@ class Worker:
         self._servers = list(servers)
         self._router = Router(schema, len(self._servers), threads)
         options = options or WorkerOptions()
-        self._buffer: Buffer[Entry] = Buffer(rank, incarnation, options)
+        self._buffer: BatchBuffer[Entry] = BatchBuffer(rank, incarnation, options)
         self._compresses = options.compression == "fp16"
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
@@ -164,7 +164,7 @@ class Worker:
     def observe(self) -> Readings:
         """The same as figures, and bytes of rows and gradients by the codec that they travelled with."""
         with self._lock:
-            traffic = [Figure(f"worker_{n}", float(v), {"codec": codec}) for (n, codec), v in self._traffic.items()]
+            traffic = [Metric(f"worker_{n}", float(v), {"codec": codec}) for (n, codec), v in self._traffic.items()]
         return Readings(figures("worker", self.statistics()) + traffic, [])
 
     @property

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import ray
 
 from persia import rpc
-from persia.cluster.ray.connection import Linked
-from persia.cluster.ray.feeding import Reading
+from persia.cluster.ray.connection import WorkerConnection
+from persia.cluster.ray.feeding import LoaderFeed
 from persia.cluster.ray.hosts import CoordinatorHost, EmbeddingServerHost, EmbeddingWorkerHost
 from persia.cluster.ray.loader_host import DataLoaderHost
 from persia.cluster.ray.membership import reach_coordinator, reach_tokens
@@ -23,7 +23,7 @@ from persia.cluster.ray.placement import here, place
 from persia.cluster.ray.plan import Plan, Service
 from persia.cluster.ray.processes import Process, Processes
 from persia.cluster.ray.recovery import ANEW, CONSEQUENCES, Recovery
-from persia.cluster.ray.replacing import Replacing
+from persia.cluster.ray.replacing import Replacement
 from persia.cluster.ray.runs import pickled, results
 from persia.cluster.ray.scaling import DEPART_SECONDS, await_leave, check_count, check_room, free_ranks
 from persia.cluster.ray.starting import connect, make_plan
@@ -89,12 +89,12 @@ class Ray:
         self._coordinator: Coordinator | None = None
         self._tokens: Tokens | None = None
         self._processes: Processes | None = None
-        self._linked: list[Linked] = []
+        self._linked: list[WorkerConnection] = []
         self._lapses: list[RoleDiedError] = []
         """Deaths of embedding PSs in the present run. In asynchronous modes they are out of phase when they return."""
         self._life = 0
         """Of embedding PSs: rises when some have lost their rows."""
-        self._reading = Reading(self.options.timeout, nn_workers)
+        self._reading = LoaderFeed(self.options.timeout, nn_workers)
 
     # --- what a Trainer, an EmbeddingCollection, or a user calls ------------------------------------------------
 
@@ -110,7 +110,7 @@ class Ray:
         self._start_nn_workers()  # They take longest, so all start side by side.
         self._serve(Service(schema, optimizer, mode, seed))
         processes.await_ready(processes.of("nn_worker"), self.options.timeout)
-        linked = Linked(coordinator, plan)
+        linked = WorkerConnection(coordinator, plan)
         self._linked.append(linked)
         return linked.connection._replace(nn_workers=1)  # This process is not one of them.
 
@@ -195,7 +195,7 @@ class Ray:
                 if recovery is None:
                     return results(processes, calls, operations)
                 assert self._tokens is not None
-                recovery.replacing = Replacing(
+                recovery.replacing = Replacement(
                     processes, self._tokens, generation, self._start_nn_worker, self.options.timeout
                 )
                 operations["keep"] = recovery.keep

@@ -14,7 +14,7 @@ from persia.membership.embedding_workers import EmbeddingWorkers
 from persia.services import Connection, Coordinator, DataLoader, DenseMaker, DensePS, EmbeddingWorker
 from persia.types import Feed, Membership
 
-__all__ = ["Linked"]
+__all__ = ["WorkerConnection"]
 
 
 class _Driven(DataLoaders):
@@ -35,7 +35,7 @@ class _Driven(DataLoaders):
         self._begin(feed)
 
 
-class Linked:
+class WorkerConnection:
     """A connection that follows the membership until it is closed.
 
     Args:

@@ -8,18 +8,18 @@ from typing import Any
 
 import ray
 
-from persia.cluster.ray.plan import Source
+from persia.cluster.ray.plan import LoaderData
 from persia.cluster.ray.processes import Process
 from persia.errors import ConfigError, DeadlineError
 from persia.types import Feed
 
-__all__ = ["AHEAD", "Reading"]
+__all__ = ["AHEAD", "LoaderFeed"]
 
 AHEAD = 4
 """Batches that each data loader has ready for each NN worker."""
 
 
-class Reading:
+class LoaderFeed:
     """The source and the feed of the current run. The caller has one thread at a time in it.
 
     Args:
@@ -30,7 +30,7 @@ class Reading:
     def __init__(self, timeout: float, nn_workers: int) -> None:
         self._timeout = timeout
         self._nn_workers = nn_workers
-        self._source: Source | None = None
+        self._source: LoaderData | None = None
         self._feed: Feed | None = None
 
     @property
@@ -51,7 +51,7 @@ class Reading:
                 f"The data cannot be sent to the data loaders: {error}. Give a reader or a list, no iterator.",
                 field="train_data",
             ) from error
-        self._source = Source(uuid.uuid4().hex, ray.put(pickled), accumulation_steps)
+        self._source = LoaderData(uuid.uuid4().hex, ray.put(pickled), accumulation_steps)
         self._feed = feed
 
     def clear(self) -> None:

@@ -16,21 +16,21 @@ from persia import rpc, services
 from persia.cluster.ray.membership import Listener, connect_servers, reach_coordinator
 from persia.cluster.ray.placement import neighbours
 from persia.cluster.ray.plan import TITLES, Plan, ProcessInfo, Service
-from persia.coordinator import Coordinator as Coordination
-from persia.coordinator import TokenReport, Tokens
+from persia.coordinator import CoordinatorServer as Coordination
+from persia.coordinator import TokenReport, TokenScheduler
 from persia.coordinator.state_file import StateFile
-from persia.coordinator.store import Kept
+from persia.coordinator.store import CoordinatorStore
 from persia.errors import ConfigError, DeadlineError, StoreError
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.regions import Regions, remove_leftovers
 from persia.rpc.interface import describe
-from persia.services import ControlPlane, Coordinator, EmbeddingPS, EmbeddingWorker, Observed
-from persia.telemetry.metrics import Figure, Readings
+from persia.services import ControlPlane, Coordinator, EmbeddingPS, EmbeddingWorker, Observable
+from persia.telemetry.metrics import Metric, Readings
 from persia.telemetry.process import LOOPBACK, ObservedProcess
 from persia.types import Membership
 from persia.worker import Worker, WorkerOptions
 
-__all__ = ["CoordinatorHost", "EmbeddingServerHost", "EmbeddingWorkerHost", "Host", "Later", "cores"]
+__all__ = ["CoordinatorHost", "Deferred", "EmbeddingServerHost", "EmbeddingWorkerHost", "Host", "cores"]
 
 REPORT_SECONDS = 1.0
 BIND_SECONDS = 5.0
@@ -107,12 +107,12 @@ class Host:
     def _observe(self) -> Readings:
         found = self.observe() if self.ready else Readings([], [])
         served = self.server.observe() if self.server is not None else Readings([], [])
-        cpu = [Figure("cpu_seconds", time.process_time(), {})]
+        cpu = [Metric("cpu_seconds", time.process_time(), {})]
         return Readings(found.figures + served.figures + cpu, found.latencies + served.latencies)
 
     def serve(self, service: object, protocol: type, address: str = "") -> str:
         """Makes the role, and `health`, callable, at this address or any; returns its address."""
-        answers = protocol if protocol is Observed else type(protocol.__name__, (protocol, Observed), {})
+        answers = protocol if protocol is Observable else type(protocol.__name__, (protocol, Observable), {})
         end = time.monotonic() + BIND_SECONDS
         while self.server is None:
             try:
@@ -173,9 +173,11 @@ class CoordinatorHost(Host):
 
     def __init__(self, plan: Plan, rank: int) -> None:
         super().__init__(plan, rank)
-        self._kept = Kept(f"{plan.options.regions}/{plan.name}/coordinator") if plan.options.regions else None
+        self._kept = (
+            CoordinatorStore(f"{plan.options.regions}/{plan.name}/coordinator") if plan.options.regions else None
+        )
         path = self._kept.path if self._kept is not None else lambda _: None
-        self._tokens = Tokens(plan.options.timeout, path("tokens"))
+        self._tokens = TokenScheduler(plan.options.timeout, path("tokens"))
         known = StateFile(path("address"), str)
         before = known.load() or ""
         address = self.serve(_Both(Coordination(path=path("members")), self._tokens), ControlPlane, before)
@@ -196,7 +198,7 @@ class CoordinatorHost(Host):
 class _Both:
     """Coordinator and lists, at one address."""
 
-    def __init__(self, coordinator: Coordinator, tokens: Tokens) -> None:
+    def __init__(self, coordinator: Coordinator, tokens: TokenScheduler) -> None:
         for protocol, servant in ((Coordinator, coordinator), (services.Tokens, tokens)):
             for name in describe(protocol):
                 setattr(self, name, getattr(servant, name))
@@ -269,7 +271,7 @@ class EmbeddingWorkerHost(Host):
         super().__init__(plan, rank)
         self.servant: Worker | None = None
         # Its number among the incarnations is part of the batch ids, so it joins first; calls wait until it is made.
-        later = Later(repr(self), "a connection to all PSs", plan.options.timeout)
+        later = Deferred(repr(self), "a connection to all PSs", plan.options.timeout)
         coordinator = self.join(self.serve(later, EmbeddingWorker))
         options = WorkerOptions(plan.options.compression, timeout=plan.options.timeout)
         servers = connect_servers(coordinator, plan)
@@ -297,7 +299,7 @@ class EmbeddingWorkerHost(Host):
             self.servant.retire()
 
 
-class Later:
+class Deferred:
     """Stands for an object that is being made, or will be replaced: calls wait until it is there.
 
     Args:

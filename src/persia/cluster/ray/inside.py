@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from persia.cluster.ray.connection import Linked
+from persia.cluster.ray.connection import WorkerConnection
 from persia.cluster.ray.plan import Service
 from persia.errors import ConfigError
 from persia.modes import Mode
@@ -17,10 +17,10 @@ from persia.telemetry.metrics import Readings
 if TYPE_CHECKING:
     from persia.cluster.ray.nn_worker import NNWorkerHost
 
-__all__ = ["Inside"]
+__all__ = ["WorkerProcess"]
 
 
-class Inside:
+class WorkerProcess:
     """What `Ray(...)` is on an NN worker: `connect` gives that worker's connection.
 
     Args:
@@ -33,7 +33,7 @@ class Inside:
         self._host = host
         self._generation = generation
         self._keeps = keeps
-        self._linked: Linked | None = None
+        self._linked: WorkerConnection | None = None
 
     def connect(self, schema: Schema, optimizer: EmbeddingOptimizer, mode: Mode, seed: int) -> Connection:
         """Waits for the roles, which the first call of all starts.
@@ -52,7 +52,7 @@ class Inside:
         assert host.coordinator is not None
         begin = functools.partial(host.ask, "begin") if fed else None
         make_dense = functools.partial(host.ask, "serve_dense")
-        self._linked = Linked(host.coordinator, host.plan, host.rank, self._generation, begin, make_dense)
+        self._linked = WorkerConnection(host.coordinator, host.plan, host.rank, self._generation, begin, make_dense)
         keep = functools.partial(host.ask, "keep") if self._keeps else None
 
         def observe(trainer: Callable[[], Readings]) -> None:

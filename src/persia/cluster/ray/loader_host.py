@@ -7,10 +7,10 @@ import threading
 import ray
 
 from persia import rpc
-from persia.cluster.ray.hosts import Host, Later
+from persia.cluster.ray.hosts import Deferred, Host
 from persia.cluster.ray.membership import Listener, reach
 from persia.cluster.ray.plan import Plan, Service
-from persia.data.loader import Loader, Peer
+from persia.data.loader import Loader, WorkerPeer
 from persia.services import DataLoader, EmbeddingWorker
 from persia.telemetry.metrics import Readings, figures
 from persia.types import Feed, Membership
@@ -29,8 +29,8 @@ class DataLoaderHost(Host):
         self._lock = threading.Lock()
         self._source = ""
         self._loader: Loader | None = None
-        self._peers: dict[tuple[int, int], Peer] = {}
-        self._later = Later(repr(self), "a source to read", plan.options.timeout)
+        self._peers: dict[tuple[int, int], WorkerPeer] = {}
+        self._later = Deferred(repr(self), "a source to read", plan.options.timeout)
         coordinator = self.join(self.serve(self._later, DataLoader))
         self._listener = Listener(coordinator, self._changed)
 
@@ -74,14 +74,14 @@ class DataLoaderHost(Host):
 
     def _changed(self, membership: Membership) -> None:
         with self._lock:
-            peers: dict[tuple[int, int], Peer] = {}
+            peers: dict[tuple[int, int], WorkerPeer] = {}
             for member in membership.members:
                 key = member.rank, member.incarnation
                 if member.role != "embedding_worker" or member.state == "dead":
                     continue
                 known = self._peers.get(key)
                 stub = known.service if known is not None else reach(member, EmbeddingWorker, self.plan)
-                peers[key] = Peer(*key, stub, member.state == "leaving")
+                peers[key] = WorkerPeer(*key, stub, member.state == "leaving")
             gone = [peer for key, peer in self._peers.items() if key not in peers]
             self._peers = peers
             if self._loader is not None:

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import ray
 
 from persia.cluster.ray.hosts import Host
-from persia.cluster.ray.inside import Inside
+from persia.cluster.ray.inside import WorkerProcess
 from persia.cluster.ray.plan import Plan
-from persia.services import DenseMaker, DensePS, Observed
+from persia.services import DenseMaker, DensePS, Observable
 from persia.telemetry.metrics import Readings, figures
 
 __all__ = ["CLUSTER", "DenseServerHost", "NNWorkerHost", "Outcome", "Request"]
@@ -114,9 +114,9 @@ class NNWorkerHost(Host):
         import torch
 
         self.halted = False
-        self.join(self.serve(self, Observed))  # In this generation.
+        self.join(self.serve(self, Observable))  # In this generation.
         backend = "cpu:gloo,cuda:nccl" if self.plan.options.gpus and torch.cuda.is_available() else "gloo"
-        cluster = Inside(self, generation, keeps)
+        cluster = WorkerProcess(self, generation, keeps)
         try:
             torch.distributed.init_process_group(
                 backend,
@@ -195,7 +195,7 @@ class DenseServerHost(Host):
 class _Unpickler(pickle.Unpickler):
     """Puts this process's view of the cluster where the function names the driver's."""
 
-    def __init__(self, file: BytesIO, cluster: Inside) -> None:
+    def __init__(self, file: BytesIO, cluster: WorkerProcess) -> None:
         super().__init__(file)
         self._cluster = cluster
 

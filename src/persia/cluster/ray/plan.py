@@ -8,7 +8,7 @@ from persia.cluster.ray.options import RayOptions
 from persia.modes import Mode
 from persia.schema import EmbeddingOptimizer, Schema
 
-__all__ = ["TITLES", "Plan", "ProcessInfo", "Service", "Source"]
+__all__ = ["TITLES", "LoaderData", "Plan", "ProcessInfo", "Service"]
 
 TITLES = {
     "coordinator": "coordinator",
@@ -54,7 +54,7 @@ class Plan(NamedTuple):
     coordinator: str = ""
 
 
-class Source(NamedTuple):
+class LoaderData(NamedTuple):
     """What the data loaders read.
 
     Attributes:

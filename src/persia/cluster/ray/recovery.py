@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from persia.cluster.ray.replacing import Replacing
+from persia.cluster.ray.replacing import Replacement
 from persia.errors import DeadlineError, RoleDiedError, StalePushError
 
 __all__ = ["ANEW", "CONSEQUENCES", "Recovery"]
@@ -29,7 +29,7 @@ class Recovery:
 
     def __init__(self, lapses: Sequence[RoleDiedError]) -> None:
         self._lapses = lapses
-        self.replacing: Replacing | None = None
+        self.replacing: Replacement | None = None
         self.kept: Any = None
 
     def keep(self, state: Any) -> None:

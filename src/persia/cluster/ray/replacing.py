@@ -11,12 +11,12 @@ from persia.cluster.ray.processes import Process, Processes
 from persia.errors import RoleDiedError
 from persia.services import Tokens
 
-__all__ = ["Replacing"]
+__all__ = ["Replacement"]
 
 LOG = logging.getLogger("persia.cluster")
 
 
-class Replacing:
+class Replacement:
     """The NN workers of one attempt that are spared the death of others. For one thread.
 
     In an asynchronous segment nobody needs a dead NN worker. While its successor starts, which takes seconds, the

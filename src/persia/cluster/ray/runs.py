@@ -12,7 +12,7 @@ import ray
 from persia.cluster.ray.nn_worker import CLUSTER, Outcome
 from persia.cluster.ray.plan import TITLES
 from persia.cluster.ray.processes import Process, Processes
-from persia.cluster.ray.replacing import Replacing
+from persia.cluster.ray.replacing import Replacement
 from persia.errors import PersiaError, RoleDiedError
 
 __all__ = ["pickled", "results"]
@@ -38,7 +38,7 @@ def results(
     processes: Processes,
     calls: Mapping[Any, Process],
     operations: Mapping[str, Callable[..., Any]],
-    replacing: Replacing | None = None,
+    replacing: Replacement | None = None,
     halting: Callable[[], bool] = lambda: False,
 ) -> dict[int, Any]:
     """What the function returns on each NN worker, by rank.
