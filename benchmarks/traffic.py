@@ -19,14 +19,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import harness
-
 import persia
+from benchmarks import harness
 from persia import data
 from persia.batching.batch import Batch, IdColumn
 from persia.data.zipf import Zipf
 from persia.modes import Sync
-from persia.nn import codec
+from persia.nn import transfer
 from persia.nn.models import DeepFM
 from persia.optim import Adagrad
 from persia.ps import EmbeddingServer
@@ -67,7 +66,7 @@ def traffic(preset: str):
     for number, batch in zip(range(BATCHES[preset]), batches, strict=False):
         batch_id = worker.register(batch.id_features)
         found = worker.lookup(batch_id)
-        gradients, scales = codec.encode(codec.decode(found.rows, found.scales))
+        gradients, scales = transfer.encode(transfer.decode(found.rows, found.scales))
         pushed = (PushHeader(1, 0, number + 1, number, len(batch)), [Contribution(batch_id, gradients, scales)])
         forward.append(message_bytes(found) / len(batch) / pooled)
         backward.append(message_bytes(pushed) / len(batch) / pooled)
@@ -102,11 +101,13 @@ class Wire:
         return self._decoded(self._worker.evaluate(id_features))
 
     def push(self, header: PushHeader, contributions: Sequence[Contribution]):
-        return self._worker.push(header, [Contribution(c.batch_id, *codec.encode(c.gradients)) for c in contributions])
+        return self._worker.push(
+            header, [Contribution(c.batch_id, *transfer.encode(c.gradients)) for c in contributions]
+        )
 
     @staticmethod
     def _decoded(found: LookedUp) -> LookedUp:
-        return found._replace(rows=codec.decode(found.rows, found.scales), scales=None)
+        return found._replace(rows=transfer.decode(found.rows, found.scales), scales=None)
 
 
 class Compressed:

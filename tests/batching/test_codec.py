@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as stnp
 from persia import batching
 from persia.batching import reference
 from persia.errors import DataError
-from persia.nn import codec
+from persia.nn import transfer
 from persia.types.packed import Packed
 
 
@@ -77,19 +77,19 @@ def test_what_is_not_finite_stays_so(rows):
 @settings(deadline=None)
 @given(floats())
 def test_torch_does_the_same(rows):
-    halves, scales = codec.encode({"t": rows})
-    found_halves, found_scales = codec.encode_tensors({"t": torch.from_numpy(rows)})
+    halves, scales = transfer.encode({"t": rows})
+    found_halves, found_scales = transfer.encode_tensors({"t": torch.from_numpy(rows)})
     assert_same(found_halves["t"].numpy(), halves["t"])
     assert_same(found_scales["t"].numpy(), scales["t"])
-    found = codec.decode_tensors(found_halves, found_scales)
-    assert_same(found["t"].numpy(), codec.decode(halves, scales)["t"])
+    found = transfer.decode_tensors(found_halves, found_scales)
+    assert_same(found["t"].numpy(), transfer.decode(halves, scales)["t"])
 
 
 def test_tables_without_scales_come_as_they_are():
     rows = Packed(["t"], [2], np.ones(6, np.float32), [3])
-    assert codec.decode(rows, None) is rows
+    assert transfer.decode(rows, None) is rows
     tensor = torch.ones(2, 3)
-    assert codec.decode_tensors({"t": tensor}, None)["t"] is tensor
+    assert transfer.decode_tensors({"t": tensor}, None)["t"] is tensor
 
 
 def test_slices_and_transposed_rows_are_taken():

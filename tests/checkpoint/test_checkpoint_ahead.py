@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from persia.checkpoint.ahead import ahead
+from persia.checkpoint.storage import ahead
 
 DEADLINE = 30.0
 

@@ -7,7 +7,7 @@ import zlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia.checkpoint.checksum import crc32
+from persia.checkpoint.storage import crc32
 
 
 @given(st.binary(max_size=2000), st.integers(0, 2000), st.integers(0, 2**32 - 1))

@@ -10,7 +10,7 @@ from persia.batching.batch import Batch, IdColumn
 from persia.dense import AllReduce, AllReduceOptions
 from persia.errors import DeadlineError, StaleBatchError
 from persia.modes import Hybrid, Sync
-from persia.nn.dummy import dummy_batch
+from persia.nn.prepared import dummy_batch
 from persia.optim import SGD
 from support.nn_processes import Model, Services, fit, parameters, resume
 from support.processes import Processes

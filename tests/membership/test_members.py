@@ -16,7 +16,7 @@ from persia.membership.data_loaders import DataLoaders
 from persia.membership.directory import Directory
 from persia.membership.embedding_workers import EmbeddingWorkers
 from persia.modes import Hybrid, Sync
-from persia.nn.codec import decode, encode
+from persia.nn.transfer import decode, encode
 from persia.optim import SGD, Adagrad
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.services import Connection

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from persia.modes import Hybrid
-from persia.nn.gate import WINDOW
-from persia.nn.window import Window
+from persia.nn.gate import WINDOW, Window
 
 
 class Worker:

@@ -8,7 +8,7 @@ from torch import nn
 
 from persia.errors import ConfigError
 from persia.nn.models import DLRM, FFNN, DCNv2, DeepFM
-from persia.nn.types import SequenceEmbedding
+from persia.nn.pooling import SequenceEmbedding
 from persia.schema import IdFeature, Schema, Table
 
 MODELS = [FFNN, DeepFM, DLRM, DCNv2]

@@ -7,8 +7,7 @@ import torch
 import persia
 from persia.batching.batch import Batch, IdColumn
 from persia.nn.pooling import Expander
-from persia.nn.staging import CpuStaging
-from persia.nn.transfer import Transfer, joined
+from persia.nn.transfer import CpuStaging, Transfer, joined
 from persia.optim import Adagrad
 from persia.ps import EmbeddingServer
 from persia.services import Connection

@@ -23,8 +23,7 @@ from persia.batching.batch import IdColumn
 from persia.errors import DeadlineError, StalePushError, StoreError, StoreFullError
 from persia.modes import Hybrid, Sync, encode
 from persia.ps import EmbeddingServer, ServerOptions
-from persia.ps.memory import retry_when_full
-from persia.ps.regions import Regions
+from persia.ps.regions import Regions, retry_when_full
 from persia.schema import SGD, IdFeature, Schema, Table
 from persia.services import EmbeddingPS
 from persia.store import EmbeddingStore, TableConfig

@@ -16,7 +16,7 @@ from persia import rpc
 from persia.batching.batch import Batch, IdColumn
 from persia.errors import StaleBatchError, StoreError
 from persia.modes import Hybrid, Sync
-from persia.nn import codec
+from persia.nn import transfer
 from persia.nn.push_counts import PushCounts
 from persia.optim import SGD, Adagrad
 from persia.ps import EmbeddingServer, ServerOptions
@@ -301,12 +301,12 @@ def test_compressed_rows_and_gradients_are_those_of_the_uncompressed_within_floa
             found = worker.lookup(batch_id)
             assert {rows.dtype for rows in found.rows.values()} == {np.dtype(np.float16)}
             exact = plain.worker.lookup(contribution.batch_id)
-            decoded = codec.decode(found.rows, found.scales)
+            decoded = transfer.decode(found.rows, found.scales)
             for table, rows in decoded.items():
                 np.testing.assert_allclose(rows, exact.rows[table], rtol=2e-3, atol=1e-6)
             gradients = {table: values.copy() for table, values in contribution.gradients.items()}
             gradients["user"][0, 0] = np.inf if step else np.nan
-            halves, scales = codec.encode(gradients)
+            halves, scales = transfer.encode(gradients)
             plain_counts = plain.worker.push(header(step), [contribution._replace(gradients=gradients)])
             assert worker.push(header(step), [Contribution(batch_id, halves, scales)]) == plain_counts
             assert plain_counts["user"].non_finite == 1

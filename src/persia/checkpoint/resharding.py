@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia import batching
-from persia.checkpoint.ahead import ahead
 from persia.checkpoint.format import RemovedPart, RowsPart, StatePart
 from persia.checkpoint.reader import CheckpointReader
 from persia.checkpoint.servers import MOST_SHARDS, clock_gaps
+from persia.checkpoint.storage import ahead
 from persia.checkpoint.writer import CheckpointWriter
 from persia.errors import CheckpointError
 from persia.schema import Schema

@@ -7,20 +7,30 @@ as a whole when its upload ends, which is all that is asked of them.
 from __future__ import annotations
 
 import errno
+import importlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from persia.checkpoint.checksum import crc32
 from persia.errors import CheckpointError, MissingExtraError
 
-__all__ = ["Storage"]
+__all__ = ["Storage", "ahead", "crc32"]
+
+_core: Any = importlib.import_module("persia._core").checksum
+
+
+def crc32(data: memoryview, crc: int = 0) -> int:
+    """CRC-32 of contiguous bytes, behind those whose checksum is `crc`. Blocks; other threads run meanwhile."""
+    return int(_core.crc32(data, crc))
+
 
 SYNC_AT_ONCE = 1 << 20
 SLICE = 1 << 20  # written or read, and checksummed, while it is in the processor's cache
@@ -218,3 +228,45 @@ def _guard(action: str, path: str) -> Iterator[None]:
         raise CheckpointError(
             f"Cannot {action} {path}: {error}. {remedy} Older checkpoints remain valid.", path=path, errno=code
         ) from error
+
+
+_T = TypeVar("_T")
+
+
+def ahead(items: Iterator[_T]) -> Generator[_T, None, None]:
+    """The same items; the next one is made by another thread while this one is used."""
+    done = object()
+    handed: queue.Queue[Any] = queue.Queue(1)
+    room = threading.Semaphore(0)  # so that at most two items are in memory
+    stopped = threading.Event()
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            for item in items:
+                handed.put(item)
+                del item
+                room.acquire()
+                if stopped.is_set():
+                    return
+        except BaseException as error:
+            failure.append(error)
+        finally:
+            handed.put(done)
+
+    thread = threading.Thread(target=run, name="persia-checkpoint-rows", daemon=True)
+    thread.start()
+    try:
+        while (item := handed.get()) is not done:
+            room.release()
+            yield item
+            del item
+    finally:
+        stopped.set()
+        room.release()
+        while thread.is_alive():  # It may be about to hand over one more, or the end.
+            with suppress(queue.Empty):
+                handed.get_nowait()
+            thread.join(0.01)
+    if failure:
+        raise failure[0]

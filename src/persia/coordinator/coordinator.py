@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from persia.coordinator.state_file import StateFile
+from persia.coordinator.store import StateFile
 from persia.errors import ConfigError
 from persia.types import Member, Membership
 

@@ -10,9 +10,8 @@ from collections.abc import Callable
 import msgspec
 
 from persia.coordinator.policy import SwitchPolicy
-from persia.coordinator.scheduler_state import SchedulerState
-from persia.coordinator.state_file import StateFile
-from persia.coordinator.worker_state import WorkerState
+from persia.coordinator.scheduler_state import SchedulerState, WorkerState
+from persia.coordinator.store import StateFile
 from persia.errors import ConfigError, DeadlineError, PersiaError, RoleDiedError, StalePushError
 from persia.modes import Action, Arrival, Auto, AutoEvidence, Mode, decode, encode
 from persia.types import (

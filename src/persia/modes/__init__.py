@@ -3,10 +3,9 @@
 from typing import TypeAlias
 
 from persia.modes.async_ import Async
-from persia.modes.auto import Auto, AutoState, ModeChoice, StepTime, decide, rehearse
+from persia.modes.auto import Auto, AutoEvidence, AutoState, ModeChoice, StepTime, decide, load_evidence, rehearse
 from persia.modes.base import Action, Arrival, Decision, Dense, Mode, Observation, Reduction
 from persia.modes.bsp import Bsp
-from persia.modes.evidence import AutoEvidence, load_evidence
 from persia.modes.gba import Gba
 from persia.modes.hop_bs import HopBs
 from persia.modes.hop_bw import HopBw

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from persia.modes.asynchronous import Asynchronous
-from persia.modes.base import check_whole
+from persia.modes.base import Asynchronous, check_whole
 
 __all__ = ["Async"]
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from persia.errors import ConfigError
+from persia.errors import ConfigError, DataError
 from persia.modes.async_ import Async
-from persia.modes.asynchronous import Asynchronous
-from persia.modes.base import check_whole
+from persia.modes.base import Asynchronous, check_whole
 from persia.modes.bsp import Bsp
 from persia.modes.gba import Gba
 from persia.modes.hop_bs import HopBs
@@ -24,7 +24,7 @@ from persia.modes.hop_bw import HopBw
 from persia.modes.hybrid import Hybrid
 from persia.modes.sync import Sync
 
-__all__ = ["Auto", "AutoState", "ModeChoice", "StepTime", "decide", "rehearse"]
+__all__ = ["Auto", "AutoEvidence", "AutoState", "ModeChoice", "StepTime", "decide", "load_evidence", "rehearse"]
 
 MOMENTS = 64
 """At so many moments of a window both rates are compared."""
@@ -184,3 +184,31 @@ def rehearse(auto: Auto, steps: Sequence[StepTime]) -> Iterator[ModeChoice]:
         if verdict is not None:
             yield verdict
         end += auto.seconds
+
+
+class AutoEvidence(msgspec.Struct, frozen=True):
+    """Step times of a run, and the verdicts that were made of them.
+
+    Args:
+        steps: for `persia.modes.rehearse`.
+        verdicts: one per window.
+    """
+
+    steps: list[StepTime] = []
+    verdicts: list[ModeChoice] = []
+
+    def save(self, path: str | Path) -> None:
+        """Writes a file."""
+        Path(path).write_bytes(msgspec.json.encode(self))
+
+
+def load_evidence(path: str | Path) -> AutoEvidence:
+    """Reads what `AutoEvidence.save` wrote.
+
+    Raises:
+        DataError: it cannot be read; the message has the path.
+    """
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=AutoEvidence)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise DataError(f"The step times {path} cannot be read: {error}.", path=str(path)) from error

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from persia.modes.asynchronous import Asynchronous
-from persia.modes.base import Arrival, Decision, check_whole, hold_until_full
+from persia.modes.base import Arrival, Asynchronous, Decision, check_whole, hold_until_full
 
 __all__ = ["Bsp"]
 

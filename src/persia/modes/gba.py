@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 from persia.errors import ConfigError
-from persia.modes.asynchronous import Asynchronous
-from persia.modes.base import Arrival, Decision, Reduction, check_reduction, check_whole, hold_until_full
+from persia.modes.base import Arrival, Asynchronous, Decision, Reduction, check_reduction, check_whole, hold_until_full
 
 __all__ = ["Gba"]
 

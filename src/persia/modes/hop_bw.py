@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from persia.errors import ConfigError
-from persia.modes.asynchronous import Asynchronous
-from persia.modes.base import Action, Arrival, Decision, check_whole, hold_until_full
+from persia.modes.base import Action, Arrival, Asynchronous, Decision, check_whole, hold_until_full
 
 __all__ = ["HopBw"]
 

@@ -7,8 +7,7 @@ from typing import Literal, cast
 import msgspec
 
 from persia.errors import ConfigError
-from persia.modes.asynchronous import OnArrival
-from persia.modes.base import Dense, Observation
+from persia.modes.base import Dense, Observation, OnArrival
 
 __all__ = ["Hybrid"]
 

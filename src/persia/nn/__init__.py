@@ -4,8 +4,8 @@ from persia.nn import models
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.gate import Staleness
 from persia.nn.options import CollectionOptions
+from persia.nn.pooling import Embeddings, SequenceEmbedding
 from persia.nn.prepared import PreparedBatch
-from persia.nn.types import Embeddings, SequenceEmbedding
 from persia.types import RowsSet, RowState, StoredRows
 
 __all__ = [

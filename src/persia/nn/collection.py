@@ -15,22 +15,19 @@ from persia.errors import ConfigError, PersiaError, StaleBatchError
 from persia.membership.data_loaders import fed_batches
 from persia.modes import Dense, Hybrid, Mode
 from persia.nn.batch_counts import batch_counts
-from persia.nn.dummy import dummy_batch
 from persia.nn.evaluation import EvaluationReader
 from persia.nn.gate import Staleness, StalenessGate
 from persia.nn.options import CollectionOptions
 from persia.nn.pending import Pending, Registered
 from persia.nn.pipeline import READ_AHEAD, Pipeline, Stages
-from persia.nn.pooling import Expander
-from persia.nn.prepared import PreparedBatch
+from persia.nn.pooling import Embeddings, Expander
+from persia.nn.prepared import PreparedBatch, dummy_batch
 from persia.nn.push_counts import PushCounter, PushCounts
 from persia.nn.replicas import EqualSteps
 from persia.nn.row_access import RowAccess
-from persia.nn.staging import staging_for
 from persia.nn.step_timings import StepTimings
 from persia.nn.token_client import DrawnToken, NumberedBatch, TokenClient
-from persia.nn.transfer import Transfer
-from persia.nn.types import Embeddings
+from persia.nn.transfer import Transfer, staging_for
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Cluster
 from persia.telemetry.metrics import Histogram

@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from persia.errors import ConfigError
+from persia.nn.pooling import Embeddings
 from persia.nn.prepared import PreparedBatch
 from persia.nn.replicas import Replicas, SingleReplica
-from persia.nn.types import Embeddings
 from persia.schema import Schedule
 from persia.telemetry.metrics import Histogram
 

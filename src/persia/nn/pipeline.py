@@ -12,15 +12,87 @@ import contextlib
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from persia.errors import DeadlineError
 from persia.nn.batch_counts import BatchCounts
-from persia.nn.channel import Channel, Closed
 from persia.nn.prepared import PreparedBatch
 
-__all__ = ["READ_AHEAD", "Pipeline", "Stages"]
+__all__ = ["READ_AHEAD", "Channel", "Closed", "Pipeline", "Stages"]
+
+T = TypeVar("T")
+
+
+class Closed(Exception):  # noqa: N818 - not an error: the other side has gone
+    """The channel is closed."""
+
+
+class Channel(Generic[T]):
+    """Like `queue.Queue`, whose `shutdown` only came with Python 3.13."""
+
+    def __init__(self, capacity: int) -> None:
+        self._items: deque[T] = deque()
+        self._capacity = capacity
+        self._closed = False
+        self._getting = 0
+        self._changed = threading.Condition()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def put(self, item: T) -> None:
+        """Blocks while full. Raises Closed when closed."""
+        with self._changed:
+            while len(self._items) >= self._capacity and not self._closed:
+                self._changed.wait()
+            if self._closed:
+                raise Closed
+            self._items.append(item)
+            self._changed.notify_all()
+
+    def await_demand(self) -> None:
+        """Blocks until somebody waits in `get` for what is not there. Raises Closed when closed."""
+        with self._changed:
+            while not self._closed and not (self._getting and not self._items):
+                self._changed.wait()
+            if self._closed:
+                raise Closed
+
+    def get(self, timeout: float | None = None) -> T:
+        """Blocks while empty, at most `timeout` seconds.
+
+        Raises:
+            Closed: closed, and nothing is left.
+            TimeoutError: nothing came in time.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            self._getting += 1
+            self._changed.notify_all()
+            try:
+                while not self._items:
+                    if self._closed:
+                        raise Closed
+                    remaining = None if deadline is None else deadline - time.monotonic()
+                    if remaining is not None and remaining <= 0:
+                        raise TimeoutError
+                    self._changed.wait(remaining)
+                item = self._items.popleft()
+            finally:
+                self._getting -= 1
+            self._changed.notify_all()
+            return item
+
+    def close(self, *, discard: bool = False) -> None:
+        """No more items come; those inside can still be got, unless discarded."""
+        with self._changed:
+            self._closed = True
+            if discard:
+                self._items.clear()
+            self._changed.notify_all()
+
 
 READ_AHEAD = 16
 """Batches read before they are needed; more only costs memory."""

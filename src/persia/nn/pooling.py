@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
 from persia import batching
-from persia.nn.types import SequenceEmbedding
 from persia.schema import Pooling, Schema
 from persia.types import Int64Array, Inverse
 
-__all__ = ["Expander", "expand_with_torch", "pool_bags", "sequence_of"]
+__all__ = ["Embeddings", "Expander", "SequenceEmbedding", "expand_with_torch", "pool_bags", "sequence_of"]
+
+
+class SequenceEmbedding(NamedTuple):
+    """An un-pooled feature.
+
+    Attributes:
+        values: `[batch, max_length, dim]`, zero where `mask` is False.
+        mask: bool `[batch, max_length]`, True where there is an id.
+    """
+
+    values: torch.Tensor
+    mask: torch.Tensor
+
+
+Embeddings: TypeAlias = Mapping[str, torch.Tensor | SequenceEmbedding]
+"""By feature name: `[batch, dim]` where pooled, else a SequenceEmbedding."""
 
 
 class Expander:

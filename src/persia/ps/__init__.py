@@ -1,6 +1,5 @@
 """The embedding parameter server role."""
 
-from persia.ps.options import ServerOptions
-from persia.ps.server import EmbeddingServer
+from persia.ps.server import EmbeddingServer, ServerOptions
 
 __all__ = ["EmbeddingServer", "ServerOptions"]

@@ -17,16 +17,17 @@ import struct
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from persia.errors import StoreError, StoreFullError
+from persia.retry import retry
 from persia.store import EmbeddingStore, TableConfig
 
-__all__ = ["DEFAULT_ROOT", "Leftover", "Regions", "leftovers", "remove_leftovers"]
+__all__ = ["DEFAULT_ROOT", "Leftover", "Regions", "leftovers", "remove_leftovers", "retry_when_full"]
 
 DEFAULT_ROOT = "/dev/shm"
 MANIFEST = "regions.json"
@@ -358,3 +359,34 @@ def _huge_pages(directory: Path) -> bool:
     forced = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
     asked = "[force]" in forced.read_text() if forced.exists() else False
     return kind == "tmpfs" and (asked or any(f"huge={how}" in options for how in ("always", "within_size", "advise")))
+
+
+T = TypeVar("T")
+
+RETRY_SECONDS = 0.1
+
+
+def retry_when_full(call: Callable[[], T], timeout: float, operation: str) -> T:
+    """Calls, again and again while there is no room for new rows.
+
+    Args:
+        call: may be repeated.
+        timeout: seconds to try.
+        operation: for the error.
+
+    Raises:
+        StoreFullError: there still is none.
+    """
+    began = time.monotonic()
+
+    def told(error: Exception) -> None:
+        log.warning("%s waits for room: %s", operation, str(error))  # A log that keeps it would keep the store.
+
+    try:
+        return retry(call, lambda error: isinstance(error, StoreFullError), timeout, RETRY_SECONDS, told)
+    except StoreFullError as error:
+        raise StoreFullError(
+            f"{error.message}. ({operation} has waited {time.monotonic() - began:.1f} s for it.)",
+            operation=operation,
+            seconds=timeout,
+        ) from error

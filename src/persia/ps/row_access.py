@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from persia.ps.memory import retry_when_full
+from persia.ps.regions import retry_when_full
 from persia.store import EmbeddingStore, Rows
 from persia.types import Floats, Ids, RowsSet, RowState
 

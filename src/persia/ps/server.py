@@ -14,9 +14,7 @@ import numpy as np
 from persia import batching
 from persia.errors import StoreError
 from persia.modes import Dense, Mode, decode
-from persia.ps.memory import retry_when_full
-from persia.ps.options import ServerOptions
-from persia.ps.regions import Regions
+from persia.ps.regions import Regions, retry_when_full
 from persia.ps.row_access import RowSetter
 from persia.ps.snapshots import StoreSnapshots
 from persia.ps.tables import learning_rate, table_config
@@ -47,7 +45,25 @@ from persia.types import (
     UpdateCounts,
 )
 
-__all__ = ["EmbeddingServer"]
+__all__ = ["EmbeddingServer", "ServerOptions"]
+
+
+class ServerOptions(msgspec.Struct, frozen=True):
+    """Whose gradients make a step, and where the rows are.
+
+    Args:
+        nn_workers: how many NN workers push.
+        timeout: seconds that a push waits for those of the others, and a lookup for room for new rows.
+        regions: directory of this PS alone for rows that shall outlive its process, such as
+            "/dev/shm/persia-example/ps-0"; None keeps them in its memory.
+        neighbours: how many PSs of the same tables, this one included, share the memory for regions.
+    """
+
+    nn_workers: int = 1
+    timeout: float = 600.0
+    regions: str | None = None
+    neighbours: int = 1
+
 
 CHUNK_BYTES = 64 << 20
 """About the size of an exported chunk: bounds the memory of a checkpoint, and how long a shard is locked."""

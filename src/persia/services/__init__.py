@@ -6,11 +6,10 @@ may be repeated: the same call again has the effect of one. docs/reference/proto
 """
 
 from persia.services.cluster import Attempt, Cluster, Connection, ProcessCluster
-from persia.services.control import ControlPlane, Coordinator, Tokens
+from persia.services.control import ControlPlane, Coordinator, Observable, Tokens
 from persia.services.data import DataLoader, Seekable, Sharded
 from persia.services.dense import DenseMaker, DensePS
 from persia.services.embedding import EmbeddingPS, EmbeddingWorker, RowChunk, SnapshotInfo, StatePiece
-from persia.services.health import Observable
 
 __all__ = [
     "Attempt",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from persia.telemetry.metrics import Health
 from persia.types import (
     ArrivalRecord,
     Caller,
@@ -19,7 +20,7 @@ from persia.types import (
     TrainingPhase,
 )
 
-__all__ = ["ControlPlane", "Coordinator", "Tokens"]
+__all__ = ["ControlPlane", "Coordinator", "Observable", "Tokens"]
 
 
 class Coordinator(Protocol):
@@ -179,3 +180,10 @@ class Tokens(Protocol):
 
 class ControlPlane(Coordinator, Tokens, Protocol):
     """What the process of the coordinator serves."""
+
+
+class Observable(Protocol):
+    """A process of any role; it answers this beside what its role does, also while it is busy."""
+
+    def health(self) -> Health:
+        """How it is: since when it runs, its counters, and how long things took."""

@@ -18,7 +18,7 @@ import torch
 from persia.batching.batch import Batch, IdColumn
 from persia.errors import ConfigError
 from persia.modes import AnyMode, Async, Auto, Bsp, Gba, HopBs, HopBw, Hybrid, Sync
-from persia.nn.types import Embeddings
+from persia.nn.pooling import Embeddings
 from persia.replay import Setting, Summary, Trace, load_trace, simulate, steady
 from persia.schema import Adagrad, IdFeature, Schema
 from persia.testing.threads import ThreadMember, Threads

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from persia.checkpoint import MOST_SHARDS, Base, CheckpointWriter
-from persia.checkpoint.ahead import ahead
+from persia.checkpoint.storage import ahead
 from persia.config import dump
 from persia.errors import CheckpointError, PeerRestartedError, PersiaError, StoreError, WireError
 from persia.metrics import MetricsResult

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -13,6 +14,8 @@ import torch
 
 from persia import batching
 from persia.checkpoint import CheckpointReader, clock_gaps, same_rule, server_pieces
+from persia.checkpoint.packing import pack, unpack
+from persia.checkpoint.tensors import decode, encode
 from persia.config import convert
 from persia.errors import CheckpointError, PersiaError
 from persia.metrics.merging import merged_metrics
@@ -23,7 +26,6 @@ from persia.schema import SGD, EmbeddingOptimizer, Schema
 from persia.services import EmbeddingPS, ProcessCluster, RowChunk, StatePiece
 from persia.trainer.options import TrainerOptions
 from persia.trainer.progress import RunTotals, totals
-from persia.trainer.random_state import random_states, set_random_state
 
 if TYPE_CHECKING:
     from persia.trainer import Trainer
@@ -31,15 +33,47 @@ if TYPE_CHECKING:
 __all__ = [
     "LoadOptions",
     "LoadedTable",
+    "RandomState",
     "Recorded",
     "load",
     "load_partitions",
     "load_rows",
     "load_training_state",
+    "random_states",
     "recorded",
     "resolved",
+    "set_random_state",
     "training_state",
 ]
+
+RandomState: TypeAlias = dict[str, Any]
+"""States of the generators of torch (and of each GPU), numpy and Python in one process."""
+
+
+def random_states(gather: Callable[[bytes], list[bytes]]) -> list[RandomState]:
+    """Those of all NN workers, by rank. Blocks until all have called it.
+
+    Args:
+        gather: of `nn.sync.Replicas`.
+    """
+    mine: RandomState = {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+    }
+    payloads = gather(b"".join(encode(pack(mine, "random"))))
+    return [unpack(decode(memoryview(bytearray(payload)), "random"), "random") for payload in payloads]
+
+
+def set_random_state(state: RandomState) -> None:
+    """Puts the generators of this process where those were."""
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
+
 
 _log = logging.getLogger("persia.checkpoint")
 

@@ -22,7 +22,7 @@ from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep, OptimizerFactory, StepOptions
 from persia.nn.options import CollectionOptions
 from persia.nn.prepared import PreparedBatch
-from persia.nn.staging import staging_for
+from persia.nn.transfer import staging_for
 from persia.optim import APMSqueeze
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Cluster, ProcessCluster
@@ -32,8 +32,8 @@ from persia.trainer.monitor import Monitor
 from persia.trainer.options import TrainerOptions
 from persia.trainer.phases import ModeSwitch, Phases, check_mode
 from persia.trainer.progress import FitProgress, FitResult, RunTotals, TrainedRows, check_finite
-from persia.trainer.random_state import RandomState
 from persia.trainer.sources import BatchSource, source_of
+from persia.trainer.state import RandomState
 
 __all__ = ["FitResult", "Trainer", "TrainerOptions"]
 

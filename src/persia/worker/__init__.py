@@ -1,6 +1,6 @@
 """The embedding worker role."""
 
+from persia.worker.buffer import WorkerOptions
 from persia.worker.embedding_worker import Worker
-from persia.worker.options import WorkerOptions
 
 __all__ = ["Worker", "WorkerOptions"]

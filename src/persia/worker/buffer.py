@@ -7,13 +7,41 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
-from persia.errors import DeadlineError, MovedError, StaleBatchError
+import msgspec
+
+from persia.errors import ConfigError, DeadlineError, MovedError, StaleBatchError
 from persia.types import BatchId
-from persia.worker.options import WorkerOptions
 
-__all__ = ["BatchBuffer"]
+__all__ = ["BatchBuffer", "WorkerOptions"]
+
+
+class WorkerOptions(msgspec.Struct, frozen=True):
+    """Bounds and deadlines of an embedding worker, and how rows travel.
+
+    Args:
+        compression: of rows and gradients between embedding worker and NN worker: "none", or "fp16" with a scale per
+            row (docs: lossy, about half the bytes).
+        capacity: batches that are buffered at most; more wait in `register`.
+        timeout: seconds that `register` waits for room.
+        expiry: seconds without a call after which a batch is forgotten.
+    """
+
+    compression: Literal["none", "fp16"] = "none"
+    capacity: int = 4096
+    timeout: float = 60.0
+    expiry: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.compression not in ("none", "fp16"):
+            raise ConfigError(f'compression = {self.compression!r}; use "none" or "fp16".', field="compression")
+        if self.capacity < 1:
+            raise ConfigError(f"capacity = {self.capacity}; give a whole number >= 1.", field="capacity")
+        for name in ("timeout", "expiry"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} = {getattr(self, name)}; give seconds above 0.", field=name)
+
 
 T = TypeVar("T")
 

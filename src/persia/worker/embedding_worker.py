@@ -28,8 +28,7 @@ from persia.types import (
     UpdateCounts,
     WireRows,
 )
-from persia.worker.buffer import BatchBuffer
-from persia.worker.options import WorkerOptions
+from persia.worker.buffer import BatchBuffer, WorkerOptions
 from persia.worker.routing import Entry, Router
 
 __all__ = ["Worker"]

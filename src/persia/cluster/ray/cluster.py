@@ -12,21 +12,15 @@ from typing import Any, TypeVar
 import ray
 
 from persia import rpc
-from persia.cluster.ray.connection import WorkerConnection
+from persia.cluster.ray.connection import WorkerConnection, reach_coordinator, reach_tokens
 from persia.cluster.ray.feeding import LoaderFeed
-from persia.cluster.ray.hosts import CoordinatorHost, EmbeddingServerHost, EmbeddingWorkerHost
-from persia.cluster.ray.loader_host import DataLoaderHost
-from persia.cluster.ray.membership import reach_coordinator, reach_tokens
+from persia.cluster.ray.hosts import CoordinatorHost, DataLoaderHost, EmbeddingServerHost, EmbeddingWorkerHost
 from persia.cluster.ray.nn_worker import DenseServerHost, NNWorkerHost
 from persia.cluster.ray.options import RayOptions
-from persia.cluster.ray.placement import here, place
-from persia.cluster.ray.plan import Plan, Service
-from persia.cluster.ray.processes import Process, Processes
-from persia.cluster.ray.recovery import ANEW, CONSEQUENCES, Recovery
-from persia.cluster.ray.replacing import Replacement
-from persia.cluster.ray.runs import pickled, results
+from persia.cluster.ray.plan import Plan, Service, here, place
+from persia.cluster.ray.processes import Process, Processes, connect, make_plan
+from persia.cluster.ray.runs import ANEW, CONSEQUENCES, Recovery, Replacement, pickled, results
 from persia.cluster.ray.scaling import DEPART_SECONDS, await_leave, check_count, check_room, free_ranks
-from persia.cluster.ray.starting import connect, make_plan
 from persia.errors import ClosedError, ConfigError, DataError, PersiaError, RoleDiedError
 from persia.modes import Mode
 from persia.ps.regions import remove_leftovers

@@ -2,19 +2,135 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from persia import rpc
-from persia.cluster.ray.membership import Listener, alive, connect_dense, connect_servers, reach, reach_tokens
-from persia.cluster.ray.plan import Plan
+from persia.cluster.ray.plan import TITLES, Plan
+from persia.errors import ClosedError, DeadlineError, PersiaError
 from persia.membership.data_loaders import DataLoaders
 from persia.membership.directory import Directory
 from persia.membership.embedding_workers import EmbeddingWorkers
-from persia.services import Connection, Coordinator, DataLoader, DenseMaker, DensePS, EmbeddingWorker
-from persia.types import Feed, Membership
+from persia.services import (
+    Connection,
+    Coordinator,
+    DataLoader,
+    DenseMaker,
+    DensePS,
+    EmbeddingPS,
+    EmbeddingWorker,
+    Tokens,
+)
+from persia.types import Feed, Member, Membership
 
-__all__ = ["WorkerConnection"]
+__all__ = [
+    "Listener",
+    "WorkerConnection",
+    "alive",
+    "connect_dense",
+    "connect_servers",
+    "reach",
+    "reach_coordinator",
+    "reach_tokens",
+]
+
+T = TypeVar("T")
+
+POLL_SECONDS = 5.0
+GRACE_SECONDS = 5.0
+
+
+def alive(coordinator: Coordinator, role: str, least: int, timeout: float) -> list[Member]:
+    """The living members of a role, by rank, once there are so many.
+
+    Raises:
+        DeadlineError: they did not come in time.
+    """
+    end = time.monotonic() + timeout
+    version = 0
+    while True:
+        membership = coordinator.membership(version, min(POLL_SECONDS, max(0.0, end - time.monotonic())))
+        found = sorted((m for m in membership.members if m.role == role and m.state == "alive"), key=lambda m: m.rank)
+        if len(found) >= least:
+            return found
+        if time.monotonic() >= end:
+            raise DeadlineError(
+                f"Only {len(found)} of {least} processes of the role {TITLES[role]} have joined within {timeout:g} s. "
+                "See their log lines, or raise `timeout`.",
+                role=role,
+                joined=[m.rank for m in found],
+                seconds=timeout,
+            )
+        version = membership.version
+
+
+def reach(member: Member, protocol: Callable[..., T], plan: Plan) -> T:
+    """A stub of a member."""
+    peer = f"{TITLES[member.role]} {member.rank}"
+    return rpc.connect(member.address, protocol, peer=peer, timeout=plan.options.timeout, keys=plan.keys)
+
+
+def reach_coordinator(plan: Plan) -> Coordinator:
+    """A stub of the coordinator."""
+    timeout = max(plan.options.timeout, 2 * POLL_SECONDS)
+    return rpc.connect(plan.coordinator, Coordinator, peer="coordinator", timeout=timeout, keys=plan.keys)
+
+
+def reach_tokens(plan: Plan) -> Tokens:
+    """A stub of the lists, which are where the coordinator is. Its calls wait for others, and say so themselves."""
+    return rpc.connect(
+        plan.coordinator, Tokens, peer="coordinator", timeout=plan.options.timeout + GRACE_SECONDS, keys=plan.keys
+    )
+
+
+def connect_dense(coordinator: Coordinator, plan: Plan) -> Sequence[DensePS]:
+    """Stubs of all dense PSs, once they are there."""
+    members = alive(coordinator, "dense_ps", plan.options.dense_ps, plan.options.timeout)
+    return [reach(member, DensePS, plan) for member in members]
+
+
+def connect_servers(coordinator: Coordinator, plan: Plan) -> list[EmbeddingPS]:
+    """Stubs of all PSs, by partition, once they are there."""
+    members = alive(coordinator, "embedding_ps", plan.servers, plan.options.timeout)
+    return [reach(member, EmbeddingPS, plan) for member in members]
+
+
+class Listener:
+    """Keeps a question about the membership open, in a thread, and passes on every change.
+
+    Args:
+        coordinator: whom to ask.
+        changed: called with each new membership.
+    """
+
+    def __init__(self, coordinator: Coordinator, changed: Callable[[Membership], Any]) -> None:
+        self._coordinator = coordinator
+        self._changed = changed
+        self._closed = threading.Event()
+        self._version = 0
+        self._ask(0.0)
+        threading.Thread(target=self._listen, name="persia-membership", daemon=True).start()
+
+    def close(self) -> None:
+        """No more changes are passed on."""
+        self._closed.set()
+
+    def _listen(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self._ask(POLL_SECONDS)
+            except ClosedError:
+                return
+            except PersiaError:  # The driver ends this process when the coordinator is gone for good.
+                self._closed.wait(1.0)
+
+    def _ask(self, seconds: float) -> None:
+        membership = self._coordinator.membership(self._version, seconds)
+        if membership.version > self._version and not self._closed.is_set():
+            self._version = membership.version
+            self._changed(membership)
 
 
 class _Driven(DataLoaders):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from typing import Any
 
@@ -12,10 +13,65 @@ import ray
 from persia.cluster.ray.nn_worker import CLUSTER, Outcome
 from persia.cluster.ray.plan import TITLES
 from persia.cluster.ray.processes import Process, Processes
-from persia.cluster.ray.replacing import Replacement
-from persia.errors import PersiaError, RoleDiedError
+from persia.errors import DeadlineError, PersiaError, RoleDiedError, StalePushError
+from persia.services import Tokens
 
-__all__ = ["pickled", "results"]
+__all__ = ["ANEW", "CONSEQUENCES", "Recovery", "Replacement", "pickled", "results"]
+
+LOG = logging.getLogger("persia.cluster")
+
+
+class Replacement:
+    """The NN workers of one attempt that are spared the death of others. For one thread.
+
+    In an asynchronous segment nobody needs a dead NN worker. While its successor starts, which takes seconds, the
+    others train; then the segment ends, and all begin anew.
+
+    Args:
+        processes: of the cluster.
+        tokens: the lists.
+        generation: of the NN workers.
+        start: starts an NN worker of a rank.
+        timeout: seconds that this may take.
+    """
+
+    def __init__(
+        self, processes: Processes, tokens: Tokens, generation: int, start: Callable[[int], Process], timeout: float
+    ) -> None:
+        self._processes = processes
+        self._tokens = tokens
+        self._generation = generation
+        self._start = start
+        self._timeout = timeout
+        self._coming: list[Process] = []
+        self.deaths: dict[int, RoleDiedError] = {}
+        """By rank, of those that the others went on without."""
+
+    def spared(self, death: RoleDiedError) -> bool:
+        """Whether the others go on without it; then a successor is started."""
+        rank = death.fields["rank"]
+        if not self._tokens.cancel(self._generation, rank):
+            return False
+        LOG.warning("%s\nThe other NN workers train on until it is replaced.", death.message)
+        self.deaths[rank] = death
+        self._coming.append(self._start(rank))
+        return True
+
+    def poll(self) -> None:
+        """Ends the segment once all successors are there.
+
+        Raises:
+            DeadlineError: one is late.
+            RoleDiedError: one could not start.
+        """
+        if not self._coming:
+            return
+        ready, _ = ray.wait([p.readiness for p in self._coming], num_returns=len(self._coming), timeout=0)
+        if len(ready) == len(self._coming):
+            self._processes.await_ready(self._coming, self._timeout)
+            self._coming.clear()
+            self._tokens.stop()
+
 
 POLL_SECONDS = 0.5
 GRACE_SECONDS = 3.0
@@ -116,3 +172,47 @@ def _raise_first(processes: Processes, outcomes: Mapping[int, Outcome], nn_worke
     rank, error, trace = failed[0]
     error.add_note(f"Raised on {TITLES['nn_worker']} {rank}:\n{trace}")
     raise error
+
+
+ANEW = ("nn_worker", "dense_ps")
+"""Roles that begin anew, together, when one of them has died."""
+
+MADE_GOOD = (*ANEW, "embedding_ps")
+"""Roles whose death for good an attempt tells of."""
+
+CONSEQUENCES = (RoleDiedError, DeadlineError, StalePushError)
+"""What NN workers raise because something has died."""
+
+
+class Recovery:
+    """What is known of one attempt.
+
+    Args:
+        lapses: deaths of embedding PSs that return; in asynchronous modes they are out of phase then.
+    """
+
+    def __init__(self, lapses: Sequence[RoleDiedError]) -> None:
+        self._lapses = lapses
+        self.replacing: Replacement | None = None
+        self.kept: Any = None
+
+    def keep(self, state: Any) -> None:
+        """Takes what NN workers give to `Connection.keep`."""
+        self.kept = state
+
+    @property
+    def spared(self) -> list[RoleDiedError]:
+        """Of NN workers that the others went on without."""
+        return list(self.replacing.deaths.values()) if self.replacing is not None else []
+
+    def deaths(self, error: Exception) -> list[RoleDiedError]:
+        """Which deaths an attempt has failed by, to be made good; none if it is not to be repeated.
+
+        Args:
+            error: one of CONSEQUENCES.
+        """
+        if isinstance(error, RoleDiedError):
+            if any(fields["role"] not in MADE_GOOD for fields in (error.fields, *error.fields.get("later", []))):
+                return []
+            return [error] if error.fields["role"] == "embedding_ps" else self.spared or [error]
+        return self.spared or (list(self._lapses) if isinstance(error, StalePushError) else [])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from persia.nn.models.layers import SameDim, feature_dims, mlp, output_count
-from persia.nn.types import Embeddings
+from persia.nn.pooling import Embeddings
 from persia.schema import Schema
 
 __all__ = ["DeepFM"]

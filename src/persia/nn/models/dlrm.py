@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from persia.errors import ConfigError
 from persia.nn.models.layers import SameDim, feature_dims, mlp, output_count
-from persia.nn.types import Embeddings
+from persia.nn.pooling import Embeddings
 from persia.schema import Schema
 
 __all__ = ["DLRM"]

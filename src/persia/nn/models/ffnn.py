@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from persia.errors import ConfigError
 from persia.nn.models.layers import feature_dims, mlp, output_count, pooled
-from persia.nn.types import Embeddings
+from persia.nn.pooling import Embeddings
 from persia.schema import Schema
 
 __all__ = ["FFNN"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from persia.errors import ConfigError
-from persia.nn.types import Embeddings, SequenceEmbedding
+from persia.nn.pooling import Embeddings, SequenceEmbedding
 from persia.schema import Schema
 
 __all__ = ["SameDim", "feature_dims", "mlp", "output_count", "pooled"]
