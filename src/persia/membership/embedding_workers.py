@@ -7,7 +7,7 @@ import functools
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -15,7 +15,7 @@ from persia.batching.batch import IdColumn
 from persia.errors import MovedError, StaleBatchError
 from persia.membership.directory import UNREACHABLE, Attempts, Directory
 from persia.services import EmbeddingWorker
-from persia.types import COUNTER_BITS, BatchId, Contribution, LookedUp, PushHeader, UpdateCounts
+from persia.types import COUNTER_BITS, BatchId, Contribution, LookedUp, PushHeader, UpdateCounts, sum_counts
 
 __all__ = ["EmbeddingWorkers"]
 
@@ -78,7 +78,7 @@ class EmbeddingWorkers:
             ]
             # Side by side: a PS holds each part until all are there. It happens after a change of membership only.
             with ThreadPoolExecutor(len(parts), "persia-part") as threads:
-                counts = _summed(threads.map(self._push_part, headers, parts))
+                counts = sum_counts(threads.map(self._push_part, headers, parts))
         for contribution in contributions:
             self._rows.pop(contribution.batch_id, None)
         return counts
@@ -168,11 +168,3 @@ def _rows(found: LookedUp) -> int:
     if found.offsets:
         return found.offsets.counts[0] - 1
     return next(iter([*found.narrow.counts, *found.wide.counts]), 0)
-
-
-def _summed(answers: Iterable[dict[str, UpdateCounts]]) -> dict[str, UpdateCounts]:
-    counts: dict[str, UpdateCounts] = {}
-    for answer in answers:
-        for table, more in answer.items():
-            counts[table] = UpdateCounts(*map(sum, zip(counts.get(table, UpdateCounts()), more, strict=True)))
-    return counts

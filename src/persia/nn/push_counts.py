@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from persia.types import UpdateCounts
+from persia.types import UpdateCounts, sum_counts
 
 __all__ = ["PushCounter", "PushCounts"]
 
@@ -42,10 +42,8 @@ class PushCounter:
         self._lost_rows = 0
 
     def pushed(self, counts: Mapping[str, UpdateCounts]) -> None:
-        """Gradients came to this, by table."""
-        for table, more in counts.items():
-            before = self._updates.get(table, UpdateCounts())
-            self._updates[table] = UpdateCounts(*(a + b for a, b in zip(before, more, strict=True)))
+        """Adds the outcome of a push, by table."""
+        self._updates = sum_counts([self._updates, counts])
 
     def released(self) -> None:
         """A batch was drawn and never back-propagated."""
@@ -58,11 +56,11 @@ class PushCounter:
 
     def result(self, lost_gradients: int) -> PushCounts:
         """All of it, with the gradients that could not be pushed, which others count."""
-        counts = list(self._updates.values())
+        total = sum(self._updates.values(), UpdateCounts())
         return PushCounts(
-            sum(c.applied for c in counts),
-            sum(c.absent for c in counts),
-            sum(c.non_finite for c in counts),
+            total.applied,
+            total.absent,
+            total.non_finite,
             self._released,
             self._lost_batches,
             self._lost_rows,

@@ -19,6 +19,7 @@ from persia.types.batches import (
     PushHeader,
     RowsAt,
     UpdateCounts,
+    sum_counts,
 )
 from persia.types.dense import DenseState, Pulled, PushedDense, TensorSpec
 from persia.types.membership import Member, Membership
@@ -82,4 +83,5 @@ __all__ = [
     "TrainingPhase",
     "UpdateCounts",
     "WireRows",
+    "sum_counts",
 ]

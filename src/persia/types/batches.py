@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ __all__ = [
     "PushHeader",
     "RowsAt",
     "UpdateCounts",
+    "sum_counts",
 ]
 
 
@@ -96,12 +98,32 @@ class PushHeader(NamedTuple):
 
 
 class UpdateCounts(NamedTuple):
-    """What became of the gradients of one push to one table, in rows."""
+    """Outcome of the gradients that were pushed to one table, in rows. Counts add up with `+`.
+
+    Attributes:
+        applied: rows updated.
+        absent: rows that are not in the table (not admitted, or evicted): skipped.
+        non_finite: rows whose gradient has a NaN or Inf: dropped.
+        duplicate: rows of a repeated push that were updated before: skipped.
+    """
 
     applied: int = 0
     absent: int = 0
     non_finite: int = 0
     duplicate: int = 0
+
+    def __add__(self, other: tuple[int, ...]) -> UpdateCounts:  # type: ignore[override]
+        """Adds count by count."""
+        return UpdateCounts(*map(sum, zip(self, other, strict=True)))
+
+
+def sum_counts(answers: Iterable[Mapping[str, UpdateCounts]]) -> dict[str, UpdateCounts]:
+    """Sums the answers to several pushes, by table."""
+    total: dict[str, UpdateCounts] = {}
+    for answer in answers:
+        for table, counts in answer.items():
+            total[table] = total[table] + counts if table in total else counts
+    return total
 
 
 class LookedUp(NamedTuple):

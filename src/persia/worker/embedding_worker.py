@@ -27,6 +27,7 @@ from persia.types import (
     PushHeader,
     UpdateCounts,
     WireRows,
+    sum_counts,
 )
 from persia.worker.buffer import BatchBuffer, WorkerOptions
 from persia.worker.routing import Entry, Router
@@ -129,10 +130,7 @@ class Worker:
                     for server, part in zip(self._servers, gradients, strict=True)
                 ]
             )
-        counts = dict(answers[0])
-        for answer in answers[1:]:
-            for table, more in answer.items():
-                counts[table] = UpdateCounts(*map(sum, zip(counts.get(table, UpdateCounts()), more, strict=True)))
+        counts = sum_counts(answers)
         with self._lock:
             for known in [known for known in self._outcomes if known[0] < header.generation]:
                 del self._outcomes[known]
