@@ -72,6 +72,17 @@ def test_a_step_is_applied_with_its_last_slot(ps):
     np.testing.assert_allclose(rows(server, 0, 1, 2), before - [1.0, 2.0, 0.0], atol=1e-6)
 
 
+def test_rows_are_counted_once_by_the_call_that_completes_their_steps(ps):
+    server = ps(Bsp(2))
+    server.lookup({"t": np.arange(5, dtype=np.uint64)}, True)
+    assert server.push(header(1, 2), gradient([0, 1], 1.0)) == {}
+    assert server.push(header(3, 2), gradient([2, 3, 9], 1.0)) == {}
+    assert server.push(header(2, 2), {}) == {}
+    counts = server.push(header(0, 2), {})  # Completes both steps.
+    assert (counts["t"].applied, counts["t"].absent) == (4, 1)
+    assert server.push(header(3, 2), gradient([2, 3, 9], 1.0)) == {}
+
+
 def test_an_ids_gradient_is_as_old_as_its_row_is_new(ps):
     """Tolerance 1: a row that nobody has changed takes any gradient, one that was just changed no old one."""
     server = ps(Gba(8, tolerance=1))

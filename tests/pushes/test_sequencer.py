@@ -1,5 +1,6 @@
 """The order of pushes that is agreed for all parameter servers. `tests/ps` and `tests/dense` test it within them."""
 
+import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -38,3 +39,23 @@ def test_a_push_that_comes_twice_while_it_waits_for_room_is_done_once():
             call.result(TIMEOUT)
     assert done == list(range(MOST_QUEUED + 2))
     turns.drain(1, 0, MOST_QUEUED + 2, lambda: None)  # Nothing is left that nobody would ever call for.
+
+
+def test_each_result_is_returned_by_the_one_call_that_did_the_work():
+    turns = PushSequencer(TIMEOUT)
+    turns.begin(1, 0)
+
+    def push(number):
+        step, slot = divmod(number, 2)
+        header = PushHeader(1, 0, number + 1, step, 4, slot=slot, group=2)
+        return turns.push(header, lambda last: (number, last))
+
+    assert push(1) == []
+    assert push(2) == []
+    assert push(0) == [(0, False), (1, True), (2, False)]
+    assert push(0) == []  # A repetition.
+    numbers = list(range(3, 3 + 2 * MOST_QUEUED // 3))
+    random.Random(1).shuffle(numbers)
+    with ThreadPoolExecutor(8) as threads:
+        results = [result for results in threads.map(push, numbers) for result in results]
+    assert sorted(results) == [(number, number % 2 == 1) for number in sorted(numbers)]

@@ -44,7 +44,7 @@ class DenseServer:
         self._maker = maker
         self._rank = rank
         self._servers = servers
-        self._turns = PushSequencer(timeout)
+        self._turns: PushSequencer[None] = PushSequencer(timeout)
         self._lock = threading.Lock()
         self._journal = PushJournal()
         self._owned: dict[int, torch.Tensor] = {}

@@ -95,12 +95,11 @@ class EmbeddingServer:
         options: ServerOptions | None = None,
     ) -> None:
         self._options = options or ServerOptions()
-        self._turns = PushSequencer(self._options.timeout)
+        self._turns: PushSequencer[dict[str, UpdateCounts]] = PushSequencer(self._options.timeout)
         self._slots = RowStaleness()
         self._journal = PushJournal()
         self._version = 0
         """Updates since step 0."""
-        self._unclaimed: list[dict[str, UpdateCounts]] = []
         self._pool = batching.ThreadPool(threads)
         self._store = EmbeddingStore(self._pool)
         self._scratch = batching.Scratch()
@@ -214,21 +213,21 @@ class EmbeddingServer:
         return counts
 
     def _push_slot(self, header: PushHeader, gradients: Mapping[str, Gradients]) -> dict[str, UpdateCounts]:
-        """A push of an asynchronous mode: its turn is known, and what is applied is the sum of its step."""
+        """A push of an asynchronous mode: its turn is known, and what is applied is the sum of its step.
 
-        def work(last: bool) -> None:
+        The counts are those of the steps that this call completes, so that they are right summed over all calls.
+        """
+
+        def work(last: bool) -> dict[str, UpdateCounts]:
             weighed = {table: (part, self._weights(table, part.ids, header)) for table, part in gradients.items()}
             self._sums.add(weighed, header.weight)
             self._journal.add(header)
-            if last:
-                done = self._apply([], header.merged_client, header.step + 1, self._sums.take(), header.step)
-                self._unclaimed.append(done)
+            if not last:
+                return {}
+            return self._apply([], header.merged_client, header.step + 1, self._sums.take(), header.step)
 
-        self._turns.push(header, work)
-        # Whoever comes first tells what was applied: summed over all calls it is right.
-        claimed, self._unclaimed = self._unclaimed, []
         counts: dict[str, UpdateCounts] = {}
-        for done in claimed:
+        for done in self._turns.push(header, work):
             for table, more in done.items():
                 counts[table] = UpdateCounts(*map(sum, zip(counts.get(table, UpdateCounts()), more, strict=True)))
         return counts

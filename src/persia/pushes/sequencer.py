@@ -8,24 +8,26 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from persia.errors import DeadlineError, PersiaError, StalePushError, StoreError
 from persia.types import PushHeader
 
 __all__ = ["PushSequencer"]
 
+T = TypeVar("T")
+
 MOST_QUEUED = 64
 """Pushes that wait for their turn; callers of more wait themselves."""
 
 
-class _Queued(NamedTuple):
+class _Queued(NamedTuple, Generic[T]):
     header: PushHeader
-    work: Callable[[bool], None]
+    work: Callable[[bool], T]
 
 
-class PushSequencer:
-    """A step is made of `group` slots; each push has one. Whoever brings the next one does its work, in its own call.
+class PushSequencer(Generic[T]):
+    """Runs the work of pushes in the order of their slots; a step has `group` of them.
 
     A push that is early is queued and its call returns: its work is done by the call that fills the gap. Safe to call
     from several threads.
@@ -40,7 +42,7 @@ class PushSequencer:
         self._generation = 0
         self._next = (0, 0)
         self._drained: tuple[int, int] | None = None
-        self._queued: dict[tuple[int, int], _Queued] = {}
+        self._queued: dict[tuple[int, int], _Queued[T]] = {}
         self._failure: Exception | None = None
 
     @property
@@ -68,12 +70,16 @@ class PushSequencer:
             self._queued.clear()
             self._changed.notify_all()
 
-    def push(self, header: PushHeader, work: Callable[[bool], None]) -> None:
+    def push(self, header: PushHeader, work: Callable[[bool], T]) -> list[T]:
         """Does the work when its turn has come; a slot that was filled before is left alone.
 
         Args:
             header: with slot and group.
             work: called once, with whether it is the last of its step. If it fails, so do all calls from then on.
+
+        Returns:
+            The results of the work done in this call, in the order of slots: its own and that of pushes which waited
+            for it. Each result is returned by one call only.
 
         Raises:
             StalePushError: of an earlier generation.
@@ -85,18 +91,18 @@ class PushSequencer:
         with self._changed:
             self._check(header.generation)
             if place < self._next or place in self._queued:
-                return
+                return []
             room = self._changed.wait_for(
                 lambda: place == self._next or len(self._queued) < MOST_QUEUED or self._failure is not None,
                 self._timeout,
             )
             self._check(header.generation)
             if place < self._next or place in self._queued:  # It has come twice, and the other call was earlier.
-                return
+                return []
             if not room:
                 raise self.late(f"a push of NN worker {header.rank} for step {header.step}")
             self._queued[place] = _Queued(header, work)
-            self._run()
+            return self._run()
 
     def drain(self, generation: int, step: int, held: int, apply: Callable[[], None]) -> None:
         """Applies what has come of an incomplete step; nothing if none has.
@@ -138,14 +144,15 @@ class PushSequencer:
             timeout=self._timeout,
         )
 
-    def _run(self) -> None:
+    def _run(self) -> list[T]:
         """Does all work whose turn it is. Under the lock: whoever returns from `push` finds its own work done."""
         began = time.monotonic()
+        results = []
         while (item := self._queued.pop(self._next, None)) is not None:
             step, slot = self._next
             last = slot + 1 == item.header.group
             try:
-                item.work(last)
+                results.append(item.work(last))
             except Exception as error:
                 error.add_note(f"In step {step}, slot {slot}, {time.monotonic() - began:.1f} s into its push.")
                 self._failure = error
@@ -153,6 +160,7 @@ class PushSequencer:
                 raise
             self._next = (step + 1, 0) if last else (step, slot + 1)
         self._changed.notify_all()
+        return results
 
     def _check(self, generation: int) -> None:
         if generation < self._generation:
