@@ -345,11 +345,19 @@ def test_a_ps_that_is_started_again_amid_a_checkpoint_costs_that_one(tmp_path, m
     persia.checkpoint.CheckpointReader(str(tmp_path)).verify()
 
 
-def test_a_file_size_limit_during_fit_leaves_the_old_checkpoint_and_training_goes_on(tmp_path):
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_file_size_limit_during_fit_leaves_the_old_checkpoint_and_training_goes_on(tmp_path, monkeypatch, slow):
+    """With a slow writer, that of step 10 is at work until the end of `fit`, and the last checkpoint fails as well."""
     schema = schema_of()
     options = {"checkpoint_dir": str(tmp_path), "checkpoint_every_steps": 5}
     t = trainer(schema, **options)
     t.fit(reader(), max_steps=5)
+    if slow:
+        write, waited_for = saving.write_rows, t.saving._hurry
+        monkeypatch.setattr(saving, "write_rows", lambda *a, **named: waited_for.wait(60) and write(*a, **named))
+    else:
+        begin = t.saving.begin
+        monkeypatch.setattr(t.saving, "begin", lambda *a: begin(*a) and t.saving._thread.join(60) is None)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
@@ -359,8 +367,9 @@ def test_a_file_size_limit_during_fit_leaves_the_old_checkpoint_and_training_goe
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, previous)
-    # Those of steps 10 and 15 have failed, as is known when the next one is due; a warning told of the first.
-    assert (t.global_step, t.position) == (20, 20)
+    # Else those of steps 10 and 15 have failed, as is known when the next one is due; a warning told of the first.
+    assert (t.global_step, t.epoch, t.position) == (20, 1, 0) if slow else (20, 0, 20)
+    monkeypatch.undo()
     old = persia.Trainer.resume(str(tmp_path), model(schema), optimizer=adam)
     assert old.global_step == 5
     t.fit(reader())

@@ -254,7 +254,7 @@ class FitProgress:
     def check_trained(self, epochs: int) -> None:
         """Tells if a run that is resumed at the end of its data has nothing left to train."""
         trainer = self._trainer
-        nothing = trainer.finished and trainer.global_step == self._first_step and not self._empty
+        nothing = trainer.epoch >= epochs and trainer.global_step == self._first_step and not self._empty
         if nothing and trainer.embeddings.connection.rank == 0:
             LOG.warning(
                 "Nothing was left to train: the run is at the end of its data, at step %d, with epoch %d of %d done. "

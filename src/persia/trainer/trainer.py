@@ -285,7 +285,6 @@ class Trainer:
         finally:
             run.close()
             self.trained_here = run.progress_here
-        self.finished = self.epoch >= epochs
         run.check_trained(epochs)
         if self.step.replicas.run_on_rank0(lambda: checkpointing.await_periodic(self)):
             run.saved(False)
@@ -297,6 +296,7 @@ class Trainer:
             if self.options.checkpoint_dir is not None and run.unsaved():
                 last, moment = self.options.checkpoint_dir, self._moment(checkpointing.score_of(self, evaluation))
                 self.step.replicas.run_on_rank0(lambda: self.saving.save_last(self, last, moment))
+        self.finished = self.epoch >= epochs  # Not before it is saved: else the next call would train the epoch again.
         self.step.replicas.settle()
         return run.result(evaluation or evaluate())
 
