@@ -5,7 +5,6 @@ import logging
 import numpy as np
 import pytest
 import torch
-from test_rows import Several
 
 import persia
 from persia import Batch, IdColumn, IdFeature, Schema
@@ -13,6 +12,7 @@ from persia.modes import Sync
 from persia.nn.coverage import FEWEST_IDS, IDS_PER_BATCH, MOST_BATCHES, IdSample
 from persia.optim import Adagrad
 from persia.testing.threads import Threads
+from support.several_ps import Several
 
 SCHEMA = Schema(
     [IdFeature("user", dim=4), IdFeature("item", dim=4), IdFeature("seen", dim=4, table="item", pooling="mean")]

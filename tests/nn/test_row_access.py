@@ -13,26 +13,13 @@ from persia.errors import ConfigError, DataError, PersiaError, StoreError
 from persia.modes import Sync
 from persia.nn import EmbeddingCollection, RowsSet, RowState
 from persia.optim import SGD, Adagrad, Adam
-from persia.ps import EmbeddingServer
-from persia.services import Connection
 from persia.testing.threads import Threads
-from persia.worker import Worker
+from support.several_ps import Several
 
 SCHEMA = Schema(
     [IdFeature("shop", dim=4), IdFeature("visited", dim=4, table="shop", pooling="mean"), IdFeature("user", dim=3)],
     tables=[Table("user", dim=3, optimizer=Adam(0.1), value_bound=2.0)],
 )
-
-
-class Several:
-    """A cluster of several PSs in this process."""
-
-    def __init__(self, count):
-        self.count = count
-
-    def connect(self, schema, optimizer, mode, seed):
-        servers = [EmbeddingServer(schema.resolved_tables(), optimizer, mode, seed, 1) for _ in range(self.count)]
-        return Connection(Worker(schema, servers), servers)
 
 
 def collection(ps=1, schema=SCHEMA, optimizer=None):
