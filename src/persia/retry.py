@@ -1,41 +1,82 @@
-"""Waits for what may be over soon: a full disk, a process that is being started again."""
+"""Retries of what may be over soon: a full disk, a process that is being restarted, an address still in use."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-__all__ = ["retry"]
+__all__ = ["Backoff", "Deadline", "retry"]
 
 T = TypeVar("T")
 
 
-def retry(
-    call: Callable[[], T],
-    passing: Callable[[Exception], bool],
-    seconds: float,
-    pause: float,
-    told: Callable[[Exception], object] = lambda _: None,
-) -> T:
-    """Calls, again and again while what it fails with may be over soon; blocks for that long.
+class Deadline:
+    """A moment by which something must be over; the clock starts when it is made.
 
     Args:
-        call: may be repeated.
-        passing: whether a failure is of that kind. Any other is raised at once.
-        seconds: after so many the failure is raised.
-        pause: seconds between two calls.
-        told: gets the first failure that is waited for.
+        seconds: from now.
     """
-    end = time.monotonic() + seconds
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds until then, at least 0."""
+        return max(0.0, self._end - time.monotonic())
+
+    @property
+    def passed(self) -> bool:
+        """Whether no time is left."""
+        return self.left == 0
+
+
+class Backoff(NamedTuple):
+    """The pauses between attempts: each is twice the one before.
+
+    Attributes:
+        first: seconds of the first pause.
+        longest: seconds that no pause exceeds.
+    """
+
+    first: float = 0.1
+    longest: float = 2.0
+
+
+DOUBLING = Backoff()
+
+
+def retry(
+    call: Callable[[], T],
+    *,
+    transient: Callable[[Exception], bool],
+    deadline: Deadline,
+    backoff: Backoff = DOUBLING,
+    on_wait: Callable[[Exception], object] = lambda _: None,
+    wait: Callable[[float], object] = time.sleep,
+) -> T:
+    """Retries transient failures until the deadline, and returns the result. Blocks.
+
+    Args:
+        call: safe to repeat. It is called at least once, and once more at the deadline.
+        transient: whether a failure may be over soon. Any other is raised at once.
+        deadline: the failure is raised when it has passed.
+        backoff: pauses between attempts.
+        on_wait: gets the first failure that is waited for.
+        wait: waits for so many seconds, or until there is a reason to try again.
+    """
+    pause = backoff.first
     waiting = False
     while True:
         try:
             return call()
         except Exception as error:
-            if not passing(error) or time.monotonic() >= end:
+            if deadline.passed or not transient(error):
                 raise
             if not waiting:
-                told(error)
+                on_wait(error)
                 waiting = True
-        time.sleep(min(pause, seconds))
+        wait(min(pause, deadline.left))
+        pause = min(2 * pause, backoff.longest)

@@ -7,14 +7,13 @@ import errno
 import fcntl
 import os
 import shutil
-import time
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import msgspec
 
 from persia.errors import PersiaError
-from persia.retry import retry
+from persia.retry import Backoff, Deadline, retry
 
 __all__ = ["CoordinatorStore", "StateFile"]
 
@@ -22,8 +21,6 @@ S = TypeVar("S")
 
 ROOM_SECONDS = 30.0
 """How long a file system may be full."""
-
-FULL_RETRY_SECONDS = 0.1
 
 
 class StateFile(Generic[S]):
@@ -77,7 +74,7 @@ class StateFile(Generic[S]):
             return isinstance(error, OSError) and error.errno == errno.ENOSPC
 
         try:
-            retry(write, full, ROOM_SECONDS, FULL_RETRY_SECONDS)
+            retry(write, transient=full, deadline=Deadline(ROOM_SECONDS))
         except OSError as error:
             raise PersiaError(
                 f"The state of the coordinator cannot be written to {path}: {error.strerror}. Make room there, or "
@@ -87,7 +84,7 @@ class StateFile(Generic[S]):
 
 
 LOCK_SECONDS = 10.0
-RETRY_SECONDS = 0.05
+"""How long the process before may take to end."""
 
 LOCK = "000-coordinator.0"
 """Named like a region, so that `persia cluster regions` finds it, and locked like one while it is in use."""
@@ -107,20 +104,17 @@ class CoordinatorStore:
         self._directory = Path(directory)
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = os.open(self._directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        end = time.monotonic() + LOCK_SECONDS  # The process before has ended, or just does.
-        while not self._locked():
-            if time.monotonic() > end:
-                raise PersiaError(
-                    f"Another coordinator has had {directory} for {LOCK_SECONDS:g} s: end it first.", path=directory
-                )
-            time.sleep(RETRY_SECONDS)
-
-    def _locked(self) -> bool:
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+            retry(
+                lambda: fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB),
+                transient=lambda error: isinstance(error, BlockingIOError),
+                deadline=Deadline(LOCK_SECONDS),
+                backoff=Backoff(0.05, 0.5),
+            )
+        except BlockingIOError as error:
+            raise PersiaError(
+                f"Another coordinator has had {directory} for {LOCK_SECONDS:g} s: end it first.", path=directory
+            ) from error
 
     def path(self, name: str) -> str:
         """Of a file in it."""

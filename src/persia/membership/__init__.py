@@ -1,12 +1,11 @@
 """The processes of each role: who is there, routing to them, and failover."""
 
 from persia.membership.data_loaders import DataLoaders, fed_batches
-from persia.membership.directory import UNREACHABLE, Attempts, Directory, Roster, ServingMember
+from persia.membership.directory import UNREACHABLE, Directory, Roster, ServingMember
 from persia.membership.embedding_workers import EmbeddingWorkers
 
 __all__ = [
     "UNREACHABLE",
-    "Attempts",
     "DataLoaders",
     "Directory",
     "EmbeddingWorkers",

@@ -7,8 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 
-from persia.errors import MovedError
-from persia.membership.directory import UNREACHABLE, Attempts, Directory
+from persia.membership.directory import UNREACHABLE, Directory, Roster
 from persia.services import DataLoader
 from persia.types import Delivery, FedBatch, Feed
 
@@ -54,16 +53,14 @@ class DataLoaders:
 
     def take(self, rank: int, epoch: int, number: int) -> Delivery:
         """Batch `number`, from the one whose it is; after a change of membership from the one whose it is then."""
-        attempts = Attempts(self._directory, self._timeout, f"take of batch {number}")
-        while True:
-            loaders = attempts.roster.alive()
-            error: Exception | None = None
-            if loaders:
-                try:
-                    return loaders[number % len(loaders)].take(rank, epoch, number)
-                except (MovedError, *UNREACHABLE) as failed:
-                    error = failed
-            attempts.again(error)
+        operation = f"take of batch {number}"
+
+        def take(roster: Roster[DataLoader]) -> Delivery:
+            if not (loaders := roster.alive()):
+                raise self._directory.absent(self._timeout, operation)
+            return loaders[number % len(loaders)].take(rank, epoch, number)
+
+        return self._directory.call(take, self._timeout, operation)
 
     def end(self) -> None:
         """All stop reading."""

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from persia.errors import ClosedError, DeadlineError, PeerRestartedError
+from persia.errors import ClosedError, DeadlineError, MovedError, PeerRestartedError
+from persia.retry import Backoff, Deadline, retry
 from persia.types import Member, Membership
 
-__all__ = ["UNREACHABLE", "Attempts", "Directory", "Roster", "ServingMember"]
+__all__ = ["UNREACHABLE", "Directory", "Roster", "ServingMember"]
 
 S = TypeVar("S")
+T = TypeVar("T")
 
 UNREACHABLE = (ClosedError, DeadlineError, PeerRestartedError, ConnectionError)
 """What a call raises when its peer may be gone; the membership then says whether it is."""
 
-RETRY_SECONDS = 1.0
+NEWS_SECONDS = 1.0
 """How long a failed call waits for news of the membership before it is repeated."""
 
 
@@ -113,31 +114,38 @@ class Directory(Generic[S]):
             self._changed.wait_for(lambda: self._roster.version > newer_than, timeout)
             return self._roster
 
+    def call(self, call: Callable[[Roster[S]], T], timeout: float, operation: str) -> T:
+        """Makes a call to one of the members, which the caller chooses from the newest roster; blocks.
 
-class Attempts(Generic[S]):
-    """Repeats an operation, with the newest members, until it succeeds or its time is up.
+        Retries while the chosen member may be gone or leaving, with each newer roster.
 
-    Args:
-        directory: the members.
-        timeout: seconds for the operation.
-        operation: for errors.
-    """
+        Args:
+            call: raises `absent` when no member can take the call.
+            timeout: seconds for all attempts together.
+            operation: named in errors.
 
-    def __init__(self, directory: Directory[S], timeout: float, operation: str) -> None:
-        self.roster: Roster[S] = directory.roster()
-        self._directory = directory
-        self._timeout = timeout
-        self._operation = operation
-        self._deadline = time.monotonic() + timeout
+        Raises:
+            Exception: the last failure, when the time is up; or one that a change of membership cannot mend, at once.
+        """
+        roster = self.roster()
 
-    def again(self, error: Exception | None = None) -> None:
-        """Waits for news; raises the error, or a DeadlineError, when there is no time left."""
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            raise error or DeadlineError(
-                f"{self._operation}: there has been no {self._directory.role.replace('_', ' ')} for "
-                f"{self._timeout:g} s. See why they have ended, or start some.",
-                operation=self._operation,
-                seconds=self._timeout,
-            )
-        self.roster = self._directory.roster(self.roster.version, min(left, RETRY_SECONDS))
+        def await_news(seconds: float) -> None:
+            nonlocal roster
+            roster = self.roster(roster.version, seconds)
+
+        return retry(
+            lambda: call(roster),
+            transient=lambda error: isinstance(error, (MovedError, *UNREACHABLE)),
+            deadline=Deadline(timeout),
+            backoff=Backoff(NEWS_SECONDS, NEWS_SECONDS),
+            wait=await_news,
+        )
+
+    def absent(self, timeout: float, operation: str) -> DeadlineError:
+        """The error of a call for which there is no member."""
+        return DeadlineError(
+            f"{operation}: there has been no {self.role.replace('_', ' ')} for {timeout:g} s. See why they have ended, "
+            "or start some.",
+            operation=operation,
+            seconds=timeout,
+        )

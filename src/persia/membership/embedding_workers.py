@@ -8,12 +8,12 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from persia.batching.batch import IdColumn
-from persia.errors import MovedError, StaleBatchError
-from persia.membership.directory import UNREACHABLE, Attempts, Directory
+from persia.errors import StaleBatchError
+from persia.membership.directory import UNREACHABLE, Directory, Roster
+from persia.rpc.fan_out import call_all
 from persia.services import EmbeddingWorker
 from persia.types import COUNTER_BITS, BatchId, Contribution, LookedUp, PushHeader, UpdateCounts, sum_counts
 
@@ -76,9 +76,9 @@ class EmbeddingWorkers:
                 header._replace(part=number, parts=len(parts), weight=sum(self._rows.get(c.batch_id, 0) for c in part))
                 for number, part in enumerate(parts)
             ]
-            # Side by side: a PS holds each part until all are there. It happens after a change of membership only.
-            with ThreadPoolExecutor(len(parts), "persia-part") as threads:
-                counts = sum_counts(threads.map(self._push_part, headers, parts))
+            # At the same time: a PS holds each part until all are there. Several parts follow a change of membership.
+            pushes = [functools.partial(self._push_part, h, part) for h, part in zip(headers, parts, strict=True)]
+            counts = sum_counts(call_all(pushes))
         for contribution in contributions:
             self._rows.pop(contribution.batch_id, None)
         return counts
@@ -124,37 +124,35 @@ class EmbeddingWorkers:
     def _ask(self, batch_id: int, operation: str, call: Callable[[EmbeddingWorker], T]) -> T:
         """Calls the embedding worker that has the batch, until it answers or is gone."""
         rank, incarnation, _ = BatchId.unpack(batch_id)
-        attempts = Attempts(self._directory, self._timeout, operation)
-        while True:
-            if attempts.roster.gone(rank, incarnation):
+
+        def ask(roster: Roster[EmbeddingWorker]) -> T:
+            if roster.gone(rank, incarnation):
                 raise StaleBatchError(
                     f"{operation}: embedding worker {rank}, incarnation {incarnation}, is gone, and its batches with "
                     "it. They are skipped.",
                     rank=rank,
                     incarnation=incarnation,
                 )
-            peer = attempts.roster.peers.get(rank)
-            if peer is None or peer.incarnation != incarnation:
-                attempts.again(None)  # The data loader has heard of it before us.
-                continue
-            try:
-                return call(peer.service)
-            except UNREACHABLE as error:
-                attempts.again(error)
+            peer = roster.peers.get(rank)
+            if peer is None or peer.incarnation != incarnation:  # The data loader has heard of it before us.
+                raise self._directory.absent(self._timeout, operation)
+            return call(peer.service)
+
+        return self._directory.call(ask, self._timeout, operation)
 
     def _anyone(self, operation: str, call: Callable[[EmbeddingWorker], T], turn: int) -> T:
         """Calls the one whose turn it is, or another one if it does not answer or is leaving."""
-        attempts = Attempts(self._directory, self._timeout, operation)
-        while True:
-            workers = attempts.roster.alive()
-            error: Exception | None = None
-            if workers:
-                try:
-                    return call(workers[turn % len(workers)])
-                except (MovedError, *UNREACHABLE) as failed:
-                    error = failed
-            attempts.again(error)
-            turn += error is not None and attempts.roster.alive() == workers
+        tried: list[EmbeddingWorker] = []
+
+        def ask(roster: Roster[EmbeddingWorker]) -> T:
+            nonlocal turn, tried
+            if not (workers := roster.alive()):
+                raise self._directory.absent(self._timeout, operation)
+            turn += workers == tried  # They are the same as when one failed: ask the next one.
+            tried = workers
+            return call(workers[turn % len(workers)])
+
+        return self._directory.call(ask, self._timeout, operation)
 
 
 def _push(

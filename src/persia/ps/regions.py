@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from persia.errors import StoreError, StoreFullError
-from persia.retry import retry
+from persia.retry import Deadline, retry
 from persia.store import EmbeddingStore, TableConfig
 
 __all__ = ["DEFAULT_ROOT", "Leftover", "Regions", "leftovers", "remove_leftovers", "retry_when_full"]
@@ -363,8 +363,6 @@ def _huge_pages(directory: Path) -> bool:
 
 T = TypeVar("T")
 
-RETRY_SECONDS = 0.1
-
 
 def retry_when_full(call: Callable[[], T], timeout: float, operation: str) -> T:
     """Calls, again and again while there is no room for new rows.
@@ -383,7 +381,12 @@ def retry_when_full(call: Callable[[], T], timeout: float, operation: str) -> T:
         log.warning("%s waits for room: %s", operation, str(error))  # A log that keeps it would keep the store.
 
     try:
-        return retry(call, lambda error: isinstance(error, StoreFullError), timeout, RETRY_SECONDS, told)
+        return retry(
+            call,
+            transient=lambda error: isinstance(error, StoreFullError),
+            deadline=Deadline(timeout),
+            on_wait=told,
+        )
     except StoreFullError as error:
         raise StoreFullError(
             f"{error.message}. ({operation} has waited {time.monotonic() - began:.1f} s for it.)",

@@ -21,7 +21,7 @@ from persia.checkpoint.storage import ahead
 from persia.config import dump
 from persia.errors import CheckpointError, PeerRestartedError, PersiaError, StoreError, WireError
 from persia.metrics import MetricsResult
-from persia.retry import retry
+from persia.retry import Backoff, Deadline, retry
 from persia.services import EmbeddingPS, SnapshotInfo
 from persia.trainer.state import resolved
 
@@ -148,7 +148,13 @@ class Checkpointing:
         def told(error: Exception) -> None:
             LOG.warning("The last checkpoint has failed, and is tried again for %g s: %s", LAST_SECONDS, error)
 
-        return retry(lambda: self.save(trainer, directory, moment), passing, LAST_SECONDS, RETRY_SECONDS, told)
+        return retry(
+            lambda: self.save(trainer, directory, moment),
+            transient=passing,
+            deadline=Deadline(LAST_SECONDS),
+            backoff=Backoff(RETRY_SECONDS),
+            on_wait=told,
+        )
 
     def begin(self, trainer: Trainer, directory: str, moment: CheckpointState) -> bool:
         """Captures this moment of a trainer at rest; it is written in the background. `wait` tells how that went.

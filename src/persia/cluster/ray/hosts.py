@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -22,6 +23,7 @@ from persia.data.loader import Loader, WorkerPeer
 from persia.errors import ConfigError, DeadlineError, StoreError
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.regions import Regions, remove_leftovers
+from persia.retry import Backoff, Deadline, retry
 from persia.rpc.interface import describe
 from persia.services import ControlPlane, Coordinator, DataLoader, EmbeddingPS, EmbeddingWorker, Observable
 from persia.telemetry.metrics import Metric, Readings, figures
@@ -41,7 +43,6 @@ __all__ = [
 
 REPORT_SECONDS = 1.0
 BIND_SECONDS = 5.0
-RETRY_SECONDS = 0.05
 
 
 class Host:
@@ -120,19 +121,20 @@ class Host:
     def serve(self, service: object, protocol: type, address: str = "") -> str:
         """Makes the role, and `health`, callable, at this address or any; returns its address."""
         answers = protocol if protocol is Observable else type(protocol.__name__, (protocol, Observable), {})
-        end = time.monotonic() + BIND_SECONDS
-        while self.server is None:
-            try:
-                self.server = rpc.serve(
-                    _Observable(service, self.process),
-                    address or f"{self.origin}*",
-                    protocol=answers,
-                    keys=self.plan.keys,
-                )
-            except ConfigError:  # A process that was killed may take a moment to let go of its address.
-                if time.monotonic() >= end:
-                    raise
-                time.sleep(RETRY_SECONDS)
+        bind = functools.partial(
+            rpc.serve,
+            _Observable(service, self.process),
+            address or f"{self.origin}*",
+            protocol=answers,
+            keys=self.plan.keys,
+        )
+        # A process that was killed may take a moment to let go of its address.
+        self.server = retry(
+            bind,
+            transient=lambda error: isinstance(error, ConfigError),
+            deadline=Deadline(BIND_SECONDS),
+            backoff=Backoff(0.05, 0.5),
+        )
         self.address = self.server.address
         return self.address
 
