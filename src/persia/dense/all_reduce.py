@@ -10,8 +10,9 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -21,6 +22,8 @@ from persia.dense.group import Group
 from persia.errors import ConfigError, PersiaError
 
 __all__ = ["AllReduce", "AllReduceOptions", "unlearned"]
+
+T = TypeVar("T")
 
 _ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
 # `settle` brings buffers when somebody wants to read them. Newer versions warn of the old name.
@@ -45,6 +48,13 @@ class AllReduceOptions(NamedTuple):
     timeout: float = 600.0
     bucket_megabytes: float = 25.0
     average: bool = True
+
+
+class _Outcome(msgspec.Struct):
+    """Result of a function on NN worker 0, or the text of its error."""
+
+    result: msgspec.Raw = msgspec.Raw(b"\xc0")  # None.
+    failure: str | None = None
 
 
 class AllReduce:
@@ -234,20 +244,21 @@ class AllReduce:
         """The payloads of all NN workers, by rank. Blocks until all have called it."""
         return self._control.gather(payload)
 
-    def run_on_rank0(self, function: Callable[[], str]) -> str:
-        """Calls it on the first NN worker only; all return its result, or raise if it failed. Blocks."""
-        outcome, failure = "", None
+    def run_on_rank0(self, function: Callable[[], T], kind: type[T]) -> T:
+        """Calls a function on NN worker 0 only; all return its result, or raise if it failed. Blocks."""
+        payload, failure = b"", None
         if self._control.rank == 0:
             try:
-                outcome = "+" + function()
+                payload = msgspec.msgpack.encode(_Outcome(result=msgspec.Raw(msgspec.msgpack.encode(function()))))
             except Exception as error:
-                outcome, failure = f"-{error}", error
-        answer = self._control.gather(outcome.encode(), SAVE_SECONDS)[0].decode()
+                payload, failure = msgspec.msgpack.encode(_Outcome(failure=str(error))), error
+        payload = self._control.gather(payload, SAVE_SECONDS)[0]
         if failure is not None:
             raise failure
-        if answer.startswith("-"):
-            raise PersiaError(f"NN worker 0 failed, so this one cannot go on: {answer[1:]}")
-        return answer[1:]
+        outcome = msgspec.msgpack.decode(payload, type=_Outcome)
+        if outcome.failure is not None:
+            raise PersiaError(f"NN worker 0 failed, so this one cannot go on: {outcome.failure}")
+        return msgspec.msgpack.decode(outcome.result, type=kind)
 
 
 @contextlib.contextmanager

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 __all__ = ["EqualSteps", "Replicas", "SingleReplica"]
+
+T = TypeVar("T")
 
 
 class EqualSteps(Protocol):
@@ -56,8 +58,19 @@ class Replicas(EqualSteps, Protocol):
     def gather(self, payload: bytes) -> list[bytes]:
         """The payloads of all NN workers, by rank. Blocks until all have called it."""
 
-    def run_on_rank0(self, function: Callable[[], str]) -> str:
-        """Calls it on the first NN worker only; all return its result, or raise if it failed. Blocks."""
+    def run_on_rank0(self, function: Callable[[], T], kind: type[T]) -> T:
+        """Calls a function on the first NN worker only. Blocks until all have called `run_on_rank0`.
+
+        Args:
+            function: the function; what it captures on the other NN workers is not used.
+            kind: the type of its result, which msgspec can encode.
+
+        Returns:
+            The result, the same on each NN worker.
+
+        Raises:
+            PersiaError: the function failed on the first NN worker, which raises its error itself.
+        """
 
 
 class SingleReplica:
@@ -75,7 +88,7 @@ class SingleReplica:
         self.stop = False
 
     def start(self, rows: int, has_data: bool) -> None:
-        """Nobody wants to know."""
+        """No-op: there are no peers."""
 
     def over(self) -> bool:
         """Asked when its data have ended."""
@@ -103,6 +116,6 @@ class SingleReplica:
         """Its own."""
         return [payload]
 
-    def run_on_rank0(self, function: Callable[[], str]) -> str:
-        """It is the first."""
+    def run_on_rank0(self, function: Callable[[], T], kind: type[T]) -> T:
+        """Calls the function: this NN worker is the first."""
         return function()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -13,6 +13,8 @@ from persia.dense.all_reduce import unlearned
 from persia.errors import DeadlineError, PersiaError
 
 __all__ = ["Meeting", "ThreadReplicas"]
+
+T = TypeVar("T")
 
 
 class Meeting:
@@ -182,20 +184,20 @@ class ThreadReplicas:
         """The payloads of all, by rank."""
         return self._exchange("gather", payload)
 
-    def run_on_rank0(self, function: Callable[[], str]) -> str:
-        """Calls it on the first NN worker only."""
-        outcome: str | Exception | None = None
+    def run_on_rank0(self, function: Callable[[], T], kind: type[T]) -> T:
+        """Calls a function on the first NN worker that is alive; all return its result, or raise if it failed."""
+        outcome: tuple[T | None, Exception | None] | None = None
         if self._rank == self._meeting.first():
             try:
-                outcome = function()
+                outcome = function(), None
             except Exception as error:
-                outcome = error
-        answer = next(a for a in self._exchange("run_on_rank0", outcome) if a is not None)
-        if isinstance(answer, Exception):
-            if answer is outcome:
-                raise answer
-            raise PersiaError(f"The first NN worker failed, so this one cannot go on: {answer}")
-        return str(answer)
+                outcome = None, error
+        result, failure = next(o for o in self._exchange("run_on_rank0", outcome) if o is not None)
+        if failure is None:
+            return cast("T", result)
+        if outcome is not None:
+            raise failure
+        raise PersiaError(f"The first NN worker failed, so this one cannot go on: {failure}")
 
     def _tensors(self) -> list[torch.Tensor]:
         return [*self.model.parameters(), *self.model.buffers()]

@@ -267,36 +267,32 @@ def begin_periodic(trainer: Trainer, evaluate: Callable[[], MetricsResult | None
     """
     directory, replicas = trainer.options.checkpoint_dir, trainer.step.replicas
     assert directory is not None
-    if replicas.run_on_rank0(lambda: _still_saving(trainer)):
+    if replicas.run_on_rank0(lambda: _still_saving(trainer), bool):
         return False
     evaluation = evaluate() if trainer.options.keep_best is not None else None
     moment = trainer._moment(score_of(trainer, evaluation))
-
-    def begin() -> str:
-        return "begun" if trainer.saving.begin(trainer, directory, moment) else ""
-
-    return bool(replicas.run_on_rank0(begin))
+    return replicas.run_on_rank0(lambda: trainer.saving.begin(trainer, directory, moment), bool)
 
 
-def _still_saving(trainer: Trainer) -> str:
+def _still_saving(trainer: Trainer) -> bool:
     if not trainer.saving.busy:
-        return ""
+        return False
     LOG.warning(
         "Step %d: no checkpoint, as the one before is still being written. Make them less often, let them take a "
         "larger checkpoint_share, or write to a faster disk.",
         trainer.global_step,
     )
-    return "busy"
+    return True
 
 
-def await_periodic(trainer: Trainer) -> str:
-    """Whether the last one that was begun has failed, so that there should be another."""
+def await_periodic(trainer: Trainer) -> bool:
+    """Waits for the last one that was begun. Returns whether it has failed, so that there should be another."""
     try:
         trainer.saving.wait()
     except PersiaError as error:
         LOG.warning("A checkpoint has failed, another one is written now: %s", error)
-        return "failed"
-    return ""
+        return True
+    return False
 
 
 def score_of(trainer: Trainer, evaluation: MetricsResult | None) -> float | None:

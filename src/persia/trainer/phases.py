@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -110,27 +111,26 @@ class Phases:
         if auto is None or tokens is None:
             return
 
-        def judge() -> str:
+        def judge() -> None:
             if trainer.mode in (auto.sync, auto.asynchronous):  # Else it has been chosen by hand.
                 tokens.judge(encode(auto), connection.nn_workers, trainer.mode == auto.asynchronous)
-            return ""
 
         trainer.embeddings.laps = StepTimings(tokens, connection.rank, auto.seconds / REPORTS, judge)
-        trainer.step.replicas.run_on_rank0(judge)
+        trainer.step.replicas.run_on_rank0(judge, NoneType)
 
     def verdicts(self) -> list[ModeChoice]:
         """What Auto has decided so far. All NN workers call it; the first writes what it decided by to `log_dir`."""
         if self._trainer.auto is None:
             return []
-        return msgspec.json.decode(self._trainer.step.replicas.run_on_rank0(self._logged), type=list[ModeChoice])
+        return self._trainer.step.replicas.run_on_rank0(self._logged, list[ModeChoice])
 
-    def _logged(self) -> str:
+    def _logged(self) -> list[ModeChoice]:
         tokens = self._trainer.embeddings.connection.tokens
         assert tokens is not None
         evidence = msgspec.json.decode(tokens.evidence(), type=AutoEvidence)
         if self._trainer.options.log_dir is not None:
             evidence.save(Path(self._trainer.options.log_dir) / "auto.json")
-        return msgspec.json.encode(evidence.verdicts).decode()
+        return evidence.verdicts
 
     # --- changes of mode ----------------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class Phases:
         entry = scheduled(trainer.options.mode_schedule, trainer.global_step)
         due, self.entry = entry != self.entry, entry
         wanted = trainer.step.replicas.run_on_rank0(
-            lambda: self._wanted() or (encode(entry[1]) if due and entry else "")
+            lambda: self._wanted() or (encode(entry[1]) if due and entry else ""), str
         )
         if wanted:
             self._change(decode(wanted))
@@ -167,12 +167,11 @@ class Phases:
         tokens = self._trainer.embeddings.connection.tokens
         mode = encode(self._trainer.mode)
 
-        def resolve() -> str:
+        def resolve() -> None:
             if tokens is not None:
                 tokens.resolve(mode)
-            return ""
 
-        self._trainer.step.replicas.run_on_rank0(resolve)
+        self._trainer.step.replicas.run_on_rank0(resolve, NoneType)
 
     def adopt(self, mode: Mode) -> None:
         """The mode that training was in when its state was saved."""
@@ -235,7 +234,7 @@ class Phases:
         embeddings, replicas = trainer.embeddings, trainer.step.replicas
         connection = embeddings.connection
         if self._served != trainer.mode:
-            replicas.run_on_rank0(self._switch_servers)
+            replicas.run_on_rank0(self._switch_servers, NoneType)
         self._recording.begin(None)
         if connection.tokens is not None and connection.rank == 0:
             connection.tokens.announce(connection.nn_workers, self.local_batch)
@@ -292,12 +291,11 @@ class Phases:
             number += connection.nn_workers
             left = left - 1 if left is not None else None
 
-    def _switch_servers(self) -> str:
+    def _switch_servers(self) -> None:
         trainer = self._trainer
         connection = trainer.embeddings.connection
         for server in connection.servers:
             server.switch(encode(trainer.mode), connection.generation, trainer.global_step)
-        return ""
 
     def _on_dense_servers(self, run: FitProgress) -> bool:
         trainer = self._trainer
@@ -310,7 +308,7 @@ class Phases:
         caller = Caller(connection.generation, self._number, connection.rank)
         steps = run.steps_to_boundary()
 
-        def begin() -> str:
+        def begin() -> int:
             self.local_batch = self.local_batch or self._first_rows()
             self._advise()
             shared.load(connection.generation, trainer.global_step)
@@ -328,9 +326,9 @@ class Phases:
                     self.local_batch,
                 )
             )
-            return str(self.local_batch)
+            return self.local_batch
 
-        self.local_batch = int(trainer.step.replicas.run_on_rank0(begin))
+        self.local_batch = trainer.step.replicas.run_on_rank0(begin, int)
         self._recording.begin(shared)
         self._entered()
         draws = TokenClient(tokens, caller, connection.worker, shared, embeddings.pushes)

@@ -61,7 +61,7 @@ class Interval:
         """Global step at which it may be due, so that training is to rest; None for never. The same on each."""
         if self._every_seconds is None:
             return self._next_step
-        look = self._step() + int(self._replicas.run_on_rank0(self._steps_left))
+        look = self._step() + self._replicas.run_on_rank0(self._steps_left, int)
         return look if self._next_step is None else min(look, self._next_step)
 
     def due(self) -> bool:
@@ -69,7 +69,7 @@ class Interval:
         due = self._next_step is not None and self._step() >= self._next_step
         if self._every_seconds is not None and not due:
             late = (time.monotonic() - self._last) / self._every_seconds
-            due = bool(self._replicas.run_on_rank0(lambda: "due" if late >= ALMOST else ""))
+            due = self._replicas.run_on_rank0(lambda: late >= ALMOST, bool)
         if due:
             self._next_step, self._last = self._after(), time.monotonic()
         return due
@@ -77,12 +77,12 @@ class Interval:
     def _after(self) -> int | None:
         return None if self._every_steps is None else self._step() + self._every_steps
 
-    def _steps_left(self) -> str:
+    def _steps_left(self) -> int:
         assert self._every_seconds is not None
         now = time.monotonic()
         steps = self._step() - self._first_step
         rate = steps / (now - self._began)
-        return str(max(1, int((self._last + self._every_seconds - now) * rate)) if steps else FIRST_LOOK)
+        return max(1, int((self._last + self._every_seconds - now) * rate)) if steps else FIRST_LOOK
 
 
 LOG = logging.getLogger("persia.data")

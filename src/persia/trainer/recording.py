@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, cast
 
 from persia.dense import SharedNetwork
@@ -49,9 +50,9 @@ class ScheduleRecorder:
         self._step = self._trainer.global_step
         self._shared = shared
         if self._directory is not None:
-            self._trainer.step.replicas.run_on_rank0(self._begin)
+            self._trainer.step.replicas.run_on_rank0(self._begin, NoneType)
 
-    def _begin(self) -> str:
+    def _begin(self) -> None:
         connection = self._trainer.embeddings.connection
         assert connection.tokens is not None
         connection.tokens.record()
@@ -59,16 +60,15 @@ class ScheduleRecorder:
             server.record()
         if self._shared is not None:
             self._shared.record()
-        return ""
 
     def end(self, local_batch: int) -> None:
         """At rest, after a segment. All NN workers call it; the first one writes."""
         if self._directory is not None:
             self._trainer.step.replicas.gather(b"")  # Others may still push rows of the last step.
-            self._trainer.step.replicas.run_on_rank0(lambda: self.write(local_batch))
+            self._trainer.step.replicas.run_on_rank0(lambda: self.write(local_batch), NoneType)
 
-    def write(self, local_batch: int) -> str:
-        """At rest, after a segment: writes its schedule, unless nothing was trained. Returns the path.
+    def write(self, local_batch: int) -> None:
+        """Writes the schedule of the segment that has ended, unless nothing was trained.
 
         Args:
             local_batch: rows of a full batch, as far as this NN worker knows: it may have had no batch at all.
@@ -77,7 +77,7 @@ class ScheduleRecorder:
             DataError: the records do not fit together.
         """
         if self._directory is None:
-            return ""
+            return
         trainer = self._trainer
         connection = trainer.embeddings.connection
         assert connection.tokens is not None
@@ -88,11 +88,10 @@ class ScheduleRecorder:
             self._shared.journals() if self._shared is not None else [],
         )
         if not records.reads:
-            return ""
+            return
         mode = cast("AnyMode", trainer.mode)
         local_batch = max(local_batch, *(read.rows for read in records.reads))
         found = recorded(mode, connection.nn_workers, local_batch, self._step, records)
         path = Path(self._directory) / f"segment-{self._number}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         found.save(path)
-        return str(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from persia.batching.batch import Batch
@@ -147,12 +148,7 @@ def source_of(trainer: Trainer, data: Iterable[Batch] | None, *, loaded: bool) -
             # Which loader has which share, and how far they read ahead, is known behind the facade.
             takers = 1 if on_demand else connection.nn_workers
             feed = Feed(trainer.epoch, trainer.position, takers, 0, 1, 1, connection.generation, on_demand)
-
-            def tell() -> str:
-                loader.begin(feed)
-                return ""
-
-            trainer.step.replicas.run_on_rank0(tell)
+            trainer.step.replicas.run_on_rank0(lambda: loader.begin(feed), NoneType)
 
         return LoaderSource(loader, begin, connection.rank, epoch)
     assert data is not None

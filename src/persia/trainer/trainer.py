@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
+from types import NoneType
 
 import numpy as np
 import torch
@@ -286,7 +287,7 @@ class Trainer:
             run.close()
             self.trained_here = run.progress_here
         run.check_trained(epochs)
-        if self.step.replicas.run_on_rank0(lambda: checkpointing.await_periodic(self)):
+        if self.step.replicas.run_on_rank0(lambda: checkpointing.await_periodic(self), bool):
             run.saved(False)
         evaluation = None
         try:
@@ -295,7 +296,7 @@ class Trainer:
         finally:  # Also if it cannot be evaluated.
             if self.options.checkpoint_dir is not None and run.unsaved():
                 last, moment = self.options.checkpoint_dir, self._moment(checkpointing.score_of(self, evaluation))
-                self.step.replicas.run_on_rank0(lambda: self.saving.save_last(self, last, moment))
+                self.step.replicas.run_on_rank0(lambda: self.saving.save_last(self, last, moment), str)
         self.finished = self.epoch >= epochs  # Not before it is saved: else the next call would train the epoch again.
         self.step.replicas.settle()
         return run.result(evaluation or evaluate())
@@ -347,7 +348,7 @@ class Trainer:
             CheckpointError: it could not be written; older checkpoints are intact.
         """
         path, moment = os.fspath(directory), self._moment(None)
-        return self.step.replicas.run_on_rank0(lambda: self.saving.save(self, path, moment))
+        return self.step.replicas.run_on_rank0(lambda: self.saving.save(self, path, moment), str)
 
     def load(self, directory: str, *, step: int | None = None, new_optimizer: bool = False) -> None:
         """Takes everything from a checkpoint of `directory`; all is checked before anything is changed.
@@ -365,12 +366,7 @@ class Trainer:
         """
         replicas = self.step.replicas
         options = resume.LoadOptions(step, new_optimizer)
-
-        def load_first() -> str:
-            resume.load(self, directory, options)
-            return ""
-
-        replicas.run_on_rank0(load_first)
+        replicas.run_on_rank0(lambda: resume.load(self, directory, options), NoneType)
         if self.embeddings.connection.rank > 0:
             resume.load(self, directory, options, first=False)
         replicas.gather(b"")
