@@ -1,6 +1,7 @@
 """Modes are pure functions: no threads here."""
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -86,9 +87,19 @@ def test_only_gba_decays_and_only_hop_bw_drops(ages):
             if late:
                 continue
             assert (decision.action is Action.APPLY) == (held + 1 == group)
-            stale = mode.tolerance is not None and step - token > mode.tolerance
+            stale = isinstance(mode, Gba) and step - token > mode.tolerance
             assert decision.weight == mode.weight(step, token) == (0.0 if stale else 1.0)
             step, held = (step + 1, 0) if decision.action is Action.APPLY else (step, held + 1)
+
+
+@given(st.integers(0, 40), st.integers(0, 40), st.lists(st.integers(0, 60), min_size=1, max_size=8))
+def test_only_gba_limits_rows_and_rows_from_the_future_count_as_never_touched(step, age, last_steps):
+    token = max(0, step - age)
+    for mode in MODES:
+        limit = mode.row_limit(step, token)
+        for last, admitted in zip(last_steps, limit.admits(np.array(last_steps)), strict=True):
+            known = last if last < step else -1
+            assert admitted == (not isinstance(mode, Gba) or known - token <= mode.tolerance)
 
 
 def test_hop_bw_drops_what_comes_after_its_step():

@@ -13,7 +13,7 @@ from persia.modes import Async, Bsp, Gba, Sync, encode
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.pushes.reference import ReferenceAccumulator
 from persia.schema import SGD, Adam, Table
-from persia.services import EmbeddingPS
+from persia.services import EmbeddingPS, RowChunk
 from persia.store import TableConfig
 from persia.store.reference import ReferenceStore
 from persia.types import Gradients, PushHeader
@@ -108,6 +108,24 @@ def test_a_row_from_after_a_rollback_counts_as_never_touched(ps):
     assert server.slots().stale == 0
     server.push(header(7, 1, token=4, generation=2), gradient([0], 1.0))  # Changed in step 6 since: too old.
     assert server.slots().stale == 1
+
+
+def test_gradients_of_loaded_rows_count(ps):
+    """Rows of step 500 are put into a run that begins at step 0."""
+    server = ps(Gba(8, tolerance=3))
+    loaded = {
+        "ids": np.array([0], np.uint64),
+        "embeddings": np.zeros((1, DIM), np.float32),
+        "state": np.zeros((1, 0), np.float32),
+        "update_count": np.full(1, 9, np.uint32),
+        "last_step": np.full(1, 500, np.uint32),
+        "stamp": np.zeros(1, np.uint32),
+    }
+    server.import_rows(RowChunk("t", 0, loaded))
+    assert server.push(header(0, 1, token=0), gradient([0], 1.0))["t"].applied == 1
+    np.testing.assert_allclose(rows(server, 0), -1.0)
+    counts = server.slots()
+    assert (counts.rows, counts.stale, counts.staleness_max) == (1, 0, 0)
 
 
 def test_a_remainder_is_divided_by_what_has_come(ps):

@@ -190,14 +190,28 @@ def test_a_row_that_nobody_touched_takes_an_old_gradient():
     one = np.ones((1, 1))
     ids = {i: np.array([i], np.uint64) for i in range(4)}
     for step in range(5):
-        server.add({"item": (ids[0], one)}, TakenGradient(step, 1.0, 1.0))
+        server.add({"item": (ids[0], one)}, TakenGradient(step, step, 1.0, 1.0))
         server.apply(step)
-    old = TakenGradient(token=2, weight=0.0, share=1.0)
+    old = TakenGradient(step=5, token=2, weight=0.0, share=1.0)
     server.add({"item": (ids[1], one)}, old)
     server.add({"item": (ids[0], one)}, old)
     server.apply(5)
     assert table.rows[:, 0].tolist() == [-5.0, -1.0, 0.0, 0.0]
     assert [server.last_step("item", i) for i in range(3)] == [4, 5, 0]
+
+
+def test_a_row_from_after_a_rollback_counts_as_never_touched():
+    table = PlainTable(np.zeros((1, 1)), "sgd", 1.0)
+    server = ReplayRows(PlainRows({"item": table}), lambda batch: {})
+    server.begin(Gba(1, tolerance=1))
+    id_ = np.array([0], np.uint64)
+    for step in (*range(20), *range(5, 15)):
+        server.add({"item": (id_, np.ones((1, 1)))}, TakenGradient(step, step, 1.0, 1.0))
+        server.apply(step)
+    assert table.rows[0, 0] == -30.0
+    server.add({"item": (id_, np.ones((1, 1)))}, TakenGradient(15, 12, 1.0, 1.0))  # Changed in step 14 since.
+    server.apply(15)
+    assert table.rows[0, 0] == -30.0
 
 
 def test_a_stale_gradient_counts_in_the_divisor():
@@ -207,7 +221,7 @@ def test_a_stale_gradient_counts_in_the_divisor():
     id_ = np.array([1], np.uint64)
     for step, tokens in ((3, (3, 3)), (4, (1, 4))):
         for token in tokens:
-            server.add({"item": (id_, np.ones((1, 1)))}, TakenGradient(token, 1.0, 1.0))
+            server.add({"item": (id_, np.ones((1, 1)))}, TakenGradient(step, token, 1.0, 1.0))
         server.apply(step)
     assert table.rows[1, 0] == -1.5
 
@@ -215,10 +229,10 @@ def test_a_stale_gradient_counts_in_the_divisor():
 def test_a_push_without_data_counts():
     changes = []
     server = ReplayDense(lambda: np.zeros(1), lambda gradient, step: changes.append((step, gradient.tolist())))
-    server.add(np.ones(1), TakenGradient(0, 1.0, 1.0))
-    server.add(None, TakenGradient(0, 1.0, 1.0))
+    server.add(np.ones(1), TakenGradient(0, 0, 1.0, 1.0))
+    server.add(None, TakenGradient(0, 0, 1.0, 1.0))
     server.apply(0)
-    server.add(np.ones(1), TakenGradient(0, 0.0, 1.0))
+    server.add(np.ones(1), TakenGradient(0, 0, 0.0, 1.0))
     server.apply(1)
     assert changes == [(0, [0.5])]
 

@@ -4,7 +4,7 @@ from typing import TypeAlias
 
 from persia.modes.async_ import Async
 from persia.modes.auto import Auto, AutoEvidence, AutoState, ModeChoice, StepTime, decide, load_evidence, rehearse
-from persia.modes.base import Action, Arrival, Decision, Dense, Mode, Observation, Reduction
+from persia.modes.base import Action, Arrival, Decision, Dense, Mode, Observation, Reduction, RowLimit
 from persia.modes.bsp import Bsp
 from persia.modes.gba import Gba
 from persia.modes.hop_bs import HopBs
@@ -32,6 +32,7 @@ __all__ = [
     "ModeChoice",
     "Observation",
     "Reduction",
+    "RowLimit",
     "StepTime",
     "Sync",
     "decide",

@@ -6,6 +6,8 @@ import enum
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from persia.errors import ConfigError
 
@@ -19,6 +21,7 @@ __all__ = [
     "Observation",
     "OnArrival",
     "Reduction",
+    "RowLimit",
     "check_reduction",
     "check_whole",
     "hold_until_full",
@@ -63,11 +66,35 @@ class Decision(NamedTuple):
     Attributes:
         action: on the whole gradient.
         weight: 0 or 1, of its dense part. A gradient of weight 0 has arrived and changes nothing: the sum is divided
-            as if it had been there. For an id ask `Mode.weight` with the row's own `last_step`.
+            as if it had been there. Rows have a rule of their own: `Mode.row_limit`.
     """
 
     action: Action
     weight: float = 1.0
+
+
+class RowLimit(NamedTuple):
+    """The rows for which a gradient counts, by the step in which each was last changed.
+
+    Attributes:
+        newest: the gradient counts for rows last changed in this step or before; None: for all.
+        future: the step in work. Rows of this step or a later one come from a future that was undone: NN workers went
+            back, or the rows were loaded. They count as never touched.
+    """
+
+    newest: int | None
+    future: int
+
+    def last_steps(self, last_steps: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The steps in which rows were last changed, -1 for rows from the future."""
+        return np.where(last_steps < self.future, last_steps, -1)
+
+    def admits(self, last_steps: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether the gradient counts, for each row, bool `[n]`."""
+        if self.newest is None:
+            return np.ones(len(last_steps), np.bool_)
+        fresh: NDArray[np.bool_] = self.last_steps(last_steps) <= self.newest
+        return fresh
 
 
 class Dense(enum.Enum):
@@ -106,8 +133,8 @@ class Observation(NamedTuple):
 class Mode(Protocol):
     """The interface of a mode: pure functions of numbers, which every role asks in its own place.
 
-    NN worker: `gate`, `token`, and `dense` (which of its two loops runs). PS of rows or of dense parameters: `arrive`,
-    `weight`, `reduction`. Whoever starts them: `group`.
+    NN worker: `gate` and `dense` (which of its two loops runs). Coordinator: `gate`, `token`, `arrive`. Embedding PS:
+    `row_limit`, `reduction`. Whoever starts them: `group`. The replay driver asks all of them.
     """
 
     def initial_depth(self) -> int | None:
@@ -149,16 +176,20 @@ class Mode(Protocol):
         """What a PS does with a gradient that arrives."""
 
     def weight(self, step: int, token: int) -> float:
-        """0 or 1: what a gradient counts for parameters that were last changed at `step`.
+        """Returns the weight of a gradient for dense parameters, 0 or 1.
 
         Args:
-            step: for dense parameters k; for an id the `last_step` of its row, as it is before this step.
+            step: k.
             token: of the gradient.
         """
 
-    @property
-    def tolerance(self) -> int | None:
-        """The largest `step - token` of weight 1, for loops over rows that cannot call `weight`; None: any."""
+    def row_limit(self, step: int, token: int) -> RowLimit:
+        """Returns the rows for which a gradient counts; asked once per push.
+
+        Args:
+            step: k.
+            token: of the gradient.
+        """
 
     @property
     def reduction(self) -> Reduction:
@@ -216,10 +247,9 @@ class OnArrival(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
         """Whatever its age."""
         return 1.0
 
-    @property
-    def tolerance(self) -> int | None:
-        """None: nothing is decayed."""
-        return None
+    def row_limit(self, step: int, token: int) -> RowLimit:
+        """All rows: nothing is decayed."""
+        return RowLimit(None, step)
 
     @property
     def reduction(self) -> Reduction:

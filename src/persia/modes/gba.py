@@ -5,7 +5,16 @@ from __future__ import annotations
 import math
 
 from persia.errors import ConfigError
-from persia.modes.base import Arrival, Asynchronous, Decision, Reduction, check_reduction, check_whole, hold_until_full
+from persia.modes.base import (
+    Arrival,
+    Asynchronous,
+    Decision,
+    Reduction,
+    RowLimit,
+    check_reduction,
+    check_whole,
+    hold_until_full,
+)
 
 __all__ = ["Gba"]
 
@@ -26,8 +35,8 @@ class Gba(Asynchronous, frozen=True, tag="gba"):
     - Token values are t_i = floor(i / M). The paper prints floor(i / K) once, K being the number of updates; "each
       token value repeats M times", and Figure 5, mean M.
     - Algorithm 2 tags ids with the step (line 19) before it decays by the tag (line 21); printed so, every id would
-      have the tag k, and rows would decay as dense parameters do. The tag of the appearance before is meant: `weight`
-      gets the row's `last_step` as it is before the step.
+      have the tag k, and rows would decay as dense parameters do. The tag of the appearance before is meant:
+      `row_limit` is about the row's `last_step` as it is before the step.
     - Sums run over M gradients, where Algorithm 2 has the number of NN workers, which the paper sets equal to M.
 
     Args:
@@ -74,6 +83,10 @@ class Gba(Asynchronous, frozen=True, tag="gba"):
     def weight(self, step: int, token: int) -> float:
         """Equation 1: 0 if step - token > tolerance, else 1."""
         return 0.0 if step - token > self.tolerance else 1.0
+
+    def row_limit(self, step: int, token: int) -> RowLimit:
+        """Equation 1 with the row's own `last_step` in place of k: `last_step` - token <= tolerance."""
+        return RowLimit(token + self.tolerance, step)
 
     def advice(self, nn_workers: int, local_batch: int) -> str | None:
         """What to tell the user whose number of NN workers is far from M; None if all is well.

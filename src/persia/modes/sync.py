@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import msgspec
 
-from persia.modes.base import Arrival, Decision, Dense, Observation, Reduction, check_reduction, hold_until_full
+from persia.modes.base import (
+    Arrival,
+    Decision,
+    Dense,
+    Observation,
+    Reduction,
+    RowLimit,
+    check_reduction,
+    hold_until_full,
+)
 
 __all__ = ["Sync"]
 
@@ -53,10 +62,9 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="k
         """Nothing is ever stale."""
         return 1.0
 
-    @property
-    def tolerance(self) -> int | None:
-        """No limit is needed."""
-        return None
+    def row_limit(self, step: int, token: int) -> RowLimit:
+        """All rows: nothing is ever stale."""
+        return RowLimit(None, step)
 
     def dense(self) -> Dense:
         """All-reduce."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from persia import batching
 from persia.errors import StoreError
-from persia.modes import Dense, Mode, decode
+from persia.modes import Dense, Mode, RowLimit, decode
 from persia.ps.regions import Regions, retry_when_full
 from persia.ps.row_access import RowSetter
 from persia.ps.snapshots import StoreSnapshots
@@ -219,7 +219,10 @@ class EmbeddingServer:
         """
 
         def work(last: bool) -> dict[str, UpdateCounts]:
-            weighed = {table: (part, self._weights(table, part.ids, header)) for table, part in gradients.items()}
+            limit = self._mode.row_limit(header.step, header.token)
+            weighed = {
+                table: (part, self._weights(table, part.ids, header, limit)) for table, part in gradients.items()
+            }
             self._sums.add(weighed, header.weight)
             self._journal.add(header)
             if not last:
@@ -232,15 +235,12 @@ class EmbeddingServer:
                 counts[table] = UpdateCounts(*map(sum, zip(counts.get(table, UpdateCounts()), more, strict=True)))
         return counts
 
-    def _weights(self, table: str, ids: Ids, header: PushHeader) -> Floats:
-        """0 or 1 for each row, by the step in which it was last changed: `Mode.weight` of all rows at once."""
+    def _weights(self, table: str, ids: Ids, header: PushHeader, limit: RowLimit) -> Floats:
+        """0 or 1 for each row, by the step in which it was last changed."""
         touched = self._store.last_steps(self._index[table], ids).astype(np.int64)
-        # Rows from a future that was undone (NN workers went back, or rows were loaded) count as never touched.
-        behind = np.where(touched < header.step, touched, 0) - header.token
-        tolerance = self._mode.tolerance
-        counts = np.ones(len(ids), np.bool_) if tolerance is None else behind <= tolerance
+        counts = limit.admits(touched)
         if header.weight:
-            self._slots.add(behind, counts)
+            self._slots.add(limit.last_steps(touched) - header.token, counts)
         return counts.astype(np.float32)
 
     def _apply_held(self, group: int, arrived: Sequence[ArrivedPush]) -> dict[str, UpdateCounts]:

@@ -114,7 +114,7 @@ def replay(
                 gradient = gradients[event.batch][event.server] if event.rows else None
                 weight = 1.0 if schedule.by_rows else schedule.mode.weight(event.version, event.token)
                 unit = 1 if schedule.by_rows else schedule.local_batch
-                server.add(gradient, TakenGradient(event.token, weight, event.rows / unit))
+                server.add(gradient, TakenGradient(event.version, event.token, weight, event.rows / unit))
             settled[event.batch] = settled.get(event.batch, 0) + 1
             if settled[event.batch] == len(followers):
                 del settled[event.batch]

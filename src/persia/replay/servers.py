@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.modes import Mode, Reduction
+from persia.modes import Mode, RowLimit, Sync
 from persia.types import Ids
 
 __all__ = [
@@ -37,12 +37,14 @@ class TakenGradient(NamedTuple):
     """A gradient that a PS has taken.
 
     Attributes:
+        step: k when it arrived.
         token: of the gradient.
         weight: what the mode gives it for dense parameters.
         share: what it counts in a divisor: the rows of its batch, at a dense PS over those of a full one; 0 without
             data.
     """
 
+    step: int
     token: int
     weight: float
     share: float
@@ -130,10 +132,10 @@ class RowAccumulator:
         self._ids = np.zeros(0, np.uint64)
         self._touched: list[NDArray[np.int64]] = []
 
-    def add(self, ids: Ids, gradients: Numbers, taken: TakenGradient, tolerance: int | None) -> None:
-        """Each id by its own weight: `Mode.weight` of its row's last step, for all at once."""
+    def add(self, ids: Ids, gradients: Numbers, taken: TakenGradient, limit: RowLimit) -> None:
+        """Adds each id's gradient if the limit admits its row."""
         slots = self._slots(ids)
-        fresh = np.ones(len(slots), bool) if tolerance is None else self._last_step[slots] - taken.token <= tolerance
+        fresh = limit.admits(self._last_step[slots])
         if fresh.all() and taken.share == 1.0:
             self._sum[slots] += gradients
         else:
@@ -193,13 +195,12 @@ class ReplayRows:
     def __init__(self, rows: RowsBackend, ids: Callable[[int], Mapping[str, Ids]]) -> None:
         self._rows, self._ids = rows, ids
         self._held: dict[str, RowAccumulator] = {}
-        self._tolerance: int | None = None
-        self._reduction: Reduction = "per_id"
+        self._mode: Mode = Sync()
         self._shares = 0.0
 
     def begin(self, mode: Mode) -> None:
         """Decay and division are the mode's; `last_step` of the rows goes on."""
-        self._tolerance, self._reduction = mode.tolerance, mode.reduction
+        self._mode = mode
 
     def read(self, batch: int) -> dict[str, tuple[Ids, Numbers]]:
         """By table, distinct ids and their rows."""
@@ -210,14 +211,15 @@ class ReplayRows:
     def add(self, gradient: RowGradients | None, taken: TakenGradient) -> None:
         """Adds each id's gradient, by the weight of its row."""
         self._shares += taken.share
+        limit = self._mode.row_limit(taken.step, taken.token)
         for table, (ids, values) in (gradient or {}).items():
             if table not in self._held:
                 self._held[table] = RowAccumulator(values.shape[1], values.dtype)
-            self._held[table].add(ids, values, taken, self._tolerance)
+            self._held[table].add(ids, values, taken, limit)
 
     def apply(self, step: int) -> None:
         """One update of every row that a gradient of some weight has come for."""
-        shares = self._shares if self._reduction == "global" else None
+        shares = self._shares if self._mode.reduction == "global" else None
         means = {table: held.take(step, shares) for table, held in self._held.items()}
         self._rows.update({table: mean for table, mean in means.items() if len(mean[0])}, step)
         self._shares = 0.0
