@@ -1,4 +1,4 @@
-"""`python -m persia` is the command `persia`."""
+"""Runs the command `persia` as `python -m persia`."""
 
 from persia.cli import main
 

@@ -1,4 +1,4 @@
-"""Reading configurations: TOML into frozen records, with errors that name the field."""
+"""Reads TOML configurations into frozen records, with errors that name the field."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from persia.errors import ConfigError
+from persia.types.decoding import decode_hook
 
 __all__ = ["convert", "dump", "read"]
 
@@ -17,15 +18,15 @@ T = TypeVar("T")
 
 
 def read(path: str, overrides: Sequence[str], kind: type[T]) -> T:
-    """Reads a TOML file as a record.
+    """Reads a TOML file into a record.
 
     Args:
-        path: of the file.
-        overrides: `a.b=value`, applied on top; a value is TOML, or else taken as text.
-        kind: the record's type.
+        path: path of the file.
+        overrides: `a.b=value` assignments, applied on top. A value that is not valid TOML is taken as text.
+        kind: type of the record.
 
     Raises:
-        ConfigError: the file cannot be read, a key is unknown, a value has the wrong type.
+        ConfigError: the file cannot be read, a key is unknown, or a value has the wrong type.
     """
     try:
         tree: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -43,19 +44,19 @@ def convert(tree: Any, kind: type[T], origin: str) -> T:
 
     Args:
         tree: dicts, lists and scalars.
-        kind: the record's type.
-        origin: named in errors.
+        kind: type of the record.
+        origin: name of the source, for error messages.
 
     Raises:
-        ConfigError: a key is unknown, missing or of the wrong type; the message has the path of the field.
+        ConfigError: a key is unknown, missing or of the wrong type; the message names the field by its path.
     """
     try:
-        return msgspec.convert(tree, kind)
+        return msgspec.convert(tree, kind, dec_hook=decode_hook)
     except msgspec.ValidationError as error:
-        text, _, where = str(error).partition(" - at `$.")
-        field = where.rstrip("`")
+        text, *places = str(error).split(" - at `$")  # The innermost record first.
+        field = "".join(place.rstrip("`") for place in reversed(places)).lstrip(".")
         raise ConfigError(
-            f"{origin}: {field or 'top level'}: {text}. Run `persia train --dump-config` on an example to see all "
+            f"{origin}: {field or 'top level'}: {text}. Run `persia train --dump-config` on an example to list all "
             "fields.",
             field=field,
             origin=origin,
@@ -63,7 +64,7 @@ def convert(tree: Any, kind: type[T], origin: str) -> T:
 
 
 def dump(record: Any) -> dict[str, Any]:
-    """A record as plain data, defaults included."""
+    """Converts a record to plain data, including defaults."""
     tree: dict[str, Any] = msgspec.to_builtins(record)
     return tree
 
@@ -72,7 +73,7 @@ def _override(tree: dict[str, Any], text: str) -> None:
     path, equals, value = text.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys):
-        raise ConfigError(f"--set {text!r} is not of the form a.b=value.", field=path)
+        raise ConfigError(f"Invalid --set {text!r}; expected a.b=value.", field=path)
     try:
         parsed = tomllib.loads(f"v = {value}")["v"]
     except tomllib.TOMLDecodeError:
@@ -80,5 +81,8 @@ def _override(tree: dict[str, Any], text: str) -> None:
     for key in keys[:-1]:
         tree = tree.setdefault(key, {})
         if not isinstance(tree, dict):
-            raise ConfigError(f"--set {text!r}: {key!r} is not a section of the configuration.", field=path)
+            raise ConfigError(
+                f"Invalid --set {text!r}: {key!r} is a value, not a section; --dump-config lists the fields.",
+                field=path,
+            )
     tree[keys[-1]] = parsed

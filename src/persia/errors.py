@@ -1,7 +1,7 @@
-"""Every error that persia raises on purpose.
+"""The exceptions of persia.
 
-One root, :class:`PersiaError`. The message says what is wrong, where, and what to do; `fields` carries the same
-facts for programs. Errors survive pickling, so they cross processes unchanged.
+All derive from :class:`PersiaError`. The message says what is wrong, where, and what to do; `fields` carries the same
+facts for programs. Errors can be pickled, so they cross processes unchanged.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ __all__ = [
 
 
 class PersiaError(Exception):
-    """Root of all errors of persia.
+    """Base class of all errors that persia raises.
 
     Args:
         message: what is wrong, where, and what to do about it.
-        **fields: the facts of the message by name (`feature`, `step`, `path`, ...).
+        **fields: facts of the message by name (`feature`, `step`, `path`, ...).
     """
 
     def __init__(self, message: str, **fields: Any) -> None:
@@ -53,62 +53,62 @@ def _rebuild(cls: type[PersiaError], message: str, fields: dict[str, Any]) -> Pe
 
 
 class ConfigError(PersiaError):
-    """A configuration, a schema or an argument is not valid; the message names the field."""
+    """A configuration, a schema or an argument is invalid; the message names the field."""
 
 
 class DataError(PersiaError):
-    """Input data does not fit the schema: nothing of the batch has been used."""
+    """Input data do not match the schema. No part of the batch has been used."""
 
 
 class StoreError(PersiaError):
-    """The embedding store refuses a request; it is unchanged."""
+    """The embedding store rejected a request. The store is unchanged."""
 
 
 class StoreFullError(StoreError):
-    """The regions of an embedding store cannot grow; the message says where, and how much is free there."""
+    """The memory regions of an embedding store cannot grow; the message names the place and its free space."""
 
 
 class CheckpointError(PersiaError):
-    """A checkpoint cannot be written or read; the store, the model and older checkpoints are unchanged."""
+    """A checkpoint cannot be written or read. The store, the model and older checkpoints are unchanged."""
 
 
 class DeadlineError(PersiaError):
-    """A wait has passed its deadline; the message names who was late, and with what.
+    """A wait passed its deadline; the message names the peer and the operation that were late.
 
-    From a call to another process it has the fields `peer`, `address`, `operation` and `seconds`.
+    Fields of a call to another process: `peer`, `address`, `operation`, `seconds`.
     """
 
 
 class RemoteError(PersiaError):
-    """A method of another process raised something that is no PersiaError; a note has the remote traceback.
+    """A method of another process raised an error other than PersiaError; a note holds the remote traceback.
 
     Fields: `kind` (class of the error), `peer`, `address`, `operation`.
     """
 
 
 class PeerRestartedError(PersiaError):
-    """The connection was lost during a call that must not be repeated: it ran once, or not at all.
+    """The connection was lost during a call that must not be repeated. The call ran once or not at all.
 
     Fields: `peer`, `address`, `operation`.
     """
 
 
 class RoleDiedError(PersiaError):
-    """A process of the cluster has died for good; the message shows its last lines.
+    """A process of the cluster died and is not restarted; the message shows the last lines of its output.
 
     Fields: `role`, `rank`.
     """
 
 
 class NNWorkersDiedError(PersiaError):
-    """Other NN workers have died; this one has trained to a rest without them. On a cluster, `fit` makes it good.
+    """Other NN workers died, and this one stopped at a step boundary. On a cluster, `fit` restarts the NN workers.
 
     Fields: `ranks`.
     """
 
 
 class UnequalStepsError(PersiaError):
-    """An NN worker has a batch to train, and others have none: it would wait for them in the all-reduce of gradients.
+    """An NN worker has a batch and others have none, so its all-reduce of gradients would block.
 
     Fields: `batch` (number in the pass), `ended` (ranks that ran out of batches), `left` (ranks that left their loop or
     failed), `having` (ranks that still had batches).
@@ -116,28 +116,28 @@ class UnequalStepsError(PersiaError):
 
 
 class WireError(PersiaError):
-    """A message breaks the wire format or its limits, or a value cannot be sent; nothing of it has been used."""
+    """A message violates the wire format or its limits, or a value cannot be sent. No part of it has been used."""
 
 
 class ClosedError(PersiaError):
-    """A stub or server is used after it was closed, or in a forked child of the process that made it."""
+    """A stub or server was used after it was closed, or in a forked child of the process that created it."""
 
 
 class DivergedError(PersiaError):
-    """Logits or loss of a batch are not finite; the message names the batch. The network may hold NaN by now."""
+    """The logits or the loss of a batch are not finite; the message names the batch. The network may hold NaN."""
 
 
 class StaleBatchError(PersiaError):
-    """A batch is used after it has been released, for example a second backward after its gradient was pushed."""
+    """A batch was used after its release, for example by a second backward after its gradient was pushed."""
 
 
 class StalePushError(PersiaError):
-    """A gradient is of NN workers that have been replaced, or of a step that is not in work; it is not applied."""
+    """A gradient comes from a replaced NN worker or belongs to a step that is not open. It is not applied."""
 
 
 class MovedError(PersiaError):
-    """The one that was asked is leaving, or no longer responsible: get the membership and ask another."""
+    """The called member is leaving or no longer responsible. Refresh the membership and call another one."""
 
 
 class MissingExtraError(PersiaError):
-    """An optional dependency is missing; the message gives the `pip install` line."""
+    """An optional dependency is not installed; the message gives the `pip install` line."""

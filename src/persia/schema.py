@@ -1,4 +1,4 @@
-"""What a model's input looks like, and how its embedding tables behave: plain, frozen, checked records.
+"""Declarations of a model's input and of its embedding tables, as frozen, validated records.
 
 A :class:`Schema` names ID-type features, non-ID-type ("dense") features and labels. Features read embedding
 tables; features that name the same table share its rows. Everything here can be written in TOML under the same
@@ -47,7 +47,7 @@ MAX_NAME = 64
 
 
 class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
-    """Base of records that a configuration file tells apart by their `kind`."""
+    """Base of records that a configuration file distinguishes by their `kind`."""
 
     def _number(self, name: str, low: float, high: float, *, open_low: bool = False, open_high: bool = False) -> None:
         _number(type(self).__name__, name, getattr(self, name), low, high, open_low=open_low, open_high=open_high)
@@ -83,16 +83,16 @@ def _name(owner: str, value: object) -> None:
         )
 
 
-# --- how rows are updated ---------------------------------------------------------------------------------------
+# --- row optimizers ----------------------------------------------------------------------------------------------
 
 
 class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Learning-rate factor by global step: linear warm-up, then constant or a decay to `floor`.
 
     Args:
-        warmup_steps: the factor rises linearly from 1/warmup_steps to 1 over so many steps.
+        warmup_steps: number of steps over which the factor rises linearly from 1/warmup_steps to 1.
         decay: shape after the warm-up.
-        total_steps: global step at which the decay has reached `floor`; needed unless `decay` is "constant".
+        total_steps: global step at which the decay reaches `floor`; required unless `decay` is "constant".
         floor: final factor, in [0, 1].
     """
 
@@ -106,7 +106,9 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         _integer("Schedule", "total_steps", self.total_steps, 0, math.inf)
         _number("Schedule", "floor", self.floor, 0, 1)
         if self.decay not in ("constant", "linear", "cosine"):
-            raise ConfigError(f"Schedule.decay = {self.decay!r}; use constant, linear or cosine.", field="decay")
+            raise ConfigError(
+                f"Invalid Schedule.decay = {self.decay!r}; expected one of: constant, linear, cosine.", field="decay"
+            )
         if self.decay != "constant" and self.total_steps <= self.warmup_steps:
             raise ConfigError(
                 f"Schedule.total_steps = {self.total_steps} must exceed warmup_steps = {self.warmup_steps}.",
@@ -114,7 +116,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
     def factor(self, step: int) -> float:
-        """Factor on the learning rate at global step `step` (0 for the first)."""
+        """Returns the factor on the learning rate at a global step, counted from 0."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         if self.decay == "constant":
@@ -125,9 +127,9 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SGD(_Record, frozen=True, tag="sgd"):
-    """Stochastic gradient descent with momentum and L2 weight decay, on the rows of a batch only.
+    """Stochastic gradient descent with momentum and L2 weight decay, applied to the rows of a batch only.
 
-    State per row: none, or the momentum vector when `momentum` > 0. Rule as in `torch.optim.SGD`.
+    The update rule is that of `torch.optim.SGD`. State per row: the momentum vector if `momentum` > 0, else none.
     """
 
     lr: float
@@ -156,7 +158,7 @@ class _AdagradFields(_Record, frozen=True):
 
 
 class Adagrad(_AdagradFields, frozen=True, tag="adagrad"):
-    """Adagrad, one accumulator per element (Duchi et al., 2011). Rule as in `torch.optim.Adagrad`."""
+    """Adagrad with one accumulator per element (Duchi et al., 2011), updating as `torch.optim.Adagrad` does."""
 
 
 class RowwiseAdagrad(_AdagradFields, frozen=True, tag="rowwise_adagrad"):
@@ -164,7 +166,7 @@ class RowwiseAdagrad(_AdagradFields, frozen=True, tag="rowwise_adagrad"):
 
 
 class Adam(_Record, frozen=True, tag="adam"):
-    """Lazy Adam: rows of the batch only, bias-corrected by the number of updates of the row itself."""
+    """Lazy Adam: updates the rows of the batch only; bias correction uses the number of updates of each row."""
 
     lr: float
     beta1: float = 0.9
@@ -200,11 +202,11 @@ class Ftrl(_Record, frozen=True, tag="ftrl"):
 EmbeddingOptimizer = SGD | Adagrad | RowwiseAdagrad | Adam | Ftrl
 
 
-# --- how rows begin ---------------------------------------------------------------------------------------------
+# --- initialisation ----------------------------------------------------------------------------------------------
 
 
 class Uniform(_Record, frozen=True, tag="uniform"):
-    """New rows are uniform in [low, high), keyed by (seed, table, id): the same on every machine and order."""
+    """Uniform values in [low, high), keyed by (seed, table, id): independent of the machine and of the order."""
 
     low: float = -0.01
     high: float = 0.01
@@ -215,7 +217,7 @@ class Uniform(_Record, frozen=True, tag="uniform"):
 
 
 class Normal(_Record, frozen=True, tag="normal"):
-    """New rows are normal with this mean and standard deviation, keyed by (seed, table, id)."""
+    """Normal values with this mean and standard deviation, keyed by (seed, table, id)."""
 
     mean: float = 0.0
     std: float = 0.01
@@ -226,22 +228,22 @@ class Normal(_Record, frozen=True, tag="normal"):
 
 
 class Zeros(_Record, frozen=True, tag="zeros"):
-    """New rows are zero."""
+    """Zero values."""
 
 
 class RsqrtDim(_Record, frozen=True, tag="rsqrt_dim"):
-    """New rows are uniform in +-1/sqrt(dim), keyed by (seed, table, id)."""
+    """Uniform values in +-1/sqrt(dim), keyed by (seed, table, id)."""
 
 
 Initializer = Uniform | Normal | Zeros | RsqrtDim
 
 
 class AdmitAll(_Record, frozen=True, tag="all"):
-    """Every id that training looks up gets a row."""
+    """Admits every id that training looks up."""
 
 
 class AdmitProbability(_Record, frozen=True, tag="probability"):
-    """Each occurrence of an id without a row admits it with this probability, keyed by (seed, id, occurrence)."""
+    """Admits an id with this probability at each occurrence, keyed by (seed, id, occurrence)."""
 
     probability: float
 
@@ -250,7 +252,7 @@ class AdmitProbability(_Record, frozen=True, tag="probability"):
 
 
 class AdmitMinFrequency(_Record, frozen=True, tag="min_frequency"):
-    """An id gets a row at its `count`-th occurrence, counted in a bounded sketch (it may admit early, never late)."""
+    """Admits an id at its `count`-th occurrence. The bounded sketch that counts may admit early, never late."""
 
     count: int
 
@@ -265,14 +267,15 @@ Admission = AdmitAll | AdmitProbability | AdmitMinFrequency
 
 
 class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One embedding table. Only needed where a table differs from the defaults; features create theirs otherwise.
+    """One embedding table. Declare it only if it differs from the defaults; features create their tables otherwise.
 
     Args:
-        name: what features refer to.
+        name: name that features refer to.
         dim: length of an embedding, 1 to 4096.
-        optimizer: how its rows are updated; None takes the one given to the trainer or collection.
-        initializer: first value of a row.
-        capacity: most rows held; the least recently used row makes room. Memory grows with rows, not with this.
+        optimizer: optimizer of its rows; None for that of the trainer or collection.
+        initializer: initial values of a row.
+        capacity: maximum number of rows; beyond it, the least recently used row is evicted. Memory grows with the rows
+            held, not with this number.
         admission: which ids get a row in training.
         value_bound: embeddings are clamped to +-this after an update; 0 for no bound.
     """
@@ -296,16 +299,16 @@ class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One ID-type feature: for each sample one id, or a list of them.
 
     Args:
-        name: column of the input, key of the model's input.
-        dim: length of its embeddings; may be left out where `table` is declared in the schema.
-        table: table whose rows it reads; its own name by default. Features of one table share rows.
-        pooling: how the embeddings of a sample's ids become one: "sum", "mean", "sqrtn" (sum / sqrt(count)).
+        name: column of the data, and key of the model's input.
+        dim: length of its embeddings; optional if `table` is declared in the schema.
+        table: table whose rows it reads; defaults to its own name. Features of one table share rows.
+        pooling: reduction of a sample's embeddings to one: "sum", "mean", "sqrtn" (sum / sqrt(count)).
             None ("none" in a file) keeps the sequence: the model gets `[batch, max_length, dim]` and a mask.
-        max_length: only the first so many ids of a sample count; needed when `pooling` is None.
-        cross: names of single-valued features whose combination is the id (the column is then computed, not read).
-        kind: how a value becomes an id, by the value alone. "auto": whole numbers from 0 to 2^64 - 1 are ids as they
-            are (5, 5.0 and the text "5" alike), everything else is hashed as text. "number": only such numbers;
-            anything else is an error. "text": texts are hashed, "5" too. Recorded in checkpoints.
+        max_length: maximum number of ids per sample; further ids are ignored. Required if `pooling` is None.
+        cross: names of single-valued features whose combination is the id. The column is computed, not read.
+        kind: conversion of values to ids. "auto": whole numbers from 0 to 2^64 - 1 are used as ids (5, 5.0 and the
+            text "5" alike); all other values are hashed as text. "number": accepts such numbers only. "text": hashes
+            every value as text, "5" included. Recorded in checkpoints.
     """
 
     name: str
@@ -325,7 +328,8 @@ class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             msgspec.structs.force_setattr(self, "pooling", None)
         if self.pooling not in ("sum", "mean", "sqrtn", None):
             raise ConfigError(
-                f"{owner}.pooling = {self.pooling!r}; use 'sum', 'mean', 'sqrtn', or None for the sequence.",
+                f"Invalid {owner}.pooling = {self.pooling!r}; expected 'sum', 'mean', 'sqrtn', or None to keep the "
+                "sequence.",
                 field=f"{owner}.pooling",
             )
         if self.max_length is not None:
@@ -336,7 +340,9 @@ class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 field=f"{owner}.max_length",
             )
         if self.kind not in ("auto", "number", "text"):
-            raise ConfigError(f"{owner}.kind = {self.kind!r}; use 'auto', 'number' or 'text'.", field=f"{owner}.kind")
+            raise ConfigError(
+                f"Invalid {owner}.kind = {self.kind!r}; expected 'auto', 'number' or 'text'.", field=f"{owner}.kind"
+            )
         if self.cross and self.kind != "auto":
             raise ConfigError(
                 f"{owner}.kind = {self.kind!r}, but a cross is computed from the ids of its parts; set their kind.",
@@ -347,7 +353,7 @@ class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def table_name(self) -> str:
-        """The table it reads."""
+        """The name of the table that the feature reads."""
         return self.table or self.name
 
 
@@ -358,10 +364,10 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         id_features: ID-type features; names are unique over all kinds of features.
         dense_features: names of numeric columns, in the order in which the model gets them.
         labels: names of the label columns, each in [0, 1].
-        tables: declarations of tables that need more than a dimension.
+        tables: declarations of tables that differ from the defaults.
 
     Raises:
-        ConfigError: names clash, a dimension is missing or contradictory, a cross names an unknown feature.
+        ConfigError: names clash, a dimension is missing or contradictory, or a cross names an unknown feature.
     """
 
     id_features: Sequence[IdFeature]
@@ -391,12 +397,13 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             for part in feature.cross:
                 if part not in single:
                     raise ConfigError(
-                        f"IdFeature({feature.name!r}).cross names {part!r}, which is no (uncrossed) ID-type feature.",
+                        f"IdFeature({feature.name!r}).cross names {part!r}, which is not an uncrossed ID-type feature; "
+                        "name features of the schema that are not crosses themselves.",
                         field=f"IdFeature({feature.name!r}).cross",
                     )
 
     def resolved_tables(self) -> dict[str, Table]:
-        """All tables by name, declared or implied by a feature, in the order of first use."""
+        """Returns all tables by name, declared or implied by a feature, in order of first use."""
         declared = {t.name: t for t in self.tables}
         tables: dict[str, Table] = {}
         for feature in self.id_features:
@@ -420,10 +427,10 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tables
 
     def feature(self, name: str) -> IdFeature:
-        """The ID-type feature of this name.
+        """Returns an ID-type feature by name.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: the schema has no such feature.
         """
         for feature in self.id_features:
             if feature.name == name:

@@ -1,8 +1,11 @@
 """The commands, as a user types them."""
 
 import json
+import os
 import subprocess
 import sys
+from importlib import metadata
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -31,6 +34,20 @@ def persia(*arguments, ok=True):
     done = subprocess.run([sys.executable, "-m", "persia", *arguments], capture_output=True, text=True, timeout=120)
     assert (done.returncode == 0) == ok, done.stdout + done.stderr
     return done.stdout + done.stderr
+
+
+def test_version_is_that_of_the_package():
+    expected = f"persia {metadata.version('persia')}\n"
+    for command in ([str(Path(sys.executable).with_name("persia"))], [sys.executable, "-m", "persia"]):
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout) == (0, expected), done.stderr
+
+
+def test_help_fits_a_terminal_of_80_columns():
+    environment = {**os.environ, "COLUMNS": "80"}
+    done = subprocess.run([sys.executable, "-m", "persia", "--help"], capture_output=True, text=True, env=environment)
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "Show the health of every process in a running cluster." in done.stdout
 
 
 @pytest.fixture

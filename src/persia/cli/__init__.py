@@ -1,4 +1,4 @@
-"""The command line: `persia train | evaluate | predict | checkpoint`."""
+"""The command line, `persia`."""
 
 from persia.cli.app import main
 

@@ -1,4 +1,4 @@
-"""Commands of `persia`. Each imports what it needs when it runs, so that `--help` is quick."""
+"""The commands of `persia`. Each imports its dependencies when it runs, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from persia import __version__
 from persia.cli.checkpoint import checkpoint_app
 from persia.cli.health import health
 from persia.cli.regions import cluster_app
@@ -31,22 +32,42 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="markdown",
-    help="Train recommenders with unbounded embedding tables. Start with `persia train examples/globo.toml`.",
+    help="Train recommenders with unbounded embedding tables in plain PyTorch.",
+    epilog="Start with `persia train examples/globo.toml`.",
 )
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(cluster_app, name="cluster")
 app.command()(health)
-control_app = typer.Typer(no_args_is_help=True, help="Steer a run that is under way.")
+control_app = typer.Typer(no_args_is_help=True, help="Control a running job.")
 app.add_typer(control_app, name="control")
-bench_app = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
+bench_app = typer.Typer(no_args_is_help=True, help="Compare training modes and rehearse automatic mode choice.")
 app.add_typer(bench_app, name="bench")
 
 Config = Annotated[str, typer.Argument(help="TOML file; see examples/*.toml.", metavar="CONFIG")]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", help="Override a field, e.g. `--set mode.kind=sync`; repeatable.", metavar="KEY=VALUE"),
+    typer.Option(
+        "--set", help="Override a field, for example `--set mode.kind=sync`. Repeatable.", metavar="KEY=VALUE"
+    ),
 ]
-Checkpoint = Annotated[str, typer.Option(help="Directory that `train --output` or `trainer.save` wrote.")]
+Checkpoint = Annotated[
+    str, typer.Option(help="Checkpoint directory written by `train --output` or `trainer.save`.", metavar="DIR")
+]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"persia {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Holds the options of `persia` itself; every other option belongs to a command."""
 
 
 @app.command()
@@ -56,20 +77,20 @@ def train(
     output: Annotated[
         str | None,
         typer.Option(
-            help="Directory for checkpoints; that of --resume by default. It may not hold another run.", metavar="DIR"
+            help="Directory for checkpoints. Defaults to that of --resume. Must not hold another run.", metavar="DIR"
         ),
     ] = None,
-    json: Annotated[str | None, typer.Option(help="Write the result as JSON here.", metavar="FILE")] = None,
+    json: Annotated[str | None, typer.Option(help="Write the result to this file as JSON.", metavar="FILE")] = None,
     resume: Annotated[
-        str | None, typer.Option(help="Go on from the latest checkpoint of this directory.", metavar="DIR")
+        str | None, typer.Option(help="Continue from the latest checkpoint in this directory.", metavar="DIR")
     ] = None,
     dump_config: Annotated[
-        bool, typer.Option("--dump-config", help="Print the complete resolved configuration and stop.")
+        bool, typer.Option("--dump-config", help="Print the resolved configuration with all defaults, and exit.")
     ] = False,
 ) -> None:
-    """Train a model and print its progressive AUC and speed.
+    """Train a model; report progressive AUC and rows per second.
 
-    Progressive means that each batch is scored before it is trained, so the figure is on unseen data.
+    Progressive metrics score each batch before training on it, so they measure quality on unseen data.
     """
     from persia.cli import ui as out
 
@@ -84,7 +105,9 @@ def train(
     trainer = run.build_trainer(reader.schema)
     with _ending(trainer, trains=True):
         if run.cluster.kind == "ray":
-            typer.echo(f"persia health and persia control reach this run at {_control_address(trainer)}", err=True)
+            typer.echo(
+                f"Control address for `persia health` and `persia control`: {_control_address(trainer)}", err=True
+            )
         if resume is not None:
             trainer.load(resume)
         trainer.resume_line = _resume_line(trainer.global_step, run.train.max_steps, config, overrides, json)
@@ -98,24 +121,24 @@ def train(
 @app.command()
 def continual(
     config: Config,
-    days: Annotated[str, typer.Option(help="First and last day to train, as in `0..6`.", metavar="A..B")],
-    output: Annotated[str, typer.Option(help="Directory for checkpoints and the table of days.", metavar="DIR")],
+    days: Annotated[str, typer.Option(help="First and last day to train, inclusive: `0..6`.", metavar="A..B")],
+    output: Annotated[str, typer.Option(help="Directory for checkpoints and the results of each day.", metavar="DIR")],
     overrides: Set = None,
     inherit: Annotated[
         str | None,
         typer.Option(
-            help="Directory of another run, from whose latest checkpoint the first day goes on.", metavar="DIR"
+            help="Start the first day from the latest checkpoint of another run, in this directory.", metavar="DIR"
         ),
     ] = None,
-    json: Annotated[str | None, typer.Option(help="Write the table as JSON here.", metavar="FILE")] = None,
+    json: Annotated[str | None, typer.Option(help="Write the table to this file as JSON.", metavar="FILE")] = None,
 ) -> None:
-    """Train a day, test on the next one before it is trained, go on; as models are kept fresh in production.
+    """Train day by day; test on each next day before training on it.
 
-    The data must have days (an option `day` of the reader) and lie in their order. Rows, network and optimizers go on
-    from day to day, with a checkpoint at the end of each. What was cut goes on with the same command; `--days 7..13`
-    with the same `--output` adds days.
+    This is how production systems keep a model fresh. The reader needs a `day` option, and the data must be sorted by
+    day. Rows, network and optimizer state carry over from day to day, and each day ends with a checkpoint. Run the
+    same command again to resume after an interruption. Run it with `--days 7..13` and the same `--output` to add days.
 
-    A day may have a mode of its own, kept until the next entry: the GBA paper switches in this way, without tuning.
+    `continual.modes` sets the mode from a given day on. The GBA paper switches modes in this way, without re-tuning.
 
         persia continual run.toml --days 0..15 --output runs/c --set mode.kind=sync
             --set 'continual.modes.8={kind="gba", global_batch_size=8192}'
@@ -144,11 +167,11 @@ def evaluate(
     config: Config,
     checkpoint: Checkpoint,
     overrides: Set = None,
-    json: Annotated[str | None, typer.Option(help="Write the result as JSON here.", metavar="FILE")] = None,
+    json: Annotated[str | None, typer.Option(help="Write the result to this file as JSON.", metavar="FILE")] = None,
 ) -> None:
-    """Evaluate a checkpoint on `eval_data` (or `data`, where the configuration has none); nothing is changed.
+    """Evaluate a checkpoint on `eval_data`, or on `data` if there is none.
 
-    All samples are read: `drop_last` and `shuffle_rows` of the data do not count here.
+    The checkpoint is not modified. All samples are read: `drop_last` and `shuffle_rows` are ignored.
     """
     from persia.cli import ui as out
 
@@ -164,19 +187,20 @@ def evaluate(
 def predict(
     config: Config,
     checkpoint: Checkpoint,
-    output: Annotated[str, typer.Option(help="Parquet or .csv file for the probabilities.", metavar="FILE")],
+    output: Annotated[str, typer.Option(help="File for the probabilities: .csv, else Parquet.", metavar="FILE")],
     overrides: Set = None,
 ) -> None:
-    """Write the predicted probability of every label for each sample of `eval_data` (or `data`).
+    """Write predicted probabilities for `eval_data`, or for `data` if there is none.
 
-    Line i belongs to sample i of the source: `shuffle_rows` and `drop_last` of the data do not count here.
+    The file has a column per label and a row per sample, in the order of the source: `drop_last` and `shuffle_rows`
+    are ignored.
     """
     from persia.cli import ui as out
 
     trainer, reader = _restored(config, overrides, checkpoint)
     with _ending(trainer):
         rows = out.write_predictions(output, list(trainer.schema.labels), trainer.predict(reader))
-    typer.echo(f"{rows:,} predictions in {output}")
+    typer.echo(f"Wrote {rows:,} predictions to {output}")
 
 
 @control_app.command()
@@ -185,12 +209,13 @@ def switch(
     kind: Annotated[str, typer.Argument(help="sync, hybrid, async, bsp, hop_bs, hop_bw or gba.", metavar="MODE")],
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", help="An argument of the mode: `--set global_batch_size=4096`; repeatable."),
+        typer.Option("--set", help="Set an argument of the mode: `--set global_batch_size=4096`. Repeatable."),
     ] = None,
 ) -> None:
-    """Change the mode of a running job at its next step boundary; rows, hyper-parameters and optimizer state stay.
+    """Switch a running job to another mode at its next step boundary.
 
-    Where the cluster has keys, set PERSIA_CURVE_KEYS as there.
+    Rows, hyper-parameters and optimizer state are kept. If the cluster uses CURVE keys, set PERSIA_CURVE_KEYS as the
+    cluster does.
     """
     from persia import rpc
     from persia.modes import decode, encode
@@ -200,7 +225,7 @@ def switch(
     for override in overrides or []:
         name, found, value = override.partition("=")
         if not found:
-            raise ConfigError(f"--set {override}: write NAME=VALUE.", field="set")
+            raise ConfigError(f"Invalid --set {override}; expected NAME=VALUE.", field="set")
         try:
             arguments[name] = jsonlib.loads(value)
         except jsonlib.JSONDecodeError:
@@ -211,22 +236,27 @@ def switch(
         tokens.request(encode(mode))
     finally:
         rpc.close(tokens)
-    typer.echo(f"The run at {address} goes over to {mode} at its next step boundary.")
+    typer.echo(f"The run at {address} switches to {mode} at its next step boundary.")
 
 
 @bench_app.command()
 def modes(
-    workers: Annotated[int, typer.Option(help="Emulated NN workers.")] = 8,
-    slow: Annotated[str, typer.Option(help="So many are so much slower: `2:4x`.")] = "2:4x",
-    compute: Annotated[str, typer.Option(help="How long a batch computes: it is waited.")] = "20ms",
+    workers: Annotated[int, typer.Option(help="Number of emulated NN workers.")] = 8,
+    slow: Annotated[str, typer.Option(help="Number of slow workers and their slowdown: `2:4x`.")] = "2:4x",
+    compute: Annotated[str, typer.Option(help="Emulated compute time per batch.")] = "20ms",
     trace: Annotated[
         str | None,
-        typer.Option(help="In place of --workers and --slow: the file of a cluster day.", metavar="FILE"),
+        typer.Option(
+            help="Replay the worker speeds recorded in this file; replaces --workers and --slow.", metavar="FILE"
+        ),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Batches per NN worker, on average.")] = 60,
-    json: Annotated[str | None, typer.Option(help="Write the table as JSON here.", metavar="FILE")] = None,
+    steps: Annotated[int, typer.Option(help="Mean number of batches per NN worker.")] = 60,
+    json: Annotated[str | None, typer.Option(help="Write the table to this file as JSON.", metavar="FILE")] = None,
 ) -> None:
-    """Compare all modes while some NN workers are slow. Computing is emulated by waiting."""
+    """Compare the speed of all modes while some NN workers are slow.
+
+    Compute time is emulated by sleeping, so one machine can stand for many.
+    """
     from persia.cli import ui as out
     from persia.testing import emulation
 
@@ -238,23 +268,26 @@ def modes(
 
 @bench_app.command()
 def rehearse(
-    evidence: Annotated[str, typer.Argument(help="`auto.json` in the `log_dir` of a run.", metavar="FILE")],
+    evidence: Annotated[str, typer.Argument(help="`auto.json` from the `log_dir` of a run.", metavar="FILE")],
     config: Config,
     overrides: Set = None,
 ) -> None:
-    """Say what the mode Auto of a configuration would have decided in a run that is over, window by window."""
+    """Show which modes `auto` would have chosen in a finished run.
+
+    Prints one decision per window of recorded step timings.
+    """
     from persia.modes import Auto, load_evidence
     from persia.modes import rehearse as decisions
 
     mode = _read(config, overrides).mode
     if not isinstance(mode, Auto):
-        raise ConfigError(f"The mode of {config} is {mode}; set one of kind = 'auto'.", field="mode")
-    for verdict in decisions(mode, load_evidence(evidence).steps):
-        typer.echo(str(verdict))
+        raise ConfigError(f"Invalid mode {mode} in {config}; rehearse needs mode.kind = 'auto'.", field="mode")
+    for choice in decisions(mode, load_evidence(evidence).steps):
+        typer.echo(str(choice))
 
 
 def main() -> Any:
-    """Runs the command line; errors of persia are one line, not a traceback."""
+    """Runs the command line. Prints a PersiaError or OSError as one line, without a traceback."""
     try:
         return app()
     except (PersiaError, OSError) as error:
@@ -274,9 +307,10 @@ def _read(config: str, overrides: list[str] | None, output: str | None = None) -
 
 @contextlib.contextmanager
 def _ending(trainer: Trainer, trains: bool = False) -> Iterator[None]:
-    """Ends the processes of the trainer's cluster, if it has any, after the block.
+    """Closes the trainer's cluster after the block.
 
-    SIGINT and SIGTERM end the program with status 130 and 143; where it trains, they tell what is kept.
+    SIGINT and SIGTERM end the program with status 130 and 143. If the command trains, it also prints which state has
+    been saved.
     """
     from persia.services import ProcessCluster
     from persia.trainer import signals
@@ -298,7 +332,7 @@ def _ending(trainer: Trainer, trains: bool = False) -> Iterator[None]:
 def _resume_line(
     first: int, most: int | None, config: str, overrides: list[str] | None, json: str | None
 ) -> Callable[[str, int], str]:
-    """The command that goes on with `persia train`, which began at step `first` and was to make `most` steps."""
+    """Formats the command that resumes a `persia train` which started at step `first` with `max_steps` = `most`."""
 
     def line(directory: str, step: int) -> str:
         changes = [o for o in overrides or [] if not o.startswith("train.max_steps=")]
@@ -322,15 +356,19 @@ def _control_address(trainer: Trainer) -> str:
 
 
 def _check_unused(output: str | None, resume: str | None) -> None:
-    """Refuses a directory with checkpoints of a run other than the one that is resumed: they would be mixed."""
+    """Rejects a directory with checkpoints of a run other than the resumed one, as the two would mix.
+
+    Raises:
+        CheckpointError: the directory holds another run.
+    """
     from persia.checkpoint import list_checkpoints
 
-    # Equal URLs stay equal under `realpath`, for which they are strange relative paths.
+    # `realpath` treats a URL as a relative path, so equal URLs stay equal.
     if output is None or (resume is not None and os.path.realpath(resume) == os.path.realpath(output)):
         return
     if found := list_checkpoints(output):
         raise CheckpointError(
-            f"{output} holds another run, trained to step {found[-1].step}. Go on with that one by --resume {output}, "
+            f"{output} holds another run, trained to step {found[-1].step}. Continue that run with --resume {output}, "
             "or give another directory as --output (or trainer.checkpoint_dir).",
             path=output,
         )

@@ -1,4 +1,4 @@
-"""`persia checkpoint ...`: looks at checkpoints, checks, converts and compares them, without a cluster."""
+"""The commands `persia checkpoint ...`, which need no cluster."""
 
 from __future__ import annotations
 
@@ -15,17 +15,22 @@ if TYPE_CHECKING:
 
 __all__ = ["checkpoint_app"]
 
-checkpoint_app = typer.Typer(no_args_is_help=True, help="Look at checkpoints, check, convert and compare them.")
+checkpoint_app = typer.Typer(no_args_is_help=True, help="Inspect, verify, convert and compare checkpoints.")
 
-Directory = Annotated[str, typer.Argument(help="Directory with checkpoints, or one step-N of it.", metavar="DIR")]
-Target = Annotated[str, typer.Argument(help="Where to write.", metavar="TARGET")]
-Step = Annotated[int | None, typer.Option(help="The step to read instead of the latest.", metavar="N")]
-Tables = Annotated[list[str] | None, typer.Option("--table", help="Take this table; repeatable. All by default.")]
+Directory = Annotated[str, typer.Argument(help="Checkpoint directory, or one step-N inside it.", metavar="DIR")]
+Target = Annotated[str, typer.Argument(help="Directory to write to.", metavar="TARGET")]
+Step = Annotated[int | None, typer.Option(help="Step to read. Defaults to the latest.", metavar="N")]
+Tables = Annotated[
+    list[str] | None, typer.Option("--table", help="Table to include. Repeatable. Defaults to all.", metavar="NAME")
+]
 
 
 @checkpoint_app.command()
 def inspect(directory: Directory, step: Step = None) -> None:
-    """Show what a checkpoint holds: step, tables, rows, sizes, parts, and what it adds to."""
+    """Show the step, tables, rows, sizes and parts of a checkpoint.
+
+    For an incremental checkpoint, also shows its base.
+    """
     from persia.checkpoint import format_inspection
     from persia.checkpoint import inspect as inspect_checkpoint
     from persia.cli import ui as out
@@ -35,7 +40,10 @@ def inspect(directory: Directory, step: Step = None) -> None:
 
 @checkpoint_app.command()
 def verify(directory: Directory, step: Step = None) -> None:
-    """Read every part, also of the checkpoints that it adds to, and check length, checksum and content."""
+    """Check length, checksum and content of every part of a checkpoint.
+
+    Includes the checkpoints that an incremental checkpoint builds on.
+    """
     from persia.checkpoint import CheckpointReader
 
     reader = CheckpointReader(directory, step)
@@ -48,22 +56,22 @@ def verify(directory: Directory, step: Step = None) -> None:
 def reshard(
     directory: Directory,
     target: Target,
-    ps: Annotated[int, typer.Option(help="Number of embedding PSs that will load it.")] = 1,
+    ps: Annotated[int, typer.Option(help="Number of embedding PSs to write parts for.")] = 1,
     step: Step = None,
     table: Tables = None,
-    dtype: Annotated[str, typer.Option(help="Of embeddings: float32 or float16.")] = "float32",
-    rows_only: Annotated[bool, typer.Option("--rows-only", help="Leave the optimizer's state of rows out.")] = False,
+    dtype: Annotated[str, typer.Option(help="Type of the embeddings: float32 or float16.")] = "float32",
+    rows_only: Annotated[bool, typer.Option("--rows-only", help="Omit the optimizer state of rows.")] = False,
 ) -> None:
-    """Write a checkpoint anew, as a full one, with the rows of each embedding PS apart.
+    """Rewrite a checkpoint as a full one, partitioned for a number of PSs.
 
-    Any checkpoint can be loaded into any number of PSs. This makes smaller ones: of some tables, as float16, for
-    prediction; or one whose parts each PS finds together.
+    Loading does not need this: any number of PSs can load any checkpoint. Use it to write a smaller checkpoint for
+    prediction (some tables, float16, no optimizer state), or to let each PS read only its own parts.
     """
     from persia.checkpoint import CheckpointReader, ReshardOptions
     from persia.checkpoint import reshard as reshard_checkpoint
 
     if dtype not in ("float32", "float16"):
-        raise ConfigError(f"--dtype {dtype}: use float32 or float16.", field="dtype")
+        raise ConfigError(f"Invalid --dtype {dtype}; expected float32 or float16.", field="dtype")
     kind: Literal["float32", "float16"] = "float16" if dtype == "float16" else "float32"
     options = ReshardOptions(ps, tuple(table) if table else None, kind, not rows_only)
     with _bar("resharding", _rows(CheckpointReader(directory, step), table)) as progress:
@@ -73,7 +81,7 @@ def reshard(
 
 @checkpoint_app.command()
 def compact(directory: Directory, step: Step = None) -> None:
-    """Make an incremental checkpoint a full one, in its place."""
+    """Turn an incremental checkpoint into a full one, in place."""
     from persia.checkpoint import CheckpointReader
     from persia.checkpoint import compact as compact_checkpoint
 
@@ -84,14 +92,16 @@ def compact(directory: Directory, step: Step = None) -> None:
 
 @checkpoint_app.command()
 def diff(
-    first: Annotated[str, typer.Argument(help="A directory with checkpoints, or one step-N of it.", metavar="FIRST")],
-    second: Annotated[str, typer.Argument(help="Another one, or the same.", metavar="SECOND")],
-    step: Annotated[int | None, typer.Option(help="The step of FIRST, instead of the latest.", metavar="N")] = None,
-    second_step: Annotated[int | None, typer.Option(help="The step of SECOND, likewise.", metavar="N")] = None,
+    first: Annotated[str, typer.Argument(help="Checkpoint directory, or one step-N inside it.", metavar="FIRST")],
+    second: Annotated[str, typer.Argument(help="Checkpoint to compare with; may be FIRST.", metavar="SECOND")],
+    step: Annotated[int | None, typer.Option(help="Step of FIRST. Defaults to the latest.", metavar="N")] = None,
+    second_step: Annotated[
+        int | None, typer.Option(help="Step of SECOND. Defaults to the latest.", metavar="N")
+    ] = None,
 ) -> None:
     """Compare the embeddings of two checkpoints.
 
-    Two steps of one run: `persia checkpoint diff DIR DIR --step 1000 --second-step 2000`.
+    To compare two steps of one run: `persia checkpoint diff DIR DIR --step 1000 --second-step 2000`.
     """
     from rich.table import Table
     from rich.text import Text
@@ -116,17 +126,20 @@ def diff(
 def export(
     directory: Directory,
     target: Target,
-    kind: Annotated[str, typer.Option("--format", help="parquet or npy.")] = "parquet",
+    kind: Annotated[str, typer.Option("--format", help="File format: parquet or npy.")] = "parquet",
     step: Step = None,
     table: Tables = None,
-    state: Annotated[bool, typer.Option("--state", help="Also write the optimizer's state.")] = False,
+    state: Annotated[bool, typer.Option("--state", help="Also write the optimizer state of rows.")] = False,
 ) -> None:
-    """Write the rows of each table to a Parquet file, or to one .npy file per column."""
+    """Export the rows of each table to a Parquet file or to .npy files.
+
+    The npy format writes one file per column.
+    """
     from persia.checkpoint import CheckpointReader
     from persia.checkpoint import export as export_checkpoint
 
     if kind not in ("parquet", "npy"):
-        raise ConfigError(f"--format {kind}: use parquet or npy.", field="format")
+        raise ConfigError(f"Invalid --format {kind}; expected parquet or npy.", field="format")
     with _bar("exporting", _rows(CheckpointReader(directory, step), table)) as progress:
         files = export_checkpoint(
             directory,
@@ -142,7 +155,7 @@ def export(
 
 
 def _rows(reader: CheckpointReader, tables: list[str] | None) -> int:
-    """Rows that will be read, those included that are no longer in force."""
+    """Number of rows to read, including those that a later increment replaces."""
     return sum(
         link.manifest.tables[name].rows
         for link in reader.links
@@ -153,7 +166,7 @@ def _rows(reader: CheckpointReader, tables: list[str] | None) -> int:
 
 @contextlib.contextmanager
 def _bar(what: str, total: int) -> Iterator[Callable[[int], object]]:
-    """A progress bar on the terminal's error output; gives what advances it."""
+    """Shows a progress bar on stderr if it is a terminal; yields the function that advances it."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 

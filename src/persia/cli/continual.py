@@ -1,4 +1,4 @@
-"""`persia continual`: train a day, test on the next, go on with the day after."""
+"""Day-by-day training, `persia continual`: each day is tested before it is trained on."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from persia.cli.run_config import RunConfig
 from persia.coordinator import TokenReport
 from persia.data import Span, days
 from persia.errors import CheckpointError, ConfigError
-from persia.modes import AnyMode, Auto
+from persia.modes import Auto, Mode
 from persia.trainer import Trainer
 from persia.trainer.progress import FitResult
+from persia.types.decoding import decode_hook
 
 __all__ = ["DayRecord", "Recipe", "parse_days", "table"]
 
@@ -27,29 +28,31 @@ FILE = "continual.json"
 
 
 class DayRecord(msgspec.Struct, frozen=True):
-    """A day of training.
+    """Result of training one day.
+
+    Fields from `global_step` on are set once the day has been trained.
 
     Attributes:
-        day: as the data have it.
-        mode: in which it was trained.
-        first_row: where it begins in the data.
+        day: day number in the data.
+        mode: training mode.
+        first_row: row of the data at which the day starts.
         rows: samples of the day.
-        step: global step before it.
-        global_step: global step after it; None while it is being trained, like all that follows.
-        rows_per_second: of training it, since this command or the last resume.
-        progressive_auc: of the day itself, each batch scored before it was trained.
-        test_day: the next day in the data; None if there is none.
-        auc: on that day, before it is trained; None where it is not defined.
-        log_loss: likewise.
-        calibration: likewise.
-        dropped_batches: of asynchronous modes: gradients that were dropped or had weight 0.
-        staleness_mean: of asynchronous modes: steps between the parameters that a gradient was computed with and those
-            that it was applied to.
-        lost_tokens: of asynchronous modes: tokens of dead NN workers.
+        step: global step before the day.
+        global_step: global step after the day.
+        rows_per_second: training speed since the start of this command, or since the last resume.
+        progressive_auc: AUC on the day itself; each batch is scored before it is trained on.
+        test_day: next day in the data; None if there is none.
+        auc: AUC on `test_day`, before training on it; None if undefined.
+        log_loss: log-loss on `test_day`; None if undefined.
+        calibration: calibration on `test_day`; None if undefined.
+        dropped_batches: gradients dropped or weighted 0 (asynchronous modes).
+        staleness_mean: mean number of steps between the parameters that a gradient was computed with and those that
+            it was applied to (asynchronous modes).
+        lost_tokens: tokens of dead NN workers (asynchronous modes).
     """
 
     day: int
-    mode: AnyMode
+    mode: Mode
     first_row: int
     rows: int
     step: int
@@ -66,14 +69,14 @@ class DayRecord(msgspec.Struct, frozen=True):
 
 
 def parse_days(text: str) -> range:
-    """`a..b`, both included.
+    """Parses `a..b`, both included.
 
     Raises:
-        ConfigError: it is not of this form.
+        ConfigError: the text has another form.
     """
     first, dots, last = text.partition("..")
     if not (dots and first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
-        raise ConfigError(f"--days {text}: write the first and the last day, as in 0..6.", field="days")
+        raise ConfigError(f"Invalid --days {text}; expected the first and the last day, as in 0..6.", field="days")
     return range(int(first), int(last) + 1)
 
 
@@ -81,57 +84,62 @@ class Recipe:
     """The days of one output directory.
 
     Args:
-        config: of the run.
-        output: directory of its checkpoints, and of `continual.json`, what has been done so far.
+        config: configuration of the run.
+        output: directory of the checkpoints and of `continual.json`, the records of the days so far.
     """
 
     def __init__(self, config: RunConfig, output: str) -> None:
         if config.data.options.get("shuffle_rows"):
             raise ConfigError(
-                "data.options.shuffle_rows mixes days, and continual training takes them in order: leave it out.",
+                "data.options.shuffle_rows mixes days, but continual training needs them in order; remove the option.",
                 field="data.options.shuffle_rows",
             )
         for name, remedy in (
             ("mode_schedule", "give modes by day, as continual.modes"),
-            ("keep_best", "the table tells which day was best"),
+            ("keep_best", "the table shows which day was best"),
         ):
             if getattr(config.trainer, name):
-                raise ConfigError(f"trainer.{name} is not for continual training: {remedy}.", field=f"trainer.{name}")
+                raise ConfigError(
+                    f"trainer.{name} is not supported in continual training; {remedy}.", field=f"trainer.{name}"
+                )
         if isinstance(config.mode, Auto):
-            raise ConfigError("mode.kind = auto is not for continual training: give each day its mode.", field="mode")
-        self._mode: AnyMode = config.mode
+            raise ConfigError(
+                "mode.kind = 'auto' is not supported in continual training; give modes by day, as continual.modes.",
+                field="mode",
+            )
+        self._mode: Mode = config.mode
         self._config = config
         self._output = output
         self._storage = Storage(output)
         size = self._storage.size(FILE)
         self.records: list[DayRecord] = []
-        """Of the days so far; the last one may be unfinished."""
+        """The records of the days so far; the last one may be unfinished."""
         if size is not None:
             text = self._storage.head(FILE, 0, size)
             try:
-                self.records = msgspec.json.decode(text, type=list[DayRecord])
+                self.records = msgspec.json.decode(text, type=list[DayRecord], dec_hook=decode_hook)
             except msgspec.MsgspecError as error:
                 raise CheckpointError(f"{output}/{FILE} cannot be read: {error}.", path=output) from error
         elif found := list_checkpoints(output):
             raise CheckpointError(
-                f"{output} holds another run, trained to step {found[-1].step}. To go on from its checkpoint, give "
+                f"{output} holds another run, trained to step {found[-1].step}. To continue from its checkpoint, give "
                 f"--inherit {output} and another directory as --output.",
                 path=output,
             )
         self._reported = TokenReport()
 
     def run(self, trainer: Trainer, wanted: range, inherit: str | None = None) -> Iterator[DayRecord]:
-        """Trains the days that are missing, and gives the record of each.
+        """Trains the wanted days that are not trained yet; yields the record of each.
 
         Args:
-            trainer: fresh.
-            wanted: days.
-            inherit: a directory whose latest checkpoint the first day goes on from; nothing begins with that of the
-                output directory.
+            trainer: a new trainer.
+            wanted: days to train.
+            inherit: directory whose latest checkpoint the first day starts from. Ignored if the output directory has
+                a checkpoint.
 
         Raises:
             ConfigError: the output has later days, or no wanted day has rows.
-            CheckpointError: a checkpoint does not fit.
+            CheckpointError: a checkpoint does not match the configuration.
         """
         begun = self._resume(trainer, inherit)
         wanted = self._missing(wanted, begun)
@@ -144,10 +152,13 @@ class Recipe:
                 record = begun if begun is not None and begun.day == day else self._begin(trainer, day, found[day])
                 yield self._finish(trainer, record, found[day], found.get(test_day), test_day)
         if not any(day in wanted for day in found):
-            raise ConfigError(f"The data have no rows of the days {wanted[0]} to {wanted[-1]}.", field="days")
+            raise ConfigError(
+                f"The data have no rows of the days {wanted[0]} to {wanted[-1]}; correct --days or data.path.",
+                field="days",
+            )
 
     def _missing(self, wanted: range, begun: DayRecord | None) -> range:
-        """The wanted days that are not trained yet."""
+        """Returns the wanted days that are not trained yet."""
         done = [record.day for record in self.records if record is not begun]
         if done and wanted[-1] <= done[-1]:
             if not set(wanted) & set(done):
@@ -160,7 +171,8 @@ class Recipe:
         missing = range(max(wanted[0], done[-1] + 1 if done else 0), wanted[-1] + 1)
         if begun is not None and begun.day != missing[0]:
             raise ConfigError(
-                f"{self._output} was left in the middle of day {begun.day}: begin --days with it.", field="days"
+                f"{self._output} was interrupted in the middle of day {begun.day}; start --days with that day.",
+                field="days",
             )
         return missing
 
@@ -179,7 +191,7 @@ class Recipe:
             trainer.switch(record.mode)
         epochs = self._config.train.epochs
         changes: dict[str, Any] = {}
-        if trainer.finished or trainer.epoch < epochs:  # Else it was cut between training and testing.
+        if trainer.finished or trainer.epoch < epochs:  # Else the run was interrupted between training and testing.
             changes = self._measured(trainer.fit(span, epochs=epochs))
         changes["progressive_auc"] = _known(trainer.metrics.result().auc_per_day.get(record.day, math.nan))
         if test is not None:
@@ -208,22 +220,22 @@ class Recipe:
     # --- from day to day ----------------------------------------------------------------------------------------
 
     def _resume(self, trainer: Trainer, inherit: str | None) -> DayRecord | None:
-        """Loads the latest checkpoint; gives the day that it was written in the middle of, or at the end of.
+        """Loads the latest checkpoint; returns the record of an unfinished day, if it has one.
 
-        Records of what came after it are forgotten.
+        Drops the records of days after the checkpoint.
         """
         checkpoints = list_checkpoints(self._output)
         if not checkpoints:
             self.records = []
             if inherit is not None:
                 trainer.load(inherit)
-                trainer.finished = True  # What that run has trained is not these days.
+                trainer.finished = True  # The inherited run trained other days: start at the first batch.
             return None
         trainer.load(self._output)
         self._write([record for record in self.records if record.step < trainer.global_step])
         last = self.records[-1] if self.records else None
         if last is None or last.global_step == trainer.global_step:
-            trainer.finished = True  # So that the next day begins anew.
+            trainer.finished = True  # Start the next day at its first batch.
             return None
         self._write([*self.records[:-1], msgspec.structs.replace(last, global_step=None)])
         return self.records[-1]
@@ -234,7 +246,7 @@ class Recipe:
 
 
 def table(records: list[DayRecord]) -> Table:
-    """A line for each day."""
+    """Formats one row per day."""
     found = Table(title="continual training")
     columns = ("day", "mode", "rows", "rows/s", "progressive AUC", "tested on", "AUC", "log-loss", "calibration")
     for column in (*columns, "dropped", "staleness", "lost tokens"):
@@ -262,5 +274,5 @@ def _text(value: float | None, form: str) -> str:
 
 
 def _known(value: float) -> float | None:
-    """JSON has no NaN."""
+    """Replaces NaN by None, as JSON has no NaN."""
     return value if math.isfinite(value) else None

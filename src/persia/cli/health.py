@@ -1,4 +1,4 @@
-"""`persia health`: how every process of a running cluster is."""
+"""The command `persia health`: state and load of every process in a running cluster."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ __all__ = ["health"]
 
 
 def health(
-    address: Annotated[str, typer.Argument(help="`cluster.control_address` of the run: tcp://host:port.")],
-    json: Annotated[str | None, typer.Option(help="Write all figures as JSON here.", metavar="FILE")] = None,
+    address: Annotated[
+        str, typer.Argument(help="Control address that `persia train` prints: tcp://host:port.", metavar="ADDRESS")
+    ],
+    json: Annotated[str | None, typer.Option(help="Write all metrics to this file as JSON.", metavar="FILE")] = None,
     targets: Annotated[
         str | None,
-        typer.Option(help="Write the Prometheus endpoints here, as a file for `file_sd_configs`.", metavar="FILE"),
+        typer.Option(help="Write the Prometheus endpoints to this file, for `file_sd_configs`.", metavar="FILE"),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds that a process may take to answer.")] = 5.0,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for each process.")] = 5.0,
 ) -> None:
-    """Ask every process of a running cluster how it is, and print a table.
+    """Show the health of every process in a running cluster.
 
-    Ends with 1 if one has died and was not replaced, or does not answer: good for a liveness probe. Where the cluster
-    has keys, set PERSIA_CURVE_KEYS as there.
+    Exits with status 1 if a process is dead and not replaced, or does not answer, so it can serve as a liveness probe.
+    If the cluster uses CURVE keys, set PERSIA_CURVE_KEYS as the cluster does.
     """
     from persia import rpc
     from persia.cli import ui as out
@@ -41,7 +43,7 @@ def health(
         members = coordinator.membership().members
     finally:
         rpc.close(coordinator)
-    # NN workers that have ended are no sign of ill health: one that crashed is started again, or ends the run.
+    # An NN worker that has ended is not a fault: the cluster restarts one that crashed, or ends the run.
     members = [m for m in members if m.role != "nn_worker" or m.state != "dead"]
     members.insert(0, Member("coordinator", 0, 1, address))
     with ThreadPoolExecutor(len(members)) as pool:
@@ -58,7 +60,7 @@ def health(
 
 
 def _ask(member: Member, timeout: float) -> Health | str:
-    """What a process answers, or why it does not."""
+    """Returns the health of a process, or the reason why there is none."""
     from persia import rpc
     from persia.services import Observable
 
@@ -101,7 +103,7 @@ def _table(found: list[tuple[Member, Health | str]]) -> Any:
 
 
 def _times(health: Health) -> str:
-    """Of the method, or the stage, that most time went into; waiting for news of the membership is no work."""
+    """Formats the latency of the method or stage that took most time. Long polls for membership do not count."""
     taken = [t for t in health.latencies if sum(t.counts) and t.labels.get("method") not in ("membership", "health")]
     if not taken:
         return "-"
@@ -117,7 +119,7 @@ def _seconds(bound: float) -> str:
 
 
 def _doing(health: Health) -> str:
-    """What is worth knowing first, by role."""
+    """Formats the main metrics of a role."""
     total = health.total
     match health.role:
         case "embedding_ps":

@@ -1,4 +1,4 @@
-"""`persia cluster regions`: what PSs have left in the shared memory of this host."""
+"""The command `persia cluster regions`: shared-memory regions of embedding PSs on this host."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from persia.errors import ConfigError
 
 __all__ = ["cluster_app"]
 
-cluster_app = typer.Typer(no_args_is_help=True, help="Look after what clusters leave on this host.")
+cluster_app = typer.Typer(no_args_is_help=True, help="Manage shared-memory regions left on this host.")
 
 
 @cluster_app.callback()
 def cluster() -> None:
-    """Look after what clusters leave on this host."""
+    """Manage shared-memory regions left on this host."""
 
 
 @cluster_app.command()
 def regions(
     directory: Annotated[
-        str, typer.Option(help="Where clusters keep their regions: `regions` of their options.", metavar="DIR")
+        str, typer.Option(help="Directory of the regions: the option `regions` of the cluster.", metavar="DIR")
     ] = "/dev/shm",
     clean: Annotated[
-        bool, typer.Option("--clean", help="Remove those that no process has in use. Their rows are gone then.")
+        bool, typer.Option("--clean", help="Remove regions that no process uses. Their rows are lost.")
     ] = False,
 ) -> None:
-    """List the regions of embedding PSs on this host, and remove those that are left over.
+    """List the shared-memory regions of embedding PSs; optionally clean up.
 
-    A cluster that ends removes its own. They stay when its driver is killed, or its host restarted. A PS that is just
-    being restarted has none in use for a moment: do not clean while a cluster recovers.
+    A cluster removes its regions when it ends. They are left over if its driver is killed. Do not clean while a
+    cluster recovers: a PS that restarts does not use its regions for a moment.
     """
     from rich.console import Console
     from rich.table import Table
@@ -40,7 +40,10 @@ def regions(
     from persia.ps.regions import leftovers
 
     if not os.path.isdir(directory):
-        raise ConfigError(f"--directory {directory}: there is no such directory.", field="directory")
+        raise ConfigError(
+            f"Invalid --directory {directory}: there is no such directory; give that of the cluster's `regions`.",
+            field="directory",
+        )
     found = leftovers(directory)
     if not found:
         typer.echo(f"There are no regions in {directory}.")

@@ -1,4 +1,4 @@
-"""The configuration of a run: what `persia train CONFIG` reads."""
+"""The configuration of a run, as `persia train CONFIG` reads it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from persia import data
 from persia.cluster import Embedded, RayOptions
 from persia.config import convert, dump
 from persia.errors import ConfigError
-from persia.modes import AnyMode, Auto, Hybrid
+from persia.modes import Hybrid, Mode, ModeSetting
 from persia.nn import models
 from persia.nn.dense_step import OptimizerFactory
 from persia.optim import APMSqueeze, APMSqueezeOptions
@@ -75,7 +75,7 @@ def _apmsqueeze(
     timeout: float = 600.0,
     debug: bool = False,
 ) -> torch.optim.Optimizer:
-    """APMSqueeze and its options by plain values."""
+    """Makes an APMSqueeze optimizer from plain values."""
     options = {
         "warmup": warmup,
         "compressor": compressor or {"kind": "one_bit"},
@@ -94,12 +94,11 @@ OPTIMIZERS["apmsqueeze"] = _apmsqueeze
 
 
 class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where samples come from.
+    """Source of samples.
 
     Attributes:
         kind: a reader of `persia.data`.
-        path: file, directory, glob or fsspec URL; "globo" and "adult" look in PERSIA_DATA when it is left out,
-            "synthetic" needs none.
+        path: file, directory, glob or fsspec URL. "globo" and "adult" default to PERSIA_DATA; "synthetic" needs none.
         batch_size: samples per batch.
         options: further arguments of the reader, by name.
     """
@@ -113,23 +112,23 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Opens the reader.
 
         Args:
-            schema: needed by "parquet" and "csv"; the others know theirs.
-            where: section of the configuration, named in errors.
+            schema: required by "parquet" and "csv"; other readers define their own.
+            where: section of the configuration, for error messages.
         """
         make = READERS[self.kind]
         arguments = {"batch_size": self.batch_size, **self.options}
         if self.kind == "synthetic":
             return _call(make, arguments, f"{where}.options")
         if self.path is None and self.kind not in ("globo", "adult"):
-            raise ConfigError(f"{where}.path is missing; give a file, directory, glob or URL.", field=f"{where}.path")
+            raise ConfigError(f"Missing {where}.path; give a file, directory, glob or URL.", field=f"{where}.path")
         if self.kind in ("parquet", "csv"):
             if schema is None:
-                raise ConfigError(f"{where}.kind = {self.kind!r} needs a [schema] section.", field="schema")
+                raise ConfigError(f"Missing [schema] section; {where}.kind = {self.kind!r} needs one.", field="schema")
             arguments["schema"] = schema
         return _call(make, arguments, f"{where}.options", self.path)
 
     def in_order(self) -> DataConfig:
-        """The same samples in the order of the source, all of them: what belongs beside its rows."""
+        """Returns a copy that reads all samples in the order of the source, for output aligned with its rows."""
         settled = {"shuffle_rows": 0, "drop_last": False}
         return msgspec.structs.replace(self, options={k: settled.get(k, v) for k, v in self.options.items()})
 
@@ -139,14 +138,14 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         kind: a model of `persia.nn.models`.
-        options: its arguments, by name (`hidden`, `dropout`, ...).
+        options: arguments of the model, by name (`hidden`, `dropout`, ...).
     """
 
     kind: Literal["ffnn", "ffnn_paper", "deepfm", "dlrm", "dcn_v2"] = "ffnn"
     options: dict[str, Any] = {}
 
     def build(self, schema: Schema) -> torch.nn.Module:
-        """Makes the network for a schema."""
+        """Builds the network for a schema."""
         options = {name: tuple(v) if isinstance(v, list) else v for name, v in self.options.items()}
         network: torch.nn.Module = _call(MODELS[self.kind], options, "model.options", schema)
         return network
@@ -156,9 +155,9 @@ class OptimizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The optimizer of the network.
 
     Attributes:
-        kind: of `torch.optim`, or "apmsqueeze": Adam that sends one bit per parameter.
+        kind: an optimizer of `torch.optim`, or "apmsqueeze": Adam with 1-bit communication.
         lr: learning rate.
-        options: its further arguments, by name; for "apmsqueeze" also those of `APMSqueezeOptions`.
+        options: further arguments of the optimizer, by name; for "apmsqueeze" also those of `APMSqueezeOptions`.
     """
 
     kind: Literal["adam", "adamw", "adagrad", "sgd", "rmsprop", "apmsqueeze"] = "adam"
@@ -166,22 +165,24 @@ class OptimizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     options: dict[str, Any] = {}
 
     def factory(self) -> OptimizerFactory:
-        """What makes the optimizer from parameters."""
+        """Returns a function that makes the optimizer from parameters."""
         return lambda parameters: _call(
             OPTIMIZERS[self.kind], {"lr": self.lr, **self.options}, "optimizer.options", parameters
         )
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the roles run.
+    """Placement and number of the roles.
+
+    The fields from `ps` on apply to "ray" only.
 
     Attributes:
-        kind: "embedded": all in one process; "ray": as processes.
-        threads: of each process's store, and with "ray" of torch; null for one per core.
-        ps: embedding PSs; for "ray", like all that follows.
-        embedding_workers: how many.
-        data_loaders: how many.
-        nn_workers: how many.
+        kind: "embedded": all roles in one process; "ray": one process per role instance.
+        threads: threads of each process's store, and with "ray" of torch; null for one per core.
+        ps: number of embedding PSs.
+        embedding_workers: number of embedding workers.
+        data_loaders: number of data loaders.
+        nn_workers: number of NN workers.
         ray: address, resources, compression, ...
     """
 
@@ -194,7 +195,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ray: RayOptions = RayOptions()
 
     def build(self, prometheus_port: int | None = None) -> Cluster:
-        """The cluster; no process is started yet."""
+        """Builds the cluster without starting a process."""
         if self.kind == "embedded":
             return Embedded(self.threads, prometheus_port)
         from persia.cluster import Ray
@@ -205,22 +206,21 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ObserveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the run can be watched, beside `trainer.log_dir` and `trainer.progress`.
+    """Export of metrics, in addition to `trainer.log_dir` and `trainer.progress`.
 
     Attributes:
-        prometheus_port: where each process exports its figures, the next free port being taken if need be; null for
-            nowhere.
+        prometheus_port: port on which each process exports its metrics, or the next free one; null for no export.
     """
 
     prometheus_port: int | None = None
 
 
 class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How long to train.
+    """Length of the training.
 
     Attributes:
         epochs: passes over the data.
-        max_steps: most global steps; null for no bound.
+        max_steps: maximum number of global steps; null for no limit.
     """
 
     epochs: int = 1
@@ -228,21 +228,23 @@ class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ContinualConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `persia continual` needs beside.
+    """Further configuration of `persia continual`.
 
     Attributes:
-        modes: by day, the mode from this day on, such as `[continual.modes.8]` with `kind = "gba"`; `mode` before it.
+        modes: mode from a given day on, by day: `[continual.modes.8]` with `kind = "gba"`. Earlier days use `mode`.
     """
 
-    modes: dict[str, AnyMode] = {}
+    modes: dict[str, Mode] = {}
 
     def __post_init__(self) -> None:
         for day in self.modes:
             if not day.isdecimal():
-                raise ConfigError(f"continual.modes.{day}: a day is a whole number.", field=f"continual.modes.{day}")
+                raise ConfigError(
+                    f"Invalid day in continual.modes.{day}; expected a whole number.", field=f"continual.modes.{day}"
+                )
 
-    def mode(self, day: int) -> AnyMode | None:
-        """That of a day; None before the first entry."""
+    def mode(self, day: int) -> Mode | None:
+        """Returns the mode of a day; None before the first entry."""
         begun = [int(first) for first in self.modes if int(first) <= day]
         return {int(first): mode for first, mode in self.modes.items()}[max(begun)] if begun else None
 
@@ -252,17 +254,17 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         data: training samples.
-        eval_data: evaluated at the end; null for none.
-        schema: needed by "parquet" and "csv"; other readers know theirs.
+        eval_data: samples to evaluate on at the end; null for none.
+        schema: required by "parquet" and "csv"; other readers define their own.
         model: the network.
-        optimizer: of the network.
-        embedding_optimizer: of tables that declare none.
-        mode: of training: `kind = "sync"`, "hybrid", "gba", ...; or "auto", with a section `mode.asynchronous`.
-        cluster: where the roles run.
-        train: how long.
+        optimizer: optimizer of the network.
+        embedding_optimizer: optimizer of tables that declare none.
+        mode: training mode: `kind = "sync"`, "hybrid", "gba", ...; or "auto", with a section `mode.asynchronous`.
+        cluster: placement and number of the roles.
+        train: length of the training.
         trainer: precision, checkpoints, seed, ...
-        observe: metrics for Prometheus.
-        continual: for `persia continual`.
+        observe: export of metrics.
+        continual: options of `persia continual`.
     """
 
     data: DataConfig
@@ -271,7 +273,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: ModelConfig = ModelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     embedding_optimizer: EmbeddingOptimizer = Adagrad(lr=0.05)
-    mode: AnyMode | Auto = Hybrid()
+    mode: ModeSetting = Hybrid()
     cluster: ClusterConfig = ClusterConfig()
     train: TrainConfig = TrainConfig()
     trainer: TrainerOptions = TrainerOptions()
@@ -279,11 +281,11 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     continual: ContinualConfig = ContinualConfig()
 
     def reader(self) -> Any:
-        """The training reader; its `schema` is the run's."""
+        """Opens the training reader; its `schema` is that of the run."""
         return self.data.reader(self.schema, "data")
 
     def build_trainer(self, schema: Schema) -> Trainer:
-        """A new trainer; the network's initialisation follows `trainer.seed`."""
+        """Builds a new trainer; initialises the network from `trainer.seed`."""
         torch.manual_seed(self.trainer.seed)
         return Trainer(
             self.model.build(schema),
@@ -296,12 +298,16 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def dump(self) -> dict[str, Any]:
-        """The configuration as plain data, defaults included."""
+        """Returns the configuration as plain data, including defaults."""
         return dump(self)
 
 
 def _call(make: Callable[..., Any], options: dict[str, Any], where: str, *positional: Any) -> Any:
-    """Calls with options from a configuration; a wrong name becomes an error that lists the right ones."""
+    """Calls `make` with options of a configuration.
+
+    Raises:
+        ConfigError: an option is unknown or invalid; the message lists the valid names.
+    """
     known = [
         name
         for name, parameter in inspect.signature(make).parameters.items()
@@ -309,7 +315,9 @@ def _call(make: Callable[..., Any], options: dict[str, Any], where: str, *positi
     ]
     for name in options:
         if name not in known:
-            raise ConfigError(f"{where}.{name} is unknown; there are {', '.join(known)}.", field=f"{where}.{name}")
+            raise ConfigError(
+                f"Unknown option {where}.{name}; expected one of: {', '.join(known)}.", field=f"{where}.{name}"
+            )
     try:
         return make(*positional, **options)
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What commands print and write."""
+"""Output of the commands: tables on the terminal, JSON, TOML and prediction files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CONSOLE = Console()
 
 
 def print_fit(result: FitResult, checkpoint: str | None) -> None:
-    """The small table at the end of a training run."""
+    """Prints the summary of a training run."""
     table = Table(title="training")
     table.add_column("")
     table.add_column("", justify="right")
@@ -67,7 +67,7 @@ def print_fit(result: FitResult, checkpoint: str | None) -> None:
 
 
 def print_metrics(title: str, result: MetricsResult) -> None:
-    """Metrics by label, and by day where there are days."""
+    """Prints metrics by label, and by day if the data have days."""
     table = Table(title=title)
     for column in ("", "rows", "AUC", "log-loss", "calibration"):
         table.add_column(column, justify="left" if not column else "right")
@@ -80,7 +80,7 @@ def print_metrics(title: str, result: MetricsResult) -> None:
 
 
 def metrics_record(result: MetricsResult) -> dict[str, Any]:
-    """Metrics as plain data."""
+    """Converts metrics to plain data."""
 
     def plain(f: Figures) -> dict[str, Any]:
         return {"rows": f.rows, "auc": f.auc, "log_loss": f.log_loss, "calibration": f.calibration}
@@ -99,7 +99,7 @@ def metrics_record(result: MetricsResult) -> dict[str, Any]:
 
 
 def fit_record(result: FitResult) -> dict[str, Any]:
-    """The result of a training run as plain data."""
+    """Converts the result of a training run to plain data."""
     record: dict[str, Any] = {name: getattr(result, name) for name in result.__struct_fields__}
     record["progressive"] = metrics_record(result.progressive)
     record["evaluation"] = metrics_record(result.evaluation) if result.evaluation is not None else None
@@ -115,20 +115,20 @@ def fit_record(result: FitResult) -> dict[str, Any]:
 
 
 def check_writable(path: str) -> None:
-    """Raises OSError now rather than after hours of training."""
+    """Raises OSError if a file cannot be written, before hours of training rather than after."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8"):
         pass
 
 
 def write_json(path: str, record: Any) -> None:
-    """Writes strict JSON: what is not a number (an AUC of one class) becomes null."""
+    """Writes strict JSON; NaN (for example the AUC of a single class) becomes null."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(_finite(record), indent=2) + "\n", encoding="utf-8")
 
 
 def write_predictions(path: str, labels: list[str], batches: Iterator[NDArray[np.float32]]) -> int:
-    """Streams probabilities to a Parquet or CSV file; returns how many samples there were."""
+    """Streams probabilities to a Parquet or CSV file; returns the number of samples."""
     schema = pa.schema([(label, pa.float32()) for label in labels])
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     csv = path.endswith(".csv")
@@ -143,11 +143,11 @@ def write_predictions(path: str, labels: list[str], batches: Iterator[NDArray[np
 
 
 NULLS = {"pooling": "none", "staleness": "unbounded"}
-"""How fields whose null means something are spelled in TOML, which has none."""
+"""Spellings of null in TOML, which has none, for fields in which null is a value of its own."""
 
 
 def print_toml(tree: dict[str, Any], prefix: str = "") -> None:
-    """Prints plain data as TOML; keys without a value are comments."""
+    """Prints plain data as TOML; keys without a value become comments."""
     sections: list[tuple[str, Any]] = []
     for key, value in tree.items():
         tables = isinstance(value, list) and value and all(isinstance(item, dict) for item in value)
@@ -165,7 +165,7 @@ def print_toml(tree: dict[str, Any], prefix: str = "") -> None:
 
 
 def _inline(value: Any, key: str = "") -> str:
-    """A TOML value on one line, for example a schedule's `[[0, {kind = "sync"}]]`."""
+    """Formats a TOML value on one line, for example a schedule's `[[0, {kind = "sync"}]]`."""
     if isinstance(value, dict):
         known = {name: item for name, item in value.items() if item is not None or name in NULLS}
         return "{" + ", ".join(f"{name} = {_inline(item, name)}" for name, item in known.items()) + "}"
