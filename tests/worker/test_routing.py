@@ -1,8 +1,6 @@
 """Several PSs: the same numbers as one; and what an embedding worker does with repeated pushes."""
 
 import contextlib
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -20,7 +18,6 @@ from persia.nn import transfer
 from persia.nn.push_counts import PushCounts
 from persia.optim import SGD, Adagrad
 from persia.ps import EmbeddingServer, ServerOptions
-from persia.rpc.fan_out import call_all
 from persia.services import Connection, EmbeddingWorker
 from persia.types import Contribution, PushHeader, UpdateCounts
 from persia.worker import Worker, WorkerOptions
@@ -310,20 +307,6 @@ def test_compressed_rows_and_gradients_are_those_of_the_uncompressed_within_floa
             plain_counts = plain.worker.push(header(step), [contribution._replace(gradients=gradients)])
             assert worker.push(header(step), [Contribution(batch_id, halves, scales)]) == plain_counts
             assert plain_counts["user"].non_finite == 1
-
-
-def test_call_all_runs_side_by_side_and_raises_the_first_failure():
-    barrier = threading.Barrier(3, timeout=TIMEOUT)
-    assert call_all([lambda n=n: (barrier.wait(), n)[1] for n in range(3)]) == [0, 1, 2]
-    assert call_all([]) == []
-
-    def fail(message):
-        raise StoreError(message)
-
-    began = time.monotonic()
-    with pytest.raises(StoreError, match="second"):
-        call_all([lambda: 1, lambda: fail("second"), lambda: fail("third")])
-    assert time.monotonic() - began < TIMEOUT
 
 
 def test_counts_are_summed_over_servers():

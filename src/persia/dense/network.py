@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
+import functools
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,12 +13,12 @@ from persia.dense.layout import Layout, spec_of
 from persia.dense.server import check_optimizer, partition
 from persia.dense.state import capture, joined, restore
 from persia.errors import ClosedError, DeadlineError
+from persia.retry import Deadline
+from persia.rpc.fan_out import call_all, try_all
 from persia.services import DensePS
 from persia.types import JournalRecord, PushedDense, PushHeader
 
 __all__ = ["SharedNetwork"]
-
-T = TypeVar("T")
 
 SLICE_SECONDS = 0.5
 """A pull that waits looks so often whether it is still wanted."""
@@ -67,9 +66,6 @@ class SharedNetwork:
         ]
         self._versions = [-1] * len(servers)
         self._pulled_buffers: list[torch.Tensor] = []
-        # Two: what a pull waits for may be this NN worker's own push.
-        self._pulling = _SideBySide(len(servers))
-        self._pushing = _SideBySide(len(servers))
 
     @property
     def versions(self) -> list[int]:
@@ -94,29 +90,27 @@ class SharedNetwork:
             DeadlineError: the version did not come in time.
             ClosedError: it is not wanted any more.
         """
-        end = time.monotonic() + self._timeout
-        late: DeadlineError | None = None
-
-        def one(rank: int) -> _Found | None:
-            nonlocal late
-            try:
-                pulled = self._servers[rank].pull(self._versions[rank], least, SLICE_SECONDS)
-            except DeadlineError as error:
-                late = error
-                return None
-            if pulled.values is None:
-                return _Found(pulled.version, None)
-            return _Found(pulled.version, self._values[rank].unpack(pulled.values, self._parameters[0].device))
-
+        deadline = Deadline(self._timeout)
         found: dict[int, _Found] = {}
         while len(found) < len(self._servers):
             missing = [rank for rank in range(len(self._servers)) if rank not in found]
-            answers = zip(missing, self._pulling(one, missing), strict=True)
-            found.update((rank, answer) for rank, answer in answers if answer is not None)
-            if late is not None and len(found) < len(self._servers):
+            pulls = [
+                functools.partial(self._servers[rank].pull, self._versions[rank], least, SLICE_SECONDS)
+                for rank in missing
+            ]
+            late: DeadlineError | None = None
+            for rank, pulled in zip(missing, try_all(pulls, DeadlineError), strict=True):
+                if isinstance(pulled, DeadlineError):
+                    late = pulled
+                elif pulled.values is None:
+                    found[rank] = _Found(pulled.version, None)
+                else:
+                    values = self._values[rank].unpack(pulled.values, self._parameters[0].device)
+                    found[rank] = _Found(pulled.version, values)
+            if late is not None:
                 if not wanted():
                     raise ClosedError("The parameters are not wanted any more.")
-                if time.monotonic() > end:
+                if deadline.passed:
                     raise late
 
         @torch.no_grad()
@@ -144,22 +138,23 @@ class SharedNetwork:
         buffers = self._buffer_layout.pack(list(self._buffers.values())) if self._buffers else None
 
         def push(header: PushHeader, weight: float) -> None:
-            def one(rank: int) -> None:
-                mine = [taken[number] for number in self._owned[rank]]
-                if weight == 0 or header.weight == 0:
-                    self._servers[rank].push(header, PushedDense(0.0, None, None, None))
-                    return
+            if weight == 0 or header.weight == 0:
+                self.push_empty(header)
+                return
+            parts: list[PushedDense] = []
+            for rank, owned in enumerate(self._owned):
+                mine = [taken[number] for number in owned]
                 present = np.array([gradient is not None for gradient in mine], np.bool_)
                 packed = self._gradients[rank].pack(mine)
-                self._servers[rank].push(header, PushedDense(weight, packed, present, buffers if rank == 0 else None))
-
-            self._all(one)
+                parts.append(PushedDense(weight, packed, present, buffers if rank == 0 else None))
+            call_all([functools.partial(s.push, header, part) for s, part in zip(self._servers, parts, strict=True)])
 
         return push
 
     def push_empty(self, header: PushHeader) -> None:
         """Fills a slot for which there is no gradient."""
-        self._all(lambda rank: self._servers[rank].push(header, PushedDense(0.0, None, None, None)))
+        empty = PushedDense(0.0, None, None, None)
+        call_all([functools.partial(server.push, header, empty) for server in self._servers])
 
     # --- at rest ----------------------------------------------------------------------------------------------
 
@@ -167,30 +162,26 @@ class SharedNetwork:
         """The dense PSs take over what is here. One NN worker does it for all."""
         everything = dict(enumerate(self._parameters))
         state = capture(self._specs, everything, self._buffers, self._optimizer, self._scheduler)
-        self._all(lambda rank: self._servers[rank].load(state, generation, step))
+        call_all([functools.partial(server.load, state, generation, step) for server in self._servers])
 
     def record(self) -> None:
         """The dense PSs keep journals from now on."""
-        self._all(lambda rank: self._servers[rank].record())
+        call_all([functools.partial(server.record) for server in self._servers])
 
     def journals(self) -> list[JournalRecord]:
         """What took effect at each of them since."""
-        return self._all(lambda rank: self._servers[rank].journal())
+        return call_all([functools.partial(server.journal) for server in self._servers])
 
     def drain(self, generation: int, step: int, held: int) -> None:
         """Applies what has come of an incomplete step. One NN worker does it for all."""
-        self._all(lambda rank: self._servers[rank].drain(generation, step, held))
+        call_all([functools.partial(server.drain, generation, step, held) for server in self._servers])
 
     def take_over(self) -> None:
         """The network and its optimizer here become what the dense PSs have."""
-        state = joined(self._all(lambda rank: self._servers[rank].export()))
+        state = joined(call_all([functools.partial(server.export) for server in self._servers]))
         restore(state, dict(enumerate(self._parameters)), self._buffers, self._optimizer, self._scheduler)
         for parameter in self._parameters:
             parameter.grad = None
-
-    def _all(self, one: Callable[[int], T]) -> list[T]:
-        """Asks all dense PSs, side by side."""
-        return self._pushing(one, range(len(self._servers)))
 
 
 class _Found(NamedTuple):
@@ -198,15 +189,3 @@ class _Found(NamedTuple):
 
     version: int
     values: list[torch.Tensor] | None
-
-
-class _SideBySide:
-    """Calls a function for several dense PSs at once, by the threads that it owns."""
-
-    def __init__(self, threads: int) -> None:
-        self._threads = ThreadPoolExecutor(threads, "persia-dense") if threads > 1 else None
-
-    def __call__(self, one: Callable[[int], T], ranks: Sequence[int]) -> list[T]:
-        if self._threads is None:
-            return [one(rank) for rank in ranks]
-        return list(self._threads.map(one, ranks))

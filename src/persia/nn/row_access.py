@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
@@ -13,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from persia import batching
 from persia.batching.columns import id_column
 from persia.errors import ConfigError, DataError
+from persia.rpc.fan_out import call_all
 from persia.schema import Schema, Table
 from persia.services import EmbeddingPS
 from persia.types import BoolArray, Floats, Ids, Int64Array, Packed, RowsSet, RowState, StoredRows
@@ -58,9 +61,11 @@ class RowAccess:
         """
         declared = self._table(table)
         keys = self._ids(table, ids)
-        asked = list(self._parts(declared, keys)) or [(self._servers[0], np.empty(0, np.int64))]
-        parts = [server.read_rows(table, keys[places], state) for server, places in asked]
-        order = np.concatenate([places for _, places in asked])
+        rounds = list(self._rounds(declared, keys)) or [[(self._servers[0], np.empty(0, np.int64))]]
+        parts: list[StoredRows] = []
+        for asked in rounds:
+            parts += call_all([functools.partial(s.read_rows, table, keys[places], state) for s, places in asked])
+        order = np.concatenate([places for asked in rounds for _, places in asked])
         states = [part.state for part in parts if part.state is not None]
         return StoredRows(
             keys,
@@ -99,12 +104,19 @@ class RowAccess:
         rows = _checked_values(declared, keys, values)
         checked = None if state is None else _checked_state(declared, len(keys), state)
         done = RowsSet(0, 0, 0)
-        for server, places in self._parts(declared, keys):
-            part = checked
-            if checked is not None:
-                part = RowState(checked.values[places], checked.update_count[places], checked.last_step[places])
-            answer = server.set_rows(secrets.randbits(63), table, keys[places], rows[places], part)
-            done = RowsSet(*map(sum, zip(done, answer, strict=True)))
+        for asked in self._rounds(declared, keys):
+            calls = [
+                functools.partial(
+                    server.set_rows,
+                    secrets.randbits(63),
+                    table,
+                    keys[places],
+                    rows[places],
+                    None if checked is None else _state_at(checked, places),
+                )
+                for server, places in asked
+            ]
+            done = RowsSet(*map(sum, zip(done, *call_all(calls), strict=True)))
         return done
 
     def contains(self, ids: Mapping[str, Ids]) -> dict[str, BoolArray]:
@@ -113,9 +125,15 @@ class RowAccess:
             return dict(self._servers[0].contains(Packed.of(ids, np.uint64)))
         found = {table: np.zeros(len(mine), np.bool_) for table, mine in ids.items()}
         owners = {table: batching.owners(table, mine, len(self._servers)) for table, mine in ids.items()}
-        for number, server in enumerate(self._servers):
-            places = {table: np.flatnonzero(owner == number) for table, owner in owners.items()}
-            answer = server.contains(Packed.of({table: ids[table][at] for table, at in places.items()}, np.uint64))
+        owned = [
+            {table: np.flatnonzero(owner == number) for table, owner in owners.items()}
+            for number in range(len(self._servers))
+        ]
+        asked = [Packed.of({table: ids[table][at] for table, at in places.items()}, np.uint64) for places in owned]
+        answers = call_all(
+            [functools.partial(server.contains, mine) for server, mine in zip(self._servers, asked, strict=True)]
+        )
+        for places, answer in zip(owned, answers, strict=True):
             for table, at in places.items():
                 found[table][at] = answer[table]
         return found
@@ -123,8 +141,8 @@ class RowAccess:
     def statistics(self) -> dict[str, dict[str, int]]:
         """Counters of the tables, summed over the PSs."""
         total: dict[str, dict[str, int]] = {}
-        for server in self._servers:
-            for table, counters in server.statistics().items():
+        for answer in call_all([functools.partial(server.statistics) for server in self._servers]):
+            for table, counters in answer.items():
                 mine = total.setdefault(table, {})
                 for name, value in counters.items():
                     mine[name] = mine.get(name, 0) + value
@@ -156,14 +174,24 @@ class RowAccess:
             )
         return column.values
 
-    def _parts(self, table: Table, ids: Ids) -> Iterator[tuple[EmbeddingPS, Int64Array]]:
-        """Each PS, and the places of ids that it owns; a PS comes several times if it owns many."""
+    def _rounds(self, table: Table, ids: Ids) -> Iterator[list[tuple[EmbeddingPS, Int64Array]]]:
+        """PSs to ask at the same time, each with places of ids that it owns; who owns many is in several rounds."""
         most = max(1, CHUNK_BYTES // (17 + 4 * (1 + MOST_STATE) * table.dim))
         owner = batching.owners(table.name, ids, len(self._servers))
-        for number, server in enumerate(self._servers):
-            places = np.flatnonzero(owner == number)
-            for start in range(0, len(places), most):
-                yield server, places[start : start + most]
+        owned = [np.flatnonzero(owner == number) for number in range(len(self._servers))]
+        for start in itertools.count(0, most):
+            asked = [
+                (server, places[start : start + most])
+                for server, places in zip(self._servers, owned, strict=True)
+                if start < len(places)
+            ]
+            if not asked:
+                return
+            yield asked
+
+
+def _state_at(state: RowState, places: Int64Array) -> RowState:
+    return RowState(state.values[places], state.update_count[places], state.last_step[places])
 
 
 def _ordered(order: Int64Array, parts: Sequence[NDArray[S]]) -> NDArray[S]:

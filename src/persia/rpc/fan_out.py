@@ -1,4 +1,4 @@
-"""Asks several peers at once."""
+"""Calls several peers at the same time."""
 
 from __future__ import annotations
 
@@ -7,53 +7,65 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
-from persia import rpc
-from persia.rpc.stub import RemoteMethod
+from persia.rpc.stub import RemoteMethod, start
 
-__all__ = ["call_all"]
+__all__ = ["call_all", "try_all"]
 
 T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
 
 
 def call_all(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Runs all calls side by side and returns their results in order, once all have ended.
+    """Runs all calls at the same time; returns their results in order once all have ended.
 
-    Calls may block for long, and must not queue behind others that wait for them. Those of stubs (as `partial`) are all
-    under way at once by themselves; for others, threads are made.
+    A call may block for long, and never queues behind another one. Calls of stubs, given as `functools.partial` of the
+    method, need no threads: all are sent before the first reply is awaited. Each other call but one gets a thread.
 
     Raises:
-        BaseException: what the first of the calls that failed has raised.
+        BaseException: the failure of the first call, in order, that has failed.
     """
-    if len(calls) == 1:  # Nobody to be under way beside.
+    if len(calls) == 1:
         return [calls[0]()]
-    results: list[T | None] = [None] * len(calls)
-    failures: dict[int, BaseException] = {}
+    outcomes = try_all(calls, BaseException)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return cast("list[T]", outcomes)
+
+
+def try_all(calls: Sequence[Callable[[], T]], errors: type[E] | tuple[type[E], ...]) -> list[T | E]:
+    """Like `call_all`, with these errors in the places of the results of calls that have raised them."""
+    started = [(call, _send(call)) for call in calls]
+    outcomes: list[T | BaseException | None] = [None] * len(started)
 
     def run(number: int, call: Callable[[], T]) -> None:
         try:
-            results[number] = call()
+            outcomes[number] = call()
         except BaseException as error:
-            failures[number] = error
+            outcomes[number] = error
 
-    waits = [_started(call) for call in calls]
-    here = [number for number, wait in enumerate(waits) if wait is None]
-    threads = [threading.Thread(target=run, args=(n, calls[n]), name="persia-call", daemon=True) for n in here[1:]]
+    here = [number for number, (_, sent) in enumerate(started) if sent is None]
+    threads = [
+        threading.Thread(target=run, args=(number, started[number][0]), name="persia-call", daemon=True)
+        for number in here[1:]
+    ]
     for thread in threads:
         thread.start()
     if here:
-        run(here[0], calls[here[0]])
-    for number, wait in enumerate(waits):
-        if wait is not None:
-            run(number, wait)
+        run(here[0], started[here[0]][0])
+    for number, (_, sent) in enumerate(started):
+        if sent is not None:
+            run(number, sent)
     for thread in threads:
         thread.join()
-    if failures:
-        raise failures[min(failures)]
-    return cast("list[T]", results)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException) and not isinstance(outcome, errors):
+            raise outcome
+    return cast("list[T | E]", outcomes)
 
 
-def _started(call: Callable[[], T]) -> Callable[[], T] | None:
-    """Starts a call of a stub, and returns what waits for it."""
+def _send(call: Callable[[], T]) -> Callable[[], T] | None:
+    """Sends a call of a stub, and returns the function that waits for its reply; None for any other call."""
     if isinstance(call, functools.partial) and isinstance(call.func, RemoteMethod):
-        return rpc.start(call.func, *call.args).result
+        return start(call.func, *call.args, **call.keywords).result
     return None
