@@ -182,7 +182,7 @@ def test_sigkill(tmp_path: Path, point: int) -> None:
     write(tmp_path, 10)
     program = (
         "import sys, os, signal\n"
-        f"sys.path[:0] = [{str(Path(__file__).parent)!r}]\n"
+        f"sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}\n"
         "import pytest\n"
         "from test_checkpoint_faults import Faults, write_without_cleanup\n"
         "with pytest.MonkeyPatch.context() as patch:\n"
