@@ -37,7 +37,7 @@ from persia.modes import Hybrid
 from persia.optim import Adagrad
 from persia.ps import EmbeddingServer
 from persia.schema import IdFeature, Schema
-from persia.store import EmbeddingStore, Spill, TableConfig
+from persia.store import NativeStore, Spill, TableConfig
 from persia.trainer.checkpointing import write_rows
 from persia.types import Gradients, PushHeader
 
@@ -316,7 +316,7 @@ def updates(preset: str) -> Iterator[harness.Measure]:
     random = np.random.default_rng(0)
     batches = [random.choice(rows, size, replace=False).astype(np.uint64) for _ in range(8)]
     gradients = random.normal(size=(size, DIM)).astype(np.float32)
-    store = EmbeddingStore()
+    store = NativeStore()
     store.create_table(TableConfig("item", DIM))
     for begin in range(0, rows, 100_000):
         store.lookup([0], [np.arange(begin, min(rows, begin + 100_000), dtype=np.uint64)], True)

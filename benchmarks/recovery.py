@@ -29,7 +29,7 @@ from benchmarks.recovery_load import Load, kills
 
 from persia import rpc
 from persia.services import EmbeddingPS
-from persia.store import EmbeddingStore, TableConfig
+from persia.store import NativeStore, TableConfig
 
 BATCH = 65_536
 BURST = 8
@@ -236,9 +236,9 @@ def others_answer(preset: str) -> harness.Measure:
     return harness.quantity("recovery.others_answer", [one / middle for one in alone], "x calls/s", 0.9)
 
 
-def filled(directory: Path | None, rows: int) -> EmbeddingStore:
+def filled(directory: Path | None, rows: int) -> NativeStore:
     """A store of 1 thread: in files, or in anonymous memory."""
-    store = EmbeddingStore()
+    store = NativeStore()
     store.create_table(TableConfig("table", DIM), None if directory is None else str(directory / "table"))
     for start in range(0, rows, BATCH):
         store.lookup([0], [ids_of(np.arange(start, min(start + BATCH, rows)))], True)
@@ -258,17 +258,17 @@ def rate(keys: list[np.ndarray], call: Callable[[np.ndarray], object]) -> Callab
     return measure
 
 
-def looking_up(store: EmbeddingStore, keys: list[np.ndarray]) -> Callable[[], float]:
+def looking_up(store: NativeStore, keys: list[np.ndarray]) -> Callable[[], float]:
     out = [np.empty((len(keys[0]), DIM), np.float32)]
     return rate(keys, lambda ids: store.lookup([0], [ids], True, out))
 
 
-def updating(store: EmbeddingStore, keys: list[np.ndarray]) -> Callable[[], float]:
+def updating(store: NativeStore, keys: list[np.ndarray]) -> Callable[[], float]:
     gradients = np.random.default_rng(1).normal(size=(len(keys[0]), DIM)).astype(np.float32)
     return rate(keys, lambda ids: store.update([0], [ids], [gradients], [0.05], 1))
 
 
-Work = Callable[[EmbeddingStore, list[np.ndarray]], Callable[[], float]]
+Work = Callable[[NativeStore, list[np.ndarray]], Callable[[], float]]
 
 
 def shared(preset: str, name: str, work: Work, targets: tuple[float | None, float | None]) -> Iterator[harness.Measure]:

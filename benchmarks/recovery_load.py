@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from persia.ps.regions import Regions
-from persia.store import EmbeddingStore, Rows, TableConfig
+from persia.store import NativeStore, Rows, TableConfig
 
 DEADLINE = 60.0
 CLIENT = 7
@@ -59,7 +59,7 @@ class Load(NamedTuple):
             return Operation(operation, ids, None)
         return Operation(operation, ids, generator.normal(size=(len(ids), self.dim)).astype(np.float32))
 
-    def apply(self, store: EmbeddingStore, operation: int) -> None:
+    def apply(self, store: NativeStore, operation: int) -> None:
         self.prepare(operation).run(store)
 
 
@@ -70,14 +70,14 @@ class Operation(NamedTuple):
     ids: np.ndarray
     gradients: np.ndarray | None
 
-    def run(self, store: EmbeddingStore) -> None:
+    def run(self, store: NativeStore) -> None:
         if self.gradients is None:
             store.lookup([0], [self.ids], train=True)
         else:
             store.update([0], [self.ids], [self.gradients], [0.05], self.number, client=CLIENT, sequence=self.number)
 
 
-def columns(store: EmbeddingStore) -> dict[int, bytes]:
+def columns(store: NativeStore) -> dict[int, bytes]:
     """The bytes of each row by id, but for its recency, which depends on how often something was tried."""
     found: dict[int, bytes] = {}
     for _, rows in store.iterate_rows(0):
@@ -117,7 +117,7 @@ class Victim:
     def __init__(self, directory: Path, load: Load) -> None:
         self.directory = directory
         self.load = load
-        self.twin = EmbeddingStore()
+        self.twin = NativeStore()
         self.twin.create_table(load.table())
         self.done = 0
 
@@ -159,7 +159,7 @@ class Victim:
         before = columns(self.twin)
         self.load.apply(self.twin, completed + 1)
         after = columns(self.twin)
-        store = EmbeddingStore(2)
+        store = NativeStore(2)
         began = time.perf_counter()
         assert Regions(str(self.directory)).create_tables(store, [self.load.table()])
         seconds = time.perf_counter() - began
@@ -183,7 +183,7 @@ def kills(directory: Path, load: Load, count: int, longest: float) -> list[Verdi
 
 
 def _work(directory: str, progress: str, done: int, load: Load) -> None:
-    store = EmbeddingStore(2)
+    store = NativeStore(2)
     Regions(directory).create_tables(store, [load.table()])
     with open(progress, "r+b") as file, mmap.mmap(file.fileno(), 8) as memory:
         while True:

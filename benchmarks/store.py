@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import harness
 
-from persia.store import EmbeddingStore, TableConfig
+from persia.store import NativeStore, TableConfig
 
 BATCH = 65_536
 DIM = 16
@@ -48,8 +48,8 @@ def ids_of(rows: np.ndarray) -> np.ndarray:
     return rows.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 
 
-def filled(rows: int, dim: int = DIM, threads: int = 1, **settings) -> EmbeddingStore:
-    store = EmbeddingStore(threads)
+def filled(rows: int, dim: int = DIM, threads: int = 1, **settings) -> NativeStore:
+    store = NativeStore(threads)
     store.create_table(TableConfig("table", dim, **settings))
     out = np.empty((BATCH, dim), np.float32)
     for start in range(0, rows, BATCH):
@@ -86,7 +86,7 @@ def rate(batches: list[np.ndarray], call: Callable[[np.ndarray, int], object]) -
     return measure
 
 
-def looking_up(store: EmbeddingStore, batches: list[np.ndarray], dim: int = DIM) -> Callable[[], float]:
+def looking_up(store: NativeStore, batches: list[np.ndarray], dim: int = DIM) -> Callable[[], float]:
     out = [np.empty((len(batches[0]), dim), np.float32)]
     keys = [ids_of(batch) for batch in batches]
     return rate(keys, lambda ids, _: store.lookup([0], [ids], True, out))
@@ -175,7 +175,7 @@ def growth(preset: str) -> harness.Measure:
 def bytes_per_row(preset: str) -> harness.Measure:
     """Bytes per row beyond embedding and optimizer state, index included: the worst over the growth of a table."""
     scale = SCALES[preset]
-    store = EmbeddingStore()
+    store = NativeStore()
     index = store.create_table(TableConfig("table", DIM))
     config = store.config(index)
     payload = 4 * (config.dim + config.state_width)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from persia.ps.regions import Regions, leftovers
-from persia.store import EmbeddingStore, TableConfig
+from persia.store import NativeStore, TableConfig
 
 
 def regions(*arguments):
@@ -17,7 +17,7 @@ def regions(*arguments):
 def test_lists_and_cleans(tmp_path):
     assert "no regions" in regions("--directory", str(tmp_path))
     used, left = (tmp_path / f"persia-{name}" / "ps-0" for name in ("used", "left"))
-    stores = [EmbeddingStore(), EmbeddingStore()]
+    stores = [NativeStore(), NativeStore()]
     for store, directory in zip(stores, (used, left), strict=True):
         Regions(str(directory)).create_tables(store, [TableConfig("item", 4, capacity=100)])
     stores.pop()

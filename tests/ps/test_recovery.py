@@ -26,7 +26,7 @@ from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.regions import Regions, retry_when_full
 from persia.schema import SGD, IdFeature, Schema, Table
 from persia.services import EmbeddingPS
-from persia.store import EmbeddingStore, TableConfig
+from persia.store import NativeStore, TableConfig
 from persia.types import Contribution, Gradients, PushHeader
 from persia.worker import Worker
 from support.ps_process import TABLES
@@ -248,7 +248,7 @@ def test_a_bad_manifest(root, text):
 def test_a_directory_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match=r"cannot be made"):
-        Regions(str(tmp_path / "file" / "ps-0")).create_tables(EmbeddingStore(), [TableConfig("item", 4)])
+        Regions(str(tmp_path / "file" / "ps-0")).create_tables(NativeStore(), [TableConfig("item", 4)])
 
 
 @pytest.fixture
@@ -274,7 +274,7 @@ def test_capacities_that_do_not_fit_are_refused(mounted):
     place = mounted("size=4m")
     tables = [TableConfig("item", 16, capacity=10_000_000, shards=1), TableConfig("user", 16)]
     with pytest.raises(StoreFullError, match=r"4 MiB free.* item may need 1602 MiB .*remount.*set `regions`") as caught:
-        Regions(str(place / "ps-0")).create_tables(EmbeddingStore(), tables)
+        Regions(str(place / "ps-0")).create_tables(NativeStore(), tables)
     assert caught.value.fields["wanted"] > caught.value.fields["free"]
     assert not any((place / "ps-0").iterdir())
 
@@ -302,14 +302,14 @@ def test_capacities_must_fit_for_all_ps_of_a_host(mounted):
 
 def test_the_log_says_how_much_room_there_is_and_what_would_be_faster(mounted, caplog):
     caplog.set_level("INFO", "persia.ps")
-    Regions(str(mounted("size=4m,huge=never") / "ps-0")).create_tables(EmbeddingStore(), [TableConfig("item", 16)])
+    Regions(str(mounted("size=4m,huge=never") / "ps-0")).create_tables(NativeStore(), [TableConfig("item", 16)])
     assert "4 MiB free: when it is full" in caplog.text
     assert "--shm-size" in caplog.text
     assert "huge=advise" in caplog.text
     caplog.clear()
     small = TableConfig("item", 16, capacity=1000, shards=1)
     place = mounted("size=1g,huge=advise")
-    store = EmbeddingStore()
+    store = NativeStore()
     Regions(str(place / "ps-0")).create_tables(store, [small, TableConfig("user", 16)])
     assert "0 MiB declared" in caplog.text
     assert "huge=advise" not in caplog.text
@@ -321,7 +321,7 @@ def test_the_log_says_how_much_room_there_is_and_what_would_be_faster(mounted, c
 def test_a_growth_that_fails_takes_nothing(mounted):
     """Else it would keep what it could get: others that need less would find nothing, and so would the coordinator."""
     place = mounted("size=6m")
-    store = EmbeddingStore()
+    store = NativeStore()
     Regions(str(place / "ps-0")).create_tables(store, [TableConfig("item", 16, shards=1)])
 
     def free():

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from persia.store import EmbeddingStore, ReferenceStore, TableConfig
+from persia.store import NativeStore, ReferenceStore, TableConfig
 
 OPTIMIZERS = [
     ("sgd", {}),
@@ -58,7 +58,7 @@ def export_all(store, config, table=0):
 
 def restored(store, config, threads):
     """A new store with the same content."""
-    other = EmbeddingStore(threads)
+    other = NativeStore(threads)
     other.create_table(config)
     for _, rows in export_all(store, config):
         other.import_rows(0, rows)
@@ -83,7 +83,7 @@ def compare(store, reference, config):
 def test_any_history(data):
     config = data.draw(configs())
     threads = data.draw(st.sampled_from([1, 3]))
-    store, reference = EmbeddingStore(threads), ReferenceStore()
+    store, reference = NativeStore(threads), ReferenceStore()
     store.create_table(config)
     reference.create_table(config)
     random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
@@ -111,7 +111,7 @@ def test_any_history(data):
 def test_adam_beyond_cached_corrections():
     """Long-lived rows leave the table of bias corrections; the value must not jump."""
     config = TableConfig("t", 4, optimizer="adam", shards=1)
-    store, reference = EmbeddingStore(), ReferenceStore()
+    store, reference = NativeStore(), ReferenceStore()
     ids = np.zeros(500, np.uint64)
     for s in (store, reference):
         s.create_table(config)
@@ -129,7 +129,7 @@ def test_values_do_not_depend_on_shards_or_order():
     ids = np.arange(5000, dtype=np.uint64)
     values = []
     for shards, order in ((1, ids), (8, ids[::-1].copy())):
-        store = EmbeddingStore(2)
+        store = NativeStore(2)
         store.create_table(TableConfig("t", 16, shards=shards, seed=3))
         store.lookup([0], [order], True)
         values.append(store.lookup([0], [ids], False)[0])
@@ -138,7 +138,7 @@ def test_values_do_not_depend_on_shards_or_order():
 
 def test_large_eviction_is_least_recently_used():
     """Beyond one scan of the queue: batches in order, so exactly the latest `capacity` ids survive."""
-    store = EmbeddingStore()
+    store = NativeStore()
     store.create_table(TableConfig("t", 2, capacity=50_000, shards=1))
     for start in range(0, 400_000, 1000):
         store.lookup([0], [np.arange(start, start + 1000, dtype=np.uint64)], True)
@@ -152,7 +152,7 @@ def test_large_eviction_is_least_recently_used():
 
 def test_clock_overflow_keeps_order():
     config = TableConfig("t", 2, capacity=8, shards=1)
-    store, reference = EmbeddingStore(), ReferenceStore()
+    store, reference = NativeStore(), ReferenceStore()
     for s in (store, reference):
         s.create_table(config)
         for id_ in (5, 3, 1, 4, 2, 0, 6, 7):

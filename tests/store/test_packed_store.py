@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persia.errors import StoreError
-from persia.store import EmbeddingStore, TableConfig
+from persia.store import NativeStore, TableConfig
 
 DIMS = (3, 1, 4)
 ids_of_a_table = st.lists(st.integers(0, 20), unique=True, max_size=12).map(lambda ids: np.array(ids, np.uint64))
@@ -17,7 +17,7 @@ batches = st.lists(
 
 
 def a_store():
-    store = EmbeddingStore(2)
+    store = NativeStore(2)
     for number, dim in enumerate(DIMS):
         store.create_table(TableConfig(f"t{number}", dim, capacity=16, shards=2, seed=number))
     return store

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from recovery_load import Load, Victim, columns, kills
 
 from persia.errors import StoreError, StoreFullError
-from persia.store import EmbeddingStore, TableConfig, native
+from persia.store import NativeStore, TableConfig, native
 
 CONFIG = TableConfig("item", 4, capacity=1000, shards=2)
 HEADER = 16384
@@ -43,7 +43,7 @@ def impatient(monkeypatch):
 
 
 def make(directory, attach=False, config=CONFIG):
-    store = EmbeddingStore()
+    store = NativeStore()
     store.create_table(config, str(directory / "t"), attach)
     return store
 
@@ -255,10 +255,10 @@ def test_a_table_that_does_not_fit_at_all(small):
 LIMITED = """
 import json, resource, sys
 from persia.errors import StoreError
-from persia.store import EmbeddingStore, TableConfig
+from persia.store import NativeStore, TableConfig
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 try:
-    EmbeddingStore().create_table(TableConfig("item", 4, capacity=1000, shards=1), sys.argv[1])
+    NativeStore().create_table(TableConfig("item", 4, capacity=1000, shards=1), sys.argv[1])
 except StoreError as error:
     print(json.dumps(str(error)))
 """
@@ -299,7 +299,7 @@ def test_a_row_that_was_changed_is_noticed(directory):
     """The comparison of the tests above sees a single wrong bit."""
     victim = Victim(directory / "regions", Load(3))
     completed = victim.run_and_kill(0.02)
-    store = EmbeddingStore()
+    store = NativeStore()
     store.create_table(Load(3).table(), str(next((directory / "regions").glob("*.0")).with_suffix("")), attach=True)
     _, rows = next(store.iterate_rows(0))
     rows.embeddings[0, 0] += 1e-3

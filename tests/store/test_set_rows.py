@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from test_against_reference import compare, configs
 
 from persia.ps.row_access import set_rows
-from persia.store import EmbeddingStore, ReferenceStore
+from persia.store import NativeStore, ReferenceStore
 from persia.types import RowState
 
 
@@ -15,7 +15,7 @@ from persia.types import RowState
 def test_native_and_reference_agree(data):
     """Whatever came before, and in a full shard too: rows, state, recency, counters."""
     config = data.draw(configs())
-    store, reference = EmbeddingStore(data.draw(st.sampled_from([1, 3]))), ReferenceStore()
+    store, reference = NativeStore(data.draw(st.sampled_from([1, 3]))), ReferenceStore()
     store.create_table(config)
     reference.create_table(config)
     random = np.random.default_rng(data.draw(st.integers(0, 2**32)))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persia.errors import StoreError
-from persia.store import EmbeddingStore, ReferenceStore, Rows, Spill, TableConfig
+from persia.store import NativeStore, ReferenceStore, Rows, Spill, TableConfig
 
 
 def ids_of(random, universe):
@@ -43,7 +43,7 @@ def test_any_history(seed, capacity, shards, buffer):
     random = np.random.default_rng(seed)
     universe = random.integers(0, 2**64, 100, dtype=np.uint64)
     config = TableConfig("t", 3, capacity=capacity, shards=shards, optimizer="adam")
-    store, reference = EmbeddingStore(), ReferenceStore()
+    store, reference = NativeStore(), ReferenceStore()
     for s in (store, reference):
         s.create_table(config)
     model = {}
@@ -80,7 +80,7 @@ def test_any_history(seed, capacity, shards, buffer):
 
 
 def test_a_cut_that_is_read_holds_back_what_would_mix_it():
-    store = EmbeddingStore()
+    store = NativeStore()
     store.create_table(TableConfig("t", 3, shards=1))
     store.lookup([0], [np.arange(5, dtype=np.uint64)], True)
     rows, _ = store.export_rows(0, 0)
@@ -108,7 +108,7 @@ def test_a_cut_that_is_read_holds_back_what_would_mix_it():
 
 
 def test_a_reader_of_a_cut_that_was_ended_takes_nothing_from_the_next():
-    store = EmbeddingStore()
+    store = NativeStore()
     store.create_table(TableConfig("t", 3, shards=1))
     store.lookup([0], [np.arange(5, dtype=np.uint64)], True)
     before = store.begin_cut(0, 0, Spill("/tmp"))
@@ -122,7 +122,7 @@ def test_a_reader_of_a_cut_that_was_ended_takes_nothing_from_the_next():
 
 
 def test_renumbering_of_stamps_ends_a_cut():
-    store = EmbeddingStore()
+    store = NativeStore()
     store.create_table(TableConfig("t", 3, shards=1))
     store.lookup([0], [np.arange(5, dtype=np.uint64)], True)
     state = store.export_state(0, 0)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from persia.errors import ConfigError, StoreError
-from persia.store import EmbeddingStore, TableConfig
+from persia.store import NativeStore, TableConfig
 
 
 def resident_bytes():
@@ -23,7 +23,7 @@ def ids(*values):
 
 
 def make(dim=4, threads=1, **settings):
-    store = EmbeddingStore(threads)
+    store = NativeStore(threads)
     store.create_table(TableConfig("item", dim, **settings))
     return store
 

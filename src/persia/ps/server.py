@@ -25,7 +25,7 @@ from persia.pushes.sequencer import PushSequencer
 from persia.pushes.step_barrier import ArrivedPush, StepBarrier
 from persia.schema import EmbeddingOptimizer, Table
 from persia.services import RowChunk, SnapshotInfo, StatePiece
-from persia.store import EmbeddingStore, Rows
+from persia.store import EmbeddingStore, NativeStore, Rows
 from persia.telemetry.metrics import Readings, figures
 from persia.types import (
     MERGED,
@@ -101,7 +101,7 @@ class EmbeddingServer:
         self._version = 0
         """Updates since step 0."""
         self._pool = batching.ThreadPool(threads)
-        self._store = EmbeddingStore(self._pool)
+        self._store: EmbeddingStore = NativeStore(self._pool)
         self._scratch = batching.Scratch()
         self._tables = {
             name: msgspec.structs.replace(table, optimizer=table.optimizer or optimizer)

@@ -1,11 +1,21 @@
 """The embedding store of one process: tables of rows by id.
 
-:class:`EmbeddingStore` is the native one, :class:`ReferenceStore` its slow, readable twin with the same results.
+:class:`EmbeddingStore` is the interface, :class:`NativeStore` the native implementation, :class:`ReferenceStore` its
+slow, readable twin with the same results.
 """
 
 from persia.store.config import OPTIMIZER_PARAMS, TableConfig
-from persia.store.native import EmbeddingStore
+from persia.store.native import NativeStore
+from persia.store.protocol import EmbeddingStore, Rows, ShardState, Spill
 from persia.store.reference import ReferenceStore
-from persia.store.rows import Rows, ShardState, Spill
 
-__all__ = ["OPTIMIZER_PARAMS", "EmbeddingStore", "ReferenceStore", "Rows", "ShardState", "Spill", "TableConfig"]
+__all__ = [
+    "OPTIMIZER_PARAMS",
+    "EmbeddingStore",
+    "NativeStore",
+    "ReferenceStore",
+    "Rows",
+    "ShardState",
+    "Spill",
+    "TableConfig",
+]

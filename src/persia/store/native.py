@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from persia.errors import ConfigError, StoreError, StoreFullError
 from persia.store.config import TableConfig
-from persia.store.rows import Rows, ShardState, Spill
+from persia.store.protocol import EmbeddingStore, Rows, ShardState, Spill
 from persia.types import UpdateCounts
 
-__all__ = ["EmbeddingStore"]
+__all__ = ["NativeStore"]
 
 LOCK_SECONDS = 10.0
 """How long a process that was killed may take to let go of its regions: it has to tear down their mapping."""
@@ -53,7 +53,7 @@ def _native_config(config: TableConfig) -> Any:
     return native
 
 
-class EmbeddingStore:
+class NativeStore(EmbeddingStore):
     """Hash tables from id to embedding row, bounded by least-recently-used eviction.
 
     Tables are numbered in the order of creation. Every method may be called from any thread; it blocks while another
@@ -71,24 +71,7 @@ class EmbeddingStore:
         self._configs: list[TableConfig] = []
 
     def create_table(self, config: TableConfig, files: str | None = None, attach: bool = False) -> int:
-        """Adds a table and returns its number.
-
-        Address space is reserved for the whole capacity, memory is used as rows arrive.
-
-        Args:
-            config: of the table.
-            files: None keeps rows in the memory of this process. A path keeps them in the files path.0, path.1, ...,
-                one for each shard, on whatever file system that is. They outlive the process, however it ends: no row
-                but those being written at that moment differs, and those are as before. One process has them at a
-                time.
-            attach: go on with the rows of these files, instead of making new ones. Blocks for about a second per 10 M
-                rows if a process died while it inserted.
-
-        Raises:
-            ConfigError: the name is in use.
-            StoreError: the address space cannot be reserved; the files are in use, damaged, or of another table.
-            StoreFullError: there is no room for the files.
-        """
+        """See `EmbeddingStore.create_table`."""
         if any(config.name == other.name for other in self._configs):
             raise ConfigError(f"table {config.name!r} exists already: give each table its own name", table=config.name)
         native = _native_config(config)
@@ -102,11 +85,7 @@ class EmbeddingStore:
         return index
 
     def recovery(self, table: int) -> dict[str, int]:
-        """How a table was found that was attached to: its `shards`, and how many of them were what.
-
-        `busy`: in work when the process died. `undone`: a half written row is as before. `open`: a push was
-        interrupted, and goes on where it was when it is repeated. `rebuilt`: the index was made anew from the rows.
-        """
+        """See `EmbeddingStore.recovery`."""
         with _store_errors():
             found: dict[str, int] = self._native.recovery(table)
         return found
@@ -117,7 +96,7 @@ class EmbeddingStore:
         return tuple(self._configs)
 
     def config(self, table: int) -> TableConfig:
-        """The configuration of a table. Raises `StoreError` for an unknown number."""
+        """See `EmbeddingStore.config`."""
         if not 0 <= table < len(self._configs):
             raise StoreError(f"there is no table {table}: the store has {len(self._configs)}", table=table)
         return self._configs[table]
@@ -198,19 +177,7 @@ class EmbeddingStore:
         out: NDArray[np.float32],
         train: bool,
     ) -> None:
-        """`lookup` with the ids of all tables, and their rows, one table after another.
-
-        Args:
-            tables: numbers of the tables, each at most once.
-            counts: per table, how many ids.
-            ids: uint64 [sum of counts], contiguous.
-            out: float32 [sum of count * dim] to write to, contiguous.
-            train: see `lookup`.
-
-        Raises:
-            StoreError: an argument does not fit. Nothing has been changed.
-            StoreFullError: as in `lookup`.
-        """
+        """See `EmbeddingStore.lookup_packed`."""
         with _store_errors():
             _core.packed.lookup(self._native, tables, counts, ids, out, train)
 
@@ -225,25 +192,25 @@ class EmbeddingStore:
         client: int = 0,
         sequence: int = 0,
     ) -> list[UpdateCounts]:
-        """`update` with the ids and gradients of all tables one table after another; `counts` says how many of each."""
+        """See `EmbeddingStore.update_packed`."""
         with _store_errors():
             found = _core.packed.update(self._native, tables, counts, ids, gradients, lrs, step, client, sequence)
         return [UpdateCounts(*count) for count in found]
 
     def peek(self, table: int, ids: NDArray[np.uint64]) -> tuple[NDArray[np.bool_], Rows]:
-        """Whole rows without touching them: (found [n], rows [n]); columns of ids without a row are zero."""
+        """See `EmbeddingStore.peek`."""
         with _store_errors():
             found, rows = self._native.peek(table, ids)
         return found.astype(np.bool_), Rows(*rows)
 
     def last_steps(self, table: int, ids: NDArray[np.uint64]) -> NDArray[np.uint32]:
-        """In which step each id's row was last changed, uint32 [n]; 0 for a new row and for none. Touches nothing."""
+        """See `EmbeddingStore.last_steps`."""
         with _store_errors():
             steps: NDArray[np.uint32] = self._native.last_steps(table, ids)
         return steps
 
     def contains(self, table: int, ids: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """Which ids have a row: bool [n]."""
+        """See `EmbeddingStore.contains`."""
         return self.peek(table, ids)[0]
 
     def export_rows(
@@ -266,7 +233,7 @@ class EmbeddingStore:
         return Rows(*rows), following if following == start + max_rows else None
 
     def iterate_rows(self, table: int, *, since_epoch: int = 0, max_rows: int = 65536) -> Iterator[tuple[int, Rows]]:
-        """All rows of a table in parts: (shard, rows), shard by shard, in row order."""
+        """See `EmbeddingStore.iterate_rows`."""
         for shard in range(self.config(table).resolved_shards):
             start: int | None = 0
             while start is not None:
@@ -275,22 +242,7 @@ class EmbeddingStore:
                     yield shard, rows
 
     def begin_cut(self, table: int, since: int, spill: Spill) -> int:
-        """Marks this moment: `export_cut` gives the rows as they are now, while they go on changing.
-
-        Before a row changes for the first time, its old bytes go to a file without a name; writers wait for that
-        disk, so memory stays bounded. One cut of a table at a time. Rows cannot be imported or cleared meanwhile.
-
-        Args:
-            table: number of the table.
-            since: leaves out rows that have not changed since the cut which returned this number; 0 takes all.
-            spill: where and how.
-
-        Returns:
-            The number of this cut, for `since` of a later one. It rises from cut to cut.
-
-        Raises:
-            StoreError: a cut is under way, or what has changed `since` is not known (see `changes_since`).
-        """
+        """See `EmbeddingStore.begin_cut`."""
         shards = range(self.config(table).resolved_shards)
         epoch = 1 + max(int(self.export_state(table, shard)["clocks"][1]) for shard in shards)
         with _store_errors():
@@ -298,55 +250,40 @@ class EmbeddingStore:
         return epoch
 
     def changes_since(self, table: int) -> int:
-        """The last cut if what has changed since then is known; 0 if not.
-
-        It is not before the first cut, nor after more evictions than `Spill.evicted_limit`.
-        """
+        """See `EmbeddingStore.changes_since`."""
         with _store_errors():
             return int(self._native.changes_since(table))
 
     def export_cut(self, table: int, shard: int, cut: int, max_rows: int = 65536) -> tuple[Rows, bool]:
-        """The next rows of a cut, in row order, up to 4,096 more than `max_rows`; and whether there may be more.
-
-        The shard is locked for 4,096 rows at a time.
-
-        Raises:
-            StoreError: there is no such cut any more, or its old rows could not be kept: the message says why.
-        """
+        """See `EmbeddingStore.export_cut`."""
         with _store_errors():
             rows, more = self._native.export_cut(table, shard, cut, max_rows)
         return Rows(*rows), more
 
     def cut_evicted(self, table: int, shard: int, cut: int) -> NDArray[np.uint64]:
-        """Ids of rows that were evicted between the `since` of the cut and the cut, repetitions included."""
+        """See `EmbeddingStore.cut_evicted`."""
         with _store_errors():
             ids: NDArray[np.uint64] = self._native.cut_evicted(table, shard, cut)
         return ids
 
     def end_cut(self, table: int) -> None:
-        """Forgets the cut, whether it was read or not; nothing happens without one."""
+        """See `EmbeddingStore.end_cut`."""
         with _store_errors():
             self._native.end_cut(table)
 
     def import_rows(self, table: int, rows: Rows) -> None:
-        """Writes rows as exported: known ids are overwritten, others appended in order.
-
-        Imported into an empty table of the same shards, in the order of export and followed by `import_state`, a table
-        continues bit for bit, later evictions included. In a full shard the less recent of the incoming and the oldest
-        row gives way. Imported rows count as unchanged for `since_epoch`, so afterwards nothing is known of changes
-        (`changes_since`).
-        """
+        """See `EmbeddingStore.import_rows`."""
         with _store_errors():
             self._native.import_rows(table, *rows)
 
     def export_state(self, table: int, shard: int) -> ShardState:
-        """What a shard knows besides its rows: clocks, client sequences, counters, admission sketch."""
+        """See `EmbeddingStore.export_state`."""
         with _store_errors():
             state: ShardState = self._native.export_state(table, shard)
         return state
 
     def import_state(self, table: int, shard: int, state: ShardState) -> None:
-        """Restores `export_state`. Capacity, shards and admission must be those of the exporting table."""
+        """See `EmbeddingStore.import_state`."""
         try:
             with _store_errors():
                 self._native.import_state(table, shard, state)
@@ -359,20 +296,17 @@ class EmbeddingStore:
             self._native.set_dirty_epoch(table, epoch)
 
     def size(self, table: int) -> int:
-        """Rows in a table."""
+        """See `EmbeddingStore.size`."""
         with _store_errors():
             return int(self._native.size(table))
 
     def memory_bytes(self, table: int) -> int:
-        """Bytes of rows, index, sketch and headers in use."""
+        """See `EmbeddingStore.memory_bytes`."""
         with _store_errors():
             return int(self._native.memory_bytes(table))
 
     def statistics(self, table: int) -> dict[str, int]:
-        """Counts of ids looked up in training and of gradients.
-
-        Ids: lookups, hits, misses, admitted, rejected, evicted. Gradients: applied, absent, nonfinite, duplicates.
-        """
+        """See `EmbeddingStore.statistics`."""
         with _store_errors():
             counts: dict[str, int] = self._native.statistics(table)
         return counts

@@ -1,6 +1,6 @@
 """The slow, readable twin of the native store: same results, one row at a time.
 
-Eviction order, admission, start values and updates agree with :class:`persia.store.EmbeddingStore` to the last bit.
+Eviction order, admission, start values and updates agree with :class:`persia.store.NativeStore` to the last bit.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from persia.store import reference_optim
 from persia.store.config import TableConfig
+from persia.store.protocol import Rows
 from persia.store.reference_random import Sketch, admission_draw, initial_embedding, shard_of
-from persia.store.rows import Rows
 from persia.types import RowsSet, RowState, UpdateCounts
 
 __all__ = ["ReferenceStore"]
@@ -113,7 +113,7 @@ class _Shard:
 
 
 class ReferenceStore:
-    """See :class:`persia.store.EmbeddingStore`; not thread-safe, remembers every push."""
+    """See :class:`persia.store.NativeStore`; not thread-safe, remembers every push."""
 
     def __init__(self) -> None:
         self._tables: list[tuple[TableConfig, list[_Shard]]] = []

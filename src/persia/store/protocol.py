@@ -1,0 +1,226 @@
+"""The interface of an embedding store, and the records that it hands out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from persia.store.config import TableConfig
+from persia.types import UpdateCounts
+
+__all__ = ["EmbeddingStore", "Rows", "ShardState", "Spill"]
+
+ShardState = dict[str, NDArray[np.generic]]
+"""Clocks, client sequences, counters and admission sketch of one shard, as small arrays by name."""
+
+
+class Rows(NamedTuple):
+    """Whole rows, column by column.
+
+    Attributes:
+        ids: uint64 [rows].
+        embeddings: float32 [rows, dim].
+        state: float32 [rows, state width], the optimizer's state.
+        update_count: uint32 [rows], updates applied to each row.
+        last_step: uint32 [rows], global step or token of the last one.
+        stamp: uint32 [rows], recency within the shard: larger is more recent.
+    """
+
+    ids: NDArray[np.uint64]
+    embeddings: NDArray[np.float32]
+    state: NDArray[np.float32]
+    update_count: NDArray[np.uint32]
+    last_step: NDArray[np.uint32]
+    stamp: NDArray[np.uint32]
+
+
+class Spill(NamedTuple):
+    """Where and how a store keeps the old bytes of rows while a snapshot is read.
+
+    Attributes:
+        directory: of the file for those that do not fit in memory; it must be on a disk of this machine.
+        buffer_bytes: memory per shard, and once more while it is written.
+        evicted_limit: ids of evicted rows that each shard remembers between two snapshots, 8 bytes each.
+        live: keep nothing: rows are read as they are by then, each of one moment.
+    """
+
+    directory: str
+    buffer_bytes: int = 1 << 20
+    evicted_limit: int = 1 << 18
+    live: bool = False
+
+
+class EmbeddingStore(Protocol):
+    """Hash tables from id to embedding row, bounded by least-recently-used eviction.
+
+    An embedding PS, its snapshots and its regions know no more of a store than this. Tables are numbered in the order
+    of creation. Methods are safe to call from several threads, and block while another thread works on the same shard.
+    """
+
+    def create_table(self, config: TableConfig, files: str | None = None, attach: bool = False) -> int:
+        """Adds a table and returns its number.
+
+        Memory is used as rows arrive.
+
+        Args:
+            config: of the table.
+            files: None keeps rows in the memory of this process. A path keeps them in the files path.0, path.1, ...,
+                one per shard, on any file system. The files outlive the process, however it ends: a row that was being
+                written at that moment is as it was before. One process uses them at a time.
+            attach: continue with the rows in these files instead of creating new ones. Blocks for about a second per
+                10 M rows if a process died while it inserted.
+
+        Raises:
+            ConfigError: the name is in use.
+            StoreError: the address space cannot be reserved; the files are in use, damaged, or of another table.
+            StoreFullError: there is no room for the files.
+        """
+
+    def recovery(self, table: int) -> dict[str, int]:
+        """Returns how an attached table was found: its `shards`, and how many of them were in which condition.
+
+        `busy`: in use when the process died. `undone`: a half-written row was rolled back. `open`: a push was
+        interrupted, and continues where it was when it is repeated. `rebuilt`: the index was rebuilt from the rows.
+        """
+
+    def config(self, table: int) -> TableConfig:
+        """Returns the configuration of a table. Raises `StoreError` for an unknown number."""
+
+    def lookup_packed(
+        self,
+        tables: Sequence[int],
+        counts: Sequence[int],
+        ids: NDArray[np.uint64],
+        out: NDArray[np.float32],
+        train: bool,
+    ) -> None:
+        """Writes the embeddings of ids to `out`, for several tables, one table after another.
+
+        In training a missing id is admitted (or not) and initialised, and every row found becomes recently used. In
+        evaluation nothing changes. Ids without a row get zeros. Repeated ids are allowed. Within a shard, ids are
+        served in order: if the batch exceeds the capacity, later ids may evict earlier ones, whose values stay right.
+
+        Args:
+            tables: numbers of the tables, each at most once.
+            counts: per table, the number of ids.
+            ids: uint64 [sum of counts], contiguous.
+            out: float32 [sum of count * dim] to write to, contiguous.
+            train: admit missing ids, and count the lookup as a use of the rows.
+
+        Raises:
+            StoreError: an argument does not fit; nothing has been changed.
+            StoreFullError: the table cannot grow. Some of the ids may have got rows; repeat the call when there is
+                free space.
+        """
+
+    def update_packed(
+        self,
+        tables: Sequence[int],
+        counts: Sequence[int],
+        ids: NDArray[np.uint64],
+        gradients: NDArray[np.float32],
+        lrs: Sequence[float],
+        step: int,
+        client: int = 0,
+        sequence: int = 0,
+    ) -> list[UpdateCounts]:
+        """Applies gradients to rows, in order; a repeated id is updated once per occurrence.
+
+        With `client` and `sequence` (both above 0) each shard applies the push exactly once, however often it is sent.
+
+        Args:
+            tables: numbers of the tables, each at most once.
+            counts: per table, the number of ids.
+            ids: uint64 [sum of counts], contiguous.
+            gradients: float32 [sum of count * dim], contiguous.
+            lrs: per table, the learning rate.
+            step: global step or token, kept as `last_step` of each row.
+            client: identity of the sender; 0 is not tracked.
+            sequence: number of the push at that client, rising from 1; 0 is not tracked.
+
+        Returns:
+            Per table, the outcome of its gradients.
+
+        Raises:
+            StoreError: an argument does not fit; the message names the table. Nothing has been changed.
+        """
+
+    def last_steps(self, table: int, ids: NDArray[np.uint64]) -> NDArray[np.uint32]:
+        """Returns the step of each row's last update, uint32 [n]; 0 for a new row and for none. Touches nothing."""
+
+    def contains(self, table: int, ids: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Returns whether each id has a row: bool [n]."""
+
+    def peek(self, table: int, ids: NDArray[np.uint64]) -> tuple[NDArray[np.bool_], Rows]:
+        """Returns whole rows without touching them: (found [n], rows [n]); columns of ids without a row are zero."""
+
+    def size(self, table: int) -> int:
+        """Returns the number of rows in a table."""
+
+    def memory_bytes(self, table: int) -> int:
+        """Returns the bytes of rows, index, sketch and headers in use."""
+
+    def statistics(self, table: int) -> dict[str, int]:
+        """Returns counts of ids looked up in training and of gradients.
+
+        Ids: lookups, hits, misses, admitted, rejected, evicted. Gradients: applied, absent, nonfinite, duplicates.
+        """
+
+    def iterate_rows(self, table: int, *, max_rows: int = 65536) -> Iterator[tuple[int, Rows]]:
+        """Yields all rows of a table in parts: (shard, rows), shard by shard, in row order."""
+
+    def import_rows(self, table: int, rows: Rows) -> None:
+        """Writes rows as exported: known ids are overwritten, others appended in order.
+
+        Imported into an empty table of the same shards, in the order of export and followed by `import_state`, a table
+        continues bit for bit, later evictions included. In a full shard the less recent of the incoming and the oldest
+        row is evicted. Afterwards `changes_since` is 0.
+        """
+
+    def export_state(self, table: int, shard: int) -> ShardState:
+        """Returns the state of a shard besides its rows: clocks, client sequences, counters, admission sketch."""
+
+    def import_state(self, table: int, shard: int, state: ShardState) -> None:
+        """Restores `export_state`. Capacity, shards and admission must be those of the exporting table."""
+
+    def changes_since(self, table: int) -> int:
+        """Returns the number of the last snapshot, or 0 if changes since then are not known.
+
+        They are not known before the first snapshot, nor after more evictions than `Spill.evicted_limit`.
+        """
+
+    def begin_cut(self, table: int, since: int, spill: Spill) -> int:
+        """Begins a store snapshot: `export_cut` returns rows as they are now, while they go on changing.
+
+        Before a row changes for the first time, its old bytes go to an unnamed file; writers wait for that disk, so
+        memory stays bounded. One snapshot of a table at a time. Rows cannot be imported or cleared meanwhile.
+
+        Args:
+            table: number of the table.
+            since: leave out rows that have not changed since the snapshot of this number; 0 takes all.
+            spill: where to keep old bytes.
+
+        Returns:
+            The number of this snapshot, for `since` of a later one. Numbers rise.
+
+        Raises:
+            StoreError: a snapshot is under way, or changes `since` are not known (see `changes_since`).
+        """
+
+    def export_cut(self, table: int, shard: int, cut: int, max_rows: int = 65536) -> tuple[Rows, bool]:
+        """Returns the next rows of a snapshot, in row order (up to 4,096 above `max_rows`), and if there may be more.
+
+        The shard is locked for 4,096 rows at a time.
+
+        Raises:
+            StoreError: there is no such snapshot any more, or its old rows could not be kept: the message says why.
+        """
+
+    def cut_evicted(self, table: int, shard: int, cut: int) -> NDArray[np.uint64]:
+        """Returns ids of rows evicted between the `since` of the snapshot and the snapshot, repetitions included."""
+
+    def end_cut(self, table: int) -> None:
+        """Ends the snapshot, whether it was read or not; no-op without one."""
