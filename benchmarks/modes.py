@@ -52,7 +52,7 @@ from benchmarks.modes_runs import (
 
 from benchmarks import harness
 from persia import Batch, data
-from persia.modes import AnyMode, Async, Bsp, Gba, HopBs, HopBw, Hybrid, Sync
+from persia.modes import Async, Bsp, Gba, HopBs, HopBw, Hybrid, Mode, Sync
 from persia.replay import Setting, Summary, phases, simulate, steady
 
 SEEDS = {"smoke": (0,), "laptop": (0, 1, 2), "full": (0, 1, 2)}
@@ -78,7 +78,7 @@ SHARES = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 @functools.cache
-def tuned(preset: str, mode: AnyMode = SYNC) -> Rates:
+def tuned(preset: str, mode: Mode = SYNC) -> Rates:
     """Rates of a mode for 8 NN workers, on drifting data; a smoke run does without tuning."""
     if preset == "smoke":
         return UNTUNED
@@ -97,7 +97,7 @@ def globo_tuned(preset: str) -> Rates:
     return UNTUNED if preset == "smoke" else best_rates(score)
 
 
-def others() -> dict[str, AnyMode]:
+def others() -> dict[str, Mode]:
     return {
         "hybrid": HYBRID,
         "async": Async(),
@@ -113,7 +113,7 @@ def switch(preset: str) -> Iterator[harness.Measure]:
     days, rows = DAYS[preset], ROWS_PER_DAY[preset]
     half = days // 2
     rates = tuned(preset)
-    kinds: dict[str, tuple[AnyMode, ...]] = {"sync": (Sync(),) * days}
+    kinds: dict[str, tuple[Mode, ...]] = {"sync": (Sync(),) * days}
     changed = {name: mode for name, mode in others().items() if name in ("gba", "async", "bsp", "hop_bw")}
     kinds |= {f"to_{name}": (Sync(),) * half + (mode,) * (days - half) for name, mode in changed.items()}
     kinds["from_gba"] = (Gba(GLOBAL),) * half + (Sync(),) * (days - half)
@@ -223,7 +223,7 @@ def sparse(preset: str) -> Iterator[harness.Measure]:
     low = SPARSE_RATES._replace(rows=SPARSE_RATES.rows * LOWER)
     for ids, zipf in SPARSE[: 2 if preset == "smoke" else None]:
         first = Plan((), SPARSE_RATES, 0, rows, ids=ids, zipf=zipf)
-        kinds: dict[str, tuple[AnyMode, Rates]] = {
+        kinds: dict[str, tuple[Mode, Rates]] = {
             "sync": (SYNC, SPARSE_RATES), "hybrid_4": (HYBRID, SPARSE_RATES), "async": (Async(), SPARSE_RATES)
         }  # fmt: skip
         if zipf > 1:
@@ -258,7 +258,7 @@ def globo(preset: str) -> Iterator[harness.Measure]:
     if data.find("globo_ctr") is None:
         print("globo_ctr is not here; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
         return
-    kinds: dict[str, AnyMode] = {
+    kinds: dict[str, Mode] = {
         "sync": Sync(), "hybrid_auto": Hybrid("auto"), "hybrid_4": Hybrid(4), "gba": Gba(4 * 256), "async": Async(),
         "bsp": Bsp(4), "hop_bs": HopBs(2), "hop_bw": HopBw(1),
     }  # fmt: skip
@@ -298,7 +298,7 @@ def bound(preset: str) -> Iterator[harness.Measure]:
 def gradients(preset: str) -> Iterator[harness.Measure]:
     """Figure 3: the norm follows the aggregated batch, whoever aggregates."""
     rows = 4 * ROWS_PER_DAY[preset]
-    kinds: dict[str, AnyMode] = {f"bsp_{n}": Bsp(n) for n in (1, 2, 4, 8, 16, 32)} | {"sync": Sync()}
+    kinds: dict[str, Mode] = {f"bsp_{n}": Bsp(n) for n in (1, 2, 4, 8, 16, 32)} | {"sync": Sync()}
     kinds["gba"] = Gba(GLOBAL)
     plans = [Plan((mode,), tuned(preset), 0, rows) for mode in kinds.values()]
     for kind, found in zip(kinds, everywhere(norms, plans, list[float]), strict=True):
@@ -373,7 +373,7 @@ def scaling(preset: str) -> Iterator[harness.Measure]:
         )
 
 
-def scaled(plan: Plan, mode: AnyMode, count: int, days: int) -> Plan:
+def scaled(plan: Plan, mode: Mode, count: int, days: int) -> Plan:
     """So many NN workers at the global batch of Figure 7, each slow a quarter of the time."""
     local = SCALING // count
     compute = local * WORKERS / SCALING  # A batch takes as long as it has rows.

@@ -24,7 +24,7 @@ import torch
 
 from persia import Batch, Schema, data
 from persia.metrics import Metrics
-from persia.modes import AnyMode
+from persia.modes import Mode
 from persia.nn.models import FFNN, DeepFM
 from persia.optim import Adagrad
 from persia.replay import ScheduleEvent, Setting, Summary, phases, simulate, steady
@@ -71,7 +71,7 @@ class Rates(NamedTuple):
 class Plan(NamedTuple):
     """One run on synthetic data: a mode for each day, hyper-parameters, who trains."""
 
-    modes: tuple[AnyMode, ...]
+    modes: tuple[Mode, ...]
     rates: Rates
     seed: int
     rows: int
@@ -102,7 +102,7 @@ class Day(NamedTuple):
 class Stream(NamedTuple):
     """One run on globo_ctr, whose first rows are for tuning."""
 
-    mode: AnyMode
+    mode: Mode
     rates: Rates
     seed: int
     first: int

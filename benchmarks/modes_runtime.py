@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import persia
 from benchmarks import harness
-from persia.modes import AnyMode, Auto, Gba, HopBw, Sync
+from persia.modes import Auto, Gba, HopBw, Mode, Sync
 from persia.pushes.accumulator import GradientAccumulator
 from persia.replay import ScheduleEvent, Setting, Trace, alternating, load_timeline, phases, simulate, steady
 from persia.replay.virtual import VirtualTraining
@@ -72,7 +72,7 @@ def moving(preset: str, length: int) -> Trace:
     return phases(WORKERS, length=seconds, factor=FACTOR, share=SLOW_SHARE, count=64)
 
 
-def traced(mode: AnyMode, emulation: bench.Emulation, seconds: float) -> bench.ModeResult:
+def traced(mode: Mode, emulation: bench.Emulation, seconds: float) -> bench.ModeResult:
     """A run that lasts about so long."""
     ideal = simulate(mode, Setting(emulation.trace, emulation.compute, bench.ROWS), 20_000)
     ends = [event.time for event in ideal.events if event.server == "ps-0" and event.kind in ("push", "drop")]
@@ -93,7 +93,7 @@ class OfBound(NamedTuple):
     rate: float
 
 
-def of_bound(mode: AnyMode, emulation: bench.Emulation, seconds: float) -> OfBound:
+def of_bound(mode: Mode, emulation: bench.Emulation, seconds: float) -> OfBound:
     """A run over its simulation, until as many batches are computed as there in so long.
 
     A few more batches are there to be handed out, so that what counts is the rate, not how a run ends.

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from persia.config import convert
 from persia.errors import ConfigError
-from persia.modes import Async, Auto, AutoState, Gba, Hybrid, StepTime, Sync, decide, rehearse
+from persia.modes import Async, Auto, AutoState, Gba, Hybrid, ModeSetting, StepTime, Sync, decide, rehearse
 from persia.replay import Setting, alternating, phases, simulate, steady
 
 AUTO = Auto(Gba(8), seconds=10.0)
@@ -100,4 +101,4 @@ def test_bad_arguments_name_the_field(field, arguments):
 
 def test_it_round_trips_as_configuration():
     auto = Auto(Gba(64), Hybrid(2), gain=2.0)
-    assert msgspec.convert(msgspec.to_builtins(auto), Auto) == auto
+    assert convert(msgspec.to_builtins(auto), ModeSetting, "here") == auto

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from persia.config import convert
 from persia.errors import ConfigError, PersiaError
 from persia.modes import (
     Action,
-    AnyMode,
     Arrival,
     Async,
     Bsp,
@@ -20,8 +20,11 @@ from persia.modes import (
     HopBw,
     Hybrid,
     Mode,
+    ModeSetting,
     Observation,
     Sync,
+    decode,
+    encode,
 )
 
 
@@ -191,5 +194,6 @@ def test_bad_staleness_names_the_field(bad):
 
 def test_modes_round_trip_as_configuration():
     for mode in MODES:
-        assert msgspec.convert(msgspec.to_builtins(mode), AnyMode) == mode
+        assert convert(msgspec.to_builtins(mode), ModeSetting, "here") == mode
+        assert convert(msgspec.to_builtins(mode), Mode, "here") == decode(encode(mode)) == mode
     assert issubclass(ConfigError, PersiaError)

@@ -202,7 +202,7 @@ class Recipe:
                 "log_loss": _known(scores.log_loss),
                 "calibration": _known(scores.calibration),
             }
-        trainer.finished = True
+        trainer.state.finished = True
         record = msgspec.structs.replace(record, global_step=trainer.global_step, **changes)
         self._write([*self.records[:-1], record])
         return record
@@ -229,13 +229,13 @@ class Recipe:
             self.records = []
             if inherit is not None:
                 trainer.load(inherit)
-                trainer.finished = True  # The inherited run trained other days: start at the first batch.
+                trainer.state.finished = True  # The inherited run trained other days: start at the first batch.
             return None
         trainer.load(self._output)
         self._write([record for record in self.records if record.step < trainer.global_step])
         last = self.records[-1] if self.records else None
         if last is None or last.global_step == trainer.global_step:
-            trainer.finished = True  # Start the next day at its first batch.
+            trainer.state.finished = True  # Start the next day at its first batch.
             return None
         self._write([*self.records[:-1], msgspec.structs.replace(last, global_step=None)])
         return self.records[-1]

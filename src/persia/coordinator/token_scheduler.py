@@ -25,6 +25,7 @@ from persia.types import (
     Token,
     TrainingPhase,
 )
+from persia.types.decoding import decode_hook
 
 __all__ = ["TokenScheduler"]
 
@@ -350,7 +351,7 @@ class TokenScheduler:
 
     def judge(self, auto: str, nn_workers: int, strained: bool) -> None:
         """Step times decide the mode; see `persia.services.Tokens`."""
-        rule = msgspec.json.decode(auto, type=Auto)
+        rule = msgspec.json.decode(auto, type=Auto, dec_hook=decode_hook)
         with self._changed:
             if self._judge is None or self._judge.auto != rule:
                 self._judge, self._judging = SwitchPolicy(rule, nn_workers, strained), True

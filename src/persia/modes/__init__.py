@@ -1,23 +1,31 @@
 """Training modes: each file answers three questions with pure functions (gate, arrive, dense)."""
 
-from typing import TypeAlias
-
 from persia.modes.async_ import Async
-from persia.modes.auto import Auto, AutoEvidence, AutoState, ModeChoice, StepTime, decide, load_evidence, rehearse
-from persia.modes.base import Action, Arrival, Decision, Dense, Mode, Observation, Reduction, RowLimit
+from persia.modes.auto import (
+    Auto,
+    AutoEvidence,
+    AutoState,
+    ModeChoice,
+    ModeSetting,
+    StepTime,
+    decide,
+    load_evidence,
+    rehearse,
+)
+from persia.modes.base import Action, Arrival, Asynchronous, Decision, Dense, Mode, Observation, Reduction, RowLimit
 from persia.modes.bsp import Bsp
 from persia.modes.gba import Gba
 from persia.modes.hop_bs import HopBs
 from persia.modes.hop_bw import HopBw
 from persia.modes.hybrid import Hybrid
-from persia.modes.registry import decode, encode
+from persia.modes.registry import decode, encode, modules, register
 from persia.modes.sync import Sync
 
 __all__ = [
     "Action",
-    "AnyMode",
     "Arrival",
     "Async",
+    "Asynchronous",
     "Auto",
     "AutoEvidence",
     "AutoState",
@@ -30,6 +38,7 @@ __all__ = [
     "Hybrid",
     "Mode",
     "ModeChoice",
+    "ModeSetting",
     "Observation",
     "Reduction",
     "RowLimit",
@@ -39,8 +48,7 @@ __all__ = [
     "decode",
     "encode",
     "load_evidence",
+    "modules",
+    "register",
     "rehearse",
 ]
-
-AnyMode: TypeAlias = Sync | Hybrid | Async | Bsp | HopBs | HopBw | Gba
-"""All modes, for configurations and checkpoints."""

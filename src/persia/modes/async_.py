@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from persia.modes.base import Asynchronous, check_whole
+from persia.modes.registry import register
 
 __all__ = ["Async"]
 
 
+@register
 class Async(Asynchronous, frozen=True, tag="async"):
     """Rows and dense parameters change with each gradient, by whichever NN worker and however old.
 

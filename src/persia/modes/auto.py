@@ -10,21 +10,27 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
 from persia.errors import ConfigError, DataError
-from persia.modes.async_ import Async
-from persia.modes.base import Asynchronous, check_whole
-from persia.modes.bsp import Bsp
-from persia.modes.gba import Gba
-from persia.modes.hop_bs import HopBs
-from persia.modes.hop_bw import HopBw
-from persia.modes.hybrid import Hybrid
+from persia.modes.base import Dense, Mode, check_whole
+from persia.modes.registry import mode_of
 from persia.modes.sync import Sync
+from persia.types.decoding import DECODERS, decode_hook
 
-__all__ = ["Auto", "AutoEvidence", "AutoState", "ModeChoice", "StepTime", "decide", "load_evidence", "rehearse"]
+__all__ = [
+    "Auto",
+    "AutoEvidence",
+    "AutoState",
+    "ModeChoice",
+    "ModeSetting",
+    "StepTime",
+    "decide",
+    "load_evidence",
+    "rehearse",
+]
 
 MOMENTS = 64
 """At so many moments of a window both rates are compared."""
@@ -59,17 +65,17 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="k
         seconds: length of a window.
     """
 
-    asynchronous: Async | Bsp | HopBs | HopBw | Gba
-    sync: Sync | Hybrid = msgspec.field(default_factory=Sync)
+    asynchronous: Mode
+    sync: Mode = msgspec.field(default_factory=Sync)
     gain: float = 1.3
     back: float = 1.1
     windows: int = 2
     seconds: float = 5.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.sync, Sync | Hybrid):
+        if not isinstance(self.sync, Mode) or self.sync.dense() is not Dense.ALL_REDUCE:
             raise ConfigError(f"Auto.sync = {self.sync!r}; give Sync or Hybrid.", field="mode.sync")
-        if not isinstance(self.asynchronous, Asynchronous):
+        if not isinstance(self.asynchronous, Mode) or self.asynchronous.dense() is not Dense.SERVER:
             raise ConfigError(
                 f"Auto.asynchronous = {self.asynchronous!r}; give a mode with a dense PS, such as Gba.",
                 field="mode.asynchronous",
@@ -81,6 +87,27 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="k
         check_whole("Auto", "windows", self.windows, 1, "windows in a row that must agree")
         if not 0 < self.seconds < float("inf"):
             raise ConfigError(f"Auto.seconds = {self.seconds!r}; give a number > 0.", field="mode.seconds")
+
+
+if TYPE_CHECKING:
+    ModeSetting: TypeAlias = Mode | Auto
+else:
+
+    @runtime_checkable
+    class ModeSetting(Protocol):
+        """A field of a configuration that takes a mode, or `Auto`: a union that msgspec cannot decode by itself."""
+
+
+def _setting_of(tree: Any) -> ModeSetting:
+    if not isinstance(tree, dict) or tree.get("kind") != "auto":
+        return mode_of(tree)
+    try:
+        return msgspec.convert(tree, Auto, dec_hook=decode_hook)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from error
+
+
+DECODERS[ModeSetting] = _setting_of  # type: ignore[index]  # A class at run time.
 
 
 class AutoState(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -130,6 +130,7 @@ class Observation(NamedTuple):
     before: float = 0.0
 
 
+@runtime_checkable
 class Mode(Protocol):
     """The interface of a mode: pure functions of numbers, which every role asks in its own place.
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from persia.modes.base import Arrival, Asynchronous, Decision, check_whole, hold_until_full
+from persia.modes.registry import register
 
 __all__ = ["Bsp"]
 
 
+@register
 class Bsp(Asynchronous, frozen=True, tag="bsp"):
     """Any `batches` gradients are averaged and applied, whatever their version: Gba without tokens.
 

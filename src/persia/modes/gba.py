@@ -15,6 +15,7 @@ from persia.modes.base import (
     check_whole,
     hold_until_full,
 )
+from persia.modes.registry import register
 
 __all__ = ["Gba"]
 
@@ -22,6 +23,7 @@ NEAR = 2.0
 """Within this factor of M, the number of NN workers is as it should be."""
 
 
+@register
 class Gba(Asynchronous, frozen=True, tag="gba"):
     """Asynchronous, with the global batch of synchronous training, so that both take the same hyper-parameters.
 

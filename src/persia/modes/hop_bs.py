@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from persia.modes.base import Asynchronous, check_whole
+from persia.modes.registry import register
 
 __all__ = ["HopBs"]
 
 
+@register
 class HopBs(Asynchronous, frozen=True, tag="hop_bs"):
     """Applied on arrival, but the fastest NN worker is never more than `bound` steps ahead of the slowest.
 

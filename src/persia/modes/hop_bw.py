@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from persia.errors import ConfigError
 from persia.modes.base import Action, Arrival, Asynchronous, Decision, check_whole, hold_until_full
+from persia.modes.registry import register
 
 __all__ = ["HopBw"]
 
 
+@register
 class HopBw(Asynchronous, frozen=True, tag="hop_bw"):
     """Of each step the first N - backup gradients are averaged and applied; later ones of that step are dropped.
 

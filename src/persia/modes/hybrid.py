@@ -8,6 +8,7 @@ import msgspec
 
 from persia.errors import ConfigError
 from persia.modes.base import Dense, Observation, OnArrival
+from persia.modes.registry import register
 
 __all__ = ["Hybrid"]
 
@@ -27,6 +28,7 @@ PATIENCE = 8
 """Windows before "auto" tries again what has just proved wrong."""
 
 
+@register
 class Hybrid(OnArrival, frozen=True, tag="hybrid"):
     """Lookups run ahead of the step; at most `staleness` own steps lack their gradient at a lookup.
 

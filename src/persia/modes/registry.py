@@ -1,36 +1,82 @@
-"""Modes as text: what crosses from one role to another."""
+"""The registry of modes: by name, for configurations, checkpoints, and calls from one role to another."""
 
 from __future__ import annotations
+
+from typing import Any, TypeVar, cast
 
 import msgspec
 
 from persia.errors import ConfigError
-from persia.modes.async_ import Async
-from persia.modes.auto import Auto
 from persia.modes.base import Mode
-from persia.modes.bsp import Bsp
-from persia.modes.gba import Gba
-from persia.modes.hop_bs import HopBs
-from persia.modes.hop_bw import HopBw
-from persia.modes.hybrid import Hybrid
-from persia.modes.sync import Sync
+from persia.types.decoding import DECODERS, decode_hook
 
-__all__ = ["decode", "encode"]
+__all__ = ["decode", "encode", "mode_of", "modules", "register"]
+
+M = TypeVar("M", bound=msgspec.Struct)
+
+_MODES: dict[str, type[msgspec.Struct]] = {}
+"""By name. Filled at import, read-only afterwards."""
 
 
-def encode(mode: Mode | Auto) -> str:
-    """A mode, or the rule that chooses one, as JSON."""
+def register(mode: type[M]) -> type[M]:
+    """Registers a mode under its tag: a decorator for classes of modes.
+
+    Raises:
+        ConfigError: another module has registered a mode of this name.
+    """
+    name = str(mode.__struct_config__.tag)
+    known = _MODES.setdefault(name, mode)
+    if known.__module__ != mode.__module__:
+        raise ConfigError(
+            f"Mode {name!r} in {mode.__module__} has the name of a mode in {known.__module__}; give it another tag.",
+            field="mode.kind",
+        )
+    _MODES[name] = mode
+    return mode
+
+
+def mode_of(tree: Any) -> Mode:
+    """Makes a mode from plain data, such as `{"kind": "gba", "global_batch_size": 512}`.
+
+    Raises:
+        ValueError: the data do not fit; the message has the path of the field, as msgspec writes it.
+        ConfigError: the mode does not take these values.
+    """
+    if not isinstance(tree, dict):
+        raise ValueError(f"Expected `object`, got `{type(tree).__name__}`")
+    kind = tree.get("kind")
+    if not isinstance(kind, str) or kind not in _MODES:
+        raise ValueError(f"Invalid mode {kind!r}; expected one of: {', '.join(sorted(_MODES))} - at `$.kind`")
+    try:
+        return cast("Mode", msgspec.convert(tree, _MODES[kind], dec_hook=decode_hook))
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from error
+
+
+def modules() -> list[str]:
+    """Returns the modules of all modes that are not part of persia: the processes of a cluster import them.
+
+    A mode that a script defines in itself is left out: no other process can import it.
+    """
+    found = {mode.__module__ for mode in _MODES.values()}
+    return sorted(name for name in found if name != "__main__" and not name.startswith("persia."))
+
+
+def encode(mode: object) -> str:
+    """Returns a mode, or the `persia.modes.Auto` that chooses one, as JSON."""
     return msgspec.json.encode(mode).decode()
 
 
 def decode(text: str) -> Mode:
-    """A mode from JSON.
+    """Makes a mode from JSON.
 
     Raises:
-        ConfigError: there is no such mode, or it does not take these arguments.
+        ConfigError: the text names no mode, or the mode does not take these arguments.
     """
     try:
-        mode: Mode = msgspec.json.decode(text, type=Sync | Hybrid | Async | Bsp | HopBs | HopBw | Gba)
-    except (msgspec.DecodeError, UnicodeEncodeError) as error:
-        raise ConfigError(f"{text!r} is no mode: {error}", field="mode") from error
-    return mode
+        return mode_of(msgspec.json.decode(text))
+    except (ValueError, msgspec.DecodeError) as error:  # Text that is not UTF-8 is a ValueError too.
+        raise ConfigError(f"{text!r} is no mode: {error}.", field="mode") from error
+
+
+DECODERS[Mode] = mode_of

@@ -14,10 +14,12 @@ from persia.modes.base import (
     check_reduction,
     hold_until_full,
 )
+from persia.modes.registry import register
 
 __all__ = ["Sync"]
 
 
+@register
 class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="sync"):
     """Every gradient is applied before the next lookup: staleness 0, deterministic given a seed.
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from persia.errors import DataError
-from persia.modes import AnyMode, Dense
+from persia.modes import Dense, Mode
 from persia.replay.schedule import DENSE, ROWS, Kind, ScheduleEvent, Timeline
 from persia.types import ArrivalRecord as Arrival
 from persia.types import JournalRecord, PushHeader, ReadRecord
@@ -34,7 +34,7 @@ class Records(NamedTuple):
     dense: Sequence[JournalRecord]
 
 
-def recorded(mode: AnyMode, nn_workers: int, local_batch: int, step: int, records: Records) -> Timeline:
+def recorded(mode: Mode, nn_workers: int, local_batch: int, step: int, records: Records) -> Timeline:
     """The schedule of a segment; the time of an event is its number.
 
     Args:

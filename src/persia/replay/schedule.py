@@ -8,7 +8,8 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from persia.errors import DataError
-from persia.modes import AnyMode, Dense, StepTime
+from persia.modes import Dense, Mode, StepTime
+from persia.types.decoding import decode_hook
 
 __all__ = ["DENSE", "ROWS", "Kind", "ScheduleEvent", "Summary", "Timeline", "load_timeline"]
 
@@ -93,7 +94,7 @@ class Timeline(msgspec.Struct, frozen=True):
         start: seconds at which it began.
     """
 
-    mode: AnyMode
+    mode: Mode
     nn_workers: int
     local_batch: int
     group: int
@@ -198,7 +199,7 @@ def load_timeline(path: str | Path) -> Timeline:
     for number, line in enumerate(lines, 1):
         try:
             if head is None:
-                head = msgspec.json.decode(line, type=Timeline)
+                head = msgspec.json.decode(line, type=Timeline, dec_hook=decode_hook)
             else:
                 events.append(msgspec.json.decode(line, type=ScheduleEvent))
         except msgspec.MsgspecError as error:

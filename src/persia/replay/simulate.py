@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from persia.errors import ConfigError
-from persia.modes import Action, AnyMode, Arrival, Dense
+from persia.modes import Action, Arrival, Dense, Mode
 from persia.replay.schedule import Kind, ScheduleEvent, Timeline
 from persia.replay.trace import Trace
 
@@ -71,7 +71,7 @@ class _Worker:
 class _Server:
     """The counters of a PS: the mode decides, and this counts."""
 
-    def __init__(self, name: str, mode: AnyMode, group: int, step: int) -> None:
+    def __init__(self, name: str, mode: Mode, group: int, step: int) -> None:
         self.name, self._mode, self._group = name, mode, group
         self.step = step
         self.held: list[tuple[_Worker, _Batch]] = []
@@ -88,7 +88,7 @@ class _Replicas(_Server):
 
 
 class _Simulation:
-    def __init__(self, mode: AnyMode, setting: Setting, batches: range, step: int, start: float) -> None:
+    def __init__(self, mode: Mode, setting: Setting, batches: range, step: int, start: float) -> None:
         count = setting.nn_workers
         self.mode, self.setting, self.start = mode, setting, start
         self.group = mode.group(count, setting.local_batch)
@@ -235,7 +235,7 @@ class _Simulation:
         )  # fmt: skip
 
 
-def simulate(mode: AnyMode, setting: Setting, batches: int | range, *, step: int = 0, start: float = 0.0) -> Timeline:
+def simulate(mode: Mode, setting: Setting, batches: int | range, *, step: int = 0, start: float = 0.0) -> Timeline:
     """When what happens if `mode` trains batches in this setting; at the end all is drained.
 
     Args:

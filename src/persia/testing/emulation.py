@@ -17,7 +17,7 @@ import torch
 
 from persia.batching.batch import Batch, IdColumn
 from persia.errors import ConfigError
-from persia.modes import AnyMode, Async, Auto, Bsp, Gba, HopBs, HopBw, Hybrid, Sync
+from persia.modes import Async, Auto, Bsp, Gba, HopBs, HopBw, Hybrid, Mode, Sync
 from persia.nn.pooling import Embeddings
 from persia.replay import Setting, Summary, Trace, load_trace, simulate, steady
 from persia.schema import Adagrad, IdFeature, Schema
@@ -129,7 +129,7 @@ class ModeResult(NamedTuple):
         bound: what the simulation says of the same run, where nothing but computing takes time.
     """
 
-    mode: AnyMode
+    mode: Mode
     trained: EmulatedRun
     bound: Summary
 
@@ -175,7 +175,7 @@ class _Waiting(torch.nn.Module):
         return logits
 
 
-def all_modes(workers: int) -> list[AnyMode]:
+def all_modes(workers: int) -> list[Mode]:
     """One of each kind, of the same global batch where it has one."""
     backup = min(2, workers - 1)
     return [Sync(), Hybrid(4), Async(), HopBs(2), Bsp(workers), HopBw(backup), Gba(workers * ROWS)]
@@ -205,7 +205,7 @@ def optimizer(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer
     return torch.optim.Adam(parameters, 1e-3)
 
 
-def train(mode: AnyMode | Auto, emulation: Emulation, batches: int, record_dir: str | None = None) -> EmulatedRun:
+def train(mode: Mode | Auto, emulation: Emulation, batches: int, record_dir: str | None = None) -> EmulatedRun:
     """Trains.
 
     Args:
@@ -240,7 +240,7 @@ def train(mode: AnyMode | Auto, emulation: Emulation, batches: int, record_dir: 
     return EmulatedRun(result, finished, trainer, cluster.tokens.schedule())
 
 
-def run(mode: AnyMode, emulation: Emulation, batches: int) -> ModeResult:
+def run(mode: Mode, emulation: Emulation, batches: int) -> ModeResult:
     """Trains with one mode, and simulates the same."""
     bound = simulate(mode, Setting(emulation.trace, emulation.compute, ROWS), batches).summary()
     return ModeResult(mode, train(mode, emulation, batches), bound)

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from persia.errors import ConfigError
-from persia.modes import Async, Bsp, Gba, HopBs, HopBw, Hybrid, Sync
+from persia.modes import Mode
 from persia.nn.dense_step import Precision
 from persia.schema import Schedule
 
@@ -71,9 +71,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     snapshot_every_seconds: float = 30.0
     max_failures: int = 5
     allow_empty: bool = False
-    mode_schedule: list[tuple[int, Sync | Hybrid | Async | Bsp | HopBs | HopBw | Gba]] = msgspec.field(
-        default_factory=list
-    )
+    mode_schedule: list[tuple[int, Mode]] = msgspec.field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.precision not in ("float32", "bf16", "fp16"):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from persia.dense import SharedNetwork
 from persia.errors import ConfigError
-from persia.modes import AnyMode
 from persia.replay import Records, recorded
 
 if TYPE_CHECKING:
@@ -89,9 +88,8 @@ class ScheduleRecorder:
         )
         if not records.reads:
             return
-        mode = cast("AnyMode", trainer.mode)
         local_batch = max(local_batch, *(read.rows for read in records.reads))
-        found = recorded(mode, connection.nn_workers, local_batch, self._step, records)
+        found = recorded(trainer.mode, connection.nn_workers, local_batch, self._step, records)
         path = Path(self._directory) / f"segment-{self._number}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         found.save(path)

@@ -19,7 +19,7 @@ from persia.checkpoint.tensors import decode, encode
 from persia.config import convert
 from persia.errors import CheckpointError, PersiaError
 from persia.metrics.merging import merged_metrics
-from persia.modes import AnyMode, Auto, Hybrid, Mode
+from persia.modes import Auto, Hybrid, Mode, ModeSetting
 from persia.modes import decode as decode_mode
 from persia.modes import encode as encode_mode
 from persia.schema import SGD, EmbeddingOptimizer, Schema
@@ -119,7 +119,7 @@ def recorded(directory: str) -> Recorded:
     return Recorded(
         convert(config.get("schema"), Schema, origin),
         convert(config.get("embedding_optimizer"), EmbeddingOptimizer, origin),  # type: ignore[arg-type]
-        convert(config.get("mode"), AnyMode | Auto, origin),  # type: ignore[arg-type]
+        convert(config.get("mode"), ModeSetting, origin),  # type: ignore[arg-type]
         convert(config.get("options"), TrainerOptions, origin),
     )
 

@@ -22,7 +22,7 @@ from persia.cluster.ray.processes import Process, Processes, connect, make_plan
 from persia.cluster.ray.runs import ANEW, CONSEQUENCES, Recovery, Replacement, pickled, results
 from persia.cluster.ray.scaling import DEPART_SECONDS, await_leave, check_count, check_room, free_ranks
 from persia.errors import ClosedError, ConfigError, DataError, PersiaError, RoleDiedError
-from persia.modes import Mode
+from persia.modes import Mode, encode
 from persia.ps.regions import remove_leftovers
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Attempt, Connection, Coordinator, DenseMaker, Tokens
@@ -102,7 +102,7 @@ class Ray:
         """
         processes, plan, coordinator = self._started()
         self._start_nn_workers()  # They take longest, so all start side by side.
-        self._serve(Service(schema, optimizer, mode, seed))
+        self._serve(Service(schema, optimizer, encode(mode), seed))
         processes.await_ready(processes.of("nn_worker"), self.options.timeout)
         linked = WorkerConnection(coordinator, plan)
         self._linked.append(linked)

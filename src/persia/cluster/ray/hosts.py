@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import os
 import sys
@@ -21,6 +22,7 @@ from persia.coordinator import TokenReport, TokenScheduler
 from persia.coordinator.store import CoordinatorStore, StateFile
 from persia.data.loader import Loader, WorkerPeer
 from persia.errors import ConfigError, DeadlineError, StoreError
+from persia.modes import decode
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.regions import Regions, remove_leftovers
 from persia.retry import Backoff, Deadline, retry
@@ -59,6 +61,8 @@ class Host:
         self.plan = plan
         self.rank = rank
         sys.path.extend(folder for folder in plan.path if folder not in sys.path)
+        for module in plan.modules:
+            importlib.import_module(module)
         title = repr(self)
         logging.basicConfig(
             format=f"%(asctime)s %(levelname)s {title}: %(message)s",
@@ -232,7 +236,7 @@ class EmbeddingServerHost(Host):
             for left in (f"ps-{rank}", f"ps-{rank}.*"):
                 remove_leftovers(plan.options.regions, f"{plan.name}/{left}")
         hold = ServerOptions(plan.nn_workers, plan.options.timeout, regions, neighbours(rank, plan.servers))
-        self.servant = EmbeddingServer(schema.resolved_tables(), optimizer, mode, seed, cores(plan), hold)
+        self.servant = EmbeddingServer(schema.resolved_tables(), optimizer, decode(mode), seed, cores(plan), hold)
         self.join(self.serve(self.servant, EmbeddingPS, address))
 
     def release(self) -> None:

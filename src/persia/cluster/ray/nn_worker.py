@@ -21,7 +21,7 @@ from persia.cluster.ray.connection import WorkerConnection
 from persia.cluster.ray.hosts import Host
 from persia.cluster.ray.plan import Plan, Service
 from persia.errors import ConfigError
-from persia.modes import Mode
+from persia.modes import Mode, encode
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Connection, DenseMaker, DensePS, Observable
 from persia.telemetry.metrics import Readings, figures
@@ -246,7 +246,7 @@ class WorkerProcess:
                 field="cluster",
             )
         host = self._host
-        fed: bool = host.ask("serve", Service(schema, optimizer, mode, seed))
+        fed: bool = host.ask("serve", Service(schema, optimizer, encode(mode), seed))
         assert host.coordinator is not None
         begin = functools.partial(host.ask, "begin") if fed else None
         make_dense = functools.partial(host.ask, "serve_dense")

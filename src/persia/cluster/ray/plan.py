@@ -8,7 +8,6 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from persia.cluster.ray.options import RayOptions
-from persia.modes import Mode
 from persia.schema import EmbeddingOptimizer, Schema
 
 __all__ = ["TITLES", "LoaderData", "Plan", "ProcessInfo", "Service", "here", "neighbours", "place"]
@@ -29,7 +28,8 @@ class Service(NamedTuple):
 
     schema: Schema
     optimizer: EmbeddingOptimizer
-    mode: Mode
+    mode: str
+    """As text: a process that starts finds the class of a user's mode only once it has the driver's path."""
     seed: int
 
 
@@ -44,6 +44,7 @@ class Plan(NamedTuple):
         loopback: whether all processes are on one host, so that nobody else need reach them.
         keys: file with the CURVE keys, or None.
         path: where the driver finds modules; Ray passes on only the folder of its script.
+        modules: the modules of the user's modes; every process imports them.
         coordinator: where it listens; empty for itself.
     """
 
@@ -54,6 +55,7 @@ class Plan(NamedTuple):
     loopback: bool
     keys: str | None
     path: list[str]
+    modules: list[str]
     coordinator: str = ""
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from persia import modes
 from persia.cluster.ray.options import RayOptions
 from persia.cluster.ray.plan import TITLES, Plan, ProcessInfo
 from persia.errors import ConfigError, DeadlineError, PersiaError, RoleDiedError
@@ -371,4 +372,5 @@ def make_plan(servers: int, nn_workers: int, options: RayOptions) -> Plan:
             f"the embeddings. Make keys with persia.rpc.make_keys, put them on every host, and set {KEYS_VARIABLE}.",
             field="cluster",
         )
-    return Plan(f"persia-{uuid.uuid4().hex[:8]}", servers, nn_workers, options, loopback, keys, list(sys.path))
+    name = f"persia-{uuid.uuid4().hex[:8]}"
+    return Plan(name, servers, nn_workers, options, loopback, keys, list(sys.path), modes.modules())

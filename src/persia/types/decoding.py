@@ -1,0 +1,24 @@
+"""Decoding of fields whose type is an interface with a registry of implementations, such as `persia.modes.Mode`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["DECODERS", "decode_hook"]
+
+DECODERS: dict[type, Callable[[Any], Any]] = {}
+"""By interface, the function that makes an implementation from plain data. Filled at import, read-only afterwards."""
+
+
+def decode_hook(kind: type, value: Any) -> Any:
+    """Decodes a value for a field of an interface type: the `dec_hook` of msgspec wherever such fields may occur.
+
+    Raises:
+        NotImplementedError: the type has no decoder.
+        ValueError: the value does not fit; msgspec adds the path of the field.
+    """
+    decoder = DECODERS.get(kind)
+    if decoder is None:
+        raise NotImplementedError(f"{kind} cannot be decoded.")
+    return decoder(value)
