@@ -15,14 +15,14 @@ __all__ = ["DataLoaders", "fed_batches"]
 
 
 def fed_batches(loader: DataLoader, epoch: int, start: int, rank: int, nn_workers: int) -> Iterator[FedBatch]:
-    """The batches of an NN worker: `start + rank`, and every `nn_workers`-th from there, to the end of the pass.
+    """Yields the batches of an NN worker: `start + rank`, and every `nn_workers`-th from there to the end of the pass.
 
     Args:
-        loader: the data loaders, which have been told to begin.
+        loader: the data loaders, after `begin`.
         epoch: number of the pass.
-        start: where all NN workers began in the pass.
+        start: batch at which all NN workers began in the pass.
         rank: of this NN worker.
-        nn_workers: how many there are.
+        nn_workers: number of NN workers.
     """
     for number in itertools.count(start + rank, nn_workers):
         delivery = loader.take(rank, epoch, number)
@@ -32,12 +32,12 @@ def fed_batches(loader: DataLoader, epoch: int, start: int, rank: int, nn_worker
 
 
 class DataLoaders:
-    """The data loaders as one: a `DataLoader` that asks the one which reads the number.
+    """The data loaders as one `DataLoader`, which routes calls by batch number.
 
     Args:
         directory: the data loaders.
-        timeout: seconds that a call may take with its repetitions.
-        ahead: batches that they are to have ready for each NN worker; `begin` fills it in.
+        timeout: deadline of a call in seconds, retries included.
+        ahead: batches to keep ready for each NN worker; `begin` fills it in.
     """
 
     def __init__(self, directory: Directory[DataLoader], timeout: float = 600.0, ahead: int = 4) -> None:
@@ -46,13 +46,13 @@ class DataLoaders:
         self._ahead = ahead
 
     def begin(self, feed: Feed) -> None:
-        """Tells each its share: number `loader` of `loaders`, in the order of their ranks."""
+        """Gives each its share: number `loader` of `loaders`, in the order of their ranks."""
         loaders = self._directory.roster().alive()
         for number, loader in enumerate(loaders):
             loader.begin(feed._replace(loader=number, loaders=len(loaders), ahead=self._ahead))
 
     def take(self, rank: int, epoch: int, number: int) -> Delivery:
-        """Batch `number`, from the one whose it is; after a change of membership from the one whose it is then."""
+        """Returns batch `number` from the data loader that reads it, as of the newest membership."""
         operation = f"take of batch {number}"
 
         def take(roster: Roster[DataLoader]) -> Delivery:
@@ -63,13 +63,13 @@ class DataLoaders:
         return self._directory.call(take, self._timeout, operation)
 
     def end(self) -> None:
-        """All stop reading."""
+        """Ends the reading of all."""
         for loader in self._directory.roster().serving():
             with contextlib.suppress(*UNREACHABLE):
                 loader.end()
 
     def statistics(self) -> dict[str, int]:
-        """Counters, summed."""
+        """Returns the counters, summed."""
         total: Counter[str] = Counter()
         for loader in self._directory.roster().serving():
             with contextlib.suppress(*UNREACHABLE):

@@ -1,4 +1,4 @@
-"""Whom an NN worker may call: the members of a role, as of the newest membership."""
+"""The members of a role, as of the newest membership."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 UNREACHABLE = (ClosedError, DeadlineError, PeerRestartedError, ConnectionError)
-"""What a call raises when its peer may be gone; the membership then says whether it is."""
+"""Errors of a call whose peer may be gone; the membership then says whether it is."""
 
 NEWS_SECONDS = 1.0
-"""How long a failed call waits for news of the membership before it is repeated."""
+"""Maximum wait of a failed call for a newer membership before it is repeated."""
 
 
 class ServingMember(NamedTuple, Generic[S]):
@@ -37,12 +37,12 @@ class ServingMember(NamedTuple, Generic[S]):
 
 
 class Roster(NamedTuple, Generic[S]):
-    """The processes of the role as of one moment.
+    """The processes of the role at one moment.
 
     Attributes:
         version: rises with every change.
-        peers: by rank, without those that are dead.
-        newest: incarnation by rank, dead or not.
+        peers: members by rank, without dead ones.
+        newest: latest incarnation by rank, dead or not.
     """
 
     version: int
@@ -50,26 +50,26 @@ class Roster(NamedTuple, Generic[S]):
     newest: Mapping[int, int]
 
     def gone(self, rank: int, incarnation: int) -> bool:
-        """Whether this incarnation is known to be dead; one that is not known at all may be about to join."""
+        """Returns whether this incarnation is known to be dead. An unknown one may be about to join."""
         newest = self.newest.get(rank, 0)
         return newest > incarnation or (newest == incarnation and rank not in self.peers)
 
     def alive(self) -> list[S]:
-        """Those that take something new, by rank."""
+        """Returns the services that take new work, by rank."""
         return [peer.service for _, peer in sorted(self.peers.items()) if peer.state == "alive"]
 
     def serving(self) -> list[S]:
-        """Those that answer, by rank: the ones that are leaving, too."""
+        """Returns the services that answer calls, by rank, including those that are leaving."""
         return [peer.service for _, peer in sorted(self.peers.items())]
 
 
 class Directory(Generic[S]):
-    """Follows the membership. Whoever listens to the coordinator calls `update`; safe from several threads.
+    """Follows the membership of one role. The listener at the coordinator calls `update`. Thread-safe.
 
     Args:
-        role: whose members count.
+        role: of the members.
         connect: makes the stub of a new member.
-        close: gives up the stub of one that is gone. It ends calls that are under way, so that their callers look here.
+        close: closes the stub of a member that is gone. Calls in progress end, so that their callers retry here.
     """
 
     def __init__(self, role: str, connect: Callable[[Member], S], close: Callable[[S], None] = lambda _: None) -> None:
@@ -81,13 +81,13 @@ class Directory(Generic[S]):
 
     @classmethod
     def fixed(cls, role: str, services: Sequence[S]) -> Directory[S]:
-        """Of services that stay, by rank, in their first incarnation."""
+        """Returns a directory of services that never change, by rank, in their first incarnation."""
         directory = cls(role, lambda member: services[member.rank])
         directory.update(Membership(1, 1, [Member(role, rank, 1, "") for rank in range(len(services))]))
         return directory
 
     def update(self, membership: Membership) -> None:
-        """Takes a newer membership over; an older one changes nothing."""
+        """Adopts a newer membership; an older one changes nothing."""
         with self._changed:
             before = self._roster
             if membership.version <= before.version:
@@ -109,7 +109,7 @@ class Directory(Generic[S]):
                 self._close(peer.service)
 
     def roster(self, newer_than: int = 0, timeout: float = 0.0) -> Roster[S]:
-        """The members; waits until the version is above `newer_than`, at most `timeout` seconds."""
+        """Returns the members; waits up to `timeout` seconds for a version above `newer_than`."""
         with self._changed:
             self._changed.wait_for(lambda: self._roster.version > newer_than, timeout)
             return self._roster
@@ -125,7 +125,7 @@ class Directory(Generic[S]):
             operation: named in errors.
 
         Raises:
-            Exception: the last failure, when the time is up; or one that a change of membership cannot mend, at once.
+            Exception: the last failure, at the deadline; or a failure that no change of membership can fix, at once.
         """
         roster = self.roster()
 
@@ -142,7 +142,7 @@ class Directory(Generic[S]):
         )
 
     def absent(self, timeout: float, operation: str) -> DeadlineError:
-        """The error of a call for which there is no member."""
+        """Returns the error of a call for which there is no member."""
         return DeadlineError(
             f"{operation}: there has been no {self.role.replace('_', ' ')} for {timeout:g} s. See why they have ended, "
             "or start some.",

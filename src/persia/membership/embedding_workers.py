@@ -1,4 +1,4 @@
-"""Several embedding workers as one (docs/reference/protocol.md, sections 4, 7, 8)."""
+"""Calls to several embedding workers through one interface (docs/reference/protocol.md, sections 4, 7, 8)."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ T = TypeVar("T")
 
 
 class EmbeddingWorkers:
-    """The embedding workers as one: an `EmbeddingWorker` that finds the right one by the batch id.
+    """The embedding workers as one `EmbeddingWorker`, which routes calls by batch id.
 
-    A call whose embedding worker does not answer is repeated until the membership says that it is gone; then its
-    batches are lost: a lookup raises StaleBatchError, a push goes on without their gradients, and counts them.
+    A call to an embedding worker that does not answer is retried until the membership says that the worker is gone. Its
+    batches are lost then: a lookup raises StaleBatchError, a push continues without their gradients and counts them.
 
     Args:
         directory: the embedding workers.
-        timeout: seconds that a call may take with its repetitions.
-        home: which one gets batches that this NN worker registers itself: its rank, say.
+        timeout: deadline of a call in seconds, retries included.
+        home: number of the embedding worker for batches that this NN worker registers itself, such as its rank.
     """
 
     def __init__(self, directory: Directory[EmbeddingWorker], timeout: float = 600.0, home: int = 0) -> None:
@@ -40,19 +40,19 @@ class EmbeddingWorkers:
         self._home = home
         self._turns = itertools.count(home)
         self._rows: dict[int, int] = {}
-        """Of batches that are looked up and not pushed: what a part of a push weighs."""
+        """Samples of each batch that is looked up and not pushed: the weight of a part of a push."""
         self._lock = threading.Lock()
         self._lost = 0
 
     def register(self, id_features: Mapping[str, IdColumn]) -> int:
-        """Buffers a batch at one of them. All batches go to the same one while it stays: so do those of a step."""
+        """Buffers a batch at one embedding worker, the same for all while it is there: so a step has one part."""
         return self._anyone("register", lambda worker: worker.register(id_features), self._home)
 
     def lookup(self, batch_id: int, train: bool = True) -> LookedUp:
-        """Rows of a registered batch.
+        """Looks up the rows of a registered batch.
 
         Raises:
-            StaleBatchError: the batch is unknown, or its embedding worker is gone: it is lost.
+            StaleBatchError: the batch is unknown, or lost with its embedding worker.
         """
         found = self._ask(batch_id, "lookup", lambda worker: worker.lookup(batch_id, train))
         if train:
@@ -60,10 +60,10 @@ class EmbeddingWorkers:
         return found
 
     def push(self, header: PushHeader, contributions: Sequence[Contribution]) -> dict[str, UpdateCounts]:
-        """Pushes the gradients of a step, in as many parts as embedding workers have its batches, at once.
+        """Pushes the gradients of a step, one part per embedding worker that has batches of it, at the same time.
 
-        Gradients of batches that are lost count as `lost_gradients`; their part is pushed empty by another embedding
-        worker, with the same header: where PSs hold the step, they wait for it.
+        Gradients of lost batches count as `lost_gradients`. Another embedding worker pushes their part empty, with the
+        same header, as PSs that combine the step wait for it.
         """
         batches: dict[int, list[Contribution]] = {}
         for contribution in contributions:
@@ -84,22 +84,22 @@ class EmbeddingWorkers:
         return counts
 
     def release(self, batch_id: int) -> None:
-        """Forgets a batch; one whose embedding worker is gone is forgotten already."""
+        """Forgets a batch; no-op if its embedding worker is gone."""
         self._rows.pop(batch_id, None)
         with contextlib.suppress(StaleBatchError):
             self._ask(batch_id, "release", lambda worker: worker.release(batch_id))
 
     def evaluate(self, id_features: Mapping[str, IdColumn]) -> LookedUp:
-        """Rows for evaluation, from each in turn."""
+        """Looks up rows for evaluation, at each embedding worker in turn."""
         return self._anyone("evaluate", lambda worker: worker.evaluate(id_features), next(self._turns))
 
     @property
     def lost_gradients(self) -> int:
-        """Batches whose gradient could not be pushed."""
+        """Number of batches whose gradient could not be pushed."""
         return self._lost
 
     def statistics(self) -> dict[str, int]:
-        """Counters of all that answer, summed, and `lost_gradients`: batches whose gradient could not be pushed."""
+        """Returns the counters of all workers that answer, summed, and `lost_gradients`."""
         total = Counter(lost_gradients=self._lost)
         for worker in self._directory.roster().serving():
             with contextlib.suppress(*UNREACHABLE):
@@ -112,7 +112,7 @@ class EmbeddingWorkers:
                 push = functools.partial(_push, header, contributions)
                 return self._ask(contributions[0].batch_id, "push", push)
             except StaleBatchError as error:
-                # Nothing was sent. One that names the batch leaves the others; else all are lost with their worker.
+                # Nothing was sent. If the error names a batch, only that one is lost; else all are, with their worker.
                 stale = error.fields.get("batch_id")
                 kept = [c for c in contributions if c.batch_id != stale] if stale is not None else []
                 kept = kept if len(kept) < len(contributions) else []
@@ -122,7 +122,7 @@ class EmbeddingWorkers:
         return self._anyone("push", lambda worker: worker.push(header, []), next(self._turns))
 
     def _ask(self, batch_id: int, operation: str, call: Callable[[EmbeddingWorker], T]) -> T:
-        """Calls the embedding worker that has the batch, until it answers or is gone."""
+        """Calls the embedding worker that has the batch; retries until it answers or is gone."""
         rank, incarnation, _ = BatchId.unpack(batch_id)
 
         def ask(roster: Roster[EmbeddingWorker]) -> T:
@@ -141,7 +141,7 @@ class EmbeddingWorkers:
         return self._directory.call(ask, self._timeout, operation)
 
     def _anyone(self, operation: str, call: Callable[[EmbeddingWorker], T], turn: int) -> T:
-        """Calls the one whose turn it is, or another one if it does not answer or is leaving."""
+        """Calls the embedding worker of this turn, or another one if it does not answer or is leaving."""
         tried: list[EmbeddingWorker] = []
 
         def ask(roster: Roster[EmbeddingWorker]) -> T:
@@ -162,7 +162,7 @@ def _push(
 
 
 def _rows(found: LookedUp) -> int:
-    """Samples of the batch."""
+    """Returns the number of samples of the batch."""
     if found.offsets:
         return found.offsets.counts[0] - 1
     return next(iter([*found.narrow.counts, *found.wide.counts]), 0)

@@ -1,4 +1,4 @@
-"""What a program needs of a cluster."""
+"""The interface of a cluster."""
 
 from __future__ import annotations
 
@@ -22,26 +22,25 @@ T = TypeVar("T")
 
 
 class Connection(NamedTuple):
-    """What an NN worker holds of a cluster.
+    """The handles through which an NN worker uses a cluster.
 
     Attributes:
-        worker: the embedding workers as one: calls go to the one that the batch id names.
+        worker: the embedding workers as one; a call goes to the one that the batch id names.
         servers: the embedding PSs, by partition.
-        loader: the data loaders as one: `take` goes to the one that reads the number. None when the NN worker reads
-            its data itself.
+        loader: the data loaders as one; `take` goes to the one that reads that number. None if the NN worker reads its
+            data itself.
         rank: of this NN worker.
-        nn_workers: how many there are.
+        nn_workers: number of NN workers.
         generation: of the NN workers.
-        tokens: the lists of asynchronous modes.
-        dense: finds or starts the dense PSs, given what makes the network's optimizer. None, as `tokens`, where there
+        tokens: the token scheduler of asynchronous modes.
+        dense: finds or starts the dense PSs, given the maker of the network's optimizer. None, like `tokens`, if there
             are no asynchronous modes.
-        replicas: makes the network's `persia.nn.replicas.Replicas`, given the network and seconds to wait; None where
-            torch.distributed does.
-        observe: told how to observe this NN worker, for health and metrics of its process; None where nobody asks.
-        keep: gives something to the process that began the run, to go on from if an NN worker dies; None where nobody
-            would.
-        halted: whether training here is to end after its step, as the process that began the run says; None where
-            nobody would.
+        replicas: makes the network's `persia.nn.replicas.Replicas`, given the network and a timeout in seconds; None if
+            torch.distributed is used.
+        observe: gets the function that reads the metrics of this NN worker, for the health of its process; None if
+            metrics are not collected.
+        keep: sends a recovery point to the driver, to continue from if an NN worker dies; None without recovery.
+        halted: whether the driver asks training here to end after the current step; None if it never does.
     """
 
     worker: EmbeddingWorker
@@ -62,7 +61,7 @@ class Cluster(Protocol):
     """A way to run the roles."""
 
     def connect(self, schema: Schema, optimizer: EmbeddingOptimizer, mode: Mode, seed: int) -> Connection:
-        """Starts the roles for this schema, or finds them, and returns what an NN worker needs of them.
+        """Starts the roles for this schema, or finds them, and returns the connection of an NN worker.
 
         Args:
             schema: the input of the model.
@@ -73,13 +72,13 @@ class Cluster(Protocol):
 
 
 class Attempt(NamedTuple):
-    """How a function fared on all NN workers.
+    """Outcome of a function on all NN workers.
 
     Attributes:
-        results: what it returned, by rank; of those that have.
-        deaths: of processes without which it could not go on, or whose NN worker is missing in `results`, each with
-            `role` and `rank`. None if all have returned.
-        kept: what NN workers last gave to `Connection.keep`; None if nothing.
+        results: return values by rank, of the NN workers that have returned.
+        deaths: of processes that the function needs, or of NN workers that are missing in `results`, each with `role`
+            and `rank`. Empty if all have returned.
+        kept: the last recovery point that NN workers sent by `Connection.keep`; None without one.
     """
 
     results: dict[int, Any]
@@ -95,24 +94,24 @@ class ProcessCluster(Cluster, Protocol):
         """Runs a function on every NN worker, where `connect` returns that worker's connection; results by rank."""
 
     def attempt(self, function: Callable[[], Any], halting: Callable[[], bool]) -> Attempt:
-        """Like `run`; but the death of a process that may be started anew is returned, and the next call does that.
+        """Like `run`, but returns the death of a process that may be restarted; the next call restarts it.
 
         Args:
             function: see `run`.
-            halting: asked now and then while it runs; once true, `Connection.halted` is so on all NN workers.
+            halting: polled while it runs; once true, `Connection.halted` is true on all NN workers.
         """
 
     def restart_servers(self, ranks: Sequence[int]) -> None:
-        """Starts embedding PSs without rows, wherever there is room, in place of those that have died for good."""
+        """Replaces embedding PSs that have died permanently by empty ones, on any node with free resources."""
 
     def feed(self, source: Iterable[Batch] | Seekable, epoch: int, start: int, accumulation_steps: int = 1) -> None:
-        """Lets the data loaders read a source, from batch `start` of an epoch on."""
+        """Makes the data loaders read a source, from batch `start` of an epoch on."""
 
     def scale(self, embedding_workers: int | None = None, data_loaders: int | None = None) -> None:
-        """Starts or retires embedding workers and data loaders, while training. Returns when they serve."""
+        """Starts or retires embedding workers and data loaders during training. Returns when they serve."""
 
     def statistics(self) -> dict[str, dict[str, float]]:
-        """What all roles last reported; see `Coordinator.statistics`."""
+        """Returns the last report of each role; see `Coordinator.statistics`."""
 
     def close(self) -> None:
-        """Ends all processes; a second call does nothing."""
+        """Ends all processes. Idempotent."""

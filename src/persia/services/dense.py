@@ -1,4 +1,4 @@
-"""Dense parameter servers, as others see them."""
+"""The interface of dense parameter servers."""
 
 from __future__ import annotations
 
@@ -15,55 +15,55 @@ class DensePS(Protocol):
     """Dense parameter server: owns whole tensors of the network, and the user's optimizer for them."""
 
     def load(self, state: DenseState, generation: int, step: int) -> None:
-        """Takes its part of the network over, at `step`."""
+        """Replaces its part of the network by that of a state, as of `step`."""
 
     def pull(self, have: int, least: int, timeout: float) -> Pulled:
-        """Parameters of the newest version.
+        """Returns parameters of the newest version.
 
         Args:
-            have: version that the caller has; -1 for none.
-            least: waits until this version is there.
+            have: version at the caller; -1 for none.
+            least: version to wait for.
             timeout: seconds to wait.
 
         Raises:
-            DeadlineError: it did not come; it names the slot that is missing.
+            DeadlineError: the version did not come in time; the error names the missing slot.
         """
 
     def push(self, header: PushHeader, part: PushedDense) -> None:
-        """Adds a gradient to the step in work, in the order of slots, and applies the step with its last one.
+        """Adds a gradient to the current step, in the order of slots, and applies the step with its last slot.
 
         Raises:
-            StalePushError: of an earlier generation.
-            StoreError: the gradient does not fit; nothing is changed.
+            StalePushError: the push is of an earlier generation.
+            StoreError: the gradient does not fit the parameters; nothing is changed.
         """
 
     def drain(self, generation: int, step: int, held: int) -> None:
         """Applies the `held` gradients that have arrived of `step`.
 
         Raises:
-            PersiaError: this PS has others: it is out of phase.
+            PersiaError: this PS holds another number of gradients, so it is out of phase.
         """
 
     def export(self) -> DenseState:
-        """All that is owned here, at rest."""
+        """Returns the state of all parameters that this PS owns; call it while the PS is quiescent."""
 
     def record(self) -> None:
-        """Keeps a journal from now on."""
+        """Starts a journal."""
 
     def journal(self) -> JournalRecord:
-        """Ends that: the pushes that took effect, in this order."""
+        """Ends the journal, and returns the pushes that took effect, in order."""
 
     def statistics(self) -> dict[str, int]:
-        """Counters: `version`, `pushes`, `pulls`, `bytes`."""
+        """Returns counters: `version`, `pushes`, `pulls`, `bytes`."""
 
 
 class DenseMaker(NamedTuple):
-    """What a dense PS is made of.
+    """The settings of a dense PS.
 
     Attributes:
         optimizer: takes parameters, returns a `torch.optim.Optimizer`.
-        schedule: of its learning rates, by updates made.
-        clip_norm: largest global norm of a step's gradient.
+        schedule: of the learning rates, by number of updates.
+        clip_norm: maximum global norm of a step's gradient.
     """
 
     optimizer: Callable[[Any], Any]

@@ -1,4 +1,4 @@
-"""Embedding parameter servers and embedding workers, as others see them."""
+"""The interfaces of embedding parameter servers and embedding workers."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class RowChunk(NamedTuple):
 
 
 class SnapshotInfo(NamedTuple):
-    """What a PS says when it has made a cut.
+    """Answer of a PS that has begun a store snapshot.
 
     Attributes:
-        epochs: by table: the number of this cut, for `since` of a later one.
-        whole: whether all rows are in it, also where only changes were asked for: what has changed is not known
-            after a restart or very many evictions.
+        epochs: by table, the number of this snapshot, for `since` of a later one.
+        whole: whether all rows are in it. That may be so even if only changes were requested: they are not known after
+            a restart, or after very many evictions.
     """
 
     epochs: dict[str, int]
@@ -57,14 +57,14 @@ class SnapshotInfo(NamedTuple):
 
 
 class StatePiece(NamedTuple):
-    """A part of what a shard knows besides its rows, for checkpoints.
+    """A part of the state of a shard besides its rows, for checkpoints.
 
     Attributes:
         table: name of the table.
         shard: internal slice of the PS.
-        array: which of the arrays of `persia.store.ShardState`: `clocks`, `counters` or `sketch`.
+        array: one of the arrays of `persia.store.ShardState`: `clocks`, `counters` or `sketch`.
         start: index of its first value in that array.
-        values: so many of its values, `[n]`.
+        values: `[n]` values from there on.
     """
 
     table: str
@@ -78,10 +78,10 @@ class EmbeddingPS(Protocol):
     """Embedding parameter server: owns the rows of a partition of every table."""
 
     def tables(self) -> Mapping[str, Table]:
-        """The tables by name, their optimizers filled in."""
+        """Returns the tables by name, with their optimizers filled in."""
 
     def lookup(self, ids: Packed[np.uint64], train: bool) -> Packed[np.float32]:
-        """Rows of distinct ids, by table.
+        """Looks up rows of distinct ids, by table.
 
         Args:
             ids: by table, uint64 `[n]`, distinct.
@@ -92,82 +92,82 @@ class EmbeddingPS(Protocol):
         """
 
     def lookup_at(self, ids: Packed[np.uint64], train: bool) -> RowsAt:
-        """As `lookup`, and of which version the rows are."""
+        """Like `lookup`; also returns the version of the rows."""
 
     def record(self) -> None:
-        """Keeps a journal from now on; lookups and updates exclude each other meanwhile."""
+        """Starts a journal; lookups and updates exclude each other meanwhile."""
 
     def journal(self) -> JournalRecord:
-        """Ends that: the pushes that took effect, in this order."""
+        """Ends the journal, and returns the pushes that took effect, in order."""
 
     def push(self, header: PushHeader, gradients: PackedGradients) -> dict[str, UpdateCounts]:
-        """Takes gradients of an NN worker; returns once they are applied, as the mode says, each once.
+        """Applies gradients of an NN worker, each exactly once, as the mode decides; returns once they are applied.
 
-        In a mode that holds gradients this blocks until those of all NN workers have come. Send a push without
-        gradients too, to every PS: it counts.
+        In a mode that combines gradients this blocks until those of all NN workers have arrived. Send a push without
+        gradients to every PS, too: it counts.
 
         Args:
-            header: who pushes, and for which step; the learning-rate schedule and `last_step` of the rows follow it.
+            header: sender and step; the learning-rate schedule and `last_step` of the rows follow the step.
             gradients: by table.
 
         Returns:
-            By table, what became of the gradients. The counts of a step that was summed over NN workers go to the
-            lowest rank, the others get none.
+            By table, the outcome of the gradients. The counts of a step that was summed over NN workers go to the
+            lowest rank; the others get none.
 
         Raises:
             StoreError: an unknown table, or arrays that do not fit; nothing is held or applied.
-            DeadlineError: gradients of the step did not come in time; it names the NN workers. What was sent stays
-                held, and the call may be repeated.
-            StalePushError: the NN workers have started anew since, or the step is not the one in work.
+            DeadlineError: gradients of the step did not arrive in time; the error names the NN workers. The gradients
+                of this call stay held, and it may be repeated.
+            StalePushError: the NN workers have restarted since, or the step is not the current one.
         """
 
     def statistics(self) -> dict[str, dict[str, int]]:
-        """Counters by table: rows, bytes, hits, misses, admitted, evicted, absent gradients, ..."""
+        """Returns counters by table: rows, bytes, hits, misses, admitted, evicted, absent gradients, ..."""
 
     def slots(self) -> RowStaleness:
-        """How stale rows were in asynchronous modes."""
+        """Returns the staleness of rows in asynchronous modes."""
 
     def export_rows(self) -> Iterator[RowChunk]:
-        """All rows, in chunks of bounded size; each row is of one moment."""
+        """Yields all rows, in chunks of bounded size; each row is of one moment."""
 
     def begin_cut(self, name: str, since: Mapping[str, int], directory: str, live: bool = False) -> SnapshotInfo:
-        """Marks this moment, so that `cut_rows` gives the rows as they are now while training goes on.
+        """Begins a store snapshot: `cut_rows` returns the rows as they are now while training continues.
 
-        Returns at once. A repetition changes nothing; a cut of another name that was not ended is given up.
+        Returns at once. A repetition changes nothing; an unfinished snapshot of another name is dropped.
 
         Args:
-            name: of the cut, unique.
-            since: by table, `SnapshotInfo.epochs` of an earlier cut: only what has changed since. Empty for all rows.
-            directory: where rows that change before they are read may be kept; a directory that this PS does not
-                have is replaced by that for temporary files.
-            live: give rows as they are when they are read, each of one moment, and keep none.
+            name: of the snapshot, unique.
+            since: by table, `SnapshotInfo.epochs` of an earlier snapshot: take only changes since. Empty for all rows.
+            directory: where to keep rows that change before they are read; the directory for temporary files is used if
+                this PS does not have it.
+            live: return rows as they are when they are read, each of one moment, and keep none.
         """
 
     def cut_rows(self, name: str) -> Iterator[RowChunk]:
-        """The rows of a cut, in chunks of bounded size, shard by shard; to be read once.
+        """Yields the rows of a snapshot, in chunks of bounded size, shard by shard; to be read once.
 
         Raises:
-            StoreError: there is no cut of this name (any more), or its disk was full; training is unharmed.
+            StoreError: there is no snapshot of this name (any more), or its disk was full; training is unharmed.
         """
 
     def cut_removed(self, name: str) -> Iterator[RowChunk]:
-        """Ids that were evicted between `since` and the cut, as chunks that have `ids` only; none if it is whole."""
+        """Yields ids evicted between `since` and the snapshot, as chunks with `ids` only; none if it is whole."""
 
     def end_cut(self, name: str) -> None:
-        """Forgets a cut; an unknown one is no error."""
+        """Ends a snapshot; an unknown one is no error."""
 
     def import_rows(self, chunk: RowChunk) -> None:
-        """Puts rows back; rows of the same ids are replaced.
+        """Imports rows; rows of the same ids are replaced.
 
-        Without the column `state`, or with one of another width, rows begin with the optimizer's first state and
-        an update count of 0.
+        Without the column `state`, or with one of another width, rows start with the optimizer's initial state and an
+        update count of 0.
         """
 
     def contains(self, ids: Packed[np.uint64]) -> Packed[np.bool_]:
-        """By table, which ids have a row; reads only."""
+        """Returns by table whether each id has a row; reads only."""
 
     def read_rows(self, table: str, ids: NDArray[np.uint64], state: bool) -> StoredRows:
-        """Rows of ids, which may repeat; nothing is admitted, touched or counted.
+        """Reads rows of ids, which may repeat; nothing is admitted, touched or counted.
 
         Args:
             table: name of the table.
@@ -189,12 +189,12 @@ class EmbeddingPS(Protocol):
         """Inserts or overwrites rows, which become the most recently used ones of their table.
 
         Args:
-            call: number of the call, its own at random. A repetition has no effect and gets the same answer; after a
+            call: random number that identifies the call. A repetition has no effect and gets the same answer; after a
                 restart of the PS it sets the same rows again, and counts them as replaced.
             table: name of the table.
             ids: uint64 `[n]`, distinct.
             values: float32 `[n, dim]`.
-            state: of the optimizer. None keeps that of existing rows, and gives new ones the optimizer's first state.
+            state: of the optimizer. None keeps that of existing rows; new rows get the optimizer's initial state.
 
         Raises:
             StoreError: there is no such table, arrays do not fit it, or a checkpoint is being read from it; then some
@@ -202,28 +202,28 @@ class EmbeddingPS(Protocol):
         """
 
     def export_state(self) -> Iterator[list[StatePiece]]:
-        """What besides the rows decides the future: clocks, counters, admission sketches. In lists of bounded size."""
+        """Yields the state besides the rows (clocks, counters, admission sketches), in lists of bounded size."""
 
     def import_state(self, pieces: Sequence[StatePiece]) -> None:
-        """Puts pieces back, after the rows, into a PS at rest: of the same capacity, shards and admission."""
+        """Imports state after the rows, into a quiescent PS of the same capacity, shards and admission."""
 
     def switch(self, mode: str, generation: int, step: int) -> None:
-        """Another mode from `step` on; nothing may be held.
+        """Switches to another mode from `step` on; no gradients may be held.
 
         Args:
             mode: `persia.modes.encode`.
             generation: of the NN workers.
-            step: global step that comes next.
+            step: next global step.
 
         Raises:
-            PersiaError: gradients are held: drain first.
+            PersiaError: gradients are held; drain first.
         """
 
     def drain(self, generation: int, step: int, held: int) -> dict[str, UpdateCounts]:
         """Applies the `held` gradients that have arrived of `step`, in an asynchronous mode.
 
         Raises:
-            PersiaError: this PS has others: it is out of phase.
+            PersiaError: this PS holds another number of gradients, so it is out of phase.
         """
 
 
@@ -234,7 +234,7 @@ class EmbeddingWorker(Protocol):
     """
 
     def register(self, id_features: Mapping[str, IdColumn]) -> int:
-        """Buffers the ID features of a batch and returns its batch id. A repetition registers another batch.
+        """Buffers the ID features of a batch and returns its batch id. A repeated call registers another batch.
 
         Blocks while the buffer is full.
 
@@ -244,12 +244,12 @@ class EmbeddingWorker(Protocol):
         """
 
     def lookup(self, batch_id: int, train: bool = True) -> LookedUp:
-        """Rows of a registered batch.
+        """Looks up the rows of a registered batch.
 
         Args:
             batch_id: what `register` returned.
-            train: if so, ids may be admitted, and the batch stays registered until its push or release. Otherwise
-                nothing changes, and the batch is forgotten.
+            train: ids may be admitted, and the batch stays registered until its push or release. Otherwise nothing
+                changes, and the batch is forgotten.
 
         Raises:
             StaleBatchError: the batch is unknown here: pushed, released, expired, or of an earlier incarnation.
@@ -266,18 +266,18 @@ class EmbeddingWorker(Protocol):
             contributions: of batches that were looked up here; none for a push without data.
 
         Returns:
-            By table, what became of the gradients, over all PSs.
+            By table, the outcome of the gradients over all PSs.
 
         Raises:
             StaleBatchError: a batch is unknown; nothing is sent.
-            DeadlineError: a PS, or what it waits for, was late.
+            DeadlineError: a PS was late, or something that it waits for.
         """
 
     def release(self, batch_id: int) -> None:
         """Forgets a batch that will have no gradient; an unknown one is no error."""
 
     def evaluate(self, id_features: Mapping[str, IdColumn]) -> LookedUp:
-        """Rows for evaluation: read-only, nothing is admitted, touched or buffered."""
+        """Looks up rows for evaluation: nothing is admitted, touched or buffered."""
 
     def statistics(self) -> dict[str, int]:
-        """Counters: batches buffered, registered, looked up, pushed, released, expired; rows of gradients."""
+        """Returns counters: batches buffered, registered, looked up, pushed, released, expired; rows of gradients."""

@@ -1,7 +1,7 @@
-"""Small typed records that several layers share: what crosses from one role to another.
+"""Small typed records that several layers share and that cross from one role to another.
 
 Only arrays, numbers, strings, lists, dicts with string keys and records of these: so `rpc` can carry all of them.
-docs/reference/protocol.md tells what they mean.
+docs/reference/protocol.md defines what they mean.
 """
 
 from persia.types.arrays import BoolArray, Bytes, Floats, Halves, Ids, Int32Array, Int64Array, Inverse, WireRows

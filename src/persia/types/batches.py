@@ -1,4 +1,4 @@
-"""Batches and what is asked and pushed for them."""
+"""Batches, the rows that are looked up for them, and the gradients that are pushed."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ COUNTER_BITS = 40
 INCARNATION_BITS = 16
 RANK_BITS = 16
 MERGED = 1 << 48
-"""Marks the client of a step whose gradients a PS has summed: no NN worker's own."""
+"""Marks the client of a push that is the sum of a step, and so of no single NN worker."""
 
 
 class BatchId(NamedTuple):
-    """What a batch id says: it fits a uint64, and its first byte finds the embedding worker.
+    """The parts of a batch id, which fits a uint64. Its first byte finds the embedding worker.
 
     Attributes:
         rank: of the embedding worker that buffers the batch, 0 to 255.
@@ -49,30 +49,30 @@ class BatchId(NamedTuple):
     counter: int
 
     def pack(self) -> int:
-        """The batch id."""
+        """Returns the batch id."""
         return (self.rank << INCARNATION_BITS | self.incarnation) << COUNTER_BITS | self.counter
 
     @classmethod
     def unpack(cls, batch_id: int) -> BatchId:
-        """What a batch id says."""
+        """Splits a batch id into its parts."""
         worker, counter = divmod(batch_id, 1 << COUNTER_BITS)
         return cls(*divmod(worker, 1 << INCARNATION_BITS), counter)
 
 
 class PushHeader(NamedTuple):
-    """Whose gradients a push carries, and for which step; a retry has the same header.
+    """Identifies a push: its sender, its step and its place there. A retry has the same header.
 
     Attributes:
-        generation: of the NN workers: rises, from 1, whenever they start anew; the coordinator gives it.
+        generation: of the NN workers, assigned by the coordinator; rises from 1 with each restart of them.
         rank: of the NN worker.
         sequence: number of the push at that NN worker in this generation, from 1; all parts of a push have the same.
-        step: global step that the gradients are a part of.
+        step: global step to which the gradients belong.
         weight: rows (samples) of the batches; 0 for a contribution without data.
         part: number of this part, when the batches of one step lie on several embedding workers.
-        parts: how many parts this NN worker pushes for this step.
+        parts: number of parts that this NN worker pushes for this step.
         slot: place within the step in asynchronous modes, from 0; -1 elsewhere.
-        group: slots that make a step there.
-        token: of the gradients there.
+        group: slots of a step in asynchronous modes.
+        token: of the gradients in asynchronous modes.
     """
 
     generation: int
@@ -88,12 +88,12 @@ class PushHeader(NamedTuple):
 
     @property
     def client(self) -> int:
-        """Identity in the push log of a shard, for a push that is applied by itself. Not 0."""
+        """Identity in the push log of a shard for a push that is applied on its own. Not 0."""
         return self.generation << RANK_BITS | self.rank
 
     @property
     def merged_client(self) -> int:
-        """Identity in the push log of a shard, for the sum of a step; its sequence number is `step + 1`."""
+        """Identity in the push log of a shard for the sum of a step; its sequence number is `step + 1`."""
         return MERGED | self.generation << RANK_BITS
 
 
@@ -127,15 +127,15 @@ def sum_counts(answers: Iterable[Mapping[str, UpdateCounts]]) -> dict[str, Updat
 
 
 class LookedUp(NamedTuple):
-    """What an NN worker gets for the ID features of a batch: every unique row once, and where each id's row is.
+    """Rows for the ID features of a batch, as they travel to an NN worker: distinct rows, and indices into them.
 
     Attributes:
         rows: by table, float32 `[unique ids, dim]`; float16 where there are scales.
-        narrow: by feature, index of each id's row in its table's `rows`: of tables with at most 65,536 unique ids.
-        wide: likewise, of the others.
+        narrow: by feature, index of each id's row in its table's `rows`; for tables with at most 65,536 unique ids.
+        wide: the same for all other tables.
         offsets: by feature, int64 `[batch + 1]` into its index; features whose samples have one id each are left out.
         scales: by table, float32 `[unique ids]`: a row is `rows * scale`. None without compression.
-        versions: steps that were applied in the rows of each embedding PS; exact only while these are recorded.
+        versions: steps applied in the rows of each embedding PS; exact only while the PSs are recorded.
     """
 
     rows: Packed[np.float32 | np.float16]
@@ -156,7 +156,7 @@ class RowsAt(NamedTuple):
 
     Attributes:
         rows: by table, float32 `[n, dim]`.
-        version: steps that were applied in them; in Hybrid, pushes. While the PS is recorded all are of this one.
+        version: steps (in Hybrid, pushes) applied in them. While the PS is recorded, all rows are of this version.
     """
 
     rows: Packed[np.float32]
@@ -168,8 +168,8 @@ class Contribution(NamedTuple):
 
     Attributes:
         batch_id: what `register` returned for the batch.
-        gradients: by table, `[unique ids, dim]`, row by row the gradient of `LookedUp.rows`; tables that took no part
-            in the loss are left out. float32, or float16 where there are scales.
+        gradients: by table, `[unique ids, dim]`, row by row the gradient of `LookedUp.rows`; tables without a
+            part in the loss are left out. float32, or float16 where there are scales.
         scales: as in `LookedUp`.
     """
 
@@ -179,7 +179,7 @@ class Contribution(NamedTuple):
 
 
 class Feed(NamedTuple):
-    """Which batches of which pass a data loader is to have ready.
+    """The batches of a pass that a data loader keeps ready.
 
     Batch `number` of the pass goes to NN worker `(number - start) % nn_workers`, and is read by data loader
     `number % loaders`.
@@ -187,13 +187,14 @@ class Feed(NamedTuple):
     Attributes:
         epoch: number of the pass over the data.
         start: number of the first batch that is wanted.
-        nn_workers: how many NN workers take batches.
+        nn_workers: number of NN workers that take batches.
         loader: number of this loader, 0 to `loaders - 1`.
-        loaders: how many share the reading.
-        ahead: most batches that wait for any one NN worker.
-        generation: of the NN workers. A new one begins anew, also at the same batch: those before may have used theirs.
-        on_demand: whether NN workers take whatever number they are given, in any order. They all call themselves rank 0
-            then, and `nn_workers` is 1.
+        loaders: number of data loaders that share the reading.
+        ahead: maximum number of batches that wait for any one NN worker.
+        generation: of the NN workers. A new one restarts the reading, even at the same batch: the one before may have
+            used batches.
+        on_demand: whether NN workers take batches in any order, as tokens are drawn. All of them are rank 0 then, and
+            `nn_workers` is 1.
     """
 
     epoch: int
@@ -207,15 +208,15 @@ class Feed(NamedTuple):
 
     @property
     def reading(self) -> tuple[int, ...]:
-        """What is read, and for whom: feeds that agree in it only divide it in another way."""
+        """Identity of the reading: feeds with the same one differ only in how loaders share it."""
         return self.generation, self.epoch, self.start, self.nn_workers, self.on_demand
 
 
 class FedBatch(NamedTuple):
-    """A batch whose ID features lie at an embedding worker.
+    """A batch whose ID features are buffered at an embedding worker.
 
     Attributes:
-        batch_id: tells which one, and is the key there.
+        batch_id: names the embedding worker, and is the key there.
         dense: float32 `[batch, dense features]`.
         labels: float32 `[batch, labels]`.
         day: int32 `[batch]`, or None.
@@ -228,10 +229,10 @@ class FedBatch(NamedTuple):
 
 
 class Delivery(NamedTuple):
-    """What a data loader answers.
+    """Answer of a data loader to `take`.
 
     Attributes:
-        number: that was asked for.
+        number: of the batch, as requested.
         batch: None when the pass has no batch of this number, nor any later one.
     """
 

@@ -1,4 +1,4 @@
-"""The network on dense PSs."""
+"""Records of a network that is kept on dense PSs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Pulled(NamedTuple):
     """Dense parameters of one version.
 
     Attributes:
-        version: steps that are applied in them.
+        version: number of steps applied in them.
         values: parameters and buffers of this dense PS, one after another (`persia.dense.layout`); None if the caller
             has this version.
     """
@@ -28,7 +28,7 @@ class PushedDense(NamedTuple):
     Attributes:
         weight: 0 or 1.
         gradients: of its parameters, one after another; None without any.
-        present: which of them have a gradient, bool `[parameters]`.
+        present: whether each parameter has a gradient, bool `[parameters]`.
         buffers: as the forward pass left them, one after another.
     """
 
@@ -39,7 +39,7 @@ class PushedDense(NamedTuple):
 
 
 class TensorSpec(NamedTuple):
-    """A tensor without its values; `dtype` is torch's name of it, such as "float32"."""
+    """A tensor without its values; `dtype` is torch's name, such as "float32"."""
 
     name: str
     dtype: str
@@ -47,18 +47,18 @@ class TensorSpec(NamedTuple):
 
 
 class DenseState(NamedTuple):
-    """A network and its optimizer, or what one dense PS owns of them.
+    """A network and its optimizer, or the part of them that one dense PS owns.
 
     Attributes:
-        parameters: of the whole network, in the order of the optimizer's making.
-        owned: numbers of those that are meant.
+        parameters: of the whole network, in the order of the optimizer.
+        owned: numbers of the parameters in this state.
         values: the owned parameters, one after another, then the buffers.
         buffers: of the network; one dense PS has them all, the others none.
         groups: the optimizer's parameter groups as JSON, parameters by number.
         tensors: the optimizer's state, as "number/key".
         state: the values of `tensors`, one after another.
         scalars: the rest of the optimizer's state as JSON: by number, by key.
-        updates: how far the learning-rate schedule is; -1 without one.
+        updates: position of the learning-rate schedule; -1 without one.
     """
 
     parameters: list[TensorSpec]

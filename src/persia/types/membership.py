@@ -1,4 +1,4 @@
-"""Who is there."""
+"""The processes of a cluster, by role."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Member(NamedTuple):
         role: "embedding_ps", "embedding_worker", "data_loader" or "nn_worker".
         rank: number within the role, from 0.
         incarnation: rises with each restart of the rank, from 1. For an NN worker it is the generation.
-        address: where it listens; empty if nobody connects to it.
-        state: "alive"; "leaving": finishes what it has and takes nothing new; "dead".
-        reason: what a dead one died of, with its last lines.
+        address: where it listens; empty if it serves no calls.
+        state: "alive", "leaving" (finishes its work and takes nothing new) or "dead".
+        reason: cause of death of a dead process, with its last log lines.
     """
 
     role: str
@@ -28,7 +28,7 @@ class Member(NamedTuple):
 
 
 class Membership(NamedTuple):
-    """All members as of one moment.
+    """All members at one moment.
 
     Attributes:
         version: rises with every change.

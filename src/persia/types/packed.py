@@ -106,16 +106,16 @@ class Packed(Mapping[str, "NDArray[S_co]"], Generic[S_co]):
         return self._by_name
 
     def to_wire(self) -> list[object]:
-        """What is sent: everything, with one array."""
+        """Returns the message form: everything, with one array."""
         return [self.names, self.counts, self.widths, self.buffer]
 
     @classmethod
     def from_wire(cls, value: object, dtypes: AbstractSet[np.dtype[Any]]) -> Packed[Any]:
-        """What came: of `to_wire`, or a dict of arrays, which is packed here.
+        """Restores what `to_wire` returned; also accepts a dict of arrays, and packs it.
 
         Args:
             value: from anywhere.
-            dtypes: that are accepted.
+            dtypes: accepted dtypes.
 
         Raises:
             ValueError: it is neither; names, counts and buffer do not fit one another.
@@ -214,12 +214,12 @@ class PackedGradients(Mapping[str, Gradients]):
         return len(self.ids)
 
     def to_wire(self) -> list[object]:
-        """What is sent: everything, with two arrays."""
+        """Returns the message form: everything, with two arrays."""
         return [self.ids.to_wire(), self.rows.to_wire()]
 
     @classmethod
     def from_wire(cls, value: object) -> PackedGradients:
-        """What came: of `to_wire`, or a dict of pairs of arrays. Raises ValueError as `Packed.from_wire` does."""
+        """Restores what `to_wire` returned; also accepts a dict of pairs of arrays. Raises as `Packed.from_wire`."""
         if isinstance(value, dict):
             if not all(isinstance(pair, list) and len(pair) == 2 for pair in value.values()):
                 raise ValueError("expected ids and rows by table")

@@ -16,8 +16,7 @@ class RowState(NamedTuple):
     """The state of the optimizer for some rows.
 
     Attributes:
-        values: float32 `[n, width]`, as docs/guide/tables.md says of each optimizer. Adam: first moment, then second;
-            FTRL: z, then n.
+        values: float32 `[n, width]`, see docs/guide/tables.md. Adam: first moment, then second; FTRL: z, then n.
         update_count: uint32 `[n]`, updates applied to each row.
         last_step: uint32 `[n]`, the global step or token of the last one.
     """
@@ -44,13 +43,13 @@ class StoredRows(NamedTuple):
 
 
 class RowsSet(NamedTuple):
-    """What setting rows did.
+    """Result of setting rows.
 
     Attributes:
         inserted: ids that had no row.
         replaced: ids that had one.
-        evicted: rows that a full table had no capacity for: less recently used ones, or, where more rows were set than
-            the table holds, some of these.
+        evicted: rows that a full table had no capacity for: less recently used ones or, if more rows were set than the
+            table holds, some of those.
     """
 
     inserted: int

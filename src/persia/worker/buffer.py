@@ -1,4 +1,4 @@
-"""What an embedding worker keeps between the registration of a batch and the push of its gradient."""
+"""Batches at an embedding worker between their registration and the push of their gradient."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class WorkerOptions(msgspec.Struct, frozen=True):
         compression: of rows and gradients between embedding worker and NN worker: "none", or "fp16" with a scale per
             row (docs: lossy, about half the bytes).
         capacity: batches that are buffered at most; more wait in `register`.
-        timeout: seconds that `register` waits for room.
+        timeout: seconds that `register` waits while the buffer is full.
         expiry: seconds without a call after which a batch is forgotten.
     """
 
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 class _Kept(Generic[T]):
-    """An entry, when it was last called for, and how many calls use it now."""
+    """An entry, the time of its last use, and the number of calls that use it now."""
 
     __slots__ = ("entry", "touched", "users")
 
@@ -58,7 +58,7 @@ class _Kept(Generic[T]):
 
 
 class BatchBuffer(Generic[T]):
-    """Entries by batch id: bounded, so that data loaders are held back; those that nobody calls for expire.
+    """Entries by batch id. It is bounded, so that data loaders wait; unused entries expire.
 
     Safe to call from several threads.
 
@@ -123,10 +123,10 @@ class BatchBuffer(Generic[T]):
 
     @contextlib.contextmanager
     def use(self, batch_id: int) -> Iterator[T]:
-        """The entry of a batch; as long as it is used it does not expire.
+        """Yields the entry of a batch, which does not expire while it is used.
 
         Raises:
-            StaleBatchError: it is unknown, forgotten, or of another incarnation.
+            StaleBatchError: the batch is unknown, forgotten, or of another incarnation.
         """
         with self._changed:
             self._expire()
@@ -152,13 +152,13 @@ class BatchBuffer(Generic[T]):
                 self._changed.notify_all()
 
     def retire(self) -> None:
-        """Takes nothing new; who waits for room gets a MovedError."""
+        """Refuses new entries; waiting calls of `put` raise MovedError."""
         with self._changed:
             self._retired = True
             self._changed.notify_all()
 
     def statistics(self) -> dict[str, int]:
-        """Entries `buffered` now; `registered`, `pushed`, `released`, `expired`, and `stale` calls so far."""
+        """Returns counters: entries `buffered` now; `registered`, `pushed`, `released`, `expired`, `stale` so far."""
         with self._changed:
             self._expire()
             names = ("registered", "pushed", "released", "expired", "stale")

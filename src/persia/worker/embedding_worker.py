@@ -38,12 +38,12 @@ __all__ = ["Worker"]
 class Worker:
     """Buffers the ID features of batches, removes duplicates over the whole batch, and routes rows and gradients.
 
-    It keeps nothing that outlives a batch, so it needs no recovery. Safe to call from several threads.
+    Its state does not outlive a batch, so it needs no recovery. Safe to call from several threads.
 
     Args:
         schema: which features read which table.
         servers: the embedding PSs, by partition.
-        threads: threads for duplicate removal, shared with nobody.
+        threads: number of threads for duplicate removal, not shared with other roles.
         rank: number of this embedding worker, 0 to 255.
         incarnation: rises with each restart, 1 to 65,535.
         options: bounds, deadlines, compression.
@@ -60,8 +60,8 @@ class Worker:
     ) -> None:
         if not 0 <= rank < 256 or not 1 <= incarnation < 1 << INCARNATION_BITS:
             raise ConfigError(
-                f"An embedding worker of rank {rank}, incarnation {incarnation} cannot be named in a batch id: ranks "
-                "are 0 to 255, incarnations 1 to 65,535. Start the cluster anew.",
+                f"An embedding worker of rank {rank}, incarnation {incarnation} does not fit a batch id: ranks are "
+                "0 to 255, incarnations 1 to 65,535. Restart the cluster.",
                 field="rank",
             )
         self._servers = list(servers)
@@ -72,8 +72,8 @@ class Worker:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._traffic: Counter[tuple[str, str]] = Counter()
-        """Bytes, by what and codec."""
-        # Of each NN worker, by (generation, rank, part): its last push, for the case that the reply is lost.
+        """Bytes by kind and codec."""
+        # The last push of each NN worker, by (generation, rank, part), in case its reply was lost.
         self._outcomes: dict[tuple[int, int, int], tuple[int, dict[str, UpdateCounts]]] = {}
 
     def register(self, id_features: Mapping[str, IdColumn]) -> int:
@@ -86,7 +86,7 @@ class Worker:
         return self._buffer.put(self._router.entry(id_features))
 
     def lookup(self, batch_id: int, train: bool = True) -> LookedUp:
-        """Rows of a registered batch; without `train` they are only read, and the batch is forgotten.
+        """Looks up the rows of a registered batch; without `train` they are only read, and the batch is forgotten.
 
         Raises:
             StaleBatchError: the batch is unknown, pushed, released, expired, or of another incarnation.
@@ -100,11 +100,11 @@ class Worker:
         return found
 
     def evaluate(self, id_features: Mapping[str, IdColumn]) -> LookedUp:
-        """Rows of a batch, read-only; nothing is buffered."""
+        """Looks up the rows of a batch, read-only; nothing is buffered."""
         return self._rows(self._router.entry(id_features), train=False)
 
     def push(self, header: PushHeader, contributions: Sequence[Contribution]) -> dict[str, UpdateCounts]:
-        """Sends the summed gradients of the batches to every PS, also to those without any, and forgets the batches.
+        """Sends the summed gradients of the batches to every PS, even to a PS without any, and forgets the batches.
 
         A repetition of the last push of an NN worker is answered without the batches.
 
@@ -121,7 +121,7 @@ class Worker:
             except StaleBatchError:
                 sequence, counts = self._outcomes.get(sender, (0, {}))
                 if sequence == header.sequence:
-                    return counts  # The call that this one repeats has ended just now.
+                    return counts  # The call that this one repeats has just ended.
                 raise
             gradients = self._router.gradients_for(batches)
             answers = call_all(
@@ -146,27 +146,27 @@ class Worker:
         self._buffer.forget(batch_id, "released")
 
     def retire(self) -> None:
-        """Takes no further batches; once `buffered` is 0 this embedding worker can end, and nothing is lost."""
+        """Refuses new batches. Once `buffered` is 0 this embedding worker can end without loss."""
         self._buffer.retire()
 
     def statistics(self) -> dict[str, int]:
-        """Batches `buffered` now; `registered`, `looked_up`, `pushed`, `released`, `expired` so far.
+        """Returns counters: batches `buffered`; `registered`, `looked_up`, `pushed`, `released`, `expired` so far.
 
-        `stale`: calls for a batch that is not there; `gradient_rows`: rows of gradients that were pushed.
+        `stale`: calls for an unknown batch; `gradient_rows`: rows of gradients that were pushed.
         """
         with self._lock:
             counts = {name: self._counts[name] for name in ("looked_up", "gradient_rows")}
         return {**self._buffer.statistics(), **counts}
 
     def observe(self) -> Readings:
-        """The same as figures, and bytes of rows and gradients by the codec that they travelled with."""
+        """Returns the same as metrics, and the bytes of rows and gradients by codec."""
         with self._lock:
             traffic = [Metric(f"worker_{n}", float(v), {"codec": codec}) for (n, codec), v in self._traffic.items()]
         return Readings(figures("worker", self.statistics()) + traffic, [])
 
     @property
     def buffered(self) -> int:
-        """Batches between registration and push."""
+        """Number of batches between registration and push."""
         return len(self._buffer)
 
     def _rows(self, entry: Entry, train: bool) -> LookedUp:

@@ -1,4 +1,4 @@
-"""From the ID features of a batch to what each embedding PS is asked for, and back."""
+"""Splits the ids and gradients of a batch by embedding PS, and joins the rows that come back."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["Entry", "Router"]
 
 
 class Entry(NamedTuple):
-    """What is kept of a batch, from registration to the push of its gradient.
+    """A registered batch: its distinct ids by owner, and the place of every id.
 
     Attributes:
         found: its distinct ids, sorted by the PS that owns them, and the place of every id.
-        offsets: by feature; of those whose samples have any number of ids.
+        offsets: by feature, of the features whose samples have any number of ids.
     """
 
     found: batching.PackedBatch
@@ -30,22 +30,22 @@ class Entry(NamedTuple):
 
     @property
     def ids(self) -> Packed[np.uint64]:
-        """Distinct ids by table."""
+        """The distinct ids, by table."""
         return self.found.ids
 
     @property
     def inverse(self) -> dict[str, Inverse]:
-        """By feature, the place of every id."""
+        """The place of every id, by feature."""
         return {**self.found.narrow, **self.found.wide}
 
 
 class Router:
-    """Removes duplicates over whole batches, sorts by owner, and cuts and joins accordingly. Thread-safe.
+    """Removes duplicates over whole batches, sorts ids by owner, and splits and joins accordingly. Thread-safe.
 
     Args:
         schema: which features read which table.
         servers: number of embedding PSs.
-        threads: that share the work of a call.
+        threads: number of threads that share the work of a call.
     """
 
     def __init__(self, schema: Schema, servers: int, threads: int) -> None:
@@ -60,7 +60,7 @@ class Router:
         self._max_length = {f.name: f.max_length for f in schema.id_features}
 
     def entry(self, id_features: Mapping[str, IdColumn]) -> Entry:
-        """The distinct ids of a batch by table, sorted by owner."""
+        """Returns the distinct ids of a batch by table, sorted by owner."""
         columns = {name: _truncated(id_features[name], most) for name, most in self._max_length.items()}
         values = [[columns[name].values for name in features] for _, features in self._features]
         found = batching.pack_batch(self._features, values, self._servers, self._pool, self._scratch)
@@ -68,11 +68,11 @@ class Router:
         return Entry(found, Packed.of(ends, np.int64))
 
     def ids_of(self, entry: Entry, server: int) -> Packed[np.uint64]:
-        """What one PS is asked for."""
+        """Returns the ids to request from one PS."""
         return batching.take_part(entry.ids, entry.found.bounds, server)
 
     def join(self, entry: Entry, answers: Sequence[Packed[np.float32]]) -> Packed[np.float32]:
-        """Rows of the distinct ids, from the answers of all PSs."""
+        """Returns the rows of the distinct ids, from the answers of all PSs."""
         if len(answers) == 1:
             return answers[0]
         ids = entry.ids
@@ -83,10 +83,10 @@ class Router:
         return rows
 
     def gradients_for(self, batches: Sequence[tuple[Entry, Contribution]]) -> list[PackedGradients]:
-        """What each PS gets: its part of what has come, or the sum of several batches' parts.
+        """Returns the gradients to push to each PS: its part of those of a batch, or the sum over several batches.
 
         Raises:
-            StoreError: gradients that do not fit the rows of their batch.
+            StoreError: gradients do not fit the rows of their batch.
         """
         parts = [self._parts(entry, contribution) for entry, contribution in batches]
         if len(parts) == 1:
@@ -94,7 +94,7 @@ class Router:
         return [self._sum([part[server] for part in parts]) for server in range(self._servers)]
 
     def _parts(self, entry: Entry, contribution: Contribution) -> list[PackedGradients]:
-        """One contribution, by PS."""
+        """Splits one contribution by PS."""
         gradients, ids, bounds = contribution.gradients, entry.ids, entry.found.bounds
         if list(gradients) != ids.names:  # Some tables took no part in the loss.
             places = {name: place for place, name in enumerate(ids.names)}
@@ -116,7 +116,7 @@ class Router:
         ]
 
     def _plain(self, contribution: Contribution) -> Packed[np.float32]:
-        """Gradients as float32."""
+        """Returns the gradients as float32."""
         gradients, scales = contribution.gradients, contribution.scales
         try:
             if scales is None:
@@ -130,7 +130,7 @@ class Router:
         return batching.decode_packed(halves, factors, self._scratch)
 
     def _sum(self, parts: Sequence[PackedGradients]) -> PackedGradients:
-        """Of several batches, for one PS."""
+        """Sums the gradients of several batches for one PS."""
         gradients: dict[str, Gradients] = {}
         for table, _ in self._features:
             mine = [part[table] for part in parts if table in part]
@@ -142,7 +142,7 @@ class Router:
 
 
 def _truncated(column: IdColumn, most: int | None) -> IdColumn:
-    """The first `most` ids of each sample: what is not read is neither looked up nor admitted."""
+    """Returns the first `most` ids of each sample; the others are neither looked up nor admitted."""
     if most is None or column.offsets is None:
         return column
     lengths = np.diff(column.offsets)
