@@ -114,7 +114,7 @@ def test_counts_and_dropout_go_on_from_call_to_call():
         for name in ("staleness_mean", "staleness_max", "absent_rows", "global_step"):
             assert getattr(found, name) == getattr(expected, name), name
         assert found.progressive.auc == expected.progressive.auc
-        assert parts.earlier == whole.earlier
-        assert whole.earlier.lookups == 24
+        assert parts.state.earlier == whole.state.earlier
+        assert whole.state.earlier.lookups == 24
         for a, b in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
             assert torch.equal(a, b)

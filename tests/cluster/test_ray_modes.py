@@ -112,7 +112,7 @@ def test_gba_goes_on_with_the_last_partial_batch_of_a_pass(tmp_path):
     with persia.cluster.Ray(1, 1, 1, 2, options()) as cluster:
         first = make(cluster)
         first.fit(data, max_steps=3)
-        assert (first.position, first.segments.local_batch) == (6, BATCH)
+        assert (first.position, first.state.local_batch) == (6, BATCH)
         first.save(str(tmp_path))
     with persia.cluster.Ray(1, 1, 1, 2, options()) as cluster:
         second = make(cluster)

@@ -11,7 +11,6 @@ from persia.modes import Bsp, Gba, Sync
 from persia.nn.models import FFNN
 from persia.optim import Adagrad
 from persia.testing import Threads
-from persia.trainer import state as resume
 from support.switching_samples import DEADLINE, ROWS, Net, assert_same, batches, trainer
 
 
@@ -83,7 +82,7 @@ def test_a_run_goes_on_with_the_last_partial_batch_of_a_pass(declared, tmp_path)
     first.fit(data, max_steps=3)
     assert first.position == 6
     first.save(tmp_path)
-    state = resume.training_state(first)
+    state = first.state.state_dict()
     assert state["local_batch"] == ROWS
     second = persia.Trainer.resume(str(tmp_path), FFNN(first.schema, hidden=(4,), dropout=0.0), optimizer=adam)
     result = second.fit(data)
@@ -109,10 +108,10 @@ def test_a_checkpoint_from_before_the_local_batch_was_kept_goes_on_too():
         data = with_rest(6, 5)
         first = trainer(Gba(2 * ROWS))
         first.fit(data, max_steps=(7 - left) // 2)
-        state = resume.training_state(first)
+        state = first.state.state_dict()
         del state["local_batch"]
         second = trainer(Gba(2 * ROWS))
-        resume.load_training_state(second, state)
+        second.state.load_state_dict(state, elsewhere=False)
         assert second.fit(data).steps == steps
 
 
@@ -147,7 +146,7 @@ def test_whoever_draws_the_partial_batch_first_m_is_the_same(make, tmp_path):
 
     def work(member):
         t = small_trainer(Gba(2 * ROWS), member)
-        return t.fit(data, epochs=4), t.segments.local_batch
+        return t.fit(data, epochs=4), t.state.local_batch
 
     results = Threads(nn_workers=2, timeout=DEADLINE).run(work)
     assert [local_batch for _, local_batch in results] == [ROWS, ROWS]

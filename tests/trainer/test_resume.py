@@ -17,7 +17,6 @@ from persia.modes import Hybrid, Sync
 from persia.optim import SGD, Adagrad, Adam
 from persia.ps import EmbeddingServer
 from persia.trainer import checkpointing as saving
-from persia.trainer import state as resume
 
 
 def reader(rows=4_000):
@@ -122,11 +121,11 @@ def test_what_is_counted_goes_on_over_a_resume(tmp_path):
 def test_a_state_of_version_0_1_is_taken():
     """It has the random generators of one process, and no counts."""
     t = trainer(schema_of())
-    state = resume.training_state(t)
+    state = t.state.state_dict()
     (state["random"],) = state["random"]
     del state["counts"]
     torch.manual_seed(5)
-    resume.load_training_state(t, state)
+    t.state.load_state_dict(state, elsewhere=False)
     assert torch.equal(torch.get_rng_state(), state["random"]["torch"])
 
 

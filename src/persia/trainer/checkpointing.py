@@ -23,7 +23,7 @@ from persia.errors import CheckpointError, PeerRestartedError, PersiaError, Stor
 from persia.metrics import MetricsResult
 from persia.retry import Backoff, Deadline, retry
 from persia.services import EmbeddingPS, SnapshotInfo
-from persia.trainer.state import resolved
+from persia.trainer.loading import resolved
 
 if TYPE_CHECKING:
     from persia.trainer import Trainer
@@ -48,7 +48,7 @@ class CheckpointState(NamedTuple):
     """What is taken at rest, beside the cuts.
 
     Attributes:
-        training: `resume.training_state`, which all NN workers call.
+        training: `TrainingState.state_dict`, which all NN workers call.
         score: what decides which checkpoint is the best.
         consistent: whether all rows are to be of this moment.
     """

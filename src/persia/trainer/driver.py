@@ -22,8 +22,9 @@ from persia.errors import NNWorkersDiedError, RoleDiedError
 from persia.metrics import Metrics
 from persia.nn.replicas import SingleReplica
 from persia.services import Attempt, ProcessCluster
-from persia.trainer import state as resume
-from persia.trainer.progress import FitProgress, FitResult, RunTotals, TrainedRows
+from persia.trainer import loading
+from persia.trainer.progress import FitProgress, FitResult, TrainedRows
+from persia.trainer.state import RunTotals
 
 if TYPE_CHECKING:
     from persia.trainer import Trainer
@@ -38,7 +39,7 @@ class _State(NamedTuple):
 
     Attributes:
         model: its tensors and all else that `torch.save` writes, on the CPU.
-        training: see `resume.training_state`.
+        training: see `TrainingState.state_dict`.
         finished: whether the last call came to its end; a resumed run goes on where it was in any case.
         trained: in this call, since NN workers began last.
     """
@@ -101,7 +102,7 @@ class _Work:
         except NNWorkersDiedError:
             trainer.step.replicas = SingleReplica(trainer.model)
             if not first:
-                trainer.earlier = RunTotals()  # As its metrics: what was before is with the first one.
+                trainer.state.earlier = RunTotals()  # As its metrics: what was before is with the first one.
             return _Alone(_state(trainer, trainer.trained_here))
         state = _state(trainer, TrainedRows(result.rows, result.seconds))  # All take part.
         return (result, state) if first else None
@@ -169,7 +170,7 @@ def _reload(trainer: Trainer, cluster: ProcessCluster, deaths: list[RoleDiedErro
     if directory is None or not list_checkpoints(directory):
         raise deaths[0]
     cluster.restart_servers(ranks)
-    path = resume.load_partitions(trainer, directory, ranks)
+    path = loading.load_partitions(trainer, directory, ranks)
     LOG.warning("Embedding PSs %s have the rows of %s.", ", ".join(map(str, ranks)), path)
 
 
@@ -268,12 +269,11 @@ def _sum(a: TrainedRows, b: TrainedRows) -> TrainedRows:
 def _state(trainer: Trainer, trained: TrainedRows) -> _State:
     model = io.BytesIO()
     torch.save(trainer.model.state_dict(), model)
-    training = resume.training_state(trainer)
-    return _State(model.getvalue(), training, trainer.finished, trained)
+    return _State(model.getvalue(), trainer.state.state_dict(), trainer.finished, trained)
 
 
 def _restore(trainer: Trainer, state: _State) -> None:
     model = torch.load(io.BytesIO(state.model), map_location="cpu", weights_only=True)
     trainer.model.load_state_dict(model)
-    resume.load_training_state(trainer, state.training)
-    trainer.finished = state.finished
+    trainer.state.load_state_dict(state.training, elsewhere=isinstance(trainer.cluster, ProcessCluster))
+    trainer.state.finished = state.finished

@@ -68,14 +68,11 @@ class Phases:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        self._state = trainer.state
         self._served: Mode | None = None
         """The mode that the PSs are in, as far as this trainer has told them."""
         self._number = 0
         self._shared: SharedNetwork | None = None
-        self.entry: tuple[int, Mode] | None = None
-        """Of `mode_schedule`: the last one that was followed. What is asked for after it holds until the next one."""
-        self.local_batch = 0
-        """Rows of a batch that is not partial; 0 if unknown. It decides how many gradients make a step of `Gba`."""
         self._again = False
         self._dead: list[int] = []
         """NN workers that died in the last segment, while the others went on."""
@@ -99,7 +96,7 @@ class Phases:
             anew: whether the data may be others than before.
         """
         if data is not None:
-            self.local_batch = declared_batch_size(data) or (0 if anew else self.local_batch)
+            self._state.local_batch = declared_batch_size(data) or (0 if anew else self._state.local_batch)
 
     # --- Auto ---------------------------------------------------------------------------------------------------
 
@@ -138,7 +135,7 @@ class Phases:
         """At rest: takes over the mode that was asked for, or that the schedule has for this step; whether it did."""
         trainer = self._trainer
         entry = scheduled(trainer.options.mode_schedule, trainer.global_step)
-        due, self.entry = entry != self.entry, entry
+        due, self._state.schedule_entry = entry != self._state.schedule_entry, entry
         wanted = trainer.step.replicas.run_on_rank0(
             lambda: self._wanted() or (encode(entry[1]) if due and entry else ""), str
         )
@@ -155,7 +152,7 @@ class Phases:
         text = tokens.requested() if tokens is not None else ""
         if tokens is not None and text:
             try:
-                check_mode(trainer, decode(text), self.local_batch)
+                check_mode(trainer, decode(text), self._state.local_batch)
             except ConfigError as error:
                 LOG.error("The switch is not made: %s", error)
                 tokens.resolve(text)
@@ -173,20 +170,13 @@ class Phases:
 
         self._trainer.step.replicas.run_on_rank0(resolve, NoneType)
 
-    def adopt(self, mode: Mode) -> None:
-        """The mode that training was in when its state was saved."""
-        self._change(mode)
-        self._leaving = None
-
     def _change(self, mode: Mode) -> None:
-        trainer = self._trainer
-        if mode == trainer.mode:
+        if mode == self._state.mode:
             return
         if self._leaving is None:
             now = time.monotonic()
-            self._leaving = trainer.mode, now, now
-        trainer.mode = mode
-        trainer.embeddings.change_mode(mode)
+            self._leaving = self._state.mode, now, now
+        self._state.change_mode(mode)
 
     def _entered(self) -> None:
         """The segment of the new mode begins now."""
@@ -237,7 +227,7 @@ class Phases:
             replicas.run_on_rank0(self._switch_servers, NoneType)
         self._recording.begin(None)
         if connection.tokens is not None and connection.rank == 0:
-            connection.tokens.announce(connection.nn_workers, self.local_batch)
+            connection.tokens.announce(connection.nn_workers, self._state.local_batch)
         self._entered()
         wanted = run.batches_to_boundary()
         drawn, looked = 0, time.monotonic()
@@ -248,11 +238,11 @@ class Phases:
             with contextlib.closing(prefetched) as batches:  # type: ignore[type-var]
                 for batch in batches:
                     step = trainer.global_step + 1
-                    self.local_batch = max(self.local_batch, batch.weight)
+                    self._state.local_batch = max(self._state.local_batch, batch.weight)
                     logits, loss = trainer.step.train(batch, embeddings(batch))
                     drawn += 1
-                    trainer.position += replicas.nn_workers
-                    trainer.source.forget(trainer.position)
+                    self._state.position += replicas.nn_workers
+                    trainer.source.forget(self._state.position)
                     run.trained(step, batch, logits, loss)
                     replicas.stop = replicas.stop or trainer.stopping
                     if connection.tokens is not None and connection.rank == 0:
@@ -270,7 +260,7 @@ class Phases:
             if whole or replicas.nn_workers == 1:
                 trainer.step.finish()
             run.score_rest()
-        self._recording.end(self.local_batch)
+        self._recording.end(self._state.local_batch)
         if stopped:
             self._again = True
             self._left(began)
@@ -309,7 +299,7 @@ class Phases:
         steps = run.steps_to_boundary()
 
         def begin() -> int:
-            self.local_batch = self.local_batch or self._first_rows()
+            self._state.local_batch = self._state.local_batch or self._first_rows()
             self._advise()
             shared.load(connection.generation, trainer.global_step)
             self._switch_servers()
@@ -323,12 +313,12 @@ class Phases:
                     trainer.position,
                     trainer.global_step,
                     steps,
-                    self.local_batch,
+                    self._state.local_batch,
                 )
             )
-            return self.local_batch
+            return self._state.local_batch
 
-        self.local_batch = trainer.step.replicas.run_on_rank0(begin, int)
+        self._state.local_batch = trainer.step.replicas.run_on_rank0(begin, int)
         self._recording.begin(shared)
         self._entered()
         draws = TokenClient(tokens, caller, connection.worker, shared, embeddings.pushes)
@@ -337,7 +327,7 @@ class Phases:
             with contextlib.closing(prefetched) as batches:  # type: ignore[type-var]
                 for batch in batches:
                     step = trainer.global_step + 1
-                    known, self.local_batch = self.local_batch, max(self.local_batch, batch.weight)
+                    known, self._state.local_batch = self._state.local_batch, max(self._state.local_batch, batch.weight)
                     if not known and connection.rank == 0:
                         self._advise()
                     logits, loss = trainer.step.compute(batch, embeddings(batch))
@@ -356,14 +346,14 @@ class Phases:
                 server.drain(connection.generation, rest.step, rest.held)
             shared.drain(connection.generation, rest.step, rest.held)
             draws.settled(step)
-            self._recording.write(self.local_batch)
+            self._recording.write(self._state.local_batch)
         else:
             draws.settled(-1)
         shared.take_over()
         if isinstance(optimizer, APMSqueeze):
             optimizer.take_back()
-        embeddings.global_step = step
-        trainer.position = rest.position
+        self._state.global_step = step
+        self._state.position = rest.position
         trainer.source.forget(rest.position)
         self._leaving = trainer.mode, began, rested
         self._dead = rest.dead
@@ -404,8 +394,8 @@ class Phases:
 
     def _advise(self) -> None:
         mode = self._trainer.mode
-        if isinstance(mode, Gba) and self.local_batch:
-            advice = mode.advice(self._trainer.embeddings.connection.nn_workers, self.local_batch)
+        if isinstance(mode, Gba) and self._state.local_batch:
+            advice = mode.advice(self._trainer.embeddings.connection.nn_workers, self._state.local_batch)
             if advice is not None:
                 LOG.warning("%s", advice)
 

@@ -18,7 +18,6 @@ from persia.metrics import MetricsResult
 from persia.metrics.merging import merged_metrics
 from persia.modes import ModeChoice
 from persia.nn.prepared import PreparedBatch
-from persia.nn.push_counts import PushCounts
 from persia.nn.replicas import Replicas
 from persia.nn.transfer import Staging
 from persia.telemetry.live import LiveLine, Snapshot, summary_writer
@@ -27,7 +26,7 @@ from persia.types import Floats, Int32Array
 if TYPE_CHECKING:
     from persia.trainer import Trainer
 
-__all__ = ["FitProgress", "FitResult", "Interval", "RunTotals", "TrainedRows", "check_finite", "totals"]
+__all__ = ["FitProgress", "FitResult", "Interval", "TrainedRows", "check_finite"]
 
 FIRST_LOOK = 16
 """Steps after which the speed of training is known well enough to tell when something by time is due."""
@@ -142,40 +141,6 @@ class FitResult(msgspec.Struct, frozen=True):
     asynchronous: TokenReport | None = None
     verdicts: list[ModeChoice] = []
     failures: int = 0
-
-
-class RunTotals(msgspec.Struct, frozen=True):
-    """What is counted from call to call, and over a resume; of all NN workers together.
-
-    Attributes:
-        staleness_sum: over all lookups, in own steps.
-        lookups: how many there were.
-        staleness_max: the largest of them.
-        pushed: what became of gradients and batches.
-    """
-
-    staleness_sum: int = 0
-    lookups: int = 0
-    staleness_max: int = 0
-    pushed: PushCounts = PushCounts()
-
-    def __add__(self, other: RunTotals) -> RunTotals:
-        return RunTotals(
-            self.staleness_sum + other.staleness_sum,
-            self.lookups + other.lookups,
-            max(self.staleness_max, other.staleness_max),
-            PushCounts(*map(sum, zip(self.pushed, other.pushed, strict=True))),
-        )
-
-
-def totals(trainer: Trainer) -> RunTotals:
-    """The counts so far. Blocks until all NN workers have called it; the same on each."""
-    staleness = trainer.embeddings.staleness
-    mine = RunTotals(
-        round(staleness.mean * staleness.lookups), staleness.lookups, staleness.max, trainer.embeddings.pushed
-    )
-    payloads = trainer.step.replicas.gather(msgspec.json.encode(mine))
-    return sum((msgspec.json.decode(payload, type=RunTotals) for payload in payloads), trainer.earlier)
 
 
 class TrainedRows(NamedTuple):
@@ -375,7 +340,7 @@ class FitProgress:
         trainer = self._trainer
         replicas = trainer.step.replicas
         rows, seconds = self.progress()
-        so_far = totals(trainer)
+        so_far = trainer.state.totals()
         pushed = so_far.pushed
         tables = trainer.embeddings.statistics().values()
         slots = [server.slots() for server in trainer.embeddings.connection.servers]

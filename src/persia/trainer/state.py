@@ -1,60 +1,37 @@
-"""The state of a training run, and how it comes back from a checkpoint: what `Trainer.load` does."""
+"""`TrainingState`: everything that training changes, besides rows and the network's tensors."""
 
 from __future__ import annotations
 
-import logging
 import random
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
 import torch
 
-from persia import batching
-from persia.checkpoint import CheckpointReader, clock_gaps, same_rule, server_pieces
 from persia.checkpoint.packing import pack, unpack
 from persia.checkpoint.tensors import decode, encode
-from persia.config import convert
-from persia.errors import CheckpointError, PersiaError
+from persia.metrics import Metrics
 from persia.metrics.merging import merged_metrics
-from persia.modes import Auto, Hybrid, Mode, ModeSetting
+from persia.modes import Hybrid, Mode
 from persia.modes import decode as decode_mode
 from persia.modes import encode as encode_mode
-from persia.schema import SGD, EmbeddingOptimizer, Schema
-from persia.services import EmbeddingPS, ProcessCluster, RowChunk, StatePiece
-from persia.trainer.options import TrainerOptions
-from persia.trainer.progress import RunTotals, totals
+from persia.nn.collection import EmbeddingCollection
+from persia.nn.dense_step import DenseStep
+from persia.nn.push_counts import PushCounts
 
-if TYPE_CHECKING:
-    from persia.trainer import Trainer
-
-__all__ = [
-    "LoadOptions",
-    "LoadedTable",
-    "RandomState",
-    "Recorded",
-    "load",
-    "load_partitions",
-    "load_rows",
-    "load_training_state",
-    "random_states",
-    "recorded",
-    "resolved",
-    "set_random_state",
-    "training_state",
-]
+__all__ = ["RandomState", "RunTotals", "TrainingState", "random_states", "set_random_state"]
 
 RandomState: TypeAlias = dict[str, Any]
 """States of the generators of torch (and of each GPU), numpy and Python in one process."""
 
 
 def random_states(gather: Callable[[bytes], list[bytes]]) -> list[RandomState]:
-    """Those of all NN workers, by rank. Blocks until all have called it.
+    """Returns the random states of all NN workers, by rank. Blocks until all have called it.
 
     Args:
-        gather: of `nn.sync.Replicas`.
+        gather: of `persia.nn.replicas.Replicas`.
     """
     mine: RandomState = {
         "torch": torch.get_rng_state(),
@@ -75,297 +52,146 @@ def set_random_state(state: RandomState) -> None:
     random.setstate(state["python"])
 
 
-_log = logging.getLogger("persia.checkpoint")
-
-
-class LoadOptions(NamedTuple):
-    """How a checkpoint is loaded.
+class RunTotals(msgspec.Struct, frozen=True):
+    """Counters that go on from call to call, and over a resume; of all NN workers together.
 
     Attributes:
-        step: which one; None for the latest.
-        new_optimizer: let the optimizers, of the network and of tables, be others than those of the checkpoint. Where
-            they are, their state begins anew, and a warning says so.
+        staleness_sum: over all lookups, in own steps.
+        lookups: how many there were.
+        staleness_max: the largest of them.
+        pushed: what became of gradients and batches.
     """
 
-    step: int | None = None
-    new_optimizer: bool = False
+    staleness_sum: int = 0
+    lookups: int = 0
+    staleness_max: int = 0
+    pushed: PushCounts = PushCounts()
+
+    def __add__(self, other: RunTotals) -> RunTotals:
+        return RunTotals(
+            self.staleness_sum + other.staleness_sum,
+            self.lookups + other.lookups,
+            max(self.staleness_max, other.staleness_max),
+            PushCounts(*map(sum, zip(self.pushed, other.pushed, strict=True))),
+        )
 
 
-class LoadedTable(NamedTuple):
-    """What was loaded of a table.
+class TrainingState:
+    """Step, epoch, position, mode, optimizer, random states, metrics and counts of a run, on one NN worker.
 
-    Attributes:
-        rows: how many.
-        state: whether with the optimizer's state; otherwise that begins anew.
-    """
-
-    rows: int
-    state: bool
-
-
-class Recorded(NamedTuple):
-    """The declarations that a checkpoint was written with."""
-
-    schema: Schema
-    embedding_optimizer: EmbeddingOptimizer
-    mode: Mode | Auto
-    options: TrainerOptions
-
-
-def recorded(directory: str) -> Recorded:
-    """The declarations in the latest checkpoint of a directory."""
-    config = CheckpointReader(directory).manifest.config
-    origin = f"the checkpoint in {directory}"
-    return Recorded(
-        convert(config.get("schema"), Schema, origin),
-        convert(config.get("embedding_optimizer"), EmbeddingOptimizer, origin),  # type: ignore[arg-type]
-        convert(config.get("mode"), ModeSetting, origin),  # type: ignore[arg-type]
-        convert(config.get("options"), TrainerOptions, origin),
-    )
-
-
-def load(trainer: Trainer, directory: str, options: LoadOptions, *, first: bool = True) -> None:
-    """Puts a checkpoint of a directory into a fresh trainer; everything is checked before anything changes.
+    One trainer owns it. The training thread changes it; numbers may be read by any thread.
 
     Args:
-        trainer: of an NN worker.
-        directory: where the checkpoint is.
-        options: which one, and how.
-        first: whether it is NN worker 0, which loads for all what there is but once, before the others.
+        network: the dense network with its optimizer, schedule and loss scale; its replicas gather.
+        embeddings: the collection, which has the global step, the depth of the gate, and counts of its own.
+        labels: names of the labels, for the metrics.
+        mode: the mode to begin with.
+        seed: of the run.
     """
-    if trainer.global_step or (first and any(t["rows"] for t in trainer.embeddings.statistics().values())):
-        raise PersiaError("load() needs a fresh Trainer; this one has trained. Make a new one.")
-    reader = CheckpointReader(directory, options.step)
-    reader.check_schema(resolved(trainer), new_optimizer=options.new_optimizer)
-    reader.verify()
-    training = reader.state("training")
-    tensors = reader.tensors("model")
-    _check_model(trainer.model, tensors, directory)
-    if not _check_optimizer(trainer, training, directory, options.new_optimizer):
-        training["optimizer"] = None
-    if first:
-        _import_rows(trainer, reader, list(trainer.embeddings.connection.servers[0].tables()), state=True)
-    trainer.model.load_state_dict(tensors)
-    load_training_state(trainer, training)
 
+    def __init__(
+        self, network: DenseStep, embeddings: EmbeddingCollection, labels: Sequence[str], mode: Mode, seed: int
+    ) -> None:
+        self._network = network
+        self._embeddings = embeddings
+        self._seed = seed
+        self.mode = mode
+        self.schedule_entry: tuple[int, Mode] | None = None
+        """Last entry of `mode_schedule` that was followed. A mode requested after it holds until the next entry."""
+        self.epoch = 0
+        self.position = 0
+        """Batches of the current epoch that are trained, by all NN workers together."""
+        self.local_batch = 0
+        """Rows of a batch that is not partial; 0 if unknown. It decides how many gradients make a step of `Gba`."""
+        self.metrics = Metrics(list(labels))
+        """Of this NN worker."""
+        self.earlier = RunTotals()
+        """Counts of all NN workers from before: at a resume, or in earlier calls on those of a cluster."""
+        self.other_random: list[RandomState] = []
+        """Random generators of NN workers 1, 2, ... of a cluster, until they start again."""
+        self.finished = False
+        """Whether the last call of `fit` came to the end of its epochs. Not in checkpoints."""
 
-def load_rows(
-    trainer: Trainer, directory: str, tables: Iterable[str] | None, step: int | None, state: bool
-) -> dict[str, LoadedTable]:
-    """Puts rows of some tables into a trainer; see `Trainer.load_rows`."""
-    reader = CheckpointReader(directory, step)
-    mine = trainer.embeddings.connection.servers[0].tables()
-    names = [name for name in mine if name in reader.manifest.tables] if tables is None else list(tables)
-    for name in names:
-        if name not in mine or name not in reader.manifest.tables:
-            place = "the model" if name not in mine else reader.path
-            raise CheckpointError(f"There is no table {name!r} in {place}.", path=reader.path, table=name)
-        if mine[name].dim != reader.manifest.tables[name].dim:
-            raise CheckpointError(
-                f"{reader.path}: table {name!r} has dim {mine[name].dim}, in the checkpoint "
-                f"{reader.manifest.tables[name].dim}.",
-                path=reader.path,
-                table=name,
-            )
-    reader.verify()
-    return _import_rows(trainer, reader, names, state=state, shards=False)
+    @property
+    def global_step(self) -> int:
+        """Updates so far."""
+        return self._embeddings.global_step
 
+    @global_step.setter
+    def global_step(self, step: int) -> None:
+        self._embeddings.global_step = step
 
-def resolved(trainer: Trainer) -> Schema:
-    """The schema with every table declared and its optimizer filled in, as the rows were written with."""
-    server = trainer.embeddings.connection.servers[0]
-    schema = trainer.schema
-    return Schema(schema.id_features, schema.dense_features, schema.labels, list(server.tables().values()))
+    def change_mode(self, mode: Mode) -> None:
+        """Trains in another mode from now on. Call it between two phases."""
+        if mode != self.mode:
+            self.mode = mode
+            self._embeddings.change_mode(mode)
 
-
-def training_state(trainer: Trainer) -> dict[str, Any]:
-    """What decides the future of training, beside rows and the network's tensors; and what has been counted so far.
-
-    Of all NN workers together; the same on each. Blocks until all have called it.
-    """
-    step, gather = trainer.step, trainer.step.replicas.gather
-    return {
-        "seed": trainer.options.seed,
-        "optimizer_class": type(step.optimizer).__qualname__,
-        "optimizer": step.optimizer_state(),
-        "scheduler": step.scheduler.state_dict() if step.scheduler else None,
-        "scaler": step.scaler.state_dict() if step.scaler else None,
-        "global_step": trainer.global_step,
-        "mode": encode_mode(trainer.mode),
-        "entry": [entry[0], encode_mode(entry[1])] if (entry := trainer.segments.entry) is not None else None,
-        "depth": trainer.embeddings.gate.depth,
-        "local_batch": trainer.segments.local_batch,
-        "epoch": trainer.epoch,
-        "position": trainer.position,
-        "random": [*random_states(gather), *trainer.elsewhere],
-        "metrics": merged_metrics(trainer.metrics, gather).state_dict(),
-        "counts": msgspec.to_builtins(totals(trainer)),
-    }
-
-
-def load_training_state(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Puts `training_state` back: into each NN worker what is its own, into the first one what there is but once."""
-    step = trainer.step
-    rank = trainer.embeddings.connection.rank
-    if state["optimizer"] is not None:
-        step.optimizer.load_state_dict(state["optimizer"])
-    if step.scheduler is not None and state["scheduler"] is not None:
-        step.scheduler.load_state_dict(state["scheduler"])
-    if step.scaler is not None and state["scaler"] is not None:
-        step.scaler.load_state_dict(state["scaler"])
-    trainer.embeddings.global_step = state["global_step"]
-    if "mode" in state:  # Checkpoints of before modes could be changed lack it.
-        trainer.segments.adopt(decode_mode(state["mode"]))
-    if (entry := state.get("entry")) is not None:
-        trainer.segments.entry = entry[0], decode_mode(entry[1])
-    if trainer.mode == Hybrid("auto") and isinstance(state["depth"], int):
-        trainer.embeddings.gate.depth = state["depth"]
-    trainer.segments.local_batch = state.get("local_batch", 0)  # Earlier checkpoints lack it.
-    trainer.epoch, trainer.position = state["epoch"], state["position"]
-    trainer.earlier = msgspec.convert(state.get("counts", {}), RunTotals)
-    if rank == 0:
-        trainer.metrics.load_state_dict(state["metrics"])
-    generators = state["random"] if isinstance(state["random"], list) else [state["random"]]  # Of version 0.1.
-    if rank < len(generators):
-        set_random_state(generators[rank])
-    else:  # Else dropout would be the same as on another one.
-        torch.manual_seed(state["seed"] + rank)
-    if isinstance(trainer.cluster, ProcessCluster):
-        trainer.elsewhere = generators[1:]
-
-
-def load_partitions(trainer: Trainer, directory: str, ranks: Collection[int]) -> str:
-    """Puts the rows of the latest checkpoint into these PSs, which are empty; the others keep theirs.
-
-    Returns:
-        The path of the checkpoint.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged, or of another schema.
-    """
-    reader = CheckpointReader(directory)
-    reader.check_schema(resolved(trainer))
-    reader.verify()
-    _import_rows(trainer, reader, list(reader.manifest.tables), state=True, ranks=ranks)
-    return reader.path
-
-
-def _import_rows(
-    trainer: Trainer,
-    reader: CheckpointReader,
-    tables: list[str],
-    *,
-    state: bool,
-    shards: bool = True,
-    ranks: Collection[int] | None = None,
-) -> dict[str, LoadedTable]:
-    """Rows of tables, and with `shards` what else the PSs have, if they are of the shape of those that wrote it.
-
-    With `ranks`, only into these PSs.
-    """
-    servers = trainer.embeddings.connection.servers
-    same = shards and _shapes(server_pieces(reader)) == _shapes(_exported(servers))
-    gaps = {} if same else clock_gaps(reader)
-    loaded: dict[str, LoadedTable] = {}
-    for name, declared in servers[0].tables().items():
-        if name not in tables:
-            continue
-        record = reader.manifest.tables[name]
-        with_state = state and same_rule(declared.optimizer, record.optimizer) and _has_state(reader, name)
-        behind = gaps.get(name, {})
-        rows = 0
-        for shard, arrays in reader.rows(name):
-            if not with_state:
-                arrays.pop("state")
-            if behind:
-                arrays["stamp"] = arrays["stamp"] + np.uint32(behind.get(shard, 0))
-            rows += len(arrays["ids"])
-            _distribute(servers, RowChunk(name, shard, arrays), range(len(servers)) if ranks is None else ranks)
-        loaded[name] = LoadedTable(rows, with_state)
-        if state and rows and not with_state:
-            _log.warning("Table %r: the optimizer's state begins anew, %s has none of its kind.", name, reader.path)
-    if same:
-        for number, pieces in server_pieces(reader):
-            if ranks is None or number in ranks:
-                servers[number].import_state([StatePiece(**piece) for piece in pieces])
-    elif shards and any(array == "sketch" for _, _, _, array in _shapes(_exported(servers))):
-        _log.warning(
-            "%s was written by PSs of another number, capacity or admission: occurrences of ids that are not admitted "
-            "are counted anew.",
-            reader.path,
+    def totals(self) -> RunTotals:
+        """Counts so far, of all NN workers. Blocks until all have called it."""
+        staleness = self._embeddings.staleness
+        mine = RunTotals(
+            round(staleness.mean * staleness.lookups), staleness.lookups, staleness.max, self._embeddings.pushed
         )
-    return loaded
+        payloads = self._network.replicas.gather(msgspec.json.encode(mine))
+        return sum((msgspec.json.decode(payload, type=RunTotals) for payload in payloads), self.earlier)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of all NN workers for a checkpoint, the same on each. Blocks until all have called it.
 
-def _exported(servers: Sequence[EmbeddingPS]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    for number, server in enumerate(servers):
-        for pieces in server.export_state():
-            yield number, [piece._asdict() for piece in pieces]
+        Its keys are part of the format of checkpoints.
+        """
+        network, entry = self._network, self.schedule_entry
+        gather = network.replicas.gather
+        return {
+            "seed": self._seed,
+            "optimizer_class": type(network.optimizer).__qualname__,
+            "optimizer": network.optimizer_state(),
+            "scheduler": network.scheduler.state_dict() if network.scheduler else None,
+            "scaler": network.scaler.state_dict() if network.scaler else None,
+            "global_step": self.global_step,
+            "mode": encode_mode(self.mode),
+            "entry": [entry[0], encode_mode(entry[1])] if entry is not None else None,
+            "depth": self._embeddings.gate.depth,
+            "local_batch": self.local_batch,
+            "epoch": self.epoch,
+            "position": self.position,
+            "random": [*random_states(gather), *self.other_random],
+            "metrics": merged_metrics(self.metrics, gather).state_dict(),
+            "counts": msgspec.to_builtins(self.totals()),
+        }
 
+    def load_state_dict(self, state: Mapping[str, Any], *, elsewhere: bool) -> None:
+        """Restores what `state_dict` returned: this NN worker's own state, and on rank 0 what exists once.
 
-def _distribute(servers: Sequence[EmbeddingPS], chunk: RowChunk, ranks: Collection[int]) -> None:
-    if len(servers) == 1:
-        servers[0].import_rows(chunk)
-        return
-    owners = batching.owners(chunk.table, chunk.arrays["ids"], len(servers))
-    for owner in (int(number) for number in np.unique(owners)):
-        if owner not in ranks:
-            continue
-        part = {name: array[owners == owner] for name, array in chunk.arrays.items()}
-        servers[owner].import_rows(RowChunk(chunk.table, chunk.shard, part))
-
-
-def _shapes(states: Iterable[tuple[int, list[dict[str, Any]]]]) -> dict[tuple[int, str, int, str], int]:
-    """Length of each array of state, by PS, table, shard and name."""
-    lengths: Counter[tuple[int, str, int, str]] = Counter()
-    for number, pieces in states:
-        for piece in pieces:
-            lengths[number, piece["table"], piece["shard"], piece["array"]] += len(piece["values"])
-    return lengths
-
-
-def _has_state(reader: CheckpointReader, table: str) -> bool:
-    widths = {link.manifest.tables[table].state_width for link in reader.links if link.manifest.tables[table].rows}
-    optimizer = reader.manifest.tables[table].optimizer
-    stateless = isinstance(optimizer, SGD) and not optimizer.momentum
-    return stateless or widths != {0}
-
-
-def _check_model(model: torch.nn.Module, tensors: dict[str, torch.Tensor], directory: str) -> None:
-    mine = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    theirs = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    for name in sorted(mine.keys() | theirs.keys()):
-        if mine.get(name) != theirs.get(name):
-            raise CheckpointError(
-                f"{directory}: the model's tensor {name!r} is {theirs.get(name, 'missing')} in the checkpoint and "
-                f"{mine.get(name, 'missing')} here. Build the model as it was when the checkpoint was written.",
-                path=directory,
-                tensor=name,
-            )
-
-
-def _check_optimizer(trainer: Trainer, state: dict[str, Any], directory: str, new: bool) -> bool:
-    """Whether the network's optimizer can go on with its state."""
-    mine = _kind_of_optimizer(trainer.step.optimizer, trainer.step.optimizer.state_dict())
-    theirs = _kind_of_optimizer(state["optimizer_class"], state["optimizer"])
-    if mine != theirs and not new:
-        raise CheckpointError(
-            f"{directory}: the optimizer is {theirs} in the checkpoint and {mine} here. Make the optimizer as it was, "
-            "or load with new_optimizer=True.",
-            path=directory,
-        )
-    if mine != theirs:
-        _log.warning("The optimizer's state begins anew: it is %s in the checkpoint and %s here.", theirs, mine)
-    seed = state["seed"]
-    if seed != trainer.options.seed:
-        raise CheckpointError(
-            f"{directory}: rows were initialised with seed {seed}, and new ones would be with {trainer.options.seed}. "
-            "Set the same seed.",
-            path=directory,
-        )
-    return mine == theirs
-
-
-def _kind_of_optimizer(optimizer: torch.optim.Optimizer | str, state: dict[str, Any]) -> str:
-    name = optimizer if isinstance(optimizer, str) else type(optimizer).__qualname__
-    return f"{name} with groups of {[len(group['params']) for group in state['param_groups']]} tensors"
+        Args:
+            state: of this version or an earlier one, which may lack keys. An optimizer that is None starts afresh.
+            elsewhere: whether other processes train, so that random states of NN workers 1, 2, ... are kept for them.
+        """
+        network = self._network
+        rank = self._embeddings.connection.rank
+        if state["optimizer"] is not None:
+            network.optimizer.load_state_dict(state["optimizer"])
+        if network.scheduler is not None and state["scheduler"] is not None:
+            network.scheduler.load_state_dict(state["scheduler"])
+        if network.scaler is not None and state["scaler"] is not None:
+            network.scaler.load_state_dict(state["scaler"])
+        self.global_step = state["global_step"]
+        if "mode" in state:  # Checkpoints from before modes could change lack it.
+            self.change_mode(decode_mode(state["mode"]))
+        if (entry := state.get("entry")) is not None:
+            self.schedule_entry = entry[0], decode_mode(entry[1])
+        if self.mode == Hybrid("auto") and isinstance(state["depth"], int):
+            self._embeddings.gate.depth = state["depth"]
+        self.local_batch = state.get("local_batch", 0)  # Earlier checkpoints lack it.
+        self.epoch, self.position = state["epoch"], state["position"]
+        self.earlier = msgspec.convert(state.get("counts", {}), RunTotals)
+        if rank == 0:
+            self.metrics.load_state_dict(state["metrics"])
+        generators = state["random"] if isinstance(state["random"], list) else [state["random"]]  # Of version 0.1.
+        if rank < len(generators):
+            set_random_state(generators[rank])
+        else:  # Else dropout would be the same as on another one.
+            torch.manual_seed(state["seed"] + rank)
+        if elsewhere:
+            self.other_random = generators[1:]

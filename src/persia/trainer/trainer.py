@@ -27,14 +27,13 @@ from persia.nn.transfer import staging_for
 from persia.optim import APMSqueeze
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Cluster, ProcessCluster
-from persia.trainer import checkpointing, driver, signals
-from persia.trainer import state as resume
+from persia.trainer import checkpointing, driver, loading, signals
 from persia.trainer.monitor import Monitor
 from persia.trainer.options import TrainerOptions
 from persia.trainer.phases import ModeSwitch, Phases, check_mode
-from persia.trainer.progress import FitProgress, FitResult, RunTotals, TrainedRows, check_finite
+from persia.trainer.progress import FitProgress, FitResult, TrainedRows, check_finite
 from persia.trainer.sources import BatchSource, source_of
-from persia.trainer.state import RandomState
+from persia.trainer.state import TrainingState
 
 __all__ = ["FitResult", "Trainer", "TrainerOptions"]
 
@@ -76,8 +75,7 @@ class Trainer:
         self.optimizer_factory = optimizer
         self.declared_mode: Mode | Auto = mode or Hybrid()
         self.auto = mode if isinstance(mode, Auto) else None
-        self.mode: Mode = mode.sync if isinstance(mode, Auto) else mode or Hybrid()
-        """The mode at present."""
+        first_mode: Mode = mode.sync if isinstance(mode, Auto) else mode or Hybrid()
         self.cluster = cluster
         self.options = options or TrainerOptions()
         for name in ("checkpoint_every_steps", "checkpoint_every_seconds", "keep_best"):
@@ -100,7 +98,7 @@ class Trainer:
         self.embeddings = EmbeddingCollection(
             schema,
             optimizer=embedding_optimizer,
-            mode=self.mode,
+            mode=first_mode,
             cluster=cluster,
             grad_scaler=self.step.scaler,
             options=CollectionOptions(
@@ -117,6 +115,7 @@ class Trainer:
             self.step.replicas = AllReduce(
                 self.model, connection.nn_workers, AllReduceOptions(self.options.timeout, average=average)
             )
+        self.state = TrainingState(self.step, self.embeddings, schema.labels, first_mode, self.options.seed)
         self.segments = Phases(self)
         self.source: BatchSource
         if self.auto is not None and self.options.mode_schedule:
@@ -124,16 +123,8 @@ class Trainer:
         either = [self.auto.asynchronous] if self.auto is not None else []
         for candidate in (self.mode, *either, *(m for _, m in self.options.mode_schedule)):
             check_mode(self, candidate, 0)
-        self.metrics = Metrics(list(schema.labels))
-        """Of this NN worker."""
-        self.earlier = RunTotals()
-        """What all NN workers had counted before: at a resume, or in earlier calls on those of a cluster."""
-        self.elsewhere: list[RandomState] = []
-        """Random generators of NN workers 1, 2, ... of a cluster, until they start again."""
         self.trained_here = TrainedRows(0, 0.0)
         """By this NN worker in the last call of `fit`."""
-        self.finished = False
-        """Whether the last call of `fit` came to the end of its epochs."""
         self.resume_line: Callable[[str, int], str] = self._resume_line
         """Code that resumes from a directory at a step, printed after a signal; the command line has its own."""
         self.saving = checkpointing.Checkpointing()
@@ -142,14 +133,36 @@ class Trainer:
             connection.observe(self.watch.observe)
         self._loaded = False
         self._stopping = False
-        self.epoch = 0
-        self.position = 0
-        """Batches of the current epoch that are trained, by all NN workers together."""
 
     @property
     def global_step(self) -> int:
         """Updates so far."""
         return self.embeddings.global_step
+
+    @property
+    def epoch(self) -> int:
+        """Epochs that are done."""
+        return self.state.epoch
+
+    @property
+    def position(self) -> int:
+        """Batches of the current epoch that are trained, by all NN workers together."""
+        return self.state.position
+
+    @property
+    def mode(self) -> Mode:
+        """The mode at present."""
+        return self.state.mode
+
+    @property
+    def metrics(self) -> Metrics:
+        """Progressive metrics of this NN worker."""
+        return self.state.metrics
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last call of `fit` came to the end of its epochs."""
+        return self.state.finished
 
     @property
     def switches(self) -> list[ModeSwitch]:
@@ -168,7 +181,7 @@ class Trainer:
             ConfigError: the cluster, or this trainer's options, cannot run the mode; training goes on as before.
             PersiaError: another switch is under way.
         """
-        check_mode(self, mode, self.segments.local_batch)
+        check_mode(self, mode, self.state.local_batch)
         tokens = self.embeddings.connection.tokens
         if tokens is None:
             raise ConfigError("This cluster cannot change its mode.", field="mode")
@@ -247,8 +260,8 @@ class Trainer:
         """What `fit` does on an NN worker, once its arguments are checked."""
         self.segments.begin(train_data, self.finished)
         if self.finished:
-            self.epoch = self.position = 0
-        self.finished = False
+            self.state.epoch = self.state.position = 0
+        self.state.finished = False
         if self.options.keep_best is not None and eval_data is None:
             raise ConfigError("keep_best needs eval_data.", field="eval_data")
         run = FitProgress(self, self._staging, max_steps)
@@ -271,7 +284,7 @@ class Trainer:
                             self.segments.followed()
                         if ended := self.segments.train(run):
                             run.check_pass()
-                            self.epoch, self.position = self.epoch + 1, 0
+                            self.state.epoch, self.state.position = self.epoch + 1, 0
                         self.segments.check_others()
                         if run.told_to_stop() or ended:
                             break
@@ -297,7 +310,9 @@ class Trainer:
             if self.options.checkpoint_dir is not None and run.unsaved():
                 last, moment = self.options.checkpoint_dir, self._moment(checkpointing.score_of(self, evaluation))
                 self.step.replicas.run_on_rank0(lambda: self.saving.save_last(self, last, moment), str)
-        self.finished = self.epoch >= epochs  # Not before it is saved: else the next call would train the epoch again.
+        self.state.finished = (
+            self.epoch >= epochs
+        )  # Not before it is saved: else the next call would train the epoch again.
         self.step.replicas.settle()
         return run.result(evaluation or evaluate())
 
@@ -365,16 +380,16 @@ class Trainer:
             CheckpointError: it is damaged, or of another schema, model or optimizer.
         """
         replicas = self.step.replicas
-        options = resume.LoadOptions(step, new_optimizer)
-        replicas.run_on_rank0(lambda: resume.load(self, directory, options), NoneType)
+        options = loading.LoadOptions(step, new_optimizer)
+        replicas.run_on_rank0(lambda: loading.load(self, directory, options), NoneType)
         if self.embeddings.connection.rank > 0:
-            resume.load(self, directory, options, first=False)
+            loading.load(self, directory, options, first=False)
         replicas.gather(b"")
         self._loaded = True
 
     def load_rows(
         self, directory: str, tables: Iterable[str] | None = None, *, step: int | None = None, state: bool = True
-    ) -> dict[str, resume.LoadedTable]:
+    ) -> dict[str, loading.LoadedTable]:
         """Takes embedding rows from a checkpoint, to begin with those of another model; nothing else changes.
 
         Rows that are there already are replaced where the checkpoint has the same ids. With several NN workers only
@@ -393,7 +408,7 @@ class Trainer:
         Raises:
             CheckpointError: it is damaged, or a table is missing or has another dim.
         """
-        return resume.load_rows(self, directory, tables, step, state)
+        return loading.load_rows(self, directory, tables, step, state)
 
     @classmethod
     def resume(
@@ -417,7 +432,7 @@ class Trainer:
         Raises:
             CheckpointError: it is damaged, or of another model or optimizer.
         """
-        recorded = resume.recorded(directory)
+        recorded = loading.recorded(directory)
         trainer = cls(
             model,
             recorded.schema,
@@ -446,7 +461,7 @@ class Trainer:
     def _moment(self, score: float | None) -> checkpointing.CheckpointState:
         self.step.replicas.settle()
         consistent = self.options.checkpoint_consistent or isinstance(self.mode, Sync)
-        return checkpointing.CheckpointState(resume.training_state(self), score, consistent)
+        return checkpointing.CheckpointState(self.state.state_dict(), score, consistent)
 
     def _scored(self, data: Iterable[Batch]) -> Iterator[tuple[PreparedBatch, NDArray[np.float32]]]:
         """Batches and their logits. Between two of them the caller finds model and collection in the mode they had."""

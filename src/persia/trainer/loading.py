@@ -1,0 +1,264 @@
+"""Loads checkpoints, or rows of them, into a trainer and its embedding PSs."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from persia import batching
+from persia.checkpoint import CheckpointReader, clock_gaps, same_rule, server_pieces
+from persia.config import convert
+from persia.errors import CheckpointError, PersiaError
+from persia.modes import Auto, Mode, ModeSetting
+from persia.schema import SGD, EmbeddingOptimizer, Schema
+from persia.services import EmbeddingPS, ProcessCluster, RowChunk, StatePiece
+from persia.trainer.options import TrainerOptions
+
+if TYPE_CHECKING:
+    from persia.trainer import Trainer
+
+__all__ = ["LoadOptions", "LoadedTable", "Recorded", "load", "load_partitions", "load_rows", "recorded", "resolved"]
+
+_log = logging.getLogger("persia.checkpoint")
+
+
+class LoadOptions(NamedTuple):
+    """How a checkpoint is loaded.
+
+    Attributes:
+        step: which one; None for the latest.
+        new_optimizer: let the optimizers, of the network and of tables, be others than those of the checkpoint. Where
+            they are, their state begins anew, and a warning says so.
+    """
+
+    step: int | None = None
+    new_optimizer: bool = False
+
+
+class LoadedTable(NamedTuple):
+    """What was loaded of a table.
+
+    Attributes:
+        rows: how many.
+        state: whether with the optimizer's state; otherwise that begins anew.
+    """
+
+    rows: int
+    state: bool
+
+
+class Recorded(NamedTuple):
+    """The declarations that a checkpoint was written with."""
+
+    schema: Schema
+    embedding_optimizer: EmbeddingOptimizer
+    mode: Mode | Auto
+    options: TrainerOptions
+
+
+def recorded(directory: str) -> Recorded:
+    """The declarations in the latest checkpoint of a directory."""
+    config = CheckpointReader(directory).manifest.config
+    origin = f"the checkpoint in {directory}"
+    return Recorded(
+        convert(config.get("schema"), Schema, origin),
+        convert(config.get("embedding_optimizer"), EmbeddingOptimizer, origin),  # type: ignore[arg-type]
+        convert(config.get("mode"), ModeSetting, origin),  # type: ignore[arg-type]
+        convert(config.get("options"), TrainerOptions, origin),
+    )
+
+
+def load(trainer: Trainer, directory: str, options: LoadOptions, *, first: bool = True) -> None:
+    """Puts a checkpoint of a directory into a fresh trainer; everything is checked before anything changes.
+
+    Args:
+        trainer: of an NN worker.
+        directory: where the checkpoint is.
+        options: which one, and how.
+        first: whether it is NN worker 0, which loads for all what there is but once, before the others.
+    """
+    if trainer.global_step or (first and any(t["rows"] for t in trainer.embeddings.statistics().values())):
+        raise PersiaError("load() needs a fresh Trainer; this one has trained. Make a new one.")
+    reader = CheckpointReader(directory, options.step)
+    reader.check_schema(resolved(trainer), new_optimizer=options.new_optimizer)
+    reader.verify()
+    training = reader.state("training")
+    tensors = reader.tensors("model")
+    _check_model(trainer.model, tensors, directory)
+    if not _check_optimizer(trainer, training, directory, options.new_optimizer):
+        training["optimizer"] = None
+    if first:
+        _import_rows(trainer, reader, list(trainer.embeddings.connection.servers[0].tables()), state=True)
+    trainer.model.load_state_dict(tensors)
+    trainer.state.load_state_dict(training, elsewhere=isinstance(trainer.cluster, ProcessCluster))
+
+
+def load_rows(
+    trainer: Trainer, directory: str, tables: Iterable[str] | None, step: int | None, state: bool
+) -> dict[str, LoadedTable]:
+    """Puts rows of some tables into a trainer; see `Trainer.load_rows`."""
+    reader = CheckpointReader(directory, step)
+    mine = trainer.embeddings.connection.servers[0].tables()
+    names = [name for name in mine if name in reader.manifest.tables] if tables is None else list(tables)
+    for name in names:
+        if name not in mine or name not in reader.manifest.tables:
+            place = "the model" if name not in mine else reader.path
+            raise CheckpointError(f"There is no table {name!r} in {place}.", path=reader.path, table=name)
+        if mine[name].dim != reader.manifest.tables[name].dim:
+            raise CheckpointError(
+                f"{reader.path}: table {name!r} has dim {mine[name].dim}, in the checkpoint "
+                f"{reader.manifest.tables[name].dim}.",
+                path=reader.path,
+                table=name,
+            )
+    reader.verify()
+    return _import_rows(trainer, reader, names, state=state, shards=False)
+
+
+def resolved(trainer: Trainer) -> Schema:
+    """The schema with every table declared and its optimizer filled in, as the rows were written with."""
+    server = trainer.embeddings.connection.servers[0]
+    schema = trainer.schema
+    return Schema(schema.id_features, schema.dense_features, schema.labels, list(server.tables().values()))
+
+
+def load_partitions(trainer: Trainer, directory: str, ranks: Collection[int]) -> str:
+    """Puts the rows of the latest checkpoint into these PSs, which are empty; the others keep theirs.
+
+    Returns:
+        The path of the checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged, or of another schema.
+    """
+    reader = CheckpointReader(directory)
+    reader.check_schema(resolved(trainer))
+    reader.verify()
+    _import_rows(trainer, reader, list(reader.manifest.tables), state=True, ranks=ranks)
+    return reader.path
+
+
+def _import_rows(
+    trainer: Trainer,
+    reader: CheckpointReader,
+    tables: list[str],
+    *,
+    state: bool,
+    shards: bool = True,
+    ranks: Collection[int] | None = None,
+) -> dict[str, LoadedTable]:
+    """Rows of tables, and with `shards` what else the PSs have, if they are of the shape of those that wrote it.
+
+    With `ranks`, only into these PSs.
+    """
+    servers = trainer.embeddings.connection.servers
+    same = shards and _shapes(server_pieces(reader)) == _shapes(_exported(servers))
+    gaps = {} if same else clock_gaps(reader)
+    loaded: dict[str, LoadedTable] = {}
+    for name, declared in servers[0].tables().items():
+        if name not in tables:
+            continue
+        record = reader.manifest.tables[name]
+        with_state = state and same_rule(declared.optimizer, record.optimizer) and _has_state(reader, name)
+        behind = gaps.get(name, {})
+        rows = 0
+        for shard, arrays in reader.rows(name):
+            if not with_state:
+                arrays.pop("state")
+            if behind:
+                arrays["stamp"] = arrays["stamp"] + np.uint32(behind.get(shard, 0))
+            rows += len(arrays["ids"])
+            _distribute(servers, RowChunk(name, shard, arrays), range(len(servers)) if ranks is None else ranks)
+        loaded[name] = LoadedTable(rows, with_state)
+        if state and rows and not with_state:
+            _log.warning("Table %r: the optimizer's state begins anew, %s has none of its kind.", name, reader.path)
+    if same:
+        for number, pieces in server_pieces(reader):
+            if ranks is None or number in ranks:
+                servers[number].import_state([StatePiece(**piece) for piece in pieces])
+    elif shards and any(array == "sketch" for _, _, _, array in _shapes(_exported(servers))):
+        _log.warning(
+            "%s was written by PSs of another number, capacity or admission: occurrences of ids that are not admitted "
+            "are counted anew.",
+            reader.path,
+        )
+    return loaded
+
+
+def _exported(servers: Sequence[EmbeddingPS]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    for number, server in enumerate(servers):
+        for pieces in server.export_state():
+            yield number, [piece._asdict() for piece in pieces]
+
+
+def _distribute(servers: Sequence[EmbeddingPS], chunk: RowChunk, ranks: Collection[int]) -> None:
+    if len(servers) == 1:
+        servers[0].import_rows(chunk)
+        return
+    owners = batching.owners(chunk.table, chunk.arrays["ids"], len(servers))
+    for owner in (int(number) for number in np.unique(owners)):
+        if owner not in ranks:
+            continue
+        part = {name: array[owners == owner] for name, array in chunk.arrays.items()}
+        servers[owner].import_rows(RowChunk(chunk.table, chunk.shard, part))
+
+
+def _shapes(states: Iterable[tuple[int, list[dict[str, Any]]]]) -> dict[tuple[int, str, int, str], int]:
+    """Length of each array of state, by PS, table, shard and name."""
+    lengths: Counter[tuple[int, str, int, str]] = Counter()
+    for number, pieces in states:
+        for piece in pieces:
+            lengths[number, piece["table"], piece["shard"], piece["array"]] += len(piece["values"])
+    return lengths
+
+
+def _has_state(reader: CheckpointReader, table: str) -> bool:
+    widths = {link.manifest.tables[table].state_width for link in reader.links if link.manifest.tables[table].rows}
+    optimizer = reader.manifest.tables[table].optimizer
+    stateless = isinstance(optimizer, SGD) and not optimizer.momentum
+    return stateless or widths != {0}
+
+
+def _check_model(model: torch.nn.Module, tensors: dict[str, torch.Tensor], directory: str) -> None:
+    mine = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    theirs = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for name in sorted(mine.keys() | theirs.keys()):
+        if mine.get(name) != theirs.get(name):
+            raise CheckpointError(
+                f"{directory}: the model's tensor {name!r} is {theirs.get(name, 'missing')} in the checkpoint and "
+                f"{mine.get(name, 'missing')} here. Build the model as it was when the checkpoint was written.",
+                path=directory,
+                tensor=name,
+            )
+
+
+def _check_optimizer(trainer: Trainer, state: dict[str, Any], directory: str, new: bool) -> bool:
+    """Whether the network's optimizer can go on with its state."""
+    mine = _kind_of_optimizer(trainer.step.optimizer, trainer.step.optimizer.state_dict())
+    theirs = _kind_of_optimizer(state["optimizer_class"], state["optimizer"])
+    if mine != theirs and not new:
+        raise CheckpointError(
+            f"{directory}: the optimizer is {theirs} in the checkpoint and {mine} here. Make the optimizer as it was, "
+            "or load with new_optimizer=True.",
+            path=directory,
+        )
+    if mine != theirs:
+        _log.warning("The optimizer's state begins anew: it is %s in the checkpoint and %s here.", theirs, mine)
+    seed = state["seed"]
+    if seed != trainer.options.seed:
+        raise CheckpointError(
+            f"{directory}: rows were initialised with seed {seed}, and new ones would be with {trainer.options.seed}. "
+            "Set the same seed.",
+            path=directory,
+        )
+    return mine == theirs
+
+
+def _kind_of_optimizer(optimizer: torch.optim.Optimizer | str, state: dict[str, Any]) -> str:
+    name = optimizer if isinstance(optimizer, str) else type(optimizer).__qualname__
+    return f"{name} with groups of {[len(group['params']) for group in state['param_groups']]} tensors"

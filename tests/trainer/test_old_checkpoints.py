@@ -1,0 +1,42 @@
+"""Checkpoints that version 0.1 wrote before the trainer was rebuilt load, and training goes on as it did then.
+
+They are of 9 steps of a run of 20, with options and modes that are no defaults; `expected.json` has how that version
+went on from each: bit for bit, except in Hybrid, where lookups race with updates.
+"""
+
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import persia
+from persia.modes import Auto, Gba, Hybrid, Sync
+
+ARCHIVE = Path(__file__).parents[1] / "support" / "data" / "checkpoints-0.1.zip"
+MODES = {"hybrid": Hybrid(3), "auto": Auto(Gba(8), Sync(), seconds=9.0), "schedule": Gba(8, tolerance=2)}
+
+
+def reader():
+    return persia.data.synthetic(160, id_features=2, ids_per_feature=20, dense_features=1, batch_size=8)
+
+
+@pytest.mark.parametrize("name", list(MODES))
+def test_a_checkpoint_of_version_0_1_goes_on(tmp_path, name):
+    with zipfile.ZipFile(ARCHIVE) as archive:
+        archive.extractall(tmp_path)
+    expected = json.loads((tmp_path / "expected.json").read_text())[name]
+    torch.manual_seed(5)
+    model = persia.nn.models.FFNN(reader().schema, hidden=(4,), dropout=0.2)
+    t = persia.Trainer.resume(str(tmp_path / name), model, optimizer=lambda p: torch.optim.Adam(p, 1e-2))
+    assert (t.global_step, t.position) == (9, 9)
+    assert t.declared_mode == MODES[name]
+    assert (t.options.max_failures, t.options.keep_last) == (3, 3)
+    result = t.fit(reader())
+    assert result.global_step == expected["global_step"] == 20
+    found = [p.sum().item() for p in t.model.parameters()]
+    within = 1e-3 if name == "hybrid" else 0.0
+    assert [result.progressive.log_loss, *found] == pytest.approx(
+        [expected["log_loss"], *expected["parameters"]], rel=within, abs=within
+    )
