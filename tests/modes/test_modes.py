@@ -142,6 +142,11 @@ def test_gates_of_asynchronous_modes():
     assert [HopBw(1).gate(n, HopBw(1).initial_depth()) for n in range(3)] == [True, False, False]
 
 
+def test_what_waits_for_the_newest_step():
+    waiting = [Sync(), Sync("global"), HopBw(1), Async(0)]
+    assert [mode for mode in [*MODES, Async(0)] if mode.waits_for_step] == waiting
+
+
 def test_m_must_be_whole():
     with pytest.raises(ConfigError, match=r"Give 96 or 144, or local batches of 20 or 25 or 50 rows") as caught:
         Gba(100).group(4, 48)

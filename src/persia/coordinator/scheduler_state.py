@@ -230,7 +230,7 @@ class SchedulerState(msgspec.Struct):
             return self.end is not None or not any(a.taken or a.drawn for a in self.accounts.values())
         if self.lacking() or self.step >= segment.step + segment.steps:
             return True
-        return mode.initial_depth() != 0  # Else one that is under way may be dropped.
+        return not mode.waits_for_step  # Else one that is under way may be dropped.
 
     def next_number(self) -> int | None:
         """The batch that is handed out now; None: no more."""
@@ -276,7 +276,7 @@ class SchedulerState(msgspec.Struct):
             at = self.tokens
             self.tokens += 1
         value = mode.token(at, self.step, self.group)
-        least = self.step if mode.initial_depth() == 0 else account.least
+        least = self.step if mode.waits_for_step else account.least
         return OpenToken(number, value, max(least, self.current.step))
 
     def confirm(self, account: WorkerState, done: int, filled: int) -> None:

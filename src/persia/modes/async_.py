@@ -29,3 +29,8 @@ class Async(Asynchronous, frozen=True, tag="async"):
     def initial_depth(self) -> int | None:
         """The bound itself."""
         return self.staleness
+
+    @property
+    def waits_for_step(self) -> bool:
+        """Whether the bound is 0."""
+        return self.staleness == 0

@@ -153,6 +153,10 @@ class Mode(Protocol):
             ahead: steps that this NN worker has finished more than the slowest one that still has data.
         """
 
+    @property
+    def waits_for_step(self) -> bool:
+        """Whether lookups and pulls wait for the newest complete step."""
+
     def token(self, number: int, version: int, group: int) -> int:
         """What a gradient is tagged with when its batch is looked up.
 
@@ -231,6 +235,11 @@ class OnArrival(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
     def gate(self, in_flight: int, depth: int | None, ahead: int = 0) -> bool:
         """Open, within the bound if there is one."""
         return depth is None or in_flight <= depth
+
+    @property
+    def waits_for_step(self) -> bool:
+        """False: lookups and pulls take what is there."""
+        return False
 
     def token(self, number: int, version: int, group: int) -> int:
         """The version that the gradient is computed with."""

@@ -28,6 +28,11 @@ class HopBw(Asynchronous, frozen=True, tag="hop_bw"):
         """No step may be missing."""
         return 0
 
+    @property
+    def waits_for_step(self) -> bool:
+        """True: a gradient of an older step would be dropped."""
+        return True
+
     def group(self, nn_workers: int, local_batch: int) -> int:
         """All but `backup` NN workers."""
         if self.backup >= nn_workers:

@@ -48,6 +48,11 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="k
         """Opens when all earlier steps are applied."""
         return in_flight == 0
 
+    @property
+    def waits_for_step(self) -> bool:
+        """True: staleness is 0."""
+        return True
+
     def token(self, number: int, version: int, group: int) -> int:
         """The own global step, which equals k."""
         return version
