@@ -148,9 +148,9 @@ def test_a_damaged_link_is_found_out(chain: Path) -> None:
         (lambda m: m.update(base={"step": 1, "content": "0" * 32, "x": 1}), "not a valid manifest"),
         (lambda m: m.update(base=2), "not a valid manifest"),
         (lambda m: m.update(base=None), "removes rows from nothing"),
-        (lambda m: m.update(content=""), "content does not fit"),
+        (lambda m: m.update(content=""), "content identifier does not match"),
         (lambda m: m.update(version=1, content=""), "version 1 does not have"),
-        (lambda m: m["tables"]["item"].update(dim=5), "table 'item' is another"),
+        (lambda m: m["tables"]["item"].update(dim=5), "table 'item' has another dim"),
         (lambda m: m["tables"]["item"].update(dtype="int8"), "not a valid manifest"),
         (lambda m: m["parts"][1].update(table="nobody"), "removes rows from nothing"),
     ],
@@ -220,13 +220,13 @@ def test_nothing_is_removed_while_it_is_not_known_what_kept_ones_add_to(
         context.setattr(Storage, "head", fails)
         writer.commit(schema=SCHEMA, optimizer=OPTIMIZER, base=base)
     base = CheckpointReader(tmp_path, 3).base
-    assert "could not be removed: step-000000000003/manifest.json: SlowDown" in caplog.text
+    assert "Cannot remove older checkpoints: step-000000000003/manifest.json: SlowDown" in caplog.text
     assert read(CheckpointReader(tmp_path)) == {1: 1.0, 2: 2.0, 3: 3.0}
     # One that is damaged, and belongs to what is kept.
     (tmp_path / "step-000000000002" / "manifest.json").write_text("{}")
     with pytest.raises(CheckpointError, match="step-000000000002, which cannot be read"):
         write_link(tmp_path, 4, {4: 4.0}, base=base, keep_last=1)
-    assert "step 2, which step 4 needs, is damaged" in caplog.text
+    assert "step 2, which step 4 builds on, is damaged" in caplog.text
     assert (tmp_path / "step-000000000001").exists()
     # Once nobody needs it any more it is in nobody's way.
     write_link(tmp_path, 5, {5: 5.0}, keep_last=1)

@@ -112,7 +112,7 @@ def test_changed_manifest(saved: Path) -> None:
 
 def test_unknown_version(saved: Path) -> None:
     edit(saved, lambda m: m.update(version=3, something_new=1))
-    with pytest.raises(CheckpointError, match=r"version 3 .* reads versions 1 and 2.*Install"):
+    with pytest.raises(CheckpointError, match=r"version 3; .* reads versions 1 and 2.*Install"):
         CheckpointReader(saved)
 
 

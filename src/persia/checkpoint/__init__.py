@@ -1,6 +1,6 @@
-"""Checkpoints: safetensors parts and a manifest, written so that a kill leaves the old or the new one.
+"""Checkpoints: safetensors parts and a manifest. A crash during a save leaves the old checkpoint or the new one.
 
-The format is specified in `docs/reference/checkpoint.md`. Nothing here imports torch until it meets a torch tensor.
+The format is specified in `docs/reference/checkpoint.md`. Torch is imported only for torch tensors.
 """
 
 from persia.checkpoint.comparing import TableDifference, diff

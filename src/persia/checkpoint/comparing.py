@@ -1,4 +1,4 @@
-"""What differs between two checkpoints, table by table, in bounded memory."""
+"""Compares the embeddings of two checkpoints, table by table, in bounded memory."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ MEMORY_BYTES = 256 << 20
 
 
 class TableDifference(msgspec.Struct, frozen=True):
-    """Two tables of the same name.
+    """Difference between two tables of the same name.
 
     Attributes:
-        name: of the table.
-        only_first: rows that only the first has.
-        only_second: rows that only the second has.
-        same: rows of equal embeddings in both, to the last bit.
-        changed: rows of other embeddings.
-        largest: the largest difference of a number.
-        mean: mean over changed rows of the Euclidean distance.
+        name: name of the table.
+        only_first: rows that only the first table has.
+        only_second: rows that only the second table has.
+        same: rows whose embeddings are bitwise equal.
+        changed: rows whose embeddings differ.
+        largest: largest absolute difference of an element.
+        mean: mean Euclidean distance over the changed rows.
     """
 
     name: str
@@ -48,17 +48,16 @@ def diff(
 ) -> list[TableDifference]:
     """Compares the embeddings of two checkpoints.
 
-    Tables that do not fit in 256 MiB are read several times, a share of their ids at a time.
+    Tables that do not fit in 256 MiB are read in several passes, each for a fraction of the ids.
 
     Args:
-        first: directory of checkpoints, or a step's own.
-        second: likewise; may be the same directory.
-        steps: which steps, instead of the latest.
-        progress: told the number of rows after each part; of a table that is read several times a share of them, so
-            that it adds up to all rows.
+        first: directory of checkpoints, or of one step.
+        second: directory of checkpoints, or of one step; may be the same directory.
+        steps: steps to compare; None stands for the latest.
+        progress: called with the number of rows after each part. The numbers of several passes add up to all rows.
 
     Raises:
-        CheckpointError: a table has another dim in the other, or a part is damaged.
+        CheckpointError: a table has different dims, or a part is damaged.
     """
     one, other = open(first, steps[0]), open(second, steps[1])
     return [_compare(one, other, name, progress) for name in dict.fromkeys([*one.tables, *other.tables])]
@@ -69,7 +68,11 @@ def _compare(first: Checkpoint, second: Checkpoint, name: str, progress: Callabl
     if a is None or b is None:
         return TableDifference(name, len(a) if a else 0, len(b) if b else 0, 0, 0, 0.0, 0.0)
     if a.dim != b.dim:
-        raise CheckpointError(f"Table {name!r} has dim {a.dim} in the first, {b.dim} in the second.", table=name)
+        raise CheckpointError(
+            f"Table {name!r} has dim {a.dim} in the first checkpoint and {b.dim} in the second; only tables of equal "
+            "dim can be compared.",
+            table=name,
+        )
     shares = 1 + (len(a) + len(b)) * (8 + 4 * a.dim) // MEMORY_BYTES
     counts = np.zeros(4, np.int64)
     largest = distance = 0.0

@@ -1,4 +1,4 @@
-"""Whether a model can go on from a checkpoint, and if not, why."""
+"""Checks whether a model can be loaded from a checkpoint, and lists the reasons if not."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def differences(
     *,
     new_optimizer: bool = False,
 ) -> list[str]:
-    """Everything in which `schema` cannot use rows or dense model of a checkpoint, one sentence each.
+    """Lists the reasons why a model cannot use the rows or the dense model of a checkpoint, one sentence each.
 
     Args:
-        manifest: of the checkpoint.
+        manifest: manifest of the checkpoint.
         saved: schema of the checkpoint.
         schema: schema of the model.
-        optimizer: of tables of the model whose declaration names none.
-        new_optimizer: whether tables may be trained by another one.
+        optimizer: optimizer of the model's tables that declare none.
+        new_optimizer: whether tables may change their optimizer.
     """
     recorded = features_with_kind(manifest)
     return [
@@ -36,12 +36,12 @@ def differences(
 
 
 def features_with_kind(manifest: Manifest[Any]) -> set[str]:
-    """ID-type features of a checkpoint that say how a value becomes an id (`IdFeature.kind`); older ones do not."""
+    """Returns the ID-type features whose `IdFeature.kind` is recorded; old checkpoints do not record it."""
     return {feature["name"] for feature in manifest.schema["id_features"] if "kind" in feature}
 
 
 def same_rule(one: EmbeddingOptimizer | None, other: EmbeddingOptimizer | None) -> bool:
-    """Whether the state that one optimizer keeps of a row means the same to the other."""
+    """Whether two optimizers use the same state per row, so that one can continue from the other."""
     return one is not None and other is not None and _rule(one) == _rule(other)
 
 
@@ -67,7 +67,7 @@ def _tables(
 
 
 def _rule(optimizer: EmbeddingOptimizer) -> str:
-    """What decides the meaning of a row's optimizer state."""
+    """Names the update rule, which determines the meaning of a row's optimizer state."""
     name = type(optimizer).__name__
     return f"{name} with momentum" if isinstance(optimizer, SGD) and optimizer.momentum > 0 else name
 
@@ -89,7 +89,7 @@ def _features(saved: Schema, schema: Schema, recorded: set[str]) -> list[str]:
 
 
 def _meaning(feature: IdFeature) -> dict[str, Any]:
-    """What the rows and the dense model depend on."""
+    """Returns the properties of a feature that the rows and the dense model depend on."""
     length = feature.max_length if feature.pooling is None else None
     return {
         "table": feature.table_name,

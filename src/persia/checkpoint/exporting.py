@@ -1,4 +1,4 @@
-"""The rows of a checkpoint as files of other programs: Parquet, or numpy's."""
+"""Exports the rows of a checkpoint to Parquet or .npy files."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ def export(
     state: bool = False,
     progress: Progress = lambda _: None,
 ) -> list[str]:
-    """Writes the rows of each table to a local file, or with "npy" to one per column, part by part.
+    """Writes the rows of each table to a local file, part by part; "npy" writes one file per column.
 
     Args:
-        url: directory of checkpoints, or a step's own.
-        target: local directory; files of the same names are replaced, each when it is complete.
+        url: directory of checkpoints, or of one step.
+        target: local directory. Files of the same names are replaced once the new ones are complete.
         kind: "parquet": `<table>.parquet` with `id`, `embedding`, `update_count`, `last_step`; or "npy":
             `<table>.ids.npy` and `<table>.embeddings.npy`, in the same order.
-        tables: which tables; None for all.
-        step: the step to read instead of the latest.
-        state: also write the optimizer's state.
-        progress: told the number of rows after each part.
+        tables: tables to export; None for all.
+        step: step to read; None for the latest.
+        state: also write the optimizer state.
+        progress: called with the number of rows after each part.
 
     Returns:
         Paths of the files.
 
     Raises:
-        CheckpointError: there is no such table, a part is damaged, or a file cannot be written.
+        CheckpointError: a table does not exist, a part is damaged, or a file cannot be written.
     """
     checkpoint = open(url, step)
     for name in tables or ():
@@ -69,7 +69,7 @@ def _parquet(rows: TableRows, path: str, state: bool, progress: Progress) -> lis
 
     path += ".parquet"
     batches = rows.arrow(state)
-    # Ids and trained floats repeat too little for dictionaries or compression to pay.
+    # Ids and trained floats repeat too rarely for dictionaries or compression to pay off.
     with (
         _replaced([path]) as [draft],
         pq.ParquetWriter(draft, batches.schema, compression="none", use_dictionary=False) as writer,
@@ -105,7 +105,7 @@ def _npy(rows: TableRows, path: str, state: bool, progress: Progress) -> list[st
 
 @contextlib.contextmanager
 def _replaced(paths: Sequence[str]) -> Iterator[list[str]]:
-    """Gives names to write to; they become these files at the end, and nothing is left of them after an error."""
+    """Yields temporary names to write to. Renames them at the end; removes them after an error."""
     drafts = [f"{path}.part" for path in paths]
     try:
         yield drafts

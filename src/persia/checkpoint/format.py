@@ -1,7 +1,7 @@
-"""The manifest: what a checkpoint consists of, as typed records, and the names of its files.
+"""The manifest of a checkpoint as typed records, and the names of its files.
 
-`docs/reference/checkpoint.md` is the specification. Everything that is read here may be hostile: sizes are limited
-before anything is decoded, fields are strict, and numbers that contradict one another are refused.
+`docs/reference/checkpoint.md` is the specification. Input is untrusted: sizes are limited before anything is decoded,
+unknown fields are rejected, and so are numbers that contradict one another.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MANIFEST = "manifest.json"
 LATEST = "LATEST"
 
 MAX_MANIFEST_BYTES = 64 << 20
-MAX_DOCUMENT_BYTES = 4 << 20  # schema, config, extra: free-form JSON costs up to 20 times its length in memory
+MAX_DOCUMENT_BYTES = 4 << 20  # schema, config, extra: decoded JSON takes up to 20 times its length in memory
 MAX_PART_BYTES = 64 << 30
 MAX_STEP = 10**12
 
@@ -58,7 +58,7 @@ Dim = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 Width = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 PartBytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_PART_BYTES)]
-# Relative, forward slashes, no segment that begins with a dot: nothing outside the step directory can be named.
+# Relative, with forward slashes, and no path component starts with a dot: a path cannot leave the step directory.
 PartPath = Annotated[
     str, msgspec.Meta(max_length=512, pattern=r"^[A-Za-z0-9_~%-][A-Za-z0-9_.~%-]*(/[A-Za-z0-9_~%-][A-Za-z0-9_.~%-]*)*$")
 ]
@@ -71,7 +71,7 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class _Part(_Record, frozen=True):
-    """One file: its path below the step directory, its length and its checksum."""
+    """One file: path relative to the step directory, length and checksum."""
 
     path: PartPath
     bytes: PartBytes
@@ -79,7 +79,7 @@ class _Part(_Record, frozen=True):
 
 
 class RowsPart(_Part, frozen=True, tag="rows"):
-    """Rows of one shard of a table; `steps` are the lowest and highest `last_step` of them (None without rows)."""
+    """Rows of one shard of a table. `steps` are their lowest and highest `last_step`; None without rows."""
 
     table: Name
     shard: Count
@@ -88,7 +88,7 @@ class RowsPart(_Part, frozen=True, tag="rows"):
 
 
 class RemovedPart(_Part, frozen=True, tag="removed"):
-    """Ids whose rows in the base, if there are any, are gone; of an incremental checkpoint."""
+    """Ids whose rows an incremental checkpoint removes from its base."""
 
     table: Name
     shard: Count
@@ -102,7 +102,7 @@ class TensorsPart(_Part, frozen=True, tag="tensors"):
 
 
 class StatePart(_Part, frozen=True, tag="state"):
-    """A nested Python value, see `packing`."""
+    """A nested Python value; see `packing`."""
 
     name: Name
 
@@ -111,7 +111,7 @@ Part = RowsPart | RemovedPart | TensorsPart | StatePart
 
 
 class TableRecord(_Record, frozen=True):
-    """One embedding table: what its rows look like, how many there are, from how many shards."""
+    """One embedding table: layout of its rows, number of rows and of shards."""
 
     dim: Dim
     optimizer: EmbeddingOptimizer | None
@@ -122,7 +122,7 @@ class TableRecord(_Record, frozen=True):
 
 
 class Base(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an incremental checkpoint adds to: the step that names its directory, and its `content`."""
+    """Reference to the checkpoint that an incremental one builds on: the step of its directory, and its `content`."""
 
     step: Count
     content: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
@@ -132,13 +132,13 @@ Document = TypeVar("Document")
 
 
 class Manifest(_Record, Generic[Document], frozen=True):
-    """Everything about a checkpoint but the tensors.
+    """All of a checkpoint except the tensors.
 
     Args:
-        span: first and last global step at which rows were taken; equal when all belong to one step boundary.
-        base: the checkpoint that this one only adds to; None for a full one.
-        content: a random name of what the checkpoint means; it stays when a chain becomes one full checkpoint.
-        checksum: of the file's bytes before the last `"checksum"` in it.
+        span: first and last global step at which rows were captured; equal if all belong to one step boundary.
+        base: checkpoint that this one builds on; None for a full checkpoint.
+        content: random identifier of the contents. It is kept when a chain is compacted into one full checkpoint.
+        checksum: checksum of the file's bytes before the last `"checksum"` in it.
     """
 
     format: str
@@ -158,7 +158,7 @@ class Manifest(_Record, Generic[Document], frozen=True):
 
 
 class _Head(msgspec.Struct, frozen=True):
-    """The two fields that every version of the format has."""
+    """The two fields that all versions of the format have."""
 
     format: str
     version: int
@@ -170,38 +170,38 @@ _decoder = msgspec.json.Decoder(Manifest[msgspec.Raw])
 
 
 def checksum_text(crc: int) -> str:
-    """The form in which a CRC-32 stands in a manifest."""
+    """Formats a CRC-32 as it appears in a manifest."""
     return f"crc32:{crc:08x}"
 
 
 def step_name(step: int) -> str:
-    """Name of the directory of a step."""
+    """Returns the directory name of a step."""
     return f"step-{step:012d}"
 
 
 def parse_step(name: str) -> int | None:
-    """The step of a directory name, None when it is not one."""
+    """Parses the directory name of a step; None if it is not one."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def file_name(name: str) -> str:
-    """`name` percent-encoded, so that any table name is one safe path segment (a leading dot included)."""
+    """Percent-encodes a name, including a leading dot, so that any table name is one safe path component."""
     encoded = quote(name, safe="")
     return "%2E" + encoded[1:] if encoded.startswith(".") else encoded
 
 
 def _signed(data: bytes) -> bytes:
-    """`data` up to its last `"checksum"`, with the checksum of just that behind it; this changes no intact manifest."""
+    """Replaces the checksum at the end of `data` by that of the bytes before it. An intact manifest stays the same."""
     body = data.rpartition(b'"checksum"')[0]
     return body + f'"checksum": "{checksum_text(zlib.crc32(body))}"\n}}\n'.encode()
 
 
 def encode_manifest(manifest: Manifest[dict[str, Any]]) -> bytes:
-    """The bytes of `manifest.json`, checksum filled in.
+    """Encodes `manifest.json`, including its checksum.
 
     Raises:
-        CheckpointError: the reader would not accept it, for example because of a NaN or too large a `config`.
+        CheckpointError: the reader would reject it, for example because of a NaN or an oversized `config`.
     """
     for name in ("schema", "config", "extra"):
         _check_json(getattr(manifest, name), name)
@@ -212,7 +212,7 @@ def encode_manifest(manifest: Manifest[dict[str, Any]]) -> bytes:
 
 
 def _check_json(value: Any, where: str) -> None:
-    """Refuses what JSON would change silently."""
+    """Rejects values that JSON would change silently."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
@@ -232,24 +232,24 @@ def _check_json(value: Any, where: str) -> None:
 
 
 def decode_manifest(data: bytes, path: str) -> Manifest[dict[str, Any]]:
-    """Decodes and checks a manifest; `path` is for messages.
+    """Decodes and validates a manifest; `path` is for error messages.
 
     Raises:
-        CheckpointError: not a manifest, of another version, damaged, or contradictory.
+        CheckpointError: the data are not a manifest, have another version, are damaged, or contradict themselves.
     """
-    remedy = "Use another checkpoint (list_checkpoints names them)."
+    remedy = "Use another checkpoint (list_checkpoints lists them)."
     if len(data) > MAX_MANIFEST_BYTES:
         raise CheckpointError(f"{path} has {len(data)} bytes, more than {MAX_MANIFEST_BYTES}. {remedy}", path=path)
     try:
         head = _head_decoder.decode(data)
     except _UNDECODABLE as error:
-        raise CheckpointError(f"{path} is truncated or no manifest: {error}. {remedy}", path=path) from None
+        raise CheckpointError(f"{path} is truncated or not a manifest: {error}. {remedy}", path=path) from None
     if head.format != FORMAT:
         raise CheckpointError(f"{path} has format {head.format[:64]!r}, not {FORMAT!r}. {remedy}", path=path)
     if head.version not in (1, VERSION):
         raise CheckpointError(
-            f"{path} has version {head.version} of the format, this persia reads versions 1 and {VERSION}. "
-            "Install the persia that wrote it, or a newer one.",
+            f"{path} has format version {head.version}; this version of persia reads versions 1 and {VERSION}. "
+            "Install the version of persia that wrote it, or a newer one.",
             path=path,
             version=head.version,
         )
@@ -274,11 +274,11 @@ def decode_manifest(data: bytes, path: str) -> Manifest[dict[str, Any]]:
 
 
 def _contradiction(manifest: Manifest[Any]) -> str | None:
-    """The first thing in a manifest that cannot be."""
+    """Returns the first contradiction in a manifest; None if there is none."""
     if bool(manifest.content) != (manifest.version > 1):
-        return "the name of its content does not fit its version"
+        return "its content identifier does not match its version"
     if manifest.version == 1 and (manifest.base or any(table.dtype != "float32" for table in manifest.tables.values())):
-        return "it uses what version 1 does not have"
+        return "it uses features that version 1 does not have"
     if manifest.span[0] > manifest.span[1]:
         return f"its span of steps {manifest.span} runs backwards"
     seen: set[tuple[str, str]] = set()

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, for people: read from the manifest and the headers of dense parts only."""
+"""Summarises the contents of a checkpoint, from its manifest and the headers of dense parts only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Inspection", "TableInspection", "TensorInspection", "format_inspecti
 
 
 class TableInspection(msgspec.Struct, frozen=True):
-    """One table; `bytes` of all its parts."""
+    """Summary of one table; `bytes` covers all its parts."""
 
     name: str
     rows: int
@@ -32,7 +32,7 @@ class TableInspection(msgspec.Struct, frozen=True):
 
 
 class TensorInspection(msgspec.Struct, frozen=True):
-    """One dense tensor; `part` is the name it was added under."""
+    """Summary of one dense tensor; `part` is the name under which it was added."""
 
     part: str
     name: str
@@ -42,9 +42,10 @@ class TensorInspection(msgspec.Struct, frozen=True):
 
 
 class Inspection(msgspec.Struct, frozen=True):
-    """What is in a checkpoint. `states` are name and bytes; `span` the steps at which rows were taken.
+    """Contents of a checkpoint.
 
-    `adds_to` are the steps that an incremental checkpoint needs, the newest first; tables and bytes are its own.
+    `states` lists names and bytes. `span` holds the first and last step at which rows were captured. `adds_to` lists
+    the steps that an incremental checkpoint builds on, newest first; `tables` and `bytes` exclude these.
     """
 
     path: str
@@ -62,11 +63,11 @@ class Inspection(msgspec.Struct, frozen=True):
 
 
 def inspect(url: str | os.PathLike[str], step: int | None = None) -> Inspection:
-    """Reads what there is in a checkpoint, without its rows.
+    """Summarises a checkpoint without reading its rows.
 
     Args:
-        url: directory of checkpoints, or a step's own directory.
-        step: the step to look at instead of the latest.
+        url: directory of checkpoints, or of one step.
+        step: step to inspect; None for the latest.
 
     Raises:
         CheckpointError: there is no valid checkpoint.
@@ -103,7 +104,7 @@ def inspect(url: str | os.PathLike[str], step: int | None = None) -> Inspection:
 
 
 def format_inspection(inspection: Inspection) -> Group:
-    """The inspection as something that a `rich` console prints; its text contains no markup."""
+    """Renders a summary for a `rich` console; its text contains no markup."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -133,6 +134,6 @@ def format_inspection(inspection: Inspection) -> Group:
 
 
 def _bytes(count: int) -> str:
-    """1536 as '1.5 KiB'."""
+    """Formats 1536 as '1.5 KiB'."""
     power = min(5, int(math.log2(count) // 10)) if count else 0
     return f"{count / 1024**power:.1f} {' KMGTP'[power]}iB" if power else f"{count} B"

@@ -1,11 +1,11 @@
-"""Nested Python values as tensors and a JSON tree: optimizer, scheduler, scaler and RNG states, without pickle.
+"""Packs nested Python values (states of optimizers, schedulers, scalers and RNGs) into tensors and a JSON tree.
 
-Nothing that is unpacked can run code, and everything comes back as it was: tuples stay tuples, int keys stay ints,
-NaN, infinities and -0.0 survive. What cannot be kept exactly is refused, with its place in the value.
+There is no pickle: unpacking cannot run code. Values come back exactly: tuples stay tuples, int keys stay ints, and
+NaN, infinities and -0.0 are kept. A value that cannot be kept exactly is rejected with its place.
 
-The tree: None, bool, text, 64-bit ints and finite floats are themselves; a list is an array; all else is an object
-with one key: `tuple`, `dict` and `ordered_dict` (list of pairs), `int` and `float` (as text), and `tensor`, `array`,
-`scalar` (numpy) and `bytes`, which name a tensor of the file.
+In the tree, None, bool, text, 64-bit ints and finite floats stand for themselves, and a list is an array. Any other
+value is an object with one key: `tuple`, `dict` and `ordered_dict` (list of pairs), `int` and `float` (as text), and
+`tensor`, `array`, `scalar` (numpy) and `bytes`, which name a tensor of the file.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def pack(state: Any, where: str = "state") -> dict[str, TensorView]:
-    """The tensors of a nested value, and its tree under the name `tree`.
+    """Converts a nested value to tensors; its JSON tree is the tensor named `tree`.
 
     Args:
         state: dict (keys: None, bool, int, float, str, tuple), OrderedDict, list, tuple, torch tensor, numpy array or
             scalar, int, float, bool, str, bytes, None, nested to any reasonable depth.
-        where: name of the value, for messages.
+        where: name of the value, for error messages.
 
     Raises:
-        CheckpointError: something in it is of another type; the message gives its place.
+        CheckpointError: a nested value has another type; the message names its place.
     """
     tensors: dict[str, TensorView] = {}
 
@@ -88,10 +88,10 @@ def pack(state: Any, where: str = "state") -> dict[str, TensorView]:
 
 
 def unpack(tensors: Mapping[str, TensorView], path: str) -> Any:
-    """The value that `pack` was given; tensors and arrays share the memory of `tensors`.
+    """Restores the value given to `pack`; its tensors and arrays share the memory of `tensors`.
 
     Raises:
-        CheckpointError: the tree is missing or not valid.
+        CheckpointError: the tree is missing or invalid.
     """
     try:
         return _value(json.loads(_tree(tensors), parse_constant=_refuse), tensors)

@@ -1,4 +1,4 @@
-"""Reads checkpoints, trusting nothing: lengths and checksums are verified before a part is used."""
+"""Reads checkpoints. The length and the checksum of a part are verified before its data are used."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _log = logging.getLogger("persia.checkpoint")
 _P = TypeVar("_P", TensorsPart, StatePart)
 
 READERS = 3
-"""Parts that are read and checked at the same time; while one of them is used, so many less one."""
+"""Number of parts in memory: those being read and checked, and the one in use."""
 
 
 class CheckpointEntry(NamedTuple):
@@ -56,7 +56,7 @@ class CheckpointEntry(NamedTuple):
 
 
 def list_checkpoints(url: str | os.PathLike[str]) -> list[CheckpointEntry]:
-    """The complete checkpoints of a directory, by step; a damaged or missing LATEST marks none.
+    """Lists the complete checkpoints of a directory by step. If LATEST is damaged or missing, none is marked latest.
 
     Raises:
         CheckpointError: the directory cannot be listed.
@@ -72,20 +72,20 @@ def list_checkpoints(url: str | os.PathLike[str]) -> list[CheckpointEntry]:
 class CheckpointReader:
     """Reads one checkpoint.
 
-    Methods block while they read. A reader may be shared by threads.
+    Methods block while they read. A reader is thread-safe.
 
     Args:
-        url: directory of checkpoints, of which LATEST names one, or a step's own directory.
-        step: the step to read instead of the latest.
+        url: directory of checkpoints with a LATEST file, or directory of one step.
+        step: step to read; None for the latest.
 
     Attributes:
-        path: the step's directory.
-        manifest: everything but the tensors.
-        schema: the schema of the model.
-        links: this checkpoint, then the one that it adds to, and so on to a full one.
+        path: directory of the step.
+        manifest: the manifest.
+        schema: schema of the model.
+        links: this checkpoint, followed by those that it builds on, down to a full one.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or its manifest is not valid, or a checkpoint that it adds to is
+        CheckpointError: there is no such checkpoint, its manifest is invalid, or a checkpoint that it builds on is
             missing or has been replaced.
     """
 
@@ -104,10 +104,10 @@ class CheckpointReader:
 
     @property
     def base(self) -> Base:
-        """What an incremental checkpoint names that adds to this one.
+        """Reference to this checkpoint for an incremental one that builds on it.
 
         Raises:
-            CheckpointError: it is of version 1 of the format, or its directory has no longer the name of a step.
+            CheckpointError: this checkpoint has format version 1, or its directory is not named after a step.
         """
         step = parse_step(self.path.rpartition("/")[2])
         if step is None or not self.manifest.content:
@@ -116,28 +116,28 @@ class CheckpointReader:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration that was saved, as JSON values."""
+        """The saved configuration, as JSON values."""
         return self.manifest.config
 
     @property
     def extra(self) -> dict[str, Any]:
-        """What the caller of `commit` gave besides."""
+        """The further data that were given to `commit`, as JSON values."""
         return self.manifest.extra
 
     def check_schema(
         self, schema: Schema, optimizer: EmbeddingOptimizer | None = None, *, new_optimizer: bool = False
     ) -> None:
-        """Checks that a model of `schema` can go on from this checkpoint.
+        """Checks that a model can continue from this checkpoint.
 
         Learning rates, capacities, initialisers and admission may differ.
 
         Args:
-            schema: of the model.
-            optimizer: of tables whose declaration names none.
-            new_optimizer: whether tables may be trained by another one, whose state begins anew.
+            schema: schema of the model.
+            optimizer: optimizer of tables that declare none.
+            new_optimizer: whether tables may change their optimizer, which resets their optimizer state.
 
         Raises:
-            CheckpointError: it cannot; all differences are named.
+            CheckpointError: the model cannot continue; the message lists all differences.
         """
         unrecorded = {f.name for f in schema.id_features if not f.cross} - features_with_kind(self.manifest)
         if unrecorded:
@@ -154,23 +154,23 @@ class CheckpointReader:
                 f"{self.path} does not fit this model:\n- "
                 + "\n- ".join(found)
                 + "\nUse the schema and optimizer of the checkpoint (`persia checkpoint inspect` shows them), "
-                "or begin anew in another directory.",
+                "or start a new run in another directory.",
                 path=self.path,
                 differences=found,
             )
 
     def rows(self, table: str) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
-        """The rows of a table, part by part in the order of (shard, writing).
+        """Iterates over the rows of a table, part by part, ordered by shard and then as written.
 
-        An incremental checkpoint gives its own rows, then those that are still in force of the ones it adds to; the
-        ids of all but the first one (8 bytes each) are kept in memory meanwhile.
+        An incremental checkpoint yields its own rows first, then the current rows of those that it builds on. This
+        keeps the ids of all incremental checkpoints in memory (8 bytes each).
 
         Yields:
-            Number of the shard, and the arrays of `CheckpointWriter.add_rows`, embeddings as float32; they are the
-            caller's.
+            The number of the shard, and the arrays of `CheckpointWriter.add_rows` with embeddings as float32. The
+            caller owns the arrays.
 
         Raises:
-            CheckpointError: no such table, or a part is missing or damaged.
+            CheckpointError: the table does not exist, or a part is missing or damaged.
         """
         if table not in self.manifest.tables:
             known = ", ".join(self.manifest.tables) or "none"
@@ -178,15 +178,15 @@ class CheckpointReader:
         return self._own_rows(table) if len(self.links) == 1 else self._chained_rows(table)
 
     def parts(self, table: str) -> list[RowsPart]:
-        """The parts with rows of a table in this checkpoint alone, in the order of `rows`."""
+        """Returns the row parts of a table in this checkpoint alone, in the order of `rows`."""
         parts = [part for part in self.manifest.parts if isinstance(part, RowsPart) and part.table == table]
         return sorted(parts, key=lambda part: part.shard)
 
     def read_part(self, part: RowsPart) -> dict[str, NDArray[Any]]:
-        """The rows of one part, embeddings as float32.
+        """Reads the rows of one part, embeddings as float32.
 
         Raises:
-            CheckpointError: it is missing or damaged.
+            CheckpointError: the part is missing or damaged.
         """
         arrays = self._read_rows(part)
         arrays["embeddings"] = arrays["embeddings"].astype(np.float32, copy=False)
@@ -207,7 +207,7 @@ class CheckpointReader:
                 del arrays
 
     def _chained_rows(self, table: str) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
-        over = np.empty(0, np.uint64)  # sorted: newer links have them, or have removed them
+        over = np.empty(0, np.uint64)  # Sorted ids that newer links hold or have removed.
         for link in self.links:
             mine = [over]
             for shard, arrays in link._own_rows(table):
@@ -229,7 +229,7 @@ class CheckpointReader:
                 yield self._read_removed(part)
 
     def _follow(self, base: Base | None) -> None:
-        """Opens what this one adds to, down to a full checkpoint."""
+        """Opens the checkpoints that this one builds on, down to a full one."""
         root = self.root
         newest = parse_step(self.path.rpartition("/")[2])
         while base is not None:
@@ -257,7 +257,8 @@ class CheckpointReader:
                     or (table.rows and other.rows and other.state_width != table.state_width)
                 ):
                     raise CheckpointError(
-                        f"{self.path} adds to {path}, whose table {name!r} is another. {remedy}",
+                        f"{self.path} adds to {path}, whose table {name!r} has another dim or optimizer state, or does "
+                        f"not exist. {remedy}",
                         path=self.path,
                         base=path,
                     )
@@ -271,40 +272,40 @@ class CheckpointReader:
         return url if self._prefix else os.path.dirname(url if "://" in url else os.path.abspath(url))
 
     def tensors(self, name: str, framework: Literal["torch", "numpy"] = "torch") -> dict[str, Any]:
-        """The tensors that were added under `name`, in CPU memory.
+        """Reads the tensors added under a name, into CPU memory.
 
         Args:
-            name: as given to `add_tensors`.
-            framework: "torch", or "numpy", which has no bfloat16 and imports no torch.
+            name: name given to `add_tensors`.
+            framework: "torch"; or "numpy", which does not import torch and does not support bfloat16.
 
         Raises:
-            CheckpointError: no such name, the part is missing or damaged, or numpy has no such dtype.
+            CheckpointError: the name does not exist, the part is missing or damaged, or numpy lacks a dtype.
         """
         views = self._read(self._find(TensorsPart, name))
         return {key: view.torch() if framework == "torch" else view.numpy() for key, view in views.items()}
 
     def state(self, name: str) -> Any:
-        """The value that was added under `name`.
+        """Reads the value added under a name.
 
         Raises:
-            CheckpointError: no such name, or the part is missing or damaged.
+            CheckpointError: the name does not exist, or the part is missing or damaged.
         """
         part = self._find(StatePart, name)
         return unpack(self._read(part), self._full(part))
 
     def views(self, part: TensorsPart | StatePart) -> dict[str, TensorView]:
-        """The bytes of the tensors of a part, for `CheckpointWriter.copy`.
+        """Reads the tensors of a part as bytes, for `CheckpointWriter.copy`.
 
         Raises:
-            CheckpointError: it is missing or damaged.
+            CheckpointError: the part is missing or damaged.
         """
         return self._read(part)
 
     def describe(self, part: Part) -> list[tuple[str, str, tuple[int, ...], int]]:
-        """Name, dtype, shape and bytes of each tensor of a part; reads its header only.
+        """Returns name, dtype, shape and bytes of each tensor of a part. Reads its header only.
 
         Raises:
-            CheckpointError: the part is missing, or its header is not valid.
+            CheckpointError: the part is missing, or its header is invalid.
         """
         path, full = self._prefix + part.path, self._full(part)
         if self._storage.size(path) != part.bytes:
@@ -315,16 +316,16 @@ class CheckpointReader:
         return [(k, e.dtype, e.shape, e.data_offsets[1] - e.data_offsets[0]) for k, e in entries.items()]
 
     def verify(self, progress: Callable[[int], object] = lambda _: None) -> int:
-        """Reads and checks every part, also of the checkpoints that this one adds to.
+        """Reads and checks every part, including those of the checkpoints that this one builds on.
 
         Args:
-            progress: told the bytes of each part after it was read, in the order of `all_parts`.
+            progress: called with the bytes of each part after it has been read, in the order of `all_parts`.
 
         Returns:
-            Bytes read.
+            Number of bytes read.
 
         Raises:
-            CheckpointError: some parts are missing or damaged; all of them are named.
+            CheckpointError: parts are missing or damaged; the message lists all of them.
         """
         parts = self.all_parts()
         problems: list[str] = []
@@ -339,7 +340,7 @@ class CheckpointReader:
         return sum(part.bytes for _, part in parts)
 
     def all_parts(self) -> list[tuple[CheckpointReader, Part]]:
-        """The parts of this checkpoint, and the rows of those that it adds to."""
+        """Returns the parts of this checkpoint, and the row parts of those that it builds on."""
         return [(self, part) for part in self.manifest.parts] + [
             (link, part)
             for link in self.links[1:]
@@ -348,7 +349,7 @@ class CheckpointReader:
         ]
 
     def _problem(self, part: Part) -> str | None:
-        """What is wrong with a part, once it has been read."""
+        """Reads a part; returns the error text, or None if the part is intact."""
         try:
             match part:
                 case RowsPart():
@@ -362,7 +363,7 @@ class CheckpointReader:
         return None
 
     def _resolve(self, step: int | None) -> str:
-        """The prefix of the step directory below the given one."""
+        """Returns the path prefix of the step directory, relative to the given directory."""
         if step is None and self._storage.size(MANIFEST) is not None:
             return ""
         found = _complete(self._storage)
@@ -397,10 +398,10 @@ class CheckpointReader:
         return self._storage.full(self._prefix + part.path)
 
     def _read(self, part: Part) -> dict[str, TensorView]:
-        """The tensors of a part, after its length and checksum have been found right."""
+        """Reads the tensors of a part after checking its length and checksum."""
         path, full = self._prefix + part.path, self._full(part)
         size = self._storage.size(path)
-        remedy = "Use another checkpoint, or copy this one anew."
+        remedy = "Use another checkpoint, or copy this one again."
         if size is None:
             raise CheckpointError(f"{full} is missing. {remedy}", path=full)
         if size != part.bytes:
@@ -416,14 +417,18 @@ class CheckpointReader:
         views = self._read(part)
         shapes = {"embeddings": (part.rows, table.dim), "state": (part.rows, table.state_width)}
         if set(views) != set(ROW_ARRAYS):
-            raise CheckpointError(f"{self._full(part)} has not the arrays of rows.", path=self._full(part))
+            raise CheckpointError(
+                f"{self._full(part)} lacks the arrays of rows, {', '.join(ROW_ARRAYS)}. Use another checkpoint.",
+                path=self._full(part),
+            )
         arrays: dict[str, NDArray[Any]] = {}
         for name, (dtype, _) in ROW_ARRAYS.items():
             array = views[name].numpy()
             wanted = table.dtype if name == "embeddings" else dtype
             if array.dtype != wanted or array.shape != shapes.get(name, (part.rows,)):
                 raise CheckpointError(
-                    f"{self._full(part)}: {name} is {array.dtype} {list(array.shape)}, not as the manifest says.",
+                    f"{self._full(part)}: {name} is {array.dtype} {list(array.shape)}, which contradicts the manifest. "
+                    "Use another checkpoint.",
                     path=self._full(part),
                 )
             arrays[name] = array
@@ -438,20 +443,20 @@ class CheckpointReader:
 
 
 class _Link(CheckpointReader):
-    """A checkpoint as part of a chain: its own base is the chain's concern."""
+    """A checkpoint within a chain. It does not open its own base, as the chain does."""
 
     def _follow(self, base: Base | None) -> None:
         pass
 
 
 def _complete(storage: Storage) -> list[int]:
-    """Steps that have a manifest."""
+    """Returns the steps that have a manifest."""
     steps = [step for name in storage.names() if (step := parse_step(name)) is not None]
     return [step for step in steps if storage.size(f"{step_name(step)}/{MANIFEST}") is not None]
 
 
 def _latest(storage: Storage) -> int | None:
-    """The step that LATEST names; None if there is no LATEST."""
+    """Returns the step that LATEST names; None if there is no LATEST."""
     if storage.size(LATEST) is None:
         return None
     content = storage.head(LATEST, 0, 64)

@@ -1,4 +1,4 @@
-"""Checkpoints made from checkpoints, without a cluster: for another number of PSs, of some tables, or in one piece."""
+"""Rewrites checkpoints without a cluster: for another number of PSs, with some tables only, or as a full checkpoint."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ Progress = Callable[[int], object]
 
 
 class ReshardOptions(NamedTuple):
-    """What becomes of a checkpoint.
+    """Options of `reshard`.
 
     Attributes:
-        servers: how many embedding PSs it is for.
-        tables: those to take; None for all. With some only, the result is for `Trainer.load_rows` and for reading.
-        dtype: of embeddings; "float16" takes half the room, and is exact to 3 digits.
-        state: whether the optimizer's state of rows is taken; without it rows are for prediction, or to begin with.
+        servers: number of embedding PSs to write parts for.
+        tables: tables to include; None for all. A checkpoint of some tables can be read and given to
+            `Trainer.load_rows`, but not resumed.
+        dtype: dtype of embeddings; "float16" halves the size and keeps 3 digits.
+        state: whether to include the optimizer state of rows. Prediction and warm starts do not need it.
     """
 
     servers: int = 1
@@ -51,30 +52,30 @@ def reshard(
     step: int | None = None,
     progress: Progress = lambda _: None,
 ) -> str:
-    """Writes a checkpoint anew, as a full one, with the rows of each embedding PS apart.
+    """Rewrites a checkpoint as a full one, with separate parts for each embedding PS.
 
-    Rows are read and written part by part. The recency of rows is kept; occurrences of ids that are not admitted, and
-    the counters of the PSs, are not: they begin anew.
+    Rows are read and written part by part. The recency of rows is kept. Counts of ids that are not admitted yet, and
+    the counters of the PSs, are reset.
 
     Args:
-        source: directory of checkpoints, or a step's own.
-        target: another directory of checkpoints, to which it is added.
-        options: what becomes of it.
-        step: the step to read instead of the latest.
-        progress: told the number of rows after each part.
+        source: directory of checkpoints, or of one step.
+        target: another directory of checkpoints, to which the result is added.
+        options: properties of the result.
+        step: step to read; None for the latest.
+        progress: called with the number of rows after each part.
 
     Returns:
         Path of the new checkpoint.
 
     Raises:
-        CheckpointError: an argument does not fit, a part is damaged, a value does not fit float16, or writing failed.
+        CheckpointError: an argument is invalid, a part is damaged, a value exceeds float16, or writing failed.
     """
     if options.servers < 1:
-        raise CheckpointError(f"servers = {options.servers}; give 1 or more.", field="servers")
+        raise CheckpointError(f"Invalid servers = {options.servers}; expected 1 or more.", field="servers")
     reader = CheckpointReader(source, step)
     with CheckpointWriter(target, reader.manifest.global_step) as writer:
         if reader.path == writer.path:
-            raise CheckpointError(f"{writer.path} is read from; choose another target.", path=writer.path)
+            raise CheckpointError(f"{writer.path} is also the source; choose another target.", path=writer.path)
         schema = _schema(reader, options.tables)
         all_gaps = clock_gaps(reader)
         for table in schema.resolved_tables():

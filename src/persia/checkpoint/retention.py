@@ -1,4 +1,4 @@
-"""Which checkpoints of a directory stay: the newest, the best, and those that they add to."""
+"""Retention of checkpoints: keeps the newest, the best, and those that they build on."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _Manifest: TypeAlias = Manifest[dict[str, Any]]
 
 
 class Retention(NamedTuple):
-    """What `CheckpointWriter.commit` leaves.
+    """Policy by which `CheckpointWriter.commit` removes older checkpoints.
 
     Attributes:
-        last: so many of the newest; None for all.
-        best: also the one with the highest score.
+        last: number of newest checkpoints to keep; None keeps all.
+        best: also keep the one with the highest score.
     """
 
     last: int | None = None
     best: bool = False
 
     def apply(self, storage: Storage, newest: int) -> None:
-        """Removes the other checkpoints before step `newest`, and what interrupted writers have left there.
+        """Removes the other checkpoints before step `newest`, and incomplete ones of interrupted writers.
 
         Raises:
-            CheckpointError: the storage fails, or what a kept one adds to is not known; then nothing is removed.
+            CheckpointError: the storage failed, or the base of a kept checkpoint is unknown; then nothing is removed.
         """
         if self.last is None:
             return
@@ -46,7 +46,7 @@ class Retention(NamedTuple):
             if step in kept or step == newest:
                 continue
             if step in complete:
-                storage.remove(f"{step_name(step)}/{MANIFEST}")  # first: what is half removed is no checkpoint
+                storage.remove(f"{step_name(step)}/{MANIFEST}")  # First: a partial one must not count.
             storage.remove(step_name(step))
 
     def _best(self, manifests: dict[int, _Manifest | None]) -> set[int]:
@@ -57,24 +57,28 @@ class Retention(NamedTuple):
 
 
 def _bases(manifests: dict[int, _Manifest | None], step: int) -> Iterator[int]:
-    """All that a checkpoint adds to, as far as they are there."""
+    """Yields the existing steps that a checkpoint builds on."""
     kept = step
     while step in manifests:
         manifest = manifests[step]
         if manifest is None:
             raise CheckpointError(
-                f"The manifest of step {step}, which step {kept} needs, is damaged, so nobody knows which steps it "
-                "adds to. Remove both by hand if they are of no use.",
+                f"The manifest of step {step}, which step {kept} builds on, is damaged, so the steps that it needs are "
+                "unknown. Remove both by hand if you do not need them.",
                 step=step,
             )
-        if manifest.base is None or manifest.base.step >= step:  # The latter is damage, too: nobody can read it.
+        if manifest.base is None or manifest.base.step >= step:  # A later base is damage, too.
             return
         step = manifest.base.step
         yield step
 
 
 def _manifest(storage: Storage, step: int) -> _Manifest | None:
-    """None where it is damaged; that it cannot be read at this moment is an error."""
+    """Reads the manifest of a step; None if it is damaged.
+
+    Raises:
+        CheckpointError: the storage failed.
+    """
     path = f"{step_name(step)}/{MANIFEST}"
     size = storage.size(path)
     if not size or size > MAX_MANIFEST_BYTES:

@@ -1,4 +1,4 @@
-"""What a checkpoint says of the embedding PSs that wrote it: how many, and what their shards know besides rows."""
+"""Reads the state of embedding PSs from a checkpoint: their number, and the state of their shards besides rows."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from persia.checkpoint.reader import CheckpointReader
 __all__ = ["MOST_SHARDS", "clock_gaps", "numbered", "server_pieces"]
 
 MOST_SHARDS = 1024
-"""Of a table in one PS: shard s of PS p is number p * MOST_SHARDS + s in a checkpoint."""
+"""Maximum number of shards of a table in one PS: shard s of PS p is number p * MOST_SHARDS + s in a checkpoint."""
 
 
 def numbered(reader: CheckpointReader, role: str) -> list[tuple[int, str]]:
-    """Number and name of the states `role-0.0`, `role-0.1`, `role-1.0` or `role-0`, ..., in order."""
+    """Lists number and name of the states `role-0.0`, `role-0.1`, `role-1.0` or `role-0`, ..., in order."""
     found: list[tuple[int, int, str]] = []
     for part in reader.manifest.parts:
         if isinstance(part, StatePart) and part.name.startswith(f"{role}-"):
@@ -26,17 +26,16 @@ def numbered(reader: CheckpointReader, role: str) -> list[tuple[int, str]]:
 
 
 def server_pieces(reader: CheckpointReader) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Number of the PS, and pieces of its state as `EmbeddingPS.export_state` gives them; one part at a time."""
+    """Yields the number of a PS and the pieces of its state (see `EmbeddingPS.export_state`), one part at a time."""
     for number, name in numbered(reader, "server"):
         if "." in name:
             yield number, reader.state(name)
 
 
 def clock_gaps(reader: CheckpointReader) -> dict[str, dict[int, int]]:
-    """By table and shard of the checkpoint: how far the shard's clock is behind the one that is furthest.
+    """Returns, by table and shard, how far the shard's clock is behind the most advanced one.
 
-    Stamps count the requests of their own shard; with its gap added, those of several can be compared, as if all had
-    been asked alike.
+    Stamps count the requests of their own shard. Adding the gap makes stamps of different shards comparable.
     """
     clocks: dict[str, dict[int, int]] = {}
     for number, pieces in server_pieces(reader):

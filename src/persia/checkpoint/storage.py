@@ -1,7 +1,7 @@
-"""The few things a checkpoint needs of a file system, local or remote (fsspec), with errors that name path and remedy.
+"""File-system operations of checkpoints, local or remote (fsspec), with errors that name path and remedy.
 
-On local disks everything is synced: files, and the directories that hold them. Object stores make an object visible
-as a whole when its upload ends, which is all that is asked of them.
+On local disks, files and the directories that hold them are synced. Object stores only need to make an object visible
+as a whole when its upload ends.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _core: Any = importlib.import_module("persia._core").checksum
 
 
 def crc32(data: memoryview, crc: int = 0) -> int:
-    """CRC-32 of contiguous bytes, behind those whose checksum is `crc`. Blocks; other threads run meanwhile."""
+    """Returns the CRC-32 of contiguous bytes that follow bytes with checksum `crc`. Releases the GIL."""
     return int(_core.crc32(data, crc))
 
 
 SYNC_AT_ONCE = 1 << 20
-SLICE = 1 << 20  # written or read, and checksummed, while it is in the processor's cache
+SLICE = 1 << 20  # Small enough to be checksummed while it is in the processor's cache.
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}
-"""They have no directories: making one would make a bucket, of a name that somebody has misspelt."""
+"""Protocols without directories. Making a directory there would create a bucket, even for a misspelt name."""
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -44,14 +44,14 @@ class Storage:
     """A directory of a file system. Paths are relative to it, with forward slashes.
 
     Args:
-        url: path, or any URL that fsspec knows.
+        url: path, or any URL that fsspec supports.
 
     Attributes:
-        between: called after each slice of what is written, so that a writer can rest.
+        between: called after each written slice; may sleep to throttle the writer.
 
     Raises:
-        MissingExtraError: the file system of the URL is not installed.
-        CheckpointError: the URL is not understood. (All other methods too, for whatever their file system raises.)
+        MissingExtraError: the package for the URL's file system is not installed.
+        CheckpointError: the URL is invalid. All methods raise it for errors of the file system.
     """
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
@@ -69,7 +69,7 @@ class Storage:
             ) from None
         except Exception as error:
             raise CheckpointError(
-                f"{self.url!r} is no path or URL of a file system: {error}.", path=self.url
+                f"{self.url!r} is not a path or URL of a file system: {error}.", path=self.url
             ) from error
         self._fs: Any = fs
         self._root: str = root.rstrip("/") or root
@@ -77,17 +77,17 @@ class Storage:
         protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
         self._directories = protocols.isdisjoint(OBJECT_STORES)
         self._made: set[str] = set()
-        self._changed: set[str] = set()  # directories to be synced
+        self._changed: set[str] = set()  # Directories to sync.
         self._unsynced: list[str] = []
         self.between: Callable[[], object] = lambda: None
         fs.invalidate_cache()
 
     def full(self, path: str = "") -> str:
-        """The path that the file system, and messages, use."""
+        """Returns the full path, as used by the file system and in messages."""
         return f"{self._root.rstrip('/')}/{path}" if path else self._root
 
     def names(self, path: str = "") -> list[str]:
-        """Names in a directory, sorted; none if it does not exist."""
+        """Returns the sorted names in a directory; empty if it does not exist."""
         with _guard("list", self.full(path)):
             try:
                 return sorted(
@@ -97,7 +97,7 @@ class Storage:
                 return []
 
     def size(self, path: str) -> int | None:
-        """Length of a regular file in bytes; None if there is none."""
+        """Returns the length of a regular file in bytes; None if it does not exist."""
         with _guard("look up", self.full(path)):
             try:
                 info = self._fs.info(self.full(path))
@@ -106,12 +106,12 @@ class Storage:
         return int(info["size"]) if info["type"] == "file" and info.get("size") is not None else None
 
     def head(self, path: str, begin: int, end: int) -> bytes:
-        """The bytes [begin, end) of a file, fewer where it ends earlier."""
+        """Reads the bytes [begin, end) of a file, or fewer if the file ends earlier."""
         with _guard("read", self.full(path)):
             return bytes(self._fs.cat_file(self.full(path), start=begin, end=end))
 
     def load(self, path: str, size: int) -> tuple[memoryview, int]:
-        """A file of `size` bytes in fresh, writable memory, and its CRC-32."""
+        """Reads a file of `size` bytes into new, writable memory; returns it with its CRC-32."""
         crc = 0
         with _guard("read", self.full(path)):
             if not self._local:
@@ -121,7 +121,7 @@ class Storage:
             else:
                 data = np.empty(size, np.uint8).data if size else memoryview(bytearray())
                 done = 0
-                # Linux reads ahead by itself; told to (POSIX_FADV_WILLNEED), it takes a quarter more processor time.
+                # Linux reads ahead on its own. POSIX_FADV_WILLNEED costs 25 % more processor time.
                 with open(self.full(path), "rb", buffering=0) as file:
                     while done < size and (count := file.readinto(data[done : done + SLICE])):
                         crc = crc32(data[done : done + count], crc)
@@ -131,7 +131,7 @@ class Storage:
         return data, crc
 
     def write(self, path: str, buffers: Iterable[memoryview]) -> tuple[int, int]:
-        """Writes a new file; returns its length and CRC-32. Large files are synced at once, others by `sync`."""
+        """Writes a new file; returns its length and CRC-32. Syncs large files now, small ones in `sync`."""
         size = crc = 0
         with _guard("write", self.full(path)):
             self._make_parent(path)
@@ -149,7 +149,7 @@ class Storage:
         return size, crc
 
     def put(self, path: str, data: bytes) -> None:
-        """Writes or replaces a small file so that every reader, and a crash, sees the old or the new one."""
+        """Writes or replaces a small file atomically: readers see the old or the new one, even after a crash."""
         if not self._local:
             with _guard("write", self.full(path)):
                 self._fs.pipe_file(self.full(path), data)
@@ -168,8 +168,8 @@ class Storage:
         self.sync()
 
     def sync(self) -> None:
-        """Makes all files written so far, and the entries of their directories, survive a power cut (local disks)."""
-        with ThreadPoolExecutor(16) as pool:  # a disk syncs many small files in the time of one
+        """Syncs all files written so far and their directories, so that they survive a power failure (local disks)."""
+        with ThreadPoolExecutor(16) as pool:  # A disk syncs many small files in the time of one.
             list(pool.map(_sync, self._unsynced))
         self._unsynced.clear()
         for directory in sorted(self._changed, reverse=True):
@@ -177,7 +177,7 @@ class Storage:
         self._changed.clear()
 
     def remove(self, path: str) -> None:
-        """Deletes a file, or a directory with all it holds; nothing happens if there is none."""
+        """Deletes a file, or a directory and its contents. No-op if there is none."""
         with _guard("remove", self.full(path)), suppress(FileNotFoundError):
             self._fs.rm(self.full(path), recursive=True)
 
@@ -213,7 +213,7 @@ def _sync(path: str) -> None:
 
 @contextmanager
 def _guard(action: str, path: str) -> Iterator[None]:
-    """Whatever a file system raises becomes a CheckpointError; backends raise all kinds of things."""
+    """Converts any exception of a file system to a CheckpointError, as backends raise arbitrary types."""
     try:
         yield
     except CheckpointError:
@@ -234,10 +234,10 @@ _T = TypeVar("_T")
 
 
 def ahead(items: Iterator[_T]) -> Generator[_T, None, None]:
-    """The same items; the next one is made by another thread while this one is used."""
+    """Iterates over items while another thread prepares the next one."""
     done = object()
     handed: queue.Queue[Any] = queue.Queue(1)
-    room = threading.Semaphore(0)  # so that at most two items are in memory
+    room = threading.Semaphore(0)  # At most two items are in memory.
     stopped = threading.Event()
     failure: list[BaseException] = []
 
@@ -264,7 +264,7 @@ def ahead(items: Iterator[_T]) -> Generator[_T, None, None]:
     finally:
         stopped.set()
         room.release()
-        while thread.is_alive():  # It may be about to hand over one more, or the end.
+        while thread.is_alive():  # It may be about to hand over another item, or the end.
             with suppress(queue.Empty):
                 handed.get_nowait()
             thread.join(0.01)

@@ -1,8 +1,8 @@
-"""Safetensors without copies, for numpy and torch alike.
+"""Reads and writes safetensors without copies, for numpy and torch.
 
-The safetensors library copies every tensor once when it writes and once when it reads, and needs either numpy or
-torch; checkpoints are larger than memory and parameter servers have no torch. The format is a length, a JSON header
-and the bytes; the tests hold this module against the library, both ways.
+The safetensors library copies every tensor on write and on read, and needs torch for torch dtypes. Checkpoints are
+larger than memory, and parameter servers do not import torch. The format is a length, a JSON header and the bytes.
+Tests compare this module with the library in both directions.
 """
 
 from __future__ import annotations
@@ -67,17 +67,17 @@ _header_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class TensorView(NamedTuple):
-    """A tensor of any framework: dtype in the names of safetensors, shape, and its bytes (little-endian, C order)."""
+    """A tensor of any framework: safetensors name of the dtype, shape, and bytes (little-endian, C order)."""
 
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
 
     def numpy(self) -> NDArray[Any]:
-        """As numpy array on the same memory.
+        """Returns a numpy array on the same memory.
 
         Raises:
-            CheckpointError: numpy has no such dtype.
+            CheckpointError: numpy does not have the dtype.
         """
         size, name, _ = _DTYPES[self.dtype]
         if name is None:
@@ -89,7 +89,7 @@ class TensorView(NamedTuple):
             raise CheckpointError(f"A tensor of shape {self.shape} cannot be: {error}.", shape=self.shape) from None
 
     def torch(self) -> torch.Tensor:
-        """As torch tensor in CPU memory, on the same bytes."""
+        """Returns a torch CPU tensor on the same memory."""
         import torch
 
         size, _, name = _DTYPES[self.dtype]
@@ -109,20 +109,20 @@ class TensorView(NamedTuple):
 
 
 def is_torch(value: object) -> bool:
-    """Whether it is a torch tensor; torch is never imported to find out."""
+    """Whether a value is a torch tensor. Does not import torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def view(value: Value, where: str) -> TensorView:
-    """The bytes of an array or tensor; copied only if not contiguous, little-endian and in CPU memory.
+    """Returns a view of an array or tensor. Copies unless it is contiguous, little-endian and in CPU memory.
 
     Args:
         value: numpy array or strided torch tensor.
-        where: its name, for messages.
+        where: name of the value, for error messages.
 
     Raises:
-        CheckpointError: safetensors cannot hold it.
+        CheckpointError: safetensors cannot represent the value.
     """
     code: str | None = None
     if isinstance(value, np.ndarray):
@@ -144,9 +144,9 @@ def view(value: Value, where: str) -> TensorView:
 
 
 def encode(views: Mapping[str, TensorView]) -> list[memoryview]:
-    """A safetensors file as a list of buffers: header, then each tensor's own memory.
+    """Encodes a safetensors file as a list of buffers: the header, then the memory of each tensor.
 
-    Tensors of wider elements come first and the header is padded to 8 bytes, so every tensor is aligned.
+    Tensors with wider elements come first and the header is padded to 8 bytes, so every tensor is aligned.
     """
     order = sorted(views, key=lambda name: (-_DTYPES[views[name].dtype][0], name))
     header: dict[str, _Entry] = {}
@@ -163,7 +163,7 @@ def encode(views: Mapping[str, TensorView]) -> list[memoryview]:
 
 
 def header_length(data: bytes | memoryview, path: str) -> int:
-    """Length of the header, from the first 8 bytes of a file."""
+    """Reads the length of the header from the first 8 bytes of a file."""
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or length > MAX_HEADER_BYTES:
         raise CheckpointError(f"{path} is not a safetensors file: its header is missing or too long.", path=path)
@@ -171,10 +171,10 @@ def header_length(data: bytes | memoryview, path: str) -> int:
 
 
 def parse_header(header: bytes | memoryview, body: int, path: str) -> dict[str, _Entry]:
-    """The tensors named in a header (without `__metadata__`), checked to fill `body` bytes without gap or overlap.
+    """Parses a header without its `__metadata__`; checks that the tensors fill `body` bytes without gap or overlap.
 
     Raises:
-        CheckpointError: it is not such a header.
+        CheckpointError: the header is invalid.
     """
     try:
         raw = _header_decoder.decode(header)
@@ -196,10 +196,10 @@ def parse_header(header: bytes | memoryview, body: int, path: str) -> dict[str, 
 
 
 def decode(data: memoryview, path: str) -> dict[str, TensorView]:
-    """The tensors of a safetensors file in memory, on that memory.
+    """Decodes a safetensors file in memory; the tensors share that memory.
 
     Raises:
-        CheckpointError: `data` is not a valid file.
+        CheckpointError: the file is invalid.
     """
     start = 8 + header_length(data, path)
     entries = parse_header(bytes(data[8:start]), len(data) - start, path)

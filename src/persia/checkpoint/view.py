@@ -1,4 +1,4 @@
-"""The rows of a checkpoint as numpy or Arrow, read as they are asked for; no cluster, no torch."""
+"""Lazy access to the rows of a checkpoint as numpy or Arrow data, without a cluster and without torch."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class TableRows:
     """The rows of one table.
 
     Args:
-        reader: of the checkpoint.
-        name: of the table.
+        reader: reader of the checkpoint.
+        name: name of the table.
 
     Attributes:
-        dim: numbers of an embedding.
-        state_width: numbers of optimizer state.
+        dim: length of an embedding.
+        state_width: number of optimizer-state values per row.
     """
 
     def __init__(self, reader: CheckpointReader, name: str) -> None:
@@ -40,13 +40,13 @@ class TableRows:
         )
 
     def __len__(self) -> int:
-        """Rows; those of an incremental checkpoint are counted by reading them."""
+        """Returns the number of rows. Reads all rows of an incremental checkpoint to count them."""
         if len(self._reader.links) == 1:
             return self._reader.manifest.tables[self.name].rows
         return sum(len(arrays["ids"]) for arrays in self)
 
     def __iter__(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Part after part, by column.
+        """Iterates over the parts, each as a dict of columns.
 
         `ids` uint64 `[n]`, `embeddings` float32 `[n, dim]`, `state` float32 `[n, state_width]`, `update_count`,
         `last_step` and `stamp` uint32 `[n]`.
@@ -57,7 +57,11 @@ class TableRows:
         return (arrays for _, arrays in self._reader.rows(self.name))
 
     def find(self, ids: NDArray[np.uint64]) -> tuple[NDArray[np.bool_], NDArray[np.float32]]:
-        """Reads all parts for some rows: found `[n]`, and embeddings float32 `[n, dim]`, zeros where not found."""
+        """Looks up rows by reading all parts.
+
+        Returns:
+            Whether each id was found, bool `[n]`; and embeddings, float32 `[n, dim]`, zero if not found.
+        """
         ids = np.asarray(ids, np.uint64)
         found = np.zeros(len(ids), np.bool_)
         embeddings = np.zeros((len(ids), self.dim), np.float32)
@@ -71,10 +75,10 @@ class TableRows:
         return found, embeddings
 
     def arrow(self, state: bool = False) -> pa.RecordBatchReader:
-        """The rows as Arrow: `id` uint64, `embedding` fixed-size list of float32, `update_count`, `last_step`.
+        """Returns the rows as Arrow: `id` uint64, `embedding` fixed-size list of float32, `update_count`, `last_step`.
 
         Args:
-            state: whether to add `state`, the optimizer's, as such a list too.
+            state: whether to add the optimizer state as the column `state`, a fixed-size list of float32.
         """
         import pyarrow as pa
 
@@ -104,11 +108,11 @@ class TableRows:
 
 
 class Checkpoint:
-    """A checkpoint to read; see `open`.
+    """An open checkpoint; see `open`.
 
     Attributes:
-        reader: for all else that it holds.
-        global_step: of the dense model.
+        reader: reader for the other contents.
+        global_step: global step of the dense model.
         tables: rows by table.
     """
 
@@ -122,13 +126,13 @@ class Checkpoint:
 
 
 def open(url: str | os.PathLike[str], step: int | None = None) -> Checkpoint:
-    """Opens a checkpoint to read its rows. Nothing but its manifest is read yet.
+    """Opens a checkpoint to read its rows. Reads only the manifest.
 
     Args:
-        url: directory of checkpoints, of which LATEST names one, or a step's own directory.
-        step: the step to read instead of the latest.
+        url: directory of checkpoints with a LATEST file, or directory of one step.
+        step: step to read; None for the latest.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or its manifest is not valid.
+        CheckpointError: there is no such checkpoint, or its manifest is invalid.
     """
     return Checkpoint(CheckpointReader(url, step))

@@ -1,7 +1,7 @@
-"""Writes one checkpoint, a part at a time; nothing counts until `commit`.
+"""Writes one checkpoint, part by part. It becomes valid with `commit`.
 
-Order of writes (a kill between any two leaves the previous checkpoint in force): parts, each synced; their
-directories; `manifest.json`; `LATEST`; only then are older checkpoints removed.
+The order of writes is: parts, each synced; their directories; `manifest.json`; `LATEST`. Older checkpoints are removed
+last. A crash between any two leaves the previous checkpoint valid.
 """
 
 from __future__ import annotations
@@ -66,31 +66,32 @@ ROW_ARRAYS: dict[str, tuple[str, int]] = {
 class CheckpointWriter:
     """Writes the checkpoint of one step into `url/step-N/`.
 
-    As a context manager, it aborts unless `commit` has been called. One process writes a directory at a time; a
-    writer is used by one thread. Calls block until their data is on disk (local) or uploaded.
+    As a context manager, it aborts unless `commit` has been called. Only one process may write to a directory at a
+    time. A writer is not thread-safe. Calls block until their data are on disk (local) or uploaded.
 
     Args:
-        url: directory of checkpoints: a path, or any URL that fsspec knows.
-        step: global step, names the directory. A step that already has a checkpoint is replaced at `commit`,
-            and stays valid until then; what an interrupted writer has left is removed.
-        keep_last: after `commit`, keep this one and the `keep_last - 1` newest of the earlier steps, and what they
-            add to; None keeps all.
-        keep_best: keep the one with the highest `score` too.
+        url: directory of checkpoints: a path, or any URL that fsspec supports.
+        step: global step; names the directory. An existing checkpoint of the step stays valid until `commit` replaces
+            it. Incomplete files of an interrupted writer are removed.
+        keep_last: number of newest checkpoints to keep at `commit`, with those that they build on; None keeps all.
+        keep_best: also keep the one with the highest `score`.
 
     Attributes:
-        content: a random name of what it means, for checkpoints that add to it.
+        content: random identifier of the contents, for checkpoints that build on this one.
 
     Raises:
-        CheckpointError: the step or URL is not valid; the directory cannot be used.
+        CheckpointError: the step or the URL is invalid, or the directory cannot be used.
     """
 
     def __init__(
         self, url: str | os.PathLike[str], step: int, *, keep_last: int | None = None, keep_best: bool = False
     ) -> None:
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < MAX_STEP:
-            raise CheckpointError(f"step = {step!r} is not a whole number from 0 to {MAX_STEP - 1}.", step=step)
+            raise CheckpointError(f"Invalid step = {step!r}; expected a whole number up to {MAX_STEP - 1}.", step=step)
         if keep_last is not None and (not isinstance(keep_last, int) or keep_last < 1):
-            raise CheckpointError(f"keep_last = {keep_last!r}; give 1 or more, or None to keep all.", field="keep_last")
+            raise CheckpointError(
+                f"Invalid keep_last = {keep_last!r}; expected 1 or more, or None to keep all.", field="keep_last"
+            )
         self._storage = Storage(url)
         self._step = step
         self._retention = Retention(keep_last, keep_best)
@@ -98,12 +99,12 @@ class CheckpointWriter:
         self._name = step_name(step)
         self._parts: list[Part] = []
         self._tables: dict[str, tuple[int, int, str]] = {}  # dim, state_width, dtype
-        self._numbers: Counter[tuple[str, int]] = Counter()  # parts by table and shard
+        self._numbers: Counter[tuple[str, int]] = Counter()  # Number of parts by table and shard.
         self._open = True
         self._base = self._claim()
 
     def rest(self, between: Callable[[], object]) -> None:
-        """From now on `between` is called after each MiB of what is written; it may sleep."""
+        """Sets the function to call after each written MiB; it may sleep to throttle the writer."""
         self._storage.between = between
 
     @property
@@ -112,17 +113,18 @@ class CheckpointWriter:
         return self._storage.full(self._name)
 
     def add_rows(self, table: str, shard: int, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Appends rows of a shard as one part; give chunks of about 64 MiB.
+        """Appends rows of a shard as one part, best about 64 MiB.
 
         Args:
             table: name of the table.
             shard: number of the shard, unique within the table over all parameter servers.
             arrays: `ids` uint64 `[n]`, `embeddings` float32 (or float16, in all parts) `[n, dim]`, `state` float32
-                `[n, width]` (width may be 0), `update_count`, `last_step` and `stamp` uint32 `[n]`; read before the
-                call returns.
+                `[n, width]` (width may be 0), `update_count`, `last_step` and `stamp` uint32 `[n]`. The caller may
+                reuse them after the call.
 
         Raises:
-            CheckpointError: an array is missing or does not fit, or the part cannot be written (then all is aborted).
+            CheckpointError: an array is missing or has the wrong shape or dtype; or the part cannot be written, which
+                aborts the checkpoint.
         """
         self._check_open()
         rows, shape = _check_rows(table, arrays)
@@ -142,15 +144,15 @@ class CheckpointWriter:
         self._numbers[table, shard] += 1
 
     def add_removed(self, table: str, shard: int, ids: NDArray[np.uint64]) -> None:
-        """Says that rows of the base are gone, unless `add_rows` brings them anew.
+        """Marks rows of the base as removed, unless `add_rows` adds them again.
 
         Args:
             table: name of the table.
-            shard: as for `add_rows`; once each.
+            shard: number of the shard as for `add_rows`; one call per shard.
             ids: uint64 `[n]`, in any order; ids without a row in the base are allowed.
 
         Raises:
-            CheckpointError: an argument does not fit, or the part cannot be written (then all is aborted).
+            CheckpointError: an argument is invalid; or the part cannot be written, which aborts the checkpoint.
         """
         self._check_open()
         if ids.dtype != np.uint64 or ids.ndim != 1:
@@ -163,7 +165,7 @@ class CheckpointWriter:
         """Adds named tensors (numpy, or torch of any dense dtype and device), for example a module's state dict.
 
         Raises:
-            CheckpointError: the name is taken, a tensor cannot be held, or the part cannot be written.
+            CheckpointError: the name is taken, a tensor is not supported, or the part cannot be written.
         """
         self._check_open()
         self._check_name(name, TensorsPart)
@@ -176,10 +178,10 @@ class CheckpointWriter:
         self._parts.append(TensorsPart(name=name, **written))
 
     def add_state(self, name: str, state: Any) -> None:
-        """Adds a nested value (see `packing.pack` for what it may hold); it is read back exactly equal.
+        """Adds a nested value of the types listed at `packing.pack`. Reading returns an equal value.
 
         Raises:
-            CheckpointError: the name is taken, something in it cannot be held, or the part cannot be written.
+            CheckpointError: the name is taken, a nested value is not supported, or the part cannot be written.
         """
         self._check_open()
         self._check_name(name, StatePart)
@@ -187,7 +189,7 @@ class CheckpointWriter:
         self._parts.append(StatePart(name=name, **written))
 
     def copy(self, part: TensorsPart | StatePart, views: Mapping[str, TensorView]) -> None:
-        """Adds a part of another checkpoint, as `CheckpointReader.views` gives it.
+        """Adds a part of another checkpoint, as returned by `CheckpointReader.views`.
 
         Raises:
             CheckpointError: the name is taken, or the part cannot be written.
@@ -211,26 +213,26 @@ class CheckpointWriter:
         score: float | None = None,
         content: str | None = None,
     ) -> str:
-        """Makes this the latest checkpoint.
+        """Completes the checkpoint and makes it the latest.
 
         Args:
-            schema: the schema; every table of it is recorded, also those without rows.
+            schema: schema of the model. All its tables are recorded, including those without rows.
             config: configuration as a dict of JSON values or a msgspec record.
-            global_step: by default the step that names the directory.
-            extra: anything small, as JSON values.
-            optimizer: of tables whose declaration names none.
-            span: first and last global step at which rows were taken; both `global_step` when all are of one moment.
-            base: the checkpoint of this directory that this one adds its rows to.
-            score: what `keep_best` compares; higher is better. Kept as `extra["score"]`.
-            content: instead of a new one: of the checkpoint of this step that this one replaces and means the same as;
-                LATEST stays where it is.
+            global_step: global step; defaults to the step that names the directory.
+            extra: further small data, as JSON values.
+            optimizer: optimizer of tables that declare none.
+            span: first and last global step at which rows were captured; defaults to `global_step` for both.
+            base: checkpoint of this directory that this one builds on.
+            score: score that `keep_best` compares; higher is better. Stored as `extra["score"]`.
+            content: identifier of the checkpoint of this step that this one replaces with equal contents; LATEST does
+                not change. None for a new identifier.
 
         Returns:
             Path of the step directory.
 
         Raises:
-            CheckpointError: rows do not fit the schema, something is not JSON, or writing failed; the previous
-                checkpoint is then in force.
+            CheckpointError: rows do not match the schema, a value is not JSON, or writing failed. The previous
+                checkpoint then stays valid.
         """
         self._check_open()
         step = self._step if global_step is None else global_step
@@ -259,21 +261,21 @@ class CheckpointWriter:
                 self.abort()
             raise
         finally:
-            self._open = False  # from here on the files stay: a call that failed may yet have taken effect
-        if content is None:  # Else nothing is newer than before.
+            self._open = False  # The files stay from here on: a failed call may have taken effect.
+        if content is None:  # Else the contents are not newer than before.
             self._storage.put(LATEST, f"{self._name}\n".encode())
         self._prune()
         return self.path
 
     def abort(self) -> None:
-        """Removes what has been written, unless committed. Does not raise."""
+        """Removes the files written so far, unless committed. Does not raise."""
         if not self._open:
             return
         self._open = False
         try:
             self._storage.remove(f"{self._name}/{self._base}".rstrip("/"))
         except CheckpointError as error:
-            _log.warning("An unfinished checkpoint could not be removed, it will be ignored: %s", error)
+            _log.warning("Cannot remove an unfinished checkpoint; readers ignore it: %s", error)
 
     def __enter__(self) -> Self:
         return self
@@ -284,7 +286,7 @@ class CheckpointWriter:
         self.abort()
 
     def _claim(self) -> str:
-        """Clears what a killed writer has left of this step; returns the prefix for this writer's parts."""
+        """Removes files of an interrupted writer of this step; returns the prefix for this writer's parts."""
         names = self._storage.names(self._name)
         if MANIFEST not in names:
             if names:
@@ -297,13 +299,13 @@ class CheckpointWriter:
         buffers = encode(views)
         size = sum(map(len, buffers))
         if size > MAX_PART_BYTES:
-            raise CheckpointError(f"{path} would have {size} bytes, more than {MAX_PART_BYTES}; divide it.", path=path)
+            raise CheckpointError(f"{path} would have {size} bytes, more than {MAX_PART_BYTES}; split it.", path=path)
         path = self._base + path
         size, crc = self._guarded(lambda: self._storage.write(f"{self._name}/{path}", buffers))
         return {"path": path, "bytes": size, "checksum": checksum_text(crc)}
 
     def _guarded(self, call: Callable[[], _T]) -> _T:
-        """A failed write ends this checkpoint and removes what there is of it."""
+        """Aborts the checkpoint if a write fails."""
         try:
             return call()
         except CheckpointError:
@@ -311,7 +313,7 @@ class CheckpointWriter:
             raise
 
     def _manifest_is_not(self, data: bytes) -> bool:
-        """Whether it is certain that the step's manifest is not `data`."""
+        """Whether the step's manifest is certainly not `data`."""
         path = f"{self._name}/{MANIFEST}"
         try:
             return self._storage.size(path) != len(data) or self._storage.head(path, 0, len(data)) != data
@@ -352,7 +354,7 @@ class CheckpointWriter:
         return records
 
     def _prune(self) -> None:
-        """Removes what is no longer needed; a failure is only logged, the checkpoint is complete."""
+        """Removes files that are no longer needed. Only logs a failure, as the checkpoint is complete."""
         try:
             if self._base:
                 for name in self._storage.names(self._name):
@@ -360,11 +362,11 @@ class CheckpointWriter:
                         self._storage.remove(f"{self._name}/{name}")
             self._retention.apply(self._storage, self._step)
         except CheckpointError as error:
-            _log.warning("Older checkpoints could not be removed: %s", error)
+            _log.warning("Cannot remove older checkpoints: %s", error)
 
 
 def _check_rows(table: str, arrays: Mapping[str, NDArray[Any]]) -> tuple[int, tuple[int, int, str]]:
-    """Number of rows of a part, and its dim, state width and dtype."""
+    """Returns the number of rows of a part, and its dim, state width and dtype."""
     if set(arrays) != set(ROW_ARRAYS):
         raise CheckpointError(f"Rows of table {table!r} need exactly the arrays {', '.join(ROW_ARRAYS)}.", table=table)
     count = len(arrays["ids"])
