@@ -1,7 +1,7 @@
-"""Streaming metrics of binary predictions, from logits: AUC, log-loss, calibration; in all, per label and per day.
+"""Streaming metrics of binary predictions, from logits: AUC, log-loss and calibration, per label and per day.
 
-Memory does not grow with rows, an update costs some microseconds, and a state that is saved and loaded continues to
-the last digit. Nothing here needs torch; tensors on the CPU that need no gradient are taken as arrays.
+Memory does not grow with rows, and an update takes microseconds. A metric that is restored from its state gives the
+same results to the last bit. Torch is not needed; CPU tensors without gradient are accepted as arrays.
 """
 
 from persia.metrics.auc import AUC, BLOCK

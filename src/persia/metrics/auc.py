@@ -16,7 +16,7 @@ from persia.types import Floats
 __all__ = ["AUC", "BLOCK"]
 
 BLOCK: Final = 1 << 14
-"""Rows that are collected before they are binned: temporaries then fit into cache."""
+"""Number of rows that are buffered before they are binned, so that temporaries fit into the cache."""
 
 LIMIT: Final = 16.0
 """Logits are clipped to +-LIMIT before they are binned."""
@@ -25,12 +25,12 @@ LIMIT: Final = 16.0
 class AUC:
     """Area under the ROC curve, over a histogram of logits.
 
-    Logits are clipped to +-16 and binned uniformly; two rows of one bin count as a tie, that is half. With the default
-    of 2^18 bins (1.2e-4 wide) this agrees with the exact value to about 1e-6 once logits spread over hundreds of bins;
-    `bound` tells how far off it can be at most. A label between 0 and 1 counts as positive by that part, as negative by
-    the rest.
+    Logits are clipped to +-16 and binned uniformly. Two rows of one bin count as a tie, that is as half a pair. With
+    the default of 2^18 bins (1.2e-4 wide) the result agrees with the exact AUC to about 1e-6 once logits spread over
+    hundreds of bins; `bound` returns the maximum error. A label between 0 and 1 counts as that fraction of a positive
+    and the rest of a negative.
 
-    Memory: 16 bytes per bin (touched ones only, in pages) and a buffer of 128 KiB. Not thread-safe.
+    Memory: 16 bytes per bin (pages in use only) and a buffer of 128 KiB. Not thread-safe.
 
     Args:
         bins: number of bins.
@@ -38,7 +38,7 @@ class AUC:
 
     def __init__(self, bins: int = 1 << 18) -> None:
         if not 2 <= bins <= 1 << 24:
-            raise ConfigError(f"AUC.bins = {bins} is not from 2 to 2^24; correct it.", field="AUC.bins")
+            raise ConfigError(f"Invalid AUC.bins = {bins}; expected a number from 2 to 2^24.", field="AUC.bins")
         self.bins = bins
         self._counts: NDArray[np.float64] | None = None  # [2 * bins]: negatives and positives of each bin
         self._logits = np.empty(0, np.float32)
@@ -53,7 +53,7 @@ class AUC:
             labels: `[rows]`, each in [0, 1].
 
         Raises:
-            DataError: something is not as above; nothing has been added.
+            DataError: an argument is invalid; nothing has been added.
         """
         x, y = column(logits, "logits"), column(labels, "labels")
         check(x, y)
@@ -75,7 +75,7 @@ class AUC:
             self._filled = 0
 
     def add(self, logits: Floats, labels: Floats) -> None:
-        """Bins rows at once, without checks or buffer: for callers that have done both."""
+        """Bins rows without checks or buffering, for callers that have done both."""
         if self._counts is None:
             self._counts = np.zeros(2 * self.bins)
         scaled = (np.clip(logits, -LIMIT, LIMIT) + np.float32(LIMIT)) * np.float32(self.bins / (2 * LIMIT))
@@ -97,7 +97,7 @@ class AUC:
         return sides[:, 0], sides[:, 1]
 
     def result(self) -> float:
-        """The area; nan while there are rows of one class only."""
+        """Returns the AUC; nan while there are rows of one class only."""
         negative, positive = self._sides()
         pairs = float(negative.sum()) * float(positive.sum())
         if pairs == 0:
@@ -106,29 +106,32 @@ class AUC:
         return float(np.dot(positive, below)) / pairs
 
     def bound(self) -> float:
-        """Largest error that binning can have caused: half the share of pairs that fall into one bin."""
+        """Returns the maximum error due to binning: half the fraction of pairs that share a bin."""
         negative, positive = self._sides()
         pairs = float(negative.sum()) * float(positive.sum())
         return 0.5 * float(np.dot(positive, negative)) / pairs if pairs else math.nan
 
     def merge(self, other: AUC) -> None:
-        """Adds the rows of another one with as many bins."""
+        """Adds the rows of another AUC with the same number of bins."""
         if other.bins != self.bins:
-            raise ConfigError(f"AUC of {other.bins} bins does not merge into one of {self.bins}.", field="AUC.bins")
+            raise ConfigError(
+                f"Cannot merge an AUC of {other.bins} bins into one of {self.bins}; use the same number of bins.",
+                field="AUC.bins",
+            )
         self._flush()
         other._flush()
         if other._counts is not None:
             self._counts = other._counts.copy() if self._counts is None else self._counts + other._counts
 
     def state_dict(self) -> State:
-        """Bins that are in use and their counts."""
+        """Returns the bins in use and their counts."""
         self._flush()
         used = np.flatnonzero(self._counts) if self._counts is not None else np.empty(0, np.int64)
         counts = self._counts[used] if self._counts is not None else np.empty(0)
         return {"bins": self.bins, "used": used.astype(np.int64), "counts": counts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replaces what has been counted."""
+        """Replaces the counts by those of a state."""
         self.bins = int(state["bins"])
         self._filled = 0
         self._counts = np.zeros(2 * self.bins)

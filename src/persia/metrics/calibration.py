@@ -29,18 +29,18 @@ class Calibration:
         self.observed += observed
 
     def result(self) -> float:
-        """The ratio."""
+        """Returns the ratio."""
         return self.predicted / self.observed if self.observed else math.nan
 
     def merge(self, other: Calibration) -> None:
-        """Adds the rows of another one."""
+        """Adds the rows of another Calibration."""
         self.predicted += other.predicted
         self.observed += other.observed
 
     def state_dict(self) -> State:
-        """Both sums."""
+        """Returns both sums."""
         return {"predicted": self.predicted, "observed": self.observed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replaces what has been counted."""
+        """Replaces the counts by those of a state."""
         self.predicted, self.observed = float(state["predicted"]), float(state["observed"])

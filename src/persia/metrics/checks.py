@@ -1,4 +1,4 @@
-"""What every metric asks of its rows, and the sums that several of them share."""
+"""Input checks of the metrics, and the sums that several of them share."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from persia.types import Floats
 __all__ = ["State", "check", "column", "loss_terms"]
 
 State = dict[str, Any]
-"""Plain numpy arrays and numbers by name."""
+"""State of a metric: numpy arrays and numbers by name."""
 
 
 def column(values: ArrayLike, name: str) -> Floats:
-    """Values as float32 `[rows]`; DataError where they have another shape."""
+    """Converts values to float32 `[rows]`. Raises DataError for another shape."""
     array = np.asarray(values, dtype=np.float32)
     if array.ndim != 1:
         raise DataError(f"{name} have shape {array.shape}; give one value for each row, [rows].", field=name)
@@ -34,16 +34,16 @@ def check(logits: Floats, labels: Floats) -> None:
     if not finite.all():
         bad = logits.size - int(np.count_nonzero(finite))
         raise DataError(
-            f"{bad} of {logits.size} logits are not finite; the model has diverged or its input is not finite.",
+            f"{bad} of {logits.size} logits are not finite; check the model's input and learning rate.",
             field="logits",
             count=bad,
         )
-    if not (labels.min() >= 0 and labels.max() <= 1):  # written so that NaN fails
+    if not (labels.min() >= 0 and labels.max() <= 1):  # In this form, NaN fails the check.
         raise DataError("A label lies outside [0, 1]; correct the data.", field="labels")
 
 
 def loss_terms(logits: Floats, labels: Floats) -> tuple[float, float, float]:
-    """Sums of log-loss, prediction and label; stable for logits of any size."""
+    """Returns the sums of log-loss, prediction and label. Numerically stable for logits of any size."""
     x = logits.astype(np.float64)
     small = np.exp(-np.abs(x))
     positive = x >= 0

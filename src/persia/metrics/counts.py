@@ -1,4 +1,4 @@
-"""All metrics of one label over one period."""
+"""AUC, log-loss and calibration of one label, updated together."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ class LabelMetrics:
         self.calibration.observed += terms[2]
 
     def merge(self, other: LabelMetrics) -> None:
-        """Adds the rows of another one."""
+        """Adds the rows of another LabelMetrics."""
         self.auc.merge(other.auc)
         self.log_loss.merge(other.log_loss)
         self.calibration.merge(other.calibration)
 
     def figures(self) -> Figures:
-        """The figures so far."""
+        """Returns the metrics so far."""
         return Figures(self.log_loss.rows, self.auc.result(), self.log_loss.result(), self.calibration.result())
 
     def state_dict(self) -> State:
-        """The states of all three, whose names differ."""
+        """Returns the states of all three metrics, whose keys differ."""
         return {**self.auc.state_dict(), **self.log_loss.state_dict(), **self.calibration.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replaces what has been counted."""
+        """Replaces the counts by those of a state."""
         self.auc.load_state_dict(state)
         self.log_loss.load_state_dict(state)
         self.calibration.load_state_dict(state)

@@ -28,18 +28,18 @@ class LogLoss:
         self.rows += len(x)
 
     def result(self) -> float:
-        """The mean."""
+        """Returns the mean."""
         return self.total / self.rows if self.rows else math.nan
 
     def merge(self, other: LogLoss) -> None:
-        """Adds the rows of another one."""
+        """Adds the rows of another LogLoss."""
         self.total += other.total
         self.rows += other.rows
 
     def state_dict(self) -> State:
-        """Sum and rows."""
+        """Returns the sum and the number of rows."""
         return {"total": self.total, "rows": self.rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replaces what has been counted."""
+        """Replaces the counts by those of a state."""
         self.total, self.rows = float(state["total"]), int(state["rows"])

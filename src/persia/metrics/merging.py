@@ -1,4 +1,4 @@
-"""Metrics of all NN workers as one."""
+"""Merges the metrics of all NN workers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["merged_metrics"]
 
 
 def merged_metrics(metrics: Metrics, gather: Callable[[bytes], list[bytes]]) -> Metrics:
-    """The rows of all NN workers, counted together, in the order of ranks: the same on each. Blocks.
+    """Merges the metrics of all NN workers in the order of ranks, with the same result on each. Blocks.
 
     Args:
-        metrics: of this NN worker; they stay as they are.
-        gather: `AllReduce.gather`, or that of an NN worker alone.
+        metrics: metrics of this NN worker; not modified.
+        gather: `AllReduce.gather`, or that of a single replica.
     """
     state = {name: np.asarray(value) for name, value in metrics.state_dict().items() if name != "labels"}
     payloads = gather(safetensors.numpy.save(state))

@@ -1,4 +1,4 @@
-"""What metrics amount to: plain records."""
+"""Results of metrics, as plain records."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Figures", "MetricsResult", "mean"]
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Quality of one label over some rows; nan where it is not defined (see the classes of these names)."""
+    """Metrics of one label over some rows; nan where undefined (see the classes of these names)."""
 
     rows: int
     auc: float
@@ -22,15 +22,15 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class MetricsResult:
-    """Quality of a model.
+    """Metrics of a model.
 
     Attributes:
-        rows: rows seen.
-        auc: mean over the labels that have both classes; with one label, its AUC. Likewise the next two.
-        log_loss: mean over labels.
-        calibration: mean over labels.
-        labels: figures of each label over all rows.
-        per_day: figures of each label by day, days ascending; rows without a day are in none.
+        rows: number of rows.
+        auc: mean AUC over the labels that have both classes.
+        log_loss: mean log-loss over the labels.
+        calibration: mean calibration over the labels.
+        labels: metrics of each label over all rows.
+        per_day: metrics of each label by day, in ascending order of days. Excludes rows without a day.
     """
 
     rows: int
@@ -42,16 +42,16 @@ class MetricsResult:
 
     @property
     def auc_per_day(self) -> dict[int, float]:
-        """AUC by day, mean over labels."""
+        """The AUC by day, as the mean over labels."""
         return {day: mean(f.auc for f in figures.values()) for day, figures in self.per_day.items()}
 
     @property
     def auc_mean_of_days(self) -> float:
-        """Mean over the days of the AUC of each; nan without days."""
+        """The mean of the AUCs of all days; nan without days."""
         return mean(self.auc_per_day.values())
 
 
 def mean(values: Any) -> float:
-    """Mean of the values that are not nan; nan without any."""
+    """Returns the mean of the values that are not nan; nan if there are none."""
     known = [v for v in values if not math.isnan(v)]
     return math.fsum(known) / len(known) if known else math.nan

@@ -1,4 +1,4 @@
-"""All metrics of all labels, in all and per day, over a stream of batches."""
+"""Metrics of all labels, overall and per day, over a stream of batches."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ NO_DAY: Final = np.int64(np.iinfo(np.int64).min)
 
 
 class Metrics:
-    """AUC, log-loss and calibration of each label, in all and per day.
+    """AUC, log-loss and calibration of each label, overall and per day.
 
-    Days may come in any order. Rows are collected in blocks of 16,384 and counted block by block, so an update is
-    cheap, and neither `result` nor `state_dict` changes a later result. Not thread-safe.
+    Days may come in any order. Rows are buffered and counted in blocks of 16,384, so an update is cheap. Calling
+    `result` or `state_dict` does not change later results. Not thread-safe.
 
-    Memory per label: 4 MiB (2^18 bins), 1 MiB for each day (2^16 bins; only pages in use), 128 KiB of buffer.
+    Memory per label: 4 MiB (2^18 bins), 1 MiB per day (2^16 bins; only pages in use), and a buffer of 128 KiB.
 
     Args:
-        labels: their names, in the order of the columns.
-        max_days: most distinct days.
+        labels: names of the labels, in the order of the columns.
+        max_days: maximum number of distinct days.
 
     Raises:
-        ConfigError: there is no label.
+        ConfigError: `labels` is empty.
     """
 
     TOTAL_BINS: Final = 1 << 18
@@ -41,7 +41,9 @@ class Metrics:
 
     def __init__(self, labels: Sequence[str] = ("label",), *, max_days: int = 1000) -> None:
         if isinstance(labels, str) or not labels:
-            raise ConfigError(f"Metrics.labels = {labels!r}; give a list of at least one name.", field="labels")
+            raise ConfigError(
+                f"Invalid Metrics.labels = {labels!r}; expected a list of at least one name.", field="labels"
+            )
         self.labels = tuple(labels)
         self.max_days = max_days
         self._clear()
@@ -49,7 +51,7 @@ class Metrics:
     def _clear(self) -> None:
         self._total = self._tallies(self.TOTAL_BINS)
         self._days: dict[int, list[LabelMetrics]] = {}
-        self._figures: dict[int, dict[str, Figures]] = {}  # of days that have not changed since
+        self._figures: dict[int, dict[str, Figures]] = {}  # Cached results of days without new rows.
         self._logits = np.empty((BLOCK, len(self.labels)), np.float32)
         self._targets = np.empty((BLOCK, len(self.labels)), np.float32)
         self._when = np.empty(BLOCK, np.int64)
@@ -60,7 +62,7 @@ class Metrics:
 
     @property
     def rows(self) -> int:
-        """Rows seen."""
+        """The number of rows so far."""
         return self._total[0].log_loss.rows + self._filled
 
     def update(self, logits: ArrayLike, labels: ArrayLike, day: ArrayLike | None = None) -> None:
@@ -72,8 +74,8 @@ class Metrics:
             day: whole numbers `[rows]`, or one for all rows; None: the rows belong to no day.
 
         Raises:
-            DataError: something is not as above, or there are more than `max_days` days; nothing has been added,
-                except that the number of days is checked when a block is full.
+            DataError: an argument is invalid, and nothing has been added; or there are more than `max_days` days,
+                which is checked when a block is full.
         """
         x, y = self._matrix(logits, "logits"), self._matrix(labels, "labels")
         check(x, y)
@@ -110,7 +112,7 @@ class Metrics:
         return array
 
     def _count(self, total: list[LabelMetrics], days: dict[int, list[LabelMetrics]], filled: int) -> None:
-        """Counts the first `filled` rows of the buffer into the given tallies."""
+        """Adds the first `filled` rows of the buffer to the given metrics."""
         when = self._when[:filled]
         present = [int(when[0])] if when[0] == when[-1] and np.all(when == when[0]) else np.unique(when).tolist()
         if len(days.keys() | {d for d in present if d != NO_DAY}) > self.max_days:
@@ -130,7 +132,7 @@ class Metrics:
                     tallies[k].add(x, y, terms)
 
     def _complete(self) -> tuple[list[LabelMetrics], dict[int, list[LabelMetrics]]]:
-        """The tallies with the buffer counted in; the own ones stay as they are."""
+        """Returns copies of the metrics that include the buffered rows."""
         if not self._filled:
             return self._total, self._days
         total = self._copies(self._total, self.TOTAL_BINS)
@@ -146,7 +148,7 @@ class Metrics:
         return copies
 
     def result(self) -> MetricsResult:
-        """The figures so far; takes about a millisecond, and as much for each day that has changed since the last."""
+        """Returns the metrics so far. Takes about 1 ms, plus 1 ms for each day with rows since the last call."""
         total, days = self._complete()
         figures = dict(zip(self.labels, (t.figures() for t in total), strict=True))
         per_day: dict[int, dict[str, Figures]] = {}
@@ -166,12 +168,17 @@ class Metrics:
         )
 
     def merge(self, other: Metrics) -> None:
-        """Adds the rows of another one with the same labels; the other stays as it is."""
+        """Adds the rows of another Metrics with the same labels, which is not modified."""
         if other.labels != self.labels:
-            raise ConfigError(f"Metrics of {other.labels} do not merge into those of {self.labels}.", field="labels")
+            raise ConfigError(
+                f"Cannot merge metrics of the labels {other.labels} into those of {self.labels}; use the same labels.",
+                field="labels",
+            )
         total, days = other._complete()
         if len(self._days.keys() | days.keys()) > self.max_days:
-            raise DataError(f"Together there are more than {self.max_days} different days.", field="day")
+            raise DataError(
+                f"Both metrics together have more than {self.max_days} different days; raise max_days.", field="day"
+            )
         for mine, theirs in zip(self._total, total, strict=True):
             mine.merge(theirs)
         for day, tallies in days.items():
@@ -180,7 +187,7 @@ class Metrics:
                 mine.merge(theirs)
 
     def state_dict(self) -> State:
-        """What has been counted and what is buffered: numpy arrays, numbers and names under flat keys."""
+        """Returns counts and buffered rows as numpy arrays, numbers and names under flat keys."""
         state: State = {
             "labels": list(self.labels),
             "days": np.array(sorted(self._days), np.int64),
@@ -194,13 +201,13 @@ class Metrics:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replaces everything by a state of Metrics with the same labels.
+        """Replaces counts and buffered rows by those of a state with the same labels.
 
         Raises:
             ConfigError: the labels differ.
         """
         if list(state["labels"]) != list(self.labels):
-            raise ConfigError(f"The state is of labels {state['labels']}, not of {self.labels}.", field="labels")
+            raise ConfigError(f"The state is of the labels {state['labels']}; expected {self.labels}.", field="labels")
         self._clear()
         self._days = {int(d): self._tallies(self.DAY_BINS) for d in state["days"]}
         for period, tallies in [("total", self._total), *((f"day.{d}", t) for d, t in self._days.items())]:

@@ -1,4 +1,4 @@
-"""What can be seen of a run: live line and TensorBoard (`live`), figures of every role (`figures`), Prometheus.
+"""Telemetry of a run: progress line and TensorBoard (`live`), metrics of every role (`metrics`), Prometheus.
 
-Import the modules; this one imports none, as parameter servers start without a terminal or a web server.
+This package imports none of its modules, so that parameter servers start without a terminal or a web server.
 """

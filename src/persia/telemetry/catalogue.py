@@ -1,4 +1,4 @@
-"""All figures that persia exports, and what each is. docs/reference/observed.md shows this table."""
+"""Catalogue of all metrics that persia exports. docs/reference/observed.md shows this table."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ __all__ = ["CATALOGUE", "MetricKind"]
 
 
 class MetricKind(NamedTuple):
-    """What a figure is.
+    """Description of a metric.
 
     Attributes:
-        type: "counter" since the process began, "gauge" for what is so now, "histogram" of seconds.
-        meaning: in one line.
+        type: "counter" since the start of the process, "gauge" for a current value, "histogram" of seconds.
+        meaning: description in one line.
     """
 
     type: Literal["counter", "gauge", "histogram"]
@@ -61,7 +61,7 @@ CATALOGUE: dict[str, MetricKind] = {
     "loader_registered_again": MetricKind("counter", "batches registered again, as their embedding worker was gone"),
     "loader_rows": MetricKind("counter", "samples read"),
     "loader_bytes": MetricKind("counter", "bytes of batches read"),
-    # NN worker, or the whole program where all is in one process.
+    # NN worker, or the whole program if all roles are in one process.
     "nn_step": MetricKind("gauge", "global step"),
     "nn_epoch": MetricKind("gauge", "epoch, counted from 0"),
     "nn_rows": MetricKind("counter", "samples trained by this NN worker"),
@@ -79,7 +79,7 @@ CATALOGUE: dict[str, MetricKind] = {
     "nn_checkpoint_failures": MetricKind("counter", "checkpoints that could not be written"),
     "nn_wait_seconds": MetricKind("histogram", "the network waited for a batch"),
     "nn_step_seconds": MetricKind("histogram", "forward, backward and update of a batch"),
-    # Optimizer that compresses.
+    # Compressing optimizer.
     "apmsqueeze_steps": MetricKind("counter", "updates of the network"),
     "apmsqueeze_skipped_steps": MetricKind("counter", "updates left out because of a NaN or Inf on any NN worker"),
     "apmsqueeze_compressing": MetricKind("gauge", "1 after the warm-up"),
@@ -96,7 +96,7 @@ CATALOGUE: dict[str, MetricKind] = {
     "tokens_staleness_sum": MetricKind("counter", "steps between a gradient's parameters and those it was applied to"),
     "tokens_staleness_max": MetricKind("gauge", "the largest of them"),
     "tokens_lost": MetricKind("counter", "tokens of dead NN workers"),
-    # Any process that is called.
+    # Any process that serves calls.
     "rpc_calls": MetricKind("counter", "calls that were run"),
     "rpc_errors": MetricKind("counter", "calls that raised"),
     "rpc_malformed": MetricKind("counter", "messages refused as malformed"),

@@ -1,4 +1,4 @@
-"""How a run can be watched: one live line on a terminal, plain lines elsewhere, TensorBoard where asked for."""
+"""Progress of a run: a live line on a terminal, plain lines elsewhere, and optionally TensorBoard."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ PLAIN_SECONDS = 10.0
 
 
 class Snapshot(NamedTuple):
-    """What is shown of a run at one moment.
+    """Progress of a run at one moment.
 
     Attributes:
         step: global step.
         rows: samples trained in this call.
-        rows_per_second: since the last snapshot.
-        loss: of the last steps.
-        auc: progressive AUC so far (each batch scored before it is trained), of the first label.
+        rows_per_second: speed since the last snapshot.
+        loss: mean loss of the last steps.
+        auc: progressive AUC so far of the first label; each batch is scored before training on it.
         stored_rows: rows in the embedding store.
         staleness: mean measured staleness in steps.
     """
@@ -44,7 +44,7 @@ class Snapshot(NamedTuple):
     staleness: float
 
     def text(self) -> str:
-        """One line for people."""
+        """Formats the snapshot as one line."""
         return (
             f"step {self.step:>7,}  {self.rows:>11,} rows  {self.rows_per_second:>9,.0f} rows/s  "
             f"loss {self.loss:.4f}  AUC {self.auc:.4f}  store {self.stored_rows:,} rows  "
@@ -53,10 +53,10 @@ class Snapshot(NamedTuple):
 
 
 class LiveLine:
-    """Shows snapshots: rewritten in place on a terminal, a line every ten seconds elsewhere.
+    """Shows snapshots: one line rewritten in place on a terminal, a line every ten seconds elsewhere.
 
     Args:
-        enabled: False shows nothing and makes `due` always False.
+        enabled: False disables all output; `due` then returns False.
     """
 
     def __init__(self, enabled: bool) -> None:
@@ -77,7 +77,7 @@ class LiveLine:
             self._live.stop()
 
     def due(self) -> bool:
-        """Whether it is time for the next snapshot; cheap."""
+        """Whether it is time for the next snapshot. Cheap."""
         return self._enabled and time.monotonic() >= self._next
 
     def show(self, snapshot: Snapshot) -> None:
@@ -90,7 +90,7 @@ class LiveLine:
 
 
 def summary_writer(directory: str) -> SummaryWriter:
-    """A TensorBoard writer.
+    """Creates a TensorBoard writer.
 
     Raises:
         MissingExtraError: TensorBoard is not installed.

@@ -1,4 +1,4 @@
-"""Figures that a process tells of itself: counters, gauges, and histograms of how long things took."""
+"""Metrics of a process: counters, gauges, and histograms of durations."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ BOUNDS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 10
 
 
 class Metric(NamedTuple):
-    """One number at this moment.
+    """Current value of a counter or gauge.
 
     Attributes:
-        name: one of `persia.telemetry.catalogue.CATALOGUE`, which says what it is.
-        value: a count since the process began, or what is so now.
-        labels: what it is about: `{"table": "ads"}`.
+        name: a key of `persia.telemetry.catalogue.CATALOGUE`, which describes the metric.
+        value: count since the start of the process, or current value.
+        labels: labels such as `{"table": "ads"}`.
     """
 
     name: str
@@ -30,13 +30,13 @@ class Metric(NamedTuple):
 
 
 class Latency(NamedTuple):
-    """How long something took, as a histogram.
+    """Histogram of durations.
 
     Attributes:
-        name: as that of a figure.
-        labels: likewise.
-        counts: how many times within each of `BOUNDS` and not within the one before; the last is beyond all of them.
-        seconds: of all together.
+        name: name as in `Metric`.
+        labels: labels as in `Metric`.
+        counts: number of durations in each bucket of `BOUNDS`; the last counts those above all bounds.
+        seconds: sum of all durations.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Latency(NamedTuple):
     seconds: float
 
     def quantile(self, share: float) -> float:
-        """The bound below which this share of the times lies; NaN if there are none, inf beyond the last bound."""
+        """Returns the bucket bound that covers this share of durations; NaN without any, inf above the last bound."""
         total = sum(self.counts)
         if not total:
             return float("nan")
@@ -58,25 +58,25 @@ class Latency(NamedTuple):
 
 
 class Readings(NamedTuple):
-    """What is observed of a role at one moment."""
+    """Metrics and latencies of a role at one moment."""
 
     figures: list[Metric]
     latencies: list[Latency]
 
 
 class Health(NamedTuple):
-    """What a process answers when it is asked how it is.
+    """State of a process, as reported by its health check.
 
     Attributes:
         role: "embedding_ps", "nn_worker", ...
-        rank: within the role.
-        incarnation: number of this process among those of its role and rank.
-        pid: of the process.
-        host: its name.
-        uptime: seconds since the role was made.
-        metrics: URL of its Prometheus endpoint; empty if it has none.
-        figures: all of them.
-        latencies: all of them.
+        rank: rank within the role.
+        incarnation: number of restarts of this role and rank, counted from 1.
+        pid: process id.
+        host: host name.
+        uptime: seconds since the role was created.
+        metrics: URL of the Prometheus endpoint; empty if there is none.
+        figures: counters and gauges.
+        latencies: histograms of durations.
     """
 
     role: str
@@ -90,12 +90,12 @@ class Health(NamedTuple):
     latencies: list[Latency]
 
     def total(self, name: str) -> float:
-        """The sum of a figure over its labels; 0 if there is none."""
+        """Returns the sum of a metric over its labels; 0 if there is none."""
         return sum(figure.value for figure in self.figures if figure.name == name)
 
 
 class Histogram:
-    """Counts times. Thread-safe; adding one takes about a microsecond."""
+    """A histogram of durations. Thread-safe; adding one takes about a microsecond."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -103,7 +103,7 @@ class Histogram:
         self._seconds = 0.0
 
     def add(self, seconds: float) -> None:
-        """Counts one."""
+        """Adds a duration."""
         bucket = bisect.bisect_left(BOUNDS, seconds)
         with self._lock:
             self._counts[bucket] += 1
@@ -111,7 +111,7 @@ class Histogram:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Counts how long the block takes, also if it raises."""
+        """Adds the duration of the block, even if it raises."""
         began = time.perf_counter()
         try:
             yield
@@ -119,11 +119,11 @@ class Histogram:
             self.add(time.perf_counter() - began)
 
     def latency(self, name: str, labels: Mapping[str, str] | None = None) -> Latency:
-        """All so far."""
+        """Returns the histogram so far."""
         with self._lock:
             return Latency(name, dict(labels or {}), list(self._counts), self._seconds)
 
 
 def figures(prefix: str, counts: Mapping[str, float], **labels: str) -> list[Metric]:
-    """Figures of counters that have names already: each is `prefix_name`, with these labels."""
+    """Makes metrics named `prefix_name` from named counters."""
     return [Metric(f"{prefix}_{name}", float(value), labels) for name, value in counts.items()]

@@ -1,4 +1,4 @@
-"""A process that can be observed: it answers `health`, and has a Prometheus endpoint where asked for."""
+"""Health check of a process, and its optional Prometheus endpoint."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ LOOPBACK = "127.0.0.1"
 
 
 def check_port(port: int | None, field: str) -> None:
-    """Raises ConfigError unless this is a port to begin with, 0 for any, or None."""
+    """Raises ConfigError unless `port` is a port, 0 for any free port, or None."""
     if port is not None and (not isinstance(port, int) or isinstance(port, bool) or not 0 <= port < 1 << 16):
-        raise ConfigError(f"{field} = {port!r}; give a port from 0 to 65535, or leave it out.", field=field)
+        raise ConfigError(f"Invalid {field} = {port!r}; expected a port from 0 to 65535, or none.", field=field)
 
 
 class ObservedProcess:
-    """How one process is. Thread-safe.
+    """Reports the health of one process. Thread-safe.
 
     Args:
-        role: of the process; "embedded" where it has all of them.
-        rank: within the role.
-        observe: what is observed of it now.
+        role: role of the process; "embedded" if it runs all roles.
+        rank: rank within the role.
+        observe: returns the current metrics.
     """
 
     def __init__(self, role: str, rank: int, observe: Callable[[], Readings]) -> None:
@@ -41,12 +41,12 @@ class ObservedProcess:
         self._url = ""
 
     def expose(self, port: int, host: str, name: str = "") -> None:
-        """Serves figures to Prometheus from now on.
+        """Starts to serve metrics to Prometheus.
 
         Args:
-            port: the first that is tried.
-            host: interface to listen at.
-            name: of this host, by which others reach it; `host` by default.
+            port: first port to try.
+            host: interface to listen on.
+            name: name by which other hosts reach this one; defaults to `host`.
 
         Raises:
             MissingExtraError: prometheus_client is not installed.
@@ -63,7 +63,7 @@ class ObservedProcess:
         return Health(*who, uptime, self._url, *self._observe())
 
     def close(self) -> None:
-        """Ends the endpoint."""
+        """Stops the endpoint."""
         if self._endpoint is not None:
             self._endpoint.close()
             self._endpoint = None

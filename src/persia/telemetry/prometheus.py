@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 __all__ = ["PORTS", "Endpoint"]
 
 PORTS = 256
-"""Processes of one host that are asked for the same port take the next free ones, so many at most."""
+"""Number of ports to try. Processes of one host with the same configured port take the next free ones."""
 
 
 class Endpoint:
-    """Serves the figures of a process over HTTP, as Prometheus reads them; threads of its own do the work.
+    """Serves the metrics of a process over HTTP for Prometheus, in threads of its own.
 
     Args:
-        port: the first that is tried; 0 for any free one.
-        host: interface to listen at: "127.0.0.1" for this host only, "0.0.0.0" for all.
-        health: called for each reading, from any thread.
+        port: first port to try; 0 for any free port.
+        host: interface to listen on: "127.0.0.1" for this host only, "0.0.0.0" for all.
+        health: called for each scrape, from any thread.
 
     Raises:
         MissingExtraError: prometheus_client is not installed.
@@ -51,21 +51,21 @@ class Endpoint:
                 failure = error
         else:
             raise ConfigError(
-                f"prometheus_port = {port}: none of the {PORTS} ports from there on is free at {host} ({failure}). "
-                "Give another one.",
+                f"No free port on {host} among the {PORTS} from prometheus_port = {port} on ({failure}). "
+                "Choose another one.",
                 field="prometheus_port",
             )
         self.port: int = self._server.server_port
 
     def close(self) -> None:
-        """Stops; the port is free afterwards. A second call does nothing."""
+        """Stops the endpoint and frees the port. A second call is a no-op."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
 
 class _Collector:
-    """Makes metrics of Prometheus when they are read."""
+    """Converts metrics to those of Prometheus at each scrape."""
 
     def __init__(self, health: Callable[[], Health]) -> None:
         self._health = health
