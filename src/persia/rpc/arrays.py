@@ -1,6 +1,6 @@
-"""Values with numpy arrays in them, to and from msgpack and raw buffers, without copying the arrays.
+"""Encodes values that contain numpy arrays as msgpack and raw buffers, without copying the arrays.
 
-An array becomes a msgpack extension that says which frame its bytes are in; `docs/reference/wire.md` has the layout.
+An array becomes a msgpack extension that names the frame with its bytes. `docs/reference/wire.md` has the layout.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Arrays = list[NDArray[Any]]
 DTYPES: tuple[np.dtype[Any], ...] = tuple(
     np.dtype(name) for name in ("?", "<i1", "<i2", "<i4", "<i8", "<u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8")
 )
-"""By code. Codes are part of the wire format: append only."""
+"""Dtypes by code. The codes are part of the wire format: append only."""
 
 MAX_NDIM = 8
 ARRAY_EXTENSION = 1
@@ -43,18 +43,18 @@ class FrameBuffer(Protocol):
 
     @property
     def buffer(self) -> memoryview:
-        """Its bytes."""
+        """Returns the bytes of the frame."""
 
 
 def encode(value: object, most_arrays: int) -> tuple[bytes, Arrays]:
-    """A value as msgpack, and the arrays in it, in the order of their frames; contiguous arrays are not copied.
+    """Encodes a value as msgpack and a list of its arrays, in the order of their frames. Copies strided arrays only.
 
     Args:
         value: None, scalars, texts, bytes, lists, tuples, dicts, dataclasses, structs and arrays of these.
-        most_arrays: more than so many are an error.
+        most_arrays: maximum number of arrays.
 
     Raises:
-        WireError: the value contains something else, or too many arrays.
+        WireError: the value contains another type, or too many arrays.
     """
     arrays: Arrays = []
 
@@ -101,20 +101,20 @@ def _sendable(array: NDArray[Any]) -> NDArray[Any]:
 
 
 class Decoder(Generic[T]):
-    """Builds values of one type. Thread-safe.
+    """Decodes values of one type. Thread-safe.
 
     Args:
-        kind: an annotation: what msgspec decodes, and `NDArray[...]`, `Packed[...]` and `PackedGradients` anywhere in
-            it. `NDArray[A | B]` takes both dtypes; `Any` takes everything.
+        kind: an annotation that msgspec supports, with `NDArray[...]`, `Packed[...]` and `PackedGradients` anywhere in
+            it. `NDArray[A | B]` accepts both dtypes; `Any` accepts everything.
 
     Raises:
-        ConfigError: the annotation cannot be decoded.
+        ConfigError: the annotation is not supported.
     """
 
     def __init__(self, kind: Any) -> None:
-        # The hooks of msgspec take no context, so the frames of the message in work are kept by thread.
+        # msgspec's hooks take no context, so the frames of the current message are kept per thread.
         self._work = threading.local()
-        # By identity, as annotations are slow to hash; each is kept, so that its identity stays its own.
+        # Keyed by identity, as annotations are slow to hash. Each is kept alive so that its id is not reused.
         self._accepted: dict[int, tuple[Any, frozenset[np.dtype[Any]]]] = {}
         try:
             self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(
@@ -126,10 +126,10 @@ class Decoder(Generic[T]):
             ) from error
 
     def decode(self, payload: bytes | memoryview | msgspec.Raw, frames: Sequence[FrameBuffer]) -> T:
-        """The value; its arrays are views of the frames, writable, and nobody else's. Unaligned ones are copied.
+        """Decodes a value. Its arrays are writable views of the frames; unaligned ones are copied.
 
         Raises:
-            WireError: the message does not fit the type, or its frames do not fit what it says of them.
+            WireError: the message does not match the type, or its frames do not match their descriptions.
         """
         used: set[int] = set()
         self._work.message = frames, used
@@ -189,7 +189,7 @@ class Decoder(Generic[T]):
 
 
 def _dtypes(kind: Any) -> frozenset[np.dtype[Any]]:
-    """What `NDArray[...]` or `Packed[...]` stands for; a class such as `np.floating` stands for all its dtypes."""
+    """Returns the dtypes of `NDArray[...]` or `Packed[...]`. A class such as `np.floating` means all its dtypes."""
     arguments = get_args(kind)
     scalar: Any = np.generic
     if get_origin(kind) is Packed:

@@ -1,4 +1,4 @@
-"""What a server holds: requests that wait or run, and the bound on them."""
+"""The queue of a server: requests that wait or run, and the bounds on them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["Backlog", "Job"]
 
 
 class Job(NamedTuple):
-    """Something to run, and whom to send what it returns.
+    """A request to run, and the client to reply to.
 
     Attributes:
-        peer: the client.
-        nbytes: of the request.
-        expires: when the client is gone, by the monotonic clock.
-        work: returns the reply, if there is one. Does not raise.
+        peer: identity of the client.
+        nbytes: size of the request in bytes.
+        expires: monotonic time at which the client gives up.
+        work: runs the request; returns the reply, if any. Does not raise.
     """
 
     peer: bytes
@@ -29,10 +29,10 @@ class Job(NamedTuple):
 
 
 class Backlog:
-    """Jobs in the order in which they came. Not thread-safe: its server has a lock.
+    """A bounded first-in, first-out queue of jobs. Not thread-safe; the server locks it.
 
     Args:
-        limits: when it is full.
+        limits: bounds on the number and size of requests.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -43,31 +43,31 @@ class Backlog:
 
     @property
     def full(self) -> bool:
-        """Whether no more should be read."""
+        """Whether to stop reading requests."""
         return self.requests >= self._limits.requests or self.nbytes >= self._limits.request_bytes
 
     @property
     def waits(self) -> bool:
-        """Whether there is a job to take."""
+        """Whether a job is waiting."""
         return bool(self._waiting)
 
     def put(self, job: Job) -> None:
-        """One more waits."""
+        """Appends a job."""
         self.requests += 1
         self.nbytes += job.nbytes
         self._waiting.append(job)
 
     def take(self) -> Job:
-        """The first that waits; it counts until it is `done`."""
+        """Removes the first job. It counts as held until it is `done`."""
         return self._waiting.popleft()
 
     def done(self, job: Job) -> None:
-        """A job that was taken has ended."""
+        """Marks a taken job as finished."""
         self.requests -= 1
         self.nbytes -= job.nbytes
 
     def drop_late(self, now: float) -> int:
-        """Lets go of those that wait and whose client is gone; returns how many."""
+        """Drops waiting jobs whose client has given up; returns their number."""
         late = [job for job in self._waiting if job.expires <= now]
         if late:
             self._waiting = collections.deque(job for job in self._waiting if job.expires > now)
@@ -76,5 +76,5 @@ class Backlog:
         return len(late)
 
     def clear(self) -> None:
-        """Forgets all that wait; they get no reply."""
+        """Drops all waiting jobs without a reply."""
         self.drop_late(float("inf"))

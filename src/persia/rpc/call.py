@@ -1,4 +1,4 @@
-"""A request of the calling side, and what can become of it."""
+"""A request of the calling side, and its possible errors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["Call", "Peer"]
 
 
 class Call:
-    """One request, until its reply is there. Its fields belong to the connection.
+    """One request and its outcome. The connection owns its fields.
 
     Attributes:
-        reply: what came.
-        error: what happened instead.
+        reply: the reply, if it has arrived.
+        error: the error, if the call failed.
     """
 
     __slots__ = (
@@ -44,25 +44,25 @@ class Call:
 
 
 class Peer(NamedTuple):
-    """Whom is called: the errors that name it.
+    """The called process; creates errors that name it.
 
     Attributes:
-        name: such as "embedding PS 2".
-        address: where it listens.
+        name: name such as "embedding PS 2".
+        address: address on which it listens.
     """
 
     name: str
     address: str
 
     def closed(self, call: Call) -> ClosedError:
-        """The stub has been closed."""
+        """Makes the error for a closed stub."""
         return ClosedError(
             f"{call.method}: the stub of {self.name} at {self.address} is closed; connect again.",
             peer=self.name, address=self.address, operation=call.method,
         )  # fmt: skip
 
     def forked(self, process: int) -> ClosedError:
-        """The stub is of another process."""
+        """Makes the error for a stub of another process."""
         return ClosedError(
             f"The stub of {self.name} at {self.address} was made in process {process}, and this is a fork of it; "
             "connect again here, or start processes with the spawn method.",
@@ -70,7 +70,7 @@ class Peer(NamedTuple):
         )  # fmt: skip
 
     def late(self, call: Call, state: str) -> DeadlineError:
-        """No reply came in time; `state` is what is known of the connection."""
+        """Makes the error for a reply that did not arrive in time; `state` describes the connection."""
         seconds = round(call.seconds, 3)
         return DeadlineError(
             f"{self.name} at {self.address} is late: {call.method} took more than {seconds:g} s; {state}. "
@@ -79,7 +79,7 @@ class Peer(NamedTuple):
         )  # fmt: skip
 
     def restarted(self, call: Call) -> PeerRestartedError:
-        """The connection was lost, and the call must not be repeated."""
+        """Makes the error for a lost connection during a call that must not be repeated."""
         return PeerRestartedError(
             f"{self.name} at {self.address}: the connection was lost during {call.method}, which must not be repeated; "
             "it ran once or not at all. Find out which before you call it again.",
@@ -87,7 +87,7 @@ class Peer(NamedTuple):
         )  # fmt: skip
 
     def unreadable(self, call: Call, error: WireError) -> WireError:
-        """The reply breaks a limit."""
+        """Makes the error for a reply that exceeds a limit."""
         return WireError(
             f"{self.name} at {self.address} answered {call.method} with what cannot be read: {error.message}",
             peer=self.name, address=self.address, operation=call.method,

@@ -1,4 +1,4 @@
-"""The calling side of a connection: many calls in flight; one of the threads that wait does the receiving for all."""
+"""The calling side of a connection. Many calls are in flight; one of the waiting threads receives for all."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from persia.rpc.port import Port
 __all__ = ["RpcConnection"]
 
 KEEPER_SECONDS = 0.05
-"""How often replies are fetched while nobody waits for them."""
+"""Seconds between two reads of replies while no caller waits."""
 
 KEEPER_IDLE_SECONDS = 5.0
-"""How long the thread for that stays without work: to make one for each batch costs more than all else in a call."""
+"""Seconds that the background thread stays idle. Starting one per batch would cost more than the call itself."""
 
 _HANDSHAKE_FAILURES = {
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it speaks another protocol or encrypts otherwise",
@@ -37,13 +37,13 @@ _HANDSHAKE_FAILURES = {
 class RpcConnection:
     """All calls to one address. Thread-safe.
 
-    The first thread that waits receives, for the others too; when its own reply is there it wakes one of the others to
-    go on. So a lone caller changes no threads. Calls that are started and not waited for are looked after by a thread
-    that lives until there have been none for a while.
+    The first waiting thread is the leader: it receives replies for all. When its own reply has arrived, it wakes
+    another waiting thread to lead. A single caller therefore never switches threads. A background thread receives
+    replies of calls that nothing waits for, and ends after a while without such calls.
 
     Args:
-        port: being connected.
-        peer: for errors, such as "embedding PS 2".
+        port: port that is being connected.
+        peer: the called process, for errors.
         limits: bounds on messages.
     """
 
@@ -56,12 +56,12 @@ class RpcConnection:
         self._numbers = itertools.count(1)
         # Guarded by the lock of the port.
         self._calls: dict[int, Call] = {}
-        self._unsent: dict[int, Call] = {}  # Of these; in order.
-        self._iterators = 0  # How many of the other side are open for this one.
+        self._unsent: dict[int, Call] = {}  # Those of `_calls` to be sent, in order.
+        self._iterators = 0  # Number of iterators that the server keeps open for this connection.
         self._leader: Call | None = None
-        self._leading = 0  # The thread of the leader.
+        self._leading = 0  # Thread id of the leader.
         self._keeper: threading.Thread | None = None
-        self._kept = 0.0  # When it last had work.
+        self._kept = 0.0  # When the background thread last had work.
         self._connected = False
         self._ever = False
         self._trouble = ""
@@ -71,18 +71,18 @@ class RpcConnection:
         self._counts: collections.Counter[str] = collections.Counter()
 
     def statistics(self) -> dict[str, int]:
-        """Counters: `calls`, `resent` after a reconnection, `late_replies` dropped, `malformed` replies, `connects`."""
+        """Returns `calls`, `resent` calls, dropped `late_replies`, `malformed` replies and `connects`."""
         self._check_process()
         with self._port.lock:
             names = ("calls", "resent", "late_replies", "malformed", "connects")
             return {**{name: self._counts[name] for name in names}, "in_flight": len(self._calls)}
 
     def submit(self, call: Call, *, unattended: bool = False) -> None:
-        """Sends a request as soon as there is a connection, without waiting for it.
+        """Sends a request as soon as there is a connection. Does not block.
 
         Args:
-            call: its arrays must not change before it is over.
-            unattended: whether nobody may wait for it soon.
+            call: the call; its arrays must not change before it is over.
+            unattended: whether the caller may not wait for it soon.
 
         Raises:
             ClosedError: the connection is closed, or of another process.
@@ -104,13 +104,13 @@ class RpcConnection:
                 self._keeper.start()
 
     def wait(self, call: Call) -> Message:
-        """Blocks until the reply is there.
+        """Blocks until the reply has arrived.
 
         Raises:
-            DeadlineError: it did not come in time.
+            DeadlineError: the reply did not arrive in time.
             PeerRestartedError: the connection was lost, and the call must not be repeated.
             ClosedError: the connection was closed meanwhile.
-            PersiaError: what the method raised.
+            PersiaError: the method raised it.
         """
         self._check_process()
         try:
@@ -143,12 +143,12 @@ class RpcConnection:
         return call.reply
 
     def opened(self) -> None:
-        """The other side has made an iterator; one `end` or `drop` follows."""
+        """Notes that the server has opened an iterator. One `end` or `drop` must follow."""
         with self._port.lock:
             self._iterators += 1
 
     def end(self, call: Call) -> None:
-        """Sends the request to close an iterator, if there is a connection. There is no reply."""
+        """Sends the request to close an iterator if connected. There is no reply."""
         if self._process != os.getpid():
             return
         self.drop(call)
@@ -157,11 +157,11 @@ class RpcConnection:
                 self._flush()
 
     def drop(self, call: Call) -> None:
-        """The same, soon. Takes no lock, so a `__del__` may call it."""
+        """Schedules `end`. Takes no lock, so that `__del__` may call it."""
         self._dropped.append(call)
 
     def close(self) -> None:
-        """Ends all calls with ClosedError and gives up the connection."""
+        """Ends all calls with ClosedError and closes the connection."""
         if self._process != os.getpid():
             return
         with self._port.lock:
@@ -181,7 +181,7 @@ class RpcConnection:
     # --- one thread at a time leads -----------------------------------------------------------------------------
 
     def _lead(self, call: Call) -> None:
-        """Receives until this call is over or late."""
+        """Receives replies until this call is over or late."""
         port = self._port
         with port.lock:
             self._watch()
@@ -202,14 +202,14 @@ class RpcConnection:
                 self._promote()
 
     def _promote(self) -> None:
-        """Wakes one of those that sleep, to lead. Under the lock of the port."""
+        """Wakes one of the waiting threads to lead. Under the lock of the port."""
         for other in self._calls.values():
             if other.gate is not None and other.gate.locked():
                 other.gate.release()
                 return
 
     def _keep(self) -> bool:
-        """Fetches what has come while nobody leads; False when there has been nothing to look after for long."""
+        """Receives replies while there is no leader. Returns False after a while without unattended calls."""
         with self._port.lock:
             now = time.monotonic()
             if self._calls or self._iterators:
@@ -247,7 +247,7 @@ class RpcConnection:
         return call.sent
 
     def _drain(self) -> None:
-        """Receives all that is there: the descriptor of the socket announces only what comes after it was empty."""
+        """Receives all pending messages, as the socket's descriptor only signals messages after it was empty."""
         while (frames := self._port.receive(self.limits.arrays)) is not None:
             try:
                 message = parse(frames, self.limits)
@@ -287,7 +287,7 @@ class RpcConnection:
                 self._trouble = _HANDSHAKE_FAILURES[event]
 
     def _send_again(self) -> None:
-        """What had been sent over the last connection is lost, or its reply is."""
+        """Sends all open calls again after a reconnection, since requests or replies may be lost."""
         self._unsent.clear()
         for call in list(self._calls.values()):
             if call.sent and call.once:
@@ -323,7 +323,7 @@ class RpcConnection:
 
 
 def _keep(reference: weakref.ref[RpcConnection]) -> None:
-    """Runs in a thread that does not keep the connection alive."""
+    """Runs the background thread, which does not keep the connection alive."""
     while True:
         time.sleep(KEEPER_SECONDS)
         connection = reference()

@@ -1,4 +1,4 @@
-"""What requests mean: runs them on an object, and makes the replies."""
+"""Runs requests on an object and makes the replies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Reply(NamedTuple):
 
     Attributes:
         header: first frame.
-        arrays: the further ones.
+        arrays: further frames.
     """
 
     header: bytes
@@ -31,13 +31,13 @@ class Reply(NamedTuple):
 
 
 class Dispatcher:
-    """Runs methods of an object as requests say. Thread-safe. Nothing that a method does gets out of it, but a reply.
+    """Runs methods of an object for requests. Thread-safe. An exception of a method becomes a reply.
 
     Args:
         service: the object.
-        methods: those that may be called.
-        limits: of replies and iterators.
-        count: is told what happens: `calls`, `errors`, `malformed`, `expired`.
+        methods: methods that may be called.
+        limits: bounds on replies and iterators.
+        count: called with the name of a counter: `calls`, `errors`, `malformed`, `expired`.
     """
 
     def __init__(
@@ -52,16 +52,16 @@ class Dispatcher:
         self.streams = Streams(limits)
 
     def inline(self, message: Message) -> bool:
-        """Whether a request is for the thread that reads."""
+        """Whether the reading thread runs a request itself."""
         method = self._methods.get(message.header.method)
         return method is not None and method.inline and message.header.kind is Kind.CALL
 
     def answer(self, message: Message, expires: float) -> Reply | None:
-        """Runs a request, and blocks as long as it does; None if there is nothing to reply. Never raises.
+        """Runs a request and returns its reply, None if there is none. Blocks for the method. Never raises.
 
         Args:
             message: the request.
-            expires: the client is gone at this time of the monotonic clock.
+            expires: monotonic time at which the client gives up.
         """
         call = message.header.call
         if time.monotonic() >= expires:
@@ -83,20 +83,20 @@ class Dispatcher:
             return self.failure(call, error)
 
     def latencies(self) -> list[Latency]:
-        """How long methods have run, of those that were called."""
+        """Returns the latencies of the methods that were called."""
         taken = [times.latency("rpc_call_seconds", {"method": name}) for name, times in self._times.items()]
         return [latency for latency in taken if any(latency.counts)]
 
     def failure(self, call: int, error: BaseException) -> Reply:
-        """The reply that says what was raised."""
+        """Makes the reply for an exception."""
         payload, arrays = failure(error, self._limits)
         return Reply(header_bytes(Kind.ERROR, call, "", 0.0, payload), arrays)
 
     def _prepare(self, message: Message) -> Callable[[], tuple[Kind, object]]:
-        """What a request asks for, its arguments checked.
+        """Decodes a request into the function to run.
 
         Raises:
-            WireError: there is no such method, or the arguments are not of its types.
+            WireError: the method does not exist, or the arguments have wrong types.
         """
         header, frames, _ = message
         if header.kind is not Kind.CALL:
@@ -105,7 +105,7 @@ class Dispatcher:
         method = self._methods.get(header.method)
         if method is None:
             raise WireError(
-                f"There is no method {header.method!r} here; there are {', '.join(self._methods)}. "
+                f"There is no method {header.method!r} here; expected one of: {', '.join(self._methods)}. "
                 "Connect to the address of the right service."
             )
         try:

@@ -1,4 +1,4 @@
-"""Errors that cross processes: as data, never as code."""
+"""Sends errors between processes as data, never as code."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _MIN_TEXT = 512
 
 
 class Failure(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """An error as it is sent.
+    """Wire form of an error.
 
     Attributes:
         kind: module and name of the class.
-        message: what it said.
-        fields: of a PersiaError; what cannot be sent is sent as text.
-        traceback: text, for people.
+        message: text of the error.
+        fields: fields of a PersiaError; values that cannot be sent are sent as text.
+        traceback: traceback as text.
     """
 
     kind: str
@@ -37,7 +37,7 @@ class Failure(msgspec.Struct, array_like=True, forbid_unknown_fields=True, froze
 
 
 def failure(error: BaseException, limits: Limits) -> Body:
-    """An error that a method raised, to be sent. Never raises: what cannot be said is left out."""
+    """Encodes an error that a method raised. Never raises; parts that cannot be encoded are left out."""
     for most in (_MAX_TEXT, _MIN_TEXT):
         with contextlib.suppress(Exception):  # The error's own code may fail, or there is too much of it.
             return body(_raised(error, most), limits)
@@ -45,7 +45,7 @@ def failure(error: BaseException, limits: Limits) -> Body:
 
 
 def _raised(error: BaseException, most: int) -> Failure:
-    """With texts of so many bytes at most."""
+    """Makes the wire form of an error, with texts of at most `most` bytes."""
     kind = f"{type(error).__module__}.{type(error).__qualname__}"
     trace = _text("".join(traceback.format_exception(error))[-most:], most)
     if isinstance(error, PersiaError):
@@ -55,7 +55,7 @@ def _raised(error: BaseException, most: int) -> Failure:
 
 
 def to_error(failure: Failure, *, peer: str, address: str, operation: str) -> PersiaError:
-    """The error to raise: of its own class if that is a PersiaError known here, else a RemoteError."""
+    """Restores an error: as its own class if that is a known PersiaError, else as a RemoteError."""
     error: PersiaError | None = None
     for cls in _subclasses(PersiaError):
         if f"{cls.__module__}.{cls.__qualname__}" == failure.kind:
@@ -74,7 +74,7 @@ def to_error(failure: Failure, *, peer: str, address: str, operation: str) -> Pe
 
 
 def _text(text: str, most: int) -> str:
-    """Cut, and without lone surrogates, which file names bring along and UTF-8 has no bytes for."""
+    """Truncates a text, and replaces lone surrogates (of file names), which UTF-8 cannot encode."""
     return text.encode("utf-8", "backslashreplace")[:most].decode("utf-8", "ignore")
 
 

@@ -1,4 +1,4 @@
-"""Calls several peers at the same time."""
+"""Calls several peers concurrently."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ E = TypeVar("E", bound=BaseException)
 
 
 def call_all(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Runs all calls at the same time; returns their results in order once all have ended.
+    """Runs all calls concurrently; returns their results in order once all have ended.
 
-    A call may block for long, and never queues behind another one. Calls of stubs, given as `functools.partial` of the
-    method, need no threads: all are sent before the first reply is awaited. Each other call but one gets a thread.
+    No call waits for another one. Calls of stubs, given as `functools.partial` of the method, need no threads: all are
+    sent before the first reply is awaited. Every other call except one gets a thread.
 
     Raises:
-        BaseException: the failure of the first call, in order, that has failed.
+        BaseException: the error of the first call, in order, that failed.
     """
     if len(calls) == 1:
         return [calls[0]()]
@@ -34,7 +34,7 @@ def call_all(calls: Sequence[Callable[[], T]]) -> list[T]:
 
 
 def try_all(calls: Sequence[Callable[[], T]], errors: type[E] | tuple[type[E], ...]) -> list[T | E]:
-    """Like `call_all`, with these errors in the places of the results of calls that have raised them."""
+    """Like `call_all`, but returns errors of these types in place of the results of the calls that raised them."""
     started = [(call, _send(call)) for call in calls]
     outcomes: list[T | BaseException | None] = [None] * len(started)
 
@@ -65,7 +65,7 @@ def try_all(calls: Sequence[Callable[[], T]], errors: type[E] | tuple[type[E], .
 
 
 def _send(call: Callable[[], T]) -> Callable[[], T] | None:
-    """Sends a call of a stub, and returns the function that waits for its reply; None for any other call."""
+    """Sends a call of a stub; returns the function that waits for its reply. Returns None for any other call."""
     if isinstance(call, functools.partial) and isinstance(call.func, RemoteMethod):
         return start(call.func, *call.args, **call.keywords).result
     return None

@@ -1,8 +1,8 @@
-"""Closes connections on which a message does not end.
+"""Closes connections that send a message without end.
 
-ZeroMQ collects a message until its last frame is there, and tells nobody of its parts. But the kernel counts the bytes
-that it has received over each connection. Messages of a connection come one after the other, so what came since
-its last whole message belongs to an unfinished one.
+ZeroMQ collects a message until its last frame has arrived and does not report its parts. The kernel, however, counts
+the bytes received over each connection. Messages of a connection arrive one after the other, so all bytes since the
+last complete message belong to an unfinished one.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ _RECEIVED = struct.Struct("<128xQ")
 """`tcpi_bytes_received` in Linux's `struct tcp_info`."""
 
 _FRAME_BYTES = 64
-"""More than ZeroMQ and CURVE add to a frame."""
+"""Upper bound on the bytes that ZeroMQ and CURVE add to a frame."""
 
 _SLACK_BYTES = 1 << 16
 
 
 class Intake:
-    """How much each connection has sent since its last message. For one thread at a time.
+    """Tracks the bytes that each connection has sent since its last message. Not thread-safe.
 
     Args:
-        message_bytes: most bytes of a message.
-        frames: most frames of one.
-        unread: most whole messages that wait in ZeroMQ for a connection.
+        message_bytes: maximum bytes of a message.
+        frames: maximum frames of a message.
+        unread: maximum number of complete messages that wait in ZeroMQ per connection.
     """
 
     def __init__(self, message_bytes: int, frames: int, unread: int) -> None:
@@ -37,22 +37,22 @@ class Intake:
         self._delivered: set[int] = set()
 
     def accepted(self, descriptor: int) -> None:
-        """A connection is there."""
+        """Adds a connection."""
         self._since[descriptor] = 0
 
     def gone(self, descriptor: int) -> None:
-        """A connection is closed; the descriptor may be another file's by now."""
+        """Removes a closed connection, whose descriptor may already belong to another file."""
         self._since.pop(descriptor, None)
 
     def delivered(self, descriptor: int) -> None:
-        """A whole message of a connection has been read."""
+        """Notes that a complete message of a connection has been read."""
         self._delivered.add(descriptor)
 
     def check(self, *, behind: bool) -> int:
-        """Closes connections that have sent too much; returns how many.
+        """Closes connections that have sent too much; returns their number.
 
         Args:
-            behind: whether whole messages may be waiting in ZeroMQ.
+            behind: whether complete messages may be waiting in ZeroMQ.
         """
         most = self._most * (1 + self._unread * behind)
         closed = 0

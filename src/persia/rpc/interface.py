@@ -1,4 +1,4 @@
-"""What can be called: the public methods of a Protocol or class, and the types that their annotations name."""
+"""Describes callable methods: the public methods of a Protocol or class, and the types of their annotations."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _INLINE = "__rpc_inline__"
 
 
 def once(method: F) -> F:
-    """Marks a method that must not be repeated: where a call may have run before its connection was lost, it raises.
+    """Marks a method that must not be repeated: a call raises if it may have run before its connection was lost.
 
-    All other methods are sent again after a reconnection, so they must be safe to repeat.
+    Calls of all other methods are sent again after a reconnection, so these must be safe to repeat.
     """
     setattr(method, _ONCE, True)
     return method
 
 
 def inline(method: F) -> F:
-    """Marks a method that takes microseconds and never waits: it runs on the thread that reads the socket.
+    """Marks a method that takes microseconds and never waits. It runs on the thread that reads the socket.
 
-    That saves a change of threads. While it runs, its server reads no other request.
+    This saves a switch of threads. The server reads no other request while the method runs.
     """
     setattr(method, _INLINE, True)
     return method
@@ -40,11 +40,11 @@ class Method(NamedTuple):
     """One method, as both sides see it.
 
     Attributes:
-        name: as it is called.
-        parameters: names and defaults, in order; `inspect.Parameter.empty` where there is none.
-        positional: how many of them may be given without their name.
-        arguments: decodes a call.
-        result: decodes a result, or an item of a stream.
+        name: name of the method.
+        parameters: names and defaults in order; `inspect.Parameter.empty` without a default.
+        positional: number of parameters that may be passed by position.
+        arguments: decoder of the arguments.
+        result: decoder of the result, or of an item of a stream.
         streams: whether it returns an iterator.
         once: whether it must not be repeated.
         inline: whether it runs on the reading thread.
@@ -60,10 +60,10 @@ class Method(NamedTuple):
     inline: bool
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """All arguments in order.
+        """Returns all arguments in order.
 
         Raises:
-            TypeError: as for any function.
+            TypeError: the arguments do not match the parameters.
         """
         if len(args) > self.positional:
             raise TypeError(f"{self.name}() takes {self.positional} positional arguments, {len(args)} were given")
@@ -81,7 +81,7 @@ class Method(NamedTuple):
         return tuple(values)
 
     def call(self, service: object, arguments: tuple[Any, ...]) -> Any:
-        """Calls the method of an object with what `bind` returned."""
+        """Calls the method of an object with the result of `bind`."""
         function = getattr(service, self.name)
         if self.positional == len(arguments):
             return function(*arguments)
@@ -90,10 +90,10 @@ class Method(NamedTuple):
 
 
 def describe(protocol: type) -> Mapping[str, Method]:
-    """The public methods of a Protocol or class by name.
+    """Describes the public methods of a Protocol or class by name.
 
     Raises:
-        ConfigError: a method has an annotation missing, or one that cannot be sent; names it.
+        ConfigError: an annotation is missing or not supported; the message names the method.
     """
     return {
         name: _describe(protocol, name, function)

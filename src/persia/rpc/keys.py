@@ -1,4 +1,4 @@
-"""One key pair for a cluster: with it, all traffic is encrypted, and peers without it get no answer (CURVE)."""
+"""The CURVE key pair of a cluster. It encrypts all traffic; peers without it get no answer."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ def make_keys(path: str | os.PathLike[str]) -> None:
             # Z85 has neither quotes nor backslashes in it, so a literal TOML text holds it.
             file.write(f"# Keys of a persia cluster: keep them secret.\npublic = '{public}'\nsecret = '{secret}'\n")
     except OSError as error:
-        raise ConfigError(f"The keys cannot be written to {path}: {error.strerror}.", path=str(path)) from error
+        raise ConfigError(f"Cannot write the keys to {path}: {error.strerror}.", path=str(path)) from error
 
 
 def find_keys(path: str | os.PathLike[str] | None) -> Keys | None:
     """Reads the keys of the cluster.
 
     Args:
-        path: of the file; None takes the one that the variable PERSIA_CURVE_KEYS names, if any.
+        path: path of the file; None for the file that the variable PERSIA_CURVE_KEYS names, if any.
 
     Raises:
-        ConfigError: the file is unreadable, not a key file, or open to others.
+        ConfigError: the file is unreadable, not a key file, or accessible to other users.
     """
     found = path or os.environ.get(KEYS_VARIABLE)
     if not found:
@@ -74,10 +74,10 @@ def find_keys(path: str | os.PathLike[str] | None) -> Keys | None:
 
 
 def check_address(address: str, keys: Keys | None, insecure: bool) -> None:
-    """Refuses to listen to other hosts without keys.
+    """Rejects an address that other hosts can reach, unless there are keys or `insecure` is set.
 
     Raises:
-        ConfigError: the address is not one of this host only, and there are neither keys nor `insecure`.
+        ConfigError: the address is rejected.
     """
     scheme, _, rest = address.partition("://")
     if scheme == "ipc" or keys is not None or insecure:
@@ -89,8 +89,8 @@ def check_address(address: str, keys: Keys | None, insecure: bool) -> None:
         local = False
     if not local:
         raise ConfigError(
-            f"{address} can be reached from other hosts, and there are no keys: anybody could read and change the "
-            f"embeddings. Make keys with persia.rpc.make_keys and set {KEYS_VARIABLE}, listen on tcp://127.0.0.1:*, "
-            "or say insecure=True.",
+            f"{address} can be reached from other hosts without keys, so anyone could read and change the embeddings. "
+            f"Make keys with persia.rpc.make_keys and set {KEYS_VARIABLE}, listen on tcp://127.0.0.1:*, or pass "
+            "insecure=True.",
             address=address,
         )

@@ -1,4 +1,4 @@
-"""What a peer may ask of this process: every limit of the wire format in one place."""
+"""Limits of the wire format: bounds on the resources that a peer can use."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class Limits:
     """Bounds on messages, work and memory. All are positive.
 
     Attributes:
-        message_bytes: most bytes of one message, header and arrays together; also of one frame. Give both sides of a
-            connection the same: whoever sends checks its own limit first.
-        header_bytes: most bytes of a header (everything but the arrays), at least 4,096.
-        arrays: most arrays in one message.
-        requests: most requests that a server holds, running or waiting; beyond it stops reading.
-        request_bytes: most bytes of those requests, likewise. One message may exceed it.
-        threads: most methods that run, or block, at the same time; more requests wait.
-        streams: most iterators open at a time.
-        stream_seconds: an iterator that nobody asked for an item in this time is closed.
-        unread_replies: most replies that wait for one client; the methods of further ones keep their threads.
+        message_bytes: maximum bytes of a message (header and arrays), and of a frame. Use the same value on both
+            sides of a connection, as senders check their own limit.
+        header_bytes: maximum bytes of a header (everything except the arrays), at least 4,096.
+        arrays: maximum number of arrays in a message.
+        requests: maximum number of running or waiting requests; a server stops reading at this number.
+        request_bytes: maximum total bytes of these requests. A single message may exceed it.
+        threads: maximum number of methods that run or block at the same time; further requests wait.
+        streams: maximum number of open iterators.
+        stream_seconds: seconds without a request after which an iterator is closed.
+        unread_replies: maximum number of replies that wait for one client; methods with further replies block.
     """
 
     message_bytes: int = 1 << 30

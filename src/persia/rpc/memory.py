@@ -1,7 +1,7 @@
-"""Lets the process keep the memory of messages, for the next ones.
+"""Lets a process keep the memory of messages for the next ones.
 
-By default glibc gives freed memory back to the system above 128 KiB, and takes it anew for the next message. Each page
-is then mapped and filled with zeros once more, which takes longer than copying it, on a virtual machine many times so.
+By default, glibc returns freed blocks above 128 KiB to the system and requests new ones for the next message. Each
+page is then mapped and zeroed again, which takes longer than copying it, and many times longer on a virtual machine.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
 KEPT_BYTES = 256 << 20
-"""Free memory at the end of an arena of malloc beyond which it is given back."""
+"""Free bytes at the end of a malloc arena above which glibc returns memory to the system."""
 
 LARGE_BYTES = 32 << 20
-"""Larger pieces are mapped by themselves, and given back at once. The largest that glibc allows."""
+"""Size above which a block is mapped separately and returned at once. The maximum of glibc."""
 
 
 def keep_memory() -> None:
-    """Sets malloc's thresholds for this process. Does nothing where they are set from outside, or without glibc."""
+    """Sets malloc's thresholds for this process. No-op if they are set by the environment, or without glibc."""
     if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

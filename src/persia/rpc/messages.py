@@ -1,4 +1,4 @@
-"""One message: a small msgpack header, then the buffers of its arrays. `docs/reference/wire.md` specifies it."""
+"""Messages: a small msgpack header, then the buffers of the arrays. `docs/reference/wire.md` specifies them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ VERSION = 1
 
 _MAX_SECONDS = 366 * 86400.0
 _FIELDS_BYTES = 1024
-"""More than a header needs beside its payload."""
+"""Upper bound on the bytes of a header besides its payload."""
 
 
 class Kind(enum.IntEnum):
-    """What a message is."""
+    """The kind of a message."""
 
     CALL = 1
     NEXT = 2
@@ -37,14 +37,14 @@ class Kind(enum.IntEnum):
 
 
 class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, gc=False):
-    """Everything but the arrays.
+    """Header of a message: everything except the arrays.
 
     Attributes:
-        version: of the wire format.
-        kind: what the message is.
-        call: number that the client chose; the reply repeats it.
-        method: name; empty in replies.
-        seconds: left until the client gives up, when the message was sent; 0 in replies.
+        version: version of the wire format.
+        kind: kind of the message.
+        call: number of the call, chosen by the client; the reply repeats it.
+        method: name of the method; empty in replies.
+        seconds: seconds until the client gives up, counted from sending; 0 in replies.
         payload: arguments, result or failure as msgpack.
     """
 
@@ -60,9 +60,9 @@ class Message(NamedTuple):
     """A received message.
 
     Attributes:
-        header: decoded and checked; the payload is not.
-        frames: bytes of the arrays, where ZeroMQ put them.
-        nbytes: size of all.
+        header: decoded and checked header; its payload is not decoded.
+        frames: bytes of the arrays, in ZeroMQ's memory.
+        nbytes: total size in bytes.
     """
 
     header: Header
@@ -71,11 +71,11 @@ class Message(NamedTuple):
 
 
 class Body(NamedTuple):
-    """What a message carries.
+    """Encoded contents of a message.
 
     Attributes:
         payload: msgpack.
-        arrays: that it names.
+        arrays: arrays that the payload refers to.
     """
 
     payload: bytes
@@ -87,10 +87,10 @@ _decoder = msgspec.msgpack.Decoder(Header)
 
 
 def body(value: object, limits: Limits) -> Body:
-    """A value, ready to be sent: what can be wrong with it is found here, before anything waits for it.
+    """Encodes a value to be sent. Detects all errors before anything waits for the message.
 
     Raises:
-        WireError: it cannot be sent, or is larger than allowed; it says what the limit is.
+        WireError: the value cannot be sent or exceeds a limit; the message names the limit.
     """
     payload, arrays = encode(value, limits.arrays)
     if len(payload) > limits.header_bytes - _FIELDS_BYTES:
@@ -110,7 +110,7 @@ def body(value: object, limits: Limits) -> Body:
 
 
 def header_bytes(kind: Kind, call: int, method: str, seconds: float, payload: bytes) -> bytes:
-    """The first frame of a message."""
+    """Encodes the first frame of a message."""
     return _encoder.encode(Header(VERSION, kind, call, method, seconds, msgspec.Raw(payload)))
 
 
@@ -118,8 +118,8 @@ def parse(frames: Sequence[zmq.Frame], limits: Limits) -> Message:
     """Checks a received message against the limits, and decodes its header.
 
     Raises:
-        WireError: it is no message of this version, or exceeds a limit. Its field `call` is that of the message, if
-            that can be read.
+        WireError: the message has another version, is malformed, or exceeds a limit. Its field `call` is the number
+            of the call, if known.
     """
     if not frames:
         raise WireError("A message has no frames.")
@@ -132,12 +132,12 @@ def parse(frames: Sequence[zmq.Frame], limits: Limits) -> Message:
         raise WireError(f"A message has no valid header of version {VERSION}: {error}.") from error
     if header.version != VERSION:
         raise WireError(
-            f"A message is of version {header.version} of the wire format, this process speaks {VERSION}; "
-            "install the same persia everywhere.",
+            f"A message has version {header.version} of the wire format; this process supports {VERSION}. "
+            "Install the same version of persia on all hosts.",
             version=header.version, call=header.call,
         )  # fmt: skip
     if not math.isfinite(header.seconds) or header.seconds > _MAX_SECONDS:
-        raise WireError(f"A message has a deadline in {header.seconds} seconds, which is none.", call=header.call)
+        raise WireError(f"Invalid deadline of {header.seconds} seconds in a message.", call=header.call)
     size = sum(sizes)
     if len(frames) > limits.arrays + 1 or size > limits.message_bytes:
         raise WireError(

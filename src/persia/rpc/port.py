@@ -1,4 +1,4 @@
-"""A ZeroMQ socket that many threads share, and a way to wait for it without holding it."""
+"""A ZeroMQ socket that many threads share, and that they can wait for without holding its lock."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ HANDSHAKE_SECONDS = 5
 RECONNECT_SECONDS = 0.02
 RECONNECT_MAX_SECONDS = 0.5
 UNREAD_MESSAGES = 16
-"""So many per connection wait in ZeroMQ; the rest stays with the client while a server is busy."""
+"""Number of messages that wait in ZeroMQ per connection; further ones stay with the client of a busy server."""
 
-# Plain numbers: operations on the flags of pyzmq take as long as sending a small frame.
+# Plain numbers, as operations on pyzmq's flags take as long as sending a small frame.
 _LAST = int(zmq.NOBLOCK)
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _EVENTS = int(zmq.EVENTS)
@@ -46,15 +46,15 @@ EVENTS = (
 
 
 class Port:
-    """A socket, its monitor, and a wake-up call. Touch `send`, `receive`, `pending`, `events` under `lock` only.
+    """A socket, its monitor and a wake-up pipe. Call `send`, `receive`, `pending` and `events` under `lock` only.
 
-    ZeroMQ sockets may be used by any thread, one at a time. Waiting needs no lock, since it looks at file descriptors
-    only. A descriptor announces a change once: a thread that sends may swallow the announcement of a message, so
-    whoever sends looks at `pending` afterwards, and receives or wakes a thread that waits.
+    Any thread may use a ZeroMQ socket, but only one at a time. Waiting needs no lock, as it only polls file
+    descriptors. A descriptor signals a change once, so sending may consume the signal of a received message. After
+    sending, a thread must check `pending`, and then receive or wake a waiting thread.
 
     Args:
-        context: of the socket alone; closed with it.
-        socket: bound or about to be connected.
+        context: context of this socket alone; closed with it.
+        socket: socket to be bound or connected.
     """
 
     def __init__(self, context: zmq.Context[Any], socket: zmq.Socket[bytes]) -> None:
@@ -79,7 +79,7 @@ class Port:
         """Starts to listen.
 
         Raises:
-            ConfigError: the address is not valid or in use.
+            ConfigError: the address is invalid or in use.
         """
         if keys is not None:
             self._authenticator = ThreadAuthenticator(self._context)
@@ -95,10 +95,10 @@ class Port:
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def connect(self, address: str, keys: Keys | None) -> None:
-        """Begins to connect, and reconnects whenever the connection is lost.
+        """Starts to connect. ZeroMQ reconnects whenever the connection is lost.
 
         Raises:
-            ConfigError: the address is not valid.
+            ConfigError: the address is invalid.
         """
         if keys is not None:
             self._socket.curve_serverkey = keys.public
@@ -111,15 +111,15 @@ class Port:
         self.address = address
 
     def wait(self, seconds: float) -> bool:
-        """Blocks until there is news of the socket or the monitor, a wake-up, or time is over.
+        """Blocks until the socket or the monitor has an event, a wake-up arrives, or the time is over.
 
         Returns:
-            Whether to look at the monitor. A message may be there in any case.
+            Whether to read the monitor. A message may be pending in any case.
         """
         return any(descriptor == self._monitor_fd for descriptor, _ in self._poller.poll(max(0.0, seconds)))
 
     def wake(self) -> None:
-        """Ends a wait of one other thread. Takes no lock; nothing happens once the port is closed."""
+        """Ends the wait of one other thread. Takes no lock. No-op once the port is closed."""
         os.eventfd_write(self._wake, 1)
 
     def __del__(self) -> None:
@@ -132,10 +132,10 @@ class Port:
         return bool(int(self._socket.getsockopt(_EVENTS)) & _POLLIN)
 
     def send(self, frames: Sequence[bytes], arrays: Sequence[Any]) -> bool:
-        """Sends a message without waiting: small frames, then arrays, whose memory is used until they are sent.
+        """Sends a message without blocking: small frames, then arrays, whose memory is used until they are sent.
 
         Returns:
-            Whether there was room, and the connection lasted to the last frame.
+            Whether the send buffer had space and the connection lasted until the last frame.
 
         Raises:
             zmq.ZMQError: the peer is gone (EHOSTUNREACH).
@@ -160,7 +160,7 @@ class Port:
         return whole
 
     def receive(self, most: int) -> list[zmq.Frame] | None:
-        """The next message, of which frames beyond `most` + 1 are thrown away; None if there is none."""
+        """Receives the next message, dropping frames beyond `most` + 1; None if there is none."""
         if not self.pending():  # Cheaper than an exception.
             return None
         socket = self._socket
@@ -173,13 +173,13 @@ class Port:
         return frames
 
     def events(self) -> Iterator[tuple[zmq.Event, int]]:
-        """What happened to connections since the last look, and its value: for most the descriptor."""
+        """Yields the connection events since the last call, with their value (mostly the descriptor)."""
         while int(self._monitor.getsockopt(_EVENTS)) & _POLLIN:
             message = parse_monitor_message(self._monitor.recv_multipart())
             yield zmq.Event(message["event"]), int(message["value"])
 
     def close(self, linger_seconds: float, *, term: bool = True) -> None:
-        """Closes the socket and its context; what is not sent gets so long. Nobody may wait any more."""
+        """Closes the socket and its context after at most this time for unsent messages. No thread may be waiting."""
         if self.closed:
             return
         self.closed = True
@@ -193,19 +193,19 @@ class Port:
 
 
 class _Only:
-    """Accepts one public key, that of the cluster."""
+    """Accepts a single public key, that of the cluster."""
 
     def __init__(self, public: bytes) -> None:
         self._public = public
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a client may connect."""
+        """Returns whether a client may connect."""
         del domain
         return key == self._public
 
 
 def server_port(limits: Limits) -> Port:
-    """A ROUTER that tells when a peer is gone or does not read, and that takes no frame beyond the limit."""
+    """Makes a ROUTER that reports peers which are gone or do not read, and rejects frames beyond the limit."""
     context: zmq.Context[Any] = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -220,7 +220,7 @@ def server_port(limits: Limits) -> Port:
 
 
 def client_port() -> Port:
-    """A DEALER that forgets what it had not sent when its connection breaks: the caller sends it again."""
+    """Makes a DEALER that drops unsent messages when its connection breaks; the caller sends them again."""
     context: zmq.Context[Any] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IMMEDIATE, 1)

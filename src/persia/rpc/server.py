@@ -1,4 +1,4 @@
-"""Serves a plain object over ZeroMQ: each thread reads a request, runs it, and sends the reply."""
+"""Serves a plain object over ZeroMQ. Each thread reads a request, runs it and sends the reply."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ __all__ = ["Server", "serve"]
 _log = logging.getLogger("persia.rpc")
 
 IDLE_SECONDS = 10.0
-"""A thread that had no turn for so long ends, but for two."""
+"""Seconds after which an idle thread ends, except two."""
 
 SPARE_THREADS = 2
 
 TICK_SECONDS = 1.0
 
 CLOSE_SECONDS = 60.0
-"""How long a request to close an iterator may wait; nobody waits for it."""
+"""Seconds that a request to close an iterator may wait; it gets no reply."""
 
 DELIVERY_SECONDS = 0.2
-"""What a closing server leaves its clients to fetch their last replies; those who do not will call again."""
+"""Seconds for which a closing server keeps its last replies. Clients that do not fetch them call again."""
 
 FULL_SECONDS = 0.002
-"""How often a reply is offered to a client that has no room for it."""
+"""Seconds between two attempts to send a reply to a client whose buffer is full."""
 
 _COUNTS = {
     zmq.EVENT_ACCEPTED: "connections",
@@ -62,20 +62,20 @@ def serve(
     insecure: bool = False,
     limits: Limits | None = None,
 ) -> Server:
-    """Makes the methods of an object callable from other processes. Returns at once; threads do the work.
+    """Makes the methods of an object callable from other processes. Returns at once; threads serve the calls.
 
     Args:
-        service: any object whose methods are safe to call from several threads. What they return must not change
-            afterwards: arrays are sent from where they are.
-        address: `tcp://host:port`; port `*` takes a free one, see `Server.address`.
-        protocol: whose public methods are offered; None for those of the object's class.
-        keys: file made by `make_keys`; None for the one that PERSIA_CURVE_KEYS names, if any.
-        insecure: allows an address that other hosts reach without keys.
+        service: any object with thread-safe methods. Values that they return must not change afterwards, as arrays are
+            sent without a copy.
+        address: `tcp://host:port`; port `*` chooses a free one, see `Server.address`.
+        protocol: Protocol with the methods to serve; None for those of the object's class.
+        keys: file made by `make_keys`; None for the file that PERSIA_CURVE_KEYS names, if any.
+        insecure: allows an address that other hosts can reach without keys.
         limits: bounds on messages, work and memory.
 
     Raises:
-        ConfigError: the address is in use or open to others without keys; the keys are not valid; a method has
-            annotations that cannot be sent.
+        ConfigError: the address is in use, or other hosts can reach it without keys; the keys are invalid; or a method
+            has unsupported annotations.
     """
     found = find_keys(keys)
     check_address(address, found, insecure)
@@ -90,12 +90,11 @@ def serve(
 
 
 class Server:
-    """An object that is being served. Thread-safe. Made by `serve`.
+    """A served object, made by `serve`. Thread-safe.
 
     Idle threads wait for the socket, and the kernel wakes one of them. It reads a request, runs the method and sends
-    the reply, so that a call changes no threads. One is always idle: threads are added while all are busy, up to
-    `Limits.threads`; then requests wait in a queue, and beyond `Limits.requests` or `Limits.request_bytes` in the
-    clients.
+    the reply, so a call does not switch threads. A thread is added when all are busy, up to `Limits.threads`. Further
+    requests wait in a queue, and beyond `Limits.requests` or `Limits.request_bytes` in the clients.
     """
 
     def __init__(self, service: object, methods: Mapping[str, Method], port: Port, limits: Limits) -> None:
@@ -118,15 +117,16 @@ class Server:
 
     @property
     def address(self) -> str:
-        """Where it listens, with the actual port."""
+        """The address on which it listens, with the actual port."""
         return self._port.address
 
     def statistics(self) -> dict[str, int]:
-        """Counters since the start, and what is in work now (`requests_held`, `bytes_held`, `threads`, `streams`).
+        """Returns counters since the start, and the current `requests_held`, `bytes_held`, `threads` and `streams`.
 
-        `calls` run; `errors` raised by methods; `malformed` messages, refused; `expired` calls, not run because their
-        deadline had passed; `replies_dropped` because the client was gone; `connections`, `disconnections`,
-        `handshakes_failed` (also by wrong keys); `endless` messages, whose connections were closed; `streams_expired`.
+        Counters: `calls`; `errors` raised by methods; `malformed` messages, which are rejected; `expired` calls, which
+        are not run as their deadline has passed; `replies_dropped` as the client was gone; `connections`;
+        `disconnections`; `handshakes_failed` (also due to wrong keys); `endless` messages, whose connections were
+        closed; `streams_expired`.
         """
         names = ("calls", "errors", "malformed", "expired", "replies_dropped", "endless")
         streams = self._dispatcher.streams
@@ -142,13 +142,13 @@ class Server:
             }
 
     def observe(self) -> Readings:
-        """The same as figures, and how long methods have run."""
+        """Returns the counters as metrics, and the latencies of methods."""
         return Readings(figures("rpc", self.statistics()), self._dispatcher.latencies())
 
     def close(self, seconds: float = 5.0) -> None:
-        """Stops reading, lets running methods finish and reply for so long, and gives up the address.
+        """Stops reading, waits up to this time for running methods and their replies, and frees the address.
 
-        Calls that had not begun get no reply: their clients send them to the next server at this address.
+        Calls that have not started get no reply. Their clients send them to the next server at this address.
         """
         if self._process != os.getpid():
             return
@@ -183,7 +183,7 @@ class Server:
         self._threads.add(thread)
         try:
             thread.start()
-        except RuntimeError:  # The system allows no more; those that are there go on, one request after another.
+        except RuntimeError:  # The system allows no more threads: the existing ones serve the queue.
             self._threads.discard(thread)
             _log.exception("%s has too few threads.", self._port.address)
 
@@ -192,7 +192,7 @@ class Server:
             while not self._closing:
                 try:
                     job = self._next()
-                except Exception:  # Memory is short, say. Later it may be better.
+                except Exception:  # For example, memory is short. A later attempt may succeed.
                     _log.exception("Reading from %s failed; it is tried again.", self._port.address)
                     self._port.wait(TICK_SECONDS)
                     continue
@@ -208,7 +208,7 @@ class Server:
                 self._port.wake()  # The next one, who wakes another.
 
     def _retires(self) -> bool:
-        """Whether this idle thread is one too many."""
+        """Whether this idle thread should end."""
         with self._state:
             retires = len(self._threads) - self._busy > SPARE_THREADS
             if retires:
@@ -221,14 +221,14 @@ class Server:
             return None
         self._busy += 1
         if self._busy == len(self._threads) and not self._closing:
-            self._add_thread()  # Somebody must read.
+            self._add_thread()  # One thread must read.
         return self._backlog.take()
 
     def _run(self, job: Job) -> None:
-        """Runs a job and sends its reply. Never raises: the thread must go on."""
+        """Runs a job and sends its reply. Never raises, as the thread must continue."""
         try:
             reply = job.work()
-            # A client without room for it keeps this thread, and with that is held back itself.
+            # A client with a full buffer blocks this thread, which throttles the client.
             while reply is not None and not self._offer(job.peer, reply, job.expires):
                 time.sleep(FULL_SECONDS)
         except BaseException:
@@ -236,7 +236,7 @@ class Server:
             self._count("replies_dropped")
 
     def _finish(self, job: Job) -> Job | None:
-        """Lets go of a job that this thread ran, and takes the next that waits."""
+        """Ends a job that this thread ran, and takes the next one."""
         with self._state:
             self._busy -= 1
             self._backlog.done(job)
@@ -244,13 +244,13 @@ class Server:
             return self._take()
 
     def _resume(self) -> None:
-        """Lets somebody read again, if that was stopped. Under `_state`."""
+        """Resumes reading if it was stopped. Under `_state`."""
         if self._paused:
             self._paused = False
             self._port.wake()
 
     def _full(self) -> bool:
-        """Whether to stop reading until a request is done."""
+        """Whether to stop reading until a request has finished."""
         with self._state:
             self._paused = self._backlog.full and not self._closing
             return self._paused
@@ -258,7 +258,7 @@ class Server:
     # --- reading ----------------------------------------------------------------------------------------------
 
     def _next(self) -> Job | None:
-        """The next job for this thread; None if there was none for long, or the server closes."""
+        """Returns the next job for this thread; None after a long idle time, or if the server closes."""
         end = time.monotonic() + IDLE_SECONDS
         while not self._closing:
             with self._state:
@@ -280,7 +280,7 @@ class Server:
         return None
 
     def _read(self) -> list[zmq.Frame] | None:
-        """A message, if there is one; somebody else reads the next."""
+        """Reads a message, if there is one, and lets another thread read the next."""
         port = self._port
         with port.lock:
             if port.closed:
@@ -308,7 +308,7 @@ class Server:
             self._counts.update(_COUNTS[event] for event, _ in events if event in _COUNTS)
 
     def _tend(self, *, behind: bool) -> None:
-        """Ends what has lasted too long. Runs no code of the service: that may block, or fail."""
+        """Ends expired requests, streams and connections. Runs no code of the service, which may block or fail."""
         streams, now = self._dispatcher.streams, time.monotonic()
         with self._state:
             if now < self._tick:
@@ -329,7 +329,7 @@ class Server:
             self._enqueue(Job(b"", 0, math.inf, streams.expire))
 
     def _arrived(self, frames: Sequence[zmq.Frame]) -> None:
-        """Puts a request into the queue, runs it at once if that is declared, or refuses it."""
+        """Queues a request, runs it at once if its method is inline, or rejects it."""
         peer, now = frames[0].bytes, time.monotonic()
         try:
             message = parse(frames[1:], self._limits)
@@ -338,7 +338,7 @@ class Server:
                 raise WireError(f"A server gets no messages of kind {header.kind.name}.")
         except WireError as error:
             self._count("malformed")
-            # With call 0 nobody waits for this; it is for people who look at the traffic of their client.
+            # No caller waits for call 0; the reply helps with debugging a client's traffic.
             self._offer(peer, self._dispatcher.failure(error.fields.get("call", 0), error), now)
             return
         expires = now + (CLOSE_SECONDS if header.kind is Kind.CLOSE else header.seconds)
@@ -357,7 +357,7 @@ class Server:
     # --- sending ----------------------------------------------------------------------------------------------
 
     def _offer(self, peer: bytes, reply: Reply, expires: float) -> bool:
-        """Whether a reply is off our hands: sent, or nobody is there to take it any more."""
+        """Tries to send a reply. Returns True if it was sent, or if the client is gone."""
         port = self._port
         with port.lock:
             if port.closed:

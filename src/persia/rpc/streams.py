@@ -1,4 +1,4 @@
-"""Iterators that a server runs for its clients, one item on demand at a time."""
+"""Iterators that a server runs for its clients, one item per request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["END", "Streams"]
 _log = logging.getLogger("persia.rpc")
 
 END = object()
-"""Stands for the end of an iterator."""
+"""Marks the end of an iterator."""
 
 
 class _Stream:
@@ -30,11 +30,11 @@ class _Stream:
         self.used = time.monotonic()
 
     def late(self, oldest: float) -> bool:
-        """Whether it was last used before a moment; one that makes an item right now is in use."""
+        """Whether it was last used before `oldest`. An iterator that is making an item is in use."""
         return self.used < oldest and not self.lock.locked()
 
     def close(self) -> None:
-        """Ends the iterator; a generator runs its `finally`, and what that raises is only logged."""
+        """Closes the iterator. A generator runs its `finally`; its errors are only logged."""
         with self.lock:
             self.iterator, iterator, self.item = iter(()), self.iterator, END
         try:
@@ -46,9 +46,9 @@ class _Stream:
 
 
 class Streams:
-    """Open iterators by number. Thread-safe; `next` blocks for the work of the iterator.
+    """Open iterators by number. Thread-safe; `next` blocks while the iterator makes an item.
 
-    Each keeps its last item, so that a client may ask for it again after a reconnection.
+    Each iterator keeps its last item, so that a client can request it again after a reconnection.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -58,10 +58,10 @@ class Streams:
         self.expired = 0
 
     def open(self, iterator: Iterator[Any]) -> int:
-        """Keeps an iterator and returns its number, which others cannot guess.
+        """Adds an iterator; returns its number, which other clients cannot guess.
 
         Raises:
-            WireError: there are too many.
+            WireError: there are too many open iterators.
         """
         number = secrets.randbits(63)
         with self._lock:
@@ -74,21 +74,21 @@ class Streams:
         return number
 
     def next(self, number: int, position: int) -> Any:
-        """The item at a position, which is that of the last one or one more; END after the last.
+        """Returns the item at a position, that of the last item or the next one; END after the last item.
 
         Raises:
-            WireError: there is no such iterator, or the position is another.
+            WireError: the iterator does not exist, or the position is invalid.
         """
         with self._lock:
             stream = self._streams.get(number)
         if stream is None:
             raise WireError(
-                "The iterator is gone: it ended, nobody read it for too long, or its process restarted; begin again."
+                "The iterator is gone: it ended, was not read for too long, or its process restarted; begin again."
             )
         with stream.lock:
             stream.used = time.monotonic()
             if position == stream.position + 1:
-                stream.item = END  # The last one can go now: at most one is in memory while the next is made.
+                stream.item = END  # Free the last item: at most one is in memory while the next is made.
                 stream.position, stream.error = position, None
                 try:
                     stream.item = next(stream.iterator, END)
@@ -102,20 +102,20 @@ class Streams:
             return stream.item
 
     def close(self, number: int) -> None:
-        """Forgets an iterator; unknown ones are no error."""
+        """Closes an iterator. No-op if it is unknown."""
         with self._lock:
             stream = self._streams.pop(number, None)
         if stream is not None:
             stream.close()
 
     def late(self) -> bool:
-        """Whether there are iterators that nobody has read for too long."""
+        """Whether there are iterators that were not read for too long."""
         oldest = time.monotonic() - self._limits.stream_seconds
         with self._lock:
             return any(stream.late(oldest) for stream in self._streams.values())
 
     def expire(self) -> None:
-        """Closes them; blocks for what they do in the end."""
+        """Closes the expired iterators. Blocks while they run their cleanup."""
         oldest = time.monotonic() - self._limits.stream_seconds
         with self._lock:
             late = [number for number, stream in self._streams.items() if stream.late(oldest)]
@@ -124,14 +124,14 @@ class Streams:
             self.close(number)
 
     def refresh(self) -> None:
-        """Begins the time of all of them anew: requests for them may be waiting."""
+        """Resets the time of all iterators, as requests for them may be waiting."""
         now = time.monotonic()
         with self._lock:
             for stream in self._streams.values():
                 stream.used = now
 
     def close_all(self) -> None:
-        """Closes all."""
+        """Closes all iterators."""
         for number in list(self._streams):
             self.close(number)
 

@@ -1,4 +1,4 @@
-"""Stubs: objects that have the methods of a Protocol, and call them in another process."""
+"""Stubs: objects with the methods of a Protocol that run in another process."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ def connect(
     keys: str | os.PathLike[str] | None = None,
     limits: Limits | None = None,
 ) -> T:
-    """An object with the methods of a Protocol that calls them at an address. Returns at once, connected or not.
+    """Makes a stub that calls the methods of a Protocol at an address. Returns at once, even if not connected.
 
-    A stub is for any number of threads. A call blocks until its reply is there; if the connection breaks it is sent
-    again after the reconnection, until its deadline. Arrays that are passed must not change before the call returns;
-    after a DeadlineError they may still be read for a while. Arrays that come back are the caller's own, and writable.
+    A stub is thread-safe. A call blocks until its reply has arrived. If the connection breaks, the call is sent again
+    after the reconnection, until its deadline. Arguments must not change before the call returns; after a
+    DeadlineError, arrays may still be read for a while. The caller owns returned arrays, which are writable.
 
     Args:
         address: `tcp://host:port`.
         protocol: the Protocol, or a class.
-        peer: whom errors name, such as "embedding PS 2"; None for the Protocol's name.
+        peer: name of the peer in errors, such as "embedding PS 2"; None for the Protocol's name.
         timeout: deadline of each call in seconds.
-        keys: file made by `make_keys`; None for the one that PERSIA_CURVE_KEYS names, if any.
+        keys: file made by `make_keys`; None for the file that PERSIA_CURVE_KEYS names, if any.
         limits: bounds on messages.
 
     Raises:
-        ConfigError: the address or the keys are not valid; the Protocol has annotations that cannot be sent.
+        ConfigError: the address or the keys are invalid, or the Protocol has unsupported annotations.
     """
     kind = cast("type", protocol)
     methods = describe(kind)
@@ -65,7 +65,7 @@ def connect(
 
 
 class Stub:
-    """What `connect` returns; its methods are attributes."""
+    """A stub made by `connect`; the remote methods are its attributes."""
 
     def __init__(self, connection: RpcConnection, methods: Mapping[str, Method], timeout: float) -> None:
         self._connection = connection
@@ -78,10 +78,10 @@ class Stub:
 
 
 class Future(Protocol[R_co]):
-    """A call that has been started."""
+    """A started call."""
 
     def result(self) -> R_co:
-        """Waits for the call; returns what it returns, raises what it raises. May be called again."""
+        """Waits for the call; returns its result or raises its error. May be called again."""
 
 
 class RemoteMethod:
@@ -93,13 +93,13 @@ class RemoteMethod:
         self._timeout = timeout
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls it and waits."""
+        """Calls the method and waits for the result."""
         call = self._call(args, kwargs)
         self._connection.submit(call)
         return self._value(call)
 
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
-        """Calls it without waiting."""
+        """Calls the method without waiting."""
         call = self._call(args, kwargs)
         self._connection.submit(call, unattended=True)
         return _Started(lambda: self._value(call))
@@ -118,9 +118,9 @@ class RemoteMethod:
 
 
 class RemoteIterator(Iterator[Any]):
-    """The items that a method of another process yields. The next one is under way while one is worked on.
+    """Iterates over the items that a remote method yields. Requests the next item while the caller uses one.
 
-    Not for several threads. Read it to the end, or `close` it; otherwise it expires at the other side.
+    Not thread-safe. Read it to the end or `close` it; otherwise it expires on the server.
     """
 
     def __init__(self, connection: RpcConnection, method: Method, timeout: float, number: int) -> None:
@@ -150,7 +150,7 @@ class RemoteIterator(Iterator[Any]):
         return item
 
     def close(self) -> None:
-        """Ends it at the other side, too."""
+        """Closes the iterator on the server, too."""
         if self._open:
             self._open = False
             self._connection.end(self._message(Kind.CLOSE))
@@ -170,7 +170,7 @@ class RemoteIterator(Iterator[Any]):
 
 
 class _Started(Generic[R]):
-    """A Future whose work is done by the first that asks for its result."""
+    """A Future whose reply is received by the first caller of `result`."""
 
     def __init__(self, work: Callable[[], R]) -> None:
         self._work: Callable[[], R] | None = work
@@ -190,12 +190,12 @@ class _Started(Generic[R]):
 
 
 def start(method: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-    """Starts a call without waiting for it, so that several peers work at the same time, without a thread for each.
+    """Starts a call without waiting for it, so that several peers work concurrently without a thread for each.
 
     Args:
-        method: of a stub: it is sent, and its deadline begins. Anything else is called at once, here.
-        *args: of the method.
-        **kwargs: of the method.
+        method: method of a stub, which is sent now. Any other function is called at once in this thread.
+        *args: arguments of the method.
+        **kwargs: arguments of the method.
     """
     if isinstance(method, RemoteMethod):
         return method.start(args, kwargs)
@@ -206,20 +206,20 @@ def start(method: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R
 
 
 def within(service: T, seconds: float) -> T:
-    """The stub on its connection, with another deadline for each call; other objects come back as they are."""
+    """Returns a stub on the same connection with another deadline per call; returns other objects unchanged."""
     if not isinstance(service, Stub):
         return service
     return cast("T", Stub(service._connection, service._methods, seconds))
 
 
 def close(service: object) -> None:
-    """Closes the connection of a stub: calls in flight and later ones raise ClosedError. Ignores other objects."""
+    """Closes the connection of a stub: calls in flight and later calls raise ClosedError. Ignores other objects."""
     if isinstance(service, Stub):
         service._connection.close()
 
 
 def statistics(service: object) -> dict[str, int]:
-    """What the connection of a stub has counted; {} for other objects.
+    """Returns the counters of a stub's connection; {} for other objects.
 
     `calls`, `resent` after a reconnection, `late_replies` (dropped), `malformed` replies (dropped), `connects`,
     `in_flight`.
