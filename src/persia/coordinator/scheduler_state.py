@@ -9,9 +9,9 @@ import msgspec
 from persia.errors import StalePushError
 from persia.modes import Mode, encode
 from persia.telemetry.metrics import Readings, figures
-from persia.types import PushHeader, Ticket, Token, TrainingPhase
+from persia.types import PushHeader, Ticket, Token, TokenReport, TrainingPhase
 
-__all__ = ["OpenToken", "SchedulerState", "TokenReport", "WorkerReport", "WorkerState"]
+__all__ = ["OpenToken", "SchedulerState", "WorkerState", "report_metrics"]
 
 
 class OpenToken(msgspec.Struct):
@@ -72,93 +72,6 @@ class WorkerState(msgspec.Struct):
         if drawn is None:
             raise StalePushError(f"This NN worker has drawn and pushed {sequence} already.", sequence=sequence)
         return Token(drawn.value, drawn.least, [])
-
-
-class WorkerReport(msgspec.Struct):
-    """One NN worker over all asynchronous segments: batches and rows that were applied, batches that were dropped."""
-
-    batches: int = 0
-    rows: int = 0
-    dropped: int = 0
-
-
-class TokenReport(msgspec.Struct):
-    """All asynchronous segments so far.
-
-    Attributes:
-        seconds: that they have lasted.
-        workers: by rank.
-        batches: gradients that were applied with some weight.
-        rows: samples of those.
-        dropped_batches: gradients that were dropped, or of which the dense part had weight 0.
-        dropped_rows: samples of those.
-        staleness_sum: over gradients that were applied, steps between the parameters they were computed with and those
-            they were applied to.
-        staleness_max: likewise.
-        token_staleness_max: steps between token and application, of gradients of weight 1.
-        lost_tokens: of dead NN workers.
-        lost_batches: of dead NN workers, which nobody could train.
-        orphans: slots of dead NN workers that others have filled.
-    """
-
-    seconds: float = 0.0
-    workers: dict[int, WorkerReport] = msgspec.field(default_factory=dict)
-    batches: int = 0
-    rows: int = 0
-    dropped_batches: int = 0
-    dropped_rows: int = 0
-    staleness_sum: int = 0
-    staleness_max: int = 0
-    token_staleness_max: int = 0
-    lost_tokens: int = 0
-    lost_batches: int = 0
-    orphans: int = 0
-    since: float | None = None
-
-    def observe(self) -> Readings:
-        """As figures."""
-        names = ("batches", "rows", "dropped_batches", "dropped_rows", "staleness_sum", "staleness_max")
-        counts = {name: float(getattr(self, name)) for name in names}
-        return Readings(figures("tokens", {**counts, "lost": self.lost_tokens}), [])
-
-    @property
-    def staleness_mean(self) -> float:
-        """Over gradients that were applied."""
-        return self.staleness_sum / max(1, self.batches)
-
-    def rates(self) -> dict[int, float]:
-        """Applied samples per second of each NN worker, by rank."""
-        return {rank: worker.rows / max(self.seconds, 1e-9) for rank, worker in sorted(self.workers.items())}
-
-    def begin(self, now: float) -> None:
-        """The clock runs."""
-        self.since = now
-
-    def rest(self, now: float) -> None:
-        """The clock stands still."""
-        if self.since is not None:
-            self.seconds += max(0.0, now - self.since)
-        self.since = None
-
-    def count(self, rank: int, ticket: Ticket, version: int, now: float) -> None:
-        """Counts an arrival."""
-        worker = self.workers.setdefault(rank, WorkerReport())
-        header = ticket.header
-        if ticket.dropped or not ticket.weight:
-            worker.dropped += 1
-            self.dropped_batches += 1
-            self.dropped_rows += header.weight
-        else:
-            worker.batches += 1
-            worker.rows += header.weight
-            self.batches += 1
-            self.rows += header.weight
-            self.staleness_sum += max(0, header.step - version)
-            self.staleness_max = max(self.staleness_max, header.step - version)
-            self.token_staleness_max = max(self.token_staleness_max, header.step - header.token)
-        if self.since is not None:  # What is under way counts too, should the coordinator restart.
-            self.seconds += max(0.0, now - self.since)
-            self.since = now
 
 
 class SchedulerState(msgspec.Struct):
@@ -300,3 +213,10 @@ class SchedulerState(msgspec.Struct):
     def at_rest(self) -> bool:
         """Whether all NN workers are done."""
         return all(a.resting and not a.handed[a.filled :] for a in self.accounts.values() if a.alive)
+
+
+def report_metrics(report: TokenReport) -> Readings:
+    """Returns a report as metrics."""
+    names = ("batches", "rows", "dropped_batches", "dropped_rows", "staleness_sum", "staleness_max")
+    counts = {name: float(getattr(report, name)) for name in names}
+    return Readings(figures("tokens", {**counts, "lost": report.lost_tokens}), [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import time
@@ -23,6 +24,7 @@ from persia.types import (
     StepTiming,
     Ticket,
     Token,
+    TokenReport,
     TrainingPhase,
 )
 from persia.types.decoding import decode_hook
@@ -376,11 +378,10 @@ class TokenScheduler:
                     self._judging = False
             return True
 
-    def evidence(self) -> str:
-        """What was decided, and by what, as JSON."""
+    def evidence(self) -> AutoEvidence:
+        """Returns what was decided, and by what."""
         with self._changed:
-            found = self._judge.evidence() if self._judge is not None else AutoEvidence()
-            return msgspec.json.encode(found).decode()
+            return self._judge.evidence() if self._judge is not None else AutoEvidence()
 
     # --- what else happens ------------------------------------------------------------------------------------
 
@@ -408,10 +409,10 @@ class TokenScheduler:
             self._save()
             return unknown
 
-    def summary(self) -> str:
-        """What has happened so far, as JSON."""
+    def summary(self) -> TokenReport:
+        """Returns a copy of the counts so far."""
         with self._changed:
-            return msgspec.json.encode(self._state.report).decode()
+            return copy.deepcopy(self._state.report)
 
     def record(self) -> None:
         """Records from now on; see `persia.services.Tokens`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from persia.modes import AutoEvidence
 from persia.telemetry.metrics import Health
 from persia.types import (
     ArrivalRecord,
@@ -17,6 +18,7 @@ from persia.types import (
     StepTiming,
     Ticket,
     Token,
+    TokenReport,
     TrainingPhase,
 )
 
@@ -152,8 +154,8 @@ class Tokens(Protocol):
             False if no rule is known here: the coordinator has started anew, and should be told it again.
         """
 
-    def evidence(self) -> str:
-        """What `judge` has decided so far, and by what, as JSON: `persia.modes.AutoEvidence`."""
+    def evidence(self) -> AutoEvidence:
+        """Returns what `judge` has decided so far, and by what."""
 
     def cancel(self, generation: int, rank: int) -> bool:
         """An NN worker is dead: its tokens are drawn again, its batches go back to the list.
@@ -162,8 +164,8 @@ class Tokens(Protocol):
             Whether the others train on, and will hear of it when they rest: not at rest, nor in all-reduce modes.
         """
 
-    def summary(self) -> str:
-        """What has happened so far, as JSON: `persia.coordinator.TokenReport`."""
+    def summary(self) -> TokenReport:
+        """Returns the counts of all asynchronous phases so far."""
 
     def record(self) -> None:
         """Keeps arrivals and reads from now on, and forgets those before."""

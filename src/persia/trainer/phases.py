@@ -10,13 +10,11 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
-
 from persia.batching.batch import Batch
 from persia.coordinator import TokenReport
 from persia.dense import SharedNetwork
 from persia.errors import ConfigError, NNWorkersDiedError
-from persia.modes import AutoEvidence, Dense, Gba, Mode, ModeChoice, decode, encode
+from persia.modes import Dense, Gba, Mode, ModeChoice, decode, encode
 from persia.nn.step_timings import StepTimings
 from persia.nn.token_client import NumberedBatch, TokenClient
 from persia.optim import APMSqueeze
@@ -85,7 +83,7 @@ class Phases:
         tokens = self._trainer.embeddings.connection.tokens
         if tokens is None:
             return None
-        report = msgspec.json.decode(tokens.summary(), type=TokenReport)
+        report = tokens.summary()
         return report if report.workers else None
 
     def begin(self, data: Iterable[Batch] | None, anew: bool) -> None:
@@ -124,7 +122,7 @@ class Phases:
     def _logged(self) -> list[ModeChoice]:
         tokens = self._trainer.embeddings.connection.tokens
         assert tokens is not None
-        evidence = msgspec.json.decode(tokens.evidence(), type=AutoEvidence)
+        evidence = tokens.evidence()
         if self._trainer.options.log_dir is not None:
             evidence.save(Path(self._trainer.options.log_dir) / "auto.json")
         return evidence.verdicts

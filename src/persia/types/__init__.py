@@ -35,7 +35,9 @@ from persia.types.tokens import (
     StepTiming,
     Ticket,
     Token,
+    TokenReport,
     TrainingPhase,
+    WorkerReport,
 )
 
 __all__ = [
@@ -80,8 +82,10 @@ __all__ = [
     "TensorSpec",
     "Ticket",
     "Token",
+    "TokenReport",
     "TrainingPhase",
     "UpdateCounts",
     "WireRows",
+    "WorkerReport",
     "sum_counts",
 ]

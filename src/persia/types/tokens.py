@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,7 +22,9 @@ __all__ = [
     "StepTiming",
     "Ticket",
     "Token",
+    "TokenReport",
     "TrainingPhase",
+    "WorkerReport",
 ]
 
 
@@ -209,3 +212,85 @@ class StepTiming(NamedTuple):
 
     ago: float
     seconds: float
+
+
+class WorkerReport(msgspec.Struct):
+    """Counts of one NN worker over all asynchronous phases: batches and rows applied, batches dropped."""
+
+    batches: int = 0
+    rows: int = 0
+    dropped: int = 0
+
+
+class TokenReport(msgspec.Struct):
+    """Counts over all asynchronous phases so far.
+
+    Attributes:
+        seconds: duration of these phases.
+        workers: counts by rank.
+        batches: gradients applied with some weight.
+        rows: samples of those.
+        dropped_batches: gradients that were dropped, or whose dense part had weight 0.
+        dropped_rows: samples of those.
+        staleness_sum: over gradients that were applied, steps between the parameters they were computed with and those
+            they were applied to.
+        staleness_max: the largest of these.
+        token_staleness_max: most steps between token and application, of gradients of weight 1.
+        lost_tokens: tokens of dead NN workers.
+        lost_batches: batches of dead NN workers that could not be trained.
+        orphans: slots of dead NN workers that others have filled.
+        since: when the phase in work began, or was last counted; None between phases.
+    """
+
+    seconds: float = 0.0
+    workers: dict[int, WorkerReport] = msgspec.field(default_factory=dict)
+    batches: int = 0
+    rows: int = 0
+    dropped_batches: int = 0
+    dropped_rows: int = 0
+    staleness_sum: int = 0
+    staleness_max: int = 0
+    token_staleness_max: int = 0
+    lost_tokens: int = 0
+    lost_batches: int = 0
+    orphans: int = 0
+    since: float | None = None
+
+    @property
+    def staleness_mean(self) -> float:
+        """Mean staleness of the gradients that were applied, in steps."""
+        return self.staleness_sum / max(1, self.batches)
+
+    def rates(self) -> dict[int, float]:
+        """Returns the applied samples per second of each NN worker, by rank."""
+        return {rank: worker.rows / max(self.seconds, 1e-9) for rank, worker in sorted(self.workers.items())}
+
+    def begin(self, now: float) -> None:
+        """Starts the clock."""
+        self.since = now
+
+    def rest(self, now: float) -> None:
+        """Stops the clock."""
+        if self.since is not None:
+            self.seconds += max(0.0, now - self.since)
+        self.since = None
+
+    def count(self, rank: int, ticket: Ticket, version: int, now: float) -> None:
+        """Counts an arrival."""
+        worker = self.workers.setdefault(rank, WorkerReport())
+        header = ticket.header
+        if ticket.dropped or not ticket.weight:
+            worker.dropped += 1
+            self.dropped_batches += 1
+            self.dropped_rows += header.weight
+        else:
+            worker.batches += 1
+            worker.rows += header.weight
+            self.batches += 1
+            self.rows += header.weight
+            self.staleness_sum += max(0, header.step - version)
+            self.staleness_max = max(self.staleness_max, header.step - version)
+            self.token_staleness_max = max(self.token_staleness_max, header.step - header.token)
+        if self.since is not None:  # What is under way counts too, should the coordinator restart.
+            self.seconds += max(0.0, now - self.since)
+            self.since = now

@@ -11,14 +11,13 @@ import threading
 import time
 from typing import Any
 
-import msgspec
 import ray
 
 from persia import rpc, services
 from persia.cluster.ray.connection import Listener, connect_servers, reach, reach_coordinator
 from persia.cluster.ray.plan import TITLES, Plan, ProcessInfo, Service, neighbours
 from persia.coordinator import CoordinatorServer as Coordination
-from persia.coordinator import TokenReport, TokenScheduler
+from persia.coordinator import TokenScheduler, report_metrics
 from persia.coordinator.store import CoordinatorStore, StateFile
 from persia.data.loader import Loader, WorkerPeer
 from persia.errors import ConfigError, DeadlineError, StoreError
@@ -200,7 +199,7 @@ class CoordinatorHost(Host):
 
     def observe(self) -> Readings:
         """What asynchronous modes did."""
-        return msgspec.json.decode(self._tokens.summary(), type=TokenReport).observe()
+        return report_metrics(self._tokens.summary())
 
     def release(self) -> None:
         """Removes what would outlive the process: the cluster ends."""
