@@ -1,4 +1,4 @@
-"""The NN worker's side: embeddings as torch tensors, prefetching, models."""
+"""The NN worker: embeddings as torch tensors, prefetching, models."""
 
 from persia.nn import models
 from persia.nn.collection import EmbeddingCollection

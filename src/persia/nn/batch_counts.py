@@ -23,16 +23,16 @@ ENDED = 1 << 32
 """Added to a batch's counter by an NN worker that does not have this batch; one that has it adds 1."""
 
 AHEAD = 8
-"""Batches by which a check looks ahead: in training it then is one request in so many steps."""
+"""Batches by which a check looks ahead: it needs one request in this many steps."""
 
 KEPT = 256
 """Batches whose counters are kept after all have read them: more than an NN worker reads ahead of its step."""
 
 FIRST_WAIT, LONGEST_WAIT = 1e-4, 2e-3
-"""Seconds between two requests while a batch of another NN worker is awaited."""
+"""Seconds between two requests while waiting for a batch of another NN worker."""
 
 GRACE_SECONDS = 2.0
-"""How long the others have to say that they have a batch, too, before the error names those that do."""
+"""Time that the others have to report a batch of their own before the error names those that have one."""
 
 REMEDY = (
     "Pass `equal_steps=persia.dense.AllReduce(net)` to `prefetch`, which lets all NN workers make equally many steps, "
@@ -41,7 +41,7 @@ REMEDY = (
 
 
 def batch_counts(connection: Connection, timeout: float) -> BatchCounts | None:
-    """The counts of a training pass that begins; None where torch.distributed does not connect several NN workers."""
+    """Returns the counts of a new training pass; None unless torch.distributed connects several NN workers."""
     nn_workers = connection.nn_workers
     if nn_workers == 1 or connection.replicas is not None:
         return None
@@ -52,12 +52,12 @@ def batch_counts(connection: Connection, timeout: float) -> BatchCounts | None:
 
 
 class BatchCounts:
-    """One training pass of one NN worker. The reading thread counts, the training thread checks.
+    """The batch counts of one training pass of one NN worker. The reading thread counts, the training thread checks.
 
     Args:
-        store: that all NN workers share.
+        store: the one that all NN workers share.
         rank: of this NN worker.
-        nn_workers: how many there are.
+        nn_workers: number of NN workers.
         timeout: seconds that a check waits for NN workers that are slow to read.
     """
 
@@ -81,10 +81,10 @@ class BatchCounts:
                 self._store.delete_key(f"{self._prefix}/{number - KEPT}")
 
     def end(self, reason: str = "") -> None:
-        """No more batches come: nobody need wait for what this NN worker has not read. A second call does nothing.
+        """Ends the counts: other NN workers need not wait for batches that this one has not read. Idempotent.
 
         Args:
-            reason: what NN workers that have more are told; empty if the data have ended.
+            reason: for the error of NN workers that have more batches; empty if the data have ended.
         """
         with self._lock, contextlib.suppress(RuntimeError):
             if self._ended:
@@ -94,11 +94,11 @@ class BatchCounts:
             self._store.add(f"{self._prefix}/{self._read}", ENDED)
 
     def check(self, number: int) -> None:
-        """Returns when all NN workers are known to have batch `number` of the pass; in training that is known already.
+        """Waits until all NN workers are known to have batch `number` of the pass. In training that is known already.
 
         Raises:
             UnequalStepsError: an NN worker has run out before it, or has left its loop.
-            DeadlineError: an NN worker was late to read it.
+            DeadlineError: an NN worker did not read it in time.
         """
         if number < self._checked:
             return
@@ -154,7 +154,7 @@ class BatchCounts:
         )
 
     def _others(self, number: int) -> tuple[dict[int, str], list[int], list[int]]:
-        """By rank why those have no batch `number` that have ended; those that have it; and the rest, after a while."""
+        """Returns the reasons of ranks that ended before batch `number`, the ranks that have it, and silent ones."""
         self._store.set(f"{self._prefix}/has/{self._rank}", "")
         end = time.monotonic() + GRACE_SECONDS
         ended: dict[int, str] = {}

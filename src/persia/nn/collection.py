@@ -37,7 +37,7 @@ __all__ = ["EmbeddingCollection"]
 
 
 READ_AHEAD_ON_DEMAND = 0
-"""Where batches are handed out on demand: what a slow NN worker has read ahead, nobody else can train."""
+"""With batches on demand: batches that a slow NN worker has read ahead are lost to the others."""
 
 
 class EmbeddingCollection(torch.nn.Module):
@@ -47,17 +47,17 @@ class EmbeddingCollection(torch.nn.Module):
     parameters: rows live in embedding parameter servers, which update them with their own optimizer.
 
     In training mode (`.train()`, the default) `prefetch` yields batches whose backward pass pushes gradients; in
-    evaluation mode (`.eval()`) it reads only: nothing is admitted or touched, and the gate is not asked.
+    evaluation mode (`.eval()`) it only reads: no row is admitted or touched, and no gate applies.
 
-    Use from one thread, like any module; the background threads are its own. Leaving the loop ends them.
+    Use it from one thread, like any module. It owns its background threads; leaving the loop ends them.
 
     Args:
         schema: features and tables.
         optimizer: for tables that declare none.
-        mode: how far lookups may run ahead of updates: the only place where staleness is set.
-        cluster: where the servers run; None for this process.
-        grad_scaler: the `torch.amp.GradScaler` of fp16 training; gradients are unscaled before they leave.
-        options: the rest.
+        mode: how far lookups may run ahead of updates. It is the only place where staleness is set.
+        cluster: where the roles run; None for this process.
+        grad_scaler: the `torch.amp.GradScaler` of fp16 training; gradients are unscaled before they are pushed.
+        options: further settings.
 
     Raises:
         ConfigError: an argument is not valid; the message names it.
@@ -101,28 +101,28 @@ class EmbeddingCollection(torch.nn.Module):
         self._push_failure: BaseException | None = None
         self.tally = PushCounter()
         self.waits = Histogram()
-        """How long the network waited for batches."""
+        """Time that the network has waited for batches."""
         self._compressed = False
         self.pushes = 0
         self.laps: StepTimings | None = None
-        """Whom the time is told that each batch takes to compute."""
+        """Receives the compute time of each batch."""
         self.note: Callable[[ReadRecord], None] | None = None
-        """Whom is told what each gradient was computed from; one batch a push."""
+        """Receives a record of the inputs of each gradient; with one batch per push."""
         self._pid = os.getpid()
 
     def change_mode(self, mode: Mode) -> None:
-        """Another mode from the next pass of `prefetch` on. The PSs have to be told too."""
+        """Adopts another mode from the next pass of `prefetch` on. Switch the PSs separately."""
         self.mode = mode
         self.gate.mode, self.gate.depth = mode, mode.initial_depth()
 
     # --- the loop ---------------------------------------------------------------------------------------------
 
     def fed(self, epoch: int = 0, start: int = 0) -> Iterator[FedBatch]:
-        """The batches that data loaders have for this NN worker, for `prefetch`.
+        """Yields the batches that data loaders have for this NN worker, for `prefetch`.
 
         Args:
-            epoch: number of the pass, as the data loaders were told to begin it.
-            start: batch number at which all NN workers began in it, likewise.
+            epoch: number of the pass, as given to the data loaders.
+            start: batch number at which all NN workers began in it, as given to the data loaders.
 
         Raises:
             ConfigError: the cluster has no data loaders.
@@ -142,20 +142,20 @@ class EmbeddingCollection(torch.nn.Module):
 
         Args:
             loader: any iterable of `persia.Batch`, a torch `DataLoader` with `batch_size=None` included; or `fed()`.
-            equal_steps: where several NN workers train one network: its `persia.dense.AllReduce`. The iterator then
-                yields as many batches on each of them, and makes up (`batch.dummy`) those that are missing. Without
-                it, batches that were lost with an embedding worker are passed over, and an NN worker that has a batch
-                when others have none raises UnequalStepsError where it is used.
-            draws: in asynchronous modes, the lists that batches and tokens come from; `loader` yields numbered batches.
+            equal_steps: the `persia.dense.AllReduce` of a network that several NN workers train. The iterator then
+                yields the same number of batches on each of them, with dummy batches (`batch.dummy`) in place of
+                missing ones. Without it, batches that were lost with an embedding worker are skipped, and an NN
+                worker that has a batch when others have none raises UnequalStepsError where it is used.
+            draws: the token client of an asynchronous mode; `loader` yields numbered batches then.
 
         Yields:
-            Batches on the device. Each is to be used before the next is drawn; one that was not back-propagated by
-            then is released and counted.
+            Batches on the device. Use each before drawing the next; a batch without a backward pass by then is released
+            and counted.
 
         Raises:
             DataError: a batch does not fit the schema.
-            DeadlineError: a stage was late; it says which.
-            ConfigError: the mode is an asynchronous one, and there are no `draws`.
+            DeadlineError: a stage was late; the error names it.
+            ConfigError: the mode is asynchronous, and there are no `draws`.
             PersiaError: another training pass over this collection is under way.
         """
         source = iter(loader)  # Here, so that DataLoader workers are forked by the caller's thread.
@@ -170,10 +170,10 @@ class EmbeddingCollection(torch.nn.Module):
         return self._train(source, equal_steps, draws)
 
     def forward(self, batch: PreparedBatch | Batch) -> Embeddings:
-        """Embeddings by feature: `[batch, dim]`, or a SequenceEmbedding where the feature is not pooled.
+        """Returns embeddings by feature: `[batch, dim]`, or a SequenceEmbedding if the feature is not pooled.
 
         Args:
-            batch: one from `prefetch`. A plain `persia.Batch` is looked up on the spot, which blocks.
+            batch: from `prefetch`. A plain `persia.Batch` is looked up on the spot, which blocks.
 
         Raises:
             StaleBatchError: the batch was released or its gradient is pushed, and gradients are enabled.
@@ -191,9 +191,9 @@ class EmbeddingCollection(torch.nn.Module):
         return self._expander(batch.rows, batch.inverse, batch.offsets)
 
     def flush(self) -> None:
-        """Applies what is left of a group of `accumulation_steps` batches that were called without `prefetch`.
+        """Applies an incomplete group of `accumulation_steps` batches that were called without `prefetch`. Blocks.
 
-        A `prefetch` loop does this by itself, at its begin and its end. Blocks.
+        A `prefetch` loop does this itself, when it begins and when it ends.
         """
         self._raise_push_failure()
         if self._inline is not None:
@@ -201,36 +201,36 @@ class EmbeddingCollection(torch.nn.Module):
             self._inline = None
         self._flush_group()
 
-    # --- what happened ----------------------------------------------------------------------------------------
+    # --- measurements ----------------------------------------------------------------------------------------
 
     @property
     def staleness(self) -> Staleness:
-        """Measured staleness of the lookups so far, in own steps."""
+        """Measured staleness of the lookups so far, in steps of this NN worker."""
         return self.gate.measured
 
     @property
     def ready(self) -> int:
-        """Batches that are looked up and wait for the network."""
+        """Number of batches that are looked up and wait for the network."""
         pipeline = self._pipeline
         return pipeline.ready if pipeline is not None else 0
 
     @property
     def pushed(self) -> PushCounts:
-        """What became of gradients so far."""
+        """Outcome of the gradients so far."""
         return self.tally.result(self._worker.statistics().get("lost_gradients", 0))
 
     def statistics(self) -> dict[str, dict[str, int]]:
-        """Counters of the tables, summed over the servers."""
+        """Returns counters of the tables, summed over the PSs."""
         return self._rows.statistics()
 
     # --- rows by id -------------------------------------------------------------------------------------------
 
     def rows(self, table: str, ids: ArrayLike, *, state: bool = False) -> StoredRows:
-        """Reads rows by id; nothing is admitted, touched or counted. Blocks. See `nn.row_access.TableRows.read`."""
+        """Reads rows by id; nothing is admitted, touched or counted. Blocks. See `nn.row_access.RowAccess.read`."""
         return self._rows.read(table, ids, state)
 
     def set_rows(self, table: str, ids: ArrayLike, values: ArrayLike, *, state: RowState | None = None) -> RowsSet:
-        """Inserts or overwrites rows by id; refused in a training pass. Blocks. See `nn.row_access.TableRows.set`."""
+        """Inserts or overwrites rows by id; refused in a training pass. Blocks. See `nn.row_access.RowAccess.set`."""
         if self._pipeline is not None:
             raise PersiaError("Rows cannot be set during a training pass. Leave the `prefetch` loop first.")
         self.flush()
@@ -274,8 +274,8 @@ class EmbeddingCollection(torch.nn.Module):
                 batch = None
             complete = True
         finally:
-            # Also when the loop is left early: what has a gradient is applied, the rest is forgotten. A batch that was
-            # abandoned is no step; one that is made up is the others' step.
+            # Also when the loop is left early: batches with a gradient are applied, others are forgotten. An abandoned
+            # batch is no step; a dummy batch is the others' step.
             if batch is not None and batch.dummy and draws is None:
                 self._batch_ended()
             elif batch is not None and batch.close():
@@ -284,7 +284,7 @@ class EmbeddingCollection(torch.nn.Module):
                 self._group, self._group_batches = [], 0
             elif complete or not self._held:
                 self._flush_group()
-            else:  # The others would have to push a step with it, and nobody knows whether they will.
+            else:  # The others would have to push a step with it, which is not known here.
                 self._group, self._group_batches = [], 0
             self._pipeline = None
             try:
@@ -301,11 +301,11 @@ class EmbeddingCollection(torch.nn.Module):
 
     @property
     def _held(self) -> bool:
-        """Whether PSs hold a step until all NN workers have pushed, also those without gradients."""
+        """Whether PSs hold a step until all NN workers have pushed, including those without gradients."""
         return self.mode.group(self.connection.nn_workers, 1) > 1
 
     def _next(self, pipeline: Pipeline, equal_steps: EqualSteps | None) -> PreparedBatch | None:
-        """The next batch; after the own data a made-up one for as long as other NN workers have some."""
+        """Returns the next batch; after the last one dummy batches while other NN workers have data, then None."""
         if self._draws is not None:
             self._draws.want()
         try:
@@ -336,7 +336,7 @@ class EmbeddingCollection(torch.nn.Module):
     def _lookup(self, registered: Registered, dummy_rows: int = 1) -> tuple[PreparedBatch, Callable[[], None]]:
         if self._draws is None:
             return self._found(registered, dummy_rows)
-        # Dense parameters before rows: rows are pushed first, so these are at least as new.
+        # Dense parameters first: rows are pushed before them, so the rows are at least as new.
         drawn = self._draws.draw(registered.number, len(registered.batch.labels))
         prepared, ready = self._found(registered, dummy_rows)
         prepared.drawn = drawn
@@ -384,7 +384,7 @@ class EmbeddingCollection(torch.nn.Module):
                 self._registered.discard(batch.batch_id)
                 self.tally.released()
             elif not batch.dummy:
-                return  # Its gradient is on its way.
+                return  # Its gradient is being pushed.
             assert batch.drawn is not None
             self._push_drawn(batch.drawn, [], None)
         elif batch.dummy:
@@ -431,7 +431,7 @@ class EmbeddingCollection(torch.nn.Module):
         found = []
         for pending in group:
             found.append(Contribution(pending.batch_id, *pending.gradients()))
-            if self.laps is not None and self._staging.device.type == "cuda":  # Now it is computed, not before.
+            if self.laps is not None and self._staging.device.type == "cuda":  # Only now the device has computed it.
                 self.laps.add(pending.batch.began)
         return found
 
@@ -484,7 +484,7 @@ class EmbeddingCollection(torch.nn.Module):
         return prepared
 
     def _raise_push_failure(self) -> None:
-        """Raises, once, what the push thread of an earlier pass failed with."""
+        """Raises, once, the failure of the push thread of an earlier pass."""
         failure, self._push_failure = self._push_failure, None
         if failure is not None:
             raise failure

@@ -1,4 +1,4 @@
-"""Warns where a pass of evaluation has read rows for hardly any id of a feature."""
+"""Warns if an evaluation pass has found rows for hardly any id of a feature."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["IdSample", "warn_of_unknown_ids"]
 
 HARDLY_ANY = 0.01
 """Share of a feature's ids that have a row. Users and items that are new since training are common, so a small share is
-no fault; but of ids that come from another mapping, only those are found that are the same by chance."""
+no fault. Of ids from another mapping, only those that are the same by chance are found."""
 
 FEWEST_IDS = 100
 """A smaller sample says nothing about a share of 1 %."""
 
 IDS_PER_BATCH = 128
 MOST_BATCHES = 8
-"""Together they bound the sample, and with it the time that it takes, whatever the size of the data."""
+"""Together they bound the sample, and so its cost, for any size of the data."""
 
 REMEDY = (
     "Ids without a row read as zeros. Likely the values are written in another way than in training (such as 7 there "
@@ -44,7 +44,7 @@ class IdSample:
         self._number = 0
 
     def add(self, id_features: Mapping[str, IdColumn]) -> None:
-        """Takes some ids of every k-th batch; k doubles whenever there are too many."""
+        """Samples ids of every k-th batch; k doubles whenever there are too many."""
         if self._number % self._every == 0:
             self._batches.append({name: _spread(column.values).copy() for name, column in id_features.items()})
             if len(self._batches) == MOST_BATCHES:
@@ -53,7 +53,7 @@ class IdSample:
         self._number += 1
 
     def ids(self) -> dict[str, Ids]:
-        """By feature, those of features that have enough of them."""
+        """Returns the sample by feature, for features that have enough ids."""
         names = self._batches[0] if self._batches else {}
         found = {name: np.concatenate([batch[name] for batch in self._batches]) for name in names}
         return {name: ids for name, ids in found.items() if len(ids) >= FEWEST_IDS}
@@ -62,7 +62,7 @@ class IdSample:
 def warn_of_unknown_ids(sample: IdSample, rows: RowAccess, schema: Schema) -> None:
     """Logs a warning that names the features of which hardly any sampled id has a row, though their table has rows.
 
-    One call to each PS, or two if there is something to warn of.
+    Makes one call to each PS, or two if there is something to warn of.
     """
     ids = sample.ids()
     if not ids:
@@ -91,5 +91,5 @@ def warn_of_unknown_ids(sample: IdSample, rows: RowAccess, schema: Schema) -> No
 
 
 def _spread(ids: Ids) -> Ids:
-    """At most `IDS_PER_BATCH` of them, evenly spaced."""
+    """Returns at most `IDS_PER_BATCH` of the ids, evenly spaced."""
     return ids[:: max(1, -(-len(ids) // IDS_PER_BATCH))]

@@ -1,4 +1,4 @@
-"""Rows that are only read: for evaluation."""
+"""Read-only lookups, for evaluation."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from persia.services import EmbeddingWorker
 __all__ = ["EvaluationReader"]
 
 READY = 4
-"""Batches looked up ahead, where no mode says how many."""
+"""Number of batches to look up ahead, as no mode sets it."""
 
 
 class EvaluationReader:
-    """Looks batches up and changes nothing: nothing is admitted or touched, and no gate is asked.
+    """Looks batches up and changes nothing: no row is admitted or touched, and no gate applies.
 
     Args:
         schema: of the batches.
         worker: the embedding workers.
         transfer: brings rows to the device.
         timeout: seconds that a batch may take.
-        rows: where to look at the end of a pass whether ids have rows; None for not at all.
+        rows: access to rows, to check at the end of a pass whether ids have rows; None for no check.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class EvaluationReader:
         self._rows = rows
 
     def batches(self, source: Iterator[object]) -> Iterator[PreparedBatch]:
-        """Batches with rows, looked up ahead in background threads. At the end warns of features without rows."""
+        """Yields batches with rows, looked up ahead in background threads; then warns of features without rows."""
         stopped = False
         sample = IdSample()
 
@@ -69,7 +69,7 @@ class EvaluationReader:
             warn_of_unknown_ids(sample, self._rows, self._schema)
 
     def now(self, batch: Batch) -> tuple[PreparedBatch, Callable[[], None]]:
-        """A batch with rows, and what makes it ready. Blocks."""
+        """Returns a batch with rows, and the function that makes it ready. Blocks."""
         return self._look_up(self._validated(batch))
 
     def _validated(self, batch: object) -> Batch:

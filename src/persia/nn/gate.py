@@ -1,4 +1,4 @@
-"""How many own steps are between lookup and applied gradient: the gate, and its measurement."""
+"""The gate that bounds the steps between a lookup and its applied gradient, and the measurement of them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["Staleness", "StalenessGate", "Window"]
 class Window:
     """Sums over the draws of consecutive windows. Not thread-safe.
 
-    It rests on one fact: with one step fewer in flight the gate opens later by the time of one step, and rows that
-    had to pass it are ready later by as much.
+    It uses one fact: with one step fewer in flight, the gate opens later by the time of one step, and rows behind it
+    are ready later by as much.
 
     Args:
         accumulation: batches per step.
@@ -40,8 +40,8 @@ class Window:
 
         Args:
             seconds: since the draw before, waiting included.
-            lead: how long the rows had been ready; negative: how long the training thread waited for them.
-            held: how long the gate had held their lookup back.
+            lead: seconds that the rows had been ready; negative: seconds that the training thread waited for them.
+            held: seconds that the gate had delayed their lookup.
         """
         wait = max(-lead, 0.0)
         step = self._accumulation * (seconds - wait)
@@ -61,21 +61,21 @@ class Window:
         return seen
 
     def changed(self, by: int) -> None:
-        """The depth was changed after the window that has just ended."""
+        """Notes that the depth was changed after the window that has just ended."""
         self._change, self._windows, self._before = by, 0, self._previous
 
 
 WINDOW = 128
-"""Batches between two looks of a mode that adapts its depth: a hiccup of one step is below what it reacts to."""
+"""Batches between two decisions of a mode that adapts its depth: long enough to ignore one slow step."""
 
 
 class Staleness(NamedTuple):
-    """Measured staleness: at each lookup, how many earlier own steps had no applied gradient yet.
+    """Measured staleness: at each lookup, the earlier steps of this NN worker without an applied gradient.
 
     Attributes:
         mean: over all lookups.
         max: over all lookups.
-        lookups: how many batches were looked up.
+        lookups: number of batches that were looked up.
     """
 
     mean: float = 0.0
@@ -93,7 +93,7 @@ class StalenessGate:
         self.mode = mode
         self.depth = mode.initial_depth()
         self.versions: list[int] | None = None
-        """When a list: the number of applied steps at each lookup is appended (to replay a run)."""
+        """If a list, the number of applied steps is appended at each lookup (to replay a run)."""
         self._accumulation = accumulation_steps
         # Of the current pass over the data, in batches; earlier passes count as `_steps_before`.
         self._looked_up = 0
@@ -115,7 +115,7 @@ class StalenessGate:
             return Staleness(self._sum / max(1, self._lookups), self._max, self._lookups)
 
     def open(self) -> None:
-        """Begins a pass over data: nothing is in flight."""
+        """Begins a pass over data, with nothing in flight."""
         with self._changed:
             self._steps_before += -(-self._done // self._accumulation)
             self._looked_up = self._done = 0
@@ -125,7 +125,7 @@ class StalenessGate:
             self._drawn_at = None
 
     def close(self) -> None:
-        """Wakes the waiter, who gets False."""
+        """Closes the gate: a waiting `pass_lookup` returns False."""
         with self._changed:
             self._open = False
             self._changed.notify_all()
@@ -133,7 +133,7 @@ class StalenessGate:
     def pass_lookup(self) -> bool:
         """Blocks until the next lookup is allowed and counts it; False when closed instead.
 
-        There is no deadline on purpose: the gate opens by the caller's own backward pass, which may take its time.
+        There is no deadline: the caller's own backward pass opens the gate, and may take any time.
         """
         with self._changed:
             began = time.monotonic()
@@ -152,13 +152,13 @@ class StalenessGate:
             return True
 
     def done(self, batches: int) -> None:
-        """So many looked-up batches are applied or released."""
+        """Notes that this many looked-up batches are applied or released."""
         with self._changed:
             self._done += batches
             self._changed.notify_all()
 
     def drawn(self, lead: float) -> None:
-        """The training thread drew a batch.
+        """Notes that the training thread drew a batch.
 
         Args:
             lead: seconds that its rows had been ready; negative: seconds that the thread waited for them.
@@ -168,7 +168,7 @@ class StalenessGate:
             held = self._held.popleft()
             before, self._drawn_at = self._drawn_at, now
             if before is None:
-                return  # Nothing is known about the first one: the threads have just begun.
+                return  # The first one says nothing: the threads have just begun.
             self._window.add(now - before, lead, held)
             if self._window.draws < WINDOW:
                 return
@@ -179,5 +179,5 @@ class StalenessGate:
                 self._changed.notify_all()
 
     def _in_flight(self) -> int:
-        """Steps before that of the next batch which lack their applied gradient."""
+        """Returns the number of steps before that of the next batch without an applied gradient."""
         return self._looked_up // self._accumulation - self._done // self._accumulation

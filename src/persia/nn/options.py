@@ -1,4 +1,4 @@
-"""What a collection seldom needs to be told."""
+"""Settings of a collection that have good defaults."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["CollectionOptions"]
 
 
 class CollectionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a collection seldom needs to be told.
+    """Settings of a collection that have good defaults.
 
     Args:
         device: where the network runs: "cpu", "cuda", "cuda:1".
         seed: of row initialisation and admission.
-        accumulation_steps: gradients of so many batches are applied together, as one update.
+        accumulation_steps: number of batches whose gradients are applied together, as one update.
         timeout: seconds that a wait for a batch, a lookup or a push may take.
     """
 

@@ -1,4 +1,4 @@
-"""Batches on their way through an NN worker: to their lookup, and back as gradients."""
+"""Batches in transit through an NN worker: to their lookup, and back as gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Pending", "Registered"]
 
 
 class Pending(NamedTuple):
-    """Gradients of a batch on their way to the host."""
+    """Gradients of a batch in transit to the host."""
 
     batch_id: int
     rows: int
@@ -22,21 +22,21 @@ class Pending(NamedTuple):
     batch: PreparedBatch
 
     def read(self, rank: int, sequence: int, dense: list[int]) -> ReadRecord:
-        """What the gradient was computed from.
+        """Returns a record of the inputs of the gradient.
 
         Args:
             rank: of this NN worker.
-            sequence: of the push that it goes with.
+            sequence: of its push.
             dense: versions of the dense parameters.
         """
         return ReadRecord(rank, sequence, self.batch.number, self.rows, self.batch.versions, dense)
 
 
 class Registered(NamedTuple):
-    """A batch on its way to its lookup.
+    """A registered batch before its lookup.
 
     Attributes:
-        batch: as it came.
+        batch: as read.
         batch_id: at the embedding worker.
         number: of the pass, in asynchronous modes.
     """

@@ -2,7 +2,7 @@
 
 One :class:`Pipeline` is one pass over a loader: a thread reads batches ahead, a thread registers them and looks
 their rows up when the gate opens, a thread pushes gradients. A failure of any of them surfaces at the caller's
-next draw, with a note of where it came from; closing ends all three.
+next draw, with a note about its origin; closing ends all three.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Closed(Exception):  # noqa: N818 - not an error: the other side has gone
 
 
 class Channel(Generic[T]):
-    """Like `queue.Queue`, whose `shutdown` only came with Python 3.13."""
+    """A bounded queue that can be closed, like `queue.Queue` with the `shutdown` of Python 3.13."""
 
     def __init__(self, capacity: int) -> None:
         self._items: deque[T] = deque()
@@ -53,7 +53,7 @@ class Channel(Generic[T]):
             self._changed.notify_all()
 
     def await_demand(self) -> None:
-        """Blocks until somebody waits in `get` for what is not there. Raises Closed when closed."""
+        """Blocks until a `get` waits for an item. Raises Closed when closed."""
         with self._changed:
             while not self._closed and not (self._getting and not self._items):
                 self._changed.wait()
@@ -86,7 +86,7 @@ class Channel(Generic[T]):
             return item
 
     def close(self, *, discard: bool = False) -> None:
-        """No more items come; those inside can still be got, unless discarded."""
+        """Refuses further items; those inside can still be got, unless discarded."""
         with self._changed:
             self._closed = True
             if discard:
@@ -95,23 +95,23 @@ class Channel(Generic[T]):
 
 
 READ_AHEAD = 16
-"""Batches read before they are needed; more only costs memory."""
+"""Batches to read before they are needed; more only costs memory."""
 
 LOADER_GRACE = 1.0
-"""Seconds that the end of a pass waits for the loader."""
+"""Seconds to wait for the loader at the end of a pass."""
 
 MOST_READY = 64
-"""Batches looked up before they are needed when the mode sets no bound."""
+"""Batches to look up before they are needed if the mode sets no bound."""
 
 
 class Stages(NamedTuple):
-    """What the threads of a pipeline do.
+    """The work of a pipeline's threads.
 
     Attributes:
-        register: takes a batch as the loader gave it; the result goes to `lookup`.
+        register: registers a batch of the loader; its result goes to `lookup`.
         may_lookup: blocks until the lookup is allowed; False when the pipeline is being closed.
-        lookup: gives the batch to be trained.
-        drawn: told at each draw how many seconds the batch had been ready; negative: how many the draw had to wait.
+        lookup: returns the batch to train, and the function that makes it ready.
+        drawn: gets at each draw the seconds that the batch had been ready; negative: those that the draw waited.
         stop: makes a blocked `may_lookup` return False.
     """
 
@@ -137,11 +137,11 @@ class Pipeline:
 
     Args:
         source: the loader's iterator.
-        stages: what the threads do.
+        stages: the work of the threads.
         timeout: seconds that a draw, or the end of the last push, may take.
-        ready: most batches looked up ahead.
-        read_ahead: most batches read ahead of that; 0: one, which is asked for when it is to be looked up next.
-        counts: of the batches that NN workers have, where all have to make equally many steps.
+        ready: maximum number of batches looked up ahead.
+        read_ahead: maximum number of batches read ahead of that; 0: one, which is read when its lookup is next.
+        counts: of the batches of all NN workers, if all have to make the same number of steps.
     """
 
     def __init__(
@@ -176,16 +176,16 @@ class Pipeline:
 
     @property
     def ready(self) -> int:
-        """Batches looked up that were not drawn yet."""
+        """Number of batches that are looked up and not drawn yet."""
         return len(self._ready)
 
     def draw(self) -> PreparedBatch:
-        """The next batch.
+        """Returns the next batch.
 
         Raises:
             StopIteration: the loader has ended.
-            DeadlineError: no batch came in time; it says which stage was late.
-            Exception: whatever a background thread failed with.
+            DeadlineError: no batch came in time; the error names the late stage.
+            Exception: the failure of a background thread.
         """
         began = time.monotonic()
         if self.push_failure is not None:
@@ -210,32 +210,32 @@ class Pipeline:
         return item.batch
 
     def check_others(self) -> None:
-        """Returns when all NN workers are known to have the batch that was drawn last, so that none waits for others.
+        """Waits until all NN workers are known to have the batch that was drawn last.
 
         Raises:
-            UnequalStepsError: one has run out.
-            DeadlineError: one was late.
+            UnequalStepsError: an NN worker has run out of batches.
+            DeadlineError: an NN worker was late.
         """
         if self._counts is not None:
             self._counts.check(self._number - 1)
 
     def push(self, task: Callable[[], None]) -> None:
-        """Runs the task in the push thread, in order; after a failed push, does nothing.
+        """Runs the task in the push thread, in order; no-op after a failed push.
 
-        Blocks while 64 pushes wait: a slow server holds the training thread up, memory stays bounded.
+        Blocks while 64 pushes wait, so that memory stays bounded with a slow server.
         """
         with contextlib.suppress(Closed):
             self._pushes.put(task)
 
     def close(self) -> None:
-        """Ends the threads; pushes that were handed over are finished, batches that nobody drew are dropped.
+        """Ends the threads; finishes pushes that were handed over, and drops batches that were not drawn.
 
         Raises:
-            DeadlineError: a lookup or a push under way does not end.
+            DeadlineError: a lookup or a push in progress does not end.
         """
         atexit.unregister(self._end_with_the_process)
         self._stop()
-        # The loader may sit in its `next` for long; its thread ends with that, and nobody needs to wait.
+        # The loader may block in its `next` for long; its thread ends after that without being joined.
         self._threads[0].join(LOADER_GRACE)
         for thread, what in zip(self._threads[1:], ("lookup", "push"), strict=True):
             self._join(thread, f"embedding worker: {what}")
@@ -249,12 +249,12 @@ class Pipeline:
         self._pushes.close()
 
     def _end_with_the_process(self) -> None:
-        """For a loop that the program never left: what is under way ends, as far as it does in a moment."""
-        if os.getpid() != self._process:  # A forked child has neither the threads nor, for sure, their locks.
+        """Ends the threads at exit of a program that never left its loop, as far as they end within a moment."""
+        if os.getpid() != self._process:  # A forked child does not have the threads, and their locks may be taken.
             return
         self._stop()
         for thread in self._threads:
-            if thread.is_alive():  # Not where a signal came before it was started.
+            if thread.is_alive():  # A signal may have come before it was started.
                 thread.join(LOADER_GRACE)
 
     def _join(self, thread: threading.Thread, what: str) -> None:

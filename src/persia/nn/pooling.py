@@ -1,4 +1,4 @@
-"""From unique rows to what the model reads: expansion and pooling on the NN worker's own device."""
+"""Expands and pools distinct rows into the input of the model, on the NN worker's device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SequenceEmbedding(NamedTuple):
 
 
 Embeddings: TypeAlias = Mapping[str, torch.Tensor | SequenceEmbedding]
-"""By feature name: `[batch, dim]` where pooled, else a SequenceEmbedding."""
+"""By feature name: `[batch, dim]` if pooled, else a SequenceEmbedding."""
 
 
 class Expander:
@@ -54,7 +54,7 @@ class Expander:
         inverse: Mapping[str, Inverse] | Mapping[str, torch.Tensor],
         offsets: Mapping[str, Int64Array | None] | Mapping[str, torch.Tensor | None],
     ) -> dict[str, torch.Tensor | SequenceEmbedding]:
-        """By feature `[batch, dim]`, or a SequenceEmbedding where it is not pooled.
+        """Returns by feature `[batch, dim]`, or a SequenceEmbedding if it is not pooled.
 
         Args:
             rows: by table, `[unique, dim]`.
@@ -163,7 +163,7 @@ def pool_bags(
 def sequence_of(
     rows: torch.Tensor, inverse: torch.Tensor, offsets: torch.Tensor | None, max_length: int
 ) -> SequenceEmbedding:
-    """The first `max_length` rows of each sample, padded with zeros.
+    """Returns the first `max_length` rows of each sample, padded with zeros.
 
     Returns:
         values `[batch, max_length, dim]` and mask bool `[batch, max_length]`.
@@ -187,7 +187,7 @@ def expand_with_torch(
     inverse: Mapping[str, torch.Tensor],
     offsets: Mapping[str, torch.Tensor | None],
 ) -> dict[str, torch.Tensor | SequenceEmbedding]:
-    """All features, by torch operations: what runs on a GPU, and the readable twin of the native path.
+    """Pools all features with torch operations: the path of a GPU, and the readable twin of the native path.
 
     Args:
         features: by name: table, pooling, max_length.

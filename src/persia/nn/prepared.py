@@ -1,4 +1,4 @@
-"""A batch whose rows are on the device: what `prefetch` yields and the model's loop uses."""
+"""Batches whose rows are on the device, as `prefetch` yields them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["PreparedBatch", "PreparedRows", "dummy_batch"]
 
 
 class PreparedRows(NamedTuple):
-    """`LookedUp` of a batch, where the network runs.
+    """The rows of a batch on the device of the network.
 
     Attributes:
         rows: by table, float32 `[unique ids, dim]`: the autograd leaves. One gradient per table and backward.
-        inverse: by feature, where each id's row is.
-        offsets: by feature, int64 `[batch + 1]`, or None where each sample has one id.
+        inverse: by feature, the index of each id's row.
+        offsets: by feature, int64 `[batch + 1]`, or None if each sample has one id.
     """
 
     rows: dict[str, torch.Tensor]
@@ -38,14 +38,14 @@ class PreparedBatch:
         dense: float32 `[batch, dense features]`.
         labels: float32 `[batch, labels]`.
         day: int32 `[batch]` on the host, or None.
-        rows: see `PreparedRows`; likewise the next two.
-        inverse: where the rows are.
-        offsets: of multi-valued features.
-        batch_id: what the embedding worker knows it by; None where no gradient is awaited.
-        dummy: it stands in for data that this NN worker does not have; the network must not learn from it.
+        rows: see `PreparedRows`.
+        inverse: see `PreparedRows`.
+        offsets: see `PreparedRows`.
+        batch_id: its key at the embedding worker; None if no gradient is awaited.
+        dummy: whether it stands in for data that this NN worker does not have; the network must not learn from it.
         drawn: its token, in asynchronous modes.
-        began: when it was drawn, on the monotonic clock.
-        number: of the pass; -1 if it is not known.
+        began: time at which it was drawn, on the monotonic clock.
+        number: within the pass; -1 if not known.
         versions: see `LookedUp`.
     """
 
@@ -77,7 +77,7 @@ class PreparedBatch:
 
     @property
     def weight(self) -> int:
-        """Samples that count."""
+        """Number of samples that count."""
         return 0 if self.dummy else len(self)
 
     @property
@@ -105,7 +105,7 @@ class PreparedBatch:
             leaf.register_post_accumulate_grad_hook(on_gradient)
 
     def close(self) -> bool:
-        """No gradient is accepted any more. Returns whether one was awaited."""
+        """Refuses gradients from now on. Returns whether one was awaited."""
         awaited = self.trains
         self._closed = True
         return awaited
@@ -121,7 +121,7 @@ class PreparedBatch:
 
     def _on_gradient(self) -> None:
         if not self._called_back:
-            # The leaves of a backward pass come one by one; the engine calls back once all have come.
+            # Gradients of the leaves arrive one by one; the engine calls back after the last.
             self._called_back = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
 
@@ -133,7 +133,7 @@ class PreparedBatch:
 
 
 def dummy_batch(schema: Schema, rows: int, device: torch.device) -> PreparedBatch:
-    """Zeros, and samples without ids: the network can be run with it, so that collectives find all NN workers.
+    """Returns a batch of zeros and samples without ids, so that a rank without data can take part in collectives.
 
     Args:
         schema: of the model's input.
@@ -142,7 +142,7 @@ def dummy_batch(schema: Schema, rows: int, device: torch.device) -> PreparedBatc
     """
     on_host = device.type == "cpu"
     names = [f.name for f in schema.id_features]
-    # Pooling needs a row to point to, though no id does.
+    # Pooling needs a row, though no id points to it.
     tables = {name: torch.zeros(1, table.dim, device=device) for name, table in schema.resolved_tables().items()}
     if on_host:
         index: dict[str, Inverse] = {name: np.empty(0, np.uint16) for name in names}

@@ -1,4 +1,4 @@
-"""What became of gradients and batches."""
+"""Counts of the outcome of gradients and batches."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["PushCounter", "PushCounts"]
 
 
 class PushCounts(NamedTuple):
-    """What became of the gradients so far, in rows, and of batches without one.
+    """Outcome of the gradients so far, in rows, and of batches without a gradient.
 
     Attributes:
         applied: rows updated.
-        absent: rows that were not there (not admitted, or evicted): skipped.
+        absent: rows that are not in the table (not admitted, or evicted): skipped.
         non_finite: rows whose gradient had a NaN or Inf: dropped.
         released: batches that were drawn and never back-propagated.
         lost_batches: batches whose rows could not be looked up, as their embedding worker was gone: skipped.
@@ -33,7 +33,7 @@ class PushCounts(NamedTuple):
 
 
 class PushCounter:
-    """Counts what becomes of gradients and batches. Each count is written by one thread, and may be read by any."""
+    """Counts the outcome of gradients and batches. Each count is written by one thread, and may be read by any."""
 
     def __init__(self) -> None:
         self._updates: dict[str, UpdateCounts] = {}
@@ -46,16 +46,16 @@ class PushCounter:
         self._updates = sum_counts([self._updates, counts])
 
     def released(self) -> None:
-        """A batch was drawn and never back-propagated."""
+        """Counts a batch that was drawn and never back-propagated."""
         self._released += 1
 
     def lost(self, rows: int) -> None:
-        """A batch of `rows` samples was gone with its embedding worker before its lookup."""
+        """Counts a batch of `rows` samples that was lost with its embedding worker before its lookup."""
         self._lost_batches += 1
         self._lost_rows += rows
 
     def result(self, lost_gradients: int) -> PushCounts:
-        """All of it, with the gradients that could not be pushed, which others count."""
+        """Returns all counts; the batches whose gradient could not be pushed are counted elsewhere."""
         total = sum(self._updates.values(), UpdateCounts())
         return PushCounts(
             total.applied,

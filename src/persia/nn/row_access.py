@@ -1,4 +1,4 @@
-"""Embedding rows by id: read and set, beside the training loop."""
+"""Reads and sets embedding rows by id, outside the training loop."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ __all__ = ["RowAccess"]
 S = TypeVar("S", bound=np.generic)
 
 CHUNK_BYTES = 64 << 20
-"""Approximate size of a message: bounds memory, and how long a shard is locked."""
+"""Approximate size of a message: bounds memory, and the time for which a shard is locked."""
 
 MOST_STATE = 2
-"""Floats of optimizer state per float of embedding, at most."""
+"""Maximum number of floats of optimizer state per float of embedding."""
 
 
 class RowAccess:
-    """Reads and sets rows of all tables, wherever their PSs are. Calls block.
+    """Reads and sets rows of all tables, at all embedding PSs. Calls block.
 
     Args:
         schema: features and tables.
@@ -47,7 +47,7 @@ class RowAccess:
     def read(self, table: str, ids: ArrayLike, state: bool) -> StoredRows:
         """Reads rows by id, as they are now: nothing is admitted, touched or counted.
 
-        In a training pass, gradients that are on their way may or may not be in them.
+        During a training pass, gradients in flight may or may not be in them.
 
         Args:
             table: name of the table.
@@ -81,7 +81,7 @@ class RowAccess:
         )
 
     def set(self, table: str, ids: ArrayLike, values: ArrayLike, state: RowState | None) -> RowsSet:
-        """Inserts or overwrites rows by id; they become the most recently used ones, and admission is not asked.
+        """Inserts or overwrites rows by id; they become the most recently used ones, without admission.
 
         Call it while no NN worker trains: each row is replaced as a whole, but an update of it at the same moment may
         be lost, and gradients of batches looked up before are applied to the new values. A call may be repeated. The
@@ -91,7 +91,7 @@ class RowAccess:
             table: name of the table.
             ids: as for `read`, distinct.
             values: `[n, dim]`, finite, within the table's `value_bound`.
-            state: of the optimizer. None keeps that of existing rows, and new ones begin with the first one.
+            state: of the optimizer. None keeps that of existing rows; new rows get the initial state.
 
         Raises:
             ConfigError: there is no such table.
@@ -120,7 +120,7 @@ class RowAccess:
         return done
 
     def contains(self, ids: Mapping[str, Ids]) -> dict[str, BoolArray]:
-        """By table, which ids have a row; one call for each PS."""
+        """Returns by table whether each id has a row; one call to each PS."""
         if len(self._servers) == 1:
             return dict(self._servers[0].contains(Packed.of(ids, np.uint64)))
         found = {table: np.zeros(len(mine), np.bool_) for table, mine in ids.items()}
@@ -139,7 +139,7 @@ class RowAccess:
         return found
 
     def statistics(self) -> dict[str, dict[str, int]]:
-        """Counters of the tables, summed over the PSs."""
+        """Returns counters of the tables, summed over the PSs."""
         total: dict[str, dict[str, int]] = {}
         for answer in call_all([functools.partial(server.statistics) for server in self._servers]):
             for table, counters in answer.items():
@@ -154,7 +154,7 @@ class RowAccess:
         return self._tables[name]
 
     def _ids(self, table: str, ids: ArrayLike) -> Ids:
-        """An array of uint64 as it is; anything else as readers map a column of the features that read the table."""
+        """Returns ids: arrays of uint64 as they are, other columns as readers map them for features of the table."""
         if isinstance(ids, np.ndarray) and ids.dtype == np.uint64 and ids.ndim == 1:
             return np.ascontiguousarray(ids)
         kinds = {f.name: f.kind for f in self._schema.id_features if f.table_name == table and not f.cross}
@@ -175,7 +175,7 @@ class RowAccess:
         return column.values
 
     def _rounds(self, table: Table, ids: Ids) -> Iterator[list[tuple[EmbeddingPS, Int64Array]]]:
-        """PSs to ask at the same time, each with places of ids that it owns; who owns many is in several rounds."""
+        """Yields PSs to ask at the same time, with places of ids that each owns; many places take several rounds."""
         most = max(1, CHUNK_BYTES // (17 + 4 * (1 + MOST_STATE) * table.dim))
         owner = batching.owners(table.name, ids, len(self._servers))
         owned = [np.flatnonzero(owner == number) for number in range(len(self._servers))]
@@ -195,7 +195,7 @@ def _state_at(state: RowState, places: Int64Array) -> RowState:
 
 
 def _ordered(order: Int64Array, parts: Sequence[NDArray[S]]) -> NDArray[S]:
-    """The parts together, element i at `order[i]`."""
+    """Concatenates the parts, with element i at `order[i]`."""
     joined = np.concatenate(parts)
     result = np.empty_like(joined)
     result[order] = joined
@@ -251,7 +251,7 @@ def _checked_state(table: Table, count: int, state: RowState) -> RowState:
 
 
 def _floats(table: Table, name: str, values: ArrayLike) -> Floats:
-    """As float32, finite."""
+    """Returns the values as float32, checked to be finite."""
     if isinstance(values, torch.Tensor):
         values = values.detach().cpu()
     try:

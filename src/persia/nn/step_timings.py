@@ -1,4 +1,4 @@
-"""How long this NN worker computes each batch: told to the coordinator now and then, for `persia.modes.Auto`."""
+"""Compute times of this NN worker's batches, reported to the coordinator at intervals for `persia.modes.Auto`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["StepTimings"]
 
 
 class StepTimings:
-    """For one thread.
+    """Collects the compute times of batches and reports them. For one thread.
 
     Args:
-        tokens: who is told.
+        tokens: receives the reports.
         rank: of this NN worker.
-        every: seconds between two reports, at least.
-        again: tells the coordinator what to decide by, in case that it has started anew.
+        every: minimum number of seconds between two reports.
+        again: sends the coordinator the inputs of its decision again, in case it has restarted.
     """
 
     def __init__(self, tokens: Tokens, rank: int, every: float, again: Callable[[], object]) -> None:
@@ -30,7 +30,7 @@ class StepTimings:
         self._untold: list[tuple[float, float]] = []
 
     def add(self, began: float) -> None:
-        """A batch that was begun at `began` on the monotonic clock is computed. Calls the coordinator now and then."""
+        """Adds a batch that began at `began` on the monotonic clock and ends now; reports at intervals."""
         now = time.monotonic()
         self._untold.append((began, now - began))
         if now - self._sent < self._every:

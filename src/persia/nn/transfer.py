@@ -1,4 +1,4 @@
-"""Rows of a batch to the device and gradients back, in the form in which they travel."""
+"""Transfers rows of a batch to the device, and gradients back, in their wire form."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ __all__ = [
 ]
 
 Ready = Callable[[], None]
-"""Called by the thread that will use the tensors, before it does."""
+"""To be called by the thread that uses the tensors, before it does."""
 
 Then = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
 class Staging(Protocol):
-    """How arrays of the host become tensors of a device and back."""
+    """Moves arrays of the host to tensors of a device, and back."""
 
     device: torch.device
 
     def to_device(
         self, arrays: Mapping[str, NDArray[np.generic]], then: Then | None = None
     ) -> tuple[dict[str, torch.Tensor], Ready]:
-        """Tensors on the device; call the second result in the using thread first.
+        """Returns tensors on the device; call the second result in the using thread first.
 
         Args:
             arrays: on the host.
@@ -54,7 +54,7 @@ class Staging(Protocol):
 
 
 class CpuStaging:
-    """The host is the device: tensors and arrays share memory."""
+    """Staging without a device: tensors and arrays share memory."""
 
     device = torch.device("cpu")
 
@@ -84,7 +84,7 @@ class CudaStaging:
     def to_device(
         self, arrays: Mapping[str, NDArray[np.generic]], then: Then | None = None
     ) -> tuple[dict[str, torch.Tensor], Ready]:
-        """Copies on the side stream; the using stream waits for an event, not the thread."""
+        """Copies on the side stream; the using stream waits for an event, the thread does not."""
         tensors: dict[str, torch.Tensor] = {}
         with torch.cuda.stream(self._up):
             for name, array in arrays.items():
@@ -105,7 +105,7 @@ class CudaStaging:
         return tensors, ready
 
     def to_host(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[str, Any]]:
-        """Copies on the side stream, after what the training stream has queued."""
+        """Copies on the side stream, after the work that the training stream has queued."""
         self._down.wait_stream(torch.cuda.current_stream(self.device))
         pinned: dict[str, torch.Tensor] = {}
         with torch.cuda.stream(self._down):
@@ -124,7 +124,7 @@ class CudaStaging:
 
 
 def staging_for(name: str) -> Staging:
-    """The staging of a device.
+    """Returns the staging of a device.
 
     Raises:
         ConfigError: the device is unknown, or not there.
@@ -151,7 +151,7 @@ SMALLEST_SCALE = 2.0**-126
 def decode(
     rows: Mapping[str, WireRows], scales: Mapping[str, Floats] | None, scratch: batching.Scratch | None = None
 ) -> Packed[np.float32]:
-    """float32 rows `[n, dim]` by table; without scales they come as they are."""
+    """Returns float32 rows `[n, dim]` by table; unchanged without scales."""
     if scales is None:
         return Packed.of(cast("Mapping[str, Floats]", rows), np.float32)
     halves = Packed.of(cast("Mapping[str, Halves]", rows), np.float16)
@@ -159,14 +159,14 @@ def decode(
 
 
 def encode(rows: Mapping[str, Floats]) -> tuple[Packed[np.float16], Packed[np.float32]]:
-    """float16 rows and their scales by table. A row that is not finite stays so; see `batching.encode_rows`."""
+    """Returns float16 rows and their scales by table. A row that is not finite stays so; see `batching.encode_rows`."""
     return batching.encode_packed(Packed.of(rows, np.float32))
 
 
 def decode_tensors(
     rows: Mapping[str, torch.Tensor], scales: Mapping[str, torch.Tensor] | None
 ) -> dict[str, torch.Tensor]:
-    """`decode` on the tensors' own device."""
+    """Like `decode`, on the device of the tensors."""
     scales = scales or {}
     return {
         name: values.to(torch.float32) * scales[name].unsqueeze(1) if name in scales else values
@@ -175,7 +175,7 @@ def decode_tensors(
 
 
 def encode_tensors(rows: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """`encode` on the tensors' own device."""
+    """Like `encode`, on the device of the tensors."""
     halves: dict[str, torch.Tensor] = {}
     scales: dict[str, torch.Tensor] = {}
     for name, values in rows.items():
@@ -191,10 +191,10 @@ Encoded = tuple[Packed[np.float32 | np.float16], Packed[np.float32] | None]
 
 
 class Transfer:
-    """What an NN worker does between the wire and its network.
+    """Converts between the wire form of a batch and the tensors of the network.
 
-    Compressed rows are decoded where the network runs, so that half the bytes go to a GPU and back; on the host the
-    native core does it, with the same bits. Each kind of array crosses as one.
+    Compressed rows are decoded on the device of the network, so that half the bytes go to a GPU and back; on the host
+    the native core decodes them, with the same bits. All arrays of a kind cross as one.
 
     Args:
         staging: of the device.
@@ -207,7 +207,7 @@ class Transfer:
         self._scratch = batching.Scratch()
 
     def rows(self, batch: Batch | FedBatch, found: LookedUp, batch_id: int | None) -> tuple[PreparedBatch, Ready]:
-        """The batch on the device; call the second result in the using thread first."""
+        """Returns the batch on the device; call the second result in the using thread first."""
         arrays: dict[str, NDArray[Any]] = {"dense": batch.dense, "labels": batch.labels}
         if self._on_host:
             plain = decode(found.rows, found.scales, self._scratch)
@@ -261,7 +261,7 @@ class Transfer:
 
 
 def unpacked(buffer: torch.Tensor, packed: Packed[Any]) -> dict[str, torch.Tensor]:
-    """The tensors that lie in a buffer as the arrays of `packed` do; views."""
+    """Returns views into a buffer that is laid out like `packed`."""
     if packed.widths is None:
         return dict(zip(packed.names, buffer.split(list(packed.counts)), strict=True))
     sizes = [count * width for count, width in zip(packed.counts, packed.widths, strict=True)]
@@ -270,7 +270,7 @@ def unpacked(buffer: torch.Tensor, packed: Packed[Any]) -> dict[str, torch.Tenso
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All values in one dimension: a view where the tensors lie one after another in one storage, else a copy."""
+    """Returns all values in one dimension: a view if the tensors are contiguous in one storage, else a copy."""
     if not tensors:
         return torch.empty(0)
     first = tensors[0]

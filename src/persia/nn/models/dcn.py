@@ -60,7 +60,7 @@ class DCNv2(nn.Module):
         self.deep = mlp(width, hidden, output_count(schema, outputs), dropout=dropout)
 
     def forward(self, dense: Tensor, embeddings: Embeddings) -> Tensor:
-        """Logits `[batch, outputs]` from dense features `[batch, n]` and embeddings."""
+        """Returns logits `[batch, outputs]` from dense features `[batch, n]` and embeddings."""
         x0 = torch.cat([*(pooled(embeddings[name]) for name in self.features), dense], 1)
         x = x0
         for layer in self.cross:

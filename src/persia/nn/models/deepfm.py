@@ -50,7 +50,7 @@ class DeepFM(nn.Module):
         self.deep = mlp(inputs, hidden, count, dropout=dropout)
 
     def forward(self, dense: Tensor, embeddings: Embeddings) -> Tensor:
-        """Logits `[batch, outputs]` from dense features `[batch, n]` and embeddings."""
+        """Returns logits `[batch, outputs]` from dense features `[batch, n]` and embeddings."""
         features = torch.cat(self.same_dim(embeddings), 1)
         total = features.view(len(features), len(self.same_dim.names), self.same_dim.dim).sum(1)
         pairs = 0.5 * (total.square().sum(1, keepdim=True) - features.square().sum(1, keepdim=True))

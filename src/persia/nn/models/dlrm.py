@@ -57,7 +57,7 @@ class DLRM(nn.Module):
         self.top = mlp(inputs, hidden, output_count(schema, outputs))
 
     def forward(self, dense: Tensor, embeddings: Embeddings) -> Tensor:
-        """Logits `[batch, outputs]` from dense features `[batch, n]` and embeddings."""
+        """Returns logits `[batch, outputs]` from dense features `[batch, n]` and embeddings."""
         vectors = self.same_dim(embeddings)
         first = [] if self.bottom is None else [self.bottom(dense)]
         stacked = torch.stack([v.to(vectors[0].dtype) for v in (*first, *vectors)], 1)

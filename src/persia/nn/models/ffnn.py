@@ -60,11 +60,11 @@ class FFNN(nn.Module):
 
     @classmethod
     def paper(cls, schema: Schema, **options: Any) -> FFNN:
-        """The network of the Persia paper, section 6: hidden layers of 4096, 2048, 1024, 512 and 256."""
+        """Builds the network of the Persia paper, section 6: hidden layers of 4096, 2048, 1024, 512 and 256."""
         return cls(schema, hidden=(4096, 2048, 1024, 512, 256), **options)
 
     def forward(self, dense: Tensor, embeddings: Embeddings) -> Tensor:
-        """Logits `[batch, outputs]` from dense features `[batch, n]` and embeddings."""
+        """Returns logits `[batch, outputs]` from dense features `[batch, n]` and embeddings."""
         features = {name: pooled(embeddings[name]) for name in self.features}
         products = [features[left] * features[right] for left, right in self.products]
         logits: Tensor = self.mlp(torch.cat([*features.values(), *products, dense], 1))

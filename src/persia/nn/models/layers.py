@@ -1,4 +1,4 @@
-"""What the networks have in common: reading the schema, pooling sequences, the multi-layer perceptron."""
+"""Parts that the networks share: reading the schema, pooling sequences, the multi-layer perceptron."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["SameDim", "feature_dims", "mlp", "output_count", "pooled"]
 
 
 def feature_dims(schema: Schema) -> dict[str, int]:
-    """Dimension of each ID-type feature, in the order of the schema.
+    """Returns the dimension of each ID-type feature, in the order of the schema.
 
     Raises:
         ConfigError: there is no ID-type feature.
@@ -27,7 +27,7 @@ def feature_dims(schema: Schema) -> dict[str, int]:
 
 
 def output_count(schema: Schema, outputs: int | None) -> int:
-    """Logits per sample: `outputs`, or one for each label.
+    """Returns the number of logits per sample: `outputs`, or one for each label.
 
     Raises:
         ConfigError: that is none.
@@ -39,7 +39,7 @@ def output_count(schema: Schema, outputs: int | None) -> int:
 
 
 def pooled(embedding: Tensor | SequenceEmbedding) -> Tensor:
-    """`[batch, dim]`: the embedding itself, or the mean of a sequence over its ids (zero where it has none)."""
+    """Returns `[batch, dim]`: the embedding itself, or the mean of a sequence over its ids (zero without ids)."""
     if isinstance(embedding, Tensor):
         return embedding
     weights = embedding.mask.to(embedding.values.dtype)
@@ -50,7 +50,7 @@ def pooled(embedding: Tensor | SequenceEmbedding) -> Tensor:
 def mlp(
     inputs: int, hidden: Sequence[int], outputs: int | None, *, batch_norm: bool = False, dropout: float = 0.0
 ) -> nn.Sequential:
-    """Linear layers of these widths, each with ReLU, BatchNorm and dropout as asked; then one to `outputs` if given.
+    """Returns linear layers of these widths, each with ReLU, BatchNorm, dropout as asked; then one to `outputs`, if any.
 
     Raises:
         ConfigError: a width is not a positive whole number, or `dropout` not in [0, 1).
@@ -74,7 +74,7 @@ def mlp(
 
 
 class SameDim(nn.Module):
-    """Brings all features to one dimension: those of another one pass a linear layer without bias.
+    """Projects all features to one dimension, those of another dimension by a linear layer without bias.
 
     Args:
         dims: dimension of each feature.
@@ -92,7 +92,7 @@ class SameDim(nn.Module):
         self.projections = nn.ModuleList(nn.Linear(dims[name], self.dim, bias=False) for name in self.indices)
 
     def forward(self, embeddings: Embeddings) -> list[Tensor]:
-        """The features, `[batch, dim]` each."""
+        """Returns the features, `[batch, dim]` each."""
         features = [pooled(embeddings[name]) for name in self.names]
         for index, projection in zip(self.indices.values(), self.projections, strict=True):
             features[index] = projection(features[index])
