@@ -1,6 +1,6 @@
 """APMSqueeze against DDP: bytes, times on slow networks, and whether it learns as well.
 
-    python benchmarks/apmsqueeze.py [--only NAME] [--preset smoke|laptop|full] [--json FILE]
+    python -m benchmarks 'apms.*' [--preset smoke|laptop|full] [--json FILE]
 
 Bandwidth is set between network namespaces that the benchmark makes and removes (`compressed/README.md`); that needs
 iproute2 and the right to do it. Without, each TCP connection is paced (`compressed/paced.py`), with two ranks only, and
@@ -18,22 +18,18 @@ import dataclasses
 import importlib
 import json
 import math
-import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import numpy as np
-from benchmarks import harness
+
+from benchmarks import runner
 from benchmarks.compressed.network import Loopback
 from benchmarks.compressed.ranks import Groups, Ranks
-
 from persia.optim import OneBit
 
 LR = 1e-3
@@ -42,10 +38,11 @@ TIMED_LR = 1e-7
 WARMUP = 0.15
 TIMED = {"smoke": "small_ffnn", "laptop": "paper_ffnn", "full": "paper_ffnn"}
 SIZES = {"smoke": (2,), "laptop": (2, 4), "full": (2, 3, 4)}
-ROUNDS = {"smoke": 2, "laptop": 9, "full": 15}
+ROUNDS = {"smoke": 5, "laptop": 9, "full": 15}
 STEPS_A_ROUND = {0.1: 1, 1.0: 2, 2.0: 4, 10.0: 6}
 TARGETS = {0.1: 15.0, 1.0: 8.0, 2.0: 5.0, 10.0: 1.5}
 NAMES = {0.1: "0g1", 1.0: "1g", 2.0: "2g", 10.0: "10g"}
+HOOKS_AT = (0.1, 1.0, 2.0)
 OTHERS = ["fp16", "power_sgd", "deepspeed"]
 RATES = {
     "smoke": (1e-3,),
@@ -55,6 +52,29 @@ RATES = {
 SEEDS = {"smoke": 1, "laptop": 3, "full": 5}
 FIRST_STEPS = 6
 """Of a training that will be timed: past its warm-up of 2, and past DDP's rebuilding of its buckets."""
+
+Function = Callable[[Groups, str], runner.Measure | Iterator[runner.Measure]]
+
+
+def on_ranks(*names: str) -> Callable[[Function], Function]:
+    """Registers a function that needs process groups; all functions of a run share them."""
+
+    def register(function: Function) -> Function:
+        runner.measures(*names)(lambda preset: function(_shared_groups(), preset))
+        return function
+
+    return register
+
+
+_OPEN: list[Groups] = []
+
+
+def _shared_groups() -> Groups:
+    if not _OPEN:
+        _OPEN.append(runner.RESOURCES.enter_context(Groups()))
+        runner.RESOURCES.callback(_OPEN.clear)
+    return _OPEN[0]
+
 
 # --- bytes and times ----------------------------------------------------------------------------------------------
 
@@ -66,7 +86,8 @@ def ready(groups: Groups, count: int, preset: str, variants: list[str]) -> Ranks
     return ranks
 
 
-def sent(groups: Groups, preset: str) -> harness.Measure:
+@on_ranks("apms.bytes")
+def sent(groups: Groups, preset: str) -> runner.Measure:
     """Bytes that leave a rank in a step of DDP, over those of APMSqueeze."""
     ranks = ready(groups, SIZES[preset][0], preset, ["adam", "one_bit"])
     steps = 5
@@ -75,9 +96,9 @@ def sent(groups: Groups, preset: str) -> harness.Measure:
         before = sum(ranks.sent())
         ranks.time(variant, steps)
         bytes_of[variant] = (sum(ranks.sent()) - before) / steps / SIZES[preset][0]
-    details = {"network": ranks.network.kind, "ranks": SIZES[preset][0], **bytes_of}
+    details = {"of": "bytes", "network": ranks.network.kind, "ranks": SIZES[preset][0], **bytes_of}
     details["statistics"] = ranks.call("statistics", variant="one_bit")[0]
-    return harness.Measure("apms.bytes", bytes_of["adam"] / bytes_of["one_bit"], "x fewer bytes", 30.0, details=details)
+    return runner.Measure("apms.bytes", bytes_of["adam"] / bytes_of["one_bit"], "ratio", at_least=30.0, details=details)
 
 
 def timed(ranks: Ranks, variants: list[str], gbit: float, rounds: int) -> dict[str, list[float]]:
@@ -90,9 +111,10 @@ def timed(ranks: Ranks, variants: list[str], gbit: float, rounds: int) -> dict[s
     return seconds
 
 
-def step(gbit: float, groups: Groups, preset: str) -> Iterator[harness.Measure]:
-    """Communication share of DDP's step over that of APMSqueeze, for each number of ranks."""
+def step(gbit: float, groups: Groups, preset: str) -> Iterator[runner.Measure]:
+    """Communication share of DDP's step over that of APMSqueeze, for each number of ranks, and the worst."""
     variants = ["local", "adam", "one_bit"]
+    name, found = f"apms.step_{NAMES[gbit]}", []
     for count in SIZES[preset]:
         ranks = ready(groups, count, preset, variants)
         if count > 2 and isinstance(ranks.network, Loopback):
@@ -103,65 +125,84 @@ def step(gbit: float, groups: Groups, preset: str) -> Iterator[harness.Measure]:
         alone = middle["local"]
         pairs = zip(seconds["adam"], seconds["one_bit"], strict=True)
         shares = [(theirs - alone) / max(ours - alone, 1e-3) for theirs, ours in pairs]
-        rounds = harness.quantity(
-            f"apms.step_{NAMES[gbit]}",
+        rounds = runner.quantity(
+            f"{name}.n{count}",
             shares,
-            "x communication share of a step",
-            TARGETS[gbit],
+            "ratio",
+            at_least=TARGETS[gbit],
             details={
+                "of": "communication share of a step",
                 "ranks": count,
                 "whole_step": middle["adam"] / middle["one_bit"],
-                **{f"{variant}_ms": 1e3 * each for variant, each in middle.items()},
+                **{f"{variant}_s": each for variant, each in middle.items()},
                 "network": ranks.network.kind,
             },
         )
         # Of the medians: where our share is small, a round's own ratio is mostly noise, as the spread then says.
         share = (middle["adam"] - alone) / max(middle["one_bit"] - alone, 1e-3)
-        yield dataclasses.replace(rounds, value=share)
+        found.append(dataclasses.replace(rounds, value=share))
+    yield from found
+    yield runner.worst(name, found)
 
 
-def vs_hooks(groups: Groups, preset: str) -> Iterator[harness.Measure]:
+for speed, name in NAMES.items():
+    on_ranks(f"apms.step_{name}", *(f"apms.step_{name}.n{count}" for count in SIZES["full"]))(partial(step, speed))
+
+
+@on_ranks("apms.vs_hooks", *(f"apms.vs_hooks.{other}_{NAMES[speed]}" for other in OTHERS for speed in HOOKS_AT))
+def vs_hooks(groups: Groups, preset: str) -> Iterator[runner.Measure]:
     """Step time of each competitor over ours at 0.1, 1 and 2 Gbit/s."""
     ranks = ready(groups, SIZES[preset][0], preset, [*OTHERS, "one_bit"])
-    for gbit in (0.1, 1.0, 2.0):
+    found = []
+    for gbit in HOOKS_AT:
         seconds = timed(ranks, [*OTHERS, "one_bit"], gbit, ROUNDS[preset])
         for other in OTHERS:
-            yield harness.quantity(
+            measure = runner.quantity(
                 f"apms.vs_hooks.{other}_{NAMES[gbit]}",
                 [a / b for a, b in zip(seconds[other], seconds["one_bit"], strict=True)],
-                "x step time",
-                1.0,
+                "ratio",
+                at_least=1.0,
                 details={
+                    "of": "step time",
                     "ranks": SIZES[preset][0],
-                    "ours_ms": 1e3 * statistics.median(seconds["one_bit"]),
-                    "theirs_ms": 1e3 * statistics.median(seconds[other]),
+                    "ours_s": statistics.median(seconds["one_bit"]),
+                    "theirs_s": statistics.median(seconds[other]),
                     "network": ranks.network.kind,
                 },
             )
+            found.append(measure)
+    yield from found
+    yield runner.worst("apms.vs_hooks", found)
 
 
+HELD = ("one_bit", "uncompressed")
+"""Variants that must learn as well as Adam; the others are shown."""
+RESNET = (*HELD, "one_bit_l2", "naive")
+TRANSFORMER = (*HELD, "naive")
+SHOWN = ("top_k", "gradient", "ternary", "naive")
 PARTS = ("step", "_agree", "sum_of_squares", "compress", "average", "apply", "wait")
 
 
-def profile(groups: Groups, preset: str) -> Iterator[harness.Measure]:
-    """Milliseconds of `APMSqueeze.step` at 1 Gbit/s by what they go to, mean over the ranks; `wait` is for others."""
+@on_ranks(*(f"apms.profile.n{count}" for count in SIZES["full"]))
+def profile(groups: Groups, preset: str) -> Iterator[runner.Measure]:
+    """Seconds of `APMSqueeze.step` at 1 Gbit/s by what they go to, mean over the ranks; `wait` is for others."""
     for count in SIZES[preset]:
         ranks = ready(groups, count, preset, ["one_bit"])
         ranks.limit(1.0)
         found = ranks.call("profile", variant="one_bit", steps=4 * ROUNDS[preset])
         parts = {part: statistics.fmean(each.get(part, 0.0) for each in found) for part in PARTS}
         details = {"ranks": count, **parts, "network": ranks.network.kind}
-        yield harness.Measure("apms.profile", parts["step"], "ms in step()", details=details)
+        yield runner.Measure(f"apms.profile.n{count}", parts["step"], "s", details=details)
 
 
-def end_to_end(gbit: float, groups: Groups, preset: str) -> harness.Measure:
+def end_to_end(gbit: float, groups: Groups, preset: str) -> runner.Measure:
     """A whole training, warm-up included: time of Adam over ours; at 1 Gbit/s over what the step ratio r promises.
 
     The ratio is that of the steps after the warm-up, of the same two trainings.
     """
     count = SIZES[preset][0]
     steps = {"smoke": 8, "laptop": 20 if gbit < 1 else 60, "full": 100}[preset]
-    rounds = {"smoke": 2, "laptop": 3, "full": 9}[preset]
+    rounds = {"smoke": 5, "laptop": 5, "full": 9}[preset]
     warmup = round(WARMUP * steps)
     ranks = groups.of(count)
     ranks.limit(gbit)
@@ -182,9 +223,13 @@ def end_to_end(gbit: float, groups: Groups, preset: str) -> harness.Measure:
     }  # fmt: skip
     name = f"apms.end_to_end_{NAMES[gbit]}"
     if gbit < 1:
-        return harness.quantity(name, reached, "x faster than Adam", 4.0, details=details)
+        return runner.quantity(name, reached, "ratio", at_least=4.0, details={"of": "time of Adam", **details})
     kept = [a / b for a, b in zip(reached, promised, strict=True)]
-    return harness.quantity(name, kept, "x of what r promises", 0.9, details=details)
+    return runner.quantity(name, kept, "ratio", at_least=0.9, details={"of": "speed that r promises", **details})
+
+
+on_ranks("apms.end_to_end_0g1")(partial(end_to_end, 0.1))
+on_ranks("apms.end_to_end_1g")(partial(end_to_end, 1.0))
 
 
 # --- learning -----------------------------------------------------------------------------------------------------
@@ -202,7 +247,7 @@ KNOWN: dict[str, dict[str, float]] = {}
 
 
 def results(
-    groups: Groups, preset: str, task: str, variants: list[str], count: int = 4, lr: float = LR, seeds: int = 0
+    groups: Groups, preset: str, task: str, variants: Sequence[str], count: int = 4, lr: float = LR, seeds: int = 0
 ) -> dict[str, list[dict[str, float]]]:
     """What each variant reaches, by seed; `seeds` of them, or as many as the preset has."""
     count = 2 if preset == "smoke" else count
@@ -225,69 +270,86 @@ def column(found: list[dict[str, float]], name: str) -> list[float]:
     return [each[name] for each in found]
 
 
-def losses(groups: Groups, preset: str, name: str, task: str, variants: list[str]) -> Iterator[harness.Measure]:
+def losses(groups: Groups, preset: str, name: str, task: str, variants: Sequence[str]) -> Iterator[runner.Measure]:
     """Mean over seeds of each variant's test loss less Adam's; what is ours may lose the range of Adam's own seeds."""
     found = results(groups, preset, task, ["adam", *variants])
     theirs = column(found["adam"], "loss")
     spread = max(theirs) - min(theirs)
+    measured = []
     for variant in variants:
         ours = column(found[variant], "loss")
         details: dict[str, Any] = {"loss": ours, "adam_loss": theirs}
         for figure in set(found[variant][0]) - {"loss", "seconds", "warmup_seconds"}:
             details |= {figure: column(found[variant], figure), f"adam_{figure}": column(found["adam"], figure)}
-        yield harness.Measure(
+        measure = runner.Measure(
             f"{name}.{variant}",
             statistics.fmean(ours) - statistics.fmean(theirs),
-            "test loss - Adam's",
-            spread if variant in ("one_bit", "uncompressed") else None,
-            at_least=False,
+            "loss",
+            at_most=spread if variant in HELD else None,
             details=details,
         )
+        measured.append(measure)
+    yield from measured
+    yield runner.worst(name, [each for each in measured if each.at_most is not None])
 
 
-def auc(name: str, variants: list[str], groups: Groups, preset: str) -> Iterator[harness.Measure]:
-    """AUC on fresh rows, paired by seed."""
+def auc_of(name: str, variants: Sequence[str], groups: Groups, preset: str) -> Iterator[runner.Measure]:
+    """AUC on fresh rows less Adam's, paired by seed, and the lowest."""
     found = results(groups, preset, "click_through", ["adam", *variants])
     theirs = column(found["adam"], "auc")
+    measured = []
     for variant in variants:
         apart = [a - b for a, b in zip(column(found[variant], "auc"), theirs, strict=True)]
-        held = variant in ("one_bit", "uncompressed")
-        mean = statistics.fmean(apart)
-        yield harness.Measure(
+        measure = runner.Measure(
             f"{name}.{variant}",
-            abs(mean) if held else mean,
-            "AUC apart" if held else "AUC - Adam's",
-            0.001 if held else None,
-            at_least=False,
+            statistics.fmean(apart),
+            "AUC",
+            **(runner.within(0.001) if variant in HELD else {}),
             details={"adam": theirs, "apart": apart},
         )
+        measured.append(measure)
+    yield from measured
+    yield runner.worst(name, measured)
 
 
-def scale(groups: Groups, preset: str) -> harness.Measure:
+@on_ranks("apms.auc", *(f"apms.auc.{variant}" for variant in HELD))
+def auc(groups: Groups, preset: str) -> Iterator[runner.Measure]:
+    yield from auc_of("apms.auc", HELD, groups, preset)
+
+
+@on_ranks("apms.auc_others", *(f"apms.auc_others.{variant}" for variant in SHOWN))
+def auc_others(groups: Groups, preset: str) -> Iterator[runner.Measure]:
+    yield from auc_of("apms.auc_others", SHOWN, groups, preset)
+
+
+@on_ranks("apms.scale")
+def scale(groups: Groups, preset: str) -> runner.Measure:
     """AUC of the default scale less that of the paper's L2, paired by seed: the ablation behind the default."""
     found = results(groups, preset, "click_through", ["one_bit", "one_bit_l2"])
     mean, l2 = column(found["one_bit"], "auc"), column(found["one_bit_l2"], "auc")
     apart = [a - b for a, b in zip(mean, l2, strict=True)]
     details = {"mean": mean, "l2": l2, "apart": apart}
-    return harness.Measure("apms.scale", statistics.fmean(apart), "AUC, mean less l2", details=details)
+    return runner.Measure("apms.scale", statistics.fmean(apart), "AUC", details=details)
 
 
-def resnet(groups: Groups, preset: str) -> Iterator[harness.Measure]:
-    variants = ["one_bit", "uncompressed", "one_bit_l2", "naive"]
-    yield from losses(groups, preset, "apms.resnet", "digits", variants)
+@on_ranks("apms.resnet", *(f"apms.resnet.{variant}" for variant in RESNET))
+def resnet(groups: Groups, preset: str) -> Iterator[runner.Measure]:
+    yield from losses(groups, preset, "apms.resnet", "digits", RESNET)
 
 
-def resnet_200(groups: Groups, preset: str) -> Iterator[harness.Measure]:
+@on_ranks("apms.resnet_200", *(f"apms.resnet_200.{variant}" for variant in HELD))
+def resnet_200(groups: Groups, preset: str) -> Iterator[runner.Measure]:
     """The same for as many epochs as the paper trains its ResNet (section 5.3): v settles before it is frozen."""
-    yield from losses(groups, preset, "apms.resnet_200", "digits_200", ["one_bit", "uncompressed"])
+    yield from losses(groups, preset, "apms.resnet_200", "digits_200", HELD)
 
 
-def transformer(groups: Groups, preset: str) -> Iterator[harness.Measure]:
-    variants = ["one_bit", "uncompressed", "naive"]
-    yield from losses(groups, preset, "apms.transformer", "language", variants)
+@on_ranks("apms.transformer", *(f"apms.transformer.{variant}" for variant in TRANSFORMER))
+def transformer(groups: Groups, preset: str) -> Iterator[runner.Measure]:
+    yield from losses(groups, preset, "apms.transformer", "language", TRANSFORMER)
 
 
-def vs_hooks_loss(groups: Groups, preset: str) -> Iterator[harness.Measure]:
+@on_ranks("apms.vs_hooks_loss", *(f"apms.vs_hooks_loss.{other}" for other in OTHERS))
+def vs_hooks_loss(groups: Groups, preset: str) -> Iterator[runner.Measure]:
     """Mean over seeds of our test loss less each competitor's, on as many ranks as their times.
 
     Each has the learning rate that serves it best on the first seed, doubled until it serves worse, as the same number
@@ -307,22 +369,26 @@ def vs_hooks_loss(groups: Groups, preset: str) -> Iterator[harness.Measure]:
         rates[variant] = min(tried, key=tried.__getitem__)
         found[variant] = column(results(groups, preset, "language", [variant], count, rates[variant])[variant], "loss")
     ours = found["one_bit"]
+    measured = []
     for other in OTHERS:
         theirs = found[other]
-        yield harness.Measure(
+        measure = runner.Measure(
             f"apms.vs_hooks_loss.{other}",
             statistics.fmean(ours) - statistics.fmean(theirs),
-            "test loss, ours - theirs",
-            max(theirs) - min(theirs),
-            at_least=False,
+            "loss",
+            at_most=max(theirs) - min(theirs),
             details={"ours": ours, "theirs": theirs, "lr": rates["one_bit"], "their_lr": rates[other], "ranks": count},
         )
+        measured.append(measure)
+    yield from measured
+    yield runner.worst("apms.vs_hooks_loss", measured)
 
 
 # --- packing ------------------------------------------------------------------------------------------------------
 
 
-def pack(preset: str) -> harness.Measure:
+@runner.measures("apms.pack")
+def pack(preset: str) -> runner.Measure:
     """Float32 that one core packs into signs and scales, and unpacks again, a second; errors are kept as in a step."""
     core = importlib.import_module("persia._core").onebit
     compressor, count = OneBit(), 100_000 if preset == "smoke" else 12_000_000
@@ -334,28 +400,5 @@ def pack(preset: str) -> harness.Measure:
         begin = time.perf_counter()
         core.pack(work, payload, compressor.block, False)
         core.unpack(payload, out, compressor.block, False)
-        rates.append(4e-9 * count / (time.perf_counter() - begin))
-    return harness.quantity("apms.pack", rates[3:], "GB/s of float32", 8.0, details={"values": count})
-
-
-MEASURES = {
-    "apms.bytes": sent,
-    **{f"apms.step_{NAMES[gbit]}": partial(step, gbit) for gbit in TARGETS},
-    "apms.vs_hooks": vs_hooks,
-    "apms.vs_hooks_loss": vs_hooks_loss,
-    "apms.profile": profile,
-    "apms.end_to_end_0g1": partial(end_to_end, 0.1),
-    "apms.end_to_end_1g": partial(end_to_end, 1.0),
-    "apms.auc": partial(auc, "apms.auc", ["one_bit", "uncompressed"]),
-    "apms.auc_others": partial(auc, "apms.auc_others", ["top_k", "gradient", "ternary", "naive"]),
-    "apms.scale": scale,
-    "apms.resnet": resnet,
-    "apms.resnet_200": resnet_200,
-    "apms.transformer": transformer,
-    "apms.pack": lambda _, preset: pack(preset),
-}
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # So that networks are taken down.
-    with Groups() as groups:
-        harness.main({name: partial(measure, groups) for name, measure in MEASURES.items()})
+        rates.append(4 * count / (time.perf_counter() - begin))
+    return runner.quantity("apms.pack", rates[3:], "bytes/s", at_least=8e9, details={"values": count})

@@ -1,24 +1,19 @@
 """Duplicate removal and pooling of one batch against the operations of PyTorch that do the same.
 
-    python benchmarks/batch.py [--only NAME] [--preset smoke|laptop|full] [--json FILE]
+    python -m benchmarks 'batch.*' [--preset smoke|laptop|full] [--json FILE]
 
 Both sides use one thread, on the ids of one batch: 26 features x 4,096 samples.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks import harness
-
+from benchmarks import runner
 from persia import batching
 
 FEATURES = 26
@@ -53,13 +48,14 @@ def compare(name: str, preset: str, ours: Callable[[], object], theirs: Callable
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return harness.ratio(
-            name, ours=rate(ours), theirs=rate(theirs), rounds=ROUNDS[preset], unit="x calls/s", target=target
+        return runner.ratio(
+            name, ours=rate(ours), theirs=rate(theirs), of="calls/s", rounds=ROUNDS[preset], at_least=target
         )
     finally:
         torch.set_num_threads(threads)
 
 
+@runner.measures("batch.unique")
 def unique(preset: str, name: str = "batch.unique", skew: str = "cubic", target: float | None = 4.0):
     """One table, 106,496 ids, against `torch.unique(return_inverse=True)`."""
     ids = np.concatenate(ids_of_a_batch(skew))
@@ -74,11 +70,13 @@ def unique(preset: str, name: str = "batch.unique", skew: str = "cubic", target:
     )
 
 
+@runner.measures("batch.unique_zipf")
 def unique_zipf(preset: str):
     """The same with Zipf(1) ids."""
     return unique(preset, "batch.unique_zipf", "zipf", None)
 
 
+@runner.measures("batch.unique_tables")
 def unique_tables(preset: str):
     """26 tables in one call, against one `torch.unique` each."""
     ids = ids_of_a_batch("cubic")
@@ -105,6 +103,7 @@ def pooling_setup():
     return pool, scratch, rows, plans, buffer, slices, index
 
 
+@runner.measures("batch.pool_forward")
 def pool_forward(preset: str):
     """26 single-valued features into one buffer, against `torch.index_select` of each and `torch.cat`."""
     pool, _, rows, plans, _, slices, index = pooling_setup()
@@ -118,6 +117,7 @@ def pool_forward(preset: str):
     )
 
 
+@runner.measures("batch.pool_backward")
 def pool_backward(preset: str):
     """The gradients of the same rows, against `torch.index_add_` into zeros."""
     pool, scratch, rows, plans, buffer, slices, index = pooling_setup()
@@ -131,15 +131,3 @@ def pool_backward(preset: str):
         lambda: [t.zero_().index_add_(0, i, g) for t, i, g in zip(tensors, index, parts, strict=True)],
         None,
     )
-
-
-MEASURES = {
-    "batch.unique": unique,
-    "batch.unique_zipf": unique_zipf,
-    "batch.unique_tables": unique_tables,
-    "batch.pool_forward": pool_forward,
-    "batch.pool_backward": pool_backward,
-}
-
-if __name__ == "__main__":
-    harness.main(MEASURES)

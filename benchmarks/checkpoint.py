@@ -1,6 +1,6 @@
 """Checkpoints: speed of writing and reading against `dd`, and what training notices of it.
 
-    python benchmarks/checkpoint.py [--only NAME] [--preset smoke|laptop|full] [--json FILE]
+    python -m benchmarks 'checkpoint.*' [--preset smoke|laptop|full] [--json FILE]
 
 Rows have 16 floats and as many of Adagrad's state, as in the paper's model. Files go to PERSIA_BENCH_DIR, or the
 directory for temporary files; each figure says how many bytes that is. The cache of files is dropped before reading.
@@ -15,7 +15,6 @@ import os
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -23,14 +22,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import persia
-from benchmarks import harness
+from benchmarks import runner
 from persia import batching
 from persia.checkpoint import CheckpointReader, CheckpointWriter, ReshardOptions, reshard
 from persia.modes import Hybrid
@@ -42,7 +40,7 @@ from persia.trainer.checkpointing import write_rows
 from persia.types import Gradients, PushHeader
 
 ROWS = {"smoke": 50_000, "laptop": 10_000_000, "full": 10_000_000}
-ROUNDS = {"smoke": 1, "laptop": 3, "full": 5}
+ROUNDS = {"smoke": 5, "laptop": 5, "full": 9}
 DIM = 16
 SCHEMA = Schema([IdFeature("item", dim=DIM)], [], ["click"])
 
@@ -127,12 +125,13 @@ def dd_read(path: Path) -> object:
     return subprocess.run(["dd", f"if={path}", "of=/dev/null", "bs=1M", "status=none"], check=True)
 
 
-def write_and_read(preset: str) -> Iterator[harness.Measure]:
+@runner.measures("checkpoint.write", "checkpoint.read")
+def write_and_read(preset: str) -> Iterator[runner.Measure]:
     """Bytes per second of a full checkpoint, writing and reading, over those of dd."""
     rows = ROWS[preset]
     ps = server(rows)
     written = []
-    details: dict[str, float] = {}
+    details: dict[str, Any] = {}
     for number in range(ROUNDS[preset]):
         with folder() as path:
             run, plain = path / "run", path / "dd"
@@ -140,26 +139,28 @@ def write_and_read(preset: str) -> Iterator[harness.Measure]:
             size = size_of(run)
             theirs = dd_write(plain, size)
             written.append(theirs / ours)
-            details = {"rows": rows, "bytes": size, "mb_per_s": size / ours / 1e6, "dd_mb_per_s": size / theirs / 1e6}
+            rates = {"bytes_per_s": size / ours, "dd_bytes_per_s": size / theirs}
+            details = {"of": "bytes/s, dd with fsync", "rows": rows, "bytes": size, **rates}
             if number + 1 == ROUNDS[preset]:
                 read = reading(run, plain, size)
-    yield harness.quantity("checkpoint.write", written, "x dd with fsync", 0.7, details=details)
+    yield runner.quantity("checkpoint.write", written, "ratio", at_least=0.7, details=details)
     yield read
 
 
-def reading(run: Path, plain: Path, size: int) -> harness.Measure:
+def reading(run: Path, plain: Path, size: int) -> runner.Measure:
     """A checkpoint and a file of as many bytes, which are read again and again, from the disk each time."""
     paths = [run, plain]
     calls = [functools.partial(read_rows, run), functools.partial(dd_read, plain)]
     seconds: list[list[float]] = [[], []]
-    for number in range(harness.MIN_ROUNDS + 2):
+    for number in range(runner.MIN_ROUNDS + 2):
         for which in [0, 1] if number % 2 else [1, 0]:
             drop_cache(paths[which])
             seconds[which].append(timed(calls[which]))
-    rates = [[size / s / 1e6 for s in some] for some in seconds]
-    details = {"mb_per_s": statistics.median(rates[0]), "dd_mb_per_s": statistics.median(rates[1])}
+    rates = [[size / s for s in some] for some in seconds]
+    medians = {"bytes_per_s": statistics.median(rates[0]), "dd_bytes_per_s": statistics.median(rates[1])}
+    details = {"of": "bytes/s, dd with the cache dropped", **medians}
     ratios = [a / b for a, b in zip(*rates, strict=True)]
-    return harness.quantity("checkpoint.read", ratios, "x dd, cache dropped", 0.7, details=details)
+    return runner.quantity("checkpoint.read", ratios, "ratio", at_least=0.7, details=details)
 
 
 class Pace:
@@ -183,14 +184,15 @@ class Pace:
         return (bisect.bisect(times, end) - bisect.bisect(times, begin)) / (end - begin)
 
 
-def slowdown(preset: str) -> harness.Measure:
+@runner.measures("checkpoint.slowdown")
+def slowdown(preset: str) -> runner.Measure:
     """How much longer steps of a whole training run take while it writes a checkpoint in the background.
 
     Checkpoints and pauses alternate; a checkpoint is compared with the pauses on both its sides. One core is left to
     the PS and what it writes: a thread of torch that waits for another one, which a checkpoint has put off its core,
     multiplies every delay.
     """
-    rows, rounds, every = (ROWS[preset], 2, 1.0) if preset == "smoke" else (4_000_000, 2 * ROUNDS[preset] - 1, 15.0)
+    rows, every = (20_000, 1.5) if preset == "smoke" else (4_000_000, 15.0)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))
     data = persia.data.synthetic(
         1024 * 100, id_features=8, ids_per_feature=rows // 8, dense_features=4, batch_size=1024
@@ -214,27 +216,26 @@ def slowdown(preset: str) -> harness.Measure:
                 ps.lookup({table: np.arange(begin, min(rows // 8, begin + 100_000), dtype=np.uint64)}, train=True)
         pace = Pace(list(data))
         with ThreadPoolExecutor(1) as thread:
-            watching = thread.submit(checkpoints_of, trainer, rounds, pace)
+            watching = thread.submit(checkpoints_of, trainer, ROUNDS[preset], pace)
             trainer.fit(pace)
         spans = watching.result()
     ends = [spans[0][0] - every / 4, *(end for _, end in spans)]
     begins = [*(begin for begin, _ in spans), spans[-1][1] + every / 4]
     rests = [pace.rate(end, begin) for end, begin in zip(ends, begins, strict=True)]
     longer = [
-        100 * ((before + after) / 2 / pace.rate(*span) - 1)
+        (before + after) / 2 / pace.rate(*span) - 1
         for before, after, span in zip(rests, rests[1:], spans, strict=False)
     ]
-    return harness.quantity(
+    return runner.quantity(
         "checkpoint.slowdown",
         longer,
-        "% longer steps while a checkpoint is written",
-        15.0,
-        at_least=False,
+        "fraction",
+        at_most=0.15,
         details={
             "rows": rows,
             "lowest": min(longer),
             "highest": max(longer),
-            "ms_per_step": 1e3 / statistics.median(rests),
+            "s_per_step": 1 / statistics.median(rests),
             "s_per_checkpoint": statistics.median(end - begin for begin, end in spans),
         },
     )
@@ -263,7 +264,8 @@ def checkpoints_of(trainer: persia.Trainer, rounds: int, pace: Pace) -> list[tup
     return spans
 
 
-def memory(preset: str) -> harness.Measure:
+@runner.measures("checkpoint.memory_bytes")
+def memory(preset: str) -> runner.Measure:
     """Peak of anonymous memory while a checkpoint is written and all rows change, above what it was before.
 
     What the store needs itself while rows change is there already: all of them have been changed before.
@@ -297,17 +299,17 @@ def memory(preset: str) -> harness.Measure:
         stop.set()
         watching.join()
         changing.join()
-    return harness.Measure(
-        "checkpoint.memory_mib",
-        (peak - before) / 2**20,
-        "MiB above the store's own",
-        64.0,
-        at_least=False,
-        details={"rows": ROWS[preset], "chunk_mib": 16},
+    return runner.Measure(
+        "checkpoint.memory_bytes",
+        float(peak - before),
+        "bytes",
+        at_most=64.0 * 2**20,
+        details={"rows": ROWS[preset], "chunk_bytes": 16 * 2**20},
     )
 
 
-def updates(preset: str) -> Iterator[harness.Measure]:
+@runner.measures("checkpoint.update_first", "checkpoint.update_again")
+def updates(preset: str) -> Iterator[runner.Measure]:
     """Updates with Adagrad of a store that is being read, over those of one that is not; anonymous memory, 1 thread.
 
     At first each row is copied aside before it changes, then it only has to be seen that it was.
@@ -328,15 +330,15 @@ def updates(preset: str) -> Iterator[harness.Measure]:
     first, again = [], []
     update()
     with folder() as path:
-        for _ in range(harness.MIN_ROUNDS):
+        for _ in range(runner.MIN_ROUNDS):
             alone = timed(update)
             store.begin_cut(0, 0, Spill(str(path), 1 << 20, 0))
             first.append(alone / timed(update))
             again.append(alone / timed(update))
             store.end_cut(0)
-    details = {"rows": rows, "updates": size * len(batches)}
-    yield harness.quantity("checkpoint.update_first", first, "x rows/s", details=details)
-    yield harness.quantity("checkpoint.update_again", again, "x rows/s", details=details)
+    details = {"of": "rows/s", "rows": rows, "updates": size * len(batches)}
+    yield runner.quantity("checkpoint.update_first", first, "ratio", details=details)
+    yield runner.quantity("checkpoint.update_again", again, "ratio", details=details)
 
 
 def anonymous_memory() -> int:
@@ -347,7 +349,8 @@ def anonymous_memory() -> int:
     raise RuntimeError("no RssAnon in /proc/self/status")
 
 
-def incremental(preset: str) -> Iterator[harness.Measure]:
+@runner.measures("checkpoint.incremental_bytes", "checkpoint.incremental_time")
+def incremental(preset: str) -> Iterator[runner.Measure]:
     """A checkpoint of the 1 % of rows that have changed, over a full one."""
     rows = ROWS[preset]
     ps = server(rows)
@@ -356,19 +359,18 @@ def incremental(preset: str) -> Iterator[harness.Measure]:
     with folder() as path:
         whole, epochs = write(ps, path, 1, {})
         full = size_of(path)
-        for number in range(2, 2 + max(3, ROUNDS[preset])):
+        for number in range(2, 2 + ROUNDS[preset]):
             touch(ps, rng.choice(rows, rows // 100, replace=False).astype(np.uint64), 10_000 + number)
             base = CheckpointReader(path).base
             seconds, epochs = write(ps, path, number, epochs, base)
-            sizes.append(100 * size_of(path / f"step-{number:012d}") / full)
-            times.append(100 * seconds / whole)
-    yield harness.quantity("checkpoint.incremental_bytes", sizes, "% of a full one", 3.0, at_least=False)
-    yield harness.quantity(
-        "checkpoint.incremental_time", times, "% of a full one", 10.0, at_least=False, details={"full_s": whole}
-    )
+            sizes.append(size_of(path / f"step-{number:012d}") / full)
+            times.append(seconds / whole)
+    yield runner.quantity("checkpoint.incremental_bytes", sizes, "fraction", at_most=0.03)
+    yield runner.quantity("checkpoint.incremental_time", times, "fraction", at_most=0.1, details={"full_s": whole})
 
 
-def resharding(preset: str) -> harness.Measure:
+@runner.measures("checkpoint.reshard")
+def resharding(preset: str) -> runner.Measure:
     """Rows per second from 2 to 3 PSs, from disk to disk, checks and fsync included."""
     rows = ROWS[preset]
     ps = server(rows)
@@ -386,20 +388,9 @@ def resharding(preset: str) -> harness.Measure:
         rates = []
         for number in range(ROUNDS[preset]):
             target = path / f"b{number}"
-            rates.append(rows / timed(functools.partial(reshard, path / "a", target, ReshardOptions(3))) / 1e6)
+            rates.append(rows / timed(functools.partial(reshard, path / "a", target, ReshardOptions(3))))
             shutil.rmtree(target)
-        disk = size_of(path) / dd_write(path / "dd", size_of(path)) / 1e6
-    return harness.quantity("checkpoint.reshard", rates, "M rows/s", 2.0, details={"rows": rows, "dd_mb_per_s": disk})
-
-
-MEASURES: dict[str, harness.Function] = {
-    "checkpoint.write": write_and_read,
-    "checkpoint.slowdown": slowdown,
-    "checkpoint.memory_mib": memory,
-    "checkpoint.update_first": updates,
-    "checkpoint.incremental_bytes": incremental,
-    "checkpoint.reshard": resharding,
-}
-
-if __name__ == "__main__":
-    harness.main(MEASURES)
+        disk = size_of(path) / dd_write(path / "dd", size_of(path))
+    return runner.quantity(
+        "checkpoint.reshard", rates, "rows/s", at_least=2e6, details={"rows": rows, "dd_bytes_per_s": disk}
+    )

@@ -1,6 +1,6 @@
 """Processes on Ray: against one process, Hybrid against Sync, several NN workers, and what each role costs.
 
-    python benchmarks/cluster.py [--only NAME] [--preset smoke|laptop|full] [--json FILE]
+    python -m benchmarks 'cluster.*' [--preset smoke|laptop|full] [--json FILE]
 
 Where the network is emulated, a step waits 40 ms in place of computing, and a lookup takes 30 ms at least: then several
 NN workers fit on few cores, and what is measured is who waits for whom.
@@ -22,12 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks import harness
+from benchmarks import runner
 from benchmarks.baselines.step_torch import generate
 from benchmarks.step import ROUNDS, STEPS, WORK, Persia
-
 from persia import Batch, IdColumn, IdFeature, Schema, rpc
 from persia.cluster import Ray, RayOptions
 from persia.modes import Hybrid, Mode, Sync
@@ -37,8 +34,8 @@ from persia.services import EmbeddingPS
 
 COMPUTE_SECONDS = 0.040
 LOOKUP_SECONDS = 0.030
-EMULATED_STEPS = {"smoke": 20, "laptop": 50, "full": 300}
-EMULATED_ROUNDS = {"smoke": 2, "laptop": 5, "full": 9}
+EMULATED_STEPS = {"smoke": 10, "laptop": 50, "full": 300}
+EMULATED_ROUNDS = {"smoke": 5, "laptop": 5, "full": 9}
 WARM_STEPS = 10
 MANY = {"smoke": 2, "laptop": 8, "full": 8}
 FEATURES, DIM, ROWS = 4, 8, 128
@@ -62,7 +59,8 @@ def ray_here() -> Iterator[None]:
 # --- against one process ------------------------------------------------------------------------------------------
 
 
-def vs_embedded(preset: str) -> harness.Measure:
+@runner.measures("cluster.vs_embedded")
+def vs_embedded(preset: str) -> runner.Measure:
     """Samples/s of 1 PS + 1 embedding worker + 1 NN worker over those of one process; each with all cores."""
     work, steps = WORK[preset], STEPS[preset]
     data = generate(work)
@@ -82,13 +80,13 @@ def vs_embedded(preset: str) -> harness.Measure:
             for _ in range(2):
                 here.time(len(data))
             cluster.run(lambda: there(2 * len(data)))
-            return harness.ratio(
+            return runner.ratio(
                 "cluster.vs_embedded",
                 ours=lambda: work.batch * steps / cluster.run(lambda: there(5))[0],
                 theirs=lambda: work.batch * steps / here.time(steps),
+                of="rows/s",
                 rounds=ROUNDS[preset],
-                unit="x samples/s",
-                target=0.6,
+                at_least=0.6,
             )
         finally:
             here.close()
@@ -179,7 +177,8 @@ def emulated(cluster: Any, mode: Mode, steps: int, features: int = FEATURES, flo
     return Loop(seconds, cpu, time.perf_counter() - began)
 
 
-def hybrid(preset: str) -> list[harness.Measure]:
+@runner.measures("cluster.hybrid_vs_sync", "cluster.hybrid_floor")
+def hybrid(preset: str) -> list[runner.Measure]:
     """Hybrid against Sync, and against the same loop without embeddings."""
     steps, options = EMULATED_STEPS[preset], RayOptions(threads=1)
     against_sync, against_floor = [], []
@@ -195,20 +194,22 @@ def hybrid(preset: str) -> list[harness.Measure]:
                 theirs, ours = runs[0](), runs[1]()
             against_sync.append(theirs.seconds / ours.seconds)
             against_floor.append(ours.floor / ours.seconds)
+    details = {"of": "rows/s"}
     return [
-        harness.quantity("cluster.hybrid_vs_sync", against_sync, "x samples/s", 1.6),
-        harness.quantity("cluster.hybrid_floor", against_floor, "x samples/s", 0.95),
+        runner.quantity("cluster.hybrid_vs_sync", against_sync, "ratio", at_least=1.6, details=details),
+        runner.quantity("cluster.hybrid_floor", against_floor, "ratio", at_least=0.95, details=details),
     ]
 
 
-def scaling(preset: str) -> harness.Measure:
+@runner.measures("cluster.scaling")
+def scaling(preset: str) -> runner.Measure:
     """Samples/s of many NN workers over those of one, and CPU of each role."""
     steps, many = EMULATED_STEPS[preset], MANY[preset]
     options = RayOptions(threads=1)
     ratios: list[float] = []
-    milliseconds: list[tuple[float, float]] = []
+    step_seconds: list[tuple[float, float]] = []
     cpu: list[float] = []
-    free = available_gib()
+    free = available_bytes()
     with ray_here(), Ray(options=options) as one, Ray(nn_workers=many, options=options) as all_of_them:
         before: dict[str, Any] = {}
         after: dict[str, Any] = {}
@@ -222,39 +223,38 @@ def scaling(preset: str) -> harness.Measure:
             if not number % 2:
                 alone = one.run(lambda: emulated(one, Hybrid(4), steps, SCALING_FEATURES))[0].seconds
             together = max(loop.seconds for loop in loops)
-            milliseconds.append((1000 * alone / steps, 1000 * together / steps))
-            cpu += [1000 * loop.cpu / steps for loop in loops]
-            used = max(used, free - available_gib())
+            step_seconds.append((alone / steps, together / steps))
+            cpu += [loop.cpu / steps for loop in loops]
+            used = max(used, free - available_bytes())
             ratios.append(many * alone / together)
     trained = many * (steps + WARM_STEPS)
-    spent = {**cpu_ms(before, after, trained), "nn_worker": statistics.median(cpu)}
-    details: dict[str, Any] = {f"{name} CPU ms/batch": value for name, value in spent.items()}
-    details |= {"workload": f"{SCALING_FEATURES} ID-type feature of dim {DIM}, batch {ROWS}", "GiB of memory": used}
-    details |= {"ms/step of 1 and of all": [round(statistics.median(t), 1) for t in zip(*milliseconds, strict=True)]}
-    return harness.quantity(
-        "cluster.scaling", ratios, f"x samples/s, {many} NN workers over 1", 7.0 * many / 8, details=details
-    )
+    spent = {**cpu_seconds(before, after, trained), "nn_worker": statistics.median(cpu)}
+    details: dict[str, Any] = {"of": f"rows/s, {many} NN workers over 1"}
+    details |= {f"{name} CPU s/batch": value for name, value in spent.items()}
+    details |= {"workload": f"{SCALING_FEATURES} ID-type feature of dim {DIM}, batch {ROWS}", "bytes of memory": used}
+    details |= {"s/step of 1 and of all": [round(statistics.median(t), 4) for t in zip(*step_seconds, strict=True)]}
+    return runner.quantity("cluster.scaling", ratios, "ratio", at_least=7.0 * many / 8, details=details)
 
 
-def available_gib() -> float:
+def available_bytes() -> float:
     """Memory that this machine has left."""
     line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
-    return int(line.split()[1]) / (1 << 20)
+    return int(line.split()[1]) * 1024.0
 
 
-def cpu_ms(before: dict[str, Any], after: dict[str, Any], count: int) -> dict[str, float]:
-    """CPU milliseconds per batch of each role, all its processes together."""
+def cpu_seconds(before: dict[str, Any], after: dict[str, Any], count: int) -> dict[str, float]:
+    """CPU seconds per batch of each role, all its processes together."""
     spent: dict[str, float] = {}
     for name, counters in after.items():
         role = name.rpartition("-")[0]
         used = counters["cpu_seconds"] - before.get(name, {}).get("cpu_seconds", 0.0)
-        spent[role] = spent.get(role, 0.0) + 1000 * used / count
+        spent[role] = spent.get(role, 0.0) + used / count
     return spent
 
 
 # --- start of a PS process --------------------------------------------------------------------------------------------
 
-RESTART_ROUNDS = {"smoke": 2, "laptop": 11, "full": 31}
+RESTART_ROUNDS = {"smoke": 5, "laptop": 11, "full": 31}
 DEADLINE = 30.0
 
 SERVE = """
@@ -293,19 +293,9 @@ def restart_seconds() -> float:
             process.communicate(timeout=DEADLINE)
 
 
-def restart(preset: str) -> harness.Measure:
+@runner.measures("ps.restart_s")
+def restart(preset: str) -> runner.Measure:
     """Import and start of a PS process to its first rpc answer, files in the page cache."""
     restart_seconds()
     values = [restart_seconds() for _ in range(RESTART_ROUNDS[preset])]
-    return harness.quantity("ps.restart_s", values, "s", 0.5, at_least=False, details={"slowest": max(values)})
-
-
-MEASURES: dict[str, harness.Function] = {
-    "cluster.vs_embedded": vs_embedded,
-    "cluster.hybrid_vs_sync": hybrid,
-    "cluster.scaling": scaling,
-    "ps.restart_s": restart,
-}
-
-if __name__ == "__main__":
-    harness.main(MEASURES)
+    return runner.quantity("ps.restart_s", values, "s", at_most=0.5, details={"slowest": max(values)})

@@ -1,8 +1,8 @@
 """Speed and progressive AUC on globo_ctr, one pass, against a plain PyTorch script of the same model.
 
-    python benchmarks/globo.py [--only NAME] [--preset smoke|laptop|full] [--json FILE]
+    python -m benchmarks 'globo.*' [--preset smoke|laptop|full] [--json FILE]
 
-Needs the data (see persia.data.globo); without them every measure is skipped. `globo.modes` puts the modes side by
+Needs the data (see persia.data.globo); without them every measure is skipped. `globo.modes.*` puts the modes side by
 side: this stream punishes every batch of delay.
 """
 
@@ -11,15 +11,12 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
-from benchmarks import harness
-from benchmarks.baselines import globo_torch
 
+from benchmarks import runner
+from benchmarks.baselines import globo_torch
 from persia import Trainer, TrainerOptions, data
 from persia.modes import Hybrid, Mode, Sync
 from persia.nn.models import FFNN
@@ -27,6 +24,11 @@ from persia.optim import Adagrad
 
 SEEDS = (0, 1, 2)
 SPEED_ROWS = {"smoke": 30_000, "laptop": 1_000_000, "full": 1_000_000}
+CANDIDATES: dict[str, Mode] = {
+    "sync": Sync(),
+    **{f"hybrid_{n}": Hybrid(n) for n in (1, 2, 4, 8)},  # type: ignore[arg-type]
+    "auto": Hybrid("auto"),
+}
 AUC_ROWS = {"smoke": 30_000, "laptop": None, "full": None}
 
 
@@ -76,61 +78,56 @@ def found() -> bool:
     return True
 
 
-def rows(preset: str) -> harness.Measure | None:
+@runner.measures("globo.rows")
+def rows(preset: str) -> runner.Measure | None:
     """Rows/s of Hybrid("auto") over the script's, both from the files."""
     if not found():
         return None
     most = SPEED_ROWS[preset]
-    return harness.ratio(
+    return runner.ratio(
         "globo.rows",
         ours=lambda: persia_run(Hybrid("auto"), 0, most).rows_per_second,
         theirs=lambda: torch_run(0, most).rows_per_second,
+        of="rows/s",
         rounds=7,
-        unit="x rows/s",
-        target=1.5,
+        at_least=1.5,
     )
 
 
-def auc(preset: str) -> harness.Measure | None:
+@runner.measures("globo.auc")
+def auc(preset: str) -> runner.Measure | None:
     """Mean progressive AUC of Sync minus the script's, three seeds each."""
     if not found():
         return None
     ours = [persia_run(Sync(), seed, AUC_ROWS[preset]).auc for seed in SEEDS]
     theirs = [torch_run(seed, AUC_ROWS[preset]).auc for seed in SEEDS]
-    return harness.Measure(
+    return runner.Measure(
         "globo.auc",
-        abs(statistics.fmean(ours) - statistics.fmean(theirs)),
-        "AUC apart",
-        0.002,
-        at_least=False,
+        statistics.fmean(ours) - statistics.fmean(theirs),
+        "AUC",
+        **runner.within(0.002),
         details={"ours": ours, "theirs": theirs},
     )
 
 
-def modes(preset: str) -> Iterator[harness.Measure]:
+@runner.measures(*(f"globo.modes.{name}" for name in (*CANDIDATES, "auto_loss", "auto_rate")))
+def modes(preset: str) -> Iterator[runner.Measure]:
     """AUC and rows/s of each mode; what "auto" loses against what Hybrid(4) loses, and their speeds."""
     if not found():
         return
-    candidates: dict[str, Mode] = {"sync": Sync()}
-    candidates |= {f"hybrid_{n}": Hybrid(n) for n in (1, 2, 4, 8)}  # type: ignore[arg-type]
-    candidates["auto"] = Hybrid("auto")
-    runs = {name: [persia_run(mode, seed, AUC_ROWS[preset]) for seed in SEEDS] for name, mode in candidates.items()}
+    runs = {name: [persia_run(mode, seed, AUC_ROWS[preset]) for seed in SEEDS] for name, mode in CANDIDATES.items()}
     mean = {name: Run(*(statistics.fmean(column) for column in zip(*each, strict=True))) for name, each in runs.items()}
     for name, run in mean.items():
-        yield harness.Measure(f"globo.modes.{name}", run.auc, "mean progressive AUC", details=run._asdict())
-    loss = {name: mean["sync"].auc - mean[name].auc for name in ("auto", "hybrid_4")}
-    yield harness.Measure(
-        "globo.modes.auto_loss", loss["auto"] / loss["hybrid_4"], "x AUC lost by Hybrid(4)", 1 / 3, at_least=False
-    )
-    yield harness.ratio(
+        yield runner.Measure(f"globo.modes.{name}", run.auc, "AUC", details=run._asdict())
+    loss = {name: mean[name].auc - mean["sync"].auc for name in ("auto", "hybrid_4")}
+    details = {"of": "AUC lost", **loss}
+    ratio = loss["auto"] / loss["hybrid_4"]
+    yield runner.Measure("globo.modes.auto_loss", ratio, "ratio", at_most=1 / 3, details=details)
+    yield runner.ratio(
         "globo.modes.auto_rate",
         ours=lambda: persia_run(Hybrid("auto"), 0, SPEED_ROWS[preset]).rows_per_second,
         theirs=lambda: persia_run(Hybrid(4), 0, SPEED_ROWS[preset]).rows_per_second,
+        of="rows/s",
         rounds=7,
-        unit="x rows/s of Hybrid(4)",
-        target=0.97,
+        at_least=0.97,
     )
-
-
-if __name__ == "__main__":
-    harness.main({"globo.rows": rows, "globo.auc": auc, "globo.modes": modes})

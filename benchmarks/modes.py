@@ -1,21 +1,22 @@
 """What the modes learn, in virtual time: switching without tuning, the price of asynchrony, the GBA paper's analysis.
 
-    python benchmarks/modes.py [--only NAME] [--preset smoke|laptop|full] [--json FILE]
+    python -m benchmarks 'modes.*' [--preset smoke|laptop|full] [--json FILE]
 
 No figure here depends on the speed of the machine: what happens when is simulated (persia.replay), gradients are
 real (persia.replay.virtual). Runs are spread over the cores. Hyper-parameters are the best of a small grid for Sync,
 found on data of their own, and kept for every mode.
 
-modes.bound          rate of each mode that the simulation allows, with stragglers.
-modes.switch         Sync, then another mode from day 8 of 16; and from Gba to Sync. Drifting data, 2 of 8 slow.
-modes.stationary     Hybrid and Async against Sync; time to a given AUC.
-modes.sparse         Hybrid and Async against Sync, by how often the same rows are met.
-modes.globo          all modes on a stream in time order that punishes every delay; needs the data.
-modes.gradients      distribution of gradient norms by aggregated batch (Figure 3 of the paper).
-modes.occurrences    in how many batches an id occurs (Figure 4).
-modes.scaling        AUC by number of NN workers at constant global batch (Figure 7).
-modes.scaling_why    what it loses, and to what.
-modes.local_batch    AUC by local batch at a constant number of NN workers (Figure 8).
+modes.bound.*        rate of each mode that the simulation allows, with stragglers.
+modes.auc_sync_to_gba, modes.auc_gba_to_sync, modes.auc_switch_others.*
+                     Sync, then another mode from day 8 of 16; and from Gba to Sync. Drifting data, 2 of 8 slow.
+modes.auc_*          Hybrid, Async and the others against Sync; time to a given AUC.
+modes.sparse.*       Hybrid and Async against Sync, by how often the same rows are met.
+modes.globo.*        all modes on a stream in time order that punishes every delay; needs the data.
+modes.gradients.*    distribution of gradient norms by aggregated batch (Figure 3 of the paper).
+modes.occurrences.*  in how many batches an id occurs (Figure 4).
+modes.scaling.*      AUC by number of NN workers at constant global batch (Figure 7).
+modes.scaling_why.*  what it loses, and to what.
+modes.local_batch.*  AUC by local batch at a constant number of NN workers (Figure 8).
 """
 
 from __future__ import annotations
@@ -24,12 +25,11 @@ import functools
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import numpy as np
+
+from benchmarks import runner
 from benchmarks.modes_runs import (
     GLOBAL,
     LOCAL,
@@ -49,8 +49,6 @@ from benchmarks.modes_runs import (
     train,
     tuned_for,
 )
-
-from benchmarks import harness
 from persia import Batch, data
 from persia.modes import Async, Bsp, Gba, HopBs, HopBw, Hybrid, Mode, Sync
 from persia.replay import Setting, Summary, phases, simulate, steady
@@ -74,6 +72,15 @@ SCALING_RATES = Rates(9e-3, 3.2)
 PHASE = 10.0
 """Batches."""
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+BOUND = (2, 10, 50)
+"""Length of phases, in batches."""
+AGGREGATED = (1, 2, 4, 8, 16, 32)
+NN_WORKERS = (8, 40, 200, 800)
+LOCAL_BATCHES = (32, 64, 128, 256, 512)
+GLOBO: dict[str, Mode] = {
+    "sync": Sync(), "hybrid_auto": Hybrid("auto"), "hybrid_4": Hybrid(4), "gba": Gba(4 * 256), "async": Async(),
+    "bsp": Bsp(4), "hop_bs": HopBs(2), "hop_bw": HopBw(1),
+}  # fmt: skip
 SHARES = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
@@ -108,7 +115,11 @@ def others() -> dict[str, Mode]:
     }
 
 
-def switch(preset: str) -> Iterator[harness.Measure]:
+@runner.measures(
+    "modes.auc_sync_to_gba", "modes.auc_gba_to_sync",
+    *(f"modes.auc_switch_others.to_{kind}" for kind in ("async", "bsp", "hop_bw")),
+)  # fmt: skip
+def switch(preset: str) -> Iterator[runner.Measure]:
     """AUC after the switch, minus Sync throughout, paired by seed: on the first day and on average."""
     days, rows = DAYS[preset], ROWS_PER_DAY[preset]
     half = days // 2
@@ -133,14 +144,13 @@ def switch(preset: str) -> Iterator[harness.Measure]:
         name, target, worst = f"modes.auc_switch_others.{kind}", None, statistics.fmean(mean)
         if kind in ("to_gba", "from_gba"):
             name = "modes.auc_sync_to_gba" if kind == "to_gba" else "modes.auc_gba_to_sync"
-            target, worst = 0.001, max(abs(statistics.fmean(first)), abs(statistics.fmean(mean)))
+            target, worst = 0.001, max(statistics.fmean(first), statistics.fmean(mean), key=abs)
         summaries = [day.summary for seed in SEEDS[preset] for day in found[kind, seed][half:]]
-        yield harness.Measure(
+        yield runner.Measure(
             name,
             worst,
-            "AUC apart from Sync" if target else "AUC - Sync",
-            target,
-            at_least=False,
+            "AUC",
+            **(runner.within(target) if target else {}),
             details={
                 "first_day": statistics.fmean(first),
                 "first_day_per_seed": [round(gap, 5) for gap in first],
@@ -175,7 +185,8 @@ def mean_of(summaries: Sequence[Summary]) -> dict[str, float]:
     }
 
 
-def stationary(preset: str) -> Iterator[harness.Measure]:
+@runner.measures(*(f"modes.auc_{kind}" for kind in ("sync", *others(), "hybrid_own", "async_own")))
+def stationary(preset: str) -> Iterator[runner.Measure]:
     """AUC on unseen rows after the last day, minus Sync's; and virtual time to Sync's AUC at three quarters.
 
     Every mode with Sync's rates; those without a global batch also with the best of their own (`_own`): their steps are
@@ -195,12 +206,11 @@ def stationary(preset: str) -> Iterator[harness.Measure]:
         ends = per_day(found, kind, preset, lambda day: day.end)
         reached = next((end for end, auc in zip(ends, curve, strict=True) if auc >= goal), None)
         value = statistics.fmean(gaps)
-        yield harness.Measure(
+        yield runner.Measure(
             f"modes.auc_{kind}",
-            abs(value) if mode == HYBRID else value,
-            "AUC apart from Sync" if mode == HYBRID else "AUC - Sync",
-            0.001 if mode == HYBRID else None,
-            at_least=False,
+            value,
+            "AUC",
+            **(runner.within(0.001) if mode == HYBRID else {}),
             details={
                 "data": "500 ids per feature, nearly all in every step; modes.sparse has rarer ones",
                 "per_seed": [round(gap, 5) for gap in gaps],
@@ -213,7 +223,11 @@ def stationary(preset: str) -> Iterator[harness.Measure]:
         )
 
 
-def sparse(preset: str) -> Iterator[harness.Measure]:
+@runner.measures(
+    *(f"modes.sparse.{ids}_{zipf:g}.{kind}" for ids, zipf in SPARSE for kind in ("sync", "hybrid_4", "async")),
+    *(f"modes.sparse.{ids}_{zipf:g}.{kind}_low" for ids, zipf in SPARSE if zipf > 1 for kind in ("sync", "hybrid_4")),
+)
+def sparse(preset: str) -> Iterator[runner.Measure]:
     """AUC minus Sync's on unseen rows after the last day, by how often a row changes while a gradient is under way.
 
     All have the same rates. Where few ids are in most batches, `_low` have an eighth of that of rows: on a row that
@@ -238,10 +252,10 @@ def sparse(preset: str) -> Iterator[harness.Measure]:
             areas = [found[kind, seed][-1].auc for seed in SEEDS[preset]]
             gaps = [found[kind, seed][-1].auc - found["sync", seed][-1].auc for seed in SEEDS[preset]]
             one = plans[kind, SEEDS[preset][0]]
-            yield harness.Measure(
+            yield runner.Measure(
                 f"modes.sparse.{ids}_{zipf:g}.{kind}",
                 statistics.fmean(gaps),
-                "AUC - Sync",
+                "AUC",
                 details={
                     "auc": statistics.fmean(areas),
                     "within_0.001": abs(statistics.fmean(gaps)) <= 0.001,
@@ -253,19 +267,16 @@ def sparse(preset: str) -> Iterator[harness.Measure]:
             )
 
 
-def globo(preset: str) -> Iterator[harness.Measure]:
+@runner.measures(*(f"modes.globo.{kind}" for kind in GLOBO))
+def globo(preset: str) -> Iterator[runner.Measure]:
     """All modes side by side. Batches whose gradient HopBw drops have no logits: they are not scored."""
     if data.find("globo_ctr") is None:
         print("globo_ctr is not here; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
         return
-    kinds: dict[str, Mode] = {
-        "sync": Sync(), "hybrid_auto": Hybrid("auto"), "hybrid_4": Hybrid(4), "gba": Gba(4 * 256), "async": Async(),
-        "bsp": Bsp(4), "hop_bs": HopBs(2), "hop_bw": HopBw(1),
-    }  # fmt: skip
     rows, rates = GLOBO_ROWS[preset], globo_tuned(preset)
-    plans = {(k, s): Stream(m, rates, s, rows // 4, rows) for s in SEEDS[preset] for k, m in kinds.items()}
+    plans = {(k, s): Stream(m, rates, s, rows // 4, rows) for s in SEEDS[preset] for k, m in GLOBO.items()}
     found = dict(zip(plans, everywhere(scored, list(plans.values()), Scored), strict=True))
-    for kind in kinds:
+    for kind in GLOBO:
         areas = [found[kind, seed].auc for seed in SEEDS[preset]]
         gaps = [found[kind, seed].auc - found["sync", seed].auc for seed in SEEDS[preset]]
         details = {
@@ -276,37 +287,44 @@ def globo(preset: str) -> Iterator[harness.Measure]:
             "rates": list(rates),
             **mean_of([found[kind, s].summary for s in SEEDS[preset]]),
         }
-        yield harness.Measure(f"modes.globo.{kind}", statistics.fmean(areas), "progressive AUC", details=details)
+        yield runner.Measure(f"modes.globo.{kind}", statistics.fmean(areas), "AUC", details=details)
 
 
-def bound(preset: str) -> Iterator[harness.Measure]:
+@runner.measures(
+    *(f"modes.bound.{trace}.{kind}" for trace in ("static", *map("phases_{}".format, BOUND)) for kind in others())
+)
+def bound(preset: str) -> Iterator[runner.Measure]:
     """Rows per virtual second over Sync's, when nothing but compute takes time."""
     count = 8 if preset == "smoke" else 64
     traces = {"static": steady([1.0] * 6 + [4.0] * 2)}
-    traces |= {f"phases_{n}": phases(WORKERS, length=float(n), count=count) for n in (2, 10, 50)}
+    traces |= {f"phases_{n}": phases(WORKERS, length=float(n), count=count) for n in BOUND}
     for name, trace in traces.items():
         batches = 2000 if name == "static" else round(6.5 * trace.period)
         setting = Setting(trace, local_batch=LOCAL)
         sync = simulate(Sync(), setting, batches).summary().rate
         for kind, mode in others().items():
             found = simulate(mode, setting, batches).summary()
-            yield harness.Measure(
-                f"modes.bound.{name}.{kind}", found.rate / sync, "x rate of Sync", details=mean_of([found])
+            yield runner.Measure(
+                f"modes.bound.{name}.{kind}",
+                found.rate / sync,
+                "ratio",
+                details={"of": "rate of Sync", **mean_of([found])},
             )
 
 
-def gradients(preset: str) -> Iterator[harness.Measure]:
+@runner.measures(*(f"modes.gradients.{kind}" for kind in (*(f"bsp_{n}" for n in AGGREGATED), "sync", "gba")))
+def gradients(preset: str) -> Iterator[runner.Measure]:
     """Figure 3: the norm follows the aggregated batch, whoever aggregates."""
     rows = 4 * ROWS_PER_DAY[preset]
-    kinds: dict[str, Mode] = {f"bsp_{n}": Bsp(n) for n in (1, 2, 4, 8, 16, 32)} | {"sync": Sync()}
+    kinds: dict[str, Mode] = {f"bsp_{n}": Bsp(n) for n in AGGREGATED} | {"sync": Sync()}
     kinds["gba"] = Gba(GLOBAL)
     plans = [Plan((mode,), tuned(preset), 0, rows) for mode in kinds.values()]
     for kind, found in zip(kinds, everywhere(norms, plans, list[float]), strict=True):
         parts = np.quantile(found, QUANTILES).tolist()
-        yield harness.Measure(
+        yield runner.Measure(
             f"modes.gradients.{kind}",
             statistics.median(found),
-            "L2 norm, median",
+            "norm",
             details={
                 "quantiles": dict(zip(map(str, QUANTILES), parts, strict=True)),
                 "mean": statistics.fmean(found),
@@ -315,7 +333,8 @@ def gradients(preset: str) -> Iterator[harness.Measure]:
         )
 
 
-def occurrences(preset: str) -> Iterator[harness.Measure]:
+@runner.measures("modes.occurrences.synthetic", "modes.occurrences.globo")
+def occurrences(preset: str) -> Iterator[runner.Measure]:
     """Figure 4: ids by the share of batches that they occur in."""
     sources: dict[str, Sequence[Batch]] = {"synthetic": synthetic(Plan((), UNTUNED, 0, ROWS_PER_DAY[preset]), 1)[1]}
     if data.find("globo_ctr") is not None:
@@ -328,24 +347,25 @@ def occurrences(preset: str) -> Iterator[harness.Measure]:
                 for id_ in np.unique(column.values).tolist():
                     count[feature, id_] = count.get((feature, id_), 0) + 1
         shares = np.array(list(count.values())) / len(batches)
-        yield harness.Measure(
+        yield runner.Measure(
             f"modes.occurrences.{name}",
             float(np.median(shares)),
-            "of the batches, median id",
+            "fraction",
             details={
                 "ids": len(shares),
                 "batches": len(batches),
-                "at_most": {str(limit): float((shares <= limit).mean()) for limit in SHARES},
+                "ids_within": {str(limit): float((shares <= limit).mean()) for limit in SHARES},
             },
         )
 
 
-def scaling(preset: str) -> Iterator[harness.Measure]:
+@runner.measures("modes.scaling.sync_8", *(f"modes.scaling.gba_{count}" for count in NN_WORKERS))
+def scaling(preset: str) -> Iterator[runner.Measure]:
     """Figure 7: NN workers at a constant global batch, each slow a quarter of the time, in phases of 10 batches.
 
     The time of a batch is taken as proportional to its rows. Rates are those of Sync with this global batch.
     """
-    counts = (8, 40) if preset == "smoke" else (8, 40, 200, 800)
+    counts = NN_WORKERS[: 2 if preset == "smoke" else None]
     rows = SCALING * (2 if preset == "smoke" else 20)
     days, seeds = DAYS[preset] // 2, SEEDS[preset][:1]
     rates = UNTUNED
@@ -359,7 +379,7 @@ def scaling(preset: str) -> Iterator[harness.Measure]:
         areas = [found[kind, seed][-1].auc for seed in seeds]
         one = plans[kind, 0]
         sync = simulate(Sync(), one.setting(), range(100 * len(one.factors))).summary()
-        yield harness.Measure(
+        yield runner.Measure(
             f"modes.scaling.{kind}",
             statistics.fmean(areas),
             "AUC",
@@ -380,7 +400,11 @@ def scaled(plan: Plan, mode: Mode, count: int, days: int) -> Plan:
     return plan._replace(modes=(mode,) * days, factors=(1.0,) * count, local=local, compute=compute, moving=PHASE)
 
 
-def scaling_why(preset: str) -> Iterator[harness.Measure]:
+@runner.measures(
+    *(f"modes.scaling_why.{by}_{n}{low}" for by in ("per_id", "global") for n in (8, 40, 200) for low in ("", "_low")),
+    "modes.scaling_why.sync_8", "modes.scaling_why.sync_8_low",
+)  # fmt: skip
+def scaling_why(preset: str) -> Iterator[runner.Measure]:
     """What Figure 7 loses: to the divisor of an id's sum (`per_id`, or `global`), and to the learning rate of rows."""
     rows, days = SCALING * (2 if preset == "smoke" else 20), DAYS[preset] // 2
     kinds = {
@@ -397,13 +421,14 @@ def scaling_why(preset: str) -> Iterator[harness.Measure]:
     found = dict(zip(plans, everywhere(train, list(plans.values()), list[Day]), strict=True))
     for kind, plan in plans.items():
         details = {"rates": list(plan.rates), "per_day": [round(day.auc, 5) for day in found[kind]]}
-        yield harness.Measure(f"modes.scaling_why.{kind}", found[kind][-1].auc, "AUC", details=details)
+        yield runner.Measure(f"modes.scaling_why.{kind}", found[kind][-1].auc, "AUC", details=details)
 
 
-def local_batch(preset: str) -> Iterator[harness.Measure]:
+@runner.measures(*(f"modes.local_batch.{size}" for size in LOCAL_BATCHES))
+def local_batch(preset: str) -> Iterator[runner.Measure]:
     """Figure 8: what happens when the global batch is not kept: M = 8, hyper-parameters as for a local batch of 128."""
     rates, days = tuned(preset), DAYS[preset] // 2
-    sizes = (64, 128) if preset == "smoke" else (32, 64, 128, 256, 512)
+    sizes = LOCAL_BATCHES[1:3] if preset == "smoke" else LOCAL_BATCHES
     plans = {
         (size, seed): Plan((Gba(size * WORKERS),) * days, rates, seed, ROWS_PER_DAY[preset], local=size)
         for size in sizes
@@ -412,26 +437,9 @@ def local_batch(preset: str) -> Iterator[harness.Measure]:
     found = dict(zip(plans, everywhere(train, list(plans.values()), list[Day]), strict=True))
     for size in sizes:
         areas = [found[size, seed][-1].auc for seed in SEEDS[preset]]
-        yield harness.Measure(
+        yield runner.Measure(
             f"modes.local_batch.{size}",
             statistics.fmean(areas),
             "AUC",
             details={"per_seed": [round(area, 5) for area in areas], "rates": list(rates)},
         )
-
-
-MEASURES = {
-    "modes.bound": bound,
-    "modes.switch": switch,
-    "modes.stationary": stationary,
-    "modes.sparse": sparse,
-    "modes.globo": globo,
-    "modes.gradients": gradients,
-    "modes.occurrences": occurrences,
-    "modes.scaling": scaling,
-    "modes.scaling_why": scaling_why,
-    "modes.local_batch": local_batch,
-}
-
-if __name__ == "__main__":
-    harness.main(MEASURES)

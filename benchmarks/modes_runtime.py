@@ -1,6 +1,6 @@
 """Modes on the real roles, with NN workers that are slow: rates, drops, staleness, Auto, and the time of a switch.
 
-    python benchmarks/modes_runtime.py [--only NAME] [--preset smoke|laptop|full] [--json FILE]
+    python -m benchmarks 'modes.*' [--preset smoke|laptop|full] [--json FILE]
 
 NN workers are threads that wait in place of computing, so that many fit on few cores. What is measured is who waits for
 whom; a batch's share of Python is kept small beside its wait.
@@ -11,19 +11,17 @@ from __future__ import annotations
 import bisect
 import itertools
 import statistics
-import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import persia
-from benchmarks import harness
+from benchmarks import runner
 from persia.modes import Auto, Gba, HopBw, Mode, Sync
 from persia.pushes.accumulator import GradientAccumulator
 from persia.replay import ScheduleEvent, Setting, Trace, alternating, load_timeline, phases, simulate, steady
@@ -36,7 +34,7 @@ WORKERS = 8
 COMPUTE_SECONDS = {"smoke": 0.02, "laptop": 0.1, "full": 0.1}
 BATCHES = {"smoke": 64, "laptop": 800, "full": 2400}
 TRACED_SECONDS = {"smoke": 0.5, "laptop": 8.0, "full": 120.0}
-ROUNDS = {"smoke": 1, "laptop": 3, "full": 5}
+ROUNDS = {"smoke": 5, "laptop": 5, "full": 5}
 PHASES = {"smoke": (2,), "laptop": (2, 10, 50), "full": (2, 10, 50)}
 SLOW_SHARE, FACTOR = 0.25, 4.0
 SWITCH_PARAMETERS = {"smoke": 100_000, "laptop": 12_000_000, "full": 12_000_000}
@@ -46,20 +44,22 @@ def gba() -> Gba:
     return Gba(WORKERS * bench.ROWS)
 
 
-def gba_vs_sync_static(preset: str) -> harness.Measure:
+@runner.measures("modes.gba_vs_sync_static")
+def gba_vs_sync_static(preset: str) -> runner.Measure:
     """Applied samples/s of Gba over Sync, 2 of 8 NN workers 4x slower for good. The arithmetic bound is 3.25."""
     emulation = bench.Emulation(steady([FACTOR] * 2 + [1.0] * (WORKERS - 2)), COMPUTE_SECONDS[preset])
     pairs = [
         [bench.run(mode, emulation, BATCHES[preset] // over) for mode, over in ((gba(), 1), (Sync(), 2))]
         for _ in range(ROUNDS[preset])
     ]
-    return harness.quantity(
+    return runner.quantity(
         "modes.gba_vs_sync_static",
         [fast.rate / slow.rate for fast, slow in pairs],
-        "x samples/s",
-        3.0,
+        "ratio",
+        at_least=3.0,
         details={
-            "compute_ms": 1000 * COMPUTE_SECONDS[preset],
+            "of": "rows/s",
+            "compute_s": COMPUTE_SECONDS[preset],
             "gba_of_bound": statistics.median(fast.of_bound for fast, _ in pairs),
             "sync_of_bound": statistics.median(slow.of_bound for _, slow in pairs),
         },
@@ -110,39 +110,50 @@ def of_bound(mode: Mode, emulation: bench.Emulation, seconds: float) -> OfBound:
     return OfBound(ends[count - 1] / took, share, count * bench.ROWS * applied / took)
 
 
-def vs_bound(preset: str) -> harness.Measure:
+@runner.measures(
+    "modes.vs_bound",
+    *(f"modes.vs_bound.{type(mode).__name__}_{n}" for n in PHASES["full"] for mode in bench.all_modes(WORKERS)),
+)
+def vs_bound(preset: str) -> Iterator[runner.Measure]:
     """Each mode's applied samples/s over the event replay's for the same trace: the worst mode and trace.
 
     It is the product of two: how fast batches are computed, and the share of them that is applied, each over the
     simulation's.
     """
-    found: dict[str, float] = {}
-    parts: dict[str, float] = {}
+    found = []
     for length in PHASES[preset]:
         emulation = bench.Emulation(moving(preset, length), COMPUTE_SECONDS[preset])
         for mode in bench.all_modes(WORKERS):
             name = f"{type(mode).__name__}_{length}"
-            run = of_bound(mode, emulation, TRACED_SECONDS[preset])
-            found[name] = run.time * run.share
-            parts |= {f"{part}.{name}": value for part, value in run._asdict().items()}
-    return harness.Measure("modes.vs_bound", min(found.values()), "of bound, worst", 0.92, details=found | parts)
+            runs = [of_bound(mode, emulation, TRACED_SECONDS[preset]) for _ in range(runner.MIN_ROUNDS)]
+            parts = {part: statistics.median(getattr(run, part) for run in runs) for part in OfBound._fields}
+            reached = [run.time * run.share for run in runs]
+            details = {"of": "rows/s, the event replay's", **parts}
+            found.append(runner.quantity(f"modes.vs_bound.{name}", reached, "ratio", at_least=0.92, details=details))
+    yield from found
+    yield runner.worst("modes.vs_bound", found)
 
 
-def dropped(preset: str) -> harness.Measure:
+@runner.measures("modes.dropped", *(f"modes.dropped.{mode}_{n}" for n in PHASES["full"] for mode in ("Gba", "HopBw")))
+def dropped(preset: str) -> Iterator[runner.Measure]:
     """Share of the batches that Gba drops under that trace, the worst length of phases; HopBw(2) beside it."""
-    shares: dict[str, float] = {}
+    found = []
     for length in PHASES[preset]:
         emulation = bench.Emulation(moving(preset, length), COMPUTE_SECONDS[preset])
-        for mode in (gba(), HopBw(2)):
-            report = traced(mode, emulation, TRACED_SECONDS[preset]).trained.result.asynchronous
-            assert report is not None
-            share = report.dropped_batches / (report.batches + report.dropped_batches)
-            shares[f"{type(mode).__name__}_{length}"] = share
-    worst = max(share for name, share in shares.items() if name.startswith("Gba"))
-    return harness.Measure("modes.dropped", worst, "of batches", 0.03, at_least=False, details=shares)
+        for mode, at_most in ((gba(), 0.03), (HopBw(2), None)):
+            shares = []
+            for _ in range(runner.MIN_ROUNDS):
+                report = traced(mode, emulation, TRACED_SECONDS[preset]).trained.result.asynchronous
+                assert report is not None
+                shares.append(report.dropped_batches / (report.batches + report.dropped_batches))
+            name = f"modes.dropped.{type(mode).__name__}_{length}"
+            found.append(runner.quantity(name, shares, "fraction", at_most=at_most))
+    yield from found
+    yield runner.worst("modes.dropped", [each for each in found if each.at_most is not None])
 
 
-def staleness(preset: str) -> harness.Measure:
+@runner.measures("modes.staleness")
+def staleness(preset: str) -> runner.Measure:
     """Whether a run of Gba and its replay agree on the age of every gradient, and on the parameters."""
     emulation = bench.Emulation(moving(preset, PHASES[preset][0]), COMPUTE_SECONDS[preset] / 5)
     batches = 64 if preset == "smoke" else 800
@@ -171,11 +182,11 @@ def staleness(preset: str) -> harness.Measure:
     measured = {arrival.number: arrival.step - arrival.version for arrival in trained.arrivals}
     oldest = max(arrival.step - arrival.token for arrival in trained.arrivals if arrival.weight)
     holds = measured == ages and oldest <= gba().tolerance and apart <= 1e-6
-    return harness.Measure(
+    return runner.Measure(
         "modes.staleness",
         float(holds),
-        "holds",
-        1.0,
+        "bool",
+        at_least=1.0,
         details={
             "gradients": len(ages),
             "mean": statistics.fmean(ages.values()),
@@ -190,7 +201,15 @@ AUTO_COMPUTE_SECONDS = {"smoke": 0.02, "laptop": 0.4, "full": 0.4}
 QUIET, STRAINED = {"smoke": 1.0, "laptop": 30.0, "full": 120.0}, {"smoke": 1.0, "laptop": 90.0, "full": 360.0}
 
 
-def auto(preset: str) -> harness.Measure:
+@runner.measures("modes.auto")
+def auto(preset: str) -> runner.Measure:
+    """Samples/s of Auto over the better fixed mode's, in the worst phase; `rounds` has the details of each round."""
+    found = [auto_round(preset) for _ in range(runner.MIN_ROUNDS)]
+    details = {"of": "rows/s, the better fixed mode's", "rounds": [details for _, details in found]}
+    return runner.quantity("modes.auto", [worst for worst, _ in found], "ratio", at_least=0.95, details=details)
+
+
+def auto_round(preset: str) -> tuple[float, dict[str, Any]]:
     """Auto in a quiet, a strained and a quiet phase: samples/s over the better fixed mode's, in the worst phase.
 
     A batch computes for 400 ms. All NN workers share an interpreter, so that a step of Sync, at the end of which all
@@ -211,21 +230,16 @@ def auto(preset: str) -> harness.Measure:
     done = list(itertools.chain.from_iterable(trained.finished))
     found = [sum(a <= t < b for t in done) * bench.ROWS / (b - a) for a, b in itertools.pairwise(bounds)]
     ratios = [rate / max(of[phase % 2] for of in fixed.values()) for phase, rate in enumerate(found)]
-    return harness.Measure(
-        "modes.auto",
-        min(ratios),
-        "of the better fixed mode, worst phase",
-        0.95,
-        details={
-            "per_phase": [round(ratio, 3) for ratio in ratios],
-            "rows_per_s": [round(rate, 1) for rate in found],
-            **{name: [round(rate, 1) for rate in of] for name, of in fixed.items()},
-            "switches": [str(verdict) for verdict in trained.result.verdicts if verdict.switch],
-        },
-    )
+    return min(ratios), {
+        "per_phase": [round(ratio, 3) for ratio in ratios],
+        "rows_per_s": [round(rate, 1) for rate in found],
+        **{name: [round(rate, 1) for rate in of] for name, of in fixed.items()},
+        "switches": [str(verdict) for verdict in trained.result.verdicts if verdict.switch],
+    }
 
 
-def switch_seconds(preset: str) -> harness.Measure:
+@runner.measures("modes.switch_seconds")
+def switch_seconds(preset: str) -> runner.Measure:
     """Time of a switch beyond draining, 12 M dense parameters with Adam, 4 NN workers in one process; the slowest."""
     size = SWITCH_PARAMETERS[preset]
 
@@ -259,43 +273,31 @@ def switch_seconds(preset: str) -> harness.Measure:
         trainer.fit(data)
         return [switch.seconds for switch in trainer.switches]
 
-    found = Threads(4).run(work)
-    slowest = [max(seconds) for seconds in zip(*found, strict=True)]
-    details = {"parameters": size, "each": [round(seconds, 3) for seconds in slowest]}
-    return harness.Measure("modes.switch_seconds", max(slowest), "s, slowest", 1.0, at_least=False, details=details)
+    rounds = [Threads(4).run(work) for _ in range(runner.MIN_ROUNDS)]
+    slowest = [[max(seconds) for seconds in zip(*found, strict=True)] for found in rounds]
+    details = {"parameters": size, "each": [[round(seconds, 3) for seconds in each] for each in slowest]}
+    return runner.quantity("modes.switch_seconds", list(map(max, slowest)), "s", at_most=1.0, details=details)
 
 
-def running_sums(preset: str) -> harness.Measure:
-    """Rows of gradients per second that a PS adds to the sum of a step, by how many gradients make one; dim 16."""
+@runner.measures("modes.running_sums")
+def running_sums(preset: str) -> runner.Measure:
+    """Rows of gradients per second that a PS adds to the sum of a step of 128 gradients; dim 16."""
     random = np.random.default_rng(0)
     most, universe = 20_000, random.integers(0, 2**63, 400_000, dtype=np.uint64)
-    found: dict[str, float] = {}
+    rates: dict[int, list[float]] = {}
     for group in (8, 128) if preset == "smoke" else (1, 8, 32, 128):
         parts = [np.unique(universe[random.zipf(1.2, 2 * most) * 7919 % len(universe)])[:most] for _ in range(group)]
         gradients = [
             Gradients(ids, random.normal(size=(len(ids), 16)).astype(np.float32)) for ids in parts
         ]  # About 9,000 rows each; many occur in several.
         weights = [np.ones(len(ids), np.float32) for ids in parts]
-        sums, rates = GradientAccumulator("per_id"), []
+        sums = GradientAccumulator("per_id")
+        rates[group] = []
         for _ in range(ROUNDS[preset]):
             began = time.perf_counter()
             for gradient, counts in zip(gradients, weights, strict=True):
                 sums.add({"table": (gradient, counts)}, 128)
             sums.take()
-            rates.append(sum(map(len, parts)) / (time.perf_counter() - began) / 1e6)
-        found[f"gradients_{group}"] = statistics.median(rates)
-    return harness.Measure("modes.running_sums", found["gradients_128"], "M rows/s, 128 gradients", details=found)
-
-
-MEASURES: dict[str, harness.Function] = {
-    "modes.gba_vs_sync_static": gba_vs_sync_static,
-    "modes.vs_bound": vs_bound,
-    "modes.dropped": dropped,
-    "modes.staleness": staleness,
-    "modes.auto": auto,
-    "modes.switch_seconds": switch_seconds,
-    "modes.running_sums": running_sums,
-}
-
-if __name__ == "__main__":
-    harness.main(MEASURES)
+            rates[group].append(sum(map(len, parts)) / (time.perf_counter() - began))
+    details = {f"gradients_{group}": statistics.median(each) for group, each in rates.items()}
+    return runner.quantity("modes.running_sums", rates[128], "rows/s", details=details)

@@ -1,6 +1,6 @@
-"""Charts of docs/modes.md, as SVG, from the JSON lines that benchmarks/modes.py has written.
+"""Charts of docs/modes.md, as SVG, from the JSON lines of `python -m benchmarks 'modes.*'`.
 
-    python benchmarks/plot_modes.py [LINES] [DIRECTORY]
+    python -m benchmarks.plot_modes [LINES] [DIRECTORY]
 
 Figures 3, 4, 7 and 8 are those of the GBA paper (arXiv 2205.11048). A chart whose measures are missing is left out.
 """
@@ -154,7 +154,7 @@ def figure_3(lines: Lines) -> Chart:
 def figure_4(lines: Lines) -> Chart:
     """How often ids occur."""
     series = {
-        name: [(float(limit), share) for limit, share in lines[f"modes.occurrences.{name}"]["at_most"].items()]
+        name: [(float(limit), share) for limit, share in lines[f"modes.occurrences.{name}"]["ids_within"].items()]
         for name in ("synthetic", "globo")
         if f"modes.occurrences.{name}" in lines
     }

@@ -1,6 +1,6 @@
 """What a call costs by its pieces, in microseconds of CPU: repeated, and after megabytes went through the caches.
 
-    python benchmarks/profile_rpc.py
+    python -m benchmarks.profile_rpc
 
 Then the context switches that a call of 4 KiB causes in both processes together, and those of libzmq alone.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +17,7 @@ from pathlib import Path
 import numpy as np
 import zmq
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from benchmarks.rpc import Echo, EchoService, over_zmq, sides
-
 from persia.rpc.dispatch import Dispatcher
 from persia.rpc.interface import describe
 from persia.rpc.limits import Limits

@@ -1,10 +1,9 @@
 """Statistical bars: does persia train as well as it should?
 
-    python benchmarks/quality.py [--only NAME] [--preset smoke|laptop|full] [--json FILE]
+    python -m benchmarks 'quality.*' [--preset smoke|laptop|full] [--json FILE]
 
 quality.replay   Hybrid(4) on stationary synthetic data against a plain-PyTorch replay of the delays it recorded: the
-                 two may differ by rounding only, so this tells whether the implementation is right. Printed with
-                 quality.hybrid.
+                 two may differ by rounding only, so this tells whether the implementation is right.
 quality.hybrid   Hybrid(4) minus Sync on the same data, paired by seed.
 quality.workers_2, quality.workers_4
                  Hybrid(4) with 2 and 4 NN workers in processes, against a replay of the order in which the PS looked
@@ -18,15 +17,12 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Iterator
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
-from benchmarks import harness, recorded
-from benchmarks.baselines.delayed_torch import replay, replay_workers
 
+from benchmarks import recorded, runner
+from benchmarks.baselines.delayed_torch import replay, replay_workers
 from persia import Batch, Schema, Trainer, TrainerOptions, data
 from persia.modes import Hybrid, Mode, Sync
 from persia.nn import Embeddings
@@ -75,7 +71,8 @@ def first_rows(schema: Schema, seed: int):
     return initial
 
 
-def hybrid(preset: str) -> Iterator[harness.Measure]:
+@runner.measures("quality.replay", "quality.hybrid")
+def hybrid(preset: str) -> Iterator[runner.Measure]:
     """Hybrid(4) against its replay, and against Sync."""
     apart, gaps, staleness = [], [], []
     for seed in range(SEEDS[preset]):
@@ -89,12 +86,13 @@ def hybrid(preset: str) -> Iterator[harness.Measure]:
         apart.append(result.progressive.auc - again.auc)
         gaps.append(result.progressive.auc - sync.progressive.auc)
     details = {"per_seed": apart, "staleness": staleness}
-    mean = abs(statistics.fmean(apart))
-    yield harness.Measure("quality.replay", mean, "AUC apart", 0.0003, at_least=False, details=details)
-    yield harness.Measure("quality.hybrid", statistics.fmean(gaps), "AUC - Sync", details={"per_seed": gaps})
+    mean = statistics.fmean(apart)
+    yield runner.Measure("quality.replay", mean, "AUC", **runner.within(0.0003), details=details)
+    yield runner.Measure("quality.hybrid", statistics.fmean(gaps), "AUC", details={"per_seed": gaps})
 
 
-def workers(preset: str) -> Iterator[harness.Measure]:
+@runner.measures("quality.workers_2", "quality.workers_4")
+def workers(preset: str) -> Iterator[runner.Measure]:
     """Hybrid(4) with several NN workers, against the replay of what their PS recorded."""
     for nn_workers in (2, 4):
         apart, gaps, means, most = [], [], [], 0
@@ -107,12 +105,11 @@ def workers(preset: str) -> Iterator[harness.Measure]:
             gaps.append(run.result.progressive.auc - sync.result.progressive.auc)
             means.append(run.result.staleness_mean)
             most = max(most, run.result.staleness_max)
-        yield harness.Measure(
+        yield runner.Measure(
             f"quality.workers_{nn_workers}",
-            abs(statistics.fmean(apart)),
-            "AUC apart",
-            0.0003,
-            at_least=False,
+            statistics.fmean(apart),
+            "AUC",
+            **runner.within(0.0003),
             details={
                 "per_seed": apart,
                 "gap to Sync": statistics.fmean(gaps),
@@ -123,8 +120,9 @@ def workers(preset: str) -> Iterator[harness.Measure]:
         )
 
 
-def optimum(preset: str) -> harness.Measure:
-    """Best AUC minus DeepFM's on rows that it was not trained on."""
+@runner.measures("quality.optimum")
+def optimum(preset: str) -> runner.Measure:
+    """DeepFM's AUC minus the best on rows that it was not trained on."""
     rows = {"smoke": 20_000, "laptop": 2_000_000, "full": 3_000_000}[preset]
     test_rows = min(rows, 500_000)
     reader = data.synthetic(rows, ids_per_feature=100, batch_size=BATCH)
@@ -135,7 +133,7 @@ def optimum(preset: str) -> harness.Measure:
     reached = trainer.evaluate(batches).auc
     best = test.best_auc(test_rows // BATCH * BATCH, epoch=1)
     details = {"best": best, "reached": reached, "rows": rows}
-    return harness.Measure("quality.optimum", best - reached, "AUC below best", 0.01, at_least=False, details=details)
+    return runner.Measure("quality.optimum", reached - best, "AUC", at_least=-0.01, details=details)
 
 
 class AdultNet(torch.nn.Module):
@@ -158,7 +156,8 @@ class AdultNet(torch.nn.Module):
         return logits
 
 
-def adult(preset: str) -> harness.Measure | None:
+@runner.measures("quality.adult")
+def adult(preset: str) -> runner.Measure | None:
     """Test AUC after one pass, batch 128, SGD 0.1 and Adagrad 0.01; mean of three seeds."""
     if data.find("adult") is None:
         print("adult is not here; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
@@ -178,10 +177,4 @@ def adult(preset: str) -> harness.Measure | None:
         result = trainer.fit(train, data.adult(split="test", batch_size=1024))
         assert result.evaluation is not None
         areas.append(result.evaluation.auc)
-    return harness.quantity("quality.adult", areas, "test AUC", 0.885, details={"per_seed": areas})
-
-
-MEASURES = {"quality.hybrid": hybrid, "quality.workers": workers, "quality.optimum": optimum, "quality.adult": adult}
-
-if __name__ == "__main__":
-    harness.main(MEASURES)
+    return runner.Measure("quality.adult", statistics.fmean(areas), "AUC", at_least=0.885, details={"per_seed": areas})

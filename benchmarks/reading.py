@@ -1,6 +1,6 @@
 """Rows/s of the file readers, beside pyarrow alone, which only decodes the columns.
 
-    python benchmarks/reading.py [--only NAME] [--preset smoke|laptop|full] [--json FILE]
+    python -m benchmarks 'reading.*' [--preset smoke|laptop|full] [--json FILE]
 
 A row has 4 ids that are numbers, 3 that are texts, a list of ids, 5 dense features and a label. Batches have 4,096
 rows; both sides use one thread.
@@ -8,7 +8,6 @@ rows; both sides use one thread.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,11 +18,8 @@ import pyarrow as pa
 import pyarrow.csv as pc
 import pyarrow.parquet as pq
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks import harness
-
 import persia
+from benchmarks import runner
 
 ROWS = {"smoke": 5_000, "laptop": 300_000, "full": 2_000_000}
 ROUNDS = {"smoke": 5, "laptop": 9, "full": 9}
@@ -69,34 +65,30 @@ def rate(call: Callable[[], int]) -> Callable[[], float]:
     return measure
 
 
-def read_csv(preset: str) -> harness.Measure:
+@runner.measures("reading.csv")
+def read_csv(preset: str) -> runner.Measure:
     with tempfile.TemporaryDirectory() as directory:
         path, _ = write(directory, ROWS[preset])
         reader = persia.data.csv(path, SCHEMA, BATCH, lists={"list": "|"})
         options = pc.ReadOptions(use_threads=False, block_size=4 << 20)
-        return harness.ratio(
+        return runner.ratio(
             "reading.csv",
             ours=rate(lambda: sum(map(len, reader))),
             theirs=rate(lambda: sum(map(len, pc.open_csv(path, read_options=options)))),
+            of="rows/s",
             rounds=ROUNDS[preset],
-            unit="x rows/s of pyarrow",
         )
 
 
-def read_parquet(preset: str) -> harness.Measure:
+@runner.measures("reading.parquet")
+def read_parquet(preset: str) -> runner.Measure:
     with tempfile.TemporaryDirectory() as directory:
         _, path = write(directory, ROWS[preset])
         reader = persia.data.parquet(path, SCHEMA, BATCH)
-        return harness.ratio(
+        return runner.ratio(
             "reading.parquet",
             ours=rate(lambda: sum(map(len, reader))),
             theirs=rate(lambda: sum(map(len, pq.ParquetFile(path).iter_batches(use_threads=False)))),
+            of="rows/s",
             rounds=ROUNDS[preset],
-            unit="x rows/s of pyarrow",
         )
-
-
-MEASURES = {"reading.csv": read_csv, "reading.parquet": read_parquet}
-
-if __name__ == "__main__":
-    harness.main(MEASURES)

@@ -1,6 +1,6 @@
 """Embedding PSs that are killed: how soon they answer again, and whether anything is lost.
 
-    python benchmarks/recovery.py [--only NAME] [--preset smoke|laptop|full] [--json FILE]
+    python -m benchmarks 'recovery.*' [--preset smoke|laptop|full] [--json FILE]
 
 Rows of dim 16 with Adagrad, in /dev/shm.
 """
@@ -22,11 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks import harness
+from benchmarks import runner
 from benchmarks.recovery_load import Load, kills
-
 from persia import rpc
 from persia.services import EmbeddingPS
 from persia.store import NativeStore, TableConfig
@@ -49,7 +46,7 @@ class Scale:
 
 
 SCALES = {
-    "smoke": Scale(200_000, 2, 3, 4),
+    "smoke": Scale(200_000, 5, 3, 4),
     "laptop": Scale(10_000_000, 5, 100, 20),
     "full": Scale(10_000_000, 11, 300, 60),
 }
@@ -133,7 +130,7 @@ def fill(stub: EmbeddingPS, rows: int) -> None:
         stub.lookup({"table": ids_of(np.arange(start, min(start + BATCH, rows)))}, True)
 
 
-def recovered(preset: str, name: str, target: float, *, loaded: bool) -> harness.Measure:
+def recovered(preset: str, name: str, target: float, *, loaded: bool) -> runner.Measure:
     """From the kill to the first answer to a caller that has been waiting all the time."""
     scale = SCALES[preset]
     address = free_address()
@@ -171,20 +168,23 @@ def recovered(preset: str, name: str, target: float, *, loaded: bool) -> harness
         rows = stub.statistics()["table"]["rows"]
     assert rows == stored, f"{stored - rows} rows are missing"
     details = {"rows": rows, "slowest": max(seconds), "rebuilt_shards": max(rebuilt)}
-    return harness.quantity(name, seconds, "s", target, at_least=False, details=details)
+    return runner.quantity(name, seconds, "s", at_most=target, details=details)
 
 
-def attach(preset: str) -> harness.Measure:
+@runner.measures("recovery.attach_s")
+def attach(preset: str) -> runner.Measure:
     """Its shards were idle."""
     return recovered(preset, "recovery.attach_s", 1.0, loaded=False)
 
 
-def rebuild(preset: str) -> harness.Measure:
+@runner.measures("recovery.rebuild_s")
+def rebuild(preset: str) -> runner.Measure:
     """It was inserting: the index has to be made anew from the rows."""
     return recovered(preset, "recovery.rebuild_s", 5.0, loaded=True)
 
 
-def lost_rows(preset: str) -> harness.Measure:
+@runner.measures("recovery.lost_rows")
+def lost_rows(preset: str) -> runner.Measure:
     """Rows that are neither as before nor as after the request in flight, or not as they should be once it is repeated.
 
     Insertions, evictions and pushes; each kill at a random moment; every row is compared, optimizer state included. As
@@ -198,10 +198,11 @@ def lost_rows(preset: str) -> harness.Measure:
     found = {key: sum(v.recovery[key] > 0 for v in verdicts) for key in ("busy", "undone", "open", "rebuilt")}
     details = {"kills": len(verdicts), "rows_compared": sum(v.rows for v in verdicts), **found}
     details |= {"wrong_full": wrong[0], "wrong_roomy": wrong[1]}
-    return harness.Measure("recovery.lost_rows", float(sum(wrong)), "rows", 0.0, at_least=False, details=details)
+    return runner.Measure("recovery.lost_rows", float(sum(wrong)), "rows", at_most=0.0, details=details)
 
 
-def others_answer(preset: str) -> harness.Measure:
+@runner.measures("recovery.others_answer")
+def others_answer(preset: str) -> runner.Measure:
     """Lookups per second that another PS answers while one is down, over those while both are up."""
     calls = 200 * SCALES[preset].batches
     probe = {"table": ids_of(np.arange(1000))}
@@ -224,16 +225,18 @@ def others_answer(preset: str) -> harness.Measure:
             return calls / (time.perf_counter() - began)
 
         rate()
-        both = [rate() for _ in range(harness.MIN_ROUNDS)]
+        both = [rate() for _ in range(runner.MIN_ROUNDS)]
         servers[0].kill()
         waiting = rpc.start(stubs[0].lookup, probe, True)
-        alone = [rate() for _ in range(harness.MIN_ROUNDS)]
+        alone = [rate() for _ in range(runner.MIN_ROUNDS)]
         successor = Server(addresses[0], directory / "ps-0")
         stack.callback(successor.end)
         successor.begin()
         assert waiting.result()["table"].shape == (1000, DIM)  # Who waited for the dead one gets its answer.
     middle = float(np.median(both))
-    return harness.quantity("recovery.others_answer", [one / middle for one in alone], "x calls/s", 0.9)
+    return runner.quantity(
+        "recovery.others_answer", [one / middle for one in alone], "ratio", at_least=0.9, details={"of": "calls/s"}
+    )
 
 
 def filled(directory: Path | None, rows: int) -> NativeStore:
@@ -271,17 +274,17 @@ def updating(store: NativeStore, keys: list[np.ndarray]) -> Callable[[], float]:
 Work = Callable[[NativeStore, list[np.ndarray]], Callable[[], float]]
 
 
-def shared(preset: str, name: str, work: Work, targets: tuple[float | None, float | None]) -> Iterator[harness.Measure]:
+def shared(preset: str, name: str, work: Work, targets: tuple[float | None, float | None]) -> Iterator[runner.Measure]:
     """In files against anonymous memory: /dev/shm, and a file system with huge pages where one may mount it."""
     scale = SCALES[preset]
     random = np.random.default_rng(0)
     size = min(BATCH, scale.rows // 2)
     keys = [ids_of(random.choice(scale.rows, size, replace=False)) for _ in range(scale.batches)]
 
-    def compared(name: str, root: str, target: float | None) -> harness.Measure:
+    def compared(name: str, root: str, target: float | None) -> runner.Measure:
         with regions(root) as directory:
             ours, theirs = (work(filled(place, scale.rows), keys) for place in (directory, None))
-            return harness.ratio(name, ours=ours, theirs=theirs, rounds=7, unit="x rows/s", target=target)
+            return runner.ratio(name, ours=ours, theirs=theirs, of="rows/s", rounds=7, at_least=target)
 
     yield compared(name, SHM, targets[0])
     with tempfile.TemporaryDirectory() as mount:
@@ -293,24 +296,13 @@ def shared(preset: str, name: str, work: Work, targets: tuple[float | None, floa
                 subprocess.run(["umount", mount], check=True)
 
 
-def shm_lookup(preset: str) -> Iterator[harness.Measure]:
+@runner.measures("recovery.shm_lookup", "recovery.shm_lookup_huge")
+def shm_lookup(preset: str) -> Iterator[runner.Measure]:
     """Lookups, 1 thread."""
     return shared(preset, "recovery.shm_lookup", looking_up, (0.55, 0.85))
 
 
-def shm_update(preset: str) -> Iterator[harness.Measure]:
+@runner.measures("recovery.shm_update", "recovery.shm_update_huge")
+def shm_update(preset: str) -> Iterator[runner.Measure]:
     """Updates with Adagrad, 1 thread: what undo slot and progress cost, as anonymous memory has neither."""
     return shared(preset, "recovery.shm_update", updating, (None, None))
-
-
-MEASURES: dict[str, harness.Function] = {
-    "recovery.attach_s": attach,
-    "recovery.rebuild_s": rebuild,
-    "recovery.lost_rows": lost_rows,
-    "recovery.others_answer": others_answer,
-    "recovery.shm_lookup": shm_lookup,
-    "recovery.shm_update": shm_update,
-}
-
-if __name__ == "__main__":
-    harness.main(MEASURES)

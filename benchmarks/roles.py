@@ -1,6 +1,6 @@
 """Python time per batch of each role: an embedding PS, an embedding worker and an NN worker, a process each.
 
-    python benchmarks/roles.py [--only NAME] [--preset smoke|laptop|full] [--json FILE]
+    python -m benchmarks 'roles.*' [--preset smoke|laptop|full] [--json FILE]
 
 The workload is that of `benchmarks/step.py`: 26 features with a table each, dimension 16, batches of 4,096, Hybrid(4),
 no compression; the NN worker registers, looks up, pools, trains the network and pushes. What is counted is said in
@@ -11,21 +11,16 @@ of the collection, its part of backward; torch's own work in there (tensors, aut
 from __future__ import annotations
 
 import multiprocessing
-import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection as Pipe
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from benchmarks import runner
 from benchmarks.python_time import PythonTime
 
-from benchmarks import harness
-
-TARGETS = {"embedding_ps": 0.3, "embedding_worker": 0.5, "nn_worker": 1.5}
+TARGETS = {"embedding_ps": 0.3e-3, "embedding_worker": 0.5e-3, "nn_worker": 1.5e-3}
 STEPS = {"smoke": 10, "laptop": 60, "full": 1000}
-ROUNDS = {"smoke": 2, "laptop": 5, "full": 15}
+ROUNDS = {"smoke": 5, "laptop": 5, "full": 15}
 WARM = {"smoke": 10, "laptop": 130, "full": 130}
 DEADLINE = 60.0
 
@@ -45,7 +40,6 @@ def serve(pipe: Pipe, make: Callable[[int, str], tuple[Any, type]], preset: str,
 
 def schema(preset: str) -> Any:
     from benchmarks.step import WORK
-
     from persia import IdFeature, Schema
 
     return Schema([IdFeature(f"f{i}", dim=WORK[preset].dim) for i in range(WORK[preset].features)])
@@ -75,9 +69,9 @@ def nn_worker(pipe: Pipe, addresses: tuple[str, str], preset: str) -> None:
     spent = PythonTime()
     spent.apart()
     import torch
+
     from benchmarks.baselines.step_torch import generate
     from benchmarks.step import WORK, Persia
-
     from persia import rpc
     from persia.nn import pooling, prepared
     from persia.schema import Adagrad
@@ -119,7 +113,9 @@ def nn_worker(pipe: Pipe, addresses: tuple[str, str], preset: str) -> None:
         variant.close()
 
 
-def python_ms(preset: str) -> list[harness.Measure]:
+@runner.measures("roles.python_s", *(f"roles.python_s.{role}" for role in TARGETS))
+def python_s(preset: str) -> list[runner.Measure]:
+    """Seconds of Python per batch; the aggregate is the role farthest from its target."""
     methods = multiprocessing.get_context("spawn")
     pipes: dict[str, Pipe] = {}
     processes: list[Any] = []
@@ -147,22 +143,16 @@ def python_ms(preset: str) -> list[harness.Measure]:
         ask("nn_worker", WARM[preset])
         for _ in range(ROUNDS[preset]):
             before = {role: ask(role, 1) for role in ("embedding_ps", "embedding_worker")}
-            found["nn_worker"].append(1000 * ask("nn_worker", steps) / steps)
+            found["nn_worker"].append(ask("nn_worker", steps) / steps)
             for role, seconds in before.items():
-                found[role].append(1000 * (ask(role, 1) - seconds) / steps)
+                found[role].append((ask(role, 1) - seconds) / steps)
         for pipe, process in zip(reversed(pipes.values()), reversed(processes), strict=True):
             pipe.send(0)  # One after another: who ends releases what it has at those that serve it.
             process.join(DEADLINE)
     finally:
         for process in processes:
             process.kill()
-    return [
-        harness.quantity(f"roles.python_ms.{role}", values, "ms of Python per batch", TARGETS[role], at_least=False)
-        for role, values in found.items()
+    measured = [
+        runner.quantity(f"roles.python_s.{role}", values, "s", at_most=TARGETS[role]) for role, values in found.items()
     ]
-
-
-MEASURES: dict[str, harness.Function] = {"roles.python_ms": python_ms}
-
-if __name__ == "__main__":
-    harness.main(MEASURES)
+    return [*measured, runner.worst("roles.python_s", measured)]

@@ -1,6 +1,6 @@
 """Calls between two processes against bare sockets between the same two.
 
-    python benchmarks/rpc.py [--only NAME] [--preset smoke|laptop|full] [--json FILE]
+    python -m benchmarks 'rpc.*' [--preset smoke|laptop|full] [--json FILE]
 
 Both sides are an echo on loopback, one request at a time. The bare socket is TCP with `TCP_NODELAY`: `sendall` of the
 array, `recv_into` new memory of the same size, as a reply needs. Beside it stands a bare echo of libzmq, a DEALER here
@@ -13,22 +13,17 @@ from __future__ import annotations
 import multiprocessing
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import zmq
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks import harness
-
+from benchmarks import runner
 from persia import rpc
 from persia.types import Floats, Ids
 
@@ -184,12 +179,13 @@ def compared(sides: Sides, method: str, array: np.ndarray, calls: int, rounds: i
     return found
 
 
-def details(found: list[tuple[float, float, float]]) -> dict[str, float]:
-    ours, theirs, tcp = (1e6 * float(np.median(column)) for column in zip(*found, strict=True))
+def details(found: list[tuple[float, float, float]]) -> dict[str, Any]:
+    ours, theirs, tcp = (float(np.median(column)) for column in zip(*found, strict=True))
     return {
-        "ours_us": ours,
-        "libzmq_us": theirs,
-        "tcp_us": tcp,
+        "of": "a bare TCP socket",
+        "ours_s": ours,
+        "libzmq_s": theirs,
+        "tcp_s": tcp,
         "ours_over_libzmq": float(np.median([a / b for a, b, _ in found])),
         "libzmq_over_tcp": float(np.median([b / c for _, b, c in found])),
     }
@@ -208,36 +204,38 @@ def rate(call: Callable[[], object], calls: int) -> Callable[[], float]:
     return measure
 
 
-def echo_1mib(preset: str) -> harness.Measure:
+@runner.measures("rpc.echo_1mib")
+def echo_1mib(preset: str) -> runner.Measure:
     """Throughput of a 1 MiB array there and back."""
     array = np.ones(1 << 18, np.float32)
     with sides() as found:
         times = compared(found, "echo", array, CALLS[preset], ROUNDS[preset])
-    return harness.quantity(
-        "rpc.echo_1mib", [tcp / ours for ours, _, tcp in times], "x echoes/s of TCP", 0.8, details=details(times)
+    return runner.quantity(
+        "rpc.echo_1mib", [tcp / ours for ours, _, tcp in times], "ratio", at_least=0.8, details=details(times)
     )
 
 
-def roundtrip(preset: str, name: str, method: str) -> harness.Measure:
+def roundtrip(preset: str, name: str, method: str) -> runner.Measure:
     array = np.ones(1 << 10, np.float32)
     with sides() as found:
         times = compared(found, method, array, 4 * CALLS[preset], ROUNDS[preset])
-    return harness.quantity(
-        name, [ours / tcp for ours, _, tcp in times], "x seconds of TCP", 3.0, at_least=False, details=details(times)
-    )
+    return runner.quantity(name, [ours / tcp for ours, _, tcp in times], "ratio", at_most=3.0, details=details(times))
 
 
-def roundtrip_4kib(preset: str) -> harness.Measure:
+@runner.measures("rpc.roundtrip_4kib")
+def roundtrip_4kib(preset: str) -> runner.Measure:
     """Latency of a 4 KiB array there and back, the method on a thread of the pool."""
     return roundtrip(preset, "rpc.roundtrip_4kib", "echo")
 
 
-def roundtrip_4kib_inline(preset: str) -> harness.Measure:
+@runner.measures("rpc.roundtrip_4kib_inline")
+def roundtrip_4kib_inline(preset: str) -> runner.Measure:
     """The same with a method that is declared inline."""
     return roundtrip(preset, "rpc.roundtrip_4kib_inline", "echo_inline")
 
 
-def in_flight(preset: str) -> harness.Measure:
+@runner.measures("rpc.in_flight")
+def in_flight(preset: str) -> runner.Measure:
     """4 KiB echoes per second with 16 calls in flight, from one thread."""
     array = np.ones(1 << 10, np.float32)
 
@@ -247,10 +245,11 @@ def in_flight(preset: str) -> harness.Measure:
 
     with sides() as (stub, _, _):
         measure = rate(burst, CALLS[preset] // 4)
-        return harness.quantity("rpc.in_flight", [IN_FLIGHT * measure() for _ in range(ROUNDS[preset])], "calls/s")
+        return runner.quantity("rpc.in_flight", [IN_FLIGHT * measure() for _ in range(ROUNDS[preset])], "calls/s")
 
 
-def gradients(preset: str) -> harness.Measure:
+@runner.measures("rpc.gradients")
+def gradients(preset: str) -> runner.Measure:
     """A push of 26 tables (52 arrays, 1.9 MB): messages per second."""
     rng = np.random.default_rng(0)
     push = {
@@ -259,16 +258,4 @@ def gradients(preset: str) -> harness.Measure:
     }
     with sides() as (stub, _, _):
         measure = rate(lambda: stub.gradients(push), CALLS[preset])
-        return harness.quantity("rpc.gradients", [measure() for _ in range(ROUNDS[preset])], "calls/s")
-
-
-MEASURES = {
-    "rpc.echo_1mib": echo_1mib,
-    "rpc.roundtrip_4kib": roundtrip_4kib,
-    "rpc.roundtrip_4kib_inline": roundtrip_4kib_inline,
-    "rpc.in_flight": in_flight,
-    "rpc.gradients": gradients,
-}
-
-if __name__ == "__main__":
-    harness.main(MEASURES)
+        return runner.quantity("rpc.gradients", [measure() for _ in range(ROUNDS[preset])], "calls/s")

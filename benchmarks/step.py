@@ -1,6 +1,6 @@
 """A whole training step: persia against plain PyTorch, TorchRec's fused kernels, and the network alone.
 
-    python benchmarks/step.py [--only NAME] [--preset smoke|laptop|full] [--json FILE]
+    python -m benchmarks 'step.*' [--preset smoke|laptop|full] [--json FILE]
 
 TorchRec runs in an environment of its own: create it with benchmarks/baselines/torchrec_env.sh; without it that
 measure is skipped, and says so.
@@ -11,15 +11,11 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks import harness
+from benchmarks import runner
 from benchmarks.baselines.step_torch import DenseOnly, Plain, Samples, TorchRec, Variant, Workload, generate
-
 from persia import Batch, IdColumn, IdFeature, Schema
 from persia.modes import Hybrid
 from persia.nn import EmbeddingCollection
@@ -57,7 +53,7 @@ class Persia(Variant):
         self.prefetched.close()
 
 
-def compare(preset: str, peer_of, optimizer: EmbeddingOptimizer, name: str, target: float | None) -> harness.Measure:
+def compare(preset: str, peer_of, optimizer: EmbeddingOptimizer, name: str, target: float | None) -> runner.Measure:
     """Samples/s of persia over the peer's, alternating."""
     work = WORK[preset]
     data = generate(work)
@@ -68,39 +64,32 @@ def compare(preset: str, peer_of, optimizer: EmbeddingOptimizer, name: str, targ
         # The first rounds fill the tables: every id of the 64 batches gets its row.
         for variant in (persia, peer):
             variant.time(2 * len(data))
-        return harness.ratio(
+        return runner.ratio(
             name,
             ours=lambda: work.batch * steps / persia.time(steps),
             theirs=lambda: work.batch * steps / peer.time(steps),
+            of="rows/s",
             rounds=ROUNDS[preset],
-            unit="x samples/s",
-            target=target,
+            at_least=target,
         )
     finally:
         persia.close()
         peer.close()
 
 
-def vs_torch(preset: str) -> harness.Measure:
+@runner.measures("step.vs_torch")
+def vs_torch(preset: str) -> runner.Measure:
     return compare(preset, Plain, Adagrad(lr=0.05), "step.vs_torch", 1.7)
 
 
-def vs_torchrec(preset: str) -> harness.Measure | None:
+@runner.measures("step.vs_torchrec")
+def vs_torchrec(preset: str) -> runner.Measure | None:
     if TorchRec.python() is None:
         print("TorchRec's environment is missing; create it: benchmarks/baselines/torchrec_env.sh", file=sys.stderr)
         return None
     return compare(preset, lambda work, _: TorchRec(work), RowwiseAdagrad(lr=0.05), "step.vs_torchrec", 1.2)
 
 
-def vs_dense_only(preset: str) -> harness.Measure:
+@runner.measures("step.vs_dense_only")
+def vs_dense_only(preset: str) -> runner.Measure:
     return compare(preset, DenseOnly, Adagrad(lr=0.05), "step.vs_dense_only", 0.65)
-
-
-MEASURES = {
-    "step.vs_torch": vs_torch,
-    "step.vs_torchrec": vs_torchrec,
-    "step.vs_dense_only": vs_dense_only,
-}
-
-if __name__ == "__main__":
-    harness.main(MEASURES)

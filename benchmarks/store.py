@@ -1,24 +1,19 @@
 """The embedding store against plain arrays.
 
-python benchmarks/store.py [--only NAME] [--preset smoke|laptop|full] [--json FILE]
+python -m benchmarks 'store.*' [--preset smoke|laptop|full] [--json FILE]
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks import harness
-
+from benchmarks import runner
 from persia.store import NativeStore, TableConfig
 
 BATCH = 65_536
@@ -98,26 +93,29 @@ def selecting(table: torch.Tensor, batches: list[np.ndarray]) -> Callable[[], fl
     return rate(index, lambda rows, _: torch.index_select(table, 0, rows, out=out))
 
 
-def lookup(name: str, preset: str, batches_of, target: float) -> harness.Measure:
+def lookup(name: str, preset: str, batches_of, target: float) -> runner.Measure:
     scale = SCALES[preset]
     torch.set_num_threads(1)
     batches = batches_of(scale.rows, scale.batches)
     ours = looking_up(filled(scale.rows), batches)
     theirs = selecting(torch.randn(scale.rows, DIM), batches)
-    return harness.ratio(name, ours=ours, theirs=theirs, rounds=scale.rounds, unit="x rows/s", target=target)
+    return runner.ratio(name, ours=ours, theirs=theirs, of="rows/s", rounds=scale.rounds, at_least=target)
 
 
-def lookup_uniform(preset: str) -> harness.Measure:
+@runner.measures("store.lookup_uniform")
+def lookup_uniform(preset: str) -> runner.Measure:
     """Existing rows, distinct uniform ids, LRU on, 1 thread, against `torch.index_select`."""
     return lookup("store.lookup_uniform", preset, uniform_batches, 0.8)
 
 
-def lookup_zipf(preset: str) -> harness.Measure:
+@runner.measures("store.lookup_zipf")
+def lookup_zipf(preset: str) -> runner.Measure:
     """The same with Zipf(1.05) ids."""
     return lookup("store.lookup_zipf", preset, zipf_batches, 1.0)
 
 
-def update_adagrad(preset: str) -> harness.Measure:
+@runner.measures("store.update_adagrad")
+def update_adagrad(preset: str) -> runner.Measure:
     """Adagrad on existing rows, against `torch.index_add_`, 1 thread."""
     scale = SCALES[preset]
     torch.set_num_threads(1)
@@ -130,12 +128,13 @@ def update_adagrad(preset: str) -> harness.Measure:
     index = [torch.from_numpy(batch) for batch in batches]
     ours = rate(keys, lambda ids, number: store.update([0], [ids], [gradients], [0.05], number))
     theirs = rate(index, lambda rows, _: table.index_add_(0, rows, tensor))
-    return harness.ratio(
-        "store.update_adagrad", ours=ours, theirs=theirs, rounds=scale.rounds, unit="x rows/s", target=0.6
+    return runner.ratio(
+        "store.update_adagrad", ours=ours, theirs=theirs, of="rows/s", rounds=scale.rounds, at_least=0.6
     )
 
 
-def insert(preset: str) -> harness.Measure:
+@runner.measures("store.insert")
+def insert(preset: str) -> runner.Measure:
     """New rows into an empty table, Adagrad state included, all cores (touching new memory is most of it)."""
     scale = SCALES[preset]
     batches = [ids_of(np.arange(start, start + BATCH)) for start in range(0, scale.rows, BATCH)]
@@ -149,30 +148,33 @@ def insert(preset: str) -> harness.Measure:
         start = time.perf_counter()
         for ids in batches:
             store.lookup([0], [ids], True, out)
-        return len(batches) * BATCH / (time.perf_counter() - start) / 1e6
+        return len(batches) * BATCH / (time.perf_counter() - start)
 
-    rates = [measure() for _ in range(harness.MIN_ROUNDS)]
-    return harness.quantity("store.insert", rates, "M rows/s", 8.0)
+    rates = [measure() for _ in range(runner.MIN_ROUNDS)]
+    return runner.quantity("store.insert", rates, "rows/s", at_least=8e6)
 
 
-def threads(preset: str) -> harness.Measure:
+@runner.measures("store.threads")
+def threads(preset: str) -> runner.Measure:
     """Lookups with 2 threads over those with 1, the same table settings."""
     scale = SCALES[preset]
     batches = uniform_batches(scale.rows, scale.batches)
     two = looking_up(filled(scale.rows, threads=2), batches)
     one = looking_up(filled(scale.rows, threads=1), batches)
-    return harness.ratio("store.threads", ours=two, theirs=one, rounds=scale.rounds, unit="x rows/s", target=1.7)
+    return runner.ratio("store.threads", ours=two, theirs=one, of="rows/s", rounds=scale.rounds, at_least=1.7)
 
 
-def growth(preset: str) -> harness.Measure:
+@runner.measures("store.growth")
+def growth(preset: str) -> runner.Measure:
     """Lookups in a table of 100 M rows over those in one of 1 M, dim 8."""
     scale = SCALES[preset]
     large = looking_up(filled(scale.large, 8), uniform_batches(scale.large, scale.batches), 8)
     small = looking_up(filled(scale.small, 8), uniform_batches(scale.small, scale.batches), 8)
-    return harness.ratio("store.growth", ours=large, theirs=small, rounds=scale.rounds, unit="x rows/s", target=0.6)
+    return runner.ratio("store.growth", ours=large, theirs=small, of="rows/s", rounds=scale.rounds, at_least=0.6)
 
 
-def bytes_per_row(preset: str) -> harness.Measure:
+@runner.measures("store.bytes_per_row")
+def bytes_per_row(preset: str) -> runner.Measure:
     """Bytes per row beyond embedding and optimizer state, index included: the worst over the growth of a table."""
     scale = SCALES[preset]
     store = NativeStore()
@@ -184,18 +186,4 @@ def bytes_per_row(preset: str) -> harness.Measure:
         store.lookup([index], [ids_of(np.arange(start, start + BATCH))], True)
         worst.append(store.memory_bytes(index) / store.size(index) - payload)
     settled = worst[min(10, len(worst) // 2) :]  # the fixed header of a small table is not per row
-    return harness.Measure("store.bytes_per_row", max(settled), "bytes", 40.0, at_least=False)
-
-
-MEASURES = {
-    "store.lookup_uniform": lookup_uniform,
-    "store.lookup_zipf": lookup_zipf,
-    "store.update_adagrad": update_adagrad,
-    "store.insert": insert,
-    "store.threads": threads,
-    "store.growth": growth,
-    "store.bytes_per_row": bytes_per_row,
-}
-
-if __name__ == "__main__":
-    harness.main(MEASURES)
+    return runner.Measure("store.bytes_per_row", max(settled), "bytes", at_most=40.0)

@@ -1,6 +1,6 @@
 """How many threads torch should compute with beside persia's own threads and other processes.
 
-    python benchmarks/threads.py [--only NAME] [--preset smoke|laptop|full] [--json FILE]
+    python -m benchmarks 'threads.*' [--preset smoke|laptop|full] [--json FILE]
 
 Each way to run is a process of its own; they train in turn, while 0, 1 or 2 other processes keep a core busy. Compared
 are what a `Trainer` chooses (half of the cores), all cores, and all cores whose threads do not spin while they wait.
@@ -16,11 +16,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks import harness
+from benchmarks import runner
 
 LOADS = {"smoke": (0, 1), "laptop": (0, 1, 2), "full": (0, 1, 2)}
 SECONDS = {"smoke": 0.05, "laptop": 1.0, "full": 3.0}
@@ -126,7 +123,7 @@ def busy(count: int) -> Iterator[None]:
 
 def compare(
     preset: str, name: str, work: Work, ours: Mapping[str, str], theirs: Mapping[str, str]
-) -> Iterator[harness.Measure]:
+) -> Iterator[runner.Measure]:
     """Samples/s of one way over those of the other, under each load."""
     cores = len(os.sched_getaffinity(0))
     work = SMOKE if preset == "smoke" else work
@@ -134,15 +131,15 @@ def compare(
     try:
         for load in LOADS[preset]:
             with busy(load):
-                found = harness.ratio(
+                found = runner.ratio(
                     f"{name}.load_{load}",
                     ours=lambda: mine.rate(SECONDS[preset]),
                     theirs=lambda: other.rate(SECONDS[preset]),
+                    of="rows/s",
                     rounds=ROUNDS[preset],
-                    unit="x samples/s",
                 )
             details = {**found.details, "cores": cores, "threads": mine.threads, "threads_theirs": other.threads}
-            yield harness.Measure(found.name, found.value, found.unit, spread=found.spread, details=details)
+            yield runner.Measure(found.name, found.value, found.unit, spread=found.spread, details=details)
     finally:
         mine.close()
         other.close()
@@ -153,28 +150,26 @@ def all_cores(**more: str) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), **more}
 
 
-def small(preset: str) -> Iterator[harness.Measure]:
+def names(name: str) -> list[str]:
+    """One for each load."""
+    return [f"{name}.load_{load}" for load in LOADS["full"]]
+
+
+@runner.measures(*names("threads.small"))
+def small(preset: str) -> Iterator[runner.Measure]:
     return compare(preset, "threads.small", SMALL, {}, all_cores())
 
 
-def large(preset: str) -> Iterator[harness.Measure]:
+@runner.measures(*names("threads.large"))
+def large(preset: str) -> Iterator[runner.Measure]:
     return compare(preset, "threads.large", LARGE, {}, all_cores())
 
 
-def spinning(preset: str) -> Iterator[harness.Measure]:
+@runner.measures(*names("threads.spinning"))
+def spinning(preset: str) -> Iterator[runner.Measure]:
     return compare(preset, "threads.spinning", SMALL, all_cores(OMP_WAIT_POLICY="passive"), all_cores())
 
 
-def passive(preset: str) -> Iterator[harness.Measure]:
+@runner.measures(*names("threads.passive"))
+def passive(preset: str) -> Iterator[runner.Measure]:
     return compare(preset, "threads.passive", SMALL, {}, all_cores(OMP_WAIT_POLICY="passive"))
-
-
-MEASURES = {
-    "threads.small": small,
-    "threads.large": large,
-    "threads.spinning": spinning,
-    "threads.passive": passive,
-}
-
-if __name__ == "__main__":
-    harness.main(MEASURES)

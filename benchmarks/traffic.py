@@ -1,6 +1,6 @@
 """What crosses the wire between embedding worker and NN worker, what float16 costs, and how evenly PSs share a batch.
 
-    python benchmarks/traffic.py [--only NAME] [--preset smoke|laptop|full] [--json FILE]
+    python -m benchmarks 'traffic.*' [--preset smoke|laptop|full] [--json FILE]
 
 Bytes are counted in the messages that would be sent: payload and array frames. They are compared with what pooling on
 the embedding worker would send, float32 `[batch, dim]` for every feature and direction.
@@ -9,18 +9,14 @@ the embedding worker would send, float32 `[batch, dim]` for every feature and di
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import persia
-from benchmarks import harness
+from benchmarks import runner
 from persia import data
 from persia.batching.batch import Batch, IdColumn
 from persia.data.zipf import Zipf
@@ -37,7 +33,7 @@ from persia.worker import Worker, WorkerOptions
 
 BATCH = 4096
 DIM = 16
-BATCHES = {"smoke": 3, "laptop": 60, "full": 300}
+BATCHES = {"smoke": 5, "laptop": 60, "full": 300}
 SERVERS = 4
 
 
@@ -56,6 +52,7 @@ def clicks(preset: str) -> tuple[persia.Schema, Iterator[Batch], str]:
     return made.schema, made.batches(), "synthetic: 9 features of Zipf(1.05) ids, as globo_ctr is not here"
 
 
+@runner.measures("traffic.forward", "traffic.backward")
 def traffic(preset: str):
     """Forward: the answer of a lookup. Backward: a push with a gradient for every row."""
     schema, batches, source = clicks(preset)
@@ -73,15 +70,9 @@ def traffic(preset: str):
         rows.append(sum(map(len, found.rows.values())) / len(batch))
         worker.push(*pushed)
     facts = {"data": source, "pooled_bytes_per_sample": pooled, "unique_rows_per_sample": statistics.mean(rows)}
-    unit = "x bytes of pooled float32"
     for name, values, target in (("forward", forward, 0.12), ("backward", backward, 0.06)):
-        details = {**facts, "bytes_per_sample": statistics.mean(values) * pooled}
-        yield harness.quantity(f"traffic.{name}", values, unit, target, at_least=False, details=details)
-
-
-def only(name: str):
-    """One of the figures of `traffic`."""
-    return lambda preset: next(measure for measure in traffic(preset) if measure.name == name)
+        details = {"of": "bytes of pooled float32", **facts, "bytes_per_sample": statistics.mean(values) * pooled}
+        yield runner.quantity(f"traffic.{name}", values, "ratio", at_most=target, details=details)
 
 
 # --- what float16 costs ------------------------------------------------------------------------------------------
@@ -135,22 +126,22 @@ def trained_auc(rows: int, seed: int, cluster: Any) -> float:
     return trainer.evaluate(made.batches(epoch=1)).auc
 
 
+@runner.measures("traffic.auc")
 def auc(preset: str):
-    """AUC without compression less AUC with it, same data and initial values; mean over seeds, its magnitude."""
+    """AUC with compression less AUC without it, same data and initial values; mean over seeds."""
     rows, seeds = {"smoke": (20_000, 2), "laptop": (500_000, 5), "full": (3_000_000, 5)}[preset]
     plain = [trained_auc(rows, seed, persia.cluster.Embedded()) for seed in range(seeds)]
     through = [trained_auc(rows, seed, Compressed()) for seed in range(seeds)]
-    lost = [a - b for a, b in zip(plain, through, strict=True)]
+    gaps = [b - a for a, b in zip(plain, through, strict=True)]
     details = {
         "rows": rows,
         "seeds": seeds,
         "auc_none": statistics.mean(plain),
         "auc_fp16": statistics.mean(through),
-        "lost_mean": statistics.mean(lost),
-        "lost_standard_error": statistics.stdev(lost) / seeds**0.5,
-        "lost_most": max(lost, key=abs),
+        "standard_error": statistics.stdev(gaps) / seeds**0.5,
+        "largest": max(gaps, key=abs),
     }
-    return harness.Measure("traffic.auc", abs(statistics.mean(lost)), "AUC", 0.0003, at_least=False, details=details)
+    return runner.Measure("traffic.auc", statistics.mean(gaps), "AUC", **runner.within(0.0003), details=details)
 
 
 # --- how evenly PSs share a batch ----------------------------------------------------------------------------------
@@ -167,6 +158,7 @@ class CountingServer:
         return RowsAt(Packed(ids.names, ids.counts, np.zeros(2 * self.rows, np.float32), [2] * len(ids)), 0)
 
 
+@runner.measures("ps.imbalance")
 def imbalance(preset: str):
     """99th percentile over batches of (most unique rows of a PS) / (mean of a PS): 26 features, Zipf(1.05)."""
     batches, features, ids = {"smoke": 10, "laptop": 300, "full": 2000}[preset], 26, 1_000_000
@@ -182,21 +174,11 @@ def imbalance(preset: str):
         ratios.append(max(rows) / statistics.mean(rows))
         unique.append(sum(rows))
     details = {
+        "of": "unique rows of a PS, the largest and the mean",
         "servers": SERVERS,
         "batches": batches,
         "unique_rows": statistics.mean(unique),
         "median": statistics.median(ratios),
     }
     value = float(np.percentile(ratios, 99))
-    return harness.Measure("ps.imbalance", value, "x mean", 1.06, at_least=False, details=details)
-
-
-MEASURES = {
-    "traffic.forward": only("traffic.forward"),
-    "traffic.backward": only("traffic.backward"),
-    "traffic.auc": auc,
-    "ps.imbalance": imbalance,
-}
-
-if __name__ == "__main__":
-    harness.main(MEASURES)
+    return runner.Measure("ps.imbalance", value, "ratio", at_most=1.06, details=details)

@@ -97,7 +97,7 @@ class Commands:
         return {"seconds": seconds}
 
     def profile(self, variant: str, steps: int) -> dict[str, float]:
-        """Milliseconds a step, of a prepared training, that functions of `persia.optim` take with what they call."""
+        """Seconds a step, of a prepared training, that functions of `persia.optim` take with what they call."""
         training = self.trainings[variant]
         dist.barrier()
         with cProfile.Profile() as profiler:
@@ -107,7 +107,7 @@ class Commands:
         for (file, _, name), (*_, cumulative, _) in pstats.Stats(profiler).stats.items():  # type: ignore[attr-defined]
             if "/persia/optim/" in file:
                 seconds[name] += cumulative
-        return {name: 1e3 * value / steps for name, value in seconds.items()}
+        return {name: value / steps for name, value in seconds.items()}
 
     def train(self, task: str, variant: str, seed: int, lr: float, warmup: int, steps: int) -> dict[str, Any]:
         """A whole training: its figures, mean training loss of the last steps, seconds of all and of the warm-up."""

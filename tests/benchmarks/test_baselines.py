@@ -1,15 +1,13 @@
 """The benchmarks' plain peers do what they claim, on tiny inputs."""
 
-import importlib
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from benchmarks.baselines import delayed_torch, globo_torch, one_bit_torch, step_torch
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,12 +15,6 @@ from persia.batching.batch import Batch, IdColumn
 from persia.nn.models import FFNN
 from persia.optim import OneBit
 from persia.schema import IdFeature, Schema
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-globo_torch = importlib.import_module("baselines.globo_torch")
-step_torch = importlib.import_module("baselines.step_torch")
-delayed_torch = importlib.import_module("baselines.delayed_torch")
-one_bit_torch = importlib.import_module("baselines.one_bit_torch")
 
 
 @pytest.fixture

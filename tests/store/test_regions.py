@@ -12,12 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmarks.recovery_load import Load, Victim, columns, kills
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-from recovery_load import Load, Victim, columns, kills
 
 from persia.errors import StoreError, StoreFullError
 from persia.store import NativeStore, TableConfig, native

@@ -342,7 +342,7 @@ def _hint(directory: Path) -> None:
     if not _huge_pages(directory):
         log.info(
             "%s has pages of 4 KiB; lookups are faster with huge pages: as root, `mount -o remount,huge=advise %s`, or "
-            "use a directory of hugetlbfs (`benchmarks/recovery.py --only recovery.shm_lookup` says how much)",
+            "use a directory of hugetlbfs (`python -m benchmarks 'recovery.shm_lookup*'` says how much)",
             directory, DEFAULT_ROOT,
         )  # fmt: skip
 

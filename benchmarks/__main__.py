@@ -1,0 +1,90 @@
+"""Runs benchmarks and prints one JSON line per measure.
+
+    python -m benchmarks NAME... [--preset smoke|laptop|full] [--json FILE]
+    python -m benchmarks --list
+
+A NAME is any name that `--list` prints, or a pattern such as 'store.*'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks import runner
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Run benchmarks.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a name that --list prints, or a pattern: 'store.*'")
+    parser.add_argument("--preset", choices=runner.PRESETS, default="laptop", help="amount of work (default: laptop)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also append the lines to this file")
+    parser.add_argument("--list", action="store_true", help="print all names and exit")
+    arguments = parser.parse_args(argv)
+    if arguments.list:
+        print("\n".join(runner.names()))
+        return 0
+    if not arguments.names:
+        parser.error("no NAME given; --list prints all names, '*' selects them all")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # So that processes and networks are cleaned up.
+    try:
+        for measure in runner.run(arguments.names, arguments.preset):
+            line = json.dumps(_line(measure, arguments.preset))
+            print(line, flush=True)
+            if arguments.json is not None:
+                with arguments.json.open("a") as stream:
+                    stream.write(line + "\n")
+    except KeyError as error:
+        parser.error(error.args[0])
+    return 0
+
+
+def _line(measure: runner.Measure, preset: str) -> dict[str, Any]:
+    return {
+        "name": measure.name,
+        "value": _rounded(measure.value),
+        "unit": measure.unit,
+        "at_least": measure.at_least,
+        "at_most": measure.at_most,
+        "holds": measure.holds,
+        "spread": _rounded(measure.spread),
+        "command": shlex.join(["python", "-m", "benchmarks", measure.name, "--preset", preset]),
+        "commit": _commit(),
+        "machine": _machine(),
+        **{key: _rounded(value) for key, value in measure.details.items()},
+    }
+
+
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def _commit() -> str:
+    run = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--exclude=*"],
+        cwd=Path(__file__).parent, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return run.stdout.strip() or "unknown"
+
+
+def _machine() -> str:
+    model = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    return f"{model}, {os.cpu_count()} cores, {platform.system()} {platform.release()}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,209 @@
+"""Registers benchmarks under the names that they print, compares in alternation, and runs the selected ones.
+
+A module in `MODULES` registers its functions with all names that they may print:
+
+    @runner.measures("store.insert")
+    def insert(preset: str) -> runner.Measure: ...  # one Measure, several, or None if it cannot run here
+
+Two candidates are compared in alternation within one run, and their ratio is reported, so that a slow, a busy or a
+warming machine affects both alike. Values have base units (`UNITS`) and keep their sign: a loss of AUC is negative.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import importlib
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+__all__ = [
+    "MIN_ROUNDS", "MODULES", "PRESETS", "RESOURCES", "UNITS", "Benchmark", "Measure", "benchmarks", "measures", "names",
+    "quantity", "ratio", "run", "within", "worst",
+]  # fmt: skip
+
+PRESETS = ("smoke", "laptop", "full")
+MODULES = (
+    "store", "batch", "reading", "checkpoint", "rpc", "step", "profile_step", "globo", "quality", "modes",
+    "modes_runtime", "traffic", "roles", "cluster", "recovery", "threads", "apmsqueeze",
+)  # fmt: skip
+UNITS = ("ratio", "fraction", "s", "rows/s", "calls/s", "rows", "bytes", "bytes/s", "AUC", "loss", "norm", "bool")
+MIN_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One result.
+
+    Args:
+        name: one of those that the function is registered under.
+        value: the median of the rounds, or what was counted.
+        unit: one of `UNITS`; `details["of"]` says what a ratio compares.
+        at_least: lower bound of the target, or None.
+        at_most: upper bound of the target, or None.
+        spread: half the interquartile range over the median; None for what is counted or simulated.
+        details: further facts, such as both sides of a ratio.
+    """
+
+    name: str
+    value: float
+    unit: str
+    at_least: float | None = None
+    at_most: float | None = None
+    spread: float | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.unit not in UNITS:
+            raise ValueError(f"Invalid unit {self.unit!r} of {self.name}; expected one of: {', '.join(UNITS)}")
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether the target is met; None without one."""
+        if self.at_least is None and self.at_most is None:
+            return None
+        return self._margin() >= 0
+
+    def _margin(self) -> float:
+        """Distance to the nearer bound, as a fraction of it; negative beyond it."""
+        margins = []
+        if self.at_least is not None:
+            margins.append((self.value - self.at_least) / (abs(self.at_least) or 1.0))
+        if self.at_most is not None:
+            margins.append((self.at_most - self.value) / (abs(self.at_most) or 1.0))
+        return min(margins)
+
+
+Function = Callable[[str], Measure | Iterable[Measure] | None]
+
+
+class Benchmark(NamedTuple):
+    """A function and the names that it may print."""
+
+    names: tuple[str, ...]
+    function: Function
+
+
+_REGISTERED: list[Benchmark] = []
+RESOURCES = contextlib.ExitStack()
+"""What several functions of a run share, such as process groups; closed at its end."""
+
+
+def measures(*names: str) -> Callable[[Function], Function]:
+    """Registers a function under every name that it may print."""
+
+    def register(function: Function) -> Function:
+        taken = {name for benchmark in _REGISTERED for name in benchmark.names}
+        if twice := taken.intersection(names):
+            raise ValueError(f"{', '.join(sorted(twice))}: registered twice")
+        _REGISTERED.append(Benchmark(names, function))
+        return function
+
+    return register
+
+
+@functools.cache
+def benchmarks() -> tuple[Benchmark, ...]:
+    """All benchmarks, in the order of `MODULES`."""
+    for module in MODULES:
+        importlib.import_module(f"benchmarks.{module}")
+    return tuple(_REGISTERED)
+
+
+def names() -> list[str]:
+    """Every name that can be selected."""
+    return [name for benchmark in benchmarks() for name in benchmark.names]
+
+
+def run(patterns: Sequence[str], preset: str) -> Iterator[Measure]:
+    """Runs each function with a selected name once and yields the selected measures.
+
+    Raises:
+        KeyError: a pattern selects nothing.
+        RuntimeError: a function printed a name that it is not registered under.
+    """
+    import torch
+
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names()):
+            hint = f"; did you mean '{pattern}.*'?" if any(name.startswith(f"{pattern}.") for name in names()) else ""
+            raise KeyError(f"No benchmark is named {pattern!r}{hint} `python -m benchmarks --list` prints all names.")
+    threads = torch.get_num_threads()
+    with RESOURCES:
+        for benchmark in benchmarks():
+            selected = {name for name in benchmark.names if any(fnmatchcase(name, pattern) for pattern in patterns)}
+            if not selected:
+                continue
+            torch.set_num_threads(threads)
+            for measure in _printed(benchmark, preset):
+                if measure.name in selected:
+                    yield measure
+            gc.collect()
+
+
+def _printed(benchmark: Benchmark, preset: str) -> Iterator[Measure]:
+    found = benchmark.function(preset)
+    for measure in [found] if isinstance(found, Measure) else found or []:
+        if measure.name not in benchmark.names:
+            raise RuntimeError(f"{measure.name} is printed but not registered; add it to `@runner.measures`.")
+        yield measure
+
+
+def ratio(
+    name: str,
+    *,
+    ours: Callable[[], float],
+    theirs: Callable[[], float],
+    of: str,
+    rounds: int = MIN_ROUNDS,
+    at_least: float | None = None,
+) -> Measure:
+    """Returns the median over rounds of ours / theirs, both rates (larger is better), measured in alternating order."""
+    pairs = []
+    for number in range(rounds):
+        if number % 2:
+            b, a = theirs(), ours()
+        else:
+            a, b = ours(), theirs()
+        pairs.append((a, b))
+    details = {
+        "of": of,
+        "ours": statistics.median(a for a, _ in pairs),
+        "theirs": statistics.median(b for _, b in pairs),
+    }
+    return quantity(name, [a / b for a, b in pairs], "ratio", at_least=at_least, details=details)
+
+
+def quantity(
+    name: str,
+    values: Sequence[float],
+    unit: str,
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    details: Mapping[str, Any] | None = None,
+) -> Measure:
+    """Returns the median and the spread of repeated measurements; at least `MIN_ROUNDS` of them."""
+    if len(values) < MIN_ROUNDS:
+        raise ValueError(f"{name} was measured {len(values)} times; a spread needs at least {MIN_ROUNDS}")
+    return Measure(name, statistics.median(values), unit, at_least, at_most, _spread(values), details or {})
+
+
+def _spread(values: Sequence[float]) -> float:
+    low, middle, high = statistics.quantiles(values, n=4)
+    return (high - low) / 2 / abs(middle) if middle else 0.0
+
+
+def within(bound: float) -> dict[str, float]:
+    """Both bounds of a signed difference."""
+    return {"at_least": -bound, "at_most": bound}
+
+
+def worst(name: str, found: Sequence[Measure]) -> Measure:
+    """Returns the one farthest beyond its target, or the lowest if there is none, under a name that stands for all."""
+    least = min(found, key=lambda each: each.value if each.holds is None else each._margin())
+    return replace(least, name=name, details={"worst": least.name, "each": {each.name: each.value for each in found}})

@@ -1,0 +1,135 @@
+"""The benchmark runner: selection, declared names, signs, units, spreads and aggregates."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import __main__ as command
+from benchmarks import runner
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """Three benchmarks in place of the real ones; `ran` lists which of them ran."""
+    ran = []
+
+    def pair(preset):
+        ran.append(("pair", preset))
+        yield runner.Measure("fake.one", -0.25, "AUC", **runner.within(0.5))
+        yield runner.Measure("fake.two", 3.0, "rows/s", at_least=4.0, spread=0.1)
+
+    def single(preset):
+        ran.append(("single", preset))
+        return runner.Measure("other.single", 1.0, "s")
+
+    def undeclared(preset):
+        return runner.Measure("liar.undeclared", 1.0, "s")
+
+    found = (
+        runner.Benchmark(("fake.one", "fake.two"), pair),
+        runner.Benchmark(("other.single",), single),
+        runner.Benchmark(("liar.declared",), undeclared),
+    )
+    monkeypatch.setattr(runner, "benchmarks", lambda: found)
+    return ran
+
+
+def selected(*patterns):
+    return [measure.name for measure in runner.run(patterns, "smoke")]
+
+
+def test_a_name_selects_itself_only(registered):
+    assert selected("fake.two") == ["fake.two"]
+    assert registered == [("pair", "smoke")]
+
+
+def test_patterns_select_and_a_function_runs_once(registered):
+    assert selected("fake.*", "*.one", "other.single") == ["fake.one", "fake.two", "other.single"]
+    assert registered == [("pair", "smoke"), ("single", "smoke")]
+
+
+def test_a_name_that_selects_nothing_is_an_error(registered):
+    with pytest.raises(KeyError, match=r"No benchmark is named 'fake'; did you mean 'fake\.\*'"):
+        selected("fake")
+    with pytest.raises(KeyError, match=r"'nothing\.\*'"):
+        selected("fake.*", "nothing.*")
+    assert registered == []
+
+
+def test_a_printed_name_that_is_not_registered_is_an_error(registered):
+    with pytest.raises(RuntimeError, match=r"liar\.undeclared is printed but not registered"):
+        selected("liar.declared")
+
+
+def test_the_command_prints_signed_values_and_bounds(registered, capsys, tmp_path):
+    file = tmp_path / "lines.jsonl"
+    assert command.main(["fake.*", "--preset", "smoke", "--json", str(file)]) == 0
+    assert command.main(["other.single", "--json", str(file)]) == 0
+    one, two, single = map(json.loads, file.read_text().splitlines())
+    assert (one["value"], one["at_least"], one["at_most"], one["holds"]) == (-0.25, -0.5, 0.5, True)
+    assert (two["holds"], two["spread"], two["command"]) == (False, 0.1, "python -m benchmarks fake.two --preset smoke")
+    assert (single["holds"], single["spread"]) == (None, None)
+    assert capsys.readouterr().out == file.read_text()
+
+
+@pytest.mark.parametrize(("arguments", "message"), [([], "no NAME given"), (["nothing"], "No benchmark is named")])
+def test_the_command_refuses(registered, capsys, arguments, message):
+    with pytest.raises(SystemExit) as ended:
+        command.main(arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_list_has_every_name(registered, capsys):
+    assert command.main(["--list"]) == 0
+    assert capsys.readouterr().out.split() == ["fake.one", "fake.two", "other.single", "liar.declared"]
+
+
+def test_a_spread_needs_five_rounds():
+    with pytest.raises(ValueError, match="measured 4 times"):
+        runner.quantity("x", [1.0] * 4, "s")
+    measure = runner.quantity("x", [1.0, 2.0, 3.0, 4.0, 5.0], "s", at_most=3.0)
+    assert (measure.value, measure.spread, measure.holds) == (3.0, pytest.approx(0.5), True)
+
+
+def test_a_ratio_alternates():
+    order = []
+
+    def rate(name, value):
+        order.append(name)
+        return value
+
+    measure = runner.ratio("x", ours=lambda: rate("ours", 6.0), theirs=lambda: rate("theirs", 2.0), of="rows/s")
+    assert (measure.value, measure.spread, measure.details["of"]) == (3.0, 0.0, "rows/s")
+    assert order == ["ours", "theirs", "theirs", "ours"] * 2 + ["ours", "theirs"]
+
+
+def test_units_are_base_units():
+    with pytest.raises(ValueError, match="Invalid unit 'ms' of x"):
+        runner.Measure("x", 1.0, "ms")
+
+
+def test_an_aggregate_is_the_worst():
+    found = [
+        runner.Measure("x.a", -0.002, "AUC", **runner.within(0.001)),
+        runner.Measure("x.b", 0.0, "AUC", **runner.within(0.001)),
+    ]
+    whole = runner.worst("x", found)
+    assert (whole.name, whole.value, whole.holds, whole.details["worst"]) == ("x", -0.002, False, "x.a")
+    assert runner.worst("x", [runner.Measure("x.a", 0.2, "AUC"), runner.Measure("x.b", -0.1, "AUC")]).value == -0.1
+
+
+def test_make_bench_reaches_every_name():
+    makefile = (Path(__file__).resolve().parents[2] / "Makefile").read_text()
+    areas = re.search(r"^BENCHMARKS = (.*)$", makefile, re.MULTILINE)
+    assert set(areas.group(1).split()) == {name.split(".")[0] for name in runner.names()}
+
+
+def test_performance_page_names_what_can_be_selected():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "performance.md").read_text()
+    rows = re.findall(r"^\| ([a-z]+\.[a-z0-9_]+(?:\.[a-z0-9_]+)*)", page, re.MULTILINE)
+    assert len(rows) > 60
+    known = runner.names()
+    assert [row for row in rows if row not in known and not any(name.startswith(f"{row}.") for name in known)] == []
