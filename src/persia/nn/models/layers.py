@@ -50,7 +50,7 @@ def pooled(embedding: Tensor | SequenceEmbedding) -> Tensor:
 def mlp(
     inputs: int, hidden: Sequence[int], outputs: int | None, *, batch_norm: bool = False, dropout: float = 0.0
 ) -> nn.Sequential:
-    """Returns linear layers of these widths, each with ReLU, BatchNorm, dropout as asked; then one to `outputs`, if any.
+    """Returns linear layers of these widths, each with ReLU, BatchNorm, dropout as asked; then one to `outputs`.
 
     Raises:
         ConfigError: a width is not a positive whole number, or `dropout` not in [0, 1).
