@@ -1,11 +1,11 @@
-// The batch path: what happens to the ids and rows of one batch between the data and the network.
+// The batch path: processes the ids and rows of one batch between the data and the network.
 //
-// Every result is bit-identical whatever the number of threads and whatever the machine: ids keep the order of their
-// first occurrence, a pooled row is summed in the order of its bag, and a gradient row is summed in the order of the
+// Every result is bit-identical for any number of threads and on any machine: ids keep the order of their first
+// occurrence, a pooled row is summed in the order of its bag, and a gradient row is summed in the order of the
 // features, then of the samples, then of the positions of the bag.
 //
-// Functions block until done, throw std::invalid_argument for contents that do not fit (the outputs then hold no
-// meaning, but nothing outside of them is touched), and may be called from any number of threads at once.
+// Functions block until done and are thread-safe. They throw std::invalid_argument for invalid contents; the outputs
+// are then undefined, but nothing else is touched.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -18,7 +18,7 @@
 
 namespace persia {
 
-// Scratch memory that is kept from call to call, because fresh pages cost more than the loops that use them.
+// Scratch memory that is reused between calls, because new pages cost more than the loops that use them.
 // Thread-safe. A block is returned when its lease ends; all memory is freed with the arena.
 class Arena {
  public:
@@ -28,7 +28,7 @@ class Arena {
     ~Lease();
     Lease(const Lease&) = delete;
     Lease& operator=(const Lease&) = delete;
-    // Uninitialised and aligned to a cache line.
+    // Returns uninitialised memory, aligned to a cache line.
     template <class T>
     T* as() {
       return reinterpret_cast<T*>(block_.memory.get());
@@ -51,18 +51,19 @@ class Arena {
   std::vector<Lease::Block> free_;
 };
 
-// The features that share a table, and room for their distinct ids.
+// The features that share a table, and buffers for their distinct ids.
 struct UniqueGroup {
   std::vector<std::span<const std::uint64_t>> features;
-  std::uint64_t* ids = nullptr;      // room for one id per position
-  std::uint32_t* inverse = nullptr;  // room for one entry per position; holds uint16 entries if not `wide`
+  std::uint64_t* ids = nullptr;      // capacity for one id per position
+  std::uint32_t* inverse = nullptr;  // capacity for one entry per position; holds uint16 entries if not `wide`
   std::size_t count = 0;             // result: number of distinct ids
   bool wide = false;                 // result: inverse is uint32 (more than 65,536 distinct ids)
 
+  // Returns the total number of ids of all features.
   std::size_t positions() const;
 };
 
-// Removes duplicates: ids[inverse[i]] is the i-th id of the group's features, one after another.
+// Removes duplicates: ids[inverse[i]] is the i-th id of the group's features, concatenated.
 void unique(std::span<UniqueGroup> groups, ThreadPool& pool, Arena& arena);
 
 // The distinct ids of a table, and the inverses that point to them.
@@ -78,12 +79,12 @@ struct OwnerGroup {
   std::int64_t* bounds = nullptr;  // result: [servers + 1], the ids of server p are bounds[p] ... bounds[p + 1]
 };
 
-// Sorts ids by the server that owns them (`owner_of`), order kept within a server, and lets the inverses follow.
+// Sorts ids stably by the server that owns them (`owner_of`), and updates the inverses.
 void group_by_owner(std::span<OwnerGroup> groups, std::uint32_t servers, ThreadPool& pool, Arena& arena);
 
 enum class Pooling : std::uint8_t { sum, mean, sqrtn, sequence };
 
-// Where the values of one feature are among the rows of its table.
+// Positions of the values of one feature among the rows of its table.
 struct FeaturePlan {
   const void* inverse = nullptr;  // uint16 or uint32 [positions]
   bool wide = false;              // uint32
@@ -91,7 +92,7 @@ struct FeaturePlan {
   const std::int64_t* offsets = nullptr;  // [batch + 1], or null: one value per sample
   std::size_t batch = 0;
   Pooling pooling = Pooling::sum;
-  std::size_t max_length = 0;  // only the first so many values of a sample count; 0: all. A sequence needs one.
+  std::size_t max_length = 0;  // maximum values per sample, 0: all; required for a sequence
 };
 
 struct PoolTable {
@@ -100,7 +101,7 @@ struct PoolTable {
   std::size_t dim = 0;
 };
 
-// Strides count floats (mask: bytes). Outputs of one call must not overlap.
+// One feature to pool. Strides are in floats (mask: bytes). Outputs of one call must not overlap.
 struct PoolFeature {
   FeaturePlan plan;
   PoolTable table;
@@ -111,7 +112,7 @@ struct PoolFeature {
   std::ptrdiff_t mask_stride = 0;
 };
 
-// Empty bags and the padding of sequences become zeros.
+// Pools the rows of each feature. Empty bags and the padding of sequences become zeros.
 void pool_forward(std::span<const PoolFeature> features, ThreadPool& pool);
 
 struct GradientFeature {
@@ -119,7 +120,7 @@ struct GradientFeature {
   const float* gradient = nullptr;  // shaped like the output; null counts as zero
   std::ptrdiff_t sample_stride = 0;
   std::ptrdiff_t position_stride = 0;
-  std::size_t name = 0;  // the number of the feature in messages
+  std::size_t name = 0;  // number of the feature, for error messages
 };
 
 struct GradientTable {
@@ -129,7 +130,7 @@ struct GradientTable {
   std::size_t dim = 0;
 };
 
-// The gradient of every row of every table.
+// Computes the gradient of every row of every table.
 void pool_backward(std::span<const GradientTable> tables, ThreadPool& pool, Arena& arena);
 
 }  // namespace persia

@@ -5,7 +5,7 @@
 
 namespace persia {
 
-// Of `bytes` bytes behind those whose checksum is `crc`; 0 begins anew.
+// Returns the checksum of `bytes` bytes that follow data with checksum `crc`; 0 starts a new checksum.
 std::uint32_t crc32(std::uint32_t crc, const std::byte* data, std::size_t bytes);
 
 }  // namespace persia

@@ -9,10 +9,10 @@
 
 namespace persia {
 
-// XXH64 of `size` bytes.
+// Returns the XXH64 of `size` bytes.
 std::uint64_t xxh64(const void* data, std::size_t size, std::uint64_t seed);
 
-// XXH64 of the little-endian bytes of columns[0][i], columns[1][i], ...: the id of a feature cross.
+// Computes the ids of a feature cross: XXH64 of the little-endian bytes of columns[0][i], columns[1][i], ...
 void hash_cross(std::span<const std::uint64_t* const> columns, std::uint64_t seed, std::span<std::uint64_t> out,
                 ThreadPool& pool);
 

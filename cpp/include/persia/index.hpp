@@ -27,18 +27,22 @@ class Index {
   Index(std::uint64_t* slots, std::uint64_t slot_count, std::uint64_t max_slots)
       : slots_(slots), count_(slot_count), max_(max_slots) {}
 
+  // Returns the number of home slots, without the tail.
   std::uint64_t slot_count() const { return count_; }
 
+  // Returns the tag of a hash: its inverted upper half, never 0, which marks an empty slot.
   static std::uint32_t tag_of(std::uint64_t hash) { return std::max(~static_cast<std::uint32_t>(hash >> 32), 1u); }
 
+  // Returns the home position of a tag: the first slot of a cache line.
   std::uint64_t home(std::uint32_t tag) const {
     return ((std::uint64_t{~tag} * (count_ / kLineSlots)) >> 32) * kLineSlots;
   }
 
+  // Prefetches the cache line of a home position.
   void prefetch(std::uint64_t home) const { __builtin_prefetch(slots_ + home); }
 
-  // The first position whose tag is not above `tag`. Counting instead of comparing one by one costs no mispredicted
-  // branch: all slots behind the first smaller one are smaller too.
+  // Returns the first position whose tag is not above `tag`. Counts whole lines, which avoids mispredicted branches:
+  // all slots after the first smaller one are smaller, too.
   std::uint64_t lower_bound(std::uint64_t home, std::uint32_t tag) const {
     const std::uint64_t bound = bound_of(tag);
     for (std::uint64_t at = home;; at += kLineSlots) {
@@ -48,12 +52,11 @@ class Index {
     }
   }
 
-  // For each tag a row that bears it in the index at the same place, most likely the right one; kNone where there is
-  // none.
+  // For each tag, finds a row with this tag in the index of the same position, most likely the right one; else kNone.
   static void candidates(const Index* const* indices, const std::uint32_t* tags, std::size_t count,
                          std::uint32_t* rows);
 
-  // The row for which `matches(row)` holds, among those with this tag.
+  // Returns the row with this tag for which `matches(row)` holds; kNone if there is none.
   template <class Matches>
   std::uint32_t find(std::uint32_t tag, Matches&& matches) const {
     for (std::uint64_t at = lower_bound(home(tag), tag); tag_in(slots_[at]) == tag; ++at) {
@@ -62,8 +65,10 @@ class Index {
     return kNone;
   }
 
+  // Whether to grow before another insertion: the load exceeds 80 % and growth is possible.
   bool full(std::uint64_t rows) const { return (rows + 1) * 5 > count_ * 4 && count_ < max_; }
 
+  // Inserts a row, moving the following slots by one. Throws std::runtime_error if the tail overflows.
   void insert(std::uint32_t tag, std::uint32_t row) {
     const std::uint64_t at = lower_bound(home(tag), tag);
     std::uint64_t hole = at;
@@ -75,7 +80,7 @@ class Index {
     slots_[at] = (std::uint64_t{tag} << 32) | row;
   }
 
-  // Whether it was there: it always is, but where rows or index are damaged.
+  // Erases a row. Returns false if it is not there, which means that rows or index are damaged.
   bool erase(std::uint32_t tag, std::uint32_t row) {
     const std::uint64_t wanted = (std::uint64_t{tag} << 32) | row;
     std::uint64_t at = lower_bound(home(tag), tag);
@@ -90,9 +95,9 @@ class Index {
     return true;
   }
 
-  // One step larger, in place: packs the slots at the end of the new array, then deals them out from its start.
-  // What is dealt never overtakes what is still packed, since the rest fits behind it. Overflow into the tail can only
-  // shrink, because distances to the end grow.
+  // Grows by one step, in place: packs the slots at the end of the new array, then places them from its start. Placed
+  // slots never overtake packed ones, since the rest fits after them. Overflow into the tail can only shrink, because
+  // distances to the end grow.
   void grow() {
     const std::uint64_t old_end = used_end();
     count_ = grown();
@@ -100,12 +105,12 @@ class Index {
     deal(pack(old_end, end), end);
   }
 
-  // How many slots `grow` would make of them.
+  // Returns the number of slots after `grow`.
   std::uint64_t grown() const {
     return std::min(count_ < kDoubling ? count_ * 2 : (count_ + count_ / 2) / kLineSlots * kLineSlots, max_);
   }
 
-  // Anew, whatever the slots hold: for the rows 0 ... rows - 1 and their tags. There must be room for them.
+  // Rebuilds the index for the rows 0 ... rows - 1 and their tags, which must fit. Ignores the old slots.
   template <class TagOf>
   void build(std::uint64_t rows, TagOf&& tag_of_row) {
     const std::uint64_t end = count_ + kIndexTail;
@@ -115,10 +120,11 @@ class Index {
     deal(end - rows, end);
   }
 
-  // Whether these slots are an index of the rows 0 ... rows - 1, as far as can be said without reading a row: whoever
-  // searches it comes to an end, and finds none but these.
+  // Whether the slots are an index of the rows 0 ... rows - 1, as far as can be checked without reading a row: every
+  // search ends, and finds only these rows.
   bool sound(std::uint64_t rows) const;
 
+  // Empties the index.
   void clear() { std::memset(slots_, 0, (count_ + kIndexTail) * sizeof(std::uint64_t)); }
 
  private:

@@ -1,6 +1,6 @@
-// The bytes of a region: header | undo slot | sketch | index | rows. Everything in here is format version 2.
+// The layout of a region: header | undo slot | sketch | index | rows. This is format version 2.
 //
-// Offsets only, never pointers; no locks. A process that attaches to a region written by another finds all it needs.
+// A region holds offsets, never pointers, and no locks. It holds everything that a process needs to attach to it.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -16,7 +16,7 @@ inline constexpr std::size_t kOpenPushes = 32;
 inline constexpr std::size_t kNameBytes = 64;
 inline constexpr std::size_t kHeaderBytes = 16384;
 inline constexpr std::size_t kSketchRows = 4;
-// Slots behind the last home position. Runs that long do not occur by chance (< 1e-700 at the highest load).
+// Slots after the last home position. Runs of this length do not occur by chance (< 1e-700 at the highest load).
 inline constexpr std::uint64_t kIndexTail = 4096;
 
 struct RowHeader {
@@ -28,8 +28,8 @@ struct RowHeader {
 };
 static_assert(sizeof(RowHeader) == 24);
 
-// The pushes of one client that a shard has applied: `last` is the highest number, bit i of `recent` says whether
-// last - 1 - i has been applied too. `used` orders the entries by recency, so that the oldest makes room.
+// The pushes of one client that a shard has applied. `last` is the highest number; bit i of `recent` says whether
+// last - 1 - i has been applied, too. `used` orders the entries by recency, so that the oldest is replaced.
 struct ClientEntry {
   std::uint64_t client;
   std::uint64_t last;
@@ -39,7 +39,7 @@ struct ClientEntry {
 inline constexpr std::size_t kClientWords = 4;
 static_assert(sizeof(ClientEntry) == kClientWords * 8);
 
-// A push that a crash has interrupted after `rows` rows, and that is yet to be retried. Client 0: none.
+// A push that a crash interrupted after `rows` rows and that has not been retried yet. Client 0: none.
 struct OpenPush {
   std::uint64_t client;
   std::uint64_t sequence;
@@ -68,9 +68,9 @@ struct PushProgress {
   std::uint64_t rows_applied;  // in the push's own order, skipped rows included
 };
 
-// What `Header::busy` says of a shard that its process has left without a word.
-inline constexpr std::uint32_t kRowsBusy = 1;   // a request was in work
-inline constexpr std::uint32_t kIndexBusy = 2;  // and it changed the index
+// Values of `Header::busy`, which show the state of a shard whose process was killed.
+inline constexpr std::uint32_t kRowsBusy = 1;   // a request was running
+inline constexpr std::uint32_t kIndexBusy = 2;  // and it was changing the index
 
 struct Header {
   std::uint64_t magic;
@@ -88,9 +88,9 @@ struct Header {
   std::uint32_t shard;
   std::uint32_t shards;
   std::uint64_t sketch_width;
-  std::uint64_t settings;  // hash of what else decides the values of rows
+  std::uint64_t settings;  // hash of the other settings that determine the values of rows
   std::uint64_t check;
-  // Changed in work:
+  // Changed by requests:
   std::uint64_t owner;  // process that has, or had, the region
   std::uint64_t rows_used;
   std::uint64_t rows_backed;   // there is memory for so many rows ...
@@ -121,7 +121,7 @@ static_assert(offsetof(Header, open) == 504);
 static_assert(offsetof(Header, clients) == 1528);
 static_assert(sizeof(Header) <= kHeaderBytes);
 
-// Where the sections of a region lie. It follows from these numbers alone, all of them in the header.
+// Offsets and sizes of the sections of a region. They follow from numbers in the header alone.
 struct Layout {
   std::size_t undo, sketch, sketch_bytes, index, index_bytes, rows, rows_bytes, total;
   std::uint64_t max_slots;

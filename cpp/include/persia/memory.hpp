@@ -1,4 +1,4 @@
-// How a shard writes to its region.
+// Helpers for writing to a region.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -9,7 +9,7 @@ namespace persia {
 inline constexpr std::size_t kLine = 64;  // bytes of a cache line
 
 #ifdef PERSIA_CRASH_POINTS
-// Built into the tests of crashes only: called wherever a kill could leave something half done.
+// For crash tests only: called wherever a kill could leave a partial change.
 inline void (*crash_hook)() = nullptr;
 inline void crash_point() {
   if (crash_hook != nullptr) crash_hook();
@@ -18,15 +18,15 @@ inline void crash_point() {
 inline void crash_point() {}
 #endif
 
-// What a kill can cut in two is the order of stores of this process. The compiler must keep it, which this is for. The
-// pages outlive the process as they are, whatever lay in caches of the CPU, so nothing needs to be flushed; and the
-// next process attaches after the kernel has ended this one, so it sees all of its stores, on any CPU.
+// Makes the compiler keep the order of stores, which recovery after a kill relies on. No flush is needed: the pages
+// outlive the process, including data in CPU caches. The next process attaches after the kernel has ended this one,
+// so it sees all of its stores on any CPU.
 inline void barrier() {
   std::atomic_signal_fence(std::memory_order_seq_cst);
   crash_point();
 }
 
-// Unrolled for whole blocks of 8, which common dims are: a call of memcpy per row costs as much as the copy.
+// Copies floats in blocks of 8, as common dims are multiples of 8 and a memcpy call per row costs as much as the copy.
 inline void copy_floats(float* to, const float* from, std::size_t count) {
   std::size_t i = 0;
   for (; i + 8 <= count; i += 8) std::memcpy(to + i, from + i, 8 * sizeof(float));

@@ -1,4 +1,4 @@
-// The hash functions of the store. They are part of the format: ids would change shard and value with them.
+// The hash functions of the store. They are part of the format, as they determine shards and initial values.
 #pragma once
 #include <cstdint>
 #include <string_view>
@@ -14,29 +14,30 @@ inline constexpr std::uint64_t mix64(std::uint64_t x) {
   return x ^ (x >> 31);
 }
 
-// High 32 bits place the id in the index of its shard, low bits choose the shard: they must not be the same bits,
-// or the ids of one shard would crowd a part of its index.
+// Hashes an id. The high 32 bits place it in the index of its shard, low bits choose the shard. Sharing bits would
+// crowd the ids of a shard into a part of its index.
 inline constexpr std::uint64_t hash_id(std::uint64_t id) { return mix64(id + kGolden); }
 
+// Hashes the name of a table (FNV-1a, finalised by mix64).
 inline constexpr std::uint64_t hash_name(std::string_view name) {
   std::uint64_t h = 0xCBF29CE484222325u;
   for (const char c : name) h = (h ^ static_cast<unsigned char>(c)) * 0x100000001B3u;
   return mix64(h);
 }
 
-// Everything random about an id follows from this key, so it depends on nothing but (seed, table, id).
+// Returns the key of all random numbers of an id, so that they depend on (seed, table, id) only.
 inline constexpr std::uint64_t row_key(std::uint64_t seed, std::uint64_t name_hash, std::uint64_t id) {
   return mix64(mix64(seed + name_hash) ^ mix64(id));
 }
 
-// The embedding PS that owns an id, by the top bits of a hash that neither shards nor indices use: part of the
-// protocol. `name_hash` is XXH64 of the table's name. Multiplying spreads as evenly as a remainder, and costs no
-// division.
+// Returns the embedding PS that owns an id, from the top bits of a hash that neither shards nor indices use. This is
+// part of the protocol. `name_hash` is XXH64 of the table's name. Multiplication spreads as evenly as a remainder and
+// avoids a division.
 inline constexpr std::uint32_t owner_of(std::uint64_t name_hash, std::uint64_t id, std::uint32_t servers) {
   return static_cast<std::uint32_t>(((mix64(name_hash ^ id) >> 32) * servers) >> 32);
 }
 
-// Number `counter` of the random 64-bit sequence of a key (splitmix64, addressed by position).
+// Returns number `counter` of the random 64-bit sequence of a key (splitmix64, addressed by position).
 inline constexpr std::uint64_t random_bits(std::uint64_t key, std::uint64_t counter) {
   return mix64(key + (counter + 1) * kGolden);
 }

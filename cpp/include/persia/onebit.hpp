@@ -1,8 +1,8 @@
-// One bit per value, and a scale per block: what APMSqueeze (arXiv 2008.11343, Algorithm 1) sends; and the steps of the
-// algorithm around it, each in one pass over memory, which is what bounds them.
+// 1-bit compression of APMSqueeze (arXiv 2008.11343, Algorithm 1): one bit per value and a scale per block. Also the
+// other steps of the algorithm, each in one pass over memory, as memory bandwidth bounds them.
 //
 // Payload of `count` values: the scales of the blocks, float32, then the signs, value i in bit i % 8 of byte i / 8, 1
-// for values >= 0 (also -0). Bits past the last value are 0. Every result is the same to the bit on every machine.
+// for values >= 0 (also -0). Bits past the last value are 0. Results are bit-identical on every machine.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -20,13 +20,14 @@ struct OneBitFormat {
   std::size_t payload_bytes(std::size_t count) const { return 4 * blocks(count) + (count + 7) / 8; }
 };
 
-// values -> payload; values keep what is lost.
+// Compresses values into a payload; leaves the error in `values`.
 void onebit_pack(const OneBitFormat& format, float* values, std::size_t count, std::uint8_t* payload);
 
+// Decompresses a payload into `out`.
 void onebit_unpack(const OneBitFormat& format, const std::uint8_t* payload, std::size_t count, float* out);
 
-// Line 9: the mean of what came from all workers (rows `stride` apart, in the order of ranks), plus error -> payload;
-// error keeps what is lost.
+// Line 9: compresses the mean of all workers' payloads (`stride` bytes apart, in the order of ranks) plus the error;
+// leaves the new error in `error`.
 void onebit_average(const OneBitFormat& format, const std::uint8_t* payloads, std::size_t stride, std::size_t workers,
                     float* error, std::size_t count, std::uint8_t* payload, ThreadPool& pool);
 
@@ -38,36 +39,37 @@ struct OneBitRows {
   std::size_t chunk;   // values
 };
 
-// A run of one parameter in a bucket, and what happens to it in a step. Runs follow one another without a gap.
+// A run of one parameter in a bucket, and its update in a step. Runs are contiguous.
 struct MomentumRun {
   std::size_t begin = 0, end = 0;   // within the bucket
   const float* gradient = nullptr;  // of value `begin`; none: zeros
-  float* parameter = nullptr;       // of value `begin`; none: it stays as it is
+  float* parameter = nullptr;       // of value `begin`; none: not updated
   float keep = 0, take = 0;         // momentum = keep * momentum + take * gradient
   float rate = 0, shrink = 1, eps = 0;
   float beta2 = 0, rest2 = 1, bias2 = 1;  // rest2 = 1 - beta2, from more digits than float32 has
 };
 
-// Lines 6 and 7: momentum, as by the run, plus error -> rows; error keeps what is lost. The momentum is an array, or
-// what the rows `previous` say, or nothing: then the gradient alone is sent.
+// Lines 6 and 7: compresses each run's momentum plus the error into rows; leaves the new error in `error`. The momentum
+// is an array, or decoded from the rows `previous`, or absent: then only the gradient is sent.
 void onebit_compress(const OneBitFormat& format, std::span<const MomentumRun> runs, const float* momentum,
                      const OneBitRows* previous, float* error, std::size_t count, const OneBitRows& rows,
                      ThreadPool& pool);
 
-// Lines 10 and 11: moves parameters by what the rows say, x = x * shrink - rate * m / (sqrt(v) + eps). With `momentum`,
-// m is that array after keep * momentum + take * rows; without, m is what the rows say.
+// Lines 10 and 11: updates parameters by the decoded rows, x = x * shrink - rate * m / (sqrt(v) + eps). With
+// `momentum`, m is that array after keep * momentum + take * rows; without, m is the decoded rows.
 void onebit_apply(const OneBitFormat& format, std::span<const MomentumRun> runs, const OneBitRows& rows,
                   float* momentum, const float* variance, std::size_t count, ThreadPool& pool);
 
 // Line 2: a step of Adam with gradient * factor: m = keep * m + take * g, v = beta2 * v + rest2 * g^2, and
-// x = x * shrink - rate * m / (sqrt(v / bias2) + eps). Runs without parameter are left out.
+// x = x * shrink - rate * m / (sqrt(v / bias2) + eps). Runs without parameter are skipped.
 void adam_step(std::span<const MomentumRun> runs, const float* gradient, float factor, float* momentum, float* variance,
                std::size_t count, ThreadPool& pool);
 
-// Of float64 squares in a fixed order. NaN or infinite if and only if a value is.
+// Returns the sum of squares in float64, in a fixed order. NaN or infinite if and only if a value is.
 double sum_of_squares(const float* values, std::size_t count, ThreadPool& pool);
 
-// For tests: how the loops above run. All give the same bits; what the machine lacks is not taken.
+// For tests: selects the instruction set of the loops above, all with the same result. Returns false if the machine
+// does not support it.
 enum class OneBitWidth { automatic, base, avx2, avx512 };
 bool onebit_use(OneBitWidth width);
 

@@ -1,4 +1,4 @@
-// Exactly-once pushes: which (client, sequence) a shard has applied, and how far the one in work is.
+// Exactly-once pushes: records which (client, sequence) a shard has applied, and the progress of the current push.
 #pragma once
 #include <cstdint>
 
@@ -11,12 +11,13 @@ class PushLog {
  public:
   explicit PushLog(Header& header) : header_(&header) {}
 
-  // Numbers 65 or more behind the newest of their client count as applied: a client must not lag that far.
+  // Whether a push has been applied. Numbers 65 or more behind the client's newest one count as applied.
   bool applied(std::uint64_t client, std::uint64_t sequence) const;
-  // Rows of this push that an interrupted attempt has applied already.
+  // Starts a push. Returns the number of its rows that an interrupted attempt has applied.
   std::uint64_t begin(std::uint64_t client, std::uint64_t sequence);
+  // Marks a push as applied.
   void commit(std::uint64_t client, std::uint64_t sequence);
-  // Completes a commit that a crash has interrupted, or sets an interrupted push aside until it is retried.
+  // Completes a commit that a crash interrupted, or keeps an interrupted push until it is retried.
   void recover();
 
  private:

@@ -1,4 +1,4 @@
-// Which row to evict: exactly the one with the smallest (stamp, row number), without a list to keep in order.
+// Chooses the row to evict, that with the smallest (stamp, row number), without maintaining an ordered list.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -6,7 +6,7 @@
 
 namespace persia {
 
-// The stamps of a shard's rows, wherever they lie.
+// Access to the stamps of a shard's rows.
 struct Stamps {
   std::byte* rows;
   std::size_t stride;
@@ -15,14 +15,15 @@ struct Stamps {
   std::uint32_t& operator[](std::uint64_t row) const;
 };
 
-// Scans all rows once for the oldest eighth, queues those in order, and skips the ones touched since. The queue is
-// derived from the stamps: dropping it at any time changes nothing but the next scan.
+// Scans all rows for the oldest eighth, queues those in order, and skips rows touched since. The queue is derived from
+// the stamps, so dropping it only causes a new scan.
 class VictimQueue {
  public:
-  // The least recently used row. `clock`: the stamp of the batch in work. While every row bears it, row 0 is the one.
+  // Returns the least recently used row. `clock` is the stamp of the current batch. If all rows have it, returns row 0.
   std::uint32_t front(const Stamps& stamps, std::uint32_t clock);
-  // The same, and takes it off the queue: the caller evicts it.
+  // Returns the same row and removes it from the queue; the caller evicts it.
   std::uint32_t pop(const Stamps& stamps, std::uint32_t clock);
+  // Drops the queue.
   void clear();
 
  private:
@@ -34,8 +35,8 @@ class VictimQueue {
   std::uint32_t exhausted_ = 0;  // a clock at which no row was older
 };
 
-// Replaces stamps by their ranks 0, 1, ...; returns the largest. Order is kept, so eviction is unaffected: also where a
-// kill comes in between, since no rank is above its stamp, and rows change from the oldest on.
+// Replaces stamps by their ranks 0, 1, ...; returns the largest. This keeps the order of eviction, even if a kill
+// interrupts it: no rank exceeds its stamp, and rows change from the oldest on.
 std::uint32_t renumber(const Stamps& stamps);
 
 }  // namespace persia

@@ -1,4 +1,4 @@
-// One contiguous range of memory, reserved at once and backed by pages as they are touched.
+// A contiguous range of memory, reserved at once and backed by pages on first use.
 #pragma once
 #include <sys/types.h>
 
@@ -15,22 +15,22 @@ inline constexpr std::size_t align_up(std::size_t value, std::size_t alignment) 
   return (value + alignment - 1) / alignment * alignment;
 }
 
-// A file system has no room for what a region needs. Nothing has changed.
+// The file system has too little free space for a region. Nothing has changed.
 class RegionFull : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// Owns a mapping. What lies inside is addressed by offsets from `base()`, never by pointers kept in it, so the same
-// bytes can be mapped elsewhere, in another process, or from a file.
+// Owns a mapping. Its contents are addressed by offsets from `base()` and hold no pointers, so the same bytes can be
+// mapped elsewhere, in another process, or from a file.
 class Region {
  public:
-  // Reserves `bytes` of zeroed private memory. Throws std::runtime_error where the address space does not suffice.
+  // Reserves `bytes` of zeroed private memory. Throws std::runtime_error if the address space does not suffice.
   static Region anonymous(std::size_t bytes);
-  // A new file of zeros, in place of any that was there, and locked. It has no memory before `back`. Throws
-  // std::runtime_error if the file cannot be made, or if another process still holds it after `lock_seconds`.
+  // Creates and locks a file of zeros, replacing an existing one. It has no memory before `back`. Throws
+  // std::runtime_error if the file cannot be created, or if another process still holds it after `lock_seconds`.
   static Region create(const std::string& path, std::size_t bytes, double lock_seconds);
-  // A file of this size that is there. Throws as `create` does, and if the size differs.
+  // Maps and locks an existing file. Throws as `create` does, and if its size differs from `bytes`.
   static Region attach(const std::string& path, std::size_t bytes, double lock_seconds);
 
   Region() = default;
@@ -42,17 +42,17 @@ class Region {
 
   std::byte* base() const { return base_; }
   std::size_t size() const { return size_; }
-  // Whether it outlives the process.
+  // Whether the region is a file, which outlives the process.
   bool is_file() const { return file_ >= 0; }
-  // Bytes of memory that the file has.
+  // Returns the bytes of memory that the file occupies.
   std::size_t backed_bytes() const;
-  // Ensures that [offset, offset + bytes) can be written to: a write to a file that cannot grow is a SIGBUS. Throws
-  // RegionFull. Does nothing for anonymous memory.
+  // Allocates memory for [offset, offset + bytes), as a write to a file that cannot grow is a SIGBUS. Throws
+  // RegionFull. No-op for anonymous memory.
   void back(std::size_t offset, std::size_t bytes) const;
 
-  // Asks for huge pages in [offset, offset + bytes), less what lies before a 2 MiB boundary.
+  // Requests huge pages for [offset, offset + bytes), from its first 2 MiB boundary on.
   void advise_huge(std::size_t offset, std::size_t bytes) const;
-  // Gives the pages of [offset, offset + bytes) back; they read as zeros afterwards.
+  // Frees the pages of [offset, offset + bytes), which then read as zeros.
   void discard(std::size_t offset, std::size_t bytes) const;
 
  private:

@@ -17,17 +17,17 @@ class RowSums {
   std::size_t dim() const { return dim_; }
 
   // Adds `share` to the divisor of each id, and, where `counts` is not 0, `share` * its row of `values` to its sum.
-  // What does not count is not even read: it may be NaN.
+  // Rows with count 0 are not read and may be NaN.
   void add(std::span<const std::uint64_t> ids, const float* values, const float* counts, float share);
 
-  // Ids that `take` gives: those of which something counts.
+  // Returns the number of ids that `take` writes: those with a gradient that counts.
   std::size_t counted() const;
 
-  // Writes `counted()` ids and their sums over the own divisor, or over `total` if that is not 0, in the order in
-  // which ids first came; then nothing is held any more. Memory is kept for the next step.
+  // Writes `counted()` ids and their sums over their own divisor, or over `total` if that is not 0, in the order of
+  // first occurrence; then clears the sums. Keeps the memory for the next step.
   void take(double total, std::uint64_t* ids, float* values);
 
-  // Memory of what is held.
+  // Returns the memory in use, in bytes.
   std::size_t bytes() const;
 
  private:

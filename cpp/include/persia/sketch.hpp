@@ -8,7 +8,7 @@
 
 namespace persia {
 
-// Counts how often an id was asked for before it had a row. Bounded memory: counts can be too high, never too low.
+// Counts lookups of ids without a row. Memory is bounded; counts can be too high, never too low.
 class Sketch {
  public:
   static constexpr std::uint32_t kMax = 65535;
@@ -16,7 +16,7 @@ class Sketch {
   Sketch() = default;
   Sketch(std::uint16_t* counters, std::uint64_t width) : counters_(counters), mask_(width - 1), width_(width) {}
 
-  // Counts this occurrence too; stays at 65,535 from there on.
+  // Counts an occurrence; returns the count including it, which saturates at 65,535.
   std::uint32_t add(std::uint64_t id) {
     const std::uint64_t hash = mix64(id ^ 0x5DEECE66D1CE4E5Bu);
     const std::uint64_t step = (hash >> 32) | 1u;
