@@ -1,5 +1,7 @@
 """A mode of one file and one registration works wherever the built-in ones do."""
 
+from collections import Counter
+
 import msgspec
 import pytest
 
@@ -9,7 +11,7 @@ from persia.modes import Async, Asynchronous, Auto, Bsp, ModeSetting, Sync, deco
 from persia.testing import Threads
 from persia.trainer.options import TrainerOptions
 from support.switching_samples import DEADLINE, ROWS, assert_same, batches, trainer
-from support.toy_mode import ASKED, EveryOther
+from support.toy_mode import ASKED, CountedSync, EveryOther
 
 
 def test_it_is_a_setting_of_configurations_and_checkpoints():
@@ -28,7 +30,7 @@ def test_it_is_a_setting_of_configurations_and_checkpoints():
         (
             {"kind": "hybird"},
             "mode_schedule[0][1].kind",
-            "Invalid mode 'hybird'; expected one of: async, bsp, every_other,",
+            "Invalid mode 'hybird'; expected one of: async, bsp, counted_sync,",
         ),
         ({"kind": "hybrid", "staleness": []}, "mode_schedule[0][1].staleness", "got `array`"),
         ({"kind": "every_other", "limits": 1}, "mode_schedule[0][1]", "unknown field `limits`"),
@@ -64,7 +66,15 @@ def test_it_trains_embedded_and_the_roles_ask_it():
     result, expected = mine.fit(data), twos.fit(data)
     assert (result.steps, result.rows) == (expected.steps, expected.rows) == (6, 12 * ROWS)
     assert_same(mine, twos, 0)
-    assert ASKED == {"arrive": 12, "row_limit": 12}  # Once per batch: at the coordinator, and at the one PS.
+    assert Counter(ASKED) == {"arrive": 12, "row_limit": 12}  # Once per batch: at the coordinator, and at the one PS.
+
+
+def test_ps_ask_a_mode_with_all_reduce_for_each_nn_worker_and_step():
+    ASKED.clear()
+    cluster = Threads(nn_workers=2, ps=2, timeout=DEADLINE)
+    results = cluster.run(lambda member: trainer(CountedSync(), member).fit(batches(8)))
+    assert results[0].steps == 4
+    assert Counter(ASKED) == {"arrive": 4 * 2 * 2}  # Steps, NN workers, PSs.
 
 
 def test_it_limits_rows():

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from persia import batching
 from persia.errors import DeadlineError, StalePushError, StoreError
-from persia.modes import Hybrid, Sync, encode
+from persia.modes import Action, Arrival, Decision, Hybrid, Sync, encode
+from persia.modes.base import hold_until_full
 from persia.optim import SGD, Adagrad
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.pushes.averaging import average_step
@@ -36,7 +37,7 @@ def steps_of(ranks, timeout=TIMEOUT):
         applied.append([a.header for a in arrived])
         return {"user": UpdateCounts(applied=len(applied))}
 
-    return StepBarrier(range(ranks), timeout, apply), applied
+    return StepBarrier(range(ranks), timeout, hold_until_full, apply), applied
 
 
 def until(condition):
@@ -50,6 +51,23 @@ def until(condition):
 def threads():
     with ThreadPoolExecutor(16) as pool:
         yield pool
+
+
+def test_the_mode_is_asked_once_for_each_nn_worker_and_decides(threads):
+    asked = []
+
+    def arrive(arrival):
+        asked.append(arrival)
+        return Decision(Action.APPLY if arrival.held == 1 else Action.HOLD)  # Two of three are enough.
+
+    held = StepBarrier(range(3), TIMEOUT, arrive, lambda arrived: {"user": UpdateCounts(applied=len(arrived))})
+    parts = [threads.submit(held.push, 7, ArrivedPush(header(0, part=part, parts=2), {})) for part in range(2)]
+    until(lambda: len(asked) == 1)
+    again = threads.submit(held.push, 7, ArrivedPush(header(0, parts=2), {}))  # A repetition.
+    held.push(7, ArrivedPush(header(2), {}))
+    assert [push.result(TIMEOUT) for push in (*parts, again)].count({"user": UpdateCounts(applied=3)}) == 2
+    assert asked == [Arrival(7, 0, 7, 3), Arrival(7, 1, 7, 3)]
+    assert held.push(7, ArrivedPush(header(1), {})) == {}  # It came after its step.
 
 
 def test_who_waits_for_nn_workers_of_before_is_told(threads):
@@ -161,7 +179,7 @@ def test_an_error_reaches_all_and_the_step_may_be_repeated(threads):
             raise failures.pop()
         return {}
 
-    held = StepBarrier(range(2), TIMEOUT, apply)
+    held = StepBarrier(range(2), TIMEOUT, hold_until_full, apply)
     for attempt in range(2):
         calls = [threads.submit(held.push, 7, ArrivedPush(header(rank), {})) for rank in range(2)]
         for call in calls:

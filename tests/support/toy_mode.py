@@ -1,12 +1,10 @@
 """A mode that is not part of persia, as a user would write one: gradients are applied by twos."""
 
-from collections import Counter
-
-from persia.modes import Arrival, Asynchronous, Decision, RowLimit, register
+from persia.modes import Arrival, Asynchronous, Decision, RowLimit, Sync, register
 from persia.modes.base import hold_until_full
 
-ASKED: Counter[str] = Counter()
-"""How often this process has asked."""
+ASKED: list[str] = []
+"""The functions that this process has asked, in order; threads append."""
 
 
 @register
@@ -19,9 +17,22 @@ class EveryOther(Asynchronous, frozen=True, tag="every_other"):
         return 2
 
     def arrive(self, arrival: Arrival) -> Decision:
-        ASKED["arrive"] += 1
+        ASKED.append("arrive")
         return hold_until_full(arrival)
 
     def row_limit(self, step: int, token: int) -> RowLimit:
-        ASKED["row_limit"] += 1
+        ASKED.append("row_limit")
         return RowLimit(token + self.limit, step)
+
+
+@register
+class CountedSync(Sync, frozen=True, tag="counted_sync"):
+    """Sync, and counts who asks."""
+
+    def arrive(self, arrival: Arrival) -> Decision:
+        ASKED.append("arrive")
+        return super().arrive(arrival)
+
+    def row_limit(self, step: int, token: int) -> RowLimit:
+        ASKED.append("row_limit")
+        return super().row_limit(step, token)

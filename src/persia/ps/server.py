@@ -132,6 +132,7 @@ class EmbeddingServer:
             StepBarrier(
                 group,
                 self._options.timeout,
+                mode.arrive,
                 functools.partial(self._apply_held, number),
                 self._regions.last_step(number) if self._regions is not None else None,
             )

@@ -1,4 +1,4 @@
-"""Holds the gradients of a step until those of all NN workers have come (docs/reference/protocol.md, section 5).
+"""Holds the gradients of a step until the mode applies them (docs/reference/protocol.md, section 5).
 
 Nothing here knows tables or rows: what to do with a complete step is the caller's.
 """
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from persia.errors import DeadlineError, StalePushError, StoreError
+from persia.modes import Action, Arrival, Decision
 from persia.types import Gradients, PushHeader, UpdateCounts
 
 __all__ = ["ArrivedPush", "StepBarrier"]
@@ -60,14 +61,23 @@ class StepBarrier:
     Args:
         ranks: the NN workers that make a step.
         timeout: seconds that a push waits.
+        arrive: `Mode.arrive`, asked once for each NN worker of a step. The step is complete when it says to apply.
         apply: what to do with a complete step. If it raises, all pushes of the step do, and may be repeated.
         last: generation and turn of the step that a process before has applied last. It may have told some NN workers
             so and not others, and the former do not push again.
     """
 
-    def __init__(self, ranks: Sequence[int], timeout: float, apply: Apply, last: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        timeout: float,
+        arrive: Callable[[Arrival], Decision],
+        apply: Apply,
+        last: tuple[int, int] | None = None,
+    ) -> None:
         self._ranks = ranks
         self._timeout = timeout
+        self._arrive = arrive
         self._apply = apply
         self._changed = threading.Condition()
         self._generation = 0
@@ -123,8 +133,15 @@ class StepBarrier:
                 rank=header.rank,
                 step=step.turn,
             )
-        step.arrived.setdefault((header.rank, header.part), arrived)
-        if step.missing(self._ranks):
+        if (header.rank, header.part) in step.arrived:
+            return None
+        step.arrived[header.rank, header.part] = arrived
+        missing = step.missing(self._ranks)
+        if header.rank in missing:
+            return None
+        held = len(self._ranks) - len(missing) - 1
+        decision = self._arrive(Arrival(header.step, held, header.step, len(self._ranks)))
+        if decision.action is not Action.APPLY:
             return None
         step.applying = True
         return [step.arrived[key] for key in sorted(step.arrived)]
