@@ -1,4 +1,4 @@
-// First values of a row, from the key of its id alone.
+// Initial values of a row, which depend on the key of its id only.
 #pragma once
 #include <cmath>
 #include <cstddef>
@@ -19,7 +19,7 @@ struct InitializerConfig {
 };
 
 namespace detail {
-// 24 bits: exact in float, so the value is the same whatever the width of the vector unit.
+// Uses 24 bits, which float represents exactly, so the value does not depend on the width of the vector unit.
 inline float unit(std::uint32_t bits) { return static_cast<float>(static_cast<std::int32_t>(bits >> 8)) * 0x1p-24f; }
 
 inline void fill_uniform(float* out, std::size_t dim, std::uint64_t key, float low, float range) {
@@ -46,6 +46,7 @@ inline void fill_normal(float* out, std::size_t dim, std::uint64_t key, float me
 }
 }  // namespace detail
 
+// Fills the embedding of a new row.
 inline void initialize(const InitializerConfig& config, float* out, std::size_t dim, std::uint64_t key) {
   switch (config.kind) {
     case Initializer::kUniform:

@@ -1,4 +1,4 @@
-// One shard of one table: index, rows, recency and counters in one region, behind one lock.
+// One shard of a table: index, rows, recency and counters in one region, guarded by one lock.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -23,11 +23,11 @@ namespace persia {
 
 enum class Admission : std::uint32_t { kAll = 0, kProbability = 1, kMinFrequency = 2 };
 
-// Where the regions of a table are files, which outlive the process: `path`.0 and so on, by shard.
+// Files of a table's regions, which outlive the process: `path`.0 and so on, one per shard.
 struct RegionFiles {
   std::string path;           // empty: memory of this process
-  bool attach = false;        // the files are there: go on with what is in them
-  double lock_seconds = 0.0;  // for which to wait for a process that still has them
+  bool attach = false;        // attach to existing files
+  double lock_seconds = 0.0;  // maximum wait for a process that still holds them
 };
 
 struct TableConfig {
@@ -44,7 +44,7 @@ struct TableConfig {
   RegionFiles files;
 };
 
-// Among `shards`, a power of two.
+// Returns the shard of a hash among `shards`, a power of two.
 inline std::size_t shard_of_hash(std::uint64_t hash, std::size_t shards) { return hash & (shards - 1); }
 
 // Ids of a batch: all of `ids`, or those at `positions`.
@@ -53,6 +53,7 @@ struct Slice {
   const std::uint32_t* positions;  // nullptr: 0 ... count - 1
   std::size_t count;
 
+  // Returns the position in the batch of the i-th id of the slice.
   std::size_t position(std::size_t i) const { return positions == nullptr ? i : positions[i]; }
 };
 
@@ -73,12 +74,12 @@ struct Push {
   std::uint64_t sequence;
 };
 
-// What a shard was found to be when its region was attached to.
+// State in which a shard was found when attaching to its region.
 struct Recovery {
-  bool busy = false;     // the process that had it died in the midst of a request
-  bool undone = false;   // a row was half written, and is as before
-  bool open = false;     // a push was interrupted, and goes on where it was when it is repeated
-  bool rebuilt = false;  // the index was made anew from the rows
+  bool busy = false;     // the previous process died during a request
+  bool undone = false;   // a partly written row was rolled back
+  bool open = false;     // a push was interrupted, and continues when it is repeated
+  bool rebuilt = false;  // the index was rebuilt from the rows
 };
 
 // Whole rows, column by column.
@@ -100,7 +101,7 @@ struct RowView {
   const std::uint32_t* stamps;
 };
 
-// What a shard knows besides its rows.
+// State of a shard besides its rows.
 struct ShardState {
   std::uint32_t clock = 0;
   std::uint32_t dirty_epoch = 1;
@@ -110,50 +111,59 @@ struct ShardState {
   std::vector<std::uint16_t> sketch;  // empty without one
 };
 
-// All methods lock; any thread may call them.
+// Thread-safe: all methods lock unless noted.
 class Shard {
  public:
-  // Among which the ids of a slice are spread: one, or all of a table in the order of their numbers.
+  // The shards that may hold the ids of a slice: one, or all of a table in order.
   using Shards = std::span<Shard* const>;
 
   Shard(const TableConfig& config, const Optimizer& optimizer, std::uint32_t shard);
 
   // Writes one embedding per position. Training admits missing ids and touches rows; otherwise nothing changes.
   static void lookup(Shards shards, const Slice& slice, float* out, bool train);
+  // Applies a push, in the order of the slice. A tracked push is applied exactly once.
   static PushCounts update(Shards shards, const Slice& slice, const Push& push);
 
-  // Per position, in which step the row was last changed; 0 for a new one and for none. Changes nothing.
+  // Writes the step of the last change of each row; 0 for a new or absent row. Changes nothing.
   static void last_steps(Shards shards, const Slice& slice, std::uint32_t* out);
-  // found[position] and, where it is 1, the row at the same position of `rows`.
+  // Sets found[position] and, if it is 1, the row at the same position of `rows`. Changes nothing.
   void peek(const Slice& slice, std::uint8_t* found, RowBatch& rows);
-  // Appends up to `max_rows` rows from row number `start` on to `rows`; those changed before `since_epoch` are left
-  // out. Returns the row number to go on with, at least `size()` at the end.
+  // Appends up to `max_rows` rows from row number `start` on to `rows`, skipping those last changed before
+  // `since_epoch`. Returns the row number to continue with, at least `size()` at the end.
   std::uint64_t export_rows(std::uint64_t start, std::uint64_t max_rows, std::uint32_t since_epoch, RowBatch& rows);
-  // Begins a new dirty epoch. From now on `export_cut` gives the rows of this moment; one cut at a time.
+  // Takes a snapshot and starts a new dirty epoch. `export_cut` then returns the rows of this moment. One at a time.
   void begin_cut(const CutOptions& options);
-  // Appends the next `max_rows` or more rows of the cut of this epoch, in row order, to `rows`, and locks for a few of
-  // them at a time. Returns whether there may be more. Throws std::runtime_error when the cut is lost, or was ended.
+  // Appends the next `max_rows` or more rows of the snapshot of this epoch, in row order, to `rows`, and locks for a
+  // few of them at a time. Returns whether there may be more. Throws std::runtime_error if the snapshot is lost or
+  // ended.
   bool export_cut(std::uint32_t epoch, std::uint64_t max_rows, RowBatch& rows);
-  // Ids of the rows that were evicted between `CutOptions::since` and the cut.
+  // Returns the ids of rows that were evicted between `CutOptions::since` and the snapshot.
   std::vector<std::uint64_t> cut_evicted(std::uint32_t epoch);
-  // The epoch since which evicted ids are known, and with it what has changed; 0 if they are not.
+  // Returns the epoch since which changes and evicted ids are known; 0 if they are unknown.
   std::uint32_t changes_since();
-  // Forgets the cut, read or not.
+  // Ends the snapshot, read or not.
   void end_cut();
-  // Overwrites or appends. In a full shard the less recent of incoming and oldest row gives way; which is oldest is
-  // found once per call, so rows of the same call give way to each other only approximately in that order.
+  // Overwrites or appends rows. A full shard keeps the more recent of the incoming and its oldest row. The oldest rows
+  // are determined once per call, so rows of the same call replace each other only approximately in that order.
   void import_rows(const Slice& slice, const RowView& rows);
+  // Returns the state besides rows.
   ShardState export_state();
+  // Restores the state of `export_state`.
   void import_state(const ShardState& state);
 
+  // Removes all rows and frees their memory.
   void clear();
+  // Sets the epoch of rows that change from now on.
   void set_dirty_epoch(std::uint32_t epoch);
-  // After an interruption: undoes the row that was being written, completes a commit, rebuilds the index if need be.
-  // Throws std::runtime_error if the region is damaged otherwise.
+  // Recovers from a crash: rolls back a partly written row, completes a commit, rebuilds the index if needed. Throws
+  // std::runtime_error if the region is damaged in another way.
   Recovery recover();
 
+  // Returns the number of rows.
   std::uint64_t size();
+  // Returns the bytes of rows, index, sketch and header in use.
   std::uint64_t memory_bytes();
+  // Returns the counters since creation.
   Counters counters();
   // For tests; not locked.
   Header& header() { return *header_; }

@@ -1,8 +1,8 @@
-// Rows as of one moment, read while the shard goes on changing them.
+// Snapshots of a shard's rows, read while the shard keeps changing them. The code calls a snapshot a cut.
 //
-// At the cut the shard begins a new dirty epoch. Before a row changes for the first time after the cut, its bytes are
-// appended to a spill, unless the reader has passed it already. The reader goes through the rows in order: those of an
-// older epoch are as they were at the cut, all others are in the spill or were made later.
+// A cut starts a new dirty epoch. Before a row changes for the first time after the cut, its bytes are appended to a
+// spill, unless the reader has passed it already. The reader reads the rows in order: those of an older epoch are
+// unchanged since the cut, all others are in the spill or were added later.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -14,21 +14,20 @@
 
 namespace persia {
 
-// A reader locks the shard for so many rows at a time, and gets up to so many more than it asks for.
+// Number of rows for which a reader locks the shard at a time. It may get up to as many more than requested.
 inline constexpr std::uint64_t kRowsPerLock = 4096;
 
-// Old rows, by row number. Few stay in memory; the rest lies in a file without a name, in runs that are sorted by
-// number. As the reader goes from low numbers to high ones, it reads each run once, from its begin to its end.
-// Not thread-safe: the shard's lock guards it.
+// Old rows by row number. A few stay in memory; the rest is in an unnamed file, in runs sorted by number. The reader
+// proceeds from low to high numbers, so it reads each run once, in order. Not thread-safe: the shard's lock guards it.
 class Spill {
  public:
-  // Keeps up to `buffer_bytes` in memory, and 64 KiB more for a moment. The file is made in `directory` when needed.
+  // Keeps up to `buffer_bytes` in memory, and briefly 64 KiB more. Creates the file in `directory` when needed.
   Spill(std::string directory, std::size_t stride, std::size_t buffer_bytes);
   Spill(const Spill&) = delete;
   Spill& operator=(const Spill&) = delete;
   ~Spill();
 
-  // Throws std::runtime_error when the file cannot be written.
+  // Adds an old row. Throws std::runtime_error if the file cannot be written.
   void add(std::uint32_t number, const std::byte* row);
   struct Old {
     std::uint32_t number;
@@ -80,19 +79,19 @@ class Cut {
  public:
   Cut(const CutOptions& options, std::uint64_t rows, std::size_t stride, std::vector<std::uint64_t> evicted);
 
-  // Before the row changes. Never throws: training goes on, the cut is lost.
+  // Keeps a row before it changes. Does not throw: on failure the cut is lost and training continues.
   void keep(std::uint32_t number, const std::byte* row) noexcept {
     const auto* header = reinterpret_cast<const RowHeader*>(row);
     if (!live_ && number >= next_ && number < rows_ && wanted(*header) && failure_.empty()) spill_row(number, row);
   }
-  // The rows are no longer what they were.
+  // Marks the cut as lost.
   void fail(const std::string& why) noexcept;
 
   bool wanted(const RowHeader& row) const { return row.dirty_epoch >= since_ && (live_ || row.dirty_epoch < epoch_); }
   std::uint32_t epoch() const { return epoch_; }
   std::uint64_t next() const { return next_; }
   std::uint64_t rows() const { return rows_; }
-  // The reader has seen all rows below `end`. Returns those that changed before; throws if the cut is lost.
+  // Notes that the reader has passed all rows below `end`. Returns the old ones among them; throws if the cut is lost.
   const std::vector<Spill::Old>& pass(std::uint64_t end);
   const std::vector<std::uint64_t>& evicted() const { return evicted_; }
   std::uint64_t spilled_bytes() const { return spill_.file_bytes(); }
@@ -110,13 +109,13 @@ class Cut {
   std::string failure_;
 };
 
-// Ids of the rows that were evicted since an epoch began; 0 while they are not known.
+// Ids of the rows that were evicted since the start of an epoch; `since` is 0 while they are unknown.
 struct Evictions {
   std::uint32_t since = 0;
   std::size_t limit = 0;
   std::vector<std::uint64_t> ids;
 
-  // Never throws: where there is no memory, they are not known.
+  // Adds an id. Does not throw: without memory, the ids become unknown.
   void add(std::uint64_t id) noexcept {
     if (since == 0) return;
     try {

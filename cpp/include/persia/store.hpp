@@ -1,4 +1,4 @@
-// Many tables behind one call. The work of a call is split by (table, shard) and shared among the pool's threads.
+// A store of many tables. The work of a call is split by (table, shard) among the threads of a pool.
 #pragma once
 #include <sys/types.h>
 
@@ -15,7 +15,7 @@
 
 namespace persia {
 
-// The shard of an id among `shards`, a power of two.
+// Returns the shard of an id among `shards`, a power of two.
 inline std::uint32_t shard_of(std::uint64_t id, std::uint32_t shards) {
   return static_cast<std::uint32_t>(shard_of_hash(hash_id(id), shards));
 }
@@ -29,8 +29,8 @@ struct Table {
   Optimizer optimizer;
   std::size_t state_width;
   std::vector<std::unique_ptr<Shard>> shards;
-  std::vector<Shard*> all;         // the same, for calls that go to all of them
-  std::vector<Recovery> recovery;  // by shard, of those that were attached
+  std::vector<Shard*> all;         // the same shards, for calls to all of them
+  std::vector<Recovery> recovery;  // by shard, of an attached table
 };
 
 struct LookupRequest {
@@ -48,38 +48,46 @@ struct UpdateRequest {
   float lr;
 };
 
-// All methods may be called from several threads at once. A table may appear once per call. After a fork, every method
-// throws std::runtime_error in the child.
+// Thread-safe. A table may appear once per call. After a fork, every method throws std::runtime_error in the child.
 class Store {
  public:
   explicit Store(ThreadPool& pool);
   ~Store();
 
-  // Throws std::invalid_argument for a bad configuration or a name in use, std::runtime_error if memory cannot be
-  // reserved, or regions cannot be made or attached to; RegionFull if there is no room for them. Tables are numbered
-  // from 0.
+  // Adds a table and returns its number, counted from 0. Throws std::invalid_argument for an invalid configuration or a
+  // name in use, std::runtime_error if memory cannot be reserved or regions cannot be created or attached to, and
+  // RegionFull if there is too little free space for them.
   std::size_t create_table(const TableConfig& config);
+  // Returns the number of tables.
   std::size_t tables() const;
+  // Returns a table by number.
   const Table& table(std::size_t index) const;
 
+  // Writes one embedding per id. Training admits missing ids and touches rows; otherwise nothing changes.
   void lookup(std::span<const LookupRequest> requests, bool train);
-  // Applies what arrives, in order. With client and sequence: exactly once per shard, however often it is called.
+  // Applies gradients in order. With client and sequence, applies them exactly once per shard, even if repeated.
   std::vector<PushCounts> update(std::span<const UpdateRequest> requests, std::uint32_t step, std::uint64_t client,
                                  std::uint64_t sequence);
 
-  // Per id, the step in which its row was last changed; 0 for a new row and for none.
+  // Writes the step of the last change of each row; 0 for a new or absent row.
   void last_steps(std::size_t table, std::span<const std::uint64_t> ids, std::uint32_t* out);
 
-  // found[i] and row i of the result belong to ids[i]; columns of absent ids are zero.
+  // Reads whole rows without touching them: found[i] and row i belong to ids[i]. Columns of absent ids are zero.
   RowBatch peek(std::size_t table, std::span<const std::uint64_t> ids, std::uint8_t* found);
+  // Overwrites or appends rows.
   void import_rows(std::size_t table, std::size_t count, const RowView& rows);
-  // For calls about one shard; checks both numbers.
+  // Returns a shard, checking both numbers.
   Shard& shard(std::size_t table, std::size_t shard) const;
 
+  // Returns the number of rows of a table.
   std::uint64_t size(std::size_t table) const;
+  // Returns the bytes of rows, index, sketch and headers in use.
   std::uint64_t memory_bytes(std::size_t table) const;
+  // Returns the counters of a table, summed over its shards.
   Counters counters(std::size_t table) const;
+  // Removes all rows of a table and frees their memory.
   void clear(std::size_t table);
+  // Sets the epoch of rows that change from now on.
   void set_dirty_epoch(std::size_t table, std::uint32_t epoch);
 
  private:

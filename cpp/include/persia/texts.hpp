@@ -1,4 +1,4 @@
-// What a text means as an id and as a number (docs/guide/your-data.md, "From values to ids").
+// Converts texts to ids and to numbers (docs/guide/your-data.md, "From values to ids").
 // Ids are stored in checkpoints, so these rules never change. Thread-safe; without locks.
 #pragma once
 #include <cstddef>
@@ -15,14 +15,14 @@ struct Texts {
   std::size_t validity_start = 0;
 };
 
-// How the texts of an ID-type feature become ids.
+// Conversion of the texts of an ID-type feature to ids.
 enum class IdKind : std::uint8_t {
   automatic,  // a canonical whole number below 2^64 is the id, any other text is hashed
-  number,     // only such numbers; markers of missing values (see text_numbers) are none
+  number,     // only such numbers; markers of missing values (see text_numbers) have no id
   text,       // every text is hashed
 };
 
-// The ids of texts, out.size() of them. A null or an empty text has none: present[i] is 0 and out[i] is 0; otherwise
+// Converts out.size() texts to ids. A null or an empty text has none: present[i] is 0 and out[i] is 0; otherwise
 // present[i] is 1. A canonical whole number is `0` or a number without leading zeros, perhaps with a sign and with
 // zeros after a decimal point, spaces around it being ignored; `true` and `false` count as 1 and 0. One that is
 // negative or too large is hashed as its digits, without the zeros after the point. Returns the first text that is no
@@ -32,10 +32,10 @@ std::int64_t text_ids(const Texts& texts, std::span<const std::int32_t> offsets,
 std::int64_t text_ids(const Texts& texts, std::span<const std::int64_t> offsets, IdKind kind,
                       std::span<std::uint64_t> out, std::span<std::uint8_t> present);
 
-// The numbers in texts: decimal, perhaps with an exponent, spaces around being ignored; `true` and `false` are 1 and 0.
-// A null, an empty text, spaces only, or a marker of a missing value (NA, N/A, n/a, #N/A, <NA>, NULL, Null, null, NaN,
-// nan, NAN, None, none, \N) is missing: present[i] is 0 and out[i] is NaN.
-// Returns the first text that is no finite number, or -1; `out` is undefined from there on. Throws as text_ids.
+// Converts texts to numbers: decimal, perhaps with an exponent, spaces around being ignored; `true` and `false` are 1
+// and 0. A null, an empty text, spaces only, or a marker of a missing value (NA, N/A, n/a, #N/A, <NA>, NULL, Null,
+// null, NaN, nan, NAN, None, none, \N) is missing: present[i] is 0 and out[i] is NaN. Returns the first text that is no
+// finite number, or -1; `out` is undefined from there on. Throws as text_ids.
 std::int64_t text_numbers(const Texts& texts, std::span<const std::int32_t> offsets, std::span<double> out,
                           std::span<std::uint8_t> present);
 std::int64_t text_numbers(const Texts& texts, std::span<const std::int64_t> offsets, std::span<double> out,

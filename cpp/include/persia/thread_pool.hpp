@@ -1,4 +1,4 @@
-// A fixed set of threads that run the iterations of a loop, together with the thread that asks.
+// A fixed set of threads that run the iterations of a loop, together with the calling thread.
 #pragma once
 #include <sys/types.h>
 
@@ -14,15 +14,16 @@
 
 namespace persia {
 
-// Any number of threads may call `parallel_for` at once; each call helps with its own loop only, so calls may
-// not deadlock one another. A pool of one thread runs everything on the caller.
+// Thread-safe. Each call helps with its own loop only, so calls cannot deadlock one another. A pool of one thread runs
+// everything on the caller.
 class ThreadPool {
  public:
-  explicit ThreadPool(std::size_t threads);  // throws std::runtime_error where the system has no more threads
+  explicit ThreadPool(std::size_t threads);  // throws std::runtime_error if no thread can be started
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
+  // Returns the number of threads, including the caller.
   std::size_t threads() const { return state_->workers.size() + 1; }
 
   // Runs body(0) ... body(count - 1) in any order and returns when all have ended. The first exception is rethrown.
