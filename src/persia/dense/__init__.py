@@ -1,4 +1,4 @@
-"""How the dense networks of several NN workers are kept alike."""
+"""Synchronisation of the dense networks of several NN workers."""
 
 from persia.dense.all_reduce import AllReduce, AllReduceOptions
 from persia.dense.layout import spec_of

@@ -1,4 +1,4 @@
-"""Tensors of any dtypes, one after another in one array of bytes: what travels between NN worker and dense PS."""
+"""Tensors of any dtypes in one array of bytes, as they travel between NN worker and dense PS."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from persia.types import Bytes, TensorSpec
 __all__ = ["Layout", "spec_of"]
 
 ALIGNMENT = 16
-"""Bytes; of the beginning of each tensor."""
+"""Bytes to which the beginning of each tensor is aligned."""
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """A tensor without its values."""
+    """Returns the spec of a tensor: everything but its values."""
     return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
 
 
 class Layout:
-    """Where each tensor lies in the bytes.
+    """The place of each tensor in the bytes.
 
     Args:
         specs: of the tensors, in order.
@@ -45,7 +45,7 @@ class Layout:
         self.nbytes = end
 
     def views(self, data: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors, as views of uint8 `[nbytes]` on any device."""
+        """Returns the tensors as views of uint8 `[nbytes]` on any device."""
         if data.shape != (self.nbytes,):
             raise StoreError(
                 f"{tuple(data.shape)} bytes came where {len(self.specs)} tensors have {self.nbytes}. Give all NN "
@@ -54,7 +54,7 @@ class Layout:
         return [data[start:end].view(dtype).view(shape) for start, end, dtype, shape in self._places]
 
     def pack(self, tensors: Sequence[torch.Tensor | None]) -> Bytes:
-        """Copies tensors; None, for zeros. On a GPU the copy to the host is one."""
+        """Copies tensors, with None for zeros. From a GPU there is a single copy to the host."""
         device = next((t.device for t in tensors if t is not None), torch.device("cpu"))
         data = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
         for view, tensor in zip(self.views(data), tensors, strict=True):
@@ -63,6 +63,6 @@ class Layout:
         return data.cpu().numpy()
 
     def unpack(self, data: Bytes, device: torch.device | None = None) -> list[torch.Tensor]:
-        """The tensors: views of the array, or of its copy on a device."""
+        """Returns the tensors: views of the array, or of its copy on a device."""
         flat = torch.from_numpy(data if data.flags.writeable else data.copy())
         return self.views(flat if device is None or device.type == "cpu" else flat.to(device))

@@ -1,4 +1,4 @@
-"""The network of one NN worker while its truth is on dense PSs: pulled before a batch, its gradients pushed after."""
+"""The network of an NN worker in modes with dense PSs: pulls parameters before a batch, pushes gradients after."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from persia.types import JournalRecord, PushedDense, PushHeader
 __all__ = ["SharedNetwork"]
 
 SLICE_SECONDS = 0.5
-"""A pull that waits looks so often whether it is still wanted."""
+"""Interval at which a waiting pull checks whether it is still wanted."""
 
 
 class SharedNetwork:
@@ -32,7 +32,7 @@ class SharedNetwork:
         optimizer: of it.
         scheduler: of that, or None.
         servers: the dense PSs.
-        timeout: seconds that a call may take.
+        timeout: deadline of a call in seconds.
 
     Raises:
         ConfigError: dense PSs cannot run this optimizer.
@@ -69,26 +69,26 @@ class SharedNetwork:
 
     @property
     def versions(self) -> list[int]:
-        """Of the parameters that were pulled last, by dense PS."""
+        """Versions of the parameters that were pulled last, by dense PS."""
         return list(self._versions)
 
     @property
     def version(self) -> int:
-        """Of the parameters that were pulled last; the oldest, where dense PSs differ."""
+        """Version of the parameters that were pulled last; the oldest if dense PSs differ."""
         return min(self._versions)
 
     # --- a batch ----------------------------------------------------------------------------------------------
 
     def pull(self, least: int, wanted: Callable[[], bool]) -> Callable[[], None]:
-        """Gets the newest parameters, of version `least` at least; what it returns puts them into the network.
+        """Pulls the newest parameters; the returned function puts them into the network.
 
         Args:
             least: see `persia.services.DensePS.pull`.
-            wanted: asked now and then while it waits.
+            wanted: polled while it waits.
 
         Raises:
             DeadlineError: the version did not come in time.
-            ClosedError: it is not wanted any more.
+            ClosedError: `wanted` has returned False.
         """
         deadline = Deadline(self._timeout)
         found: dict[int, _Found] = {}
@@ -124,14 +124,14 @@ class SharedNetwork:
                     self._parameters[number].copy_(value)
                 if rank == 0:
                     self._pulled_buffers = values[len(owned) :]
-            # Always: the batch before has changed those here, though not those of the version.
+            # Always: the previous batch has changed the local buffers, even if the version is the same.
             for buffer, value in zip(self._buffers.values(), self._pulled_buffers, strict=False):
                 buffer.copy_(value)
 
         return adopt
 
     def gradients(self) -> Callable[[PushHeader, float], None]:
-        """Takes the gradients off the network; what it returns pushes them."""
+        """Takes the gradients off the network; the returned function pushes them."""
         taken = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
@@ -152,32 +152,32 @@ class SharedNetwork:
         return push
 
     def push_empty(self, header: PushHeader) -> None:
-        """Fills a slot for which there is no gradient."""
+        """Fills a slot that has no gradient."""
         empty = PushedDense(0.0, None, None, None)
         call_all([functools.partial(server.push, header, empty) for server in self._servers])
 
-    # --- at rest ----------------------------------------------------------------------------------------------
+    # --- quiescent ----------------------------------------------------------------------------------------------
 
     def load(self, generation: int, step: int) -> None:
-        """The dense PSs take over what is here. One NN worker does it for all."""
+        """Loads the local network into the dense PSs. One NN worker does it for all."""
         everything = dict(enumerate(self._parameters))
         state = capture(self._specs, everything, self._buffers, self._optimizer, self._scheduler)
         call_all([functools.partial(server.load, state, generation, step) for server in self._servers])
 
     def record(self) -> None:
-        """The dense PSs keep journals from now on."""
+        """Starts journals at the dense PSs."""
         call_all([functools.partial(server.record) for server in self._servers])
 
     def journals(self) -> list[JournalRecord]:
-        """What took effect at each of them since."""
+        """Ends the journals, and returns them by dense PS."""
         return call_all([functools.partial(server.journal) for server in self._servers])
 
     def drain(self, generation: int, step: int, held: int) -> None:
-        """Applies what has come of an incomplete step. One NN worker does it for all."""
+        """Applies the gradients that have arrived of an incomplete step. One NN worker does it for all."""
         call_all([functools.partial(server.drain, generation, step, held) for server in self._servers])
 
     def take_over(self) -> None:
-        """The network and its optimizer here become what the dense PSs have."""
+        """Loads the state of the dense PSs into the local network and its optimizer."""
         state = joined(call_all([functools.partial(server.export) for server in self._servers]))
         restore(state, dict(enumerate(self._parameters)), self._buffers, self._optimizer, self._scheduler)
         for parameter in self._parameters:
@@ -185,7 +185,7 @@ class SharedNetwork:
 
 
 class _Found(NamedTuple):
-    """What a dense PS had; no values if they are here."""
+    """Answer of a dense PS to a pull; without values if the version is here already."""
 
     version: int
     values: list[torch.Tensor] | None

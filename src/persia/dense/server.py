@@ -19,7 +19,7 @@ from persia.types import Bytes, DenseState, JournalRecord, Pulled, PushedDense, 
 __all__ = ["DenseServer", "check_optimizer", "partition"]
 
 REFUSED = ("LBFGS", "SparseAdam", "APMSqueeze", "APGSqueeze")
-"""Optimizers that look at several tensors at once, or need more than their gradients."""
+"""Optimizers that use several tensors at once, or more than their gradients."""
 
 
 class DenseServer:
@@ -59,11 +59,11 @@ class DenseServer:
         self._counts: Counter[str] = Counter()
 
     def load(self, state: DenseState, generation: int, step: int) -> None:
-        """Takes its part of the network over; see `persia.services.DensePS`."""
+        """Replaces its part of the network; see `persia.services.DensePS`."""
         mine = partition(state.parameters, self._servers)[self._rank]
         if not set(mine) <= set(state.owned):
             raise StoreError(f"Dense PS {self._rank} owns tensors that it was not given.", rank=self._rank)
-        # The others have no memory: they are there so that the optimizer's maker finds all, in their order.
+        # Parameters of other PSs have no memory; they are here so that the optimizer is made for all, in order.
         everything = [
             torch.nn.Parameter(
                 torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="cpu" if n in mine else "meta")
@@ -103,7 +103,7 @@ class DenseServer:
             self._snapshot = self._exported = None
 
     def pull(self, have: int, least: int, timeout: float) -> Pulled:
-        """Parameters and buffers of the newest version; see `persia.services.DensePS`."""
+        """Returns parameters and buffers of the newest version; see `persia.services.DensePS`."""
         if not self._turns.await_step(least, timeout):
             raise self._late(least)
         with self._lock:
@@ -112,12 +112,12 @@ class DenseServer:
             if version == have:
                 return Pulled(version, None)
             if self._snapshot is None or self._snapshot.version != version:
-                # Once per version, however many NN workers pull it. It may be on its way when the next one is made.
+                # Once per version for all NN workers. It may be in flight when the next one is made.
                 self._snapshot = Pulled(version, self._pack())
             return self._snapshot
 
     def push(self, header: PushHeader, part: PushedDense) -> None:
-        """Adds a gradient to the step in work; see `persia.services.DensePS`."""
+        """Adds a gradient to the current step; see `persia.services.DensePS`."""
         gradients = self._gradients.unpack(part.gradients) if part.gradients is not None else None
         buffers = self._buffer_layout.unpack(part.buffers) if part.buffers is not None else None
         if part.present is not None and part.present.shape != (len(self._owned),):
@@ -140,7 +140,7 @@ class DenseServer:
         self._turns.push(header, work)
 
     def drain(self, generation: int, step: int, held: int) -> None:
-        """Applies what has come of an incomplete step; see `persia.services.DensePS`."""
+        """Applies the gradients that have arrived of an incomplete step; see `persia.services.DensePS`."""
 
         def apply() -> None:
             with self._lock:
@@ -149,24 +149,24 @@ class DenseServer:
         self._turns.drain(generation, step, held, apply)
 
     def export(self) -> DenseState:
-        """All that is owned here, at rest."""
+        """Returns the state of all parameters that this PS owns; call it while the PS is quiescent."""
         with self._lock:
             if self._optimizer is None:
                 raise StoreError("This dense PS has no network yet: load one first.")
-            if self._exported is None:  # Once until the next step, however many NN workers take over.
+            if self._exported is None:  # Once until the next step, for all NN workers.
                 self._exported = capture(self._parameters, self._owned, self._buffers, self._optimizer, self._scheduler)
             return self._exported
 
     def record(self) -> None:
-        """Keeps a journal from now on."""
+        """Starts a journal."""
         self._journal.begin(self._turns.step)
 
     def journal(self) -> JournalRecord:
-        """The pushes that took effect since, in this order."""
+        """Ends the journal, and returns the pushes that took effect, in order."""
         return self._journal.end()
 
     def statistics(self) -> dict[str, int]:
-        """Counters: `version`, `pushes`, `pulls`, and `bytes` of parameters and buffers."""
+        """Returns counters: `version`, `pushes`, `pulls`, and `bytes` of parameters and buffers."""
         with self._lock:
             return {
                 "version": self._turns.step,
@@ -179,7 +179,7 @@ class DenseServer:
         return self._values.pack([*self._owned.values(), *self._buffers.values()])
 
     def _apply(self) -> None:
-        """One step of the optimizer with what is held, unless all of that has weight 0."""
+        """Makes one step of the optimizer with the held gradients, unless all have weight 0."""
         assert self._optimizer is not None
         self._exported = None
         held, self._held = self._held, _Held(len(self._owned))
@@ -202,7 +202,7 @@ class DenseServer:
 
 
 class _Held:
-    """The running sum of a step. Weights are rows over those of the first gradient: 1 where all batches are alike."""
+    """Running sum of a step. Weights are rows relative to the first gradient: 1 if all batches have the same size."""
 
     def __init__(self, parameters: int) -> None:
         self._sums: list[torch.Tensor | None] = [None] * parameters
@@ -248,7 +248,7 @@ class _Held:
         self._buffer_weight += weight
 
     def means(self) -> list[torch.Tensor | None] | None:
-        """The sum over all weights, those of weight 0 included; None if nothing counts."""
+        """Returns the sum divided by all weights, including gradients of weight 0; None if nothing counts."""
         if not self._counted:
             return None
         if self._total == 1.0:
@@ -260,7 +260,7 @@ class _Held:
 
 
 def partition(parameters: Sequence[TensorSpec], servers: int) -> list[list[int]]:
-    """Numbers of the tensors that each dense PS owns: the largest first, each to the one that has least.
+    """Returns the numbers of the tensors that each dense PS owns: largest first, each to the PS with fewest bytes.
 
     Args:
         parameters: of the network.
@@ -291,7 +291,7 @@ def check_optimizer(optimizer: object) -> None:
 
 
 def _part(state: DenseState, mine: Sequence[int], with_buffers: bool) -> DenseState:
-    """What of a state belongs to some of its parameters."""
+    """Returns the part of a state that belongs to some of its parameters."""
     if list(mine) == state.owned and with_buffers:
         return state
     values = Layout([*(state.parameters[n] for n in state.owned), *state.buffers]).unpack(state.values)

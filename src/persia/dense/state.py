@@ -25,7 +25,7 @@ def capture(
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler | None,
 ) -> DenseState:
-    """What has to be known to go on elsewhere. At rest.
+    """Captures the state needed to continue elsewhere, while nothing trains.
 
     Args:
         parameters: of the whole network.
@@ -78,7 +78,7 @@ def restore(
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler | None,
 ) -> None:
-    """Puts `capture` back into tensors and an optimizer of the same making.
+    """Restores the result of `capture` into tensors and an optimizer that were made in the same way.
 
     Raises:
         StoreError: it is of another network or optimizer; nothing is changed.
@@ -128,7 +128,7 @@ def restore(
 
 
 def joined(parts: Sequence[DenseState]) -> DenseState:
-    """The states of all dense PSs as one."""
+    """Joins the states of all dense PSs."""
     if len(parts) == 1:
         return parts[0]
     whole = next(part for part in parts if part.buffers) if any(part.buffers for part in parts) else parts[0]

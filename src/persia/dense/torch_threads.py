@@ -1,4 +1,4 @@
-"""How many threads torch computes with where the user has not said so.
+"""The default number of torch threads, if the user has not set it.
 
 Operations of torch on a CPU run in a team of OpenMP threads that wait for one another after each operation. They wait
 by spinning, for milliseconds: if one of them is not on a core, as other threads or processes are, the others keep the
@@ -18,16 +18,16 @@ __all__ = ["choose_torch_threads", "default_torch_threads"]
 LOG = logging.getLogger("persia.trainer")
 
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-"""With which a user sets the number before torch is loaded."""
+"""Variables with which a user sets the number before torch is loaded."""
 
 
 def default_torch_threads(teams: int = 1) -> int:
-    """Threads of each of so many teams in this machine: together half of the cores of this process, at least one."""
+    """Returns the threads of each team, all teams together having half of the cores of this process; at least one."""
     return max(1, len(os.sched_getaffinity(0)) // 2 // teams)
 
 
 def choose_torch_threads(teams: int = 1) -> None:
-    """Gives torch that many threads, unless the user has set their number, or a process group was made here.
+    """Sets the number of torch threads, unless the user has set their number, or a process group was made here.
 
     A number below that of the cores counts as set by the user, as does one from OMP_NUM_THREADS. Whoever starts the
     processes of a process group shares the cores among them.
