@@ -342,7 +342,7 @@ def test_what_a_source_raises_becomes_a_data_error(make):
             loader.take(0, 0, 1)
     loader = make([batch_of(0), "?"])
     loader.begin(feed())
-    with pytest.raises(DataError, match="The source gave a str"):
+    with pytest.raises(DataError, match="The source yielded a str"):
         loader.take(0, 0, 1)
 
 
@@ -401,7 +401,7 @@ def test_one_loader_reads_any_iterable(make):
     for epoch in (0, 1):
         loader.begin(feed(epoch=epoch, start=2))
         assert [number_in(loader.take(0, epoch, n)) for n in (2, 3, 5, 6)] == [2, 3, 5, None]
-    with pytest.raises(DataError, match="can only go on"):
+    with pytest.raises(DataError, match="one-shot iterator at batch"):
         loader.take(0, 1, 3)
     with pytest.raises(DataError, match="2 data loaders cannot share"):
         loader.begin(feed(loaders=2))

@@ -1,7 +1,7 @@
-"""Readers: from files, public data sets and a generator to `persia.Batch`.
+"""Readers of files, public data sets and synthetic data; they yield `persia.Batch`.
 
-A reader is anything that satisfies `Reader`; any iterable of batches trains as well, but only a reader can resume.
-Nothing here imports pyarrow or fsspec before it is used.
+A reader is any object that satisfies `Reader`. Any iterable of batches can be trained on, but only a reader can be
+resumed. pyarrow and fsspec are imported on first use.
 """
 
 from persia.data.days import Span, days

@@ -1,4 +1,4 @@
-"""Where a data loader is in its source: reads the batch of a number, wherever that is."""
+"""The position of a data loader in its source: reads batches by their number."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from persia.types import Feed
 __all__ = ["Cursor"]
 
 NEAR = 64
-"""Batches that are rather read and dropped than passed over by opening the source anew."""
+"""Number of batches up to which skipping reads and drops them instead of reopening the source."""
 
 
 _END = object()
 
 
 class Cursor:
-    """Reads batches by their number in the source. For one thread.
+    """Reads batches by their number in the source. Not thread-safe.
 
     Args:
-        source: `Sharded` and `Seekable` ones are opened anew to seek; other iterables are read from their beginning.
-        schema: what every batch must fit.
+        source: source of batches. `Sharded` and `Seekable` sources are reopened to seek; others are read in order.
+        schema: schema that every batch must match.
     """
 
     def __init__(self, source: Iterable[Batch] | Seekable, schema: Schema) -> None:
@@ -35,25 +35,25 @@ class Cursor:
         self._iterator: Iterator[Any] | None = None
         self._broken: Exception | None = None
         self._share: tuple[tuple[int, ...], int, int] | None = None
-        """(what is read, loader, loaders) of the iterator; it yields the numbers `self._next`, `+ self._stride`, ..."""
+        """(epoch, loader, loaders) of the iterator, which yields the numbers `self._next`, `+ self._stride`, ..."""
         self._next = 0
         self._stride = 1
 
     def check(self, feed: Feed) -> None:
-        """Raises DataError where the source cannot be read as a feed asks for."""
+        """Raises DataError if the source does not support the feed."""
         if not isinstance(self._source, Seekable) and feed.loaders > 1:
             raise DataError(
-                f"{feed.loaders} data loaders cannot share a source that cannot begin anywhere "
-                f"({type(self._source).__name__}): use one, or a source with `batches(epoch, start)`.",
+                f"{feed.loaders} data loaders cannot share a {type(self._source).__name__}, which cannot start in the "
+                "middle; use one data loader, or a source with `batches(epoch, start)`.",
                 loaders=feed.loaders,
             )
 
     def read(self, feed: Feed, number: int) -> Batch | None:
-        """Batch `number` of the pass, checked; None if there is none. Blocks for the source.
+        """Reads and checks a batch of the pass; returns None after the last one. Blocks for the source.
 
         Raises:
-            DataError: it cannot be read, does not fit the schema, or lies before what was read from a source that
-                cannot go back. The next read of a `Seekable` source opens it anew.
+            DataError: the batch cannot be read or does not match the schema, or the source cannot seek back to it.
+                The next read reopens a `Seekable` source.
         """
         if self._broken is not None and self._share is not None and self._share[0] == feed.reading:
             raise copy.copy(self._broken)
@@ -72,17 +72,17 @@ class Cursor:
                     number=number,
                     epoch=feed.epoch,
                 )
-            # An iterator that has raised pretends to be at its end from then on.
+            # A generator that has raised looks exhausted afterwards, so keep the error.
             self._broken = None if isinstance(self._source, Seekable) else found
             raise found from error
 
     def rewind(self) -> None:
-        """The next read begins a pass; a source that is only iterable is iterated anew."""
+        """Starts a new pass with the next read. Iterates again over a source that cannot seek."""
         self.close()
         self._share = None
 
     def close(self) -> None:
-        """Ends the iterator, and with it what it holds open."""
+        """Closes the iterator and its files."""
         if isinstance(self._iterator, Generator):
             self._iterator.close()
         self._iterator = None
@@ -98,7 +98,7 @@ class Cursor:
             if at == number:
                 break
         if not isinstance(batch, Batch):
-            raise DataError(f"The source gave a {type(batch).__name__}; it must give persia.Batch.")
+            raise DataError(f"The source yielded a {type(batch).__name__}; it must yield persia.Batch.")
         batch.validate(self._schema)
         return batch
 
@@ -112,8 +112,8 @@ class Cursor:
                 self._broken = None
             elif number < self._next:
                 raise DataError(
-                    f"it is asked for, but the source ({type(source).__name__}) can only go on, from {self._next}: use "
-                    "a source with `batches(epoch, start)`."
+                    f"cannot rewind to it: the source ({type(source).__name__}) is a one-shot iterator at batch "
+                    f"{self._next}; use a source with `batches(epoch, start)`."
                 )
             return
         if self._iterator is not None and self._share == share and 0 <= number - self._next <= NEAR * feed.loaders:

@@ -1,4 +1,4 @@
-"""The days of a source in time order, each a reader of its own: to train one, and test on the next."""
+"""Splits a source in time order into days, each a reader, to train on one day and test on the next."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["Span", "days"]
 
 @dataclass(frozen=True)
 class Span:
-    """Rows of a reader that follow one another, as a reader.
+    """A reader of consecutive rows of another reader.
 
     Attributes:
-        source: the whole.
-        batch_size: samples of a batch, there and here. The last batch here may be smaller.
-        first: row of the source that it begins with.
-        rows: how many.
+        source: the other reader.
+        batch_size: samples per batch of both readers. The last batch of the span may be smaller.
+        first: first row of the span in the source.
+        rows: number of rows.
     """
 
     source: Reader
@@ -34,15 +34,15 @@ class Span:
 
     @property
     def schema(self) -> Schema:
-        """Of the source."""
+        """The schema of the source."""
         return self.source.schema
 
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
-        """See `Reader.batches`; the source is opened at the batch with the first row that is wanted."""
+        """See `Reader.batches`. Opens the source at the batch with the first row of the span."""
         return cut(self._pieces(epoch, self.first + start * self.batch_size), self.batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
-        """The first pass, from its beginning."""
+        """Iterates over the first pass."""
         return self.batches()
 
     def _pieces(self, epoch: int, begin: int) -> Iterator[Batch]:
@@ -59,20 +59,20 @@ class Span:
 
 
 def days(reader: Reader, batch_size: int, first: int, last: int, *, row: int = 0) -> dict[int, Span]:
-    """Finds days in data that lie in the order of their days. Reads until the one after `last` is over.
+    """Finds the days of data that are sorted by day. Reads to the end of the day after `last`.
 
     Args:
-        reader: all of its batches but the last have `batch_size` samples; it does not shuffle.
-        batch_size: of the reader.
-        first: the first day wanted.
-        last: the last day wanted.
-        row: a row of the source, before which nothing is wanted.
+        reader: reader whose batches, except the last, have `batch_size` samples. It must not shuffle.
+        batch_size: samples per batch of the reader.
+        first: first day to find.
+        last: last day to find.
+        row: row of the source at which to start.
 
     Returns:
-        By day, ascending, the days from `first` to `last` that have rows, and the next one after them.
+        The days from `first` to `last` that have rows, and the next day after them, in ascending order.
 
     Raises:
-        DataError: samples have no day, or a day comes after a later one.
+        DataError: samples have no day, or the data are not sorted by day.
     """
     found: dict[int, tuple[int, int]] = {}
     number = row // batch_size
@@ -80,9 +80,7 @@ def days(reader: Reader, batch_size: int, first: int, last: int, *, row: int = 0
     for batch in reader.batches(0, number):
         at, number = number * batch_size, number + 1
         if batch.day is None:
-            raise DataError(
-                f"Row {at} has no day; name the column that has it: `day`, an option of the reader.", row=at
-            )
+            raise DataError(f"Row {at} has no day; name the column of days in the reader's option `day`.", row=at)
         edges = [0, *(np.flatnonzero(np.diff(batch.day)) + 1).tolist(), len(batch)]
         for begin, end in itertools.pairwise(edges):
             day = int(batch.day[begin])

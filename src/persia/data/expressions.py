@@ -41,18 +41,18 @@ _MAX_SHOWN = 200
 
 @dataclass(frozen=True)
 class Expression:
-    """A rule, ready to be evaluated.
+    """A parsed rule.
 
-    A text column that is compared with a number, or is part of arithmetic, is read as numbers; so CSV and Parquet give
-    the same. Arithmetic is in float64. A date or timestamp may be compared with an ISO text. A comparison with a
+    A text column that is compared with a number, or used in arithmetic, is read as numbers, so CSV and Parquet give the
+    same result. Arithmetic is in float64. A date or timestamp may be compared with an ISO text. A comparison with a
     missing value (null, NaN, an empty text) is missing.
 
     Args:
-        owner: argument that it came by, for messages.
+        owner: argument that holds the rule, for error messages.
         rule: see `Rule`.
 
     Raises:
-        ConfigError: the rule is not an expression of this grammar, or not a function of columns.
+        ConfigError: the rule is neither an expression of this grammar nor a function of columns.
     """
 
     owner: str
@@ -75,7 +75,7 @@ class Expression:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of the columns that it needs, in order of appearance."""
+        """The names of the columns that the rule uses, in order of appearance."""
         if not isinstance(self.rule, str):
             return self._parameters(self.rule)
         calls: dict[int, str] = {}
@@ -88,17 +88,17 @@ class Expression:
         return tuple(dict.fromkeys(names))
 
     def evaluate(self, columns: Mapping[str, Any], rows: int) -> Any:
-        """The value for each row.
+        """Evaluates the rule for each row.
 
         Args:
             columns: pyarrow array `[rows]` by name.
-            rows: how many there are.
+            rows: number of rows.
 
         Returns:
-            A pyarrow array of booleans or numbers `[rows]`, with nulls where what it needs is missing.
+            A pyarrow array of booleans or numbers `[rows]`, null where an input is missing.
 
         Raises:
-            DataError: types do not fit; names the rule.
+            DataError: the types do not match; the message names the rule.
         """
         import pyarrow as pa
 
@@ -199,7 +199,7 @@ def _parse(rule: str) -> ast.expr:
 
 
 def _column(node: ast.Call) -> str:
-    """The name in `column("name")`; empty for another call."""
+    """Returns the name in `column("name")`; empty for another call."""
     if isinstance(node.func, ast.Name) and node.func.id == "column" and not node.keywords:
         match node.args:
             case [ast.Constant(value=str(name))]:
@@ -208,7 +208,7 @@ def _column(node: ast.Call) -> str:
 
 
 def _readable(column: Any) -> Any:
-    """A column for a function: texts of CSV as texts, not as bytes."""
+    """Converts a column for a function: texts of CSV to texts instead of bytes."""
     import pyarrow as pa
 
     return column.cast(pa.string()) if pa.types.is_binary(column.type) else column

@@ -1,4 +1,4 @@
-"""Where data lie: local paths, globs, directories and any URL that fsspec understands."""
+"""Files of a data set: local paths, globs, directories and any URL that fsspec supports."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class File:
     """One file of a data set.
 
     Attributes:
-        path: as fsspec takes it, with the protocol unless it is local.
-        keys: the hive keys in the path, such as {"day": "03"} for `clicks/day=03/part.parquet`.
+        path: path for fsspec, with the protocol unless it is local.
+        keys: hive keys in the path, such as {"day": "03"} for `clicks/day=03/part.parquet`.
     """
 
     path: str
@@ -35,7 +35,7 @@ class File:
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
-        """Opens it for reading; whatever goes wrong until it is closed becomes a DataError that names the path."""
+        """Opens the file for reading. Errors until it is closed become a DataError that names the path."""
         import fsspec
 
         try:
@@ -43,7 +43,7 @@ class File:
                 yield stream
         except (PersiaError, MemoryError):
             raise
-        except Exception as error:  # pyarrow and each of fsspec's file systems have their own
+        except Exception as error:  # pyarrow and each file system of fsspec raise errors of their own.
             if isinstance(error, FileNotFoundError):
                 raise DataError(f"{self.path}: there is no such file; correct the path.", path=self.path) from error
             raise DataError(
@@ -54,7 +54,7 @@ class File:
 
     @contextmanager
     def open_text(self) -> Iterator[IO[str]]:
-        """Opens it for reading as text, decompressed; errors as in `open`."""
+        """Opens the file for reading as decompressed text; errors as in `open`."""
         import pyarrow as pa
 
         with self.open() as stream:
@@ -63,15 +63,15 @@ class File:
 
     @property
     def compression(self) -> str | None:
-        """How its name says that it is compressed."""
+        """The compression, by the suffix of the name."""
         return _COMPRESSION.get(PurePosixPath(self.path).suffix)
 
 
 def expand(paths: Paths, suffixes: tuple[str, ...]) -> list[File]:
-    """The files that `paths` stand for, each entry's in sorted order; in directories those with these suffixes.
+    """Lists the files that `paths` match, sorted per entry. In directories, only files with these suffixes count.
 
     Raises:
-        DataError: an entry stands for no file.
+        DataError: an entry matches no file.
         MissingExtraError: a protocol needs a package that is not installed.
     """
     entries = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
@@ -121,17 +121,17 @@ def _hidden(path: str) -> bool:
 
 
 def _hive_keys(path: str) -> dict[str, str]:
-    """The `key=value` parts of a path; of the file's own name, what precedes the first dot."""
+    """Parses the `key=value` parts of a path; of the file name, only the part before the first dot."""
     *folders, name = PurePosixPath(path).parts
     parts = [*folders, name.split(".")[0]]
     return {key: value for key, _, value in (part.partition("=") for part in parts) if key and value}
 
 
 def find(name: str) -> Path | None:
-    """Path of the data set `name`, or None where it is not.
+    """Returns the path of a data set, or None if it is not found.
 
-    Looks in the directory that the environment variable PERSIA_DATA names; without it, in `data` in the checkout
-    (else in the current directory), then in `../shared/data` beside it.
+    Searches the directory that the environment variable PERSIA_DATA names. If it is not set, searches `data` in the
+    checkout (else in the current directory), then `../shared/data` beside it.
     """
     configured = os.environ.get("PERSIA_DATA")
     if configured:
@@ -144,10 +144,10 @@ def find(name: str) -> Path | None:
 
 
 def found(name: str) -> Path:
-    """Path of the data set `name`.
+    """Returns the path of a data set.
 
     Raises:
-        DataError: it is not here.
+        DataError: the data set is not found.
     """
     path = find(name)
     if path is None:

@@ -1,4 +1,4 @@
-"""The Adult census income data."""
+"""Reads the Adult census income data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Avazu click logs."""
+"""Reads Avazu click logs."""
 
 from __future__ import annotations
 

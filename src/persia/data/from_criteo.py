@@ -1,4 +1,4 @@
-"""Criteo click logs."""
+"""Reads Criteo click logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CSV and other delimited text as batches."""
+"""Reads CSV and other delimited text."""
 
 from __future__ import annotations
 
@@ -49,37 +49,37 @@ def csv(
 ) -> StreamReader:
     """Reads delimited text in blocks of 4 MiB, plain or compressed (.gz, .bz2, .zst).
 
-    A field is read by itself, never by what else is in its column: `IdFeature.kind` says how it becomes an id; a dense
-    feature or label takes decimal numbers, `true` and `false`. Empty fields are missing values; in dense features,
-    labels and ids of the kind "number" so are NA, NULL, NaN and others (see
+    Each field is converted on its own; types are not inferred from the column. `IdFeature.kind` determines how it
+    becomes an id. Dense features and labels accept decimal numbers, `true` and `false`. Empty fields are missing
+    values; in dense features, labels and ids of the kind "number", so are NA, NULL, NaN and others (see
     `persia.batching.text_numbers`).
 
     Args:
-        paths: as for `parquet`; in directories `*.csv`, `*.tsv` and `*.txt`, also compressed.
-        schema: what to take from the files.
+        paths: as for `parquet`; in directories, files `*.csv`, `*.tsv` and `*.txt`, optionally compressed.
+        schema: columns to read.
         batch_size: samples of a batch.
         column_names: names of the columns; None reads them from the first line of each file.
         delimiter: one character.
-        lists: for features with several ids in a field, the text between them, for example {"genres": "|"}.
-        null_values: further texts that stand for a missing value, in all columns.
-        rename: column of the file by name of the schema, where they differ.
-        labels: rule by label, for labels that are no column; see `parquet`. A function gets texts.
+        lists: separator of the ids within a field, by feature, for example {"genres": "|"}.
+        null_values: further texts that mean a missing value, in all columns.
+        rename: column of the file by name in the schema, where they differ.
+        labels: rule by label, for labels that are not a column; see `parquet`. A function gets texts.
         fill: number in place of missing values, by dense feature or label; see `parquet`.
         where: only rows for which this rule is true; see `parquet`.
         split: only one part of the rows; see `parquet`.
         day: column or hive key that gives `Batch.day`: whole numbers, or dates and times such as 2024-05-01.
         day_unit: unit of whole numbers in `day`.
         shuffle_rows: see `parquet`.
-        seed: of the permutations.
-        drop_last: leave out a last batch that is not full.
+        seed: seed of the permutations.
+        drop_last: drop a last batch that is not full.
         shard: (index, count): only batches i with i % count == index.
         require_labels: if False, files without the label columns give `labels` of shape `[batch, 0]`.
 
     Raises:
-        DataError: no file; while iterating: a file is missing or corrupt, lacks a column, or holds bad values, or there
-            are no rows at all.
+        DataError: no file; while iterating: a file is missing or corrupt, lacks a column or has invalid values, or
+            there are no rows at all.
         MissingExtraError: the protocol of a URL needs a package that is not installed.
-        ConfigError: an argument is not valid.
+        ConfigError: an argument is invalid.
     """
     order = Order(batch_size, shuffle_rows, seed, drop_last, shard)
     conversion = Conversion(
@@ -99,18 +99,18 @@ def csv(
 
 @dataclass(frozen=True)
 class CsvFormat:
-    """How the text is to be read.
+    """Format of delimited text.
 
     Attributes:
         delimiter: one character.
-        column_names: None reads them from the first line.
+        column_names: names of the columns; None reads them from the first line.
         lists: separator within a field, by feature.
-        null_values: texts that stand for a missing value, beside the empty one.
-        columns: for `transform`: columns that it reads, where they are not those of the schema.
-        transform: from the file's columns to those that the conversion expects.
-        labels: for `transform`: those of `columns` from which it makes the labels, where the names differ.
-        layouts: for a format of fixed order: names of the columns, tried for a file whose first line has none of them.
-        comment: lines that start so are left out, where they have another number of fields.
+        null_values: texts that mean a missing value, besides the empty one.
+        columns: columns that `transform` reads, if they differ from those of the schema.
+        transform: converts the file's columns to those that the conversion expects.
+        labels: those of `columns` from which `transform` makes the labels, if the names differ.
+        layouts: names of the columns in formats of fixed order, tried if the first line has no column names.
+        comment: prefix of comment lines, which are skipped if they have another number of fields.
     """
 
     delimiter: str = ","
@@ -141,13 +141,13 @@ class CsvSource:
     format: CsvFormat = field(default_factory=CsvFormat)
 
     def chunks(self, skip: int) -> Iterator[Batch]:
-        """See `Source.chunks`; rows to skip are parsed, but not converted."""
+        """See `RowSource.chunks`. Skipped rows are parsed but not converted."""
         pieces = (piece for file in self.files for piece in self._pieces(file))
         batches = self.conversion.batches(pieces, skip, self._prepare)
         return require_rows(batches, self.files, skip, self.conversion.selection)
 
     def _pieces(self, file: File) -> Iterator[Piece]:
-        """The columns that are needed, as they are in the file: each field a text, or null if empty."""
+        """Reads the needed columns as they are in the file: each field a text, or null if empty."""
         import pyarrow as pa
         import pyarrow.csv as pc
 
@@ -160,7 +160,7 @@ class CsvSource:
         if header and not more:
             return
         convert = pc.ConvertOptions(
-            # Not text: what the bytes mean is decided later, and UTF-8 need not be checked twice.
+            # Bytes, not text: they are interpreted later, and UTF-8 need not be checked twice.
             column_types=dict.fromkeys(columns, pa.binary()),
             include_columns=columns,
             null_values=["", *form.null_values],
@@ -188,7 +188,7 @@ class CsvSource:
                 raise self._ragged(file, line, number - header, len(names)) from error
 
     def _names(self, file: File, first: list[str]) -> tuple[list[str], bool]:
-        """Names of the columns, and whether the first line has them."""
+        """Returns the names of the columns, and whether the first line holds them."""
         form = self.format
         if form.column_names is not None:
             if first == list(form.column_names):
@@ -211,19 +211,19 @@ class CsvSource:
         )
 
     def _first_line(self, file: File) -> tuple[list[str] | None, bool]:
-        """Fields of the first line that is neither empty nor a comment, or None, and whether another one follows."""
+        """Returns the fields of the first data line or None, and whether another line follows."""
         comment = self.format.comment
         with file.open_text() as stream:
-            parts = iter(lambda: stream.readline(_BLOCK_BYTES), "")  # Bounded: the file may be no text at all.
+            parts = iter(lambda: stream.readline(_BLOCK_BYTES), "")  # Bounded, as the file may not be text.
             lines = (line for line in parts if line.strip() and not (comment is not None and line.startswith(comment)))
             fields = next(reader(lines, delimiter=self.format.delimiter), None)
             return fields, fields is not None and next(lines, None) is not None
 
     def _columns(self, file: File, present: list[str]) -> list[str]:
-        """The columns to read.
+        """Returns the columns to read.
 
         Raises:
-            DataError: one is missing, or there twice.
+            DataError: a column is missing or occurs twice.
         """
         form, conversion = self.format, self.conversion
         if "\0" in "".join(present):  # UTF-16, Parquet, an archive, ...
@@ -238,7 +238,7 @@ class CsvSource:
         return present_columns(file, present, wanted, labels, conversion.require_labels, hint)
 
     def _hint(self, present: list[str], wanted: list[str]) -> str:
-        """What to do about a first line that lacks a column; empty if unknown."""
+        """Returns the remedy for a first line that lacks a column; empty if unknown."""
         line = self.format.delimiter.join(present)
         if "\ufffd" in line:
             return f" The first line is not UTF-8 text: {_ENCODING}"
@@ -264,7 +264,7 @@ class CsvSource:
         )
 
     def _open(self, file: File, stream: Any, convert: Any, names: list[str] | None, invalid: list[Any]) -> Any:
-        """Record batches; a line with a wrong number of fields, and its number, is put into `invalid`."""
+        """Opens a stream of record batches; appends lines with a wrong number of fields to `invalid`."""
         import pyarrow as pa
         import pyarrow.csv as pc
 

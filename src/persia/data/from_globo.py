@@ -1,4 +1,4 @@
-"""Clicks on a news portal, in time order."""
+"""Reads the Globo log: clicks on a news portal, in time order."""
 
 from __future__ import annotations
 

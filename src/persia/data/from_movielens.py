@@ -1,4 +1,4 @@
-"""MovieLens ratings as likes."""
+"""Reads MovieLens ratings as likes."""
 
 from __future__ import annotations
 

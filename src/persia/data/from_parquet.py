@@ -1,4 +1,4 @@
-"""Parquet files as batches."""
+"""Reads Parquet files."""
 
 from __future__ import annotations
 
@@ -37,35 +37,34 @@ def parquet(
     shard: tuple[int, int] = (0, 1),
     require_labels: bool = True,
 ) -> StreamReader:
-    """Reads Parquet files, one after another, in pieces of 65,536 rows: memory does not grow with their size.
+    """Reads Parquet files, one after another, in pieces of 65,536 rows, so memory does not grow with their size.
 
-    Without shuffling, resuming skips files and row groups by their metadata; with it, all before the current block.
-    With `where` or `split` it reads all from the beginning.
+    Resuming skips files and row groups by their metadata; with shuffling, those before the current block. With `where`
+    or `split`, resuming reads all rows from the beginning.
 
     Args:
         paths: file, glob, directory (searched for `*.parquet`), URL of one of these, or a list; read in sorted order.
-        schema: what to take from the files; other columns are not read. A column may also be a hive key, a part
-            `key=value` of the path.
-        batch_size: samples of a batch; a batch may straddle files and days.
-        rename: column of the file by name of the schema, where they differ.
-        labels: rule by label, for labels that are no column: `{"click": "rating >= 4"}`, or a function of pyarrow
-            arrays whose parameters are named like columns. It gives booleans or numbers from 0 to 1.
-        fill: number in place of missing values, by dense feature or label; without it a missing one is an error.
+        schema: columns to read. A column may also be a hive key, a part `key=value` of the path.
+        batch_size: samples per batch; a batch may span files and days.
+        rename: column of the file by name in the schema, where they differ.
+        labels: rule by label, for labels that are not a column: `{"click": "rating >= 4"}`, or a function of pyarrow
+            arrays whose parameters are named like columns. It returns booleans or numbers from 0 to 1.
+        fill: replacement of missing values, by dense feature or label; without it, a missing value is an error.
         where: only rows for which this rule is true: `"country != 'XX' and price > 0"`.
         split: only one part of the rows: `Split("train")`, `Split("test", by="hash", column="user")`, ...
         day: column or hive key that gives `Batch.day`: whole numbers, dates, timestamps.
         day_unit: unit of whole numbers in `day`; "ms" divides by 86,400,000.
-        shuffle_rows: permute rows within blocks of so many, differently in each epoch; 0 keeps their order.
-        seed: of the permutations.
-        drop_last: leave out a last batch that is not full.
+        shuffle_rows: size of the blocks within which rows are permuted, differently in each epoch; 0 keeps the order.
+        seed: seed of the permutations.
+        drop_last: drop a last batch that is not full.
         shard: (index, count): only batches i with i % count == index.
         require_labels: if False, files without the label columns give `labels` of shape `[batch, 0]`.
 
     Raises:
-        DataError: no file; while iterating: a file is missing or corrupt, lacks a column, or holds bad values, or there
-            are no rows at all.
+        DataError: no file; while iterating: a file is missing or corrupt, lacks a column or has invalid values, or
+            there are no rows at all.
         MissingExtraError: the protocol of a URL needs a package that is not installed.
-        ConfigError: an argument is not valid.
+        ConfigError: an argument is invalid.
     """
     order = Order(batch_size, shuffle_rows, seed, drop_last, shard)
     conversion = Conversion(
@@ -89,7 +88,7 @@ class ParquetSource:
     conversion: Conversion
 
     def chunks(self, skip: int) -> Iterator[Batch]:
-        """See `Source.chunks`; without a selection whole files and row groups are skipped by their metadata."""
+        """See `RowSource.chunks`. Without a selection, skips whole files and row groups by their metadata."""
         selection = self.conversion.selection
         if selection is not None:
             batches = self.conversion.batches((p for p, _ in self._pieces(0)), skip)
@@ -98,7 +97,7 @@ class ParquetSource:
         return require_rows(batches, self.files, skip, selection)
 
     def _pieces(self, skip: int) -> Iterator[tuple[Piece, int]]:
-        """Pieces of all files from the row group that holds row `skip`, each with the rows of it to leave out."""
+        """Yields pieces from the row group of row `skip` on, each with the number of its rows to skip."""
         for file in self.files:
             with file.open() as stream:
                 import pyarrow.parquet as pq

@@ -1,4 +1,4 @@
-"""Synthetic click logs whose true click probabilities are known."""
+"""Generates synthetic click logs with known click probabilities."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def synthetic(
     drop_last: bool = False,
     shard: tuple[int, int] = (0, 1),
 ) -> Synthetic:
-    """Generates a click log of any length whose best-possible AUC is known.
+    """Generates a click log of any length whose best possible AUC is known.
 
     Each feature draws its ids independently from a Zipf distribution. Each id has a latent vector u and a first-order
     effect w, fixed by hashes of (seed, feature, id), so memory stays bounded. The logit of a click is
@@ -53,12 +53,12 @@ def synthetic(
 
     scaled so that the pairwise and the first-order part each have variance 1 (over uniform ids), the dense part 0.25.
     Extra features carry no information: uniform ids below 2**63, as in the Criteo-Syn data sets of the Persia paper
-    (section 6). Batch k of an epoch is generated from (seed, epoch, k) alone; another epoch has new rows of the same
-    truth, so an `epoch` that is not trained on is a test set.
+    (section 6). Batch k of an epoch depends on (seed, epoch, k) only. Each epoch has new rows of the same distribution,
+    so an `epoch` that is not trained on is a test set.
 
-    With the defaults the best AUC is about 0.80. What plain PyTorch reached on it (DeepFM with embeddings of 16 and
-    layers of 256 and 128, one pass, Adagrad 0.05 from accumulators of 0.01 on embeddings, Adam 1e-3 on the network,
-    batch 1024, one seed; AUC on another epoch):
+    With the defaults, the best AUC is about 0.80. Plain PyTorch reached the following on it (DeepFM with embeddings of
+    16 and layers of 256 and 128, one pass, Adagrad 0.05 from accumulators of 0.01 on embeddings, Adam 1e-3 on the
+    network, batch 1024, one seed; AUC on another epoch):
 
     - 100 ids per feature: 0.015 below the best after 1 million rows, 0.008 after 1.5, 0.005 after 3;
       with batches of 256 0.008 after 1 million.
@@ -66,30 +66,30 @@ def synthetic(
       dense gradients 8 late as well 0.683. Such a model is still learning fast, so it pays for every delay.
     - the same with `pairs=12, latent_dim=4`: 0.668 of 0.798; 4 late 0.667, dense 8 late as well 0.666.
 
-    These are after training. Scored while training, a delay costs more, as it slows the start; and how much depends on
-    the values that rows begin with (here uniform in +-0.01) more than on the data: see docs/performance.md.
+    These AUCs are measured after training. Progressive AUC suffers more from a delay, which slows the start. The effect
+    depends on the initial values of rows (here uniform in +-0.01) more than on the data; see docs/performance.md.
 
     Args:
-        rows: of one epoch.
+        rows: rows of one epoch.
         id_features: features id_0, id_1, ... that the label depends on.
         ids_per_feature: ids are 0 (the most frequent) to this minus 1.
         zipf: exponent; 0 is uniform.
         latent_dim: length of u.
-        pairs: only so many random pairs of features interact; None for all. All pairs are a factorization machine
-            with embeddings of length latent_dim, and easy for one; few are not, so a network must learn them.
+        pairs: number of random pairs of features that interact; None for all. All pairs form a factorization machine
+            with embeddings of length latent_dim, and are easy for such a model. Few pairs need a network.
         dense_features: standard normal columns dense_0, dense_1, ...
-        days: the rows are spread evenly over so many days, in order.
-        drift: each day, u and w turn by so many radians towards other fixed vectors; 0 is stationary, and
-            pi / 2 a wholly new truth every day.
+        days: number of days over which the rows are spread evenly, in order.
+        drift: angle in radians by which u and w turn each day towards other fixed vectors; 0 is stationary, and pi / 2
+            gives new click probabilities every day.
         extra_id_features: features extra_0, extra_1, ... of random ids.
-        seed: of the truth and the rows.
-        batch_size: samples of a batch.
-        dim: of all embeddings in the schema.
-        drop_last: leave out a last batch that is not full.
+        seed: seed of the click probabilities and the rows.
+        batch_size: samples per batch.
+        dim: length of all embeddings in the schema.
+        drop_last: drop a last batch that is not full.
         shard: (index, count): only batches i with i % count == index; the others are not generated.
 
     Raises:
-        ConfigError: an argument is out of its range.
+        ConfigError: an argument is out of range.
     """
     if zipf < 0 or drift < 0:
         raise ConfigError(f"zipf = {zipf} and drift = {drift} must not be negative.", field="zipf")
@@ -114,7 +114,7 @@ def synthetic(
 
 @dataclass(frozen=True)
 class Synthetic:
-    """The reader that `synthetic` returns; its fields are that function's arguments, with `share` for `shard`."""
+    """The reader that `synthetic` returns. Its fields are the function's arguments, with `share` for `shard`."""
 
     rows: int
     id_features: int
@@ -145,36 +145,36 @@ class Synthetic:
 
     @cached_property
     def schema(self) -> Schema:
-        """Features id_0.., extra_0.., dense_0.., label `click`."""
+        """The schema: features id_0.., extra_0.., dense_0.., label `click`."""
         names = [f"id_{i}" for i in range(self.id_features)] + [f"extra_{i}" for i in range(self.extra_id_features)]
         dense = [f"dense_{i}" for i in range(self.dense_features)]
         return Schema([IdFeature(n, dim=self.dim) for n in names], dense_features=dense, labels=["click"])
 
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
-        """Batches of one pass; skipping the first `start` costs nothing. Each epoch has new rows of the same truth."""
+        """Iterates over one pass. Skipping the first `start` batches is free. Each epoch has new rows."""
         index, count = self.share
         stop = self.rows // self.batch_size if self.drop_last else -(-self.rows // self.batch_size)
         for number in range(start * count + index, stop, count):
             yield self._batch(epoch, number)[0]
 
     def __iter__(self) -> Iterator[Batch]:
-        """The first pass, from its beginning."""
+        """Iterates over the first pass."""
         return self.batches()
 
     def shard(self, index: int, count: int) -> Synthetic:
-        """The batches with number % count == index; the others are not generated. See `persia.services.Sharded`."""
+        """Returns a reader of the batches with number % count == index; the others are not generated."""
         return replace(self, share=share_of(self.share, index, count))
 
     def best_auc(self, rows: int = 1_000_000, *, epoch: int = 0) -> float:
-        """The AUC that the true click probabilities are expected to reach on the first `rows` rows of a pass.
+        """Returns the expected AUC of the true click probabilities on the first `rows` rows of a pass.
 
-        No model can be expected to do better: labels are drawn from these probabilities.
+        No model can be expected to do better, as labels are drawn from these probabilities.
         """
         numbers = range(-(-min(rows, self.rows) // self.batch_size))
         return expected_auc(np.concatenate([self._batch(epoch, n)[1] for n in numbers])[:rows])
 
     def probabilities(self, epoch: int, number: int) -> Floats:
-        """True click probability [batch] of each row of batch `number`."""
+        """Returns the true click probabilities [batch] of batch `number`."""
         return self._batch(epoch, number)[1]
 
     def _batch(self, epoch: int, number: int) -> tuple[Batch, Floats]:
@@ -193,7 +193,7 @@ class Synthetic:
         columns |= {f"extra_{i}": IdColumn(extra[i]) for i in range(self.extra_id_features)}
         return Batch(columns, dense, labels[:, None], day), probability
 
-    # --- the truth ----------------------------------------------------------------------------------------------
+    # --- probabilities -------------------------------------------------------------------------------------------
 
     @cached_property
     def _ranks(self) -> Zipf:
@@ -201,7 +201,7 @@ class Synthetic:
 
     @cached_property
     def _pairs(self) -> NDArray[np.int64]:
-        """[2, pairs]: the pairs of features that interact."""
+        """Returns the pairs of features that interact, [2, pairs]."""
         all_pairs: NDArray[np.int64] = np.stack(np.triu_indices(self.id_features, 1))
         if self.pairs is None:
             return all_pairs
@@ -228,7 +228,7 @@ class Synthetic:
         return logit
 
     def _factors(self, ids: NDArray[np.uint64], day: Int32Array, use: int, dim: int) -> Floats:
-        """[features, n, dim] of mean 0 and variance 1; a rotation by `drift` radians a day between two fixed ones."""
+        """Returns factors [features, n, dim] of mean 0 and variance 1, rotated by `drift` radians per day."""
         factors = self._hashed(ids, 2 * use, dim)
         if self.drift == 0.0:
             return factors
@@ -238,7 +238,7 @@ class Synthetic:
         return factors
 
     def _hashed(self, ids: NDArray[np.uint64], use: int, dim: int) -> Floats:
-        """Uniform numbers [features, n, dim] of variance 1, keyed by (seed, feature, id): 4 of a 64-bit hash."""
+        """Returns uniform numbers [features, n, dim] of variance 1, keyed by (seed, feature, id); 4 per 64-bit hash."""
         parts: list[NDArray[np.uint16]] = []
         for word in range(-(-dim // 4)):
             keys = np.random.SeedSequence((self.seed, use, word)).generate_state(self.id_features, np.uint64)
@@ -251,7 +251,7 @@ class Synthetic:
 
 
 def _mix(ids: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64, keyed."""
+    """Hashes ids by the keyed finaliser of splitmix64."""
     x = ids * np.uint64(0x9E3779B97F4A7C15) + keys
     x ^= x >> np.uint64(30)
     x *= np.uint64(0xBF58476D1CE4E5B9)
@@ -262,9 +262,9 @@ def _mix(ids: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64
 
 
 def expected_auc(probabilities: Floats) -> float:
-    """AUC of scoring rows by their true probabilities [n], in expectation over their labels.
+    """Returns the expected AUC, over random labels, of scoring rows by their true probabilities [n].
 
-    The pair (i, j) counts with weight p_i (1 - p_j), half where both are equal; a row is no pair with itself.
+    The pair (i, j) counts with weight p_i (1 - p_j), and half if both are equal. A row does not pair with itself.
     """
     p = np.sort(probabilities.astype(np.float64))
     below = np.concatenate(([0.0], np.cumsum(1 - p)))

@@ -22,12 +22,12 @@ __all__ = ["Loader", "WorkerPeer"]
 
 
 class _Entry:
-    """A batch that has been read, until its NN worker asks for a higher one.
+    """A batch that has been read. It is kept until its NN worker requests a later one.
 
     Attributes:
-        batch_id: None as long as it is to be registered (again).
-        taken: whether its NN worker has it, and with it the batch id.
-        registered: when it was.
+        batch_id: batch id; None while it has to be registered (again).
+        taken: whether its NN worker has received it with the batch id.
+        registered: time of its registration.
     """
 
     def __init__(self, rank: int, batch: Batch) -> None:
@@ -39,30 +39,30 @@ class _Entry:
 
 
 KEPT_ON_DEMAND = 256
-"""Batches that are kept after they were taken, where NN workers take them in any order: their answer may be lost."""
+"""Number of taken batches to keep for repeated calls, if NN workers take batches in any order."""
 
 
 class _Failure(NamedTuple):
-    """Why reading has stopped, at which number."""
+    """The error that stopped reading, and the number of its batch."""
 
     number: int
     error: Exception
 
 
 class Loader:
-    """Has batches ready for NN workers, their ID features registered at embedding workers. Safe for several threads.
+    """Prefetches batches for NN workers and registers their ID features at embedding workers. Thread-safe.
 
-    One thread of its own reads and registers; it runs from `begin` to `end`. Batches are checked against the schema.
+    A background thread reads and registers from `begin` to `end`. Batches are checked against the schema.
 
     Args:
-        source: `Sharded` if other loaders' batches are to be passed over cheaply, else `Seekable`; one loader alone
-            also reads any iterable, from its beginning.
-        schema: what the batches must fit.
+        source: source of batches. A `Sharded` one skips other loaders' batches cheaply; several loaders need at least
+            a `Seekable` one. A single loader also reads any iterable in order.
+        schema: schema that the batches must match.
         workers: the embedding workers; see `set_workers`.
-        accumulation_steps: so many consecutive batches of an NN worker lie on one embedding worker.
-        timeout: seconds that a `take` waits, and that a batch waits for an embedding worker.
-        fresh: seconds for which embedding workers keep a batch that nobody calls for, at least. What has been ready for
-            longer, as through a long evaluation, is registered again before it is handed out.
+        accumulation_steps: number of consecutive batches of an NN worker that go to the same embedding worker.
+        timeout: seconds that `take` waits, and that a batch waits for an embedding worker.
+        fresh: minimum seconds for which embedding workers keep a batch without a lookup. A batch that was ready for
+            longer, for example during an evaluation, is registered again before it is delivered.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Loader:
         self._thread: threading.Thread | None = None
         self._entries: dict[int, _Entry] = {}
         self._asked: dict[int, int] = {}
-        """By rank, the highest number that it has asked for: lower ones are behind it."""
+        """Highest requested number by rank; lower ones are no longer needed."""
         self._waiting: list[int] = []
         self._position = 0
         self._end: int | None = None
@@ -97,10 +97,10 @@ class Loader:
     # --- calls --------------------------------------------------------------------------------------------------
 
     def set_workers(self, workers: Sequence[WorkerPeer]) -> None:
-        """Tells which embedding workers there are from now on; those that are not named are gone.
+        """Replaces the set of embedding workers. Returns at once.
 
-        What lies at one that is gone and has not been taken is registered elsewhere. One that is leaving keeps what
-        it has, and gets nothing new. Returns at once.
+        Batches at a removed embedding worker that have not been taken are registered elsewhere. A leaving embedding
+        worker keeps its batches and gets no new ones.
         """
         with self._changed:
             self._registrar.peers = _by_rank(workers)
@@ -111,12 +111,12 @@ class Loader:
             self._changed.notify_all()
 
     def begin(self, feed: Feed) -> None:
-        """Starts reading for a pass, or for another share of the same; returns at once. See `services.DataLoader`.
+        """Starts reading a pass, or another shard of the same pass. Returns at once. See `services.DataLoader`.
 
-        A feed of another generation of NN workers begins anew: no batch id is handed out twice.
+        A feed of another generation of NN workers starts over, so no batch id is delivered twice.
 
         Raises:
-            DataError: several loaders are to share a source that is only iterable.
+            DataError: several loaders share a source that cannot seek.
         """
         self._cursor.check(feed)
         with self._changed:
@@ -140,12 +140,13 @@ class Loader:
             self._changed.notify_all()
 
     def take(self, rank: int, epoch: int, number: int) -> Delivery:
-        """Batch `number` of a pass; blocks until it is ready. See `services.DataLoader`.
+        """Takes batch `number` of a pass; blocks until it is ready. See `services.DataLoader`.
 
         Raises:
-            DataError: the batch cannot be read or does not fit the schema; it is not `rank`'s; the pass is over.
-            DeadlineError: the source or the embedding workers were late; the message says which.
-            MovedError: the batch is another loader's, or this one has ended.
+            DataError: the batch cannot be read, does not match the schema or belongs to another rank; or the pass is
+                over.
+            DeadlineError: the source or the embedding workers were late; the message names them.
+            MovedError: another loader reads the batch, or this one has ended.
         """
         deadline = time.monotonic() + self._timeout
         with self._changed:
@@ -153,7 +154,7 @@ class Loader:
                 feed = self._begun(rank, epoch, number, deadline)
                 self._pass(rank, number)
                 if not self._ready(number):
-                    self._failure = None  # Every call may be repeated: it is tried again.
+                    self._failure = None  # Calls may be repeated, so retry.
                 self._waiting.append(number)
                 self._changed.notify_all()
                 try:
@@ -176,10 +177,10 @@ class Loader:
                     raise copy.copy(self._failure.error) from self._failure.error
 
     def end(self) -> None:
-        """Stops reading, and releases what is ready. Waits for a read or registration in progress.
+        """Stops reading and releases the ready batches. Waits for a read or registration in progress.
 
         Raises:
-            DeadlineError: it did not end in time.
+            DeadlineError: the read or registration did not end in time.
         """
         with self._changed:
             self._forget_all()
@@ -192,7 +193,7 @@ class Loader:
                 raise self._late(None, "the end")
 
     def statistics(self) -> dict[str, int]:
-        """Batches `read`, `taken`, `registered` and `registered_again` so far, `ready` now; `rows` and `bytes` read."""
+        """Returns batches `read`, `taken`, `registered`, `registered_again` and `ready`; `rows` and `bytes` read."""
         with self._changed:
             names = ("read", "taken", "registered", "registered_again", "rows", "bytes")
             ready = sum(not e.taken and e.batch_id is not None for e in self._entries.values())
@@ -201,22 +202,22 @@ class Loader:
     # --- of a take; under the lock --------------------------------------------------------------------------------
 
     def _begun(self, rank: int, epoch: int, number: int, deadline: float) -> Feed:
-        """The feed, once that of this pass is there."""
+        """Waits for the feed of this pass and returns it."""
         reached = self._changed.wait_for(
             lambda: self._ended or (self._feed is not None and self._feed.epoch >= epoch), deadline - time.monotonic()
         )
         if self._ended:
-            raise MovedError(f"This data loader has ended; ask another for batch {number}.", number=number)
+            raise MovedError(f"This data loader has ended; request batch {number} from another one.", number=number)
         if not reached or self._feed is None:
             raise self._late(number, f"the beginning of pass {epoch}")
         feed = self._feed
         if number % feed.loaders != feed.loader:
             raise MovedError(
                 f"Batch {number} is read by data loader {number % feed.loaders} of {feed.loaders}, not by "
-                f"{feed.loader}: get the membership and ask that one.",
+                f"{feed.loader}; refresh the membership and call that one.",
                 number=number,
             )
-        before = number < feed.start and not feed.on_demand  # On demand, one may have been a dead NN worker's.
+        before = number < feed.start and not feed.on_demand  # On demand, it may have belonged to a dead NN worker.
         if epoch != feed.epoch or before or (number - feed.start) % feed.nn_workers != rank:
             raise DataError(
                 f"Batch {number} of pass {epoch} is not NN worker {rank}'s: pass {feed.epoch} is read from batch "
@@ -229,7 +230,7 @@ class Loader:
     def _pass(self, rank: int, number: int) -> None:
         on_demand = self._feed is not None and self._feed.on_demand
         if on_demand:
-            # Whose numbers are which is not known, so a lower one may still be taken, or taken again.
+            # The owners of numbers are unknown, so a lower one may still be taken, or taken again.
             passed = [n for n, e in self._entries.items() if e.taken and n < number - KEPT_ON_DEMAND]
         else:
             self._asked[rank] = max(number, self._asked.get(rank, number))
@@ -269,7 +270,7 @@ class Loader:
         )
 
     def _check_registered(self, entry: _Entry) -> None:
-        """Has an entry registered again if its embedding worker is gone, or may have forgotten it by now."""
+        """Schedules a new registration if the embedding worker is gone, or if its entry may have expired."""
         if entry.batch_id is None:
             return
         old = not entry.taken and time.monotonic() - entry.registered > self._fresh
@@ -322,10 +323,10 @@ class Loader:
         return functools.partial(self._read, feed, number)
 
     def _next_number(self, feed: Feed) -> int | None:
-        """What to read next: in order, while there is room; what somebody waits for comes first if it is elsewhere.
+        """Returns the next number to read: in order while there is capacity, but first one that an NN worker waits for.
 
-        What lies shortly before it is read too, room or not: a slower NN worker will ask for it, and a source that is
-        only iterable cannot go back.
+        Numbers shortly before that one are read even without capacity: a slower NN worker will request them, and some
+        sources cannot seek back.
         """
         ends = self._end is not None
         missing = [n for n in self._waiting if n not in self._entries and not (ends and n >= (self._end or 0))]

@@ -1,4 +1,4 @@
-"""What a reader is, and the machinery that all file readers share: skip, shuffle, cut into batches, shard."""
+"""The `Reader` Protocol, and the parts that all file readers share: skip, shuffle, batch, shard."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ __all__ = ["Order", "Reader", "RowSource", "StreamReader", "share_of"]
 class Reader(Protocol):
     """A source of batches that can be read again, and from the middle.
 
-    The same (reader, epoch) always gives the same batches, so a position is one number. Readers are picklable
-    and hold no open files; each iterator is independent, and must stay in the thread that draws from it.
+    The same (reader, epoch) always gives the same batches, so a position is one number. Readers are picklable and hold
+    no open files. Iterators are independent; each must be used by one thread only.
     """
 
     @property
     def schema(self) -> Schema:
-        """What the batches contain."""
+        """The schema of the batches."""
         ...
 
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
-        """Batches of one pass over the data, without the first `start`.
+        """Iterates over one pass, without the first `start` batches.
 
         Raises:
-            DataError: while iterating, where the data do not fit; names the path and the row.
+            DataError: while iterating, if the data do not match the schema; the message names the path and the row.
         """
         ...
 
@@ -46,20 +46,20 @@ class RowSource(Protocol):
     """Rows in a fixed order, in pieces of any size."""
 
     def chunks(self, skip: int) -> Iterator[Batch]:
-        """All rows but the first `skip`; a source passes over those as cheaply as its format allows."""
+        """Yields all rows except the first `skip`, which the source skips as cheaply as its format allows."""
         ...
 
 
 @dataclass(frozen=True)
 class Order:
-    """Which rows come in which batch.
+    """Assignment of rows to batches.
 
     Attributes:
-        batch_size: samples of a batch.
-        shuffle_rows: 0 keeps the order of the source. Otherwise rows are permuted within consecutive blocks of so
-            many rows, anew in each epoch: memory stays bounded, and resuming needs to read one block only.
-        seed: of the permutations.
-        drop_last: whether to leave out the last batch when it is not full.
+        batch_size: samples per batch.
+        shuffle_rows: size of the consecutive blocks within which rows are permuted, differently in each epoch; 0 keeps
+            the order. Blocks bound the memory, and resuming reads one block only.
+        seed: seed of the permutations.
+        drop_last: whether to drop a last batch that is not full.
         shard: (index, count): batch i goes to the shard with i % count == index.
     """
 
@@ -84,9 +84,9 @@ class StreamReader:
     """A reader over a source of rows.
 
     Attributes:
-        schema: what the batches contain.
+        schema: schema of the batches.
         source: the rows.
-        order: which rows come in which batch.
+        order: assignment of rows to batches.
     """
 
     schema: Schema
@@ -94,7 +94,7 @@ class StreamReader:
     order: Order = field(default_factory=Order)
 
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
-        """Batches of one pass, without the first `start` of this shard; see `Reader.batches`."""
+        """Iterates over one pass, without the first `start` batches of this shard; see `Reader.batches`."""
         index, count = self.order.shard
         first = start * count + index
         skip = first * self.order.batch_size
@@ -108,15 +108,15 @@ class StreamReader:
         return self.batches()
 
     def shard(self, index: int, count: int) -> StreamReader:
-        """The batches with number % count == index; see `persia.services.Sharded`.
+        """Returns a reader of the batches with number % count == index; see `persia.services.Sharded`.
 
-        Rows of the others are read from the source, but not shuffled or made into batches.
+        Rows of other batches are read from the source, but neither shuffled nor batched.
         """
         mine = share_of(self.order.shard, index, count)
         return replace(self, order=replace(self.order, shard=mine))
 
     def _shuffled(self, epoch: int, block: int, skip: int) -> Iterator[_Permuted]:
-        """Rows from `skip` on, each block of `shuffle_rows` in its own order; `skip` lies in block `block`."""
+        """Yields rows from `skip` on, permuted within blocks of `shuffle_rows`; `skip` lies in block `block`."""
         size = self.order.shuffle_rows
         drop = skip - block * size
         for rows in cut(self.source.chunks(block * size), size):
@@ -134,7 +134,7 @@ class StreamReader:
 
 
 class _Permuted:
-    """Rows in another order; only those that are asked for are moved."""
+    """Rows in another order. Only requested rows are moved."""
 
     def __init__(self, rows: Batch, order: Int64Array) -> None:
         self._rows = rows
@@ -148,7 +148,7 @@ class _Permuted:
 
 
 def share_of(share: tuple[int, int], index: int, count: int) -> tuple[int, int]:
-    """Which batches of the whole are those with number % count == index of a share of it.
+    """Returns the shard of the whole that is shard (index, count) of a share of it.
 
     Raises:
         ConfigError: not 0 <= index < count.
@@ -162,9 +162,9 @@ def share_of(share: tuple[int, int], index: int, count: int) -> tuple[int, int]:
 def cut(
     chunks: Iterator[Batch] | Iterator[_Permuted], size: int, *, first: int = 0, every: int = 1, offset: int = 0
 ) -> Iterator[Batch]:
-    """Cuts a stream of rows into batches of `size`, numbered from `first`; keeps those i with i % every == offset.
+    """Groups a stream of rows into batches of `size`, numbered from `first`; keeps those i with i % every == offset.
 
-    Batches are views of the chunks wherever they lie within one. Rows of others are not touched.
+    A batch that lies within one chunk is a view of it. Rows of other batches are not touched.
     """
     number, parts, have = first, list[Batch](), 0
     for chunk in chunks:
@@ -183,7 +183,7 @@ def cut(
 
 
 def _canonical(batch: Batch) -> Batch:
-    """No offsets where each sample has exactly one id: how a batch looks must not depend on the chunk it lay in."""
+    """Removes offsets if each sample has exactly one id, so that the form of a batch does not depend on its chunk."""
     features = {
         name: IdColumn(column.values) if _single(column, len(batch)) else column
         for name, column in batch.id_features.items()

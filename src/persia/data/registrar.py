@@ -1,4 +1,4 @@
-"""Which embedding worker gets a batch, and what happens when it is not there."""
+"""Registers batches with embedding workers in turn, with failover."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from persia.types import BatchId, Feed
 __all__ = ["Registrar", "WorkerPeer"]
 
 ANEW_SECONDS = 0.5
-"""Pause before those are asked again that have all refused."""
+"""Pause in seconds after all embedding workers have rejected a batch."""
 
 _ELSEWHERE = (MovedError, DeadlineError, StaleBatchError, ClosedError, PeerRestartedError)
 

@@ -1,4 +1,4 @@
-"""From rows of a file to batches: selection, label rules, rename, hive keys, day; errors name file, row and column."""
+"""Converts rows of a file to batches: selection, label rules, rename, hive keys, day. Errors name file, row, column."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from persia.types import Int64Array
 __all__ = ["Conversion", "DayUnit", "Piece", "present_columns", "require_rows"]
 
 DayUnit: TypeAlias = Literal["day", "s", "ms", "us", "ns"]
-"""What a whole number in a day column counts since its zero."""
+"""Unit of a whole number in a day column."""
 
 _PER_DAY = {"day": 1, "s": 86_400, "ms": 86_400_000, "us": 86_400_000_000, "ns": 86_400_000_000_000}
 _REMEDY = " Correct the schema, or rename."
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 
 Prepare: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
-"""From the columns of a file to those that a conversion reads."""
+"""Function that converts the columns of a file to those that a conversion reads."""
 
 
 class Piece(NamedTuple):
     """Consecutive rows of a file.
 
     Attributes:
-        file: where they are from.
-        row: number of the first in the file, from 0; a header line does not count.
+        file: the file.
+        row: number of the first row in the file, from 0; a header line does not count.
         columns: pyarrow array `[rows]` by column of the file.
-        rows: how many there are.
+        rows: number of rows.
     """
 
     file: File
@@ -49,17 +49,17 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Conversion:
-    """How the columns of a file become those of the schema.
+    """Conversion of the columns of a file to those of the schema.
 
     Attributes:
-        schema: what is wanted.
-        rename: column of the file for a name of the schema, where they differ.
-        day: column or hive key that gives the day of a row.
-        day_unit: unit of whole numbers there.
+        schema: schema of the batches.
+        rename: column of the file by name in the schema, where they differ.
+        day: column or hive key with the day of a row.
+        day_unit: unit of whole numbers in `day`.
         require_labels: whether a file without the label columns is an error.
-        labels: labels that a rule gives, by name; see `persia.data.expressions`.
-        fill: number in place of missing values, by dense feature or label.
-        selection: which rows are read; None for all.
+        labels: rules of computed labels, by name; see `persia.data.expressions`.
+        fill: replacement of missing values, by dense feature or label.
+        selection: rows to read; None for all.
     """
 
     schema: Schema
@@ -97,21 +97,21 @@ class Conversion:
 
     @property
     def wanted(self) -> dict[str, str]:
-        """Column of the file for each column of the schema that is read (crossed features and rules have none)."""
+        """Returns the column of the file for each column of the schema, except crossed features and rules."""
         names = [f.name for f in self.schema.id_features if not f.cross]
         names += [*self.schema.dense_features, *(n for n in self.schema.labels if n not in self.labels)]
         return {name: self.rename.get(name, name) for name in names}
 
     def columns_of(self, file: File, present: list[str], hint: str = _REMEDY) -> list[str]:
-        """The columns to read from a file that has these.
+        """Returns the columns to read from a file.
 
         Args:
             file: the file.
             present: its columns.
-            hint: what the error for a missing column says to do.
+            hint: remedy in the error for a missing column.
 
         Raises:
-            DataError: the file lacks a column that is needed, or has two of its name.
+            DataError: the file lacks a needed column, or has two of the same name.
         """
         wanted = [*self.wanted.items(), *([("day", self.day)] if self.day else [])]
         wanted += [(name, column) for name, rule in self._rules().items() for column in rule.columns]
@@ -119,15 +119,15 @@ class Conversion:
         return present_columns(file, present, wanted, self.schema.labels, self.require_labels, hint)
 
     def batches(self, pieces: Iterator[Piece], skip: int, prepare: Prepare | None = None) -> Iterator[Batch]:
-        """The selected rows of the pieces as batches, without the first `skip`.
+        """Converts the selected rows of the pieces to batches, without the first `skip`.
 
         Args:
-            pieces: with a selection, from the first row of the first file on.
-            skip: selected rows to pass over.
-            prepare: from the columns of a file to those that the schema names.
+            pieces: pieces of the files; with a selection, from the first row of the first file on.
+            skip: number of selected rows to skip.
+            prepare: converts the columns of a file to those of the schema.
 
         Raises:
-            DataError: a value does not fit; names file, row, column and remedy.
+            DataError: a value is invalid; the message names file, row, column and remedy.
         """
         first = 0
         for piece in pieces:
@@ -174,7 +174,7 @@ class Conversion:
         return {name: Expression(f"labels[{name!r}]", rule) for name, rule in self.labels.items()}
 
     def _read(self, piece: Piece, column: str) -> Any:
-        """A column of the file, else its hive key as a constant one, else None."""
+        """Returns a column of the file, or its hive key as a constant column, or None."""
         if column in piece.columns or column not in piece.file.keys:
             return piece.columns.get(column)
         import pyarrow as pa
@@ -195,11 +195,11 @@ class Conversion:
 
     @contextmanager
     def _located(self, piece: Piece, positions: Int64Array | None) -> Iterator[None]:
-        """Errors about these rows become a DataError that names the file, its row and its column.
+        """Converts errors about rows to a DataError that names the file, the row and the column.
 
         Args:
             piece: the rows.
-            positions: of each row among those that follow `piece.row` in the file; None: they all are the piece's.
+            positions: position of each row relative to `piece.row` in the file; None if they are all rows of the piece.
         """
         try:
             yield
@@ -233,18 +233,18 @@ def present_columns(
     required: bool,
     hint: str,
 ) -> list[str]:
-    """The columns to read from a file, each once.
+    """Returns the columns to read from a file, each once.
 
     Args:
         file: the file.
         present: its columns.
-        wanted: for each column that is needed, its use and its name in the file.
+        wanted: use and name in the file of each needed column.
         labels: uses that are labels.
         required: whether a file without labels is an error.
-        hint: what the error for a missing column says to do.
+        hint: remedy in the error for a missing column.
 
     Raises:
-        DataError: the file lacks a column that is needed, or has two of its name.
+        DataError: the file lacks a needed column, or has two of the same name.
     """
     columns: list[str] = []
     for name, column in wanted:
@@ -272,7 +272,7 @@ def present_columns(
 
 
 def _listed(names: list[str], most: int = 40) -> str:
-    """Names for a message; in quotes where they have spaces around them or characters that do not print."""
+    """Formats names for a message. Quotes those with surrounding spaces or unprintable characters."""
     shown = [name if name.isprintable() and name == name.strip() != "" else repr(name) for name in names[:most]]
     listed = ", ".join(name if len(name) <= 80 else name[:80] + "..." for name in shown)
     return listed + (f" and {len(names) - most} more" if len(names) > most else "")
@@ -281,7 +281,7 @@ def _listed(names: list[str], most: int = 40) -> str:
 def require_rows(
     batches: Iterator[Batch], files: Sequence[File], skip: int, selection: Selection | None
 ) -> Iterator[Batch]:
-    """The batches; raises DataError if there are none although none were skipped."""
+    """Passes batches through; raises DataError if there are none although none were skipped."""
     first = next(batches, None)
     if first is not None:
         yield first
@@ -296,7 +296,7 @@ def require_rows(
 
 
 def _day_of_text(key: str, text: str, per_day: int) -> int:
-    """The number or the ISO date (then days since 1970) in a hive key."""
+    """Parses the number or the ISO date (as days since 1970) in a hive key."""
     try:
         return (
             int(text) // per_day if text.lstrip("-").isdecimal() else (date.fromisoformat(text) - date(1970, 1, 1)).days
@@ -306,7 +306,7 @@ def _day_of_text(key: str, text: str, per_day: int) -> int:
 
 
 def _day_of_column(name: str, column: Any, unit: DayUnit) -> Any:
-    """Day numbers of an arrow column of whole numbers, dates (days since 1970), timestamps, or texts of these."""
+    """Converts an arrow column of whole numbers, dates (days since 1970), timestamps, or texts of these to days."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

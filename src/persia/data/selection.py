@@ -1,4 +1,4 @@
-"""Which rows of the files are read: a filter, and a split into training and test data."""
+"""Selects rows of the files: a filter, and a split into training and test data."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ __all__ = ["Selection", "Split"]
 
 
 class Split(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One part of data that are split in two. Both parts are read with the same split, but for `part`.
+    """One part of data that are split in two. To read the other part, change only `part`.
 
     Args:
         part: "train" or "test".
         by: "random": each row by itself; "hash": rows with the same value of `column` (all of a user, say) go to the
             same part; "time": rows with `column` >= `at` are the test data.
-        test: share of the test data, about, in (0, 1); not for "time".
+        test: approximate fraction of the test data, in (0, 1); not for "time".
         column: column of the file.
         at: for "time": a number, or a date or timestamp as ISO text.
-        seed: of "random" and "hash".
+        seed: seed of "random" and "hash".
 
     Raises:
-        ConfigError: arguments do not fit one another.
+        ConfigError: an argument is invalid or does not match `by`.
     """
 
     part: Literal["train", "test"]
@@ -64,11 +64,11 @@ class Split(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, split: Split | Mapping[str, Any] | None) -> Split | None:
-        """A split as it is, or from a configuration."""
+        """Returns a split as it is, or makes it from a configuration."""
         return split if split is None or isinstance(split, Split) else convert(dict(split), cls, "split")
 
     def rows(self, columns: Mapping[str, Any], first: int, rows: int) -> BoolArray:
-        """Which of `rows` rows, whose first is row number `first` of all files, belong to this part; bool `[rows]`."""
+        """Returns which rows belong to this part, bool `[rows]`; `first` is the number of the first over all files."""
         import pyarrow.compute as pc
 
         if self.column is None:
@@ -89,11 +89,11 @@ class Split(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return test if self.part == "test" else ~test
 
     def _later(self, name: str, column: Any) -> Any:
-        """Whether each row is test data; null where the time is missing."""
+        """Returns whether each row is test data; null if the time is missing."""
         values = Values({name: column})
         times = values.column(name)
         try:
-            # Texts are no times until they are read as such: 10/21/2024 is not in the order of time.
+            # Texts must be parsed as times first: 10/21/2024 does not sort by time.
             return values.compare("greater_equal", values.times(times) if isinstance(self.at, str) else times, self.at)
         except DataError as error:
             raise DataError(
@@ -106,7 +106,7 @@ class Split(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _single_ids(name: str, column: Any, rows: int) -> Ids:
-    """The id of each row; 0 for a missing one."""
+    """Returns the id of each row; 0 for a missing one."""
     ids = id_column(name, column)
     if ids.offsets is None:
         return ids.values
@@ -120,11 +120,11 @@ def _single_ids(name: str, column: Any, rows: int) -> Ids:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which rows are read.
+    """Selection of rows to read.
 
     Attributes:
-        where: rows for which it is true; None for all.
-        split: the part that is read, of those; None for both.
+        where: rule that selects rows; None for all.
+        split: part of the selected rows to read; None for both parts.
     """
 
     where: Expression | None = None
@@ -132,27 +132,27 @@ class Selection:
 
     @classmethod
     def of(cls, where: Rule | None, split: Split | Mapping[str, Any] | None) -> Selection | None:
-        """A selection; None for all rows."""
+        """Makes a selection; None for all rows."""
         if where is None and split is None:
             return None
         return cls(None if where is None else Expression("where", where), Split.of(split))
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Columns of the file that it needs."""
+        """The columns of the file that the selection uses."""
         named = (self.split.column,) if self.split is not None and self.split.column is not None else ()
         return (*(self.where.columns if self.where is not None else ()), *named)
 
     def positions(self, columns: Mapping[str, Any], first: int, rows: int) -> Int64Array:
-        """Positions of the selected rows, rising.
+        """Returns the ascending positions of the selected rows.
 
         Args:
             columns: pyarrow array `[rows]` by name.
-            first: number of the first of them, over all files.
-            rows: how many there are.
+            first: number of the first row over all files.
+            rows: number of rows.
 
         Raises:
-            DataError: a rule does not fit the columns, or does not give booleans.
+            DataError: a rule does not match the columns, or does not return booleans.
         """
         kept = np.ones(rows, np.bool_)
         if self.where is not None:

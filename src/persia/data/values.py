@@ -1,4 +1,4 @@
-"""Columns of a file as texts, numbers, booleans or times, so that CSV and Parquet compare alike."""
+"""Converts columns of a file to texts, numbers, booleans or times, so that CSV and Parquet compare alike."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from persia.errors import DataError
 __all__ = ["Values", "times_of_text"]
 
 _EXACT = 1 << 53
-"""Below it each whole number is a float64 of its own."""
+"""Bound below which float64 represents every whole number exactly."""
 
 
 class Values:
@@ -25,14 +25,14 @@ class Values:
         self._columns = {name: _plain(name, array) for name, array in columns.items()}
 
     def column(self, name: str) -> Any:
-        """A column in its plain form: texts, numbers, booleans or UTC timestamps; NaN and empty texts are null."""
+        """Returns a column as texts, numbers, booleans or UTC timestamps. NaN and empty texts become null."""
         return self._columns[name]
 
     def compare(self, function: str, one: Any, other: Any) -> Any:
-        """Compares arrays, or an array and a constant, as `pyarrow.compute` does, after giving them one type.
+        """Converts arrays, or an array and a constant, to one type and compares them as `pyarrow.compute` does.
 
         Raises:
-            DataError: they cannot be compared; names column, row and value.
+            DataError: the values cannot be compared; the message names column, row and value.
         """
         import pyarrow as pa
         import pyarrow.compute as pc
@@ -52,7 +52,7 @@ class Values:
         return pc.call_function(function, [one, other])
 
     def truth(self, value: Any) -> Any:
-        """Booleans as they are; numbers, and texts of numbers or booleans, as whether they are not 0."""
+        """Converts to booleans; numbers, and texts of numbers or booleans, are true unless 0."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
@@ -61,7 +61,7 @@ class Values:
         return pc.not_equal(self.floats(value), 0.0)
 
     def floats(self, value: Any) -> Any:
-        """Numbers, booleans, or texts of these, as float64."""
+        """Converts numbers, booleans, or texts of these to float64."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
@@ -70,10 +70,10 @@ class Values:
         return pc.cast(self.numbers(value), pa.float64(), safe=False)
 
     def numbers(self, value: Any) -> Any:
-        """Texts as float64; numbers and booleans as they are.
+        """Converts texts to float64; returns numbers and booleans as they are.
 
         Raises:
-            DataError: a text is not a number, or it is a time; names column, row and value.
+            DataError: a text is not a number, or the value is a time; the message names column, row and value.
         """
         import pyarrow as pa
 
@@ -86,10 +86,10 @@ class Values:
         return pa.array(number_column(self._name(value), value, fill=float("nan")), from_pandas=True)
 
     def times(self, value: Any) -> Any:
-        """Texts of dates and times (ISO) as timestamps; timestamps as they are.
+        """Converts ISO texts of dates and times to timestamps; returns timestamps as they are.
 
         Raises:
-            DataError: a text is none; names column, row and value.
+            DataError: a text is not a date or time; the message names column, row and value.
         """
         import pyarrow as pa
 
@@ -106,7 +106,7 @@ class Values:
         return times
 
     def _comparable(self, one: Any, other: Any) -> tuple[Any, Any]:
-        """Two numbers in a type that holds both."""
+        """Converts two numbers to a type that represents both."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
@@ -169,10 +169,10 @@ def _plain(name: str, array: Any) -> Any:
 
 
 def times_of_text(name: str, column: Any) -> Any:
-    """Texts of whole numbers as int64, else texts of dates or times (ISO) as timestamps; empty ones are null.
+    """Converts texts of whole numbers to int64, or ISO texts of dates and times to timestamps; empty texts to null.
 
     Raises:
-        DataError: a text is neither, or another kind than the first; names row and value.
+        DataError: a text is neither, or of another kind than the first; the message names row and value.
     """
     import pyarrow as pa
     import pyarrow.compute as pc

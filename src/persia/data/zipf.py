@@ -1,4 +1,4 @@
-"""Bounded Zipf samples without a table: rejection-inversion (Hörmann and Derflinger, 1996)."""
+"""Samples from a bounded Zipf distribution without a table, by rejection-inversion (Hörmann and Derflinger, 1996)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Zipf"]
 
 
 class Zipf:
-    """Ranks 0 to n - 1, rank r with probability proportional to (r + 1) ** -exponent.
+    """A Zipf distribution of ranks 0 to n - 1: rank r has a probability proportional to (r + 1) ** -exponent.
 
     Args:
         n: number of ranks.
@@ -24,7 +24,7 @@ class Zipf:
         self._high = float(self._integral(np.array(n + 0.5)))
 
     def sample(self, rng: np.random.Generator, count: int) -> Int64Array:
-        """Draws `count` ranks; about one candidate in twenty is rejected and drawn again."""
+        """Samples `count` ranks. About one candidate in twenty is rejected and sampled again."""
         ranks = np.empty(count, np.int64)
         open_at = np.arange(count)
         while len(open_at):
@@ -37,7 +37,7 @@ class Zipf:
         return ranks
 
     def _integral(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Antiderivative of x ** -exponent."""
+        """Returns the antiderivative of x ** -exponent."""
         power = 1.0 - self.exponent
         return np.log(x) if abs(power) < 1e-9 else (x**power - 1.0) / power
 
