@@ -1,4 +1,4 @@
-"""What happens to the ids and rows of a batch between data and network; every loop runs natively, without the GIL.
+"""Processing of a batch's ids and rows between data and network; every loop runs natively, without the GIL.
 
 :mod:`persia.batching.reference` has a slow, readable twin of every function here.
 """

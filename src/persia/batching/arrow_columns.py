@@ -1,4 +1,4 @@
-"""pyarrow columns to ids and numbers; the only file of this package that imports pyarrow."""
+"""Converts pyarrow columns to ids and numbers. The only file of this package that imports pyarrow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows as they travel: float16 with a scale per row (Persia paper, section 4.2.3)."""
+"""Encodes rows for the wire: float16 with a scale per row (Persia paper, section 4.2.3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From columns of any kind to the flat arrays of a batch: the work behind `Batch.from_columns`."""
+"""Converts columns of any kind to the flat arrays of a batch, for `Batch.from_columns`."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def numbers_of_texts(name: str, texts: TextBuffers) -> tuple[NDArray[np.float64]
 
 
 def missing_number(name: str, row: int) -> DataError:
-    """The error for a missing value in a numeric column."""
+    """Makes the error for a missing value in a numeric column."""
     return DataError(
         f"Column {name!r} has a missing value at row {row}; fill it in, or let the reader do so: "
         f"fill={{{name!r}: 0.0}}.",
@@ -289,7 +289,7 @@ def _is_array_like(x: Any) -> bool:
 
 
 def as_array(name: str, column: Any) -> NDArray[Any]:
-    """A numpy array from a list, or from what offers `__array__` (torch tensors of any device, pandas series)."""
+    """Converts a list, or an object with `__array__` (torch tensor of any device, pandas series), to a numpy array."""
     for method in ("detach", "cpu"):
         if hasattr(column, method):
             column = getattr(column, method)()

@@ -60,7 +60,7 @@ def from_frame(name: str, column: Any) -> Any:
 
 
 def is_arrow(column: Any) -> bool:
-    """Whether it is a pyarrow array."""
+    """Whether a column is a pyarrow array."""
     return _library(column) == "pyarrow"
 
 

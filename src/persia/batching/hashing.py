@@ -23,7 +23,7 @@ def _check_word(name: str, value: int) -> None:
 
 
 def _check_array(name: str, array: NDArray[Any], kinds: str, itemsize: int | None = None) -> None:
-    """Kinds as in `dtype.kind`."""
+    """Raises DataError unless the dtype has one of these kinds (see `dtype.kind`) and the array is `[n]`."""
     if not isinstance(array, np.ndarray) or array.dtype.kind not in kinds or not array.dtype.isnative:
         raise DataError(f"{name}: dtype {getattr(array, 'dtype', type(array))} cannot be hashed; see its description.")
     if itemsize is not None and array.dtype.itemsize != itemsize:

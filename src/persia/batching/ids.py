@@ -1,4 +1,4 @@
-"""From the values of an ID-type feature to ids, by each value alone (docs/guide/your-data.md, "From values to ids")."""
+"""Converts values of an ID-type feature to ids (docs/guide/your-data.md, "From values to ids")."""
 
 from __future__ import annotations
 

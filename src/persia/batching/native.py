@@ -1,4 +1,4 @@
-"""The one door to the native core, typed; and its errors as persia's."""
+"""Typed access to the native core. Converts its errors to those of persia."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
         @property
         def threads(self) -> int:
-            """As given."""
+            """Returns the number of threads, as given."""
 
     class Scratch:
         """Working memory that calls borrow and give back, so that later calls need not ask the system for pages.

@@ -1,4 +1,4 @@
-"""Which embedding PS owns an id (docs/reference/protocol.md, section 2), and batches sorted by it."""
+"""Assigns ids to embedding PSs (docs/reference/protocol.md, section 2), and sorts batches by them."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class FeaturePlan:
 
 
 class Pooled(NamedTuple):
-    """What the network reads, by feature.
+    """Pooled embeddings of a batch, in the order of the features.
 
     Attributes:
         values: float32 `[batch, dim]`, or `[batch, max_length, dim]` for a sequence.

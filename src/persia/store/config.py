@@ -1,4 +1,4 @@
-"""What a table is: plain, typed fields, checked before anything is allocated."""
+"""The configuration of a table, checked before anything is allocated."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class TableConfig:
             )
 
     def with_defaults(self) -> dict[str, float]:
-        """All parameters of the optimizer."""
+        """Returns all parameters of the optimizer, including defaults."""
         return {**OPTIMIZER_PARAMS[self.optimizer], **self.optimizer_params}
 
     @property

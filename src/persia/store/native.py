@@ -92,7 +92,7 @@ class NativeStore(EmbeddingStore):
 
     @property
     def configs(self) -> Sequence[TableConfig]:
-        """The tables, by number."""
+        """The configurations of the tables, by number."""
         return tuple(self._configs)
 
     def config(self, table: int) -> TableConfig:
@@ -291,7 +291,7 @@ class NativeStore(EmbeddingStore):
             raise StoreError(f"the shard state lacks {error}", table=table, shard=shard) from error
 
     def set_dirty_epoch(self, table: int, epoch: int) -> None:
-        """Rows that change from now on bear this epoch. It starts at 1; 0 is "unchanged since import"."""
+        """Sets the epoch of rows that change from now on. It starts at 1; 0 means unchanged since the import."""
         with _store_errors():
             self._native.set_dirty_epoch(table, epoch)
 
