@@ -1,52 +1,68 @@
-"""What is observed of a `Trainer`, from other threads than its own."""
+"""Metrics of one NN worker for `persia health` and Prometheus, read by other threads than the training thread."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from persia.nn.collection import EmbeddingCollection
+from persia.nn.dense_step import DenseStep
 from persia.telemetry.metrics import Histogram, Metric, Readings, figures
-
-if TYPE_CHECKING:
-    from persia.trainer import Trainer
+from persia.trainer.checkpointing import Checkpointing
+from persia.trainer.state import TrainingState
 
 __all__ = ["Monitor"]
 
 
 class Monitor:
-    """Collects what a trainer says of itself. Told by its thread, read by any."""
+    """Collects the metrics of one NN worker. The training thread calls `trained`, any thread may call `observe`.
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    Args:
+        state: has the step and the epoch.
+        network: has the step times, and an optimizer that may count what it sends.
+        embeddings: has staleness, waits and dropped gradients.
+        checkpointing: has the age and the failures of checkpoints.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        network: DenseStep,
+        embeddings: EmbeddingCollection,
+        checkpointing: Checkpointing,
+    ) -> None:
+        self._state = state
+        self._network = network
+        self._embeddings = embeddings
+        self._checkpointing = checkpointing
         self._rows = 0
         self._loss: float | None = None
         self._steps = Histogram()
 
     def trained(self, rows: int, loss: float) -> None:
-        """A batch was trained, and a loss is known: its own, or on a GPU that of the one before."""
+        """Counts a batch, and keeps the loss that is known now: its own, or on a GPU that of the batch before."""
         self._rows += rows
         self._loss = loss
 
     def observe(self) -> Readings:
-        """All figures now. Takes no lock that training holds for long, and asks no other process."""
-        trainer = self._trainer
-        embeddings = trainer.embeddings
+        """Returns all metrics. Takes no lock that training holds for long, and asks no other process."""
+        embeddings = self._embeddings
         staleness = embeddings.staleness
         # Counted by the facade of several embedding workers; one in this process loses none.
         pushed = embeddings.tally.result(getattr(embeddings.connection.worker, "lost_gradients", 0))
         found = figures(
             "nn",
             {
-                "step": trainer.global_step,
-                "epoch": trainer.epoch,
+                "step": self._state.global_step,
+                "epoch": self._state.epoch,
                 "rows": self._rows,
                 "ready": embeddings.ready,
                 "torch_threads": torch.get_num_threads(),
                 "staleness_sum": round(staleness.mean * staleness.lookups),
                 "staleness_lookups": staleness.lookups,
                 "staleness_max": staleness.max,
-                **trainer.saving.figures(),
+                **self._checkpointing.figures(),
             },
         )
         if self._loss is not None:
@@ -55,15 +71,15 @@ class Monitor:
             found.append(Metric("nn_dropped_rows", rows, {"reason": reason}))
         reasons = {"released": pushed.released, "lost": pushed.lost_batches, "lost_gradient": pushed.lost_gradients}
         found += [Metric("nn_dropped_batches", count, {"reason": reason}) for reason, count in reasons.items()]
-        found += _compression(trainer.step.optimizer)
+        found += _compression(self._network.optimizer)
         return Readings(
             found,
-            [embeddings.waits.latency("nn_wait_seconds"), trainer.step.times.latency("nn_step_seconds")],
+            [embeddings.waits.latency("nn_wait_seconds"), self._network.times.latency("nn_step_seconds")],
         )
 
 
 def _compression(optimizer: Any) -> list[Metric]:
-    """Of an optimizer that communicates; none of others."""
+    """Metrics of an optimizer that communicates; empty for others."""
     statistics: dict[str, Any] = getattr(optimizer, "statistics", dict)()
     phase = statistics.pop("phase", None)
     if phase is not None:

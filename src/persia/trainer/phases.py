@@ -76,7 +76,7 @@ class Phases:
         """NN workers that died in the last segment, while the others went on."""
         self.switches: list[ModeSwitch] = []
         self._leaving: tuple[Mode, float, float] | None = None
-        self._recording = ScheduleRecorder(trainer)
+        self._recording = ScheduleRecorder(trainer.options.record_dir, trainer.state, trainer.step, trainer.embeddings)
 
     def report(self) -> TokenReport | None:
         """What asynchronous modes did; None if there were none."""

@@ -6,15 +6,14 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from persia.batching.batch import Batch
 from persia.errors import DataError
-from persia.services import DataLoader, Seekable
+from persia.nn.replicas import Replicas
+from persia.services import Connection, DataLoader, Seekable
+from persia.trainer.state import TrainingState
 from persia.types import FedBatch, Feed
-
-if TYPE_CHECKING:
-    from persia.trainer import Trainer
 
 __all__ = ["BatchSource", "LoaderSource", "LocalSource", "declared_batch_size", "source_of"]
 
@@ -131,24 +130,27 @@ def declared_batch_size(data: Any) -> int:
     return declared or 0
 
 
-def source_of(trainer: Trainer, data: Iterable[Batch] | None, *, loaded: bool) -> BatchSource:
-    """The rest of the current pass over the data.
+def source_of(
+    data: Iterable[Batch] | None, state: TrainingState, connection: Connection, replicas: Replicas, *, loaded: bool
+) -> BatchSource:
+    """Opens the rest of the current pass over the data.
 
     Args:
-        trainer: knows how far it is.
-        data: see `Trainer.fit`.
-        loaded: whether a checkpoint was loaded since the last call of `fit`, so that an iterator is at its begin.
+        data: see `Trainer.fit`; None where data loaders read.
+        state: has the epoch and the position.
+        connection: has the data loaders, if any.
+        replicas: of all NN workers; only the first one tells data loaders where to begin.
+        loaded: whether a checkpoint was loaded since the last call of `fit`, so that an iterator is at its beginning.
     """
-    connection = trainer.embeddings.connection
     loader = connection.loader
-    epoch, position = trainer.epoch, trainer.position
+    epoch, position = state.epoch, state.position
     if loader is not None:
 
         def begin(on_demand: bool) -> None:
             # Which loader has which share, and how far they read ahead, is known behind the facade.
             takers = 1 if on_demand else connection.nn_workers
-            feed = Feed(trainer.epoch, trainer.position, takers, 0, 1, 1, connection.generation, on_demand)
-            trainer.step.replicas.run_on_rank0(lambda: loader.begin(feed), NoneType)
+            feed = Feed(state.epoch, state.position, takers, 0, 1, 1, connection.generation, on_demand)
+            replicas.run_on_rank0(lambda: loader.begin(feed), NoneType)
 
         return LoaderSource(loader, begin, connection.rank, epoch)
     assert data is not None

@@ -128,7 +128,7 @@ class Trainer:
         self.resume_line: Callable[[str, int], str] = self._resume_line
         """Code that resumes from a directory at a step, printed after a signal; the command line has its own."""
         self.saving = checkpointing.Checkpointing()
-        self.watch = Monitor(self)
+        self.watch = Monitor(self.state, self.step, self.embeddings, self.saving)
         if connection.observe is not None:
             connection.observe(self.watch.observe)
         self._loaded = False
@@ -258,6 +258,7 @@ class Trainer:
         self, train_data: Iterable[Batch] | None, eval_data: Iterable[Batch] | None, epochs: int, max_steps: int | None
     ) -> FitResult:
         """What `fit` does on an NN worker, once its arguments are checked."""
+        connection = self.embeddings.connection
         self.segments.begin(train_data, self.finished)
         if self.finished:
             self.state.epoch = self.state.position = 0
@@ -275,7 +276,7 @@ class Trainer:
         try:
             with run.line:
                 while self.epoch < epochs and not run.finished():
-                    self.source = source_of(self, train_data, loaded=self._loaded)
+                    self.source = source_of(train_data, self.state, connection, self.step.replicas, loaded=self._loaded)
                     self._loaded = False
                     while not run.finished():
                         if self.segments.follow(run):
