@@ -1,7 +1,7 @@
 // `persia._core.batch`: turns lists of arrays into the records of persia/batch.hpp, codec.hpp, hash.hpp and texts.hpp.
 //
-// Arrays are never converted or copied: what does not fit is a ValueError that names it. Every array is held for the
-// time of the call, and the GIL is released while the core works.
+// Arrays are never converted or copied: an unsuitable one is a ValueError that names it. Every array is held for the
+// duration of the call, and the GIL is released while the core works.
 #include "persia/batch.hpp"
 
 #include <nanobind/ndarray.h>
@@ -157,7 +157,7 @@ Buffer take_values(nb::handle object, const persia::FeaturePlan& plan, std::size
     where.fail(sequence ? "must have the shape [batch, max_length, dim] of its feature"
                         : "must have the shape [batch, dim] of its feature");
   }
-  // Strides of an array without items say nothing.
+  // The strides of an empty array have no meaning.
   if (dim > 1 && array.size() != 0 && array.stride(ndim - 1) != 1) where.fail("must be contiguous along its last axis");
   return array;
 }
@@ -300,7 +300,7 @@ void hash_cross(nb::list columns, std::uint64_t seed, nb::handle out, ThreadPool
   persia::hash_cross(pointers, seed, hashes.span<std::uint64_t>(), pool);
 }
 
-// float16 has no type of its own here: its bits.
+// float16 values are passed as their bits, since C++20 has no such type.
 Buffer take_halves(nb::handle object, bool writable) {
   Buffer halves;
   if (!halves.open(object, "e", writable) || halves.ndim() != 2 || !halves.contiguous()) {
@@ -335,7 +335,7 @@ void decode_fp16(nb::handle halves_in, nb::handle scales_in, nb::handle rows_out
                       rows.data<float>());
 }
 
-// A borrowed array: its memory goes back to the scratch when the last reference to the array is gone.
+// A borrowed array. Its memory returns to the scratch with the last reference to the array.
 nb::object floats(nb::object scratch, std::size_t count) {
   struct Loan {
     nb::object scratch;  // outlives the lease, which is destroyed first

@@ -1,4 +1,4 @@
-// Arrays and other arguments as the core takes them: never converted or copied.
+// Conversion of arrays and other arguments for the core, without copies.
 #pragma once
 #include <nanobind/nanobind.h>
 
@@ -18,7 +18,7 @@ namespace nb = nanobind;
 class Buffer {
  public:
   Buffer() { view_.obj = nullptr; }
-  // The view may point into itself, so what it points to is not used after `open`.
+  // The view may point into itself, so its pointers are not used after `open`.
   Buffer(Buffer&& other) noexcept : view_(other.view_), contiguous_(other.contiguous_) {
     std::copy(other.shape_, other.shape_ + kAxes, shape_);
     std::copy(other.strides_, other.strides_ + kAxes, strides_);
@@ -95,7 +95,7 @@ constexpr std::string_view kFormats<std::int64_t> = sizeof(long) == 8 ? "lq" : "
 template <>
 constexpr std::string_view kFormats<std::uint64_t> = sizeof(long) == 8 ? "LQ" : "Q";
 
-// Names an argument in messages; its text is only made when one is needed.
+// Names an argument in error messages; formats the text only when needed.
 struct Where {
   const char* kind;
   std::size_t index;

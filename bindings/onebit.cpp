@@ -1,6 +1,5 @@
-// `persia._core.onebit`: persia/onebit.hpp on arrays of numpy; gradients and parameters are addresses, as torch's
-// tensors take longer to hand over than to update. The caller keeps them alive, and their lengths are those of the
-// runs.
+// `persia._core.onebit`: persia/onebit.hpp on numpy arrays. Gradients and parameters are addresses, as passing torch
+// tensors takes longer than updating them. The caller keeps them alive, and their lengths are those of the runs.
 #include "persia/onebit.hpp"
 
 #include <nanobind/ndarray.h>

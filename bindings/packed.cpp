@@ -81,7 +81,7 @@ nb::tuple pack_batch(const std::vector<std::string>& names, nb::list groups, nb:
   return nb::make_tuple(sizes.ids, sizes.narrow, sizes.wide, wide);
 }
 
-// Any dtype: a row has as many items as `widths` says.
+// Accepts any dtype; `widths` holds the number of items per row.
 void move_part(nb::handle whole_in, nb::handle part_in, nb::handle bounds_in, std::size_t server, Sizes widths,
                bool take) {
   constexpr std::string_view kAny = "LQlqfeHIB";

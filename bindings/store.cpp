@@ -22,7 +22,7 @@ using Halves = nb::ndarray<const std::uint16_t, nb::ndim<1>, nb::c_contig, nb::d
 using Floats = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Output = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-// Arrays are taken as they are or refused, never copied; the error names the table.
+// Accepts arrays as they are or rejects them with an error that names the table; never copies them.
 template <class Array>
 Array take(nb::handle object, const std::string& table, const char* what) {
   Array array;
@@ -65,7 +65,7 @@ void lookup(Store& store, const std::vector<std::size_t>& tables, nb::list ids, 
   store.lookup(requests, train);
 }
 
-// One tuple (applied, absent, nonfinite, duplicates) per table.
+// Returns one tuple (applied, absent, nonfinite, duplicates) per table.
 nb::list update(Store& store, const std::vector<std::size_t>& tables, nb::list ids, nb::list gradients,
                 const std::vector<float>& lrs, std::uint32_t step, std::uint64_t client, std::uint64_t sequence) {
   check_lengths(tables.size(), {ids.size(), gradients.size(), lrs.size()});
@@ -94,7 +94,7 @@ nb::object to_numpy(std::vector<T>&& values, std::vector<std::size_t> shape) {
   return nb::cast(nb::ndarray<nb::numpy, T>(kept->data(), shape.size(), shape.data(), owner));
 }
 
-// (ids, embeddings, states, update_counts, last_steps, stamps)
+// Returns (ids, embeddings, states, update_counts, last_steps, stamps).
 nb::tuple to_tuple(RowBatch&& rows, const persia::Table& table) {
   const std::size_t n = rows.ids.size();
   return nb::make_tuple(to_numpy(std::move(rows.ids), {n}), to_numpy(std::move(rows.embeddings), {n, table.config.dim}),
@@ -127,7 +127,7 @@ nb::object last_steps(Store& store, std::size_t index, nb::object ids) {
   return to_numpy(std::move(steps), {n});
 }
 
-// (rows, row number to go on with)
+// Returns (rows, row number to continue with).
 nb::tuple export_rows(Store& store, std::size_t index, std::size_t shard, std::uint64_t start, std::uint64_t max_rows,
                       std::uint32_t since_epoch) {
   RowBatch rows;
@@ -159,7 +159,7 @@ std::uint32_t changes_since(Store& store, std::size_t index) {
   return since;
 }
 
-// (rows, whether there may be more)
+// Returns (rows, whether there may be more).
 nb::tuple export_cut(Store& store, std::size_t index, std::size_t shard, std::uint32_t epoch, std::uint64_t max_rows) {
   const auto& table = store.table(index);
   RowBatch rows;
@@ -272,7 +272,7 @@ nb::dict statistics(Store& store, std::size_t index) {
   return d;
 }
 
-// What became of the shards of a table that was attached to: how many there are, and how many were what.
+// Recovery counts of an attached table: its shards, and the number of shards in each state.
 nb::dict recovery(Store& store, std::size_t index) {
   std::size_t busy = 0, undone = 0, open = 0, rebuilt = 0;
   const auto& shards = store.table(index).recovery;

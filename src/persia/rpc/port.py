@@ -70,7 +70,7 @@ class Port:
         self._monitor_fd = int(self._monitor.getsockopt(zmq.FD))
         self._authenticator: ThreadAuthenticator | None = None
         self.closed = False
-        # Each change is told once, to one of those that wait.
+        # Each change is signalled once, to one waiting thread.
         self._poller = select.epoll()
         for descriptor in (self._wake, self._monitor_fd, self._socket_fd):
             self._poller.register(descriptor, select.EPOLLIN | select.EPOLLET)
