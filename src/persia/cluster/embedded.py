@@ -1,4 +1,4 @@
-"""All roles in this process."""
+"""A cluster with all roles in this process."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ __all__ = ["Embedded"]
 
 
 class Embedded:
-    """One process, for one machine: roles call each other directly. Any number of these may live side by side.
+    """All roles in this process, where they call each other directly. Several instances are independent.
 
     Args:
         threads: threads of the embedding store, beside those of torch; None for one per core, at most 8.
-        prometheus_port: where this process exports its figures, at 127.0.0.1; the next free port is taken if need be,
-            `health().metrics` tells which. None for nowhere.
+        prometheus_port: port at 127.0.0.1 where this process exports its metrics. If it is in use, the next free port
+            is taken; `health().metrics` names it. None for no export.
     """
 
     def __init__(self, threads: int | None = None, prometheus_port: int | None = None) -> None:
         if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
             raise ConfigError(f"Embedded.threads = {threads!r}; give a whole number >= 1.", field="cluster.threads")
         self.threads = threads or min(8, len(os.sched_getaffinity(0)))
-        # Of the last connection; not kept alive by being observed.
+        # Of the last connection; weak, so that observing does not keep it alive.
         self._server: Callable[[], EmbeddingServer | None] = lambda: None
         self._worker: Callable[[], Worker | None] = lambda: None
         self._trainer: Callable[[], Callable[[], Readings] | None] = lambda: None
@@ -43,7 +43,7 @@ class Embedded:
             self._process.expose(prometheus_port, LOOPBACK)
 
     def health(self) -> Health:
-        """How this process is: figures of the last connection's roles. Thread-safe."""
+        """Returns the health of this process, with metrics of the last connection's roles. Thread-safe."""
         return self._process.health()
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ class Embedded:
         return found
 
     def connect(self, schema: Schema, optimizer: EmbeddingOptimizer, mode: Mode, seed: int) -> Connection:
-        """Makes a store and an embedding worker; each call makes new ones."""
+        """Creates a PS and an embedding worker, new ones with each call."""
 
         def serve(maker: DenseMaker) -> list[DensePS]:
             from persia.dense import DenseServer  # With torch, which this module's other users do without.

@@ -36,17 +36,17 @@ POLL_SECONDS = 0.5
 
 
 class Ray:
-    """Processes on this machine, or on a Ray cluster; what is written for `Embedded` runs here unchanged.
+    """Roles as processes on this machine, or on a Ray cluster. Programs written for `Embedded` run unchanged.
 
-    Nothing is started before it is needed. Use it as a context manager, or `close` it; the end of the program does so
-    too. Ray itself is started if this program is not connected to one, and then ended by `close`.
+    Processes start when they are needed. Use it as a context manager, or `close` it; the end of the program also closes
+    it. Ray itself is started if this program is not connected to one, and then ended by `close`.
 
     Args:
         ps: embedding PSs; each owns a partition of every table.
         embedding_workers: processes that remove duplicates and route.
         data_loaders: processes that read.
         nn_workers: processes that train the network.
-        options: the rest.
+        options: further settings.
 
     Raises:
         ConfigError: an argument is not valid.
@@ -85,12 +85,12 @@ class Ray:
         self._processes: Processes | None = None
         self._linked: list[WorkerConnection] = []
         self._lapses: list[RoleDiedError] = []
-        """Deaths of embedding PSs in the present run. In asynchronous modes they are out of phase when they return."""
+        """Deaths of embedding PSs in the current run. In asynchronous modes a restarted PS is out of phase."""
         self._life = 0
-        """Of embedding PSs: rises when some have lost their rows."""
+        """Number of times that embedding PSs have lost rows."""
         self._reading = LoaderFeed(self.options.timeout, nn_workers)
 
-    # --- what a Trainer, an EmbeddingCollection, or a user calls ------------------------------------------------
+    # --- for Trainer, EmbeddingCollection and users ------------------------------------------------
 
     def connect(self, schema: Schema, optimizer: EmbeddingOptimizer, mode: Mode, seed: int) -> Connection:
         """Starts the roles and returns a connection for reading: training happens on the NN workers.
@@ -101,7 +101,7 @@ class Ray:
             RoleDiedError: a process could not start.
         """
         processes, plan, coordinator = self._started()
-        self._start_nn_workers()  # They take longest, so all start side by side.
+        self._start_nn_workers()  # They take longest, so all start at the same time.
         self._serve(Service(schema, optimizer, encode(mode), seed))
         processes.await_ready(processes.of("nn_worker"), self.options.timeout)
         linked = WorkerConnection(coordinator, plan)
@@ -109,25 +109,25 @@ class Ray:
         return linked.connection._replace(nn_workers=1)  # This process is not one of them.
 
     def run(self, function: Callable[[], T]) -> list[T]:
-        """Runs a function on every NN worker, side by side, and returns what they return, by rank.
+        """Runs a function on every NN worker at the same time, and returns the results by rank.
 
         There, an `EmbeddingCollection(..., cluster=cluster)` or `Trainer(..., cluster=cluster)` with this same cluster
         is connected, and torch.distributed has a process group of all NN workers. The function, and what it refers to,
         is pickled by cloudpickle.
 
         Raises:
-            DataError: there is a source (see `feed`) that cannot be read by so many data loaders.
+            DataError: the source (see `feed`) cannot be shared by this many data loaders.
             RoleDiedError: a process has died (of NN workers, while the function ran); it is named, with its last
                 lines, and so are those that died after it.
-            Exception: what the function has raised, on the NN worker that was the first to fail; the others are ended.
+            Exception: the failure of the function, on the NN worker that failed first; the others are ended.
         """
         done = self._run(function, None)
         return [done[rank] for rank in sorted(done)]
 
     def attempt(self, function: Callable[[], Any], halting: Callable[[], bool]) -> Attempt:
-        """Like `run`; but of a process that may be started anew the death is returned, and the next call starts it.
+        """Like `run`, but returns the death of a process that may be restarted; the next call restarts it.
 
-        In an asynchronous mode the other NN workers go on; see `persia.errors.NNWorkersDiedError`.
+        In an asynchronous mode the other NN workers continue; see `persia.errors.NNWorkersDiedError`.
         """
         recovery = Recovery(self._lapses)
         try:
@@ -139,7 +139,7 @@ class Ray:
             return Attempt({}, deaths, recovery.kept)
 
     def restart_servers(self, ranks: Sequence[int]) -> None:
-        """Starts embedding PSs without rows, wherever there is room, in place of those that have died for good.
+        """Replaces embedding PSs that have died permanently by empty ones, on any node with free resources.
 
         Raises:
             DeadlineError: one did not start in time; it is named.
@@ -153,7 +153,7 @@ class Ray:
             self._life += 1
             started = [self._start_server(rank, self._service) for rank in ranks]
             processes.await_ready(started, self.options.timeout)
-            # These know the PSs of before.
+            # These are connected to the PSs that have died.
             workers = processes.of("embedding_worker")
             processes.end(workers)
             started = [self._start_more("embedding_worker", worker.rank) for worker in workers]
@@ -220,11 +220,11 @@ class Ray:
             ConfigError: it cannot be pickled.
         """
         with self._lock:
-            self._started(check=False)  # The run does; it may be one that makes deaths good.
+            self._started(check=False)  # The run checks; it may recover from deaths.
             self._reading.set(source, Feed(epoch, start, self.nn_workers, 0, 1, 1), accumulation_steps)
 
     def unfeed(self) -> None:
-        """NN workers read their data themselves, in functions that run after this call; as at first."""
+        """Makes NN workers read their data themselves again, in functions that run after this call."""
         with self._lock:
             self._reading.clear()
 
@@ -253,7 +253,7 @@ class Ray:
                 self._scale(role, count)
 
     def statistics(self) -> dict[str, dict[str, float]]:
-        """What every process counts, by "role-rank", with the age of the report in seconds; see the roles' own."""
+        """Returns the counters of every process by "role-rank", with the age of the report in seconds."""
         processes, _, coordinator = self._started()
         reports = [p.handle.report.remote() for p in processes.all() if p.role != "coordinator" and p.info]
         if reports:
@@ -261,7 +261,7 @@ class Ray:
         return coordinator.statistics()
 
     def close(self) -> None:
-        """Ends all processes; a second call does nothing."""
+        """Ends all processes. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -283,7 +283,7 @@ class Ray:
 
     @property
     def control_address(self) -> str:
-        """Where `persia control` reaches this cluster; starts it if need be."""
+        """Returns the address for `persia control`; starts the cluster if needed."""
         return self._started()[1].coordinator
 
     def __enter__(self) -> Ray:
@@ -300,7 +300,7 @@ class Ray:
     # --- starting -----------------------------------------------------------------------------------------------
 
     def _started(self, check: bool = True) -> tuple[Processes, Plan, Coordinator]:
-        """Starts what everything else needs; with `check`, raises if something has died for good."""
+        """Starts Ray and the coordinator; with `check`, raises if a process has died permanently."""
         with self._lock:
             if self._closed:
                 raise ClosedError("This cluster is closed; make another one.")
@@ -315,7 +315,7 @@ class Ray:
                     (plan, 0),
                     num_cpus=0,
                     name=f"{plan.name}/coordinator",
-                    scheduling_strategy=here(),  # Its host is that of this process, without which nothing goes on.
+                    scheduling_strategy=here(),  # On the host of this process, without which training ends anyway.
                     max_restarts=self.options.restarts if self.options.regions else 0,
                 )
                 self._processes.await_ready([process], self.options.timeout)
@@ -369,7 +369,7 @@ class Ray:
             return self._reading.there
 
     def _start_server(self, rank: int, service: Service) -> Process:
-        """Starts a PS. Where its rows outlive its process, that is started again on the same host."""
+        """Starts a PS. If its rows outlive its process, it restarts on the same host."""
         restarts = self.options.restarts if self.options.regions else 0
         where = place(rank, self.options.cpus > 0)
         return self._start(
@@ -383,7 +383,7 @@ class Ray:
         )
 
     def _serve_dense(self, maker: DenseMaker) -> None:
-        """Starts the dense PSs, unless they are there."""
+        """Starts the dense PSs, unless they are running."""
         with self._lock:
             processes, _, _ = self._started()
             if not processes.of("dense_ps"):
@@ -436,7 +436,7 @@ class Ray:
         return [p for p in self._processes.of("data_loader") if not p.leaving]
 
     def _count(self, role: str) -> int:
-        """How many there are to be."""
+        """Returns the number of processes of a role, without leaving ones."""
         with self._lock:
             if self._service is None or self._processes is None:
                 return self._embedding_workers if role == "embedding_worker" else self._data_loaders
@@ -444,7 +444,7 @@ class Ray:
 
     def _scale(self, role: str, wanted: int) -> None:
         with self._lock:
-            if self._service is None:  # Nothing runs yet.
+            if self._service is None:  # Nothing has started yet.
                 if role == "embedding_worker":
                     self._embedding_workers = wanted
                 else:
@@ -463,13 +463,13 @@ class Ray:
             if role == "data_loader" and (new or retired):
                 try:
                     self._tell_loaders()
-                except DataError:  # The source cannot be read by so many. Training goes on with those there were.
+                except DataError:  # The source cannot be shared by this many; training continues with the old ones.
                     for process in new:
                         coordinator.depart(role, process.rank, process.info.incarnation if process.info else 1, "")
                     processes.end(new)
                     self._tell_loaders()
                     raise
-        # Without the lock: training goes on, which is what empties them.
+        # Without the lock: training continues, and empties them.
         for process in retired:
             await_leave(process, coordinator, self.options.timeout, self._running.locked)
         processes.end(retired)
@@ -477,12 +477,12 @@ class Ray:
     # --- a run --------------------------------------------------------------------------------------------------
 
     def _bury(self, processes: Processes) -> None:
-        """Between two runs nothing is lost by the death of those that the next one would start anew."""
+        """Forgets deaths of processes that the next run restarts anyway: between two runs nothing is lost by them."""
         if any(death.fields["role"] in ANEW for death in processes.failures()):
             self._end_run(processes)
 
     def _end_run(self, processes: Processes) -> None:
-        """The other NN workers may wait for the one that failed: all are ended, and the next run starts new ones."""
+        """Ends all NN workers, as others may wait for the one that failed; the next run starts new ones."""
         with self._lock:
             if self._closed:
                 return

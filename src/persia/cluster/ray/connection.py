@@ -1,4 +1,4 @@
-"""Connections of a process that trains or reads: the roles as it sees them, with every change of the membership."""
+"""Connections of a process that trains or reads: stubs of the roles that follow the membership."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ GRACE_SECONDS = 5.0
 
 
 def alive(coordinator: Coordinator, role: str, least: int, timeout: float) -> list[Member]:
-    """The living members of a role, by rank, once there are so many.
+    """Waits for `least` living members of a role, and returns the living ones by rank.
 
     Raises:
-        DeadlineError: they did not come in time.
+        DeadlineError: they did not join in time.
     """
     end = time.monotonic() + timeout
     version = 0
@@ -67,41 +67,41 @@ def alive(coordinator: Coordinator, role: str, least: int, timeout: float) -> li
 
 
 def reach(member: Member, protocol: Callable[..., T], plan: Plan) -> T:
-    """A stub of a member."""
+    """Returns a stub of a member."""
     peer = f"{TITLES[member.role]} {member.rank}"
     return rpc.connect(member.address, protocol, peer=peer, timeout=plan.options.timeout, keys=plan.keys)
 
 
 def reach_coordinator(plan: Plan) -> Coordinator:
-    """A stub of the coordinator."""
+    """Returns a stub of the coordinator."""
     timeout = max(plan.options.timeout, 2 * POLL_SECONDS)
     return rpc.connect(plan.coordinator, Coordinator, peer="coordinator", timeout=timeout, keys=plan.keys)
 
 
 def reach_tokens(plan: Plan) -> Tokens:
-    """A stub of the lists, which are where the coordinator is. Its calls wait for others, and say so themselves."""
+    """Returns a stub of the token scheduler, at the coordinator. Its calls wait, with deadlines of their own."""
     return rpc.connect(
         plan.coordinator, Tokens, peer="coordinator", timeout=plan.options.timeout + GRACE_SECONDS, keys=plan.keys
     )
 
 
 def connect_dense(coordinator: Coordinator, plan: Plan) -> Sequence[DensePS]:
-    """Stubs of all dense PSs, once they are there."""
+    """Waits for all dense PSs, and returns stubs of them."""
     members = alive(coordinator, "dense_ps", plan.options.dense_ps, plan.options.timeout)
     return [reach(member, DensePS, plan) for member in members]
 
 
 def connect_servers(coordinator: Coordinator, plan: Plan) -> list[EmbeddingPS]:
-    """Stubs of all PSs, by partition, once they are there."""
+    """Waits for all embedding PSs, and returns stubs of them by partition."""
     members = alive(coordinator, "embedding_ps", plan.servers, plan.options.timeout)
     return [reach(member, EmbeddingPS, plan) for member in members]
 
 
 class Listener:
-    """Keeps a question about the membership open, in a thread, and passes on every change.
+    """Long-polls the membership in a thread, and passes on every change.
 
     Args:
-        coordinator: whom to ask.
+        coordinator: to poll.
         changed: called with each new membership.
     """
 
@@ -114,7 +114,7 @@ class Listener:
         threading.Thread(target=self._listen, name="persia-membership", daemon=True).start()
 
     def close(self) -> None:
-        """No more changes are passed on."""
+        """Ends the polling; no more changes are passed on."""
         self._closed.set()
 
     def _listen(self) -> None:
@@ -123,7 +123,7 @@ class Listener:
                 self._ask(POLL_SECONDS)
             except ClosedError:
                 return
-            except PersiaError:  # The driver ends this process when the coordinator is gone for good.
+            except PersiaError:  # The driver ends this process if the coordinator does not return.
                 self._closed.wait(1.0)
 
     def _ask(self, seconds: float) -> None:
@@ -134,12 +134,12 @@ class Listener:
 
 
 class _Driven(DataLoaders):
-    """Data loaders that the driver tells what to read, as it has to tell those again that it starts later.
+    """Data loaders whose feed goes through the driver, which repeats it to data loaders that start later.
 
     Args:
         directory: the data loaders.
-        timeout: seconds that a call may take.
-        begin: tells the driver.
+        timeout: deadline of a call in seconds.
+        begin: sends a feed to the driver.
     """
 
     def __init__(self, directory: Directory[DataLoader], timeout: float, begin: Callable[[Feed], None]) -> None:
@@ -147,7 +147,7 @@ class _Driven(DataLoaders):
         self._begin = begin
 
     def begin(self, feed: Feed) -> None:
-        """Returns when all have begun."""
+        """Starts a feed; returns when all data loaders have begun."""
         self._begin(feed)
 
 
@@ -155,15 +155,15 @@ class WorkerConnection:
     """A connection that follows the membership until it is closed.
 
     Args:
-        coordinator: knows the others.
+        coordinator: of the cluster.
         plan: of the cluster.
         rank: of the NN worker.
         generation: of the NN workers.
-        begin: tells the driver to let the data loaders begin; None where this process reads its data itself.
-        make_dense: tells the driver to start the dense PSs.
+        begin: asks the driver to start a feed; None if this process reads its data itself.
+        make_dense: asks the driver to start the dense PSs.
 
     Raises:
-        DeadlineError: the roles are not there in time.
+        DeadlineError: the roles did not join in time.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class WorkerConnection:
         )
 
     def close(self) -> None:
-        """Gives up all connections."""
+        """Closes all connections."""
         self._listener.close()
         stubs: list[object] = [self._tokens, *self._dense, *self._servers]
         stubs += [*self._workers.roster().serving(), *self._loaders.roster().serving()]
@@ -216,7 +216,7 @@ class WorkerConnection:
             rpc.close(stub)
 
     def reconnect(self) -> None:
-        """To embedding PSs of which some are elsewhere now. Nobody is calling them."""
+        """Connects to the embedding PSs again, of which some have moved. No call may be in progress."""
         for stub in self._servers:
             rpc.close(stub)
         self._servers[:] = connect_servers(self._coordinator, self._plan)

@@ -1,4 +1,4 @@
-"""What the data loaders read: the driver's memory of it, as it has to tell those again that it starts later."""
+"""The current source and feed of the data loaders, kept by the driver for data loaders that start later."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from persia.types import Feed
 __all__ = ["AHEAD", "LoaderFeed"]
 
 AHEAD = 4
-"""Batches that each data loader has ready for each NN worker."""
+"""Batches that each data loader keeps ready for each NN worker."""
 
 
 class LoaderFeed:
-    """The source and the feed of the current run. The caller has one thread at a time in it.
+    """The source and the feed of the current run. For one thread at a time.
 
     Args:
         timeout: seconds that a data loader may take to begin.
-        nn_workers: that take what is read.
+        nn_workers: number of NN workers that take batches.
     """
 
     def __init__(self, timeout: float, nn_workers: int) -> None:
@@ -35,14 +35,14 @@ class LoaderFeed:
 
     @property
     def there(self) -> bool:
-        """Whether data loaders read at all."""
+        """Whether data loaders have a source."""
         return self._source is not None
 
     def set(self, source: Any, feed: Feed, accumulation_steps: int) -> None:
-        """Another source. Nobody is told before the next run.
+        """Sets another source, for the next run.
 
         Raises:
-            ConfigError: it cannot be pickled.
+            ConfigError: the source cannot be pickled.
         """
         try:
             pickled = ray.cloudpickle.dumps(source)
@@ -55,25 +55,25 @@ class LoaderFeed:
         self._feed = feed
 
     def clear(self) -> None:
-        """Nothing is read."""
+        """Removes the source."""
         self._source = self._feed = None
 
     def renew(self, generation: int) -> None:
-        """The NN workers start anew: batches that those before have taken are not theirs."""
+        """Adopts a new generation of NN workers, which gets all batches from the start of the feed again."""
         if self._feed is not None:
             self._feed = self._feed._replace(generation=generation)
 
     def begin(self, feed: Feed, loaders: Sequence[Process]) -> None:
-        """Another pass, or another part of one."""
+        """Starts another pass, or another part of one."""
         self._feed = feed
         self.tell(loaders)
 
     def tell(self, loaders: Sequence[Process]) -> None:
-        """Each of these reads its share of what is to be read.
+        """Gives each data loader its share of the feed.
 
         Raises:
-            DataError: the source cannot be read by so many.
-            DeadlineError: one has not begun in time.
+            DataError: the source cannot be shared by this many data loaders.
+            DeadlineError: a data loader has not begun in time.
         """
         source, feed = self._source, self._feed
         if source is None or feed is None:
@@ -94,7 +94,7 @@ class LoaderFeed:
             except ray.exceptions.RayTaskError as error:
                 raise error.cause from error
             except ray.exceptions.RayActorError:
-                continue  # It is told when it is back.
+                continue  # It gets its share after its restart.
             except ray.exceptions.GetTimeoutError as error:
                 raise DeadlineError(
                     f"{loader.title} has not begun to read within {self._timeout:g} s.",

@@ -1,4 +1,4 @@
-"""The processes of the roles but the NN worker's: each makes its role, serves it, and joins. No torch in here."""
+"""Processes of all roles but NN worker and dense PS: each makes its role, serves it, and joins. Imports no torch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ BIND_SECONDS = 5.0
 
 
 class Host:
-    """A process of a role. Made by Ray, again after a crash where the role may restart.
+    """A process of a role. Ray makes it, and again after a crash if the role may restart.
 
     Args:
         plan: of the cluster.
@@ -71,7 +71,7 @@ class Host:
         self.log = logging.getLogger("persia.cluster")
         self.server: rpc.Server | None = None
         self.ready = False
-        """Whether the role is made, and can be observed."""
+        """Whether the role exists and can be observed."""
         self.process = ObservedProcess(self.role, rank, self._observe)
         if plan.options.prometheus_port is not None:
             name = ray.util.get_node_ip_address()
@@ -80,11 +80,11 @@ class Host:
         self.address = ""
         self.coordinator: Coordinator | None = None
 
-    def __repr__(self) -> str:  # Ray puts it before each line that the process prints.
+    def __repr__(self) -> str:  # Ray's prefix of each line that the process prints.
         return f"{TITLES[self.role]} {self.rank}"
 
     def info(self) -> ProcessInfo:
-        """Where this process is. Answers once the role is ready."""
+        """Returns the place of this process, once the role is ready."""
         context = ray.get_runtime_context()
         return ProcessInfo(
             os.getpid(),
@@ -96,11 +96,11 @@ class Host:
         )
 
     def watch(self) -> None:
-        """Never returns: the call fails when the process ends, which is how the driver is told."""
+        """Never returns. The call fails when the process ends, which notifies the driver."""
         threading.Event().wait()
 
     def report(self) -> None:
-        """Tells the coordinator the counters of this process now."""
+        """Reports the counters of this process to the coordinator."""
         assert self.coordinator is not None
         counters = {"cpu_seconds": time.process_time(), **self.counters()}
         if self.server is not None:
@@ -108,11 +108,11 @@ class Host:
         self.coordinator.report(self.role, self.rank, counters)
 
     def counters(self) -> dict[str, float]:
-        """The role's own."""
+        """Returns the counters of the role."""
         return {}
 
     def observe(self) -> Readings:
-        """The role's own."""
+        """Returns the metrics of the role."""
         return Readings([], [])
 
     def _observe(self) -> Readings:
@@ -122,7 +122,7 @@ class Host:
         return Readings(found.figures + served.figures + cpu, found.latencies + served.latencies)
 
     def serve(self, service: object, protocol: type, address: str = "") -> str:
-        """Makes the role, and `health`, callable, at this address or any; returns its address."""
+        """Serves the role and `health` at this address, or at any; returns the address."""
         answers = protocol if protocol is Observable else type(protocol.__name__, (protocol, Observable), {})
         bind = functools.partial(
             rpc.serve,
@@ -131,7 +131,7 @@ class Host:
             protocol=answers,
             keys=self.plan.keys,
         )
-        # A process that was killed may take a moment to let go of its address.
+        # A killed process may take a moment to release its address.
         self.server = retry(
             bind,
             transient=lambda error: isinstance(error, ConfigError),
@@ -143,12 +143,12 @@ class Host:
 
     @property
     def origin(self) -> str:
-        """The addresses of this host begin like this."""
+        """Prefix of the addresses of this host."""
         host = "127.0.0.1" if self.plan.loopback else ray.util.get_node_ip_address()
         return f"tcp://[{host}]:" if ":" in host else f"tcp://{host}:"
 
     def join(self, address: str) -> Coordinator:
-        """Tells the coordinator that this process is there; from now on it reports itself."""
+        """Joins the membership, and starts to report at intervals."""
         if self.coordinator is None:
             self.coordinator = reach_coordinator(self.plan)
             threading.Thread(target=self._report_always, name="persia-report", daemon=True).start()
@@ -163,12 +163,12 @@ class Host:
             time.sleep(REPORT_SECONDS)
             try:
                 self.report()
-            except Exception as error:  # A report that is lost is followed by another.
+            except Exception as error:  # Another report follows.
                 self.log.info("a report was not taken: %s", error)
 
 
 class _Observable:
-    """A role that answers `health` too."""
+    """A role that also answers `health`."""
 
     def __init__(self, service: object, process: ObservedProcess) -> None:
         self._service = service
@@ -179,7 +179,7 @@ class _Observable:
 
 
 class CoordinatorHost(Host):
-    """Process of the coordinator, whose address all others are told. The next one has its state, and its address."""
+    """Process of the coordinator. After a restart it has the same state and the same address."""
 
     role = "coordinator"
 
@@ -194,21 +194,21 @@ class CoordinatorHost(Host):
         before = known.load() or ""
         address = self.serve(_Both(Coordination(path=path("members")), self._tokens), ControlPlane, before)
         if address != before:
-            known.save(address)  # Where the next process listens, too.
+            known.save(address)  # The next process listens there, too.
         self.ready = True
 
     def observe(self) -> Readings:
-        """What asynchronous modes did."""
+        """Returns the metrics of asynchronous modes."""
         return report_metrics(self._tokens.summary())
 
     def release(self) -> None:
-        """Removes what would outlive the process: the cluster ends."""
+        """Removes files that would outlive the process, as the cluster ends."""
         if self._kept is not None:
             self._kept.remove()
 
 
 class _Both:
-    """Coordinator and lists, at one address."""
+    """Coordinator and token scheduler at one address."""
 
     def __init__(self, coordinator: Coordinator, tokens: TokenScheduler) -> None:
         for protocol, servant in ((Coordinator, coordinator), (services.Tokens, tokens)):
@@ -217,7 +217,7 @@ class _Both:
 
 
 class EmbeddingServerHost(Host):
-    """Process of an embedding PS. Its rows outlive it; the next one has its address, so that callers find it again."""
+    """Process of an embedding PS. Its rows outlive it; after a restart it has the same address for its callers."""
 
     role = "embedding_ps"
 
@@ -228,10 +228,10 @@ class EmbeddingServerHost(Host):
         regions = f"{plan.options.regions}/{plan.name}/{name}" if plan.options.regions else None
         address = self._succeed()
         if life and (regions is None or not Regions(regions).complete):
-            address = ""  # The first process of another life: nobody looks for it, and it has no rows.
+            address = ""  # The first process after a loss of rows: it has no rows, and no caller knows it.
         if address:
             self._check_return(address, regions)
-        elif life and plan.options.regions:  # The one before is dead for good, and its rows are not wanted any more.
+        elif life and plan.options.regions:  # The one before does not return, and its rows are not needed any more.
             for left in (f"ps-{rank}", f"ps-{rank}.*"):
                 remove_leftovers(plan.options.regions, f"{plan.name}/{left}")
         hold = ServerOptions(plan.nn_workers, plan.options.timeout, regions, neighbours(rank, plan.servers))
@@ -239,16 +239,16 @@ class EmbeddingServerHost(Host):
         self.join(self.serve(self.servant, EmbeddingPS, address))
 
     def release(self) -> None:
-        """Removes what would outlive the process: the cluster ends."""
+        """Removes files that would outlive the process, as the cluster ends."""
         self.servant.close()
 
     def _succeed(self) -> str:
-        """Where the process before this one listened, which is dead from now on; empty if this is the first."""
+        """Marks the process before this one as dead, and returns its address; empty if this is the first."""
         coordinator = reach_coordinator(self.plan)
         try:
             for member in coordinator.membership().members:
                 if (member.role, member.rank) == (self.role, self.rank):
-                    # Now, whether or not the driver has noticed: it joins with the same address.
+                    # Before the driver notices, as this process joins with the same address.
                     coordinator.depart(self.role, self.rank, member.incarnation, "it was started again")
                     return member.address
         finally:
@@ -265,12 +265,12 @@ class EmbeddingServerHost(Host):
             )
 
     def counters(self) -> dict[str, float]:
-        """By table and name."""
+        """Returns counters by table and name."""
         tables = self.servant.statistics()
         return {f"{table}.{name}": float(value) for table, of in tables.items() for name, value in of.items()}
 
     def observe(self) -> Readings:
-        """By table."""
+        """Returns metrics by table."""
         return self.servant.observe()
 
 
@@ -282,7 +282,7 @@ class EmbeddingWorkerHost(Host):
     def __init__(self, plan: Plan, rank: int, service: Service) -> None:
         super().__init__(plan, rank)
         self.servant: Worker | None = None
-        # Its number among the incarnations is part of the batch ids, so it joins first; calls wait until it is made.
+        # The incarnation is part of the batch ids, so it joins first; calls wait until the role exists.
         later = Deferred(repr(self), "a connection to all PSs", plan.options.timeout)
         coordinator = self.join(self.serve(later, EmbeddingWorker))
         options = WorkerOptions(plan.options.compression, timeout=plan.options.timeout)
@@ -292,15 +292,15 @@ class EmbeddingWorkerHost(Host):
         self._listener = Listener(coordinator, self._changed)
 
     def counters(self) -> dict[str, float]:
-        """As the role counts them; nothing before it is made."""
+        """Returns the counters of the role; empty before it exists."""
         return {name: float(v) for name, v in self.servant.statistics().items()} if self.servant is not None else {}
 
     def observe(self) -> Readings:
-        """The same."""
+        """Returns the metrics of the role; empty before it exists."""
         return self.servant.observe() if self.servant is not None else Readings([], [])
 
     def buffered(self) -> int:
-        """Batches that are still here, for the driver, which ends this process when there are none."""
+        """Returns the number of batches still here; the driver ends this process when there are none."""
         assert self.servant is not None
         return self.servant.statistics()["buffered"]
 
@@ -312,11 +312,11 @@ class EmbeddingWorkerHost(Host):
 
 
 class Deferred:
-    """Stands for an object that is being made, or will be replaced: calls wait until it is there.
+    """A stand-in for an object that does not exist yet, or will be replaced: calls wait until it exists.
 
     Args:
         title: of the process.
-        missing: what it waits for.
+        missing: the condition that calls wait for, for errors.
         timeout: seconds that a call waits.
     """
 
@@ -326,7 +326,7 @@ class Deferred:
         self._object: object = None
 
     def become(self, made: object) -> None:
-        """Calls go to this object from now on."""
+        """Directs calls to this object from now on."""
         self._object = made
         self._made.set()
 
@@ -341,12 +341,12 @@ class Deferred:
 
 
 def cores(plan: Plan) -> int:
-    """Threads of a store."""
+    """Returns the number of threads of a store."""
     return plan.options.threads or min(8, len(os.sched_getaffinity(0)))
 
 
 class DataLoaderHost(Host):
-    """Process of a data loader. Calls of NN workers wait until the driver has told it what to read."""
+    """Process of a data loader. Calls of NN workers wait until the driver has sent a feed."""
 
     role = "data_loader"
 
@@ -362,13 +362,13 @@ class DataLoaderHost(Host):
         self._listener = Listener(coordinator, self._changed)
 
     def begin(self, pickled: bytes, source: str, accumulation_steps: int, feed: Feed) -> None:
-        """Begins to read.
+        """Starts to read.
 
         Args:
             pickled: the source.
-            source: its name; one that is there already is not unpickled again.
-            accumulation_steps: so many batches of an NN worker lie on one embedding worker.
-            feed: what of it.
+            source: its name; a source that is here already is not unpickled again.
+            accumulation_steps: number of consecutive batches of an NN worker at one embedding worker.
+            feed: the batches to read.
         """
         with self._lock:
             before = self._loader
@@ -379,24 +379,24 @@ class DataLoaderHost(Host):
                 self._source = source
             self._loader.begin(feed)
             self._later.become(self._loader)
-        # Without the lock: it may be calling an embedding worker that has died, until `_changed` closes that.
+        # Without the lock: it may be calling a dead embedding worker until `_changed` closes the stub.
         if before is not None and before is not self._loader:
             before.end()
 
     def end(self) -> None:
-        """Releases what is ready, before this process ends."""
+        """Releases ready batches, before this process ends."""
         with self._lock:
             loader = self._loader
         if loader is not None:
             loader.end()
 
     def counters(self) -> dict[str, float]:
-        """As the role counts them."""
+        """Returns the counters of the role."""
         loader = self._loader
         return {name: float(value) for name, value in loader.statistics().items()} if loader is not None else {}
 
     def observe(self) -> Readings:
-        """As the role counts them; nothing before it reads."""
+        """Returns the metrics of the role; empty before it reads."""
         return Readings(figures("loader", self.counters()), [])
 
     def _changed(self, membership: Membership) -> None:
@@ -414,4 +414,4 @@ class DataLoaderHost(Host):
             if self._loader is not None:
                 self._loader.set_workers(list(peers.values()))
             for peer in gone:
-                rpc.close(peer.service)  # Calls to it end, and are made elsewhere.
+                rpc.close(peer.service)  # Calls to it end, and are repeated elsewhere.

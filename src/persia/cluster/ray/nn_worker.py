@@ -33,7 +33,7 @@ CLUSTER = "persia cluster"
 
 
 class Outcome(NamedTuple):
-    """How a function ended.
+    """Outcome of a function.
 
     Attributes:
         value: what it returned.
@@ -47,7 +47,7 @@ class Outcome(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What the user's function asks of the driver.
+    """A request of the user's function to the driver.
 
     Attributes:
         number: of the request.
@@ -66,7 +66,7 @@ class _Answer(NamedTuple):
 
 
 class NNWorkerHost(Host):
-    """Process of an NN worker. Its calls to the driver are answers to the driver's: so only the driver starts any."""
+    """Process of an NN worker. Its requests travel as answers to the driver's calls: only the driver makes calls."""
 
     role = "nn_worker"
 
@@ -88,18 +88,18 @@ class NNWorkerHost(Host):
         self._numbers = itertools.count(1)
 
         self.halted = False
-        """Whether the function is to end soon."""
+        """Whether the driver has asked the function to end."""
         self.observer: Callable[[], Readings] | None = None
-        """What the function's trainer tells of itself."""
+        """Reads the metrics of the function's trainer."""
 
     def observe(self) -> Readings:
-        """Of the trainer, if there is one."""
+        """Returns the metrics of the trainer, if there is one."""
         return self.observer() if self.observer is not None else Readings([], [])
 
     # --- for the driver -----------------------------------------------------------------------------------------
 
     def rendezvous(self) -> tuple[str, int]:
-        """An address here that is free, for torch.distributed."""
+        """Returns a free address on this host, for torch.distributed."""
         host = "127.0.0.1" if self.plan.loopback else ray.util.get_node_ip_address()
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
             free.bind((host, 0))
@@ -140,18 +140,18 @@ class NNWorkerHost(Host):
                 torch.distributed.destroy_process_group()
 
     def halt(self) -> None:
-        """The function is to end after its step. The driver calls it again and again, until it has."""
+        """Asks the function to end after its step. The driver repeats the call until it has ended."""
         self.halted = True
 
     def next_request(self, timeout: float) -> Request | None:
-        """What the function asks of the driver; None if it asked for nothing in this time."""
+        """Returns the next request of the function to the driver; None if there is none in this time."""
         try:
             return self._requests.get(timeout=timeout)
         except queue.Empty:
             return None
 
     def answer(self, number: int, outcome: Outcome) -> None:
-        """The driver's answer to a request."""
+        """Takes the driver's answer to a request."""
         waiting = self._answers.pop(number)
         waiting.outcome.append(outcome)
         waiting.done.set()
@@ -159,7 +159,7 @@ class NNWorkerHost(Host):
     # --- for the function ---------------------------------------------------------------------------------------
 
     def ask(self, operation: str, *arguments: Any) -> Any:
-        """Lets the driver do something, and waits for it."""
+        """Sends a request to the driver, and waits for the answer."""
         number = next(self._numbers)
         waiting = self._answers[number] = _Answer(threading.Event(), [])
         self._requests.put(Request(number, operation, arguments))
@@ -188,16 +188,16 @@ class DenseServerHost(Host):
         self.join(self.serve(self.servant, DensePS))
 
     def observe(self) -> Readings:
-        """As the role counts them."""
+        """Returns the counters of the role."""
         return Readings(figures("dense", self.servant.statistics()), [])
 
     def counters(self) -> dict[str, float]:
-        """As the role counts them."""
+        """Returns the metrics of the role."""
         return {name: float(value) for name, value in self.servant.statistics().items()}
 
 
 class _Unpickler(pickle.Unpickler):
-    """Puts this process's view of the cluster where the function names the driver's."""
+    """Unpickles a function, with this process's view of the cluster in place of the driver's."""
 
     def __init__(self, file: BytesIO, cluster: WorkerProcess) -> None:
         super().__init__(file)
@@ -219,7 +219,7 @@ def _failed(error: BaseException) -> Outcome:
 
 
 class WorkerProcess:
-    """What `Ray(...)` is on an NN worker: `connect` gives that worker's connection.
+    """The form of `Ray(...)` on an NN worker: `connect` returns the connection of that worker.
 
     Args:
         host: the process.
@@ -234,7 +234,7 @@ class WorkerProcess:
         self._linked: WorkerConnection | None = None
 
     def connect(self, schema: Schema, optimizer: EmbeddingOptimizer, mode: Mode, seed: int) -> Connection:
-        """Waits for the roles, which the first call of all starts.
+        """Waits for the roles, which the first call of any NN worker starts.
 
         Raises:
             ConfigError: the cluster serves something else, or this run is connected already.

@@ -1,4 +1,4 @@
-"""What a cluster on Ray seldom needs to be told; importable without ray."""
+"""Settings of a cluster on Ray that have good defaults; importable without ray."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["RayOptions"]
 
 
 class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the processes of a cluster run, and how.
+    """Placement, resources and deadlines of the processes of a cluster.
 
     Args:
         address: of a Ray cluster: "auto" for the one that this host is part of. None uses the Ray that this process is
@@ -24,14 +24,14 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         threads: of each process: of torch in an NN worker, of the store in a PS. None shares half of this machine's
             cores among the NN workers, on several hosts it gives each half of its host's.
         dense_ps: processes that share the network's tensors in asynchronous modes; started when one of them is.
-        restarts: how often an embedding PS, an embedding worker, a data loader or the coordinator that has died is
-            started again. NN workers are `TrainerOptions.max_failures`' concern.
+        restarts: maximum number of restarts of each embedding PS, embedding worker, data loader and of the coordinator.
+            For NN workers see `TrainerOptions.max_failures`.
         regions: where embedding PSs keep their rows, and the coordinator its state, so that they outlive their
             processes: a directory of each host, in shared memory or on a disk, which must have room for them; see
             `persia cluster regions`. Empty: in the memory of the processes. Then the death of the coordinator ends the
             run, and a PS that dies is reloaded from the last checkpoint.
-        prometheus_port: where each process exports its figures: processes of one host take the next free ports;
-            `persia health` tells all of them. None for nowhere.
+        prometheus_port: port at which each process exports its metrics; processes of one host take the next free
+            ports, and `persia health` lists them. None for no export.
         timeout: seconds that any wait may take: for roles to start, rows, gradients of other NN workers.
         log_level: of the log lines of all roles, which appear in this process: "debug", "info", "warning", "error".
     """

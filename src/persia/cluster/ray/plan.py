@@ -1,4 +1,4 @@
-"""What the processes of a cluster are told when they start."""
+"""The records with which the processes of a cluster start, and their placement."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ TITLES = {
     "data_loader": "data loader",
     "nn_worker": "NN worker",
 }
-"""The roles as people read them."""
+"""Names of the roles in messages."""
 
 
 class Service(NamedTuple):
-    """What the PSs and embedding workers of a cluster serve: the arguments of `Cluster.connect`."""
+    """The arguments of `Cluster.connect`, for the PSs and embedding workers of a cluster."""
 
     schema: Schema
     optimizer: EmbeddingOptimizer
     mode: str
-    """As text: a process that starts finds the class of a user's mode only once it has the driver's path."""
+    """Encoded: a new process finds the class of a user's mode only after it has set the driver's path."""
     seed: int
 
 
 class Plan(NamedTuple):
-    """What all processes of a cluster have in common.
+    """Settings that all processes of a cluster share.
 
     Attributes:
         name: of the cluster, unique.
-        servers: how many PSs there are.
-        nn_workers: how many NN workers.
+        servers: number of embedding PSs.
+        nn_workers: number of NN workers.
         options: of the user.
-        loopback: whether all processes are on one host, so that nobody else need reach them.
+        loopback: whether all processes are on one host, and bind to loopback only.
         keys: file with the CURVE keys, or None.
-        path: where the driver finds modules; Ray passes on only the folder of its script.
+        path: the driver's module search path; Ray passes on only the folder of its script.
         modules: the modules of the user's modes; every process imports them.
         coordinator: where it listens; empty for itself.
     """
@@ -60,12 +60,12 @@ class Plan(NamedTuple):
 
 
 class LoaderData(NamedTuple):
-    """What the data loaders read.
+    """The data that the data loaders read.
 
     Attributes:
         name: unique.
         pickled: reference of Ray to the source, pickled.
-        accumulation_steps: so many batches of an NN worker lie on one embedding worker.
+        accumulation_steps: number of consecutive batches of an NN worker at one embedding worker.
     """
 
     name: str
@@ -74,7 +74,7 @@ class LoaderData(NamedTuple):
 
 
 class ProcessInfo(NamedTuple):
-    """Where a process is, as it says itself.
+    """Place of a process, as it reports it.
 
     Attributes:
         pid: of its process.
@@ -94,26 +94,26 @@ class ProcessInfo(NamedTuple):
 
 
 def here() -> Any:
-    """On the host of this process."""
+    """Returns the placement on the host of this process."""
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
 def place(rank: int, reserves: bool) -> Any:
-    """Where the process of a rank goes: one host after another, as each is to have its share of memory and network.
+    """Returns the placement of a rank: hosts in turn, so that each has its share of memory and network.
 
-    Hosts without CPUs, such as a head that is only to manage, get none, unless there are no others.
+    Hosts without CPUs, such as a head node that only manages, get none unless there are no others.
 
     Args:
         rank: of the process.
-        reserves: whether it reserves resources. If so, and the host has too little left, it goes to another one. If
-            not, Ray must be told strictly: what reserves nothing it puts anywhere, whatever it is asked for.
+        reserves: whether it reserves resources. If so, it goes to another host when this one has too few left. If not,
+            the placement is strict, as Ray places a process without reservations anywhere otherwise.
     """
     nodes = _nodes()
     return NodeAffinitySchedulingStrategy(nodes[rank % len(nodes)], soft=reserves)
 
 
 def neighbours(rank: int, count: int) -> int:
-    """How many of `count` processes have the same place as that of a rank, which is one of them."""
+    """Returns how many of `count` processes share the host of a rank, which is one of them."""
     hosts = len(_nodes())
     return len(range(rank % hosts, count, hosts))
 

@@ -1,4 +1,4 @@
-"""Starts actors, notices when one ends, and says what it died of."""
+"""Starts actors, notices their deaths, and reports the cause."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ RETRY_SECONDS = 0.1
 SLICE_SECONDS = 2.0
 LAST_LINES = 15
 STAYING = ("embedding_ps", "coordinator")
-"""Roles that are started again on their host only."""
+"""Roles that restart on their own host only."""
 CALLS = 16
-"""Most calls of Ray that an actor works on: those that wait are among them."""
+"""Maximum number of concurrent calls of an actor, waiting ones included."""
 
 
 class Process:
@@ -66,7 +66,7 @@ class Process:
 
     @property
     def title(self) -> str:
-        """Who it is, where."""
+        """Role, rank and place, for messages."""
         where = f" (process {self.info.pid} on {self.info.host})" if self.info else ""
         return f"{TITLES[self.role]} {self.rank}{where}"
 
@@ -95,7 +95,7 @@ class Processes:
         self._thread.start()
 
     def start(self, host: type, role: str, rank: int, arguments: Sequence[Any], **options: Any) -> Process:
-        """Begins to start a process. Returns at once."""
+        """Starts a process. Returns at once."""
         handle = (
             ray.remote(host)
             .options(
@@ -109,20 +109,20 @@ class Processes:
         return process
 
     def of(self, role: str) -> list[Process]:
-        """Those of a role, by rank."""
+        """Returns the processes of a role, by rank."""
         with self._lock:
             return sorted((p for p in self._processes if p.role == role), key=lambda p: p.rank)
 
     def all(self) -> list[Process]:
-        """All of them."""
+        """Returns all processes."""
         with self._lock:
             return list(self._processes)
 
     def await_ready(self, processes: Sequence[Process], timeout: float) -> None:
-        """Waits until these have started.
+        """Waits until these processes have started.
 
         Raises:
-            PersiaError: what the start of one of them raised.
+            PersiaError: the start of one of them failed.
             DeadlineError: one is late.
             RoleDiedError: one has died.
         """
@@ -142,7 +142,7 @@ class Processes:
                 raise self._cause(process, error) from error
 
     def check(self) -> None:
-        """Raises RoleDiedError if a process has died for good: of the first one, which tells of those after it."""
+        """Raises RoleDiedError if processes have died permanently: of the first, with those that died after it."""
         failures = self.failures()
         if failures:
             first, *later = failures
@@ -150,12 +150,12 @@ class Processes:
             raise RoleDiedError(message, **first.fields, later=[other.fields for other in later])
 
     def failures(self) -> list[RoleDiedError]:
-        """Those that have died for good, in this order."""
+        """Returns the permanent deaths so far, in order."""
         with self._lock:
             return list(self._failures)
 
     def await_failure(self, seconds: float) -> bool:
-        """Whether one has died for good; a death that is just happening gets so long to be noticed."""
+        """Waits for the notice of a permanent death; returns whether there is one."""
         end = time.monotonic() + seconds
         while not self.failures():
             if time.monotonic() > end:
@@ -164,14 +164,14 @@ class Processes:
         return True
 
     def forget_failures(self, role: str, rank: int | None = None) -> None:
-        """A new start is made where processes of this role, or one of them, have died."""
+        """Forgets the deaths of a role, or of one rank, before new processes start."""
         with self._lock:
             self._failures = [
                 f for f in self._failures if f.fields["role"] != role or rank not in (None, f.fields["rank"])
             ]
 
     def end(self, processes: Sequence[Process]) -> None:
-        """Ends processes, and waits until they have ended."""
+        """Ends processes, and waits until they are gone."""
         with self._lock:
             self._processes = [p for p in self._processes if p not in processes]
         for process in processes:
@@ -184,12 +184,12 @@ class Processes:
                 raise DeadlineError(f"{late} did not end within {END_SECONDS:g} s; kill them.", seconds=END_SECONDS)
 
     def close(self) -> None:
-        """Ends all of them."""
+        """Ends all processes."""
         self._ending.set()
         self._thread.join(END_SECONDS)
         keeping = [p for role in STAYING for p in self.of(role)]
         for process in keeping:
-            if process.info is None:  # It has started, perhaps, and nobody has waited for it.
+            if process.info is None:  # Perhaps it has started, without a wait for it.
                 with contextlib.suppress(RayError):
                     process.info = ray.get(process.readiness, timeout=RETRY_SECONDS)
         releasing = {p.handle.release.remote(): p.info.node for p in keeping if p.info is not None}
@@ -198,14 +198,14 @@ class Processes:
         for call, node in releasing.items():
             try:
                 ray.get(call, timeout=RETRY_SECONDS)
-            except RayError:  # It is late, or was just being started again.
+            except RayError:  # It is late, or is being restarted.
                 self._unreleased.add(node)
         self.end(self.all())
 
     def on_unreleased(self, function: Callable[[], object]) -> None:
-        """Calls a function on each host where a process has ended that could not remove what outlives it."""
+        """Calls a function on each host where a process has ended without removing its files."""
         for node in self._unreleased:
-            if _lives(node):  # Else its memory has gone with it.
+            if _lives(node):  # Else its memory is gone with it.
                 with contextlib.suppress(RayError, OSError):
                     _on(node, function)
 
@@ -226,7 +226,7 @@ class Processes:
             for reference in ended:
                 process = watched[reference]
                 process.ended = reference
-                # Side by side: the last lines of those whose host is gone take long.
+                # At the same time: last lines from a host that is gone take long.
                 threading.Thread(target=self._ended, args=(process,), daemon=True).start()
 
     def _ended(self, process: Process) -> None:
@@ -234,7 +234,7 @@ class Processes:
             return  # It was to end.
         error = _raised(process.watching)
         reason = _first_line(error) + _quoted(last_lines(process))
-        with contextlib.suppress(PersiaError):  # It is said below, in any case.
+        with contextlib.suppress(PersiaError):  # The failure below reports it, too.
             self._died(process, reason)
         if process.restarts and not isinstance(error, ActorDiedError):
             self._await_restart(process, reason)
@@ -248,7 +248,7 @@ class Processes:
             call = call or process.handle.info.remote()
             try:
                 process.info = ray.get(call, timeout=SLICE_SECONDS)
-                # Not earlier: a call that fails as the process is not back yet would be taken for its next death.
+                # Not earlier: a call that fails before the process is back would count as its next death.
                 process.watching = process.handle.watch.remote()
                 self._restarted(process)
                 return
@@ -274,7 +274,7 @@ class Processes:
         with self._lock:
             if process not in self._processes:
                 return
-            # Whatever else has failed: what has ended would be noticed again and again.
+            # In any case: else the same end would be noticed again and again.
             self._processes.remove(process)
             if process.role in STAYING and process.info is not None:
                 self._unreleased.add(process.info.node)
@@ -293,7 +293,7 @@ def _lives(node: str) -> bool:
 
 
 def last_lines(process: Process) -> list[str]:
-    """The last lines that a process has printed, read on its host."""
+    """Returns the last lines that a process has printed, read on its host."""
     info = process.info
     if info is None:
         return []
@@ -306,7 +306,7 @@ def last_lines(process: Process) -> list[str]:
 
 
 def _on(node: str, function: Callable[[], T]) -> T:
-    """What a function returns on a host."""
+    """Runs a function on a host, and returns its result."""
     if node == ray.get_runtime_context().get_node_id():
         return function()
     where = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
@@ -332,7 +332,7 @@ def _quoted(lines: Sequence[str]) -> str:
 
 
 def _first_line(error: BaseException | None) -> str:
-    """What Ray says, without its advice."""
+    """Returns Ray's message without its advice."""
     for line in str(error).splitlines():
         if "has died. " in line:
             return line.split("has died. ", 1)[1].split(" Some common causes")[0].rstrip(".") + "."
@@ -349,7 +349,7 @@ def _raised(reference: Any) -> BaseException | None:
 
 
 def connect(address: str | None) -> bool:
-    """Connects this program to Ray, or starts one, unless that has been done; whether it was done here."""
+    """Connects this program to Ray, or starts Ray, unless connected; returns whether it did."""
     if ray.is_initialized():
         return False
     # Without an address Ray would join whatever it finds on this machine.
@@ -359,7 +359,7 @@ def connect(address: str | None) -> bool:
 
 
 def make_plan(servers: int, nn_workers: int, options: RayOptions) -> Plan:
-    """A plan without a coordinator, for a new cluster on the hosts of Ray.
+    """Returns a plan without a coordinator, for a new cluster on the hosts of Ray.
 
     Raises:
         ConfigError: there are several hosts, and no keys.

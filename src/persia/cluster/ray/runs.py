@@ -1,4 +1,4 @@
-"""One function on all NN workers: it is sent, what it asks for is done, and what it returns or raises is collected."""
+"""Runs a function on all NN workers: sends it, serves its requests, and collects its results and errors."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ LOG = logging.getLogger("persia.cluster")
 
 
 class Replacement:
-    """The NN workers of one attempt that are spared the death of others. For one thread.
+    """Replaces dead NN workers while the others continue, within one attempt. For one thread.
 
-    In an asynchronous segment nobody needs a dead NN worker. While its successor starts, which takes seconds, the
-    others train; then the segment ends, and all begin anew.
+    An asynchronous phase does not need a dead NN worker. The others train while its successor starts, which takes
+    seconds; then the phase ends, and all restart.
 
     Args:
         processes: of the cluster.
-        tokens: the lists.
+        tokens: the token scheduler.
         generation: of the NN workers.
         start: starts an NN worker of a rank.
-        timeout: seconds that this may take.
+        timeout: deadline in seconds.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class Replacement:
         self._timeout = timeout
         self._coming: list[Process] = []
         self.deaths: dict[int, RoleDiedError] = {}
-        """By rank, of those that the others went on without."""
+        """Deaths by rank, of NN workers without which the others have continued."""
 
     def spared(self, death: RoleDiedError) -> bool:
-        """Whether the others go on without it; then a successor is started."""
+        """Returns whether the others continue without the dead NN worker; if so, starts a successor."""
         rank = death.fields["rank"]
         if not self._tokens.cancel(self._generation, rank):
             return False
@@ -97,27 +97,27 @@ def results(
     replacing: Replacement | None = None,
     halting: Callable[[], bool] = lambda: False,
 ) -> dict[int, Any]:
-    """What the function returns on each NN worker, by rank.
+    """Returns the results of the function on each NN worker, by rank.
 
     Args:
         processes: all of the cluster.
-        calls: what Ray returned for the call of each NN worker.
-        operations: what the function may ask of this process.
-        halting: asked now and then whether NN workers are to be told to end after their steps.
-        replacing: who is asked whether the others go on when an NN worker has died; None if they do not.
+        calls: Ray's reference of the call of each NN worker.
+        operations: requests of the function that this process serves.
+        halting: polled; once true, NN workers are asked to end after their steps.
+        replacing: decides whether the others continue after the death of an NN worker; None if they do not.
 
     Raises:
         RoleDiedError: a process has died.
-        Exception: what the function has raised, on the NN worker that was the first to fail.
+        Exception: the failure of the function, on the NN worker that failed first.
     """
-    # One that is left from the last run stays: it would take the first request of this one.
+    # A call that is left from the last run stays: it would take the first request of this one.
     for worker in calls.values():
         worker.asking = worker.asking or worker.handle.next_request.remote(POLL_SECONDS)
     outcomes: dict[int, Outcome] = {}
     grace: float | None = None
     dead: set[int] = set()
     while len(outcomes) + len(dead) < len(calls):
-        if halting():  # Each time: one that has just begun anew does not know.
+        if halting():  # Each time, for NN workers that have just restarted.
             for worker in calls.values():
                 worker.handle.halt.remote()
         waiting = [c for c, w in calls.items() if w.rank not in outcomes and w.rank not in dead]
@@ -162,7 +162,7 @@ def _done(request: Any, operations: Mapping[str, Callable[..., Any]]) -> Outcome
 
 
 def _raise_first(processes: Processes, outcomes: Mapping[int, Outcome], nn_workers: int) -> None:
-    """Raises what is most likely the cause: that a collective has lost a peer is a consequence."""
+    """Raises the most likely cause; a collective that has lost a peer is a consequence."""
     failed = [(rank, outcome.error, outcome.trace) for rank, outcome in outcomes.items() if outcome.error]
     if not failed:
         return
@@ -175,20 +175,20 @@ def _raise_first(processes: Processes, outcomes: Mapping[int, Outcome], nn_worke
 
 
 ANEW = ("nn_worker", "dense_ps")
-"""Roles that begin anew, together, when one of them has died."""
+"""Roles that restart together when one of them has died."""
 
 MADE_GOOD = (*ANEW, "embedding_ps")
-"""Roles whose death for good an attempt tells of."""
+"""Roles whose permanent death an attempt returns."""
 
 CONSEQUENCES = (RoleDiedError, DeadlineError, StalePushError)
-"""What NN workers raise because something has died."""
+"""Errors of NN workers that follow from a death."""
 
 
 class Recovery:
-    """What is known of one attempt.
+    """The deaths and the recovery point of one attempt.
 
     Args:
-        lapses: deaths of embedding PSs that return; in asynchronous modes they are out of phase then.
+        lapses: deaths of embedding PSs that restart; in asynchronous modes they are out of phase then.
     """
 
     def __init__(self, lapses: Sequence[RoleDiedError]) -> None:
@@ -197,16 +197,16 @@ class Recovery:
         self.kept: Any = None
 
     def keep(self, state: Any) -> None:
-        """Takes what NN workers give to `Connection.keep`."""
+        """Takes a recovery point from `Connection.keep`."""
         self.kept = state
 
     @property
     def spared(self) -> list[RoleDiedError]:
-        """Of NN workers that the others went on without."""
+        """Deaths of NN workers without which the others have continued."""
         return list(self.replacing.deaths.values()) if self.replacing is not None else []
 
     def deaths(self, error: Exception) -> list[RoleDiedError]:
-        """Which deaths an attempt has failed by, to be made good; none if it is not to be repeated.
+        """Returns the deaths that made an attempt fail, to recover from; empty if it cannot be repeated.
 
         Args:
             error: one of CONSEQUENCES.

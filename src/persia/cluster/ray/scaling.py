@@ -1,4 +1,4 @@
-"""Embedding workers and data loaders that come and go while training (docs/reference/protocol.md, section 8)."""
+"""Embedding workers and data loaders that join and leave during training (docs/reference/protocol.md, section 8)."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from persia.worker import WorkerOptions
 __all__ = ["DEPART_SECONDS", "await_leave", "check_count", "check_room", "free_ranks"]
 
 MOST = 256
-"""Of a role: a rank of an embedding worker is a byte of the batch id."""
+"""Maximum number of processes of a role: the rank of an embedding worker is one byte of the batch id."""
 
 LEAVE_SECONDS = 0.05
 DEPART_SECONDS = 5.0
 
 
 def free_ranks(role: str, taken: Collection[int], count: int) -> list[int]:
-    """The lowest ranks that nobody has; a rank that has had somebody gets a new incarnation with the next one.
+    """Returns the lowest free ranks. A rank that was in use before gets a new incarnation.
 
     Raises:
-        ConfigError: there are not so many.
+        ConfigError: there are too few.
     """
     free = [rank for rank in range(MOST) if rank not in taken]
     if count > len(free):
@@ -41,16 +41,16 @@ def free_ranks(role: str, taken: Collection[int], count: int) -> list[int]:
 
 
 def check_count(name: str, value: object) -> None:
-    """Raises ConfigError unless there can be so many of a role."""
+    """Raises ConfigError unless the number of processes of a role is valid."""
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST:
         raise ConfigError(f"Ray.{name} = {value!r}; give a whole number from 1 to {MOST}.", field=f"cluster.{name}")
 
 
 def check_room(embedding_workers: int, data_loaders: int, nn_workers: int) -> None:
-    """What data loaders may have ready must fit the embedding workers: a registration is to wait only behind a fault.
+    """Checks that the embedding workers can buffer all ready batches, so that a registration waits only after a fault.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: they cannot.
     """
     ready, room = data_loaders * nn_workers * AHEAD, embedding_workers * WorkerOptions().capacity
     if ready >= room:
@@ -62,17 +62,17 @@ def check_room(embedding_workers: int, data_loaders: int, nn_workers: int) -> No
 
 
 def await_leave(process: Process, coordinator: Coordinator, timeout: float, trains: Callable[[], bool]) -> None:
-    """Waits until a process that has been asked to leave has nothing left, and says that it is gone.
+    """Waits until a leaving process has no work left, and reports its departure.
 
     Args:
         process: an embedding worker or data loader.
-        coordinator: is told.
-        timeout: seconds that this may take.
-        trains: whether batches are being used up: at rest nobody takes what lies at an embedding worker, and data
-            loaders register it again elsewhere.
+        coordinator: gets the report.
+        timeout: deadline in seconds.
+        trains: whether training consumes batches. If not, batches stay at an embedding worker, and data loaders
+            register them again elsewhere.
 
     Raises:
-        DeadlineError: it still has batches.
+        DeadlineError: the process still has batches.
     """
     end = time.monotonic() + timeout
     try:
@@ -88,7 +88,7 @@ def await_leave(process: Process, coordinator: Coordinator, timeout: float, trai
     except ray.exceptions.GetTimeoutError as error:
         raise _late(process, "does not answer", timeout) from error
     except ray.exceptions.RayActorError:
-        pass  # It has died meanwhile: what it had is lost, and counted where it was taken.
+        pass  # It has died meanwhile. Its batches are lost, and counted by the NN workers.
     if process.info is not None:
         rpc.within(coordinator, DEPART_SECONDS).depart(process.role, process.rank, process.info.incarnation)
 
