@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Iterable
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from chaos_records import Pushes, Row
+from chaos_records import WHOLE, Pushes
 
 import persia
 from persia.checkpoint import CheckpointReader, list_checkpoints
@@ -20,68 +21,122 @@ ROUNDING = 1e-4
 """Of a row, relative to the sum of its gradients: the order of updates is not that of the reference."""
 
 MOST_NAMED = 3
+EVICTING = ("extra_0",)
+"""Tables whose rows are evicted."""
+LEAST_COMPARED = 40_000
+"""Rows of `WHOLE` whose values must have been compared, of 50,000."""
 
 
-def rows_of(servers: Iterable[Any]) -> dict[Row, tuple[int, Any]]:
-    """Update count and embedding of all rows."""
-    found = {}
+class Rows(NamedTuple):
+    """The rows of one table.
+
+    Attributes:
+        ids: ascending, `[n]`.
+        counts: number of updates, `[n]`.
+        embeddings: `[n, dim]`.
+    """
+
+    ids: Any
+    counts: Any
+    embeddings: Any
+
+    def of(self, ids: Any) -> tuple[Any, Any]:
+        """Where these ids are, and whether they are there at all."""
+        places = np.minimum(np.searchsorted(self.ids, ids), max(len(self.ids) - 1, 0))
+        return places, self.ids[places] == ids
+
+
+def rows_of(servers: Iterable[Any]) -> dict[str, Rows]:
+    """The rows of all PSs, by table."""
+    chunks: dict[str, list[Any]] = defaultdict(list)
     for server in servers:
         for chunk in server.export_rows():
-            arrays = chunk.arrays
-            for number, count, values in zip(
-                arrays["ids"].tolist(), arrays["update_count"].tolist(), arrays["embeddings"], strict=True
-            ):
-                found[chunk.table, number] = count, values
+            columns = ("ids", "update_count", "embeddings")
+            chunks[chunk.table].append([chunk.arrays[name].copy() for name in columns])
+    found = {}
+    for table, parts in chunks.items():
+        ids, updates, embeddings = map(np.concatenate, zip(*parts, strict=True))
+        order = np.argsort(ids)
+        found[table] = Rows(ids[order], updates[order], embeddings[order])
     return found
 
 
-def counts(rows: dict[Row, tuple[int, Any]], pushes: Pushes, acknowledged: bool = True) -> list[str]:
+def counts(rows: Mapping[str, Rows], pushes: Mapping[str, Pushes], acknowledged: bool = True) -> list[str]:
     """Every update that was acknowledged is there, and none that was not asked for, nor one twice.
 
-    What was under way when a process was killed may be there or not.
+    An update that was in progress when a process was killed may be there or not; an evicted row has lost its updates.
 
     Args:
-        rows: of the PSs.
-        pushes: their records.
-        acknowledged: whether an answer means that the update was made; in asynchronous modes it is summed first.
+        rows: of the PSs, by table.
+        pushes: recorded by the PSs, by table.
+        acknowledged: whether an answer means that the update was made; asynchronous modes sum it first.
     """
     wrong = []
-    for row, begun in pushes.begun.items():
-        least = len(begun & pushes.done) if acknowledged else 0
-        found = rows.get(row, (0, None))[0]
-        if not least <= found <= len(begun):
-            wrong.append(f"{row} has {found} updates, {least} were acknowledged and {len(begun)} begun")
+    for table, of in pushes.items():
+        places, there = rows[table].of(of.ids)
+        found = np.where(there, rows[table].counts[places], 0)
+        least = of.done if acknowledged and table not in EVICTING else np.zeros_like(of.done)
+        for i in np.flatnonzero((found < least) | (found > of.begun)).tolist():
+            asked = f"{least[i]} were acknowledged and {of.begun[i]} begun"
+            wrong.append(f"{(table, int(of.ids[i]))} has {found[i]} updates, {asked}")
     return _some("update counts", wrong)
 
 
-def values(rows: dict[Row, tuple[int, Any]], pushes: Pushes, learning_rate: float, seed: int) -> list[str]:
-    """Every row whose gradients were all acknowledged, or refused, is its initial value minus their sum, by SGD.
+def values(
+    rows: Mapping[str, Rows], pushes: Mapping[str, Pushes], learning_rate: float, seed: int
+) -> tuple[list[str], dict[str, int]]:
+    """Every row whose gradients were all acknowledged or refused is its initial value minus their sum, by SGD.
+
+    Where rows are evicted, only those with all their updates are compared: the others have begun again.
 
     Args:
-        rows: of the PSs.
-        pushes: their records.
+        rows: of the PSs, by table.
+        pushes: recorded by the PSs, by table.
         learning_rate: of SGD.
         seed: of the initial values.
+
+    Returns:
+        What is wrong, and how many rows were compared, by table.
     """
-    known = pushes.done | pushes.refused
-    settled = [row for row, begun in pushes.begun.items() if begun <= known and row in pushes.sums]
-    wrong = [] if settled else ["there is none whose gradients are all known"]
-    for table in sorted({table for table, _ in settled}):
-        ids = sorted(number for name, number in settled if name == table)
-        initial = _initial_values(table, ids, len(pushes.sums[table, ids[0]]), seed)
-        for number, start in zip(ids, initial, strict=True):
-            change = learning_rate * pushes.sums[table, number]
-            found = rows[table, number][1]
-            if not np.allclose(found, start - change, rtol=0, atol=ROUNDING * (1 + float(np.abs(change).max()))):
-                wrong.append(f"{(table, number)} is {found}, not {start - change}")
-    return _some("rows", wrong)
+    wrong, compared = [], {}
+    for table, of in pushes.items():
+        places, there = rows[table].of(of.ids)
+        settled = of.known & (of.done > 0)
+        if table in EVICTING:
+            settled &= there & (rows[table].counts[places] == of.begun)
+        ids, changes = of.ids[settled], learning_rate * of.sums[settled]
+        compared[table] = len(ids)
+        if not len(ids):
+            continue
+        expected = _initial_values(table, ids, changes.shape[1], seed) - changes
+        found = np.where(there[settled, None], rows[table].embeddings[places[settled]], np.nan)
+        bound = ROUNDING * (1 + np.abs(changes).max(axis=1, keepdims=True))
+        for i in np.flatnonzero(~(np.abs(found - expected) <= bound).all(axis=1)).tolist():
+            wrong.append(f"{(table, int(ids[i]))} is {found[i]}, not {expected[i]}")
+    if compared.get(WHOLE, 0) < LEAST_COMPARED:
+        wrong.append(f"only {compared.get(WHOLE, 0)} of {WHOLE} could be compared, not {LEAST_COMPARED}")
+    return _some("rows", wrong), compared
 
 
-def _initial_values(table: str, ids: list[int], dim: int, seed: int) -> Any:
+def stale(dropped: int, restarts: int, tolerance: int, nn_workers: int, rows_of_a_batch: int) -> list[str]:
+    """Gba drops rows of gradients only for what a restart left in flight.
+
+    Args:
+        dropped: rows of gradients that were too old.
+        restarts: deaths of embedding PSs and NN workers.
+        tolerance: of the mode, in steps.
+        nn_workers: how many push.
+        rows_of_a_batch: most that one push has.
+    """
+    most = restarts * nn_workers * (tolerance + 2) * rows_of_a_batch
+    return [f"stale gradients: {dropped} rows dropped, at most {most} expected"] if dropped > most else []
+
+
+def _initial_values(table: str, ids: Any, dim: int, seed: int) -> Any:
     schema = persia.Schema([persia.IdFeature(table, dim)])
     cluster = persia.cluster.Embedded(1)
     (server,) = cluster.connect(schema, persia.optim.SGD(lr=1.0), persia.modes.Sync(), seed).servers
-    return server.lookup({table: np.array(ids, np.uint64)}, True)[table]
+    return server.lookup({table: ids}, True)[table]
 
 
 def checkpoints(folder: Path, spoiled: Collection[int]) -> list[str]:

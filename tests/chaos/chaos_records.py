@@ -7,7 +7,7 @@ import os
 import pickle
 import struct
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +18,8 @@ from persia.errors import StalePushError
 Key = tuple[int, ...]
 """Of what changes a row at most once: a push, or the step that it is summed into."""
 
-Row = tuple[str, int]
-"""Table and id."""
+WHOLE = "many"
+"""The table whose rows are all compared by value."""
 
 
 class Recorded:
@@ -28,7 +28,7 @@ class Recorded:
     Args:
         role: the PS.
         folder: of the files.
-        every: of the ids, only so many-th ones are written down.
+        every: only every so many-th id is recorded; of the table `WHOLE` all are.
     """
 
     def __init__(self, role: Any, folder: str, every: int) -> None:
@@ -47,7 +47,7 @@ class Recorded:
         def push(header: Any, gradients: Any) -> Any:
             known = {}
             for table, (ids, values) in gradients.items():
-                mine = ids % np.uint64(self._every) == 0
+                mine = ids % np.uint64(1 if table == WHOLE else self._every) == 0
                 known[table] = (ids[mine].copy(), values[mine].copy())
             self._write(("begun", tuple(header), known))
             try:
@@ -66,57 +66,98 @@ class Recorded:
 
 
 class Pushes(NamedTuple):
-    """What all PSs have written down.
+    """What all PSs have recorded of one table, by row. A push counts once; where a mode sums a step, so does the step.
 
     Attributes:
-        begun: by row, which pushes (or steps) had a gradient for it.
-        done: those of them that were answered.
-        refused: those that were refused: a step for which NN workers that have begun anew will not push any more.
-        sums: by row, the sum of its gradients, each push (or the average of each step) once; without those refused.
+        ids: of rows with a gradient, ascending, `[n]`.
+        begun: number of pushes with a gradient for the row, `[n]`.
+        done: those of them that were answered, `[n]`.
+        known: whether each push of the row was answered or refused, `[n]`. Refused is a step that NN workers that have
+            restarted will not complete.
+        sums: of the row's gradients, each push (or the average of each step) once, without those refused, `[n, dim]`.
     """
 
-    begun: dict[Row, set[Key]]
-    done: set[Key]
-    refused: set[Key]
-    sums: dict[Row, Any]
+    ids: Any
+    begun: Any
+    done: Any
+    known: Any
+    sums: Any
 
 
-def collect(folder: Path, by_step: bool, tables: Collection[str]) -> Pushes:
-    """Reads the files.
+class _Gradients(NamedTuple):
+    """Gradients of all pushes to one table, in the order of the records: `push` numbers the keys."""
+
+    ids: list[Any]
+    pushes: list[Any]
+    ranks: list[Any]
+    weights: list[Any]
+    values: list[Any]
+
+
+def collect(folder: Path, by_step: bool) -> dict[str, Pushes]:
+    """Reads the files; returns the pushes by table.
 
     Args:
-        folder: of them.
+        folder: of the files.
         by_step: whether the pushes of a step are one update, as the mode sums them.
-        tables: that count: not those from which rows are evicted.
     """
-    begun: dict[Row, set[Key]] = defaultdict(set)
-    done: set[Key] = set()
-    refused: set[Key] = set()
-    parts: dict[tuple[Row, Key], dict[int, tuple[int, Any]]] = defaultdict(dict)
+    numbers: dict[Key, int] = {}
+    done: set[int] = set()
+    refused: set[int] = set()
+    tables: dict[str, _Gradients] = defaultdict(lambda: _Gradients([], [], [], [], []))
     for what, header, gradients in _records(folder):
         generation, rank, sequence, step, weight = header[:5]
         key: Key = (generation, step) if by_step else (generation, rank, sequence)
+        push = numbers.setdefault(key, len(numbers))
         if what == "done":
-            done.add(key)
-            continue
-        if what == "refused":
-            refused.add(key)
-            continue
-        for table, (ids, values) in gradients.items():
-            if table not in tables:
-                continue
-            for number, value in zip(ids.tolist(), values, strict=True):
-                row = table, number
-                begun[row].add(key)
-                parts[row, key].setdefault(rank, (weight, value))
-    refused -= done
-    sums: dict[Row, Any] = {}
-    for (row, key), of in parts.items():
-        if key not in refused:  # The average as `Reduction.PER_ID` has it.
-            total = sum(weight for weight, _ in of.values())
-            average = sum(weight / total * value.astype(np.float64) for weight, value in of.values())
-            sums[row] = sums.get(row, 0.0) + average
-    return Pushes(begun, done, refused, sums)
+            done.add(push)
+        elif what == "refused":
+            refused.add(push)
+        else:
+            for table, (ids, values) in gradients.items():
+                of = tables[table]
+                of.ids.append(ids)
+                of.values.append(values)
+                for column, value in ((of.pushes, push), (of.ranks, rank), (of.weights, weight)):
+                    column.append(np.full(len(ids), value))
+    outcome = np.zeros(len(numbers), np.int8)
+    outcome[list(refused - done)] = _REFUSED
+    outcome[list(done)] = _DONE
+    return {table: _by_row(of, outcome) for table, of in tables.items()}
+
+
+_REFUSED, _DONE = 1, 2
+
+
+def _by_row(of: _Gradients, outcome: Any) -> Pushes:
+    ids, pushes, ranks, weights, values = map(np.concatenate, of)
+    order = np.lexsort((ranks, pushes, ids))  # Stable: of a push that was repeated, the first record comes first.
+    ids, pushes, ranks = ids[order], pushes[order], ranks[order]
+    first = _starts(ids, pushes, ranks)
+    order, ids, pushes = order[first], ids[first], pushes[first]
+    weights, values = weights[order].astype(np.float64), values[order]
+    # The average over the ranks that have the row, as `Reduction.PER_ID` has it.
+    update = np.flatnonzero(_starts(ids, pushes))
+    total = np.add.reduceat(weights, update)
+    share = weights / np.repeat(total, np.diff(np.append(update, len(ids))))
+    averages = np.add.reduceat(values * share[:, None], update, axis=0)
+    ids, outcomes = ids[update], outcome[pushes[update]]
+    averages[outcomes == _REFUSED] = 0.0
+    row = np.flatnonzero(_starts(ids))
+    return Pushes(
+        ids[row],
+        np.diff(np.append(row, len(ids))),
+        np.add.reduceat((outcomes == _DONE).astype(np.int64), row),
+        np.minimum.reduceat(outcomes, row) > 0,
+        np.add.reduceat(averages, row, axis=0),
+    )
+
+
+def _starts(*columns: Any) -> Any:
+    """Where any of the columns differs from the row before, `[n]`."""
+    found = np.ones(len(columns[0]), bool)
+    found[1:] = np.logical_or.reduce([column[1:] != column[:-1] for column in columns])
+    return found
 
 
 def _records(folder: Path) -> Iterator[Any]:

@@ -23,16 +23,17 @@ from unittest import mock
 
 from chaos_hosts import proxied
 from chaos_injectors import Chaos, Site
-from chaos_invariants import Before, checkpoints, connected, counts, quality, rows_of, values
+from chaos_invariants import Before, checkpoints, connected, counts, quality, rows_of, stale, values
 from chaos_records import collect
 from chaos_schedule import KINDS, ON_MEMORY, draw
-from chaos_training import LEARNING_RATE, MODES, make_data, make_schema, make_test_data, make_trainer
+from chaos_training import BATCH, LEARNING_RATE, MODES, make_data, make_schema, make_test_data, make_trainer
 
 import persia
 from persia.cluster.ray import cluster as on_ray
 from support.cluster_samples import eventually, pids
 
 REGION_MEBIBYTES = 64
+NN_WORKERS = 2
 
 
 class Plan(NamedTuple):
@@ -45,7 +46,7 @@ class Plan(NamedTuple):
         mode: one of `MODES`.
         steps: global steps that are trained at least; more, if the faults take longer.
         chunk: steps of one call of `fit`.
-        every: of the ids, only so many-th are watched.
+        every: only every so many-th id is watched; of the table `many` all are.
     """
 
     seed: int
@@ -68,6 +69,9 @@ class Outcome(NamedTuple):
         training: seconds of steps that counted.
         wall: seconds in all.
         auc: at the end, with faults and without.
+        compared: rows whose values were compared, by table; none where the mode weighs gradients by their age.
+        counted: rows whose update counts were compared.
+        stale: rows of gradients that Gba dropped as too old.
     """
 
     wrong: list[str]
@@ -77,6 +81,9 @@ class Outcome(NamedTuple):
     training: float
     wall: float
     auc: tuple[float, float]
+    compared: dict[str, int]
+    counted: int
+    stale: int
 
 
 def run(plan: Plan, folder: Path, told: Callable[[str], None] = lambda _: None) -> Outcome:
@@ -97,12 +104,13 @@ def run(plan: Plan, folder: Path, told: Callable[[str], None] = lambda _: None) 
             chaos = Chaos(site, faults, lambda fault: told(f"{fault.kind} {fault.role}"))
             began = time.monotonic()
             chaos.start()
-            training, deaths = 0.0, 0
+            training, deaths, dropped = 0.0, 0, Dropped()
             try:
                 while chaos.is_alive() or trainer.global_step < plan.steps:
                     result = trainer.fit(make_data(), max_steps=plan.chunk)
                     training += result.seconds
                     deaths += result.failures
+                    dropped.add(trainer.embeddings.connection.servers)
             finally:
                 chaos.give_up()
                 chaos.join()
@@ -116,16 +124,38 @@ def run(plan: Plan, folder: Path, told: Callable[[str], None] = lambda _: None) 
         with contextlib.suppress(AssertionError):  # It is said below.
             eventually(lambda: not before.left(site.seen, ports, site.regions), "nothing is left", 30.0)
         wrong += before.left(site.seen, ports, site.regions)
-    watched = [feature.name for feature in make_schema().id_features if feature.name != "extra_0"]
-    pushes = collect(folder / "pushes", by_step=plan.mode != "hybrid", tables=watched)
+    pushes = collect(folder / "pushes", by_step=plan.mode != "hybrid")
     wrong += counts(rows, pushes, acknowledged=plan.mode != "gba")
+    compared: dict[str, int] = {}
     if plan.mode != "gba":
-        wrong += values(rows, pushes, LEARNING_RATE, seed=0)
+        apart, compared = values(rows, pushes, LEARNING_RATE, seed=0)
+        wrong += apart
+    else:
+        restarts = deaths + sum(fault[1:3] == ("kill", "embedding_ps") for fault in chaos.made)
+        rows_of_a_batch = BATCH * len(make_schema().id_features)
+        wrong += stale(dropped.rows, restarts, MODES["gba"].tolerance, NN_WORKERS, rows_of_a_batch)
     wrong += checkpoints(site.checkpoints, site.spoiled)
     undisturbed = _undisturbed(plan, trainer.global_step, folder)
     wrong += quality(auc, undisturbed)
     made = dict(Counter(fault.kind for fault in chaos.made))
-    return Outcome(wrong, made, deaths, trainer.global_step, training, wall, (auc, undisturbed))
+    counted = sum(len(of.ids) for of in pushes.values())
+    aucs = auc, undisturbed
+    return Outcome(wrong, made, deaths, trainer.global_step, training, wall, aucs, compared, counted, dropped.rows)
+
+
+class Dropped:
+    """Counts the rows of gradients that PSs have dropped, also those of PSs that have been killed since."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self._seen: dict[int, int] = {}
+
+    def add(self, servers: Any) -> None:
+        """Asks the PSs."""
+        for number, server in enumerate(servers):
+            dropped, before = server.slots().stale, self._seen.get(number, 0)
+            self.rows += dropped - before if dropped >= before else dropped  # A new process begins with 0.
+            self._seen[number] = dropped
 
 
 def _undisturbed(plan: Plan, steps: int, folder: Path) -> float:
@@ -153,7 +183,7 @@ def _hosts(pushes: str, every: int) -> dict[str, type]:
 
 def _cluster(site: Site) -> Any:
     options = persia.cluster.RayOptions(threads=1, timeout=120.0, restarts=1000, regions=str(site.regions))
-    return persia.cluster.Ray(2, 2, 1, 2, options)
+    return persia.cluster.Ray(2, 2, 1, NN_WORKERS, options)
 
 
 @contextlib.contextmanager
@@ -178,7 +208,7 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=60)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--mode", choices=sorted(MODES), default="hybrid")
-    parser.add_argument("--every", type=int, default=4, help="of the ids, so many-th ones are watched")
+    parser.add_argument("--every", type=int, default=4, help="watch only every so many-th id, of the table `many` all")
     arguments = parser.parse_args()
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

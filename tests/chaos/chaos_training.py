@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import chaos_disk  # noqa: F401  It registers the disk.
+import numpy as np
 import torch
 
 import persia
@@ -16,6 +19,7 @@ LEARNING_RATE = 5.0
 MODES: dict[str, Mode] = {"hybrid": Hybrid(2), "sync": Sync(), "gba": Gba(2 * BATCH)}
 TEST_BATCHES = 200
 MOST_EXTRA = 200_000
+MANY = 50_000
 
 
 class Net(FFNN):
@@ -44,9 +48,27 @@ def make_trainer(cluster: Any, mode: str, checkpoints: str | None) -> persia.Tra
     )
 
 
-def make_data() -> Any:
-    """Few ids, so that the AUC is soon what it will be; and ever new ones, so that regions grow."""
-    return persia.data.synthetic(
+@dataclasses.dataclass(frozen=True)
+class Log:
+    """A synthetic click log with one more feature: `many` has `MANY` ids, which tell nothing about the label."""
+
+    clicks: Any
+
+    def batches(self, epoch: int = 0, start: int = 0) -> Iterator[persia.Batch]:
+        for batch in self.clicks.batches(epoch, start):
+            many = persia.IdColumn(batch.id_features["extra_0"].values % np.uint64(MANY))
+            yield dataclasses.replace(batch, id_features={**batch.id_features, "many": many})
+
+    def __iter__(self) -> Iterator[persia.Batch]:
+        return self.batches()
+
+    def shard(self, index: int, count: int) -> Log:
+        return Log(self.clicks.shard(index, count))
+
+
+def make_data() -> Log:
+    """Few ids, so that the AUC is soon what it will be; ever new ones, so that regions grow; and many that return."""
+    clicks = persia.data.synthetic(
         1 << 40,
         id_features=3,
         ids_per_feature=10,
@@ -56,12 +78,14 @@ def make_data() -> Any:
         dim=8,
         seed=1,
     )
+    return Log(clicks)
 
 
 def make_schema() -> persia.Schema:
-    found = make_data().schema
-    tables = [persia.Table("extra_0", 8, capacity=MOST_EXTRA)]
-    return persia.Schema(found.id_features, found.dense_features, found.labels, tables)
+    found = make_data().clicks.schema
+    features = [*found.id_features, persia.IdFeature("many", dim=8)]
+    tables = [persia.Table("extra_0", 8, capacity=MOST_EXTRA), persia.Table("many", 8, capacity=4 * MANY)]
+    return persia.Schema(features, found.dense_features, found.labels, tables)
 
 
 def make_test_data() -> list[persia.Batch]:

@@ -6,8 +6,15 @@ import pytest
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
 
+import numpy as np
+from chaos_invariants import Rows, counts, stale, values
+from chaos_records import Recorded, collect
 from chaos_run import Plan, run
 from chaos_schedule import KINDS, draw
+
+from persia.errors import StalePushError
+
+LEARNING_RATE = 0.5
 
 
 def test_a_schedule_is_drawn_from_its_seed():
@@ -16,6 +23,68 @@ def test_a_schedule_is_drawn_from_its_seed():
     assert [fault.at for fault in faults] == sorted(fault.at for fault in faults)
     assert {fault.kind for fault in faults} == set(KINDS)
     assert sum((fault.kind, fault.role) == ("kill", "nn_worker") for fault in draw(1, 1.0, 600)) == 15
+
+
+class Role:
+    """Takes every push, but those of the step 9."""
+
+    def push(self, header, gradients):
+        if header[3] == 9:
+            raise StalePushError("too old")
+        return {}
+
+
+@pytest.fixture
+def pushes(tmp_path):
+    """Table `many`, all ids, and `id_0`, even ids only: of steps 1 and 2 two ranks, a repeated and a refused push."""
+    role = Recorded(Role(), str(tmp_path), 2)
+    gradients = {name: (np.arange(4, dtype=np.uint64), np.ones((4, 2), np.float32)) for name in ("many", "id_0")}
+    for header in ((0, 0, 1, 1, 3), (0, 1, 1, 1, 1), (0, 0, 2, 2, 4), (0, 0, 2, 2, 4)):
+        role.push(header, gradients)
+    with pytest.raises(StalePushError):
+        role.push((0, 0, 9, 9, 4), gradients)
+    return tmp_path
+
+
+def test_pushes_are_counted_once_by_row(pushes):
+    found = collect(pushes, by_step=False)
+    assert found["many"].ids.tolist() == [0, 1, 2, 3]
+    assert found["id_0"].ids.tolist() == [0, 2]
+    assert (found["many"].begun[0], found["many"].done[0], found["many"].known[0]) == (4, 3, True)
+    assert found["many"].sums.tolist() == [[3.0, 3.0]] * 4
+    steps = collect(pushes, by_step=True)["many"]
+    assert (steps.begun[0], steps.done[0], steps.sums[0].tolist()) == (3, 2, [2.0, 2.0])
+
+
+def test_a_row_that_is_wrong_is_found(pushes, monkeypatch):
+    monkeypatch.setattr("chaos_invariants.LEAST_COMPARED", 4)
+    monkeypatch.setattr("chaos_invariants._initial_values", lambda table, ids, dim, seed: np.full((len(ids), dim), 7.0))
+    found = {"many": collect(pushes, by_step=False)["many"]}
+    ids, embeddings = np.arange(4, dtype=np.uint64), np.full((4, 2), 7.0 - 3 * LEARNING_RATE)
+    rows = {"many": Rows(ids, np.full(4, 3), embeddings)}
+    assert counts(rows, found) == []
+    assert values(rows, found, LEARNING_RATE, 0) == ([], {"many": 4})
+    off = embeddings.copy()
+    off[2, 1] += 0.01
+    wrong, _ = values({"many": Rows(ids, np.full(4, 3), off)}, found, LEARNING_RATE, 0)
+    assert len(wrong) == 1
+    assert "('many', 2) is" in wrong[0]
+    for updates in (2, 5):
+        assert len(counts({"many": Rows(ids, np.array([3, updates, 3, 3]), embeddings)}, found)) == 1
+    missing = {"many": Rows(ids[:3], np.full(3, 3), embeddings[:3])}
+    assert len(counts(missing, found)) == len(values(missing, found, LEARNING_RATE, 0)[0]) == 1
+
+
+def test_too_few_compared_rows_are_a_failure(pushes, monkeypatch):
+    monkeypatch.setattr("chaos_invariants._initial_values", lambda table, ids, dim, seed: np.full((len(ids), dim), 7.0))
+    found = {"many": collect(pushes, by_step=False)["many"]}
+    rows = {"many": Rows(np.arange(4, dtype=np.uint64), np.full(4, 3), np.full((4, 2), 5.5))}
+    assert values(rows, found, LEARNING_RATE, 0)[0] == ["rows: only 4 of many could be compared, not 40000"]
+
+
+def test_more_stale_gradients_than_restarts_explain_are_a_failure():
+    assert stale(10_000, 1, 3, 2, 1000) == []
+    assert len(stale(10_001, 1, 3, 2, 1000)) == len(stale(1, 0, 3, 2, 1000)) == 1
 
 
 @pytest.mark.usefixtures("ray_here")
