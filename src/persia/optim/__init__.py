@@ -1,7 +1,7 @@
 """Optimizers: declarations for the rows of embedding tables, and APMSqueeze for the network.
 
-The rules of the former are in the native store and in `persia.store.reference_optim`. The latter needs torch, and is
-loaded when it is first used.
+The update rules of rows are in the native store and in `persia.store.reference_optim`. APMSqueeze needs torch and is
+imported on first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""APMSqueeze: Adam until v has settled, then momentum SGD preconditioned by it, which sends one bit per parameter.
+"""APMSqueeze: Adam until v has stabilised, then momentum SGD preconditioned by v, which sends one bit per parameter.
 
 "APMSqueeze: A Communication Efficient Adam-Preconditioned Momentum SGD Algorithm", arXiv 2008.11343, Algorithm 1.
 Lines 6, 7, 9, 10 and 11 are methods of :class:`persia.optim.buckets.Bucket`; `_squeeze` below has them in order.
@@ -30,14 +30,14 @@ __all__ = ["APMSqueeze"]
 _log = logging.getLogger("persia.optim")
 
 SKIPS = 20
-"""So many skipped steps in a row are no search for a loss scale any more: that halves from 65,536."""
+"""Number of consecutive skipped steps that is too high for a search for a loss scale, which halves from 65,536."""
 
 
 class _Agreed(NamedTuple):
-    """What all workers know of a step.
+    """Facts about a step that all workers agree on.
 
     Attributes:
-        finite: whether all gradients of all workers are.
+        finite: whether all gradients of all workers are finite.
         norm: root mean square of the norms of the workers' gradients, unscaled.
         ready: by cohort, whether all would end the warm-up.
         active: by parameter, whether any worker has a gradient for it.
@@ -50,17 +50,17 @@ class _Agreed(NamedTuple):
 
 
 class APMSqueeze(torch.optim.Optimizer):
-    """Adam that sends one bit per parameter, once it has warmed up. Not thread-safe; `step` blocks.
+    """Adam that sends one bit per parameter after a warm-up. Not thread-safe; `step` blocks.
 
-    It averages over the workers of a torch process group by itself, inside `step`: do not wrap the model in
-    DistributedDataParallel. The gradient of each worker is that of its own batch, and all workers count alike. With one
-    worker, or without torch.distributed, it works likewise, compression included. Every worker must call `step`
-    equally often.
+    `step` averages over the workers of a torch process group itself, so do not wrap the model in
+    DistributedDataParallel. The gradient of each worker is that of its own batch, and all workers have the same weight.
+    With one worker, or without torch.distributed, the optimizer works the same way, including compression. All workers
+    must call `step` the same number of times.
 
-    When torch.distributed is initialised, parameters become those of the first worker here: this is a collective. A
-    step in which a gradient of any worker is not finite is skipped by all, and counted. Parameters without gradient on
-    all workers stay as they are; those that get their first gradient later warm up by themselves. Momentum, v and
-    errors are float32.
+    If torch.distributed is initialised, the constructor is a collective that broadcasts the first worker's parameters.
+    If a gradient of any worker is not finite, all workers skip the step and count it. Parameters without gradient on
+    all workers do not change. Parameters that get their first gradient later have a warm-up of their own. Momentum, v
+    and errors are float32.
 
     Args:
         params: parameters or parameter groups, all on one device.
@@ -68,13 +68,13 @@ class APMSqueeze(torch.optim.Optimizer):
         betas: decay of the momentum and, during the warm-up, of v.
         eps: added to sqrt(v).
         weight_decay: decoupled: a step multiplies parameters by 1 - lr * weight_decay, as AdamW does.
-        options: the rest.
+        options: further options.
 
     Raises:
-        ConfigError: an argument is not valid; the model is wrapped in DistributedDataParallel; workers were made
-            differently.
-        DeadlineError: by whatever talks to the other workers: somebody was late or has died; it names the ranks. The
-            optimizer cannot be used any more: start the workers again from a checkpoint.
+        ConfigError: an argument is invalid; the model is wrapped in DistributedDataParallel; or workers have different
+            arguments.
+        DeadlineError: a worker was late or died during a collective; the message names the ranks. The optimizer cannot
+            be used any more; restart the workers from a checkpoint.
     """
 
     def __init__(
@@ -100,13 +100,13 @@ class APMSqueeze(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         if self.param_groups[0]["params"][0].device.type == "cpu":
             self._pool = ThreadPool(torch.get_num_threads())
-        self._step_supports_amp_scaling = True  # GradScaler leaves the decision to skip to us, as all must agree.
+        self._step_supports_amp_scaling = True  # GradScaler lets us decide to skip, as all workers must agree.
         refuse_ddp(self._parameters())
         if dist.is_initialized():
             self._connected()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters, which become those of the first worker. All workers must call it."""
+        """Adds parameters and broadcasts the first worker's values. All workers must call it."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         beta1, beta2 = group["betas"]
@@ -135,13 +135,13 @@ class APMSqueeze(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of all parameters. Blocks until all workers have made it.
+        """Updates all parameters. Blocks until all workers have done so.
 
         Args:
             closure: computes gradients and returns the loss.
 
         Returns:
-            The loss of the closure, if there is one.
+            The loss of the closure, if given.
 
         Raises:
             ConfigError: see the class; or a gradient is sparse.
@@ -151,7 +151,7 @@ class APMSqueeze(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._began:  # Somebody may have wrapped the model since.
+        if not self._began:  # The model may have been wrapped since.
             refuse_ddp(self._parameters())
             self._began = True
         exchange = self._connected()
@@ -186,14 +186,14 @@ class APMSqueeze(torch.optim.Optimizer):
         if self._skipped_in_a_row == SKIPS:
             longer = "" if self.phase == "warmup" else ", and a longer warm-up if it went well before v was frozen"
             _log.warning(
-                "APMSqueeze: %d steps in a row were skipped, as gradients are not finite. The network has diverged and "
-                "will not come back: go on from a checkpoint, with a smaller learning rate%s.",
+                "APMSqueeze skipped %d steps in a row, as gradients are not finite. The network has diverged; restart "
+                "from a checkpoint, with a smaller learning rate%s.",
                 SKIPS,
                 longer,
             )
 
     def _warm_up(self, cohorts: list[tuple[Cohort, list[Rule]]]) -> None:
-        """Line 2: Adam with the average of the gradients, float32."""
+        """Runs line 2: Adam with the average of the gradients, float32."""
         exchange = self._connected()
         work = [(bucket, rules) for cohort, rules in cohorts for bucket in cohort.buckets]
         waits = [
@@ -205,7 +205,7 @@ class APMSqueeze(torch.optim.Optimizer):
         factor = 1.0 / exchange.size
         if self.options.clip_norm is not None and self.phase == "warmup" and work:
             total = sum_of_squares([bucket.error for bucket, _ in work], self._pool)
-            # A norm may be rounded otherwise elsewhere: the average is the same for all.
+            # Workers may round a norm differently, but its average is the same for all.
             norm = float(exchange.sum(torch.tensor([total**0.5], dtype=torch.float64), "norm")) * factor**2
             factor *= min(1.0, self.options.clip_norm / (norm + 1e-6))
         for bucket, rules in work:
@@ -214,7 +214,7 @@ class APMSqueeze(torch.optim.Optimizer):
             cohort.observe([rule.bias2 for rule in rules])
 
     def _squeeze(self, cohorts: list[tuple[Cohort, list[Rule]]]) -> None:
-        """Lines 6 to 11. What is packed of one bucket is under way while the next one is packed."""
+        """Runs lines 6 to 11. Sends one bucket while packing the next one."""
         exchange, momentum = self._connected(), self.options.communicate == "momentum"
         work = [(bucket, rules) for cohort, rules in cohorts for bucket in cohort.buckets]
         scattered, gathered = [], []
@@ -230,11 +230,11 @@ class APMSqueeze(torch.optim.Optimizer):
             bucket.apply(rules, momentum)
 
     def _key(self, bucket: int, stage: int) -> int:
-        """Of random choices: apart for each step, worker, bucket and stage; `Bucket.compress` adds the chunk."""
+        """Returns a random key per step, worker, bucket and stage; `Bucket.compress` adds the chunk."""
         exchange = self._connected()
         return (((self._steps * exchange.size + exchange.rank) * 65536 + bucket) * 2 + stage) * 65536
 
-    # --- what a step needs ------------------------------------------------------------------------------------
+    # --- parts of a step --------------------------------------------------------------------------------------
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -244,11 +244,11 @@ class APMSqueeze(torch.optim.Optimizer):
         if parameter.grad is None:
             return None
         if parameter.grad.layout != torch.strided:
-            raise ConfigError("APMSqueeze wants dense gradients; this one is sparse.", field="params")
+            raise ConfigError("APMSqueeze does not support sparse gradients; use dense ones.", field="params")
         return parameter.grad.detach().reshape(-1).float()
 
     def _unscaling(self) -> float:
-        """What GradScaler's scale makes necessary: it says so by attributes."""
+        """Returns the factor that undoes GradScaler's scale, which GradScaler passes as attributes."""
         if not hasattr(self, "found_inf"):
             return 1.0
         if self._scaler is None and self._connected().size > 1:
@@ -262,7 +262,7 @@ class APMSqueeze(torch.optim.Optimizer):
         return 1.0 if scale is None else 1.0 / float(scale)
 
     def _agree(self, gradients: Sequence[torch.Tensor | None], scale: float) -> _Agreed:
-        """Everything that all workers must know before a buffer changes, in one small sum."""
+        """Computes by one small sum all facts that workers must agree on before a buffer changes."""
         exchange = self._connected()
         total_square = sum_of_squares([g for g in gradients if g is not None], self._pool) * scale**2
         bad = not math.isfinite(total_square) or bool(getattr(self, "found_inf", 0.0))
@@ -279,7 +279,7 @@ class APMSqueeze(torch.optim.Optimizer):
         )
 
     def _enrol(self, agreed: _Agreed) -> None:
-        """Cohorts whose warm-up is over are frozen; parameters with their first gradient become a cohort."""
+        """Freezes cohorts whose warm-up is over; makes a cohort of parameters with their first gradient."""
         beta2 = {id(p): group["betas"][1] for group in self.param_groups for p in group["params"]}
         for cohort, ready in zip(self._cohorts, agreed.ready, strict=True):
             if ready:
@@ -299,7 +299,7 @@ class APMSqueeze(torch.optim.Optimizer):
     def _rules(
         self, cohort: Cohort, gradients: Sequence[torch.Tensor | None], active: Sequence[bool], scale: float
     ) -> list[Rule]:
-        """Of this step, by parameter of the cohort; counts it."""
+        """Makes the rules of this step by parameter of the cohort, and counts the step."""
         cohort.steps += 1
         index = {id(p): i for i, p in enumerate(self._parameters())}
         groups = {id(p): group for group in self.param_groups for p in group["params"]}
@@ -315,7 +315,7 @@ class APMSqueeze(torch.optim.Optimizer):
         return rules
 
     def _connected(self) -> Exchange:
-        """The other workers; at first use all check that they were made alike, and take the first one's parameters."""
+        """Connects to the other workers. On first use, checks equal arguments and broadcasts the parameters."""
         if self._exchange is None:
             parameters, options = self._parameters(), self.options
             refuse_ddp(parameters)
@@ -343,7 +343,7 @@ class APMSqueeze(torch.optim.Optimizer):
 
     @property
     def phase(self) -> Phase:
-        """Of the parameters that were there first: "warmup" or "compressed"."""
+        """The phase of the initial parameters: "warmup" or "compressed"."""
         if self._loaded is not None:
             cohorts = self._loaded[optimizer_state.HEADER]["cohorts"]
             phase: Phase = cohorts[0]["phase"] if cohorts else "warmup"
@@ -351,16 +351,16 @@ class APMSqueeze(torch.optim.Optimizer):
         return self._cohorts[0].phase if self._cohorts else "warmup"
 
     def attach_scaler(self, scaler: torch.amp.GradScaler) -> None:
-        """Makes a GradScaler see overflows of other workers too, so that all scales stay alike. Call it once."""
+        """Makes a GradScaler see overflows of all workers, so that all scales stay equal. Call it once."""
         self._scaler = scaler
 
     def statistics(self) -> dict[str, Any]:
-        """What happened so far, on this worker; for logs. Reads all errors, and never communicates.
+        """Returns statistics of this worker, for logs. Reads all errors; does not communicate.
 
         Returns:
-            `phase`; `steps` made and `skipped_steps`; `bytes_sent` by this worker in all, and `bytes_last_step`;
-            `compression_ratio`, of the last step: bytes of a float32 all-reduce / bytes sent (0 if nothing was);
-            `worker_error_norm` and `server_error_norm`, of this worker's errors.
+            `phase`; `steps` and `skipped_steps`; `bytes_sent` by this worker in total, and `bytes_last_step`;
+            `compression_ratio` of the last step: bytes of a float32 all-reduce / bytes sent (0 if none);
+            `worker_error_norm` and `server_error_norm` of this worker.
         """
         sent = self._exchange.sent if self._exchange is not None else 0
         squeezed = [c for c in self._cohorts if c.phase == "compressed"]
@@ -377,9 +377,9 @@ class APMSqueeze(torch.optim.Optimizer):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """This worker's own state, errors included; never communicates. Tensors are copies.
+        """Returns this worker's own state, including errors. Does not communicate. Tensors are copies.
 
-        It can be loaded by the same rank of as many workers. For anything else save what `consolidate` returns.
+        Only the same rank among the same number of workers can load it. Otherwise save the result of `consolidate`.
         """
         result = super().state_dict()
         if self._loaded is not None:  # Nothing has changed since.
@@ -390,10 +390,10 @@ class APMSqueeze(torch.optim.Optimizer):
         return {**result, **packed}
 
     def consolidate(self) -> dict[str, Any]:
-        """The state of all workers, in host memory, on each of them. A collective; blocks.
+        """Gathers the state of all workers into host memory on each of them. A collective; blocks.
 
-        It can be loaded by any number of workers: by as many, training goes on to the bit; else each takes the mean of
-        all worker errors. It holds the worker errors of all, so n times the parameters.
+        Any number of workers can load it. With the same number, training continues bit for bit; otherwise each worker
+        takes the mean of all worker errors. The state holds all worker errors, n times the size of the parameters.
 
         Raises:
             DeadlineError: see the class.
@@ -404,10 +404,11 @@ class APMSqueeze(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes a state of `state_dict` or `consolidate`. Never communicates; the next `step` shares it out.
+        """Loads a state of `state_dict` or `consolidate`. Does not communicate; the next `step` distributes it.
 
         Raises:
-            CheckpointError: it is not one for these parameters; by the next `step`: it is another worker's own.
+            CheckpointError: the state does not match the parameters. The next `step` raises it for the own state of
+                another worker.
         """
         optimizer_state.check(state_dict, self._parameters())
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
@@ -419,13 +420,13 @@ class APMSqueeze(torch.optim.Optimizer):
     # --- dense PSs --------------------------------------------------------------------------------------------
 
     def hand_over(self) -> averaged.Averaged:
-        """What goes on in its place where gradients come averaged: on dense PSs. A collective; blocks.
+        """Returns the optimizer that continues on dense PSs, where gradients are averaged. A collective; blocks.
 
-        What compression has held back so far is added to the momentum. Parameter groups are shared: a schedule reaches
-        both. Until `take_back`, call neither `step` nor anything that reads the state.
+        Adds the compression errors so far to the momentum. Parameter groups are shared, so a schedule affects both.
+        Until `take_back`, do not call `step` or read the state.
 
         Returns:
-            The same object at each call, with the state of now.
+            The same object at each call, with the current state.
 
         Raises:
             DeadlineError: see the class.
@@ -442,9 +443,9 @@ class APMSqueeze(torch.optim.Optimizer):
         return self._averaged
 
     def take_back(self) -> None:
-        """Goes on with the state that the result of `hand_over` has now. Never communicates.
+        """Takes over the current state of the result of `hand_over`. Does not communicate.
 
-        A warm-up may end at the next step. "auto" measures its window anew.
+        A warm-up may end at the next step. "auto" restarts its window.
         """
         assert self._averaged is not None
         state, steps = averaged.read(self._averaged, self._cohorts, self._parameters())

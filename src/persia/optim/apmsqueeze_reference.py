@@ -1,8 +1,8 @@
-"""APMSqueeze as it is written down: one process, n simulated workers, float64, loops. Slow; what the tests trust.
+"""Slow, readable reference of APMSqueeze for tests: one process, n simulated workers, float64, loops.
 
-Algorithm 1 of arXiv 2008.11343, with what the paper leaves open decided as in :class:`persia.optim.APMSqueeze`: the
-bias of m and v is corrected, v once when it is frozen; tiny elements of the frozen v are raised; small tensors are
-sent as they are.
+Implements Algorithm 1 of arXiv 2008.11343. Where the paper leaves details open, it follows
+:class:`persia.optim.APMSqueeze`: the bias of m and v is corrected (that of v once, when it is frozen); tiny elements of
+the frozen v are raised; small tensors are sent uncompressed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Vector = NDArray[np.float64]
 
 
 def reference_compress(compressor: Compressor, values: Vector, key: int = 0) -> Vector:
-    """What arrives of the values of one chunk: C_w[values]."""
+    """Returns the values of one chunk after compression and decompression: C_w[values]."""
     sent = np.zeros_like(values)
     if isinstance(compressor, Uncompressed):
         return values.copy()
@@ -64,7 +64,7 @@ class ReferenceAPMSqueeze:
 
     Args:
         parameters: initial values of the tensors, equal on all workers; any shape.
-        workers: how many there are.
+        workers: number of workers.
         options: `warmup` must be a number.
         lr: learning rate; may be changed between steps.
         betas: as in APMSqueeze.
@@ -103,7 +103,7 @@ class ReferenceAPMSqueeze:
         self.frozen = False
 
     def step(self, gradients: Sequence[Sequence[NDArray[Any]]]) -> None:
-        """One step of all workers.
+        """Runs one step of all workers.
 
         Args:
             gradients: by worker and tensor.
@@ -121,7 +121,7 @@ class ReferenceAPMSqueeze:
             self._adam(mine)
 
     def _adam(self, gradients: list[list[Vector]]) -> None:
-        """Line 2."""
+        """Runs line 2."""
         average = [np.sum([worker[t] for worker in gradients], axis=0) / self.workers for t in range(len(self.x))]
         norm = sum(float(g @ g) for g in average) ** 0.5
         clip = 1.0 if self.options.clip_norm is None else min(1.0, self.options.clip_norm / (norm + 1e-6))
@@ -147,8 +147,8 @@ class ReferenceAPMSqueeze:
                     g *= clip
 
     def _squeeze(self, gradients: list[list[Vector]]) -> None:
-        """Lines 6 to 11, bucket by bucket, chunk by chunk."""
-        compensated = []  # Lines 6 and 7: of each worker, what it wants to send.
+        """Runs lines 6 to 11, bucket by bucket, chunk by chunk."""
+        compensated = []  # Lines 6 and 7: the values that each worker sends.
         for worker, errors in zip(gradients, self.worker_errors, strict=True):
             if self.options.communicate == "momentum":
                 values = [self.beta1 * m + (1 - self.beta1) * g for m, g in zip(self.momentum, worker, strict=True)]

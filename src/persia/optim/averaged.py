@@ -1,4 +1,4 @@
-"""APMSqueeze while the network is on dense PSs: gradients come averaged, so nothing is sent or compressed here.
+"""APMSqueeze while the network is on dense PSs: gradients arrive averaged, so nothing is sent or compressed.
 
 :meth:`persia.optim.APMSqueeze.hand_over` fills an :class:`Averaged`, which dense PSs can run, and `take_back` reads it.
 """
@@ -18,11 +18,11 @@ __all__ = ["Averaged", "fill", "flush", "read"]
 
 
 class Averaged(torch.optim.Optimizer):
-    """The updates of APMSqueeze on gradients that are averages already, tensor by tensor. Not thread-safe.
+    """The updates of APMSqueeze on averaged gradients, tensor by tensor. Not thread-safe.
 
-    Adam while the warm-up lasts; where v is frozen, momentum over its root. It freezes nothing itself: a warm-up that
-    is over in the meantime ends when APMSqueeze has the network back. State by parameter: `step`, `exp_avg`,
-    `exp_avg_sq` as Adam has them, and `frozen`.
+    During the warm-up it is Adam; once v is frozen, it divides the momentum by its root. It does not freeze v itself: a
+    warm-up that is over meanwhile ends when APMSqueeze takes the network back. State by parameter: `step`, `exp_avg`,
+    `exp_avg_sq` as in Adam, and `frozen`.
 
     Args:
         groups: parameter groups, each with `lr`, `betas`, `eps`, `weight_decay`.
@@ -33,7 +33,7 @@ class Averaged(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of the parameters that have a gradient. Returns the loss of the closure, if there is one."""
+        """Updates the parameters that have a gradient. Returns the loss of the closure, if given."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -62,7 +62,7 @@ class Averaged(torch.optim.Optimizer):
         parameter.copy_(parameter * (1.0 - group["lr"] * group["weight_decay"]) - change)
 
     def maker(self, parameters: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], Averaged]:
-        """What makes one like this, its state empty, from other tensors in the order of these; can be pickled."""
+        """Returns a picklable function that makes such an optimizer, without state, for other tensors in this order."""
         number = {id(p): i for i, p in enumerate(parameters)}
         return _Maker([{**group, "params": [number[id(p)] for p in group["params"]]} for group in self.param_groups])
 
@@ -78,15 +78,15 @@ class _Maker:
 
 
 def flush(cohort: Cohort, beta1: Sequence[float], momentum: bool, exchange: Exchange) -> None:
-    """Adds to the momentum what was never sent, so that the next update has it, as without compression.
+    """Adds the compression errors to the momentum, so that the next update includes them. A collective.
 
-    A collective. Afterwards there are no errors.
+    Afterwards the errors are zero.
 
     Args:
-        cohort: compressed or not.
-        beta1: by parameter of it. Where it is 0 the next update has nothing of the momentum, nor of the errors.
-        momentum: whether the errors are of the momentum; else of gradients.
-        exchange: with the other workers.
+        cohort: the cohort, compressed or not.
+        beta1: decay by parameter of the cohort. If 0, the next update includes neither momentum nor errors.
+        momentum: whether the errors are those of the momentum; else of gradients.
+        exchange: collectives with the other workers.
     """
     cohort.settle()
     if cohort.phase == "warmup":
@@ -101,7 +101,7 @@ def flush(cohort: Cohort, beta1: Sequence[float], momentum: bool, exchange: Exch
 
 
 def fill(averaged: Averaged, cohorts: Sequence[Cohort]) -> None:
-    """The state of cohorts that have been flushed; tensors are theirs, not copies."""
+    """Sets the state to that of flushed cohorts. Shares their tensors."""
     averaged.state.clear()
     for cohort in cohorts:
         flat = cohort.flat
@@ -118,12 +118,12 @@ def fill(averaged: Averaged, cohorts: Sequence[Cohort]) -> None:
 def read(
     averaged: Averaged, cohorts: Sequence[Cohort], parameters: Sequence[torch.Tensor]
 ) -> tuple[dict[str, Any], int]:
-    """A consolidated state for `optimizer_state.unpack`, without errors, and how many steps were made.
+    """Returns a consolidated state for `optimizer_state.unpack`, without errors, and the number of steps.
 
     Args:
-        averaged: has come back.
-        cohorts: as they were when it was filled. Parameters that none of them has become one more.
-        parameters: in the order that numbers them.
+        averaged: the optimizer of the dense PSs.
+        cohorts: cohorts from which it was filled. Parameters of no cohort form another one.
+        parameters: parameters in the order of their numbers.
     """
     number = {id(p): i for i, p in enumerate(parameters)}
     state: dict[int, dict[str, torch.Tensor]] = {}

@@ -1,6 +1,6 @@
-"""Parameters as runs of one flat array, and what is done to a run in a step; with torch, on any device.
+"""Buckets: runs of a flat array of parameters, and the parts of a step on them; in torch, on any device.
 
-:mod:`persia.optim.native` does the same in fewer passes over memory, on CPUs.
+:mod:`persia.optim.native` does the same on CPUs in fewer passes over memory.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from persia.optim.compressors import Compressor, Uncompressed
 __all__ = ["SMALL", "Bucket", "BucketPiece", "Flat", "Rule", "ranges"]
 
 SMALL = 1024
-"""Elements: smaller tensors (4 KiB) are sent as they are; compressing them would save next to nothing."""
+"""Number of elements below which a tensor is sent uncompressed (4 KiB), as compression would save little."""
 
 ALIGNMENT = 64
-"""Chunks and payloads begin at multiples of it: elements, bytes."""
+"""Alignment of chunks (in elements) and payloads (in bytes)."""
 
 
 class Rule(NamedTuple):
-    """What happens to one parameter in one step.
+    """Update of one parameter in one step.
 
     Attributes:
-        gradient: float32, flat, contiguous; None where there is none on this worker.
-        active: whether any worker has a gradient for it; else it stays as it is.
-        scale: of the gradient: undoes loss scaling, and clips.
-        beta1: of the momentum.
-        beta2: of v.
-        rate: learning rate, with the correction of m's bias.
-        shrink: what decoupled weight decay leaves of the parameter.
-        eps: beside sqrt(v).
-        bias2: correction of v's bias: what v is divided by.
+        gradient: float32, flat, contiguous; None if this worker has none.
+        active: whether any worker has a gradient for it; otherwise the parameter does not change.
+        scale: factor on the gradient: undoes loss scaling, and clips.
+        beta1: decay of the momentum.
+        beta2: decay of v.
+        rate: learning rate, including the bias correction of m.
+        shrink: factor of decoupled weight decay on the parameter.
+        eps: added to sqrt(v).
+        bias2: divisor for the bias correction of v.
     """
 
     gradient: torch.Tensor | None
@@ -50,11 +50,11 @@ class Rule(NamedTuple):
 
 
 class Flat:
-    """Momentum, v and worker error of some parameters, one array each: larger tensors first, then the small ones.
+    """Flat arrays of momentum, v and worker error of some parameters: larger tensors first, then the small ones.
 
     Args:
-        parameters: all on one device.
-        pool: threads of the core, if that device is the host.
+        parameters: parameters on one device.
+        pool: threads of the core, if the device is the host.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], pool: ThreadPool | None = None) -> None:
@@ -70,13 +70,13 @@ class Flat:
         self.momentum, self.variance, self.error = (torch.zeros(self.size, device=device) for _ in range(3))
 
     def views(self, array: torch.Tensor) -> Iterator[torch.Tensor]:
-        """An array in pieces, each of the shape of its parameter."""
+        """Yields views of an array, each of the shape of its parameter."""
         for parameter, begin in zip(self.parameters, self.offsets, strict=False):
             yield array[begin : begin + parameter.numel()].view(parameter.shape)
 
 
 def ranges(flat: Flat, bucket_bytes: int, compressor: Compressor) -> list[tuple[int, int, Compressor]]:
-    """Begin, end and compressor of buckets: about equal ones of the larger tensors, and one of all small ones."""
+    """Returns begin, end and compressor of buckets: similar sizes for larger tensors, one for all small ones."""
     count = -(-4 * flat.large // bucket_bytes)
     edges = [flat.large * i // count // ALIGNMENT * ALIGNMENT for i in range(count)] + [flat.large]
     large = [(begin, end, compressor) for begin, end in itertools.pairwise(edges) if end > begin]
@@ -90,10 +90,10 @@ class BucketPiece(NamedTuple):
     """A run of a parameter that lies in a bucket.
 
     Attributes:
-        number: of the parameter in the Flat.
-        begin: within the parameter.
-        end: within the parameter.
-        at: within the bucket.
+        number: number of the parameter in the Flat.
+        begin: first element within the parameter.
+        end: end within the parameter.
+        at: position within the bucket.
     """
 
     number: int
@@ -103,14 +103,14 @@ class BucketPiece(NamedTuple):
 
 
 class Bucket:
-    """A run of a Flat that travels at once: cut into one chunk per worker, of equal length but for the last ones.
+    """A run of a Flat that is sent at once, in one chunk per worker, of equal length except the last ones.
 
     Args:
-        flat: whose run it is.
-        begin: of the run.
-        end: of the run.
-        compressor: what its chunks are sent with.
-        workers: how many there are, and which of them this one is.
+        flat: the flat arrays.
+        begin: begin of the run.
+        end: end of the run.
+        compressor: compressor of its chunks.
+        workers: number of workers, and rank of this one.
     """
 
     def __init__(self, flat: Flat, begin: int, end: int, compressor: Compressor, workers: tuple[int, int]) -> None:
@@ -140,7 +140,7 @@ class Bucket:
     # --- warm-up ----------------------------------------------------------------------------------------------
 
     def collect(self, rules: Sequence[Rule]) -> torch.Tensor:
-        """The gradients of this worker, float32, flat, unscaled: in place of the error, which there is none of yet."""
+        """Returns this worker's unscaled gradients, float32, flat, in the memory of the error, which is unused yet."""
         for piece in self.pieces:
             rule, out = rules[piece.number], self.error[piece.at]
             if rule.gradient is None:
@@ -150,7 +150,7 @@ class Bucket:
         return self.error
 
     def adam(self, rules: Sequence[Rule], factor: float) -> None:
-        """A step of Adam with the collected gradients, times a factor."""
+        """Runs a step of Adam with the collected gradients, times a factor."""
         for piece in self.pieces:
             rule = rules[piece.number]
             if not rule.active:
@@ -163,7 +163,7 @@ class Bucket:
     # --- compressed (lines 6 to 11 of Algorithm 1) ------------------------------------------------------------
 
     def compress(self, rules: Sequence[Rule], momentum: bool, key: int) -> None:
-        """Lines 6 and 7: adds momentum (or gradient) to the error and compresses it, chunk by chunk, into `sent`."""
+        """Runs lines 6 and 7: adds momentum (or gradient) to the error and compresses it by chunk into `sent`."""
         for piece in self.pieces:
             rule, error = rules[piece.number], self.error[piece.at]
             if momentum:
@@ -175,12 +175,12 @@ class Bucket:
             self.compressor.compress(self.error[chunk], self._payload(self.sent[k], chunk), key + k)
 
     def average(self, key: int) -> None:
-        """Line 9: averages what came for this worker's chunk, adds the server error, compresses into `averaged`."""
+        """Runs line 9: averages this worker's chunk, adds the server error, and compresses into `averaged`."""
         bytes_ = self.compressor.payload_bytes(len(self.server_error))
         self.compressor.average(self.received[:, :bytes_], self.server_error, self.averaged[:bytes_], key)
 
     def apply(self, rules: Sequence[Rule], momentum: bool) -> None:
-        """Lines 10 and 11: takes what all have averaged as the new momentum, and moves the parameters."""
+        """Runs lines 10 and 11: takes the averages as the new momentum, and updates the parameters."""
         target = self.momentum if momentum else torch.empty_like(self.momentum)
         self.decompress(target)
         for piece in self.pieces:
@@ -191,18 +191,18 @@ class Bucket:
                 self._move(piece, rule, m, self.variance[piece.at].sqrt())
 
     def decompress(self, out: torch.Tensor) -> None:
-        """What all have gathered, in the order of the bucket."""
+        """Decompresses the gathered averages in the order of the bucket."""
         for k, chunk in enumerate(self.chunks):
             self.compressor.decompress(self._payload(self.gathered[k], chunk), out[chunk])
 
     def settle(self) -> None:
-        """Afterwards `momentum` is what it should be: somebody wants to read it."""
+        """Brings `momentum` up to date so that it can be read."""
 
     def _payload(self, row: torch.Tensor, chunk: slice) -> torch.Tensor:
         return row[: self.compressor.payload_bytes(chunk.stop - chunk.start)]
 
     def _move(self, piece: BucketPiece, rule: Rule, momentum: torch.Tensor, deviation: torch.Tensor) -> None:
-        """X = x * shrink - rate * m / (deviation + eps); the deviation is overwritten."""
+        """Computes x = x * shrink - rate * m / (deviation + eps). Overwrites the deviation."""
         parameter = self.flat.parameters[piece.number].detach()
         change = torch.div(momentum, deviation.add_(rule.eps)).mul_(rule.rate)
         self.store(piece, parameter.reshape(-1)[piece.begin : piece.end] * rule.shrink - change)

@@ -1,4 +1,4 @@
-"""What is checked before APMSqueeze trusts a process: that nobody else averages, and that all workers agree."""
+"""Checks of APMSqueeze: no other code averages gradients, and all workers have equal arguments and parameters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def refuse_ddp(parameters: Sequence[torch.nn.Parameter]) -> None:
 
 
 def same_everywhere(exchange: Exchange, description: str) -> None:
-    """Raises ConfigError if the workers were made differently: they would wait for one another, or mix up bytes."""
+    """Raises ConfigError if workers have different arguments, which would block them or mix up bytes."""
     digest = hashlib.sha256(description.encode()).digest()
     rows = exchange.gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8), "first meeting")
     others = [rank for rank, row in enumerate(rows) if not torch.equal(row, rows[0])]
@@ -45,7 +45,7 @@ def same_everywhere(exchange: Exchange, description: str) -> None:
 
 
 def same_parameters(exchange: Exchange, parameters: Sequence[torch.nn.Parameter], step: int) -> None:
-    """Raises PersiaError if the parameters are not equal to the bit on all workers."""
+    """Raises PersiaError if the parameters are not bitwise equal on all workers."""
     flat = (p.detach().cpu().reshape(-1).contiguous() for p in parameters)
     sums = [zlib.crc32(f.view(torch.uint8).numpy().data) if f.numel() else 0 for f in flat]
     rows = exchange.gather(torch.tensor(sums, dtype=torch.int64), "check of the parameters")

@@ -1,4 +1,4 @@
-"""Parameters that began to train at the same step: they warm up together, and are compressed from the same step on."""
+"""Cohorts: parameters with the same first training step, which warm up together and are compressed together."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ SHORT = 20
 
 
 class Cohort:
-    """One for all parameters as a rule; parameters that are unfrozen later have one of their own.
+    """Parameters that started training at the same step. Parameters that are unfrozen later have a cohort of their own.
 
     Args:
-        parameters: all on one device.
-        beta2: the largest of theirs.
-        options: of the optimizer.
-        exchange: with the other workers.
+        parameters: parameters on one device.
+        beta2: largest beta2 of the parameters.
+        options: options of the optimizer.
+        exchange: collectives with the other workers.
         pool: threads of the core, if the device is the host.
 
     Attributes:
         phase: "warmup" or "compressed".
-        steps: made so far.
-        updates: the same, by parameter of `flat`: those without gradients were left out.
-        norms: ||v||_1 after the last steps, bias-corrected; only as many as `warmup="auto"` needs.
+        steps: number of steps so far.
+        updates: number of steps by parameter of `flat`, without those in which it had no gradient.
+        norms: bias-corrected ||v||_1 after the last steps, as many as `warmup="auto"` needs.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Cohort:
         ]
 
     def observe(self, bias2: Sequence[float]) -> None:
-        """After a step of the warm-up; `bias2` by parameter."""
+        """Records ||v||_1 after a step of the warm-up; `bias2` by parameter."""
         if self._options.warmup == "auto":
             sums = [v.sum() / b for v, b in zip(self.flat.views(self.flat.variance), bias2, strict=True)]
             self.norms.append(float(torch.stack(sums).sum()))
@@ -85,10 +85,10 @@ class Cohort:
         return abs(self.norms[-1] - self.norms[0]) <= STABLE * self.norms[0]
 
     def freeze(self, bias2: Sequence[float]) -> None:
-        """Ends the warm-up: v is corrected, tiny elements of it are raised, and it never changes again. Blocks.
+        """Ends the warm-up: corrects the bias of v, raises its tiny elements, and freezes it. Blocks.
 
         Args:
-            bias2: correction of v's bias by parameter.
+            bias2: divisor for the bias correction of v, by parameter.
         """
         views = list(self.flat.views(self.flat.variance))
         for v, bias in zip(views, bias2, strict=True):
@@ -96,7 +96,7 @@ class Cohort:
         overall = self.flat.variance.mean()
         means = torch.stack([v.mean() if v.numel() else overall for v in views])
         means = torch.where(means > 0, means, overall if overall > 0 else torch.ones_like(overall))
-        # A sum may be rounded otherwise elsewhere: one worker's counts.
+        # Workers may round a sum differently, so all use that of one worker.
         self._exchange.broadcast(means, "end of the warm-up")
         for v, mean in zip(views, means, strict=True):
             v.clamp_(min=self._options.variance_floor * mean)
@@ -116,18 +116,18 @@ class Cohort:
             )
 
     def settle(self) -> None:
-        """Afterwards the momentum can be read."""
+        """Brings the momentum up to date so that it can be read."""
         for bucket in self.buckets:
             bucket.settle()
 
     def server_error(self) -> torch.Tensor:
-        """Of the whole Flat: zero but for what is this worker's."""
+        """Returns the server error of the whole Flat, zero except for this worker's part."""
         whole = torch.zeros_like(self.flat.error)
         for bucket in self.buckets:
             whole[bucket.begin : bucket.end][bucket.own] = bucket.server_error
         return whole
 
     def set_server_error(self, whole: torch.Tensor) -> None:
-        """Takes this worker's part of it."""
+        """Sets the server error to this worker's part of `whole`."""
         for bucket in self.buckets:
             bucket.server_error.copy_(whole[bucket.begin : bucket.end][bucket.own])

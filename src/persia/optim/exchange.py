@@ -1,4 +1,4 @@
-"""The collectives of a compressed step, between all workers of a torch process group; every wait ends, with a name."""
+"""Collectives of a compressed step between all workers of a torch process group, with deadlines on every wait."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from persia.errors import DeadlineError
 __all__ = ["Exchange"]
 
 PATIENCE = timedelta(days=1)
-"""Bound on a collective itself; ours are waited for with deadlines of their own."""
+"""Timeout of a torch collective itself; waits have deadlines of their own."""
 
 LOOK_SECONDS = 1.0
-"""How often one who waits looks whether another has failed: its own connections may be in order."""
+"""Seconds between two checks for failures of other workers, which a worker's own connections may not show."""
 
 GRACE_SECONDS = 5.0
-"""How long one that has failed waits to hear the same of the others, to know who is silent."""
+"""Seconds that a failed worker waits for reports of the others, to find out who is silent."""
 
 Wait = Callable[[], None]
 
@@ -34,14 +34,14 @@ class Exchange:
     through the host. Of one worker, or where torch.distributed is not initialised, nothing travels at all.
 
     Args:
-        process_group: of torch.distributed; None for all processes.
+        process_group: process group of torch.distributed; None for all processes.
         timeout: seconds that a wait for the others may take.
-        device: of the tensors.
+        device: device of the tensors.
 
     Attributes:
-        rank: of this worker in the group.
-        size: workers in the group.
-        sent: bytes that this worker has sent in all, without headers; a ring is assumed where there is a choice.
+        rank: rank of this worker in the group.
+        size: number of workers in the group.
+        sent: total bytes that this worker has sent, without headers, assuming ring algorithms.
     """
 
     def __init__(self, process_group: Any, timeout: float, device: torch.device) -> None:
@@ -56,7 +56,7 @@ class Exchange:
         if self.size == 1:
             return
         ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
-        # Groups of our own: the user's collectives stay apart, and so does the user's timeout.
+        # Separate groups keep the user's collectives and timeout apart.
         local = process_group is not None
         self._control = dist.new_group(ranks, backend="gloo", timeout=PATIENCE, use_local_synchronization=local)
         self._data = self._control
@@ -75,7 +75,7 @@ class Exchange:
         """Sums float64 numbers in host memory over all workers, in place. Blocks.
 
         Raises:
-            DeadlineError: somebody was late or has died; it names the ranks.
+            DeadlineError: a worker was late or died; the message names the ranks.
         """
         if self.size > 1:
             self._count(2 * (self.size - 1) * numbers.numel() * numbers.element_size() // self.size)
@@ -84,7 +84,7 @@ class Exchange:
         return numbers
 
     def gather(self, values: torch.Tensor, what: str) -> torch.Tensor:
-        """`[n, ...]` in host memory: the values (host memory, same shape everywhere) of all workers by rank. Blocks."""
+        """Gathers values in host memory, of equal shape on all workers, as `[n, ...]` by rank. Blocks."""
         if self.size == 1:
             return values[None].clone()
         everything = values.new_empty((self.size, *values.shape))
@@ -93,7 +93,7 @@ class Exchange:
         return everything
 
     def broadcast(self, values: torch.Tensor, what: str) -> None:
-        """The values become those of the first worker. Blocks."""
+        """Replaces the values by those of the first worker. Blocks."""
         if self.size == 1:
             return
         host = values.detach().to("cpu", copy=True).contiguous()
@@ -139,7 +139,7 @@ class Exchange:
     # --- inside -----------------------------------------------------------------------------------------------
 
     def _near(self, values: torch.Tensor) -> torch.Tensor:
-        """Where the process group can reach it."""
+        """Copies a tensor to host memory if the process group cannot use its device."""
         return values if self._direct else values.cpu()
 
     def _count(self, sent: int) -> None:
@@ -174,7 +174,7 @@ class Exchange:
                 raise RuntimeError("another worker has reported a failure")
 
     def _settle(self, what: str) -> None:
-        """On CUDA: the collectives of the step before have ended, or the deadline is over."""
+        """Waits until the collectives of the previous step have ended on CUDA, or the deadline is over."""
         work, self._unsettled = self._unsettled, None
         if work is None:
             return
@@ -202,9 +202,8 @@ class Exchange:
         who = f"rank {', '.join(map(str, silent))}" if silent else "none, so a connection was lost"
         return DeadlineError(
             f"APMSqueeze, rank {self.rank}, {what}: not all {self.size} workers took part within {self._timeout:g} s. "
-            f"Not heard of: {who}. See what became of it, or raise `timeout`; this optimizer cannot go on, so start "
-            "the "
-            f"workers again from a checkpoint. ({str(error)[:200]})",
+            f"Not heard of: {who}. Check that process, or raise `timeout`. This optimizer is unusable now; restart the "
+            f"workers from a checkpoint. ({str(error)[:200]})",
             operation=what,
             rank=self.rank,
             late=silent,
@@ -212,13 +211,13 @@ class Exchange:
         )
 
     def _silent(self) -> list[int]:
-        """Those who have not failed likewise by now. The store works when collectives do not."""
+        """Returns the ranks that have not reported a failure by now. The store works when collectives do not."""
         silent = [rank for rank in range(self.size) if rank != self.rank]
         deadline = time.monotonic() + min(GRACE_SECONDS, self._timeout / 2)
         try:
             self._store.set(f"{self._key}/{self.rank}", "1")
         except Exception:
-            return [0]  # It is in the process of rank 0, as a rule.
+            return [0]  # The store usually runs in the process of rank 0.
         for rank in list(silent):
             with contextlib.suppress(Exception):
                 left = max(deadline - time.monotonic(), 0.01)
@@ -228,7 +227,7 @@ class Exchange:
 
 
 def _nothing() -> None:
-    """Nothing travels."""
+    """No-op: there are no other workers."""
 
 
 def _then(wait: Wait, copy: Callable[[], Any]) -> None:

@@ -20,14 +20,14 @@ _core: Any = importlib.import_module("persia._core").onebit
 
 
 def bucket_class(flat: Flat, compressor: Compressor) -> type[Bucket]:
-    """The fastest that there is for these."""
+    """Returns the fastest Bucket class for a Flat and a compressor."""
     if flat.pool is None:
         return Bucket
     return OneBitBucket if isinstance(compressor, OneBit) else NativeBucket
 
 
 def sum_of_squares(tensors: Sequence[torch.Tensor], pool: ThreadPool | None) -> float:
-    """Of flat float32 tensors; finite if all values are. With a pool they are in host memory; else it waits once."""
+    """Returns the sum of squares of flat float32 tensors; finite if all values are. Without a pool it synchronises."""
     if pool is not None:
         return sum(float(_core.sum_of_squares(t.data_ptr(), t.numel(), pool)) for t in tensors)
     if not tensors:
@@ -37,7 +37,7 @@ def sum_of_squares(tensors: Sequence[torch.Tensor], pool: ThreadPool | None) -> 
 
 
 class NativeBucket(Bucket):
-    """With Adam's step in one pass. See Bucket; momentum, v and error are in host memory, and the Flat has a pool."""
+    """A Bucket in host memory that runs Adam's step in one pass. The Flat must have a pool."""
 
     def __init__(self, flat: Flat, begin: int, end: int, compressor: Compressor, workers: tuple[int, int]) -> None:
         super().__init__(flat, begin, end, compressor, workers)
@@ -52,7 +52,7 @@ class NativeBucket(Bucket):
 
 
 class OneBitBucket(NativeBucket):
-    """The momentum that all agreed upon is read from what they gathered, one bit each: it is not written down."""
+    """A NativeBucket for OneBit. It reads the momentum from the gathered bits instead of storing it."""
 
     def __init__(self, flat: Flat, begin: int, end: int, compressor: Compressor, workers: tuple[int, int]) -> None:
         super().__init__(flat, begin, end, compressor, workers)
@@ -108,10 +108,10 @@ class _Runs:
     """The pieces of a bucket with their rules, as tables for the core.
 
     Args:
-        bucket: whose.
-        rules: by parameter.
-        shares: what a rule keeps of the momentum, and takes of the gradient.
-        move: whether parameters are updated.
+        bucket: the bucket.
+        rules: rules by parameter.
+        shares: returns the factors of a rule on the momentum and on the gradient.
+        move: whether to update parameters.
     """
 
     def __init__(self, bucket: Bucket, rules: Sequence[Rule], shares: Any, move: bool = True) -> None:
@@ -140,6 +140,6 @@ class _Runs:
         return copy.data_ptr()
 
     def store(self) -> None:
-        """Parameters that are not float32 in one piece were updated as copies: writes these back."""
+        """Writes back parameters that were updated as copies, as they are not contiguous float32."""
         for number, copy in self._copies:
             self._bucket.store(self._bucket.pieces[number], copy)

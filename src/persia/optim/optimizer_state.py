@@ -1,8 +1,8 @@
-"""The state of APMSqueeze by parameter, whatever its buckets are: for checkpoints, and for another number of workers.
+"""The state of APMSqueeze by parameter, independent of buckets: for checkpoints and other numbers of workers.
 
-Of each parameter: `step`, `exp_avg` and `exp_avg_sq` as Adam has them, and once compressed `worker_error` and
-`server_error`. A worker's own state has its own errors; `server_error` is zero but for the chunks that are this
-worker's. A consolidated state has the worker errors of all workers, `[n, ...]`, and the whole server error.
+Each parameter has `step`, `exp_avg` and `exp_avg_sq` as in Adam, and once compressed `worker_error` and
+`server_error`. A worker's own state has its own errors; its `server_error` is zero except for this worker's chunks. A
+consolidated state has the worker errors of all workers, `[n, ...]`, and the whole server error.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from persia.optim.exchange import Exchange
 __all__ = ["HEADER", "VERSION", "check", "consolidated", "pack", "unpack"]
 
 HEADER = "apmsqueeze"
-"""Key of what is not of one parameter."""
+"""Key of the state that does not belong to a parameter."""
 
 VERSION = 1
-"""Of the header and what belongs to it."""
+"""Version of the header."""
 
 
 def pack(
     cohorts: Sequence[Cohort], parameters: Sequence[torch.nn.Parameter], workers: tuple[int, int]
 ) -> dict[str, Any]:
-    """A worker's own state: `state` by number of the parameter, and the header. Tensors are copies.
+    """Makes a worker's own state: `state` by number of the parameter, and the header. Tensors are copies.
 
     Args:
-        cohorts: all of them.
-        parameters: all of them.
-        workers: how many there are, and which of them this one is.
+        cohorts: all cohorts.
+        parameters: all parameters.
+        workers: number of workers, and rank of this one.
     """
     number = {id(p): i for i, p in enumerate(parameters)}
     state: dict[int, dict[str, torch.Tensor]] = {}
@@ -56,7 +56,7 @@ def pack(
 
 
 def consolidated(packed: dict[str, Any], exchange: Exchange) -> dict[str, Any]:
-    """The state of all workers, in host memory, on each of them: a collective. Changes `packed`."""
+    """Gathers the state of all workers into host memory on each of them. A collective. Modifies `packed`."""
     packed[HEADER]["rank"] = None
     for i, values in sorted(packed["state"].items()):
         for name, value in values.items():
@@ -69,11 +69,11 @@ def consolidated(packed: dict[str, Any], exchange: Exchange) -> dict[str, Any]:
 
 
 def check(loaded: dict[str, Any], parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Raises CheckpointError unless it is a state for these parameters."""
+    """Raises CheckpointError unless `loaded` is a state of these parameters."""
     header = loaded.get(HEADER)
     if not isinstance(header, dict) or header.get("version") != VERSION:
         raise CheckpointError(
-            "This is no state of APMSqueeze of this version; load what `state_dict` or `consolidate` returned."
+            "This is not a state of this version of APMSqueeze; load the result of `state_dict` or `consolidate`."
         )
     for i, values in loaded["state"].items():
         shape = parameters[i].shape if i < len(parameters) else None
@@ -95,16 +95,16 @@ def unpack(
     make: Callable[[list[torch.nn.Parameter]], Cohort],
     exchange: Exchange,
 ) -> list[Cohort]:
-    """Cohorts with this state.
+    """Makes cohorts with a loaded state.
 
-    A worker takes its own errors from a consolidated state of as many workers. Of another number of workers each takes
-    the mean of all worker errors, which keeps their sum per worker, and its part of the server error.
+    From a consolidated state of the same number of workers, each takes its own errors. With another number, each takes
+    the mean of all worker errors, which keeps their average, and its part of the server error.
 
     Args:
         loaded: a checked state.
-        parameters: in the order of the state.
-        make: a new cohort of some parameters.
-        exchange: with the other workers.
+        parameters: parameters in the order of the state.
+        make: makes a new cohort of some parameters.
+        exchange: collectives with the other workers.
 
     Raises:
         CheckpointError: the state is another worker's own.

@@ -13,23 +13,23 @@ __all__ = ["APMSqueezeOptions"]
 
 
 class APMSqueezeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What APMSqueeze seldom needs to be told.
+    """Advanced options of APMSqueeze.
 
     Args:
         warmup: steps of full-precision Adam before v is frozen; "auto": until ||v||_1 has stabilised over a window of
-            1 / (1 - beta2) steps, two windows at least.
-        compressor: what is sent after the warm-up: `OneBit`, `TopK`, `StochasticTernary`; `Uncompressed` or None for
-            the momentum itself.
+            1 / (1 - beta2) steps, at least two windows.
+        compressor: compression after the warm-up: `OneBit`, `TopK`, `StochasticTernary`; `Uncompressed` or None for
+            none.
         communicate: "momentum" (APMSqueeze), or "gradient" (APGSqueeze of the paper, section 5.3).
-        clip_norm: largest global norm of the gradient; None for no clipping. During the warm-up it is the norm of the
-            average; afterwards nobody knows the average, and it is the root mean square of the workers' own norms,
-            which is never less.
-        bucket_bytes: of parameters, as float32, that travel together.
-        variance_floor: least frozen v of an element, as a share of its tensor's mean: compression gives an element
-            noise as large as its neighbours' momentum, and division by a v of nearly 0 would blow it up.
-        process_group: of torch.distributed; None for all processes.
-        timeout: seconds that a wait for other workers may take.
-        debug: after each step, checks that all workers have the same parameters to the bit. Slow.
+        clip_norm: maximum global norm of the gradient; None for no clipping. During the warm-up, the norm is that of
+            the average. Afterwards no worker has the average, and it is the root mean square of the workers' norms,
+            an upper bound.
+        bucket_bytes: bytes of parameters, as float32, that are sent together.
+        variance_floor: minimum of an element of the frozen v, as a fraction of its tensor's mean. Compression gives an
+            element noise as large as its neighbours' momentum, which division by a v near 0 would amplify.
+        process_group: process group of torch.distributed; None for all processes.
+        timeout: maximum seconds of a wait for other workers.
+        debug: checks after each step that the parameters of all workers are bitwise equal. Slow.
     """
 
     warmup: int | Literal["auto"] = "auto"

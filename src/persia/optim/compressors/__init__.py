@@ -9,4 +9,4 @@ from persia.optim.compressors.uncompressed import Uncompressed
 __all__ = ["AnyCompressor", "Compressor", "OneBit", "StochasticTernary", "TopK", "Uncompressed"]
 
 AnyCompressor = OneBit | TopK | StochasticTernary | Uncompressed
-"""What a configuration may name, by `kind`."""
+"""The compressors that a configuration can name by `kind`."""

@@ -13,16 +13,16 @@ __all__ = ["OneBit"]
 
 
 class OneBit(Compressor, frozen=True, tag="one_bit"):
-    """The sign of each value, and the mean magnitude of each block: 32 times less than float32, but for the scales.
+    """Sends the sign of each value and a scale per block: 1/32 of float32, plus the scales.
 
     A value >= 0 (also -0) has the sign +. Payload: the blocks' scales, float32, then the signs, value i in bit i % 8 of
     byte i // 8, 1 for +.
 
     Args:
-        scale: "mean": the block's mean magnitude, which brings what is lost to its least, so errors shrink whatever the
-            values are. "l2": the paper's (section 5.1), ||values|| / sqrt(count): the block keeps its norm, and errors
-            may grow where few values are large.
-        block: values that share a scale, a multiple of 64.
+        scale: "mean": the block's mean magnitude, which minimises the error, so errors shrink for any values. "l2":
+            that of the paper (section 5.1), ||values|| / sqrt(count), which keeps the norm of the block; errors may
+            grow if few values are large.
+        block: number of values that share a scale, a multiple of 64.
     """
 
     scale: Literal["mean", "l2"] = "mean"
@@ -35,7 +35,7 @@ class OneBit(Compressor, frozen=True, tag="one_bit"):
             raise ConfigError(f"block = {self.block!r}; give a multiple of 64.", field="block")
 
     def payload_bytes(self, count: int) -> int:
-        """One bit each, and four bytes a block."""
+        """Returns one bit per value plus four bytes per block."""
         return 4 * self._blocks(count) + -(-count // 8)
 
     def compress(self, values: torch.Tensor, payload: torch.Tensor, key: int) -> None:

@@ -1,4 +1,4 @@
-"""Minus, nothing or plus, by chance."""
+"""Stochastic ternary compression: minus, zero or plus at random."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["StochasticTernary"]
 class StochasticTernary(Compressor, frozen=True, tag="stochastic_ternary"):
     """A value v of a block becomes a * sign(v) with probability |v| / max|v|, else 0; a = sum v^2 / sum |v|.
 
-    A randomised compressor, which the paper's theory covers (C_w with its w, section 1), after TernGrad (arXiv
-    1705.07878), whose a is max|v|: right in expectation, but what is lost may be larger than the values, so errors grow
-    without bound. This a leaves least in expectation, always less than the values; the errors see to the bias.
-    Payload: the blocks' a, float32, then two bits each, four values to a byte: 0 nothing, 1 plus, 2 minus.
+    A randomised compressor, covered by the paper's theory (C_w with its w, section 1), after TernGrad (arXiv
+    1705.07878). TernGrad's a is max|v|, which is unbiased, but its error may exceed the values, so errors grow without
+    bound. This a minimises the expected error, which is always less than the values; error feedback corrects the bias.
+    Payload: the blocks' a, float32, then two bits per value, four values to a byte: 0 zero, 1 plus, 2 minus.
 
     Args:
-        block: values that share a scale, a multiple of 4.
-        seed: of the choices.
+        block: number of values that share a scale, a multiple of 4.
+        seed: seed of the random choices.
     """
 
     block: int = 2048
@@ -31,7 +31,7 @@ class StochasticTernary(Compressor, frozen=True, tag="stochastic_ternary"):
             raise ConfigError(f"block = {self.block!r}; give a multiple of 4.", field="block")
 
     def payload_bytes(self, count: int) -> int:
-        """Two bits each, and four bytes a block."""
+        """Returns two bits per value plus four bytes per block."""
         return 4 * self._blocks(count) + -(-count // 4)
 
     def compress(self, values: torch.Tensor, payload: torch.Tensor, key: int) -> None:
@@ -65,7 +65,7 @@ class StochasticTernary(Compressor, frozen=True, tag="stochastic_ternary"):
         out.copy_((digits == 1).float() - (digits == 2).float()).mul_(scales)
 
     def stream(self, key: int) -> int:
-        """Seed of the choices for a key of `compress`."""
+        """Returns the seed of the random choices for a key of `compress`."""
         return (self.seed * 0x9E3779B97F4A7C15 + key) & 0x7FFFFFFFFFFFFFFF
 
     def _blocks(self, count: int) -> int:

@@ -1,4 +1,4 @@
-"""The values of largest magnitude."""
+"""Top-k compression: the values of largest magnitude."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["TopK"]
 
 
 class TopK(Compressor, frozen=True, tag="top_k"):
-    """The largest values of each chunk and where they are (section 5.1 of the paper); the others are nothing.
+    """Sends the largest values of each chunk and their positions (section 5.1 of the paper); the others are zero.
 
     Payload: `k` positions, int32, then their values, float32.
 
     Args:
-        ratio: of the values that are kept, 0 to 1; at least one is.
+        ratio: fraction of the values to keep, 0 to 1; at least one value is kept.
     """
 
     ratio: float = 0.01
@@ -28,7 +28,7 @@ class TopK(Compressor, frozen=True, tag="top_k"):
             raise ConfigError(f"ratio = {self.ratio!r}; give a number > 0 and <= 1.", field="ratio")
 
     def payload_bytes(self, count: int) -> int:
-        """Eight for each that is kept."""
+        """Returns eight bytes per kept value."""
         return 8 * self._kept(count)
 
     def compress(self, values: torch.Tensor, payload: torch.Tensor, key: int) -> None:

@@ -1,4 +1,4 @@
-"""The values themselves."""
+"""No compression."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["Uncompressed"]
 
 
 class Uncompressed(Compressor, frozen=True, tag="uncompressed"):
-    """No compression: float32, nothing is lost. APMSqueeze (uncompressed) of the paper, section 5.3."""
+    """Sends float32 values without loss. APMSqueeze (uncompressed) of the paper, section 5.3."""
 
     def payload_bytes(self, count: int) -> int:
-        """Four each."""
+        """Returns four bytes per value."""
         return 4 * count
 
     def compress(self, values: torch.Tensor, payload: torch.Tensor, key: int) -> None:
