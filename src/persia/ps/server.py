@@ -43,6 +43,7 @@ from persia.types import (
     RowState,
     StoredRows,
     UpdateCounts,
+    sum_counts,
 )
 
 __all__ = ["EmbeddingServer", "ServerOptions"]
@@ -230,11 +231,7 @@ class EmbeddingServer:
                 return {}
             return self._apply([], header.merged_client, header.step + 1, self._sums.take(), header.step)
 
-        counts: dict[str, UpdateCounts] = {}
-        for done in self._turns.push(header, work):
-            for table, more in done.items():
-                counts[table] = UpdateCounts(*map(sum, zip(counts.get(table, UpdateCounts()), more, strict=True)))
-        return counts
+        return sum_counts(self._turns.push(header, work))
 
     def _weights(self, table: str, ids: Ids, header: PushHeader, limit: RowLimit) -> Floats:
         """0 or 1 for each row, by the step in which it was last changed."""
