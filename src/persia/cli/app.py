@@ -320,7 +320,7 @@ def _ending(trainer: Trainer, trains: bool = False) -> Iterator[None]:
             yield
         except (KeyboardInterrupt, SystemExit) as error:
             if trains and signals.TOLD not in getattr(error, "__notes__", []):  # Not in `fit`, which has said so.
-                signals.say(f"Stopped. {signals.kept(trainer)}")
+                signals.say(f"Stopped. {signals.kept(trainer.options.checkpoint_dir, trainer.resume_line)}")
             if isinstance(error, KeyboardInterrupt):
                 raise SystemExit(130) from None
             raise

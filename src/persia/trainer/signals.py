@@ -9,13 +9,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from persia.checkpoint import list_checkpoints
 from persia.errors import PersiaError
-
-if TYPE_CHECKING:
-    from persia.trainer import Trainer
 
 __all__ = ["TOLD", "kept", "say", "stoppable", "terminable"]
 
@@ -27,8 +24,22 @@ TOLD = "Training was stopped by a signal; what is kept has been printed."
 """Note of an exception by which `fit` ends."""
 
 
-def stoppable(trainer: Trainer, fit: Callable[[], T]) -> T:
+def stoppable(
+    fit: Callable[[], T],
+    *,
+    stop: Callable[[], None],
+    step: Callable[[], int],
+    directory: str | None,
+    resume_line: Callable[[str, int], str],
+) -> T:
     """Runs a call of `Trainer.fit` that signals can stop, as its docstring says.
+
+    Args:
+        fit: the call.
+        stop: makes it end after its step; called by a signal handler.
+        step: returns the global step.
+        directory: where it saves; None if it does not.
+        resume_line: returns code that resumes from a directory at a step.
 
     Raises:
         KeyboardInterrupt: SIGINT has come.
@@ -43,10 +54,12 @@ def stoppable(trainer: Trainer, fit: Callable[[], T]) -> T:
         if len(came) > 1:
             restore()  # A third one does what it would do without us.
             raise _exception(number)
-        trainer.stop()
-        directory = trainer.options.checkpoint_dir
+        stop()
         then = f"and is saved to {directory}" if directory is not None else "and is not saved (no checkpoint_dir)"
         say(f"{_name(number)}: training ends after this step {then}. A second signal stops it at once.")
+
+    def saved() -> str:
+        return kept(directory, resume_line)
 
     ours = {n: found for n in SIGNALS if _replaceable(found := signal.getsignal(n))}
 
@@ -60,13 +73,13 @@ def stoppable(trainer: Trainer, fit: Callable[[], T]) -> T:
         result = fit()
     except (KeyboardInterrupt, SystemExit) as error:
         if came:
-            say(f"Stopped at once by {_name(came[-1])}; steps since the last checkpoint are lost. {kept(trainer)}")
+            say(f"Stopped at once by {_name(came[-1])}; steps since the last checkpoint are lost. {saved()}")
             error.add_note(TOLD)
         raise
     finally:
         restore()
     if came:
-        say(f"Stopped by {_name(came[0])} after step {trainer.global_step}. {kept(trainer)}")
+        say(f"Stopped by {_name(came[0])} after step {step()}. {saved()}")
         ending = _exception(came[0])
         ending.add_note(TOLD)
         raise ending
@@ -92,9 +105,8 @@ def terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, found)
 
 
-def kept(trainer: Trainer) -> str:
-    """Tells which step is kept where, and how training goes on from it."""
-    directory = trainer.options.checkpoint_dir
+def kept(directory: str | None, resume_line: Callable[[str, int], str]) -> str:
+    """Returns a message that says which step is saved where, and how to resume from it."""
     if directory is None:
         return "Nothing was saved: give a directory for checkpoints (`TrainerOptions.checkpoint_dir`, or --output)."
     try:
@@ -104,7 +116,7 @@ def kept(trainer: Trainer) -> str:
     if not found:
         return f"Nothing was saved: there is no checkpoint in {directory} yet."
     step = found[-1].step
-    return f"Step {step} is kept in {directory}. To go on from it:\n\n    {trainer.resume_line(directory, step)}\n"
+    return f"Step {step} is kept in {directory}. To go on from it:\n\n    {resume_line(directory, step)}\n"
 
 
 def _replaceable(handler: Any) -> bool:

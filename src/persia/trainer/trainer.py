@@ -251,8 +251,8 @@ class Trainer:
         self._stopping = False
         if isinstance(self.cluster, ProcessCluster) and train_data is not None:
             cluster, data, bounds = self.cluster, train_data, {"epochs": epochs, "max_steps": max_steps}
-            return signals.stoppable(self, lambda: driver.fit(self, cluster, data, eval_data, bounds))
-        return signals.stoppable(self, lambda: self.fit_here(train_data, eval_data, epochs, max_steps))
+            return self._stoppable(lambda: driver.fit(self, cluster, data, eval_data, bounds))
+        return self._stoppable(lambda: self.fit_here(train_data, eval_data, epochs, max_steps))
 
     def fit_here(
         self, train_data: Iterable[Batch] | None, eval_data: Iterable[Batch] | None, epochs: int, max_steps: int | None
@@ -454,6 +454,12 @@ class Trainer:
             return None
         result = self.evaluate(itertools.takewhile(lambda _: not self.stopping, data))
         return None if run.told_to_stop() else result
+
+    def _stoppable(self, fit: Callable[[], FitResult]) -> FitResult:
+        directory, line = self.options.checkpoint_dir, self.resume_line
+        return signals.stoppable(
+            fit, stop=self.stop, step=lambda: self.global_step, directory=directory, resume_line=line
+        )
 
     def _resume_line(self, directory: str, step: int) -> str:
         cluster = ", cluster=cluster" if self.cluster is not None else ""
