@@ -33,23 +33,23 @@ __all__ = ["CheckpointState", "Checkpointing", "await_periodic", "begin_periodic
 LOG = logging.getLogger("persia.checkpoint")
 
 LAST_SECONDS = 60.0
-"""So long the checkpoint at the end of `fit` waits for what may be over soon."""
+"""Seconds for which the last checkpoint of a `fit` call is retried."""
 
 RETRY_SECONDS = 1.0
 
 HELD_BYTES = 64 << 20
-"""Memory for what PSs have besides rows, such as counts of ids that are not admitted yet."""
+"""Bytes of memory for the state of PSs besides rows, such as counts of ids that are not admitted yet."""
 
 LOST = (StoreError, WireError, PeerRestartedError)
-"""What a PS answers that has been started again while a checkpoint was read from it."""
+"""Errors of a PS that was restarted while a checkpoint was read from it."""
 
 
 class CheckpointState(NamedTuple):
-    """What is taken at rest, beside the cuts.
+    """State of a checkpoint that is captured between two phases, besides the snapshots of the PSs.
 
     Attributes:
         training: `TrainingState.state_dict`, which all NN workers call.
-        score: what decides which checkpoint is the best.
+        score: the highest decides which checkpoint is the best.
         consistent: whether all rows are to be of this moment.
     """
 
@@ -59,7 +59,7 @@ class CheckpointState(NamedTuple):
 
 
 class _Chain(NamedTuple):
-    """What the next checkpoint may add to: the last one, its cuts by PS, and how many have been added by now."""
+    """The last checkpoint, which the next may add to: its snapshot of each PS, and how many increments it has."""
 
     directory: str
     base: Base
@@ -68,7 +68,7 @@ class _Chain(NamedTuple):
 
 
 class _Written(NamedTuple):
-    """When the last checkpoint was complete, its step, and how long it took from the moment that it is of."""
+    """Completion time of the last checkpoint, its step, and its duration since the state was captured."""
 
     at: float
     step: int
@@ -76,13 +76,13 @@ class _Written(NamedTuple):
 
 
 class Throttle:
-    """Lets the thread that makes it take a share of the machine's processors, and no more, until it is to hurry.
+    """Limits the processor time of the thread that makes it to a share of the machine's, until it has to hurry.
 
-    What counts is the thread's own processor time: waiting for a disk or a network takes nothing from training.
+    Waiting for a disk or a network does not count, as it takes nothing from training.
 
     Args:
-        share: of all processors; a thread that may take a whole one does not rest.
-        hurry: ends all rests.
+        share: of all processors; a thread that may use a whole one never pauses.
+        hurry: ends all pauses.
     """
 
     def __init__(self, share: float, hurry: threading.Event) -> None:
@@ -91,7 +91,7 @@ class Throttle:
         self._begin = time.thread_time()
 
     def __call__(self) -> None:
-        """Rests for the work since the last rest."""
+        """Pauses in proportion to the work since the last pause."""
         self._hurry.wait((time.thread_time() - self._begin) * self._factor)
         self._begin = time.thread_time()
 
@@ -195,7 +195,7 @@ class Checkpointing:
         LOG.warning("A checkpoint has failed, and training goes on: %s", error)
 
     def _capture(self, trainer: Trainer, directory: str, moment: CheckpointState) -> Callable[[Throttle | None], str]:
-        """Everything that changes by training is held here; what is returned writes it, and rests in between."""
+        """Captures everything that training changes; the function that is returned writes it, with pauses."""
         began = time.monotonic()
         options = trainer.options
         servers = trainer.embeddings.connection.servers
@@ -296,7 +296,7 @@ def await_periodic(trainer: Trainer) -> bool:
 
 
 def score_of(trainer: Trainer, evaluation: MetricsResult | None) -> float | None:
-    """What the best checkpoint has the most of."""
+    """Returns the score of a checkpoint, the higher the better; None if no score is kept."""
     if evaluation is None or trainer.options.keep_best is None:
         return None
     score = evaluation.auc if trainer.options.keep_best == "auc" else -evaluation.log_loss
@@ -305,7 +305,7 @@ def score_of(trainer: Trainer, evaluation: MetricsResult | None) -> float | None
 
 @contextmanager
 def _given_up(step: int) -> Iterator[None]:
-    """Without a PS's rows there is no checkpoint; training goes on."""
+    """Raises CheckpointError in place of the error of a restarted PS: its snapshot is gone, training continues."""
     try:
         yield
     except LOST as error:
@@ -317,7 +317,7 @@ def _given_up(step: int) -> Iterator[None]:
 def _cut(
     servers: Iterable[EmbeddingPS], epochs: list[dict[str, int]] | None, directory: str, *, live: bool
 ) -> tuple[str, list[SnapshotInfo]]:
-    """Makes a cut on all PSs: of what has changed if all of them know that, else of all rows."""
+    """Begins a snapshot on all PSs: of changed rows if all of them know which, else of all rows."""
     place = "" if "://" in directory else os.path.abspath(directory)
     since = epochs or [{} for _ in servers]
     name = secrets.token_hex(8)

@@ -35,7 +35,7 @@ LOG = logging.getLogger("persia.cluster")
 
 
 class _State(NamedTuple):
-    """What changes in a Trainer by training, beside rows.
+    """State of a Trainer that training changes, besides rows.
 
     Attributes:
         model: its tensors and all else that `torch.save` writes, on the CPU.
@@ -55,13 +55,13 @@ class _State(NamedTuple):
 
 
 class _Alone(NamedTuple):
-    """What an NN worker has that came to rest without another one: what is counted is its own."""
+    """State of an NN worker that quiesced without the others; its counts are its own."""
 
     state: _State
 
 
 class _Work:
-    """What an NN worker does. Pickled as a whole, with the cluster in it.
+    """The work of an NN worker in one call of `fit`. Pickled as a whole, with the cluster in it.
 
     Args:
         trainer: which one to do it like.
@@ -185,10 +185,10 @@ def keep(trainer: Trainer, run: FitProgress) -> None:
 
 
 class _Story:
-    """What happened to the NN workers in a call of `fit`.
+    """Log of the failures of NN workers in one call of `fit`.
 
     Args:
-        most: so often they begin anew.
+        most: maximum number of restarts.
     """
 
     def __init__(self, most: int) -> None:
@@ -219,7 +219,7 @@ class _Story:
 
 
 def _go_on(attempt: Attempt, state: _State, labels: Sequence[str]) -> tuple[_State, str]:
-    """The state to begin anew with, and where it is from."""
+    """Returns the state to restart with, and a message that says where it is from."""
     rests = {rank: result.state for rank, result in attempt.results.items() if isinstance(result, _Alone)}
     if rests:
         merged = _merged(state, rests, labels)

@@ -41,7 +41,7 @@ class LoadOptions(NamedTuple):
 
 
 class LoadedTable(NamedTuple):
-    """What was loaded of a table.
+    """Number of rows that were loaded into a table.
 
     Attributes:
         rows: how many.

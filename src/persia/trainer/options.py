@@ -16,7 +16,7 @@ __all__ = ["TrainerOptions"]
 
 
 class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a training run seldom needs to be told.
+    """Options of a training run that have defaults.
 
     Args:
         seed: of row initialisation and admission. The dense model is initialised by its maker: seed torch before.

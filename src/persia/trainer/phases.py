@@ -33,7 +33,7 @@ __all__ = ["ModeSwitch", "Phases", "check_mode", "scheduled"]
 LOG = logging.getLogger("persia.modes")
 
 REPORTS = 8
-"""So often in a window of Auto an NN worker tells its step times."""
+"""Reports of step times per NN worker in one window of Auto."""
 
 LOOK_SECONDS = 0.1
 """How often an all-reduce segment looks whether a switch is wanted."""
@@ -79,7 +79,7 @@ class Phases:
         self._recording = ScheduleRecorder(trainer.options.record_dir, trainer.state, trainer.step, trainer.embeddings)
 
     def report(self) -> TokenReport | None:
-        """What asynchronous modes did; None if there were none."""
+        """Returns the report of asynchronous modes; None if there were none."""
         tokens = self._trainer.embeddings.connection.tokens
         if tokens is None:
             return None
@@ -114,7 +114,7 @@ class Phases:
         trainer.step.replicas.run_on_rank0(judge, NoneType)
 
     def verdicts(self) -> list[ModeChoice]:
-        """What Auto has decided so far. All NN workers call it; the first writes what it decided by to `log_dir`."""
+        """Returns the decisions of Auto so far; the first NN worker writes their evidence to `log_dir`. All call it."""
         if self._trainer.auto is None:
             return []
         return self._trainer.step.replicas.run_on_rank0(self._logged, list[ModeChoice])

@@ -35,7 +35,7 @@ LOG_EVERY = 50
 
 
 class FitResult(msgspec.Struct, frozen=True):
-    """What a call of `fit` did.
+    """Result of one `Trainer.fit` call.
 
     Attributes:
         rows: samples trained.
@@ -88,14 +88,14 @@ class FitResult(msgspec.Struct, frozen=True):
 
 
 class TrainedRows(NamedTuple):
-    """What one NN worker, or all of them, have trained in a call."""
+    """Rows that one NN worker, or all of them, trained in a call, and the seconds it took."""
 
     rows: int
     seconds: float
 
 
 class _Unscored(NamedTuple):
-    """What a batch gave, on its way to the host, and which one it was."""
+    """Logits, labels and loss of a batch on their way to the host, and the batch's number."""
 
     arrays: Callable[[], dict[str, Floats]]
     day: Int32Array | None
@@ -238,11 +238,11 @@ class FitProgress:
 
     @property
     def progress_here(self) -> TrainedRows:
-        """What this NN worker has trained in this call so far."""
+        """Rows that this NN worker has trained in this call so far."""
         return TrainedRows(self._rows, self._seconds or time.monotonic() - self._began)
 
     def progress(self) -> TrainedRows:
-        """What all NN workers have, in the longest of their times. Blocks until all have called it."""
+        """Returns the rows of all NN workers, and the longest of their times. Blocks until all have called it."""
         payloads = self._trainer.step.replicas.gather(msgspec.json.encode(self.progress_here))
         trained = [msgspec.json.decode(payload, type=TrainedRows) for payload in payloads]
         return TrainedRows(sum(t.rows for t in trained), max(t.seconds for t in trained))
@@ -280,7 +280,7 @@ class FitProgress:
             writer.add_scalar(f"optimizer/{name}", number, snapshot.step)
 
     def result(self, evaluation: MetricsResult | None) -> FitResult:
-        """What `fit` returns."""
+        """Returns the result of the call."""
         trainer = self._trainer
         replicas = trainer.step.replicas
         rows, seconds = self.progress()

@@ -116,7 +116,7 @@ class LoaderSource:
         """The data loaders know it by what is taken next."""
 
     def arrange(self, on_demand: bool, again: bool) -> None:
-        """What was taken and not trained is released, so the data loaders begin again."""
+        """Restarts the data loaders where training is: batches that were taken but not trained have been released."""
         if again or on_demand != self._on_demand:
             self._on_demand = on_demand
             self._begin(on_demand)

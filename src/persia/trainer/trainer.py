@@ -257,7 +257,7 @@ class Trainer:
     def fit_here(
         self, train_data: Iterable[Batch] | None, eval_data: Iterable[Batch] | None, epochs: int, max_steps: int | None
     ) -> FitResult:
-        """What `fit` does on an NN worker, once its arguments are checked."""
+        """Trains on this NN worker; the arguments of `fit` have been checked."""
         connection = self.embeddings.connection
         self.segments.begin(train_data, self.finished)
         if self.finished:
