@@ -112,6 +112,23 @@ def test_fractions_are_hashed_as_the_texts_that_python_prints(values: list[float
         assert build(printed, len(values)).values.tolist() == [text_id(x) for x in printed]
 
 
+def test_decimals_are_numbers() -> None:
+    for kind in (pa.decimal128(5), pa.decimal128(7, 2), pa.decimal256(50, 3)):
+        assert as_lists(build(pa.array([5, None, 7], pa.int64()).cast(pa.decimal128(20)).cast(kind), 3)) == [
+            [5],
+            [],
+            [7],
+        ]
+        schema = Schema([IdFeature("a", dim=2)], dense_features=["p"], labels=["y"])
+        column = pa.array([1, 2]).cast(pa.decimal128(20)).cast(kind)
+        assert Batch.from_columns(schema, {"a": [1, 2], "p": column, "y": [0, 1]}).dense.tolist() == [[1], [2]]
+
+
+def test_floats_of_two_widths_in_a_list_keep_their_own_text() -> None:
+    alone = build([np.float32(1.1)], 1).values[0]
+    assert build([np.float32(1.1), 2.5], 2).values[0] == build([np.float32(1.1), np.float32(2.5)], 2).values[0] == alone
+
+
 def test_booleans_are_one_and_zero_also_as_texts() -> None:
     for column in ([True, False], np.array([True, False]), pa.array([True, False]), ["True", "false"], ["1", "0"]):
         assert build(column, 2).values.tolist() == [1, 0]

@@ -48,7 +48,7 @@ BAD: dict[str, tuple[dict[str, Any], str, int | None]] = {
     "object in dense": ({"p": [1, {}, 2]}, "'p' has dict {} at row 1", 1),
     "dense of a wrong shape": ({"p": np.zeros((3, 2))}, "shape \\[3, 2\\]", None),
     "dense of a wrong dtype": ({"p": np.zeros(3, complex)}, "complex128", None),
-    "decimals": ({"p": pa.array([1, 2, 3], pa.decimal128(5))}, "decimal128", None),
+    "missing decimal": ({"p": pa.array([1, None, 3], pa.decimal128(5))}, "missing value at row 1", 1),
     "bfloat16": ({"p": torch.zeros(3, dtype=torch.bfloat16)}, "convert it to numpy", None),
     "label outside": ({"y": [0, 1, 2]}, "'y' is 2.0 at row 2, outside \\[0, 1\\]", 2),
     "negative label": ({"y": [-1, 1, 1]}, "'y' is -1.0 at row 0", 0),

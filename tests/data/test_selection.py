@@ -16,7 +16,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
-from persia import data
+from persia import Batch, data
 from persia.cli.run_config import RunConfig
 from persia.config import convert
 from persia.data import Split, from_csv, from_parquet
@@ -459,3 +459,56 @@ def test_configurations_reach_the_readers(files: Path, form: str) -> None:
         broken = text.replace(wrong, {"part": 'part = "dev"', "seed": 'seed = "x"', "where": "rating >"}[message])
         with pytest.raises(ConfigError, match=message):
             convert(tomllib.loads(broken), RunConfig, "config").reader()
+
+
+def test_texts_are_not_ordered_where_numbers_or_times_are_meant(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("row,rating,a,b,t\n0,1,9,10,31.01.2024\n1,1,10,9,02.12.2024\n")
+    for rule in ("a >= b", 'a < "10"'):
+        with pytest.raises(DataError, match="compared by order"):
+            list(data.csv(tmp_path / "a.csv", SCHEMA, where=rule, require_labels=False))
+    for where, kept in (("a + 0 >= b + 0", [1]), ("a > b + 0", [1]), ("a != b", [0, 1])):
+        assert rows_of(data.csv(tmp_path / "a.csv", SCHEMA, where=where, require_labels=False)) == kept
+    with pytest.raises(DataError, match=r"'t' has '31\.01\.2024' at row 0; it takes whole numbers, or dates"):
+        list(data.csv(tmp_path / "a.csv", SCHEMA, where='t >= "2024-12-01"', require_labels=False))
+
+
+def test_times_of_a_csv_are_ordered_as_times(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("row,rating,t\n0,1,2024-05-01T09:00:00\n1,1,2024-05-01 10:30:00\n2,1,2024-05-02\n")
+    assert rows_of(data.csv(tmp_path / "a.csv", SCHEMA, where='t >= "2024-05-01 10:00:00"', require_labels=False)) == [
+        1,
+        2,
+    ]
+
+
+def test_hive_keys_are_decoded_and_stay_texts_for_the_kind_text(tmp_path: Path) -> None:
+    path = tmp_path / "city=Sao%20Paulo" / "code=007" / "a.parquet"
+    path.parent.mkdir(parents=True)
+    pq.write_table(pa.table({"click": [0, 1]}), path)
+    texts = Schema([IdFeature("city", dim=2), IdFeature("code", dim=2, kind="text")], labels=["click"])
+    (found,) = list(data.parquet(path, texts))
+    expected = Batch.from_columns(texts, {"city": ["Sao Paulo"] * 2, "code": ["007"] * 2, "click": [0, 1]})
+    for name in ("city", "code"):
+        assert found.id_features[name].values.tolist() == expected.id_features[name].values.tolist()
+
+
+def test_errors_of_rules_name_columns_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("row,cost,rating,click\n0,1,oops,0\n")
+    with pytest.raises(DataError) as caught:
+        list(data.csv(tmp_path / "a.csv", SCHEMA, rename={"rating": "cost"}, where="rating > 3"))
+    assert caught.value.fields["column"] == "rating"
+    assert "In the file" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"null_values": "NA"}, "null_values = 'NA' is one text"),
+        ({"column_names": "row,click"}, "column_names = 'row,click' is one text"),
+        ({"lists": {"usr": "|"}}, "lists has 'usr'"),
+        ({"split": "train"}, r"split = 'train': give Split"),
+    ],
+)
+def test_arguments_of_a_wrong_kind(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    (tmp_path / "a.csv").write_text("row,rating,click\n")
+    with pytest.raises(ConfigError, match=message):
+        data.csv(tmp_path / "a.csv", SCHEMA, **options)

@@ -48,6 +48,8 @@ def _scalars(name: str, array: Any, offsets: Int64Array | None, kind: IdKind) ->
         if found is not None:
             return found
         array = array.dictionary_decode()
+    if pa.types.is_decimal(array.type):
+        array = array.cast(pa.string())
     if _is_text(array.type):
         return ids_of_texts(name, _buffers(array), offsets, kind)
     if array.null_count:
@@ -111,7 +113,7 @@ def arrow_floats(name: str, column: Any) -> tuple[NDArray[Any], BoolArray | None
         array = array.dictionary_decode()
     if _is_text(array.type):
         return numbers_of_texts(name, _buffers(array))
-    if pa.types.is_null(array.type):
+    if pa.types.is_null(array.type) or pa.types.is_decimal(array.type):
         array = array.cast(pa.float64())
     _require_numbers(name, array.type, "a dense feature or label")
     if not array.null_count:

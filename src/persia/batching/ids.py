@@ -109,7 +109,7 @@ def ids_of_list(name: str, rows: Sequence[Any], kind: IdKind) -> IdColumn:
         whole = [int(x) for x in flat]
         if not whole or (min(whole) >= 0 and max(whole) < 2**64):
             return ids_of_numbers(name, np.array(whole, np.uint64), bounds, kind)
-    if all(isinstance(x, (float, np.floating)) for x in flat):
+    if all(isinstance(x, (float, np.floating)) for x in flat) and len({type(x) for x in flat}) <= 1:
         return ids_of_numbers(name, np.array(flat), bounds, kind)
     texts = [_text(name, x, row_of(i, bounds), kind) for i, x in enumerate(flat)]
     return ids_of_texts(name, TextBuffers.of(texts), bounds, kind)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, TypeAlias
+from urllib.parse import unquote
 
 from persia.errors import DataError, MissingExtraError, PersiaError
 
@@ -124,7 +125,8 @@ def _hive_keys(path: str) -> dict[str, str]:
     """Parses the `key=value` parts of a path; of the file name, only the part before the first dot."""
     *folders, name = PurePosixPath(path).parts
     parts = [*folders, name.split(".")[0]]
-    return {key: value for key, _, value in (part.partition("=") for part in parts) if key and value}
+    pairs = (part.partition("=") for part in parts)
+    return {unquote(key): unquote(value) for key, _, value in pairs if key and value}  # As Hive and Arrow write them.
 
 
 def find(name: str) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from csv import Error as CsvError
 from csv import reader
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,6 +93,15 @@ def csv(
         dict(fill or {}),
         Selection.of(where, split),
     )
+    for name, texts in (("column_names", column_names), ("null_values", null_values)):
+        if isinstance(texts, str):
+            raise ConfigError(f"{name} = {texts!r} is one text; give a list of texts.", field=name)
+    for feature in lists or {}:
+        column = conversion.wanted.get(feature)
+        if feature not in [f.name for f in schema.id_features] or column is None:
+            raise ConfigError(f"lists has {feature!r}, which is no (uncrossed) ID-type feature.", field="lists")
+        if list(conversion.wanted.values()).count(column) > 1:
+            raise ConfigError(f"lists has {feature!r}, whose column {column!r} is read twice.", field="lists")
     names = None if column_names is None else tuple(column_names)
     form = CsvFormat(delimiter, names, dict(lists or {}), tuple(null_values))
     return StreamReader(schema, CsvSource(tuple(expand(paths, CSV_SUFFIXES)), conversion, form), order)
@@ -215,8 +225,17 @@ class CsvSource:
         comment = self.format.comment
         with file.open_text() as stream:
             parts = iter(lambda: stream.readline(_BLOCK_BYTES), "")  # Bounded, as the file may not be text.
-            lines = (line for line in parts if line.strip() and not (comment is not None and line.startswith(comment)))
-            fields = next(reader(lines, delimiter=self.format.delimiter), None)
+            full = (line for line in parts if line.strip("\r\n"))
+            lines = (line for line in full if comment is None or not line.startswith(comment))
+            try:
+                fields = next(reader(lines, delimiter=self.format.delimiter), None)
+            except CsvError as error:
+                raise DataError(
+                    f"{file.path}: the first line is not one of column names ({error}); close open quotes, set the "
+                    "delimiter, or give column_names.",
+                    path=file.path,
+                    row=0,
+                ) from error
             return fields, fields is not None and next(lines, None) is not None
 
     def _columns(self, file: File, present: list[str]) -> list[str]:
@@ -232,7 +251,7 @@ class CsvSource:
             hint = self._hint(present, list(conversion.wanted.values())) or " Correct the schema, or rename."
             return conversion.columns_of(file, present, hint)
         selected = conversion.selection.columns if conversion.selection is not None else ()
-        wanted = [(name, name) for name in (*form.columns, *selected)]
+        wanted = [*((name, name) for name in form.columns), *(("where or split", name) for name in selected)]
         labels = (*form.labels, *conversion.schema.labels)
         hint = self._hint(present, list(form.columns)) or " Give a file of this format."
         return present_columns(file, present, wanted, labels, conversion.require_labels, hint)

@@ -133,7 +133,7 @@ class Conversion:
         for piece in pieces:
             positions = None
             if self.selection is not None:
-                with self._located(piece, None):
+                with self._located(piece, None, {}):
                     named = {name: self._read(piece, name) for name in self.selection.columns}
                     positions = self.selection.positions(named, first, piece.rows)
                 first += piece.rows
@@ -151,15 +151,23 @@ class Conversion:
                 indices = pa.array(positions)
                 kept = {name: column.take(indices) for name, column in piece.columns.items()}
                 piece = Piece(piece.file, piece.row, kept, count - begin)
-            with self._located(piece, positions):
-                yield self._batch(piece._replace(columns=prepare(piece.columns)) if prepare else piece)
+            with self._located(piece, positions, {}):
+                computed = self._computed_labels(piece)
+            with self._located(piece, positions, self.rename):
+                yield self._batch(piece._replace(columns=prepare(piece.columns)) if prepare else piece, computed)
 
-    def _batch(self, piece: Piece) -> Batch:
-        named = {name: self._read(piece, column) for name, column in self.wanted.items()}
+    def _computed_labels(self, piece: Piece) -> dict[str, Any]:
+        """Evaluates the rules of labels; None where the file lacks a column."""
+        labels: dict[str, Any] = {}
         for name, rule in self._rules().items():
             columns = {column: self._read(piece, column) for column in rule.columns}
             missing = [column for column, values in columns.items() if values is None]
-            named[name] = None if missing else rule.evaluate(columns, piece.rows)
+            labels[name] = None if missing else rule.evaluate(columns, piece.rows)
+        return labels
+
+    def _batch(self, piece: Piece, computed: dict[str, Any]) -> Batch:
+        texts = {feature.name for feature in self.schema.id_features if feature.kind == "text"}
+        named = {name: self._read(piece, column, name in texts) for name, column in self.wanted.items()} | computed
         for name, value in self.fill.items():
             if named.get(name) is not None:
                 named[name] = number_column(name, named[name], value)
@@ -173,8 +181,14 @@ class Conversion:
     def _rules(self) -> dict[str, Expression]:
         return {name: Expression(f"labels[{name!r}]", rule) for name, rule in self.labels.items()}
 
-    def _read(self, piece: Piece, column: str) -> Any:
-        """Returns a column of the file, or its hive key as a constant column, or None."""
+    def _read(self, piece: Piece, column: str, as_text: bool = False) -> Any:
+        """Returns a column of the file, or its hive key as a constant column, or None.
+
+        Args:
+            piece: the rows.
+            column: name in the file.
+            as_text: whether a hive key stays a text; by default one of digits is a number.
+        """
         if column in piece.columns or column not in piece.file.keys:
             return piece.columns.get(column)
         import pyarrow as pa
@@ -182,7 +196,7 @@ class Conversion:
         value = piece.file.keys[column]
         if value == _HIVE_NULL:
             return pa.nulls(piece.rows)
-        if value.isdecimal() and int(value) < 2**64:  # 03 is 3, as in Spark and Arrow.
+        if not as_text and value.isdecimal() and int(value) < 2**64:  # 03 is 3, as in Spark and Arrow.
             return pa.repeat(pa.scalar(int(value), pa.uint64()), piece.rows)
         return pa.repeat(value, piece.rows)
 
@@ -194,12 +208,13 @@ class Conversion:
         return _day_of_column(self.day, piece.columns[self.day], self.day_unit)
 
     @contextmanager
-    def _located(self, piece: Piece, positions: Int64Array | None) -> Iterator[None]:
+    def _located(self, piece: Piece, positions: Int64Array | None, rename: Mapping[str, str]) -> Iterator[None]:
         """Converts errors about rows to a DataError that names the file, the row and the column.
 
         Args:
             piece: the rows.
             positions: position of each row relative to `piece.row` in the file; None if they are all rows of the piece.
+            rename: column of the file by the name that errors use; empty for errors of rules, which use the file's.
         """
         try:
             yield
@@ -212,7 +227,7 @@ class Conversion:
                 fields["row"] = row
             name = fields.get("column", fields.get("feature"))
             if name is not None:
-                fields["column"] = column = self.rename.get(name, name)
+                fields["column"] = column = rename.get(name, name)
                 message += f" In the file the column is {column!r}." if column != name else ""
             raise DataError(f"{piece.file.path}: {message}", **fields) from error
         except Exception as error:

@@ -64,7 +64,16 @@ class Split(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, split: Split | Mapping[str, Any] | None) -> Split | None:
-        """Returns a split as it is, or makes it from a configuration."""
+        """Returns a split as it is, or makes it from a configuration.
+
+        Raises:
+            ConfigError: it is neither a split nor a mapping of its arguments.
+        """
+        if split is not None and not isinstance(split, (Split, Mapping)):
+            raise ConfigError(
+                f"split = {split!r}: give Split('train') or Split('test'), or a table such as {{ part = 'train' }}.",
+                field="split",
+            )
         return split if split is None or isinstance(split, Split) else convert(dict(split), cls, "split")
 
     def rows(self, columns: Mapping[str, Any], first: int, rows: int) -> BoolArray:

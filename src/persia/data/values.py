@@ -48,8 +48,33 @@ class Values:
                     raise DataError(f"numbers are compared with the text {value!r}; write a number.")
             one, other = self._comparable(one, other)
         elif "text" in kinds:
+            if function not in ("equal", "not_equal"):
+                return self._ordered(function, one, other)
             one, other = (pa.scalar(x) if isinstance(x, str) else x.cast(pa.string()) for x in (one, other))
         return pc.call_function(function, [one, other])
+
+    def _ordered(self, function: str, one: Any, other: Any) -> Any:
+        """Compares texts by order: as times if the constant is one, else letter by letter.
+
+        Raises:
+            DataError: both are columns, or the constant is a number. A CSV holds numbers as texts, whose order by
+                letters is not theirs.
+        """
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        constant = next((value for value in (one, other) if isinstance(value, str)), None)
+        if constant is None:
+            if "null" in {_kind(one), _kind(other)}:
+                return pc.call_function(function, [one.cast(pa.string()), other.cast(pa.string())])
+            raise DataError("two columns of texts are compared by order; to compare numbers, write `a + 0 < b + 0`.")
+        constant_kind = _text_kind(constant)
+        if constant_kind == "number":
+            raise DataError(f"texts are compared by order with {constant!r}; write the number without quotes.")
+        if constant_kind == "time":
+            return pc.call_function(function, [self.times(one), self.times(other)])
+        texts = [pa.scalar(x) if isinstance(x, str) else x.cast(pa.string()) for x in (one, other)]
+        return pc.call_function(function, texts)
 
     def truth(self, value: Any) -> Any:
         """Converts to booleans; numbers, and texts of numbers or booleans, are true unless 0."""
@@ -141,6 +166,22 @@ def _kind(value: Any) -> str:
     if pa.types.is_boolean(value.type):
         return "bool"
     return "text" if pa.types.is_string(value.type) else "number"
+
+
+def _text_kind(constant: str) -> str:
+    """Returns "number", "time" or "text" for what a constant reads as."""
+    import pyarrow as pa
+
+    try:
+        float(constant)
+        return "number"
+    except ValueError:
+        pass
+    try:
+        times_of_text("", pa.array([constant]))
+    except DataError:
+        return "text"
+    return "time"
 
 
 def _plain(name: str, array: Any) -> Any:
