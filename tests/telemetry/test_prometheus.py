@@ -79,7 +79,7 @@ def test_no_free_port():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 65535))
         taken.listen()
-        with pytest.raises(ConfigError, match="No free port on .* among the 256"):
+        with pytest.raises(ConfigError, match=r"No free port on .* among the 256"):
             Endpoint(65535, "127.0.0.1", health)
 
 
