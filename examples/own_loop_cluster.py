@@ -39,7 +39,7 @@ def train(cluster: persia.cluster.Ray) -> str:
         steps, dummies = steps + 1, dummies + batch.dummy
         if not batch.dummy:
             metrics.update(logits.detach(), batch.labels, batch.day)
-    total = persia.metrics.merging.merged_metrics(metrics, replicas.gather).result()
+    total = persia.metrics.merged_metrics(metrics, replicas.gather).result()
     return (
         f"NN worker {rank}: {steps} steps, {dummies} of them without data; "
         f"{total.rows} rows in all, progressive AUC {total.auc:.4f}"

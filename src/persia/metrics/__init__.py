@@ -7,7 +7,8 @@ same results to the last bit. Torch is not needed; CPU tensors without gradient 
 from persia.metrics.auc import AUC, BLOCK
 from persia.metrics.calibration import Calibration
 from persia.metrics.log_loss import LogLoss
+from persia.metrics.merging import merged_metrics
 from persia.metrics.result import Figures, MetricsResult
 from persia.metrics.streaming import Metrics
 
-__all__ = ["AUC", "BLOCK", "Calibration", "Figures", "LogLoss", "Metrics", "MetricsResult"]
+__all__ = ["AUC", "BLOCK", "Calibration", "Figures", "LogLoss", "Metrics", "MetricsResult", "merged_metrics"]

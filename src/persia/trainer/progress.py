@@ -14,8 +14,7 @@ import torch
 
 from persia.coordinator import TokenReport
 from persia.errors import DataError, DivergedError
-from persia.metrics import MetricsResult
-from persia.metrics.merging import merged_metrics
+from persia.metrics import MetricsResult, merged_metrics
 from persia.modes import ModeChoice
 from persia.nn.prepared import PreparedBatch
 from persia.nn.transfer import Staging

@@ -12,8 +12,7 @@ import torch
 
 from persia.checkpoint.packing import pack, unpack
 from persia.checkpoint.tensors import decode, encode
-from persia.metrics import Metrics
-from persia.metrics.merging import merged_metrics
+from persia.metrics import Metrics, merged_metrics
 from persia.modes import Hybrid, Mode
 from persia.modes import decode as decode_mode
 from persia.modes import encode as encode_mode

@@ -16,8 +16,7 @@ from persia.batching.batch import Batch
 from persia.dense import AllReduce, AllReduceOptions
 from persia.dense.torch_threads import choose_torch_threads
 from persia.errors import ConfigError, DataError
-from persia.metrics import Metrics, MetricsResult
-from persia.metrics.merging import merged_metrics
+from persia.metrics import Metrics, MetricsResult, merged_metrics
 from persia.modes import Auto, Hybrid, Mode, Sync, encode
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep, OptimizerFactory, StepOptions
