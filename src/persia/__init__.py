@@ -50,7 +50,22 @@ _HOMES = {
     "persia.trainer": ("FitResult", "Trainer"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
-_PACKAGES = frozenset({"checkpoint", "cluster", "data", "dense", "errors", "metrics", "modes", "nn", "optim", "schema"})
+_PACKAGES = frozenset(
+    {
+        "checkpoint",
+        "cluster",
+        "data",
+        "dense",
+        "errors",
+        "metrics",
+        "modes",
+        "nn",
+        "optim",
+        "replay",
+        "schema",
+        "testing",
+    }
+)
 
 __all__ = [
     "AdmitAll",

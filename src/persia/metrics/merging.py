@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import safetensors.numpy
 
-from persia.metrics import Metrics
+from persia.metrics.streaming import Metrics
 
 __all__ = ["merged_metrics"]
 
