@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 SOURCES := $(shell find cpp bindings -name '*.cpp' -o -name '*.hpp' -o -name CMakeLists.txt) CMakeLists.txt pyproject.toml
 
-.PHONY: chaos demo demo-cluster test test-all test-cpp sanitize lint format bench bench-cpp bench-smoke examples docs clean install
+.PHONY: chaos gpu gpu-wheels demo demo-cluster test test-all test-cpp sanitize lint format bench bench-cpp bench-smoke examples docs clean install
 
 install: $(READY)  ## create .venv and install persia into it, editable
 
@@ -71,6 +71,19 @@ bench-smoke: install  ## every benchmark, small; figures mean nothing
 # Arguments: make chaos CHAOS="--seconds 300 --faults 20 --seeds 7 --mode gba"
 chaos: install  ## train while things go wrong, 90 minutes
 	PYTHONPATH=tests $(BIN)/python tests/chaos/chaos_run.py $(CHAOS)
+
+# The machine with the GPU needs no network: copy the checkout there with .whl, and run `make gpu`.
+GPU_WHEELS = nanobind msgspec pyzmq pyarrow typer shellingham rich markdown-it-py mdurl pygments pytest pluggy iniconfig \
+  pytest-timeout hypothesis sortedcontainers xxhash safetensors fsspec
+GPU_PYTHON ?= 3.12
+
+gpu-wheels: install  ## collect what `make gpu` needs beside torch, numpy and CMake, into .whl
+	$(BIN)/python -m pip download -q --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) --implementation cp \
+	  $(foreach n,28 27 17 14 12 5,--platform manylinux_2_$(n)_x86_64) --platform manylinux2014_x86_64 \
+	  -c constraints.txt -d .whl $(GPU_WHEELS)
+
+gpu:  ## on a machine with a CUDA device: build in place and run the tests marked gpu
+	bash tests/gpu.sh
 
 examples: install  ## run every example, small
 	for file in examples/*.py; do echo "== $$file"; PERSIA_EXAMPLE_SMALL=1 $(BIN)/python $$file || exit 1; done
