@@ -119,3 +119,10 @@ def test_gba_goes_on_with_the_last_partial_batch_of_a_pass(tmp_path):
         second.load(str(tmp_path))
         result = second.fit(data)
         assert (result.rows, result.steps, result.global_step) == (5, 1, 4)
+
+
+def test_gba_trains_a_list_of_one_small_batch():
+    """Smaller than a local batch, and no divisor of the global one."""
+    with persia.cluster.Ray(1, 1, 1, 2, options()) as cluster:
+        result = make_trainer(cluster, Gba(2 * BATCH)).fit([next(iter(reader(1))).slice(0, 5)])
+        assert (result.rows, result.steps) == (5, 1)

@@ -21,7 +21,7 @@ from persia.optim import APMSqueeze
 from persia.optim.averaged import Averaged
 from persia.services import DenseMaker, ProcessCluster
 from persia.trainer.recording import ScheduleRecorder
-from persia.trainer.sources import LocalSource, declared_batch_size
+from persia.trainer.sources import LocalSource, declared_batch_size, largest_batch
 from persia.types import Caller, TrainingPhase
 
 if TYPE_CHECKING:
@@ -94,7 +94,8 @@ class Phases:
             anew: whether the data may be others than before.
         """
         if data is not None:
-            self._state.local_batch = declared_batch_size(data) or (0 if anew else self._state.local_batch)
+            known = declared_batch_size(data) or (0 if anew else self._state.local_batch)
+            self._state.local_batch = known or largest_batch(data, self._trainer.mode)
 
     # --- Auto ---------------------------------------------------------------------------------------------------
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import NoneType
 from typing import Any, Protocol
 
 from persia.batching.batch import Batch
 from persia.errors import DataError
+from persia.modes import Gba, Mode
 from persia.nn.replicas import Replicas
 from persia.services import Connection, DataLoader, Seekable
 from persia.trainer.state import TrainingState
 from persia.types import FedBatch, Feed
 
-__all__ = ["BatchSource", "LoaderSource", "LocalSource", "declared_batch_size", "source_of"]
+__all__ = ["BatchSource", "LoaderSource", "LocalSource", "declared_batch_size", "largest_batch", "source_of"]
 
 
 class BatchSource(Protocol):
@@ -128,6 +129,14 @@ def declared_batch_size(data: Any) -> int:
         return 0
     declared: int | None = getattr(data, "batch_size", None) or getattr(getattr(data, "order", None), "batch_size", 0)
     return declared or 0
+
+
+def largest_batch(data: Any, mode: Mode) -> int:
+    """Rows of the largest batch of a list; 0 if it is none. One batch alone makes a step in Gba, whatever M is."""
+    rows = [len(batch) for batch in data if isinstance(batch, Batch)] if isinstance(data, Sequence) else []
+    if len(rows) == 1 and isinstance(mode, Gba):
+        rows.append(mode.global_batch_size)
+    return max(rows, default=0)
 
 
 def source_of(
