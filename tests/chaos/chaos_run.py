@@ -207,18 +207,19 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1800.0, help="that the faults are spread over")
     parser.add_argument("--faults", type=int, default=60)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--steps", type=int, default=1000, help="at least; the AUC still rises until step 600 or so")
     parser.add_argument("--mode", choices=sorted(MODES), default="hybrid")
     parser.add_argument("--every", type=int, default=4, help="watch only every so many-th id, of the table `many` all")
-    arguments = parser.parse_args()
+    of = parser.parse_args()
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
     failed = False
-    for seed in arguments.seeds:
+    for seed in of.seeds:
         with tempfile.TemporaryDirectory(prefix="persia-chaos-") as folder:
-            plan = Plan(seed, arguments.seconds, arguments.faults, arguments.mode, every=arguments.every)
+            plan = Plan(seed, of.seconds, of.faults, of.mode, of.steps, every=of.every)
             found = run(plan, Path(folder), lambda line: print(line, file=sys.stderr, flush=True))
         failed |= bool(found.wrong)
         share = found.training / found.wall
