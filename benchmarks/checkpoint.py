@@ -75,12 +75,12 @@ def touch(ps: EmbeddingServer, ids: np.ndarray, sequence: int) -> None:
 def write(ps: EmbeddingServer, path: Path, step: int, since: dict[str, int], base=None) -> tuple[float, dict[str, int]]:
     """Seconds that a checkpoint of the PS takes, and what the next one may add to."""
     begin = time.perf_counter()
-    info = ps.begin_cut(f"cut-{step}", since, str(path))
+    info = ps.begin_snapshot(f"snapshot-{step}", since, str(path))
     assert info.whole == (base is None)
     with CheckpointWriter(path, step) as writer:
-        write_rows(writer, 0, ps, f"cut-{step}")
+        write_rows(writer, 0, ps, f"snapshot-{step}")
         writer.commit(schema=SCHEMA, optimizer=Adagrad(0.1), base=base)
-    ps.end_cut(f"cut-{step}")
+    ps.end_snapshot(f"snapshot-{step}")
     return time.perf_counter() - begin, info.epochs
 
 
@@ -332,10 +332,10 @@ def updates(preset: str) -> Iterator[runner.Measure]:
     with folder() as path:
         for _ in range(runner.MIN_ROUNDS):
             alone = timed(update)
-            store.begin_cut(0, 0, Spill(str(path), 1 << 20, 0))
+            store.begin_snapshot(0, 0, Spill(str(path), 1 << 20, 0))
             first.append(alone / timed(update))
             again.append(alone / timed(update))
-            store.end_cut(0)
+            store.end_snapshot(0)
     details = {"of": "rows/s", "rows": rows, "updates": size * len(batches)}
     yield runner.quantity("checkpoint.update_first", first, "ratio", details=details)
     yield runner.quantity("checkpoint.update_again", again, "ratio", details=details)
@@ -375,15 +375,15 @@ def resharding(preset: str) -> runner.Measure:
     rows = ROWS[preset]
     ps = server(rows)
     with folder() as path:
-        ps.begin_cut("cut", {}, str(path))
+        ps.begin_snapshot("snapshot", {}, str(path))
         with CheckpointWriter(path / "a", 1) as writer:
-            for chunk in ps.cut_rows("cut"):
+            for chunk in ps.snapshot_rows("snapshot"):
                 owners = batching.owners("item", chunk.arrays["ids"], 2)
                 for owner in range(2):
                     mine = {name: array[owners == owner] for name, array in chunk.arrays.items()}
                     writer.add_rows("item", owner * 1024 + chunk.shard, mine)
             writer.commit(schema=SCHEMA, optimizer=Adagrad(0.1))
-        ps.end_cut("cut")
+        ps.end_snapshot("snapshot")
         del ps
         rates = []
         for number in range(ROUNDS[preset]):

@@ -115,14 +115,14 @@ def test_an_increment_after_it_is_a_whole_checkpoint(tmp_path):
     """What is set is in the next checkpoint, whatever the next one is based on."""
     with served("here") as ps:
         ps.lookup({"t": np.arange(10, dtype=U)}, train=True)
-        first = ps.begin_cut("a", {}, str(tmp_path))
+        first = ps.begin_snapshot("a", {}, str(tmp_path))
         with pytest.raises(StoreError, match="checkpoint is being read"):
             ps.set_rows(1, "t", ids(3), values(1), None)
-        ps.end_cut("a")
+        ps.end_snapshot("a")
         ps.set_rows(1, "t", ids(3), values(1), None)
-        second = ps.begin_cut("b", first.epochs, str(tmp_path))
+        second = ps.begin_snapshot("b", first.epochs, str(tmp_path))
         assert second.whole
-        chunks = [chunk.arrays for chunk in ps.cut_rows("b")]
+        chunks = [chunk.arrays for chunk in ps.snapshot_rows("b")]
         found = np.concatenate([arrays["ids"] for arrays in chunks])
         rows = np.concatenate([arrays["embeddings"] for arrays in chunks])
         assert sorted(found.tolist()) == list(range(10))

@@ -11,11 +11,21 @@ import pytest
 from persia import rpc
 from persia.batching.batch import IdColumn
 from persia.errors import DeadlineError, StaleBatchError, StoreError
-from persia.modes import Async, Auto, Hybrid, encode
+from persia.modes import Async, Auto, Hybrid, Sync
 from persia.ps import EmbeddingServer
 from persia.rpc.interface import describe
 from persia.schema import Adagrad, Adam, AdmitMinFrequency, IdFeature, Schema, Table
-from persia.services import Coordinator, DataLoader, DensePS, EmbeddingPS, EmbeddingWorker, RowChunk, StatePiece, Tokens
+from persia.services import (
+    Coordinator,
+    DataLoader,
+    DensePS,
+    EmbeddingPS,
+    EmbeddingWorker,
+    RowChunk,
+    StatePiece,
+    Tokens,
+    TrainingPhase,
+)
 from persia.types import (
     Caller,
     Contribution,
@@ -27,7 +37,6 @@ from persia.types import (
     PushHeader,
     ReadRecord,
     StepTiming,
-    TrainingPhase,
     UpdateCounts,
 )
 from persia.worker import Worker
@@ -184,25 +193,25 @@ def test_ps_is_read_while_it_trains(ps, tmp_path):
     for server in (ps, twin):
         server.lookup(IDS, train=True)
         server.push(header(1), gradients)
-    info = ps.begin_cut("a", {}, str(tmp_path))
+    info = ps.begin_snapshot("a", {}, str(tmp_path))
     assert info.whole
-    assert ps.begin_cut("a", {}, str(tmp_path)) == info  # A repetition.
+    assert ps.begin_snapshot("a", {}, str(tmp_path)) == info  # A repetition.
     ps.push(header(2), gradients)
     ps.lookup({"item": np.array([77], np.uint64)}, train=True)
-    found = list(ps.cut_rows("a"))
+    found = list(ps.snapshot_rows("a"))
     assert_same(found, list(twin.export_rows()))
-    assert list(ps.cut_removed("a")) == []
-    with pytest.raises(StoreError, match="no cut 'b'"):
-        list(ps.cut_rows("b"))
-    second = ps.begin_cut("b", info.epochs, str(tmp_path))  # The first one is given up.
+    assert list(ps.snapshot_removed("a")) == []
+    with pytest.raises(StoreError, match="no snapshot 'b'"):
+        list(ps.snapshot_rows("b"))
+    second = ps.begin_snapshot("b", info.epochs, str(tmp_path))  # The first one is given up.
     assert not second.whole
-    changed = [chunk.arrays["ids"] for chunk in ps.cut_rows("b") if chunk.table == "item"]
+    changed = [chunk.arrays["ids"] for chunk in ps.snapshot_rows("b") if chunk.table == "item"]
     assert sorted(np.concatenate(changed).tolist()) == [0, 1, 2, 3, 4, 77]
-    with pytest.raises(StoreError, match="no cut 'a'"):
-        list(ps.cut_rows("a"))
-    assert ps.begin_cut("c", info.epochs, str(tmp_path)).whole  # What the cut in between has taken is not known twice.
-    ps.end_cut("c")
-    ps.end_cut("c")
+    with pytest.raises(StoreError, match="no snapshot 'a'"):
+        list(ps.snapshot_rows("a"))
+    assert ps.begin_snapshot("c", info.epochs, str(tmp_path)).whole  # The one in between took the changes.
+    ps.end_snapshot("c")
+    ps.end_snapshot("c")
     ps.import_rows(RowChunk("item", 0, found[0].arrays))
 
 
@@ -261,14 +270,14 @@ CALLS = {
         "read_rows": ("item", IDS["item"], True),
         "set_rows": (1, "item", IDS["item"], ROWS["item"], None),
         "export_rows": (),
-        "begin_cut": ("cut", {"item": 2}, "/tmp", True),
-        "cut_rows": ("cut",),
-        "cut_removed": ("cut",),
-        "end_cut": ("cut",),
+        "begin_snapshot": ("snapshot", {"item": 2}, "/tmp", True),
+        "snapshot_rows": ("snapshot",),
+        "snapshot_removed": ("snapshot",),
+        "end_snapshot": ("snapshot",),
         "import_rows": (RowChunk("item", 0, {"ids": IDS["item"]}),),
         "export_state": (),
         "import_state": ([StatePiece("item", 0, "clocks", 0, IDS["item"])],),
-        "switch": ('{"kind": "sync"}', 1, 0),
+        "switch": (Sync(), 1, 0),
         "drain": (1, 0, 0),
         "slots": (),
     },
@@ -283,7 +292,7 @@ CALLS = {
         "statistics": (),
     },
     Tokens: {
-        "begin": (TrainingPhase(1, 1, '{"kind": "async"}', 1, 0, 0, 0, None),),
+        "begin": (TrainingPhase(1, 1, Async(), 1, 0, 0, 0, None),),
         "take": (Caller(1, 1, 0), 1),
         "end": (Caller(1, 1, 0), 1),
         "stop": (),
@@ -293,10 +302,10 @@ CALLS = {
         "rest": (Caller(1, 1, 0), 0, 0),
         "settled": (Caller(1, 1, 0), 0),
         "announce": (1, 8),
-        "request": ('{"kind": "async"}',),
+        "request": (Async(),),
         "requested": (),
-        "resolve": ("",),
-        "judge": (encode(Auto(Async())), 1, False),
+        "resolve": (Async(),),
+        "begin_auto": (Auto(Async()), 1, False),
         "timed": (0, [StepTiming(1.0, 0.5)]),
         "evidence": (),
         "record": (),

@@ -88,16 +88,16 @@ def ids_and_values(path, table, step=None):
     return found
 
 
-def spy_cuts(monkeypatch):
-    """Which cuts were live."""
+def spy_snapshots(monkeypatch):
+    """Whether each snapshot was live."""
     live = []
-    begin = EmbeddingServer.begin_cut
+    begin = EmbeddingServer.begin_snapshot
 
     def noted(server, name, since, directory, is_live=False):
         live.append(is_live)
         return begin(server, name, since, directory, is_live)
 
-    monkeypatch.setattr(EmbeddingServer, "begin_cut", noted)
+    monkeypatch.setattr(EmbeddingServer, "begin_snapshot", noted)
     return live
 
 
@@ -126,7 +126,7 @@ def test_a_checkpoint_is_of_its_step_though_training_goes_on(tmp_path, held, mod
 
 
 def test_without_consistency_rows_are_of_some_step_and_the_span_says_so(tmp_path, held, monkeypatch):
-    live = spy_cuts(monkeypatch)
+    live = spy_snapshots(monkeypatch)
     options = {"checkpoint_consistent": False, "checkpoint_every_steps": 6, "keep_last": 9}
     t = trainer(schema_of(), Hybrid(2), checkpoint_dir=str(tmp_path), **options)
     t.fit(Letting(reader(), 18, held))
@@ -307,7 +307,7 @@ def test_the_same_shape_goes_on_bit_for_bit(tmp_path):
         for mine, theirs in zip(one.export_state(), two.export_state(), strict=True):
             assert any(piece.array == "sketch" for piece in mine)
             for a, b in zip(mine, theirs, strict=True):
-                if a.array == "clocks":  # The second one counts the cuts of this process, such as that of `save`.
+                if a.array == "clocks":  # The second one counts the snapshots of this process, such as that of `save`.
                     np.testing.assert_array_equal(a.values[[0, 2]], b.values[[0, 2]])
                     continue
                 np.testing.assert_array_equal(a.values, b.values, err_msg=f"{a.table} {a.shard} {a.array}")

@@ -316,7 +316,7 @@ def test_the_checkpoint_at_the_end_waits_for_room(tmp_path, monkeypatch, caplog)
     assert persia.checkpoint.CheckpointReader(str(tmp_path)).manifest.global_step == 4
 
 
-@pytest.mark.parametrize("method", ["export_state", "begin_cut", "cut_rows"])
+@pytest.mark.parametrize("method", ["export_state", "begin_snapshot", "snapshot_rows"])
 @pytest.mark.parametrize("kind", [StoreError, WireError, PeerRestartedError])
 def test_a_ps_that_is_started_again_amid_a_checkpoint_costs_that_one(tmp_path, monkeypatch, caplog, method, kind):
     t = trainer(schema_of())
@@ -326,13 +326,13 @@ def test_a_ps_that_is_started_again_amid_a_checkpoint_costs_that_one(tmp_path, m
     def started_again(server, *arguments, **named):
         calls.append(None)
         if len(calls) == 1:
-            raise kind("There is no such cut: this PS has been started again.")
+            raise kind("There is no such snapshot: this PS has been started again.")
         return answer(server, *arguments, **named)
 
     monkeypatch.setattr(EmbeddingServer, method, started_again)
-    lost = "The checkpoint of step 3 is lost, training is unharmed: There is no such cut"
+    lost = "The checkpoint of step 3 is lost, training is unharmed: There is no such snapshot"
     begun = t.saving.begin(t, str(tmp_path), t._moment(None))
-    assert begun == (method == "cut_rows")
+    assert begun == (method == "snapshot_rows")
     if begun:
         with pytest.raises(CheckpointError, match=lost):
             t.saving.wait()

@@ -117,7 +117,7 @@ class EmbeddingServer:
                 self._store.create_table(config)
         self._index = {name: number for number, name in enumerate(self._tables)}
         self._asked: tuple[Sequence[str], list[int], list[int]] = ([], [], [])
-        self._cuts = StoreSnapshots(self._store, self._index)
+        self._snapshots = StoreSnapshots(self._store, self._index)
         self._setter = RowSetter(self._store, self._options.timeout)
         kept = self._regions.mode if self._regions is not None else ""
         self._adopt(decode(kept) if kept else mode)
@@ -328,21 +328,21 @@ class EmbeddingServer:
             for shard, rows in self._store.iterate_rows(index, max_rows=most):
                 yield RowChunk(name, shard, rows._asdict())
 
-    def begin_cut(self, name: str, since: Mapping[str, int], directory: str, live: bool = False) -> SnapshotInfo:
+    def begin_snapshot(self, name: str, since: Mapping[str, int], directory: str, live: bool = False) -> SnapshotInfo:
         """Marks this moment; see `persia.services.EmbeddingPS`."""
-        return self._cuts.begin(name, since, directory, live)
+        return self._snapshots.begin(name, since, directory, live)
 
-    def cut_rows(self, name: str) -> Iterator[RowChunk]:
-        """The rows of a cut."""
-        return self._cuts.rows(name)
+    def snapshot_rows(self, name: str) -> Iterator[RowChunk]:
+        """Yields the rows of a store snapshot."""
+        return self._snapshots.rows(name)
 
-    def cut_removed(self, name: str) -> Iterator[RowChunk]:
-        """The evicted ids of a cut."""
-        return self._cuts.removed(name)
+    def snapshot_removed(self, name: str) -> Iterator[RowChunk]:
+        """Yields the ids evicted before a store snapshot."""
+        return self._snapshots.removed(name)
 
-    def end_cut(self, name: str) -> None:
-        """Forgets a cut."""
-        self._cuts.end(name)
+    def end_snapshot(self, name: str) -> None:
+        """Ends a store snapshot."""
+        self._snapshots.end(name)
 
     def import_rows(self, chunk: RowChunk) -> None:
         """Puts rows back; rows of the same ids are replaced. See `persia.services.EmbeddingPS`."""

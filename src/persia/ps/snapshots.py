@@ -1,4 +1,4 @@
-"""Checkpoints of a PS that goes on training: one cut of all its tables at a time, read in chunks."""
+"""Snapshots of the tables of a PS, read in chunks while training continues."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from persia.store import EmbeddingStore, Spill
 __all__ = ["StoreSnapshots"]
 
 CHUNK_BYTES = 16 << 20
-"""About the size of a chunk. The writer holds one while the next is made."""
+"""Approximate size of a chunk. The writer holds one while the next is made."""
 
 SPILL_BYTES = 8 << 20
 """Memory for old rows, of all shards together."""
 
 EVICTED_BYTES = 16 << 20
-"""Memory for ids of evicted rows between two cuts, of all shards together."""
+"""Memory for ids of evicted rows between two snapshots, of all shards together."""
 
 
 class StoreSnapshots:
-    """Makes cuts of a store. Safe to call from several threads.
+    """Takes snapshots of a store, one at a time. Safe to call from several threads.
 
     Args:
         store: with all its tables.
@@ -39,7 +39,7 @@ class StoreSnapshots:
         self._info = SnapshotInfo({}, True)
 
     def begin(self, name: str, since: Mapping[str, int], directory: str, live: bool) -> SnapshotInfo:
-        """Marks this moment; see `persia.services.EmbeddingPS.begin_cut`."""
+        """Begins a snapshot; see `persia.services.EmbeddingPS.begin_snapshot`."""
         with self._lock:
             if self._name == name:
                 return self._info
@@ -50,7 +50,7 @@ class StoreSnapshots:
             epochs: dict[str, int] = {}
             try:
                 for table, index in self._tables.items():
-                    epochs[table] = self._store.begin_cut(index, 0 if whole else known[table], spill)
+                    epochs[table] = self._store.begin_snapshot(index, 0 if whole else known[table], spill)
             except StoreError:
                 self._end()
                 raise
@@ -58,8 +58,8 @@ class StoreSnapshots:
             return self._info
 
     def rows(self, name: str) -> Iterator[RowChunk]:
-        """The rows of the cut, table by table, shard by shard, in row order."""
-        cuts = self._checked(name).epochs
+        """Yields the rows of the snapshot, table by table, shard by shard, in row order."""
+        epochs = self._checked(name).epochs
         for table, index in self._tables.items():
             config = self._store.config(index)
             most = max(1, CHUNK_BYTES // (24 + 4 * (config.dim + config.state_width)))
@@ -67,24 +67,24 @@ class StoreSnapshots:
                 more = True
                 while more:
                     self._checked(name)
-                    rows, more = self._store.export_cut(index, shard, cuts[table], most)
+                    rows, more = self._store.export_snapshot(index, shard, epochs[table], most)
                     if len(rows.ids):
                         yield RowChunk(table, shard, rows._asdict())
 
     def removed(self, name: str) -> Iterator[RowChunk]:
-        """The ids that were evicted before the cut."""
+        """Yields the ids that were evicted before the snapshot."""
         info = self._checked(name)
         if info.whole:
             return
         for table, index in self._tables.items():
             for shard in range(self._store.config(index).resolved_shards):
                 self._checked(name)
-                ids = self._store.cut_evicted(index, shard, info.epochs[table])
+                ids = self._store.snapshot_evicted(index, shard, info.epochs[table])
                 if len(ids):
                     yield RowChunk(table, shard, {"ids": ids})
 
     def end(self, name: str) -> None:
-        """Forgets the cut of this name."""
+        """Ends the snapshot of this name, if it is the current one."""
         with self._lock:
             if self._name == name:
                 self._end()
@@ -93,12 +93,14 @@ class StoreSnapshots:
         with self._lock:
             if self._name == name:
                 return self._info
-        raise StoreError(f"There is no cut {name!r}: it was ended, or this PS has restarted. Save again.", name=name)
+        raise StoreError(
+            f"There is no snapshot {name!r}: it was ended, or this PS has restarted. Save again.", name=name
+        )
 
     def _end(self) -> None:
         self._name = None
         for index in self._tables.values():
-            self._store.end_cut(index)
+            self._store.end_snapshot(index)
 
     def _spill(self, directory: str, live: bool) -> Spill:
         if not os.path.isdir(directory):

@@ -130,8 +130,8 @@ class EmbeddingPS(Protocol):
     def export_rows(self) -> Iterator[RowChunk]:
         """Yields all rows, in chunks of bounded size; each row is of one moment."""
 
-    def begin_cut(self, name: str, since: Mapping[str, int], directory: str, live: bool = False) -> SnapshotInfo:
-        """Begins a store snapshot: `cut_rows` returns the rows as they are now while training continues.
+    def begin_snapshot(self, name: str, since: Mapping[str, int], directory: str, live: bool = False) -> SnapshotInfo:
+        """Begins a store snapshot: `snapshot_rows` returns the rows as they are now while training continues.
 
         Returns at once. A repetition changes nothing; an unfinished snapshot of another name is dropped.
 
@@ -143,17 +143,17 @@ class EmbeddingPS(Protocol):
             live: return rows as they are when they are read, each of one moment, and keep none.
         """
 
-    def cut_rows(self, name: str) -> Iterator[RowChunk]:
+    def snapshot_rows(self, name: str) -> Iterator[RowChunk]:
         """Yields the rows of a snapshot, in chunks of bounded size, shard by shard; to be read once.
 
         Raises:
             StoreError: there is no snapshot of this name (any more), or its disk was full; training is unharmed.
         """
 
-    def cut_removed(self, name: str) -> Iterator[RowChunk]:
+    def snapshot_removed(self, name: str) -> Iterator[RowChunk]:
         """Yields ids evicted between `since` and the snapshot, as chunks with `ids` only; none if it is whole."""
 
-    def end_cut(self, name: str) -> None:
+    def end_snapshot(self, name: str) -> None:
         """Ends a snapshot; an unknown one is no error."""
 
     def import_rows(self, chunk: RowChunk) -> None:

@@ -241,8 +241,8 @@ class NativeStore(EmbeddingStore):
                 if len(rows.ids):
                     yield shard, rows
 
-    def begin_cut(self, table: int, since: int, spill: Spill) -> int:
-        """See `EmbeddingStore.begin_cut`."""
+    def begin_snapshot(self, table: int, since: int, spill: Spill) -> int:
+        """See `EmbeddingStore.begin_snapshot`."""
         shards = range(self.config(table).resolved_shards)
         epoch = 1 + max(int(self.export_state(table, shard)["clocks"][1]) for shard in shards)
         with _store_errors():
@@ -254,20 +254,20 @@ class NativeStore(EmbeddingStore):
         with _store_errors():
             return int(self._native.changes_since(table))
 
-    def export_cut(self, table: int, shard: int, cut: int, max_rows: int = 65536) -> tuple[Rows, bool]:
-        """See `EmbeddingStore.export_cut`."""
+    def export_snapshot(self, table: int, shard: int, epoch: int, max_rows: int = 65536) -> tuple[Rows, bool]:
+        """See `EmbeddingStore.export_snapshot`."""
         with _store_errors():
-            rows, more = self._native.export_cut(table, shard, cut, max_rows)
+            rows, more = self._native.export_cut(table, shard, epoch, max_rows)
         return Rows(*rows), more
 
-    def cut_evicted(self, table: int, shard: int, cut: int) -> NDArray[np.uint64]:
-        """See `EmbeddingStore.cut_evicted`."""
+    def snapshot_evicted(self, table: int, shard: int, epoch: int) -> NDArray[np.uint64]:
+        """See `EmbeddingStore.snapshot_evicted`."""
         with _store_errors():
-            ids: NDArray[np.uint64] = self._native.cut_evicted(table, shard, cut)
+            ids: NDArray[np.uint64] = self._native.cut_evicted(table, shard, epoch)
         return ids
 
-    def end_cut(self, table: int) -> None:
-        """See `EmbeddingStore.end_cut`."""
+    def end_snapshot(self, table: int) -> None:
+        """See `EmbeddingStore.end_snapshot`."""
         with _store_errors():
             self._native.end_cut(table)
 

@@ -192,8 +192,8 @@ class EmbeddingStore(Protocol):
         They are not known before the first snapshot, nor after more evictions than `Spill.evicted_limit`.
         """
 
-    def begin_cut(self, table: int, since: int, spill: Spill) -> int:
-        """Begins a store snapshot: `export_cut` returns rows as they are now, while they go on changing.
+    def begin_snapshot(self, table: int, since: int, spill: Spill) -> int:
+        """Begins a store snapshot: `export_snapshot` returns rows as they are now, while they go on changing.
 
         Before a row changes for the first time, its old bytes go to an unnamed file; writers wait for that disk, so
         memory stays bounded. One snapshot of a table at a time. Rows cannot be imported or cleared meanwhile.
@@ -210,7 +210,7 @@ class EmbeddingStore(Protocol):
             StoreError: a snapshot is under way, or changes `since` are not known (see `changes_since`).
         """
 
-    def export_cut(self, table: int, shard: int, cut: int, max_rows: int = 65536) -> tuple[Rows, bool]:
+    def export_snapshot(self, table: int, shard: int, epoch: int, max_rows: int = 65536) -> tuple[Rows, bool]:
         """Returns the next rows of a snapshot, in row order (up to 4,096 above `max_rows`), and if there may be more.
 
         The shard is locked for 4,096 rows at a time.
@@ -219,8 +219,8 @@ class EmbeddingStore(Protocol):
             StoreError: there is no such snapshot any more, or its old rows could not be kept: the message says why.
         """
 
-    def cut_evicted(self, table: int, shard: int, cut: int) -> NDArray[np.uint64]:
+    def snapshot_evicted(self, table: int, shard: int, epoch: int) -> NDArray[np.uint64]:
         """Returns ids of rows evicted between the `since` of the snapshot and the snapshot, repetitions included."""
 
-    def end_cut(self, table: int) -> None:
+    def end_snapshot(self, table: int) -> None:
         """Ends the snapshot, whether it was read or not; no-op without one."""

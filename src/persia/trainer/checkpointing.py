@@ -322,7 +322,7 @@ def _cut(
     since = epochs or [{} for _ in servers]
     name = secrets.token_hex(8)
     try:
-        infos = [server.begin_cut(name, known, place, live) for server, known in zip(servers, since, strict=True)]
+        infos = [server.begin_snapshot(name, known, place, live) for server, known in zip(servers, since, strict=True)]
     except BaseException:
         _end(servers, name)
         raise
@@ -334,8 +334,8 @@ def _cut(
 
 def _end(servers: Iterable[EmbeddingPS], name: str) -> None:
     for server in servers:
-        with suppress(PersiaError):  # A PS that is gone has no cut either.
-            server.end_cut(name)
+        with suppress(PersiaError):  # A PS that is gone has no snapshot either.
+            server.end_snapshot(name)
 
 
 def _states(writer: CheckpointWriter, servers: Iterable[EmbeddingPS]) -> list[tuple[str, list[dict[str, Any]]]]:
@@ -354,12 +354,12 @@ def _states(writer: CheckpointWriter, servers: Iterable[EmbeddingPS]) -> list[tu
 
 
 def write_rows(writer: CheckpointWriter, number: int, server: EmbeddingPS, name: str, *, at_rest: bool = True) -> None:
-    """Writes the rows of a cut of PS `number`; at rest the next chunk is read while one is written."""
-    rows = server.cut_rows(name)
+    """Writes the rows of a store snapshot of PS `number`; at rest the next chunk is read while one is written."""
+    rows = server.snapshot_rows(name)
     with closing(ahead(rows)) if at_rest else nullcontext(rows) as chunks:
         for chunk in chunks:
             writer.add_rows(chunk.table, number * MOST_SHARDS + chunk.shard, chunk.arrays)
-    for chunk in server.cut_removed(name):
+    for chunk in server.snapshot_removed(name):
         writer.add_removed(chunk.table, number * MOST_SHARDS + chunk.shard, chunk.arrays["ids"])
 
 
