@@ -82,7 +82,7 @@ gpu-wheels: install  ## collect what `make gpu` needs beside torch, numpy and CM
 	  $(foreach n,28 27 17 14 12 5,--platform manylinux_2_$(n)_x86_64) --platform manylinux2014_x86_64 \
 	  -c constraints.txt -d .whl $(GPU_WHEELS)
 
-gpu:  ## on a machine with a CUDA device: build in place and run the tests marked gpu
+gpu:  ## on a machine with a CUDA device: build in place, run the tests marked gpu and the benchmarks gpu.*
 	bash tests/gpu.sh
 
 examples: install  ## run every example, small

@@ -28,7 +28,7 @@ __all__ = [
 
 PRESETS = ("smoke", "laptop", "full")
 MODULES = (
-    "store", "batch", "reading", "checkpoint", "rpc", "step", "profile_step", "globo", "quality", "modes",
+    "store", "batch", "reading", "checkpoint", "rpc", "step", "gpu", "profile_step", "globo", "quality", "modes",
     "modes_runtime", "traffic", "roles", "cluster", "recovery", "threads", "apmsqueeze",
 )  # fmt: skip
 UNITS = ("ratio", "fraction", "s", "rows/s", "calls/s", "rows", "bytes", "bytes/s", "AUC", "loss", "norm", "bool")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from benchmarks import runner
 from benchmarks.baselines.step_torch import DenseOnly, Plain, Samples, TorchRec, Variant, Workload, generate
 from persia import Batch, IdColumn, IdFeature, Schema
 from persia.modes import Hybrid
-from persia.nn import EmbeddingCollection
+from persia.nn import CollectionOptions, EmbeddingCollection
 from persia.schema import Adagrad, EmbeddingOptimizer, RowwiseAdagrad
 from persia.services import Cluster
 
@@ -36,7 +37,9 @@ class Persia(Variant):
         super().__init__(work, data)
         names = [f"f{i}" for i in range(work.features)]
         schema = Schema([IdFeature(name, dim=work.dim) for name in names], [f"d{i}" for i in range(work.dense)])
-        self.embeddings = EmbeddingCollection(schema, optimizer=optimizer, mode=Hybrid(4), cluster=cluster)
+        self.embeddings = EmbeddingCollection(
+            schema, optimizer=optimizer, mode=Hybrid(4), cluster=cluster, options=CollectionOptions(work.device)
+        )
         batches = [
             Batch({n: IdColumn(ids.astype(np.uint64)) for n, ids in zip(names, s.ids, strict=True)}, s.dense, s.labels)
             for s in data
@@ -53,9 +56,11 @@ class Persia(Variant):
         self.prefetched.close()
 
 
-def compare(preset: str, peer_of, optimizer: EmbeddingOptimizer, name: str, target: float | None) -> runner.Measure:
+def compare(
+    preset: str, peer_of, optimizer: EmbeddingOptimizer, name: str, target: float | None, device: str = "cpu"
+) -> runner.Measure:
     """Samples/s of persia over the peer's, alternating."""
-    work = WORK[preset]
+    work = replace(WORK[preset], device=device)
     data = generate(work)
     peer = peer_of(work, data)
     persia = Persia(work, data, optimizer)

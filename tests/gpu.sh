@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests marked `gpu` on a machine with a CUDA device; `make gpu` calls it.
+# Runs the tests marked `gpu` and the benchmarks `gpu.*` on a machine with a CUDA device; `make gpu` calls it.
 #
 # Needs no network and no virtual environment: $PYTHON (python3) has a torch with CUDA and numpy, CMake and a C++20 compiler are
 # installed, and the other packages lie as wheels in $WHEELS (.whl), where `make gpu-wheels` puts them on another machine.
@@ -26,3 +26,4 @@ PYTHON_CODE
 cmake -S . -B build/gpu -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$(command -v "$PYTHON")" > /dev/null
 cmake --build build/gpu -j
 "$PYTHON" -m pytest -q -m gpu tests/nn tests/optim tests/trainer tests/dense
+"$PYTHON" -m benchmarks "gpu.*"

@@ -39,6 +39,7 @@ class Workload:
     dense: int = 13
     batches: int = 64  # generated in advance, then repeated
     seed: int = 0
+    device: str = "cpu"  # of the network; also of the tables of `Plain`
 
 
 class Samples(NamedTuple):
@@ -80,14 +81,17 @@ class Variant:
         torch.manual_seed(work.seed)
         self.work = work
         self.data = [Samples(*map(torch.from_numpy, s)) for s in (generate(work) if data is None else data)]
-        self.net = network(work)
+        if work.device != "cpu":  # Pinned, so that copies do not wait.
+            self.data = [Samples(*(array.pin_memory() for array in s)) for s in self.data]
+        self.net = network(work).to(work.device)
         self.optimizer = network_optimizer(self.net)
         self.at = 0
 
     def next(self) -> Samples:
-        """The next batch, as tensors."""
+        """The next batch, as tensors on the device."""
         self.at += 1
-        return self.data[(self.at - 1) % len(self.data)]
+        batch = self.data[(self.at - 1) % len(self.data)]
+        return Samples(*(array.to(self.work.device, non_blocking=True) for array in batch))
 
     def backward(self, embeddings: list[Tensor], batch: Samples) -> None:
         """Forward, loss, backward and step of the network."""
@@ -106,6 +110,8 @@ class Variant:
         begin = time.perf_counter()
         for _ in range(steps):
             self.step()
+        if self.work.device != "cpu":
+            torch.cuda.synchronize(self.work.device)
         return time.perf_counter() - begin
 
     def close(self) -> None:
@@ -121,10 +127,11 @@ class Plain(Variant):
         self.bags = nn.ModuleList(
             nn.EmbeddingBag(work.rows, work.dim, mode="sum", sparse=True) for _ in range(work.features)
         )
+        self.bags.to(work.device)
         for bag in self.bags:
             nn.init.uniform_(bag.weight, -0.01, 0.01)
         self.adagrad = torch.optim.Adagrad(self.bags.parameters(), 0.05, initial_accumulator_value=0.01)
-        self.offsets = torch.arange(work.batch)
+        self.offsets = torch.arange(work.batch, device=work.device)
 
     def step(self) -> None:
         """One training step."""
@@ -140,7 +147,8 @@ class DenseOnly(Variant):
 
     def __init__(self, work: Workload, data: list[Samples] | None = None) -> None:
         super().__init__(work, data)
-        self.leaves = [(0.01 * torch.randn(work.batch, work.dim)).requires_grad_() for _ in range(work.features)]
+        leaves = [0.01 * torch.randn(work.batch, work.dim) for _ in range(work.features)]
+        self.leaves = [leaf.to(work.device).requires_grad_() for leaf in leaves]
 
     def step(self) -> None:
         """One training step."""

@@ -30,3 +30,9 @@ def test_smoke(benchmark_):
 
 def test_the_fast_ones_exist():
     assert {each.names[0] for each in runner.benchmarks()} >= FAST
+
+
+def test_without_a_gpu_its_benchmarks_are_skipped(monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert list(runner.run(["gpu.*"], "smoke")) == []
+    assert "gpu.step_vs_torch is skipped" in capsys.readouterr().err
