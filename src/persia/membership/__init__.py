@@ -3,13 +3,16 @@
 from persia.membership.data_loaders import DataLoaders, fed_batches
 from persia.membership.directory import UNREACHABLE, Directory, Roster, ServingMember
 from persia.membership.embedding_workers import EmbeddingWorkers
+from persia.membership.listener import Listener, await_members
 
 __all__ = [
     "UNREACHABLE",
     "DataLoaders",
     "Directory",
     "EmbeddingWorkers",
+    "Listener",
     "Roster",
     "ServingMember",
+    "await_members",
     "fed_batches",
 ]

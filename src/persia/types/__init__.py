@@ -22,7 +22,7 @@ from persia.types.batches import (
     sum_counts,
 )
 from persia.types.dense import DenseState, Pulled, PushedDense, TensorSpec
-from persia.types.membership import Member, Membership
+from persia.types.membership import TITLES, Member, Membership
 from persia.types.packed import Gradients, Packed, PackedGradients
 from persia.types.rows import RowsSet, RowState, StoredRows
 from persia.types.tokens import (
@@ -36,7 +36,6 @@ from persia.types.tokens import (
     Ticket,
     Token,
     TokenReport,
-    TrainingPhase,
     WorkerReport,
 )
 
@@ -45,6 +44,7 @@ __all__ = [
     "INCARNATION_BITS",
     "MERGED",
     "RANK_BITS",
+    "TITLES",
     "ArrivalRecord",
     "BatchId",
     "BoolArray",
@@ -83,7 +83,6 @@ __all__ = [
     "Ticket",
     "Token",
     "TokenReport",
-    "TrainingPhase",
     "UpdateCounts",
     "WireRows",
     "WorkerReport",

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Member", "Membership"]
+__all__ = ["TITLES", "Member", "Membership"]
+
+TITLES = {
+    "coordinator": "coordinator",
+    "embedding_ps": "embedding PS",
+    "dense_ps": "dense PS",
+    "embedding_worker": "embedding worker",
+    "data_loader": "data loader",
+    "nn_worker": "NN worker",
+}
+"""Names of the roles in messages."""
 
 
 class Member(NamedTuple):
     """One process of a role.
 
     Attributes:
-        role: "embedding_ps", "embedding_worker", "data_loader" or "nn_worker".
+        role: a key of `TITLES`.
         rank: number within the role, from 0.
         incarnation: rises with each restart of the rank, from 1. For an NN worker it is the generation.
         address: where it listens; empty if it serves no calls.

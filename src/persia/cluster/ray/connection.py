@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from persia import rpc
-from persia.cluster.ray.plan import TITLES, Plan
-from persia.errors import ClosedError, DeadlineError, PersiaError
+from persia.cluster.ray.plan import Plan
 from persia.membership.data_loaders import DataLoaders
 from persia.membership.directory import Directory
 from persia.membership.embedding_workers import EmbeddingWorkers
+from persia.membership.listener import POLL_SECONDS, Listener, await_members
 from persia.services import (
     Connection,
     Coordinator,
@@ -23,12 +21,10 @@ from persia.services import (
     EmbeddingWorker,
     Tokens,
 )
-from persia.types import Feed, Member, Membership
+from persia.types import TITLES, Feed, Member, Membership
 
 __all__ = [
-    "Listener",
     "WorkerConnection",
-    "alive",
     "connect_dense",
     "connect_servers",
     "reach",
@@ -38,32 +34,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-POLL_SECONDS = 5.0
 GRACE_SECONDS = 5.0
-
-
-def alive(coordinator: Coordinator, role: str, least: int, timeout: float) -> list[Member]:
-    """Waits for `least` living members of a role, and returns the living ones by rank.
-
-    Raises:
-        DeadlineError: they did not join in time.
-    """
-    end = time.monotonic() + timeout
-    version = 0
-    while True:
-        membership = coordinator.membership(version, min(POLL_SECONDS, max(0.0, end - time.monotonic())))
-        found = sorted((m for m in membership.members if m.role == role and m.state == "alive"), key=lambda m: m.rank)
-        if len(found) >= least:
-            return found
-        if time.monotonic() >= end:
-            raise DeadlineError(
-                f"Only {len(found)} of {least} processes of the role {TITLES[role]} have joined within {timeout:g} s. "
-                "See their log lines, or raise `timeout`.",
-                role=role,
-                joined=[m.rank for m in found],
-                seconds=timeout,
-            )
-        version = membership.version
 
 
 def reach(member: Member, protocol: Callable[..., T], plan: Plan) -> T:
@@ -87,50 +58,14 @@ def reach_tokens(plan: Plan) -> Tokens:
 
 def connect_dense(coordinator: Coordinator, plan: Plan) -> Sequence[DensePS]:
     """Waits for all dense PSs, and returns stubs of them."""
-    members = alive(coordinator, "dense_ps", plan.options.dense_ps, plan.options.timeout)
+    members = await_members(coordinator, "dense_ps", plan.options.dense_ps, plan.options.timeout)
     return [reach(member, DensePS, plan) for member in members]
 
 
 def connect_servers(coordinator: Coordinator, plan: Plan) -> list[EmbeddingPS]:
     """Waits for all embedding PSs, and returns stubs of them by partition."""
-    members = alive(coordinator, "embedding_ps", plan.servers, plan.options.timeout)
+    members = await_members(coordinator, "embedding_ps", plan.servers, plan.options.timeout)
     return [reach(member, EmbeddingPS, plan) for member in members]
-
-
-class Listener:
-    """Long-polls the membership in a thread, and passes on every change.
-
-    Args:
-        coordinator: to poll.
-        changed: called with each new membership.
-    """
-
-    def __init__(self, coordinator: Coordinator, changed: Callable[[Membership], Any]) -> None:
-        self._coordinator = coordinator
-        self._changed = changed
-        self._closed = threading.Event()
-        self._version = 0
-        self._ask(0.0)
-        threading.Thread(target=self._listen, name="persia-membership", daemon=True).start()
-
-    def close(self) -> None:
-        """Ends the polling; no more changes are passed on."""
-        self._closed.set()
-
-    def _listen(self) -> None:
-        while not self._closed.is_set():
-            try:
-                self._ask(POLL_SECONDS)
-            except ClosedError:
-                return
-            except PersiaError:  # The driver ends this process if the coordinator does not return.
-                self._closed.wait(1.0)
-
-    def _ask(self, seconds: float) -> None:
-        membership = self._coordinator.membership(self._version, seconds)
-        if membership.version > self._version and not self._closed.is_set():
-            self._version = membership.version
-            self._changed(membership)
 
 
 class _Driven(DataLoaders):
@@ -178,8 +113,8 @@ class WorkerConnection:
         timeout = plan.options.timeout
         self._coordinator, self._plan = coordinator, plan
         self._servers = connect_servers(coordinator, plan)
-        alive(coordinator, "embedding_worker", 1, timeout)
-        alive(coordinator, "data_loader", 1, timeout)
+        await_members(coordinator, "embedding_worker", 1, timeout)
+        await_members(coordinator, "data_loader", 1, timeout)
         self._workers: Directory[EmbeddingWorker] = Directory(
             "embedding_worker", lambda member: reach(member, EmbeddingWorker, plan), rpc.close
         )

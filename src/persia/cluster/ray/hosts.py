@@ -14,13 +14,14 @@ from typing import Any
 import ray
 
 from persia import rpc, services
-from persia.cluster.ray.connection import Listener, connect_servers, reach, reach_coordinator
-from persia.cluster.ray.plan import TITLES, Plan, ProcessInfo, Service, neighbours
+from persia.cluster.ray.connection import connect_servers, reach, reach_coordinator
+from persia.cluster.ray.plan import Plan, ProcessInfo, Service, neighbours
 from persia.coordinator import CoordinatorServer as Coordination
 from persia.coordinator import TokenScheduler, report_metrics
 from persia.coordinator.store import CoordinatorStore, StateFile
 from persia.data.loader import Loader, WorkerPeer
 from persia.errors import ConfigError, DeadlineError, StoreError
+from persia.membership.listener import Listener
 from persia.modes import decode
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.regions import Regions, remove_leftovers
@@ -29,7 +30,7 @@ from persia.rpc.interface import describe
 from persia.services import ControlPlane, Coordinator, DataLoader, EmbeddingPS, EmbeddingWorker, Observable
 from persia.telemetry.metrics import Metric, Readings, figures
 from persia.telemetry.process import LOOPBACK, ObservedProcess
-from persia.types import Feed, Membership
+from persia.types import TITLES, Feed, Membership
 from persia.worker import Worker, WorkerOptions
 
 __all__ = [

@@ -10,17 +10,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from persia.cluster.ray.options import RayOptions
 from persia.schema import EmbeddingOptimizer, Schema
 
-__all__ = ["TITLES", "LoaderData", "Plan", "ProcessInfo", "Service", "here", "neighbours", "place"]
-
-TITLES = {
-    "coordinator": "coordinator",
-    "embedding_ps": "embedding PS",
-    "dense_ps": "dense PS",
-    "embedding_worker": "embedding worker",
-    "data_loader": "data loader",
-    "nn_worker": "NN worker",
-}
-"""Names of the roles in messages."""
+__all__ = ["LoaderData", "Plan", "ProcessInfo", "Service", "here", "neighbours", "place"]
 
 
 class Service(NamedTuple):

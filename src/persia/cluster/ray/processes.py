@@ -17,9 +17,10 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayEr
 
 from persia import modes
 from persia.cluster.ray.options import RayOptions
-from persia.cluster.ray.plan import TITLES, Plan, ProcessInfo
+from persia.cluster.ray.plan import Plan, ProcessInfo
 from persia.errors import ConfigError, DeadlineError, PersiaError, RoleDiedError
 from persia.rpc.keys import KEYS_VARIABLE
+from persia.types import TITLES
 
 __all__ = ["NAMESPACE", "Process", "Processes", "connect", "make_plan"]
 

@@ -11,10 +11,10 @@ from typing import Any
 import ray
 
 from persia.cluster.ray.nn_worker import CLUSTER, Outcome
-from persia.cluster.ray.plan import TITLES
 from persia.cluster.ray.processes import Process, Processes
 from persia.errors import DeadlineError, PersiaError, RoleDiedError, StalePushError
 from persia.services import Tokens
+from persia.types import TITLES
 
 __all__ = ["ANEW", "CONSEQUENCES", "Recovery", "Replacement", "pickled", "results"]
 

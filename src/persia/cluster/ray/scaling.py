@@ -9,10 +9,10 @@ import ray
 
 from persia import rpc
 from persia.cluster.ray.feeding import AHEAD
-from persia.cluster.ray.plan import TITLES
 from persia.cluster.ray.processes import Process
 from persia.errors import ConfigError, DeadlineError
 from persia.services import Coordinator
+from persia.types import TITLES
 from persia.worker import WorkerOptions
 
 __all__ = ["DEPART_SECONDS", "await_leave", "check_count", "check_room", "free_ranks"]
