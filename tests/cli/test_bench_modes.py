@@ -64,7 +64,7 @@ def test_control_asks_for_a_switch():
     with rpc.serve(tokens, protocol=services.Tokens) as server:
         done = CliRunner().invoke(app, ["control", "switch", server.address, "gba", "--set", "global_batch_size=64"])
         assert done.exit_code == 0, done.output
-        assert tokens.requested() == '{"kind":"gba","global_batch_size":64,"tolerance":3,"reduction":"per_id"}'
+        assert tokens.requested() == Gba(64)
         again = CliRunner().invoke(app, ["control", "switch", server.address, "async"])
         assert "under way" in str(again.exception)
         assert "no mode" in str(CliRunner().invoke(app, ["control", "switch", server.address, "waltz"]).exception)

@@ -148,7 +148,7 @@ def test_a_death_soon_after_a_switch_does_not_undo_it():
         eventually(lambda: "nn_worker-1" in cluster.statistics(), "the NN workers have joined")
         switch = ["control", "switch", cluster.control_address, "gba", "--set", f"global_batch_size={2 * BATCH}"]
         assert CliRunner().invoke(app, switch).exit_code == 0
-        eventually(lambda: cluster._tokens.requested() == "", "the switch is being made")
+        eventually(lambda: cluster._tokens.requested() is None, "the switch is being made")
         eventually(lambda: bool(pids(cluster, "dense_ps")), "the asynchronous mode has begun")
         with kills(cluster, role="dense_ps"):
             pass

@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 from persia import rpc, services
 from persia.coordinator import TokenScheduler
 from persia.errors import ConfigError, DeadlineError, PersiaError, RoleDiedError, StalePushError
-from persia.modes import Async, Auto, Bsp, Gba, HopBs, HopBw, encode
-from persia.types import Caller, StepTiming, TrainingPhase
+from persia.modes import Async, Auto, Bsp, Gba, HopBs, HopBw
+from persia.services import TrainingPhase
+from persia.types import Caller, StepTiming
 
 DEADLINE = 10.0
 ROWS = 8
 
 
 def segment(mode, nn_workers=2, number=1, position=0, step=0, steps=None, generation=1):
-    return TrainingPhase(generation, number, encode(mode), nn_workers, 0, position, step, steps, ROWS)
+    return TrainingPhase(generation, number, mode, nn_workers, 0, position, step, steps, ROWS)
 
 
 class Worker:
@@ -383,31 +384,29 @@ def test_an_orphan_of_an_orphan(tokens):
 def test_a_switch_is_asked_for_once_and_checked(tokens):
     tokens.announce(2, ROWS)
     with pytest.raises(ConfigError, match="no multiple"):
-        tokens.request(encode(Gba(ROWS + 1)))
-    with pytest.raises(ConfigError, match="no mode"):
-        tokens.request('{"kind": "waltz"}')
-    tokens.request(encode(Gba(2 * ROWS)))
-    tokens.request(encode(Gba(2 * ROWS)))
+        tokens.request(Gba(ROWS + 1))
+    tokens.request(Gba(2 * ROWS))
+    tokens.request(Gba(2 * ROWS))
     with pytest.raises(PersiaError, match="under way"):
-        tokens.request(encode(Async()))
-    assert tokens.requested() == encode(Gba(2 * ROWS))
-    tokens.resolve(encode(Gba(4 * ROWS)))  # Of a request before this one.
-    assert tokens.requested() == encode(Gba(2 * ROWS))
+        tokens.request(Async())
+    assert tokens.requested() == Gba(2 * ROWS)
+    tokens.resolve(Gba(4 * ROWS))  # Of a request before this one.
+    assert tokens.requested() == Gba(2 * ROWS)
     for _ in range(2):  # Its answer may be lost.
-        tokens.resolve(encode(Gba(2 * ROWS)))
-        assert tokens.requested() == ""
+        tokens.resolve(Gba(2 * ROWS))
+        assert tokens.requested() is None
 
 
 def test_step_times_ask_for_a_switch(tokens):
     tokens.announce(2, ROWS)
     auto = Auto(Gba(2 * ROWS), windows=2, seconds=0.02)
-    tokens.judge(encode(auto), 2, False)
+    tokens.begin_auto(auto, 2, False)
     end = time.monotonic() + DEADLINE
     while not tokens.requested():
         assert time.monotonic() < end
         tokens.timed(0, [StepTiming(0.001, 0.001)])
         tokens.timed(1, [StepTiming(0.009, 0.009)])
-    tokens.resolve(encode(auto.asynchronous))
+    tokens.resolve(auto.asynchronous)
     evidence = tokens.evidence()
     assert [v.switch for v in evidence.verdicts][-2:] == [False, True]
     assert {step.worker for step in evidence.steps} == {0, 1}

@@ -9,6 +9,7 @@ import torch
 
 from persia.dense import AllReduce
 from persia.errors import PersiaError
+from persia.modes import Gba, Mode
 from persia.nn.replicas import SingleReplica
 from persia.testing.replicas import Meeting, ThreadReplicas
 from support.processes import Processes
@@ -19,7 +20,7 @@ class Place(NamedTuple):
     position: int
 
 
-CASES = [(False, bool), (7, int), ("", str), (None, NoneType), ([Place(1, 2)], list[Place])]
+CASES = [(False, bool), (7, int), ("", str), (None, NoneType), (Gba(8), Mode | None), ([Place(1, 2)], list[Place])]
 
 
 def ask(rank, replicas):

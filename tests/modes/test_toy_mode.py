@@ -5,13 +5,20 @@ from collections import Counter
 import msgspec
 import pytest
 
+from persia import rpc
 from persia.config import convert
-from persia.errors import ConfigError
+from persia.coordinator import TokenScheduler
+from persia.errors import ConfigError, WireError
 from persia.modes import Async, Asynchronous, Auto, Bsp, ModeSetting, Sync, decode, encode, modules, register
+from persia.services import Tokens
 from persia.testing import Threads
 from persia.trainer.options import TrainerOptions
 from support.switching_samples import DEADLINE, ROWS, assert_same, batches, trainer
 from support.toy_mode import ASKED, CountedSync, EveryOther
+
+
+class Unknown(Asynchronous, frozen=True, tag="unknown"):
+    """A mode that is not registered."""
 
 
 def test_it_is_a_setting_of_configurations_and_checkpoints():
@@ -57,6 +64,18 @@ def test_a_name_is_given_once():
             pass
 
     assert decode('{"kind":"bsp","batches":3}') == Bsp(3)
+
+
+def test_roles_send_it_as_itself():
+    with rpc.serve(TokenScheduler(DEADLINE), protocol=Tokens) as server:
+        tokens = rpc.connect(server.address, Tokens, timeout=DEADLINE)
+        tokens.request(EveryOther(7))
+        assert tokens.requested() == EveryOther(7)
+        tokens.resolve(EveryOther(7))
+        assert tokens.requested() is None
+        with pytest.raises(WireError, match=r"Invalid mode 'unknown'; expected one of: async, .*every_other"):
+            tokens.request(Unknown())
+        rpc.close(tokens)
 
 
 def test_it_trains_embedded_and_the_roles_ask_it():

@@ -189,7 +189,7 @@ def test_who_was_not_answered_before_the_death_is_answered_after_it(root, mode, 
     step(after, 9)
     assert (rows(after) > applied).all()
     # Another mode counts its turns anew.
-    after.switch(encode(mode), 1, 3)
+    after.switch(mode, 1, 3)
     del after
     gc.collect()
     again = begun()
@@ -358,7 +358,7 @@ def test_a_switch_waits_for_room(mounted, caplog):
     with pytest.raises(OSError, match="No space left"), filler.open("wb", buffering=0) as file:
         while True:
             assert file.write(bytes(4096))
-    switching = threading.Thread(target=ps.switch, args=(encode(Sync()), 1, 0))
+    switching = threading.Thread(target=ps.switch, args=(Sync(), 1, 0))
     switching.start()
     while "A switch of the mode waits for room" not in caplog.text:
         assert switching.is_alive()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from persia import batching
 from persia.errors import DeadlineError, StalePushError, StoreError
-from persia.modes import Action, Arrival, Decision, Hybrid, Sync, encode
+from persia.modes import Action, Arrival, Decision, Hybrid, Sync
 from persia.modes.base import hold_until_full
 from persia.optim import SGD, Adagrad
 from persia.ps import EmbeddingServer, ServerOptions
@@ -74,7 +74,7 @@ def test_who_waits_for_nn_workers_of_before_is_told(threads):
     ps = server(Sync(), nn_workers=2)
     waiting = threads.submit(ps.push, header(0), {})
     until(lambda: ps._held[0]._step is not None)
-    ps.switch(encode(Sync()), 2, 5)
+    ps.switch(Sync(), 2, 5)
     with pytest.raises(StalePushError, match="generation 2"):
         waiting.result(TIMEOUT)
 

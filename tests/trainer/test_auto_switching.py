@@ -7,7 +7,7 @@ import pytest
 
 from persia.coordinator import TokenScheduler
 from persia.errors import ConfigError
-from persia.modes import Async, Auto, Gba, Sync, encode, load_evidence, rehearse
+from persia.modes import Async, Auto, Gba, Sync, load_evidence, rehearse
 from persia.nn.step_timings import StepTimings
 from persia.replay import alternating
 from persia.testing import emulation
@@ -29,7 +29,7 @@ def watched(auto, factors, seconds, each=0.5):
     """Token lists that have been told the step times of NN workers: one second, times their factor."""
     clock = Clock()
     tokens = TokenScheduler(5.0, clock=clock)
-    tokens.judge(encode(auto), len(factors), False)
+    tokens.begin_auto(auto, len(factors), False)
     untold = {rank: [] for rank in range(len(factors))}
     ends = [0.0] * len(factors)
     while clock.now < seconds:
@@ -49,7 +49,7 @@ def test_stragglers_make_it_ask_for_the_asynchronous_mode(caplog):
     auto = Auto(Gba(8 * ROWS), windows=2, seconds=10.0)
     with caplog.at_level(logging.INFO, "persia.modes"):
         tokens, clock = watched(auto, [1.0] * 6 + [4.0] * 2, 100.0)
-    assert tokens.requested() == encode(auto.asynchronous)
+    assert tokens.requested() == auto.asynchronous
     assert clock.now < 4 * auto.seconds
     assert "switch to asynchronous: asynchronous would be 3.25x" in caplog.text
     evidence = tokens.evidence()
@@ -60,29 +60,29 @@ def test_a_switch_that_a_death_has_undone_is_asked_for_again():
     """All begin anew in the mode of the snapshot, which may be that of before."""
     auto = Auto(Gba(8 * ROWS), windows=2, seconds=10.0)
     tokens, clock = watched(auto, [1.0] * 6 + [4.0] * 2, 100.0)
-    tokens.resolve(encode(auto.asynchronous))
-    assert tokens.requested() == ""
-    tokens.judge(encode(auto), 8, False)
+    tokens.resolve(auto.asynchronous)
+    assert tokens.requested() is None
+    tokens.begin_auto(auto, 8, False)
     again = clock.now + 100.0
     while not tokens.requested():
         assert clock.now < again
         clock.now += 4.0
         for rank in range(8):
             tokens.timed(rank, [StepTiming(1.0, 1.0)] if rank < 6 else [StepTiming(4.0, 4.0)])
-    assert tokens.requested() == encode(auto.asynchronous)
+    assert tokens.requested() == auto.asynchronous
 
 
 def test_a_switch_that_is_still_to_be_made_stays_decided():
     auto = Auto(Gba(8 * ROWS), windows=2, seconds=10.0)
     tokens, _ = watched(auto, [1.0] * 6 + [4.0] * 2, 100.0)
-    tokens.judge(encode(auto), 8, False)
-    assert tokens.requested() == encode(auto.asynchronous)
-    assert tokens._judge.strained
+    tokens.begin_auto(auto, 8, False)
+    assert tokens.requested() == auto.asynchronous
+    assert tokens._policy.strained
 
 
 def test_quiet_asks_for_nothing():
     tokens, _ = watched(Auto(Async(), seconds=5.0), [1.0, 1.0, 1.0], 60.0)
-    assert tokens.requested() == ""
+    assert tokens.requested() is None
     verdicts = tokens.evidence().verdicts
     assert len(verdicts) >= 10
     assert not any(v.switch for v in verdicts)
@@ -91,7 +91,7 @@ def test_quiet_asks_for_nothing():
 def test_one_that_reports_nothing_is_waited_for_one_window():
     clock = Clock()
     tokens = TokenScheduler(5.0, clock=clock)
-    tokens.judge(encode(Auto(Async(), seconds=10.0)), 2, False)
+    tokens.begin_auto(Auto(Async(), seconds=10.0), 2, False)
     for second in range(1, 31):
         clock.now = float(second)
         tokens.timed(0, [StepTiming(1.0, 1.0)])
@@ -101,7 +101,7 @@ def test_one_that_reports_nothing_is_waited_for_one_window():
 
 def test_a_coordinator_that_has_started_anew_is_told_the_rule_again():
     fresh = TokenScheduler(5.0)
-    laps = StepTimings(fresh, 0, 0.0, lambda: fresh.judge(encode(Auto(Async())), 1, True))
+    laps = StepTimings(fresh, 0, 0.0, lambda: fresh.begin_auto(Auto(Async()), 1, True))
     laps.add(time.monotonic())
     assert fresh.timed(0, [])
     laps.add(time.monotonic())
@@ -110,25 +110,25 @@ def test_a_coordinator_that_has_started_anew_is_told_the_rule_again():
 
 def test_by_hand_ends_it():
     tokens, clock = watched(Auto(Async(), windows=1, seconds=4.0), [1.0, 1.0], 10.0)
-    tokens.request(encode(Sync()))
-    tokens.resolve(encode(Sync()))
+    tokens.request(Sync())
+    tokens.resolve(Sync())
     for _ in range(40):
         clock.now += 1.0
         tokens.timed(0, [StepTiming(1.0, 0.1)])
         tokens.timed(1, [StepTiming(1.0, 9.0)])
-    assert tokens.requested() == ""
+    assert tokens.requested() is None
 
 
 def test_a_mode_that_the_batches_do_not_fit_is_not_asked_for(caplog):
     clock = Clock()
     tokens = TokenScheduler(5.0, clock=clock)
     tokens.announce(2, ROWS)
-    tokens.judge(encode(Auto(Gba(ROWS + 1), windows=1, seconds=4.0)), 2, False)
+    tokens.begin_auto(Auto(Gba(ROWS + 1), windows=1, seconds=4.0), 2, False)
     for _ in range(20):
         clock.now += 1.0
         tokens.timed(0, [StepTiming(1.0, 0.1)])
         tokens.timed(1, [StepTiming(1.0, 9.0)])
-    assert tokens.requested() == ""
+    assert tokens.requested() is None
     assert "no multiple" in caplog.text
 
 

@@ -218,7 +218,7 @@ def switch(
     cluster does.
     """
     from persia import rpc
-    from persia.modes import decode, encode
+    from persia.modes import decode
     from persia.services import Tokens
 
     arguments: dict[str, Any] = {"kind": kind}
@@ -233,7 +233,7 @@ def switch(
     mode = decode(jsonlib.dumps(arguments))
     tokens = rpc.connect(address, Tokens, peer="the run", timeout=CONTROL_SECONDS)
     try:
-        tokens.request(encode(mode))
+        tokens.request(mode)
     finally:
         rpc.close(tokens)
     typer.echo(f"The run at {address} switches to {mode} at its next step boundary.")

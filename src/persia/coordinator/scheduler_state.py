@@ -7,9 +7,10 @@ from collections.abc import Collection
 import msgspec
 
 from persia.errors import StalePushError
-from persia.modes import Mode, encode
+from persia.modes import Mode
+from persia.services import TrainingPhase
 from persia.telemetry.metrics import Readings, figures
-from persia.types import PushHeader, Ticket, Token, TokenReport, TrainingPhase
+from persia.types import PushHeader, Ticket, Token, TokenReport
 
 __all__ = ["OpenToken", "SchedulerState", "WorkerState", "report_metrics"]
 
@@ -97,8 +98,8 @@ class SchedulerState(msgspec.Struct):
     orphans: list[PushHeader] = msgspec.field(default_factory=list)
     """Slots that nobody has been asked to fill yet."""
     report: TokenReport = msgspec.field(default_factory=TokenReport)
-    wanted: str = ""
-    """A mode that somebody has asked for."""
+    wanted: Mode | None = None
+    """The mode that was requested."""
     nn_workers: int = 0
     local_batch: int = 0
     leader: int | None = None
@@ -123,7 +124,7 @@ class SchedulerState(msgspec.Struct):
         """
         if self.nn_workers and self.local_batch:
             mode.group(self.nn_workers, self.local_batch)
-        self.wanted = encode(mode)
+        self.wanted = mode
         self.stopped = True
 
     def lacking(self) -> int:

@@ -14,6 +14,7 @@ import msgspec
 
 from persia.errors import PersiaError
 from persia.retry import Backoff, Deadline, retry
+from persia.types.decoding import decode_hook
 
 __all__ = ["CoordinatorStore", "StateFile"]
 
@@ -48,7 +49,7 @@ class StateFile(Generic[S]):
         with open(self._path, "rb") as file:
             data = file.read()
         try:
-            return msgspec.msgpack.decode(data, type=self._kind)
+            return msgspec.msgpack.decode(data, type=self._kind, dec_hook=decode_hook)
         except msgspec.MsgspecError as error:
             raise PersiaError(
                 f"{self._path} is no state of a coordinator: {error}. Remove it, and go on from the last checkpoint.",

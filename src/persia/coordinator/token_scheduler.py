@@ -8,39 +8,35 @@ import threading
 import time
 from collections.abc import Callable
 
-import msgspec
-
 from persia.coordinator.policy import SwitchPolicy
+from persia.coordinator.recording import RecordedArrivals
 from persia.coordinator.scheduler_state import SchedulerState, WorkerState
 from persia.coordinator.store import StateFile
 from persia.errors import ConfigError, DeadlineError, PersiaError, RoleDiedError, StalePushError
-from persia.modes import Action, Arrival, Auto, AutoEvidence, Mode, decode, encode
+from persia.modes import Action, Arrival, Auto, AutoEvidence, Mode
+from persia.services import TrainingPhase
 from persia.types import (
     ArrivalRecord,
     Caller,
     PushHeader,
     QuiesceResult,
-    ReadRecord,
     StepTiming,
     Ticket,
     Token,
     TokenReport,
-    TrainingPhase,
 )
-from persia.types.decoding import decode_hook
 
 __all__ = ["TokenScheduler"]
 
 LOG = logging.getLogger("persia.modes")
 
 
-class TokenScheduler:
+class TokenScheduler(RecordedArrivals):
     """See `persia.services.Tokens`. Safe to call from several threads; `draw`, `rest` and `settled` wait for others.
 
     Args:
         timeout: seconds that a call waits.
         path: file that the state is kept in, and taken from if it is there; None to forget it.
-        record: whether to keep every arrival, for `schedule`.
         clock: seconds, for rates.
     """
 
@@ -48,17 +44,13 @@ class TokenScheduler:
         self,
         timeout: float = 600.0,
         path: str | None = None,
-        record: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._timeout = timeout
         self._file = StateFile(path, SchedulerState)
         self._clock = clock
-        self._record = record
-        self._events: list[ArrivalRecord] = []
-        self._reads: list[ReadRecord] = []
-        self._judge: SwitchPolicy | None = None
-        self._judging = False
+        self._policy: SwitchPolicy | None = None
+        self._choosing = False
         self._changed = threading.Condition()
         self._waiting: set[int] = set()
         """Ranks whose draw waits for the gate."""
@@ -66,14 +58,13 @@ class TokenScheduler:
         """Ranks that wait for whether the segment needs another batch."""
         self._state = self._file.load() or SchedulerState()
         segment = self._state.segment
-        self._mode: Mode | None = decode(segment.mode) if segment is not None else None
+        self._mode: Mode | None = segment.mode if segment is not None else None
 
     # --- a segment --------------------------------------------------------------------------------------------
 
     def begin(self, segment: TrainingPhase) -> None:
         """Begins a segment; see `persia.services.Tokens`."""
-        mode = decode(segment.mode)
-        group = mode.group(segment.nn_workers, segment.local_batch or 1)
+        group = segment.mode.group(segment.nn_workers, segment.local_batch or 1)
         with self._changed:
             state, old = self._state, self._state.segment
             if old is not None and segment[:2] <= old[:2]:
@@ -99,13 +90,13 @@ class TokenScheduler:
                 accounts={r: WorkerState(alive=r not in dead, ended=r in dead) for r in range(segment.nn_workers)},
                 report=state.report,
                 wanted=state.wanted,
-                stopped=bool(state.wanted),
+                stopped=state.wanted is not None,
                 nn_workers=segment.nn_workers,
                 local_batch=segment.local_batch,
             )
             self._state.tokens = segment.step * self._state.group
             self._state.report.begin(self._clock())
-            self._mode = mode
+            self._mode = segment.mode
             self._save()
 
     def take(self, caller: Caller, request: int) -> int | None:
@@ -238,8 +229,8 @@ class TokenScheduler:
                 if decision.action is Action.APPLY:
                     state.step, state.held = step + 1, 0
                     account.least = step + 1
-            if self._record:
-                self._events.append(
+            if self.record is not None:
+                self.record.arrivals.append(
                     ArrivalRecord(
                         caller.rank, drawn.number, rows, drawn.value, version, step, header.slot, decision.weight
                     )
@@ -321,67 +312,65 @@ class TokenScheduler:
             self._state.nn_workers, self._state.local_batch = nn_workers, local_batch
             self._save()
 
-    def request(self, mode: str) -> None:
-        """Another mode, at the next boundary; see `persia.services.Tokens`."""
-        wanted = decode(mode)
+    def request(self, mode: Mode) -> None:
+        """Requests another mode at the next boundary; see `persia.services.Tokens`."""
         with self._changed:
             state = self._state
-            if state.wanted == encode(wanted):
+            if state.wanted == mode:
                 return
-            if state.wanted:
+            if state.wanted is not None:
                 raise PersiaError(
-                    f"A switch to {state.wanted} is under way; wait for it before you ask for {mode}.",
-                    mode=state.wanted,
+                    f"A switch to {state.wanted} is under way; wait for it before you request {mode}.",
+                    mode=str(state.wanted),
                 )
-            state.want(wanted)
+            state.want(mode)
             self._save()
-            if self._judging:
-                LOG.info("From now on the mode is chosen by hand, no more by %s.", self._judge and self._judge.auto)
-                self._judging = False
+            if self._choosing:
+                LOG.info("A mode was requested; it is no longer chosen by %s.", self._policy and self._policy.auto)
+                self._choosing = False
 
-    def requested(self) -> str:
-        """The mode that was asked for, or nothing."""
+    def requested(self) -> Mode | None:
+        """Returns the mode that was requested."""
         with self._changed:
             return self._state.wanted
 
-    def resolve(self, mode: str) -> None:
-        """What was asked for is made, or refused; see `persia.services.Tokens`."""
+    def resolve(self, mode: Mode) -> None:
+        """Clears a request; see `persia.services.Tokens`."""
         with self._changed:
-            if mode and self._state.wanted == mode:
-                self._state.wanted = ""
+            if self._state.wanted == mode:
+                self._state.wanted = None
                 self._save()
 
-    def judge(self, auto: str, nn_workers: int, strained: bool) -> None:
-        """Step times decide the mode; see `persia.services.Tokens`."""
-        rule = msgspec.json.decode(auto, type=Auto, dec_hook=decode_hook)
+    def begin_auto(self, auto: Auto, nn_workers: int, strained: bool) -> None:
+        """Chooses the mode by step times; see `persia.services.Tokens`."""
         with self._changed:
-            if self._judge is None or self._judge.auto != rule:
-                self._judge, self._judging = SwitchPolicy(rule, nn_workers, strained), True
-            # Where a switch is still to be made, the judge is ahead of the mode.
-            self._judge.begin(self._judge.strained if self._state.wanted else strained)
+            if self._policy is None or self._policy.auto != auto:
+                self._policy, self._choosing = SwitchPolicy(auto, nn_workers, strained), True
+            # While a switch is pending, the policy is ahead of the mode.
+            self._policy.begin(strained if self._state.wanted is None else self._policy.strained)
 
     def timed(self, rank: int, laps: list[StepTiming]) -> bool:
         """Step times of an NN worker; see `persia.services.Tokens`."""
         with self._changed:
-            if self._judge is None:
+            if self._policy is None:
                 return False
-            if not self._judging or self._state.wanted:
+            if not self._choosing or self._state.wanted is not None:
                 return True
-            verdict = self._judge.add(rank, laps, self._clock())
+            verdict = self._policy.add(rank, laps, self._clock())
             if verdict is not None:
-                rule = self._judge.auto
+                rule = self._policy.auto
                 try:
                     self._state.want(rule.asynchronous if verdict.strained else rule.sync)
                     self._save()
                 except ConfigError as error:
-                    LOG.error("The switch is not made, and none will be: %s", error)
-                    self._judging = False
+                    LOG.error("Mode switch rejected; the mode is no longer chosen automatically: %s", error)
+                    self._choosing = False
             return True
 
     def evidence(self) -> AutoEvidence:
         """Returns what was decided, and by what."""
         with self._changed:
-            return self._judge.evidence() if self._judge is not None else AutoEvidence()
+            return self._policy.evidence() if self._policy is not None else AutoEvidence()
 
     # --- what else happens ------------------------------------------------------------------------------------
 
@@ -413,28 +402,6 @@ class TokenScheduler:
         """Returns a copy of the counts so far."""
         with self._changed:
             return copy.deepcopy(self._state.report)
-
-    def record(self) -> None:
-        """Records from now on; see `persia.services.Tokens`."""
-        with self._changed:
-            self._record = True
-            self._events, self._reads = [], []
-
-    def note(self, read: ReadRecord) -> None:
-        """What a gradient was computed from; see `persia.services.Tokens`."""
-        with self._changed:
-            if self._record:
-                self._reads.append(read)
-
-    def reads(self) -> list[ReadRecord]:
-        """Everything that was noted, if it is recorded."""
-        with self._changed:
-            return list(self._reads)
-
-    def schedule(self) -> list[ArrivalRecord]:
-        """Every arrival so far, in order, if they are recorded."""
-        with self._changed:
-            return list(self._events)
 
     # --- under the lock ---------------------------------------------------------------------------------------
 

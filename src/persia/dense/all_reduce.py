@@ -10,7 +10,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 import torch
@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from persia.dense.group import Group
 from persia.errors import ConfigError, PersiaError
+from persia.types.decoding import decode_hook
 
 __all__ = ["AllReduce", "AllReduceOptions", "unlearned"]
 
@@ -244,7 +245,7 @@ class AllReduce:
         """The payloads of all NN workers, by rank. Blocks until all have called it."""
         return self._control.gather(payload)
 
-    def run_on_rank0(self, function: Callable[[], T], kind: type[T]) -> T:
+    def run_on_rank0(self, function: Callable[[], T], kind: object) -> T:
         """Calls a function on NN worker 0 only; all return its result, or raise if it failed. Blocks."""
         payload, failure = b"", None
         if self._control.rank == 0:
@@ -258,7 +259,7 @@ class AllReduce:
         outcome = msgspec.msgpack.decode(payload, type=_Outcome)
         if outcome.failure is not None:
             raise PersiaError(f"NN worker 0 failed, so this one cannot go on: {outcome.failure}")
-        return msgspec.msgpack.decode(outcome.result, type=kind)
+        return cast("T", msgspec.msgpack.decode(outcome.result, type=kind, dec_hook=decode_hook))
 
 
 @contextlib.contextmanager

@@ -58,12 +58,12 @@ class Replicas(EqualSteps, Protocol):
     def gather(self, payload: bytes) -> list[bytes]:
         """The payloads of all NN workers, by rank. Blocks until all have called it."""
 
-    def run_on_rank0(self, function: Callable[[], T], kind: type[T]) -> T:
+    def run_on_rank0(self, function: Callable[[], T], kind: object) -> T:
         """Calls a function on the first NN worker only. Blocks until all have called `run_on_rank0`.
 
         Args:
             function: the function; what it captures on the other NN workers is not used.
-            kind: the type of its result, which msgspec can encode.
+            kind: the annotation of its result, such as `int` or `Mode | None`.
 
         Returns:
             The result, the same on each NN worker.
@@ -116,6 +116,6 @@ class SingleReplica:
         """Its own."""
         return [payload]
 
-    def run_on_rank0(self, function: Callable[[], T], kind: type[T]) -> T:
+    def run_on_rank0(self, function: Callable[[], T], kind: object) -> T:
         """Calls the function: this NN worker is the first."""
         return function()

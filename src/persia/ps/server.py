@@ -13,14 +13,14 @@ import numpy as np
 
 from persia import batching
 from persia.errors import StoreError
-from persia.modes import Dense, Mode, RowLimit, decode
+from persia.modes import Dense, Mode, RowLimit, decode, encode
 from persia.ps.regions import Regions, retry_when_full
 from persia.ps.row_access import RowSetter
 from persia.ps.snapshots import StoreSnapshots
 from persia.ps.tables import learning_rate, table_config
 from persia.pushes.accumulator import GradientAccumulator
 from persia.pushes.averaging import average_step
-from persia.pushes.journal import PushJournal
+from persia.pushes.journal import Journaled
 from persia.pushes.sequencer import PushSequencer
 from persia.pushes.step_barrier import ArrivedPush, StepBarrier
 from persia.schema import EmbeddingOptimizer, Table
@@ -33,11 +33,9 @@ from persia.types import (
     Floats,
     Gradients,
     Ids,
-    JournalRecord,
     Packed,
     PackedGradients,
     PushHeader,
-    RowsAt,
     RowsSet,
     RowStaleness,
     RowState,
@@ -74,7 +72,7 @@ MOST_PIECES = 1000
 """Of state in one list: a message has a limit."""
 
 
-class EmbeddingServer:
+class EmbeddingServer(Journaled):
     """Owns the rows of all tables. Safe to call from several threads; calls block for the work they do.
 
     Args:
@@ -98,9 +96,6 @@ class EmbeddingServer:
         self._options = options or ServerOptions()
         self._turns: PushSequencer[dict[str, UpdateCounts]] = PushSequencer(self._options.timeout)
         self._slots = RowStaleness()
-        self._journal = PushJournal()
-        self._version = 0
-        """Updates since step 0."""
         self._pool = batching.ThreadPool(threads)
         self._store: EmbeddingStore = NativeStore(self._pool)
         self._scratch = batching.Scratch()
@@ -146,10 +141,6 @@ class EmbeddingServer:
 
     def lookup(self, ids: Mapping[str, Ids], train: bool) -> Packed[np.float32]:
         """Rows of distinct ids, by table; see `persia.services.EmbeddingPS`."""
-        return self.lookup_at(ids, train).rows
-
-    def lookup_at(self, ids: Mapping[str, Ids], train: bool) -> RowsAt:
-        """Rows of distinct ids, and of which version they are; see `persia.services.EmbeddingPS`."""
         if not isinstance(ids, Packed):
             try:
                 ids = Packed.of(ids, np.uint64)
@@ -157,21 +148,18 @@ class EmbeddingServer:
                 raise StoreError(f"lookup: {error}; ids are uint64 [n].") from error
         numbers, dims = self._places(ids.names)
         rows = self._scratch.floats(sum(map(operator.mul, ids.counts, dims)))
-        with self._journal.exclusive():
-            retry_when_full(
-                lambda: self._store.lookup_packed(numbers, ids.counts, ids.buffer, rows, train),
-                self._options.timeout,
-                "lookup",
-            )
-            return RowsAt(Packed(ids.names, ids.counts, rows, dims), self._version)
+        retry_when_full(
+            lambda: self._store.lookup_packed(numbers, ids.counts, ids.buffer, rows, train),
+            self._options.timeout,
+            "lookup",
+        )
+        return Packed(ids.names, ids.counts, rows, dims)
 
-    def record(self) -> None:
-        """Keeps a journal from now on."""
-        self._journal.begin(self._version)
-
-    def journal(self) -> JournalRecord:
-        """The pushes that took effect since, in this order."""
-        return self._journal.end()
+    def recorded_lookup(self, batch_id: int, ids: Mapping[str, Ids]) -> Packed[np.float32]:
+        """Looks up rows for training, and records it; see `persia.services.RecordableRows`."""
+        if self.journal is None:
+            return self.lookup(ids, train=True)
+        return self.journal.read(batch_id, lambda: self.lookup(ids, train=True))
 
     def close(self) -> None:
         """Removes the regions, if there are any: what is in them is not needed any more. Call it last."""
@@ -191,17 +179,15 @@ class EmbeddingServer:
             return self._held[header.rank].push(header.sequence, ArrivedPush(header, packed))
         return self._held[0].push(header.step, ArrivedPush(header, packed))
 
-    def switch(self, mode: str, generation: int, step: int) -> None:
+    def switch(self, mode: Mode, generation: int, step: int) -> None:
         """Another mode from `step` on; see `persia.services.EmbeddingPS`."""
-        adopted = decode(mode)
         self._turns.begin(generation, step)
         for held in self._held:
             held.renew(generation)
         if (regions := self._regions) is not None:
             regions.forget_steps()  # All are at rest: nobody waits for an answer.
-            retry_when_full(lambda: regions.remember(mode), self._options.timeout, "A switch of the mode")
-        self._adopt(adopted)
-        self._version = step * (self._options.nn_workers if self._on_arrival else 1)
+            retry_when_full(lambda: regions.remember(encode(mode)), self._options.timeout, "A switch of the mode")
+        self._adopt(mode)
 
     def drain(self, generation: int, step: int, held: int) -> dict[str, UpdateCounts]:
         """Applies what has come of an incomplete step; see `persia.services.EmbeddingPS`."""
@@ -226,7 +212,8 @@ class EmbeddingServer:
                 table: (part, self._weights(table, part.ids, header, limit)) for table, part in gradients.items()
             }
             self._sums.add(weighed, header.weight)
-            self._journal.add(header)
+            if self.journal is not None:
+                self.journal.add(header)
             if not last:
                 return {}
             return self._apply([], header.merged_client, header.step + 1, self._sums.take(), header.step)
@@ -263,22 +250,21 @@ class EmbeddingServer:
         gradients: Mapping[str, Gradients],
         step: int,
     ) -> dict[str, UpdateCounts]:
-        """Updates rows with the sum of some pushes, of which those in `headers` are not in the journal yet."""
+        """Updates rows with the sum of some pushes, of which those in `headers` are in no journal yet."""
         ids, rows = (packed := self._packed(gradients)).ids, packed.rows
         numbers, _ = self._places(ids.names)
-        with self._journal.exclusive():
-            counts = self._store.update_packed(
-                numbers,
-                ids.counts,
-                ids.buffer,
-                rows.buffer,
-                [learning_rate(self._tables[name], step) for name in ids.names],
-                step=step,
-                client=client,
-                sequence=sequence,
-            )
-            fresh = [self._journal.add(header) for header in headers]
-            self._version += all(fresh)  # Else it is a repetition.
+        update = functools.partial(
+            self._store.update_packed,
+            numbers,
+            ids.counts,
+            ids.buffer,
+            rows.buffer,
+            [learning_rate(self._tables[name], step) for name in ids.names],
+            step=step,
+            client=client,
+            sequence=sequence,
+        )
+        counts = update() if self.journal is None else self.journal.apply(update, headers)
         return dict(zip(ids.names, counts, strict=True))
 
     def statistics(self) -> dict[str, dict[str, int]]:
@@ -315,8 +301,7 @@ class EmbeddingServer:
 
     def set_rows(self, call: int, table: str, ids: Ids, values: Floats, state: RowState | None) -> RowsSet:
         """Inserts or overwrites rows, once per call; see `persia.services.EmbeddingPS`."""
-        with self._journal.exclusive():
-            return self._setter.set(call, self._number(table), ids, values, state)
+        return self._setter.set(call, self._number(table), ids, values, state)
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 

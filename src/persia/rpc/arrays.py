@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.errors import ConfigError, WireError
+from persia.types.decoding import DECODERS, decode_hook
 from persia.types.packed import Packed, PackedGradients
 
 __all__ = ["DTYPES", "MAX_NDIM", "Arrays", "Decoder", "FrameBuffer", "encode"]
@@ -105,7 +106,7 @@ class Decoder(Generic[T]):
 
     Args:
         kind: an annotation that msgspec supports, with `NDArray[...]`, `Packed[...]` and `PackedGradients` anywhere in
-            it. `NDArray[A | B]` accepts both dtypes; `Any` accepts everything.
+            it, and interfaces such as `Mode`. `NDArray[A | B]` accepts both dtypes; `Any` accepts everything.
 
     Raises:
         ConfigError: the annotation is not supported.
@@ -173,6 +174,8 @@ class Decoder(Generic[T]):
         # msgspec adds the place to a ValueError.
         if kind is PackedGradients:
             return PackedGradients.from_wire(value)
+        if isinstance(kind, type) and kind in DECODERS:
+            return decode_hook(kind, value)
         packs = get_origin(kind) is Packed
         if not packs and not isinstance(value, np.ndarray):
             raise ValueError(f"expected an array, got {type(value).__name__}")

@@ -6,7 +6,7 @@ repeated call has the effect of one. docs/reference/protocol.md says who calls w
 """
 
 from persia.services.cluster import Attempt, Cluster, Connection, ProcessCluster
-from persia.services.control import ControlPlane, Coordinator, Observable, Tokens
+from persia.services.control import ControlPlane, Coordinator, Observable, Tokens, TrainingPhase
 from persia.services.data import DataLoader, Seekable, Sharded
 from persia.services.dense import DenseMaker, DensePS
 from persia.services.embedding import EmbeddingPS, EmbeddingWorker, RowChunk, SnapshotInfo, StatePiece
@@ -30,4 +30,5 @@ __all__ = [
     "SnapshotInfo",
     "StatePiece",
     "Tokens",
+    "TrainingPhase",
 ]

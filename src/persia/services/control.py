@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from persia.modes import AutoEvidence
+from persia.modes import Auto, AutoEvidence, Mode
 from persia.telemetry.metrics import Health
 from persia.types import (
     ArrivalRecord,
@@ -19,10 +19,35 @@ from persia.types import (
     Ticket,
     Token,
     TokenReport,
-    TrainingPhase,
 )
 
-__all__ = ["ControlPlane", "Coordinator", "Observable", "Tokens"]
+__all__ = ["ControlPlane", "Coordinator", "Observable", "Tokens", "TrainingPhase"]
+
+
+class TrainingPhase(NamedTuple):
+    """A phase of training in one asynchronous mode. All roles are quiescent before and after it.
+
+    Attributes:
+        generation: generation of the NN workers.
+        number: number of the phase within the generation, from 1.
+        mode: mode of the phase.
+        nn_workers: number of NN workers.
+        epoch: pass over the data.
+        position: number of batches of the pass that are trained already.
+        step: first global step.
+        steps: maximum number of global steps; None for all data.
+        local_batch: rows of a batch; 0 if unknown before the first one.
+    """
+
+    generation: int
+    number: int
+    mode: Mode
+    nn_workers: int
+    epoch: int
+    position: int
+    step: int
+    steps: int | None
+    local_batch: int = 0
 
 
 class Coordinator(Protocol):
@@ -120,30 +145,32 @@ class Tokens(Protocol):
     def announce(self, nn_workers: int, local_batch: int) -> None:
         """A segment of an all-reduce mode begins; what is known of it serves to check requests."""
 
-    def request(self, mode: str) -> None:
-        """Asks for another mode (`persia.modes.encode`) from the next boundary on.
+    def request(self, mode: Mode) -> None:
+        """Requests another mode from the next boundary on.
 
         Raises:
             ConfigError: there is no such mode, or it cannot run with these NN workers or batches.
             PersiaError: another switch is under way.
         """
 
-    def requested(self) -> str:
-        """The mode that was asked for; empty if none was."""
+    def requested(self) -> Mode | None:
+        """Returns the requested mode; None if no request is pending."""
 
-    def resolve(self, mode: str) -> None:
-        """What was asked for is made, or refused, and forgotten; unless another mode has been asked for since.
+    def resolve(self, mode: Mode) -> None:
+        """Clears a request that was carried out or rejected. No-op if another mode has been requested since.
 
         Args:
-            mode: what `requested` had said.
+            mode: the mode that `requested` returned.
         """
 
-    def judge(self, auto: str, nn_workers: int, strained: bool) -> None:
-        """Training begins, or goes on after a rest, and step times decide its mode.
+    def begin_auto(self, auto: Auto, nn_workers: int, strained: bool) -> None:
+        """Chooses the mode by step times from now on, until somebody requests a mode.
+
+        Call it when training begins, and when it continues after a pause.
 
         Args:
-            auto: `persia.modes.Auto` as JSON. A request by hand ends its rule.
-            nn_workers: how many there are.
+            auto: the rule.
+            nn_workers: number of NN workers.
             strained: whether the asynchronous mode is in force.
         """
 
@@ -155,7 +182,7 @@ class Tokens(Protocol):
         """
 
     def evidence(self) -> AutoEvidence:
-        """Returns what `judge` has decided so far, and by what."""
+        """Returns the mode choices of `begin_auto` so far, and the step times behind them."""
 
     def cancel(self, generation: int, rank: int) -> bool:
         """An NN worker is dead: its tokens are drawn again, its batches go back to the list.

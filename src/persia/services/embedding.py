@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.batching.batch import IdColumn
+from persia.modes import Mode
 from persia.schema import Table
 from persia.types import (
     Contribution,
@@ -207,11 +208,11 @@ class EmbeddingPS(Protocol):
     def import_state(self, pieces: Sequence[StatePiece]) -> None:
         """Imports state after the rows, into a quiescent PS of the same capacity, shards and admission."""
 
-    def switch(self, mode: str, generation: int, step: int) -> None:
+    def switch(self, mode: Mode, generation: int, step: int) -> None:
         """Switches to another mode from `step` on; no gradients may be held.
 
         Args:
-            mode: `persia.modes.encode`.
+            mode: the mode.
             generation: of the NN workers.
             step: next global step.
 

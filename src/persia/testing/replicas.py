@@ -184,7 +184,7 @@ class ThreadReplicas:
         """The payloads of all, by rank."""
         return self._exchange("gather", payload)
 
-    def run_on_rank0(self, function: Callable[[], T], kind: type[T]) -> T:
+    def run_on_rank0(self, function: Callable[[], T], kind: object) -> T:
         """Calls a function on the first NN worker that is alive; all return its result, or raise if it failed."""
         outcome: tuple[T | None, Exception | None] | None = None
         if self._rank == self._meeting.first():

@@ -14,15 +14,15 @@ from persia.batching.batch import Batch
 from persia.coordinator import TokenReport
 from persia.dense import SharedNetwork
 from persia.errors import ConfigError, NNWorkersDiedError
-from persia.modes import Dense, Gba, Mode, ModeChoice, decode, encode
+from persia.modes import Dense, Gba, Mode, ModeChoice
 from persia.nn.step_timings import StepTimings
 from persia.nn.token_client import NumberedBatch, TokenClient
 from persia.optim import APMSqueeze
 from persia.optim.averaged import Averaged
-from persia.services import DenseMaker, ProcessCluster
+from persia.services import DenseMaker, ProcessCluster, TrainingPhase
 from persia.trainer.recording import ScheduleRecorder
 from persia.trainer.sources import LocalSource, declared_batch_size, largest_batch
-from persia.types import Caller, TrainingPhase
+from persia.types import Caller
 
 if TYPE_CHECKING:
     from persia.trainer import Trainer
@@ -107,12 +107,12 @@ class Phases:
         if auto is None or tokens is None:
             return
 
-        def judge() -> None:
+        def begin() -> None:
             if trainer.mode in (auto.sync, auto.asynchronous):  # Else it has been chosen by hand.
-                tokens.judge(encode(auto), connection.nn_workers, trainer.mode == auto.asynchronous)
+                tokens.begin_auto(auto, connection.nn_workers, trainer.mode == auto.asynchronous)
 
-        trainer.embeddings.laps = StepTimings(tokens, connection.rank, auto.seconds / REPORTS, judge)
-        trainer.step.replicas.run_on_rank0(judge, NoneType)
+        trainer.embeddings.laps = StepTimings(tokens, connection.rank, auto.seconds / REPORTS, begin)
+        trainer.step.replicas.run_on_rank0(begin, NoneType)
 
     def verdicts(self) -> list[ModeChoice]:
         """Returns the decisions of Auto so far; the first NN worker writes their evidence to `log_dir`. All call it."""
@@ -136,32 +136,32 @@ class Phases:
         entry = scheduled(trainer.options.mode_schedule, trainer.global_step)
         due, self._state.schedule_entry = entry != self._state.schedule_entry, entry
         wanted = trainer.step.replicas.run_on_rank0(
-            lambda: self._wanted() or (encode(entry[1]) if due and entry else ""), str
+            lambda: self._requested() or (entry[1] if due and entry else None), Mode | None
         )
-        if wanted:
-            self._change(decode(wanted))
+        if wanted is not None:
+            self._change(wanted)
         trainer.step.replicas.stop = False
         run.next_switch = next((s for s, _ in trainer.options.mode_schedule if s > trainer.global_step), None)
-        return bool(wanted)
+        return wanted is not None
 
-    def _wanted(self) -> str:
-        """The mode that somebody has asked for, as text, or nothing."""
+    def _requested(self) -> Mode | None:
+        """Returns the mode that was requested, if this trainer can run it."""
         trainer = self._trainer
         tokens = trainer.embeddings.connection.tokens
-        text = tokens.requested() if tokens is not None else ""
-        if tokens is not None and text:
+        mode = tokens.requested() if tokens is not None else None
+        if tokens is not None and mode is not None:
             try:
-                check_mode(trainer, decode(text), self._state.local_batch)
+                check_mode(trainer, mode, self._state.local_batch)
             except ConfigError as error:
-                LOG.error("The switch is not made: %s", error)
-                tokens.resolve(text)
-                return ""
-        return text
+                LOG.error("Mode switch rejected: %s", error)
+                tokens.resolve(mode)
+                return None
+        return mode
 
     def followed(self) -> None:
         """The mode that was asked for is in force, also for those who begin anew after a death."""
         tokens = self._trainer.embeddings.connection.tokens
-        mode = encode(self._trainer.mode)
+        mode = self._trainer.mode
 
         def resolve() -> None:
             if tokens is not None:
@@ -248,7 +248,7 @@ class Phases:
                         now = time.monotonic()
                         if now - looked > LOOK_SECONDS:
                             looked = now
-                            replicas.stop = replicas.stop or bool(connection.tokens.requested())
+                            replicas.stop = replicas.stop or connection.tokens.requested() is not None
                     if drawn % trainer.options.accumulation_steps == 0 and replicas.stopping():
                         stopped, began = True, time.monotonic()
                         break
@@ -284,7 +284,7 @@ class Phases:
         trainer = self._trainer
         connection = trainer.embeddings.connection
         for server in connection.servers:
-            server.switch(encode(trainer.mode), connection.generation, trainer.global_step)
+            server.switch(trainer.mode, connection.generation, trainer.global_step)
 
     def _on_dense_servers(self, run: FitProgress) -> bool:
         trainer = self._trainer
@@ -306,7 +306,7 @@ class Phases:
                 TrainingPhase(
                     connection.generation,
                     self._number,
-                    encode(trainer.mode),
+                    trainer.mode,
                     connection.nn_workers,
                     trainer.epoch,
                     trainer.position,

@@ -17,7 +17,7 @@ from persia.dense import AllReduce, AllReduceOptions
 from persia.dense.torch_threads import choose_torch_threads
 from persia.errors import ConfigError, DataError
 from persia.metrics import Metrics, MetricsResult, merged_metrics
-from persia.modes import Auto, Hybrid, Mode, Sync, encode
+from persia.modes import Auto, Hybrid, Mode, Sync
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep, OptimizerFactory, StepOptions
 from persia.nn.options import CollectionOptions
@@ -184,7 +184,7 @@ class Trainer:
         tokens = self.embeddings.connection.tokens
         if tokens is None:
             raise ConfigError("This cluster cannot change its mode.", field="mode")
-        tokens.request(encode(mode))
+        tokens.request(mode)
         self.step.replicas.stop = True
 
     def stop(self) -> None:

@@ -23,7 +23,6 @@ __all__ = [
     "Ticket",
     "Token",
     "TokenReport",
-    "TrainingPhase",
     "WorkerReport",
 ]
 
@@ -60,32 +59,6 @@ class RowStaleness:
         if len(fresh):
             self.staleness_sum += int(fresh.sum())
             self.staleness_max = max(self.staleness_max, int(fresh.max()))
-
-
-class TrainingPhase(NamedTuple):
-    """What is trained between two rests, in one asynchronous mode.
-
-    Attributes:
-        generation: of the NN workers.
-        number: of the segment within the generation, from 1.
-        mode: `persia.modes.encode`.
-        nn_workers: how many take part.
-        epoch: pass over the data.
-        position: batches of the pass that are trained.
-        step: global step to begin with.
-        steps: so many steps are wanted; None for all data.
-        local_batch: rows of a batch; 0 if that is not known before the first.
-    """
-
-    generation: int
-    number: int
-    mode: str
-    nn_workers: int
-    epoch: int
-    position: int
-    step: int
-    steps: int | None
-    local_batch: int = 0
 
 
 class Caller(NamedTuple):
