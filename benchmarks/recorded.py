@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from persia import Batch, Schema, Trainer, TrainerOptions, rpc
-from persia.data import Loader, WorkerPeer
+from persia.data import Loader
 from persia.membership.data_loaders import DataLoaders
 from persia.membership.directory import Directory
 from persia.membership.embedding_workers import EmbeddingWorkers
@@ -27,7 +27,7 @@ from persia.ps import EmbeddingServer, ServerOptions
 from persia.schema import EmbeddingOptimizer
 from persia.services import Connection, DataLoader, EmbeddingPS, EmbeddingWorker
 from persia.trainer.progress import FitResult
-from persia.types import PushHeader, RowsAt
+from persia.types import Packed, PushHeader
 from persia.worker import Worker
 
 TIMEOUT = 300.0
@@ -60,12 +60,12 @@ class RecordedPS:
         if len(self._batches) != len(batches):
             raise ValueError("Two batches have the same ids; take another seed.")
 
-    def lookup_at(self, ids: Mapping[str, Any], train: bool) -> RowsAt:
+    def lookup(self, ids: Mapping[str, Any], train: bool) -> Packed:
         """As the server's."""
         batch = self._batches[_key(np.sort(ids[self._table]))]
         with self._one_at_a_time:
             self.events.append(Event(True, batch))
-            return self._server.lookup_at(ids, train)
+            return self._server.lookup(ids, train)
 
     def push(self, header: PushHeader, gradients: Mapping[str, Any]) -> dict[str, Any]:
         """As the server's; it must apply on arrival."""
@@ -108,7 +108,7 @@ def train(
     server = EmbeddingServer(schema.resolved_tables(), optimizer, mode, seed, 1, ServerOptions(nn_workers, TIMEOUT))
     recorded = RecordedPS(server, batches, nn_workers) if record else None
     worker = Worker(schema, [recorded or server], 1)
-    loader = Loader(batches, schema, [WorkerPeer(0, 1, worker)], timeout=TIMEOUT)
+    loader = Loader(batches, schema, Directory.fixed("embedding_worker", [worker]), timeout=TIMEOUT)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     spawn = multiprocessing.get_context("spawn")
     with contextlib.ExitStack() as stack:

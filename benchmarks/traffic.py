@@ -28,7 +28,7 @@ from persia.ps import EmbeddingServer
 from persia.rpc.arrays import encode
 from persia.rpc.limits import Limits
 from persia.services import Connection
-from persia.types import Contribution, LookedUp, Packed, PushHeader, RowsAt
+from persia.types import Contribution, LookedUp, Packed, PushHeader
 from persia.worker import Worker, WorkerOptions
 
 BATCH = 4096
@@ -153,9 +153,9 @@ class CountingServer:
     def __init__(self) -> None:
         self.rows = 0
 
-    def lookup_at(self, ids: Packed, train: bool) -> RowsAt:
+    def lookup(self, ids: Packed, train: bool) -> Packed:
         self.rows = sum(ids.counts)
-        return RowsAt(Packed(ids.names, ids.counts, np.zeros(2 * self.rows, np.float32), [2] * len(ids)), 0)
+        return Packed(ids.names, ids.counts, np.zeros(2 * self.rows, np.float32), [2] * len(ids))
 
 
 @runner.measures("ps.imbalance")

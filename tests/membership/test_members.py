@@ -229,6 +229,36 @@ def test_a_leaving_embedding_worker_gets_nothing_new():
         EmbeddingWorkers(Directory("embedding_worker", lambda m: None), 0.01).register(batch.id_features)
 
 
+def test_a_call_that_any_member_can_take_goes_to_the_next_one_at_once(monkeypatch):
+    monkeypatch.setattr("persia.membership.directory.NEWS_SECONDS", 1000.0)  # It does not wait for news.
+    several, directory, services, _, _ = facade(workers=3)
+    services[0, 1].register = Broken().register
+    services[1, 1].register = Broken(MovedError).register
+    assert several.register(make_batches(1)[0].id_features) >> 56 == 2
+    asked = []
+    directory.call_any(lambda member: asked.append(member.rank), 4, TIMEOUT, "ask")
+    assert asked == [1]
+    with pytest.raises(KeyError):  # Of the call itself: no other member is asked.
+        directory.call_any(lambda member: {}[asked.append(member.rank)], 2, TIMEOUT, "ask")
+    assert asked == [1, 2]
+
+
+def test_a_cancelled_call_is_not_repeated():
+    nobody = Directory("embedding_worker", lambda m: None)
+    with pytest.raises(DeadlineError, match="ask: there has been no embedding worker"):
+        nobody.call_any(lambda member: None, 0, 1000.0, "ask", cancelled=lambda: True)
+    _, directory, _, _, _ = facade(workers=3)
+    asked = []
+
+    def ask(member):
+        asked.append(member.rank)
+        raise ClosedError("Nobody is there.")
+
+    with pytest.raises(ClosedError):
+        directory.call_any(ask, 1, 1000.0, "ask", cancelled=lambda: len(asked) == 2)
+    assert asked == [1, 2]
+
+
 def test_data_loaders_are_asked_by_number_also_after_a_resize():
     worker = Worker(SCHEMA, [EmbeddingServer(SCHEMA.resolved_tables(), SGD(lr=1.0), Sync(), 3, 1)])
     loaders = [Loader(make_batches(9), [worker]) for _ in range(3)]
@@ -252,7 +282,7 @@ def test_data_loaders_are_asked_by_number_also_after_a_resize():
 class Delayed:
     """Passes calls on after a random delay, and notes how many pushes had returned at each lookup."""
 
-    def __init__(self, service, seed, names=("lookup", "lookup_at", "push"), most=0.004):
+    def __init__(self, service, seed, names=("lookup", "push"), most=0.004):
         self.service, self.random, self.names, self.most = service, random.Random(seed), names, most
         self.lock = threading.Lock()
         self.pushed = 0
@@ -265,7 +295,7 @@ class Delayed:
 
         def call(*args, **options):
             with self.lock:
-                if name in ("lookup", "lookup_at"):  # Of an embedding worker, of a PS.
+                if name == "lookup":
                     self.at_lookup.append(self.pushed)
                 seconds = self.random.uniform(0, self.most)
             time.sleep(seconds / 2)

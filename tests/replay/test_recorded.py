@@ -304,16 +304,18 @@ def test_only_batch_by_batch_and_with_tokens(tmp_path):
 def test_records_with_a_gap_are_refused():
     header = PushHeader(1, 0, 1, 0, ROWS)
     with pytest.raises(DataError, match="nobody has noted"):
-        recorded(Sync(), 1, ROWS, 0, Records([], [], [JournalRecord(0, [header])], []))
-    read = ReadRecord(0, 1, 0, ROWS, [1], [0])
+        recorded(Sync(), 1, ROWS, 0, Records([], [], [JournalRecord(0, [header], {})], []))
+    read = ReadRecord(0, 1, 0, ROWS, 7, [0])
     with pytest.raises(DataError, match="contradict"):
-        recorded(Sync(), 1, ROWS, 0, Records([read], [], [JournalRecord(0, [header])], []))
+        recorded(Sync(), 1, ROWS, 0, Records([read], [], [JournalRecord(0, [header], {7: 1})], []))
+    with pytest.raises(DataError, match="PS 0 has no record of the lookup of batch 0"):
+        recorded(Sync(), 1, ROWS, 0, Records([read], [], [JournalRecord(0, [header], {})], []))
 
 
 def test_a_schedule_file_is_that_of_a_simulation(tmp_path):
     t = trainer(Gba(2 * ROWS), record_dir=str(tmp_path))
     t.fit(batches(5))
-    schedule = load_timeline(tmp_path / "segment-1.jsonl")
+    schedule = load_timeline(tmp_path / "phase-1.jsonl")
     assert (schedule.mode, schedule.group, schedule.nn_workers, schedule.end_step) == (Gba(2 * ROWS), 2, 1, 3)
     again = tmp_path / "again.jsonl"
     schedule.save(again)

@@ -131,7 +131,7 @@ def bare_host() -> type:
     return Bare
 
 
-DELAYED = ("lookup", "lookup_at", "push", "register", "take")
+DELAYED = ("lookup", "push", "register", "take")
 
 
 def delayed_host(host: type, seed: int) -> type:
@@ -148,7 +148,7 @@ def delayed_host(host: type, seed: int) -> type:
             def call(*arguments: Any) -> Any:
                 with self.lock:
                     pause = self.random.random() * 0.02
-                    if name in ("lookup", "lookup_at"):  # Of an embedding worker, of a PS.
+                    if name == "lookup":
                         self.lookups += 1
                         self.behind = max(self.behind, self.lookups - 1 - self.pushes)
                 time.sleep(pause)

@@ -16,7 +16,7 @@ from persia.errors import ClosedError, DeadlineError
 from persia.retry import Deadline
 from persia.rpc.fan_out import call_all, try_all
 from persia.services import DensePS
-from persia.types import JournalRecord, PushedDense, PushHeader
+from persia.types import PushedDense, PushHeader
 
 __all__ = ["SharedNetwork"]
 
@@ -49,7 +49,7 @@ class SharedNetwork:
         check_optimizer(optimizer)
         self._optimizer = optimizer
         self._scheduler = scheduler
-        self._servers = servers
+        self.servers = servers
         self._timeout = timeout
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._parameters = [p for _, p in named]
@@ -92,10 +92,10 @@ class SharedNetwork:
         """
         deadline = Deadline(self._timeout)
         found: dict[int, _Found] = {}
-        while len(found) < len(self._servers):
-            missing = [rank for rank in range(len(self._servers)) if rank not in found]
+        while len(found) < len(self.servers):
+            missing = [rank for rank in range(len(self.servers)) if rank not in found]
             pulls = [
-                functools.partial(self._servers[rank].pull, self._versions[rank], least, SLICE_SECONDS)
+                functools.partial(self.servers[rank].pull, self._versions[rank], least, SLICE_SECONDS)
                 for rank in missing
             ]
             late: DeadlineError | None = None
@@ -147,14 +147,14 @@ class SharedNetwork:
                 present = np.array([gradient is not None for gradient in mine], np.bool_)
                 packed = self._gradients[rank].pack(mine)
                 parts.append(PushedDense(weight, packed, present, buffers if rank == 0 else None))
-            call_all([functools.partial(s.push, header, part) for s, part in zip(self._servers, parts, strict=True)])
+            call_all([functools.partial(s.push, header, part) for s, part in zip(self.servers, parts, strict=True)])
 
         return push
 
     def push_empty(self, header: PushHeader) -> None:
         """Fills a slot that has no gradient."""
         empty = PushedDense(0.0, None, None, None)
-        call_all([functools.partial(server.push, header, empty) for server in self._servers])
+        call_all([functools.partial(server.push, header, empty) for server in self.servers])
 
     # --- quiescent ----------------------------------------------------------------------------------------------
 
@@ -162,23 +162,15 @@ class SharedNetwork:
         """Loads the local network into the dense PSs. One NN worker does it for all."""
         everything = dict(enumerate(self._parameters))
         state = capture(self._specs, everything, self._buffers, self._optimizer, self._scheduler)
-        call_all([functools.partial(server.load, state, generation, step) for server in self._servers])
-
-    def record(self) -> None:
-        """Starts journals at the dense PSs."""
-        call_all([functools.partial(server.record) for server in self._servers])
-
-    def journals(self) -> list[JournalRecord]:
-        """Ends the journals, and returns them by dense PS."""
-        return call_all([functools.partial(server.journal) for server in self._servers])
+        call_all([functools.partial(server.load, state, generation, step) for server in self.servers])
 
     def drain(self, generation: int, step: int, held: int) -> None:
         """Applies the gradients that have arrived of an incomplete step. One NN worker does it for all."""
-        call_all([functools.partial(server.drain, generation, step, held) for server in self._servers])
+        call_all([functools.partial(server.drain, generation, step, held) for server in self.servers])
 
     def take_over(self) -> None:
         """Loads the state of the dense PSs into the local network and its optimizer."""
-        state = joined(call_all([functools.partial(server.export) for server in self._servers]))
+        state = joined(call_all([functools.partial(server.export) for server in self.servers]))
         restore(state, dict(enumerate(self._parameters)), self._buffers, self._optimizer, self._scheduler)
         for parameter in self._parameters:
             parameter.grad = None

@@ -11,10 +11,10 @@ import torch
 from persia.dense.layout import Layout
 from persia.dense.state import capture, restore
 from persia.errors import ConfigError, DeadlineError, StoreError
-from persia.pushes.journal import PushJournal
+from persia.pushes.journal import Journaled
 from persia.pushes.sequencer import PushSequencer
 from persia.services import DenseMaker
-from persia.types import Bytes, DenseState, JournalRecord, Pulled, PushedDense, PushHeader, TensorSpec
+from persia.types import Bytes, DenseState, Pulled, PushedDense, PushHeader, TensorSpec
 
 __all__ = ["DenseServer", "check_optimizer", "partition"]
 
@@ -22,7 +22,7 @@ REFUSED = ("LBFGS", "SparseAdam", "APMSqueeze", "APGSqueeze")
 """Optimizers that use several tensors at once, or more than their gradients."""
 
 
-class DenseServer:
+class DenseServer(Journaled):
     """Owns whole tensors. Safe to call from several threads; calls block for the work they do.
 
     Args:
@@ -46,7 +46,6 @@ class DenseServer:
         self._servers = servers
         self._turns: PushSequencer[None] = PushSequencer(timeout)
         self._lock = threading.Lock()
-        self._journal = PushJournal()
         self._owned: dict[int, torch.Tensor] = {}
         self._buffers: dict[str, torch.Tensor] = {}
         self._parameters: list[TensorSpec] = []
@@ -133,7 +132,8 @@ class DenseServer:
             with self._lock:
                 self._counts["pushes"] += 1
                 self._held.add(given, buffers, float(header.weight), part.weight)
-                self._journal.add(header)
+                if self.journal is not None:
+                    self.journal.add(header)
                 if last:
                     self._apply()
 
@@ -156,14 +156,6 @@ class DenseServer:
             if self._exported is None:  # Once until the next step, for all NN workers.
                 self._exported = capture(self._parameters, self._owned, self._buffers, self._optimizer, self._scheduler)
             return self._exported
-
-    def record(self) -> None:
-        """Starts a journal."""
-        self._journal.begin(self._turns.step)
-
-    def journal(self) -> JournalRecord:
-        """Ends the journal, and returns the pushes that took effect, in order."""
-        return self._journal.end()
 
     def statistics(self) -> dict[str, int]:
         """Returns counters: `version`, `pushes`, `pulls`, and `bytes` of parameters and buffers."""

@@ -10,11 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+from persia import rpc
 from persia.batching.batch import IdColumn
 from persia.errors import StaleBatchError
-from persia.membership.directory import UNREACHABLE, Directory, Roster
+from persia.membership.directory import Directory, Roster, ServingMember
 from persia.rpc.fan_out import call_all
-from persia.services import EmbeddingWorker
+from persia.services import EmbeddingWorker, RecordableWorker
 from persia.types import COUNTER_BITS, BatchId, Contribution, LookedUp, PushHeader, UpdateCounts, sum_counts
 
 __all__ = ["EmbeddingWorkers"]
@@ -46,7 +47,7 @@ class EmbeddingWorkers:
 
     def register(self, id_features: Mapping[str, IdColumn]) -> int:
         """Buffers a batch at one embedding worker, the same for all while it is there: so a step has one part."""
-        return self._anyone("register", lambda worker: worker.register(id_features), self._home)
+        return self._any("register", lambda member: member.service.register(id_features), self._home)
 
     def lookup(self, batch_id: int, train: bool = True) -> LookedUp:
         """Looks up the rows of a registered batch.
@@ -57,6 +58,14 @@ class EmbeddingWorkers:
         found = self._ask(batch_id, "lookup", lambda worker: worker.lookup(batch_id, train))
         if train:
             self._rows[batch_id] = _rows(found)
+        return found
+
+    def recorded_lookup(self, batch_id: int) -> LookedUp:
+        """Looks up a batch for training; see `persia.services.RecordableWorker`."""
+        found = self._ask(
+            batch_id, "lookup", lambda worker: rpc.cast_to(RecordableWorker, worker).recorded_lookup(batch_id)
+        )
+        self._rows[batch_id] = _rows(found)
         return found
 
     def push(self, header: PushHeader, contributions: Sequence[Contribution]) -> dict[str, UpdateCounts]:
@@ -91,7 +100,7 @@ class EmbeddingWorkers:
 
     def evaluate(self, id_features: Mapping[str, IdColumn]) -> LookedUp:
         """Looks up rows for evaluation, at each embedding worker in turn."""
-        return self._anyone("evaluate", lambda worker: worker.evaluate(id_features), next(self._turns))
+        return self._any("evaluate", lambda member: member.service.evaluate(id_features), next(self._turns))
 
     @property
     def lost_gradients(self) -> int:
@@ -101,9 +110,8 @@ class EmbeddingWorkers:
     def statistics(self) -> dict[str, int]:
         """Returns the counters of all workers that answer, summed, and `lost_gradients`."""
         total = Counter(lost_gradients=self._lost)
-        for worker in self._directory.roster().serving():
-            with contextlib.suppress(*UNREACHABLE):
-                total.update(worker.statistics())
+        for counts in self._directory.call_all(lambda worker: worker.statistics):
+            total.update(counts)
         return dict(total)
 
     def _push_part(self, header: PushHeader, contributions: list[Contribution]) -> dict[str, UpdateCounts]:
@@ -119,7 +127,7 @@ class EmbeddingWorkers:
                 with self._lock:
                     self._lost += len(contributions) - len(kept)
                 contributions = kept
-        return self._anyone("push", lambda worker: worker.push(header, []), next(self._turns))
+        return self._any("push", lambda member: member.service.push(header, []), next(self._turns))
 
     def _ask(self, batch_id: int, operation: str, call: Callable[[EmbeddingWorker], T]) -> T:
         """Calls the embedding worker that has the batch; retries until it answers or is gone."""
@@ -133,26 +141,16 @@ class EmbeddingWorkers:
                     rank=rank,
                     incarnation=incarnation,
                 )
-            peer = roster.peers.get(rank)
-            if peer is None or peer.incarnation != incarnation:  # The data loader has heard of it before us.
+            member = roster.members.get(rank)
+            if member is None or member.incarnation != incarnation:  # The data loader has heard of it before us.
                 raise self._directory.absent(self._timeout, operation)
-            return call(peer.service)
+            return call(member.service)
 
-        return self._directory.call(ask, self._timeout, operation)
+        return self._directory.call(ask, self._timeout)
 
-    def _anyone(self, operation: str, call: Callable[[EmbeddingWorker], T], turn: int) -> T:
+    def _any(self, operation: str, call: Callable[[ServingMember[EmbeddingWorker]], T], turn: int) -> T:
         """Calls the embedding worker of this turn, or another one if it does not answer or is leaving."""
-        tried: list[EmbeddingWorker] = []
-
-        def ask(roster: Roster[EmbeddingWorker]) -> T:
-            nonlocal turn, tried
-            if not (workers := roster.alive()):
-                raise self._directory.absent(self._timeout, operation)
-            turn += workers == tried  # They are the same as when one failed: ask the next one.
-            tried = workers
-            return call(workers[turn % len(workers)])
-
-        return self._directory.call(ask, self._timeout, operation)
+        return self._directory.call_any(call, turn, self._timeout, operation)
 
 
 def _push(

@@ -29,9 +29,9 @@ from persia.nn.step_timings import StepTimings
 from persia.nn.token_client import DrawnToken, NumberedBatch, TokenClient
 from persia.nn.transfer import Transfer, staging_for
 from persia.schema import EmbeddingOptimizer, Schema
-from persia.services import Cluster
+from persia.services import Cluster, ReadObserver
 from persia.telemetry.metrics import Histogram
-from persia.types import Contribution, FedBatch, PushHeader, ReadRecord, RowsSet, RowState, StoredRows
+from persia.types import Contribution, FedBatch, PushHeader, RowsSet, RowState, StoredRows
 
 __all__ = ["EmbeddingCollection"]
 
@@ -106,8 +106,8 @@ class EmbeddingCollection(torch.nn.Module):
         self.pushes = 0
         self.laps: StepTimings | None = None
         """Receives the compute time of each batch."""
-        self.note: Callable[[ReadRecord], None] | None = None
-        """Receives a record of the inputs of each gradient; with one batch per push."""
+        self.observer: ReadObserver | None = None
+        """Looks up batches and receives the inputs of gradients while a schedule is recorded; one batch per push."""
         self._pid = os.getpid()
 
     def change_mode(self, mode: Mode) -> None:
@@ -350,14 +350,14 @@ class EmbeddingCollection(torch.nn.Module):
     def _found(self, registered: Registered, dummy_rows: int) -> tuple[PreparedBatch, Callable[[], None]]:
         batch, batch_id, number = registered
         try:
-            found = self._worker.lookup(batch_id)
+            found = (self._worker if self.observer is None else self.observer).lookup(batch_id)
         except StaleBatchError:
             self._registered.discard(batch_id)
             self.tally.lost(len(batch.labels))
             return dummy_batch(self.schema, dummy_rows, self._staging.device), lambda: None
         self._compressed = found.scales is not None
         prepared, ready = self._transfer.rows(batch, found, batch_id)
-        prepared.number, prepared.versions = number, found.versions or []
+        prepared.number = number
         prepared.await_gradient(self._end_of_backward)
         return prepared, ready
 
@@ -436,9 +436,9 @@ class EmbeddingCollection(torch.nn.Module):
         return found
 
     def _note_read(self, group: list[Pending], sequence: int, dense: list[int]) -> None:
-        if self.note is not None:
+        if self.observer is not None:
             for pending in group:
-                self.note(pending.read(self.connection.rank, sequence, dense))
+                self.observer.note(pending.read(self.connection.rank, sequence, dense))
 
     def _push_drawn(
         self, drawn: DrawnToken, group: list[Pending], dense: Callable[[PushHeader, float], None] | None

@@ -29,7 +29,7 @@ class Pending(NamedTuple):
             sequence: of its push.
             dense: versions of the dense parameters.
         """
-        return ReadRecord(rank, sequence, self.batch.number, self.rows, self.batch.versions, dense)
+        return ReadRecord(rank, sequence, self.batch.number, self.rows, self.batch_id, dense)
 
 
 class Registered(NamedTuple):

@@ -46,7 +46,6 @@ class PreparedBatch:
         drawn: its token, in asynchronous modes.
         began: time at which it was drawn, on the monotonic clock.
         number: within the pass; -1 if not known.
-        versions: see `LookedUp`.
     """
 
     def __init__(
@@ -67,7 +66,6 @@ class PreparedBatch:
         self.drawn: DrawnToken | None = None
         self.began = 0.0
         self.number = -1
-        self.versions: list[int] = []
         self._finish: Callable[[PreparedBatch], None] | None = None
         self._closed = False
         self._called_back = False

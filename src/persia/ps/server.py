@@ -155,7 +155,7 @@ class EmbeddingServer(Journaled):
         )
         return Packed(ids.names, ids.counts, rows, dims)
 
-    def recorded_lookup(self, batch_id: int, ids: Mapping[str, Ids]) -> Packed[np.float32]:
+    def recorded_lookup(self, ids: Mapping[str, Ids], batch_id: int) -> Packed[np.float32]:
         """Looks up rows for training, and records it; see `persia.services.RecordableRows`."""
         if self.journal is None:
             return self.lookup(ids, train=True)

@@ -1,55 +1,74 @@
-"""Which pushes took effect at a server, in which order: the server's part of a recorded schedule."""
+"""The order in which pushes took effect at a parameter server, kept while a schedule is recorded for a replay."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from persia.types import JournalRecord, PushHeader
 
-__all__ = ["PushJournal"]
+__all__ = ["Journaled", "PushJournal"]
+
+T = TypeVar("T")
 
 
 class PushJournal:
-    """Kept while somebody records. Reading and applying exclude each other then, so what is read is of one step."""
+    """The pushes that took effect at a PS, in order, and the version that each batch has read. Thread-safe.
 
-    def __init__(self) -> None:
+    Reads and updates exclude each other, so that all rows of a batch are of one version.
+
+    Args:
+        version: updates since step 0.
+    """
+
+    def __init__(self, version: int) -> None:
+        self.record = JournalRecord(version, [], {})
         self._lock = threading.Lock()
-        self._on = False
-        self._version = 0
-        self._headers: list[PushHeader] = []
+        self._version = version
         self._known: set[tuple[int, int, int]] = set()
 
-    def begin(self, version: int) -> None:
-        """Records from this version on; what was recorded is forgotten."""
-        with self._lock:
-            self._on, self._version = True, version
-            self._headers, self._known = [], set()
-
-    def end(self) -> JournalRecord:
-        """Records no more, and returns what it has."""
-        with self._lock:
-            self._on = False
-            found, self._headers, self._known = self._headers, [], set()
-            return JournalRecord(self._version, found)
-
     def add(self, header: PushHeader) -> bool:
-        """This push takes effect now. Returns False for a repetition, which has none; known only while recording."""
-        if not self._on:
-            return True
+        """Records a push that takes effect now. Returns False if it is a repetition, which has no effect.
+
+        Pushes must not be added concurrently: the caller orders them anyway.
+        """
         place = (header.rank, header.sequence, header.part)
         if place in self._known:
             return False
         self._known.add(place)
-        self._headers.append(header)
+        self.record.headers.append(header)
         return True
 
-    @contextlib.contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Surrounds reading rows, and applying a step."""
-        if not self._on:
-            yield
-            return
+    def apply(self, update: Callable[[], T], headers: Sequence[PushHeader]) -> T:
+        """Runs an update, which leads to the next version, and adds those of its pushes that were not added before."""
         with self._lock:
-            yield
+            result = update()
+            if all([self.add(header) for header in headers]):  # Else the update is a repetition.
+                self._version += 1
+            return result
+
+    def read(self, batch_id: int, lookup: Callable[[], T]) -> T:
+        """Runs the lookup of a batch, and records which version it reads."""
+        with self._lock:
+            self.record.reads[batch_id] = self._version
+            return lookup()
+
+
+class Journaled:
+    """A PS of either kind, with an optional journal; see `persia.services.Recordable`."""
+
+    journal: PushJournal | None = None
+    """The hook of a recording; None unless a schedule is recorded."""
+
+    _ended = JournalRecord(0, [], {})
+
+    def begin_recording(self, version: int) -> None:
+        """Starts a journal, given the updates since step 0."""
+        self.journal = PushJournal(version)
+
+    def end_recording(self) -> JournalRecord:
+        """Ends the journal, and returns its record. A repetition returns the same one."""
+        if self.journal is not None:
+            self._ended, self.journal = self.journal.record, None
+        return self._ended

@@ -51,11 +51,11 @@ def recorded(mode: Mode, nn_workers: int, local_batch: int, step: int, records: 
     dense = list(records.dense)
     if mode.dense() is Dense.ALL_REDUCE:  # Replicas apply by step, and in a step by rank.
         order = sorted(records.rows[0].headers, key=lambda header: (header.step, header.rank))
-        dense = [JournalRecord(step, order)]
+        dense = [JournalRecord(step, order, {})]
     found = _Found(records, {(read.rank, read.sequence): read for read in records.reads})
     lists = []
     for rank, journal in enumerate(records.rows):
-        versions = {read.number: read.versions[rank] for read in records.reads}
+        versions = {read.number: found.version(rank, journal, read) for read in records.reads}
         lists.append(found.events(f"{ROWS}-{rank}", journal, _together(journal.headers, group), versions))
     for rank, journal in enumerate(dense):
         versions = {read.number: read.dense[rank] for read in records.reads}
@@ -105,6 +105,18 @@ class _Found(NamedTuple):
         for left in sorted(reads):
             events += reads[left]
         return events
+
+    def version(self, rank: int, journal: JournalRecord, read: ReadRecord) -> int:
+        """Returns the version of the rows that an embedding PS returned for a batch."""
+        found = journal.reads.get(read.batch_id)
+        if found is None:
+            raise DataError(
+                f"Embedding PS {rank} has no record of the lookup of batch {read.number}: it has restarted during the "
+                "phase, which cannot be replayed.",
+                rank=rank,
+                batch=read.number,
+            )
+        return found
 
     def _number(self, header: PushHeader) -> int:
         read = self.by_push.get((header.rank, header.sequence))

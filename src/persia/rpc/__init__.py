@@ -11,12 +11,13 @@ from persia.rpc.interface import inline, once
 from persia.rpc.keys import make_keys
 from persia.rpc.limits import Limits
 from persia.rpc.server import Server, serve
-from persia.rpc.stub import Future, close, connect, start, statistics, within
+from persia.rpc.stub import Future, cast_to, close, connect, start, statistics, within
 
 __all__ = [
     "Future",
     "Limits",
     "Server",
+    "cast_to",
     "close",
     "connect",
     "inline",

@@ -16,7 +16,7 @@ from persia.rpc.limits import Limits
 from persia.rpc.messages import Kind, body
 from persia.rpc.port import client_port
 
-__all__ = ["Future", "close", "connect", "start", "statistics", "within"]
+__all__ = ["Future", "cast_to", "close", "connect", "start", "statistics", "within"]
 
 T = TypeVar("T")
 R_co = TypeVar("R_co", covariant=True)
@@ -70,6 +70,7 @@ class Stub:
     def __init__(self, connection: RpcConnection, methods: Mapping[str, Method], timeout: float) -> None:
         self._connection = connection
         self._methods = methods
+        self._timeout = timeout
         for name, method in methods.items():
             setattr(self, name, RemoteMethod(connection, method, timeout))
 
@@ -210,6 +211,16 @@ def within(service: T, seconds: float) -> T:
     if not isinstance(service, Stub):
         return service
     return cast("T", Stub(service._connection, service._methods, seconds))
+
+
+def cast_to(protocol: Callable[..., T], service: object) -> T:
+    """Returns a stub of another Protocol on the same connection; returns other objects unchanged.
+
+    The peer must serve both Protocols.
+    """
+    if not isinstance(service, Stub):
+        return cast("T", service)
+    return cast("T", Stub(service._connection, describe(cast("type", protocol)), service._timeout))
 
 
 def close(service: object) -> None:

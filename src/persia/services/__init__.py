@@ -10,6 +10,7 @@ from persia.services.control import ControlPlane, Coordinator, Observable, Token
 from persia.services.data import DataLoader, Seekable, Sharded
 from persia.services.dense import DenseMaker, DensePS
 from persia.services.embedding import EmbeddingPS, EmbeddingWorker, RowChunk, SnapshotInfo, StatePiece
+from persia.services.recording import ReadObserver, Recordable, RecordableRows, RecordableTokens, RecordableWorker
 
 __all__ = [
     "Attempt",
@@ -24,6 +25,11 @@ __all__ = [
     "EmbeddingWorker",
     "Observable",
     "ProcessCluster",
+    "ReadObserver",
+    "Recordable",
+    "RecordableRows",
+    "RecordableTokens",
+    "RecordableWorker",
     "RowChunk",
     "Seekable",
     "Sharded",

@@ -1,4 +1,4 @@
-"""The coordinator, as others see it."""
+"""The coordinator: membership and progress, and the token scheduler of asynchronous modes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 from persia.modes import Auto, AutoEvidence, Mode
+from persia.services.recording import RecordableTokens
 from persia.telemetry.metrics import Health
 from persia.types import (
-    ArrivalRecord,
     Caller,
     Member,
     Membership,
     PushHeader,
     QuiesceResult,
-    ReadRecord,
     StepTiming,
     Ticket,
     Token,
@@ -51,99 +50,99 @@ class TrainingPhase(NamedTuple):
 
 
 class Coordinator(Protocol):
-    """The control plane: who is there, how far training is, and what everyone reports. No data pass through it."""
+    """The control plane: membership, progress of training and reports. No data pass through it."""
 
     def join(self, role: str, rank: int, address: str) -> Member:
-        """A process has started. Returns it with its incarnation; an earlier one of this rank is dead from now on."""
+        """Adds a process that has started, and marks an earlier one of its rank as dead. Returns its incarnation too."""
 
     def depart(self, role: str, rank: int, incarnation: int, reason: str = "") -> None:
-        """A process has ended, or is found dead; without a reason it ended as it was asked to."""
+        """Marks a process as dead. An empty reason means that it ended as requested."""
 
     def retire(self, role: str, rank: int) -> None:
-        """Asks an embedding worker or a data loader to finish what it has and leave."""
+        """Requests an embedding worker or a data loader to finish its work and leave."""
 
     def regenerate(self, nn_workers: int) -> int:
-        """The NN workers start anew, so many of them. Returns the new generation."""
+        """Starts a new generation of `nn_workers` NN workers. Returns its number."""
 
     def membership(self, newer_than: int = 0, timeout: float = 0.0) -> Membership:
-        """All members; waits until the version is above `newer_than`, at most `timeout` seconds."""
+        """Returns all members; waits up to `timeout` seconds for a version above `newer_than`."""
 
     def report(self, role: str, rank: int, counters: Mapping[str, float]) -> None:
-        """A sign of life with counters; NN workers report `step`, `epoch`, `position`, `ended` among them."""
+        """Records a heartbeat with counters; those of NN workers include `step`, `epoch`, `position` and `ended`."""
 
     def statistics(self) -> dict[str, dict[str, float]]:
-        """The last report of every member, by "role-rank", with its `age` in seconds."""
+        """Returns the last report of every member by "role-rank", with its `age` in seconds."""
 
 
 class Tokens(Protocol):
-    """The data list and the token list of asynchronous modes (GBA paper, section 4.1), and the order of arrivals.
+    """The token scheduler: hands out batches and tokens, and orders arrivals (GBA paper, section 4.1).
 
     docs/reference/protocol.md, section 12.
     """
 
-    def begin(self, segment: TrainingPhase) -> None:
-        """Begins a segment; the one before is at rest. Calls of later segments wait for this.
+    def begin(self, phase: TrainingPhase) -> None:
+        """Begins a phase. Calls of later phases wait for this.
 
         Raises:
-            PersiaError: the segment before is not at rest.
-            ConfigError: the mode cannot run with so many NN workers.
+            PersiaError: the phase before is not quiesced.
+            ConfigError: the mode cannot run with this number of NN workers.
         """
 
     def take(self, caller: Caller, request: int) -> int | None:
-        """Number of a batch of the pass that this NN worker is to train; None: no more in this segment.
+        """Returns the number of the batch that this NN worker trains next; None if the phase has no more.
 
         Args:
-            caller: who asks.
-            request: number of the request within the segment, from 1.
+            caller: the NN worker.
+            request: number of the request within the phase, from 1.
         """
 
     def end(self, caller: Caller, number: int) -> None:
-        """The pass has no batch of this number, nor any later one."""
+        """Reports that the pass has no batch of this number or a later one."""
 
     def stop(self) -> None:
-        """No more batches are handed out in this segment."""
+        """Stops handing out batches in this phase."""
 
     def draw(self, caller: Caller, sequence: int, number: int, rows: int, done: int, filled: int) -> Token:
-        """Token of a batch, drawn when the NN worker is about to look it up. Waits while the mode's gate is shut.
+        """Draws the token of a batch, just before its lookup. Waits while the gate of the mode is closed.
 
         Args:
-            caller: who asks.
+            caller: the NN worker.
             sequence: number of the push of this batch.
-            number: of the batch.
-            rows: of the batch.
-            done: pushes up to this sequence number have returned.
-            filled: how many orphans of this segment it has pushed, in the order in which it was given them.
+            number: number of the batch.
+            rows: rows of the batch.
+            done: sequence number up to which all pushes have returned.
+            filled: number of abandoned pushes that it has filled in this phase, in the order in which it got them.
 
         Raises:
-            ConfigError: the mode cannot run with batches of so many rows.
-            DeadlineError: the gate stayed shut; it names the slowest NN workers.
+            ConfigError: the mode cannot run with batches of this size.
+            DeadlineError: the gate stayed closed; the error names the slowest NN workers.
         """
 
     def arrive(self, caller: Caller, sequence: int, rows: int, version: int) -> Ticket:
-        """A gradient is computed: what becomes of it, and its place in the order of all.
+        """Decides what happens to a computed gradient, and its place in the order of all.
 
         Args:
-            caller: who asks.
-            sequence: as it was drawn.
-            rows: of the batch; 0 if nothing is to be learned of it.
-            version: of the dense parameters that it was computed with.
+            caller: the NN worker.
+            sequence: sequence number that the token was drawn with.
+            rows: rows of the batch; 0 if the gradient is empty.
+            version: version of the dense parameters that it was computed with.
         """
 
-    def orphans(self, caller: Caller, filled: int) -> list[PushHeader]:
-        """Slots of dead NN workers that this one is to fill: for an NN worker that waits for a version."""
+    def abandoned(self, caller: Caller, filled: int) -> list[PushHeader]:
+        """Returns the pushes of dead NN workers that this one must fill, while it waits for a version."""
 
-    def rest(self, caller: Caller, done: int, filled: int) -> QuiesceResult:
-        """This NN worker is done with the segment; waits until all are.
+    def quiesce(self, caller: Caller, done: int, filled: int) -> QuiesceResult:
+        """Ends this NN worker's part of the phase; waits until all have ended theirs.
 
         Raises:
-            DeadlineError: it names those that are not.
+            DeadlineError: some have not; the error names them.
         """
 
-    def settled(self, caller: Caller, step: int) -> int:
-        """The leader has drained all PSs, which are at `step` now. Others give -1 and wait for it. Returns the step."""
+    def drained(self, caller: Caller, step: int) -> int:
+        """Reports, as the leader, that all PSs are drained and at `step`; others pass -1 and wait. Returns the step."""
 
     def announce(self, nn_workers: int, local_batch: int) -> None:
-        """A segment of an all-reduce mode begins; what is known of it serves to check requests."""
+        """Reports the sizes of a phase of an all-reduce mode, by which `request` checks a mode."""
 
     def request(self, mode: Mode) -> None:
         """Requests another mode from the next boundary on.
@@ -163,56 +162,45 @@ class Tokens(Protocol):
             mode: the mode that `requested` returned.
         """
 
-    def begin_auto(self, auto: Auto, nn_workers: int, strained: bool) -> None:
+    def begin_auto(self, auto: Auto, nn_workers: int, asynchronous: bool) -> None:
         """Chooses the mode by step times from now on, until somebody requests a mode.
 
-        Call it when training begins, and when it continues after a pause.
+        Call it when training begins, and whenever it continues.
 
         Args:
             auto: the rule.
             nn_workers: number of NN workers.
-            strained: whether the asynchronous mode is in force.
+            asynchronous: whether the asynchronous mode is in force.
         """
 
-    def timed(self, rank: int, laps: list[StepTiming]) -> bool:
-        """What an NN worker has computed since its last report; now and then a switch follows.
+    def report_timings(self, rank: int, timings: list[StepTiming]) -> bool:
+        """Records an NN worker's step timings since its last report; may request a switch.
 
         Returns:
-            False if no rule is known here: the coordinator has started anew, and should be told it again.
+            False if the coordinator has no rule because it has restarted; call `begin_auto` again.
         """
 
     def evidence(self) -> AutoEvidence:
         """Returns the mode choices of `begin_auto` so far, and the step times behind them."""
 
     def cancel(self, generation: int, rank: int) -> bool:
-        """An NN worker is dead: its tokens are drawn again, its batches go back to the list.
+        """Cancels a dead NN worker: its tokens are drawn again, and its batches are handed out again.
 
         Returns:
-            Whether the others train on, and will hear of it when they rest: not at rest, nor in all-reduce modes.
+            Whether the others continue and learn of it from `quiesce`. They do not once quiesced, nor in all-reduce
+            modes.
         """
 
     def summary(self) -> TokenReport:
         """Returns the counts of all asynchronous phases so far."""
 
-    def record(self) -> None:
-        """Keeps arrivals and reads from now on, and forgets those before."""
 
-    def note(self, read: ReadRecord) -> None:
-        """What the gradient of a push was computed from; told before the push."""
-
-    def schedule(self) -> list[ArrivalRecord]:
-        """Every arrival so far, in order, if they are recorded."""
-
-    def reads(self) -> list[ReadRecord]:
-        """Everything that was noted, if it is recorded."""
-
-
-class ControlPlane(Coordinator, Tokens, Protocol):
-    """What the process of the coordinator serves."""
+class ControlPlane(Coordinator, Tokens, RecordableTokens, Protocol):
+    """All calls that the process of the coordinator serves."""
 
 
 class Observable(Protocol):
-    """A process of any role; it answers this beside what its role does, also while it is busy."""
+    """A process of any role. It answers these calls even while the role is busy."""
 
     def health(self) -> Health:
-        """How it is: since when it runs, its counters, and how long things took."""
+        """Returns its start time, counters and latencies."""

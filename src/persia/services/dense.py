@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from persia.schema import Schedule
-from persia.types import DenseState, JournalRecord, Pulled, PushedDense, PushHeader
+from persia.types import DenseState, Pulled, PushedDense, PushHeader
 
 __all__ = ["DenseMaker", "DensePS"]
 
@@ -46,12 +46,6 @@ class DensePS(Protocol):
 
     def export(self) -> DenseState:
         """Returns the state of all parameters that this PS owns; call it while the PS is quiescent."""
-
-    def record(self) -> None:
-        """Starts a journal."""
-
-    def journal(self) -> JournalRecord:
-        """Ends the journal, and returns the pushes that took effect, in order."""
 
     def statistics(self) -> dict[str, int]:
         """Returns counters: `version`, `pushes`, `pulls`, `bytes`."""

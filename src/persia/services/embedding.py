@@ -13,12 +13,10 @@ from persia.modes import Mode
 from persia.schema import Table
 from persia.types import (
     Contribution,
-    JournalRecord,
     LookedUp,
     Packed,
     PackedGradients,
     PushHeader,
-    RowsAt,
     RowsSet,
     RowStaleness,
     RowState,
@@ -91,15 +89,6 @@ class EmbeddingPS(Protocol):
         Returns:
             By table, float32 `[n, dim]`.
         """
-
-    def lookup_at(self, ids: Packed[np.uint64], train: bool) -> RowsAt:
-        """Like `lookup`; also returns the version of the rows."""
-
-    def record(self) -> None:
-        """Starts a journal; lookups and updates exclude each other meanwhile."""
-
-    def journal(self) -> JournalRecord:
-        """Ends the journal, and returns the pushes that took effect, in order."""
 
     def push(self, header: PushHeader, gradients: PackedGradients) -> dict[str, UpdateCounts]:
         """Applies gradients of an NN worker, each exactly once, as the mode decides; returns once they are applied.

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from persia.batching.batch import Batch, IdColumn
+from persia.coordinator import TokenScheduler
 from persia.errors import ConfigError
 from persia.modes import Async, Auto, Bsp, Gba, HopBs, HopBw, Hybrid, Mode, Sync
 from persia.nn.pooling import Embeddings
@@ -25,7 +26,7 @@ from persia.testing.threads import ThreadMember, Threads
 from persia.trainer import Trainer
 from persia.trainer.options import TrainerOptions
 from persia.trainer.progress import FitResult
-from persia.types import ArrivalRecord
+from persia.types import ArrivalRecord, PhaseRecord
 
 __all__ = [
     "EMBEDDING_OPTIMIZER",
@@ -158,6 +159,19 @@ class _Clock:
         return now - self._began
 
 
+class _Recorded(TokenScheduler):
+    """A token scheduler that keeps the arrivals of recorded phases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrivals: list[ArrivalRecord] = []
+
+    def end_recording(self) -> PhaseRecord:
+        found = super().end_recording()
+        self.arrivals += found.arrivals
+        return found
+
+
 class _Waiting(torch.nn.Module):
     """A small network that takes as long as a large one."""
 
@@ -235,9 +249,10 @@ def train(mode: Mode | Auto, emulation: Emulation, batches: int, record_dir: str
         )
         return trainer.fit(data), trainer
 
-    cluster = Threads(emulation.workers)
+    tokens = _Recorded()
+    cluster = Threads(emulation.workers, tokens=tokens)
     result, trainer = cluster.run(work)[0]
-    return EmulatedRun(result, finished, trainer, cluster.tokens.schedule())
+    return EmulatedRun(result, finished, trainer, tokens.arrivals)
 
 
 def run(mode: Mode, emulation: Emulation, batches: int) -> ModeResult:

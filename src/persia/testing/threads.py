@@ -37,7 +37,7 @@ class Threads:
         ps: embedding PSs.
         dense_ps: dense PSs.
         timeout: seconds that a wait for others may take.
-        tokens: the lists of asynchronous modes, perhaps with a file or a record; made anew by default.
+        tokens: the token scheduler, such as one with a file; a new one by default.
 
     Raises:
         ConfigError: an argument is not valid.

@@ -22,7 +22,6 @@ __all__ = [
     "Feed",
     "LookedUp",
     "PushHeader",
-    "RowsAt",
     "UpdateCounts",
     "sum_counts",
 ]
@@ -135,7 +134,6 @@ class LookedUp(NamedTuple):
         wide: the same for all other tables.
         offsets: by feature, int64 `[batch + 1]` into its index; features whose samples have one id each are left out.
         scales: by table, float32 `[unique ids]`: a row is `rows * scale`. None without compression.
-        versions: steps applied in the rows of each embedding PS; exact only while the PSs are recorded.
     """
 
     rows: Packed[np.float32 | np.float16]
@@ -143,24 +141,11 @@ class LookedUp(NamedTuple):
     wide: Packed[np.uint32]
     offsets: Packed[np.int64]
     scales: Packed[np.float32] | None = None
-    versions: list[int] | None = None
 
     @property
     def inverse(self) -> dict[str, Inverse]:
         """`narrow` and `wide` together."""
         return {**self.narrow, **self.wide}
-
-
-class RowsAt(NamedTuple):
-    """Rows of one embedding PS.
-
-    Attributes:
-        rows: by table, float32 `[n, dim]`.
-        version: steps (in Hybrid, pushes) applied in them. While the PS is recorded, all rows are of this version.
-    """
-
-    rows: Packed[np.float32]
-    version: int
 
 
 class Contribution(NamedTuple):

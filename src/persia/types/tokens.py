@@ -16,6 +16,7 @@ __all__ = [
     "ArrivalRecord",
     "Caller",
     "JournalRecord",
+    "PhaseRecord",
     "QuiesceResult",
     "ReadRecord",
     "RowStaleness",
@@ -62,34 +63,34 @@ class RowStaleness:
 
 
 class Caller(NamedTuple):
-    """Which NN worker asks for a token, and in which segment."""
+    """Identifies an NN worker in a phase."""
 
     generation: int
-    segment: int
+    phase: int
     rank: int
 
 
 class Token(NamedTuple):
-    """What `Tokens.draw` answers.
+    """Result of `Tokens.draw`.
 
     Attributes:
-        value: of the token; None where there are orphans to be pushed before it is drawn again.
-        least: version of the dense parameters that the batch must at least be trained with.
-        orphans: slots of dead NN workers; push each without gradients to every PS.
+        value: token; None if abandoned pushes must be filled before a token is drawn.
+        least: minimum version of the dense parameters to train the batch with.
+        abandoned: pushes of dead NN workers; push each without gradients to every PS.
     """
 
     value: int | None
     least: int
-    orphans: list[PushHeader]
+    abandoned: list[PushHeader]
 
 
 class Ticket(NamedTuple):
-    """What `Tokens.arrive` answers.
+    """Result of `Tokens.arrive`.
 
     Attributes:
-        dropped: the gradient came too late: push it nowhere.
-        header: to push it with.
-        weight: of its dense part, 0 or 1.
+        dropped: whether the gradient is too late and must not be pushed.
+        header: header of the push.
+        weight: weight of the dense gradient, 0 or 1.
     """
 
     dropped: bool
@@ -98,16 +99,16 @@ class Ticket(NamedTuple):
 
 
 class QuiesceResult(NamedTuple):
-    """Where a segment has ended.
+    """Result of `Tokens.quiesce`: the point at which a phase has ended.
 
     Attributes:
         leader: rank of the NN worker that drains the PSs.
-        step: complete steps.
-        held: gradients that have arrived since.
-        position: batches of the pass that are trained.
-        ended: whether the pass has no more.
-        orphans: slots of dead NN workers; while there are some, push them, and call again.
-        dead: ranks of NN workers that died in the segment.
+        step: number of complete steps.
+        held: number of gradients that have arrived since the last complete step.
+        position: number of batches of the pass that are trained.
+        ended: whether the pass has no more batches.
+        abandoned: pushes of dead NN workers; if any, fill them and call again.
+        dead: ranks of NN workers that died in the phase.
     """
 
     leader: int
@@ -115,7 +116,7 @@ class QuiesceResult(NamedTuple):
     held: int
     position: int
     ended: bool
-    orphans: list[PushHeader]
+    abandoned: list[PushHeader]
     dead: list[int]
 
 
@@ -144,14 +145,14 @@ class ArrivalRecord(NamedTuple):
 
 
 class ReadRecord(NamedTuple):
-    """What a gradient was computed from, for replays.
+    """The inputs of a gradient, for replays.
 
     Attributes:
         rank: of the NN worker.
         sequence: of its push.
         number: of the batch.
         rows: of the batch.
-        versions: steps that were applied in the rows of each embedding PS.
+        batch_id: of the batch; journals of embedding PSs have the version of the rows under it.
         dense: steps that were applied in the parameters of each dense PS; one number, the own step, without any.
     """
 
@@ -159,20 +160,34 @@ class ReadRecord(NamedTuple):
     sequence: int
     number: int
     rows: int
-    versions: list[int]
+    batch_id: int
     dense: list[int]
 
 
 class JournalRecord(NamedTuple):
-    """What took effect at a server while it was recorded.
+    """The pushes that took effect at a PS while it was recorded.
 
     Attributes:
-        version: of the server when it began.
+        version: of the PS when the recording began: updates since step 0.
         headers: of the pushes, in the order in which they took effect.
+        reads: by batch id, the version of the rows that were looked up for it. Empty at a dense PS.
     """
 
     version: int
     headers: list[PushHeader]
+    reads: dict[int, int]
+
+
+class PhaseRecord(NamedTuple):
+    """What a token scheduler recorded of a phase.
+
+    Attributes:
+        reads: inputs of all gradients, of all NN workers.
+        arrivals: arrivals in their order; none in modes with all-reduce.
+    """
+
+    reads: list[ReadRecord]
+    arrivals: list[ArrivalRecord]
 
 
 class StepTiming(NamedTuple):
@@ -211,7 +226,7 @@ class TokenReport(msgspec.Struct):
         token_staleness_max: most steps between token and application, of gradients of weight 1.
         lost_tokens: tokens of dead NN workers.
         lost_batches: batches of dead NN workers that could not be trained.
-        orphans: slots of dead NN workers that others have filled.
+        abandoned: pushes of dead NN workers that others have filled.
         since: when the phase in work began, or was last counted; None between phases.
     """
 
@@ -226,7 +241,7 @@ class TokenReport(msgspec.Struct):
     token_staleness_max: int = 0
     lost_tokens: int = 0
     lost_batches: int = 0
-    orphans: int = 0
+    abandoned: int = 0
     since: float | None = None
 
     @property
@@ -242,7 +257,7 @@ class TokenReport(msgspec.Struct):
         """Starts the clock."""
         self.since = now
 
-    def rest(self, now: float) -> None:
+    def end(self, now: float) -> None:
         """Stops the clock."""
         if self.since is not None:
             self.seconds += max(0.0, now - self.since)

@@ -6,17 +6,17 @@ import contextlib
 import functools
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar, cast
 
 import numpy as np
 
-from persia import batching
+from persia import batching, rpc
 from persia.batching.batch import IdColumn
 from persia.errors import ConfigError, StaleBatchError
 from persia.rpc.fan_out import call_all
 from persia.schema import Schema
-from persia.services import EmbeddingPS
+from persia.services import EmbeddingPS, RecordableRows
 from persia.telemetry.metrics import Metric, Readings, figures
 from persia.types import (
     INCARNATION_BITS,
@@ -33,6 +33,8 @@ from persia.worker.buffer import BatchBuffer, WorkerOptions
 from persia.worker.routing import Entry, Router
 
 __all__ = ["Worker"]
+
+T = TypeVar("T")
 
 
 class Worker:
@@ -91,17 +93,19 @@ class Worker:
         Raises:
             StaleBatchError: the batch is unknown, pushed, released, expired, or of another incarnation.
         """
-        with self._buffer.use(batch_id) as entry:
-            found = self._rows(entry, train)
-        self._count("looked_up")
-        self._carried("row_bytes", found.rows, found.scales)
+        found = self._look_up(batch_id, [server.lookup for server in self._servers], train)
         if not train:
             self.release(batch_id)
         return found
 
+    def recorded_lookup(self, batch_id: int) -> LookedUp:
+        """Looks up a batch for training, and records it at the PSs; see `persia.services.RecordableWorker`."""
+        servers = [rpc.cast_to(RecordableRows, server) for server in self._servers]
+        return self._look_up(batch_id, [server.recorded_lookup for server in servers], batch_id)
+
     def evaluate(self, id_features: Mapping[str, IdColumn]) -> LookedUp:
         """Looks up the rows of a batch, read-only; nothing is buffered."""
-        return self._rows(self._router.entry(id_features), train=False)
+        return self._rows(self._router.entry(id_features), [server.lookup for server in self._servers], False)
 
     def push(self, header: PushHeader, contributions: Sequence[Contribution]) -> dict[str, UpdateCounts]:
         """Sends the summed gradients of the batches to every PS, even to a PS without any, and forgets the batches.
@@ -169,22 +173,33 @@ class Worker:
         """Number of batches between registration and push."""
         return len(self._buffer)
 
-    def _rows(self, entry: Entry, train: bool) -> LookedUp:
+    def _look_up(
+        self, batch_id: int, lookups: Sequence[Callable[[Packed[np.uint64], T], Packed[np.float32]]], argument: T
+    ) -> LookedUp:
+        with self._buffer.use(batch_id) as entry:
+            found = self._rows(entry, lookups, argument)
+        self._count("looked_up")
+        self._carried("row_bytes", found.rows, found.scales)
+        return found
+
+    def _rows(
+        self, entry: Entry, lookups: Sequence[Callable[[Packed[np.uint64], T], Packed[np.float32]]], argument: T
+    ) -> LookedUp:
+        """Calls each PS with its ids and the argument."""
         answers = call_all(
             [
-                functools.partial(server.lookup_at, self._router.ids_of(entry, number), train)
-                for number, server in enumerate(self._servers)
+                functools.partial(lookup, self._router.ids_of(entry, number), argument)
+                for number, lookup in enumerate(lookups)
             ]
         )
-        rows = self._router.join(entry, [answer.rows for answer in answers])
-        versions = [answer.version for answer in answers]
+        rows = self._router.join(entry, answers)
         _, _, narrow, wide = entry.found
         if not self._compresses:
             plain = cast("Packed[np.float32 | np.float16]", rows)
-            return LookedUp(plain, narrow, wide, entry.offsets, None, versions)
+            return LookedUp(plain, narrow, wide, entry.offsets)
         halves, scales = batching.encode_packed(rows)
         short = cast("Packed[np.float32 | np.float16]", halves)
-        return LookedUp(short, narrow, wide, entry.offsets, scales, versions)
+        return LookedUp(short, narrow, wide, entry.offsets, scales)
 
     def _carried(self, what: str, rows: Mapping[str, WireRows], scales: Mapping[str, Floats] | None) -> None:
         """Counts bytes to or from an NN worker."""

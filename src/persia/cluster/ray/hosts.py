@@ -13,21 +13,33 @@ from typing import Any
 
 import ray
 
-from persia import rpc, services
+from persia import rpc
 from persia.cluster.ray.connection import connect_servers, reach, reach_coordinator
 from persia.cluster.ray.plan import Plan, ProcessInfo, Service, neighbours
 from persia.coordinator import CoordinatorServer as Coordination
 from persia.coordinator import TokenScheduler, report_metrics
 from persia.coordinator.store import CoordinatorStore, StateFile
-from persia.data.loader import Loader, WorkerPeer
+from persia.data.loader import Loader
 from persia.errors import ConfigError, DeadlineError, StoreError
+from persia.membership.directory import Directory
 from persia.membership.listener import Listener
 from persia.modes import decode
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.regions import Regions, remove_leftovers
 from persia.retry import Backoff, Deadline, retry
 from persia.rpc.interface import describe
-from persia.services import ControlPlane, Coordinator, DataLoader, EmbeddingPS, EmbeddingWorker, Observable
+from persia.services import (
+    ControlPlane,
+    Coordinator,
+    DataLoader,
+    EmbeddingPS,
+    EmbeddingWorker,
+    Observable,
+    RecordableRows,
+    RecordableTokens,
+    RecordableWorker,
+    Tokens,
+)
 from persia.telemetry.metrics import Metric, Readings, figures
 from persia.telemetry.process import LOOPBACK, ObservedProcess
 from persia.types import TITLES, Feed, Membership
@@ -41,6 +53,7 @@ __all__ = [
     "EmbeddingWorkerHost",
     "Host",
     "cores",
+    "together",
 ]
 
 REPORT_SECONDS = 1.0
@@ -124,7 +137,7 @@ class Host:
 
     def serve(self, service: object, protocol: type, address: str = "") -> str:
         """Serves the role and `health` at this address, or at any; returns the address."""
-        answers = protocol if protocol is Observable else type(protocol.__name__, (protocol, Observable), {})
+        answers = protocol if protocol is Observable else together(protocol, Observable)
         bind = functools.partial(
             rpc.serve,
             _Observable(service, self.process),
@@ -166,6 +179,11 @@ class Host:
                 self.report()
             except Exception as error:  # Another report follows.
                 self.log.info("a report was not taken: %s", error)
+
+
+def together(*protocols: type) -> type:
+    """Returns a class with the methods of several Protocols, named as the first one."""
+    return type(protocols[0].__name__, protocols, {})
 
 
 class _Observable:
@@ -212,7 +230,7 @@ class _Both:
     """Coordinator and token scheduler at one address."""
 
     def __init__(self, coordinator: Coordinator, tokens: TokenScheduler) -> None:
-        for protocol, servant in ((Coordinator, coordinator), (services.Tokens, tokens)):
+        for protocol, servant in ((Coordinator, coordinator), (Tokens, tokens), (RecordableTokens, tokens)):
             for name in describe(protocol):
                 setattr(self, name, getattr(servant, name))
 
@@ -237,7 +255,7 @@ class EmbeddingServerHost(Host):
                 remove_leftovers(plan.options.regions, f"{plan.name}/{left}")
         hold = ServerOptions(plan.nn_workers, plan.options.timeout, regions, neighbours(rank, plan.servers))
         self.servant = EmbeddingServer(schema.resolved_tables(), optimizer, decode(mode), seed, cores(plan), hold)
-        self.join(self.serve(self.servant, EmbeddingPS, address))
+        self.join(self.serve(self.servant, together(EmbeddingPS, RecordableRows), address))
 
     def release(self) -> None:
         """Removes files that would outlive the process, as the cluster ends."""
@@ -285,7 +303,7 @@ class EmbeddingWorkerHost(Host):
         self.servant: Worker | None = None
         # The incarnation is part of the batch ids, so it joins first; calls wait until the role exists.
         later = Deferred(repr(self), "a connection to all PSs", plan.options.timeout)
-        coordinator = self.join(self.serve(later, EmbeddingWorker))
+        coordinator = self.join(self.serve(later, together(EmbeddingWorker, RecordableWorker)))
         options = WorkerOptions(plan.options.compression, timeout=plan.options.timeout)
         servers = connect_servers(coordinator, plan)
         self.servant = Worker(service.schema, servers, cores(plan), rank, self.process.incarnation, options)
@@ -357,7 +375,9 @@ class DataLoaderHost(Host):
         self._lock = threading.Lock()
         self._source = ""
         self._loader: Loader | None = None
-        self._peers: dict[tuple[int, int], WorkerPeer] = {}
+        self._workers: Directory[EmbeddingWorker] = Directory(
+            "embedding_worker", lambda member: reach(member, EmbeddingWorker, plan), rpc.close
+        )
         self._later = Deferred(repr(self), "a source to read", plan.options.timeout)
         coordinator = self.join(self.serve(self._later, DataLoader))
         self._listener = Listener(coordinator, self._changed)
@@ -376,11 +396,11 @@ class DataLoaderHost(Host):
             if self._loader is None or source != self._source:
                 timeout = self.plan.options.timeout
                 read = ray.cloudpickle.loads(pickled)
-                self._loader = Loader(read, self._schema, list(self._peers.values()), accumulation_steps, timeout)
+                self._loader = Loader(read, self._schema, self._workers, accumulation_steps, timeout)
                 self._source = source
             self._loader.begin(feed)
             self._later.become(self._loader)
-        # Without the lock: it may be calling a dead embedding worker until `_changed` closes the stub.
+        # Without the lock: it waits for a registration in progress.
         if before is not None and before is not self._loader:
             before.end()
 
@@ -401,18 +421,7 @@ class DataLoaderHost(Host):
         return Readings(figures("loader", self.counters()), [])
 
     def _changed(self, membership: Membership) -> None:
-        with self._lock:
-            peers: dict[tuple[int, int], WorkerPeer] = {}
-            for member in membership.members:
-                key = member.rank, member.incarnation
-                if member.role != "embedding_worker" or member.state == "dead":
-                    continue
-                known = self._peers.get(key)
-                stub = known.service if known is not None else reach(member, EmbeddingWorker, self.plan)
-                peers[key] = WorkerPeer(*key, stub, member.state == "leaving")
-            gone = [peer for key, peer in self._peers.items() if key not in peers]
-            self._peers = peers
-            if self._loader is not None:
-                self._loader.set_workers(list(peers.values()))
-            for peer in gone:
-                rpc.close(peer.service)  # Calls to it end, and are repeated elsewhere.
+        self._workers.update(membership)
+        loader = self._loader
+        if loader is not None:
+            loader.check_workers()

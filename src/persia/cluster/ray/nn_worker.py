@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import ray
 
 from persia.cluster.ray.connection import WorkerConnection
-from persia.cluster.ray.hosts import Host
+from persia.cluster.ray.hosts import Host, together
 from persia.cluster.ray.plan import Plan, Service
 from persia.errors import ConfigError
 from persia.modes import Mode, encode
 from persia.schema import EmbeddingOptimizer, Schema
-from persia.services import Connection, DenseMaker, DensePS, Observable
+from persia.services import Connection, DenseMaker, DensePS, Observable, Recordable
 from persia.telemetry.metrics import Readings, figures
 
 __all__ = ["CLUSTER", "DenseServerHost", "NNWorkerHost", "Outcome", "Request", "WorkerProcess"]
@@ -185,7 +185,7 @@ class DenseServerHost(Host):
 
         torch.set_num_threads(plan.options.threads or default_torch_threads(plan.options.dense_ps))
         self.servant = DenseServer(maker, rank, plan.options.dense_ps, plan.options.timeout)
-        self.join(self.serve(self.servant, DensePS))
+        self.join(self.serve(self.servant, together(DensePS, Recordable)))
 
     def observe(self) -> Readings:
         """Returns the counters of the role."""
