@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from persia import rpc, services
 from persia.batching.batch import Batch, IdColumn
-from persia.data import Loader, WorkerPeer
+from persia.data import Loader
 from persia.errors import ClosedError, DataError, DeadlineError, MovedError
+from persia.membership import Directory
 from persia.schema import IdFeature, Schema
-from persia.types import BatchId, Feed
+from persia.types import BatchId, Feed, Member, Membership
 
 DEADLINE = 20.0
 SCHEMA = Schema([IdFeature("id", dim=2)], dense_features=["number"], labels=["y"])
@@ -88,8 +89,21 @@ class Buffering:
         with self.lock:
             self.released.append(self.numbers.pop(batch_id))
 
-    def peer(self, leaving=False):
-        return WorkerPeer(self.rank, self.incarnation, self, leaving)
+
+class Workers(Directory):
+    """Embedding workers whose membership a test replaces."""
+
+    def __init__(self, *workers):
+        super().__init__("embedding_worker", lambda member: self.known[member.rank, member.incarnation])
+        self.replace(*workers)
+
+    def replace(self, *workers, leaving=()):
+        self.known = {(worker.rank, worker.incarnation): worker for worker in workers}
+        members = [
+            Member("embedding_worker", *key, "", "leaving" if worker in leaving else "alive")
+            for key, worker in self.known.items()
+        ]
+        self.update(Membership(self.roster().version + 1, 1, members))
 
 
 def wait_until(condition, what="the condition"):
@@ -104,7 +118,9 @@ def make():
     made = []
 
     def make(source, *workers, timeout=DEADLINE, **options):
-        loader = Loader(source, SCHEMA, [w.peer() for w in workers or (Buffering(),)], timeout=timeout, **options)
+        if not (workers and isinstance(workers[0], Workers)):
+            workers = (Workers(*(workers or [Buffering()])),)
+        loader = Loader(source, SCHEMA, *workers, timeout=timeout, **options)
         made.append(loader)
         return loader
 
@@ -167,7 +183,7 @@ def test_whatever_the_topology_each_batch_is_taken_once(
 ):
     """NN workers ask in any order among each other; each its numbers in order."""
     embedding_workers = [Buffering(rank) for rank in range(workers)]
-    parts = [Loader(kind(batches), SCHEMA, [w.peer() for w in embedding_workers], 2, DEADLINE) for _ in range(loaders)]
+    parts = [Loader(kind(batches), SCHEMA, Workers(*embedding_workers), 2, DEADLINE) for _ in range(loaders)]
     try:
         for index, loader in enumerate(parts):
             loader.begin(feed(3, start, nn_workers, index, loaders, ahead))
@@ -412,13 +428,15 @@ def test_one_loader_reads_any_iterable(make):
 
 def test_what_was_not_taken_is_registered_again_when_its_worker_is_gone(make):
     first, second = Buffering(0), Buffering(1)
-    loader = make(Source(50), first, second)
+    workers = Workers(first, second)
+    loader = make(Source(50), workers)
     loader.begin(feed(ahead=4))
     taken = loader.take(0, 0, 0)
     assert BatchId.unpack(taken.batch.batch_id).rank == 0
     wait_until(lambda: loader.statistics()["ready"] == 4)
     again = Buffering(0, incarnation=2)
-    loader.set_workers([again.peer(), second.peer()])
+    workers.replace(again, second)
+    loader.check_workers()
     assert number_in(loader.take(0, 0, 0)) == 0  # It had lost the answer: the same samples, registered anew.
     found = [loader.take(0, 0, n) for n in range(1, 5)]
     assert [number_in(d) for d in found] == [1, 2, 3, 4]
@@ -445,13 +463,15 @@ def test_what_has_been_ready_for_long_is_registered_again_before_it_is_handed_ou
 
 def test_one_that_leaves_keeps_what_it_has_and_gets_nothing_new(make):
     first, second = Buffering(0), Buffering(1)
-    loader = make(Source(50), first, second)
+    workers = Workers(first, second)
+    loader = make(Source(50), workers)
     loader.begin(feed(ahead=4))
     wait_until(lambda: loader.statistics()["ready"] == 4)
     first.refuse = MovedError("leaving")  # It knows before the data loader does.
     ranks = [BatchId.unpack(loader.take(0, 0, n).batch.batch_id).rank for n in range(6)]
     assert ranks == [0, 1, 0, 1, 1, 1]
-    loader.set_workers([first.peer(leaving=True), second.peer()])
+    workers.replace(first, second, leaving=[first])
+    loader.check_workers()
     assert loader.statistics()["registered_again"] == 0
 
 
@@ -496,10 +516,10 @@ def test_deadlines_name_the_source_or_the_embedding_workers(make):
     with pytest.raises(DeadlineError, match=r"registering batch 0: embedding worker 3 \(incarnation 2\)"):
         held.take(0, 0, 0)
     worker.gate.set()
-    nobody = Loader(Source(5), SCHEMA, [], timeout=0.05)
+    nobody = Loader(Source(5), SCHEMA, Workers(), timeout=0.05)
     nobody.begin(feed())
     with pytest.raises(DeadlineError, match="no embedding worker is alive"):
         nobody.take(0, 0, 0)
     nobody.end()
     with pytest.raises(DeadlineError, match="the beginning of pass 4"):
-        Loader(Source(5), SCHEMA, [], timeout=0.05).take(0, 4, 0)
+        Loader(Source(5), SCHEMA, Workers(), timeout=0.05).take(0, 4, 0)

@@ -28,10 +28,11 @@ class Failing:
 def test_every_change_is_passed_on_the_first_one_before_the_constructor_returns():
     coordinator = CoordinatorServer()
     coordinator.join("embedding_worker", 0, "here")
-    seen, came = [], threading.Condition()
+    seen, callers, came = [], [], threading.Condition()
 
     def changed(membership):
         with came:
+            callers.append(threading.current_thread())
             seen.append(len(membership.members))
             came.notify_all()
 
@@ -40,6 +41,7 @@ def test_every_change_is_passed_on_the_first_one_before_the_constructor_returns(
     coordinator.join("embedding_worker", 1, "there")
     with came:
         assert came.wait_for(lambda: seen == [1, 2], TIMEOUT)
+    assert [caller is threading.current_thread() for caller in callers] == [True, False]
     following.close()
 
 

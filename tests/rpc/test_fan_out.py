@@ -33,7 +33,7 @@ def test_calls_of_stubs_are_all_sent_before_one_is_awaited_and_need_no_threads(s
 
     releasing = threading.Thread(target=release)
     releasing.start()
-    assert sorted(call_all([functools.partial(stub.wait) for _ in range(3)])) == [1, 2, 3]
+    assert sorted(call_all([stub.wait, functools.partial(stub.wait), stub.wait])) == [1, 2, 3]
     releasing.join()
     assert "persia-call" not in names
 

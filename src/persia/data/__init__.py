@@ -14,7 +14,7 @@ from persia.data.from_globo import globo
 from persia.data.from_movielens import movielens
 from persia.data.from_parquet import parquet
 from persia.data.generator import Synthetic, synthetic
-from persia.data.loader import Loader, WorkerPeer
+from persia.data.loader import Loader
 from persia.data.reader import Order, Reader, RowSource, StreamReader
 from persia.data.selection import Split
 
@@ -28,7 +28,6 @@ __all__ = [
     "Split",
     "StreamReader",
     "Synthetic",
-    "WorkerPeer",
     "adult",
     "avazu",
     "criteo",

@@ -7,18 +7,20 @@ import functools
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from persia.batching.batch import Batch
 from persia.data.cursor import Cursor
-from persia.data.registrar import Registrar, WorkerPeer
+from persia.data.registrar import Registrar
 from persia.errors import DataError, DeadlineError, MovedError, PersiaError
+from persia.membership.directory import Directory
+from persia.retry import Deadline
 from persia.schema import Schema
-from persia.services import Seekable
+from persia.services import EmbeddingWorker, Seekable
 from persia.types import Delivery, FedBatch, Feed
 
-__all__ = ["Loader", "WorkerPeer"]
+__all__ = ["Loader"]
 
 
 class _Entry:
@@ -58,7 +60,7 @@ class Loader:
         source: source of batches. A `Sharded` one skips other loaders' batches cheaply; several loaders need at least
             a `Seekable` one. A single loader also reads any iterable in order.
         schema: schema that the batches must match.
-        workers: the embedding workers; see `set_workers`.
+        workers: the embedding workers. Call `check_workers` after each change of it.
         accumulation_steps: number of consecutive batches of an NN worker that go to the same embedding worker.
         timeout: seconds that `take` waits, and that a batch waits for an embedding worker.
         fresh: minimum seconds for which embedding workers keep a batch without a lookup. A batch that was ready for
@@ -69,7 +71,7 @@ class Loader:
         self,
         source: Iterable[Batch] | Seekable,
         schema: Schema,
-        workers: Sequence[WorkerPeer] = (),
+        workers: Directory[EmbeddingWorker],
         accumulation_steps: int = 1,
         timeout: float = 600.0,
         fresh: float = 300.0,
@@ -79,7 +81,7 @@ class Loader:
         self._source = type(source).__name__
         self._timeout = timeout
         self._changed = threading.Condition()  # Guards all that follows.
-        self._registrar = Registrar(self._changed, _by_rank(workers), accumulation_steps, timeout)
+        self._registrar = Registrar(workers, accumulation_steps, timeout)
         self._feed: Feed | None = None
         self._ended = False
         self._thread: threading.Thread | None = None
@@ -96,14 +98,12 @@ class Loader:
 
     # --- calls --------------------------------------------------------------------------------------------------
 
-    def set_workers(self, workers: Sequence[WorkerPeer]) -> None:
-        """Replaces the set of embedding workers. Returns at once.
+    def check_workers(self) -> None:
+        """Registers batches elsewhere that lie at an embedding worker that is gone, and have not been taken.
 
-        Batches at a removed embedding worker that have not been taken are registered elsewhere. A leaving embedding
-        worker keeps its batches and gets no new ones.
+        Returns at once. A leaving embedding worker keeps its batches and gets no new ones.
         """
         with self._changed:
-            self._registrar.peers = _by_rank(workers)
             self._failure = None
             for entry in self._entries.values():
                 if not entry.taken:
@@ -148,7 +148,7 @@ class Loader:
             DeadlineError: the source or the embedding workers were late; the message names them.
             MovedError: another loader reads the batch, or this one has ended.
         """
-        deadline = time.monotonic() + self._timeout
+        deadline = Deadline(self._timeout)
         with self._changed:
             while True:
                 feed = self._begun(rank, epoch, number, deadline)
@@ -158,9 +158,7 @@ class Loader:
                 self._waiting.append(number)
                 self._changed.notify_all()
                 try:
-                    there = self._changed.wait_for(
-                        functools.partial(self._over, feed, number), deadline - time.monotonic()
-                    )
+                    there = self._changed.wait_for(functools.partial(self._over, feed, number), deadline.left)
                 finally:
                     self._waiting.remove(number)
                 if self._feed is not feed:
@@ -201,10 +199,10 @@ class Loader:
 
     # --- of a take; under the lock --------------------------------------------------------------------------------
 
-    def _begun(self, rank: int, epoch: int, number: int, deadline: float) -> Feed:
+    def _begun(self, rank: int, epoch: int, number: int, deadline: Deadline) -> Feed:
         """Waits for the feed of this pass and returns it."""
         reached = self._changed.wait_for(
-            lambda: self._ended or (self._feed is not None and self._feed.epoch >= epoch), deadline - time.monotonic()
+            lambda: self._ended or (self._feed is not None and self._feed.epoch >= epoch), deadline.left
         )
         if self._ended:
             raise MovedError(f"This data loader has ended; request batch {number} from another one.", number=number)
@@ -274,7 +272,7 @@ class Loader:
         if entry.batch_id is None:
             return
         old = not entry.taken and time.monotonic() - entry.registered > self._fresh
-        if old or not self._registrar.knows(entry.batch_id):
+        if old or self._registrar.lost(entry.batch_id):
             if old:
                 self._unwanted.append(entry.batch_id)
             entry.batch_id, entry.taken = None, False
@@ -383,7 +381,7 @@ class Loader:
             return
         with self._changed:
             self._counts["registered"] += 1
-            if self._entries.get(number) is entry and self._registrar.knows(batch_id):
+            if self._entries.get(number) is entry and not self._registrar.lost(batch_id):
                 entry.batch_id, entry.registered = batch_id, time.monotonic()
             else:
                 self._unwanted.append(batch_id)
@@ -395,10 +393,6 @@ class Loader:
                 self._failure = _Failure(number, error)
                 self._position = min(self._position, number)
                 self._changed.notify_all()
-
-
-def _by_rank(peers: Sequence[WorkerPeer]) -> tuple[WorkerPeer, ...]:
-    return tuple(sorted(peers, key=lambda peer: peer[:2]))
 
 
 def _bytes(batch: Batch) -> int:

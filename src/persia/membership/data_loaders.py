@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterator
 
-from persia.membership.directory import UNREACHABLE, Directory, Roster
+from persia.membership.directory import Directory, Roster
+from persia.rpc.fan_out import call_all
 from persia.services import DataLoader
 from persia.types import Delivery, FedBatch, Feed
 
@@ -48,8 +49,8 @@ class DataLoaders:
     def begin(self, feed: Feed) -> None:
         """Gives each its share: number `loader` of `loaders`, in the order of their ranks."""
         loaders = self._directory.roster().alive()
-        for number, loader in enumerate(loaders):
-            loader.begin(feed._replace(loader=number, loaders=len(loaders), ahead=self._ahead))
+        feeds = [feed._replace(loader=n, loaders=len(loaders), ahead=self._ahead) for n in range(len(loaders))]
+        call_all([functools.partial(m.service.begin, share) for m, share in zip(loaders, feeds, strict=True)])
 
     def take(self, rank: int, epoch: int, number: int) -> Delivery:
         """Returns batch `number` from the data loader that reads it, as of the newest membership."""
@@ -58,20 +59,17 @@ class DataLoaders:
         def take(roster: Roster[DataLoader]) -> Delivery:
             if not (loaders := roster.alive()):
                 raise self._directory.absent(self._timeout, operation)
-            return loaders[number % len(loaders)].take(rank, epoch, number)
+            return loaders[number % len(loaders)].service.take(rank, epoch, number)
 
-        return self._directory.call(take, self._timeout, operation)
+        return self._directory.call(take, self._timeout)
 
     def end(self) -> None:
         """Ends the reading of all."""
-        for loader in self._directory.roster().serving():
-            with contextlib.suppress(*UNREACHABLE):
-                loader.end()
+        self._directory.call_all(lambda loader: loader.end)
 
     def statistics(self) -> dict[str, int]:
         """Returns the counters, summed."""
         total: Counter[str] = Counter()
-        for loader in self._directory.roster().serving():
-            with contextlib.suppress(*UNREACHABLE):
-                total.update(loader.statistics())
+        for counts in self._directory.call_all(lambda loader: loader.statistics):
+            total.update(counts)
         return dict(total)

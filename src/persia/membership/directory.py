@@ -8,15 +8,19 @@ from typing import Generic, NamedTuple, TypeVar
 
 from persia.errors import ClosedError, DeadlineError, MovedError, PeerRestartedError
 from persia.retry import Backoff, Deadline, retry
+from persia.rpc.fan_out import try_all
 from persia.types import Member, Membership
 
-__all__ = ["UNREACHABLE", "Directory", "Roster", "ServingMember"]
+__all__ = ["ELSEWHERE", "UNREACHABLE", "Directory", "Roster", "ServingMember"]
 
 S = TypeVar("S")
 T = TypeVar("T")
 
 UNREACHABLE = (ClosedError, DeadlineError, PeerRestartedError, ConnectionError)
 """Errors of a call whose peer may be gone; the membership then says whether it is."""
+
+ELSEWHERE = (MovedError, *UNREACHABLE)
+"""Errors of a call that another member may be able to take, now or after a change of the membership."""
 
 NEWS_SECONDS = 1.0
 """Maximum wait of a failed call for a newer membership before it is repeated."""
@@ -26,11 +30,13 @@ class ServingMember(NamedTuple, Generic[S]):
     """One process of the role.
 
     Attributes:
+        rank: of the process.
         incarnation: of the process.
         state: "alive" or "leaving".
         service: the object, or its stub.
     """
 
+    rank: int
     incarnation: int
     state: str
     service: S
@@ -41,26 +47,26 @@ class Roster(NamedTuple, Generic[S]):
 
     Attributes:
         version: rises with every change.
-        peers: members by rank, without dead ones.
+        members: by rank, without dead ones.
         newest: latest incarnation by rank, dead or not.
     """
 
     version: int
-    peers: Mapping[int, ServingMember[S]]
+    members: Mapping[int, ServingMember[S]]
     newest: Mapping[int, int]
 
     def gone(self, rank: int, incarnation: int) -> bool:
         """Returns whether this incarnation is known to be dead. An unknown one may be about to join."""
         newest = self.newest.get(rank, 0)
-        return newest > incarnation or (newest == incarnation and rank not in self.peers)
+        return newest > incarnation or (newest == incarnation and rank not in self.members)
 
-    def alive(self) -> list[S]:
-        """Returns the services that take new work, by rank."""
-        return [peer.service for _, peer in sorted(self.peers.items()) if peer.state == "alive"]
+    def alive(self) -> list[ServingMember[S]]:
+        """Returns the members that take new work, by rank."""
+        return [member for _, member in sorted(self.members.items()) if member.state == "alive"]
 
     def serving(self) -> list[S]:
         """Returns the services that answer calls, by rank, including those that are leaving."""
-        return [peer.service for _, peer in sorted(self.peers.items())]
+        return [member.service for _, member in sorted(self.members.items())]
 
 
 class Directory(Generic[S]):
@@ -92,21 +98,21 @@ class Directory(Generic[S]):
             before = self._roster
             if membership.version <= before.version:
                 return
-            peers: dict[int, ServingMember[S]] = {}
+            members: dict[int, ServingMember[S]] = {}
             newest = {member.rank: member.incarnation for member in membership.members if member.role == self.role}
             for member in membership.members:
                 if member.role != self.role or member.state == "dead":
                     continue
-                known = before.peers.get(member.rank)
+                known = before.members.get(member.rank)
                 same = known is not None and known.incarnation == member.incarnation
                 service = known.service if same and known is not None else self._connect(member)
-                peers[member.rank] = ServingMember(member.incarnation, member.state, service)
-            self._roster = Roster(membership.version, peers, newest)
+                members[member.rank] = ServingMember(member.rank, member.incarnation, member.state, service)
+            self._roster = Roster(membership.version, members, newest)
             self._changed.notify_all()
-        kept = {id(peer.service) for peer in peers.values()}
-        for peer in before.peers.values():
-            if id(peer.service) not in kept:
-                self._close(peer.service)
+        kept = {id(member.service) for member in members.values()}
+        for gone in before.members.values():
+            if id(gone.service) not in kept:
+                self._close(gone.service)
 
     def roster(self, newer_than: int = 0, timeout: float = 0.0) -> Roster[S]:
         """Returns the members; waits up to `timeout` seconds for a version above `newer_than`."""
@@ -114,7 +120,7 @@ class Directory(Generic[S]):
             self._changed.wait_for(lambda: self._roster.version > newer_than, timeout)
             return self._roster
 
-    def call(self, call: Callable[[Roster[S]], T], timeout: float, operation: str) -> T:
+    def call(self, call: Callable[[Roster[S]], T], timeout: float, cancelled: Callable[[], bool] = lambda: False) -> T:
         """Makes a call to one of the members, which the caller chooses from the newest roster; blocks.
 
         Retries while the chosen member may be gone or leaving, with each newer roster.
@@ -122,10 +128,11 @@ class Directory(Generic[S]):
         Args:
             call: raises `absent` when no member can take the call.
             timeout: seconds for all attempts together.
-            operation: named in errors.
+            cancelled: whether no further attempt is wanted.
 
         Raises:
-            Exception: the last failure, at the deadline; or a failure that no change of membership can fix, at once.
+            Exception: the last failure, at the deadline or once cancelled; or a failure that no change of membership
+                can fix, at once.
         """
         roster = self.roster()
 
@@ -135,11 +142,53 @@ class Directory(Generic[S]):
 
         return retry(
             lambda: call(roster),
-            transient=lambda error: isinstance(error, (MovedError, *UNREACHABLE)),
+            transient=lambda error: isinstance(error, ELSEWHERE) and not cancelled(),
             deadline=Deadline(timeout),
             backoff=Backoff(NEWS_SECONDS, NEWS_SECONDS),
             wait=await_news,
         )
+
+    def call_any(
+        self,
+        call: Callable[[ServingMember[S]], T],
+        turn: int,
+        timeout: float,
+        operation: str,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> T:
+        """Makes a call to the living member whose turn it is, or to the next one that takes it; see `call`.
+
+        Args:
+            call: may be repeated, with other members too.
+            turn: number of the call; consecutive ones start at members of consecutive ranks.
+            timeout: seconds for all attempts together.
+            operation: named in the error if there is no member.
+            cancelled: whether no further attempt is wanted.
+        """
+        deadline = Deadline(timeout)
+
+        def in_turn(roster: Roster[S]) -> T:
+            members = roster.alive()
+            failure: Exception | None = None
+            for number in range(len(members)):
+                try:
+                    return call(members[(turn + number) % len(members)])
+                except ELSEWHERE as error:
+                    failure = error
+                if deadline.passed or cancelled():
+                    break
+            raise failure or self.absent(timeout, operation)
+
+        return self.call(in_turn, timeout, cancelled)
+
+    def call_all(self, method: Callable[[S], Callable[[], T]]) -> list[T]:
+        """Calls all members concurrently, leaving ones too; returns the answers of those that are reachable.
+
+        Args:
+            method: returns the method to call, without arguments, of a service.
+        """
+        answers = try_all([method(service) for service in self.roster().serving()], UNREACHABLE)
+        return [answer for answer in answers if not isinstance(answer, Exception)]
 
     def absent(self, timeout: float, operation: str) -> DeadlineError:
         """Returns the error of a call for which there is no member."""

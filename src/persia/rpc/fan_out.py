@@ -18,8 +18,8 @@ E = TypeVar("E", bound=BaseException)
 def call_all(calls: Sequence[Callable[[], T]]) -> list[T]:
     """Runs all calls concurrently; returns their results in order once all have ended.
 
-    No call waits for another one. Calls of stubs, given as `functools.partial` of the method, need no threads: all are
-    sent before the first reply is awaited. Every other call except one gets a thread.
+    No call waits for another one. Calls of stubs, given as the method or a `functools.partial` of it, need no threads:
+    all are sent before the first reply is awaited. Every other call except one gets a thread.
 
     Raises:
         BaseException: the error of the first call, in order, that failed.
@@ -68,4 +68,4 @@ def _send(call: Callable[[], T]) -> Callable[[], T] | None:
     """Sends a call of a stub; returns the function that waits for its reply. Returns None for any other call."""
     if isinstance(call, functools.partial) and isinstance(call.func, RemoteMethod):
         return start(call.func, *call.args, **call.keywords).result
-    return None
+    return start(call).result if isinstance(call, RemoteMethod) else None
