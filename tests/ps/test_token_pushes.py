@@ -14,9 +14,9 @@ from persia.ps import EmbeddingServer, ServerOptions
 from persia.pushes.reference import ReferenceAccumulator
 from persia.schema import SGD, Adam, Table
 from persia.services import EmbeddingPS, RowChunk
-from persia.store import TableConfig
-from persia.store.reference import ReferenceStore
+from persia.store import ReferenceStore, TableConfig
 from persia.types import Gradients, PushHeader
+from support.stores import lookup, update
 
 DEADLINE = 20.0
 DIM = 3
@@ -178,7 +178,7 @@ def test_any_order_is_the_order_of_slots(data):
     store.create_table(TableConfig("t", DIM, optimizer="adam"))
     universe = np.arange(6, dtype=np.uint64)
     server.lookup({"t": universe}, True)
-    store.lookup([0], [universe], True)
+    lookup(store, universe)
     pushes = []
     for number in range(group * steps):
         ids = random.choice(universe, random.integers(0, 7), replace=False)
@@ -189,14 +189,14 @@ def test_any_order_is_the_order_of_slots(data):
         server.push(pushes[n][0], {"t": pushes[n][1]})
     for step in range(steps):
         sums = ReferenceAccumulator(reduction)
-        last = {row.id: row.last_step for shard in store._tables[0][1] for row in shard.rows}
+        last = dict(enumerate(store.last_steps(0, universe).astype(np.int64)))
         for head, gradients in pushes[step * group : (step + 1) * group]:
             weights = np.array([last[int(i)] - head.token <= tolerance for i in gradients.ids], np.float32)
             sums.add({"t": (gradients, weights)}, head.weight)
         mean = sums.take().get("t", {})
         ids = np.array(list(mean), np.uint64)
         values = np.array(list(mean.values()), np.float32).reshape(len(ids), DIM)
-        store.update([0], [ids], [values], [0.1], step)
+        update(store, ids, values, 0.1, step)
     np.testing.assert_allclose(
-        server.lookup({"t": universe}, False)["t"], store.lookup([0], [universe], False)[0], atol=2e-4
+        server.lookup({"t": universe}, False)["t"], lookup(store, universe, train=False), atol=2e-4
     )

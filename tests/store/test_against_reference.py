@@ -6,7 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from persia.ps.row_access import set_rows
 from persia.store import NativeStore, ReferenceStore, TableConfig
+from support.stores import contents, lookup, update
 
 OPTIMIZERS = [
     ("sgd", {}),
@@ -46,36 +48,37 @@ def configs(draw):
     )
 
 
-def export_all(store, config, table=0):
-    parts = []
-    for shard in range(config.resolved_shards):
-        start = 0
-        while start is not None:
-            rows, start = store.export_rows(table, shard, start, 7)
-            parts.append((shard, rows))
-    return parts
-
-
-def restored(store, config, threads):
-    """A new store with the same content."""
-    other = NativeStore(threads)
+def restored(store, config, other):
+    """Copies the content to another store, in small parts."""
     other.create_table(config)
-    for _, rows in export_all(store, config):
+    for _, rows in store.iterate_rows(0, max_rows=7):
         other.import_rows(0, rows)
     for shard in range(config.resolved_shards):
         other.import_state(0, shard, store.export_state(0, shard))
     return other
 
 
-def compare(store, reference, config):
+def assert_same_rows(mine, theirs):
+    for a, b in zip(mine, theirs, strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+def compare(store, reference):
     assert store.size(0) == reference.size(0)
     assert store.statistics(0) == reference.statistics(0)
-    for shard in range(config.resolved_shards):
-        mine, end = store.export_rows(0, shard, 0, 10**6)
-        assert end is None
-        for a, b in zip(mine, reference.export_rows(0, shard), strict=True):
-            assert a.dtype == b.dtype
-            np.testing.assert_array_equal(a, b)
+    for shard in range(store.config(0).resolved_shards):
+        mine, theirs = (s.export_state(0, shard) for s in (store, reference))
+        for name in ("clocks", "counters", "sketch"):
+            assert mine[name].dtype == theirs[name].dtype
+            np.testing.assert_array_equal(mine[name], theirs[name])
+    mine, theirs = contents(store), contents(reference)
+    assert mine.keys() == theirs.keys()
+    for shard, rows in mine.items():
+        assert_same_rows(rows, theirs[shard])
+
+
+ACTIONS = ["train", "train", "update", "update", "evaluate", "read", "set", "restore"]
 
 
 @settings(max_examples=150, deadline=None)
@@ -83,46 +86,56 @@ def compare(store, reference, config):
 def test_any_history(data):
     config = data.draw(configs())
     threads = data.draw(st.sampled_from([1, 3]))
-    store, reference = NativeStore(threads), ReferenceStore()
-    store.create_table(config)
-    reference.create_table(config)
+    store, reference = both = NativeStore(threads), ReferenceStore()
+    for s in both:
+        s.create_table(config)
     random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     universe = random.integers(0, 2**64, data.draw(st.integers(1, 120)), dtype=np.uint64)
     for step in range(data.draw(st.integers(1, 12))):
-        action = data.draw(st.sampled_from(["train", "train", "update", "update", "evaluate", "restore"]))
+        action = data.draw(st.sampled_from(ACTIONS))
         ids = random.choice(universe, random.integers(0, 100))
         if action in ("train", "evaluate"):
-            (mine,), (theirs,) = (s.lookup([0], [ids], action == "train") for s in (store, reference))
+            mine, theirs = (lookup(s, ids, action == "train") for s in both)
             np.testing.assert_array_equal(mine, theirs)
         elif action == "update":
             gradients = random.normal(size=(len(ids), config.dim)).astype(np.float32)
             if len(ids):
                 gradients[0, random.integers(config.dim)] = data.draw(VALUES)
             push = data.draw(st.tuples(st.integers(0, 2), st.integers(0, 5)))
-            arguments = ([0], [ids], [gradients], [0.1], step, *push)
-            assert store.update(*arguments) == reference.update(*arguments)
-            last = {row.id: row.last_step for shard in reference._tables[0][1] for row in shard.rows}
-            assert store.last_steps(0, ids).tolist() == [last.get(int(id_), 0) for id_ in ids]
+            mine, theirs = (update(s, ids, gradients, 0.1, step, *push) for s in both)
+            assert mine == theirs
+        elif action == "read":
+            np.testing.assert_array_equal(store.last_steps(0, ids), reference.last_steps(0, ids))
+            np.testing.assert_array_equal(store.contains(0, ids), reference.contains(0, ids))
+            (mine, rows), (theirs, expected) = store.peek(0, ids), reference.peek(0, ids)
+            np.testing.assert_array_equal(mine, theirs)
+            assert_same_rows(rows, expected)
+        elif action == "set":
+            keys = np.unique(ids)
+            values = random.normal(size=(len(keys), config.dim)).astype(np.float32)
+            assert set_rows(store, 0, keys, values, None) == set_rows(reference, 0, keys, values, None)
         else:
-            store = restored(store, config, threads)
-    compare(store, reference, config)
+            store, reference = both = (
+                restored(store, config, NativeStore(threads)),
+                restored(reference, config, ReferenceStore()),
+            )
+        compare(store, reference)
 
 
 def test_adam_beyond_cached_corrections():
     """Long-lived rows leave the table of bias corrections; the value must not jump."""
     config = TableConfig("t", 4, optimizer="adam", shards=1)
-    store, reference = NativeStore(), ReferenceStore()
     ids = np.zeros(500, np.uint64)
-    for s in (store, reference):
-        s.create_table(config)
-        s.lookup([0], [ids[:1]], True)
     gradients = np.random.default_rng(0).normal(size=(500, 4)).astype(np.float32)
-    rows, _ = store.export_rows(0, 0)
-    store.import_rows(0, rows._replace(update_count=np.array([2**15 - 100], np.uint32)))
-    reference._tables[0][1][0].rows[0].update_count = 2**15 - 100
-    for s in (store, reference):
-        s.update([0], [ids], [gradients], [0.01], 1)
-    np.testing.assert_array_equal(store.export_rows(0, 0)[0].embeddings, reference.export_rows(0, 0).embeddings)
+    found = []
+    for store in (NativeStore(), ReferenceStore()):
+        store.create_table(config)
+        lookup(store, ids[:1])
+        rows = contents(store)[0]
+        store.import_rows(0, rows._replace(update_count=np.array([2**15 - 100], np.uint32)))
+        update(store, ids, gradients, 0.01)
+        found.append(contents(store)[0].embeddings)
+    np.testing.assert_array_equal(*found)
 
 
 def test_values_do_not_depend_on_shards_or_order():
@@ -152,16 +165,16 @@ def test_large_eviction_is_least_recently_used():
 
 def test_clock_overflow_keeps_order():
     config = TableConfig("t", 2, capacity=8, shards=1)
-    store, reference = NativeStore(), ReferenceStore()
-    for s in (store, reference):
+    store, reference = both = NativeStore(), ReferenceStore()
+    for s in both:
         s.create_table(config)
         for id_ in (5, 3, 1, 4, 2, 0, 6, 7):
-            s.lookup([0], [np.array([id_], np.uint64)], True)
+            lookup(s, np.array([id_], np.uint64))
     state = store.export_state(0, 0)
     state["clocks"] = np.array([2**32 - 3, 1, 0], np.uint64)
     store.import_state(0, 0, state)
     for step in range(20):
         ids = np.array([step % 5, 100 + step], np.uint64)
-        for s in (store, reference):
-            s.lookup([0], [ids], True)
-    np.testing.assert_array_equal(store.export_rows(0, 0)[0].ids, reference.export_rows(0, 0).ids)
+        for s in both:
+            lookup(s, ids)
+    np.testing.assert_array_equal(contents(store)[0].ids, contents(reference)[0].ids)

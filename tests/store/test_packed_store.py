@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from persia.errors import StoreError
 from persia.store import NativeStore, TableConfig
+from support.stores import STORES
 
 DIMS = (3, 1, 4)
 ids_of_a_table = st.lists(st.integers(0, 20), unique=True, max_size=12).map(lambda ids: np.array(ids, np.uint64))
@@ -16,8 +17,8 @@ batches = st.lists(
 )
 
 
-def a_store():
-    store = NativeStore(2)
+def a_store(kind=NativeStore):
+    store = kind(2)
     for number, dim in enumerate(DIMS):
         store.create_table(TableConfig(f"t{number}", dim, capacity=16, shards=2, seed=number))
     return store
@@ -65,9 +66,10 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize("name", WRONG)
-def test_what_does_not_fit_is_refused_and_changes_nothing(name):
-    store = a_store()
+def test_what_does_not_fit_is_refused_and_changes_nothing(name, kind):
+    store = a_store(STORES[kind])
     tables, counts, ids, rows = WRONG[name]
     with pytest.raises(StoreError):
         store.lookup_packed(tables, counts, ids, rows, True)

@@ -8,6 +8,7 @@ from test_against_reference import compare, configs
 from persia.ps.row_access import set_rows
 from persia.store import NativeStore, ReferenceStore
 from persia.types import RowState
+from support.stores import lookup, update
 
 
 @settings(max_examples=100, deadline=None)
@@ -27,14 +28,14 @@ def test_native_and_reference_agree(data):
         rows = random.normal(size=(len(keys), config.dim)).astype(np.float32)
         if action == "train":
             for s in (store, reference):
-                s.lookup([0], [keys], True)
+                lookup(s, keys)
         elif action == "update":
             for s in (store, reference):
-                s.update([0], [keys], [rows], [0.1], step)
+                update(s, keys, rows, 0.1, step)
         else:
             state = None
             if action == "set with state":
                 width = random.random((len(keys), config.state_width), np.float32)
                 state = RowState(width, np.full(len(keys), 7, np.uint32), np.full(len(keys), step, np.uint32))
-            assert set_rows(store, 0, keys, rows, state) == reference.set_rows(0, keys, rows, state)
-    compare(store, reference, config)
+            assert set_rows(store, 0, keys, rows, state) == set_rows(reference, 0, keys, rows, state)
+    compare(store, reference)

@@ -2,88 +2,96 @@
 
 from __future__ import annotations
 
-import copy
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persia.errors import StoreError
-from persia.store import NativeStore, ReferenceStore, Rows, Spill, TableConfig
-
-
-def ids_of(random, universe):
-    return random.choice(universe, random.integers(1, 60))
+from persia.store import NativeStore, ReferenceStore, Spill, TableConfig
+from support.stores import STORES, contents, lookup, update
 
 
 def train(stores, random, universe, step):
-    ids = ids_of(random, universe)
+    ids = random.choice(universe, random.integers(1, 60))
     gradients = random.normal(size=(len(ids), 3)).astype(np.float32)
     for store in stores:
-        store.lookup([0], [ids], True)
-        store.update([0], [ids], [gradients], [0.1], step)
+        lookup(store, ids)
+        update(store, ids, gradients, step=step)
 
 
-def table_of(store, config):
-    """By id, all columns but the id."""
-    found = {}
-    for shard in range(config.resolved_shards):
-        rows = store.export_rows(0, shard)
-        rows = rows if isinstance(rows, Rows) else rows[0]
-        for i, id_ in enumerate(rows.ids.tolist()):
-            found[id_] = tuple(column[i].tobytes() for column in rows[1:])
-    return found
+def by_id(parts):
+    """Returns all columns but the id."""
+    return {
+        id_: tuple(column[i].tobytes() for column in rows[1:])
+        for rows in parts
+        for i, id_ in enumerate(rows.ids.tolist())
+    }
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32), st.integers(5, 80), st.sampled_from([1, 2]), st.sampled_from([1, 500, 1 << 20]))
-def test_any_history(seed, capacity, shards, buffer):
-    """The reference is copied at the snapshot; the native store is read while both go on."""
-    random = np.random.default_rng(seed)
+@given(st.data())
+def test_any_history(data):
+    """The reference copies its rows when a snapshot begins; the native store is read while both go on."""
+    random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     universe = random.integers(0, 2**64, 100, dtype=np.uint64)
-    config = TableConfig("t", 3, capacity=capacity, shards=shards, optimizer="adam")
-    store, reference = NativeStore(), ReferenceStore()
-    for s in (store, reference):
+    shards = data.draw(st.sampled_from([1, 2]))
+    buffer = data.draw(st.sampled_from([1, 500, 1 << 20]))
+    limit = data.draw(st.sampled_from([1 << 18, 1 << 18, 40]))
+    config = TableConfig("t", 3, capacity=data.draw(st.integers(5, 80)), shards=shards, optimizer="adam")
+    store, reference = both = NativeStore(), ReferenceStore()
+    for s in both:
         s.create_table(config)
     model = {}
-    epoch = step = 0
+    step = 0
     for _ in range(4):
         for _ in range(random.integers(1, 5)):
             step += 1
-            train((store, reference), random, universe, step)
-        since = epoch if random.integers(2) else 0
-        epoch = store.begin_snapshot(0, since, Spill("/tmp", buffer))
-        frozen = copy.deepcopy(reference)
-        removed = [store.snapshot_evicted(0, shard, epoch) for shard in range(shards)]
-        if since:
-            for ids in removed:
-                for id_ in ids.tolist():
-                    model.pop(id_, None)
-        else:
+            train(both, random, universe, step)
+        known = store.changes_since(0)
+        assert reference.changes_since(0) == known
+        since = known if random.integers(4) else 0
+        live = not random.integers(3)
+        spill = Spill("/tmp", buffer, limit, live)
+        epoch = store.begin_snapshot(0, since, spill)
+        assert reference.begin_snapshot(0, since, spill) == epoch
+        now = by_id(contents(reference).values())
+        if not since:
             model = {}
         for shard in range(shards):
-            more = True
+            removed, expected = (s.snapshot_evicted(0, shard, epoch) for s in both)
+            np.testing.assert_array_equal(removed, expected)
+            if since:
+                for id_ in removed.tolist():
+                    model.pop(id_, None)
+            parts, more = [], True
             while more:
                 step += 1
-                train((store, reference), random, universe, step)
-                rows, more = store.export_snapshot(0, shard, epoch, 1)
-                for i, id_ in enumerate(rows.ids.tolist()):
-                    model[id_] = tuple(column[i].tobytes() for column in rows[1:])
-                if not since:
-                    for mine, theirs in zip(rows, frozen.export_rows(0, shard), strict=True):
-                        np.testing.assert_array_equal(mine, theirs)
-        store.end_snapshot(0)
-        assert model == table_of(frozen, config)
-        assert store.changes_since(0) == epoch
-    assert table_of(store, config) == table_of(reference, config)
+                train(both, random, universe, step)
+                rows, more = store.export_snapshot(0, shard, epoch, 10**6 if live else 1)
+                parts.append(rows)
+            expected, more = reference.export_snapshot(0, shard, epoch, 10**6)
+            assert not more
+            for mine, theirs in zip(map(np.concatenate, zip(*parts, strict=True)), expected, strict=True):
+                np.testing.assert_array_equal(mine, theirs)
+            model |= by_id(parts)
+        for s in both:
+            s.end_snapshot(0)
+        assert live or model == now
+        assert store.changes_since(0) in (epoch, 0 if limit < 1000 else epoch)
+    assert by_id(contents(store).values()) == by_id(contents(reference).values())
 
 
-def test_a_snapshot_that_is_read_holds_back_what_would_mix_it():
-    store = NativeStore()
+@pytest.fixture(params=STORES)
+def store(request):
+    store = STORES[request.param]()
     store.create_table(TableConfig("t", 3, shards=1))
-    store.lookup([0], [np.arange(5, dtype=np.uint64)], True)
-    rows, _ = store.export_rows(0, 0)
+    lookup(store, np.arange(5, dtype=np.uint64))
+    return store
+
+
+def test_a_snapshot_that_is_read_holds_back_what_would_mix_it(store):
+    rows = contents(store)[0]
     state = store.export_state(0, 0)
     assert store.changes_since(0) == 0
     with pytest.raises(StoreError, match="is not known"):
@@ -92,7 +100,6 @@ def test_a_snapshot_that_is_read_holds_back_what_would_mix_it():
     for call in (
         lambda: store.import_rows(0, rows),
         lambda: store.import_state(0, 0, state),
-        lambda: store.clear(0),
         lambda: store.begin_snapshot(0, 0, Spill("/tmp")),
     ):
         with pytest.raises(StoreError, match="checkpoint is being read"):
@@ -100,25 +107,30 @@ def test_a_snapshot_that_is_read_holds_back_what_would_mix_it():
     assert len(store.export_snapshot(0, 0, snapshot)[0].ids) == 5
     store.end_snapshot(0)
     store.end_snapshot(0)
-    with pytest.raises(StoreError, match="no such cut"):
+    with pytest.raises(StoreError, match="no such"):
         store.export_snapshot(0, 0, snapshot)
     assert store.changes_since(0) == snapshot
     store.import_rows(0, rows)
     assert store.changes_since(0) == 0  # Nobody has noted which rows these were.
 
 
-def test_a_reader_of_a_snapshot_that_was_ended_takes_nothing_from_the_next():
-    store = NativeStore()
-    store.create_table(TableConfig("t", 3, shards=1))
-    store.lookup([0], [np.arange(5, dtype=np.uint64)], True)
+def test_a_reader_of_a_snapshot_that_was_ended_takes_nothing_from_the_next(store):
     before = store.begin_snapshot(0, 0, Spill("/tmp"))
     store.end_snapshot(0)
     after = store.begin_snapshot(0, 0, Spill("/tmp"))
-    with pytest.raises(StoreError, match="no such cut"):
+    with pytest.raises(StoreError, match="no such"):
         store.export_snapshot(0, 0, before)
-    with pytest.raises(StoreError, match="no such cut"):
+    with pytest.raises(StoreError, match="no such"):
         store.snapshot_evicted(0, 0, before)
     assert len(store.export_snapshot(0, 0, after)[0].ids) == 5
+
+
+def test_a_native_snapshot_holds_back_clear():
+    store = NativeStore()
+    store.create_table(TableConfig("t", 3, shards=1))
+    store.begin_snapshot(0, 0, Spill("/tmp"))
+    with pytest.raises(StoreError, match="checkpoint is being read"):
+        store.clear(0)
 
 
 def test_renumbering_of_stamps_ends_a_snapshot():

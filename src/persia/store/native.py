@@ -209,10 +209,6 @@ class NativeStore(EmbeddingStore):
             steps: NDArray[np.uint32] = self._native.last_steps(table, ids)
         return steps
 
-    def contains(self, table: int, ids: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """See `EmbeddingStore.contains`."""
-        return self.peek(table, ids)[0]
-
     def export_rows(
         self, table: int, shard: int, start: int = 0, max_rows: int = 65536, since_epoch: int = 0
     ) -> tuple[Rows, int | None]:

@@ -153,6 +153,7 @@ class EmbeddingStore(Protocol):
 
     def contains(self, table: int, ids: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """Returns whether each id has a row: bool [n]."""
+        return self.peek(table, ids)[0]
 
     def peek(self, table: int, ids: NDArray[np.uint64]) -> tuple[NDArray[np.bool_], Rows]:
         """Returns whole rows without touching them: (found [n], rows [n]); columns of ids without a row are zero."""

@@ -1,228 +1,323 @@
-"""The slow, readable twin of the native store: same results, one row at a time.
+"""The reference implementation of a store: plain Python, one row at a time, for tests.
 
-Eviction order, admission, start values and updates agree with :class:`persia.store.NativeStore` to the last bit.
+Eviction order, admission, start values and updates agree with `NativeStore` to the last bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.store import reference_optim
+from persia.errors import ConfigError, StoreError
 from persia.store.config import TableConfig
-from persia.store.protocol import Rows
-from persia.store.reference_random import Sketch, admission_draw, initial_embedding, shard_of
-from persia.types import RowsSet, RowState, UpdateCounts
+from persia.store.protocol import EmbeddingStore, Rows, ShardState, Spill
+from persia.store.reference_random import shard_of
+from persia.store.reference_shard import COUNTERS, ReferenceRow, ReferenceShard
+from persia.types import UpdateCounts
 
 __all__ = ["ReferenceStore"]
 
-_COUNTERS = (
-    "lookups", "hits", "misses", "admitted", "rejected", "evicted", "applied", "absent", "nonfinite", "duplicates",
-)  # fmt: skip
+S = TypeVar("S", bound="ReferenceStore")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-@dataclass
-class _Row:
-    id: int
-    embedding: NDArray[np.float32]
-    state: NDArray[np.float32]
-    update_count: int = 0
-    last_step: int = 0
-    stamp: int = 0
+def _locked(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """Runs a method under the lock of the store."""
+
+    @functools.wraps(method)
+    def run(store: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with store._lock:
+            return method(store, *args, **kwargs)
+
+    return run
 
 
-@dataclass
-class _Shard:
-    config: TableConfig
-    capacity: int
-    rows: list[_Row] = field(default_factory=list)
-    index: dict[int, int] = field(default_factory=dict)
-    clock: int = 0
-    counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_COUNTERS, 0))
-    applied: set[tuple[int, int]] = field(default_factory=set)
+class ReferenceStore(EmbeddingStore):
+    """A store in plain Python. One lock guards all its tables, and it remembers every push.
 
-    def __post_init__(self) -> None:
-        self.sketch = Sketch(self.capacity)
+    Args:
+        pool: not used. A PS gives its threads to each store that it makes.
+    """
 
-    def find(self, id_: int) -> _Row | None:
-        number = self.index.get(id_)
-        return None if number is None else self.rows[number]
+    def __init__(self, pool: object = None) -> None:
+        self._lock = threading.RLock()
+        self._tables: list[tuple[TableConfig, list[ReferenceShard]]] = []
 
-    def lookup(self, id_: int) -> NDArray[np.float32]:
-        self.counters["lookups"] += 1
-        row = self.find(id_)
-        self.counters["misses" if row is None else "hits"] += 1
-        if row is None:
-            if not self._admits(id_):
-                self.counters["rejected"] += 1
-                return np.zeros(self.config.dim, np.float32)
-            self.counters["admitted"] += 1
-            row = self._insert(id_)
-        row.stamp = self.clock
-        return row.embedding
-
-    def _admits(self, id_: int) -> bool:
-        if self.config.admission == "all":
-            return True
-        occurrence = self.sketch.add(id_)
-        if self.config.admission == "min_frequency":
-            return occurrence >= self.config.admission_value
-        return admission_draw(self.config, id_, occurrence) < self.config.admission_value
-
-    def _insert(self, id_: int) -> _Row:
-        row = _Row(id_, initial_embedding(self.config, id_), reference_optim.initial_state(self.config))
-        if len(self.rows) < self.capacity:
-            number = len(self.rows)
-            self.rows.append(row)
-        else:
-            number = min(range(self.capacity), key=lambda n: (self.rows[n].stamp, n))
-            del self.index[self.rows[number].id]
-            self.rows[number] = row
-            self.counters["evicted"] += 1
-        self.index[id_] = number
-        return row
-
-    def put(self, row: _Row) -> None:
-        """Replaces the row of its id, or takes the place of one that is less recent, if there is no other."""
-        number = self.index.get(row.id, len(self.rows))
-        if number == self.capacity:
-            number = min(range(self.capacity), key=lambda n: (self.rows[n].stamp, n))
-            self.counters["evicted"] += 1
-            if self.rows[number].stamp >= row.stamp:
-                return
-            del self.index[self.rows[number].id]
-        if number == len(self.rows):
-            self.rows.append(row)
-        self.rows[number] = row
-        self.index[row.id] = number
-
-    def update(self, id_: int, gradient: NDArray[np.float32], lr: float, step: int) -> str:
-        row = self.find(id_)
-        if row is None:
-            return "absent"
-        if not np.isfinite(gradient).all():
-            return "nonfinite"
-        row.update_count += 1
-        row.last_step = step
-        row.stamp = self.clock
-        reference_optim.apply(self.config, row.embedding, row.state, gradient, lr, row.update_count)
-        return "applied"
-
-
-class ReferenceStore:
-    """See :class:`persia.store.NativeStore`; not thread-safe, remembers every push."""
-
-    def __init__(self) -> None:
-        self._tables: list[tuple[TableConfig, list[_Shard]]] = []
-
-    def create_table(self, config: TableConfig) -> int:
-        """Adds an empty table and returns its number."""
+    @_locked
+    def create_table(self, config: TableConfig, files: str | None = None, attach: bool = False) -> int:
+        """See `EmbeddingStore.create_table`. Rows cannot be kept in files."""
+        if files is not None:
+            raise StoreError(
+                f"table {config.name!r}: the reference store keeps rows in memory only; use no `regions`",
+                table=config.name,
+            )
+        if any(config.name == other.name for other, _ in self._tables):
+            raise ConfigError(f"table {config.name!r} exists already: give each table its own name", table=config.name)
         count = config.resolved_shards
         capacities = [config.capacity // count + (i < config.capacity % count) for i in range(count)]
-        self._tables.append((config, [_Shard(config, capacity) for capacity in capacities]))
+        self._tables.append((config, [ReferenceShard(config, capacity) for capacity in capacities]))
         return len(self._tables) - 1
 
-    def _split(self, table: int, ids: NDArray[np.uint64]) -> list[tuple[_Shard, list[int]]]:
-        """Positions of ids by shard, shards without any left out."""
-        shards = self._tables[table][1]
-        positions: list[list[int]] = [[] for _ in shards]
-        for position, id_ in enumerate(ids):
-            positions[shard_of(int(id_), len(shards))].append(position)
-        return [(shard, mine) for shard, mine in zip(shards, positions, strict=True) if mine]
+    def recovery(self, table: int) -> dict[str, int]:
+        """See `EmbeddingStore.recovery`. There are no files to attach to."""
+        raise StoreError(f"table {self.config(table).name!r} is not attached to files", table=table)
 
-    def lookup(
-        self, tables: Sequence[int], ids: Sequence[NDArray[np.uint64]], train: bool
-    ) -> list[NDArray[np.float32]]:
-        """Per table, embeddings float32 [n, dim] of ids uint64 [n]."""
-        result = []
-        for table, keys in zip(tables, ids, strict=True):
-            out = np.zeros((len(keys), self._tables[table][0].dim), np.float32)
-            for shard, positions in self._split(table, keys):
+    @_locked
+    def config(self, table: int) -> TableConfig:
+        """See `EmbeddingStore.config`."""
+        if not 0 <= table < len(self._tables):
+            raise StoreError(f"there is no table {table}: the store has {len(self._tables)}", table=table)
+        return self._tables[table][0]
+
+    @_locked
+    def lookup_packed(
+        self,
+        tables: Sequence[int],
+        counts: Sequence[int],
+        ids: NDArray[np.uint64],
+        out: NDArray[np.float32],
+        train: bool,
+    ) -> None:
+        """See `EmbeddingStore.lookup_packed`."""
+        for table, keys, rows in self._unpack(tables, counts, ids, out):
+            for shard, positions in self._by_shard(table, keys):
                 shard.clock += train
                 for position in positions:
                     id_ = int(keys[position])
-                    row = shard.find(id_)
                     if train:
-                        out[position] = shard.lookup(id_)
-                    elif row is not None:
-                        out[position] = row.embedding
-            result.append(out)
-        return result
+                        rows[position] = shard.lookup(id_)
+                    else:
+                        row = shard.find(id_)
+                        rows[position] = 0 if row is None else row.embedding
 
-    def update(
+    @_locked
+    def update_packed(
         self,
         tables: Sequence[int],
-        ids: Sequence[NDArray[np.uint64]],
-        gradients: Sequence[NDArray[np.float32]],
+        counts: Sequence[int],
+        ids: NDArray[np.uint64],
+        gradients: NDArray[np.float32],
         lrs: Sequence[float],
         step: int,
         client: int = 0,
         sequence: int = 0,
     ) -> list[UpdateCounts]:
-        """Applies gradients in order; a push (client, sequence) once per shard."""
+        """See `EmbeddingStore.update_packed`."""
+        if len(lrs) != len(tables):
+            raise StoreError("there must be one learning rate per table")
+        push = (client, sequence)
         result = []
-        for table, keys, values, lr in zip(tables, ids, gradients, lrs, strict=True):
-            counts = dict.fromkeys(("applied", "absent", "nonfinite", "duplicates"), 0)
-            for shard, positions in self._split(table, keys):
-                push = (client, sequence)
-                if all(push) and push in shard.applied:
-                    counts["duplicates"] += len(positions)
-                    shard.counters["duplicates"] += len(positions)
-                    continue
-                shard.applied.add(push)
-                shard.clock += 1
+        for (table, keys, values), lr in zip(self._unpack(tables, counts, ids, gradients), lrs, strict=True):
+            outcomes = dict.fromkeys(("applied", "absent", "nonfinite", "duplicates"), 0)
+            for shard, positions in self._by_shard(table, keys):
+                repeated = push in shard.applied
+                shard.clock += not repeated
+                if all(push):
+                    shard.applied.add(push)
                 for position in positions:
-                    outcome = shard.update(int(keys[position]), values[position], lr, step)
-                    counts[outcome] += 1
+                    id_, gradient = int(keys[position]), values[position]
+                    outcome = "duplicates" if repeated else shard.update(id_, gradient, lr, step)
+                    outcomes[outcome] += 1
                     shard.counters[outcome] += 1
-            result.append(UpdateCounts(*counts.values()))
+            result.append(UpdateCounts(*outcomes.values()))
         return result
 
-    def export_rows(self, table: int, shard: int) -> Rows:
-        """All rows of a shard, in row order."""
-        config, shards = self._tables[table]
-        rows = shards[shard].rows
-        return Rows(
-            np.array([row.id for row in rows], np.uint64),
-            np.array([row.embedding for row in rows], np.float32).reshape(len(rows), config.dim),
-            np.array([row.state for row in rows], np.float32).reshape(len(rows), config.state_width),
-            np.array([row.update_count for row in rows], np.uint32),
-            np.array([row.last_step for row in rows], np.uint32),
-            np.array([row.stamp for row in rows], np.uint32),
-        )
+    @_locked
+    def last_steps(self, table: int, ids: NDArray[np.uint64]) -> NDArray[np.uint32]:
+        """See `EmbeddingStore.last_steps`."""
+        return self.peek(table, ids)[1].last_step
 
-    def set_rows(
-        self, table: int, ids: NDArray[np.uint64], values: NDArray[np.float32], state: RowState | None
-    ) -> RowsSet:
-        """Inserts or overwrites rows, as :func:`persia.ps.row_access.set_rows` does."""
-        config, shards = self._tables[table]
-        stamp = max(shard.clock for shard in shards) + 1
-        evicted = self.statistics(table)["evicted"]
-        replaced = 0
-        for shard, positions in self._split(table, ids):
-            kept = {position: shard.find(int(ids[position])) for position in positions}
-            replaced += sum(row is not None for row in kept.values())
-            shard.clock = stamp
+    @_locked
+    def peek(self, table: int, ids: NDArray[np.uint64]) -> tuple[NDArray[np.bool_], Rows]:
+        """See `EmbeddingStore.peek`."""
+        config = self.config(table)
+        rows: list[ReferenceRow | None] = [None] * len(ids)
+        for shard, positions in self._by_shard(table, ids):
             for position in positions:
-                row, before = _Row(int(ids[position]), values[position].copy(), np.empty(0, np.float32)), kept[position]
-                if state is not None:
-                    row.state = state.values[position].copy()
-                    row.update_count, row.last_step = int(state.update_count[position]), int(state.last_step[position])
-                elif before is not None:
-                    row.state, row.update_count, row.last_step = before.state, before.update_count, before.last_step
-                else:
-                    row.state = reference_optim.initial_state(config)
-                row.stamp = stamp
-                shard.put(row)
-        return RowsSet(len(ids) - replaced, replaced, self.statistics(table)["evicted"] - evicted)
+                rows[position] = shard.find(int(ids[position]))
+        absent = ReferenceRow(0, np.zeros(config.dim, np.float32), np.zeros(config.state_width, np.float32))
+        columns = _columns(config, [row or absent for row in rows])
+        return np.array([row is not None for row in rows], np.bool_), columns._replace(ids=ids.copy())
 
+    @_locked
     def size(self, table: int) -> int:
-        """Rows in a table."""
-        return sum(len(shard.rows) for shard in self._tables[table][1])
+        """See `EmbeddingStore.size`."""
+        return sum(len(shard.rows) for shard in self._shards(table))
 
+    @_locked
+    def memory_bytes(self, table: int) -> int:
+        """See `EmbeddingStore.memory_bytes`. Counts the arrays only."""
+        found = 0
+        for shard in self._shards(table):
+            found += shard.sketch.counters.nbytes if shard.sketch is not None else 0
+            found += sum(row.embedding.nbytes + row.state.nbytes for row in shard.rows)
+        return found
+
+    @_locked
     def statistics(self, table: int) -> dict[str, int]:
-        """Counts since creation, as in the native store."""
-        return {name: sum(shard.counters[name] for shard in self._tables[table][1]) for name in _COUNTERS}
+        """See `EmbeddingStore.statistics`."""
+        return {name: sum(shard.counters[name] for shard in self._shards(table)) for name in COUNTERS}
+
+    def iterate_rows(self, table: int, *, max_rows: int = 65536) -> Iterator[tuple[int, Rows]]:
+        """See `EmbeddingStore.iterate_rows`."""
+        config = self.config(table)
+        for number, shard in enumerate(self._shards(table)):
+            for start in itertools.count(0, max_rows):
+                with self._lock:
+                    rows = _columns(config, shard.rows[start : start + max_rows])
+                if not len(rows.ids):
+                    break
+                yield number, rows
+
+    @_locked
+    def import_rows(self, table: int, rows: Rows) -> None:
+        """See `EmbeddingStore.import_rows`."""
+        _check(self.config(table), rows)
+        parts = self._by_shard(table, rows.ids)
+        for shard, _ in parts:
+            shard.check_idle()
+        for shard, positions in parts:
+            shard.forget_changes()
+            shard.clock = max(shard.clock, *(int(rows.stamp[position]) for position in positions))
+            for position in positions:
+                id_, embedding, state, *numbers = (column[position] for column in rows)
+                shard.put(ReferenceRow(int(id_), embedding.copy(), state.copy(), *map(int, numbers)))
+
+    @_locked
+    def export_state(self, table: int, shard: int) -> ShardState:
+        """See `EmbeddingStore.export_state`."""
+        found = self._shards(table)[shard]
+        sketch = found.sketch.counters.flatten() if found.sketch is not None else np.empty(0, np.uint16)
+        return {
+            "clocks": np.array([found.clock, found.epoch, len(found.applied)], np.uint64),
+            "clients": np.array(sorted(found.applied), np.uint64).reshape(-1, 2),
+            "counters": np.array(list(found.counters.values()), np.uint64),
+            "sketch": sketch,
+        }
+
+    @_locked
+    def import_state(self, table: int, shard: int, state: ShardState) -> None:
+        """See `EmbeddingStore.import_state`."""
+        found = self._shards(table)[shard]
+        found.check_idle()
+        for name, mine in self.export_state(table, shard).items():
+            if name not in state:
+                raise StoreError(f"the shard state lacks {name!r}", table=table, shard=shard)
+            if name != "clients" and state[name].shape != mine.shape:
+                raise StoreError(
+                    f"the state has {name!r} of shape {state[name].shape}, the shard of {mine.shape}: use the same "
+                    "capacity, shards and admission",
+                    table=table,
+                    shard=shard,
+                )
+        clock, epoch, _ = map(int, state["clocks"])
+        found.clock = max([clock, *(row.stamp for row in found.rows)])
+        found.epoch = epoch
+        found.applied = {(int(client), int(sequence)) for client, sequence in state["clients"]}
+        found.counters = dict(zip(COUNTERS, map(int, state["counters"]), strict=True))
+        if found.sketch is not None:
+            found.sketch.counters = state["sketch"].reshape(found.sketch.counters.shape).astype(np.uint16)
+        found.forget_changes()
+
+    @_locked
+    def changes_since(self, table: int) -> int:
+        """See `EmbeddingStore.changes_since`."""
+        known = {shard.changes_since for shard in self._shards(table)}
+        return known.pop() if len(known) == 1 else 0
+
+    @_locked
+    def begin_snapshot(self, table: int, since: int, spill: Spill) -> int:
+        """See `EmbeddingStore.begin_snapshot`. Copies all rows, in memory."""
+        epoch = 1 + max(shard.epoch for shard in self._shards(table))
+        for shard in self._shards(table):
+            shard.begin_snapshot(epoch, since, spill)
+        return epoch
+
+    @_locked
+    def export_snapshot(self, table: int, shard: int, epoch: int, max_rows: int = 65536) -> tuple[Rows, bool]:
+        """See `EmbeddingStore.export_snapshot`."""
+        rows = list(itertools.islice(self._shards(table)[shard].snapshot_of(epoch).rows, max_rows))
+        return _columns(self.config(table), rows), len(rows) == max_rows
+
+    @_locked
+    def snapshot_evicted(self, table: int, shard: int, epoch: int) -> NDArray[np.uint64]:
+        """See `EmbeddingStore.snapshot_evicted`."""
+        return np.array(self._shards(table)[shard].snapshot_of(epoch).evicted, np.uint64)
+
+    @_locked
+    def end_snapshot(self, table: int) -> None:
+        """See `EmbeddingStore.end_snapshot`."""
+        for shard in self._shards(table):
+            shard.snapshot = None
+
+    def _shards(self, table: int) -> list[ReferenceShard]:
+        self.config(table)
+        return self._tables[table][1]
+
+    def _by_shard(self, table: int, ids: NDArray[np.uint64]) -> list[tuple[ReferenceShard, list[int]]]:
+        """Returns the positions of ids by shard, without shards that have none."""
+        shards = self._shards(table)
+        positions: list[list[int]] = [[] for _ in shards]
+        for position, id_ in enumerate(ids):
+            positions[shard_of(int(id_), len(shards))].append(position)
+        return [(shard, mine) for shard, mine in zip(shards, positions, strict=True) if mine]
+
+    def _unpack(
+        self, tables: Sequence[int], counts: Sequence[int], ids: NDArray[np.uint64], floats: NDArray[np.float32]
+    ) -> list[tuple[int, NDArray[np.uint64], NDArray[np.float32]]]:
+        """Returns the views of each table: its number, ids `[n]` and floats `[n, dim]`."""
+        for name, array, dtype in (("ids", ids, np.uint64), ("out or gradients", floats, np.float32)):
+            if array.dtype != dtype or array.ndim != 1 or not array.flags.c_contiguous:
+                raise StoreError(f"{name} must be a contiguous array [n] of {np.dtype(dtype)}")
+        sizes = [count * self.config(table).dim for table, count in zip(tables, counts, strict=False)]
+        if (
+            not len(set(tables)) == len(tables) == len(counts)
+            or min(counts, default=0) < 0
+            or (sum(counts), sum(sizes)) != (len(ids), len(floats))
+        ):
+            raise StoreError(
+                f"tables {list(tables)} with {list(counts)} ids make {sum(counts)} ids and {sum(sizes)} floats; got "
+                f"{len(ids)} and {len(floats)}. Name each table once."
+            )
+        found = []
+        for table, count in zip(tables, counts, strict=True):
+            size = count * self.config(table).dim
+            found.append((table, ids[:count], floats[:size].reshape(count, self.config(table).dim)))
+            ids, floats = ids[count:], floats[size:]
+        return found
+
+
+def _columns(config: TableConfig, rows: Sequence[ReferenceRow]) -> Rows:
+    return Rows(
+        np.array([row.id for row in rows], np.uint64),
+        np.array([row.embedding for row in rows], np.float32).reshape(len(rows), config.dim),
+        np.array([row.state for row in rows], np.float32).reshape(len(rows), config.state_width),
+        np.array([row.update_count for row in rows], np.uint32),
+        np.array([row.last_step for row in rows], np.uint32),
+        np.array([row.stamp for row in rows], np.uint32),
+    )
+
+
+def _check(config: TableConfig, rows: Rows) -> None:
+    count = len(rows.ids)
+    if rows.embeddings.shape != (count, config.dim):
+        raise StoreError(
+            f"table {config.name!r}: embeddings must have shape {[count, config.dim]}, not "
+            f"{list(rows.embeddings.shape)}",
+            table=config.name,
+        )
+    if rows.state.shape != (count, config.state_width):
+        raise StoreError(
+            f"table {config.name!r}: states must have {config.state_width} columns: were the rows written with "
+            "another optimizer?",
+            table=config.name,
+        )
+    if any(len(column) != count for column in rows):
+        raise StoreError(f"table {config.name!r}: the columns differ in length", table=config.name)

@@ -12,20 +12,10 @@ from numpy.typing import NDArray
 
 from persia.store.config import TableConfig
 
-__all__ = ["apply", "initial_state"]
+__all__ = ["apply"]
 
 F = np.float32
 Vector = NDArray[np.float32]
-
-
-def initial_state(config: TableConfig) -> Vector:
-    """State of a new row, float32 [state width]."""
-    state = np.zeros(config.state_width, F)
-    if config.optimizer in ("adagrad", "rowwise_adagrad"):
-        state[:] = config.with_defaults()["initial_accumulator"]
-    if config.optimizer == "ftrl":
-        state[config.dim :] = config.with_defaults()["initial_accumulator"]
-    return state
 
 
 def apply(config: TableConfig, weight: Vector, state: Vector, gradient: Vector, lr: float, count: int) -> None:

@@ -1,0 +1,168 @@
+"""One shard of a table of the reference store: which ids have a row, how rows change, and which row is evicted."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from persia.errors import StoreError
+from persia.store import reference_optim
+from persia.store.config import TableConfig
+from persia.store.protocol import Spill
+from persia.store.reference_random import Sketch, admission_draw, initial_embedding
+
+__all__ = ["COUNTERS", "ReferenceRow", "ReferenceShard"]
+
+COUNTERS = (
+    "lookups", "hits", "misses", "admitted", "rejected", "evicted", "applied", "absent", "nonfinite", "duplicates",
+)  # fmt: skip
+
+
+@dataclass
+class ReferenceRow:
+    """A row and the numbers that a store keeps of it."""
+
+    id: int
+    embedding: NDArray[np.float32]
+    state: NDArray[np.float32]
+    update_count: int = 0
+    last_step: int = 0
+    stamp: int = 0
+    epoch: int = 0
+    """Number of the snapshot after which the row last changed; 0 if it was imported."""
+
+
+@dataclass
+class _Snapshot:
+    epoch: int
+    rows: Iterator[ReferenceRow]
+    evicted: list[int]
+
+
+class ReferenceShard:
+    """Rows of a share of the ids, up to a capacity, in the order in which they were inserted."""
+
+    def __init__(self, config: TableConfig, capacity: int) -> None:
+        self.config = config
+        self.capacity = capacity
+        self.rows: list[ReferenceRow] = []
+        self.index: dict[int, int] = {}
+        """Place in `rows` by id."""
+        self.clock = 0
+        self.counters = dict.fromkeys(COUNTERS, 0)
+        self.applied: set[tuple[int, int]] = set()
+        """Pushes by (client, sequence)."""
+        self.sketch = Sketch(capacity) if config.admission != "all" else None
+        self.epoch = 1
+        self.changes_since = 0
+        self.evicted: list[int] = []
+        self.evicted_limit = 0
+        self.snapshot: _Snapshot | None = None
+
+    def find(self, id_: int) -> ReferenceRow | None:
+        """Returns the row of an id, if there is one."""
+        place = self.index.get(id_)
+        return None if place is None else self.rows[place]
+
+    def lookup(self, id_: int) -> NDArray[np.float32]:
+        """Returns the embedding of an id in training, which may get a row by that."""
+        self.counters["lookups"] += 1
+        row = self.find(id_)
+        self.counters["misses" if row is None else "hits"] += 1
+        if row is None:
+            if not self._admits(id_):
+                self.counters["rejected"] += 1
+                return np.zeros(self.config.dim, np.float32)
+            self.counters["admitted"] += 1
+            row = ReferenceRow(id_, initial_embedding(self.config, id_), self.config.initial_state)
+            self._insert(row)
+        self._touch(row)
+        return row.embedding
+
+    def update(self, id_: int, gradient: NDArray[np.float32], lr: float, step: int) -> str:
+        """Applies a gradient, and returns the name of its counter."""
+        row = self.find(id_)
+        if row is None:
+            return "absent"
+        if not np.isfinite(gradient).all():
+            return "nonfinite"
+        row.update_count += 1
+        row.last_step = step
+        self._touch(row)
+        reference_optim.apply(self.config, row.embedding, row.state, gradient, lr, row.update_count)
+        return "applied"
+
+    def put(self, row: ReferenceRow) -> None:
+        """Replaces the row of an id or inserts it, unless the shard is full and all its rows are as recent."""
+        place = self.index.get(row.id)
+        if place is not None:
+            self.rows[place] = row
+        elif len(self.rows) == self.capacity and self.rows[self._oldest()].stamp >= row.stamp:
+            self.counters["evicted"] += 1
+        else:
+            self._insert(row)
+
+    def _admits(self, id_: int) -> bool:
+        if self.sketch is None:
+            return True
+        occurrence = self.sketch.add(id_)
+        if self.config.admission == "min_frequency":
+            return occurrence >= self.config.admission_value
+        return admission_draw(self.config, id_, occurrence) < self.config.admission_value
+
+    def _insert(self, row: ReferenceRow) -> None:
+        place = len(self.rows)
+        if place < self.capacity:
+            self.rows.append(row)
+        else:
+            place = self._oldest()
+            self._note_eviction(self.rows[place].id)
+            self.rows[place] = row
+        self.index[row.id] = place
+
+    def _oldest(self) -> int:
+        return min(range(len(self.rows)), key=lambda place: (self.rows[place].stamp, place))
+
+    def _note_eviction(self, id_: int) -> None:
+        del self.index[id_]
+        self.counters["evicted"] += 1
+        if len(self.evicted) < self.evicted_limit:
+            self.evicted.append(id_)
+        else:
+            self.forget_changes()
+
+    def _touch(self, row: ReferenceRow) -> None:
+        row.stamp, row.epoch = self.clock, self.epoch
+
+    def forget_changes(self) -> None:
+        """Ends the record of evicted ids: the next snapshot has to take all rows."""
+        self.changes_since, self.evicted, self.evicted_limit = 0, [], 0
+
+    def begin_snapshot(self, epoch: int, since: int, spill: Spill) -> None:
+        """Copies the rows changed since an earlier snapshot."""
+        self.check_idle()
+        if since and since != self.changes_since:
+            raise StoreError(f"what has changed since epoch {since} is not known")
+        rows: Iterator[ReferenceRow]
+        if spill.live:  # A generator looks at a row when it is read.
+            rows = (self.rows[place] for place in range(len(self.rows)) if self.rows[place].epoch >= since)
+        else:
+            rows = iter([copy.deepcopy(row) for row in self.rows if row.epoch >= since])
+        self.snapshot = _Snapshot(epoch, rows, self.evicted)
+        self.epoch = self.changes_since = epoch
+        self.evicted, self.evicted_limit = [], spill.evicted_limit
+
+    def check_idle(self) -> None:
+        """Raises `StoreError` during a snapshot."""
+        if self.snapshot is not None:
+            raise StoreError("a checkpoint is being read from these rows: wait for its end")
+
+    def snapshot_of(self, epoch: int) -> _Snapshot:
+        """Returns the snapshot of this number. Raises `StoreError` if it is not the current one."""
+        if self.snapshot is None or self.snapshot.epoch != epoch:
+            raise StoreError("there is no such snapshot of this shard: it was ended")
+        return self.snapshot

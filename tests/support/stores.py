@@ -1,0 +1,28 @@
+"""Calls of one table of any store."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from persia.store import NativeStore, ReferenceStore
+
+STORES = {"native": NativeStore, "reference": ReferenceStore}
+
+
+def lookup(store, ids, train=True, table=0):
+    """Returns embeddings [n, dim]."""
+    rows = np.empty((len(ids), store.config(table).dim), np.float32)
+    store.lookup_packed([table], [len(ids)], ids, rows.reshape(-1), train)
+    return rows
+
+
+def update(store, ids, gradients, lr=0.1, step=1, client=0, sequence=0, table=0):
+    """Returns the outcome of gradients [n, dim]."""
+    flat = np.ascontiguousarray(gradients, np.float32).reshape(-1)
+    (counts,) = store.update_packed([table], [len(ids)], ids, flat, [lr], step, client, sequence)
+    return counts
+
+
+def contents(store, table=0):
+    """Returns all rows by shard, in row order."""
+    return dict(store.iterate_rows(table, max_rows=10**6))
