@@ -202,7 +202,7 @@ def test_a_run_with_a_crash_is_its_replay(mode, moment, tmp_path, monkeypatch):
         assert_same_report(schedules, others[0])
     else:
         assert report.lost_tokens <= 1  # It may have drawn the next one.
-        assert report.orphans >= 1
+        assert report.abandoned >= 1
 
 
 def kill_at(deaths, monkeypatch):

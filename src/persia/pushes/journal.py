@@ -44,8 +44,8 @@ class PushJournal:
         """Runs an update, which leads to the next version, and adds those of its pushes that were not added before."""
         with self._lock:
             result = update()
-            if all([self.add(header) for header in headers]):  # Else the update is a repetition.
-                self._version += 1
+            fresh = [self.add(header) for header in headers]
+            self._version += all(fresh)  # Else the update is a repetition.
             return result
 
     def read(self, batch_id: int, lookup: Callable[[], T]) -> T:

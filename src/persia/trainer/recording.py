@@ -18,7 +18,7 @@ __all__ = ["ScheduleRecorder"]
 
 
 class ScheduleRecorder:
-    """Writes the schedule of each phase to `directory/segment-1.jsonl`, ...; no-op without a directory.
+    """Writes the schedule of each phase to `directory/phase-1.jsonl`, ...; no-op without a directory.
 
     Args:
         directory: `TrainerOptions.record_dir`.
@@ -80,6 +80,6 @@ class ScheduleRecorder:
             return
         local_batch = max(local_batch, *(read.rows for read in records.reads))
         found = recorded(self._state.mode, self._nn_workers, local_batch, self._step, records)
-        path = Path(self._directory) / f"segment-{self._number}.jsonl"
+        path = Path(self._directory) / f"phase-{self._number}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         found.save(path)
