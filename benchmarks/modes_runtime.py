@@ -159,7 +159,7 @@ def staleness(preset: str) -> runner.Measure:
     batches = 64 if preset == "smoke" else 800
     with tempfile.TemporaryDirectory() as directory:
         trained = bench.train(gba(), emulation, batches, directory)
-        schedule = load_timeline(Path(directory) / "segment-1.jsonl")
+        schedule = load_timeline(Path(directory) / "phase-1.jsonl")
     schema, data = bench.problem(batches)
     virtual = VirtualTraining(bench.network(), schema, data.__getitem__, bench.optimizer, bench.EMBEDDING_OPTIMIZER)
     step, read, ages = schedule.step, {}, {}
@@ -234,7 +234,7 @@ def auto_round(preset: str) -> tuple[float, dict[str, Any]]:
         "per_phase": [round(ratio, 3) for ratio in ratios],
         "rows_per_s": [round(rate, 1) for rate in found],
         **{name: [round(rate, 1) for rate in of] for name, of in fixed.items()},
-        "switches": [str(verdict) for verdict in trained.result.verdicts if verdict.switch],
+        "switches": [str(choice) for choice in trained.result.mode_choices if choice.switch],
     }
 
 

@@ -62,9 +62,9 @@ def test_a_run_is_its_replay(mode, tmp_path):
             options=persia.TrainerOptions(progress=False, timeout=60.0, record_dir=str(tmp_path)),
         )
         result = trainer.fit(data)
-        # More than one segment: there are rests at which a snapshot may be due.
-        count = len(list(tmp_path.glob("segment-*.jsonl")))
-        schedules = [load_timeline(tmp_path / f"segment-{number + 1}.jsonl") for number in range(count)]
+        # More than one phase: a recovery point may be due after each.
+        count = len(list(tmp_path.glob("phase-*.jsonl")))
+        schedules = [load_timeline(tmp_path / f"phase-{number + 1}.jsonl") for number in range(count)]
         batches = list(data)
         virtual = VirtualTraining(network(), data.schema, batches.__getitem__, adam, persia.optim.Adagrad(lr=0.05))
         for schedule in schedules:

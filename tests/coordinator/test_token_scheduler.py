@@ -20,7 +20,7 @@ DEADLINE = 10.0
 ROWS = 8
 
 
-def segment(mode, nn_workers=2, number=1, position=0, step=0, steps=None, generation=1):
+def phase(mode, nn_workers=2, number=1, position=0, step=0, steps=None, generation=1):
     return TrainingPhase(generation, number, mode, nn_workers, 0, position, step, steps, ROWS)
 
 
@@ -46,7 +46,7 @@ class Worker:
         number = self.taken.pop(0)
         token = self.tokens.draw(self.caller, self.sequence, number, ROWS, self.sequence - 1, self.filled)
         while token.value is None:
-            self.filled += len(token.orphans)
+            self.filled += len(token.abandoned)
             token = self.tokens.draw(self.caller, self.sequence, number, ROWS, self.sequence - 1, self.filled)
         return token
 
@@ -65,12 +65,12 @@ class Worker:
         self.draw()
         return self.arrive()
 
-    def rest(self):
-        rest = self.tokens.rest(self.caller, self.sequence, self.filled)
-        while rest.orphans:
-            self.filled += len(rest.orphans)
-            rest = self.tokens.rest(self.caller, self.sequence, self.filled)
-        return rest
+    def quiesce(self):
+        end = self.tokens.quiesce(self.caller, self.sequence, self.filled)
+        while end.abandoned:
+            self.filled += len(end.abandoned)
+            end = self.tokens.quiesce(self.caller, self.sequence, self.filled)
+        return end
 
 
 def two(tokens):
@@ -95,7 +95,7 @@ def report(tokens):
 
 
 def test_values_are_those_of_the_paper_and_slots_are_in_order(tokens):
-    tokens.begin(segment(Gba(3 * ROWS)))
+    tokens.begin(phase(Gba(3 * ROWS)))
     a, b = two(tokens)
     seen = []
     for worker in (a, b, a, a, b, b, a):
@@ -106,7 +106,7 @@ def test_values_are_those_of_the_paper_and_slots_are_in_order(tokens):
 
 
 def test_a_straggler_beyond_the_tolerance_weighs_nothing(tokens):
-    tokens.begin(segment(Gba(2 * ROWS, tolerance=1)))
+    tokens.begin(phase(Gba(2 * ROWS, tolerance=1)))
     fast, slow = two(tokens)
     assert slow.start().value == 0
     for _ in range(4):
@@ -118,8 +118,8 @@ def test_a_straggler_beyond_the_tolerance_weighs_nothing(tokens):
 
 
 def test_repetitions_change_nothing(tokens):
-    tokens.begin(segment(Gba(2 * ROWS)))
-    tokens.begin(segment(Gba(2 * ROWS)))
+    tokens.begin(phase(Gba(2 * ROWS)))
+    tokens.begin(phase(Gba(2 * ROWS)))
     worker = Worker(tokens, 0)
     number = worker.take()
     assert tokens.take(worker.caller, 1) == number
@@ -130,7 +130,7 @@ def test_repetitions_change_nothing(tokens):
 
 
 def test_so_many_steps_and_no_more(tokens):
-    tokens.begin(segment(Gba(3 * ROWS), steps=2))
+    tokens.begin(phase(Gba(3 * ROWS), steps=2))
     a, b = two(tokens)
     tickets = []
     while (ticket := a.train()) is not None:
@@ -138,24 +138,24 @@ def test_so_many_steps_and_no_more(tokens):
     assert len(tickets) == 6
     assert b.take() is None
     with ThreadPoolExecutor(2) as threads:
-        first, second = threads.map(lambda w: w.rest(), (a, b))
+        first, second = threads.map(lambda w: w.quiesce(), (a, b))
     assert first == second
     assert (first.step, first.held, first.position, first.leader, first.ended) == (2, 0, 6, 0, False)
 
 
-def test_a_remainder_and_the_next_segment(tokens):
-    tokens.begin(segment(Gba(4 * ROWS), nn_workers=1))
+def test_a_remainder_and_the_next_phase(tokens):
+    tokens.begin(phase(Gba(4 * ROWS), nn_workers=1))
     a = Worker(tokens, 0)
     for _ in range(6):
         a.train()
     tokens.end(a.caller, a.take())
-    rest = a.rest()
-    assert (rest.step, rest.held, rest.position, rest.ended) == (1, 2, 6, True)
-    with pytest.raises(PersiaError, match="not at rest"):
-        tokens.begin(segment(Async(), nn_workers=1, number=2))
-    assert tokens.settled(a.caller, 2) == 2
-    tokens.begin(segment(Gba(2 * ROWS), nn_workers=1, number=2, step=2, position=6))
-    with pytest.raises(StalePushError, match="is over"):
+    end = a.quiesce()
+    assert (end.step, end.held, end.position, end.ended) == (1, 2, 6, True)
+    with pytest.raises(PersiaError, match="not quiesced"):
+        tokens.begin(phase(Async(), nn_workers=1, number=2))
+    assert tokens.drained(a.caller, 2) == 2
+    tokens.begin(phase(Gba(2 * ROWS), nn_workers=1, number=2, step=2, position=6))
+    with pytest.raises(StalePushError, match="Phase 1 of generation 1 has ended"):
         a.take()
     b = Worker(tokens, 0, number=2, sequence=6)
     assert b.take() == 6
@@ -163,7 +163,7 @@ def test_a_remainder_and_the_next_segment(tokens):
 
 
 def test_hop_bs_keeps_the_fastest_near_the_slowest(tokens):
-    tokens.begin(segment(HopBs(2)))
+    tokens.begin(phase(HopBs(2)))
     fast, slow = two(tokens)
     slow.start()
     fast.train()
@@ -178,7 +178,7 @@ def test_hop_bs_keeps_the_fastest_near_the_slowest(tokens):
 
 
 def test_hop_bw_drops_who_is_late(tokens):
-    tokens.begin(segment(HopBw(1), nn_workers=3))
+    tokens.begin(phase(HopBw(1), nn_workers=3))
     a, b, slow = (Worker(tokens, rank) for rank in range(3))
     for worker in (a, b, slow):
         worker.start()
@@ -191,31 +191,31 @@ def test_hop_bw_drops_who_is_late(tokens):
 
 
 def rest_of(first, second):
-    """Both rest; what the first is told."""
+    """Both quiesce; returns the result of the first."""
     with ThreadPoolExecutor(1) as threads:
-        resting = threads.submit(first.rest)
-        second.rest()
+        resting = threads.submit(first.quiesce)
+        second.quiesce()
         return resting.result(DEADLINE)
 
 
 def test_nobody_waits_for_those_without_data(tokens):
-    tokens.begin(segment(HopBw(0), nn_workers=2))
+    tokens.begin(phase(HopBw(0), nn_workers=2))
     a, b = two(tokens)
     a.start()
     tokens.end(b.caller, b.take())
     a.arrive()
     with ThreadPoolExecutor(1) as threads:
-        resting = threads.submit(b.rest)
+        resting = threads.submit(b.quiesce)
         a.taken = [1]  # Read before the end was known.
         assert a.draw().value == 0
         assert a.arrive().header.slot == 1
-        a.rest()
+        a.quiesce()
         assert resting.result(DEADLINE).step == 1
 
 
-def test_one_that_is_twice_as_fast_takes_the_last_batch_of_a_segment(tokens):
+def test_one_that_is_twice_as_fast_takes_the_last_batch_of_a_phase(tokens):
     """The mode lets it contribute once to a step, and there is no batch left for the other one."""
-    tokens.begin(segment(HopBw(0), nn_workers=2, steps=1))
+    tokens.begin(phase(HopBw(0), nn_workers=2, steps=1))
     fast, slow = two(tokens)
     fast.train()
     assert fast.take() == 1
@@ -229,7 +229,7 @@ def test_one_that_is_twice_as_fast_takes_the_last_batch_of_a_segment(tokens):
 
 def test_a_call_that_comes_twice_while_it_waits_counts_once(tokens):
     """A connection was cut, and the client has called again."""
-    tokens.begin(segment(HopBw(0), nn_workers=2, steps=2))
+    tokens.begin(phase(HopBw(0), nn_workers=2, steps=2))
     a, b = two(tokens)
     a.train()
     b.start()
@@ -242,7 +242,7 @@ def test_a_call_that_comes_twice_while_it_waits_counts_once(tokens):
         b.arrive()
         assert {call.result(DEADLINE).value for call in twice} == {1}
     assert a.arrive().header.slot == 0
-    with pytest.raises(StalePushError, match="drawn and pushed 2 already"):  # A third one, late.
+    with pytest.raises(StalePushError, match="Token 2 is used already"):  # A third one, late.
         tokens.draw(a.caller, a.sequence, number, ROWS, 1, 0)
     assert b.train().header[:4] == (1, 1, 2, 1)  # Its step and slot are those of b's second batch.
     assert rest_of(a, b).step == 2
@@ -250,7 +250,7 @@ def test_a_call_that_comes_twice_while_it_waits_counts_once(tokens):
 
 def test_a_dead_nn_worker(tokens):
     """Its token is drawn again, its batch is handed out again, its slot is filled by another."""
-    tokens.begin(segment(Gba(3 * ROWS), nn_workers=3))
+    tokens.begin(phase(Gba(3 * ROWS), nn_workers=3))
     a, b, dead = (Worker(tokens, rank) for rank in range(3))
     for worker in (dead, a, b):
         worker.start()
@@ -260,12 +260,12 @@ def test_a_dead_nn_worker(tokens):
     a.arrive()
     tokens.cancel(1, 2)
     tokens.cancel(1, 2)
-    with pytest.raises(StalePushError, match="dead"):
+    with pytest.raises(StalePushError, match="not an active member"):
         dead.arrive()
     assert [a.take(), b.take()] == [3, 4]
     assert b.arrive().header[:1] == (1,)
     first = tokens.draw(b.caller, 2, 4, ROWS, 1, 0)
-    assert (first.value, first.orphans) == (None, [slot])
+    assert (first.value, first.abandoned) == (None, [slot])
     assert tokens.draw(b.caller, 2, 4, ROWS, 1, 0) == first  # Until it has pushed it.
     assert tokens.draw(b.caller, 2, 4, ROWS, 1, 1).value == 1
     assert a.draw().value == 1
@@ -274,7 +274,7 @@ def test_a_dead_nn_worker(tokens):
 
 def test_a_redrawn_token_has_the_current_value_not_the_next(tokens):
     """The lost token and its copy count once: M tokens have each value, so tokens and steps stay aligned."""
-    tokens.begin(segment(Gba(2 * ROWS), nn_workers=3))
+    tokens.begin(phase(Gba(2 * ROWS), nn_workers=3))
     a, b, dead = (Worker(tokens, rank) for rank in range(3))
     assert [dead.start().value, a.start().value] == [0, 0]
     tokens.cancel(1, 2)
@@ -289,45 +289,45 @@ def test_a_redrawn_token_has_the_current_value_not_the_next(tokens):
     assert values == [1, 1, 2, 2, 3, 3, 4, 4]
 
 
-def test_the_others_hear_of_a_death_when_they_rest(tokens):
-    assert not tokens.cancel(1, 0)  # There is no segment.
-    tokens.begin(segment(Gba(2 * ROWS), nn_workers=3))
+def test_the_others_hear_of_a_death_when_they_quiesce(tokens):
+    assert not tokens.cancel(1, 0)  # There is no phase.
+    tokens.begin(phase(Gba(2 * ROWS), nn_workers=3))
     a, b, dead = (Worker(tokens, rank) for rank in range(3))
     dead.take()
     assert tokens.cancel(1, 2)
     assert not tokens.cancel(2, 1)  # Of other NN workers.
     tokens.stop()
     with ThreadPoolExecutor(1) as threads:
-        resting = threads.submit(a.rest)
-        rest = b.rest()
-        assert resting.result(DEADLINE) == rest
-    assert (rest.leader, rest.dead, rest.ended) == (0, [2], False)
-    assert not tokens.cancel(1, 1)  # Now they are at rest, and need each other.
-    # Its batch is handed out in the next segment of the pass, though all NN workers are others.
-    tokens.begin(segment(Gba(2 * ROWS), position=1, generation=2))
+        resting = threads.submit(a.quiesce)
+        end = b.quiesce()
+        assert resting.result(DEADLINE) == end
+    assert (end.leader, end.dead, end.ended) == (0, [2], False)
+    assert not tokens.cancel(1, 1)  # Now they are quiesced, and need each other.
+    # Its batch is handed out in the next phase of the pass, though all NN workers are others.
+    tokens.begin(phase(Gba(2 * ROWS), position=1, generation=2))
     assert tokens.take(Caller(2, 1, 0), 1) == 0
     assert tokens.take(Caller(2, 1, 0), 2) == 1
 
 
-def test_whoever_is_dead_stays_so_in_the_next_segment(tokens):
-    tokens.begin(segment(Gba(2 * ROWS)))
+def test_the_dead_stay_dead_in_the_next_phase(tokens):
+    tokens.begin(phase(Gba(2 * ROWS)))
     a, dead = two(tokens)
     dead.take()
     tokens.cancel(1, 1)
     tokens.stop()
-    assert a.rest().dead == [1]
-    assert tokens.settled(a.caller, 0) == 0
-    tokens.begin(segment(Gba(2 * ROWS), number=2, position=1))
+    assert a.quiesce().dead == [1]
+    assert tokens.drained(a.caller, 0) == 0
+    tokens.begin(phase(Gba(2 * ROWS), number=2, position=1))
     again = Worker(tokens, 0, number=2)
     assert again.take() == 0
     again.draw()
     again.arrive()
     tokens.stop()
-    assert again.rest().dead == [1]
+    assert again.quiesce().dead == [1]
 
 
 def test_a_dead_nn_worker_that_was_waiting_for_a_batch_gets_none(tokens):
-    tokens.begin(segment(HopBw(1), nn_workers=3, steps=2))
+    tokens.begin(phase(HopBw(1), nn_workers=3, steps=2))
     a, b, dead = (Worker(tokens, rank) for rank in range(3))
     for worker in (a, b, a, b):
         worker.take()
@@ -336,37 +336,37 @@ def test_a_dead_nn_worker_that_was_waiting_for_a_batch_gets_none(tokens):
         with pytest.raises(TimeoutError):
             waiting.result(0.2)
         tokens.cancel(1, 2)
-        with pytest.raises(StalePushError, match="dead"):
+        with pytest.raises(StalePushError, match="not an active member"):
             waiting.result(DEADLINE)
 
 
 def test_who_begins_anew_earlier_gets_no_batch_twice(tokens):
-    tokens.begin(segment(Gba(2 * ROWS)))
+    tokens.begin(phase(Gba(2 * ROWS)))
     a, b = Worker(tokens, 0), Worker(tokens, 1)
     a.train()
     b.take()
     tokens.cancel(1, 1)
-    tokens.begin(segment(Gba(2 * ROWS), position=0, generation=2))
+    tokens.begin(phase(Gba(2 * ROWS), position=0, generation=2))
     assert [tokens.take(Caller(2, 1, 0), request) for request in (1, 2, 3)] == [0, 1, 2]
 
 
 def test_nobody_waits_for_a_dead_leader():
     tokens = TokenScheduler(DEADLINE)
-    tokens.begin(segment(Gba(2 * ROWS)))
+    tokens.begin(phase(Gba(2 * ROWS)))
     tokens.stop()
     a, b = Worker(tokens, 0), Worker(tokens, 1)
     with ThreadPoolExecutor(1) as threads:
-        resting = threads.submit(a.rest)
-        assert b.rest().leader == resting.result(DEADLINE).leader == 0
-        waiting = threads.submit(tokens.settled, b.caller, -1)
+        resting = threads.submit(a.quiesce)
+        assert b.quiesce().leader == resting.result(DEADLINE).leader == 0
+        waiting = threads.submit(tokens.drained, b.caller, -1)
         tokens.cancel(1, 0)
         with pytest.raises(RoleDiedError, match="NN worker 0 died"):
             waiting.result(DEADLINE)
 
 
-def test_an_orphan_of_an_orphan(tokens):
+def test_an_abandoned_push_is_abandoned_again(tokens):
     """Who was to fill a slot dies too."""
-    tokens.begin(segment(Bsp(2), nn_workers=3))
+    tokens.begin(phase(Bsp(2), nn_workers=3))
     a, b, c = (Worker(tokens, rank) for rank in range(3))
     for worker in (a, b, c):
         worker.take()
@@ -374,10 +374,10 @@ def test_an_orphan_of_an_orphan(tokens):
     slot = c.arrive().header
     tokens.cancel(1, 2)
     b.sequence += 1
-    assert tokens.draw(b.caller, 1, 1, ROWS, 0, 0).orphans == [slot]
+    assert tokens.draw(b.caller, 1, 1, ROWS, 0, 0).abandoned == [slot]
     tokens.cancel(1, 1)
     a.sequence += 1
-    assert tokens.draw(a.caller, 1, 0, ROWS, 0, 0).orphans == [slot]
+    assert tokens.draw(a.caller, 1, 0, ROWS, 0, 0).abandoned == [slot]
     assert tokens.draw(a.caller, 1, 0, ROWS, 0, 1).value == 0
 
 
@@ -404,18 +404,18 @@ def test_step_times_ask_for_a_switch(tokens):
     end = time.monotonic() + DEADLINE
     while not tokens.requested():
         assert time.monotonic() < end
-        tokens.timed(0, [StepTiming(0.001, 0.001)])
-        tokens.timed(1, [StepTiming(0.009, 0.009)])
+        tokens.report_timings(0, [StepTiming(0.001, 0.001)])
+        tokens.report_timings(1, [StepTiming(0.009, 0.009)])
     tokens.resolve(auto.asynchronous)
     evidence = tokens.evidence()
-    assert [v.switch for v in evidence.verdicts][-2:] == [False, True]
+    assert [v.switch for v in evidence.choices][-2:] == [False, True]
     assert {step.worker for step in evidence.steps} == {0, 1}
 
 
 def test_state_survives_a_restart(tmp_path):
     path = str(tmp_path / "tokens")
     first = TokenScheduler(DEADLINE, path)
-    first.begin(segment(Gba(3 * ROWS)))
+    first.begin(phase(Gba(3 * ROWS)))
     a, b = Worker(first, 0), Worker(first, 1)
     for worker in (a, b, a):
         worker.train()
@@ -429,17 +429,17 @@ def test_state_survives_a_restart(tmp_path):
 
 def test_who_is_late_is_named():
     tokens = TokenScheduler(0.05)
-    with pytest.raises(DeadlineError, match="Segment 1 has not begun"):
+    with pytest.raises(DeadlineError, match="Phase 1 has not begun"):
         tokens.take(Caller(1, 1, 0), 1)
-    tokens.begin(segment(HopBs(1)))
+    tokens.begin(phase(HopBs(1)))
     fast, slow = two(tokens)
     slow.start()
     fast.train()
     fast.take()
     with pytest.raises(DeadlineError, match="Slowest: NN workers 1"):
         fast.draw()
-    with pytest.raises(DeadlineError, match="NN workers 1 are not done"):
-        fast.rest()
+    with pytest.raises(DeadlineError, match="NN workers 1 have not finished phase 1"):
+        fast.quiesce()
 
 
 @settings(max_examples=60, deadline=None)
@@ -449,8 +449,9 @@ def test_any_order_and_any_crash(data):
     nn_workers = data.draw(st.integers(1, 4))
     group = data.draw(st.integers(1, 5))
     mode = data.draw(st.sampled_from([Gba(group * ROWS), Bsp(group), Async(), HopBs(2)]))
-    tokens = TokenScheduler(DEADLINE, record=True)
-    tokens.begin(segment(mode, nn_workers))
+    tokens = TokenScheduler(DEADLINE)
+    tokens.begin_recording()
+    tokens.begin(phase(mode, nn_workers))
     workers = [Worker(tokens, rank) for rank in range(nn_workers)]
     alive, busy, arrived, out = set(range(nn_workers)), {}, [], {}
     dead_tokens = 0
@@ -477,7 +478,7 @@ def test_any_order_and_any_crash(data):
     assert [(h.step, h.slot) for _, h in arrived] == [divmod(n, size) for n in range(len(arrived))]
     numbers = [n for n, _ in arrived]
     assert len(set(numbers)) == len(numbers)
-    assert len(tokens.schedule()) == len(arrived)
+    assert len(tokens.end_recording().arrivals) == len(arrived)
     assert report(tokens).lost_tokens == dead_tokens
     if isinstance(mode, Gba):
         assert all(h.token <= n // size + nn_workers for n, (_, h) in enumerate(arrived))
@@ -485,7 +486,7 @@ def test_any_order_and_any_crash(data):
 
 def test_several_threads_at_once():
     tokens = TokenScheduler(DEADLINE)
-    tokens.begin(segment(HopBw(2), nn_workers=6, steps=20))
+    tokens.begin(phase(HopBw(2), nn_workers=6, steps=20))
     barrier = threading.Barrier(6)
 
     def work(rank):
@@ -494,10 +495,10 @@ def test_several_threads_at_once():
         trained = []
         while (ticket := worker.train()) is not None:
             trained.append(ticket)
-        return trained, worker.rest()
+        return trained, worker.quiesce()
 
     with ThreadPoolExecutor(6) as threads:
         found = list(threads.map(work, range(6)))
     kept = sorted((t.header.step, t.header.slot) for trained, _ in found for t in trained if not t.dropped)
     assert kept == [divmod(n, 4) for n in range(80)]
-    assert {rest for _, rest in [(0, tuple(r)[:5]) for _, r in found]} == {(0, 20, 0, found[0][1].position, False)}
+    assert {end for _, end in [(0, tuple(r)[:5]) for _, r in found]} == {(0, 20, 0, found[0][1].position, False)}

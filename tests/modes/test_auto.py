@@ -13,40 +13,40 @@ from persia.replay import Setting, alternating, phases, simulate, steady
 AUTO = Auto(Gba(8), seconds=10.0)
 
 
-def verdicts(auto, mode, trace, batches=1000):
+def choices(auto, mode, trace, batches=1000):
     return list(rehearse(auto, simulate(mode, Setting(trace), batches).step_times()))
 
 
 @pytest.mark.parametrize("mode", [Sync(), Gba(8)])
 def test_predictions_are_the_rates_whichever_mode_was_watched(mode):
-    for verdict in verdicts(AUTO, mode, steady([1] * 6 + [4] * 2))[2:]:
-        assert verdict.sync_rate == pytest.approx(2.0)
-        assert verdict.asynchronous_rate == pytest.approx(6.5)
-        assert verdict.slowest == 6
-        assert verdict.strained
+    for choice in choices(AUTO, mode, steady([1] * 6 + [4] * 2))[2:]:
+        assert choice.sync_rate == pytest.approx(2.0)
+        assert choice.asynchronous_rate == pytest.approx(6.5)
+        assert choice.slowest == 6
+        assert choice.asynchronous
 
 
 def test_quiet_stays():
-    assert not any(v.strained or v.switch for v in verdicts(AUTO, Sync(), steady([1] * 8)))
+    assert not any(v.asynchronous or v.switch for v in choices(AUTO, Sync(), steady([1] * 8)))
 
 
 def test_moving_stragglers_are_seen():
-    last = verdicts(AUTO, Sync(), phases(8, length=10.0), 2000)[-1]
-    assert last.strained
+    last = choices(AUTO, Sync(), phases(8, length=10.0), 2000)[-1]
+    assert last.asynchronous
 
 
 @pytest.mark.parametrize("mode", [Sync(), Gba(8)])
 def test_it_follows_phases_within_its_windows(mode):
     quiet, strained = 200.0, 100.0
     trace = alternating([1] * 6 + [4] * 2, quiet=quiet, strained=strained)
-    found = verdicts(AUTO, mode, trace, 8000)
-    for verdict in found:
-        since = (verdict.time % (quiet + strained)) - quiet
+    found = choices(AUTO, mode, trace, 8000)
+    for choice in found:
+        since = (choice.time % (quiet + strained)) - quiet
         late = (AUTO.windows + 2) * AUTO.seconds
         if since >= late:
-            assert verdict.strained, str(verdict)
+            assert choice.asynchronous, str(choice)
         if late <= since + quiet < quiet:
-            assert not verdict.strained, str(verdict)
+            assert not choice.asynchronous, str(choice)
     switches = [v for v in found if v.switch]
     assert len(switches) == pytest.approx(2 * found[-1].time / (quiet + strained), abs=2)
 
@@ -61,13 +61,13 @@ def test_no_switch_without_windows_in_a_row(raw, windows):
         clock[worker] += seconds
     against = 0
     strained = False
-    for verdict in rehearse(auto, steps):
-        speaks = verdict.ratio < auto.back * (1 - 1e-12) if strained else verdict.ratio >= auto.gain
+    for choice in rehearse(auto, steps):
+        speaks = choice.ratio < auto.back * (1 - 1e-12) if strained else choice.ratio >= auto.gain
         against = against + 1 if speaks else 0
-        assert verdict.switch == (against >= windows)
-        if verdict.switch:
+        assert choice.switch == (against >= windows)
+        if choice.switch:
             strained, against = not strained, 0
-        assert verdict.strained == strained
+        assert choice.asynchronous == strained
 
 
 def test_nothing_is_decided_without_evidence():
@@ -77,10 +77,10 @@ def test_nothing_is_decided_without_evidence():
 
 
 def test_the_log_line_has_the_evidence():
-    verdict = verdicts(AUTO, Sync(), steady([1] * 6 + [4] * 2))[1]
-    assert verdict.switch
-    line = "switch to asynchronous: asynchronous would be 3.25x of 2.0 batches/s, NN worker 6 is the slowest"
-    assert line in str(verdict)
+    choice = choices(AUTO, Sync(), steady([1] * 6 + [4] * 2))[1]
+    assert choice.switch
+    line = "switch to asynchronous (asynchronous: predicted 3.25x of 2.0 batches/s; slowest NN worker: 6;"
+    assert line in str(choice)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def watched(auto, factors, seconds, each=0.5):
             while ends[rank] + factor <= clock.now:
                 untold[rank].append(StepTiming(clock.now - ends[rank], factor))
                 ends[rank] += factor
-            tokens.timed(rank, untold[rank])
+            tokens.report_timings(rank, untold[rank])
             untold[rank] = []
         if tokens.requested():
             break
@@ -51,9 +51,9 @@ def test_stragglers_make_it_ask_for_the_asynchronous_mode(caplog):
         tokens, clock = watched(auto, [1.0] * 6 + [4.0] * 2, 100.0)
     assert tokens.requested() == auto.asynchronous
     assert clock.now < 4 * auto.seconds
-    assert "switch to asynchronous: asynchronous would be 3.25x" in caplog.text
+    assert "switch to asynchronous (asynchronous: predicted 3.25x" in caplog.text
     evidence = tokens.evidence()
-    assert list(rehearse(auto, evidence.steps))[: len(evidence.verdicts)] == evidence.verdicts
+    assert list(rehearse(auto, evidence.steps))[: len(evidence.choices)] == evidence.choices
 
 
 def test_a_switch_that_a_death_has_undone_is_asked_for_again():
@@ -68,7 +68,7 @@ def test_a_switch_that_a_death_has_undone_is_asked_for_again():
         assert clock.now < again
         clock.now += 4.0
         for rank in range(8):
-            tokens.timed(rank, [StepTiming(1.0, 1.0)] if rank < 6 else [StepTiming(4.0, 4.0)])
+            tokens.report_timings(rank, [StepTiming(1.0, 1.0)] if rank < 6 else [StepTiming(4.0, 4.0)])
     assert tokens.requested() == auto.asynchronous
 
 
@@ -77,15 +77,15 @@ def test_a_switch_that_is_still_to_be_made_stays_decided():
     tokens, _ = watched(auto, [1.0] * 6 + [4.0] * 2, 100.0)
     tokens.begin_auto(auto, 8, False)
     assert tokens.requested() == auto.asynchronous
-    assert tokens._policy.strained
+    assert tokens._policy.asynchronous
 
 
 def test_quiet_asks_for_nothing():
     tokens, _ = watched(Auto(Async(), seconds=5.0), [1.0, 1.0, 1.0], 60.0)
     assert tokens.requested() is None
-    verdicts = tokens.evidence().verdicts
-    assert len(verdicts) >= 10
-    assert not any(v.switch for v in verdicts)
+    choices = tokens.evidence().choices
+    assert len(choices) >= 10
+    assert not any(v.switch for v in choices)
 
 
 def test_one_that_reports_nothing_is_waited_for_one_window():
@@ -94,8 +94,8 @@ def test_one_that_reports_nothing_is_waited_for_one_window():
     tokens.begin_auto(Auto(Async(), seconds=10.0), 2, False)
     for second in range(1, 31):
         clock.now = float(second)
-        tokens.timed(0, [StepTiming(1.0, 1.0)])
-        found = len(tokens.evidence().verdicts)
+        tokens.report_timings(0, [StepTiming(1.0, 1.0)])
+        found = len(tokens.evidence().choices)
         assert found == max(0, second // 10 - 1)
 
 
@@ -103,7 +103,7 @@ def test_a_coordinator_that_has_started_anew_is_told_the_rule_again():
     fresh = TokenScheduler(5.0)
     laps = StepTimings(fresh, 0, 0.0, lambda: fresh.begin_auto(Auto(Async()), 1, True))
     laps.add(time.monotonic())
-    assert fresh.timed(0, [])
+    assert fresh.report_timings(0, [])
     laps.add(time.monotonic())
     assert len(fresh.evidence().steps) == 1
 
@@ -114,8 +114,8 @@ def test_by_hand_ends_it():
     tokens.resolve(Sync())
     for _ in range(40):
         clock.now += 1.0
-        tokens.timed(0, [StepTiming(1.0, 0.1)])
-        tokens.timed(1, [StepTiming(1.0, 9.0)])
+        tokens.report_timings(0, [StepTiming(1.0, 0.1)])
+        tokens.report_timings(1, [StepTiming(1.0, 9.0)])
     assert tokens.requested() is None
 
 
@@ -126,8 +126,8 @@ def test_a_mode_that_the_batches_do_not_fit_is_not_asked_for(caplog):
     tokens.begin_auto(Auto(Gba(ROWS + 1), windows=1, seconds=4.0), 2, False)
     for _ in range(20):
         clock.now += 1.0
-        tokens.timed(0, [StepTiming(1.0, 0.1)])
-        tokens.timed(1, [StepTiming(1.0, 9.0)])
+        tokens.report_timings(0, [StepTiming(1.0, 0.1)])
+        tokens.report_timings(1, [StepTiming(1.0, 9.0)])
     assert tokens.requested() is None
     assert "no multiple" in caplog.text
 
@@ -135,9 +135,9 @@ def test_a_mode_that_the_batches_do_not_fit_is_not_asked_for(caplog):
 def test_a_run_switches_with_the_cluster_and_its_decisions_can_be_repeated():
     trace = alternating([1.0, 1.0, 1.0, 6.0], quiet=0.8, strained=1.6)
     done = emulation.train(AUTO, emulation.Emulation(trace, 0.01), 700)
-    verdicts = done.result.verdicts
+    choices = done.result.mode_choices
     assert done.result.rows == 700 * emulation.ROWS
-    assert any(v.switch and v.strained for v in verdicts)
+    assert any(v.switch and v.asynchronous for v in choices)
     assert done.result.asynchronous.batches > 0
 
 
@@ -146,8 +146,8 @@ def test_evidence_is_written_beside_the_logs(tmp_path):
     t = trainer(Auto(Gba(ROWS), seconds=0.01, windows=1), log_dir=str(tmp_path))
     result = t.fit(batches(200))
     evidence = load_evidence(tmp_path / "auto.json")
-    assert evidence.verdicts == result.verdicts != []
-    assert not any(v.switch for v in result.verdicts)  # One NN worker is as slow as itself.
+    assert evidence.choices == result.mode_choices != []
+    assert not any(v.switch for v in result.mode_choices)  # One NN worker is as slow as itself.
 
 
 def test_a_checkpoint_keeps_the_rule(tmp_path):

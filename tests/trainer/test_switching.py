@@ -282,10 +282,10 @@ class LockStep(TokenScheduler):
     def take(self, caller, request):
         with self._changed:
             self._enter(caller)
-            segment = self._state.current
-            if request > segment.steps:
+            phase = self._state.current
+            if request > phase.steps:
                 return None
-            number = segment.position + (request - 1) * self.nn_workers + caller.rank
+            number = phase.position + (request - 1) * self.nn_workers + caller.rank
             self._state.following = max(self._state.following, number + 1)
             return number
 

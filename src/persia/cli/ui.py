@@ -110,7 +110,7 @@ def fit_record(result: FitResult) -> dict[str, Any]:
             "staleness_mean": report.staleness_mean,
             "rows_per_second_by_worker": report.rates(),
         }
-    record["verdicts"] = [{**verdict._asdict(), "ratio": verdict.ratio} for verdict in result.verdicts]
+    record["mode_choices"] = [{**choice._asdict(), "ratio": choice.ratio} for choice in result.mode_choices]
     return record
 
 

@@ -1,4 +1,4 @@
-"""What `Auto` is decided by: the step times of all NN workers, and the verdicts that follow from them."""
+"""The policy of `Auto`: mode choices by the step timings of all NN workers."""
 
 from __future__ import annotations
 
@@ -13,61 +13,61 @@ __all__ = ["SwitchPolicy"]
 
 LOG = logging.getLogger("persia.modes")
 
-MOST_KEPT = 1_000_000
-"""Step times and verdicts are kept for `persia.modes.rehearse`, so many of the last ones."""
+MAX_EVIDENCE = 1_000_000
+"""Maximum number of step times, and of mode choices, kept for `persia.modes.rehearse`."""
 
 
 class SwitchPolicy:
-    """Decides at the end of each window. Not thread-safe.
+    """Chooses a mode at the end of each window. Not thread-safe.
 
-    A window is decided when all NN workers have reported beyond its end, so that the decisions are those that
-    `persia.modes.rehearse` makes of the step times; or one window later, whoever is late.
+    A window is decided once all NN workers have reported beyond its end, so that the choices equal those of
+    `persia.modes.rehearse` on the same step times; at the latest one window after its end.
 
     Args:
         auto: the rule.
-        nn_workers: how many there are.
-        strained: whether the asynchronous mode is in force.
+        nn_workers: number of NN workers.
+        asynchronous: whether the asynchronous mode is in force.
     """
 
-    def __init__(self, auto: Auto, nn_workers: int, strained: bool) -> None:
+    def __init__(self, auto: Auto, nn_workers: int, asynchronous: bool) -> None:
         self.auto = auto
         self._nn_workers = nn_workers
-        self._state = AutoState(strained)
+        self._state = AutoState(asynchronous)
         self._end: float | None = None
         self._reported: dict[int, float] = {}
         self._recent: list[StepTime] = []
-        self._steps: deque[StepTime] = deque(maxlen=MOST_KEPT)
-        self._verdicts: deque[ModeChoice] = deque(maxlen=MOST_KEPT)
+        self._steps: deque[StepTime] = deque(maxlen=MAX_EVIDENCE)
+        self._choices: deque[ModeChoice] = deque(maxlen=MAX_EVIDENCE)
 
     @property
-    def strained(self) -> bool:
-        """Whether it has decided for the asynchronous mode."""
-        return self._state.strained
+    def asynchronous(self) -> bool:
+        """Whether the last choice was the asynchronous mode."""
+        return self._state.asynchronous
 
-    def begin(self, strained: bool) -> None:
-        """Training goes on after a rest: what was under way at its beginning is not known.
+    def begin(self, asynchronous: bool) -> None:
+        """Discards the open window, as training continues after a pause.
 
         Args:
-            strained: whether the asynchronous mode is in force: after a death it may be the mode of before a switch.
+            asynchronous: whether the asynchronous mode is in force; a restart may undo a switch.
         """
-        if strained != self._state.strained:
-            self._state = AutoState(strained)
+        if asynchronous != self._state.asynchronous:
+            self._state = AutoState(asynchronous)
         self._end = None
         self._recent.clear()
         self._reported.clear()
 
-    def add(self, rank: int, laps: Sequence[StepTiming], now: float) -> ModeChoice | None:
-        """Takes a report.
+    def add(self, rank: int, timings: Sequence[StepTiming], now: float) -> ModeChoice | None:
+        """Adds a report.
 
         Args:
-            rank: of the NN worker.
-            laps: its batches since its last report.
-            now: seconds on the clock of all.
+            rank: rank of the NN worker.
+            timings: its step timings since its last report.
+            now: time of the coordinator's clock in seconds.
 
         Returns:
-            The verdict to switch, if there is one.
+            The choice to switch, if any.
         """
-        steps = [StepTime(rank, now - lap.ago, lap.seconds) for lap in laps]
+        steps = [StepTime(rank, now - timing.ago, timing.seconds) for timing in timings]
         self._recent += steps
         self._steps.extend(steps)
         self._reported[rank] = now
@@ -76,15 +76,15 @@ class SwitchPolicy:
                 return None
             self._end = min(step.began for step in steps) + self.auto.seconds
         while self._complete(now):
-            verdict = self._decide(self._end)
+            choice = self._decide(self._end)
             self._end += self.auto.seconds
-            if verdict is not None and verdict.switch:
-                return verdict
+            if choice is not None and choice.switch:
+                return choice
         return None
 
     def evidence(self) -> AutoEvidence:
-        """The step times and verdicts so far, the last million of each."""
-        return AutoEvidence(list(self._steps), list(self._verdicts))
+        """Returns the last step times and mode choices, up to a million of each."""
+        return AutoEvidence(list(self._steps), list(self._choices))
 
     def _complete(self, now: float) -> bool:
         assert self._end is not None
@@ -94,8 +94,8 @@ class SwitchPolicy:
 
     def _decide(self, end: float) -> ModeChoice | None:
         known = [step for step in self._recent if step.began + step.seconds <= end]
-        self._state, verdict = decide(self.auto, self._state, known, end)
-        # What is older than the window counts only where nothing newer is known.
+        self._state, choice = decide(self.auto, self._state, known, end)
+        # A step from before the window counts only for a worker without a later one.
         newest: dict[int, StepTime] = {}
         for step in known:
             if step.worker not in newest or step.began > newest[step.worker].began:
@@ -103,7 +103,7 @@ class SwitchPolicy:
         self._recent = [step for step in self._recent if step.began + step.seconds > end - self.auto.seconds] + [
             step for step in newest.values() if step.began + step.seconds <= end - self.auto.seconds
         ]
-        if verdict is not None:
-            self._verdicts.append(verdict)
-            LOG.log(logging.INFO if verdict.switch else logging.DEBUG, "%s", verdict)
-        return verdict
+        if choice is not None:
+            self._choices.append(choice)
+            LOG.log(logging.INFO if choice.switch else logging.DEBUG, "%s", choice)
+        return choice

@@ -1,4 +1,4 @@
-"""Data list, token list, and the order of arrivals (GBA paper, section 4.1; docs/reference/protocol.md, section 12)."""
+"""The token scheduler: batches, tokens and the order of arrivals (GBA paper, section 4.1; protocol, section 12)."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ LOG = logging.getLogger("persia.modes")
 
 
 class TokenScheduler(RecordedArrivals):
-    """See `persia.services.Tokens`. Safe to call from several threads; `draw`, `rest` and `settled` wait for others.
+    """Implements `persia.services.Tokens`. Safe to call from several threads; some calls wait for other NN workers.
 
     Args:
-        timeout: seconds that a call waits.
-        path: file that the state is kept in, and taken from if it is there; None to forget it.
-        clock: seconds, for rates.
+        timeout: maximum number of seconds that a call waits.
+        path: file to which the state is saved, and from which it is restored if the file exists; None for no file.
+        clock: clock in seconds, for rates.
     """
 
     def __init__(
@@ -53,58 +53,58 @@ class TokenScheduler(RecordedArrivals):
         self._choosing = False
         self._changed = threading.Condition()
         self._waiting: set[int] = set()
-        """Ranks whose draw waits for the gate."""
+        """Ranks that wait in `draw` for the gate."""
         self._taking: set[int] = set()
-        """Ranks that wait for whether the segment needs another batch."""
+        """Ranks that wait in `take`, until it is decided whether the phase needs another batch."""
         self._state = self._file.load() or SchedulerState()
-        segment = self._state.segment
-        self._mode: Mode | None = segment.mode if segment is not None else None
+        phase = self._state.phase
+        self._mode: Mode | None = phase.mode if phase is not None else None
 
-    # --- a segment --------------------------------------------------------------------------------------------
+    # --- a phase ----------------------------------------------------------------------------------------------
 
-    def begin(self, segment: TrainingPhase) -> None:
-        """Begins a segment; see `persia.services.Tokens`."""
-        group = segment.mode.group(segment.nn_workers, segment.local_batch or 1)
+    def begin(self, phase: TrainingPhase) -> None:
+        """Begins a phase; see `persia.services.Tokens`."""
+        group = phase.mode.group(phase.nn_workers, phase.local_batch or 1)
         with self._changed:
-            state, old = self._state, self._state.segment
-            if old is not None and segment[:2] <= old[:2]:
-                if segment == old:
+            state, old = self._state, self._state.phase
+            if old is not None and phase[:2] <= old[:2]:
+                if phase == old:
                     return
-                raise StalePushError(f"Segment {segment.number} of generation {segment.generation} is over.")
-            if old is not None and segment.generation == old.generation and state.settled is None:
-                raise PersiaError(f"Segment {old.number} is not at rest yet, so {segment.number} cannot begin.")
-            # NN workers that start anew may begin earlier than that: what follows is handed out in any case.
-            same_pass = old is not None and old.epoch == segment.epoch
-            returned = [n for n in state.returned if n < segment.position] if same_pass else []
+                raise StalePushError(f"Phase {phase.number} of generation {phase.generation} has ended.")
+            same_generation = old is not None and phase.generation == old.generation
+            if old is not None and same_generation and state.quiesced is None:
+                raise PersiaError(f"Phase {phase.number} cannot begin: phase {old.number} is not quiesced.")
+            # After a restart from a recovery point, batches from `position` on are handed out in any case.
+            same_pass = old is not None and old.epoch == phase.epoch
+            returned = [n for n in state.returned if n < phase.position] if same_pass else []
             state.report.lost_batches += len(state.returned) - len(returned)
-            # Whoever is dead stays so until NN workers start anew, which makes another generation.
-            same = state.accounts if old is not None and segment.generation == old.generation else {}
-            dead = {rank for rank, account in same.items() if not account.alive}
+            # A dead NN worker stays dead until all restart, which begins another generation.
+            dead = {rank for rank, w in state.workers.items() if not w.alive} if same_generation else set()
             self._state = SchedulerState(
-                segment=segment,
-                settled=None,
-                group=group if segment.local_batch else 0,
-                step=segment.step,
-                following=segment.position,
+                phase=phase,
+                quiesced=None,
+                group=group if phase.local_batch else 0,
+                step=phase.step,
+                following=phase.position,
                 returned=returned,
-                accounts={r: WorkerState(alive=r not in dead, ended=r in dead) for r in range(segment.nn_workers)},
+                workers={r: WorkerState(alive=r not in dead, ended=r in dead) for r in range(phase.nn_workers)},
                 report=state.report,
-                wanted=state.wanted,
-                stopped=state.wanted is not None,
-                nn_workers=segment.nn_workers,
-                local_batch=segment.local_batch,
+                requested=state.requested,
+                stopped=state.requested is not None,
+                nn_workers=phase.nn_workers,
+                local_batch=phase.local_batch,
             )
-            self._state.tokens = segment.step * self._state.group
+            self._state.tokens = phase.step * self._state.group
             self._state.report.begin(self._clock())
-            self._mode = segment.mode
+            self._mode = phase.mode
             self._save()
 
     def take(self, caller: Caller, request: int) -> int | None:
-        """The next batch of the pass; see `persia.services.Tokens`."""
+        """Hands out the next batch of the pass; see `persia.services.Tokens`."""
         with self._changed:
-            account = self._enter(caller)
-            if request <= account.requests:
-                return account.answer
+            worker = self._enter(caller)
+            if request <= worker.requests:
+                return worker.answer
             self._taking.add(caller.rank)
             self._changed.notify_all()
             try:
@@ -112,99 +112,99 @@ class TokenScheduler(RecordedArrivals):
                     lambda: (
                         self._state.may_take(self._known_mode())
                         or self._over(caller)
-                        or not account.alive
-                        or request <= account.requests
+                        or not worker.alive
+                        or request <= worker.requests
                     ),
                     self._timeout,
                 )
             finally:
                 self._taking.discard(caller.rank)
-            account, state = self._enter(caller), self._current(caller)  # It may be dead by now.
-            if request <= account.requests:  # It has come twice, and the other call was earlier.
-                return account.answer
+            worker, state = self._enter(caller), self._current(caller)  # The NN worker may have died meanwhile.
+            if request <= worker.requests:  # A repetition of the call was faster.
+                return worker.answer
             if not known:
-                busy = [rank for rank, a in state.accounts.items() if a.taken or a.drawn]
+                busy = [rank for rank, w in state.workers.items() if w.taken or w.drawn]
                 raise DeadlineError(
-                    f"NN worker {caller.rank} waited {self._timeout:g} s to know whether the segment needs another "
-                    f"batch. Late: the NN workers {', '.join(map(str, busy))}, with the batches that they have.",
+                    f"NN worker {caller.rank} waited {self._timeout:g} s for its next batch. "
+                    f"Late with their open batches: NN workers {', '.join(map(str, busy))}.",
                     late=busy,
                     timeout=self._timeout,
                 )
-            account.requests, account.answer = request, state.next_number()
-            if account.answer is None:
-                account.ended = True
+            worker.requests, worker.answer = request, state.next_number()
+            if worker.answer is None:
+                worker.ended = True
             else:
-                account.taken.append(account.answer)
+                worker.taken.append(worker.answer)
             self._save()
-            return account.answer
+            return worker.answer
 
     def end(self, caller: Caller, number: int) -> None:
-        """The pass has no batch `number`; see `persia.services.Tokens`."""
+        """Sets the end of the pass; see `persia.services.Tokens`."""
         with self._changed:
-            account = self._enter(caller)
+            worker = self._enter(caller)
             state = self._state
             state.end = number if state.end is None else min(state.end, number)
-            if number in account.taken:
-                account.taken.remove(number)
-            account.ended = True
+            if number in worker.taken:
+                worker.taken.remove(number)
+            worker.ended = True
             self._save()
 
     def stop(self) -> None:
-        """No more batches in this segment; see `persia.services.Tokens`."""
+        """Stops handing out batches in this phase; see `persia.services.Tokens`."""
         with self._changed:
             self._state.stopped = True
             self._save()
 
     def draw(self, caller: Caller, sequence: int, number: int, rows: int, done: int, filled: int) -> Token:
-        """A batch's token; see `persia.services.Tokens`."""
+        """Draws the token of a batch; see `persia.services.Tokens`."""
         with self._changed:
-            account = self._enter(caller)
-            self._state.confirm(account, done, filled)
-            if account.came(sequence):
-                return account.token_of(sequence)
+            worker = self._enter(caller)
+            self._state.confirm(worker, done, filled)
+            if worker.came(sequence):
+                return worker.token_of(sequence)
             mode = self._known_mode()
             if not self._state.group:
                 self._state.set_group(mode.group(self._state.current.nn_workers, rows))
                 self._state.local_batch = rows
-            orphans = self._state.orphans_for(account)
-            if not orphans and not self._gate(caller.rank):
+            abandoned = self._state.assign(worker)
+            if not abandoned and not self._gate(caller.rank):
                 self._waiting.add(caller.rank)
                 self._changed.notify_all()
                 try:
                     opened = self._changed.wait_for(
                         lambda: (
                             self._gate(caller.rank)
-                            or self._state.orphans
+                            or self._state.abandoned
                             or self._over(caller)
-                            or account.came(sequence)
+                            or worker.came(sequence)
                         ),
                         self._timeout,
                     )
                 finally:
                     self._waiting.discard(caller.rank)
-                account = self._enter(caller)
-                if account.came(sequence):  # Twice, and the other call was earlier.
-                    return account.token_of(sequence)
-                orphans = self._state.orphans_for(account)
+                worker = self._enter(caller)
+                if worker.came(sequence):  # A repetition of the call was faster.
+                    return worker.token_of(sequence)
+                abandoned = self._state.assign(worker)
                 if not opened:
-                    raise self._shut(caller.rank)
-            if orphans:
+                    raise self._gate_closed(caller.rank)
+            if abandoned:
                 self._save()
-                return Token(None, 0, orphans)
-            drawn = self._state.draw(mode, account, number)
-            account.drawn[sequence] = drawn
-            if number in account.taken:
-                account.taken.remove(number)
+                return Token(None, 0, abandoned)
+            drawn = self._state.draw(mode, worker, number)
+            worker.drawn[sequence] = drawn
+            if number in worker.taken:
+                worker.taken.remove(number)
             self._save()
             return Token(drawn.value, drawn.least, [])
 
     def arrive(self, caller: Caller, sequence: int, rows: int, version: int) -> Ticket:
-        """What becomes of a gradient; see `persia.services.Tokens`."""
+        """Decides what happens to a gradient; see `persia.services.Tokens`."""
         with self._changed:
-            account = self._enter(caller)
-            if account.ticket is not None and account.ticket.header.sequence == sequence:
-                return account.ticket
-            drawn = account.drawn.pop(sequence, None)
+            worker = self._enter(caller)
+            if worker.ticket is not None and worker.ticket.header.sequence == sequence:
+                return worker.ticket
+            drawn = worker.drawn.pop(sequence, None)
             if drawn is None:
                 raise StalePushError(f"NN worker {caller.rank} has no token for its push {sequence}.", rank=caller.rank)
             state = self._state
@@ -221,93 +221,95 @@ class TokenScheduler(RecordedArrivals):
                 group=state.group,
                 token=drawn.value,
             )
-            account.ticket = Ticket(dropped, header, decision.weight)
-            account.finished += 1
+            worker.ticket = Ticket(dropped, header, decision.weight)
+            worker.finished += 1
             if not dropped:
-                account.slots[sequence] = header
+                worker.pushes[sequence] = header
                 state.held += 1
                 if decision.action is Action.APPLY:
                     state.step, state.held = step + 1, 0
-                    account.least = step + 1
+                    worker.least = step + 1
             if self.record is not None:
                 self.record.arrivals.append(
                     ArrivalRecord(
                         caller.rank, drawn.number, rows, drawn.value, version, step, header.slot, decision.weight
                     )
                 )
-            state.report.count(caller.rank, account.ticket, version, self._clock())
+            state.report.count(caller.rank, worker.ticket, version, self._clock())
             self._save()
-            return account.ticket
+            return worker.ticket
 
-    def orphans(self, caller: Caller, filled: int) -> list[PushHeader]:
-        """Slots to be filled; see `persia.services.Tokens`."""
+    def abandoned(self, caller: Caller, filled: int) -> list[PushHeader]:
+        """Returns pushes to be filled; see `persia.services.Tokens`."""
         with self._changed:
-            account = self._enter(caller)
-            self._state.confirm(account, 0, filled)
-            found = self._state.orphans_for(account)
+            worker = self._enter(caller)
+            self._state.confirm(worker, 0, filled)
+            found = self._state.assign(worker)
             self._save()
             return found
 
-    def rest(self, caller: Caller, done: int, filled: int) -> QuiesceResult:
-        """Waits until all are done; see `persia.services.Tokens`."""
+    def quiesce(self, caller: Caller, done: int, filled: int) -> QuiesceResult:
+        """Waits until all NN workers have finished the phase; see `persia.services.Tokens`."""
         with self._changed:
-            account = self._enter(caller)
-            self._state.confirm(account, done, filled)
-            account.ended = account.resting = True
-            account.taken.clear()
+            worker = self._enter(caller)
+            self._state.confirm(worker, done, filled)
+            worker.ended = worker.waiting = True
+            worker.taken.clear()
             self._save()
             came = self._changed.wait_for(
-                lambda: self._state.at_rest() or self._state.orphans or self._over(caller), self._timeout
+                lambda: self._state.all_waiting() or self._state.abandoned or self._over(caller), self._timeout
             )
-            account = self._enter(caller)
-            orphans = self._state.orphans_for(account)
-            if orphans:
+            worker = self._enter(caller)
+            abandoned = self._state.assign(worker)
+            if abandoned:
                 self._save()
             elif not came:
-                late = [r for r, a in self._state.accounts.items() if a.alive and not a.resting]
+                late = [r for r, w in self._state.workers.items() if w.alive and not w.waiting]
                 raise DeadlineError(
-                    f"The NN workers {', '.join(map(str, late))} are not done with the segment within "
-                    f"{self._timeout:g} s. See what holds them up, or raise `timeout`.",
+                    f"NN workers {', '.join(map(str, late))} have not finished phase {caller.phase} within "
+                    f"{self._timeout:g} s. Check what delays them, or raise `timeout`.",
                     late=late,
                     timeout=self._timeout,
                 )
             state = self._state
             trained = state.following if state.end is None else min(state.following, state.end)
-            if not orphans and (state.leader is None or not state.accounts[state.leader].alive):
-                state.leader = min(rank for rank, a in state.accounts.items() if a.alive)
+            if not abandoned and (state.leader is None or state.leaderless()):
+                state.leader = min(rank for rank, w in state.workers.items() if w.alive)
                 self._save()
-            dead = sorted(rank for rank, a in state.accounts.items() if not a.alive)
-            # Batches of dead NN workers are trained in another segment of the pass.
+            dead = sorted(rank for rank, w in state.workers.items() if not w.alive)
+            # Batches of dead NN workers are trained in another phase of the pass.
             ended = state.end is not None and trained >= state.end and not state.returned
-            return QuiesceResult(state.leader or 0, state.step, state.held, trained, ended, orphans, dead)
+            return QuiesceResult(state.leader or 0, state.step, state.held, trained, ended, abandoned, dead)
 
-    def settled(self, caller: Caller, step: int) -> int:
-        """The PSs are drained; see `persia.services.Tokens`."""
+    def drained(self, caller: Caller, step: int) -> int:
+        """Ends a phase; see `persia.services.Tokens`."""
         with self._changed:
             self._enter(caller)
             if step >= 0:
-                self._state.settled = self._state.step = step
+                self._state.quiesced = self._state.step = step
                 self._state.held = 0
-                self._state.report.rest(self._clock())
+                self._state.report.end(self._clock())
                 self._save()
             elif not self._changed.wait_for(
-                lambda: self._state.settled is not None or self._over(caller) or self._state.leaderless(), self._timeout
+                lambda: self._state.quiesced is not None or self._over(caller) or self._state.leaderless(),
+                self._timeout,
             ):
                 raise DeadlineError(
-                    f"The PSs were not drained within {self._timeout:g} s by the NN worker that leads.",
+                    f"NN worker {self._state.leader} has not drained the PSs within {self._timeout:g} s. Check what "
+                    "delays it, or raise `timeout`.",
                     timeout=self._timeout,
                 )
             state = self._current(caller)
-            if state.settled is None:
+            if state.quiesced is None:
                 raise RoleDiedError(
                     f"NN worker {state.leader} died before it had drained the PSs.", role="nn_worker", rank=state.leader
                 )
-            return state.settled
+            return state.quiesced
 
-    # --- a change of mode ---------------------------------------------------------------------------------------
+    # --- mode switches ------------------------------------------------------------------------------------------
 
     def announce(self, nn_workers: int, local_batch: int) -> None:
-        """A segment without tokens begins; see `persia.services.Tokens`."""
+        """Records the sizes of a phase without tokens; see `persia.services.Tokens`."""
         with self._changed:
             self._state.nn_workers, self._state.local_batch = nn_workers, local_batch
             self._save()
@@ -316,87 +318,87 @@ class TokenScheduler(RecordedArrivals):
         """Requests another mode at the next boundary; see `persia.services.Tokens`."""
         with self._changed:
             state = self._state
-            if state.wanted == mode:
+            if state.requested == mode:
                 return
-            if state.wanted is not None:
+            if state.requested is not None:
                 raise PersiaError(
-                    f"A switch to {state.wanted} is under way; wait for it before you request {mode}.",
-                    mode=str(state.wanted),
+                    f"Cannot switch to {mode}: a switch to {state.requested} is under way. Wait until it is made.",
+                    mode=str(state.requested),
                 )
-            state.want(mode)
+            state.request(mode)
             self._save()
-            if self._choosing:
-                LOG.info("A mode was requested; it is no longer chosen by %s.", self._policy and self._policy.auto)
-                self._choosing = False
+            if self._policy is not None and self._choosing:
+                LOG.info("Mode %s was requested manually; %s no longer applies.", mode, self._policy.auto)
+            self._choosing = False
 
     def requested(self) -> Mode | None:
-        """Returns the mode that was requested."""
+        """Returns the requested mode."""
         with self._changed:
-            return self._state.wanted
+            return self._state.requested
 
     def resolve(self, mode: Mode) -> None:
         """Clears a request; see `persia.services.Tokens`."""
         with self._changed:
-            if self._state.wanted == mode:
-                self._state.wanted = None
+            if self._state.requested == mode:
+                self._state.requested = None
                 self._save()
 
-    def begin_auto(self, auto: Auto, nn_workers: int, strained: bool) -> None:
+    def begin_auto(self, auto: Auto, nn_workers: int, asynchronous: bool) -> None:
         """Chooses the mode by step times; see `persia.services.Tokens`."""
         with self._changed:
             if self._policy is None or self._policy.auto != auto:
-                self._policy, self._choosing = SwitchPolicy(auto, nn_workers, strained), True
+                self._policy, self._choosing = SwitchPolicy(auto, nn_workers, asynchronous), True
             # While a switch is pending, the policy is ahead of the mode.
-            self._policy.begin(strained if self._state.wanted is None else self._policy.strained)
+            self._policy.begin(asynchronous if self._state.requested is None else self._policy.asynchronous)
 
-    def timed(self, rank: int, laps: list[StepTiming]) -> bool:
-        """Step times of an NN worker; see `persia.services.Tokens`."""
+    def report_timings(self, rank: int, timings: list[StepTiming]) -> bool:
+        """Records step timings of an NN worker; see `persia.services.Tokens`."""
         with self._changed:
             if self._policy is None:
                 return False
-            if not self._choosing or self._state.wanted is not None:
+            if not self._choosing or self._state.requested is not None:
                 return True
-            verdict = self._policy.add(rank, laps, self._clock())
-            if verdict is not None:
-                rule = self._policy.auto
+            choice = self._policy.add(rank, timings, self._clock())
+            if choice is not None:
+                auto = self._policy.auto
                 try:
-                    self._state.want(rule.asynchronous if verdict.strained else rule.sync)
+                    self._state.request(auto.asynchronous if choice.asynchronous else auto.sync)
                     self._save()
                 except ConfigError as error:
-                    LOG.error("Mode switch rejected; the mode is no longer chosen automatically: %s", error)
+                    LOG.error("Mode switch rejected; %s no longer applies: %s", auto, error)
                     self._choosing = False
             return True
 
     def evidence(self) -> AutoEvidence:
-        """Returns what was decided, and by what."""
+        """Returns the mode choices so far, and the step times behind them."""
         with self._changed:
             return self._policy.evidence() if self._policy is not None else AutoEvidence()
 
-    # --- what else happens ------------------------------------------------------------------------------------
+    # --- deaths and counts ------------------------------------------------------------------------------------
 
     def cancel(self, generation: int, rank: int) -> bool:
-        """An NN worker is dead; see `persia.services.Tokens`."""
+        """Cancels a dead NN worker; see `persia.services.Tokens`."""
         with self._changed:
             state = self._state
-            if state.segment is None or state.segment.generation != generation or state.settled is not None:
+            if state.phase is None or state.phase.generation != generation or state.quiesced is not None:
                 return False
-            account = state.accounts.get(rank)
-            if account is None:
+            worker = state.workers.get(rank)
+            if worker is None:
                 return False
-            unknown = state.leader is None
-            if not account.alive:
-                return unknown
-            account.alive = False
-            account.ended = True
-            lost = list(account.drawn.values())
+            others_continue = state.leader is None
+            if not worker.alive:
+                return others_continue
+            worker.alive = False
+            worker.ended = True
+            lost = list(worker.drawn.values())
             state.spare += len(lost)
             state.report.lost_tokens += len(lost)
-            state.returned = sorted([*state.returned, *account.taken, *(drawn.number for drawn in lost)])
-            state.orphans += [*account.slots.values(), *account.handed[account.filled :]]
-            account.taken, account.drawn, account.slots, account.handed = [], {}, {}, []
-            state.report.orphans += len(state.orphans)
+            state.returned = sorted([*state.returned, *worker.taken, *(drawn.number for drawn in lost)])
+            state.abandoned += [*worker.pushes.values(), *worker.assigned[worker.filled :]]
+            worker.taken, worker.drawn, worker.pushes, worker.assigned = [], {}, {}, []
+            state.report.abandoned += len(state.abandoned)
             self._save()
-            return unknown
+            return others_continue
 
     def summary(self) -> TokenReport:
         """Returns a copy of the counts so far."""
@@ -410,48 +412,48 @@ class TokenScheduler(RecordedArrivals):
         return self._mode
 
     def _enter(self, caller: Caller) -> WorkerState:
-        """The account of the caller, once its segment has begun."""
+        """Returns the state of the caller, once its phase has begun."""
         begun = self._changed.wait_for(lambda: self._over(caller) or self._begun(caller), self._timeout)
         state = self._current(caller)
-        if not begun or state.segment is None:
+        if not begun or state.phase is None:
             raise DeadlineError(
-                f"Segment {caller.segment} has not begun within {self._timeout:g} s: NN worker 0 is late.",
-                segment=caller.segment,
+                f"Phase {caller.phase} has not begun within {self._timeout:g} s: NN worker 0 is late.",
+                phase=caller.phase,
                 timeout=self._timeout,
             )
-        account = state.accounts.get(caller.rank)
-        if account is None or not account.alive:
+        worker = state.workers.get(caller.rank)
+        if worker is None or not worker.alive:
             raise StalePushError(
-                f"NN worker {caller.rank} is taken for dead, or never was one of {len(state.accounts)}.",
-                rank=caller.rank,
+                f"NN worker {caller.rank} of {len(state.workers)} is not an active member.", rank=caller.rank
             )
-        return account
+        return worker
 
     def _begun(self, caller: Caller) -> bool:
-        segment = self._state.segment
-        return segment is not None and (segment.generation, segment.number) == caller[:2]
+        phase = self._state.phase
+        return phase is not None and (phase.generation, phase.number) == caller[:2]
 
     def _over(self, caller: Caller) -> bool:
-        segment = self._state.segment
-        return segment is not None and (segment.generation, segment.number) > caller[:2]
+        phase = self._state.phase
+        return phase is not None and (phase.generation, phase.number) > caller[:2]
 
     def _current(self, caller: Caller) -> SchedulerState:
         if self._over(caller):
             raise StalePushError(
-                f"Segment {caller.segment} of generation {caller.generation} is over.", segment=caller.segment
+                f"Phase {caller.phase} of generation {caller.generation} has ended.", phase=caller.phase
             )
         return self._state
 
     def _gate(self, rank: int) -> bool:
         mode = self._known_mode()
-        taking = () if self._state.may_take(mode) else self._taking  # Else they have just not noticed.
+        # A worker that may take a batch has been woken, and will do so.
+        taking = () if self._state.may_take(mode) else self._taking
         return self._state.gate(mode, rank, self._waiting, taking)
 
-    def _shut(self, rank: int) -> DeadlineError:
-        least = min(a.finished for a in self._state.accounts.values() if a.alive)
-        slow = [r for r, a in self._state.accounts.items() if a.alive and a.finished == least and r != rank]
+    def _gate_closed(self, rank: int) -> DeadlineError:
+        least = min(w.finished for w in self._state.workers.values() if w.alive)
+        slow = [r for r, w in self._state.workers.items() if w.alive and w.finished == least and r != rank]
         return DeadlineError(
-            f"NN worker {rank} could not go on within {self._timeout:g} s: the mode lets nobody get further ahead. "
+            f"NN worker {rank} waited {self._timeout:g} s at the closed gate of {self._mode}. "
             f"Slowest: NN workers {', '.join(map(str, slow))}.",
             rank=rank,
             slowest=slow,

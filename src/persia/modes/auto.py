@@ -1,7 +1,7 @@
-"""When to switch: the rates that two modes would have now, from how long each NN worker's steps take.
+"""`Auto`: switches between two modes by the rates that both would have, predicted from the NN workers' step times.
 
-The GBA paper leaves this to the user and names it as future work (section 6). Pure functions: a decision follows from
-the recorded step times, so that a run's decisions can be repeated offline.
+The GBA paper leaves this to the user and names it as future work (section 6). Pure functions: a choice follows from
+the recorded step times, so that the choices of a run can be repeated offline.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 MOMENTS = 64
-"""At so many moments of a window both rates are compared."""
+"""Number of moments of a window at which both rates are compared."""
 
 
 class StepTime(NamedTuple):
@@ -41,8 +41,8 @@ class StepTime(NamedTuple):
 
     Attributes:
         worker: rank of the NN worker.
-        began: seconds on the run's clock.
-        seconds: that it took.
+        began: start time on the coordinator's clock, in seconds.
+        seconds: duration.
     """
 
     worker: int
@@ -51,17 +51,17 @@ class StepTime(NamedTuple):
 
 
 class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="auto"):
-    """Trains in one of two modes, and switches as the cluster gets strained or quiet.
+    """Trains in one of two modes: an asynchronous one while some NN workers are slow, else a synchronous one.
 
-    A synchronous step lasts as long as the slowest NN worker's; asynchronous ones add up. So the asynchronous mode is
-    the faster one by (sum of 1 / step time) / (N / longest step time), which is 1 when all are alike.
+    A synchronous step takes as long as that of the slowest NN worker, while asynchronous rates add up. The speedup of
+    the asynchronous mode is (sum of 1 / step time) / (N / longest step time), which is 1 if all step times are equal.
 
     Args:
-        asynchronous: the mode for strained times; Gba needs no other learning rates than Sync.
-        sync: the mode for quiet times: Sync or Hybrid.
-        gain: predicted ratio of rates from which the asynchronous mode is taken up.
-        back: ratio below which the synchronous one is; less than `gain`, so that it does not swing.
-        windows: in a row that must agree.
+        asynchronous: mode while some NN workers are slow; Gba trains with the learning rates of Sync.
+        sync: mode otherwise: Sync or Hybrid.
+        gain: predicted speedup from which the asynchronous mode is chosen.
+        back: speedup below which the synchronous mode is chosen; less than `gain`, to avoid oscillation.
+        windows: number of consecutive windows that must agree.
         seconds: length of a window.
     """
 
@@ -84,7 +84,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="k
             raise ConfigError(
                 f"Auto.back = {self.back!r} and Auto.gain = {self.gain!r}; give 1 <= back < gain.", field="mode.gain"
             )
-        check_whole("Auto", "windows", self.windows, 1, "windows in a row that must agree")
+        check_whole("Auto", "windows", self.windows, 1, "consecutive windows that must agree")
         if not 0 < self.seconds < float("inf"):
             raise ConfigError(f"Auto.seconds = {self.seconds!r}; give a number > 0.", field="mode.seconds")
 
@@ -95,7 +95,7 @@ else:
 
     @runtime_checkable
     class ModeSetting(Protocol):
-        """A field of a configuration that takes a mode, or `Auto`: a union that msgspec cannot decode by itself."""
+        """The type of a configuration field that takes a mode or `Auto`, a union that msgspec cannot decode."""
 
 
 def _setting_of(tree: Any) -> ModeSetting:
@@ -111,33 +111,33 @@ DECODERS[ModeSetting] = _setting_of  # type: ignore[index]  # A class at run tim
 
 
 class AutoState(NamedTuple):
-    """What is remembered from window to window.
+    """State of the rule between two windows.
 
     Attributes:
-        strained: whether the asynchronous mode is in force.
-        against: windows in a row that spoke for the other.
+        asynchronous: whether the asynchronous mode is in force.
+        against: number of consecutive windows that favoured the other mode.
     """
 
-    strained: bool = False
+    asynchronous: bool = False
     against: int = 0
 
 
 class ModeChoice(NamedTuple):
-    """A decision with its evidence; `str()` is the line for the log.
+    """A decision at the end of a window, with its evidence; `str()` returns a line for the log.
 
     Attributes:
-        time: end of the window, seconds.
+        time: end of the window in seconds.
         switch: whether to switch.
-        strained: whether the asynchronous mode is in force from now on.
-        sync_rate: batches per second of all NN workers that the synchronous mode is predicted to have.
-        asynchronous_rate: the same of the other.
+        asynchronous: whether the asynchronous mode is in force from now on.
+        sync_rate: predicted batches per second of all NN workers in the synchronous mode.
+        asynchronous_rate: the same in the asynchronous mode.
         slowest: rank of the NN worker that was the slowest at most moments.
-        against: windows in a row that spoke for the other mode.
+        against: number of consecutive windows that favoured the other mode.
     """
 
     time: float
     switch: bool
-    strained: bool
+    asynchronous: bool
     sync_rate: float
     asynchronous_rate: float
     slowest: int
@@ -145,30 +145,31 @@ class ModeChoice(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """By how much the asynchronous mode would be faster."""
+        """Predicted speedup of the asynchronous mode."""
         return self.asynchronous_rate / self.sync_rate
 
     def __str__(self) -> str:
-        """As in: at 35.0 s: switch to asynchronous: 2.4x of 12.0 batches/s, NN worker 3 is the slowest."""
-        mode = "asynchronous" if self.strained else "sync"
+        """Returns a line such as "35.0 s: switch to asynchronous (predicted 2.40x of 12.0 batches/s; ...)"."""
+        mode = "asynchronous" if self.asynchronous else "sync"
         return (
-            f"at {self.time:.1f} s: {'switch to' if self.switch else 'stay'} {mode}: asynchronous would be "
-            f"{self.ratio:.2f}x of {self.sync_rate:.1f} batches/s, NN worker {self.slowest} is the slowest "
-            f"({self.against} windows for the other)"
+            f"{self.time:.1f} s: {'switch to' if self.switch else 'stay'} {mode} (asynchronous: predicted "
+            f"{self.ratio:.2f}x of {self.sync_rate:.1f} batches/s; slowest NN worker: {self.slowest}; "
+            f"consecutive windows for the other mode: {self.against})"
         )
 
 
 def decide(auto: Auto, state: AutoState, steps: Sequence[StepTime], end: float) -> tuple[AutoState, ModeChoice | None]:
-    """The decision at the end of a window.
+    """Chooses a mode at the end of a window.
 
     Args:
         auto: the rule.
-        state: after the window before.
-        steps: of all NN workers, begun before `end`; older ones than the window count while no newer one has begun.
-        end: of the window, seconds.
+        state: state after the window before.
+        steps: steps of all NN workers that began before `end`. One from before the window counts until that worker
+            begins the next.
+        end: end of the window in seconds.
 
     Returns:
-        The state from now on, and the verdict; None while an NN worker has not finished any step.
+        The new state, and the choice; None until all NN workers have finished a step.
     """
     by_worker: dict[int, list[StepTime]] = defaultdict(list)
     for step in sorted(steps, key=lambda s: s.began):
@@ -190,16 +191,16 @@ def decide(auto: Auto, state: AutoState, steps: Sequence[StepTime], end: float) 
         slow_at[slowest] += 1
         sync += len(now) / now[slowest] / MOMENTS
         free += sum(1 / seconds for seconds in now.values()) / MOMENTS
-    against = free >= auto.gain * sync if not state.strained else free < auto.back * sync
+    against = free >= auto.gain * sync if not state.asynchronous else free < auto.back * sync
     count = state.against + 1 if against else 0
     switch = count >= auto.windows
-    after = AutoState(state.strained != switch, 0 if switch else count)
+    after = AutoState(state.asynchronous != switch, 0 if switch else count)
     slowest = max(slow_at, key=lambda worker: (slow_at[worker], -worker))
-    return after, ModeChoice(end, switch, after.strained, sync, free, slowest, count)
+    return after, ModeChoice(end, switch, after.asynchronous, sync, free, slowest, count)
 
 
 def rehearse(auto: Auto, steps: Sequence[StepTime]) -> Iterator[ModeChoice]:
-    """What `auto` would have decided in a run, window by window, from its recorded step times."""
+    """Yields the choices of `auto` for the recorded step times of a run, one per window."""
     ordered = sorted(steps, key=lambda s: s.began + s.seconds)
     if not ordered:
         return
@@ -207,33 +208,33 @@ def rehearse(auto: Auto, steps: Sequence[StepTime]) -> Iterator[ModeChoice]:
     last = ordered[-1].began + ordered[-1].seconds
     end = min(s.began for s in ordered) + auto.seconds
     while end <= last:
-        state, verdict = decide(auto, state, [s for s in ordered if s.began + s.seconds <= end], end)
-        if verdict is not None:
-            yield verdict
+        state, choice = decide(auto, state, [s for s in ordered if s.began + s.seconds <= end], end)
+        if choice is not None:
+            yield choice
         end += auto.seconds
 
 
 class AutoEvidence(msgspec.Struct, frozen=True):
-    """Step times of a run, and the verdicts that were made of them.
+    """Step times of a run, and the mode choices that followed from them.
 
     Args:
-        steps: for `persia.modes.rehearse`.
-        verdicts: one per window.
+        steps: step times, for `persia.modes.rehearse`.
+        choices: mode choices, one per window.
     """
 
     steps: list[StepTime] = []
-    verdicts: list[ModeChoice] = []
+    choices: list[ModeChoice] = []
 
     def save(self, path: str | Path) -> None:
-        """Writes a file."""
+        """Writes a JSON file."""
         Path(path).write_bytes(msgspec.json.encode(self))
 
 
 def load_evidence(path: str | Path) -> AutoEvidence:
-    """Reads what `AutoEvidence.save` wrote.
+    """Reads a file of `AutoEvidence.save`.
 
     Raises:
-        DataError: it cannot be read; the message has the path.
+        DataError: the file cannot be read; the message has the path.
     """
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=AutoEvidence)

@@ -37,5 +37,5 @@ class StepTimings:
             return
         self._sent = now
         untold, self._untold = self._untold, []
-        if not self._tokens.timed(self._rank, [StepTiming(now - start, seconds) for start, seconds in untold]):
+        if not self._tokens.report_timings(self._rank, [StepTiming(now - start, seconds) for start, seconds in untold]):
             self._again()

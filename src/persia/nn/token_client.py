@@ -113,7 +113,7 @@ class TokenClient:
             token = self._tokens.draw(self._caller, sequence, number, rows, self._done, self._filled)
             if token.value is not None:
                 break
-            self._fill(token.orphans)
+            self._fill(token.abandoned)
         with self._changed:
             self.sequence = sequence
             self._open.append(sequence)
@@ -122,11 +122,11 @@ class TokenClient:
     def _still_wanted(self) -> bool:
         """While a pull waits: what it waits for may be the slot of a dead NN worker, which nobody else fills."""
         if not self._closed:
-            self._fill(self._tokens.orphans(self._caller, self._filled))
+            self._fill(self._tokens.abandoned(self._caller, self._filled))
         return not self._closed
 
-    def _fill(self, orphans: Sequence[PushHeader]) -> None:
-        for header in orphans:
+    def _fill(self, abandoned: Sequence[PushHeader]) -> None:
+        for header in abandoned:
             empty = header._replace(weight=0)
             self._worker.push(empty, [])
             self.shared.push_empty(empty)
@@ -151,17 +151,17 @@ class TokenClient:
         for sequence in list(self._open):
             self.push(sequence, 0, self.shared.version, [], None)
 
-    def rest(self) -> QuiesceResult:
-        """Waits until all NN workers are done with the segment."""
+    def quiesce(self) -> QuiesceResult:
+        """Waits until all NN workers have finished the phase."""
         while True:
-            rest = self._tokens.rest(self._caller, self._done, self._filled)
-            if not rest.orphans:
-                return rest
-            self._fill(rest.orphans)
+            result = self._tokens.quiesce(self._caller, self._done, self._filled)
+            if not result.abandoned:
+                return result
+            self._fill(result.abandoned)
 
-    def settled(self, step: int) -> int:
-        """The leader says that all PSs are drained; the others give -1 and wait for that."""
-        return self._tokens.settled(self._caller, step)
+    def drained(self, step: int) -> int:
+        """Reports that all PSs are drained, as the leader; the others pass -1 and wait for it."""
+        return self._tokens.drained(self._caller, step)
 
     # --- push thread --------------------------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ class Coordinator(Protocol):
     """The control plane: membership, progress of training and reports. No data pass through it."""
 
     def join(self, role: str, rank: int, address: str) -> Member:
-        """Adds a process that has started, and marks an earlier one of its rank as dead. Returns its incarnation too."""
+        """Adds a process that has started. Returns it with its incarnation; an earlier one of its rank is dead."""
 
     def depart(self, role: str, rank: int, incarnation: int, reason: str = "") -> None:
         """Marks a process as dead. An empty reason means that it ended as requested."""

@@ -39,7 +39,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         log_dir: TensorBoard directory (needs the extra `tensorboard`).
         progress: whether to show a live line.
         timeout: seconds that any wait for data, embeddings or other NN workers may take.
-        record_dir: directory for the schedule of each segment, `segment-1.jsonl`, ...: `persia.replay` follows
+        record_dir: directory for the schedule of each phase, `phase-1.jsonl`, ...: `persia.replay` follows
             it, and arrives at the same parameters. Lookups and updates of a PS exclude each other meanwhile.
         snapshot_every_seconds: how often the network, its optimizer and the position in the data are copied to this
             process, from where NN workers begin anew when one of them has died; on clusters of processes.

@@ -114,7 +114,7 @@ class Phases:
         trainer.embeddings.laps = StepTimings(tokens, connection.rank, auto.seconds / REPORTS, begin)
         trainer.step.replicas.run_on_rank0(begin, NoneType)
 
-    def verdicts(self) -> list[ModeChoice]:
+    def mode_choices(self) -> list[ModeChoice]:
         """Returns the decisions of Auto so far; the first NN worker writes their evidence to `log_dir`. All call it."""
         if self._trainer.auto is None:
             return []
@@ -126,7 +126,7 @@ class Phases:
         evidence = tokens.evidence()
         if self._trainer.options.log_dir is not None:
             evidence.save(Path(self._trainer.options.log_dir) / "auto.json")
-        return evidence.verdicts
+        return evidence.choices
 
     # --- changes of mode ----------------------------------------------------------------------------------------
 
@@ -337,17 +337,17 @@ class Phases:
             embeddings.pushes = draws.sequence
             run.score_rest()
         began = time.monotonic()
-        rest = draws.rest()
+        rest = draws.quiesce()
         rested = time.monotonic()
         step = rest.step + (rest.held > 0)
         if connection.rank == rest.leader:
             for server in connection.servers:
                 server.drain(connection.generation, rest.step, rest.held)
             shared.drain(connection.generation, rest.step, rest.held)
-            draws.settled(step)
+            draws.drained(step)
             self._recording.write(self._state.local_batch)
         else:
-            draws.settled(-1)
+            draws.drained(-1)
         shared.take_over()
         if isinstance(optimizer, APMSqueeze):
             optimizer.take_back()

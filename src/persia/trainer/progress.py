@@ -58,7 +58,7 @@ class FitResult(msgspec.Struct, frozen=True):
             with, over all rows of gradients.
         row_staleness_max: likewise.
         asynchronous: what asynchronous modes did, since the cluster began; None if there were none.
-        verdicts: what the mode Auto has decided, window by window, since the cluster began.
+        mode_choices: decisions of the mode Auto since the cluster started, one per window.
         failures: how often NN workers began anew in this call, as one of them, a dense PS or a host had died. `rows`
             and `steps` count what was trained again only once, `seconds` do not count what is lost.
     """
@@ -82,7 +82,7 @@ class FitResult(msgspec.Struct, frozen=True):
     row_staleness_mean: float = 0.0
     row_staleness_max: int = 0
     asynchronous: TokenReport | None = None
-    verdicts: list[ModeChoice] = []
+    mode_choices: list[ModeChoice] = []
     failures: int = 0
 
 
@@ -307,7 +307,7 @@ class FitProgress:
             row_staleness_mean=sum(s.staleness_sum for s in slots) / max(1, sum(s.rows - s.stale for s in slots)),
             row_staleness_max=max(s.staleness_max for s in slots),
             asynchronous=trainer.segments.report(),
-            verdicts=trainer.segments.verdicts(),
+            mode_choices=trainer.segments.mode_choices(),
         )
 
 
