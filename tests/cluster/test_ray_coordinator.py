@@ -46,7 +46,7 @@ def test_a_coordinator_that_dies_loses_no_batch(mode, tmp_path):
             report = result.asynchronous
             # One that was slow meanwhile may come too late to count.
             assert report.rows + report.dropped_rows == (batches + 20) * BATCH
-            assert (report.lost_tokens, report.lost_batches, report.orphans) == (0, 0, 0)
+            assert (report.lost_tokens, report.lost_batches, report.abandoned) == (0, 0, 0)
         eventually(lambda: pids(cluster, "coordinator") not in ([], [victim]), "the driver knows that it is back")
         left = leftovers(str(tmp_path))
         assert [Path(one.path).name for one in left] == ["coordinator", "ps-0"]
