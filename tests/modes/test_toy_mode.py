@@ -96,6 +96,14 @@ def test_ps_ask_a_mode_with_all_reduce_for_each_nn_worker_and_step():
     assert Counter(ASKED) == {"arrive": 4 * 2 * 2}  # Steps, NN workers, PSs.
 
 
+def test_ps_ask_it_for_each_push_of_a_single_nn_worker_too():
+    ASKED.clear()
+    cluster = Threads(nn_workers=1, ps=2, timeout=DEADLINE)
+    results = cluster.run(lambda member: trainer(CountedSync(), member).fit(batches(8)))
+    assert results[0].steps == 8
+    assert Counter(ASKED) == {"arrive": 8 * 2}  # Steps, PSs.
+
+
 def test_it_limits_rows():
     """With the limit -2, a row that was changed in the step before takes no gradient."""
     mine = trainer(EveryOther(-2))

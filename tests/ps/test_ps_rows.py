@@ -9,9 +9,10 @@ from persia import rpc
 from persia.errors import StoreError
 from persia.modes import Hybrid
 from persia.optim import Adagrad, Adam
-from persia.ps import EmbeddingServer
+from persia.ps import EmbeddingServer, ServerOptions
 from persia.schema import AdmitMinFrequency, Table
 from persia.services import EmbeddingPS
+from persia.store import NativeStore, ReferenceStore
 from persia.types import Gradients, Packed, PushHeader, RowsSet, RowState
 
 DEADLINE = 20.0
@@ -25,8 +26,9 @@ def ids(*values):
 @contextmanager
 def served(how, **table):
     tables = {"t": Table("t", 4, **table)}
-    server = EmbeddingServer(tables, Adagrad(0.1, initial_accumulator=0.5), Hybrid(), 1, 1)
-    if how == "here":
+    options = ServerOptions(store=ReferenceStore if how == "reference" else NativeStore)
+    server = EmbeddingServer(tables, Adagrad(0.1, initial_accumulator=0.5), Hybrid(), 1, 1, options)
+    if how != "rpc":
         yield server
         return
     with rpc.serve(server, protocol=EmbeddingPS) as port:
@@ -37,7 +39,7 @@ def served(how, **table):
             rpc.close(stub)
 
 
-@pytest.fixture(params=["here", "rpc"])
+@pytest.fixture(params=["here", "rpc", "reference"])
 def how(request):
     return request.param
 
@@ -104,16 +106,16 @@ def test_set_rows_are_the_most_recent_and_evictions_are_counted(how):
         assert ps.statistics()["t"]["rows"] == 4
 
 
-def test_admission_is_not_asked():
-    with served("here", admission=AdmitMinFrequency(5)) as ps:
+def test_admission_is_not_asked(how):
+    with served(how, admission=AdmitMinFrequency(5)) as ps:
         ps.set_rows(1, "t", ids(3), values(1), None)
         np.testing.assert_array_equal(ps.lookup({"t": ids(3)}, train=True)["t"], values(1))
         assert ps.statistics()["t"]["rejected"] == 0
 
 
-def test_an_increment_after_it_is_a_whole_checkpoint(tmp_path):
+def test_an_increment_after_it_is_a_whole_checkpoint(how, tmp_path):
     """What is set is in the next checkpoint, whatever the next one is based on."""
-    with served("here") as ps:
+    with served(how) as ps:
         ps.lookup({"t": np.arange(10, dtype=U)}, train=True)
         first = ps.begin_snapshot("a", {}, str(tmp_path))
         with pytest.raises(StoreError, match="checkpoint is being read"):

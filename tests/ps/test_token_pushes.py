@@ -14,7 +14,7 @@ from persia.ps import EmbeddingServer, ServerOptions
 from persia.pushes.reference import ReferenceAccumulator
 from persia.schema import SGD, Adam, Table
 from persia.services import EmbeddingPS, RowChunk
-from persia.store import ReferenceStore, TableConfig
+from persia.store import NativeStore, ReferenceStore, TableConfig
 from persia.types import Gradients, PushHeader
 from support.stores import lookup, update
 
@@ -23,20 +23,20 @@ DIM = 3
 TABLES = {"t": Table("t", DIM)}
 
 
-def new_ps(mode, optimizer=None):
-    made = EmbeddingServer(TABLES, optimizer or SGD(1.0), mode, 0, 1, ServerOptions(2, DEADLINE))
+def new_ps(mode, optimizer=None, store=NativeStore):
+    made = EmbeddingServer(TABLES, optimizer or SGD(1.0), mode, 0, 1, ServerOptions(2, DEADLINE, store=store))
     made.switch(mode, 1, 0)
     return made
 
 
-@pytest.fixture(params=["here", "rpc"])
+@pytest.fixture(params=["here", "rpc", "reference"])
 def ps(request):
     """Makes a PS of a mode."""
     with ExitStack() as stack:
 
         def make(mode):
-            made = new_ps(mode)
-            if request.param == "here":
+            made = new_ps(mode, store=ReferenceStore if request.param == "reference" else NativeStore)
+            if request.param != "rpc":
                 return made
             server = stack.enter_context(rpc.serve(made, protocol=EmbeddingPS))
             stub = rpc.connect(server.address, EmbeddingPS, peer="embedding PS 0", timeout=DEADLINE)

@@ -73,7 +73,7 @@ def test_the_mode_is_asked_once_for_each_nn_worker_and_decides(threads):
 def test_who_waits_for_nn_workers_of_before_is_told(threads):
     ps = server(Sync(), nn_workers=2)
     waiting = threads.submit(ps.push, header(0), {})
-    until(lambda: ps._held[0]._step is not None)
+    until(lambda: ps._barriers[0]._step is not None)
     ps.switch(Sync(), 2, 5)
     with pytest.raises(StalePushError, match="generation 2"):
         waiting.result(TIMEOUT)

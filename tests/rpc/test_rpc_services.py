@@ -12,7 +12,7 @@ from persia import rpc
 from persia.batching.batch import IdColumn
 from persia.errors import DeadlineError, StaleBatchError, StoreError
 from persia.modes import Async, Auto, Hybrid, Sync
-from persia.ps import EmbeddingServer
+from persia.ps import EmbeddingServer, ServerOptions
 from persia.rpc.interface import describe
 from persia.schema import Adagrad, Adam, AdmitMinFrequency, IdFeature, Schema, Table
 from persia.services import (
@@ -29,6 +29,7 @@ from persia.services import (
     Tokens,
     TrainingPhase,
 )
+from persia.store import NativeStore, ReferenceStore
 from persia.types import (
     Caller,
     Contribution,
@@ -67,8 +68,9 @@ def header(sequence):
     return PushHeader(generation=1, rank=0, sequence=sequence, step=sequence, weight=3)
 
 
-def new_ps():
-    return EmbeddingServer(SCHEMA.resolved_tables(), Adagrad(0.1), Hybrid(4), seed=1, threads=1)
+def new_ps(store=NativeStore):
+    options = ServerOptions(store=store)
+    return EmbeddingServer(SCHEMA.resolved_tables(), Adagrad(0.1), Hybrid(4), seed=1, threads=1, options=options)
 
 
 @contextmanager
@@ -84,8 +86,11 @@ def reached(service, protocol, how):
             rpc.close(stub)
 
 
-@pytest.fixture(params=["here", "rpc"])
+@pytest.fixture(params=["here", "rpc", "reference"])
 def ps(request):
+    if request.param == "reference":
+        yield new_ps(ReferenceStore)
+        return
     with reached(new_ps(), EmbeddingPS, request.param) as found:
         yield found
 
@@ -123,9 +128,12 @@ def test_ps(ps):
         assert_same(counts, twin.push(header(sequence), gradients))
         assert all(type(count) is UpdateCounts for count in counts.values())
     assert_same(ps.lookup(IDS, train=False), twin.lookup(IDS, train=False))
-    statistics = ps.statistics()
-    assert_same(statistics, twin.statistics())
+    statistics, expected = ps.statistics(), twin.statistics()
     assert statistics["item"]["rows"] == 5
+    for table in expected:
+        assert statistics[table].pop("bytes") > 0  # Each kind of store needs a number of its own.
+        expected[table].pop("bytes")
+    assert_same(statistics, expected)
 
 
 def test_ps_moves_to_another(ps):

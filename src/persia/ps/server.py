@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -22,7 +22,7 @@ from persia.pushes.accumulator import GradientAccumulator
 from persia.pushes.averaging import average_step
 from persia.pushes.journal import Journaled
 from persia.pushes.sequencer import PushSequencer
-from persia.pushes.step_barrier import ArrivedPush, StepBarrier
+from persia.pushes.step_barrier import ArrivedPush, StepBarrier, completes_step
 from persia.schema import EmbeddingOptimizer, Table
 from persia.services import RowChunk, SnapshotInfo, StatePiece
 from persia.store import EmbeddingStore, NativeStore, Rows
@@ -48,40 +48,41 @@ __all__ = ["EmbeddingServer", "ServerOptions"]
 
 
 class ServerOptions(msgspec.Struct, frozen=True):
-    """Whose gradients make a step, and where the rows are.
+    """Options of an embedding PS.
 
     Args:
-        nn_workers: how many NN workers push.
-        timeout: seconds that a push waits for those of the others, and a lookup for room for new rows.
-        regions: directory of this PS alone for rows that shall outlive its process, such as
-            "/dev/shm/persia-example/ps-0"; None keeps them in its memory.
-        neighbours: how many PSs of the same tables, this one included, share the memory for regions.
+        nn_workers: number of NN workers that push.
+        timeout: seconds that a push waits for those of the other NN workers, and a lookup for space for new rows.
+        regions: directory of this PS alone for rows that outlive its process, such as "/dev/shm/persia-example/ps-0";
+            None keeps rows in the memory of the process.
+        neighbours: number of PSs of the same tables, this one included, that share the memory for regions.
+        store: makes the store, given the threads of the PS.
     """
 
     nn_workers: int = 1
     timeout: float = 600.0
     regions: str | None = None
     neighbours: int = 1
+    store: Callable[[batching.ThreadPool], EmbeddingStore] = NativeStore
 
 
 CHUNK_BYTES = 64 << 20
-"""About the size of an exported chunk: bounds the memory of a checkpoint, and how long a shard is locked."""
-
+"""Approximate size of an exported chunk. It bounds the memory of a checkpoint, and how long a shard is locked."""
 
 MOST_PIECES = 1000
-"""Of state in one list: a message has a limit."""
+"""Maximum number of pieces of state in one list: the size of a message is limited."""
 
 
 class EmbeddingServer(Journaled):
-    """Owns the rows of all tables. Safe to call from several threads; calls block for the work they do.
+    """The rows of all tables in a partition. Safe to call from several threads; calls block for the work they do.
 
     Args:
         tables: by name; tables without an optimizer of their own get `optimizer`.
         optimizer: the default.
-        mode: decides what happens to arriving gradients.
+        mode: decides when and for which rows gradients are applied.
         seed: of row initialisation and admission.
         threads: threads that share the work of a call, over tables and their shards.
-        options: whose gradients make a step, in a mode that waits for all; and where the rows are.
+        options: number of NN workers, deadlines, and where the rows are.
     """
 
     def __init__(
@@ -94,10 +95,10 @@ class EmbeddingServer(Journaled):
         options: ServerOptions | None = None,
     ) -> None:
         self._options = options or ServerOptions()
-        self._turns: PushSequencer[dict[str, UpdateCounts]] = PushSequencer(self._options.timeout)
+        self._sequencer: PushSequencer[dict[str, UpdateCounts]] = PushSequencer(self._options.timeout)
         self._slots = RowStaleness()
         self._pool = batching.ThreadPool(threads)
-        self._store: EmbeddingStore = NativeStore(self._pool)
+        self._store = self._options.store(self._pool)
         self._scratch = batching.Scratch()
         self._tables = {
             name: msgspec.structs.replace(table, optimizer=table.optimizer or optimizer)
@@ -111,36 +112,36 @@ class EmbeddingServer(Journaled):
             for config in configs:
                 self._store.create_table(config)
         self._index = {name: number for number, name in enumerate(self._tables)}
-        self._asked: tuple[Sequence[str], list[int], list[int]] = ([], [], [])
+        self._last_places: tuple[Sequence[str], list[int], list[int]] = ([], [], [])
         self._snapshots = StoreSnapshots(self._store, self._index)
         self._setter = RowSetter(self._store, self._options.timeout)
         kept = self._regions.mode if self._regions is not None else ""
         self._adopt(decode(kept) if kept else mode)
 
     def _adopt(self, mode: Mode) -> None:
-        """Begins a mode, or goes on with the one that the process before was in."""
+        """Starts a mode, or continues in the one of the process before."""
         self._mode = mode
         self._sums = GradientAccumulator(mode.reduction)
-        self._on_arrival = mode.dense() is Dense.ALL_REDUCE and mode.group(self._options.nn_workers, 1) == 1
+        self._groups_of_one = mode.dense() is Dense.ALL_REDUCE and mode.group(self._options.nn_workers, 1) == 1
         ranks = range(self._options.nn_workers)
-        groups = [[rank] for rank in ranks] if self._on_arrival else [ranks]
-        self._held = [
+        groups = [[rank] for rank in ranks] if self._groups_of_one else [ranks]
+        self._barriers = [
             StepBarrier(
                 group,
                 self._options.timeout,
                 mode.arrive,
-                functools.partial(self._apply_held, number),
+                functools.partial(self._apply_step, number),
                 self._regions.last_step(number) if self._regions is not None else None,
             )
             for number, group in enumerate(groups)
         ]
 
     def tables(self) -> Mapping[str, Table]:
-        """The tables by name, their optimizers filled in."""
+        """Returns the tables by name, their optimizers filled in."""
         return self._tables
 
     def lookup(self, ids: Mapping[str, Ids], train: bool) -> Packed[np.float32]:
-        """Rows of distinct ids, by table; see `persia.services.EmbeddingPS`."""
+        """Returns rows of distinct ids, by table; see `persia.services.EmbeddingPS`."""
         if not isinstance(ids, Packed):
             try:
                 ids = Packed.of(ids, np.uint64)
@@ -162,7 +163,7 @@ class EmbeddingServer(Journaled):
         return self.journal.read(batch_id, lambda: self.lookup(ids, train=True))
 
     def close(self) -> None:
-        """Removes the regions, if there are any: what is in them is not needed any more. Call it last."""
+        """Removes the regions and the rows in them, if there are any. Call it last."""
         if self._regions is not None:
             self._regions.remove()
 
@@ -170,40 +171,40 @@ class EmbeddingServer(Journaled):
         """Applies gradients, each once; see `persia.services.EmbeddingPS`."""
         packed = self._packed(gradients)
         if header.slot >= 0:
-            return self._push_slot(header, packed)
-        if self._on_arrival and header.parts == 1:
+            return self._push_token(header, packed)
+        if not self._groups_of_one:
+            return self._barriers[0].push(header.step, ArrivedPush(header, packed))
+        if header.parts == 1 and completes_step(self._mode.arrive, header.step):
             return self._apply([header], header.client, header.sequence, packed, header.step)
-        if self._on_arrival:
-            if header.rank >= len(self._held):
-                raise StoreError(f"There is no NN worker {header.rank}, only {len(self._held)}.", rank=header.rank)
-            return self._held[header.rank].push(header.sequence, ArrivedPush(header, packed))
-        return self._held[0].push(header.step, ArrivedPush(header, packed))
+        if header.rank >= len(self._barriers):
+            raise StoreError(f"There is no NN worker {header.rank}, only {len(self._barriers)}.", rank=header.rank)
+        return self._barriers[header.rank].push(header.sequence, ArrivedPush(header, packed))
 
     def switch(self, mode: Mode, generation: int, step: int) -> None:
-        """Another mode from `step` on; see `persia.services.EmbeddingPS`."""
-        self._turns.begin(generation, step)
-        for held in self._held:
-            held.renew(generation)
+        """Switches to another mode from `step` on; see `persia.services.EmbeddingPS`."""
+        self._sequencer.begin(generation, step)
+        for barrier in self._barriers:
+            barrier.renew(generation)
         if (regions := self._regions) is not None:
-            regions.forget_steps()  # All are at rest: nobody waits for an answer.
-            retry_when_full(lambda: regions.remember(encode(mode)), self._options.timeout, "A switch of the mode")
+            regions.forget_steps()  # Training is quiesced: no answer is outstanding.
+            retry_when_full(lambda: regions.remember(encode(mode)), self._options.timeout, "switch")
         self._adopt(mode)
 
     def drain(self, generation: int, step: int, held: int) -> dict[str, UpdateCounts]:
-        """Applies what has come of an incomplete step; see `persia.services.EmbeddingPS`."""
+        """Applies the gradients of an incomplete step; see `persia.services.EmbeddingPS`."""
         counts: dict[str, UpdateCounts] = {}
 
         def apply() -> None:
             client = MERGED | generation << RANK_BITS
             counts.update(self._apply([], client, step + 1, self._sums.take(), step))
 
-        self._turns.drain(generation, step, held, apply)
+        self._sequencer.drain(generation, step, held, apply)
         return counts
 
-    def _push_slot(self, header: PushHeader, gradients: Mapping[str, Gradients]) -> dict[str, UpdateCounts]:
-        """A push of an asynchronous mode: its turn is known, and what is applied is the sum of its step.
+    def _push_token(self, header: PushHeader, gradients: Mapping[str, Gradients]) -> dict[str, UpdateCounts]:
+        """Adds a push of a token mode, in its turn, to the sum of its step; the last one of a step applies the sum.
 
-        The counts are those of the steps that this call completes, so that they are right summed over all calls.
+        Returns the counts of the steps that this call completes, so that the counts of all calls add up.
         """
 
         def work(last: bool) -> dict[str, UpdateCounts]:
@@ -218,22 +219,22 @@ class EmbeddingServer(Journaled):
                 return {}
             return self._apply([], header.merged_client, header.step + 1, self._sums.take(), header.step)
 
-        return sum_counts(self._turns.push(header, work))
+        return sum_counts(self._sequencer.push(header, work))
 
     def _weights(self, table: str, ids: Ids, header: PushHeader, limit: RowLimit) -> Floats:
-        """0 or 1 for each row, by the step in which it was last changed."""
+        """Returns 0 or 1 for each row, by the step in which it was last changed."""
         touched = self._store.last_steps(self._index[table], ids).astype(np.int64)
         counts = limit.admits(touched)
         if header.weight:
             self._slots.add(limit.last_steps(touched) - header.token, counts)
         return counts.astype(np.float32)
 
-    def _apply_held(self, group: int, arrived: Sequence[ArrivedPush]) -> dict[str, UpdateCounts]:
-        """Applies a complete step of a group: one update of the average over its NN workers."""
+    def _apply_step(self, group: int, arrived: Sequence[ArrivedPush]) -> dict[str, UpdateCounts]:
+        """Applies a complete step of a group of NN workers: one update with their average gradient."""
         header = arrived[0].header
         average = average_step(arrived, self._mode.reduction, self._pool, self._scratch)
         headers = [push.header for push in arrived]
-        if self._on_arrival:
+        if self._groups_of_one:
             client, sequence, turn = header.client, header.sequence, header.sequence
         else:
             client, sequence, turn = header.merged_client, header.step + 1, header.step
@@ -250,7 +251,7 @@ class EmbeddingServer(Journaled):
         gradients: Mapping[str, Gradients],
         step: int,
     ) -> dict[str, UpdateCounts]:
-        """Updates rows with the sum of some pushes, of which those in `headers` are in no journal yet."""
+        """Updates rows with the sum of some pushes; those in `headers` are not in the journal yet."""
         ids, rows = (packed := self._packed(gradients)).ids, packed.rows
         numbers, _ = self._places(ids.names)
         update = functools.partial(
@@ -268,7 +269,7 @@ class EmbeddingServer(Journaled):
         return dict(zip(ids.names, counts, strict=True))
 
     def statistics(self) -> dict[str, dict[str, int]]:
-        """Counters by table, with `rows` and `bytes` in use."""
+        """Returns counters by table, with `rows` and `bytes` in use."""
         return {
             name: {
                 "rows": self._store.size(index),
@@ -279,22 +280,22 @@ class EmbeddingServer(Journaled):
         }
 
     def observe(self) -> Readings:
-        """The same, and `slots`, as figures."""
+        """Returns `statistics` and `slots` as metrics."""
         found = [f for table, counts in self.statistics().items() for f in figures("ps", counts, table=table)]
         return Readings(found + figures("ps_slot", dataclasses.asdict(self._slots)), [])
 
     def slots(self) -> RowStaleness:
-        """How stale the rows of asynchronous modes were."""
+        """Returns the staleness of rows in asynchronous modes."""
         return self._slots
 
     # --- rows by id -------------------------------------------------------------------------------------------
 
     def contains(self, ids: Packed[np.uint64]) -> Packed[np.bool_]:
-        """By table, which ids have a row."""
+        """Returns by table whether each id has a row."""
         return Packed.of({name: self._store.contains(self._number(name), mine) for name, mine in ids.items()}, np.bool_)
 
     def read_rows(self, table: str, ids: Ids, state: bool) -> StoredRows:
-        """Rows of ids, read-only; see `persia.services.EmbeddingPS`."""
+        """Returns rows of ids, and changes nothing; see `persia.services.EmbeddingPS`."""
         found, rows = self._store.peek(self._number(table), ids)
         kept = RowState(rows.state, rows.update_count, rows.last_step) if state else None
         return StoredRows(ids, found, rows.embeddings, kept)
@@ -306,7 +307,7 @@ class EmbeddingServer(Journaled):
     # --- checkpoints ------------------------------------------------------------------------------------------
 
     def export_rows(self) -> Iterator[RowChunk]:
-        """All rows, in chunks of about 64 MiB; each row is of one moment."""
+        """Yields all rows, in chunks of about 64 MiB; each row is of one moment."""
         for name, index in self._index.items():
             config = self._store.config(index)
             most = max(1, CHUNK_BYTES // (24 + 4 * (config.dim + config.state_width)))
@@ -314,7 +315,7 @@ class EmbeddingServer(Journaled):
                 yield RowChunk(name, shard, rows._asdict())
 
     def begin_snapshot(self, name: str, since: Mapping[str, int], directory: str, live: bool = False) -> SnapshotInfo:
-        """Marks this moment; see `persia.services.EmbeddingPS`."""
+        """Begins a store snapshot; see `persia.services.EmbeddingPS`."""
         return self._snapshots.begin(name, since, directory, live)
 
     def snapshot_rows(self, name: str) -> Iterator[RowChunk]:
@@ -330,7 +331,7 @@ class EmbeddingServer(Journaled):
         self._snapshots.end(name)
 
     def import_rows(self, chunk: RowChunk) -> None:
-        """Puts rows back; rows of the same ids are replaced. See `persia.services.EmbeddingPS`."""
+        """Imports rows; rows of the same ids are replaced. See `persia.services.EmbeddingPS`."""
         index = self._number(chunk.table)
         config = self._store.config(index)
         arrays = dict(chunk.arrays)
@@ -342,9 +343,9 @@ class EmbeddingServer(Journaled):
         retry_when_full(lambda: self._store.import_rows(index, rows), self._options.timeout, "import_rows")
 
     def export_state(self) -> Iterator[list[StatePiece]]:
-        """What besides the rows decides the future: clocks, counters and admission sketches, in lists of about 64 MiB.
+        """Yields the state besides rows: clocks, counters and admission sketches, in lists of about 64 MiB.
 
-        Which pushes are applied is left out: a resumed run has new clients.
+        The pushes that were applied are left out: a resumed run has new clients.
         """
         pieces: list[StatePiece] = []
         nbytes = 0
@@ -358,11 +359,11 @@ class EmbeddingServer(Journaled):
             yield pieces
 
     def import_state(self, pieces: Sequence[StatePiece]) -> None:
-        """Puts pieces back, after the rows, into a server at rest.
+        """Imports state after the rows, into a quiescent PS.
 
         Raises:
             StoreError: there is no such table, shard or array, or it is shorter: use the same capacity, shards and
-                admission. Pieces of other shards may have been put back.
+                admission. Pieces of other shards may have been imported.
         """
         for (name, shard), group in itertools.groupby(pieces, key=lambda piece: (piece.table, piece.shard)):
             index = self._number(name)
@@ -392,7 +393,7 @@ class EmbeddingServer(Journaled):
                         yield StatePiece(name, shard, array, start, values[start : start + most])
 
     def _packed(self, gradients: Mapping[str, Gradients]) -> PackedGradients:
-        """The gradients in two buffers, checked: what is held must not fail others later."""
+        """Returns the gradients in two buffers, checked: what a step holds must not fail other NN workers later."""
         if not isinstance(gradients, PackedGradients):
             try:
                 gradients = PackedGradients.of(gradients)
@@ -408,12 +409,12 @@ class EmbeddingServer(Journaled):
         return gradients
 
     def _places(self, names: Sequence[str]) -> tuple[list[int], list[int]]:
-        """Numbers and dims of these tables; nearly all calls are for the same ones, so they are kept."""
-        known, numbers, dims = self._asked
+        """Returns numbers and dims of tables. The last ones are kept, as nearly all calls are for the same tables."""
+        known, numbers, dims = self._last_places
         if known != names:
             numbers = [self._number(name) for name in names]
             dims = [self._tables[name].dim for name in names]
-            self._asked = list(names), numbers, dims
+            self._last_places = list(names), numbers, dims
         return numbers, dims
 
     def _number(self, table: str) -> int:

@@ -15,7 +15,7 @@ from persia.errors import DeadlineError, StalePushError, StoreError
 from persia.modes import Action, Arrival, Decision
 from persia.types import Gradients, PushHeader, UpdateCounts
 
-__all__ = ["ArrivedPush", "StepBarrier"]
+__all__ = ["ArrivedPush", "StepBarrier", "completes_step"]
 
 
 class ArrivedPush(NamedTuple):
@@ -28,6 +28,18 @@ class ArrivedPush(NamedTuple):
 Counts = dict[str, UpdateCounts]
 Apply = Callable[[Sequence[ArrivedPush]], Counts]
 """Applies a complete step, given in the order of (rank, part)."""
+
+
+def completes_step(arrive: Callable[[Arrival], Decision], step: int, held: int = 0, group: int = 1) -> bool:
+    """Asks a mode whether the gradient of one more NN worker completes a step.
+
+    Args:
+        arrive: `Mode.arrive`.
+        step: the step in work.
+        held: NN workers whose gradients are here.
+        group: NN workers whose gradients make a step.
+    """
+    return arrive(Arrival(step, held, step, group)).action is Action.APPLY
 
 
 class _Step:
@@ -140,8 +152,7 @@ class StepBarrier:
         if header.rank in missing:
             return None
         held = len(self._ranks) - len(missing) - 1
-        decision = self._arrive(Arrival(header.step, held, header.step, len(self._ranks)))
-        if decision.action is not Action.APPLY:
+        if not completes_step(self._arrive, header.step, held, len(self._ranks)):
             return None
         step.applying = True
         return [step.arrived[key] for key in sorted(step.arrived)]

@@ -119,8 +119,9 @@ class ReferenceStore(EmbeddingStore):
             for shard, positions in self._by_shard(table, keys):
                 repeated = push in shard.applied
                 shard.clock += not repeated
-                if all(push):
+                if all(push) and not repeated:
                     shard.applied.add(push)
+                    shard.pushes += 1
                 for position in positions:
                     id_, gradient = int(keys[position]), values[position]
                     outcome = "duplicates" if repeated else shard.update(id_, gradient, lr, step)
@@ -196,7 +197,7 @@ class ReferenceStore(EmbeddingStore):
         found = self._shards(table)[shard]
         sketch = found.sketch.counters.flatten() if found.sketch is not None else np.empty(0, np.uint16)
         return {
-            "clocks": np.array([found.clock, found.epoch, len(found.applied)], np.uint64),
+            "clocks": np.array([found.clock, found.epoch, found.pushes], np.uint64),
             "clients": np.array(sorted(found.applied), np.uint64).reshape(-1, 2),
             "counters": np.array(list(found.counters.values()), np.uint64),
             "sketch": sketch,
@@ -217,9 +218,8 @@ class ReferenceStore(EmbeddingStore):
                     table=table,
                     shard=shard,
                 )
-        clock, epoch, _ = map(int, state["clocks"])
+        clock, found.epoch, found.pushes = map(int, state["clocks"])
         found.clock = max([clock, *(row.stamp for row in found.rows)])
-        found.epoch = epoch
         found.applied = {(int(client), int(sequence)) for client, sequence in state["clients"]}
         found.counters = dict(zip(COUNTERS, map(int, state["counters"]), strict=True))
         if found.sketch is not None:

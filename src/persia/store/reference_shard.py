@@ -56,6 +56,8 @@ class ReferenceShard:
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.applied: set[tuple[int, int]] = set()
         """Pushes by (client, sequence)."""
+        self.pushes = 0
+        """How many of them the table has seen, before it was exported and imported included."""
         self.sketch = Sketch(capacity) if config.admission != "all" else None
         self.epoch = 1
         self.changes_since = 0
