@@ -52,7 +52,7 @@ def test_ranks_are_reused_and_end():
     assert free_ranks("embedding_worker", {0, 2}, 3) == [1, 3, 4]
     assert free_ranks("embedding_worker", set(range(255)), 1) == [255]
     assert free_ranks("data_loader", {0, 1}, -1) == []
-    with pytest.raises(ConfigError, match=r"2 more processes of the role embedding worker .* 255 are there"):
+    with pytest.raises(ConfigError, match=r"2 more processes of the role embedding worker .* 255 are running"):
         free_ranks("embedding_worker", set(range(255)), 2)
 
 

@@ -39,7 +39,8 @@ class Connection(NamedTuple):
             torch.distributed is used.
         observe: gets the function that reads the metrics of this NN worker, for the health of its process; None if
             metrics are not collected.
-        keep: sends a recovery point to the driver, to continue from if an NN worker dies; None without recovery.
+        save_recovery_point: sends a recovery point to the driver, to continue from if an NN worker dies; None without
+            recovery.
         halted: whether the driver asks training here to end after the current step; None if it never does.
     """
 
@@ -53,7 +54,7 @@ class Connection(NamedTuple):
     dense: Callable[[DenseMaker], Sequence[DensePS]] | None = None
     replicas: Callable[[Any, float], Any] | None = None
     observe: Callable[[Callable[[], Readings]], None] | None = None
-    keep: Callable[[Any], None] | None = None
+    save_recovery_point: Callable[[Any], None] | None = None
     halted: Callable[[], bool] | None = None
 
 
@@ -78,12 +79,12 @@ class Attempt(NamedTuple):
         results: return values by rank, of the NN workers that have returned.
         deaths: of processes that the function needs, or of NN workers that are missing in `results`, each with `role`
             and `rank`. Empty if all have returned.
-        kept: the last recovery point that NN workers sent by `Connection.keep`; None without one.
+        recovery_point: the last one that NN workers sent by `Connection.save_recovery_point`; None without one.
     """
 
     results: dict[int, Any]
     deaths: list[RoleDiedError]
-    kept: Any
+    recovery_point: Any
 
 
 @runtime_checkable

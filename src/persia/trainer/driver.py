@@ -176,12 +176,12 @@ def _reload(trainer: Trainer, cluster: ProcessCluster, deaths: list[RoleDiedErro
 
 def keep(trainer: Trainer, run: FitProgress) -> None:
     """Keeps the state of NN workers at rest in the process that has the Trainer. All of them call it."""
-    kept = trainer.embeddings.connection.keep
-    assert kept is not None
+    save = trainer.embeddings.connection.save_recovery_point
+    assert save is not None
     trainer.step.replicas.settle()
     state = _state(trainer, run.progress())
     if trainer.embeddings.connection.rank == 0:
-        kept(state)
+        save(state)
 
 
 class _Story:
@@ -224,7 +224,7 @@ def _go_on(attempt: Attempt, state: _State, labels: Sequence[str]) -> tuple[_Sta
     if rests:
         merged = _merged(state, rests, labels)
         return merged, f"NN workers {', '.join(map(str, rests))} went on to step {merged.step}, from where all begin."
-    kept: _State = attempt.kept or state._replace(trained=TrainedRows(0, 0.0))
+    kept: _State = attempt.recovery_point or state._replace(trained=TrainedRows(0, 0.0))
     return kept, f"all NN workers begin again at step {kept.step}, from the last snapshot; rows stay as they are."
 
 

@@ -115,7 +115,7 @@ class FitProgress:
         self.checkpoints = Interval(
             lambda: trainer.global_step, replicas, options.checkpoint_every_steps, options.checkpoint_every_seconds
         )
-        self.keeps = trainer.embeddings.connection.keep is not None
+        self.keeps = trainer.embeddings.connection.save_recovery_point is not None
         """Whether there is a process that keeps the state of NN workers."""
         kept = options.snapshot_every_seconds if self.keeps else None
         self.snapshots = Interval(lambda: trainer.global_step, replicas, None, kept)

@@ -19,8 +19,8 @@ from persia.cluster.ray.nn_worker import DenseServerHost, NNWorkerHost
 from persia.cluster.ray.options import RayOptions
 from persia.cluster.ray.plan import Plan, Service, here, place
 from persia.cluster.ray.processes import Process, Processes, connect, make_plan
-from persia.cluster.ray.runs import ANEW, CONSEQUENCES, Recovery, Replacement, pickled, results
-from persia.cluster.ray.scaling import DEPART_SECONDS, await_leave, check_count, check_room, free_ranks
+from persia.cluster.ray.runs import CONSEQUENCES, RESTARTED, Recovery, Replacement, pickled, results
+from persia.cluster.ray.scaling import DEPART_SECONDS, await_leave, check_capacity, check_count, free_ranks
 from persia.errors import ClosedError, ConfigError, DataError, PersiaError, RoleDiedError
 from persia.modes import Mode, encode
 from persia.ps.regions import remove_leftovers
@@ -42,10 +42,10 @@ class Ray:
     it. Ray itself is started if this program is not connected to one, and then ended by `close`.
 
     Args:
-        ps: embedding PSs; each owns a partition of every table.
-        embedding_workers: processes that remove duplicates and route.
-        data_loaders: processes that read.
-        nn_workers: processes that train the network.
+        ps: number of embedding PSs; each owns a partition of every table.
+        embedding_workers: number of processes that remove duplicates and route.
+        data_loaders: number of processes that read.
+        nn_workers: number of processes that train the network.
         options: further settings.
 
     Raises:
@@ -68,7 +68,7 @@ class Ray:
         }
         for name, value in counts.items():
             check_count(name, value)
-        check_room(embedding_workers, data_loaders, nn_workers)
+        check_capacity(embedding_workers, data_loaders, nn_workers)
         self.ps = ps
         self.nn_workers = nn_workers
         self.options = options or RayOptions()
@@ -83,12 +83,12 @@ class Ray:
         self._coordinator: Coordinator | None = None
         self._tokens: Tokens | None = None
         self._processes: Processes | None = None
-        self._linked: list[WorkerConnection] = []
-        self._lapses: list[RoleDiedError] = []
+        self._connections: list[WorkerConnection] = []
+        self._ps_deaths: list[RoleDiedError] = []
         """Deaths of embedding PSs in the current run. In asynchronous modes a restarted PS is out of phase."""
-        self._life = 0
-        """Number of times that embedding PSs have lost rows."""
-        self._reading = LoaderFeed(self.options.timeout, nn_workers)
+        self._losses = 0
+        """Number of times that embedding PSs have lost their rows."""
+        self._loader_feed = LoaderFeed(self.options.timeout, nn_workers)
 
     # --- for Trainer, EmbeddingCollection and users ------------------------------------------------
 
@@ -104,9 +104,9 @@ class Ray:
         self._start_nn_workers()  # They take longest, so all start at the same time.
         self._serve(Service(schema, optimizer, encode(mode), seed))
         processes.await_ready(processes.of("nn_worker"), self.options.timeout)
-        linked = WorkerConnection(coordinator, plan)
-        self._linked.append(linked)
-        return linked.connection._replace(nn_workers=1)  # This process is not one of them.
+        connection = WorkerConnection(coordinator, plan)
+        self._connections.append(connection)
+        return connection.connection._replace(nn_workers=1)  # This process is not one of them.
 
     def run(self, function: Callable[[], T]) -> list[T]:
         """Runs a function on every NN worker at the same time, and returns the results by rank.
@@ -129,14 +129,14 @@ class Ray:
 
         In an asynchronous mode the other NN workers continue; see `persia.errors.NNWorkersDiedError`.
         """
-        recovery = Recovery(self._lapses)
+        recovery = Recovery(self._ps_deaths)
         try:
-            return Attempt(self._run(function, recovery, halting), recovery.spared, recovery.kept)
+            return Attempt(self._run(function, recovery, halting), recovery.replaced, recovery.recovery_point)
         except CONSEQUENCES as error:
             deaths = recovery.deaths(error)
             if not deaths:
                 raise
-            return Attempt({}, deaths, recovery.kept)
+            return Attempt({}, deaths, recovery.recovery_point)
 
     def restart_servers(self, ranks: Sequence[int]) -> None:
         """Replaces embedding PSs that have died permanently by empty ones, on any node with free resources.
@@ -150,25 +150,27 @@ class Ray:
             assert self._service is not None
             self._processes.forget_failures("embedding_ps")
             processes, _, _ = self._started()
-            self._life += 1
+            self._losses += 1
             started = [self._start_server(rank, self._service) for rank in ranks]
             processes.await_ready(started, self.options.timeout)
             # These are connected to the PSs that have died.
             workers = processes.of("embedding_worker")
             processes.end(workers)
-            started = [self._start_more("embedding_worker", worker.rank) for worker in workers]
+            started = [self._start_role("embedding_worker", worker.rank) for worker in workers]
             processes.await_ready(started, self.options.timeout)
-            for linked in self._linked:
-                linked.reconnect()
+            for connection in self._connections:
+                connection.reconnect()
 
     def _run(
         self, function: Callable[[], Any], recovery: Recovery | None, halting: Callable[[], bool] = lambda: False
     ) -> dict[int, Any]:
         if not self._running.acquire(blocking=False):
-            raise PersiaError("This cluster runs something else. Wait until it is done, or use another cluster.")
+            raise PersiaError(
+                "This cluster is running another function. Wait until it is done, or use another cluster."
+            )
         try:
             processes, _, coordinator = self._started(check=False)
-            self._bury(processes)
+            self._forget_deaths(processes)
             processes.check()
             self._start_nn_workers()
             workers = processes.of("nn_worker")
@@ -176,11 +178,11 @@ class Ray:
                 processes.await_ready(workers, self.options.timeout)
                 generation = coordinator.regenerate(self.nn_workers)
                 self._renew(generation)
-                self._lapses.clear()
+                self._ps_deaths.clear()
                 rendezvous = ray.get(workers[0].handle.rendezvous.remote(), timeout=self.options.timeout)
                 sent = ray.put(pickled(function, self))
-                keeps = recovery is not None
-                calls = {w.handle.run.remote(sent, generation, rendezvous, keeps): w for w in workers}
+                recovers = recovery is not None
+                calls = {w.handle.run.remote(sent, generation, rendezvous, recovers): w for w in workers}
                 operations: dict[str, Callable[..., Any]] = {
                     "serve": self._serve,
                     "serve_dense": self._serve_dense,
@@ -189,15 +191,15 @@ class Ray:
                 if recovery is None:
                     return results(processes, calls, operations)
                 assert self._tokens is not None
-                recovery.replacing = Replacement(
+                recovery.replacement = Replacement(
                     processes, self._tokens, generation, self._start_nn_worker, self.options.timeout
                 )
-                operations["keep"] = recovery.keep
-                return results(processes, calls, operations, recovery.replacing, halting)
+                operations["save_recovery_point"] = recovery.save
+                return results(processes, calls, operations, recovery.replacement, halting)
             except ray.exceptions.RayActorError as error:
                 self._end_run(processes)
                 raise RoleDiedError(
-                    f"{workers[0].title} died before it had begun: {error}", role="nn_worker", rank=0
+                    f"{workers[0].title} died before the function had started: {error}", role="nn_worker", rank=0
                 ) from error
             except BaseException:
                 self._end_run(processes)
@@ -208,42 +210,43 @@ class Ray:
     def feed(self, source: Any, epoch: int = 0, start: int = 0, accumulation_steps: int = 1) -> None:
         """Lets the data loaders read a source, for the functions that run after this call.
 
-        It is pickled, and read where the data loaders are. A Trainer in `run` begins each pass by itself.
+        The source is pickled, and read where the data loaders are. A Trainer in `run` begins each pass by itself.
 
         Args:
             source: `persia.services.Sharded`, `Seekable`, or with one data loader any iterable of `persia.Batch`.
             epoch: number of the pass to begin with.
             start: number of its first batch.
-            accumulation_steps: batches per update: those of one NN worker lie on one embedding worker.
+            accumulation_steps: batches per update: those of one NN worker go to one embedding worker.
 
         Raises:
-            ConfigError: it cannot be pickled.
+            ConfigError: the source cannot be pickled.
         """
         with self._lock:
             self._started(check=False)  # The run checks; it may recover from deaths.
-            self._reading.set(source, Feed(epoch, start, self.nn_workers, 0, 1, 1), accumulation_steps)
+            self._loader_feed.set(source, Feed(epoch, start, self.nn_workers, 0, 1, 1), accumulation_steps)
 
     def unfeed(self) -> None:
         """Makes NN workers read their data themselves again, in functions that run after this call."""
         with self._lock:
-            self._reading.clear()
+            self._loader_feed.clear()
 
     def scale(self, embedding_workers: int | None = None, data_loaders: int | None = None) -> None:
         """Starts or retires embedding workers and data loaders, also while a function runs; no batch is lost.
 
-        Call it from another thread than the one that is in `run` or `fit`. Returns when those that came serve, and
-        those that went have ended.
+        Call it from another thread than the one that is in `run` or `fit`. Returns once the new processes serve, and
+        the retired ones have ended.
 
         Raises:
-            ConfigError: less than one, more than ranks are free, or more batches ready than embedding workers hold.
-            DeadlineError: one did not start, or still had batches, in time.
-            DataError: the source cannot be read by so many data loaders.
+            ConfigError: a number is below 1, exceeds the free ranks, or allows more ready batches than embedding
+                workers buffer.
+            DeadlineError: a process did not start, or still had batches, in time.
+            DataError: the source cannot be shared by this many data loaders.
         """
         wanted = {"embedding_worker": embedding_workers, "data_loader": data_loaders}
         for role, count in wanted.items():
             if count is not None:
                 check_count(f"{role}s", count)
-        check_room(
+        check_capacity(
             self._count("embedding_worker") if embedding_workers is None else embedding_workers,
             self._count("data_loader") if data_loaders is None else data_loaders,
             self.nn_workers,
@@ -266,8 +269,8 @@ class Ray:
             if self._closed:
                 return
             self._closed = True
-            for linked in self._linked:
-                linked.close()
+            for connection in self._connections:
+                connection.close()
             rpc.close(self._coordinator)
             rpc.close(self._tokens)
             try:
@@ -295,7 +298,7 @@ class Ray:
         self.close()
 
     def __reduce__(self) -> Any:
-        raise ConfigError("A cluster can only be pickled as a part of the function that its `run` is given.")
+        raise ConfigError("A cluster can only be pickled as a part of a function that is passed to its `run`.")
 
     # --- starting -----------------------------------------------------------------------------------------------
 
@@ -303,7 +306,7 @@ class Ray:
         """Starts Ray and the coordinator; with `check`, raises if a process has died permanently."""
         with self._lock:
             if self._closed:
-                raise ClosedError("This cluster is closed; make another one.")
+                raise ClosedError("This cluster is closed; create another one.")
             if self._processes is None or self._plan is None or self._coordinator is None:
                 self._owns_ray = connect(self.options.address) or self._owns_ray
                 plan = make_plan(self.ps, self.nn_workers, self.options)
@@ -315,7 +318,7 @@ class Ray:
                     (plan, 0),
                     num_cpus=0,
                     name=f"{plan.name}/coordinator",
-                    scheduling_strategy=here(),  # On the host of this process, without which training ends anyway.
+                    scheduling_strategy=here(),  # If the host of this process dies, training ends anyway.
                     max_restarts=self.options.restarts if self.options.regions else 0,
                 )
                 self._processes.await_ready([process], self.options.timeout)
@@ -325,7 +328,7 @@ class Ray:
                 self._tokens = reach_tokens(self._plan)
             if check:
                 if not self._running.locked():
-                    self._bury(self._processes)
+                    self._forget_deaths(self._processes)
                 self._processes.check()
             return self._processes, self._plan, self._coordinator
 
@@ -350,23 +353,23 @@ class Ray:
         return self._start(NNWorkerHost, "nn_worker", rank, num_gpus=gpus, scheduling_strategy=where)
 
     def _serve(self, service: Service) -> bool:
-        """Starts PSs, embedding workers and data loaders, unless they are there; whether the latter have a source."""
+        """Starts PSs, embedding workers and data loaders, unless they run; returns whether the latter have a source."""
         with self._lock:
             processes, _, _ = self._started()
             if self._service is None:
                 self._service = service
                 started = [self._start_server(rank, service) for rank in range(self.ps)]
-                started += [self._start_more("embedding_worker", rank) for rank in range(self._embedding_workers)]
-                started += [self._start_more("data_loader", rank) for rank in range(self._data_loaders)]
+                started += [self._start_role("embedding_worker", rank) for rank in range(self._embedding_workers)]
+                started += [self._start_role("data_loader", rank) for rank in range(self._data_loaders)]
                 processes.await_ready(started, self.options.timeout)
-                self._tell_loaders()
+                self._send_feed()
             elif self._service != service:
                 raise ConfigError(
-                    "This cluster serves another schema, embedding optimizer, mode or seed. Use another cluster: its "
-                    "rows belong to these.",
+                    "This cluster serves another schema, embedding optimizer, mode or seed, to which its rows belong. "
+                    "Use another cluster.",
                     field="cluster",
                 )
-            return self._reading.there
+            return self._loader_feed.has_source
 
     def _start_server(self, rank: int, service: Service) -> Process:
         """Starts a PS. If its rows outlive its process, it restarts on the same host."""
@@ -377,7 +380,7 @@ class Ray:
             "embedding_ps",
             rank,
             service,
-            self._life,
+            self._losses,
             scheduling_strategy=where,
             max_restarts=restarts,
         )
@@ -391,18 +394,18 @@ class Ray:
                 started = [self._start(DenseServerHost, "dense_ps", rank, maker) for rank in ranks]
                 processes.await_ready(started, self.options.timeout)
 
-    def _start_more(self, role: str, rank: int) -> Process:
+    def _start_role(self, role: str, rank: int) -> Process:
         """Starts an embedding worker or a data loader."""
         host = EmbeddingWorkerHost if role == "embedding_worker" else DataLoaderHost
         return self._start(host, role, rank, self._service, max_restarts=self.options.restarts)
 
-    # --- what happens to processes ------------------------------------------------------------------------------
+    # --- deaths and restarts -------------------------------------------------------------------------------------
 
     def _died(self, process: Process, reason: str) -> None:
         if process.role == "embedding_ps":
-            self._lapses.append(
+            self._ps_deaths.append(
                 RoleDiedError(
-                    f"{process.title} has died: {reason} What it had of the step in work is lost.",
+                    f"{process.title} has died: {reason} Its gradients of the current step are lost.",
                     role=process.role,
                     rank=process.rank,
                     returns=True,
@@ -415,21 +418,21 @@ class Ray:
     def _restarted(self, process: Process) -> None:
         if process.role == "data_loader":
             with self._lock:
-                self._tell_loaders()
+                self._send_feed()
 
-    # --- data loaders, resizing -----------------------------------------------------------------------------------
+    # --- data loaders, scaling ------------------------------------------------------------------------------------
 
     def _begin(self, feed: Feed) -> None:
         with self._lock:
-            self._reading.begin(feed, self._loaders())
+            self._loader_feed.begin(feed, self._loaders())
 
     def _renew(self, generation: int) -> None:
         with self._lock:
-            self._reading.renew(generation)
-            self._tell_loaders()
+            self._loader_feed.renew(generation)
+            self._send_feed()
 
-    def _tell_loaders(self) -> None:
-        self._reading.tell(self._loaders())
+    def _send_feed(self) -> None:
+        self._loader_feed.send(self._loaders())
 
     def _loaders(self) -> list[Process]:
         assert self._processes is not None
@@ -452,33 +455,33 @@ class Ray:
                 return
             processes, _, coordinator = self._started()
             all_of_them = processes.of(role)
-            there = [p for p in all_of_them if not p.leaving]
-            ranks = free_ranks(role, {p.rank for p in all_of_them}, wanted - len(there))
-            new = [self._start_more(role, rank) for rank in ranks]
+            staying = [p for p in all_of_them if not p.leaving]
+            ranks = free_ranks(role, {p.rank for p in all_of_them}, wanted - len(staying))
+            new = [self._start_role(role, rank) for rank in ranks]
             processes.await_ready(new, self.options.timeout)
-            retired = there[wanted:]
+            retired = staying[wanted:]
             for process in retired:
                 process.leaving = True
                 coordinator.retire(role, process.rank)
             if role == "data_loader" and (new or retired):
                 try:
-                    self._tell_loaders()
+                    self._send_feed()
                 except DataError:  # The source cannot be shared by this many; training continues with the old ones.
                     for process in new:
                         coordinator.depart(role, process.rank, process.info.incarnation if process.info else 1, "")
                     processes.end(new)
-                    self._tell_loaders()
+                    self._send_feed()
                     raise
-        # Without the lock: training continues, and empties them.
+        # Without the lock: training continues, and consumes their batches.
         for process in retired:
             await_leave(process, coordinator, self.options.timeout, self._running.locked)
         processes.end(retired)
 
     # --- a run --------------------------------------------------------------------------------------------------
 
-    def _bury(self, processes: Processes) -> None:
-        """Forgets deaths of processes that the next run restarts anyway: between two runs nothing is lost by them."""
-        if any(death.fields["role"] in ANEW for death in processes.failures()):
+    def _forget_deaths(self, processes: Processes) -> None:
+        """Forgets deaths of processes that the next run restarts anyway: between two runs they cost nothing."""
+        if any(death.fields["role"] in RESTARTED for death in processes.failures()):
             self._end_run(processes)
 
     def _end_run(self, processes: Processes) -> None:
@@ -487,5 +490,5 @@ class Ray:
             if self._closed:
                 return
             processes.end([*processes.of("nn_worker"), *processes.of("dense_ps")])
-            for role in ANEW:  # The rows are intact.
+            for role in RESTARTED:
                 processes.forget_failures(role)

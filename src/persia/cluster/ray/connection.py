@@ -1,4 +1,4 @@
-"""Connections of a process that trains or reads: stubs of the roles that follow the membership."""
+"""Stubs of the roles for a process that trains or reads, following the membership."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ __all__ = [
 T = TypeVar("T")
 
 GRACE_SECONDS = 5.0
+"""Added to the timeout of calls that wait at the token scheduler with that timeout themselves."""
 
 
 def reach(member: Member, protocol: Callable[..., T], plan: Plan) -> T:
@@ -50,7 +51,7 @@ def reach_coordinator(plan: Plan) -> Coordinator:
 
 
 def reach_tokens(plan: Plan) -> Tokens:
-    """Returns a stub of the token scheduler, at the coordinator. Its calls wait, with deadlines of their own."""
+    """Returns a stub of the token scheduler, which is at the coordinator."""
     return rpc.connect(
         plan.coordinator, Tokens, peer="coordinator", timeout=plan.options.timeout + GRACE_SECONDS, keys=plan.keys
     )
@@ -68,8 +69,8 @@ def connect_servers(coordinator: Coordinator, plan: Plan) -> list[EmbeddingPS]:
     return [reach(member, EmbeddingPS, plan) for member in members]
 
 
-class _Driven(DataLoaders):
-    """Data loaders whose feed goes through the driver, which repeats it to data loaders that start later.
+class _DriverFedLoaders(DataLoaders):
+    """Data loaders whose feed goes through the driver, which sends it to data loaders that start later, too.
 
     Args:
         directory: the data loaders.
@@ -82,12 +83,12 @@ class _Driven(DataLoaders):
         self._begin = begin
 
     def begin(self, feed: Feed) -> None:
-        """Starts a feed; returns when all data loaders have begun."""
+        """Starts a feed; returns once all data loaders have begun."""
         self._begin(feed)
 
 
 class WorkerConnection:
-    """A connection that follows the membership until it is closed.
+    """A `Connection` that follows the membership until it is closed.
 
     Args:
         coordinator: of the cluster.
@@ -134,7 +135,7 @@ class WorkerConnection:
         self.connection = Connection(
             EmbeddingWorkers(self._workers, timeout, rank),
             self._servers,
-            _Driven(self._loaders, timeout, begin) if begin is not None else None,
+            _DriverFedLoaders(self._loaders, timeout, begin) if begin is not None else None,
             rank,
             plan.nn_workers,
             generation,
@@ -151,7 +152,7 @@ class WorkerConnection:
             rpc.close(stub)
 
     def reconnect(self) -> None:
-        """Connects to the embedding PSs again, of which some have moved. No call may be in progress."""
+        """Connects to the embedding PSs again, some of which have moved. No call may be in progress."""
         for stub in self._servers:
             rpc.close(stub)
         self._servers[:] = connect_servers(self._coordinator, self._plan)

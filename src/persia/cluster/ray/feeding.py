@@ -1,4 +1,4 @@
-"""The current source and feed of the data loaders, kept by the driver for data loaders that start later."""
+"""The source and feed of the data loaders, as the driver sends them, also to data loaders that start later."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class LoaderFeed:
         self._feed: Feed | None = None
 
     @property
-    def there(self) -> bool:
-        """Whether data loaders have a source."""
+    def has_source(self) -> bool:
+        """Whether the data loaders have a source; otherwise NN workers read their data themselves."""
         return self._source is not None
 
     def set(self, source: Any, feed: Feed, accumulation_steps: int) -> None:
@@ -48,7 +48,7 @@ class LoaderFeed:
             pickled = ray.cloudpickle.dumps(source)
         except Exception as error:
             raise ConfigError(
-                f"The data cannot be sent to the data loaders: {error}. Give a reader or a list, no iterator.",
+                f"The data cannot be pickled for the data loaders: {error}. Pass a reader or a list, not an iterator.",
                 field="train_data",
             ) from error
         self._source = LoaderData(uuid.uuid4().hex, ray.put(pickled), accumulation_steps)
@@ -66,14 +66,14 @@ class LoaderFeed:
     def begin(self, feed: Feed, loaders: Sequence[Process]) -> None:
         """Starts another pass, or another part of one."""
         self._feed = feed
-        self.tell(loaders)
+        self.send(loaders)
 
-    def tell(self, loaders: Sequence[Process]) -> None:
-        """Gives each data loader its share of the feed.
+    def send(self, loaders: Sequence[Process]) -> None:
+        """Sends each data loader the source and its share of the feed.
 
         Raises:
             DataError: the source cannot be shared by this many data loaders.
-            DeadlineError: a data loader has not begun in time.
+            DeadlineError: a data loader did not begin in time.
         """
         source, feed = self._source, self._feed
         if source is None or feed is None:
@@ -94,10 +94,11 @@ class LoaderFeed:
             except ray.exceptions.RayTaskError as error:
                 raise error.cause from error
             except ray.exceptions.RayActorError:
-                continue  # It gets its share after its restart.
+                continue  # Its share is sent after its restart.
             except ray.exceptions.GetTimeoutError as error:
                 raise DeadlineError(
-                    f"{loader.title} has not begun to read within {self._timeout:g} s.",
+                    f"{loader.title} did not begin to read within {self._timeout:g} s. See its log lines, or raise "
+                    "`timeout`.",
                     role=loader.role,
                     rank=loader.rank,
                     seconds=self._timeout,

@@ -1,4 +1,4 @@
-"""Processes of all roles but NN worker and dense PS: each makes its role, serves it, and joins. Imports no torch."""
+"""The processes of the roles: each creates its role, serves it and joins. Imports no torch: see `nn_worker`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ import ray
 from persia import rpc
 from persia.cluster.ray.connection import connect_servers, reach, reach_coordinator
 from persia.cluster.ray.plan import Plan, ProcessInfo, Service, neighbours
-from persia.coordinator import CoordinatorServer as Coordination
-from persia.coordinator import TokenScheduler, report_metrics
+from persia.coordinator import CoordinatorServer, TokenScheduler, report_metrics
 from persia.coordinator.store import CoordinatorStore, StateFile
 from persia.data.loader import Loader
 from persia.errors import ConfigError, DeadlineError, StoreError
@@ -61,7 +60,7 @@ BIND_SECONDS = 5.0
 
 
 class Host:
-    """A process of a role. Ray makes it, and again after a crash if the role may restart.
+    """A process of a role. Ray creates it, and again after a crash if the role may restart.
 
     Args:
         plan: of the cluster.
@@ -178,7 +177,7 @@ class Host:
             try:
                 self.report()
             except Exception as error:  # Another report follows.
-                self.log.info("a report was not taken: %s", error)
+                self.log.info("report failed: %s", error)
 
 
 def together(*protocols: type) -> type:
@@ -204,16 +203,16 @@ class CoordinatorHost(Host):
 
     def __init__(self, plan: Plan, rank: int) -> None:
         super().__init__(plan, rank)
-        self._kept = (
+        self._store = (
             CoordinatorStore(f"{plan.options.regions}/{plan.name}/coordinator") if plan.options.regions else None
         )
-        path = self._kept.path if self._kept is not None else lambda _: None
+        path = self._store.path if self._store is not None else lambda _: None
         self._tokens = TokenScheduler(plan.options.timeout, path("tokens"))
-        known = StateFile(path("address"), str)
-        before = known.load() or ""
-        address = self.serve(_Both(Coordination(path=path("members")), self._tokens), ControlPlane, before)
+        saved = StateFile(path("address"), str)
+        before = saved.load() or ""
+        address = self.serve(_ControlPlane(CoordinatorServer(path=path("members")), self._tokens), ControlPlane, before)
         if address != before:
-            known.save(address)  # The next process listens there, too.
+            saved.save(address)  # The next process listens there, too.
         self.ready = True
 
     def observe(self) -> Readings:
@@ -222,11 +221,11 @@ class CoordinatorHost(Host):
 
     def release(self) -> None:
         """Removes files that would outlive the process, as the cluster ends."""
-        if self._kept is not None:
-            self._kept.remove()
+        if self._store is not None:
+            self._store.remove()
 
 
-class _Both:
+class _ControlPlane:
     """Coordinator and token scheduler at one address."""
 
     def __init__(self, coordinator: Coordinator, tokens: TokenScheduler) -> None:
@@ -240,17 +239,17 @@ class EmbeddingServerHost(Host):
 
     role = "embedding_ps"
 
-    def __init__(self, plan: Plan, rank: int, service: Service, life: int) -> None:
+    def __init__(self, plan: Plan, rank: int, service: Service, losses: int) -> None:
         super().__init__(plan, rank)
         schema, optimizer, mode, seed = service
-        name = f"ps-{rank}.{life}" if life else f"ps-{rank}"
+        name = f"ps-{rank}.{losses}" if losses else f"ps-{rank}"
         regions = f"{plan.options.regions}/{plan.name}/{name}" if plan.options.regions else None
-        address = self._succeed()
-        if life and (regions is None or not Regions(regions).complete):
+        address = self._succeed_dead()
+        if losses and (regions is None or not Regions(regions).complete):
             address = ""  # The first process after a loss of rows: it has no rows, and no caller knows it.
         if address:
-            self._check_return(address, regions)
-        elif life and plan.options.regions:  # The one before does not return, and its rows are not needed any more.
+            self._check_rows(address, regions)
+        elif losses and plan.options.regions:  # The process before does not return; its rows are not needed any more.
             for left in (f"ps-{rank}", f"ps-{rank}.*"):
                 remove_leftovers(plan.options.regions, f"{plan.name}/{left}")
         hold = ServerOptions(plan.nn_workers, plan.options.timeout, regions, neighbours(rank, plan.servers))
@@ -261,24 +260,24 @@ class EmbeddingServerHost(Host):
         """Removes files that would outlive the process, as the cluster ends."""
         self.servant.close()
 
-    def _succeed(self) -> str:
+    def _succeed_dead(self) -> str:
         """Marks the process before this one as dead, and returns its address; empty if this is the first."""
         coordinator = reach_coordinator(self.plan)
         try:
             for member in coordinator.membership().members:
                 if (member.role, member.rank) == (self.role, self.rank):
-                    # Before the driver notices, as this process joins with the same address.
-                    coordinator.depart(self.role, self.rank, member.incarnation, "it was started again")
+                    # Before the driver notices the death, as this process joins with the same address.
+                    coordinator.depart(self.role, self.rank, member.incarnation, "it was restarted")
                     return member.address
         finally:
             rpc.close(coordinator)
         return ""
 
-    def _check_return(self, address: str, regions: str | None) -> None:
+    def _check_rows(self, address: str, regions: str | None) -> None:
         if regions is None or not address.startswith(self.origin) or not Regions(regions).complete:
             raise StoreError(
-                f"{self!r} has died at {address}, and its rows are not on this host: they were lost with the other "
-                "one. Go on from the last checkpoint.",
+                f"{self!r} has died at {address}, and its rows are not on this host: they were lost with the process "
+                "or its host. Continue from the last checkpoint.",
                 rank=self.rank,
                 address=address,
             )
@@ -302,12 +301,12 @@ class EmbeddingWorkerHost(Host):
         super().__init__(plan, rank)
         self.servant: Worker | None = None
         # The incarnation is part of the batch ids, so it joins first; calls wait until the role exists.
-        later = Deferred(repr(self), "a connection to all PSs", plan.options.timeout)
-        coordinator = self.join(self.serve(later, together(EmbeddingWorker, RecordableWorker)))
+        deferred = Deferred(repr(self), "a connection to all PSs", plan.options.timeout)
+        coordinator = self.join(self.serve(deferred, together(EmbeddingWorker, RecordableWorker)))
         options = WorkerOptions(plan.options.compression, timeout=plan.options.timeout)
         servers = connect_servers(coordinator, plan)
         self.servant = Worker(service.schema, servers, cores(plan), rank, self.process.incarnation, options)
-        later.become(self.servant)
+        deferred.resolve(self.servant)
         self._listener = Listener(coordinator, self._changed)
 
     def counters(self) -> dict[str, float]:
@@ -319,7 +318,7 @@ class EmbeddingWorkerHost(Host):
         return self.servant.observe() if self.servant is not None else Readings([], [])
 
     def buffered(self) -> int:
-        """Returns the number of batches still here; the driver ends this process when there are none."""
+        """Returns the number of buffered batches; the driver ends a leaving process when there are none."""
         assert self.servant is not None
         return self.servant.statistics()["buffered"]
 
@@ -331,7 +330,7 @@ class EmbeddingWorkerHost(Host):
 
 
 class Deferred:
-    """A stand-in for an object that does not exist yet, or will be replaced: calls wait until it exists.
+    """A stand-in for a role that does not exist yet, or will be replaced: calls wait until it exists.
 
     Args:
         title: of the process.
@@ -341,22 +340,22 @@ class Deferred:
 
     def __init__(self, title: str, missing: str, timeout: float) -> None:
         self._title, self._missing, self._timeout = title, missing, timeout
-        self._made = threading.Event()
-        self._object: object = None
+        self._resolved = threading.Event()
+        self._role: object = None
 
-    def become(self, made: object) -> None:
-        """Directs calls to this object from now on."""
-        self._object = made
-        self._made.set()
+    def resolve(self, role: object) -> None:
+        """Directs calls to this role from now on."""
+        self._role = role
+        self._resolved.set()
 
     def __getattr__(self, name: str) -> Any:
-        if not self._made.wait(self._timeout):
+        if not self._resolved.wait(self._timeout):
             raise DeadlineError(
-                f"{self._title}: {name}: {self._missing} was not there within {self._timeout:g} s.",
+                f"{self._title}: {name} waited {self._timeout:g} s for {self._missing}. See what holds that up.",
                 operation=name,
                 seconds=self._timeout,
             )
-        return getattr(self._object, name)
+        return getattr(self._role, name)
 
 
 def cores(plan: Plan) -> int:
@@ -378,8 +377,8 @@ class DataLoaderHost(Host):
         self._workers: Directory[EmbeddingWorker] = Directory(
             "embedding_worker", lambda member: reach(member, EmbeddingWorker, plan), rpc.close
         )
-        self._later = Deferred(repr(self), "a source to read", plan.options.timeout)
-        coordinator = self.join(self.serve(self._later, DataLoader))
+        self._deferred = Deferred(repr(self), "a source to read", plan.options.timeout)
+        coordinator = self.join(self.serve(self._deferred, DataLoader))
         self._listener = Listener(coordinator, self._changed)
 
     def begin(self, pickled: bytes, source: str, accumulation_steps: int, feed: Feed) -> None:
@@ -387,7 +386,7 @@ class DataLoaderHost(Host):
 
         Args:
             pickled: the source.
-            source: its name; a source that is here already is not unpickled again.
+            source: name of the source; a source that is here already is not unpickled again.
             accumulation_steps: number of consecutive batches of an NN worker at one embedding worker.
             feed: the batches to read.
         """
@@ -399,13 +398,13 @@ class DataLoaderHost(Host):
                 self._loader = Loader(read, self._schema, self._workers, accumulation_steps, timeout)
                 self._source = source
             self._loader.begin(feed)
-            self._later.become(self._loader)
+            self._deferred.resolve(self._loader)
         # Without the lock: it waits for a registration in progress.
         if before is not None and before is not self._loader:
             before.end()
 
     def end(self) -> None:
-        """Releases ready batches, before this process ends."""
+        """Stops reading and releases ready batches, before this process ends."""
         with self._lock:
             loader = self._loader
         if loader is not None:

@@ -1,4 +1,4 @@
-"""The process of an NN worker: runs the user's function, with torch.distributed and the cluster at hand."""
+"""The processes that use torch: NN workers, which run the user's function, and dense PSs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import os
 import pickle
 import queue
 import socket
-import threading
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future
 from io import BytesIO
 from typing import Any, NamedTuple
 
@@ -29,16 +29,16 @@ from persia.telemetry.metrics import Readings, figures
 __all__ = ["CLUSTER", "DenseServerHost", "NNWorkerHost", "Outcome", "Request", "WorkerProcess"]
 
 CLUSTER = "persia cluster"
-"""Stands for the cluster in a pickled function."""
+"""Takes the place of the cluster in a pickled function."""
 
 
 class Outcome(NamedTuple):
     """Outcome of a function.
 
     Attributes:
-        value: what it returned.
-        error: what it raised, or None.
-        trace: of that, for people.
+        value: returned by the function.
+        error: raised by the function, or None.
+        trace: formatted traceback of the error.
     """
 
     value: Any
@@ -52,17 +52,12 @@ class Request(NamedTuple):
     Attributes:
         number: of the request.
         operation: method of the cluster in the driver.
-        arguments: of it.
+        arguments: of the method.
     """
 
     number: int
     operation: str
     arguments: tuple[Any, ...]
-
-
-class _Answer(NamedTuple):
-    done: threading.Event
-    outcome: list[Outcome]
 
 
 class NNWorkerHost(Host):
@@ -84,7 +79,7 @@ class NNWorkerHost(Host):
         if plan.loopback:  # The name of the host may resolve to an interface that does not reach itself.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._requests: queue.Queue[Request] = queue.Queue()
-        self._answers: dict[int, _Answer] = {}
+        self._answers: dict[int, Future[Any]] = {}
         self._numbers = itertools.count(1)
 
         self.halted = False
@@ -99,28 +94,28 @@ class NNWorkerHost(Host):
     # --- for the driver -----------------------------------------------------------------------------------------
 
     def rendezvous(self) -> tuple[str, int]:
-        """Returns a free address on this host, for torch.distributed."""
+        """Returns a free address of this host, for torch.distributed."""
         host = "127.0.0.1" if self.plan.loopback else ray.util.get_node_ip_address()
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
             free.bind((host, 0))
             port: int = free.getsockname()[1]
             return host, port
 
-    def run(self, function: bytes, generation: int, rendezvous: tuple[str, int], keeps: bool) -> Outcome:
+    def run(self, function: bytes, generation: int, rendezvous: tuple[str, int], recovers: bool) -> Outcome:
         """Runs a function, with a process group of all NN workers, and returns how it ended.
 
         Args:
             function: pickled.
             generation: of the NN workers.
-            rendezvous: where they meet.
-            keeps: whether the driver keeps what it is given, and begins anew from that.
+            rendezvous: address of their process group.
+            recovers: whether the driver takes recovery points, and restarts NN workers from the last one.
         """
         import torch
 
         self.halted = False
         self.join(self.serve(self, Observable))  # In this generation.
         backend = "cpu:gloo,cuda:nccl" if self.plan.options.gpus and torch.cuda.is_available() else "gloo"
-        cluster = WorkerProcess(self, generation, keeps)
+        cluster = WorkerProcess(self, generation, recovers)
         try:
             torch.distributed.init_process_group(
                 backend,
@@ -140,35 +135,33 @@ class NNWorkerHost(Host):
                 torch.distributed.destroy_process_group()
 
     def halt(self) -> None:
-        """Asks the function to end after its step. The driver repeats the call until it has ended."""
+        """Asks the function to end after its current step. The driver repeats the call until it has ended."""
         self.halted = True
 
     def next_request(self, timeout: float) -> Request | None:
-        """Returns the next request of the function to the driver; None if there is none in this time."""
+        """Waits for a request of the function to the driver, and returns it; None if there is none within `timeout`."""
         try:
             return self._requests.get(timeout=timeout)
         except queue.Empty:
             return None
 
     def answer(self, number: int, outcome: Outcome) -> None:
-        """Takes the driver's answer to a request."""
-        waiting = self._answers.pop(number)
-        waiting.outcome.append(outcome)
-        waiting.done.set()
+        """Passes the driver's answer on to the request that waits for it."""
+        answer = self._answers.pop(number)
+        if outcome.error is not None:
+            answer.set_exception(outcome.error)
+        else:
+            answer.set_result(outcome.value)
 
     # --- for the function ---------------------------------------------------------------------------------------
 
     def ask(self, operation: str, *arguments: Any) -> Any:
         """Sends a request to the driver, and waits for the answer."""
         number = next(self._numbers)
-        waiting = self._answers[number] = _Answer(threading.Event(), [])
+        answer: Future[Any] = Future()
+        self._answers[number] = answer
         self._requests.put(Request(number, operation, arguments))
-        # No deadline of its own: the driver ends this process when it fails or is late.
-        waiting.done.wait()
-        outcome = waiting.outcome[0]
-        if outcome.error is not None:
-            raise outcome.error
-        return outcome.value
+        return answer.result()  # No deadline of its own: the driver ends this process when it fails or is late.
 
 
 class DenseServerHost(Host):
@@ -188,11 +181,11 @@ class DenseServerHost(Host):
         self.join(self.serve(self.servant, together(DensePS, Recordable)))
 
     def observe(self) -> Readings:
-        """Returns the counters of the role."""
+        """Returns the metrics of the role."""
         return Readings(figures("dense", self.servant.statistics()), [])
 
     def counters(self) -> dict[str, float]:
-        """Returns the metrics of the role."""
+        """Returns the counters of the role."""
         return {name: float(value) for name, value in self.servant.statistics().items()}
 
 
@@ -205,7 +198,7 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, name: Any) -> Any:
         if name != CLUSTER:
-            raise pickle.UnpicklingError(f"unknown object {name!r}")
+            raise pickle.UnpicklingError(f"Unknown persistent object {name!r}.")
         return self._cluster
 
 
@@ -219,19 +212,19 @@ def _failed(error: BaseException) -> Outcome:
 
 
 class WorkerProcess:
-    """The form of `Ray(...)` on an NN worker: `connect` returns the connection of that worker.
+    """The cluster as the user's function has it on an NN worker: `connect` returns the connection of that worker.
 
     Args:
         host: the process.
         generation: of the NN workers.
-        keeps: whether the driver keeps what it is given.
+        recovers: whether the driver takes recovery points.
     """
 
-    def __init__(self, host: NNWorkerHost, generation: int, keeps: bool = False) -> None:
+    def __init__(self, host: NNWorkerHost, generation: int, recovers: bool = False) -> None:
         self._host = host
         self._generation = generation
-        self._keeps = keeps
-        self._linked: WorkerConnection | None = None
+        self._recovers = recovers
+        self._connected: WorkerConnection | None = None
 
     def connect(self, schema: Schema, optimizer: EmbeddingOptimizer, mode: Mode, seed: int) -> Connection:
         """Waits for the roles, which the first call of any NN worker starts.
@@ -239,10 +232,10 @@ class WorkerProcess:
         Raises:
             ConfigError: the cluster serves something else, or this run is connected already.
         """
-        if self._linked is not None:
+        if self._connected is not None:
             raise ConfigError(
-                "A second EmbeddingCollection (or Trainer) was made in one run on this cluster. Make one, and put all "
-                "tables into its schema; or use another cluster.",
+                "This run has an EmbeddingCollection (or Trainer) on this cluster already. Put all tables into the "
+                "schema of one, or use another cluster.",
                 field="cluster",
             )
         host = self._host
@@ -250,15 +243,17 @@ class WorkerProcess:
         assert host.coordinator is not None
         begin = functools.partial(host.ask, "begin") if fed else None
         make_dense = functools.partial(host.ask, "serve_dense")
-        self._linked = WorkerConnection(host.coordinator, host.plan, host.rank, self._generation, begin, make_dense)
-        keep = functools.partial(host.ask, "keep") if self._keeps else None
+        self._connected = WorkerConnection(host.coordinator, host.plan, host.rank, self._generation, begin, make_dense)
+        save = functools.partial(host.ask, "save_recovery_point") if self._recovers else None
 
         def observe(trainer: Callable[[], Readings]) -> None:
             host.observer = trainer
 
-        return self._linked.connection._replace(observe=observe, keep=keep, halted=lambda: host.halted)
+        return self._connected.connection._replace(
+            observe=observe, save_recovery_point=save, halted=lambda: host.halted
+        )
 
     def close(self) -> None:
         """Ends the connection."""
-        if self._linked is not None:
-            self._linked.close()
+        if self._connected is not None:
+            self._connected.close()

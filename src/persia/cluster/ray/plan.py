@@ -1,4 +1,4 @@
-"""The records with which the processes of a cluster start, and their placement."""
+"""The records that the processes of a cluster start with, and their placement."""
 
 from __future__ import annotations
 

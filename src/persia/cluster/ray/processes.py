@@ -1,4 +1,4 @@
-"""Starts actors, notices their deaths, and reports the cause."""
+"""The processes of a cluster as Ray actors: starts them, notices their deaths, and reports the causes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import os
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from persia import modes
 from persia.cluster.ray.options import RayOptions
 from persia.cluster.ray.plan import Plan, ProcessInfo
 from persia.errors import ConfigError, DeadlineError, PersiaError, RoleDiedError
+from persia.retry import Deadline
 from persia.rpc.keys import KEYS_VARIABLE
 from persia.types import TITLES
 
@@ -31,10 +31,10 @@ WATCH_SECONDS = 0.5
 END_SECONDS = 20.0
 RELEASE_SECONDS = 10.0
 RETRY_SECONDS = 0.1
-SLICE_SECONDS = 2.0
+ATTEMPT_SECONDS = 2.0
 LAST_LINES = 15
-STAYING = ("embedding_ps", "coordinator")
-"""Roles that restart on their own host only."""
+PINNED = ("embedding_ps", "coordinator")
+"""Roles that restart on their own host only, where their state is."""
 CALLS = 16
 """Maximum number of concurrent calls of an actor, waiting ones included."""
 
@@ -43,13 +43,13 @@ class Process:
     """One actor. Its fields belong to `Processes`.
 
     Attributes:
-        role: of it.
+        role: of the process.
         rank: within the role.
         handle: of the actor.
-        restarts: whether Ray starts it again.
-        leaving: whether it is to end when it has nothing left.
-        info: where it is, once it is ready.
-        asking: of an NN worker: the call that waits for its next request.
+        restarts: whether Ray restarts it.
+        leaving: whether it ends once it has no work left.
+        info: its place, once it is ready.
+        requesting: of an NN worker: the call that waits for its next request.
         ended: the call by which its last death was noticed.
     """
 
@@ -60,7 +60,7 @@ class Process:
         self.restarts = restarts
         self.leaving = False
         self.info: ProcessInfo | None = None
-        self.asking: Any = None
+        self.requesting: Any = None
         self.ended: Any = None
         self.readiness = handle.info.remote()
         self.watching = handle.watch.remote()
@@ -76,9 +76,9 @@ class Processes:
     """All processes of a cluster. Thread-safe.
 
     Args:
-        died: told of each death, with its reason, before anything else is done about it.
-        restarted: told when a process is back.
-        timeout: seconds that a process may take to be back.
+        died: called with each process that died and the cause, before anything else is done about it.
+        restarted: called with each process that has restarted.
+        timeout: maximum duration of a restart in seconds.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Processes:
         self._unreleased: set[str] = set()
         self._died = died
         self._restarted = restarted
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._processes: list[Process] = []
         self._ending = threading.Event()
         self._failures: list[RoleDiedError] = []
@@ -105,18 +105,18 @@ class Processes:
             .remote(*arguments)
         )
         process = Process(role, rank, handle, bool(options.get("max_restarts")))
-        with self._lock:
+        with self._changed:
             self._processes.append(process)
         return process
 
     def of(self, role: str) -> list[Process]:
         """Returns the processes of a role, by rank."""
-        with self._lock:
+        with self._changed:
             return sorted((p for p in self._processes if p.role == role), key=lambda p: p.rank)
 
     def all(self) -> list[Process]:
         """Returns all processes."""
-        with self._lock:
+        with self._changed:
             return list(self._processes)
 
     def await_ready(self, processes: Sequence[Process], timeout: float) -> None:
@@ -127,20 +127,20 @@ class Processes:
             DeadlineError: one is late.
             RoleDiedError: one has died.
         """
-        end = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         for process in processes:
             try:
-                process.info = ray.get(process.readiness, timeout=max(0.0, end - time.monotonic()))
+                process.info = ray.get(process.readiness, timeout=deadline.left)
             except GetTimeoutError as error:
                 raise DeadlineError(
-                    f"{process.title} has not started within {timeout:g} s. Ray may lack resources for it: see `ray "
+                    f"{process.title} did not start within {timeout:g} s. Ray may lack resources for it: see `ray "
                     "status`, start fewer processes, or raise `timeout`.",
                     role=process.role,
                     rank=process.rank,
                     seconds=timeout,
                 ) from error
             except RayError as error:
-                raise self._cause(process, error) from error
+                raise _start_error(process, error) from error
 
     def check(self) -> None:
         """Raises RoleDiedError if processes have died permanently: of the first, with those that died after it."""
@@ -152,28 +152,24 @@ class Processes:
 
     def failures(self) -> list[RoleDiedError]:
         """Returns the permanent deaths so far, in order."""
-        with self._lock:
+        with self._changed:
             return list(self._failures)
 
     def await_failure(self, seconds: float) -> bool:
-        """Waits for the notice of a permanent death; returns whether there is one."""
-        end = time.monotonic() + seconds
-        while not self.failures():
-            if time.monotonic() > end:
-                return False
-            time.sleep(RETRY_SECONDS)
-        return True
+        """Waits until a permanent death is noticed; returns whether there is one."""
+        with self._changed:
+            return self._changed.wait_for(lambda: bool(self._failures), seconds)
 
     def forget_failures(self, role: str, rank: int | None = None) -> None:
         """Forgets the deaths of a role, or of one rank, before new processes start."""
-        with self._lock:
+        with self._changed:
             self._failures = [
                 f for f in self._failures if f.fields["role"] != role or rank not in (None, f.fields["rank"])
             ]
 
     def end(self, processes: Sequence[Process]) -> None:
         """Ends processes, and waits until they are gone."""
-        with self._lock:
+        with self._changed:
             self._processes = [p for p in self._processes if p not in processes]
         for process in processes:
             ray.kill(process.handle, no_restart=True)
@@ -182,15 +178,17 @@ class Processes:
             _, left = ray.wait(watching, num_returns=len(watching), timeout=END_SECONDS)
             if left:
                 late = ", ".join(p.title for p in processes if p.watching in left)
-                raise DeadlineError(f"{late} did not end within {END_SECONDS:g} s; kill them.", seconds=END_SECONDS)
+                raise DeadlineError(
+                    f"{late} did not end within {END_SECONDS:g} s; kill what is left of them.", seconds=END_SECONDS
+                )
 
     def close(self) -> None:
         """Ends all processes."""
         self._ending.set()
         self._thread.join(END_SECONDS)
-        keeping = [p for role in STAYING for p in self.of(role)]
+        keeping = [p for role in PINNED for p in self.of(role)]
         for process in keeping:
-            if process.info is None:  # Perhaps it has started, without a wait for it.
+            if process.info is None:  # It may have started, but nothing has waited for it.
                 with contextlib.suppress(RayError):
                     process.info = ray.get(process.readiness, timeout=RETRY_SECONDS)
         releasing = {p.handle.release.remote(): p.info.node for p in keeping if p.info is not None}
@@ -206,9 +204,9 @@ class Processes:
     def on_unreleased(self, function: Callable[[], object]) -> None:
         """Calls a function on each host where a process has ended without removing its files."""
         for node in self._unreleased:
-            if _lives(node):  # Else its memory is gone with it.
+            if _node_alive(node):  # Otherwise its memory is gone with it.
                 with contextlib.suppress(RayError, OSError):
-                    _on(node, function)
+                    _run_on(node, function)
 
     # --- the thread that watches ------------------------------------------------------------------------------
 
@@ -232,8 +230,8 @@ class Processes:
 
     def _ended(self, process: Process) -> None:
         if process not in self.all():
-            return  # It was to end.
-        error = _raised(process.watching)
+            return  # It was ended on purpose.
+        error = _error_of(process.watching)
         reason = _first_line(error) + _quoted(last_lines(process))
         with contextlib.suppress(PersiaError):  # The failure below reports it, too.
             self._died(process, reason)
@@ -243,18 +241,18 @@ class Processes:
             self._fail(process, reason)
 
     def _await_restart(self, process: Process, reason: str) -> None:
-        end = time.monotonic() + self._timeout
+        deadline = Deadline(self._timeout)
         call: Any = None
         while not self._ending.is_set():
             call = call or process.handle.info.remote()
             try:
-                process.info = ray.get(call, timeout=SLICE_SECONDS)
+                process.info = ray.get(call, timeout=ATTEMPT_SECONDS)
                 # Not earlier: a call that fails before the process is back would count as its next death.
                 process.watching = process.handle.watch.remote()
                 self._restarted(process)
                 return
             except PersiaError as error:
-                self._fail(process, f"{reason}\nIt cannot go on: {error}")
+                self._fail(process, f"{reason}\nIts restart failed: {error}")
                 return
             except GetTimeoutError:
                 died = False
@@ -262,51 +260,52 @@ class Processes:
                 died, call = isinstance(error, ActorDiedError), None
             except RayError:
                 died = True
-            lost = process.role in STAYING and process.info is not None and not _lives(process.info.node)
+            lost = process.role in PINNED and process.info is not None and not _node_alive(process.info.node)
             if died or lost:
-                self._fail(process, reason, " again and again, and is not restarted any more")
+                self._fail(process, reason, " and is not restarted any more")
                 return
-            if time.monotonic() >= end:
-                self._fail(process, reason, f" and has not come back within {self._timeout:g} s")
+            if deadline.passed:
+                self._fail(process, reason, f" and did not restart within {self._timeout:g} s")
                 return
             self._ending.wait(RETRY_SECONDS)
 
     def _fail(self, process: Process, reason: str, more: str = "") -> None:
-        with self._lock:
+        with self._changed:
             if process not in self._processes:
                 return
-            # In any case: else the same end would be noticed again and again.
-            self._processes.remove(process)
-            if process.role in STAYING and process.info is not None:
+            self._processes.remove(process)  # Otherwise the same death would be noticed again.
+            if process.role in PINNED and process.info is not None:
                 self._unreleased.add(process.info.node)
             self._failures.append(
                 RoleDiedError(f"{process.title} has died{more}: {reason}", role=process.role, rank=process.rank)
             )
-
-    def _cause(self, process: Process, error: RayError) -> PersiaError:
-        if isinstance(error, RayTaskError) and isinstance(error.cause, PersiaError):
-            return error.cause
-        return RoleDiedError(f"{process.title} could not start: {error}", role=process.role, rank=process.rank)
+            self._changed.notify_all()
 
 
-def _lives(node: str) -> bool:
+def _start_error(process: Process, error: RayError) -> PersiaError:
+    if isinstance(error, RayTaskError) and isinstance(error.cause, PersiaError):
+        return error.cause
+    return RoleDiedError(f"{process.title} could not start: {error}", role=process.role, rank=process.rank)
+
+
+def _node_alive(node: str) -> bool:
     return any(known["NodeID"] == node and known["Alive"] for known in ray.nodes())
 
 
 def last_lines(process: Process) -> list[str]:
-    """Returns the last lines that a process has printed, read on its host."""
+    """Returns the last lines that a process printed, read on its host."""
     info = process.info
     if info is None:
         return []
-    if not _lives(info.node):
+    if not _node_alive(info.node):
         return ["(its host is gone)"]
     try:
-        return _on(info.node, lambda: _tail(info.logs))
+        return _run_on(info.node, lambda: _tail(info.logs))
     except Exception as error:
         return [f"(its log cannot be read: {type(error).__name__})"]
 
 
-def _on(node: str, function: Callable[[], T]) -> T:
+def _run_on(node: str, function: Callable[[], T]) -> T:
     """Runs a function on a host, and returns its result."""
     if node == ray.get_runtime_context().get_node_id():
         return function()
@@ -323,13 +322,13 @@ def _tail(paths: Sequence[str]) -> list[str]:
             text = Path(path).read_text(errors="replace")
         except OSError:
             continue
-        # Ray marks jobs and tasks by lines of its own.
+        # Ray adds lines of its own that begin with a colon.
         lines += [line for line in text.splitlines() if line and not line.startswith(":")][-LAST_LINES:]
     return lines
 
 
 def _quoted(lines: Sequence[str]) -> str:
-    return " Its last lines:\n" + "\n".join(f"    {line}" for line in lines) if lines else " It has printed nothing."
+    return " Its last lines:\n" + "\n".join(f"    {line}" for line in lines) if lines else " It printed nothing."
 
 
 def _first_line(error: BaseException | None) -> str:
@@ -337,10 +336,10 @@ def _first_line(error: BaseException | None) -> str:
     for line in str(error).splitlines():
         if "has died. " in line:
             return line.split("has died. ", 1)[1].split(" Some common causes")[0].rstrip(".") + "."
-    return (str(error).splitlines() or ["no reason is known"])[0].rstrip(".") + "."
+    return (str(error).splitlines() or ["the cause is unknown"])[0].rstrip(".") + "."
 
 
-def _raised(reference: Any) -> BaseException | None:
+def _error_of(reference: Any) -> BaseException | None:
     try:
         ray.get(reference)
     except RayError as error:
@@ -353,7 +352,7 @@ def connect(address: str | None) -> bool:
     """Connects this program to Ray, or starts Ray, unless connected; returns whether it did."""
     if ray.is_initialized():
         return False
-    # Without an address Ray would join whatever it finds on this machine.
+    # Without an address Ray would join any cluster that it finds on this machine.
     address = address or (None if "RAY_ADDRESS" in os.environ else "local")
     ray.init(address=address, namespace=NAMESPACE, include_dashboard=False if address == "local" else None)
     return True
@@ -363,14 +362,15 @@ def make_plan(servers: int, nn_workers: int, options: RayOptions) -> Plan:
     """Returns a plan without a coordinator, for a new cluster on the hosts of Ray.
 
     Raises:
-        ConfigError: there are several hosts, and no keys.
+        ConfigError: there are several hosts, and PERSIA_CURVE_KEYS is not set.
     """
     loopback = sum(node["Alive"] for node in ray.nodes()) == 1
     keys = os.environ.get(KEYS_VARIABLE)
     if not loopback and not keys:
         raise ConfigError(
-            "This Ray cluster has several hosts, and there are no keys: anybody who reaches them could read and change "
-            f"the embeddings. Make keys with persia.rpc.make_keys, put them on every host, and set {KEYS_VARIABLE}.",
+            "This Ray cluster has several hosts, and there are no CURVE keys: anyone on the network could read and "
+            "change the embeddings. Make keys with persia.rpc.make_keys, copy them to every host, and set "
+            f"{KEYS_VARIABLE}.",
             field="cluster",
         )
     name = f"persia-{uuid.uuid4().hex[:8]}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from typing import Any
@@ -13,12 +12,26 @@ import ray
 from persia.cluster.ray.nn_worker import CLUSTER, Outcome
 from persia.cluster.ray.processes import Process, Processes
 from persia.errors import DeadlineError, PersiaError, RoleDiedError, StalePushError
+from persia.retry import Deadline
 from persia.services import Tokens
 from persia.types import TITLES
 
-__all__ = ["ANEW", "CONSEQUENCES", "Recovery", "Replacement", "pickled", "results"]
+__all__ = ["CONSEQUENCES", "RESTARTED", "Recovery", "Replacement", "pickled", "results"]
 
 LOG = logging.getLogger("persia.cluster")
+
+POLL_SECONDS = 0.5
+GRACE_SECONDS = 3.0
+"""Time for the cause of a failure to become known: NN workers that fail because of it may fail earlier."""
+
+RESTARTED = ("nn_worker", "dense_ps")
+"""Roles that restart together when one of them has died."""
+
+RECOVERABLE = (*RESTARTED, "embedding_ps")
+"""Roles whose permanent death an attempt returns."""
+
+CONSEQUENCES = (RoleDiedError, DeadlineError, StalePushError)
+"""Errors of NN workers that follow from a death."""
 
 
 class Replacement:
@@ -43,47 +56,42 @@ class Replacement:
         self._generation = generation
         self._start = start
         self._timeout = timeout
-        self._coming: list[Process] = []
+        self._starting: list[Process] = []
         self.deaths: dict[int, RoleDiedError] = {}
         """Deaths by rank, of NN workers without which the others have continued."""
 
-    def spared(self, death: RoleDiedError) -> bool:
-        """Returns whether the others continue without the dead NN worker; if so, starts a successor."""
+    def replace(self, death: RoleDiedError) -> bool:
+        """Starts a successor of a dead NN worker if the others continue without it; returns whether they do."""
         rank = death.fields["rank"]
         if not self._tokens.cancel(self._generation, rank):
             return False
-        LOG.warning("%s\nThe other NN workers train on until it is replaced.", death.message)
+        LOG.warning("%s\nThe other NN workers continue until it is replaced.", death.message)
         self.deaths[rank] = death
-        self._coming.append(self._start(rank))
+        self._starting.append(self._start(rank))
         return True
 
     def poll(self) -> None:
-        """Ends the segment once all successors are there.
+        """Ends the phase once all successors have started.
 
         Raises:
             DeadlineError: one is late.
             RoleDiedError: one could not start.
         """
-        if not self._coming:
+        if not self._starting:
             return
-        ready, _ = ray.wait([p.readiness for p in self._coming], num_returns=len(self._coming), timeout=0)
-        if len(ready) == len(self._coming):
-            self._processes.await_ready(self._coming, self._timeout)
-            self._coming.clear()
+        ready, _ = ray.wait([p.readiness for p in self._starting], num_returns=len(self._starting), timeout=0)
+        if len(ready) == len(self._starting):
+            self._processes.await_ready(self._starting, self._timeout)
+            self._starting.clear()
             self._tokens.stop()
 
 
-POLL_SECONDS = 0.5
-GRACE_SECONDS = 3.0
-"""When an NN worker fails, others fail because of it, perhaps earlier: so long the cause may take to be known."""
-
-
 def pickled(function: Callable[[], Any], cluster: object) -> bytes:
-    """A function with all that it refers to; where it refers to the cluster, an NN worker puts its own view of it."""
+    """Pickles a function and all that it refers to; in place of the cluster an NN worker puts its own view of it."""
 
     class Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
-        def persistent_id(self, thing: Any) -> str | None:
-            return CLUSTER if thing is cluster else None
+        def persistent_id(self, found: Any) -> str | None:
+            return CLUSTER if found is cluster else None
 
     file = BytesIO()
     Pickler(file).dump(function)
@@ -94,7 +102,7 @@ def results(
     processes: Processes,
     calls: Mapping[Any, Process],
     operations: Mapping[str, Callable[..., Any]],
-    replacing: Replacement | None = None,
+    replacement: Replacement | None = None,
     halting: Callable[[], bool] = lambda: False,
 ) -> dict[int, Any]:
     """Returns the results of the function on each NN worker, by rank.
@@ -104,51 +112,51 @@ def results(
         calls: Ray's reference of the call of each NN worker.
         operations: requests of the function that this process serves.
         halting: polled; once true, NN workers are asked to end after their steps.
-        replacing: decides whether the others continue after the death of an NN worker; None if they do not.
+        replacement: decides whether the others continue after the death of an NN worker; None if they do not.
 
     Raises:
         RoleDiedError: a process has died.
         Exception: the failure of the function, on the NN worker that failed first.
     """
-    # A call that is left from the last run stays: it would take the first request of this one.
+    # A call that is left from the last run is used on: a second one would compete for the first request.
     for worker in calls.values():
-        worker.asking = worker.asking or worker.handle.next_request.remote(POLL_SECONDS)
+        worker.requesting = worker.requesting or worker.handle.next_request.remote(POLL_SECONDS)
     outcomes: dict[int, Outcome] = {}
-    grace: float | None = None
+    grace: Deadline | None = None
     dead: set[int] = set()
     while len(outcomes) + len(dead) < len(calls):
         if halting():  # Each time, for NN workers that have just restarted.
             for worker in calls.values():
                 worker.handle.halt.remote()
         waiting = [c for c, w in calls.items() if w.rank not in outcomes and w.rank not in dead]
-        asking = {w.asking: w for w in calls.values() if w.rank not in dead}
-        done, _ = ray.wait([*waiting, *asking], timeout=POLL_SECONDS)
+        requesting = {w.requesting: w for w in calls.values() if w.rank not in dead}
+        done, _ = ray.wait([*waiting, *requesting], timeout=POLL_SECONDS)
         for reference in done:
             try:
                 if reference in calls:
                     outcomes[calls[reference].rank] = ray.get(reference)
                 else:
-                    worker = asking[reference]
+                    worker = requesting[reference]
                     request = ray.get(reference)
-                    worker.asking = worker.handle.next_request.remote(POLL_SECONDS)
+                    worker.requesting = worker.handle.next_request.remote(POLL_SECONDS)
                     if request is not None:
                         worker.handle.answer.remote(request.number, _done(request, operations))
             except ray.exceptions.RayActorError as error:
-                ended = calls.get(reference) or asking[reference]
+                ended = calls.get(reference) or requesting[reference]
                 if not processes.await_failure(GRACE_SECONDS):
                     raise RoleDiedError(f"{ended.title} has died: {error}", role=ended.role, rank=ended.rank) from error
                 break
         for death in processes.failures():
             left = len(calls) - len(dead) - 1
-            if replacing is None or death.fields["role"] != "nn_worker" or not left or not replacing.spared(death):
+            if replacement is None or death.fields["role"] != "nn_worker" or not left or not replacement.replace(death):
                 processes.check()
             dead.add(death.fields["rank"])
             processes.forget_failures("nn_worker", death.fields["rank"])
-        if replacing is not None:
-            replacing.poll()
+        if replacement is not None:
+            replacement.poll()
         if grace is None and any(outcome.error is not None for outcome in outcomes.values()):
-            grace = time.monotonic() + GRACE_SECONDS
-        if grace is not None and time.monotonic() > grace:
+            grace = Deadline(GRACE_SECONDS)
+        if grace is not None and grace.passed:
             break
     _raise_first(processes, outcomes, len(calls))
     return {rank: outcomes[rank].value for rank in sorted(outcomes)}
@@ -174,36 +182,26 @@ def _raise_first(processes: Processes, outcomes: Mapping[int, Outcome], nn_worke
     raise error
 
 
-ANEW = ("nn_worker", "dense_ps")
-"""Roles that restart together when one of them has died."""
-
-MADE_GOOD = (*ANEW, "embedding_ps")
-"""Roles whose permanent death an attempt returns."""
-
-CONSEQUENCES = (RoleDiedError, DeadlineError, StalePushError)
-"""Errors of NN workers that follow from a death."""
-
-
 class Recovery:
     """The deaths and the recovery point of one attempt.
 
     Args:
-        lapses: deaths of embedding PSs that restart; in asynchronous modes they are out of phase then.
+        ps_deaths: deaths of embedding PSs that restart; in asynchronous modes they are out of phase then.
     """
 
-    def __init__(self, lapses: Sequence[RoleDiedError]) -> None:
-        self._lapses = lapses
-        self.replacing: Replacement | None = None
-        self.kept: Any = None
+    def __init__(self, ps_deaths: Sequence[RoleDiedError]) -> None:
+        self._ps_deaths = ps_deaths
+        self.replacement: Replacement | None = None
+        self.recovery_point: Any = None
 
-    def keep(self, state: Any) -> None:
-        """Takes a recovery point from `Connection.keep`."""
-        self.kept = state
+    def save(self, recovery_point: Any) -> None:
+        """Takes a recovery point from `Connection.save_recovery_point`."""
+        self.recovery_point = recovery_point
 
     @property
-    def spared(self) -> list[RoleDiedError]:
+    def replaced(self) -> list[RoleDiedError]:
         """Deaths of NN workers without which the others have continued."""
-        return list(self.replacing.deaths.values()) if self.replacing is not None else []
+        return list(self.replacement.deaths.values()) if self.replacement is not None else []
 
     def deaths(self, error: Exception) -> list[RoleDiedError]:
         """Returns the deaths that made an attempt fail, to recover from; empty if it cannot be repeated.
@@ -212,7 +210,7 @@ class Recovery:
             error: one of CONSEQUENCES.
         """
         if isinstance(error, RoleDiedError):
-            if any(fields["role"] not in MADE_GOOD for fields in (error.fields, *error.fields.get("later", []))):
+            if any(fields["role"] not in RECOVERABLE for fields in (error.fields, *error.fields.get("later", []))):
                 return []
-            return [error] if error.fields["role"] == "embedding_ps" else self.spared or [error]
-        return self.spared or (list(self._lapses) if isinstance(error, StalePushError) else [])
+            return [error] if error.fields["role"] == "embedding_ps" else self.replaced or [error]
+        return self.replaced or (list(self._ps_deaths) if isinstance(error, StalePushError) else [])

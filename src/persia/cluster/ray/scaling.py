@@ -11,13 +11,14 @@ from persia import rpc
 from persia.cluster.ray.feeding import AHEAD
 from persia.cluster.ray.processes import Process
 from persia.errors import ConfigError, DeadlineError
+from persia.retry import Deadline
 from persia.services import Coordinator
 from persia.types import TITLES
 from persia.worker import WorkerOptions
 
-__all__ = ["DEPART_SECONDS", "await_leave", "check_count", "check_room", "free_ranks"]
+__all__ = ["DEPART_SECONDS", "await_leave", "check_capacity", "check_count", "free_ranks"]
 
-MOST = 256
+MAX_PROCESSES = 256
 """Maximum number of processes of a role: the rank of an embedding worker is one byte of the batch id."""
 
 LEAVE_SECONDS = 0.05
@@ -30,11 +31,11 @@ def free_ranks(role: str, taken: Collection[int], count: int) -> list[int]:
     Raises:
         ConfigError: there are too few.
     """
-    free = [rank for rank in range(MOST) if rank not in taken]
+    free = [rank for rank in range(MAX_PROCESSES) if rank not in taken]
     if count > len(free):
         raise ConfigError(
-            f"{count} more processes of the role {TITLES[role]} were asked for, but {len(taken)} are there, those that "
-            f"are leaving among them, and {MOST} can be. Ask for fewer, or wait until some have left.",
+            f"{count} more processes of the role {TITLES[role]} were requested, but {len(taken)} are running, leaving "
+            f"ones included, and the maximum is {MAX_PROCESSES}. Request fewer, or wait until some have left.",
             field=f"cluster.{role}s",
         )
     return free[: max(0, count)]
@@ -42,21 +43,23 @@ def free_ranks(role: str, taken: Collection[int], count: int) -> list[int]:
 
 def check_count(name: str, value: object) -> None:
     """Raises ConfigError unless the number of processes of a role is valid."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST:
-        raise ConfigError(f"Ray.{name} = {value!r}; give a whole number from 1 to {MOST}.", field=f"cluster.{name}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_PROCESSES:
+        raise ConfigError(
+            f"Ray.{name} = {value!r}; give a whole number from 1 to {MAX_PROCESSES}.", field=f"cluster.{name}"
+        )
 
 
-def check_room(embedding_workers: int, data_loaders: int, nn_workers: int) -> None:
+def check_capacity(embedding_workers: int, data_loaders: int, nn_workers: int) -> None:
     """Checks that the embedding workers can buffer all ready batches, so that a registration waits only after a fault.
 
     Raises:
         ConfigError: they cannot.
     """
-    ready, room = data_loaders * nn_workers * AHEAD, embedding_workers * WorkerOptions().capacity
-    if ready >= room:
+    ready, capacity = data_loaders * nn_workers * AHEAD, embedding_workers * WorkerOptions().capacity
+    if ready >= capacity:
         raise ConfigError(
             f"{data_loaders} data loaders may have {ready} batches ready for {nn_workers} NN workers, but "
-            f"{embedding_workers} embedding workers hold {room}. Use more embedding workers, or fewer data loaders.",
+            f"{embedding_workers} embedding workers hold {capacity}. Use more embedding workers or fewer data loaders.",
             field="cluster.embedding_workers",
         )
 
@@ -74,7 +77,7 @@ def await_leave(process: Process, coordinator: Coordinator, timeout: float, trai
     Raises:
         DeadlineError: the process still has batches.
     """
-    end = time.monotonic() + timeout
+    deadline = Deadline(timeout)
     try:
         if process.role == "data_loader":
             ray.get(process.handle.end.remote(), timeout=timeout)
@@ -82,7 +85,7 @@ def await_leave(process: Process, coordinator: Coordinator, timeout: float, trai
             buffered = ray.get(process.handle.buffered.remote(), timeout=timeout)
             if not buffered:
                 break
-            if time.monotonic() > end:
+            if deadline.passed:
                 raise _late(process, f"still has {buffered} batches", timeout)
             time.sleep(LEAVE_SECONDS)
     except ray.exceptions.GetTimeoutError as error:
@@ -95,7 +98,7 @@ def await_leave(process: Process, coordinator: Coordinator, timeout: float, trai
 
 def _late(process: Process, what: str, timeout: float) -> DeadlineError:
     return DeadlineError(
-        f"{process.title} is leaving, and {what} after {timeout:g} s. See whether training goes on.",
+        f"{process.title} is leaving, and {what} after {timeout:g} s. Check that training makes progress.",
         role=process.role,
         rank=process.rank,
         seconds=timeout,
