@@ -313,7 +313,7 @@ def test_what_cannot_be_sent_leaves_no_half_message():
 KEEPING = """
 import resource, sys
 import numpy as np
-from persia.rpc.memory import keep_memory
+from persia.rpc.port import keep_memory
 if sys.argv[1] == "keep":
     keep_memory()
 

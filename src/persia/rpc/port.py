@@ -1,12 +1,15 @@
-"""A ZeroMQ socket that many threads share, and that they can wait for without holding its lock."""
+"""ZeroMQ sockets that many threads share, and bounds on the bytes that they receive."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
+import struct
 import threading
 from collections.abc import Iterator, Sequence
+from socket import AF_INET, IPPROTO_TCP, SHUT_RDWR, SOCK_STREAM, TCP_INFO, fromfd
 from typing import Any
 
 import zmq
@@ -16,9 +19,8 @@ from zmq.utils.monitor import parse_monitor_message
 from persia.errors import ConfigError
 from persia.rpc.keys import Keys
 from persia.rpc.limits import Limits
-from persia.rpc.memory import keep_memory
 
-__all__ = ["UNREAD_MESSAGES", "Port", "client_port", "server_port"]
+__all__ = ["UNREAD_MESSAGES", "Intake", "Port", "client_port", "keep_memory", "server_port"]
 
 DOMAIN = "persia"
 HEARTBEAT_SECONDS = 5
@@ -43,6 +45,23 @@ EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+
+_RECEIVED = struct.Struct("<128xQ")
+"""`tcpi_bytes_received` in Linux's `struct tcp_info`."""
+
+_FRAME_BYTES = 64
+"""Upper bound on the bytes that ZeroMQ and CURVE add to a frame."""
+
+_SLACK_BYTES = 1 << 16
+
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+
+KEPT_BYTES = 256 << 20
+"""Free bytes at the end of a malloc arena above which glibc returns memory to the system."""
+
+LARGE_BYTES = 32 << 20
+"""Size above which a block is mapped separately and returned at once. The maximum of glibc."""
 
 
 class Port:
@@ -237,3 +256,73 @@ def _common(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_SECONDS * 1000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, DEAD_SECONDS * 1000)
     socket.setsockopt(zmq.HEARTBEAT_TTL, DEAD_SECONDS * 1000)
+
+
+class Intake:
+    """Closes connections that send a message without end. Not thread-safe.
+
+    ZeroMQ collects a message until its last frame has arrived and does not report its parts. The kernel, however,
+    counts the bytes received over each connection. Messages of a connection arrive one after the other, so all bytes
+    since the last complete message belong to an unfinished one.
+
+    Args:
+        message_bytes: maximum bytes of a message.
+        frames: maximum frames of a message.
+        unread: maximum number of complete messages that wait in ZeroMQ per connection.
+    """
+
+    def __init__(self, message_bytes: int, frames: int, unread: int) -> None:
+        self._most = message_bytes + frames * _FRAME_BYTES + _SLACK_BYTES
+        self._unread = unread
+        self._since: dict[int, int] = {}  # By descriptor: bytes received up to its last message, or before.
+        self._delivered: set[int] = set()
+
+    def accepted(self, descriptor: int) -> None:
+        """Adds a connection."""
+        self._since[descriptor] = 0
+
+    def gone(self, descriptor: int) -> None:
+        """Removes a closed connection, whose descriptor may already belong to another file."""
+        self._since.pop(descriptor, None)
+
+    def delivered(self, descriptor: int) -> None:
+        """Notes that a complete message of a connection has been read."""
+        self._delivered.add(descriptor)
+
+    def check(self, *, behind: bool) -> int:
+        """Closes connections that have sent too much; returns their number.
+
+        Args:
+            behind: whether complete messages may be waiting in ZeroMQ.
+        """
+        most = self._most * (1 + self._unread * behind)
+        closed = 0
+        for descriptor, since in self._since.items():
+            try:
+                # A second descriptor of ZeroMQ's connection, for a moment.
+                with fromfd(descriptor, AF_INET, SOCK_STREAM) as found:
+                    (received,) = _RECEIVED.unpack(found.getsockopt(IPPROTO_TCP, TCP_INFO, _RECEIVED.size))
+                    if descriptor in self._delivered:
+                        self._since[descriptor] = received
+                    elif received - since > most:
+                        found.shutdown(SHUT_RDWR)
+                        closed += 1
+            except (OSError, struct.error):  # Closed meanwhile, or not TCP.
+                continue
+        self._delivered.clear()
+        return closed
+
+
+def keep_memory() -> None:
+    """Lets this process keep the memory of messages for the next ones, by malloc's thresholds.
+
+    By default, glibc returns freed blocks above 128 KiB to the system and requests new ones for the next message. Each
+    page is then mapped and zeroed again, which takes longer than copying it, and many times longer on a virtual
+    machine. No-op if the environment sets thresholds, or without glibc.
+    """
+    if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)

@@ -14,14 +14,12 @@ from collections.abc import Mapping, Sequence
 import zmq
 
 from persia.errors import WireError
-from persia.rpc.backlog import Backlog, Job
-from persia.rpc.dispatch import Dispatcher, Reply
-from persia.rpc.intake import Intake
+from persia.rpc.dispatch import Backlog, Dispatcher, Job, Reply
 from persia.rpc.interface import Method, describe
 from persia.rpc.keys import check_address, find_keys
 from persia.rpc.limits import Limits
 from persia.rpc.messages import Kind, parse
-from persia.rpc.port import UNREAD_MESSAGES, Port, server_port
+from persia.rpc.port import UNREAD_MESSAGES, Intake, Port, server_port
 from persia.telemetry.metrics import Readings, figures
 
 __all__ = ["Server", "serve"]

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 
 from persia.rpc.arrays import Decoder
-from persia.rpc.call import Call
-from persia.rpc.client import RpcConnection
+from persia.rpc.client import Call, RpcConnection
 from persia.rpc.interface import Method, describe
 from persia.rpc.keys import find_keys
 from persia.rpc.limits import Limits
