@@ -1,4 +1,4 @@
-"""Retries of what may be over soon: a full disk, a process that is being restarted, an address still in use."""
+"""Retries of transient failures: a full disk, a process that is restarting, an address that is still in use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Deadline:
-    """A moment by which something must be over; the clock starts when it is made.
+    """A point in time by which something must be done.
 
     Args:
         seconds: from now.
@@ -24,12 +24,12 @@ class Deadline:
 
     @property
     def left(self) -> float:
-        """Seconds until then, at least 0."""
+        """Seconds until the deadline, at least 0."""
         return max(0.0, self._end - time.monotonic())
 
     @property
     def passed(self) -> bool:
-        """Whether no time is left."""
+        """Whether the deadline has passed."""
         return self.left == 0
 
 
@@ -37,8 +37,8 @@ class Backoff(NamedTuple):
     """The pauses between attempts: each is twice the one before.
 
     Attributes:
-        first: seconds of the first pause.
-        longest: seconds that no pause exceeds.
+        first: length of the first pause in seconds.
+        longest: maximum length of a pause in seconds.
     """
 
     first: float = 0.1
@@ -60,12 +60,12 @@ def retry(
     """Retries transient failures until the deadline, and returns the result. Blocks.
 
     Args:
-        call: safe to repeat. It is called at least once, and once more at the deadline.
-        transient: whether a failure may be over soon. Any other is raised at once.
-        deadline: the failure is raised when it has passed.
+        call: safe to repeat; called at least once, and once more at the deadline.
+        transient: returns whether a failure may be over soon. Any other is raised at once.
+        deadline: after it the failure is raised.
         backoff: pauses between attempts.
-        on_wait: gets the first failure that is waited for.
-        wait: waits for so many seconds, or until there is a reason to try again.
+        on_wait: called with the first failure, before the first pause.
+        wait: waits for a number of seconds, or until there is a reason to try again.
     """
     pause = backoff.first
     waiting = False

@@ -16,15 +16,19 @@ DONE = (
     "batching",
     "checkpoint",
     "cli",
+    "cluster",
     "config.py",
     "data",
     "errors.py",
+    "membership",
     "metrics",
     "optim",
+    "retry.py",
     "rpc",
     "schema.py",
     "store",
     "telemetry",
+    "testing",
 )
 
 FORBIDDEN = re.compile(

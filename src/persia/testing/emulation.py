@@ -1,7 +1,7 @@
-"""All modes side by side while some NN workers are slow: real roles, emulated computing (`persia bench modes`).
+"""A comparison of all modes with slow NN workers: real roles, emulated computation (`persia bench modes`).
 
-NN workers are threads that wait in place of computing, so that many fit on few cores; everything else (tokens, sums,
-dense PSs, pushes) happens. The columns are those of the GBA paper's Tables 5.2 and 5.3.
+NN workers are threads that wait instead of computing, so that many fit on few cores; everything else (tokens, sums,
+dense PSs, pushes) is real. The columns are those of the GBA paper's Tables 5.2 and 5.3.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 ROWS = 16
-"""Of a batch: computing is emulated, so there need not be many."""
+"""Rows of a batch; few, as computation is emulated."""
 
 FEATURES = 2
 IDS = 1000
@@ -54,10 +54,10 @@ EMBEDDING_OPTIMIZER = Adagrad(lr=0.05)
 
 
 class Emulation(NamedTuple):
-    """What is emulated.
+    """Emulated NN workers and their speed.
 
     Attributes:
-        trace: how slow each NN worker is, when; there are as many as it has. Its time begins with the first batch.
+        trace: speed of each NN worker over time, from the first batch on; it determines the number of NN workers.
         compute: seconds that a batch takes at full speed.
     """
 
@@ -66,15 +66,15 @@ class Emulation(NamedTuple):
 
     @property
     def workers(self) -> int:
-        """NN workers."""
+        """Number of NN workers."""
         return len(self.trace.workers)
 
     @classmethod
     def parse(cls, workers: int, slow: str, compute: str, trace: str | None = None) -> Emulation:
-        """From the command line: `2:4x`, `20ms`, and the file of a trace, in place of both others.
+        """Parses arguments of the command line: `2:4x`, `20ms`, or the file of a trace, which replaces `slow`.
 
         Raises:
-            ConfigError: it is written otherwise.
+            ConfigError: an argument has another form.
         """
         time_ = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s)", compute)
         if time_ is None:
@@ -90,11 +90,11 @@ class Emulation(NamedTuple):
 
 
 class EmulatedRun(NamedTuple):
-    """A run.
+    """Outcome of a run with real roles.
 
     Attributes:
-        result: what `fit` returned on the first NN worker.
-        finished: when each batch was computed, in seconds since the first began, by NN worker.
+        result: of `fit` on the first NN worker.
+        finished: by NN worker, the times at which its batches were computed, in seconds since the first one began.
         trainer: of the first NN worker.
         arrivals: gradients in the order of the token list, if the run was recorded.
     """
@@ -106,13 +106,13 @@ class EmulatedRun(NamedTuple):
 
     @property
     def applied_rows(self) -> int:
-        """Samples whose gradient was applied."""
+        """Number of samples whose gradient was applied."""
         report = self.result.asynchronous
         return self.result.rows - (report.dropped_rows if report is not None else 0)
 
     @property
     def seconds(self) -> float:
-        """From the begin of the first batch to the end of the last one; the simulation counts no more."""
+        """Seconds from the start of the first batch to the end of the last one, as the simulation counts."""
         return max(times[-1] for times in self.finished if times)
 
     @property
@@ -122,12 +122,12 @@ class EmulatedRun(NamedTuple):
 
 
 class ModeResult(NamedTuple):
-    """One mode.
+    """Outcome of one mode.
 
     Attributes:
-        mode: which.
-        trained: what came of it.
-        bound: what the simulation says of the same run, where nothing but computing takes time.
+        mode: the mode.
+        trained: the run with real roles.
+        bound: the simulation of the same run, in which nothing but computation takes time.
     """
 
     mode: Mode
@@ -141,12 +141,12 @@ class ModeResult(NamedTuple):
 
     @property
     def of_bound(self) -> float:
-        """Rate over that of the simulation."""
+        """Rate divided by that of the simulation."""
         return self.rate / self.bound.rate
 
 
 class _Clock:
-    """Time since somebody first asked."""
+    """Seconds since the first call of `now`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -190,13 +190,13 @@ class _Waiting(torch.nn.Module):
 
 
 def all_modes(workers: int) -> list[Mode]:
-    """One of each kind, of the same global batch where it has one."""
+    """Returns one of each kind, with the same global batch if it has one."""
     backup = min(2, workers - 1)
     return [Sync(), Hybrid(4), Async(), HopBs(2), Bsp(workers), HopBw(backup), Gba(workers * ROWS)]
 
 
 def problem(batches: int) -> tuple[Schema, list[Batch]]:
-    """What is trained: ids and labels at random."""
+    """Returns a schema, and batches of random ids and labels."""
     random = np.random.default_rng(0)
     data = [
         Batch(
@@ -210,22 +210,22 @@ def problem(batches: int) -> tuple[Schema, list[Batch]]:
 
 
 def network(pause: Callable[[], None] = lambda: None) -> torch.nn.Module:
-    """The network, the same each time, which calls `pause` for each batch that it is trained with."""
+    """Returns a network, the same each time, that calls `pause` for each batch that it is trained with."""
     return _Waiting(pause)
 
 
 def optimizer(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Of the network."""
+    """Returns the optimizer of the network."""
     return torch.optim.Adam(parameters, 1e-3)
 
 
 def train(mode: Mode | Auto, emulation: Emulation, batches: int, record_dir: str | None = None) -> EmulatedRun:
-    """Trains.
+    """Trains with one mode.
 
     Args:
-        mode: how.
-        emulation: of NN workers and computing.
-        batches: in all.
+        mode: the mode.
+        emulation: of NN workers and computation.
+        batches: number of batches of all NN workers together.
         record_dir: of `TrainerOptions`.
     """
     schema, data = problem(batches)
@@ -256,23 +256,23 @@ def train(mode: Mode | Auto, emulation: Emulation, batches: int, record_dir: str
 
 
 def run(mode: Mode, emulation: Emulation, batches: int) -> ModeResult:
-    """Trains with one mode, and simulates the same."""
+    """Trains with one mode, and simulates the same run."""
     bound = simulate(mode, Setting(emulation.trace, emulation.compute, ROWS), batches).summary()
     return ModeResult(mode, train(mode, emulation, batches), bound)
 
 
 def compare(emulation: Emulation, steps: int) -> list[ModeResult]:
-    """All modes in turn.
+    """Runs all modes in turn.
 
     Args:
-        emulation: of NN workers and computing.
-        steps: batches per NN worker, on average.
+        emulation: of NN workers and computation.
+        steps: mean number of batches per NN worker.
     """
     return [run(mode, emulation, steps * emulation.workers) for mode in all_modes(emulation.workers)]
 
 
 def record(line: ModeResult) -> dict[str, Any]:
-    """A line as plain values, for JSON."""
+    """Returns a result as plain values, for JSON."""
     result = line.trained.result
     report = result.asynchronous
     return {
@@ -293,7 +293,7 @@ def record(line: ModeResult) -> dict[str, Any]:
 
 
 def table(lines: Sequence[ModeResult]) -> str:
-    """The columns of the paper's Tables 5.2 and 5.3."""
+    """Formats results in the columns of the paper's Tables 5.2 and 5.3."""
     text = [
         f"{'mode':<54}{'AUC':>7}{'rows/s':>9}{'of bound':>10}{'slowest':>9}{'fastest':>9}{'dropped':>9}{'lost':>6}"
         f"{'dense':>11}{'rows':>11}"

@@ -1,4 +1,4 @@
-"""Replicas of one network in the threads of one process: what `AllReduce` is for processes."""
+"""Replicas of one network in the threads of one process, as `AllReduce` makes them in processes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ T = TypeVar("T")
 
 
 class Meeting:
-    """Where the threads meet: each brings something, all leave with everything, by rank.
+    """An exchange between threads: each contributes a value, and all receive all values, by rank.
 
     Args:
-        size: how many threads.
-        timeout: seconds that one waits for the others.
+        size: number of threads.
+        timeout: maximum wait for the others in seconds.
     """
 
     def __init__(self, size: int, timeout: float = 600.0) -> None:
@@ -34,22 +34,22 @@ class Meeting:
         self._dead: dict[int, str] = {}
 
     def bring(self, what: str, number: int, rank: int, thing: Any) -> None:
-        """Brings one's own, without waiting."""
+        """Contributes a value, without waiting."""
         with self._changed:
             self._brought.setdefault((what, number), {})[rank] = thing
             self._changed.notify_all()
 
     def get(self, what: str, number: int, everyone: bool = False) -> list[Any]:
-        """What all have brought, by rank; of those that are dead, what they have brought before. Each gets it once.
+        """Waits for the values of all living ranks; returns all that came, by rank. Call it once per rank.
 
         Args:
-            what: kind of meeting.
+            what: kind of exchange.
             number: of this kind.
-            everyone: whether nobody can be done without.
+            everyone: whether the values of dead ranks are needed, too.
 
         Raises:
-            DeadlineError: somebody was late.
-            PersiaError: somebody is dead who cannot be done without.
+            DeadlineError: a rank was late.
+            PersiaError: a rank has died whose value is needed.
         """
         key = what, number
         with self._changed:
@@ -80,12 +80,12 @@ class Meeting:
         return [rank for rank in self._dead if rank not in self._brought.get(key, {})]
 
     def first(self) -> int:
-        """The lowest rank that is not dead."""
+        """Returns the lowest living rank."""
         with self._changed:
             return min(rank for rank in range(self.size) if rank not in self._dead)
 
     def leave(self, rank: int, reason: str) -> None:
-        """An NN worker is dead; nobody need wait for it."""
+        """Marks an NN worker as dead, so that the others do not wait for it."""
         with self._changed:
             self._dead[rank] = reason
             self._changed.notify_all()
@@ -94,12 +94,12 @@ class Meeting:
 class ThreadReplicas:
     """The network of one of several NN workers in this process, its gradients averaged with those of the others.
 
-    It does what :class:`persia.dense.AllReduce` does. For one thread; see `persia.nn.replicas.Replicas`.
+    Like :class:`persia.dense.AllReduce`. For one thread; see `persia.nn.replicas.Replicas`.
 
     Args:
         model: the network. Its parameters and buffers become those of the first NN worker.
         rank: of this NN worker.
-        meeting: where it meets the others.
+        meeting: exchange with the others.
     """
 
     dummy_rows = 1
@@ -120,7 +120,7 @@ class ThreadReplicas:
                 mine.copy_(theirs)
 
     def start(self, rows: int, has_data: bool) -> None:
-        """Begins a batch."""
+        """Starts a batch."""
         if self._averaged:
             self._own, self._total, self._stopping, self._averaged = 0, 0, 0, False
         self._own += rows
@@ -129,17 +129,17 @@ class ThreadReplicas:
         self._pending.append(number)
 
     def over(self) -> bool:
-        """Whether no NN worker has data any more."""
+        """Returns whether no NN worker has data any more."""
         self.rows()
         return self._having == 0
 
     def stopping(self) -> bool:
-        """Whether one of them wished to stop."""
+        """Returns whether an NN worker requested a stop."""
         self.rows()
         return self._stopping > 0
 
     def rows(self) -> int:
-        """Rows of all NN workers in this update."""
+        """Returns the number of rows of all NN workers in this update."""
         while self._pending:
             counts = self._meeting.get("count", self._pending.pop(0), everyone=True)
             self._total += sum(rows for rows, _, _ in counts)
@@ -149,14 +149,14 @@ class ThreadReplicas:
 
     @contextlib.contextmanager
     def batch(self, dummy: bool, last: bool) -> Iterator[None]:
-        """Surrounds forward and backward of a batch."""
+        """Surrounds the forward and backward pass of a batch."""
         with unlearned(self.model) if dummy else contextlib.nullcontext():
             yield
         if last:
             self.reduce_rest(p for p in self.model.parameters() if p.requires_grad)
 
     def reduce_rest(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Averages gradients."""
+        """Averages the gradients of parameters over all NN workers."""
         mine = list(parameters)
         total = self.rows()
         self._averaged = True
@@ -169,19 +169,19 @@ class ThreadReplicas:
                 parameter.grad.mul_(self._own / total)
         everyone = self._exchange("gradients", [parameter.grad for parameter in mine], everyone=True)
         sums = [sum(of_one) for of_one in zip(*everyone, strict=True)]
-        self._exchange("averaged", None, everyone=True)  # Nobody writes to a gradient that others still read.
+        self._exchange("averaged", None, everyone=True)  # No thread writes to a gradient that others still read.
         for parameter, gradient in zip(mine, sums, strict=True):
             assert isinstance(gradient, torch.Tensor)
             parameter.grad = gradient
 
     def settle(self) -> None:
-        """Buffers become those of the first NN worker."""
+        """Copies the buffers of the first NN worker."""
         first = self._exchange("settle", [buffer.clone() for buffer in self.model.buffers()])[0]
         for mine, theirs in zip(self.model.buffers(), first, strict=True):
             mine.copy_(theirs)
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """The payloads of all, by rank."""
+        """Returns the payloads of all, by rank."""
         return self._exchange("gather", payload)
 
     def run_on_rank0(self, function: Callable[[], T], kind: object) -> T:
@@ -197,7 +197,7 @@ class ThreadReplicas:
             return cast("T", result)
         if outcome is not None:
             raise failure
-        raise PersiaError(f"The first NN worker failed, so this one cannot go on: {failure}")
+        raise PersiaError(f"The first NN worker failed, so this one cannot continue: {failure}")
 
     def _tensors(self) -> list[torch.Tensor]:
         return [*self.model.parameters(), *self.model.buffers()]

@@ -26,17 +26,17 @@ T = TypeVar("T")
 class Threads:
     """All roles in this process, and several NN workers, each in a thread with a model and a `Trainer` of its own.
 
-    For trying out modes, and for tests: Python lets one thread compute at a time, so it trains no faster than one NN
-    worker. Use `Ray` for that.
+    For experiments with modes, and for tests: Python lets one thread compute at a time, so it trains no faster than one
+    NN worker. Use `Ray` for speed.
 
         cluster = Threads(nn_workers=4)
         results = cluster.run(lambda member: persia.Trainer(make_model(), schema, ..., cluster=member).fit(data))
 
     Args:
-        nn_workers: how many.
-        ps: embedding PSs.
-        dense_ps: dense PSs.
-        timeout: seconds that a wait for others may take.
+        nn_workers: number of NN workers.
+        ps: number of embedding PSs.
+        dense_ps: number of dense PSs.
+        timeout: maximum wait for others in seconds.
         tokens: the token scheduler, such as one with a file; a new one by default.
 
     Raises:
@@ -66,16 +66,16 @@ class Threads:
         self._worker: Worker | None = None
 
     def member(self, rank: int) -> ThreadMember:
-        """The cluster as NN worker `rank` has it."""
+        """Returns the cluster as NN worker `rank` has it."""
         return ThreadMember(self, rank)
 
     def run(self, function: Callable[[ThreadMember], T]) -> list[T]:
-        """Calls a function in as many threads, side by side; what it returns, by rank.
+        """Calls a function in a thread for each NN worker, and returns the results by rank.
 
         In a mode with dense PSs an NN worker that fails does not stop the others.
 
         Raises:
-            Exception: what the function has raised on the NN worker that failed first.
+            Exception: raised by the function on the NN worker that failed first.
         """
         results = self.outcomes(function)
         for result in self.failures:
@@ -83,7 +83,7 @@ class Threads:
         return [result for result in results if not isinstance(result, BaseException)]
 
     def outcomes(self, function: Callable[[ThreadMember], T]) -> list[T | BaseException]:
-        """As `run`; but what an NN worker has raised is its result."""
+        """Like `run`, but the result of an NN worker that failed is its exception."""
         self.failures: list[BaseException] = []
 
         def work(rank: int) -> T | BaseException:
@@ -131,7 +131,7 @@ class ThreadMember:
     """A `Threads` cluster as one of its NN workers has it.
 
     Args:
-        cluster: of which it is one.
+        cluster: the cluster.
         rank: of the NN worker.
     """
 
@@ -140,8 +140,8 @@ class ThreadMember:
         self.rank = rank
 
     def connect(self, schema: Schema, optimizer: EmbeddingOptimizer, mode: Mode, seed: int) -> Connection:
-        """This NN worker's connection."""
+        """Returns the connection of this NN worker."""
         return self._cluster.connect_as(self.rank, schema, optimizer, mode, seed)
 
     def __reduce__(self) -> Any:
-        raise ConfigError("A cluster of threads is in one process only.", field="cluster")
+        raise ConfigError("A cluster of threads cannot be pickled: it is in one process only.", field="cluster")

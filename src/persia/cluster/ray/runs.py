@@ -200,7 +200,7 @@ class Recovery:
 
     @property
     def replaced(self) -> list[RoleDiedError]:
-        """Deaths of NN workers without which the others have continued."""
+        """The deaths of NN workers without which the others have continued."""
         return list(self.replacement.deaths.values()) if self.replacement is not None else []
 
     def deaths(self, error: Exception) -> list[RoleDiedError]:
