@@ -77,7 +77,7 @@ def test_rows_and_gradients_have_the_same_bits_on_both_ways(train):
     assert found.scales is not None
     staging = CpuStaging()
     host, device = (Transfer(staging, on_host) for on_host in (True, False))
-    (mine, _), (theirs, _) = host.rows(batch, found, 1), device.rows(batch, found, 1)
+    (mine, _), (theirs, _) = host.rows(batch, found), device.rows(batch, found)
     for name, rows in mine.rows.items():
         assert torch.equal(theirs.rows[name], rows)
     # What the device has is enough to expand them there.

@@ -18,26 +18,21 @@ from persia.nn.batch_counts import batch_counts
 from persia.nn.evaluation import EvaluationReader
 from persia.nn.gate import Staleness, StalenessGate
 from persia.nn.options import CollectionOptions
-from persia.nn.pending import Pending, Registered
-from persia.nn.pipeline import READ_AHEAD, Pipeline, Stages
+from persia.nn.pipeline import Pipeline, Stages
 from persia.nn.pooling import Embeddings, Expander
 from persia.nn.prepared import PreparedBatch, dummy_batch
-from persia.nn.push_counts import PushCounter, PushCounts
+from persia.nn.pushing import Outbox, PushCounts, Pusher, StepPusher, TokenPusher, run_now
 from persia.nn.replicas import EqualSteps
 from persia.nn.row_access import RowAccess
 from persia.nn.step_timings import StepTimings
-from persia.nn.token_client import DrawnToken, NumberedBatch, TokenClient
-from persia.nn.transfer import Transfer, staging_for
+from persia.nn.token_client import TokenClient
+from persia.nn.transfer import Encoded, Ready, Transfer, nothing_to_do, staging_for
 from persia.schema import EmbeddingOptimizer, Schema
-from persia.services import Cluster, ReadObserver
+from persia.services import Cluster
 from persia.telemetry.metrics import Histogram
-from persia.types import Contribution, FedBatch, PushHeader, RowsSet, RowState, StoredRows
+from persia.types import FedBatch, RowsSet, RowState, StoredRows
 
 __all__ = ["EmbeddingCollection"]
-
-
-READ_AHEAD_ON_DEMAND = 0
-"""With batches on demand: batches that a slow NN worker has read ahead are lost to the others."""
 
 
 class EmbeddingCollection(torch.nn.Module):
@@ -82,32 +77,28 @@ class EmbeddingCollection(torch.nn.Module):
         self.schema = schema
         self.mode = mode or Hybrid()
         self.grad_scaler = grad_scaler
-        self.global_step = 0
         self._staging = staging_for(self.options.device)
         self._expander = Expander(schema, self._staging.device)
         self._transfer = Transfer(self._staging, self._expander.on_host)
         self.connection = cluster.connect(schema, optimizer, self.mode, self.options.seed)
         self._worker = self.connection.worker
         self._rows = RowAccess(schema, self.connection.servers)
-        looks = self._rows if self.connection.rank == 0 else None  # One of several NN workers is enough.
-        self._reading = EvaluationReader(schema, self._worker, self._transfer, self.options.timeout, looks)
+        checked = self._rows if self.connection.rank == 0 else None  # One of several NN workers is enough.
+        self._reading = EvaluationReader(schema, self._worker, self._transfer, self.options.timeout, checked)
         self.gate = StalenessGate(self.mode, self.options.accumulation_steps)
+        self.outbox = Outbox(self.connection)
+        """The pushes so far."""
+        self._steps = StepPusher(self.outbox, self.gate, self.options.accumulation_steps)
+        self._pusher: Pusher = self._steps
         self._pipeline: Pipeline | None = None
-        self._draws: TokenClient | None = None
-        self._group: list[Pending] = []
-        self._group_batches = 0
-        self._registered: set[int] = set()
         self._inline: PreparedBatch | None = None
+        """The batch that was called last without `prefetch`."""
         self._push_failure: BaseException | None = None
-        self.tally = PushCounter()
+        self._compressed = False
         self.waits = Histogram()
         """Time that the network has waited for batches."""
-        self._compressed = False
-        self.pushes = 0
-        self.laps: StepTimings | None = None
+        self.step_timings: StepTimings | None = None
         """Receives the compute time of each batch."""
-        self.observer: ReadObserver | None = None
-        """Looks up batches and receives the inputs of gradients while a schedule is recorded; one batch per push."""
         self._pid = os.getpid()
 
     def change_mode(self, mode: Mode) -> None:
@@ -134,9 +125,11 @@ class EmbeddingCollection(torch.nn.Module):
 
     def prefetch(
         self,
-        loader: Iterable[Batch | FedBatch | NumberedBatch],
+        loader: Iterable[Batch | FedBatch],
         equal_steps: EqualSteps | None = None,
-        draws: TokenClient | None = None,
+        *,
+        tokens: TokenClient | None = None,
+        start: int = 0,
     ) -> Iterator[PreparedBatch]:
         """Iterates over a loader with rows looked up ahead, in background threads.
 
@@ -146,7 +139,9 @@ class EmbeddingCollection(torch.nn.Module):
                 yields the same number of batches on each of them, with dummy batches (`batch.dummy`) in place of
                 missing ones. Without it, batches that were lost with an embedding worker are skipped, and an NN
                 worker that has a batch when others have none raises UnequalStepsError where it is used.
-            draws: the token client of an asynchronous mode; `loader` yields numbered batches then.
+            tokens: the token client of a mode with dense PSs; `loader` yields its `batches` then.
+            start: batch number at which all NN workers begin in the pass over the data, as for `fed`. Only recorded
+                schedules use it.
 
         Yields:
             Batches on the device. Use each before drawing the next; a batch without a backward pass by then is released
@@ -155,19 +150,20 @@ class EmbeddingCollection(torch.nn.Module):
         Raises:
             DataError: a batch does not fit the schema.
             DeadlineError: a stage was late; the error names it.
-            ConfigError: the mode is asynchronous, and there are no `draws`.
+            ConfigError: the mode keeps the network on dense PSs, and there are no `tokens`; or the other way round.
             PersiaError: another training pass over this collection is under way.
         """
         source = iter(loader)  # Here, so that DataLoader workers are forked by the caller's thread.
         if not self.training:
             self._check_process()
             return self._reading.batches(source)
-        if (draws is None) != (self.mode.dense() is Dense.ALL_REDUCE):
+        if (tokens is None) != (self.mode.dense() is Dense.ALL_REDUCE):
             raise ConfigError(
                 f"The mode {type(self.mode).__name__} keeps the network on dense PSs, so a `Trainer` has to run it.",
                 field="mode",
             )
-        return self._train(source, equal_steps, draws)
+        pusher = self._steps if tokens is None else TokenPusher(self.outbox, tokens)
+        return self._train(source, pusher, equal_steps, start)
 
     def forward(self, batch: PreparedBatch | Batch) -> Embeddings:
         """Returns embeddings by feature: `[batch, dim]`, or a SequenceEmbedding if the feature is not pooled.
@@ -197,11 +193,25 @@ class EmbeddingCollection(torch.nn.Module):
         """
         self._raise_push_failure()
         if self._inline is not None:
-            self._release_if_unused(self._inline)
+            self._finish(self._inline)
             self._inline = None
-        self._flush_group()
+        self._steps.flush()
 
     # --- measurements ----------------------------------------------------------------------------------------
+
+    @property
+    def global_step(self) -> int:
+        """Number of global steps that have been pushed."""
+        return self.outbox.global_step
+
+    @global_step.setter
+    def global_step(self, step: int) -> None:
+        self.outbox.global_step = step
+
+    @property
+    def pushes(self) -> int:
+        """Sequence number of the last push of this NN worker, in whatever mode."""
+        return self._steps.sequence
 
     @property
     def staleness(self) -> Staleness:
@@ -217,7 +227,7 @@ class EmbeddingCollection(torch.nn.Module):
     @property
     def pushed(self) -> PushCounts:
         """Outcome of the gradients so far."""
-        return self.tally.result(self._worker.statistics().get("lost_gradients", 0))
+        return self.outbox.counts(self._worker.statistics().get("lost_gradients", 0))
 
     def statistics(self) -> dict[str, dict[str, int]]:
         """Returns counters of the tables, summed over the PSs."""
@@ -239,10 +249,7 @@ class EmbeddingCollection(torch.nn.Module):
     # --- training ---------------------------------------------------------------------------------------------
 
     def _train(
-        self,
-        source: Iterator[Batch | FedBatch | NumberedBatch],
-        equal_steps: EqualSteps | None,
-        draws: TokenClient | None,
+        self, source: Iterator[Batch | FedBatch], pusher: Pusher, equal_steps: EqualSteps | None, start: int
     ) -> Iterator[PreparedBatch]:
         self._check_process()
         if self._pipeline is not None:
@@ -251,16 +258,19 @@ class EmbeddingCollection(torch.nn.Module):
                 "first (`del` it, or leave its loop)."
             )
         self.flush()
-        self.gate.open()
-        lookup = functools.partial(self._lookup, dummy_rows=equal_steps.dummy_rows if equal_steps else 1)
-        stages = Stages(self._register, self.gate.pass_lookup, lookup, self.gate.drawn, self.gate.close)
-        ahead = READ_AHEAD
-        if draws is not None:
-            stages = Stages(self._register, draws.pass_lookup, lookup, lambda _: None, draws.close)
-            ahead = READ_AHEAD_ON_DEMAND
-        self._draws = draws
-        counts = batch_counts(self.connection, self.options.timeout) if equal_steps is None and draws is None else None
-        pipeline = self._pipeline = Pipeline(source, stages, self.options.timeout, read_ahead=ahead, counts=counts)
+        pusher.open(start)
+        look_up = functools.partial(self._look_up, dummy_rows=equal_steps.dummy_rows if equal_steps else 1)
+        stages = Stages(
+            self._register,
+            pusher.may_look_up,
+            functools.partial(pusher.look_up, look_up),
+            pusher.drawn,
+            pusher.close,
+        )
+        own_loop = equal_steps is None and pusher.equal_steps
+        counts = batch_counts(self.connection, self.options.timeout) if own_loop else None
+        pipeline = Pipeline(source, stages, self.options.timeout, read_ahead=pusher.read_ahead, counts=counts)
+        self._pipeline, self._pusher, self.outbox.submit = pipeline, pusher, pipeline.push
         batch: PreparedBatch | None = None
         complete = False
         try:
@@ -270,44 +280,29 @@ class EmbeddingCollection(torch.nn.Module):
                     break
                 if equal_steps is not None or not batch.dummy:
                     yield batch
-                self._release_if_unused(batch)
+                self._finish(batch)
                 batch = None
             complete = True
         finally:
-            # Also when the loop is left early: batches with a gradient are applied, others are forgotten. An abandoned
-            # batch is no step; a dummy batch is the others' step.
-            if batch is not None and batch.dummy and draws is None:
-                self._batch_ended()
-            elif batch is not None and batch.close():
-                self.tally.released()
-            if draws is not None:
-                self._group, self._group_batches = [], 0
-            elif complete or not self._held:
-                self._flush_group()
-            else:  # The others would have to push a step with it, which is not known here.
-                self._group, self._group_batches = [], 0
+            # Also when the loop is left early: batches with a gradient are applied, others are released.
+            if batch is not None and batch.close():
+                self.outbox.released += 1
+            pusher.end(complete, batch)
             self._pipeline = None
             try:
                 pipeline.close()
-                if draws is not None and pipeline.push_failure is None:
-                    draws.abandon()
+                if pipeline.push_failure is None:
+                    pusher.abandon()
             finally:
-                self._draws = None
-                for batch_id in self._registered:
-                    self._worker.release(batch_id)
-                self._registered.clear()
+                self._steps.sequence = pusher.sequence
+                self._pusher, self.outbox.submit = self._steps, run_now
+                self.outbox.release_all()
                 self._push_failure = pipeline.push_failure
         self._raise_push_failure()
 
-    @property
-    def _held(self) -> bool:
-        """Whether PSs hold a step until all NN workers have pushed, including those without gradients."""
-        return self.mode.group(self.connection.nn_workers, 1) > 1
-
     def _next(self, pipeline: Pipeline, equal_steps: EqualSteps | None) -> PreparedBatch | None:
         """Returns the next batch; after the last one dummy batches while other NN workers have data, then None."""
-        if self._draws is not None:
-            self._draws.want()
+        self._pusher.want()
         try:
             with self.waits.timed():
                 batch = pipeline.draw()
@@ -323,142 +318,56 @@ class EmbeddingCollection(torch.nn.Module):
         batch.began = time.monotonic()
         return batch
 
-    def _register(self, item: Batch | FedBatch | NumberedBatch) -> Registered:
-        number, batch = item if isinstance(item, NumberedBatch) else (-1, item)
-        if isinstance(batch, FedBatch):
-            batch_id = batch.batch_id
-        else:
+    def _register(self, batch: Batch | FedBatch) -> FedBatch:
+        """Registers a batch, unless a data loader has."""
+        if isinstance(batch, Batch):
             batch.validate(self.schema)
-            batch_id = self._worker.register(batch.id_features)
-        self._registered.add(batch_id)
-        return Registered(batch, batch_id, number)
+            batch = FedBatch(self._worker.register(batch.id_features), batch.dense, batch.labels, batch.day)
+        self.outbox.registered.add(batch.batch_id)
+        return batch
 
-    def _lookup(self, registered: Registered, dummy_rows: int = 1) -> tuple[PreparedBatch, Callable[[], None]]:
-        if self._draws is None:
-            return self._found(registered, dummy_rows)
-        # Dense parameters first: rows are pushed before them, so the rows are at least as new.
-        drawn = self._draws.draw(registered.number, len(registered.batch.labels))
-        prepared, ready = self._found(registered, dummy_rows)
-        prepared.drawn = drawn
-
-        def adopt() -> None:
-            drawn.adopt()
-            ready()
-
-        return prepared, adopt
-
-    def _found(self, registered: Registered, dummy_rows: int) -> tuple[PreparedBatch, Callable[[], None]]:
-        batch, batch_id, number = registered
+    def _look_up(self, batch: FedBatch, dummy_rows: int) -> tuple[PreparedBatch, Ready]:
+        """Looks up the rows of a batch; returns a dummy batch if it was lost with its embedding worker."""
         try:
-            found = (self._worker if self.observer is None else self.observer).lookup(batch_id)
+            found = (self.outbox.observer or self._worker).lookup(batch.batch_id)
         except StaleBatchError:
-            self._registered.discard(batch_id)
-            self.tally.lost(len(batch.labels))
-            return dummy_batch(self.schema, dummy_rows, self._staging.device), lambda: None
+            self.outbox.lost(batch)
+            return dummy_batch(self.schema, dummy_rows, self._staging.device), nothing_to_do
         self._compressed = found.scales is not None
-        prepared, ready = self._transfer.rows(batch, found, batch_id)
-        prepared.number = number
-        prepared.await_gradient(self._end_of_backward)
+        prepared, ready = self._transfer.rows(batch, found)
+        prepared.await_gradient(batch.batch_id, self._end_of_backward)
         return prepared, ready
 
     def _end_of_backward(self, batch: PreparedBatch) -> None:
-        assert batch.batch_id is not None
         scale = self.grad_scaler.get_scale() if self.grad_scaler is not None else 1.0
         with torch.no_grad():
             gradients = self._transfer.gradients(batch.contribution(scale), self._compressed)
-        pending = Pending(batch.batch_id, len(batch), gradients, batch)
-        if self.laps is not None and self._staging.device.type != "cuda":
-            self.laps.add(batch.began)
-        if self._draws is not None:
-            assert batch.drawn is not None
-            self._push_drawn(batch.drawn, [pending], self._draws.shared.gradients())
-            return
-        self._group.append(pending)
-        self._batch_ended()
+        if self.step_timings is not None:
+            gradients = self._timed(self.step_timings, batch, gradients)
+        self._pusher.computed((batch, gradients))
 
-    def _release_if_unused(self, batch: PreparedBatch) -> None:
-        if self._draws is not None:
-            if batch.close():
-                assert batch.batch_id is not None
-                self._worker.release(batch.batch_id)
-                self._registered.discard(batch.batch_id)
-                self.tally.released()
-            elif not batch.dummy:
-                return  # Its gradient is being pushed.
-            assert batch.drawn is not None
-            self._push_drawn(batch.drawn, [], None)
-        elif batch.dummy:
-            self._batch_ended()
-        elif batch.close():
-            assert batch.batch_id is not None
-            self._worker.release(batch.batch_id)
-            self._registered.discard(batch.batch_id)
-            self.tally.released()
-            self._batch_ended()
+    def _timed(
+        self, timings: StepTimings, batch: PreparedBatch, gradients: Callable[[], Encoded]
+    ) -> Callable[[], Encoded]:
+        """Adds the compute time of a batch. A GPU has computed it only once its gradients are on the host."""
+        if self._staging.device.type != "cuda":
+            timings.add(batch.began)
+            return gradients
 
-    def _batch_ended(self) -> None:
-        self._group_batches += 1
-        if self._group_batches >= self.options.accumulation_steps:
-            self._flush_group()
+        def wait() -> Encoded:
+            found = gradients()
+            timings.add(batch.began)
+            return found
 
-    def _flush_group(self) -> None:
-        """Pushes the gradients of the batches since the last push."""
-        group, batches = self._group, self._group_batches
-        self._group, self._group_batches = [], 0
-        if not batches:
-            return
-        step = self.global_step
-        self.global_step += 1
-        if self._pipeline is None:
-            self._push(group, batches, step)
-        else:
-            self._pipeline.push(lambda: self._push(group, batches, step))
+        return wait
 
-    def _push(self, group: list[Pending], batches: int, step: int) -> None:
-        contributions = self._contributions(group)
-        connection = self.connection
-        if contributions or self._held:
-            self.pushes += 1
-            header = PushHeader(
-                connection.generation, connection.rank, self.pushes, step, sum(pending.rows for pending in group)
-            )
-            self._note_read(group, self.pushes, [step])
-            self.tally.pushed(self._worker.push(header, contributions))
-            self._registered.difference_update(c.batch_id for c in contributions)
-        self.gate.done(batches)
-
-    def _contributions(self, group: list[Pending]) -> list[Contribution]:
-        found = []
-        for pending in group:
-            found.append(Contribution(pending.batch_id, *pending.gradients()))
-            if self.laps is not None and self._staging.device.type == "cuda":  # Only now the device has computed it.
-                self.laps.add(pending.batch.began)
-        return found
-
-    def _note_read(self, group: list[Pending], sequence: int, dense: list[int]) -> None:
-        if self.observer is not None:
-            for pending in group:
-                self.observer.note(pending.read(self.connection.rank, sequence, dense))
-
-    def _push_drawn(
-        self, drawn: DrawnToken, group: list[Pending], dense: Callable[[PushHeader, float], None] | None
-    ) -> None:
-        """Hands a gradient of an asynchronous mode to the push thread."""
-        draws = self._draws
-        assert draws is not None
-        assert self._pipeline is not None
-        version, versions = draws.shared.version, draws.shared.versions
-
-        def push() -> None:
-            contributions = self._contributions(group)
-            self._note_read(group, drawn.sequence, versions)
-            rows = sum(pending.rows for pending in group)
-            ticket, counts = draws.push(drawn.sequence, rows, version, contributions, dense)
-            self.tally.pushed(counts)
-            self._registered.difference_update(c.batch_id for c in contributions)
-            self.global_step = max(self.global_step, ticket.header.step)
-
-        self._pipeline.push(push)
+    def _finish(self, batch: PreparedBatch) -> None:
+        """Ends a drawn batch; one without a gradient still counts."""
+        if batch.close():
+            self.outbox.release(batch)
+        elif not batch.dummy:
+            return  # Its gradient is on the way.
+        self._pusher.skipped(batch)
 
     # --- without a pipeline -----------------------------------------------------------------------------------
 
@@ -472,11 +381,11 @@ class EmbeddingCollection(torch.nn.Module):
                     "This EmbeddingCollection is in a `prefetch` loop; call it with the batches that the loop "
                     "yields, or switch to `.eval()` to read other ones."
                 )
-            prepared, ready = self._lookup(self._register(batch))
+            prepared, ready = self._look_up(self._register(batch), dummy_rows=1)
             if prepared.dummy:
                 raise StaleBatchError("The batch was lost between its registration and its lookup; call again.")
             if self._inline is not None:
-                self._release_if_unused(self._inline)
+                self._finish(self._inline)
             self._inline = prepared
         else:
             prepared, ready = self._reading.now(batch)

@@ -79,4 +79,4 @@ class EvaluationReader:
         return batch
 
     def _look_up(self, batch: Batch) -> tuple[PreparedBatch, Callable[[], None]]:
-        return self._transfer.rows(batch, self._worker.evaluate(batch.id_features), None)
+        return self._transfer.rows(batch, self._worker.evaluate(batch.id_features))

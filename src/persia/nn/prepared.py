@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,38 +13,26 @@ from persia.nn.token_client import DrawnToken
 from persia.schema import Schema
 from persia.types import Int32Array, Int64Array, Inverse
 
-__all__ = ["PreparedBatch", "PreparedRows", "dummy_batch"]
-
-
-class PreparedRows(NamedTuple):
-    """The rows of a batch on the device of the network.
-
-    Attributes:
-        rows: by table, float32 `[unique ids, dim]`: the autograd leaves. One gradient per table and backward.
-        inverse: by feature, the index of each id's row.
-        offsets: by feature, int64 `[batch + 1]`, or None if each sample has one id.
-    """
-
-    rows: dict[str, torch.Tensor]
-    inverse: dict[str, Inverse] | dict[str, torch.Tensor]
-    offsets: dict[str, Int64Array | None] | dict[str, torch.Tensor | None]
+__all__ = ["PreparedBatch", "dummy_batch"]
 
 
 class PreparedBatch:
     """The samples of one step on the device, with the rows of their ids.
 
-    Attributes:
+    Args:
         dense: float32 `[batch, dense features]`.
         labels: float32 `[batch, labels]`.
         day: int32 `[batch]` on the host, or None.
-        rows: see `PreparedRows`.
-        inverse: see `PreparedRows`.
-        offsets: see `PreparedRows`.
+        rows: by table, float32 `[unique ids, dim]`: the autograd leaves. One gradient per table and backward.
+        inverse: by feature, the index of each id's row; arrays on the CPU, else tensors.
+        offsets: by feature, int64 `[batch + 1]` likewise, or None if each sample has one id.
+
+    Attributes:
         batch_id: its key at the embedding worker; None if no gradient is awaited.
         dummy: whether it stands in for data that this NN worker does not have; the network must not learn from it.
-        drawn: its token, in asynchronous modes.
+        token: its token, in modes with dense PSs.
+        number: of the batch within the pass over the data.
         began: time at which it was drawn, on the monotonic clock.
-        number: within the pass; -1 if not known.
     """
 
     def __init__(
@@ -53,19 +40,21 @@ class PreparedBatch:
         dense: torch.Tensor,
         labels: torch.Tensor,
         day: Int32Array | None,
-        found: PreparedRows,
-        batch_id: int | None,
-        dummy: bool = False,
+        rows: dict[str, torch.Tensor],
+        inverse: dict[str, Inverse] | dict[str, torch.Tensor],
+        offsets: dict[str, Int64Array | None] | dict[str, torch.Tensor | None],
     ) -> None:
         self.dense = dense
         self.labels = labels
         self.day = day
-        self.rows, self.inverse, self.offsets = found
-        self.batch_id = batch_id
-        self.dummy = dummy
-        self.drawn: DrawnToken | None = None
+        self.rows = rows
+        self.inverse = inverse
+        self.offsets = offsets
+        self.batch_id: int | None = None
+        self.dummy = False
+        self.token: DrawnToken | None = None
+        self.number = 0
         self.began = 0.0
-        self.number = -1
         self._finish: Callable[[PreparedBatch], None] | None = None
         self._closed = False
         self._called_back = False
@@ -83,8 +72,9 @@ class PreparedBatch:
         """Whether a gradient of this batch is awaited."""
         return self._finish is not None and not self._closed
 
-    def await_gradient(self, finish: Callable[[PreparedBatch], None]) -> None:
+    def await_gradient(self, batch_id: int, finish: Callable[[PreparedBatch], None]) -> None:
         """Makes the rows autograd leaves; `finish(self)` is called at the end of the first backward pass."""
+        self.batch_id = batch_id
         self._finish = finish
         # Weak: a leaf that kept its batch alive would be a cycle, and megabytes would wait for the cycle collector.
         myself = weakref.ref(self)
@@ -138,23 +128,18 @@ def dummy_batch(schema: Schema, rows: int, device: torch.device) -> PreparedBatc
         rows: samples, 0 or more.
         device: where the network runs.
     """
-    on_host = device.type == "cpu"
     names = [f.name for f in schema.id_features]
     # Pooling needs a row, though no id points to it.
     tables = {name: torch.zeros(1, table.dim, device=device) for name, table in schema.resolved_tables().items()}
-    if on_host:
+    dense = torch.zeros(rows, len(schema.dense_features), device=device)
+    labels = torch.zeros(rows, len(schema.labels), device=device)
+    if device.type == "cpu":
         index: dict[str, Inverse] = {name: np.empty(0, np.uint16) for name in names}
         ends: dict[str, Int64Array | None] = {name: np.zeros(rows + 1, np.int64) for name in names}
-        found = PreparedRows(tables, index, ends)
+        batch = PreparedBatch(dense, labels, None, tables, index, ends)
     else:
         nowhere = torch.empty(0, dtype=torch.int64, device=device)
         starts: dict[str, torch.Tensor | None] = {name: nowhere.new_zeros(rows + 1) for name in names}
-        found = PreparedRows(tables, dict.fromkeys(names, nowhere), starts)
-    return PreparedBatch(
-        torch.zeros(rows, len(schema.dense_features), device=device),
-        torch.zeros(rows, len(schema.labels), device=device),
-        None,
-        found,
-        None,
-        dummy=True,
-    )
+        batch = PreparedBatch(dense, labels, None, tables, dict.fromkeys(names, nowhere), starts)
+    batch.dummy = True
+    return batch

@@ -1,4 +1,4 @@
-"""The NN worker's side of asynchronous modes: batches and tokens drawn, arrivals told, a rest waited for.
+"""The NN worker's side of the token scheduler: draws batches and tokens, reports arrivals, and quiesces.
 
 docs/reference/protocol.md, section 12, has the order of the calls.
 """
@@ -6,78 +6,81 @@ docs/reference/protocol.md, section 12, has the order of the calls.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
-from persia.batching.batch import Batch
 from persia.services import EmbeddingWorker, Tokens
-from persia.types import Caller, Contribution, FedBatch, PushHeader, QuiesceResult, Ticket, UpdateCounts
+from persia.types import Caller, Contribution, PushHeader, QuiesceResult, Ticket, UpdateCounts
 
-__all__ = ["DenseParameters", "DrawnToken", "NumberedBatch", "TokenClient"]
+__all__ = ["DenseParameters", "DrawnToken", "TokenClient"]
+
+T = TypeVar("T")
 
 
 class DenseParameters(Protocol):
-    """The network of an NN worker while dense PSs have its truth: :class:`persia.dense.SharedNetwork`."""
+    """The network of an NN worker whose parameters are on dense PSs: :class:`persia.dense.SharedNetwork`."""
 
     @property
     def version(self) -> int:
-        """Of the parameters that are in the network."""
+        """Version of the parameters in the network."""
 
     @property
     def versions(self) -> list[int]:
         """The same, by dense PS."""
 
     def pull(self, least: int, wanted: Callable[[], bool]) -> Callable[[], None]:
-        """Gets parameters; what it returns puts them into the network."""
+        """Pulls parameters; the returned function puts them into the network."""
 
     def gradients(self) -> Callable[[PushHeader, float], None]:
-        """Takes the gradients off the network; what it returns pushes them."""
+        """Takes the gradients off the network; the returned function pushes them."""
 
     def push_empty(self, header: PushHeader) -> None:
-        """Fills a slot without a gradient."""
-
-
-class NumberedBatch(NamedTuple):
-    """A batch, and which one of the pass it is."""
-
-    number: int
-    batch: Batch | FedBatch
+        """Fills a slot that has no gradient."""
 
 
 class DrawnToken(NamedTuple):
-    """A token in the hands of this NN worker.
+    """A token that this NN worker holds.
 
     Attributes:
-        sequence: of the push that it will be.
+        sequence: sequence number of its push.
+        number: of its batch, within the pass.
         adopt: puts the dense parameters that were pulled with it into the network.
     """
 
     sequence: int
+    number: int
     adopt: Callable[[], None]
 
 
 class TokenClient:
-    """One NN worker in one segment. Its reading, lookup, training and push threads use it.
+    """Draws batches and tokens for one NN worker in one phase, and pushes its gradients.
+
+    Its reading, lookup, training and push threads use it.
 
     Args:
-        tokens: the lists.
-        caller: this NN worker and segment.
+        tokens: the token scheduler.
+        caller: identifies this NN worker and the phase.
         worker: the embedding workers.
-        shared: its network.
-        sequence: of its last push.
+        dense: the network.
+        sequence: sequence number of the last push of this NN worker.
     """
 
     def __init__(
-        self, tokens: Tokens, caller: Caller, worker: EmbeddingWorker, shared: DenseParameters, sequence: int
+        self, tokens: Tokens, caller: Caller, worker: EmbeddingWorker, dense: DenseParameters, sequence: int
     ) -> None:
         self._tokens = tokens
         self._caller = caller
         self._worker = worker
-        self.shared = shared
+        self.dense = dense
         self.sequence = sequence
         self._requests = 0
+        self._numbers: deque[int] = deque()
+        """Numbers of batches that were read and have no token yet."""
         self._done = sequence
+        """Sequence number of the last push that returned."""
         self._filled = 0
+        """Number of abandoned pushes of other NN workers that were filled."""
         self._changed = threading.Condition()
         self._wanted = 0
         self._closed = False
@@ -86,29 +89,34 @@ class TokenClient:
 
     # --- reading and lookup threads ---------------------------------------------------------------------------
 
-    def numbers(self) -> Iterator[int]:
-        """Numbers of the batches that this NN worker is to train. Data are read ahead; tokens are not drawn ahead."""
+    def batches(self, read: Callable[[int], T | None]) -> Iterator[T]:
+        """Yields the batches that the token scheduler hands out to this NN worker. For the reading thread.
+
+        Args:
+            read: returns the batch of a number; None if the pass has none of this number, nor a higher one.
+        """
         while not self._closed:
             self._requests += 1
             number = self._tokens.take(self._caller, self._requests)
             if number is None:
                 return
-            yield number
-
-    def end(self, number: int) -> None:
-        """The pass has no batch of this number."""
-        self._tokens.end(self._caller, number)
+            batch = read(number)
+            if batch is None:
+                self._tokens.end(self._caller, number)
+                return
+            self._numbers.append(number)
+            yield batch
 
     def pass_lookup(self) -> bool:
-        """Waits until the next batch is wanted and the one before has arrived; False when closed instead."""
+        """Blocks until a batch is wanted and the gradient before it has arrived; False when closed instead."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or (self._wanted > 0 and not self._open))
             self._wanted -= not self._closed
             return not self._closed
 
-    def draw(self, number: int, rows: int) -> DrawnToken:
-        """Draws a batch's token and pulls the parameters to train it with. Blocks."""
-        sequence = self.sequence + 1
+    def draw(self, rows: int) -> DrawnToken:
+        """Draws the token of the next batch, which has so many rows, and pulls the parameters for it. Blocks."""
+        number, sequence = self._numbers.popleft(), self.sequence + 1
         while True:
             token = self._tokens.draw(self._caller, sequence, number, rows, self._done, self._filled)
             if token.value is not None:
@@ -117,42 +125,43 @@ class TokenClient:
         with self._changed:
             self.sequence = sequence
             self._open.append(sequence)
-        return DrawnToken(sequence, self.shared.pull(token.least, self._still_wanted))
+        return DrawnToken(sequence, number, self.dense.pull(token.least, self._still_wanted))
 
     def _still_wanted(self) -> bool:
-        """While a pull waits: what it waits for may be the slot of a dead NN worker, which nobody else fills."""
+        """Fills abandoned pushes while a pull waits, as the awaited version may lack just these."""
         if not self._closed:
             self._fill(self._tokens.abandoned(self._caller, self._filled))
         return not self._closed
 
     def _fill(self, abandoned: Sequence[PushHeader]) -> None:
+        """Pushes empty gradients in the places of abandoned pushes."""
         for header in abandoned:
             empty = header._replace(weight=0)
             self._worker.push(empty, [])
-            self.shared.push_empty(empty)
+            self.dense.push_empty(empty)
             self._filled += 1
 
     # --- training thread ----------------------------------------------------------------------------------------
 
     def want(self) -> None:
-        """The training thread is about to draw a batch."""
+        """Announces that the training thread is about to draw a batch."""
         with self._changed:
             self._wanted += 1
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Wakes whoever waits here."""
+        """Ends `batches`, and makes a blocked `pass_lookup` return False."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def abandon(self) -> None:
-        """After `close`, when all threads have ended: tokens without a batch arrive empty, so nobody misses them."""
+        """Pushes tokens without a batch, so that no step waits for them; after `close`, when all threads have ended."""
         for sequence in list(self._open):
-            self.push(sequence, 0, self.shared.version, [], None)
+            self.push(sequence, 0, self.dense.version, [], None)
 
     def quiesce(self) -> QuiesceResult:
-        """Waits until all NN workers have finished the phase."""
+        """Waits until all NN workers are done with the phase."""
         while True:
             result = self._tokens.quiesce(self._caller, self._done, self._filled)
             if not result.abandoned:
@@ -160,7 +169,7 @@ class TokenClient:
             self._fill(result.abandoned)
 
     def drained(self, step: int) -> int:
-        """Reports that all PSs are drained, as the leader; the others pass -1 and wait for it."""
+        """Reports that all PSs are drained and at `step`; NN workers other than the leader give -1 and wait for it."""
         return self._tokens.drained(self._caller, step)
 
     # --- push thread --------------------------------------------------------------------------------------------
@@ -173,14 +182,14 @@ class TokenClient:
         contributions: Sequence[Contribution],
         dense: Callable[[PushHeader, float], None] | None,
     ) -> tuple[Ticket, dict[str, UpdateCounts]]:
-        """Tells that a gradient is computed, and pushes it to where it belongs.
+        """Reports a computed gradient to the token scheduler, and pushes it to the place that it gets.
 
         Args:
-            sequence: as it was drawn.
+            sequence: sequence number of the token.
             rows: of the batch.
             version: of the parameters that it was computed with.
             contributions: the gradient of its rows.
-            dense: pushes that of the network; None without any.
+            dense: pushes the gradient of the network; None without one.
         """
         ticket = self._tokens.arrive(self._caller, sequence, rows if contributions else 0, version)
         with self._changed:
@@ -191,10 +200,10 @@ class TokenClient:
             for contribution in contributions:
                 self._worker.release(contribution.batch_id)
         else:
-            # Rows first: whoever finds a new version of the dense parameters finds its rows too.
+            # Rows first: an NN worker that pulls the new version of the dense parameters then finds its rows too.
             counts = self._worker.push(ticket.header, contributions)
             if dense is None:
-                self.shared.push_empty(ticket.header)
+                self.dense.push_empty(ticket.header)
             else:
                 dense(ticket.header, ticket.weight)
         self._done = sequence

@@ -12,19 +12,21 @@ from numpy.typing import NDArray
 from persia import batching
 from persia.batching.batch import Batch
 from persia.errors import ConfigError
-from persia.nn.prepared import PreparedBatch, PreparedRows
-from persia.types import FedBatch, Floats, Halves, Int64Array, LookedUp, Packed, WireRows
+from persia.nn.prepared import PreparedBatch
+from persia.types import FedBatch, Floats, Halves, Int64Array, Inverse, LookedUp, Packed, WireRows
 
 __all__ = [
     "CpuStaging",
     "CudaStaging",
     "Encoded",
+    "Ready",
     "Staging",
     "Transfer",
     "decode",
     "decode_tensors",
     "encode",
     "encode_tensors",
+    "nothing_to_do",
     "staging_for",
 ]
 
@@ -65,7 +67,7 @@ class CpuStaging:
         # torch has no read-only tensors: it warns, and writing would be a fault.
         writable = {n: array if array.flags.writeable else array.copy() for n, array in arrays.items()}
         tensors = {name: torch.from_numpy(array) for name, array in writable.items()}
-        return tensors if then is None else then(tensors), _nothing
+        return tensors if then is None else then(tensors), nothing_to_do
 
     def to_host(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[str, Any]]:
         """Wraps the tensors."""
@@ -140,8 +142,8 @@ def staging_for(name: str) -> Staging:
     return CudaStaging(device)
 
 
-def _nothing() -> None:
-    pass
+def nothing_to_do() -> None:
+    """No-op: the tensors are ready."""
 
 
 LARGEST = 2.0**15
@@ -206,17 +208,17 @@ class Transfer:
         self._on_host = on_host
         self._scratch = batching.Scratch()
 
-    def rows(self, batch: Batch | FedBatch, found: LookedUp, batch_id: int | None) -> tuple[PreparedBatch, Ready]:
+    def rows(self, batch: Batch | FedBatch, found: LookedUp) -> tuple[PreparedBatch, Ready]:
         """Returns the batch on the device; call the second result in the using thread first."""
         arrays: dict[str, NDArray[Any]] = {"dense": batch.dense, "labels": batch.labels}
+        inverse: dict[str, Inverse] | dict[str, torch.Tensor]
+        offsets: dict[str, Int64Array | None] | dict[str, torch.Tensor | None]
         if self._on_host:
             plain = decode(found.rows, found.scales, self._scratch)
             tensors, ready = self._staging.to_device({**arrays, "rows": plain.buffer})
-            offsets = cast("Mapping[str, Int64Array]", found.offsets)
-            inverse = found.inverse
-            prepared = PreparedRows(
-                unpacked(tensors["rows"], plain), inverse, {name: offsets.get(name) for name in inverse}
-            )
+            rows, inverse = unpacked(tensors["rows"], plain), found.inverse
+            ends = cast("Mapping[str, Int64Array]", found.offsets)
+            offsets = {name: ends.get(name) for name in inverse}
         else:
             packs = {"rows": found.rows, "narrow": found.narrow, "wide": found.wide, "offsets": found.offsets}
             scales = {} if found.scales is None else {"scales": found.scales}
@@ -231,9 +233,9 @@ class Transfer:
                 return {**tensors, **{f"rows/{name}": rows for name, rows in made["rows"].items()}}
 
             tensors, ready = self._staging.to_device(arrays, unpack)
-            indices = {**made["narrow"], **made["wide"]}
-            prepared = PreparedRows(made["rows"], indices, {name: made["offsets"].get(name) for name in indices})
-        return PreparedBatch(tensors["dense"], tensors["labels"], batch.day, prepared, batch_id), ready
+            rows, inverse = made["rows"], {**made["narrow"], **made["wide"]}
+            offsets = {name: made["offsets"].get(name) for name in inverse}
+        return PreparedBatch(tensors["dense"], tensors["labels"], batch.day, rows, inverse, offsets), ready
 
     def gradients(self, gradients: Mapping[str, torch.Tensor], compressed: bool) -> Callable[[], Encoded]:
         """Starts copying gradients to the host; the result blocks until they are there. For the training thread."""

@@ -50,7 +50,7 @@ class Monitor:
         embeddings = self._embeddings
         staleness = embeddings.staleness
         # Counted by the facade of several embedding workers; one in this process loses none.
-        pushed = embeddings.tally.result(getattr(embeddings.connection.worker, "lost_gradients", 0))
+        pushed = embeddings.outbox.counts(getattr(embeddings.connection.worker, "lost_gradients", 0))
         found = figures(
             "nn",
             {

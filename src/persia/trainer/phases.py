@@ -16,13 +16,13 @@ from persia.dense import SharedNetwork
 from persia.errors import ConfigError, NNWorkersDiedError
 from persia.modes import Dense, Gba, Mode, ModeChoice
 from persia.nn.step_timings import StepTimings
-from persia.nn.token_client import NumberedBatch, TokenClient
+from persia.nn.token_client import TokenClient
 from persia.optim import APMSqueeze
 from persia.optim.averaged import Averaged
 from persia.services import DenseMaker, ProcessCluster, TrainingPhase
 from persia.trainer.recording import ScheduleRecorder
 from persia.trainer.sources import LocalSource, declared_batch_size, largest_batch
-from persia.types import Caller
+from persia.types import Caller, FedBatch
 
 if TYPE_CHECKING:
     from persia.trainer import Trainer
@@ -111,7 +111,7 @@ class Phases:
             if trainer.mode in (auto.sync, auto.asynchronous):  # Else it has been chosen by hand.
                 tokens.begin_auto(auto, connection.nn_workers, trainer.mode == auto.asynchronous)
 
-        trainer.embeddings.laps = StepTimings(tokens, connection.rank, auto.seconds / REPORTS, begin)
+        trainer.embeddings.step_timings = StepTimings(tokens, connection.rank, auto.seconds / REPORTS, begin)
         trainer.step.replicas.run_on_rank0(begin, NoneType)
 
     def mode_choices(self) -> list[ModeChoice]:
@@ -233,7 +233,7 @@ class Phases:
         whole = stopped = False
         began = 0.0
         try:
-            prefetched = embeddings.prefetch(self._in_turn(wanted), replicas)
+            prefetched = embeddings.prefetch(self._in_turn(wanted), replicas, start=self._state.position)
             with contextlib.closing(prefetched) as batches:  # type: ignore[type-var]
                 for batch in batches:
                     step = trainer.global_step + 1
@@ -266,7 +266,7 @@ class Phases:
             return False
         return wanted is None or drawn < wanted
 
-    def _in_turn(self, wanted: int | None) -> Iterator[NumberedBatch]:
+    def _in_turn(self, wanted: int | None) -> Iterator[Batch | FedBatch]:
         """This NN worker's batches: every so many-th."""
         trainer = self._trainer
         connection = trainer.embeddings.connection
@@ -276,7 +276,7 @@ class Phases:
             batch = trainer.source.read(number)
             if batch is None:
                 return
-            yield NumberedBatch(number, batch)
+            yield batch
             number += connection.nn_workers
             left = left - 1 if left is not None else None
 
@@ -320,8 +320,8 @@ class Phases:
         self._state.local_batch = trainer.step.replicas.run_on_rank0(begin, int)
         self._recording.begin(shared)
         self._entered()
-        draws = TokenClient(tokens, caller, connection.worker, shared, embeddings.pushes)
-        prefetched = embeddings.prefetch(self._on_demand(draws), draws=draws)
+        client = TokenClient(tokens, caller, connection.worker, shared, embeddings.pushes)
+        prefetched = embeddings.prefetch(client.batches(trainer.source.read), tokens=client)
         try:
             with contextlib.closing(prefetched) as batches:  # type: ignore[type-var]
                 for batch in batches:
@@ -334,20 +334,19 @@ class Phases:
                     if trainer.stopping:
                         tokens.stop()
         finally:
-            embeddings.pushes = draws.sequence
             run.score_rest()
         began = time.monotonic()
-        rest = draws.quiesce()
+        rest = client.quiesce()
         rested = time.monotonic()
         step = rest.step + (rest.held > 0)
         if connection.rank == rest.leader:
             for server in connection.servers:
                 server.drain(connection.generation, rest.step, rest.held)
             shared.drain(connection.generation, rest.step, rest.held)
-            draws.drained(step)
+            client.drained(step)
             self._recording.write(self._state.local_batch)
         else:
-            draws.drained(-1)
+            client.drained(-1)
         shared.take_over()
         if isinstance(optimizer, APMSqueeze):
             optimizer.take_back()
@@ -368,14 +367,6 @@ class Phases:
         if second is None and isinstance(trainer.mode, Gba):  # By itself it makes a step, whatever M is.
             rows = max(rows, trainer.mode.global_batch_size)
         return rows
-
-    def _on_demand(self, draws: TokenClient) -> Iterator[NumberedBatch]:
-        for number in draws.numbers():
-            batch = self._trainer.source.read(number)
-            if batch is None:
-                draws.end(number)
-                return
-            yield NumberedBatch(number, batch)
 
     def _share(self, averaged: Averaged | None) -> SharedNetwork:
         """The dense PSs; `averaged` stands for APMSqueeze there."""

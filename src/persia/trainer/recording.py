@@ -42,7 +42,7 @@ class ScheduleRecorder:
         self._dense: Sequence[DensePS] = []
         self._recorder: Recorder | None = None
         if directory is not None:
-            self._recorder = embeddings.observer = Recorder(embeddings.connection)
+            self._recorder = embeddings.outbox.observer = Recorder(embeddings.connection)
 
     def begin(self, shared: SharedNetwork | None) -> None:
         """Starts to record a phase. All NN workers call it while all roles are quiescent.

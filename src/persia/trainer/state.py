@@ -18,7 +18,7 @@ from persia.modes import decode as decode_mode
 from persia.modes import encode as encode_mode
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
-from persia.nn.push_counts import PushCounts
+from persia.nn.pushing import PushCounts
 
 __all__ = ["RandomState", "RunTotals", "TrainingState", "random_states", "set_random_state"]
 

@@ -1,0 +1,375 @@
+"""How gradients of a training pass leave an NN worker: by global step, or by token.
+
+`EmbeddingCollection` chooses one :class:`Pusher` for a training pass and asks it everything that depends on the choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from persia.nn.gate import StalenessGate
+from persia.nn.pipeline import READ_AHEAD
+from persia.nn.prepared import PreparedBatch
+from persia.nn.token_client import DrawnToken, TokenClient
+from persia.nn.transfer import Encoded, Ready
+from persia.services import Connection, ReadObserver
+from persia.types import Contribution, FedBatch, PushHeader, ReadRecord, UpdateCounts, sum_counts
+
+__all__ = ["Gradient", "LookUp", "Outbox", "PushCounts", "Pusher", "StepPusher", "TokenPusher", "run_now"]
+
+Gradient = tuple[PreparedBatch, Callable[[], Encoded]]
+"""A batch, and a function that waits until its gradients are on the host and returns them."""
+
+LookUp = Callable[[FedBatch], tuple[PreparedBatch, Ready]]
+"""Looks up the rows of a registered batch."""
+
+
+class PushCounts(NamedTuple):
+    """Outcome of the gradients so far, in rows, and of batches without a gradient.
+
+    Attributes:
+        applied: rows updated.
+        absent: rows that are not in the table (not admitted, or evicted): skipped.
+        non_finite: rows whose gradient had a NaN or Inf: dropped.
+        released: batches that were drawn and never back-propagated.
+        lost_batches: batches whose rows could not be looked up, as their embedding worker was gone: skipped.
+        lost_rows: samples of those.
+        lost_gradients: batches whose gradient could not be pushed, for the same reason.
+    """
+
+    applied: int = 0
+    absent: int = 0
+    non_finite: int = 0
+    released: int = 0
+    lost_batches: int = 0
+    lost_rows: int = 0
+    lost_gradients: int = 0
+
+
+class Outbox:
+    """The pushes of an NN worker: where they go, and what is counted from pass to pass.
+
+    Each count is written by one thread, and may be read by any.
+
+    Args:
+        connection: has the embedding workers and the identity of this NN worker.
+
+    Attributes:
+        global_step: number of global steps that have been pushed.
+        registered: ids of the batches that are registered and neither pushed nor released.
+        released: number of batches that were drawn and never back-propagated.
+        observer: receives the inputs of each gradient while a schedule is recorded, with one batch per push.
+        submit: runs a task in the push thread, after those before it; outside of a training pass, at once.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.global_step = 0
+        self.registered: set[int] = set()
+        self.released = 0
+        self.observer: ReadObserver | None = None
+        self.submit: Callable[[Callable[[], None]], None] = run_now
+        self._updates: dict[str, UpdateCounts] = {}
+        self._lost_batches = 0
+        self._lost_rows = 0
+
+    def counts(self, lost_gradients: int) -> PushCounts:
+        """Returns all counts; the batches whose gradient could not be pushed are counted elsewhere."""
+        total = sum(self._updates.values(), UpdateCounts())
+        return PushCounts(
+            total.applied,
+            total.absent,
+            total.non_finite,
+            self.released,
+            self._lost_batches,
+            self._lost_rows,
+            lost_gradients,
+        )
+
+    def lost(self, batch: FedBatch) -> None:
+        """Counts a batch that was lost with its embedding worker before its lookup."""
+        self.registered.discard(batch.batch_id)
+        self._lost_batches += 1
+        self._lost_rows += len(batch.labels)
+
+    def release(self, batch: PreparedBatch) -> None:
+        """Releases a batch that was drawn and never back-propagated, and counts it."""
+        assert batch.batch_id is not None
+        self.connection.worker.release(batch.batch_id)
+        self.registered.discard(batch.batch_id)
+        self.released += 1
+
+    def release_all(self) -> None:
+        """Releases the batches that are still registered."""
+        for batch_id in self.registered:
+            self.connection.worker.release(batch_id)
+        self.registered.clear()
+
+    def contributions(
+        self, group: Sequence[Gradient], sequence: int, versions: list[int]
+    ) -> tuple[list[Contribution], int]:
+        """Waits until the gradients of a push are on the host. Returns them, and the rows of their batches.
+
+        Args:
+            group: the gradients.
+            sequence: sequence number of the push.
+            versions: of the dense parameters by dense PS; in modes without, the global step.
+        """
+        found: list[Contribution] = []
+        total = 0
+        for batch, gradients in group:
+            assert batch.batch_id is not None
+            rows = len(batch)
+            total += rows
+            found.append(Contribution(batch.batch_id, *gradients()))
+            if self.observer is not None:
+                rank = self.connection.rank
+                self.observer.note(ReadRecord(rank, sequence, batch.number, rows, batch.batch_id, versions))
+        return found, total
+
+    def pushed(self, contributions: Sequence[Contribution], counts: Mapping[str, UpdateCounts]) -> None:
+        """Counts the outcome of a push."""
+        self._updates = sum_counts([self._updates, counts])
+        for contribution in contributions:
+            self.registered.discard(contribution.batch_id)
+
+
+class Pusher(Protocol):
+    """The decisions of a training pass that depend on the order in which gradients are applied."""
+
+    read_ahead: int
+    """Maximum number of batches to read before they are needed; 0: one, which is read when its lookup is next."""
+    equal_steps: bool
+    """Whether all NN workers make the same number of steps."""
+
+    @property
+    def sequence(self) -> int:
+        """Sequence number of the last push. It goes on from pass to pass, whatever the pusher."""
+
+    def open(self, start: int) -> None:
+        """Begins a training pass, with nothing in flight.
+
+        Args:
+            start: number of the batch, within the pass over the data, at which all NN workers begin.
+        """
+
+    def want(self) -> None:
+        """Announces that the training thread is about to draw a batch."""
+
+    def may_look_up(self) -> bool:
+        """Blocks until the next lookup is allowed; False when closed instead. For the lookup thread."""
+
+    def look_up(self, find: LookUp, batch: FedBatch) -> tuple[PreparedBatch, Ready]:
+        """Looks up a batch. The second result makes it ready, in the training thread. For the lookup thread."""
+
+    def drawn(self, lead: float) -> None:
+        """Notes that the training thread has drawn a batch; see `StalenessGate.drawn`."""
+
+    def computed(self, gradient: Gradient) -> None:
+        """Takes the gradient of a batch, and those of the network, at the end of the backward pass."""
+
+    def skipped(self, batch: PreparedBatch) -> None:
+        """Takes note of a batch without a gradient: a dummy, or one that was never back-propagated."""
+
+    def end(self, complete: bool, left: PreparedBatch | None) -> None:
+        """Ends the pass, while the threads still run.
+
+        Args:
+            complete: whether all batches were drawn.
+            left: the batch that was drawn last, if the loop was left before the next draw.
+        """
+
+    def close(self) -> None:
+        """Makes a blocked `may_look_up` return False. For any thread."""
+
+    def abandon(self) -> None:
+        """Gives up what was begun and never finished, after the threads have ended without a failed push."""
+
+
+class StepPusher:
+    """Pushes the gradients of each global step together, steps in order: for modes whose replicas make equal steps.
+
+    Args:
+        outbox: the pushes of this NN worker.
+        gate: bounds how far lookups run ahead.
+        accumulation_steps: number of batches per step.
+    """
+
+    read_ahead = READ_AHEAD
+    equal_steps = True
+
+    def __init__(self, outbox: Outbox, gate: StalenessGate, accumulation_steps: int) -> None:
+        self.sequence = 0
+        self._outbox = outbox
+        self._gate = gate
+        self._accumulation = accumulation_steps
+        self._number = 0
+        """Of the next batch that is looked up."""
+        self._group: list[Gradient] = []
+        self._batches = 0
+        """Batches since the last push, with or without a gradient."""
+
+    def open(self, start: int) -> None:
+        """Opens the gate."""
+        self._gate.open()
+        self._number = start + self._outbox.connection.rank
+
+    def want(self) -> None:
+        """No-op: lookups run ahead of the draws."""
+
+    def may_look_up(self) -> bool:
+        """Waits at the gate."""
+        return self._gate.pass_lookup()
+
+    def look_up(self, find: LookUp, batch: FedBatch) -> tuple[PreparedBatch, Ready]:
+        """Looks up and numbers a batch."""
+        prepared, ready = find(batch)
+        prepared.number, self._number = self._number, self._number + self._outbox.connection.nn_workers
+        return prepared, ready
+
+    def drawn(self, lead: float) -> None:
+        """Tells the gate, which may adapt its depth."""
+        self._gate.drawn(lead)
+
+    def computed(self, gradient: Gradient) -> None:
+        """Adds a gradient to its step; the last one of the step pushes it."""
+        self._group.append(gradient)
+        self.skipped(gradient[0])
+
+    def skipped(self, batch: PreparedBatch) -> None:
+        """Counts a batch of the step."""
+        self._batches += 1
+        if self._batches >= self._accumulation:
+            self.flush()
+
+    def flush(self) -> None:
+        """Pushes an incomplete step."""
+        group, batches = self._group, self._batches
+        self._group, self._batches = [], 0
+        if batches:
+            step = self._outbox.global_step
+            self._outbox.global_step = step + 1
+            self._outbox.submit(lambda: self._push(group, batches, step))
+
+    def end(self, complete: bool, left: PreparedBatch | None) -> None:
+        """Pushes an incomplete step, unless PSs would wait for other NN workers to push it too."""
+        if left is not None and left.dummy:  # An abandoned batch is no step; a dummy batch is the others' step.
+            self.skipped(left)
+        if complete or not self._held:
+            self.flush()
+        else:  # Whether the others push this step is not known here.
+            self._group, self._batches = [], 0
+
+    def close(self) -> None:
+        """Closes the gate."""
+        self._gate.close()
+
+    def abandon(self) -> None:
+        """No-op: a batch that was only looked up is no step."""
+
+    @property
+    def _held(self) -> bool:
+        """Whether PSs hold a step until all NN workers have pushed, including those without gradients."""
+        return self._gate.mode.group(self._outbox.connection.nn_workers, 1) > 1
+
+    def _push(self, group: Sequence[Gradient], batches: int, step: int) -> None:
+        connection = self._outbox.connection
+        if group or self._held:
+            self.sequence += 1
+            contributions, rows = self._outbox.contributions(group, self.sequence, [step])
+            header = PushHeader(connection.generation, connection.rank, self.sequence, step, rows)
+            self._outbox.pushed(contributions, connection.worker.push(header, contributions))
+        self._gate.done(batches)
+
+
+class TokenPusher:
+    """Pushes each gradient on its own, in the place that its token gets: for modes with dense PSs.
+
+    Args:
+        outbox: the pushes of this NN worker.
+        client: draws tokens, and pushes.
+    """
+
+    read_ahead = 0  # Batches that a slow NN worker has read ahead are lost to the others.
+    equal_steps = False
+
+    def __init__(self, outbox: Outbox, client: TokenClient) -> None:
+        self._outbox = outbox
+        self._client = client
+
+    @property
+    def sequence(self) -> int:
+        """Sequence number of the last token."""
+        return self._client.sequence
+
+    def open(self, start: int) -> None:
+        """No-op: the token scheduler has begun the phase."""
+
+    def want(self) -> None:
+        """Lets the client draw a token."""
+        self._client.want()
+
+    def may_look_up(self) -> bool:
+        """Waits until a batch is wanted and the gradient before it has arrived."""
+        return self._client.pass_lookup()
+
+    def look_up(self, find: LookUp, batch: FedBatch) -> tuple[PreparedBatch, Ready]:
+        """Draws the token of a batch and pulls the dense parameters, then looks up its rows.
+
+        Rows are pushed before dense gradients, so the rows are at least as new as the parameters.
+        """
+        token = self._client.draw(len(batch.labels))
+        prepared, ready = find(batch)
+        prepared.number, prepared.token = token.number, token
+
+        def adopt() -> None:
+            token.adopt()
+            ready()
+
+        return prepared, adopt
+
+    def drawn(self, lead: float) -> None:
+        """No-op: no token is drawn ahead, so there is no depth to adapt."""
+
+    def computed(self, gradient: Gradient) -> None:
+        """Pushes a gradient together with those of the network."""
+        self._submit(gradient[0].token, [gradient], self._client.dense.gradients())
+
+    def skipped(self, batch: PreparedBatch) -> None:
+        """Pushes the token of a batch without a gradient, so that its place in the step is filled."""
+        self._submit(batch.token, [], None)
+
+    def end(self, complete: bool, left: PreparedBatch | None) -> None:
+        """No-op: each gradient was pushed when it was computed."""
+
+    def close(self) -> None:
+        """Wakes the lookup thread."""
+        self._client.close()
+
+    def abandon(self) -> None:
+        """Pushes the tokens of batches that were never used."""
+        self._client.abandon()
+
+    def _submit(
+        self,
+        token: DrawnToken | None,
+        group: Sequence[Gradient],
+        dense: Callable[[PushHeader, float], None] | None,
+    ) -> None:
+        assert token is not None
+        # Now: the next batch adopts newer parameters while this push waits.
+        version, versions = self._client.dense.version, self._client.dense.versions
+
+        def push() -> None:
+            contributions, rows = self._outbox.contributions(group, token.sequence, versions)
+            ticket, counts = self._client.push(token.sequence, rows, version, contributions, dense)
+            self._outbox.pushed(contributions, counts)
+            self._outbox.global_step = max(self._outbox.global_step, ticket.header.step)
+
+        self._outbox.submit(push)
+
+
+def run_now(task: Callable[[], None]) -> None:
+    """Runs a task in the calling thread."""
+    task()
