@@ -67,7 +67,7 @@ def test_control_asks_for_a_switch():
         assert tokens.requested() == Gba(64)
         again = CliRunner().invoke(app, ["control", "switch", server.address, "async"])
         assert "under way" in str(again.exception)
-        assert "no mode" in str(CliRunner().invoke(app, ["control", "switch", server.address, "waltz"]).exception)
+        assert "Invalid mode" in str(CliRunner().invoke(app, ["control", "switch", server.address, "waltz"]).exception)
         assert "NAME=VALUE" in str(
             CliRunner().invoke(app, ["control", "switch", server.address, "gba", "--set", "x"]).exception
         )

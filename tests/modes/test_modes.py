@@ -148,10 +148,12 @@ def test_what_waits_for_the_newest_step():
 
 
 def test_m_must_be_whole():
-    with pytest.raises(ConfigError, match=r"Give 96 or 144, or local batches of 20 or 25 or 50 rows") as caught:
+    with pytest.raises(
+        ConfigError, match=r"Set it to 96 or 144, or use local batches of 20 or 25 or 50 rows"
+    ) as caught:
         Gba(100).group(4, 48)
     assert caught.value.fields["field"] == "mode.global_batch_size"
-    with pytest.raises(ConfigError, match=r"Give 48, or local batches of"):
+    with pytest.raises(ConfigError, match=r"Set it to 48, or use local batches of"):
         Gba(10).group(4, 48)
 
 

@@ -1,4 +1,4 @@
-"""Who is there, how far training is, and what everyone reports (docs/reference/protocol.md, section 8)."""
+"""Membership, progress of training, and reports of all members (docs/reference/protocol.md, section 8)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RETIRABLE = ("embedding_worker", "data_loader")
 
 
 class _State(msgspec.Struct):
-    """All that has to survive a restart."""
+    """The state that survives a restart."""
 
     version: int = 0
     generation: int = 0
@@ -28,14 +28,14 @@ class _State(msgspec.Struct):
 
 
 class CoordinatorServer:
-    """The membership of a cluster, and the last report of each member. No data pass through it, and it calls nobody.
+    """The membership of a cluster, and the last report of each member. No data pass through it, and it calls no role.
 
     Safe to call from several threads; only `membership` blocks.
 
     Args:
-        clock: seconds, for the age of reports.
-        path: file that the membership is kept in, and taken from if it is there; None to forget it. Reports are not
-            kept: there are others soon.
+        clock: clock in seconds, for the age of reports.
+        path: file to which the membership is saved, and from which it is restored if the file exists; None for no
+            file. Reports are not saved: members send new ones soon.
 
     Raises:
         PersiaError: the file is damaged.
@@ -51,22 +51,22 @@ class CoordinatorServer:
         self._nn_workers = before.nn_workers
         self._members: dict[tuple[str, int], Member] = {(m.role, m.rank): m for m in before.members}
         self._reports: dict[tuple[str, int], tuple[float, dict[str, float]]] = {}
-        """By member: when it was last heard of, and its counters."""
+        """By member: the time of its last report, and its counters."""
 
     def join(self, role: str, rank: int, address: str) -> Member:
-        """A process has started; an earlier one of its rank is dead from now on.
+        """Adds a process that has started; an earlier one of its rank is dead from now on.
 
-        The same address again, while that member has not departed, is a repetition of the call.
+        A call with the address of the active member is a repetition, and changes nothing.
 
         Raises:
-            ConfigError: there is no such role, or no NN worker of this rank in this generation.
+            ConfigError: the role is unknown, or this generation has no NN worker of this rank.
         """
         with self._changed:
             self._check(role)
             if role == "nn_worker" and not 0 <= rank < self._nn_workers:
                 raise ConfigError(
-                    f"There is no NN worker {rank} in generation {self._generation}, which has {self._nn_workers}. "
-                    "Call `regenerate` with their number before they join.",
+                    f"Invalid NN worker {rank}: generation {self._generation} has {self._nn_workers}. "
+                    "Call `regenerate` with the number of NN workers before they join.",
                     rank=rank,
                 )
             old = self._members.get((role, rank))
@@ -82,34 +82,35 @@ class CoordinatorServer:
             return member
 
     def depart(self, role: str, rank: int, incarnation: int, reason: str = "") -> None:
-        """A process has ended, or is found dead; nothing happens if its rank has a later incarnation, or is dead."""
+        """Marks a process as dead. No-op if its rank has a later incarnation, or is dead already."""
         with self._changed:
             member = self._members.get((role, rank))
             if member is not None and member.incarnation == incarnation and member.state != "dead":
                 self._put(member._replace(state="dead", reason=reason))
 
     def retire(self, role: str, rank: int) -> None:
-        """Asks an embedding worker or data loader to finish what it has and leave; it learns it from the membership.
+        """Requests an embedding worker or data loader, through the membership, to finish its work and leave.
 
         Raises:
-            ConfigError: members of this role cannot leave while training, or there is no such one.
+            ConfigError: members of this role cannot leave during training, or there is no such member.
         """
         with self._changed:
             if role not in RETIRABLE:
                 raise ConfigError(
-                    f"role = {role!r} cannot leave while training; {' and '.join(RETIRABLE)} can.", field="role"
+                    f"Invalid role {role!r}: only members of {' and '.join(RETIRABLE)} can leave during training.",
+                    field="role",
                 )
             member = self._members.get((role, rank))
             if member is None:
-                raise ConfigError(f"There is no {role} {rank} to retire.", rank=rank)
+                raise ConfigError(f"{role} {rank} cannot be retired: it is not a member.", rank=rank)
             if member.state == "alive":
                 self._put(member._replace(state="leaving"))
 
     def regenerate(self, nn_workers: int) -> int:
-        """The NN workers start anew, so many of them; those of before are dead. Returns the new generation, from 1.
+        """Starts a new generation of NN workers; those of the one before are dead. Returns its number, from 1.
 
         Raises:
-            ConfigError: fewer than one.
+            ConfigError: `nn_workers` is less than 1.
         """
         if nn_workers < 1:
             raise ConfigError(f"nn_workers = {nn_workers}; give a whole number >= 1.", field="nn_workers")
@@ -124,25 +125,28 @@ class CoordinatorServer:
             return self._generation
 
     def membership(self, newer_than: int = 0, timeout: float = 0.0) -> Membership:
-        """All members, by role and rank; waits until the version is above `newer_than`, at most `timeout` seconds."""
+        """Returns all members by role and rank; waits up to `timeout` seconds for a version above `newer_than`."""
         with self._changed:
             self._changed.wait_for(lambda: self._version > newer_than, max(0.0, timeout))
             members = sorted(self._members.values(), key=lambda m: (ROLES.index(m.role), m.rank))
             return Membership(self._version, self._generation, members)
 
     def report(self, role: str, rank: int, counters: Mapping[str, float]) -> None:
-        """A sign of life with counters, which replace those of the last report.
+        """Records a heartbeat with counters, which replace those of the last report.
 
         Raises:
             ConfigError: the process has not joined.
         """
         with self._changed:
             if (role, rank) not in self._members:
-                raise ConfigError(f"{role} {rank} reports, but has not joined.", rank=rank)
+                raise ConfigError(f"{role} {rank} must join before it reports.", rank=rank)
             self._reports[role, rank] = self._clock(), dict(counters)
 
     def statistics(self) -> dict[str, dict[str, float]]:
-        """The last report of every member, by "role-rank", with its `age` in seconds (since it joined, before any)."""
+        """Returns the last report of every member by "role-rank", with its `age` in seconds.
+
+        Before the first report, the age counts from the moment it joined.
+        """
         with self._changed:
             now = self._clock()
             return {
@@ -152,7 +156,7 @@ class CoordinatorServer:
 
     def _check(self, role: str) -> None:
         if role not in ROLES:
-            raise ConfigError(f"role = {role!r} is unknown; use one of {', '.join(ROLES)}.", field="role")
+            raise ConfigError(f"Invalid role {role!r}; expected one of: {', '.join(ROLES)}.", field="role")
 
     def _put(self, member: Member) -> None:
         self._members[member.role, member.rank] = member

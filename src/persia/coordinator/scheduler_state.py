@@ -76,7 +76,7 @@ class WorkerState(msgspec.Struct):
 
 
 class SchedulerState(msgspec.Struct):
-    """All that has to survive a restart."""
+    """The state that survives a restart."""
 
     phase: TrainingPhase | None = None
     quiesced: int | None = 0

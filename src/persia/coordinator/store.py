@@ -1,4 +1,4 @@
-"""What the process of a coordinator leaves to the next one: a directory beside the regions of PSs."""
+"""State that survives the process of a coordinator: files in a directory beside the regions of PSs."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ __all__ = ["CoordinatorStore", "StateFile"]
 
 S = TypeVar("S")
 
-ROOM_SECONDS = 30.0
-"""How long a file system may be full."""
+FULL_SECONDS = 30.0
+"""Maximum number of seconds to wait for free space on a full file system."""
 
 
 class StateFile(Generic[S]):
-    """Replaced as a whole: who is killed while it saves leaves the state of before. For one thread at a time.
+    """A file with one state, replaced atomically. For one thread at a time.
 
-    It survives its process, not a loss of power: it is not flushed to a disk.
+    The state survives the process but not a loss of power: the file is not flushed to disk.
 
     Args:
-        path: of the file; None to keep nothing.
-        kind: of the state.
+        path: path of the file; None to save nothing.
+        kind: type of the state.
     """
 
     def __init__(self, path: str | None, kind: type[S]) -> None:
@@ -39,7 +39,7 @@ class StateFile(Generic[S]):
         self._kind = kind
 
     def load(self) -> S | None:
-        """The state that was saved last, if any.
+        """Returns the last saved state, or None.
 
         Raises:
             PersiaError: the file is damaged.
@@ -52,15 +52,15 @@ class StateFile(Generic[S]):
             return msgspec.msgpack.decode(data, type=self._kind, dec_hook=decode_hook)
         except msgspec.MsgspecError as error:
             raise PersiaError(
-                f"{self._path} is no state of a coordinator: {error}. Remove it, and go on from the last checkpoint.",
+                f"{self._path}: not the state of a coordinator: {error}. Remove it and resume from a checkpoint.",
                 path=self._path,
             ) from error
 
     def save(self, state: S) -> None:
-        """Replaces the file. Waits for room where there is none.
+        """Replaces the file. Waits for free space if the file system is full.
 
         Raises:
-            PersiaError: it cannot be written.
+            PersiaError: the file cannot be written.
         """
         if self._path is None:
             return
@@ -75,30 +75,30 @@ class StateFile(Generic[S]):
             return isinstance(error, OSError) and error.errno == errno.ENOSPC
 
         try:
-            retry(write, transient=full, deadline=Deadline(ROOM_SECONDS))
+            retry(write, transient=full, deadline=Deadline(FULL_SECONDS))
         except OSError as error:
             raise PersiaError(
-                f"The state of the coordinator cannot be written to {path}: {error.strerror}. Make room there, or "
+                f"The state of the coordinator cannot be written to {path}: {error.strerror}. Free space there, or "
                 "choose another directory for `regions`.",
                 path=path,
             ) from error
 
 
 LOCK_SECONDS = 10.0
-"""How long the process before may take to end."""
+"""Maximum number of seconds to wait for the previous process to end."""
 
 LOCK = "000-coordinator.0"
-"""Named like a region, so that `persia cluster regions` finds it, and locked like one while it is in use."""
+"""Name of the lock file: that of a region, so that `persia cluster regions` finds the directory."""
 
 
 class CoordinatorStore:
-    """The directory of the coordinator of one cluster. In use until the process ends.
+    """The directory of the coordinator of one cluster, locked until the process ends.
 
     Args:
-        directory: made when needed.
+        directory: path of the directory, which is created if missing.
 
     Raises:
-        PersiaError: another process has it, and does not end.
+        PersiaError: another process holds the lock, and does not end.
     """
 
     def __init__(self, directory: str) -> None:
@@ -114,15 +114,16 @@ class CoordinatorStore:
             )
         except BlockingIOError as error:
             raise PersiaError(
-                f"Another coordinator has had {directory} for {LOCK_SECONDS:g} s: end it first.", path=directory
+                f"Another coordinator holds {directory} after {LOCK_SECONDS:g} s. End that process first.",
+                path=directory,
             ) from error
 
     def path(self, name: str) -> str:
-        """Of a file in it."""
+        """Returns the path of a file in the directory."""
         return str(self._directory / name)
 
     def remove(self) -> None:
-        """Nobody comes after this process."""
+        """Removes the directory."""
         shutil.rmtree(self._directory, ignore_errors=True)
-        with contextlib.suppress(OSError):  # PSs of the cluster may still be here.
+        with contextlib.suppress(OSError):  # It may hold regions of PSs.
             self._directory.parent.rmdir()

@@ -1,4 +1,4 @@
-"""Training modes: each file answers three questions with pure functions (gate, arrive, dense)."""
+"""Training modes, one per file: pure functions that decide when to look up, and when to apply gradients."""
 
 from persia.modes.async_ import Async
 from persia.modes.auto import (

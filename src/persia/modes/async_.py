@@ -1,4 +1,4 @@
-"""Asynchronous training: every gradient is applied as it arrives."""
+"""Asynchronous training: each gradient is applied on arrival."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ __all__ = ["Async"]
 
 @register
 class Async(Asynchronous, frozen=True, tag="async"):
-    """Rows and dense parameters change with each gradient, by whichever NN worker and however old.
+    """Applies each gradient on arrival, to rows and dense parameters, whatever its age.
 
-    A step is one local batch: learning rates of Sync do not fit, and the dense parameters are stale by about as many
-    versions as there are NN workers. Fast, and the baseline of all other modes.
+    A step is one local batch, so the learning rates of Sync do not fit. The dense parameters are stale by about as many
+    versions as there are NN workers. The fastest mode, and the baseline of the others.
 
     Args:
-        staleness: at most so many own steps of an NN worker lack their applied gradient at a lookup, as in Hybrid;
-            0 waits for the own gradient before the next batch. None: no bound.
+        staleness: maximum number of an NN worker's own steps in flight at a lookup, as in Hybrid; 0 waits for the own
+            gradient before the next batch; None for no limit.
     """
 
     staleness: int | None = None
 
     def __post_init__(self) -> None:
         if self.staleness is not None:
-            check_whole("Async", "staleness", self.staleness, 0, "own steps in flight, or None for no bound")
+            check_whole("Async", "staleness", self.staleness, 0, "own steps in flight, or None for no limit")
 
     def initial_depth(self) -> int | None:
-        """The bound itself."""
+        """Returns `staleness`."""
         return self.staleness
 
     @property
     def waits_for_step(self) -> bool:
-        """Whether the bound is 0."""
+        """Whether `staleness` is 0."""
         return self.staleness == 0

@@ -74,19 +74,20 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="k
 
     def __post_init__(self) -> None:
         if not isinstance(self.sync, Mode) or self.sync.dense() is not Dense.ALL_REDUCE:
-            raise ConfigError(f"Auto.sync = {self.sync!r}; give Sync or Hybrid.", field="mode.sync")
+            raise ConfigError(f"Invalid Auto.sync = {self.sync!r}; expected Sync or Hybrid.", field="mode.sync")
         if not isinstance(self.asynchronous, Mode) or self.asynchronous.dense() is not Dense.SERVER:
             raise ConfigError(
-                f"Auto.asynchronous = {self.asynchronous!r}; give a mode with a dense PS, such as Gba.",
+                f"Invalid Auto.asynchronous = {self.asynchronous!r}; expected a mode with a dense PS, such as Gba.",
                 field="mode.asynchronous",
             )
         if not 1 <= self.back < self.gain < float("inf"):
             raise ConfigError(
-                f"Auto.back = {self.back!r} and Auto.gain = {self.gain!r}; give 1 <= back < gain.", field="mode.gain"
+                f"Invalid Auto.back = {self.back!r} and Auto.gain = {self.gain!r}; expected 1 <= back < gain.",
+                field="mode.gain",
             )
         check_whole("Auto", "windows", self.windows, 1, "consecutive windows that must agree")
         if not 0 < self.seconds < float("inf"):
-            raise ConfigError(f"Auto.seconds = {self.seconds!r}; give a number > 0.", field="mode.seconds")
+            raise ConfigError(f"Invalid Auto.seconds = {self.seconds!r}; expected a number > 0.", field="mode.seconds")
 
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What a mode is: three small decisions, without any knowledge of threads, sockets or clocks."""
+"""The interface of a training mode: pure functions, without threads, sockets or clocks."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ __all__ = [
 ]
 
 Reduction: TypeAlias = Literal["per_id", "global"]
-"""What the weighted sum of an id's gradients is divided by: those that have the id, or all that make the step."""
+"""The divisor of the weighted sum of an id's gradients: the gradients that have the id, or all of the step."""
 
 
 class Action(enum.Enum):
-    """What a PS does with a gradient that arrives."""
+    """The action on a gradient that arrives at a PS."""
 
     APPLY = "apply"
-    """Add it to what is held, apply all of it, and advance the step."""
+    """Add it to the held gradients, apply their sum, and advance the step."""
 
     HOLD = "hold"
-    """Add it to what is held."""
+    """Add it to the held gradients."""
 
     DROP = "drop"
-    """Forget it: it came too late. It counts as no arrival."""
+    """Drop it, as it is too late. It does not count as an arrival."""
 
 
 class Arrival(NamedTuple):
-    """A gradient reaches a PS: all that a mode needs to know to decide.
+    """The arrival of a gradient at a PS, as the input of `Mode.arrive`.
 
     Attributes:
-        step: k, the steps that have been applied here.
-        held: gradients that have arrived since, with or without rows for this PS.
-        token: of the gradient, as `Mode.token` gave it when its batch was looked up.
-        group: what `Mode.group` says.
+        step: k, the number of applied steps.
+        held: number of gradients that have arrived since the last step, with or without rows for this PS.
+        token: token of the gradient, from `Mode.token` at the lookup of its batch.
+        group: number of gradients of a step, from `Mode.group`.
     """
 
     step: int
@@ -61,12 +61,12 @@ class Arrival(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What happens to a gradient.
+    """The result of `Mode.arrive`.
 
     Attributes:
-        action: on the whole gradient.
-        weight: 0 or 1, of its dense part. A gradient of weight 0 has arrived and changes nothing: the sum is divided
-            as if it had been there. Rows have a rule of their own: `Mode.row_limit`.
+        action: action on the gradient.
+        weight: weight of its dense part, 0 or 1. A gradient of weight 0 changes nothing, but counts in the divisor of
+            the sum. Rows have a rule of their own: `Mode.row_limit`.
     """
 
     action: Action
@@ -74,23 +74,23 @@ class Decision(NamedTuple):
 
 
 class RowLimit(NamedTuple):
-    """The rows for which a gradient counts, by the step in which each was last changed.
+    """The rows to which a gradient applies, by the step in which each was last changed.
 
     Attributes:
-        newest: the gradient counts for rows last changed in this step or before; None: for all.
-        future: the step in work. Rows of this step or a later one come from a future that was undone: NN workers went
-            back, or the rows were loaded. They count as never touched.
+        newest: the gradient applies to rows last changed in this step or before; None: to all.
+        future: the next step to be applied. Rows last changed in this step or later were loaded, or remain from before
+            the NN workers restarted at an earlier step. They count as unchanged.
     """
 
     newest: int | None
     future: int
 
     def last_steps(self, last_steps: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The steps in which rows were last changed, -1 for rows from the future."""
+        """Returns the steps in which rows were last changed, with -1 for rows from the future."""
         return np.where(last_steps < self.future, last_steps, -1)
 
     def admits(self, last_steps: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether the gradient counts, for each row, bool `[n]`."""
+        """Returns whether the gradient applies to each row, bool `[n]`."""
         if self.newest is None:
             return np.ones(len(last_steps), np.bool_)
         fresh: NDArray[np.bool_] = self.last_steps(last_steps) <= self.newest
@@ -98,26 +98,25 @@ class RowLimit(NamedTuple):
 
 
 class Dense(enum.Enum):
-    """How the dense parameters of several NN workers are kept alike."""
+    """The way in which NN workers share the dense parameters."""
 
     ALL_REDUCE = "all_reduce"
-    """Replicas that average their gradients; all NN workers make the same steps, in order."""
+    """Replicas average their gradients; all NN workers make the same steps, in order."""
 
     SERVER = "server"
-    """The dense PS; every NN worker draws batches as it is done with the one before."""
+    """Dense PSs own the parameters; each NN worker draws a batch as soon as it has finished the one before."""
 
 
 class Observation(NamedTuple):
-    """What an NN worker saw of a window of its steps, for modes that adapt.
+    """Measurements of an NN worker over a window of its steps, for modes that adapt.
 
     Attributes:
-        waited: seconds that the training thread waited for rows while the gate held their lookup back.
-        elapsed: seconds that the steps took, waiting included.
-        steps: how many batches.
-        would_wait: seconds that it would have waited, had one step fewer been in flight: then rows would have been
-            ready later by the time of a step.
-        change: by what the depth was last changed; 0 if it never was.
-        windows: windows since that change, this one included.
+        waited: seconds that the training thread waited for rows while the gate delayed their lookup.
+        elapsed: duration of the steps in seconds, waiting included.
+        steps: number of batches.
+        would_wait: predicted seconds of waiting with one step fewer in flight, which delays rows by one step time.
+        change: last change of the depth; 0 if it never changed.
+        windows: number of windows since that change, this one included.
         before: seconds waited per batch in the last window before that change.
     """
 
@@ -132,25 +131,25 @@ class Observation(NamedTuple):
 
 @runtime_checkable
 class Mode(Protocol):
-    """The interface of a mode: pure functions of numbers, which every role asks in its own place.
+    """The interface of a mode: pure functions of numbers, each asked by the roles that need its answer.
 
-    NN worker: `gate` and `dense` (which of its two loops runs). Coordinator: `gate`, `token`, `arrive`. Embedding PS:
-    `row_limit`, `reduction`. Whoever starts them: `group`. The replay driver asks all of them.
+    NN worker: `gate`, `dense` (selects the training loop). Coordinator: `gate`, `waits_for_step`, `token`, `arrive`.
+    Embedding PS: `arrive`, `row_limit`, `reduction`. At the start of a phase: `group`. Replay driver: all of them.
     """
 
     def initial_depth(self) -> int | None:
-        """Bound on the NN worker's own steps in flight to begin with; None for no bound."""
+        """Returns the initial depth: the maximum number of the NN worker's own steps in flight; None for no limit."""
 
     def next_depth(self, depth: int | None, seen: Observation) -> int | None:
-        """That bound after a window of steps."""
+        """Returns the depth after a window of steps."""
 
     def gate(self, in_flight: int, depth: int | None, ahead: int = 0) -> bool:
-        """May the next batch look up its rows and pull dense parameters?
+        """Returns whether the next batch may look up its rows and pull dense parameters.
 
         Args:
-            in_flight: own steps that were looked up and are neither applied nor dropped.
-            depth: the bound in force.
-            ahead: steps that this NN worker has finished more than the slowest one that still has data.
+            in_flight: number of own steps that are looked up and neither applied nor dropped.
+            depth: current depth.
+            ahead: number of steps by which this NN worker is ahead of the slowest one that still has data.
         """
 
     @property
@@ -158,118 +157,122 @@ class Mode(Protocol):
         """Whether lookups and pulls wait for the newest complete step."""
 
     def token(self, number: int, version: int, group: int) -> int:
-        """What a gradient is tagged with when its batch is looked up.
+        """Returns the token of a batch, which its gradient carries; called when the batch is looked up.
 
         Args:
-            number: batches drawn before it by all NN workers since k was 0.
+            number: number of batches that all NN workers have drawn before it since k was 0.
             version: k of the parameters that it is computed with.
-            group: what `group` says.
+            group: number of gradients of a step.
         """
 
     def group(self, nn_workers: int, local_batch: int) -> int:
-        """How many gradients a PS applies together.
+        """Returns how many gradients a PS applies together as one step.
 
         Args:
-            nn_workers: how many there are.
+            nn_workers: number of NN workers.
             local_batch: rows of a batch.
 
         Raises:
-            ConfigError: so many NN workers, or such batches, cannot run this mode.
+            ConfigError: this mode cannot run with these NN workers or batches.
         """
 
     def arrive(self, arrival: Arrival) -> Decision:
-        """What a PS does with a gradient that arrives."""
+        """Decides what happens to a gradient that arrives."""
 
     def weight(self, step: int, token: int) -> float:
         """Returns the weight of a gradient for dense parameters, 0 or 1.
 
         Args:
             step: k.
-            token: of the gradient.
+            token: token of the gradient.
         """
 
     def row_limit(self, step: int, token: int) -> RowLimit:
-        """Returns the rows for which a gradient counts; asked once per push.
+        """Returns the rows to which a gradient applies; called once per push.
 
         Args:
             step: k.
-            token: of the gradient.
+            token: token of the gradient.
         """
 
     @property
     def reduction(self) -> Reduction:
-        """What the weighted sum of an id's held gradients is divided by."""
+        """The divisor of the weighted sum of an id's gradients."""
 
     def dense(self) -> Dense:
-        """How dense gradients are combined."""
+        """Returns how NN workers share the dense parameters."""
 
 
 def hold_until_full(arrival: Arrival, weight: float = 1.0) -> Decision:
-    """Applies with the last gradient of a group, holds the others."""
+    """Holds gradients until their group is complete, and applies them with its last one."""
     return Decision(Action.APPLY if arrival.held + 1 >= arrival.group else Action.HOLD, weight)
 
 
 def check_whole(mode: str, field: str, value: object, least: int, hint: str) -> None:
-    """Raises ConfigError unless `value` is a whole number of at least `least`; `hint` tells what it means."""
+    """Raises ConfigError unless `value` is a whole number of at least `least`; `hint` says what it means."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{mode}.{field} = {value!r}; give a whole number >= {least}: {hint}.", field=f"mode.{field}")
+        raise ConfigError(
+            f"Invalid {mode}.{field} = {value!r}; expected a whole number >= {least}: {hint}.", field=f"mode.{field}"
+        )
 
 
 def check_reduction(mode: str, value: object) -> None:
     """Raises ConfigError unless `value` is a `Reduction`."""
     if value not in ("per_id", "global"):
-        raise ConfigError(f"{mode}.reduction = {value!r}; give 'per_id' or 'global'.", field="mode.reduction")
+        raise ConfigError(
+            f"Invalid {mode}.reduction = {value!r}; expected 'per_id' or 'global'.", field="mode.reduction"
+        )
 
 
 class OnArrival(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
-    """Embeddings are trained freely; a mode says what it does otherwise, and how it trains the network. No mode."""
+    """The defaults of a mode: no limit on staleness, and each gradient is applied on arrival. Lacks `dense`."""
 
     def initial_depth(self) -> int | None:
-        """No bound."""
+        """Returns None: no limit."""
         return None
 
     def next_depth(self, depth: int | None, seen: Observation) -> int | None:
-        """Never changes."""
+        """Returns the same depth."""
         return depth
 
     def gate(self, in_flight: int, depth: int | None, ahead: int = 0) -> bool:
-        """Open, within the bound if there is one."""
+        """Opens while at most `depth` own steps are in flight."""
         return depth is None or in_flight <= depth
 
     @property
     def waits_for_step(self) -> bool:
-        """False: lookups and pulls take what is there."""
+        """False: lookups and pulls read the current rows and parameters."""
         return False
 
     def token(self, number: int, version: int, group: int) -> int:
-        """The version that the gradient is computed with."""
+        """Returns the version that the gradient is computed with."""
         return version
 
     def group(self, nn_workers: int, local_batch: int) -> int:
-        """Each gradient by itself."""
+        """Returns 1: each gradient is a step."""
         return 1
 
     def arrive(self, arrival: Arrival) -> Decision:
-        """On arrival."""
+        """Applies the gradient."""
         return Decision(Action.APPLY)
 
     def weight(self, step: int, token: int) -> float:
-        """Whatever its age."""
+        """Returns 1, whatever the age."""
         return 1.0
 
     def row_limit(self, step: int, token: int) -> RowLimit:
-        """All rows: nothing is decayed."""
+        """Admits all rows."""
         return RowLimit(None, step)
 
     @property
     def reduction(self) -> Reduction:
-        """An id's gradients are averaged over those that have the id."""
+        """The gradients that have the id."""
         return "per_id"
 
 
 class Asynchronous(OnArrival, frozen=True):
-    """The network is trained freely too: an NN worker takes batch, token and parameters when it is ready for them."""
+    """The defaults of a mode with a dense PS: NN workers draw a batch, its token and parameters when they are ready."""
 
     def dense(self) -> Dense:
-        """The dense PS."""
+        """Returns the dense PS."""
         return Dense.SERVER

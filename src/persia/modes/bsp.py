@@ -10,21 +10,21 @@ __all__ = ["Bsp"]
 
 @register
 class Bsp(Asynchronous, frozen=True, tag="bsp"):
-    """Any `batches` gradients are averaged and applied, whatever their version: Gba without tokens.
+    """Averages and applies any `batches` gradients, whatever their version: Gba without tokens.
 
     Args:
-        batches: gradients that make a step, the paper's b2.
+        batches: number of gradients of a step, the paper's b2.
     """
 
     batches: int
 
     def __post_init__(self) -> None:
-        check_whole("Bsp", "batches", self.batches, 1, "how many gradients are applied together")
+        check_whole("Bsp", "batches", self.batches, 1, "gradients of a step")
 
     def group(self, nn_workers: int, local_batch: int) -> int:
-        """`batches`, of any NN workers."""
+        """Returns `batches`."""
         return self.batches
 
     def arrive(self, arrival: Arrival) -> Decision:
-        """Held until there are `batches`."""
+        """Holds gradients until there are `batches`."""
         return hold_until_full(arrival)

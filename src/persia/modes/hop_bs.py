@@ -10,12 +10,12 @@ __all__ = ["HopBs"]
 
 @register
 class HopBs(Asynchronous, frozen=True, tag="hop_bs"):
-    """Applied on arrival, but the fastest NN worker is never more than `bound` steps ahead of the slowest.
+    """Applies gradients on arrival, and keeps the fastest NN worker within `bound` steps of the slowest.
 
-    As fast as the slowest NN worker in the long run: it only evens out what is slow for a moment.
+    In the long run as fast as the slowest NN worker: it absorbs only short slowdowns.
 
     Args:
-        bound: the largest gap, the paper's b1. With 1 all NN workers go in lock-step.
+        bound: maximum gap in steps, the paper's b1. With 1, all NN workers advance in lock-step.
     """
 
     bound: int
@@ -24,5 +24,5 @@ class HopBs(Asynchronous, frozen=True, tag="hop_bs"):
         check_whole("HopBs", "bound", self.bound, 1, "steps that an NN worker may be ahead of the slowest")
 
     def gate(self, in_flight: int, depth: int | None, ahead: int = 0) -> bool:
-        """Shut for an NN worker that is `bound` steps ahead: after one more it would be too far."""
+        """Closes for an NN worker that is `bound` steps ahead of the slowest."""
         return ahead < self.bound

@@ -11,12 +11,12 @@ __all__ = ["HopBw"]
 
 @register
 class HopBw(Asynchronous, frozen=True, tag="hop_bw"):
-    """Of each step the first N - backup gradients are averaged and applied; later ones of that step are dropped.
+    """Averages and applies the first N - backup gradients of each step; drops the later ones.
 
-    No gradient is stale, but the batches of the slowest NN workers are lost to training. Drops are counted.
+    No gradient is stale, but training loses the batches of the slowest NN workers. Drops are counted.
 
     Args:
-        backup: gradients of a step that are not waited for, the paper's b3; less than the number of NN workers.
+        backup: number of gradients per step that it does not wait for, the paper's b3; below the number of NN workers.
     """
 
     backup: int
@@ -25,24 +25,24 @@ class HopBw(Asynchronous, frozen=True, tag="hop_bw"):
         check_whole("HopBw", "backup", self.backup, 0, "gradients of a step that are not waited for")
 
     def initial_depth(self) -> int | None:
-        """No step may be missing."""
+        """Returns 0: a lookup waits for all own steps."""
         return 0
 
     @property
     def waits_for_step(self) -> bool:
-        """True: a gradient of an older step would be dropped."""
+        """True: the gradient of an older step would be dropped."""
         return True
 
     def group(self, nn_workers: int, local_batch: int) -> int:
-        """All but `backup` NN workers."""
+        """Returns the number of NN workers less `backup`."""
         if self.backup >= nn_workers:
             raise ConfigError(
-                f"HopBw.backup = {self.backup} of {nn_workers} NN workers leaves none to wait for; give at most "
+                f"Invalid HopBw.backup = {self.backup} with {nn_workers} NN workers; expected at most "
                 f"{nn_workers - 1}.",
                 field="mode.backup",
             )
         return nn_workers - self.backup
 
     def arrive(self, arrival: Arrival) -> Decision:
-        """Dropped if its step is over, else held until the step has enough."""
+        """Drops a gradient of an earlier step; holds others until the step is complete."""
         return Decision(Action.DROP, 0.0) if arrival.token < arrival.step else hold_until_full(arrival)

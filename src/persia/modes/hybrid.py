@@ -13,28 +13,28 @@ from persia.modes.registry import register
 __all__ = ["Hybrid"]
 
 MAX_AUTO_DEPTH = 64
-"""More own steps in flight than this hide no latency that a healthy network has."""
+"""Maximum depth; more steps in flight would hide latencies above those of a healthy network."""
 
 RAISE_ABOVE = 0.02
-"""Share of the time spent waiting for the gate above which "auto" looks further ahead."""
+"""Share of time spent waiting for the gate, above which "auto" raises the depth."""
 
 LOWER_BELOW = 0.01
-"""Share of the time that one step fewer in flight would cost, below which "auto" does with one fewer."""
+"""Share of time that one step fewer in flight would cost, below which "auto" lowers the depth."""
 
 HELPED = 0.9
-"""Looking further ahead has helped if the wait per step fell below so much of what it was."""
+"""Ratio of the wait per step after and before a raise, up to which the raise has helped."""
 
-PATIENCE = 8
-"""Windows before "auto" tries again what has just proved wrong."""
+RETRY_WINDOWS = 8
+"""Number of windows before "auto" repeats a change that did not help."""
 
 
 @register
 class Hybrid(OnArrival, frozen=True, tag="hybrid"):
-    """Lookups run ahead of the step; at most `staleness` own steps lack their gradient at a lookup.
+    """Looks rows up ahead of the step, with at most `staleness` own steps in flight; applies gradients on arrival.
 
     Args:
-        staleness: a number >= 1; "auto" keeps as few steps in flight as keep the training thread from waiting;
-            None ("unbounded" in a file) sets no bound.
+        staleness: a number >= 1; "auto" for the smallest number with which the training thread does not wait; None
+            ("unbounded" in a file) for no limit.
     """
 
     staleness: int | Literal["auto", "unbounded"] | None = "auto"
@@ -45,21 +45,22 @@ class Hybrid(OnArrival, frozen=True, tag="hybrid"):
         number = isinstance(self.staleness, int) and not isinstance(self.staleness, bool) and self.staleness >= 1
         if not (number or self.staleness is None or self.staleness == "auto"):
             raise ConfigError(
-                f"Hybrid.staleness = {self.staleness!r}; give a whole number >= 1, 'auto', or None for no bound "
-                "(staleness 0 is the mode Sync).",
+                f"Invalid Hybrid.staleness = {self.staleness!r}; expected a whole number >= 1, 'auto', or None for no "
+                "limit. For staleness 0 use the mode Sync.",
                 field="mode.staleness",
             )
 
     def initial_depth(self) -> int | None:
-        """The bound itself, or the least that overlaps anything."""
+        """Returns `staleness`, or 1 for "auto"."""
         return 1 if self.staleness == "auto" else cast("int | None", self.staleness)
 
     def next_depth(self, depth: int | None, seen: Observation) -> int | None:
-        """Fixed, unless "auto": then as few as keep the training thread from waiting.
+        """Returns the depth for the next window; it changes only with "auto".
 
-        One more where it waits for the gate. If that did not help, something else is slow, such as the PS: it is taken
-        back, and one more with it. One fewer where that would cost no waiting, but not soon after a raise. What has
-        failed is not tried again for some windows, so the depth does not swing between two values.
+        Raises it by one if the training thread waited for the gate. If the raise did not help, something else is slow,
+        such as a PS, and the depth is lowered by two. Lowers it by one if that would cost no waiting, but not soon
+        after a raise. A change that did not help is not repeated for some windows, so that the depth does not
+        oscillate.
         """
         if self.staleness != "auto":
             return depth
@@ -67,15 +68,15 @@ class Hybrid(OnArrival, frozen=True, tag="hybrid"):
         if seen.waited > RAISE_ABOVE * seen.elapsed:
             raised = seen.change > 0 and seen.windows == 1
             if raised and seen.waited > HELPED * seen.before * seen.steps:
-                return max(depth - 2, 1)  # By two, else chance would slowly lift a depth that is of no use.
+                return max(depth - 2, 1)  # By two; otherwise noise would slowly raise a useless depth.
             taken_back = seen.change < 0 and seen.before * seen.steps > RAISE_ABOVE * seen.elapsed
-            if taken_back and seen.windows < PATIENCE:
+            if taken_back and seen.windows < RETRY_WINDOWS:
                 return depth
             return min(depth + 1, MAX_AUTO_DEPTH)
-        if seen.change > 0 and seen.windows < PATIENCE:
+        if seen.change > 0 and seen.windows < RETRY_WINDOWS:
             return depth
         return max(depth - 1, 1) if seen.would_wait < LOWER_BELOW * seen.elapsed else depth
 
     def dense(self) -> Dense:
-        """All-reduce, overlapped with the backward pass."""
+        """Returns all-reduce, which overlaps with the backward pass."""
         return Dense.ALL_REDUCE

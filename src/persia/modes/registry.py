@@ -1,4 +1,4 @@
-"""The registry of modes: by name, for configurations, checkpoints, and calls from one role to another."""
+"""The registry of modes, by name: for configurations, checkpoints and calls between roles."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["decode", "encode", "mode_of", "modules", "register"]
 M = TypeVar("M", bound=msgspec.Struct)
 
 _MODES: dict[str, type[msgspec.Struct]] = {}
-"""By name. Filled at import, read-only afterwards."""
+"""Modes by name. Filled at import, read-only afterwards."""
 
 
 def register(mode: type[M]) -> type[M]:
-    """Registers a mode under its tag: a decorator for classes of modes.
+    """Registers a mode under its tag; a class decorator.
 
     Raises:
         ConfigError: another module has registered a mode of this name.
@@ -28,7 +28,7 @@ def register(mode: type[M]) -> type[M]:
     known = _MODES.setdefault(name, mode)
     if known.__module__ != mode.__module__:
         raise ConfigError(
-            f"Mode {name!r} in {mode.__module__} has the name of a mode in {known.__module__}; give it another tag.",
+            f"Mode {name!r} in {mode.__module__} has the name of a mode in {known.__module__}. Choose another tag.",
             field="mode.kind",
         )
     _MODES[name] = mode
@@ -39,8 +39,8 @@ def mode_of(tree: Any) -> Mode:
     """Makes a mode from plain data, such as `{"kind": "gba", "global_batch_size": 512}`.
 
     Raises:
-        ValueError: the data do not fit; the message has the path of the field, as msgspec writes it.
-        ConfigError: the mode does not take these values.
+        ValueError: the data do not match a mode; the message has the path of the field, as msgspec writes it.
+        ConfigError: the mode does not accept these values.
     """
     if not isinstance(tree, dict):
         raise ValueError(f"Expected `object`, got `{type(tree).__name__}`")
@@ -54,16 +54,16 @@ def mode_of(tree: Any) -> Mode:
 
 
 def modules() -> list[str]:
-    """Returns the modules of all modes that are not part of persia: the processes of a cluster import them.
+    """Returns the modules of all modes outside persia, which every process of a cluster imports.
 
-    A mode that a script defines in itself is left out: no other process can import it.
+    Modes that a script itself defines are left out, as other processes cannot import them.
     """
     found = {mode.__module__ for mode in _MODES.values()}
     return sorted(name for name in found if name != "__main__" and not name.startswith("persia."))
 
 
 def encode(mode: object) -> str:
-    """Returns a mode, or the `persia.modes.Auto` that chooses one, as JSON."""
+    """Returns a mode, or a `persia.modes.Auto`, as JSON."""
     return msgspec.json.encode(mode).decode()
 
 
@@ -71,12 +71,12 @@ def decode(text: str) -> Mode:
     """Makes a mode from JSON.
 
     Raises:
-        ConfigError: the text names no mode, or the mode does not take these arguments.
+        ConfigError: the text is not a mode, or the mode does not accept these arguments.
     """
     try:
         return mode_of(msgspec.json.decode(text))
     except (ValueError, msgspec.DecodeError) as error:  # Text that is not UTF-8 is a ValueError too.
-        raise ConfigError(f"{text!r} is no mode: {error}.", field="mode") from error
+        raise ConfigError(f"Invalid mode {text!r}: {error}.", field="mode") from error
 
 
 DECODERS[Mode] = mode_of
