@@ -292,7 +292,7 @@ def test_what_does_not_fit_changes_nothing():
     here.load(1, 0)
     with pytest.raises(StoreError, match="bytes came"):
         server.push(header(0), PushedDense(1.0, np.zeros(3, np.uint8), np.ones(4, np.bool_), None))
-    with pytest.raises(StoreError, match="no slot"):
+    with pytest.raises(StoreError, match="Invalid slot"):
         server.push(header(0)._replace(slot=1), PushedDense(0.0, None, None, None))
     with pytest.raises(DeadlineError, match="slot 0 of step 0"):
         server.pull(-1, 1, 0.01)

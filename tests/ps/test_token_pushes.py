@@ -156,7 +156,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(ps):
     server = ps(Bsp(2))
     with pytest.raises(StoreError, match="no table"):
         server.push(header(0, 2), {"u": gradient([0], 1.0)["t"]})
-    with pytest.raises(StoreError, match="no slot"):
+    with pytest.raises(StoreError, match="Invalid slot 2"):
         server.push(header(0, 2)._replace(slot=2), {})
     with pytest.raises(StalePushError, match="generation 2"):
         server.push(header(0, 2, generation=2), {})

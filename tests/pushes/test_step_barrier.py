@@ -16,7 +16,7 @@ from persia.modes import Action, Arrival, Decision, Hybrid, Sync
 from persia.modes.base import hold_until_full
 from persia.optim import SGD, Adagrad
 from persia.ps import EmbeddingServer, ServerOptions
-from persia.pushes.averaging import average_step
+from persia.pushes.accumulator import average_step
 from persia.pushes.reference import average_step as readable_average_step
 from persia.pushes.step_barrier import ArrivedPush, StepBarrier
 from persia.schema import Table
@@ -135,7 +135,7 @@ def test_a_new_generation_voids_what_the_old_one_had_under_way(threads):
     old = threads.submit(held.push, 957, ArrivedPush(header(0, step=957), {}))
     until(lambda: held._step is not None)
     new = threads.submit(held.push, 900, ArrivedPush(header(0, step=900, generation=2), {}))
-    with pytest.raises(StalePushError, match="started anew"):
+    with pytest.raises(StalePushError, match="have restarted"):
         old.result(TIMEOUT)
     held.push(900, ArrivedPush(header(1, step=900, generation=2), {}))
     new.result(TIMEOUT)

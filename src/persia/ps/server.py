@@ -18,8 +18,7 @@ from persia.ps.regions import Regions, retry_when_full
 from persia.ps.row_access import RowSetter
 from persia.ps.snapshots import StoreSnapshots
 from persia.ps.tables import learning_rate, table_config
-from persia.pushes.accumulator import GradientAccumulator
-from persia.pushes.averaging import average_step
+from persia.pushes.accumulator import GradientAccumulator, average_step
 from persia.pushes.journal import Journaled
 from persia.pushes.sequencer import PushSequencer
 from persia.pushes.step_barrier import ArrivedPush, StepBarrier, completes_step

@@ -1,1 +1,1 @@
-"""How pushed gradients become steps: their order, the barrier of a step, and the sums of a step."""
+"""How pushed gradients become steps: the order of pushes, the barrier of a step, and its sums."""

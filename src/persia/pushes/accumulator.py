@@ -1,27 +1,33 @@
-"""The running sum of a step's gradients in asynchronous modes (docs/reference/protocol.md, section 12).
+"""How the gradients of a step become one update (docs/reference/protocol.md, sections 5 and 12).
 
-GBA (arXiv 2205.11048, appendix B): "we could execute the weighted sum over some gradients in advance based on the
-tokens". One sum and one divisor per id are kept, however many gradients make a step.
+A mean over rows is not a mean over workers: each NN worker's gradient is that of its own mean loss, so it is weighted
+by its rows. GBA (arXiv 2205.11048, appendix B, Algorithm 2) divides the sum of an id by the workers that have the id.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 import numpy as np
 
 from persia import batching
 from persia.modes import Reduction
+from persia.pushes.step_barrier import ArrivedPush
 from persia.types import Floats, Gradients
 
-__all__ = ["GradientAccumulator", "WeightedGradients"]
+__all__ = ["GradientAccumulator", "WeightedGradients", "average_step"]
 
 WeightedGradients = Mapping[str, tuple[Gradients, Floats]]
-"""By table, a gradient and, float32 `[n]`, the weight 0 or 1 of each of its rows."""
+"""By table, a gradient and the weight of each of its rows, 0 or 1: float32 `[n]`."""
 
 
 class GradientAccumulator:
-    """Sums the gradients of one step. Not thread-safe. `pushes.reference.ReferenceAccumulator` is its readable twin.
+    """The running sum of the gradients of a step in token modes. Not thread-safe.
+
+    It holds one sum and one divisor per id, however many gradients make a step: "we could execute the weighted sum over
+    some gradients in advance based on the tokens" (GBA, appendix B). `pushes.reference.ReferenceAccumulator` is its
+    readable twin.
 
     Args:
         reduction: what the weighted sum of an id is divided by.
@@ -36,15 +42,15 @@ class GradientAccumulator:
 
     @property
     def nbytes(self) -> int:
-        """Memory of what is held."""
+        """Bytes of the gradients that are held."""
         return sum(held.nbytes for held in self._sums.values())
 
     def add(self, gradients: WeightedGradients, rows: int) -> None:
         """Adds the gradient of a batch.
 
         Args:
-            gradients: of the batch's ids here.
-            rows: samples of the batch; with 0 its ids count nothing.
+            gradients: those of the ids of this PS.
+            rows: number of samples in the batch. With 0, its gradients have no weight.
         """
         self._unit = self._unit or float(rows)
         share = rows / self._unit if rows else 0.0
@@ -59,7 +65,7 @@ class GradientAccumulator:
             held.add(np.ascontiguousarray(ids), np.ascontiguousarray(values), weights, share)
 
     def take(self) -> dict[str, Gradients]:
-        """The mean of each id for which something counts, by table; then nothing is held any more."""
+        """Returns by table the mean of each id that has a gradient with weight, and empties the accumulator."""
         means: dict[str, Gradients] = {}
         for table, held in self._sums.items():
             count = held.counted()
@@ -69,3 +75,31 @@ class GradientAccumulator:
                 means[table] = mean
         self._unit = self._total = 0.0
         return means
+
+
+def average_step(
+    arrived: Sequence[ArrivedPush], reduction: Reduction, pool: batching.ThreadPool, scratch: batching.Scratch
+) -> dict[str, Gradients]:
+    """Returns the average gradient of a step, by table; `pushes.reference.average_step` is its readable twin.
+
+    Args:
+        arrived: pushes by (rank, part). Parts of a rank are summed, ranks are averaged by their rows.
+        reduction: what the weighted sum is divided by.
+        pool: threads to run on.
+        scratch: memory kept from call to call.
+    """
+    ranks = [list(parts) for _, parts in groupby(arrived, key=lambda a: a.header.rank)]
+    weights = [sum(part.header.weight for part in parts) for parts in ranks]
+    total = float(sum(weights)) if reduction == "global" else None
+    result: dict[str, Gradients] = {}
+    for table in dict.fromkeys(name for one in arrived for name in one.gradients):
+        found: list[Gradients] = []
+        found_weights: list[float] = []
+        for parts, weight in zip(ranks, weights, strict=True):
+            mine = [part.gradients[table] for part in parts if table in part.gradients]
+            if mine and weight > 0:
+                found.append(mine[0] if len(mine) == 1 else Gradients(*batching.merge_gradients(mine, pool, scratch)))
+                found_weights.append(weight)
+        if found:
+            result[table] = Gradients(*batching.average_gradients(found, found_weights, total, pool, scratch))
+    return result

@@ -1,4 +1,4 @@
-"""The slow, readable twin of :mod:`persia.pushes.averaging`: the same numbers, bit by bit. For tests."""
+"""The slow, readable twins of `persia.pushes.accumulator`, for tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["ReferenceAccumulator", "average_step"]
 
 
 def average_step(arrived: Sequence[ArrivedPush], reduction: Reduction) -> dict[str, dict[int, Floats]]:
-    """The average gradient of a step, by table and id, as :func:`persia.pushes.averaging.average_step` computes it."""
+    """Returns the average gradient of a step, by table and id: the same bits as `accumulator.average_step`."""
     weights: dict[int, int] = defaultdict(int)
     pushed: dict[str, list[int]] = {}
     sums: dict[str, dict[int, dict[int, Floats]]] = {}  # table, id, rank: the sum of the rank's parts
@@ -48,7 +48,7 @@ def average_step(arrived: Sequence[ArrivedPush], reduction: Reduction) -> dict[s
 
 
 class ReferenceAccumulator:
-    """What :class:`persia.pushes.accumulator.GradientAccumulator` computes, from all gradients of the step."""
+    """A `GradientAccumulator` that keeps all gradients of the step."""
 
     def __init__(self, reduction: Reduction) -> None:
         self._reduction = reduction
@@ -59,7 +59,7 @@ class ReferenceAccumulator:
         self._arrived.append((gradients, rows))
 
     def take(self) -> dict[str, dict[int, NDArray[np.float64]]]:
-        """The mean of each id for which something counts, by table, in float64."""
+        """Returns by table the mean of each id that has a gradient with weight, in float64."""
         counting = [(gradients, rows) for gradients, rows in self._arrived if rows]
         total = sum(rows for _, rows in counting)
         sums: dict[tuple[str, int], NDArray[np.float64]] = {}

@@ -1,6 +1,6 @@
-"""Pushes one by one, in the order that was agreed for all parameter servers (docs/reference/protocol.md, section 12).
+"""Runs pushes one by one, in the same order on all parameter servers (docs/reference/protocol.md, section 12).
 
-Both kinds of parameter servers use it. It knows neither rows nor tensors.
+Embedding PS and dense PS use it. It knows neither rows nor tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["PushSequencer"]
 T = TypeVar("T")
 
 MOST_QUEUED = 64
-"""Pushes that wait for their turn; callers of more wait themselves."""
+"""Maximum number of queued pushes. Further calls block."""
 
 
 class _Queued(NamedTuple, Generic[T]):
@@ -27,13 +27,13 @@ class _Queued(NamedTuple, Generic[T]):
 
 
 class PushSequencer(Generic[T]):
-    """Runs the work of pushes in the order of their slots; a step has `group` of them.
+    """Runs the work of pushes in the order of their slots. A step has `group` slots.
 
-    A push that is early is queued and its call returns: its work is done by the call that fills the gap. Safe to call
-    from several threads.
+    An early push is queued and its call returns: the call that fills the gap does its work. Safe to call from several
+    threads.
 
     Args:
-        timeout: seconds that a call waits for room, or for a version.
+        timeout: seconds that a call waits for space in the queue, or for a step.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -47,23 +47,23 @@ class PushSequencer(Generic[T]):
 
     @property
     def step(self) -> int:
-        """Steps that are complete."""
+        """The number of complete steps."""
         return self._next[0]
 
     def begin(self, generation: int, step: int) -> None:
-        """The first slot of `step` is next; a repetition, too, has this effect as long as nothing was pushed.
+        """Makes the first slot of `step` the next one. May be repeated until something is pushed.
 
         Raises:
             PersiaError: gradients of an incomplete step are here.
-            StalePushError: there have been NN workers of a later generation.
+            StalePushError: NN workers of a later generation have started.
         """
         with self._changed:
             if generation < self._generation:
                 raise self._stale(generation)
             if generation == self._generation and (self._next[1] or self._queued) and self._failure is None:
                 raise PersiaError(
-                    f"Step {self._next[0]} has {self._next[1]} gradients here, and {len(self._queued)} wait: drain "
-                    "before anything else begins.",
+                    f"Step {self._next[0]} is incomplete: it has {self._next[1]} gradients, and {len(self._queued)} "
+                    "are queued. Call `drain` before the next phase begins.",
                     step=self._next[0],
                 )
             self._generation, self._next, self._failure, self._drained = generation, (step, 0), None, None
@@ -71,22 +71,24 @@ class PushSequencer(Generic[T]):
             self._changed.notify_all()
 
     def push(self, header: PushHeader, work: Callable[[bool], T]) -> list[T]:
-        """Does the work when its turn has come; a slot that was filled before is left alone.
+        """Does the work of a push in its turn. A repeated push has no effect.
 
         Args:
             header: with slot and group.
             work: called once, with whether it is the last of its step. If it fails, so do all calls from then on.
 
         Returns:
-            The results of the work done in this call, in the order of slots: its own and that of pushes which waited
-            for it. Each result is returned by one call only.
+            The results of the work done in this call, in the order of slots: that of this push and of queued ones
+            behind it. Each result is returned by one call only.
 
         Raises:
-            StalePushError: of an earlier generation.
-            DeadlineError: too many pushes wait for one that does not come.
+            StalePushError: the push is of an earlier generation.
+            DeadlineError: the queue is full, as an earlier slot is missing.
         """
         if not 0 <= header.slot < header.group:
-            raise StoreError(f"There is no slot {header.slot} of {header.group}.", slot=header.slot)
+            raise StoreError(
+                f"Invalid slot {header.slot} in a push: a step has {header.group} slots, from 0.", slot=header.slot
+            )
         place = header.step, header.slot
         with self._changed:
             self._check(header.generation)
@@ -97,7 +99,7 @@ class PushSequencer(Generic[T]):
                 self._timeout,
             )
             self._check(header.generation)
-            if place < self._next or place in self._queued:  # It has come twice, and the other call was earlier.
+            if place < self._next or place in self._queued:  # A concurrent repetition was faster.
                 return []
             if not room:
                 raise self.late(f"a push of NN worker {header.rank} for step {header.step}")
@@ -105,10 +107,16 @@ class PushSequencer(Generic[T]):
             return self._run()
 
     def drain(self, generation: int, step: int, held: int, apply: Callable[[], None]) -> None:
-        """Applies what has come of an incomplete step; nothing if none has.
+        """Applies an incomplete step; no-op if it has no gradients.
+
+        Args:
+            generation: of the NN workers.
+            step: the incomplete step.
+            held: number of its gradients, from slot 0.
+            apply: applies them.
 
         Raises:
-            PersiaError: other slots are here than those: this server is out of phase.
+            PersiaError: this server has other gradients than those: it is out of phase.
         """
         with self._changed:
             self._check(generation)
@@ -116,8 +124,8 @@ class PushSequencer(Generic[T]):
                 return
             if self._next != (step, held) or self._queued:
                 raise PersiaError(
-                    f"Out of phase: {self._next[1]} gradients of step {self._next[0]} are here and {len(self._queued)} "
-                    f"wait, where {held} of step {step} should be. This is a defect; please report it.",
+                    f"Out of phase: this server has {self._next[1]} gradients of step {self._next[0]} and "
+                    f"{len(self._queued)} queued ones, not {held} of step {step}. This is a bug; please report it.",
                     step=step,
                 )
             if held:
@@ -126,7 +134,7 @@ class PushSequencer(Generic[T]):
                 self._changed.notify_all()
 
     def await_step(self, least: int, timeout: float) -> bool:
-        """Waits until so many steps are complete; False if they are not in time."""
+        """Waits until `least` steps are complete. Returns False after `timeout` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self._next[0] >= least or self._failure is not None, timeout)
             if self._failure is not None:
@@ -134,18 +142,18 @@ class PushSequencer(Generic[T]):
             return self._next[0] >= least
 
     def late(self, what: str) -> DeadlineError:
-        """The error that names the missing slot."""
+        """Returns the error that names the missing slot."""
         step, slot = self._next
         return DeadlineError(
-            f"{what}: slot {slot} of step {step} has not come within {self._timeout:g} s, and {len(self._queued)} wait "
-            "behind it. See whether an NN worker has died or hangs.",
+            f"{what}: slot {slot} of step {step} has not arrived within {self._timeout:g} s, and {len(self._queued)} "
+            "pushes wait behind it. Check whether an NN worker has died or hangs.",
             step=step,
             slot=slot,
             timeout=self._timeout,
         )
 
     def _run(self) -> list[T]:
-        """Does all work whose turn it is. Under the lock: whoever returns from `push` finds its own work done."""
+        """Does all work whose turn it is, under the lock: when `push` returns, no other thread still does its work."""
         began = time.monotonic()
         results = []
         while (item := self._queued.pop(self._next, None)) is not None:
@@ -167,8 +175,8 @@ class PushSequencer(Generic[T]):
             raise self._stale(generation)
         if generation > self._generation:
             raise StalePushError(
-                f"A push of generation {generation} of the NN workers came, and {self._generation} is what this server "
-                "was told to serve.",
+                f"A push of generation {generation} of the NN workers arrived, but this server serves generation "
+                f"{self._generation}.",
                 generation=generation,
             )
         if self._failure is not None:
@@ -176,11 +184,12 @@ class PushSequencer(Generic[T]):
 
     def _raise_failure(self) -> None:
         raise PersiaError(
-            f"This server failed in step {self._next[0]} and applies nothing more: {self._failure}"
+            f"This server failed in step {self._next[0]} and applies no more gradients: {self._failure}"
         ) from self._failure
 
     def _stale(self, generation: int) -> StalePushError:
         return StalePushError(
-            f"A call of generation {generation} of the NN workers came after those of {self._generation} had started.",
+            f"A call of generation {generation} of the NN workers arrived after generation {self._generation} had "
+            "started.",
             generation=generation,
         )

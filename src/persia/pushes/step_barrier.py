@@ -1,6 +1,6 @@
 """Holds the gradients of a step until the mode applies them (docs/reference/protocol.md, section 5).
 
-Nothing here knows tables or rows: what to do with a complete step is the caller's.
+It knows neither tables nor rows: the caller applies a complete step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["ArrivedPush", "StepBarrier", "completes_step"]
 
 
 class ArrivedPush(NamedTuple):
-    """One push, or one part of it."""
+    """A push, or one part of it."""
 
     header: PushHeader
     gradients: Mapping[str, Gradients]
@@ -56,7 +56,7 @@ class _Step:
         return self.counts is not None or self.failure is not None
 
     def missing(self, ranks: Sequence[int]) -> list[int]:
-        """Ranks of which no part, or not every part, is there."""
+        """Returns the ranks whose parts are not all here."""
         parts = {arrived.header.rank: arrived.header.parts for arrived in self.arrived.values()}
         return [
             rank
@@ -66,17 +66,17 @@ class _Step:
 
 
 class StepBarrier:
-    """One step after another: pushes of a step wait for each other and return together.
+    """A barrier for the pushes of a step: they wait for each other and return together. One step at a time.
 
-    Safe to call from several threads; a call blocks until its step is applied, by whichever thread completes it.
+    Safe to call from several threads. A call blocks until its step is applied, by the thread that completes it.
 
     Args:
         ranks: the NN workers that make a step.
         timeout: seconds that a push waits.
         arrive: `Mode.arrive`, asked once for each NN worker of a step. The step is complete when it says to apply.
-        apply: what to do with a complete step. If it raises, all pushes of the step do, and may be repeated.
-        last: generation and turn of the step that a process before has applied last. It may have told some NN workers
-            so and not others, and the former do not push again.
+        apply: applies a complete step. If it raises, all pushes of the step do, and may be repeated.
+        last: generation and turn of the step that the process before applied last. It may have answered some NN workers
+            and not others; those that were answered do not push again.
     """
 
     def __init__(
@@ -95,13 +95,13 @@ class StepBarrier:
         self._generation = 0
         self._step: _Step | None = None
         self._last: _Step | None = None
-        """The last step that was applied: what a repeated push is answered from."""
+        """The step that was applied last, which answers repeated pushes."""
         if last is not None:
             self._generation = last[0]
-            self._last = _Step(last[1], counts={})  # What became of it is counted nowhere.
+            self._last = _Step(last[1], counts={})  # The process before has its counts.
 
     def renew(self, generation: int) -> None:
-        """NN workers of this generation begin: pushes of earlier ones fail, those that wait too."""
+        """Starts a generation of NN workers: pushes of earlier ones fail, those that wait too."""
         with self._changed:
             self._enter(generation)
 
@@ -110,20 +110,21 @@ class StepBarrier:
 
         Args:
             turn: rises from step to step.
-            arrived: the push. One of the same rank and part that is there already counts once, and it is the first.
+            arrived: the push. If one of the same rank and part is here already, that one counts.
 
         Returns:
-            What became of the step's gradients for part 0 of the lowest rank; nothing for the others.
+            The outcome of the step's gradients for part 0 of the lowest rank; empty for the others.
 
         Raises:
-            DeadlineError: not all have come; it names who is missing. The push stays held.
+            DeadlineError: pushes of the NN workers that it names are missing. This push stays held.
             StalePushError: the generation is over, or another step is in work.
         """
         header = arrived.header
         if header.rank not in self._ranks or not 0 <= header.part < header.parts or header.weight < 0:
             raise StoreError(
-                f"A push of NN worker {header.rank}, part {header.part} of {header.parts}, fits no step of the NN "
-                f"workers {list(self._ranks)}. Start PSs and NN workers with the same number of NN workers.",
+                f"Invalid push of NN worker {header.rank}, part {header.part} of {header.parts}, weight "
+                f"{header.weight}: a step has the NN workers {list(self._ranks)}. Start PSs and NN workers with the "
+                "same number of NN workers.",
                 rank=header.rank,
             )
         with self._changed:
@@ -135,13 +136,14 @@ class StepBarrier:
         return self._await(step, header)
 
     def _add(self, step: _Step, arrived: ArrivedPush) -> list[ArrivedPush] | None:
-        """Returns the whole step, sorted, to the one push that completes it."""
+        """Adds a push. Returns the whole step, sorted, if the push completes it."""
         if step.applying:
             return None
         header = arrived.header
         if any(a.header.rank == header.rank and a.header.parts != header.parts for a in step.arrived.values()):
             raise StoreError(
-                f"NN worker {header.rank} says that step {step.turn} has {header.parts} parts, and before otherwise.",
+                f"Pushes of NN worker {header.rank} for step {step.turn} differ in their number of parts, such as "
+                f"{header.parts}.",
                 rank=header.rank,
                 step=step.turn,
             )
@@ -158,10 +160,10 @@ class StepBarrier:
         return [step.arrived[key] for key in sorted(step.arrived)]
 
     def _enter(self, generation: int) -> None:
-        """NN workers that have started anew begin where they like; what the ones before had under way is void."""
+        """Starts a later generation of NN workers, which drops the incomplete step of the one before."""
         if generation < self._generation:
             raise StalePushError(
-                f"A push of generation {generation} of the NN workers came after those of {self._generation} had "
+                f"A push of generation {generation} of the NN workers arrived after generation {self._generation} had "
                 "started. It is not applied.",
                 generation=generation,
             )
@@ -169,7 +171,7 @@ class StepBarrier:
             return
         if self._step is not None and not self._step.applying:
             self._step.failure = StalePushError(
-                f"The NN workers have started anew, as generation {generation}, while step {self._step.turn} of "
+                f"The NN workers have restarted, as generation {generation}, while step {self._step.turn} of "
                 f"generation {self._generation} was incomplete. It is not applied.",
                 generation=self._generation,
                 step=self._step.turn,
@@ -203,7 +205,7 @@ class StepBarrier:
         with self._changed:
             step.counts, step.failure = counts, failure
             step.arrived.clear()  # `_last` keeps the counts only.
-            if self._step is step:  # Else a new generation has begun meanwhile.
+            if self._step is step:  # Else a new generation has started meanwhile.
                 self._step = None
                 if failure is None:
                     self._last = step
@@ -214,15 +216,17 @@ class StepBarrier:
         with self._changed:
             if not self._changed.wait_for(step.over, self._timeout):
                 missing = step.missing(self._ranks)
-                late = f"NN workers {', '.join(map(str, missing))} have not pushed" if missing else "applying it lasts"
+                late = (
+                    f"NN workers {', '.join(map(str, missing))} have not pushed" if missing else "it is being applied"
+                )
                 raise DeadlineError(
                     f"Step {step.turn} (generation {header.generation}) was not complete within "
-                    f"{time.monotonic() - began:.1f} s: {late}. See what holds them up, or raise `timeout`.",
+                    f"{time.monotonic() - began:.1f} s: {late}. Check for processes that hang, or raise `timeout`.",
                     step=step.turn,
                     missing=missing,
                     timeout=self._timeout,
                 )
         if step.failure is not None:
-            raise copy.copy(step.failure) from step.failure  # Each thread its own: a traceback is written to it.
+            raise copy.copy(step.failure) from step.failure  # A copy for each thread: raising writes a traceback to it.
         assert step.counts is not None
         return step.counts if (header.rank, header.part) == (min(self._ranks), 0) else {}
