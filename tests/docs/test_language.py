@@ -26,6 +26,7 @@ DONE = (
     "modes",
     "optim",
     "retry.py",
+    "replay",
     "rpc",
     "schema.py",
     "store",

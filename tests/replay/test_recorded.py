@@ -303,7 +303,7 @@ def test_only_batch_by_batch_and_with_tokens(tmp_path):
 
 def test_records_with_a_gap_are_refused():
     header = PushHeader(1, 0, 1, 0, ROWS)
-    with pytest.raises(DataError, match="nobody has noted"):
+    with pytest.raises(DataError, match="No record of the batch of push 1 of NN worker 0"):
         recorded(Sync(), 1, ROWS, 0, Records([], [], [JournalRecord(0, [header], {})], []))
     read = ReadRecord(0, 1, 0, ROWS, 7, [0])
     with pytest.raises(DataError, match="contradict"):

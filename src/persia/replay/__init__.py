@@ -1,7 +1,7 @@
-"""The virtual-time driver: any mode, in one process, without sockets or waiting.
+"""Training in virtual time: any mode, in one process, without sockets or waiting.
 
-`simulate` tells when everything happens, from the speeds of the NN workers; `replay` follows such a schedule, or one
-that a cluster recorded, with real gradients. Both ask the same pure functions as the cluster does.
+`simulate` computes when everything happens, from the speeds of the NN workers. `replay` trains along such a timeline,
+or along one that a run has recorded. Both call the same pure functions of the mode as the cluster does.
 """
 
 from persia.replay.follow import Compute, replay

@@ -1,7 +1,7 @@
-"""The virtual-time driver, second half: follows a schedule with real gradients, in one process.
+"""Training along a timeline, with real gradients, in one process.
 
-The schedule may be simulated, or recorded by a cluster: the same order of events gives the same parameters, drops and
-staleness. What the servers did is checked against the mode's decisions on the way.
+The timeline may be simulated or recorded by a run: the same order of events leads to the same parameters, drops and
+staleness. Every event is checked against the decisions of the mode.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from persia.replay.servers import ReplayServer, TakenGradient
 __all__ = ["Compute", "replay"]
 
 Compute: TypeAlias = Callable[[int, Mapping[str, Any]], Mapping[str, Any]]
-"""Takes the number of a batch and what each server's `read` gave for it; returns the gradient for each server."""
+"""Takes the number of a batch and the result of each server's `read`; returns the gradient for each server."""
 
 
 class _Follower:
-    """One server's counters, as they follow from its events."""
+    """Counters of one server, derived from its events."""
 
     def __init__(self, name: str, server: ReplayServer, schedule: Timeline) -> None:
         self.server = server
@@ -32,7 +32,7 @@ class _Follower:
         self._due = False
 
     def check(self, event: ScheduleEvent, number: int) -> None:
-        """Raises where an event cannot follow from those before it."""
+        """Raises DataError if an event contradicts those before it."""
         expected = self._step
         if expected is not None and event.version != expected:
             raise self._error(event, number, f"k is {expected} here, by the events before")
@@ -54,13 +54,13 @@ class _Follower:
 
     @property
     def _decides(self) -> bool:
-        """Replicas have no PS for dense parameters that could decide."""
+        """Whether the mode decides here: not for replicas, which have no dense PS."""
         return not (self._dense and self._schedule.by_rows)
 
     def _error(self, event: ScheduleEvent, number: int, why: str) -> DataError:
         return DataError(
             f"Event {number} of the schedule, {event.kind!r} of batch {event.batch} at {event.server} with k = "
-            f"{event.version}, does not fit: {why}. It was recorded in another mode, or the server erred.",
+            f"{event.version}, does not fit: {why}. The schedule belongs to another mode, or the server has a defect.",
             event=number,
             server=event.server,
         )
@@ -70,18 +70,18 @@ def replay(
     schedule: Timeline,
     servers: Mapping[str, ReplayServer],
     compute: Compute,
-    watch: Callable[[ScheduleEvent, Any], None] | None = None,
+    on_event: Callable[[ScheduleEvent, Any], None] | None = None,
 ) -> None:
-    """Trains as the schedule says.
+    """Trains along a timeline.
 
     Args:
-        schedule: simulated or recorded.
-        servers: by name, all those of the schedule. They go on from where they are.
-        compute: called once per batch, when its gradient first arrives somewhere; not for dropped or lost ones.
-        watch: is told every event, with the gradient for that server if there is one.
+        schedule: the timeline, simulated or recorded.
+        servers: all servers of the timeline by name. They continue from their present state.
+        compute: called once per batch, when its gradient first arrives at a server; not for dropped or lost batches.
+        on_event: called with each event, and the gradient for that server or None.
 
     Raises:
-        DataError: the schedule contradicts itself, or the decisions of its mode; it says at which event.
+        DataError: the timeline contradicts itself, or the decisions of its mode; the error names the event.
     """
     followers = {}
     for name in schedule.servers:
@@ -120,5 +120,5 @@ def replay(
                 del settled[event.batch]
                 reads.pop(event.batch, None)
                 gradients.pop(event.batch, None)
-        if watch is not None:
-            watch(event, gradient)
+        if on_event is not None:
+            on_event(event, gradient)

@@ -1,4 +1,4 @@
-"""Rows in numpy, in any precision: the slow and readable ones, for checks in float64."""
+"""Tables in numpy, in any precision: slow and readable, for checks in float64."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["PlainRows", "PlainTable"]
 
 
 class PlainTable:
-    """One table; ids are indices.
+    """A table whose ids are indices.
 
     Args:
-        initial: rows `[n, dim]`; its dtype is that of all arithmetic. Not changed.
-        optimizer: SGD; Adagrad with start value 0; or lazy Adam, bias-corrected by the updates of the row.
+        initial: rows `[n, dim]`, which are copied; all arithmetic has their dtype.
+        optimizer: SGD; Adagrad with initial value 0; or lazy Adam, whose bias correction counts updates of the row.
         lr: learning rate.
     """
 
@@ -30,7 +30,7 @@ class PlainTable:
         self._updates = np.zeros((len(self.rows), 1), np.int64)
 
     def update(self, ids: Ids, gradients: Numbers) -> None:
-        """One update of each row."""
+        """Updates each row once."""
         at = ids.astype(np.int64)
         if self._optimizer == "sgd":
             change = gradients
@@ -48,16 +48,16 @@ class PlainTable:
 
 
 class PlainRows:
-    """All tables, by name."""
+    """Tables by name."""
 
     def __init__(self, tables: Mapping[str, PlainTable]) -> None:
         self.tables = tables
 
     def lookup(self, ids: Mapping[str, Ids]) -> dict[str, Numbers]:
-        """By table, rows `[n, dim]`, copies."""
+        """Returns copies of rows `[n, dim]`, by table."""
         return {table: self.tables[table].rows[keys.astype(np.int64)] for table, keys in ids.items()}
 
     def update(self, gradients: RowGradients, step: int) -> None:
-        """One update of each row."""
+        """Updates each row once."""
         for table, (ids, values) in gradients.items():
             self.tables[table].update(ids, values)

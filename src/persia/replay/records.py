@@ -1,4 +1,4 @@
-"""The schedule of a real run, from what its roles have kept: what was read, what arrived, what took effect where."""
+"""The timeline of a real run, made from the records of its roles: reads, arrivals, and pushes in their order."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["Records", "recorded"]
 
 
 class Records(NamedTuple):
-    """What was kept of a segment.
+    """Records of a phase.
 
     Attributes:
-        reads: by the NN workers, of every batch that was pushed or dropped.
-        arrivals: by the list of tokens; none in modes with all-reduce.
+        reads: inputs of the gradients of all NN workers, dropped ones included.
+        arrivals: records of the token scheduler; none in modes with all-reduce.
         rows: journals of the embedding PSs, by rank.
         dense: journals of the dense PSs, by rank; none in modes with all-reduce.
     """
@@ -35,17 +35,17 @@ class Records(NamedTuple):
 
 
 def recorded(mode: Mode, nn_workers: int, local_batch: int, step: int, records: Records) -> Timeline:
-    """The schedule of a segment; the time of an event is its number.
+    """Returns the timeline of a phase; the time of an event is its number.
 
     Args:
-        mode: of the segment.
-        nn_workers: how many there were when it began.
+        mode: mode of the phase.
+        nn_workers: number of NN workers at its beginning.
         local_batch: rows of a full batch.
-        step: k at which it began.
-        records: what was kept.
+        step: k at its beginning.
+        records: records of the phase.
 
     Raises:
-        DataError: gradients took effect of which nothing else is known: a role has started anew meanwhile.
+        DataError: records are missing as a role has restarted during the phase, or they contradict each other.
     """
     group = mode.group(nn_workers, local_batch)
     dense = list(records.dense)
@@ -68,7 +68,7 @@ def recorded(mode: Mode, nn_workers: int, local_batch: int, step: int, records: 
 
 
 def _together(headers: Sequence[PushHeader], group: int) -> list[list[PushHeader]]:
-    """Pushes that were applied together; the last ones may be a remainder."""
+    """Groups the pushes that were applied together; the last group may be smaller."""
     return [list(headers[at : at + group]) for at in range(0, len(headers), group)]
 
 
@@ -83,7 +83,7 @@ class _Found(NamedTuple):
         steps: Sequence[Sequence[PushHeader]],
         versions: Mapping[int, int],
     ) -> list[ScheduleEvent]:
-        """What happened at one server. At each version it is read first, then gradients come or are dropped."""
+        """Returns the events of one server: at each version first the reads and drops, then pushes and their update."""
         kind: Kind = "pull" if server.startswith(DENSE) else "lookup"
         tokens = {arrival.number: arrival.token for arrival in self.records.arrivals}
         reads: dict[int, list[ScheduleEvent]] = defaultdict(list)
@@ -122,8 +122,8 @@ class _Found(NamedTuple):
         read = self.by_push.get((header.rank, header.sequence))
         if read is None and header.weight:
             raise DataError(
-                f"Push {header.sequence} of NN worker {header.rank} took effect, and nobody has noted its batch: the "
-                "coordinator has started anew meanwhile, so this segment cannot be replayed.",
+                f"No record of the batch of push {header.sequence} of NN worker {header.rank}, which took effect: the "
+                "coordinator has restarted during the phase, which cannot be replayed.",
                 rank=header.rank,
                 sequence=header.sequence,
             )
@@ -131,7 +131,7 @@ class _Found(NamedTuple):
 
 
 def _merged(lists: Sequence[list[ScheduleEvent]]) -> list[ScheduleEvent]:
-    """One order of all: that of each server, and a batch is read everywhere before its gradient comes anywhere."""
+    """Merges the events of all servers, so that each batch is read everywhere before its gradient is pushed."""
     waiting: dict[int, int] = defaultdict(int)
     for event in itertools.chain.from_iterable(lists):
         waiting[event.batch] += event.kind in ("lookup", "pull")
@@ -145,5 +145,5 @@ def _merged(lists: Sequence[list[ScheduleEvent]]) -> list[ScheduleEvent]:
                 waiting[event.batch] -= event.kind in ("lookup", "pull")
                 merged.append(msgspec.structs.replace(event, time=float(len(merged))))
         if len(merged) == before:
-            raise DataError("The records contradict each other: some batch was pushed before it was read.")
+            raise DataError("The records contradict each other: a batch was pushed before it was read.")
     return merged

@@ -1,4 +1,4 @@
-"""Runs side by side: the columns of the GBA paper's Tables 5.2 and 5.3."""
+"""A table that compares runs, with the columns of the GBA paper's Tables 5.2 and 5.3."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["ReportLine", "record", "table"]
 
 
 class ReportLine(NamedTuple):
-    """A run.
+    """A line of the table: one run.
 
     Attributes:
-        name: of its mode, say.
-        summary: of its schedule.
-        auc: that it has reached, if it was trained.
+        name: name of the run, such as its mode.
+        summary: summary of its timeline.
+        auc: AUC of the trained model; None if it was only simulated.
     """
 
     name: str
@@ -25,7 +25,7 @@ class ReportLine(NamedTuple):
 
 
 def record(line: ReportLine) -> dict[str, Any]:
-    """A line as plain values, for JSON."""
+    """Returns a line as plain values, for JSON."""
     s = line.summary
     return {
         "name": line.name,
@@ -43,7 +43,7 @@ def record(line: ReportLine) -> dict[str, Any]:
 
 
 def table(lines: Sequence[ReportLine]) -> str:
-    """The lines as text; rates of the slowest and the fastest NN worker, staleness as mean (max)."""
+    """Formats lines as text, with the rates of the slowest and the fastest NN worker, and staleness as mean (max)."""
     head = ("", "AUC", "rows/s", "slowest", "fastest", "dropped", "lost", "dense staleness", "row staleness")
     rows = [head]
     for name, s, auc in lines:

@@ -1,4 +1,4 @@
-"""What happened in which order in a run, simulated or recorded: all that decides its parameters, besides the data."""
+"""Timelines: the order of events in a run, simulated or recorded. With the data it determines the parameters."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ Kind: TypeAlias = Literal["lookup", "pull", "push", "drop", "apply", "lost"]
 
 
 class ScheduleEvent(msgspec.Struct, frozen=True, array_like=True):
-    """One thing that happens at one server. Events of a server are in the order in which they took effect there.
+    """An event at one server. Events of a server are in the order in which they took effect there.
 
     Attributes:
         time: seconds since the start.
-        kind: "lookup" and "pull": an NN worker reads the rows of a batch, the dense parameters. "push": the gradient of
-            a batch has arrived. "drop": it has arrived and is forgotten. "apply": what has arrived since the last
-            "apply" is applied; it follows the push that completed it. "lost": the batch will have no gradient.
-        server: where, such as "ps-0" or "dense-0".
-        worker: rank of the NN worker; of the last one, for "apply".
-        batch: number in the source; of the last one, for "apply".
-        token: that the gradient is tagged with.
-        version: k of the server, before this.
-        rows: of the batch; 0 for a push without data.
+        kind: "lookup" and "pull": an NN worker reads the rows of a batch, or the dense parameters. "push": the gradient
+            of a batch arrives. "drop": it arrives and is dropped. "apply": the gradients that have arrived since the
+            last "apply" are applied; it follows the last of their pushes. "lost": the batch will have no gradient.
+        server: name of the server, such as "ps-0" or "dense-0".
+        worker: rank of the NN worker; for "apply" that of the last push.
+        batch: number of the batch in the source; for "apply" that of the last push.
+        token: token of the gradient.
+        version: k of the server before the event.
+        rows: rows of the batch; 0 for a push without data.
     """
 
     time: float
@@ -47,19 +47,19 @@ class ScheduleEvent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """The columns of the GBA paper's Tables 5.2 and 5.3.
+    """Totals of a timeline: the columns of the GBA paper's Tables 5.2 and 5.3.
 
     Attributes:
-        seconds: from start to end.
+        seconds: time from start to end.
         applied_rows: rows of batches whose dense gradient was applied with weight 1.
-        batches: looked up.
-        dropped: batches whose gradient came after its step (HopBw).
-        decayed: batches whose dense gradient had weight 0 (Gba).
-        lost: batches that never had a gradient.
-        staleness_mean: steps of the dense parameters between pull and apply, over applied gradients.
-        staleness_max: the same.
-        row_staleness_mean: steps of a PS between lookup and apply.
-        row_staleness_max: the same.
+        batches: number of batches that were looked up.
+        dropped: number of batches whose gradient came after its step (HopBw).
+        decayed: number of batches whose dense gradient had weight 0 (Gba).
+        lost: number of batches that never had a gradient.
+        staleness_mean: mean number of steps of the dense parameters between pull and apply, over applied gradients.
+        staleness_max: maximum of these.
+        row_staleness_mean: mean number of steps of an embedding PS between lookup and apply.
+        row_staleness_max: maximum of these.
         rates: applied rows per second, by NN worker.
     """
 
@@ -77,21 +77,23 @@ class Summary(msgspec.Struct, frozen=True):
 
     @property
     def rate(self) -> float:
-        """Rows per second that were applied."""
+        """Applied rows per second."""
         return self.applied_rows / self.seconds if self.seconds else 0.0
 
 
 class Timeline(msgspec.Struct, frozen=True):
-    """A run in one mode. A file has this record without its events in the first line, then an event per line (JSON).
+    """The events of a run in one mode.
+
+    A file has this record without its events in the first line, then one event per line (JSON).
 
     Attributes:
-        mode: of the run.
-        nn_workers: how many.
-        local_batch: rows of a batch.
-        group: gradients that make a step, as `mode.group` says.
-        events: in the order of time.
-        step: k at which it began.
-        start: seconds at which it began.
+        mode: mode of the run.
+        nn_workers: number of NN workers.
+        local_batch: rows of a full batch.
+        group: number of gradients of a step: `mode.group`.
+        events: the events, in the order of time.
+        step: k at the beginning.
+        start: time of the beginning in seconds.
     """
 
     mode: Mode
@@ -116,17 +118,17 @@ class Timeline(msgspec.Struct, frozen=True):
 
     @property
     def end(self) -> float:
-        """Time of the last event."""
+        """Time of the last event in seconds."""
         return self.events[-1].time if self.events else self.start
 
     @property
     def end_step(self) -> int:
-        """K of the dense parameters at the end."""
+        """Final k of the dense parameters."""
         steps = [event.version + 1 for event in self.events if event.kind == "apply" and event.server[:5] == DENSE]
         return max(steps, default=self.step)
 
     def summary(self) -> Summary:
-        """What the run amounted to, by its first dense server and its first server of rows."""
+        """Returns the totals, as seen by the first dense PS and the first embedding PS."""
         names = self.servers
         dense = next(name for name in names if name.startswith(DENSE))
         rows = next(name for name in names if name.startswith(ROWS))
@@ -153,7 +155,7 @@ class Timeline(msgspec.Struct, frozen=True):
         )
 
     def _ages(self, server: str, read: Kind) -> list[int]:
-        """Steps between reading and applying, of gradients that count."""
+        """Returns the number of steps between read and apply, of each gradient with a weight."""
         began: dict[int, int] = {}
         ages = []
         for event in self.events:
@@ -166,7 +168,7 @@ class Timeline(msgspec.Struct, frozen=True):
         return ages
 
     def step_times(self) -> list[StepTime]:
-        """What `persia.modes.Auto` decides by: how long each NN worker computed, in the order of the ends."""
+        """Returns the compute time of each batch, in the order of the ends: the input of `persia.modes.Auto`."""
         began: dict[int, float] = {}
         times = []
         for event in self.events:
@@ -180,15 +182,15 @@ class Timeline(msgspec.Struct, frozen=True):
 
     @property
     def by_rows(self) -> bool:
-        """Whether gradients weigh as many as their batch has rows: among replicas, not at a dense PS."""
+        """Whether gradients are weighted by the rows of their batch, as among replicas but not at a dense PS."""
         return self.mode.dense() is Dense.ALL_REDUCE
 
 
 def load_timeline(path: str | Path) -> Timeline:
-    """Reads what `Timeline.save` wrote, or what a run recorded.
+    """Reads a file that `Timeline.save` wrote, or that a run recorded.
 
     Raises:
-        DataError: it cannot be read; the message has path and line.
+        DataError: it cannot be read; the error has path and line.
     """
     try:
         lines = Path(path).read_bytes().splitlines()
@@ -205,5 +207,5 @@ def load_timeline(path: str | Path) -> Timeline:
         except msgspec.MsgspecError as error:
             raise DataError(f"{path}:{number}: not a schedule: {error}.", path=str(path), line=number) from error
     if head is None:
-        raise DataError(f"{path}: it is empty.", path=str(path))
+        raise DataError(f"{path}: the schedule is empty.", path=str(path))
     return msgspec.structs.replace(head, events=events)

@@ -1,4 +1,4 @@
-"""What a PS does, without processes: running weighted sums, and one update when a group of gradients is complete.
+"""Parameter servers of a replay: running weighted sums, and one update when a group of gradients is complete.
 
 Readable first: numpy, one thread. The sums hold each row once, however many gradients a group has (GBA, appendix B:
 "we could execute the weighted sum over some gradients in advance").
@@ -27,21 +27,21 @@ __all__ = [
 ]
 
 Numbers: TypeAlias = NDArray[Any]
-"""float32 or float64: sums have the precision of the gradients."""
+"""float32 or float64; sums have the precision of the gradients."""
 
 RowGradients: TypeAlias = Mapping[str, tuple[Ids, Numbers]]
 """By table: distinct ids uint64 `[n]`, gradients `[n, dim]`."""
 
 
 class TakenGradient(NamedTuple):
-    """A gradient that a PS has taken.
+    """How a gradient enters a sum.
 
     Attributes:
-        step: k when it arrived.
-        token: of the gradient.
-        weight: what the mode gives it for dense parameters.
-        share: what it counts in a divisor: the rows of its batch, at a dense PS over those of a full one; 0 without
-            data.
+        step: k at its arrival.
+        token: token of the gradient.
+        weight: weight of the dense gradient, by the mode.
+        share: its part of the divisor: the rows of its batch; at a dense PS divided by the rows of a full batch; 0
+            without data.
     """
 
     step: int
@@ -51,36 +51,36 @@ class TakenGradient(NamedTuple):
 
 
 class ReplayServer(Protocol):
-    """A PS as the replay sees it."""
+    """Interface of a PS of a replay."""
 
     def begin(self, mode: Mode) -> None:
-        """The mode from now on; nothing is held at this moment."""
+        """Adopts a mode; no gradient is held at this moment."""
 
     def read(self, batch: int) -> Any:
-        """What an NN worker gets for a batch; it must not change afterwards."""
+        """Returns the parameters that an NN worker reads for a batch; they must not change afterwards."""
 
     def add(self, gradient: Any, taken: TakenGradient) -> None:
-        """Adds a gradient to the running sum; None is a push without data, which counts."""
+        """Adds a gradient to the running sum; None stands for a push without data, which counts too."""
 
     def apply(self, step: int) -> None:
-        """Applies the sum as update number `step` and forgets it; without weight it changes nothing."""
+        """Applies the sum as update number `step` and clears it; a sum without weight changes nothing."""
 
 
 class RowsBackend(Protocol):
-    """All tables with their optimizers. Ids of a table are distinct in a call."""
+    """Interface of the tables of a PS, with their optimizers. Ids of a table are distinct in a call."""
 
     def lookup(self, ids: Mapping[str, Ids]) -> Mapping[str, Numbers]:
-        """By table, rows `[n, dim]` that do not change afterwards; missing ones begin."""
+        """Returns rows `[n, dim]` by table, which do not change afterwards; inserts missing ones."""
 
     def update(self, gradients: RowGradients, step: int) -> None:
-        """One update of each row."""
+        """Updates each row once."""
 
 
 class ReplayDense:
-    """Dense parameters as one flat vector.
+    """A dense PS, whose parameters are one flat vector.
 
     Args:
-        read: a copy of the parameters `[n]`, made once per step.
+        read: returns a copy of the parameters `[n]`; called once per step.
         update: takes the mean gradient `[n]` and the step.
     """
 
@@ -91,16 +91,16 @@ class ReplayDense:
         self._now: Numbers | None = None
 
     def begin(self, mode: Mode) -> None:
-        """All modes sum alike; what they weigh comes with the gradients."""
+        """No-op: weights come with the gradients."""
 
     def read(self, batch: int) -> Numbers:
-        """The parameters; every batch needs all of them."""
+        """Returns all parameters, which every batch needs."""
         if self._now is None:
             self._now = self._read()
         return self._now
 
     def add(self, gradient: Numbers | None, taken: TakenGradient) -> None:
-        """Sum += weight * gradient."""
+        """Adds the weighted gradient."""
         weight = taken.weight * taken.share
         self._shares += taken.share
         self._weight += weight
@@ -109,7 +109,7 @@ class ReplayDense:
             self._sum = part.copy() if self._sum is None else self._sum + part
 
     def apply(self, step: int) -> None:
-        """Weighted sum / M, or / what has arrived if that is less."""
+        """Applies the weighted sum divided by the sum of shares, which is M for a complete step."""
         if self._sum is not None and self._weight:
             self._update(self._sum / np.asarray(self._shares, self._sum.dtype), step)
             self._now = None
@@ -117,11 +117,11 @@ class ReplayDense:
 
 
 class RowAccumulator:
-    """The running sums of one table, and the step in which each row was last changed.
+    """Running sums of one table, and the step in which each row was last changed.
 
     Args:
-        dim: of a row.
-        dtype: of the sums.
+        dim: dimension of a row.
+        dtype: dtype of the sums.
     """
 
     def __init__(self, dim: int, dtype: Any) -> None:
@@ -145,11 +145,11 @@ class RowAccumulator:
         self._touched.append(slots)
 
     def take(self, step: int, shares: float | None) -> tuple[Ids, Numbers]:
-        """The means by id, of ids with any weight; empties the sums.
+        """Returns the means of ids with any weight, and clears the sums.
 
         Args:
-            step: the rows are changed in.
-            shares: divisor of all, or None for each id's own.
+            step: step in which the rows are changed.
+            shares: common divisor; None to divide by the shares of each id.
         """
         slots = np.unique(np.concatenate(self._touched)) if self._touched else np.zeros(0, np.int64)
         counts = self._counts[slots]
@@ -164,12 +164,12 @@ class RowAccumulator:
         return self._ids[found], mean
 
     def last_step(self, id_: int) -> int:
-        """Of a row; 0 if it was never changed."""
+        """Returns the step in which a row was last changed; 0 if it never was."""
         slot = self._slot.get(id_)
         return 0 if slot is None else int(self._last_step[slot])
 
     def _slots(self, ids: Ids) -> NDArray[np.int64]:
-        """Where each id is; new ones get a place."""
+        """Returns the place of each id; new ids get one."""
         known = self._slot
         before = len(known)
         slots = np.fromiter((known.setdefault(i, len(known)) for i in ids.tolist()), np.int64, len(ids))
@@ -185,11 +185,11 @@ class RowAccumulator:
 
 
 class ReplayRows:
-    """The rows of a partition of all tables.
+    """An embedding PS: the rows of a partition of all tables.
 
     Args:
-        rows: where they are kept.
-        ids: distinct ids of a batch that this PS owns, by table.
+        rows: the tables.
+        ids: returns the distinct ids of a batch that this PS owns, by table.
     """
 
     def __init__(self, rows: RowsBackend, ids: Callable[[int], Mapping[str, Ids]]) -> None:
@@ -199,17 +199,17 @@ class ReplayRows:
         self._shares = 0.0
 
     def begin(self, mode: Mode) -> None:
-        """Decay and division are the mode's; `last_step` of the rows goes on."""
+        """Adopts a mode, which decides decay and divisor; `last_step` of the rows is kept."""
         self._mode = mode
 
     def read(self, batch: int) -> dict[str, tuple[Ids, Numbers]]:
-        """By table, distinct ids and their rows."""
+        """Returns distinct ids and their rows, by table."""
         ids = self._ids(batch)
         rows = self._rows.lookup(ids)
         return {table: (ids[table], rows[table]) for table in ids}
 
     def add(self, gradient: RowGradients | None, taken: TakenGradient) -> None:
-        """Adds each id's gradient, by the weight of its row."""
+        """Adds the gradient of each id whose row the mode admits."""
         self._shares += taken.share
         limit = self._mode.row_limit(taken.step, taken.token)
         for table, (ids, values) in (gradient or {}).items():
@@ -218,12 +218,12 @@ class ReplayRows:
             self._held[table].add(ids, values, taken, limit)
 
     def apply(self, step: int) -> None:
-        """One update of every row that a gradient of some weight has come for."""
+        """Updates each row that has a gradient with weight."""
         shares = self._shares if self._mode.reduction == "global" else None
         means = {table: held.take(step, shares) for table, held in self._held.items()}
         self._rows.update({table: mean for table, mean in means.items() if len(mean[0])}, step)
         self._shares = 0.0
 
     def last_step(self, table: str, id_: int) -> int:
-        """Of a row; 0 if it was never changed."""
+        """Returns the step in which a row was last changed; 0 if it never was."""
         return self._held[table].last_step(id_) if table in self._held else 0

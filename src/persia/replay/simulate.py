@@ -1,12 +1,12 @@
-"""The virtual-time driver, first half: when everything happens, in any mode, from how fast the NN workers are.
+"""Simulation of a run in any mode: computes when everything happens, from the speeds of the NN workers.
 
-No gradient is computed: what happens when depends on the mode and on time only. So this alone gives the rate that a
-mode can reach at best (nothing but compute takes time), its drops and its staleness; :func:`persia.replay.replay`
-then follows the schedule with real gradients.
+No gradient is computed, as the timeline depends on the mode and on time only. It has the best rate that a mode can
+reach, since nothing but computing takes time, its drops and its staleness; :func:`persia.replay.replay` trains along
+it with real gradients.
 
-What is assumed: reading and pushing take no time. With replicas a step begins when all have finished the one before;
-rows are looked up as early as the gate allows. With a dense PS an NN worker looks up, pulls and draws its token when it
-is done with the batch before. At equal times gradients arrive before anyone reads, in the order of ranks.
+Assumptions: reads and pushes take no time. With replicas a step begins when all have finished the step before, and rows
+are looked up as early as the gate allows. With a dense PS an NN worker looks up, pulls and draws its token when it has
+finished the batch before. At equal times gradients arrive before reads, in the order of ranks.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ PS, DENSE_PS = "ps-0", "dense-0"
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """What is trained, by whom.
+    """Settings of a simulation.
 
     Args:
-        trace: how fast the NN workers are; there are as many as it has.
-        compute: seconds that a batch takes at full speed.
+        trace: speeds of the NN workers, and so their number.
+        compute: compute time of a batch at full speed, in seconds.
         local_batch: rows of a batch.
-        crashes: (seconds, rank): the NN worker loses the batch that it has, and starts anew at once. Dense PS only:
-            replicas start anew together, from a checkpoint.
+        crashes: (seconds, rank): the NN worker loses its batch and restarts at once. Only with a dense PS, as replicas
+            restart together from a checkpoint.
     """
 
     trace: Trace
@@ -46,7 +46,7 @@ class Setting(msgspec.Struct, frozen=True):
 
     @property
     def nn_workers(self) -> int:
-        """How many."""
+        """Number of NN workers."""
         return len(self.trace.workers)
 
 
@@ -56,7 +56,7 @@ class _Batch(NamedTuple):
 
 
 class _Worker:
-    """One NN worker."""
+    """State of an NN worker."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -69,7 +69,7 @@ class _Worker:
 
 
 class _Server:
-    """The counters of a PS: the mode decides, and this counts."""
+    """Counters of a PS, whose decisions are those of the mode."""
 
     def __init__(self, name: str, mode: Mode, group: int, step: int) -> None:
         self.name, self._mode, self._group = name, mode, group
@@ -81,7 +81,7 @@ class _Server:
 
 
 class _Replicas(_Server):
-    """All-reduce, seen as a server: it applies when all NN workers have brought their gradient."""
+    """An all-reduce as a server: it applies a step when the gradients of all NN workers have arrived."""
 
     def arrive(self, token: int) -> Action:
         return Action.APPLY if len(self.held) + 1 >= self._group else Action.HOLD
@@ -94,7 +94,11 @@ class _Simulation:
         self.group = mode.group(count, setting.local_batch)
         self.replicas = mode.dense() is Dense.ALL_REDUCE
         if self.replicas and setting.crashes:
-            raise ConfigError(f"{type(mode).__name__} trains replicas, which do not outlive a crash.", field="crashes")
+            raise ConfigError(
+                f"{type(mode).__name__} trains replicas, which do not survive a crash: leave `crashes` empty, or use a "
+                "mode with dense PSs.",
+                field="crashes",
+            )
         self.batches = batches
         self.workers = [_Worker(rank) for rank in range(count)]
         on_arrival = self.replicas and self.group == 1  # Then k of a PS counts pushes, N of them for each step.
@@ -136,7 +140,7 @@ class _Simulation:
     # --- NN workers ---------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Lets everyone go as far as the gates allow at this moment."""
+        """Advances all NN workers as far as the gates allow at this moment."""
         for worker in self.workers:
             while self._may_look_up(worker):
                 self._look_up(worker)
@@ -153,7 +157,7 @@ class _Simulation:
         return self.mode.gate(in_flight, self.depth, ahead)
 
     def _next_batch(self, worker: _Worker) -> int | None:
-        """In order of ranks for replicas, else on request."""
+        """Returns the next batch of an NN worker: in the order of ranks for replicas, else in the order of requests."""
         index = self.drawn
         if self.replicas:
             index = (worker.began + len(worker.looked_up)) * len(self.workers) + worker.rank
@@ -236,17 +240,17 @@ class _Simulation:
 
 
 def simulate(mode: Mode, setting: Setting, batches: int | range, *, step: int = 0, start: float = 0.0) -> Timeline:
-    """When what happens if `mode` trains batches in this setting; at the end all is drained.
+    """Returns the timeline of a run that trains batches in a mode, and drains at the end.
 
     Args:
-        mode: any.
+        mode: any mode.
         setting: NN workers and their speeds.
-        batches: how many, or which numbers of the source.
-        step: k to begin with, as the run before left it (`Timeline.end_step`).
-        start: seconds to begin with.
+        batches: number of batches, or their numbers in the source.
+        step: k at the beginning, such as `Timeline.end_step` of the run before.
+        start: time of the beginning in seconds.
 
     Raises:
-        ConfigError: the mode cannot run so.
+        ConfigError: the mode cannot run in this setting.
     """
     numbers = range(batches) if isinstance(batches, int) else batches
     return _Simulation(mode, setting, numbers, step, start).run()

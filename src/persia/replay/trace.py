@@ -1,11 +1,11 @@
-"""How fast each NN worker is, over time: what makes stragglers, in experiments and in emulated clusters.
+"""Traces: the speed of each NN worker over time, for stragglers in simulations and emulated clusters.
 
-A trace is a table of slow-downs, so that a simulation and an emulation by waiting agree on when work is done. The file
-of a "cluster day" is this record as JSON:
+A trace is a table of slowdowns, so a simulation and an emulation by waiting agree on when work is done. Its file is
+this record as JSON, such as
 
     {"period": 60.0, "workers": [[[0.0, 1.0], [30.0, 4.0]], [[0.0, 1.0]]]}
 
-reads: two NN workers; the first is 4x slower in the second half of every minute.
+for two NN workers, of which the first is 4x slower in the second half of every minute.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ __all__ = ["Slowdown", "Trace", "alternating", "load_trace", "phases", "steady"]
 
 
 class Slowdown(NamedTuple):
-    """From `start` seconds on, work takes `factor` times as long."""
+    """A change of speed: from `start` seconds on, work takes `factor` times as long."""
 
     start: float
     factor: float
 
 
 class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Slow-downs of every NN worker, repeated every `period` seconds.
+    """Slowdowns of all NN workers, repeated every `period` seconds.
 
     Args:
-        workers: by NN worker, in the order of time; the first starts at 0.
-        period: seconds.
+        workers: slowdowns by NN worker, in the order of time; the first starts at 0.
+        period: length in seconds.
     """
 
     workers: list[list[Slowdown]]
@@ -58,12 +58,12 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 )
 
     def factor(self, worker: int, time: float) -> float:
-        """How many times slower `worker` is at a moment."""
+        """Returns the factor by which a worker is slower at a time."""
         parts = self.workers[worker]
         return parts[bisect_right(parts, time % self.period, key=lambda part: part.start) - 1].factor
 
     def finish(self, worker: int, start: float, work: float) -> float:
-        """When work that takes `work` seconds at full speed is done, if `worker` begins it at `start`."""
+        """Returns when a worker finishes work of `work` seconds at full speed that it begins at `start`."""
         parts = self.workers[worker]
         if len(parts) == 1:
             return start + work * parts[0].factor
@@ -81,10 +81,10 @@ class Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load_trace(path: str | Path) -> Trace:
-    """Reads the file of a cluster day.
+    """Reads the file of a trace.
 
     Raises:
-        ConfigError: it cannot be read, or is no trace; the message has the path.
+        ConfigError: it cannot be read, or is no trace; the error has the path.
     """
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=Trace)
@@ -93,22 +93,22 @@ def load_trace(path: str | Path) -> Trace:
 
 
 def steady(factors: Sequence[float]) -> Trace:
-    """NN workers that are always as slow as `factors` say: `steady([1] * 6 + [4] * 2)`."""
+    """Returns a trace of NN workers with constant factors, such as `steady([1] * 6 + [4] * 2)`."""
     return Trace([[Slowdown(0.0, factor)] for factor in factors], 1.0)
 
 
 def phases(
     workers: int, *, length: float, factor: float = 4.0, share: float = 0.25, count: int = 256, seed: int = 0
 ) -> Trace:
-    """Every NN worker is slow for a share of the time, in phases at random, independently of the others.
+    """Returns a trace in which each NN worker is slow in random phases, independently of the others.
 
     Args:
-        workers: how many.
-        length: seconds of a phase.
-        factor: how slow.
-        share: of the phases that are slow, exactly, for each NN worker.
-        count: phases until it repeats.
-        seed: of the draw.
+        workers: number of NN workers.
+        length: length of a phase in seconds.
+        factor: factor of slow phases.
+        share: exact share of slow phases, for each NN worker.
+        count: number of phases until the trace repeats.
+        seed: seed of the random choice.
     """
     rng = np.random.default_rng(seed)
     slow = np.arange(count) < round(share * count)
@@ -119,10 +119,10 @@ def phases(
 
 
 def alternating(factors: Sequence[float], *, quiet: float, strained: float) -> Trace:
-    """Seconds of quiet, in which all are at full speed, then of strain, in which they are as slow as `factors` say."""
+    """Returns a trace that alternates between full speed for `quiet` seconds and `factors` for `strained` seconds."""
     return Trace([_joined([Slowdown(0.0, 1.0), Slowdown(quiet, float(f))]) for f in factors], quiet + strained)
 
 
 def _joined(parts: list[Slowdown]) -> list[Slowdown]:
-    """Without the parts that go on as before."""
+    """Leaves out parts with the same factor as the one before."""
     return [part for i, part in enumerate(parts) if i == 0 or part.factor != parts[i - 1].factor]

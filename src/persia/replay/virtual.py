@@ -1,7 +1,7 @@
-"""Training in virtual time: a torch model and the native store behind a schedule of any mode and any cluster.
+"""Training of a torch model and the native store along timelines of any mode and any cluster.
 
-What a hundred NN workers would do to the parameters, on a laptop: the order of events comes from
-:mod:`persia.replay`, the gradients from the model. Speed is not measured here, it is simulated.
+It shows on a laptop how a hundred NN workers would change the parameters: the order of events comes from
+:mod:`persia.replay`, the gradients from the model. Speed is simulated, not measured.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["VirtualTraining"]
 
 
 class _StoredRows:
-    """The rows of an embedding PS, each update applied at once."""
+    """Tables of an embedding PS, which applies each update at once."""
 
     def __init__(self, server: EmbeddingServer) -> None:
         self._server = server
@@ -45,19 +45,19 @@ class _StoredRows:
 
 
 class VirtualTraining:
-    """A model, its tables and their optimizers, trained by schedules, one after another.
+    """A model, its tables and their optimizers, trained along timelines, one after another.
 
-    There are as many PSs as the first schedule has.
+    It has as many PSs as the first timeline.
 
     Not thread-safe. Networks whose buffers change in training (BatchNorm) are trained as if by one NN worker.
 
     Args:
-        model: `model(dense, embeddings)` gives logits `[batch, labels]`; the loss is the mean binary cross-entropy.
+        model: `model(dense, embeddings)` returns logits `[batch, labels]`; the loss is the mean binary cross-entropy.
         schema: the input of the model.
-        batches: gives a batch by its number.
-        optimizer: of the dense parameters, made from a list of them.
-        embedding_optimizer: for tables that declare none.
-        seed: of row initialisation and admission.
+        batches: returns a batch by its number.
+        optimizer: makes the optimizer of the dense parameters from a list of them.
+        embedding_optimizer: optimizer of tables that declare none.
+        seed: seed of row initialisation and admission.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class VirtualTraining:
         self._optimizer = optimizer(self._kept)
         self._entries: dict[int, tuple[Batch, Entry]] = {}
         self.logits: dict[int, Floats] = {}
-        """Of every batch, `[batch, labels]`, as the training forward gave them: for progressive validation."""
+        """Logits `[batch, labels]` of the training forward pass by batch, for progressive validation."""
         self.stores: list[EmbeddingServer] = []
         """The embedding PSs."""
         self._owned: list[list[int]] = []
@@ -97,17 +97,17 @@ class VirtualTraining:
             read, update = functools.partial(self._pull, rank), functools.partial(self._update, rank)
             self._servers[f"dense-{rank}"] = ReplayDense(read, update)
 
-    def run(self, schedule: Timeline, watch: Callable[[ScheduleEvent, Any], None] | None = None) -> None:
-        """Trains; see :func:`persia.replay.replay`."""
+    def run(self, schedule: Timeline, on_event: Callable[[ScheduleEvent, Any], None] | None = None) -> None:
+        """Trains along a timeline; see :func:`persia.replay.replay`."""
         names = schedule.servers
         dense = sum(name.startswith(DENSE) for name in names)
         if not self._servers:
             self._begin(len(names) - dense, dense)
         self.model.train()
-        replay(schedule, self._servers, self._compute, watch)
+        replay(schedule, self._servers, self._compute, on_event)
 
     def evaluate(self, batches: Iterable[Batch]) -> Floats:
-        """Logits `[rows, labels]` with the present parameters; nothing changes."""
+        """Returns logits `[rows, labels]` with the present parameters. Changes nothing."""
         if not self._servers:
             self._begin(1, 1)
         self._show(dict(enumerate(map(self._pull, range(len(self._owned))))))
@@ -122,7 +122,7 @@ class VirtualTraining:
                 found.append(self.model(torch.from_numpy(batch.dense), embeddings).numpy())
         return np.concatenate(found)
 
-    # --- what the servers ask for -------------------------------------------------------------------------------
+    # --- for the servers ----------------------------------------------------------------------------------------
 
     def _ids(self, rank: int, number: int) -> Mapping[str, Ids]:
         if number not in self._entries:
@@ -172,7 +172,7 @@ class VirtualTraining:
         return gradients
 
     def _show(self, flat: Mapping[int, Numbers]) -> None:
-        """Lets the model compute with these parameters."""
+        """Puts parameters into the model."""
         for rank, values in flat.items():
             mine = [self._used[number] for number in self._owned[rank]]
             for parameter, part in zip(mine, torch.from_numpy(values).split([p.numel() for p in mine]), strict=True):
