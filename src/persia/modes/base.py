@@ -134,7 +134,8 @@ class Mode(Protocol):
     """The interface of a mode: pure functions of numbers, each asked by the roles that need its answer.
 
     NN worker: `gate`, `dense` (selects the training loop). Coordinator: `gate`, `waits_for_step`, `token`, `arrive`.
-    Embedding PS: `arrive`, `row_limit`, `reduction`. At the start of a phase: `group`. Replay driver: all of them.
+    Embedding PS: `arrive`, `row_limit`, `reduction`. At the start of a phase: `group`. The replay driver asks all of
+    them, and `weight`. The page docs/concepts/modes.md says when.
     """
 
     def initial_depth(self) -> int | None:
@@ -180,7 +181,7 @@ class Mode(Protocol):
         """Decides what happens to a gradient that arrives."""
 
     def weight(self, step: int, token: int) -> float:
-        """Returns the weight of a gradient for dense parameters, 0 or 1.
+        """Returns the weight of a gradient for dense parameters, 0 or 1, the same as `arrive`.
 
         Args:
             step: k.
