@@ -11,7 +11,7 @@ import torch
 from persia.dense.layout import Layout
 from persia.dense.state import capture, restore
 from persia.errors import ConfigError, DeadlineError, StoreError
-from persia.pushes.journal import Journaled
+from persia.pushes.journal import JournaledServer
 from persia.pushes.sequencer import PushSequencer
 from persia.services import DenseMaker
 from persia.types import Bytes, DenseState, Pulled, PushedDense, PushHeader, TensorSpec
@@ -22,7 +22,7 @@ REFUSED = ("LBFGS", "SparseAdam", "APMSqueeze", "APGSqueeze")
 """Optimizers that use several tensors at once, or more than their gradients."""
 
 
-class DenseServer(Journaled):
+class DenseServer(JournaledServer):
     """Owns whole tensors. Safe to call from several threads; calls block for the work they do.
 
     Args:

@@ -19,7 +19,7 @@ from persia.ps.row_access import RowSetter
 from persia.ps.snapshots import StoreSnapshots
 from persia.ps.tables import learning_rate, table_config
 from persia.pushes.accumulator import GradientAccumulator, average_step
-from persia.pushes.journal import Journaled
+from persia.pushes.journal import JournaledServer
 from persia.pushes.sequencer import PushSequencer
 from persia.pushes.step_barrier import ArrivedPush, StepBarrier, completes_step
 from persia.schema import EmbeddingOptimizer, Table
@@ -72,7 +72,7 @@ MOST_PIECES = 1000
 """Maximum number of pieces of state in one list: the size of a message is limited."""
 
 
-class EmbeddingServer(Journaled):
+class EmbeddingServer(JournaledServer):
     """The rows of all tables in a partition. Safe to call from several threads; calls block for the work they do.
 
     Args:

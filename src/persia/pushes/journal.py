@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from persia.types import JournalRecord, PushHeader
 
-__all__ = ["Journaled", "PushJournal"]
+__all__ = ["JournaledServer", "PushJournal"]
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class PushJournal:
             return lookup()
 
 
-class Journaled:
+class JournaledServer:
     """A PS of either kind, with an optional journal; see `persia.services.Recordable`."""
 
     journal: PushJournal | None = None
