@@ -29,9 +29,11 @@ DONE = (
     "replay",
     "rpc",
     "schema.py",
+    "services",
     "store",
     "telemetry",
     "testing",
+    "types",
 )
 
 FORBIDDEN = re.compile(

@@ -148,7 +148,7 @@ class Tokens(Protocol):
         """Requests another mode from the next boundary on.
 
         Raises:
-            ConfigError: there is no such mode, or it cannot run with these NN workers or batches.
+            ConfigError: the mode cannot run with these NN workers or batches.
             PersiaError: another switch is under way.
         """
 
@@ -163,7 +163,7 @@ class Tokens(Protocol):
         """
 
     def begin_auto(self, auto: Auto, nn_workers: int, asynchronous: bool) -> None:
-        """Chooses the mode by step times from now on, until somebody requests a mode.
+        """Chooses the mode by step times from now on, until a mode is requested.
 
         Call it when training begins, and whenever it continues.
 

@@ -1,6 +1,6 @@
 """Small typed records that several layers share and that cross from one role to another.
 
-Only arrays, numbers, strings, lists, dicts with string keys and records of these: so `rpc` can carry all of them.
+They consist of arrays, numbers, strings, lists, dicts and other records, so that `rpc` can carry them.
 docs/reference/protocol.md defines what they mean.
 """
 

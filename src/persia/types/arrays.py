@@ -1,4 +1,4 @@
-"""Names of arrays by what they hold."""
+"""Names of array types by their contents."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Floats: TypeAlias = NDArray[np.float32]
 """float32 of any shape."""
 
 Halves: TypeAlias = NDArray[np.float16]
-"""float16 rows `[n, dim]`, to be multiplied by a scale per row."""
+"""float16 rows `[n, dim]`, which are multiplied by a scale per row."""
 
 Int64Array: TypeAlias = NDArray[np.int64]
 Int32Array: TypeAlias = NDArray[np.int32]
@@ -28,4 +28,4 @@ Inverse: TypeAlias = NDArray[np.uint16 | np.uint32]
 """Index of each id of a batch in its table's unique rows; uint16 while they fit."""
 
 WireRows: TypeAlias = NDArray[np.float32 | np.float16]
-"""Rows as they travel, `[n, dim]`: float32, or float16 that is to be multiplied by a scale per row."""
+"""Rows in messages, `[n, dim]`: float32, or float16 that is multiplied by a scale per row."""

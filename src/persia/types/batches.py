@@ -1,4 +1,4 @@
-"""Batches, the rows that are looked up for them, and the gradients that are pushed."""
+"""Records of batches, looked-up rows and pushed gradients."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 __all__ = ["DECODERS", "decode_hook"]
 
 DECODERS: dict[type, Callable[[Any], Any]] = {}
-"""By interface, the function that makes an implementation from plain data. Filled at import, read-only afterwards."""
+"""Functions that make an implementation from plain data, by interface. Filled at import, read-only afterwards."""
 
 
 def decode_hook(kind: type, value: Any) -> Any:

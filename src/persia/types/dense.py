@@ -1,4 +1,4 @@
-"""Records of a network that is kept on dense PSs."""
+"""Records of a network on dense PSs."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class PushedDense(NamedTuple):
 
     Attributes:
         weight: 0 or 1.
-        gradients: of its parameters, one after another; None without any.
+        gradients: gradients of its parameters, one after another; None if it has no gradient.
         present: whether each parameter has a gradient, bool `[parameters]`.
-        buffers: as the forward pass left them, one after another.
+        buffers: buffers after the forward pass, one after another.
     """
 
     weight: float

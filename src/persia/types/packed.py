@@ -1,6 +1,6 @@
-"""Arrays by name in one buffer, as they cross from role to role: a batch costs as much with 26 tables as with one.
+"""Arrays by name in one buffer, so that a message costs as much with 26 tables as with one.
 
-`docs/decisions/0004-packed-arrays.md` says why.
+`docs/decisions/0004-packed-arrays.md` has the reasons.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ S_co = TypeVar("S_co", bound=np.generic, covariant=True)
 
 
 class Packed(Mapping[str, "NDArray[S_co]"], Generic[S_co]):
-    """Arrays of one dtype by name, one after another in one buffer. Read-only; what is read are views.
+    """Arrays of one dtype by name, one after another in one buffer. Read-only; returns views.
 
-    The arrays are `[n]`, or `[n, width]` with a width for each. Whoever makes one sees to it that counts and widths
-    make up the buffer; what comes from another process is checked (`from_wire`).
+    The arrays are `[n]`, or `[n, width]` with a width for each. The constructor does not check that counts and widths
+    match the buffer; `from_wire` does.
 
     Args:
-        names: distinct.
-        counts: of each array, its n.
-        buffer: `[sum of n * width]`, contiguous.
-        widths: of each array; None where they have one dimension.
+        names: distinct names.
+        counts: n of each array.
+        buffer: values, `[sum of n * width]`, contiguous.
+        widths: width of each array; None if the arrays have one dimension.
     """
 
     __slots__ = ("_by_name", "buffer", "counts", "names", "widths")
@@ -41,14 +41,14 @@ class Packed(Mapping[str, "NDArray[S_co]"], Generic[S_co]):
         self.counts = counts
         self.buffer = buffer
         self.widths = widths
-        self._by_name: dict[str, NDArray[S_co]] | None = None  # Made when arrays are first asked for by name.
+        self._by_name: dict[str, NDArray[S_co]] | None = None  # Made by the first access by name.
 
     @classmethod
     def of(cls, arrays: Mapping[str, NDArray[S]], dtype: type[S]) -> Packed[S]:
-        """These arrays; copied, unless they are packed already.
+        """Packs arrays by copying them; returns packed ones as they are.
 
         Raises:
-            ValueError: they have other dtypes, or not all have one dimension, or two.
+            ValueError: they have other dtypes, or neither all one dimension nor all two.
         """
         wanted = np.dtype(dtype)
         if isinstance(arrays, Packed):
@@ -68,7 +68,7 @@ class Packed(Mapping[str, "NDArray[S_co]"], Generic[S_co]):
         return Packed(list(arrays), [len(array) for array in given], buffer, widths)
 
     def arrays(self) -> list[NDArray[S_co]]:
-        """All, in order."""
+        """Returns all arrays, in order."""
         if self.widths is None:
             ends = list(itertools.accumulate(self.counts))
             return [self.buffer[end - count : end] for end, count in zip(ends, self.counts, strict=True)]
@@ -93,11 +93,11 @@ class Packed(Mapping[str, "NDArray[S_co]"], Generic[S_co]):
         return f"<Packed {self.buffer.dtype}: {dict(zip(self.names, self.counts, strict=True))}>"
 
     def items(self) -> ItemsView[str, NDArray[S_co]]:
-        """Names and arrays, in order."""
+        """Returns names and arrays, in order."""
         return self._views().items()
 
     def values(self) -> ValuesView[NDArray[S_co]]:
-        """The arrays, in order."""
+        """Returns the arrays, in order."""
         return self._views().values()
 
     def _views(self) -> dict[str, NDArray[S_co]]:
@@ -106,7 +106,7 @@ class Packed(Mapping[str, "NDArray[S_co]"], Generic[S_co]):
         return self._by_name
 
     def to_wire(self) -> list[object]:
-        """Returns the message form: everything, with one array."""
+        """Returns the message form, with one array."""
         return [self.names, self.counts, self.widths, self.buffer]
 
     @classmethod
@@ -114,11 +114,11 @@ class Packed(Mapping[str, "NDArray[S_co]"], Generic[S_co]):
         """Restores what `to_wire` returned; also accepts a dict of arrays, and packs it.
 
         Args:
-            value: from anywhere.
+            value: decoded message.
             dtypes: accepted dtypes.
 
         Raises:
-            ValueError: it is neither; names, counts and buffer do not fit one another.
+            ValueError: the value is neither, or names, counts and buffer do not match.
         """
         if isinstance(value, dict):
             if not all(isinstance(n, str) and isinstance(a, np.ndarray) for n, a in value.items()):
@@ -181,11 +181,11 @@ _ROWS: AbstractSet[np.dtype[Any]] = frozenset({np.dtype(np.float32)})
 class PackedGradients(Mapping[str, Gradients]):
     """`Gradients` by table, in two buffers.
 
-    Whoever is given one from elsewhere checks that rows and ids belong together.
+    The receiver checks that rows and ids belong together.
 
     Args:
-        ids: by table.
-        rows: by table, in the same order.
+        ids: ids by table.
+        rows: gradients of their rows by table, in the same order.
     """
 
     __slots__ = ("ids", "rows")
@@ -196,7 +196,7 @@ class PackedGradients(Mapping[str, Gradients]):
 
     @classmethod
     def of(cls, gradients: Mapping[str, Gradients]) -> PackedGradients:
-        """These gradients; copied, unless they are packed already. Raises ValueError as `Packed.of` does."""
+        """Packs gradients by copying them; returns packed ones as they are. Raises ValueError as `Packed.of` does."""
         if isinstance(gradients, PackedGradients):
             return gradients
         return cls(
@@ -214,7 +214,7 @@ class PackedGradients(Mapping[str, Gradients]):
         return len(self.ids)
 
     def to_wire(self) -> list[object]:
-        """Returns the message form: everything, with two arrays."""
+        """Returns the message form, with two arrays."""
         return [self.ids.to_wire(), self.rows.to_wire()]
 
     @classmethod

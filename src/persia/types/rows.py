@@ -1,4 +1,4 @@
-"""Rows that are read or set by id."""
+"""Records of rows that are read or set by id."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asynchronous modes: docs/reference/protocol.md, section 12."""
+"""Records of asynchronous modes: docs/reference/protocol.md, section 12."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ __all__ = [
 
 @dataclass
 class RowStaleness:
-    """How stale the rows were to which gradients came, in asynchronous modes. Not thread-safe.
+    """Staleness of the rows to which gradients arrived, in asynchronous modes. Not thread-safe.
 
-    A row is as many steps stale as lie between its last change and the token of the gradient; one that was last changed
-    before the token is not.
+    The staleness of a row is the number of steps from the token of the gradient to the row's last change; 0 for a row
+    that was last changed before the token.
 
     Attributes:
-        rows: of gradients.
-        stale: of those, rows whose gradient was too old and had weight 0.
-        staleness_sum: over rows whose gradient counted.
-        staleness_max: likewise.
+        rows: number of rows of gradients.
+        stale: number of those whose gradient was too old and had weight 0.
+        staleness_sum: sum over the other rows.
+        staleness_max: maximum over the other rows.
     """
 
     rows: int = 0
@@ -48,11 +48,11 @@ class RowStaleness:
     staleness_max: int = 0
 
     def add(self, behind: NDArray[np.int64], counts: BoolArray) -> None:
-        """Counts rows.
+        """Adds the rows of a gradient.
 
         Args:
             behind: step of the last change less the token, `[n]`.
-            counts: whether the gradient has a weight, `[n]`.
+            counts: whether the gradient has weight 1, `[n]`.
         """
         self.rows += len(behind)
         self.stale += len(behind) - int(np.count_nonzero(counts))
@@ -121,17 +121,17 @@ class QuiesceResult(NamedTuple):
 
 
 class ArrivalRecord(NamedTuple):
-    """An arrival, for replays.
+    """The arrival of a gradient, for replays.
 
     Attributes:
-        rank: of the NN worker.
-        number: of the batch.
-        rows: of the batch.
-        token: of the gradient.
-        version: of the dense parameters that it was computed with.
-        step: that it became a part of; of one that was dropped, the step in work.
-        slot: in that step; -1 if it was dropped.
-        weight: of its dense part.
+        rank: rank of the NN worker.
+        number: number of the batch.
+        rows: rows of the batch.
+        token: token of the gradient.
+        version: version of the dense parameters that it was computed with.
+        step: step that it is a part of; for a dropped gradient, the current step.
+        slot: place within that step; -1 if it was dropped.
+        weight: weight of its dense part.
     """
 
     rank: int
@@ -148,12 +148,12 @@ class ReadRecord(NamedTuple):
     """The inputs of a gradient, for replays.
 
     Attributes:
-        rank: of the NN worker.
-        sequence: of its push.
-        number: of the batch.
-        rows: of the batch.
-        batch_id: of the batch; journals of embedding PSs have the version of the rows under it.
-        dense: steps that were applied in the parameters of each dense PS; one number, the own step, without any.
+        rank: rank of the NN worker.
+        sequence: sequence number of its push.
+        number: number of the batch.
+        rows: rows of the batch.
+        batch_id: id of the batch, under which journals of embedding PSs have the version of its rows.
+        dense: version of the parameters of each dense PS; without dense PSs, the NN worker's own step.
     """
 
     rank: int
@@ -168,9 +168,9 @@ class JournalRecord(NamedTuple):
     """The pushes that took effect at a PS while it was recorded.
 
     Attributes:
-        version: of the PS when the recording began: updates since step 0.
-        headers: of the pushes, in the order in which they took effect.
-        reads: by batch id, the version of the rows that were looked up for it. Empty at a dense PS.
+        version: number of updates since step 0 when the recording began.
+        headers: headers of the pushes, in the order in which they took effect.
+        reads: version of the rows that were looked up for a batch, by batch id. Empty at a dense PS.
     """
 
     version: int
@@ -179,7 +179,7 @@ class JournalRecord(NamedTuple):
 
 
 class PhaseRecord(NamedTuple):
-    """What a token scheduler recorded of a phase.
+    """The records of a token scheduler over a phase.
 
     Attributes:
         reads: inputs of all gradients, of all NN workers.
@@ -191,11 +191,11 @@ class PhaseRecord(NamedTuple):
 
 
 class StepTiming(NamedTuple):
-    """How long an NN worker computed one batch, without its waits for others.
+    """The compute time of one batch at an NN worker, without its waits for others.
 
     Attributes:
-        ago: seconds since it began.
-        seconds: that it took.
+        ago: seconds since the start of the batch.
+        seconds: duration.
     """
 
     ago: float
@@ -216,18 +216,18 @@ class TokenReport(msgspec.Struct):
     Attributes:
         seconds: duration of these phases.
         workers: counts by rank.
-        batches: gradients applied with some weight.
-        rows: samples of those.
-        dropped_batches: gradients that were dropped, or whose dense part had weight 0.
-        dropped_rows: samples of those.
-        staleness_sum: over gradients that were applied, steps between the parameters they were computed with and those
-            they were applied to.
-        staleness_max: the largest of these.
-        token_staleness_max: most steps between token and application, of gradients of weight 1.
-        lost_tokens: tokens of dead NN workers.
-        lost_batches: batches of dead NN workers that could not be trained.
-        abandoned: pushes of dead NN workers that others have filled.
-        since: when the phase in work began, or was last counted; None between phases.
+        batches: number of gradients applied with weight 1.
+        rows: number of their samples.
+        dropped_batches: number of gradients that were dropped, or whose dense part had weight 0.
+        dropped_rows: number of their samples.
+        staleness_sum: sum over applied gradients of the steps between the parameters that they were computed with and
+            those that they were applied to.
+        staleness_max: maximum of these steps.
+        token_staleness_max: maximum number of steps between token and application, of gradients of weight 1.
+        lost_tokens: number of tokens of dead NN workers.
+        lost_batches: number of batches of dead NN workers that were not trained.
+        abandoned: number of pushes of dead NN workers that others have filled.
+        since: time at which the current phase began, or was last counted; None between phases.
     """
 
     seconds: float = 0.0
@@ -279,6 +279,6 @@ class TokenReport(msgspec.Struct):
             self.staleness_sum += max(0, header.step - version)
             self.staleness_max = max(self.staleness_max, header.step - version)
             self.token_staleness_max = max(self.token_staleness_max, header.step - header.token)
-        if self.since is not None:  # What is under way counts too, should the coordinator restart.
+        if self.since is not None:  # The report is saved now, and must include the current phase.
             self.seconds += max(0.0, now - self.since)
             self.since = now
