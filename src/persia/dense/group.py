@@ -1,9 +1,8 @@
-"""A control group of all NN workers: small collectives on the host, whose waits end, and say who was late."""
+"""A control group of all NN workers: small collectives on the host with deadlines, whose errors name the late ranks."""
 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
@@ -11,23 +10,24 @@ import torch
 import torch.distributed as dist
 
 from persia.errors import DeadlineError, PersiaError
+from persia.retry import Deadline
 
 __all__ = ["Group"]
 
-PATIENCE = timedelta(days=1)
-"""Bound on a collective itself; ours are waited for with deadlines of their own."""
+NO_TIMEOUT = timedelta(days=1)
+"""Timeout of the collectives themselves; `Group` waits for them with deadlines of its own."""
 
 GRACE_SECONDS = 5.0
-"""How long a collective that has failed looks for those who have not: all who wait fail at about the same time."""
+"""Time to find the ranks whose collective has not failed: all that wait fail at about the same time."""
 
 
 class Group:
     """All NN workers, in the order of their ranks. Not thread-safe: all must make the same calls in the same order.
 
-    Its messages go through gloo, whatever the gradients go through: what they say is needed on the host.
+    Its messages go through gloo, whatever the backend of the gradients: they are needed on the host.
 
     Args:
-        timeout: seconds that a wait for the others may take.
+        timeout: maximum wait for the others in seconds.
 
     Raises:
         PersiaError: torch.distributed is not initialised here.
@@ -42,14 +42,14 @@ class Group:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self._timeout = timeout
-        self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._group = dist.new_group(backend="gloo", timeout=NO_TIMEOUT)
         self._number = 0
 
     def start_sum(self, numbers: list[int]) -> Callable[[], list[int]]:
-        """Starts to sum numbers over all; the result waits for it.
+        """Starts to sum numbers over all ranks; the returned function waits for the sums.
 
         Raises:
-            DeadlineError: by the result: somebody was late; it names the ranks.
+            DeadlineError: by the returned function: ranks were late; it names them.
         """
         self._number += 1
         values = torch.tensor(numbers, dtype=torch.int64)
@@ -65,10 +65,10 @@ class Group:
         return wait
 
     def gather(self, payload: bytes, timeout: float | None = None) -> list[bytes]:
-        """The payloads of all, by rank. Blocks until all have called it.
+        """Returns the payloads of all ranks. Blocks until all have called it.
 
         Raises:
-            DeadlineError: somebody was late.
+            DeadlineError: ranks were late; it names them.
         """
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         seconds = self._timeout if timeout is None else timeout
@@ -84,7 +84,7 @@ class Group:
         return [bytes(b[: int(n)].numpy()) for b, n in zip(buffers, sizes, strict=True)]
 
     def failed(self, what: str, error: Exception) -> DeadlineError:
-        """The error to raise in place of one of torch.distributed, with the ranks that have not failed likewise."""
+        """Returns the error to raise in place of one of torch.distributed; it names the ranks that did not fail."""
         late = self._silent(what)
         who = f"NN workers {', '.join(map(str, late))}" if late else "the connection, as all NN workers are there"
         return DeadlineError(
@@ -96,17 +96,16 @@ class Group:
         )
 
     def _silent(self, what: str) -> list[int]:
-        """Those who have not come here by now. The store is a server of its own: it works when collectives do not."""
+        """Returns the ranks that have not come here by now, from the store, which works when collectives do not."""
         silent = [rank for rank in range(self.size) if rank != self.rank]
         with contextlib.suppress(Exception):
-            store = dist.distributed_c10d._get_default_store()  # There is no public way to it.
+            store = dist.distributed_c10d._get_default_store()  # There is no public function for it.
             key = f"persia/failed/{what}"
             store.set(f"{key}/{self.rank}", "1")
-            deadline = time.monotonic() + GRACE_SECONDS
+            deadline = Deadline(GRACE_SECONDS)
             for rank in list(silent):
                 with contextlib.suppress(Exception):
-                    left = max(deadline - time.monotonic(), 0.01)
-                    store.wait([f"{key}/{rank}"], timedelta(seconds=left))
+                    store.wait([f"{key}/{rank}"], timedelta(seconds=max(deadline.left, 0.01)))
                     silent.remove(rank)
         return silent
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import zmq
 
 from persia.errors import WireError
+from persia.retry import Deadline
 from persia.rpc.dispatch import Backlog, Dispatcher, Job, Reply
 from persia.rpc.interface import Method, describe
 from persia.rpc.keys import check_address, find_keys
@@ -157,10 +158,10 @@ class Server:
         if not first:
             return
         self._port.wake()
-        end = time.monotonic() + seconds
+        deadline = Deadline(seconds)
         for thread in threads:
             if thread is not threading.current_thread():
-                thread.join(max(0.0, end - time.monotonic()))
+                thread.join(deadline.left)
         self._dispatcher.streams.close_all()
         if busy:
             # ZeroMQ drops, with the connection, replies that a client has received and not read.

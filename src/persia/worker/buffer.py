@@ -12,6 +12,7 @@ from typing import Generic, Literal, TypeVar
 import msgspec
 
 from persia.errors import ConfigError, DeadlineError, MovedError, StaleBatchError
+from persia.retry import Deadline
 from persia.types import BatchId
 
 __all__ = ["BatchBuffer", "WorkerOptions"]
@@ -93,11 +94,10 @@ class BatchBuffer(Generic[T]):
             DeadlineError: the buffer stayed full.
         """
         with self._changed:
-            deadline = time.monotonic() + self._options.timeout
+            deadline = Deadline(self._options.timeout)
             self._expire()
             while len(self._kept) >= self._options.capacity and not self._retired:
-                left = deadline - time.monotonic()
-                if left <= 0:
+                if deadline.passed:
                     raise DeadlineError(
                         f"Embedding worker {self._rank} (incarnation {self._incarnation}) has buffered "
                         f"{len(self._kept)} batches, its most, for {self._options.timeout:g} s: NN workers have "
@@ -107,7 +107,7 @@ class BatchBuffer(Generic[T]):
                         seconds=self._options.timeout,
                     )
                 oldest = next(iter(self._kept.values())).touched
-                self._changed.wait(max(0.0, min(left, oldest + self._options.expiry - self._clock())))
+                self._changed.wait(max(0.0, min(deadline.left, oldest + self._options.expiry - self._clock())))
                 self._expire()
             if self._retired:
                 raise MovedError(

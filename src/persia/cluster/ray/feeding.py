@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 
-from persia.cluster.ray.plan import LoaderData
 from persia.cluster.ray.processes import Process
 from persia.errors import ConfigError, DeadlineError
 from persia.types import Feed
 
-__all__ = ["AHEAD", "LoaderFeed"]
+__all__ = ["AHEAD", "LoaderData", "LoaderFeed"]
 
 AHEAD = 4
 """Batches that each data loader keeps ready for each NN worker."""
+
+
+class LoaderData(NamedTuple):
+    """The data that the data loaders read.
+
+    Attributes:
+        name: unique.
+        pickled: reference of Ray to the source, pickled.
+        accumulation_steps: number of consecutive batches of an NN worker at one embedding worker.
+    """
+
+    name: str
+    pickled: Any
+    accumulation_steps: int
 
 
 class LoaderFeed:

@@ -244,7 +244,7 @@ class EmbeddingServerHost(Host):
         schema, optimizer, mode, seed = service
         name = f"ps-{rank}.{losses}" if losses else f"ps-{rank}"
         regions = f"{plan.options.regions}/{plan.name}/{name}" if plan.options.regions else None
-        address = self._succeed_dead()
+        address = self._predecessor_address()
         if losses and (regions is None or not Regions(regions).complete):
             address = ""  # The first process after a loss of rows: it has no rows, and no caller knows it.
         if address:
@@ -252,15 +252,15 @@ class EmbeddingServerHost(Host):
         elif losses and plan.options.regions:  # The process before does not return; its rows are not needed any more.
             for left in (f"ps-{rank}", f"ps-{rank}.*"):
                 remove_leftovers(plan.options.regions, f"{plan.name}/{left}")
-        hold = ServerOptions(plan.nn_workers, plan.options.timeout, regions, neighbours(rank, plan.servers))
-        self.servant = EmbeddingServer(schema.resolved_tables(), optimizer, decode(mode), seed, cores(plan), hold)
+        options = ServerOptions(plan.nn_workers, plan.options.timeout, regions, neighbours(rank, plan.servers))
+        self.servant = EmbeddingServer(schema.resolved_tables(), optimizer, decode(mode), seed, cores(plan), options)
         self.join(self.serve(self.servant, together(EmbeddingPS, RecordableRows), address))
 
     def release(self) -> None:
         """Removes files that would outlive the process, as the cluster ends."""
         self.servant.close()
 
-    def _succeed_dead(self) -> str:
+    def _predecessor_address(self) -> str:
         """Marks the process before this one as dead, and returns its address; empty if this is the first."""
         coordinator = reach_coordinator(self.plan)
         try:

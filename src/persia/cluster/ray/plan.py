@@ -10,7 +10,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from persia.cluster.ray.options import RayOptions
 from persia.schema import EmbeddingOptimizer, Schema
 
-__all__ = ["LoaderData", "Plan", "ProcessInfo", "Service", "here", "neighbours", "place"]
+__all__ = ["Plan", "ProcessInfo", "Service", "here", "neighbours", "place"]
 
 
 class Service(NamedTuple):
@@ -47,20 +47,6 @@ class Plan(NamedTuple):
     path: list[str]
     modules: list[str]
     coordinator: str = ""
-
-
-class LoaderData(NamedTuple):
-    """The data that the data loaders read.
-
-    Attributes:
-        name: unique.
-        pickled: reference of Ray to the source, pickled.
-        accumulation_steps: number of consecutive batches of an NN worker at one embedding worker.
-    """
-
-    name: str
-    pickled: Any
-    accumulation_steps: int
 
 
 class ProcessInfo(NamedTuple):
