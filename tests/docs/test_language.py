@@ -20,6 +20,7 @@ DONE = (
     "config.py",
     "coordinator",
     "data",
+    "dense",
     "errors.py",
     "membership",
     "metrics",
@@ -32,6 +33,7 @@ DONE = (
     "services",
     "store",
     "telemetry",
+    "worker",
     "testing",
     "types",
 )

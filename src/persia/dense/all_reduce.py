@@ -1,7 +1,7 @@
-"""Gradients of the network averaged over all NN workers, by rows (docs/reference/protocol.md, section 6).
+"""Averages the gradients of the network over the rows of all NN workers (docs/reference/protocol.md, section 6).
 
-PyTorch's DistributedDataParallel (arXiv 2006.15704) collects gradients in buckets and sums each over the ranks while
-the backward pass goes on. Its communication hook lets us weigh them: a mean over rows is no mean over workers.
+PyTorch's DistributedDataParallel (arXiv 2006.15704) collects gradients in buckets, and sums each bucket over the ranks
+during the backward pass. Its communication hook weighs them here, as a mean over rows is not a mean over workers.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ __all__ = ["AllReduce", "AllReduceOptions", "unlearned"]
 T = TypeVar("T")
 
 _ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
-# `settle` brings buffers when somebody wants to read them. Newer versions warn of the old name.
+# `settle` copies buffers when they are read. Newer versions of torch warn of the old name.
 _NO_BUFFERS: dict[str, Any] = {
     "forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers": False
 }
 
 SAVE_SECONDS = 86_400.0
-"""How long the others wait for what the first NN worker does alone: a checkpoint may be large."""
+"""Maximum wait for a function that runs on the first NN worker only: it may write a large checkpoint."""
 
 
 class AllReduceOptions(NamedTuple):
-    """How gradients are averaged.
+    """Options of `AllReduce`.
 
     Attributes:
-        timeout: seconds that a wait for the other NN workers may take.
-        bucket_megabytes: gradients that travel together.
-        average: False if the optimizer averages by itself, counting all NN workers alike, as APMSqueeze does:
-            gradients then stay here, weighed so that its average is that of all rows.
+        timeout: maximum wait for the other NN workers in seconds.
+        bucket_megabytes: size of the buckets in which gradients travel.
+        average: False if the optimizer averages over NN workers itself, as APMSqueeze does. Gradients are then only
+            weighed, so that its average is one over rows.
     """
 
     timeout: float = 600.0
@@ -59,10 +59,10 @@ class _Outcome(msgspec.Struct):
 
 
 class AllReduce:
-    """The network of this NN worker, its gradients averaged with those of the others. For one thread.
+    """The network of this NN worker, with gradients averaged over all NN workers. Not thread-safe.
 
-    In place of DistributedDataParallel, where NN workers may have unequally many batches: all make as many steps as the
-    one with most, and those without a batch take part with weight 0. All must run the same loop:
+    Use it in place of DistributedDataParallel where NN workers may have different numbers of batches: all make as many
+    steps as the one with most, and those without a batch take part with weight 0. All must run the same loop:
 
         replicas = AllReduce(net)
         for batch in embeddings.prefetch(reader, equal_steps=replicas):
@@ -75,13 +75,13 @@ class AllReduce:
     The loss is the mean over the rows of the batch; gradients are those of the mean over the rows of all NN workers.
 
     Args:
-        model: the network, on its device. Its parameters and buffers become those of the first NN worker.
-        nn_workers: how many are expected; None for all processes of torch.distributed.
-        options: the rest.
+        model: the network, on its device. It gets the parameters and buffers of the first NN worker.
+        nn_workers: expected number of NN workers; None for all processes of torch.distributed.
+        options: timeout, size of buckets, who averages.
 
     Raises:
         ConfigError: torch.distributed has another number of processes.
-        DeadlineError: not all NN workers came.
+        DeadlineError: an NN worker was late.
         PersiaError: torch.distributed is not initialised.
     """
 
@@ -97,7 +97,7 @@ class AllReduce:
                 "Initialise it with as many.",
                 field="nn_workers",
             )
-        self._control.gather(b"")  # Now, as it says who is late; the next line would not.
+        self._control.gather(b"")  # Unlike `new_group`, it names the NN workers that are late.
         self.nn_workers = nn_workers
         self._group = dist.new_group(timeout=timedelta(seconds=options.timeout))
         self._network = model
@@ -118,7 +118,7 @@ class AllReduce:
         synchronised = any(isinstance(m, torch.nn.SyncBatchNorm) for m in model.modules())
         self.dummy_rows = 0 if synchronised else 1
         self.settle()  # Under its old name the argument also keeps DDP from doing this.
-        # Of the update in work.
+        # Of the current update.
         self._own = 0
         self._sums: list[Callable[[], list[int]]] = []
         self._total = 0
@@ -131,19 +131,19 @@ class AllReduce:
     # --- equal steps ------------------------------------------------------------------------------------------
 
     def start(self, rows: int, has_data: bool) -> None:
-        """Begins a batch: its rows travel to the others while the forward pass runs."""
+        """Starts a batch: sends its number of rows to the others during the forward pass."""
         if self._averaged:
             self._own, self._total, self._stopping, self._averaged = 0, 0, 0, False
         self._own += rows
         self._sums.append(self._control.start_sum([rows, int(has_data), int(self.stop)]))
 
     def over(self) -> bool:
-        """Whether no NN worker has data any more. Blocks until all have begun the batch."""
+        """Returns whether no NN worker has data any more. Blocks until all have started the batch."""
         self.rows()
         return self._having == 0
 
     def rows(self) -> int:
-        """Rows of all NN workers in this update. Blocks until all have begun the batch."""
+        """Returns the number of rows of all NN workers in this update. Blocks until all have started the batch."""
         while self._sums:
             rows, self._having, stopping = self._sums.pop(0)()
             self._total += rows
@@ -151,7 +151,7 @@ class AllReduce:
         return self._total
 
     def stopping(self) -> bool:
-        """Whether an NN worker wished to stop in this update: all know it, and stop after it. Blocks, as `rows`."""
+        """Returns on all NN workers whether one requested a stop after this update. Blocks like `rows`."""
         self.rows()
         return self._stopping > 0
 
@@ -159,14 +159,15 @@ class AllReduce:
 
     @contextlib.contextmanager
     def batch(self, dummy: bool = False, last: bool = True) -> Iterator[None]:
-        """Surrounds forward and backward of a batch.
+        """Surrounds the forward and backward pass of a batch.
 
         Args:
-            dummy: the batch stands in for missing data: nothing is learned from it, and statistics of BatchNorm stay.
-            last: of the update: gradients are averaged. Before that they add up here.
+            dummy: whether the batch replaces missing data; the network does not learn from it, nor does BatchNorm.
+            last: whether it is the last batch of the update, after which gradients are averaged. Before, they add up
+                locally.
 
         Raises:
-            DeadlineError: on leaving: the gradients of somebody were late.
+            DeadlineError: on exit, if the gradients of an NN worker were late.
         """
         self._failure = None
         with contextlib.ExitStack() as stack:
@@ -179,7 +180,7 @@ class AllReduce:
                 if last and self._ddp is None:
                     self._weigh_all(self._network.parameters())
             except Exception as error:
-                # What the hook failed with comes out of the backward pass as something else.
+                # The backward pass replaces the hook's error by another one.
                 failure: Exception | None = self._failure
                 if failure is None:
                     raise
@@ -188,7 +189,7 @@ class AllReduce:
                 raise failure from error
 
     def reduce_rest(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Averages gradients of an update whose last batch never came."""
+        """Averages the gradients of an update without its last batch, as at the end of the data."""
         if self._ddp is None:
             self._weigh_all(parameters)
             return
@@ -199,7 +200,7 @@ class AllReduce:
             dist.all_reduce(parameter.grad, group=self._group)
 
     def _average(self, bucket: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """The hook: starts to sum the ranks' parts of a bucket. Runs in the thread of the backward pass."""
+        """Starts to sum the ranks' parts of a bucket. The hook of DDP: runs in the thread of the backward pass."""
         try:
             self._weigh(bucket)
             work = dist.all_reduce(bucket, group=self._group, async_op=True)
@@ -218,7 +219,7 @@ class AllReduce:
             raise
 
     def _weigh_all(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """In place of an average: what a mean over workers turns into a mean over rows."""
+        """Weighs gradients so that the optimizer's mean over NN workers is a mean over rows."""
         for parameter in parameters:
             if parameter.grad is not None:
                 self._weigh(parameter.grad, self.nn_workers)
@@ -226,7 +227,7 @@ class AllReduce:
         self._averaged = True
 
     def _weigh(self, gradient: torch.Tensor, times: int = 1) -> None:
-        """By the share of this NN worker in the rows; nothing of it counts where it has none, be it NaN."""
+        """Multiplies a gradient by this NN worker's share of the rows. Without rows it becomes 0, even if it is NaN."""
         total = self.rows()
         self._averaged = True
         if self._own == 0:
@@ -234,15 +235,15 @@ class AllReduce:
         elif self._own * times != total:
             gradient.mul_(self._own * times / total)
 
-    # --- at rest ----------------------------------------------------------------------------------------------
+    # --- quiescent --------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Buffers, such as the statistics of BatchNorm, become those of the first NN worker."""
+        """Copies the buffers of the first NN worker, such as statistics of BatchNorm, to all."""
         for buffer in self._network.buffers():
             dist.broadcast(buffer, src=0, group=self._group)
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """The payloads of all NN workers, by rank. Blocks until all have called it."""
+        """Returns the payloads of all NN workers, by rank. Blocks until all have called it."""
         return self._control.gather(payload)
 
     def run_on_rank0(self, function: Callable[[], T], kind: object) -> T:
@@ -264,7 +265,7 @@ class AllReduce:
 
 @contextlib.contextmanager
 def unlearned(network: torch.nn.Module) -> Iterator[None]:
-    """The network leaves no trace of a batch: its gradients are zeros, whatever it computes, its statistics stay."""
+    """Keeps a batch without effect: gradients become zeros, even if they are NaN, and statistics do not change."""
     norms = [
         module
         for module in network.modules()

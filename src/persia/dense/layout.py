@@ -1,4 +1,4 @@
-"""Tensors of any dtypes in one array of bytes, as they travel between NN worker and dense PS."""
+"""Layout of tensors of any dtypes in one array of bytes, as they travel between NN worker and dense PS."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from persia.types import Bytes, TensorSpec
 __all__ = ["Layout", "spec_of"]
 
 ALIGNMENT = 16
-"""Bytes to which the beginning of each tensor is aligned."""
+"""Alignment of each tensor in bytes."""
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
@@ -22,13 +22,13 @@ def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
 
 
 class Layout:
-    """The place of each tensor in the bytes.
+    """Places of tensors in an array of bytes.
 
     Args:
-        specs: of the tensors, in order.
+        specs: specs of the tensors, in order.
 
     Raises:
-        StoreError: there is no such dtype.
+        StoreError: a dtype is unknown.
     """
 
     def __init__(self, specs: Sequence[TensorSpec]) -> None:

@@ -84,7 +84,7 @@ class SharedNetwork:
 
         Args:
             least: see `persia.services.DensePS.pull`.
-            wanted: polled while it waits.
+            wanted: polled during the wait, which ends once it returns False.
 
         Raises:
             DeadlineError: the version did not come in time.

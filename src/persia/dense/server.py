@@ -23,16 +23,16 @@ REFUSED = ("LBFGS", "SparseAdam", "APMSqueeze", "APGSqueeze")
 
 
 class DenseServer(JournaledServer):
-    """Owns whole tensors. Safe to call from several threads; calls block for the work they do.
+    """Owns whole tensors. Thread-safe; calls block for their own work.
 
     Args:
-        maker: of the optimizer.
+        maker: makes the optimizer.
         rank: number of this dense PS.
-        servers: how many there are; each owns a part of the tensors, the first one all buffers.
-        timeout: seconds that a call waits.
+        servers: number of dense PSs; each owns a part of the tensors, and the first one all buffers.
+        timeout: maximum wait of a call in seconds.
 
     Raises:
-        ConfigError: gradients are to be clipped by their global norm, and there are several dense PSs.
+        ConfigError: gradients are clipped by their global norm, and there are several dense PSs.
     """
 
     def __init__(self, maker: DenseMaker, rank: int = 0, servers: int = 1, timeout: float = 600.0) -> None:
@@ -194,7 +194,7 @@ class DenseServer(JournaledServer):
 
 
 class _Held:
-    """Running sum of a step. Weights are rows relative to the first gradient: 1 if all batches have the same size."""
+    """The running sum of a step. Weights are rows divided by those of the first gradient, so 1 for equal batches."""
 
     def __init__(self, parameters: int) -> None:
         self._sums: list[torch.Tensor | None] = [None] * parameters

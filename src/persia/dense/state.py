@@ -1,4 +1,4 @@
-"""An optimizer of torch and its tensors as a record that can be sent, and back: exactly, step counts included."""
+"""Conversion of an optimizer of torch and its tensors to a record that can be sent, and back: exact to the bit."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def capture(
     """Captures the state needed to continue elsewhere, while nothing trains.
 
     Args:
-        parameters: of the whole network.
-        owned: those that are meant, by number.
-        buffers: of the network, by name, if they are meant.
-        optimizer: of the owned parameters, perhaps among others.
-        scheduler: of its learning rates.
+        parameters: specs of all parameters of the network.
+        owned: the parameters to capture, by number.
+        buffers: the buffers to capture, by name.
+        optimizer: optimizer of these parameters, and perhaps others.
+        scheduler: scheduler of its learning rates.
 
     Raises:
-        ConfigError: the optimizer's parameter groups have something in them that cannot be sent.
+        ConfigError: the optimizer's parameter groups or state have a value that cannot be sent.
     """
     numbers = {id(tensor): number for number, tensor in owned.items()}
     tensors: dict[str, torch.Tensor] = {}
@@ -81,7 +81,7 @@ def restore(
     """Restores the result of `capture` into tensors and an optimizer that were made in the same way.
 
     Raises:
-        StoreError: it is of another network or optimizer; nothing is changed.
+        StoreError: the state is of another network or optimizer; nothing is changed.
     """
     groups = json.loads(state.groups)
     scalars = {int(number): values for number, values in json.loads(state.scalars).items()}

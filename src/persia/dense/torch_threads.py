@@ -1,9 +1,9 @@
 """The default number of torch threads, if the user has not set it.
 
 Operations of torch on a CPU run in a team of OpenMP threads that wait for one another after each operation. They wait
-by spinning, for milliseconds: if one of them is not on a core, as other threads or processes are, the others keep the
-cores busy without getting on. With as many threads as cores the threads that read, look up and push are always such
-others. docs/performance.md, "Threads of torch", has the figures.
+by spinning, for milliseconds: if one of them is not on a core, the others keep the cores busy without progress. With as
+many threads as cores, the threads that read, look up and push take cores away from the team all the time.
+docs/performance.md, "Threads of torch", has the measurements.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def default_torch_threads(teams: int = 1) -> int:
-    """Returns the threads of each team, all teams together having half of the cores of this process; at least one."""
+    """Returns the number of threads of each team, at least one; all teams together have half of the process's cores."""
     return max(1, len(os.sched_getaffinity(0)) // 2 // teams)
 
 
 def choose_torch_threads(teams: int = 1) -> None:
-    """Sets the number of torch threads, unless the user has set their number, or a process group was made here.
+    """Sets the number of torch threads, unless the user has set it, or this process is in a process group.
 
-    A number below that of the cores counts as set by the user, as does one from OMP_NUM_THREADS. Whoever starts the
-    processes of a process group shares the cores among them.
+    A number below that of the cores counts as set by the user, as does one from OMP_NUM_THREADS. The launcher of a
+    process group shares the cores among its processes.
     """
     cores, before = len(os.sched_getaffinity(0)), torch.get_num_threads()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
