@@ -185,7 +185,7 @@ const std::vector<Spill::Old>& Cut::pass(std::uint64_t end) {
 void Shard::begin_cut(const CutOptions& options) {
   const std::lock_guard lock(mutex_);
   check_no_cut();
-  if (options.epoch <= header_->dirty_epoch) throw std::invalid_argument("the epoch of a cut must be a new one");
+  if (options.epoch <= header_->dirty_epoch) throw std::invalid_argument("the epoch of a snapshot must be a new one");
   if (options.since != 0 && options.since != evicted_.since) {
     throw std::invalid_argument("what has changed since epoch " + std::to_string(options.since) + " is not known");
   }
@@ -195,7 +195,8 @@ void Shard::begin_cut(const CutOptions& options) {
 }
 
 Cut& Shard::cut_of(std::uint32_t epoch) const {
-  if (!cut_ || cut_->epoch() != epoch) throw std::runtime_error("there is no such cut of this shard: it was ended");
+  if (!cut_ || cut_->epoch() != epoch)
+    throw std::runtime_error("there is no such snapshot of this shard: it was ended");
   return *cut_;
 }
 

@@ -24,6 +24,7 @@ class Arena {
  public:
   class Lease {
    public:
+    // Borrows a block of at least `bytes`.
     Lease(Arena& arena, std::size_t bytes);
     ~Lease();
     Lease(const Lease&) = delete;

@@ -24,6 +24,7 @@ class Index {
   static constexpr std::uint64_t kLineSlots = 8;
 
   Index() = default;
+  // A view of `max_slots` slots and the tail, of which `slot_count` are in use as home slots.
   Index(std::uint64_t* slots, std::uint64_t slot_count, std::uint64_t max_slots)
       : slots_(slots), count_(slot_count), max_(max_slots) {}
 

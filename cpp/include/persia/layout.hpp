@@ -126,6 +126,7 @@ struct Layout {
   std::size_t undo, sketch, sketch_bytes, index, index_bytes, rows, rows_bytes, total;
   std::uint64_t max_slots;
 
+  // Returns the layout of a shard.
   static Layout of(std::uint64_t capacity, std::size_t row_stride, std::uint64_t sketch_width) {
     Layout l{};
     l.max_slots = align_up(capacity + capacity / 4 + 64, 8);  // whole cache lines

@@ -16,7 +16,9 @@ struct OneBitFormat {
   std::size_t block = 2048;  // values that share a scale, a multiple of 64
   bool l2 = false;           // ||block|| / sqrt(count) in place of the mean magnitude
 
+  // Returns the number of blocks of `count` values.
   std::size_t blocks(std::size_t count) const { return (count + block - 1) / block; }
+  // Returns the bytes of the payload of `count` values: scales and signs.
   std::size_t payload_bytes(std::size_t count) const { return 4 * blocks(count) + (count + 7) / 8; }
 };
 

@@ -1,4 +1,4 @@
-// Sparse optimizers: one step of one row. State lies right behind the embedding in the row:
+// Sparse optimizers: one update of one row. The state directly follows the embedding in the row:
 //   sgd              momentum buffer [dim], absent while momentum is 0
 //   adagrad          sum of squared gradients [dim]
 //   rowwise_adagrad  sum of mean squared gradients [1]
@@ -29,15 +29,17 @@ struct OptimizerConfig {
   float bound = 0.0f;  // embeddings stay within [-bound, bound]; 0: no bound
 };
 
-// Throws std::invalid_argument for an unknown name.
+// Returns the optimizer of this name. Throws std::invalid_argument for an unknown one.
 OptimizerKind optimizer_kind(const std::string& name);
 
 class Optimizer {
  public:
+  // Bias corrections of Adam.
   struct Correction {
     float scale;       // 1 / (1 - beta1^t)
     float root_scale;  // 1 / sqrt(1 - beta2^t)
   };
+  // A row to update, with its gradient.
   struct Row {
     float* weight;
     float* state;
@@ -48,14 +50,21 @@ class Optimizer {
   };
   using Kernel = void (*)(const Optimizer&, const Row&);
 
+  // Chooses the kernel of the optimizer and computes Adam's first bias corrections.
   explicit Optimizer(const OptimizerConfig& config);
 
+  // Returns the configuration.
   const OptimizerConfig& config() const { return config_; }
+  // Returns the bound of embeddings; infinity if there is none.
   float bound() const { return bound_; }
+  // Returns the floats of state per row.
   std::size_t state_width(std::size_t dim) const;
+  // Writes the state of a new row.
   void initialize_state(float* state, std::size_t width) const;
-  // Bit-identical on every machine: each kernel is compiled for several instruction sets, none reorders a sum.
+  // Updates a row in place. The result is bit-identical on every machine: each kernel is compiled for several
+  // instruction sets, and none reorders a sum.
   void apply(const Row& row) const { kernel_(*this, row); }
+  // Returns Adam's bias corrections after `count` updates of a row.
   Correction correction(std::uint32_t count) const {
     return count < corrections_.size() ? corrections_[count] : compute_correction(count);
   }
@@ -69,7 +78,8 @@ class Optimizer {
   std::vector<Correction> corrections_;
 };
 
-// Whether no element is NaN or infinite: none has an exponent of ones only, which the addition carries into the sign.
+// Returns whether no element is NaN or infinite: the exponent of those is all ones, which the addition carries into the
+// sign.
 inline bool all_finite(const float* values, std::size_t count) {
   std::uint32_t carried = 0;
   for (std::size_t i = 0; i < count; ++i) {

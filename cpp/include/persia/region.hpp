@@ -11,6 +11,7 @@ namespace persia {
 
 inline constexpr std::size_t kHugePage = std::size_t{2} << 20;
 
+// Rounds `value` up to a multiple of `alignment`.
 inline constexpr std::size_t align_up(std::size_t value, std::size_t alignment) {
   return (value + alignment - 1) / alignment * alignment;
 }
@@ -40,7 +41,9 @@ class Region {
   Region& operator=(const Region&) = delete;
   ~Region();
 
+  // Returns the first byte.
   std::byte* base() const { return base_; }
+  // Returns the reserved bytes.
   std::size_t size() const { return size_; }
   // Whether the region is a file, which outlives the process.
   bool is_file() const { return file_ >= 0; }

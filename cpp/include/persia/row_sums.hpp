@@ -12,8 +12,10 @@ namespace persia {
 // Not thread-safe. A sum has the order in which gradients were added, so the same calls give the same bits.
 class RowSums {
  public:
+  // Sums of rows of `dim` floats.
   explicit RowSums(std::size_t dim);
 
+  // Returns the floats per row.
   std::size_t dim() const { return dim_; }
 
   // Adds `share` to the divisor of each id, and, where `counts` is not 0, `share` * its row of `values` to its sum.

@@ -117,6 +117,7 @@ class Shard {
   // The shards that may hold the ids of a slice: one, or all of a table in order.
   using Shards = std::span<Shard* const>;
 
+  // Creates the region of shard number `shard`, or attaches to its file. Throws as `Store::create_table` does.
   Shard(const TableConfig& config, const Optimizer& optimizer, std::uint32_t shard);
 
   // Writes one embedding per position. Training admits missing ids and touches rows; otherwise nothing changes.
@@ -167,6 +168,7 @@ class Shard {
   Counters counters();
   // For tests; not locked.
   Header& header() { return *header_; }
+  // Returns the first byte of a row; not locked.
   std::byte* row_bytes(std::uint32_t row) const { return rows_ + std::size_t{row} * stride_; }
 
  private:

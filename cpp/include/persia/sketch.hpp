@@ -14,6 +14,7 @@ class Sketch {
   static constexpr std::uint32_t kMax = 65535;
 
   Sketch() = default;
+  // A view of kSketchRows * `width` counters; `width` is a power of two.
   Sketch(std::uint16_t* counters, std::uint64_t width) : counters_(counters), mask_(width - 1), width_(width) {}
 
   // Counts an occurrence; returns the count including it, which saturates at 65,535.

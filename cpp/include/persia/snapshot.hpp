@@ -36,6 +36,7 @@ class Spill {
   // Moves all rows with a number below `end` out, sorted; they are valid until the next call.
   const std::vector<Old>& take(std::uint64_t end);
 
+  // Returns the bytes written to the file.
   std::uint64_t file_bytes() const { return file_bytes_; }
 
  private:
@@ -77,6 +78,7 @@ struct CutOptions {
 // A cut in work. The shard's lock guards it.
 class Cut {
  public:
+  // A snapshot of `rows` rows of `stride` bytes; `evicted` are the ids evicted since `CutOptions::since`.
   Cut(const CutOptions& options, std::uint64_t rows, std::size_t stride, std::vector<std::uint64_t> evicted);
 
   // Keeps a row before it changes. Does not throw: on failure the cut is lost and training continues.
@@ -87,13 +89,19 @@ class Cut {
   // Marks the cut as lost.
   void fail(const std::string& why) noexcept;
 
+  // Returns whether a row that is unchanged since the snapshot belongs to it.
   bool wanted(const RowHeader& row) const { return row.dirty_epoch >= since_ && (live_ || row.dirty_epoch < epoch_); }
+  // Returns the number of the snapshot.
   std::uint32_t epoch() const { return epoch_; }
+  // Returns the row number that the reader has reached.
   std::uint64_t next() const { return next_; }
+  // Returns the number of rows when the snapshot began.
   std::uint64_t rows() const { return rows_; }
   // Notes that the reader has passed all rows below `end`. Returns the old ones among them; throws if the cut is lost.
   const std::vector<Spill::Old>& pass(std::uint64_t end);
+  // Returns the ids that were evicted before the snapshot.
   const std::vector<std::uint64_t>& evicted() const { return evicted_; }
+  // Returns the bytes written to the file of old rows.
   std::uint64_t spilled_bytes() const { return spill_.file_bytes(); }
 
  private:

@@ -21,6 +21,7 @@ inline std::uint32_t shard_of(std::uint64_t id, std::uint32_t shards) {
 }
 
 struct Table {
+  // Creates the shards, or attaches to their files.
   explicit Table(TableConfig table_config);
   Table(const Table&) = delete;
   Table& operator=(const Table&) = delete;
@@ -51,6 +52,7 @@ struct UpdateRequest {
 // Thread-safe. A table may appear once per call. After a fork, every method throws std::runtime_error in the child.
 class Store {
  public:
+  // A store without tables. The pool must outlive it.
   explicit Store(ThreadPool& pool);
   ~Store();
 

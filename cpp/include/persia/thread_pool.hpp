@@ -18,7 +18,8 @@ namespace persia {
 // everything on the caller.
 class ThreadPool {
  public:
-  explicit ThreadPool(std::size_t threads);  // throws std::runtime_error if no thread can be started
+  // Starts `threads` - 1 threads. Throws std::runtime_error if one cannot be started.
+  explicit ThreadPool(std::size_t threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;

@@ -1,7 +1,7 @@
 """The regions of an embedding PS: rows in files of shared memory, which outlive its process (Persia paper, 4.2.4).
 
-A PS has a directory of its own, with a file for each shard of each table and, once all of them are made, a manifest.
-A process that finds the manifest attaches; one that finds none begins anew, whatever else lies there.
+A PS has a directory of its own, with a file for each shard of each table and, once all of them exist, a manifest. A
+process that finds the manifest attaches to the regions. Without one it creates them, and overwrites what is there.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ MANIFEST = "regions.json"
 MODE = "mode.json"
 APPLIED = "applied"
 STEP = struct.Struct("<QQ")
-"""Generation and turn + 1 of the last applied step of a group; at its place in the file."""
+"""Generation and turn + 1 of the last applied step of a group. The file is an array of these."""
 
 FORMAT = 1
 MIB = 1 << 20
 LITTLE = 256 * MIB
 ROW_OVERHEAD = 40
-"""Bytes of a row beside embedding and state, its part of the index included, at most."""
+"""Maximum bytes of a row besides embedding and state, including its share of the index."""
 
 log = logging.getLogger("persia.ps")
 
@@ -54,7 +54,8 @@ class Regions:
     """The files of one PS.
 
     Args:
-        directory: of this PS alone; made when needed. `/dev/shm/...` is memory; on a disk it is written back to it.
+        directory: used by this PS alone, created when needed. `/dev/shm/...` is memory; other file systems write pages
+            back to disk.
     """
 
     def __init__(self, directory: str) -> None:
@@ -63,23 +64,23 @@ class Regions:
 
     @property
     def complete(self) -> bool:
-        """Whether a process has made all tables here."""
+        """Whether a process has created all tables here."""
         return (self.directory / MANIFEST).exists()
 
     def create_tables(self, store: EmbeddingStore, configs: Sequence[TableConfig], neighbours: int = 1) -> bool:
-        """Makes the tables, or finds them as the process before has left them; blocks for a scan of torn ones.
+        """Creates the tables, or attaches to those of the process before. Blocks while damaged indices are rebuilt.
 
         Args:
-            store: that gets them.
+            store: gets the tables.
             configs: of the tables.
-            neighbours: how many PSs of these tables, this one included, are to find room here.
+            neighbours: number of PSs of these tables, this one included, that share the space here.
 
         Returns:
-            Whether they were found.
+            Whether the tables existed.
 
         Raises:
-            StoreError: another process uses the regions, they are of other tables, or damaged.
-            StoreFullError: there is no room for them, or not for as many rows as the tables' declared capacities.
+            StoreError: another process uses the regions, or they are damaged or of other tables.
+            StoreFullError: there is not enough space for them, or for the declared capacities of the tables.
         """
         began = time.monotonic()
         names = [config.name for config in configs]
@@ -89,16 +90,16 @@ class Regions:
                 self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             except OSError as error:
                 raise StoreError(
-                    f"The directory {self.directory} for regions cannot be made: {error.strerror}. Choose another "
-                    "one, or None to keep rows in the memory of the process.",
+                    f"Cannot create the directory {self.directory} for regions: {error.strerror}. Choose another one, "
+                    "or None to keep rows in the memory of the process.",
                     path=str(self.directory),
                 ) from error
             _check_room(self.directory, configs, neighbours)
         elif manifest.format != FORMAT or manifest.tables != names:
             raise StoreError(
                 f"{self.directory} has regions of the tables {', '.join(manifest.tables)} (format {manifest.format}), "
-                f"not of {', '.join(names)} (format {FORMAT}). Give another directory, or remove it with `persia "
-                "cluster regions --clean`.",
+                f"expected {', '.join(names)} (format {FORMAT}). Choose another directory, or remove this one with "
+                "`persia cluster regions --clean`.",
                 path=str(self.directory),
             )
         found = [
@@ -114,18 +115,18 @@ class Regions:
         for table in found:
             sums.update(store.recovery(table))
         log.warning(
-            "attached to the regions in %s in %.2f s: of %d shards %d were in work, %d rows undone, %d pushes to go "
-            "on with, %d indices rebuilt",
+            "attached to the regions in %s in %.2f s: %d shards, %d interrupted; %d rows rolled back, %d pushes to "
+            "continue, %d indices rebuilt",
             self.directory, time.monotonic() - began,
             sums["shards"], sums["busy"], sums["undone"], sums["open"], sums["rebuilt"],
         )  # fmt: skip
         return True
 
     def remember(self, mode: str) -> None:
-        """Keeps the mode that the PS is in, for the next process.
+        """Stores the mode of the PS for the next process.
 
         Raises:
-            StoreFullError: there is no room for it; the mode of before is still kept.
+            StoreFullError: there is no space for it; the previous mode is still stored.
         """
         if mode == self.mode:
             return
@@ -136,34 +137,35 @@ class Regions:
             if error.errno != errno.ENOSPC:
                 raise
             raise StoreFullError(
-                f"{self.directory} is full, so the mode of training cannot be kept there. Make room, or choose another "
-                "directory for `regions`",
+                f"Cannot store the mode in {self.directory}: it is full. Free some space, or choose another directory "
+                "for `regions`",
                 path=str(self.directory),
             ) from error
         draft.replace(self.directory / MODE)
 
     @property
     def mode(self) -> str:
-        """The mode that the process before was in; empty if that is the one it began with."""
+        """The stored mode of the process before; empty if it never switched."""
         path = self.directory / MODE
         return path.read_text() if self.complete and path.exists() else ""
 
     def keep_step(self, group: int, generation: int, turn: int) -> None:
-        """Keeps which step was applied last: the next process answers those whom this one has not."""
-        os.pwrite(self._applied(), STEP.pack(generation, turn + 1), group * STEP.size)  # In one page: no kill tears it.
+        """Stores which step was applied last, so that the next process answers its repeated pushes."""
+        # Within one page: a kill cannot tear it.
+        os.pwrite(self._applied(), STEP.pack(generation, turn + 1), group * STEP.size)
 
     def last_step(self, group: int) -> tuple[int, int] | None:
-        """Generation and turn of the step that was applied last; None if there was none in this mode."""
+        """Returns generation and turn of the step that was applied last; None if there was none in this mode."""
         kept = os.pread(self._applied(), STEP.size, group * STEP.size)
         generation, after = STEP.unpack(kept.ljust(STEP.size, b"\0"))
         return (generation, after - 1) if after else None
 
     def forget_steps(self) -> None:
-        """Another mode begins, which counts its turns anew."""
+        """Clears the applied steps: another mode counts its turns from 0."""
         os.pwrite(self._applied(), bytes(os.fstat(self._applied()).st_size), 0)
 
     def _applied(self) -> int:
-        """The file of these steps. It has its memory from the beginning, so that writing to it does not fail."""
+        """Returns the file of the applied steps. It is allocated when created, so that writing to it cannot fail."""
         if self._file is None:
             path = self.directory / APPLIED
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -172,13 +174,14 @@ class Regions:
                 os.posix_fallocate(self._file, 0, STEP.size)
             except OSError as error:
                 raise StoreFullError(
-                    f"{path} cannot be made: {error.strerror}. Make room, or choose another directory for `regions`.",
+                    f"Cannot create {path}: {error.strerror}. Free some space, or choose another directory for "
+                    "`regions`.",
                     path=str(path),
                 ) from error
         return self._file
 
     def remove(self) -> None:
-        """Removes the files; a process that has them mapped keeps its rows until it ends."""
+        """Removes the files. A process that has mapped them keeps its rows until it exits."""
         _remove(self.directory)
 
     def _path(self, number: int, table: str) -> str:
@@ -192,7 +195,7 @@ class Regions:
             return None
         except (OSError, msgspec.MsgspecError) as error:
             raise StoreError(
-                f"{path} cannot be read: {error}. Remove the regions with `persia cluster regions --clean`, and go on "
+                f"Cannot read {path}: {error}. Remove the regions with `persia cluster regions --clean`, and resume "
                 "from a checkpoint.",
                 path=str(path),
             ) from error
@@ -205,13 +208,13 @@ class Regions:
 
 
 class Leftover(NamedTuple):
-    """The regions of one PS, as they lie there.
+    """The regions of a PS on this host.
 
     Attributes:
-        path: its directory.
-        tables: their names; none where the start of the PS was interrupted.
-        memory: bytes that they take.
-        in_use: whether a process has them.
+        path: directory of the PS.
+        tables: their names; empty if the start of the PS was interrupted.
+        memory: bytes in use.
+        in_use: whether a process has them open.
         seconds: since the PS was started.
     """
 
@@ -222,7 +225,7 @@ class Leftover(NamedTuple):
     seconds: float
 
     def remove(self) -> bool:
-        """Removes them, unless a process has them by now."""
+        """Removes them, unless a process has them open by now. Returns whether they were removed."""
         with contextlib.ExitStack() as stack:
             for path in _files(Path(self.path)):
                 if not stack.enter_context(_locked(path)):
@@ -232,17 +235,17 @@ class Leftover(NamedTuple):
 
 
 def remove_leftovers(root: str, pattern: str) -> None:
-    """Removes the regions of this host that no process has in use."""
+    """Removes the regions of this host that no process has open."""
     for left in leftovers(root, pattern):
         left.remove()
 
 
 def leftovers(root: str = DEFAULT_ROOT, pattern: str = "persia-*/*") -> list[Leftover]:
-    """The regions of PSs, and the states of coordinators, of this host, those in use too.
+    """Returns the regions of PSs and the states of coordinators on this host, including those in use.
 
     Args:
-        root: where clusters keep them.
-        pattern: which of them, as `Path.glob` understands it: cluster and role.
+        root: directory in which clusters keep them.
+        pattern: selects cluster and role, as in `Path.glob`.
     """
     found = []
     for directory in sorted(Path(root).glob(pattern)):
@@ -271,7 +274,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _blocks(path: Path) -> int:
-    """Bytes of memory, or disk."""
+    """Returns the bytes of memory or disk that a file takes."""
     try:
         return path.stat().st_blocks * 512
     except FileNotFoundError:  # It is just being removed.
@@ -280,7 +283,7 @@ def _blocks(path: Path) -> int:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Holds the lock of a region, if nobody else does."""
+    """Takes the lock of a region, if it is free; yields whether it was."""
     number = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -297,7 +300,7 @@ def _in_use(path: Path) -> bool:
 
 
 def _remove(directory: Path) -> None:
-    # The manifest goes first: nobody shall attach to what is left of an interrupted removal.
+    # The manifest first: no process may attach to the rest of an interrupted removal.
     (directory / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(directory, ignore_errors=True)
     with contextlib.suppress(OSError):  # Other PSs of the cluster may be here.
@@ -305,14 +308,14 @@ def _remove(directory: Path) -> None:
 
 
 def _check_room(directory: Path, configs: Sequence[TableConfig], neighbours: int) -> None:
-    """Whether the regions can grow as large as their tables say; most leave their capacity open, and say nothing."""
+    """Checks the free space against the declared capacities. Most tables declare none, and need no check."""
     bounded = [config for config in configs if config.capacity < TableConfig.capacity]
     wanted = neighbours * sum(c.capacity * (ROW_OVERHEAD + 4 * (c.dim + c.state_width)) for c in bounded)
     system = os.statvfs(directory)
-    # What the others have by now is part of what they may need.
+    # The space that the neighbours use already is part of what all may need.
     taken: list[Path] = []
     for neighbour in directory.parent.iterdir():
-        with contextlib.suppress(OSError):  # It is no directory, not ours, or just being removed.
+        with contextlib.suppress(OSError):  # Not a directory, not readable, or just being removed.
             taken += _files(neighbour)
     numbers = {number for number, config in enumerate(configs) if config in bounded}
     mine = sum(_blocks(path) for path in taken if int(path.name.partition("-")[0]) in numbers)
@@ -326,8 +329,7 @@ def _check_room(directory: Path, configs: Sequence[TableConfig], neighbours: int
         names = ", ".join(config.name for config in bounded)
         sharing = f", in {neighbours} PSs of this host" if neighbours > 1 else ""
         raise StoreFullError(
-            f"{room}, and the rows of the tables {names} may need {wanted // MIB} MiB by their capacity{sharing}. "
-            f"{remedy}.",
+            f"{room}, but the declared capacity of the tables {names} needs {wanted // MIB} MiB{sharing}. {remedy}.",
             path=str(directory),
             free=free,
             wanted=wanted,
@@ -348,7 +350,7 @@ def _hint(directory: Path) -> None:
 
 
 def _huge_pages(directory: Path) -> bool:
-    """Whether the file system of a directory gives huge pages to those who ask for them."""
+    """Returns whether the file system of a directory gives huge pages on request."""
     best, kind, options = "", "", ""
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, mount, type_, set_, *_ = line.split(" ")
@@ -365,20 +367,20 @@ T = TypeVar("T")
 
 
 def retry_when_full(call: Callable[[], T], timeout: float, operation: str) -> T:
-    """Calls, again and again while there is no room for new rows.
+    """Retries a call while there is no space for new rows.
 
     Args:
         call: may be repeated.
         timeout: seconds to try.
-        operation: for the error.
+        operation: its name, for the error.
 
     Raises:
-        StoreFullError: there still is none.
+        StoreFullError: there was no space until the deadline.
     """
     began = time.monotonic()
 
     def told(error: Exception) -> None:
-        log.warning("%s waits for room: %s", operation, str(error))  # A log that keeps it would keep the store.
+        log.warning("%s waits for space: %s", operation, str(error))  # A log that kept the error would keep the store.
 
     try:
         return retry(
@@ -389,7 +391,7 @@ def retry_when_full(call: Callable[[], T], timeout: float, operation: str) -> T:
         )
     except StoreFullError as error:
         raise StoreFullError(
-            f"{error.message}. ({operation} has waited {time.monotonic() - began:.1f} s for it.)",
+            f"{error.message}. ({operation} waited {time.monotonic() - began:.1f} s for space.)",
             operation=operation,
             seconds=timeout,
         ) from error

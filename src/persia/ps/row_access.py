@@ -1,4 +1,4 @@
-"""Rows that are set by id, composed of what the store offers for checkpoints."""
+"""Writing rows by id, composed of the methods that a store has for checkpoints."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from persia.types import Floats, Ids, RowsSet, RowState
 __all__ = ["RowSetter", "set_rows"]
 
 KEPT_ANSWERS = 64
-"""A call is repeated soon if at all, and few callers set rows at the same time."""
+"""Number of answers kept for repeated calls: a call is repeated soon, and few callers set rows at the same time."""
 
 MAX_STAMP = 2**32 - 1
 
 
 class RowSetter:
-    """Sets rows of a store, each call once. Safe to call from several threads.
+    """Writes rows of a store, each call once. Safe to call from several threads.
 
     Args:
         store: with all its tables.
-        timeout: seconds to wait for memory.
+        timeout: seconds to wait for space.
     """
 
     def __init__(self, store: EmbeddingStore, timeout: float) -> None:
@@ -57,22 +57,22 @@ def set_rows(
     state: RowState | None,
     attempt: Callable[[Callable[[], None]], None] = lambda work: work(),
 ) -> RowsSet:
-    """Sets rows of a table.
+    """Writes rows of a table.
 
     Args:
         store: with the table.
-        table: its number.
+        table: number of the table.
         ids: uint64 `[n]`, distinct.
         values: float32 `[n, dim]`.
-        state: None keeps that of existing rows, and gives new ones the first one.
-        attempt: calls the work, again if need be.
+        state: None keeps the state of existing rows; new rows get the initial one.
+        attempt: calls the work, repeatedly if needed.
     """
     config = store.config(table)
     found, rows = store.peek(table, ids)
     if state is None:
         rows.state[~found] = config.initial_state
         state = RowState(rows.state, rows.update_count, rows.last_step)
-    # Ahead of the clocks, so that in a full shard these rows stay and others go.
+    # Ahead of all clocks, so that a full shard evicts other rows.
     clock = max(int(store.export_state(table, shard)["clocks"][0]) for shard in range(config.resolved_shards))
     stamps = np.full(len(ids), min(clock + 1, MAX_STAMP), np.uint32)
     evicted = store.statistics(table)["evicted"]

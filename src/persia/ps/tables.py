@@ -1,4 +1,4 @@
-"""From the declarations of a schema to what the store takes."""
+"""Translates the tables of a schema to the configuration of a store."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OPTIMIZERS: dict[type[EmbeddingOptimizer], OptimizerKind] = {
 
 
 def table_config(table: Table, seed: int) -> TableConfig:
-    """The store's configuration of a table whose optimizer is filled in."""
+    """Returns the store's configuration of a table whose optimizer is filled in."""
     optimizer = cast("EmbeddingOptimizer", table.optimizer)
     kind, low, high = _initializer(table.initializer)
     admission, value = _admission(table)
@@ -59,7 +59,7 @@ def table_config(table: Table, seed: int) -> TableConfig:
 
 
 def learning_rate(table: Table, step: int) -> float:
-    """The learning rate of a table at a global step."""
+    """Returns the learning rate of a table at a global step."""
     optimizer = cast("EmbeddingOptimizer", table.optimizer)
     return optimizer.lr * (optimizer.schedule.factor(step) if optimizer.schedule is not None else 1.0)
 
