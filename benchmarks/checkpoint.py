@@ -251,7 +251,7 @@ def checkpoints_of(trainer: persia.Trainer, rounds: int, pace: Pace) -> list[tup
         while len(spans) < rounds:
             assert time.monotonic() < deadline, f"{rounds} checkpoints were not written in time"
             time.sleep(0.01)
-            figures = trainer.saving.figures()
+            figures = trainer.checkpointing.metrics()
             if figures.get("checkpoint_step", step) == step:
                 continue
             step = figures["checkpoint_step"]

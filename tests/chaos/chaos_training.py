@@ -42,7 +42,7 @@ def make_trainer(cluster: Any, mode: str, checkpoints: str | None) -> persia.Tra
             checkpoint_dir=checkpoints,
             checkpoint_every_seconds=5.0 if checkpoints else None,
             keep_last=3,
-            snapshot_every_seconds=5.0,
+            recovery_point_every_seconds=5.0,
             max_failures=1000,
         ),
     )

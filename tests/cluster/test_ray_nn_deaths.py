@@ -45,7 +45,7 @@ def kills(cluster: Any, rank: int = 0, role: str = "nn_worker") -> Iterator[None
 def test_all_begin_anew_from_the_last_snapshot(mode, nn_workers):
     batches = 500
     with persia.cluster.Ray(1, 1, 1, nn_workers, options()) as cluster:
-        trainer = make_trainer(cluster, mode, snapshot_every_seconds=0.5)
+        trainer = make_trainer(cluster, mode, recovery_point_every_seconds=0.5)
         with kills(cluster, nn_workers - 1):
             result = trainer.fit(reader(batches))
         assert result.failures == 1
@@ -78,7 +78,7 @@ def test_in_asynchronous_modes_the_others_go_on():
 def test_a_dense_ps_that_dies_is_filled_from_the_last_snapshot():
     batches = 1000
     with persia.cluster.Ray(1, 1, 1, 2, options()) as cluster:
-        trainer = make_trainer(cluster, Gba(2 * BATCH), snapshot_every_seconds=0.5)
+        trainer = make_trainer(cluster, Gba(2 * BATCH), recovery_point_every_seconds=0.5)
         with kills(cluster, role="dense_ps"):
             result = trainer.fit(reader(batches))
         assert result.failures == 1
@@ -91,7 +91,7 @@ def test_a_dense_ps_that_dies_is_filled_from_the_last_snapshot():
 @pytest.mark.slow
 def test_the_story_is_told_after_the_last_failure():
     with persia.cluster.Ray(1, 1, 1, 1, options()) as cluster:
-        trainer = make_trainer(cluster, Hybrid(2), max_failures=1, snapshot_every_seconds=0.5)
+        trainer = make_trainer(cluster, Hybrid(2), max_failures=1, recovery_point_every_seconds=0.5)
         told: list[RoleDiedError] = []
 
         def train() -> None:
@@ -110,7 +110,7 @@ def test_the_story_is_told_after_the_last_failure():
         assert re.match(r"NN worker 0 \(process \d+ on .*\) has died", error.message)
         assert "failure 2 of this call of `fit`, and 1 are made good" in error.message
         assert re.search(
-            r"Before:\n  \d\d:\d\d:\d\d: nn worker 0 died; all NN workers begin again at step \d+", error.message
+            r"Before:\n  \d\d:\d\d:\d\d: nn worker 0 died; all NN workers restart at step \d+", error.message
         )
         assert (error.fields["role"], error.fields["rank"], error.fields["failures"]) == ("nn_worker", 0, 2)
         assert trainer.global_step == 0  # The network here is as it was.
@@ -141,7 +141,7 @@ def test_between_two_calls_of_fit_and_data_that_are_a_list():
 @pytest.mark.slow
 def test_a_death_soon_after_a_switch_does_not_undo_it():
     with persia.cluster.Ray(1, 1, 1, 2, options()) as cluster:
-        trainer = make_trainer(cluster, Sync(), snapshot_every_seconds=1000.0)
+        trainer = make_trainer(cluster, Sync(), recovery_point_every_seconds=1000.0)
         results: list[Any] = []
         thread = threading.Thread(target=lambda: results.append(trainer.fit(reader(2000))))
         thread.start()

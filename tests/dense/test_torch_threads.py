@@ -50,7 +50,7 @@ def test_a_trainer_leaves_half_of_the_cores_to_others(caplog):
         "torch computes with 4 of 8 cores, which leaves the others to lookups, updates and reading; "
         "OMP_NUM_THREADS=8 gives it all."
     ]
-    assert {f.name: f.value for f in trainer.watch.observe().figures}["nn_torch_threads"] == 4
+    assert {f.name: f.value for f in trainer.monitor.observe().figures}["nn_torch_threads"] == 4
 
 
 def test_on_two_cores_and_on_one_it_is_one_thread(monkeypatch):

@@ -93,14 +93,14 @@ def losses(cluster, data, **options):
         options=persia.TrainerOptions(progress=False, **options),
     )
     seen = []
-    train = trainer.step.train
+    forward_backward = trainer.step.forward_backward
 
-    def recorded(batch, embeddings):
-        logits, loss = train(batch, embeddings)
+    def recorded(batch, embeddings, *, all_reduce):
+        logits, loss = forward_backward(batch, embeddings, all_reduce=all_reduce)
         seen.append(loss.item())
         return logits, loss
 
-    trainer.step.train = recorded
+    trainer.step.forward_backward = recorded
     result = trainer.fit(data, epochs=2)
     return seen, result.progressive.log_loss
 

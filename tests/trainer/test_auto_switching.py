@@ -155,8 +155,8 @@ def test_a_checkpoint_keeps_the_rule(tmp_path):
     t = trainer(auto)
     t.fit(batches(4))
     t.save(tmp_path)
-    again = type(t).resume(str(tmp_path), t.model, optimizer=t.optimizer_factory)
-    assert (again.auto, again.mode) == (auto, Sync())
+    again = type(t).resume(str(tmp_path), t.model, optimizer=t.step.make_optimizer)
+    assert (again.declared.mode, again.mode) == (auto, Sync())
 
 
 def test_it_does_not_go_with_a_schedule_or_a_cluster_without_dense_ps():

@@ -31,7 +31,7 @@ def test_a_checkpoint_of_version_0_1_goes_on(tmp_path, name):
     model = persia.nn.models.FFNN(reader().schema, hidden=(4,), dropout=0.2)
     t = persia.Trainer.resume(str(tmp_path / name), model, optimizer=lambda p: torch.optim.Adam(p, 1e-2))
     assert (t.global_step, t.position) == (9, 9)
-    assert t.declared_mode == MODES[name]
+    assert t.declared.mode == MODES[name]
     assert (t.options.max_failures, t.options.keep_last) == (3, 3)
     result = t.fit(reader())
     assert result.global_step == expected["global_step"] == 20

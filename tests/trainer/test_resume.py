@@ -331,15 +331,15 @@ def test_a_ps_that_is_started_again_amid_a_checkpoint_costs_that_one(tmp_path, m
 
     monkeypatch.setattr(EmbeddingServer, method, started_again)
     lost = "The checkpoint of step 3 is lost, training is unharmed: There is no such snapshot"
-    begun = t.saving.begin(t, str(tmp_path), t._moment(None))
+    begun = t.checkpointing.begin(str(tmp_path), t.checkpointing.capture())
     assert begun == (method == "snapshot_rows")
     if begun:
         with pytest.raises(CheckpointError, match=lost):
-            t.saving.wait()
+            t.checkpointing.wait()
     else:
         assert lost in caplog.text
-    assert t.saving.begin(t, str(tmp_path), t._moment(None))
-    t.saving.wait()
+    assert t.checkpointing.begin(str(tmp_path), t.checkpointing.capture())
+    t.checkpointing.wait()
     assert [entry.step for entry in persia.checkpoint.list_checkpoints(str(tmp_path))] == [3]
     persia.checkpoint.CheckpointReader(str(tmp_path)).verify()
 
@@ -352,11 +352,11 @@ def test_a_file_size_limit_during_fit_leaves_the_old_checkpoint_and_training_goe
     t = trainer(schema, **options)
     t.fit(reader(), max_steps=5)
     if slow:
-        write, waited_for = saving.write_rows, t.saving._hurry
+        write, waited_for = saving.write_rows, t.checkpointing._hurry
         monkeypatch.setattr(saving, "write_rows", lambda *a, **named: waited_for.wait(60) and write(*a, **named))
     else:
-        begin = t.saving.begin
-        monkeypatch.setattr(t.saving, "begin", lambda *a: begin(*a) and t.saving._thread.join(60) is None)
+        begin = t.checkpointing.begin
+        monkeypatch.setattr(t.checkpointing, "begin", lambda *a: begin(*a) and t.checkpointing._thread.join(60) is None)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:

@@ -22,5 +22,5 @@ def test_an_iterator_gives_again_what_is_not_trained():
     assert [own.read(n) for n in range(4)] == list("abcd")
     own.forget(2)
     assert [own.read(n) for n in (2, 3, 4)] == list("cde")
-    with pytest.raises(DataError, match="gone by"):
+    with pytest.raises(DataError, match="Cannot rewind to batch 1"):
         own.read(1)

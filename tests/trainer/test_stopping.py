@@ -122,7 +122,7 @@ def test_a_second_signal_ends_fit_at_once(tmp_path, capsys, monkeypatch):
 
     t = trainer(Sync(), checkpoint_dir=str(tmp_path))
     t.fit(batches(30), max_steps=6)
-    monkeypatch.setattr(t.saving, "wait", lambda: release.wait(DEADLINE))
+    monkeypatch.setattr(t.checkpointing, "wait", lambda: release.wait(DEADLINE))
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         t.fit(Source(30, 10, twice))

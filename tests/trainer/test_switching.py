@@ -255,7 +255,7 @@ def test_a_switch_that_cannot_be_is_refused_and_training_goes_on():
 def test_advice_where_there_are_far_fewer_nn_workers_than_gradients(caplog):
     t = trainer(Gba(8 * ROWS))
     t.fit(batches(9))
-    advice = "Gba applies 8 gradients at a time, from 1 NN workers"
+    advice = "Gba applies 8 gradients per step, from 1 NN workers"
     assert [r.levelname for r in caplog.records if advice in r.getMessage()] == ["WARNING"]
     t.fit(batches(9))
     assert sum(advice in r.getMessage() for r in caplog.records) == 2

@@ -1,4 +1,4 @@
-"""One step of the dense network: forward, loss, backward, optimizer; precision and accumulation included."""
+"""`DenseStep`: forward, loss, backward and optimizer of the dense network; precision and accumulation included."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Precision = Literal["float32", "bf16", "fp16"]
 
 
 class StepOptions(NamedTuple):
-    """How the dense network is updated.
+    """Options of the update of the dense network.
 
     Attributes:
-        schedule: of the learning rates of all parameter groups, by updates made; one that overflows in fp16 is none.
+        schedule: factor of all learning rates by the number of updates; those that overflow in fp16 do not count.
         precision: "bf16" and "fp16" run the forward pass under autocast; "fp16" also scales the loss.
         accumulation_steps: backward passes per optimizer step; the loss is divided by it.
         clip_norm: largest global norm of the dense gradient; None for no clipping.
@@ -38,12 +38,12 @@ class StepOptions(NamedTuple):
 
 
 class DenseStep:
-    """Trains the dense network. The embeddings' gradients leave by their own hooks during `backward`.
+    """The dense network with its optimizer: computes gradients batch by batch, and applies them.
 
     Args:
         model: `model(dense, embeddings)` gives logits `[batch, labels]`. A method `loss(logits, labels)` of the
             model is used where it has one, else the mean binary cross-entropy over all labels.
-        optimizer: made from the model's parameters.
+        optimizer: makes the optimizer from the model's parameters.
         device: where the network runs.
         options: the rest.
 
@@ -59,6 +59,7 @@ class DenseStep:
         options: StepOptions,
     ) -> None:
         self.model = model.to(device)
+        self.make_optimizer = optimizer
         self.replicas: Replicas = SingleReplica(self.model)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = optimizer(parameters)
@@ -72,14 +73,13 @@ class DenseStep:
         )
         self.scaler = torch.amp.GradScaler(device.type) if options.precision == "fp16" else None
         dtype = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[options.precision]
-        # An optimizer that talks to the other NN workers itself: what it decides, it must decide for all.
+        # An optimizer that communicates itself has to decide for all NN workers whether a step overflowed.
         if self.scaler is not None and hasattr(self.optimizer, "attach_scaler"):
             self.optimizer.attach_scaler(self.scaler)
         if options.clip_norm is not None and hasattr(self.optimizer, "consolidate"):
             raise ConfigError(
                 f"clip_norm of the Trainer does not reach {type(self.optimizer).__name__}, whose gradients are not "
-                "averaged "
-                "before it; give its own options a clip_norm.",
+                "averaged before it; give its own options a clip_norm.",
                 field="clip_norm",
             )
         self._autocast = (lambda: torch.autocast(device.type, dtype)) if dtype is not None else contextlib.nullcontext
@@ -91,35 +91,31 @@ class DenseStep:
         self._batches = 0
         self._rows = 0
         self.times = Histogram()
-        """How long batches took; on a GPU, to be launched."""
+        """Time that batches took; on a GPU, to be launched."""
 
-    def train(self, batch: PreparedBatch, embeddings: Embeddings) -> tuple[torch.Tensor, torch.Tensor]:
-        """One batch. From a made-up one nothing is learned.
+    def forward_backward(
+        self, batch: PreparedBatch, embeddings: Embeddings, *, all_reduce: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computes the gradients of one batch; those of its embeddings leave by their own hooks during `backward`.
+
+        Args:
+            batch: the batch. Nothing is learned from a dummy one.
+            embeddings: of the batch.
+            all_reduce: the batch belongs to an update of this network: in the last one of it, gradients are averaged
+                over all NN workers. Otherwise they stay here, for dense PSs.
 
         Returns:
-            Logits float32 `[batch, labels]` of the forward pass, before the update, and the loss, both detached.
+            Logits float32 `[batch, labels]` and the loss, both before the update, and detached.
         """
-        with self.times.timed():
-            return self._train(batch, embeddings)
-
-    def compute(self, batch: PreparedBatch, embeddings: Embeddings) -> tuple[torch.Tensor, torch.Tensor]:
-        """Forward and backward of one batch, without an update: dense PSs do that. Returns what `train` does."""
-        with self.times.timed():
-            logits, loss = self._forward_backward(batch, embeddings, self.model)
-        return logits.detach(), loss.detach()
-
-    def _train(self, batch: PreparedBatch, embeddings: Embeddings) -> tuple[torch.Tensor, torch.Tensor]:
+        if not all_reduce:
+            return self._forward_backward(batch, embeddings, self.model)
         self._batches += 1
         self._rows += batch.weight
-        last = self._batches == self._accumulation
-        if batch.dummy and self.replicas.nn_workers == 1:  # Nobody waits for us in a collective.
-            logits = loss = batch.labels.new_zeros(())
-        else:
-            with self.replicas.batch(batch.dummy, last):
-                logits, loss = self._forward_backward(batch, embeddings, self.replicas.model)
-        if last:
-            self._update()
-        return logits.detach(), loss.detach()
+        if batch.dummy and self.replicas.nn_workers == 1:  # No other NN worker waits for it in a collective.
+            nothing = batch.labels.new_zeros(())
+            return nothing, nothing
+        with self.replicas.batch(batch.dummy, self._batches == self._accumulation):
+            return self._forward_backward(batch, embeddings, self.replicas.model)
 
     def _forward_backward(
         self, batch: PreparedBatch, embeddings: Embeddings, model: torch.nn.Module
@@ -132,7 +128,14 @@ class DenseStep:
         if self.scaler is not None:
             scaled = self.scaler.scale(scaled)
         scaled.backward()
-        return logits, loss
+        return logits.detach(), loss.detach()
+
+    def apply(self) -> bool:
+        """Updates the network, after the last batch of an update. Returns whether it was the last."""
+        last = self._batches == self._accumulation
+        if last:
+            self._update()
+        return last
 
     def finish(self) -> None:
         """Applies the gradients since the last update, if there are any. All NN workers call it, at the same batch."""
@@ -155,7 +158,7 @@ class DenseStep:
             scale = self.scaler.get_scale()
             self.scaler.step(self.optimizer)
             self.scaler.update()
-            skipped = self.scaler.get_scale() < scale  # It tells of an overflow in no other way.
+            skipped = self.scaler.get_scale() < scale  # There is no other sign of an overflow.
         else:
             self.optimizer.step()
         self.optimizer.zero_grad()

@@ -160,6 +160,10 @@ class TokenClient:
         for sequence in list(self._open):
             self.push(sequence, 0, self.dense.version, [], None)
 
+    def stop(self) -> None:
+        """Ends the phase for all NN workers, once the batches under way are trained."""
+        self._tokens.stop()
+
     def quiesce(self) -> QuiesceResult:
         """Waits until all NN workers are done with the phase."""
         while True:

@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: a moment is captured at rest, and written while training goes on."""
+"""Checkpoints of a training run: its state is captured between two phases, and written while training goes on."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,14 +21,15 @@ from persia.checkpoint.storage import ahead
 from persia.config import dump
 from persia.errors import CheckpointError, PeerRestartedError, PersiaError, StoreError, WireError
 from persia.metrics import MetricsResult
+from persia.modes import Sync
+from persia.nn.dense_step import DenseStep
 from persia.retry import Backoff, Deadline, retry
 from persia.services import EmbeddingPS, SnapshotInfo
 from persia.trainer.loading import resolved
+from persia.trainer.options import Declared
+from persia.trainer.state import TrainingState
 
-if TYPE_CHECKING:
-    from persia.trainer import Trainer
-
-__all__ = ["CheckpointState", "Checkpointing", "await_periodic", "begin_periodic", "score_of", "write_rows"]
+__all__ = ["CheckpointState", "Checkpointing", "write_rows"]
 
 LOG = logging.getLogger("persia.checkpoint")
 
@@ -50,7 +51,7 @@ class CheckpointState(NamedTuple):
     Attributes:
         training: `TrainingState.state_dict`, which all NN workers call.
         score: the highest decides which checkpoint is the best.
-        consistent: whether all rows are to be of this moment.
+        consistent: whether all rows are to be of the time of capture.
     """
 
     training: dict[str, Any]
@@ -97,24 +98,40 @@ class Throttle:
 
 
 class Checkpointing:
-    """Writes the checkpoints of one trainer, one at a time. Used by its thread, on one NN worker for all."""
+    """Writes the checkpoints of a run, one at a time. Used by the training thread; NN worker 0 writes for all.
 
-    def __init__(self) -> None:
+    All NN workers call `save`, `save_last`, `begin_periodic` and `await_periodic`, between two phases.
+
+    Args:
+        network: the dense network, whose replicas run functions on NN worker 0.
+        state: what training changes, besides rows and the network's tensors.
+        servers: the embedding PSs.
+        declared: the declarations of the run, which each checkpoint records.
+    """
+
+    def __init__(
+        self, network: DenseStep, state: TrainingState, servers: Sequence[EmbeddingPS], declared: Declared
+    ) -> None:
+        self._network = network
+        self._state = state
+        self._servers = servers
+        self._declared = declared
+        self._options = declared.options
         self._chain: _Chain | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._failures = 0
         self._last: _Written | None = None
         self._failing = False
-        self._hurry = threading.Event()  # Somebody waits for what is being written.
+        self._hurry = threading.Event()  # Set while the training thread waits for what is being written.
 
     @property
     def busy(self) -> bool:
-        """Whether one is being written."""
+        """Whether a checkpoint is being written."""
         return self._thread is not None and self._thread.is_alive()
 
-    def figures(self) -> dict[str, float]:
-        """For `persia.trainer.monitor`. Thread-safe."""
+    def metrics(self) -> dict[str, float]:
+        """Returns the age, duration and failures of checkpoints. Thread-safe."""
         found: dict[str, float] = {"checkpoint_failures": self._failures}
         last = self._last
         if last is not None:
@@ -124,7 +141,7 @@ class Checkpointing:
         return found
 
     def wait(self) -> None:
-        """Blocks until nothing is being written; raises, once, what the last one has failed with."""
+        """Blocks until nothing is being written. Raises, once, the error of the last checkpoint."""
         if self._thread is not None:
             self._hurry.set()
             self._thread.join()
@@ -133,38 +150,89 @@ class Checkpointing:
         if failure is not None:
             raise failure
 
-    def save(self, trainer: Trainer, directory: str, moment: CheckpointState) -> str:
-        """Writes a checkpoint of a trainer at rest; returns its path."""
-        self.wait()
-        return self._capture(trainer, directory, moment._replace(consistent=False))(None)
+    def save(self, directory: str) -> str:
+        """Writes a checkpoint and returns its path. Blocks."""
+        captured = self.capture()
+        return self._network.replicas.run_on_rank0(lambda: self.write(directory, captured), str)
 
-    def save_last(self, trainer: Trainer, directory: str, moment: CheckpointState) -> str:
-        """The same at the end of `fit`. No later one makes it good, so it waits for room, and for a PS that returns."""
+    def save_last(self, evaluation: MetricsResult | None) -> str:
+        """Writes the checkpoint at the end of `fit`. As none comes after it, transient failures are retried."""
+        captured, directory = self.capture(evaluation), self._directory
 
-        def passing(error: Exception) -> bool:
+        def transient(error: Exception) -> bool:
             full = isinstance(error, CheckpointError) and error.fields.get("errno") in (errno.ENOSPC, errno.EDQUOT)
             return full or isinstance(error.__cause__, LOST)
 
-        def told(error: Exception) -> None:
+        def warn(error: Exception) -> None:
             LOG.warning("The last checkpoint has failed, and is tried again for %g s: %s", LAST_SECONDS, error)
 
-        return retry(
-            lambda: self.save(trainer, directory, moment),
-            transient=passing,
-            deadline=Deadline(LAST_SECONDS),
-            backoff=Backoff(RETRY_SECONDS),
-            on_wait=told,
-        )
+        def write() -> str:
+            return retry(
+                lambda: self.write(directory, captured),
+                transient=transient,
+                deadline=Deadline(LAST_SECONDS),
+                backoff=Backoff(RETRY_SECONDS),
+                on_wait=warn,
+            )
 
-    def begin(self, trainer: Trainer, directory: str, moment: CheckpointState) -> bool:
-        """Captures this moment of a trainer at rest; it is written in the background. `wait` tells how that went.
+        return self._network.replicas.run_on_rank0(write, str)
+
+    def begin_periodic(self, evaluate: Callable[[], MetricsResult | None]) -> bool:
+        """Begins a checkpoint that is written while training goes on, unless one is still being written.
+
+        Args:
+            evaluate: called where the best checkpoint is kept.
 
         Returns:
             Whether it was begun.
 
         Raises:
-            CheckpointError: two in a row have failed. Of one alone a warning tells: the next makes it good.
+            CheckpointError: two in a row have failed. A single one is logged as a warning, as the next replaces it.
         """
+        replicas = self._network.replicas
+        if replicas.run_on_rank0(self._still_writing, bool):
+            return False
+        captured = self.capture(evaluate() if self._options.keep_best is not None else None)
+        return replicas.run_on_rank0(lambda: self.begin(self._directory, captured), bool)
+
+    def await_periodic(self) -> bool:
+        """Waits for the last checkpoint that was begun. Returns whether it has failed, so that another is needed."""
+
+        def failed() -> bool:
+            try:
+                self.wait()
+            except PersiaError as error:
+                LOG.warning("A checkpoint has failed, another one is written now: %s", error)
+                return True
+            return False
+
+        return self._network.replicas.run_on_rank0(failed, bool)
+
+    def capture(self, evaluation: MetricsResult | None = None) -> CheckpointState:
+        """Captures the state of training. All NN workers call it.
+
+        Args:
+            evaluation: decides which checkpoint is the best.
+        """
+        self._network.replicas.settle()
+        consistent = self._options.checkpoint_consistent or isinstance(self._state.mode, Sync)
+        return CheckpointState(self._state.state_dict(), self._score(evaluation), consistent)
+
+    @property
+    def _directory(self) -> str:
+        directory = self._options.checkpoint_dir
+        assert directory is not None  # `Trainer` checks it.
+        return directory
+
+    # --- on NN worker 0 -----------------------------------------------------------------------------------------
+
+    def write(self, directory: str, captured: CheckpointState) -> str:
+        """Writes a checkpoint of the state that was captured just now, while nothing is trained. Returns its path."""
+        self.wait()
+        return self._prepare(directory, captured._replace(consistent=False))(None)
+
+    def begin(self, directory: str, captured: CheckpointState) -> bool:
+        """Begins to write one in the background; see `begin_periodic`."""
         awaited = self._thread is not None
         try:
             self.wait()
@@ -172,7 +240,7 @@ class Checkpointing:
         except CheckpointError as error:
             self._bear(error)
         try:
-            write = self._capture(trainer, directory, moment)
+            write = self._prepare(directory, captured)
         except CheckpointError as error:
             self._bear(error)
             return False
@@ -180,7 +248,7 @@ class Checkpointing:
 
         def run() -> None:
             try:
-                write(Throttle(trainer.options.checkpoint_share, self._hurry))
+                write(Throttle(self._options.checkpoint_share, self._hurry))
             except BaseException as error:
                 self._failure = error
 
@@ -188,47 +256,64 @@ class Checkpointing:
         self._thread.start()
         return True
 
+    def _still_writing(self) -> bool:
+        if not self.busy:
+            return False
+        LOG.warning(
+            "Step %d: no checkpoint, as the one before is still being written. Make them less often, let them take a "
+            "larger checkpoint_share, or write to a faster disk.",
+            self._state.global_step,
+        )
+        return True
+
+    def _score(self, evaluation: MetricsResult | None) -> float | None:
+        """Returns the score of a checkpoint, the higher the better; None if no score is kept."""
+        if evaluation is None or self._options.keep_best is None:
+            return None
+        score = evaluation.auc if self._options.keep_best == "auc" else -evaluation.log_loss
+        return score if math.isfinite(score) else None
+
     def _bear(self, error: CheckpointError) -> None:
         if self._failing:
             raise error
         self._failing = True
         LOG.warning("A checkpoint has failed, and training goes on: %s", error)
 
-    def _capture(self, trainer: Trainer, directory: str, moment: CheckpointState) -> Callable[[Throttle | None], str]:
-        """Captures everything that training changes; the function that is returned writes it, with pauses."""
+    def _prepare(self, directory: str, captured: CheckpointState) -> Callable[[Throttle | None], str]:
+        """Begins the snapshots of the PSs; the function that is returned writes the checkpoint, with pauses."""
         began = time.monotonic()
-        options = trainer.options
-        servers = trainer.embeddings.connection.servers
-        step = trainer.global_step
+        options, servers, state = self._options, self._servers, self._state
+        step = state.global_step
         chain = self._chain if self._may_add(directory, step, options.checkpoint_increments) else None
         self._chain = None
         writer = CheckpointWriter(directory, step, keep_last=options.keep_last, keep_best=options.keep_best is not None)
         try:
             with _given_up(step):
-                # What PSs have besides rows changes with every batch: so now, before training goes on.
+                # The state of PSs besides rows changes with every batch: read it before training goes on.
                 states = _states(writer, servers)
-                model = _held(dict(trainer.model.state_dict()))
-                training = _held(moment.training)
-                schema = resolved(trainer)
-                name, infos = _cut(servers, chain.epochs if chain else None, directory, live=not moment.consistent)
+                model = _held(dict(self._network.model.state_dict()))
+                training = _held(captured.training)
+                schema = resolved(self._declared.schema, servers)
+                known = chain.epochs if chain else None
+                name, infos = _begin_snapshots(servers, known, directory, live=not captured.consistent)
         except BaseException:
             writer.abort()
             raise
         whole = all(info.whole for info in infos)
         config = {
-            "schema": dump(trainer.schema),
-            "embedding_optimizer": dump(trainer.embedding_optimizer),
-            "mode": dump(trainer.auto or trainer.mode),
+            "schema": dump(self._declared.schema),
+            "embedding_optimizer": dump(self._declared.embedding_optimizer),
+            "mode": dump(self._declared.auto or state.mode),
             "options": dump(options),
         }
 
-        def write(rests: Throttle | None) -> str:
+        def write(throttle: Throttle | None) -> str:
             try:
                 with _given_up(step), writer:
-                    if rests is not None:
-                        writer.rest(rests)
+                    if throttle is not None:
+                        writer.rest(throttle)
                     for number, server in enumerate(servers):
-                        write_rows(writer, number, server, name, at_rest=rests is None)
+                        write_rows(writer, number, server, name, at_rest=throttle is None)
                     for part, pieces in states:
                         writer.add_state(part, pieces)
                     writer.add_tensors("model", model)
@@ -236,15 +321,15 @@ class Checkpointing:
                     path = writer.commit(
                         schema=schema,
                         config=config,
-                        span=(step, step if moment.consistent else max(step, trainer.global_step)),
+                        span=(step, step if captured.consistent else max(step, state.global_step)),
                         base=None if whole or chain is None else chain.base,
-                        score=moment.score,
+                        score=captured.score,
                     )
             except BaseException:
                 self._failures += 1
                 raise
             finally:
-                _end(servers, name)
+                _end_snapshots(servers, name)
             length = 0 if whole or chain is None else chain.length + 1
             now = time.monotonic()
             self._last = _Written(now, step, now - began)
@@ -258,51 +343,6 @@ class Checkpointing:
         return chain is not None and chain.directory == directory and chain.length < most and chain.base.step < step
 
 
-def begin_periodic(trainer: Trainer, evaluate: Callable[[], MetricsResult | None]) -> bool:
-    """Lets a checkpoint be written while training goes on, unless one is under way. All NN workers call it.
-
-    Args:
-        trainer: at rest.
-        evaluate: called where the best checkpoint is kept.
-    """
-    directory, replicas = trainer.options.checkpoint_dir, trainer.step.replicas
-    assert directory is not None
-    if replicas.run_on_rank0(lambda: _still_saving(trainer), bool):
-        return False
-    evaluation = evaluate() if trainer.options.keep_best is not None else None
-    moment = trainer._moment(score_of(trainer, evaluation))
-    return replicas.run_on_rank0(lambda: trainer.saving.begin(trainer, directory, moment), bool)
-
-
-def _still_saving(trainer: Trainer) -> bool:
-    if not trainer.saving.busy:
-        return False
-    LOG.warning(
-        "Step %d: no checkpoint, as the one before is still being written. Make them less often, let them take a "
-        "larger checkpoint_share, or write to a faster disk.",
-        trainer.global_step,
-    )
-    return True
-
-
-def await_periodic(trainer: Trainer) -> bool:
-    """Waits for the last one that was begun. Returns whether it has failed, so that there should be another."""
-    try:
-        trainer.saving.wait()
-    except PersiaError as error:
-        LOG.warning("A checkpoint has failed, another one is written now: %s", error)
-        return True
-    return False
-
-
-def score_of(trainer: Trainer, evaluation: MetricsResult | None) -> float | None:
-    """Returns the score of a checkpoint, the higher the better; None if no score is kept."""
-    if evaluation is None or trainer.options.keep_best is None:
-        return None
-    score = evaluation.auc if trainer.options.keep_best == "auc" else -evaluation.log_loss
-    return score if math.isfinite(score) else None
-
-
 @contextmanager
 def _given_up(step: int) -> Iterator[None]:
     """Raises CheckpointError in place of the error of a restarted PS: its snapshot is gone, training continues."""
@@ -314,7 +354,7 @@ def _given_up(step: int) -> Iterator[None]:
         ) from error
 
 
-def _cut(
+def _begin_snapshots(
     servers: Iterable[EmbeddingPS], epochs: list[dict[str, int]] | None, directory: str, *, live: bool
 ) -> tuple[str, list[SnapshotInfo]]:
     """Begins a snapshot on all PSs: of changed rows if all of them know which, else of all rows."""
@@ -324,22 +364,22 @@ def _cut(
     try:
         infos = [server.begin_snapshot(name, known, place, live) for server, known in zip(servers, since, strict=True)]
     except BaseException:
-        _end(servers, name)
+        _end_snapshots(servers, name)
         raise
     if len({info.whole for info in infos}) == 1:
         return name, infos
-    _end(servers, name)
-    return _cut(servers, None, directory, live=live)
+    _end_snapshots(servers, name)
+    return _begin_snapshots(servers, None, directory, live=live)
 
 
-def _end(servers: Iterable[EmbeddingPS], name: str) -> None:
+def _end_snapshots(servers: Iterable[EmbeddingPS], name: str) -> None:
     for server in servers:
         with suppress(PersiaError):  # A PS that is gone has no snapshot either.
             server.end_snapshot(name)
 
 
 def _states(writer: CheckpointWriter, servers: Iterable[EmbeddingPS]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """State parts of this moment, to be written later; those that would take too much memory are written at once."""
+    """Returns parts of the PSs' state, to be written later; those that need too much memory are written at once."""
     held: list[tuple[str, list[dict[str, Any]]]] = []
     nbytes = 0
     for number, server in enumerate(servers):
@@ -354,7 +394,7 @@ def _states(writer: CheckpointWriter, servers: Iterable[EmbeddingPS]) -> list[tu
 
 
 def write_rows(writer: CheckpointWriter, number: int, server: EmbeddingPS, name: str, *, at_rest: bool = True) -> None:
-    """Writes the rows of a store snapshot of PS `number`; at rest the next chunk is read while one is written."""
+    """Writes the rows of a store snapshot of PS `number`; `at_rest` reads the next chunk while one is written."""
     rows = server.snapshot_rows(name)
     with closing(ahead(rows)) if at_rest else nullcontext(rows) as chunks:
         for chunk in chunks:
@@ -364,7 +404,7 @@ def write_rows(writer: CheckpointWriter, number: int, server: EmbeddingPS, name:
 
 
 def _held(value: Any) -> Any:
-    """A copy in CPU memory that training does not change."""
+    """Returns a copy in CPU memory that training does not change."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, np.ndarray):

@@ -1,8 +1,8 @@
-"""`Trainer.fit` on the NN workers of a cluster, from the process that has the Trainer.
+"""`Trainer.fit` on the NN workers of a cluster, from the process that holds the user's trainer.
 
-Each NN worker gets a Trainer like it, with the same state, and fits; then the state comes back. So in between the
-network is here as much as with `Embedded`: to be evaluated, saved, or trained on. When an NN worker dies, all begin
-anew: from where the others came to rest without it, or else from the state that was kept here last.
+Each NN worker makes a trainer like that one, loads its state, and trains; then the state comes back. So between two
+calls the network is here as much as with `Embedded`: to be evaluated, saved, or trained on. When an NN worker dies, all
+restart: from where the others quiesced without it, or else from the last recovery point.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import io
 import logging
 import time
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -20,28 +20,41 @@ from persia.batching.batch import Batch
 from persia.checkpoint import list_checkpoints
 from persia.errors import NNWorkersDiedError, RoleDiedError
 from persia.metrics import Metrics
+from persia.nn.dense_step import DenseStep
 from persia.nn.replicas import SingleReplica
-from persia.services import Attempt, ProcessCluster
+from persia.services import Attempt, Connection, EmbeddingPS, ProcessCluster
 from persia.trainer import loading
+from persia.trainer.options import Declared
 from persia.trainer.progress import FitProgress, FitResult, TrainedRows
-from persia.trainer.state import RunTotals
+from persia.trainer.sources import expect_data
+from persia.trainer.state import RunTotals, TrainingState
 
-if TYPE_CHECKING:
-    from persia.trainer import Trainer
-
-__all__ = ["fit", "keep"]
+__all__ = ["Driver", "LocalTrainer", "save_recovery_point"]
 
 LOG = logging.getLogger("persia.cluster")
 
 
-class _State(NamedTuple):
-    """State of a Trainer that training changes, besides rows.
+class LocalTrainer(Protocol):
+    """The trainer of one NN worker: `persia.Trainer`, which stands above this module."""
+
+    state: TrainingState
+    step: DenseStep
+    trained_here: TrainedRows
+
+    def fit_here(
+        self, train_data: Iterable[Batch] | None, eval_data: Iterable[Batch] | None, epochs: int, max_steps: int | None
+    ) -> FitResult:
+        """Trains on this NN worker."""
+
+
+class RunState(NamedTuple):
+    """State of a run that training changes, besides rows. A recovery point is one.
 
     Attributes:
         model: its tensors and all else that `torch.save` writes, on the CPU.
         training: see `TrainingState.state_dict`.
         finished: whether the last call came to its end; a resumed run goes on where it was in any case.
-        trained: in this call, since NN workers began last.
+        trained: in this call, since NN workers started last.
     """
 
     model: bytes
@@ -51,141 +64,160 @@ class _State(NamedTuple):
 
     @property
     def step(self) -> int:
+        """The global step."""
         return int(self.training["global_step"])
 
 
-class _Alone(NamedTuple):
+class _Survived(NamedTuple):
     """State of an NN worker that quiesced without the others; its counts are its own."""
 
-    state: _State
+    state: RunState
 
 
 class _Work:
     """The work of an NN worker in one call of `fit`. Pickled as a whole, with the cluster in it.
 
     Args:
-        trainer: which one to do it like.
-        cluster: that of the trainer.
+        make: makes a trainer like that of the driver.
         eval_data: evaluated at the end.
         state: to begin with.
-        bounds: of `Trainer.fit_here`.
+        bounds: `epochs` and `max_steps`.
     """
 
     def __init__(
         self,
-        trainer: Trainer,
-        cluster: ProcessCluster,
+        make: Callable[[], LocalTrainer],
         eval_data: Iterable[Batch] | None,
-        state: _State,
+        state: RunState,
         bounds: dict[str, Any],
     ) -> None:
-        self._class = type(trainer)
-        self._arguments: dict[str, Any] = {
-            "optimizer": trainer.optimizer_factory,
-            "embedding_optimizer": trainer.embedding_optimizer,
-            "mode": trainer.declared_mode,
-            "cluster": cluster,
-            "options": trainer.options,
-        }
-        self._model = trainer.model
-        self._schema = trainer.schema
-        self._state = state
+        self._make = make
         self._eval_data = eval_data
+        self._state = state
         self._bounds = bounds
 
-    def __call__(self) -> tuple[FitResult, _State] | _Alone | None:
-        trainer = self._class(self._model, self._schema, **self._arguments)
-        _restore(trainer, self._state)
-        first = trainer.embeddings.connection.rank == 0
+    def __call__(self) -> tuple[FitResult, RunState] | _Survived | None:
+        trainer = self._make()
+        network, state = trainer.step, trainer.state
+        _restore(network, state, self._state, elsewhere=False)
         try:
             result = trainer.fit_here(None, self._eval_data, **self._bounds)
         except NNWorkersDiedError:
-            trainer.step.replicas = SingleReplica(trainer.model)
-            if not first:
-                trainer.state.earlier = RunTotals()  # As its metrics: what was before is with the first one.
-            return _Alone(_state(trainer, trainer.trained_here))
-        state = _state(trainer, TrainedRows(result.rows, result.seconds))  # All take part.
-        return (result, state) if first else None
+            network.replicas = SingleReplica(network.model)
+            if state.rank > 0:
+                state.earlier = RunTotals()  # As its metrics: counts from before are with the first one.
+            return _Survived(_captured(network, state, trainer.trained_here))
+        captured = _captured(network, state, TrainedRows(result.rows, result.seconds))  # All take part.
+        return (result, captured) if state.rank == 0 else None
 
 
-def fit(
-    trainer: Trainer,
-    cluster: ProcessCluster,
-    train_data: Iterable[Batch],
-    eval_data: Iterable[Batch] | None,
-    bounds: dict[str, Any],
-) -> FitResult:
-    """Does what `Trainer.fit` says, elsewhere.
+class Driver:
+    """Runs calls of `fit` on the NN workers of a cluster, and restarts them when one has died.
 
     Args:
-        trainer: of this process.
-        cluster: whose data loaders read, and whose NN workers train.
-        train_data: see `Trainer.fit`; pickled.
-        eval_data: likewise.
-        bounds: `epochs` and `max_steps`.
-
-    Raises:
-        PersiaError: what an NN worker has raised, or of which a process has died. The network here is as it was.
+        cluster: its data loaders read, and its NN workers train.
+        make: makes a trainer like that of this process; pickled.
+        network: the dense network of this process.
+        state: the state of this process's trainer.
+        servers: the embedding PSs.
+        declared: the declarations of the run.
     """
-    trainer.segments.begin(train_data, trainer.finished)
-    state = _state(trainer, TrainedRows(0, 0.0))
-    story = _Story(trainer.options.max_failures)
-    first_step, before = state.step, TrainedRows(0, 0.0)
-    while True:
-        training = state.training
-        epoch, position = (0, 0) if state.finished else (training["epoch"], training["position"])
-        cluster.feed(train_data, epoch, position, trainer.options.accumulation_steps)
-        left = dict(bounds)
-        if left["max_steps"] is not None:
-            left["max_steps"] -= state.step - first_step
-        attempt = cluster.attempt(_Work(trainer, cluster, eval_data, state, left), lambda: trainer.stopping)
-        if not attempt.deaths:
-            break
-        state, how = _go_on(attempt, state, trainer.schema.labels)
-        story.add(attempt.deaths, how)
-        lost = [d for d in attempt.deaths if d.fields["role"] == "embedding_ps" and "returns" not in d.fields]
-        if lost:
-            _reload(trainer, cluster, lost)
-        before = _sum(before, state.trained)
-    result: FitResult
-    last: _State
-    result, last = attempt.results[0]
-    _restore(trainer, last)
-    trained = _sum(before, last.trained)
-    return msgspec.structs.replace(
-        result,
-        rows=trained.rows,
-        seconds=trained.seconds,
-        rows_per_second=trained.rows / trained.seconds if trained.seconds else 0.0,
-        steps=result.global_step - first_step,
-        failures=story.failures,
-    )
+
+    def __init__(
+        self,
+        cluster: ProcessCluster,
+        make: Callable[[], LocalTrainer],
+        network: DenseStep,
+        state: TrainingState,
+        servers: Sequence[EmbeddingPS],
+        declared: Declared,
+    ) -> None:
+        self._cluster = cluster
+        self._make = make
+        self._network = network
+        self._state = state
+        self._servers = servers
+        self._declared = declared
+
+    def fit(
+        self,
+        train_data: Iterable[Batch],
+        eval_data: Iterable[Batch] | None,
+        bounds: dict[str, Any],
+        should_stop: Callable[[], bool],
+    ) -> FitResult:
+        """Trains on the NN workers; see `Trainer.fit`.
+
+        Args:
+            train_data: see `Trainer.fit`; pickled.
+            eval_data: likewise.
+            bounds: `epochs` and `max_steps`.
+            should_stop: polled meanwhile; whether the call is to end after its step.
+
+        Raises:
+            PersiaError: an NN worker has raised it, or a process has died for good. The network here is as it was.
+        """
+        options = self._declared.options
+        expect_data(train_data, self._state)
+        state = _captured(self._network, self._state, TrainedRows(0, 0.0))
+        log = _FailureLog(options.max_failures)
+        first_step, before = state.step, TrainedRows(0, 0.0)
+        while True:
+            training = state.training
+            epoch, position = (0, 0) if state.finished else (training["epoch"], training["position"])
+            self._cluster.feed(train_data, epoch, position, options.accumulation_steps)
+            left = dict(bounds)
+            if left["max_steps"] is not None:
+                left["max_steps"] -= state.step - first_step
+            attempt = self._cluster.attempt(_Work(self._make, eval_data, state, left), should_stop)
+            if not attempt.deaths:
+                break
+            state, how = _after_deaths(attempt, state, self._declared.schema.labels)
+            log.add(attempt.deaths, how)
+            self._reload_servers(attempt.deaths)
+            before = _sum(before, state.trained)
+        result: FitResult
+        last: RunState
+        result, last = attempt.results[0]
+        _restore(self._network, self._state, last, elsewhere=True)
+        trained = _sum(before, last.trained)
+        return msgspec.structs.replace(
+            result,
+            rows=trained.rows,
+            seconds=trained.seconds,
+            rows_per_second=trained.rows / trained.seconds if trained.seconds else 0.0,
+            steps=result.global_step - first_step,
+            failures=log.failures,
+        )
+
+    def _reload_servers(self, deaths: list[RoleDiedError]) -> None:
+        """Replaces embedding PSs that have died for good, with the rows of the last checkpoint."""
+        lost = [d for d in deaths if d.fields["role"] == "embedding_ps" and "returns" not in d.fields]
+        if not lost:
+            return
+        fields = [f for death in lost for f in (death.fields, *death.fields.get("later", []))]
+        ranks = sorted({f["rank"] for f in fields if f["role"] == "embedding_ps"})
+        directory = self._declared.options.checkpoint_dir
+        if directory is None or not list_checkpoints(directory):
+            raise lost[0]
+        self._cluster.restart_servers(ranks)
+        path = loading.load_partitions(self._servers, self._declared.schema, directory, ranks)
+        LOG.warning("Embedding PSs %s have the rows of %s.", ", ".join(map(str, ranks)), path)
 
 
-def _reload(trainer: Trainer, cluster: ProcessCluster, deaths: list[RoleDiedError]) -> None:
-    """Starts embedding PSs that have died for good elsewhere, with the rows of the last checkpoint."""
-    fields = [f for death in deaths for f in (death.fields, *death.fields.get("later", []))]
-    ranks = sorted({f["rank"] for f in fields if f["role"] == "embedding_ps"})
-    directory = trainer.options.checkpoint_dir
-    if directory is None or not list_checkpoints(directory):
-        raise deaths[0]
-    cluster.restart_servers(ranks)
-    path = loading.load_partitions(trainer, directory, ranks)
-    LOG.warning("Embedding PSs %s have the rows of %s.", ", ".join(map(str, ranks)), path)
+def save_recovery_point(
+    network: DenseStep, state: TrainingState, connection: Connection, progress: FitProgress
+) -> None:
+    """Sends the state of the run to the driver, between two phases. All NN workers call it."""
+    assert connection.save_recovery_point is not None
+    network.replicas.settle()
+    captured = _captured(network, state, progress.trained_by_all())
+    if connection.rank == 0:
+        connection.save_recovery_point(captured)
 
 
-def keep(trainer: Trainer, run: FitProgress) -> None:
-    """Keeps the state of NN workers at rest in the process that has the Trainer. All of them call it."""
-    save = trainer.embeddings.connection.save_recovery_point
-    assert save is not None
-    trainer.step.replicas.settle()
-    state = _state(trainer, run.progress())
-    if trainer.embeddings.connection.rank == 0:
-        save(state)
-
-
-class _Story:
-    """Log of the failures of NN workers in one call of `fit`.
+class _FailureLog:
+    """Log of the failures in one call of `fit`.
 
     Args:
         most: maximum number of restarts.
@@ -197,10 +229,14 @@ class _Story:
         self.failures = 0
 
     def add(self, deaths: list[RoleDiedError], how: str) -> None:
-        """These have died, and training can go on like this.
+        """Adds a failure, after which training can go on.
+
+        Args:
+            deaths: processes that have died.
+            how: from where all NN workers restart.
 
         Raises:
-            RoleDiedError: that were too many.
+            RoleDiedError: there are more failures than restarts.
         """
         self.failures += 1
         when = time.strftime("%H:%M:%S")
@@ -218,27 +254,27 @@ class _Story:
         LOG.warning("%s\nTraining goes on: %s", "\n".join(death.message for death in deaths), how)
 
 
-def _go_on(attempt: Attempt, state: _State, labels: Sequence[str]) -> tuple[_State, str]:
+def _after_deaths(attempt: Attempt, state: RunState, labels: Sequence[str]) -> tuple[RunState, str]:
     """Returns the state to restart with, and a message that says where it is from."""
-    rests = {rank: result.state for rank, result in attempt.results.items() if isinstance(result, _Alone)}
-    if rests:
-        merged = _merged(state, rests, labels)
-        return merged, f"NN workers {', '.join(map(str, rests))} went on to step {merged.step}, from where all begin."
-    kept: _State = attempt.recovery_point or state._replace(trained=TrainedRows(0, 0.0))
-    return kept, f"all NN workers begin again at step {kept.step}, from the last snapshot; rows stay as they are."
+    survived = {rank: result.state for rank, result in attempt.results.items() if isinstance(result, _Survived)}
+    if survived:
+        merged = _merged(state, survived, labels)
+        return merged, f"NN workers {', '.join(map(str, survived))} went on to step {merged.step}, where all restart."
+    last: RunState = attempt.recovery_point or state._replace(trained=TrainedRows(0, 0.0))
+    return last, f"all NN workers restart at step {last.step}, from the last recovery point; rows stay as they are."
 
 
-def _merged(base: _State, rests: dict[int, _State], labels: Sequence[str]) -> _State:
-    """One state of NN workers that are at rest without the others.
+def _merged(base: RunState, survived: dict[int, RunState], labels: Sequence[str]) -> RunState:
+    """Merges the states of NN workers that quiesced without the others.
 
-    What the dead had counted since all began from `base` is lost.
+    Counts of the dead since all started from `base` are lost.
     """
-    first = rests[min(rests)]
+    first = survived[min(survived)]
     metrics = Metrics(labels)
     generators = list(base.training["random"])
     counts = msgspec.convert(base.training["counts"], RunTotals)
-    parts = [state.training for state in rests.values()]
-    if 0 in rests:  # It has counted on from there.
+    parts = [state.training for state in survived.values()]
+    if 0 in survived:  # It has counted on from there.
         counts = RunTotals()
     else:
         parts.append(base.training)
@@ -246,7 +282,7 @@ def _merged(base: _State, rests: dict[int, _State], labels: Sequence[str]) -> _S
         loaded = Metrics(labels)
         loaded.load_state_dict(part["metrics"])
         metrics.merge(loaded)
-    for rank, state in rests.items():
+    for rank, state in survived.items():
         counts += msgspec.convert(state.training["counts"], RunTotals)
         if rank < len(generators):  # Else all of these begin with the seed of their rank.
             generators[rank : rank + 1] = state.training["random"]
@@ -257,7 +293,7 @@ def _merged(base: _State, rests: dict[int, _State], labels: Sequence[str]) -> _S
         "counts": msgspec.to_builtins(counts),
         "random": generators,
     }
-    trained = [state.trained for state in rests.values()]
+    trained = [state.trained for state in survived.values()]
     total = TrainedRows(sum(t.rows for t in trained), max(t.seconds for t in trained))
     return first._replace(training=training, trained=total)
 
@@ -266,14 +302,14 @@ def _sum(a: TrainedRows, b: TrainedRows) -> TrainedRows:
     return TrainedRows(a.rows + b.rows, a.seconds + b.seconds)
 
 
-def _state(trainer: Trainer, trained: TrainedRows) -> _State:
+def _captured(network: DenseStep, state: TrainingState, trained: TrainedRows) -> RunState:
     model = io.BytesIO()
-    torch.save(trainer.model.state_dict(), model)
-    return _State(model.getvalue(), trainer.state.state_dict(), trainer.finished, trained)
+    torch.save(network.model.state_dict(), model)
+    return RunState(model.getvalue(), state.state_dict(), state.finished, trained)
 
 
-def _restore(trainer: Trainer, state: _State) -> None:
-    model = torch.load(io.BytesIO(state.model), map_location="cpu", weights_only=True)
-    trainer.model.load_state_dict(model)
-    trainer.state.load_state_dict(state.training, elsewhere=isinstance(trainer.cluster, ProcessCluster))
-    trainer.state.finished = state.finished
+def _restore(network: DenseStep, state: TrainingState, saved: RunState, *, elsewhere: bool) -> None:
+    model = torch.load(io.BytesIO(saved.model), map_location="cpu", weights_only=True)
+    network.model.load_state_dict(model)
+    state.load_state_dict(saved.training, elsewhere=elsewhere)
+    state.finished = saved.finished

@@ -1,13 +1,16 @@
-"""`Interval`: checkpoints and recovery points by global steps, or by time."""
+"""Bounds of the phases of a `fit` call: checkpoints and recovery points by steps or by time, and its end."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
+from persia.nn.dense_step import DenseStep
 from persia.nn.replicas import Replicas
+from persia.trainer.options import TrainerOptions
+from persia.trainer.state import TrainingState
 
-__all__ = ["Interval"]
+__all__ = ["Bounds", "Interval"]
 
 FIRST_LOOK = 16
 """Steps before the speed of training is known well enough to predict the step at which a time is over."""
@@ -65,3 +68,63 @@ class Interval:
         steps = self._step() - self._first_step
         rate = steps / (now - self._began)
         return max(1, int((self._last + self._every_seconds - now) * rate)) if steps else FIRST_LOOK
+
+
+class Bounds:
+    """Decides where the phases of one `fit` call end, and when the call itself does.
+
+    All NN workers make the same calls, between two phases, and get the same answers.
+
+    Args:
+        state: has the global step.
+        network: its replicas agree.
+        options: has the intervals of checkpoints and recovery points.
+        max_steps: most global steps of this call; None for no bound.
+        recovery: whether recovery points are kept.
+        should_stop: whether this NN worker was told to stop.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        network: DenseStep,
+        options: TrainerOptions,
+        max_steps: int | None,
+        recovery: bool,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self._state = state
+        self._replicas = network.replicas
+        self._should_stop = should_stop
+        self._last_step = None if max_steps is None else state.global_step + max_steps
+        self._stopped = False
+
+        def step() -> int:
+            return state.global_step
+
+        self.checkpoints = Interval(
+            step, self._replicas, options.checkpoint_every_steps, options.checkpoint_every_seconds
+        )
+        seconds = options.recovery_point_every_seconds if recovery else None
+        self.recovery_points = Interval(step, self._replicas, None, seconds)
+
+    def told_to_stop(self) -> bool:
+        """Returns whether any NN worker was told to stop. Blocks until all have called it."""
+        self._stopped = any(self._replicas.gather(b"stop" if self._should_stop() else b""))
+        return self._stopped
+
+    def reached(self) -> bool:
+        """Returns whether `max_steps` is reached, or the call was told to stop."""
+        if self._stopped:
+            return True
+        return self._last_step is not None and self._state.global_step >= self._last_step
+
+    def steps_left(self, next_switch: int | None) -> int | None:
+        """Returns how many steps the next phase may make; None for any number.
+
+        Args:
+            next_switch: global step at which the schedule changes the mode, if it does.
+        """
+        places = (self._last_step, self.checkpoints.boundary(), self.recovery_points.boundary(), next_switch)
+        bounds = [b for b in places if b is not None]
+        return min(bounds) - self._state.global_step if bounds else None

@@ -1,11 +1,11 @@
-"""Loads checkpoints, or rows of them, into a trainer and its embedding PSs."""
+"""Loads checkpoints, or rows of them, into the network, the state and the embedding PSs of a run."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,17 +14,20 @@ from persia import batching
 from persia.checkpoint import CheckpointReader, clock_gaps, same_rule, server_pieces
 from persia.config import convert
 from persia.errors import CheckpointError, PersiaError
-from persia.modes import Auto, Mode, ModeSetting
+from persia.modes import ModeSetting
+from persia.nn.collection import EmbeddingCollection
+from persia.nn.dense_step import DenseStep
 from persia.schema import SGD, EmbeddingOptimizer, Schema
-from persia.services import EmbeddingPS, ProcessCluster, RowChunk, StatePiece
-from persia.trainer.options import TrainerOptions
+from persia.services import EmbeddingPS, RowChunk, StatePiece
+from persia.trainer.options import Declared, TrainerOptions
+from persia.trainer.state import TrainingState
 
-if TYPE_CHECKING:
-    from persia.trainer import Trainer
-
-__all__ = ["LoadOptions", "LoadedTable", "Recorded", "load", "load_partitions", "load_rows", "recorded", "resolved"]
+__all__ = ["LoadOptions", "LoadedTable", "load", "load_partitions", "load_rows", "recorded", "resolved"]
 
 _log = logging.getLogger("persia.checkpoint")
+
+RENAMED_OPTIONS = {"snapshot_every_seconds": "recovery_point_every_seconds"}
+"""Fields of `TrainerOptions` in checkpoints of version 0.1, and their present names."""
 
 
 class LoadOptions(NamedTuple):
@@ -34,10 +37,12 @@ class LoadOptions(NamedTuple):
         step: which one; None for the latest.
         new_optimizer: let the optimizers, of the network and of tables, be others than those of the checkpoint. Where
             they are, their state begins anew, and a warning says so.
+        elsewhere: whether other processes train; see `TrainingState.load_state_dict`.
     """
 
     step: int | None = None
     new_optimizer: bool = False
+    elsewhere: bool = False
 
 
 class LoadedTable(NamedTuple):
@@ -52,58 +57,66 @@ class LoadedTable(NamedTuple):
     state: bool
 
 
-class Recorded(NamedTuple):
-    """The declarations that a checkpoint was written with."""
-
-    schema: Schema
-    embedding_optimizer: EmbeddingOptimizer
-    mode: Mode | Auto
-    options: TrainerOptions
-
-
-def recorded(directory: str) -> Recorded:
-    """The declarations in the latest checkpoint of a directory."""
+def recorded(directory: str) -> Declared:
+    """Returns the declarations in the latest checkpoint of a directory."""
     config = CheckpointReader(directory).manifest.config
     origin = f"the checkpoint in {directory}"
-    return Recorded(
+    options = config.get("options")
+    if isinstance(options, dict):
+        options = {RENAMED_OPTIONS.get(name, name): value for name, value in options.items()}
+    return Declared(
         convert(config.get("schema"), Schema, origin),
         convert(config.get("embedding_optimizer"), EmbeddingOptimizer, origin),  # type: ignore[arg-type]
         convert(config.get("mode"), ModeSetting, origin),  # type: ignore[arg-type]
-        convert(config.get("options"), TrainerOptions, origin),
+        convert(options, TrainerOptions, origin),
     )
 
 
-def load(trainer: Trainer, directory: str, options: LoadOptions, *, first: bool = True) -> None:
-    """Puts a checkpoint of a directory into a fresh trainer; everything is checked before anything changes.
+def load(
+    directory: str,
+    options: LoadOptions,
+    declared: Declared,
+    network: DenseStep,
+    state: TrainingState,
+    embeddings: EmbeddingCollection,
+) -> None:
+    """Loads a checkpoint into a run that has not trained yet; everything is checked before anything changes.
+
+    Each NN worker calls it, the first one before the others: it loads what exists only once, such as rows.
 
     Args:
-        trainer: of an NN worker.
         directory: where the checkpoint is.
         options: which one, and how.
-        first: whether it is NN worker 0, which loads for all what there is but once, before the others.
+        declared: the declarations of the run, which those of the checkpoint have to match.
+        network: gets the tensors of the model.
+        state: gets the state of training.
+        embeddings: their PSs get rows.
     """
-    if trainer.global_step or (first and any(t["rows"] for t in trainer.embeddings.statistics().values())):
+    connection = embeddings.connection
+    first = connection.rank == 0
+    if state.global_step or (first and any(t["rows"] for t in embeddings.statistics().values())):
         raise PersiaError("load() needs a fresh Trainer; this one has trained. Make a new one.")
     reader = CheckpointReader(directory, options.step)
-    reader.check_schema(resolved(trainer), new_optimizer=options.new_optimizer)
+    reader.check_schema(resolved(declared.schema, connection.servers), new_optimizer=options.new_optimizer)
     reader.verify()
     training = reader.state("training")
     tensors = reader.tensors("model")
-    _check_model(trainer.model, tensors, directory)
-    if not _check_optimizer(trainer, training, directory, options.new_optimizer):
+    _check_model(network.model, tensors, directory)
+    if not _check_optimizer(network.optimizer, training, directory, options.new_optimizer):
         training["optimizer"] = None
+    _check_seed(declared.options.seed, training["seed"], directory)
     if first:
-        _import_rows(trainer, reader, list(trainer.embeddings.connection.servers[0].tables()), state=True)
-    trainer.model.load_state_dict(tensors)
-    trainer.state.load_state_dict(training, elsewhere=isinstance(trainer.cluster, ProcessCluster))
+        _import_rows(connection.servers, reader, list(connection.servers[0].tables()), state=True)
+    network.model.load_state_dict(tensors)
+    state.load_state_dict(training, elsewhere=options.elsewhere)
 
 
 def load_rows(
-    trainer: Trainer, directory: str, tables: Iterable[str] | None, step: int | None, state: bool
+    servers: Sequence[EmbeddingPS], directory: str, tables: Iterable[str] | None, step: int | None, state: bool
 ) -> dict[str, LoadedTable]:
-    """Puts rows of some tables into a trainer; see `Trainer.load_rows`."""
+    """Loads rows of some tables into PSs; see `Trainer.load_rows`."""
     reader = CheckpointReader(directory, step)
-    mine = trainer.embeddings.connection.servers[0].tables()
+    mine = servers[0].tables()
     names = [name for name in mine if name in reader.manifest.tables] if tables is None else list(tables)
     for name in names:
         if name not in mine or name not in reader.manifest.tables:
@@ -117,18 +130,16 @@ def load_rows(
                 table=name,
             )
     reader.verify()
-    return _import_rows(trainer, reader, names, state=state, shards=False)
+    return _import_rows(servers, reader, names, state=state, shards=False)
 
 
-def resolved(trainer: Trainer) -> Schema:
-    """The schema with every table declared and its optimizer filled in, as the rows were written with."""
-    server = trainer.embeddings.connection.servers[0]
-    schema = trainer.schema
-    return Schema(schema.id_features, schema.dense_features, schema.labels, list(server.tables().values()))
+def resolved(schema: Schema, servers: Sequence[EmbeddingPS]) -> Schema:
+    """Returns the schema with every table declared and its optimizer filled in, as the rows were written with."""
+    return Schema(schema.id_features, schema.dense_features, schema.labels, list(servers[0].tables().values()))
 
 
-def load_partitions(trainer: Trainer, directory: str, ranks: Collection[int]) -> str:
-    """Puts the rows of the latest checkpoint into these PSs, which are empty; the others keep theirs.
+def load_partitions(servers: Sequence[EmbeddingPS], schema: Schema, directory: str, ranks: Collection[int]) -> str:
+    """Loads the rows of the latest checkpoint into the PSs of these ranks, which are empty; the others keep theirs.
 
     Returns:
         The path of the checkpoint.
@@ -137,14 +148,14 @@ def load_partitions(trainer: Trainer, directory: str, ranks: Collection[int]) ->
         CheckpointError: there is none, or it is damaged, or of another schema.
     """
     reader = CheckpointReader(directory)
-    reader.check_schema(resolved(trainer))
+    reader.check_schema(resolved(schema, servers))
     reader.verify()
-    _import_rows(trainer, reader, list(reader.manifest.tables), state=True, ranks=ranks)
+    _import_rows(servers, reader, list(reader.manifest.tables), state=True, ranks=ranks)
     return reader.path
 
 
 def _import_rows(
-    trainer: Trainer,
+    servers: Sequence[EmbeddingPS],
     reader: CheckpointReader,
     tables: list[str],
     *,
@@ -152,11 +163,16 @@ def _import_rows(
     shards: bool = True,
     ranks: Collection[int] | None = None,
 ) -> dict[str, LoadedTable]:
-    """Rows of tables, and with `shards` what else the PSs have, if they are of the shape of those that wrote it.
+    """Imports the rows of tables.
 
-    With `ranks`, only into these PSs.
+    Args:
+        servers: all PSs.
+        reader: of the checkpoint.
+        tables: names.
+        state: also take the optimizer's state, where the table has the same optimizer in the checkpoint.
+        shards: also import the PSs' state besides rows, if they have the shape of those that wrote it.
+        ranks: only import into these PSs.
     """
-    servers = trainer.embeddings.connection.servers
     same = shards and _shapes(server_pieces(reader)) == _shapes(_exported(servers))
     gaps = {} if same else clock_gaps(reader)
     loaded: dict[str, LoadedTable] = {}
@@ -209,7 +225,7 @@ def _distribute(servers: Sequence[EmbeddingPS], chunk: RowChunk, ranks: Collecti
 
 
 def _shapes(states: Iterable[tuple[int, list[dict[str, Any]]]]) -> dict[tuple[int, str, int, str], int]:
-    """Length of each array of state, by PS, table, shard and name."""
+    """Returns the length of each array of state, by PS, table, shard and name."""
     lengths: Counter[tuple[int, str, int, str]] = Counter()
     for number, pieces in states:
         for piece in pieces:
@@ -237,9 +253,9 @@ def _check_model(model: torch.nn.Module, tensors: dict[str, torch.Tensor], direc
             )
 
 
-def _check_optimizer(trainer: Trainer, state: dict[str, Any], directory: str, new: bool) -> bool:
-    """Whether the network's optimizer can go on with its state."""
-    mine = _kind_of_optimizer(trainer.step.optimizer, trainer.step.optimizer.state_dict())
+def _check_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], directory: str, new: bool) -> bool:
+    """Returns whether the network's optimizer can go on with its state."""
+    mine = _kind_of_optimizer(optimizer, optimizer.state_dict())
     theirs = _kind_of_optimizer(state["optimizer_class"], state["optimizer"])
     if mine != theirs and not new:
         raise CheckpointError(
@@ -249,14 +265,16 @@ def _check_optimizer(trainer: Trainer, state: dict[str, Any], directory: str, ne
         )
     if mine != theirs:
         _log.warning("The optimizer's state begins anew: it is %s in the checkpoint and %s here.", theirs, mine)
-    seed = state["seed"]
-    if seed != trainer.options.seed:
+    return mine == theirs
+
+
+def _check_seed(mine: int, theirs: int, directory: str) -> None:
+    if theirs != mine:
         raise CheckpointError(
-            f"{directory}: rows were initialised with seed {seed}, and new ones would be with {trainer.options.seed}. "
+            f"{directory}: rows were initialised with seed {theirs}, and new ones would be with {mine}. "
             "Set the same seed.",
             path=directory,
         )
-    return mine == theirs
 
 
 def _kind_of_optimizer(optimizer: torch.optim.Optimizer | str, state: dict[str, Any]) -> str:

@@ -62,7 +62,7 @@ class Monitor:
                 "staleness_sum": round(staleness.mean * staleness.lookups),
                 "staleness_lookups": staleness.lookups,
                 "staleness_max": staleness.max,
-                **self._checkpointing.figures(),
+                **self._checkpointing.metrics(),
             },
         )
         if self._loss is not None:

@@ -1,18 +1,18 @@
-"""Options of a training run."""
+"""The configuration of a training run: `TrainerOptions`, and `Declared`, which checkpoints record."""
 
 from __future__ import annotations
 
 import itertools
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from persia.errors import ConfigError
-from persia.modes import Mode
+from persia.modes import Auto, Mode
 from persia.nn.dense_step import Precision
-from persia.schema import Schedule
+from persia.schema import EmbeddingOptimizer, Schedule, Schema
 
-__all__ = ["TrainerOptions"]
+__all__ = ["Declared", "TrainerOptions"]
 
 
 class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,12 +39,13 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         log_dir: TensorBoard directory (needs the extra `tensorboard`).
         progress: whether to show a live line.
         timeout: seconds that any wait for data, embeddings or other NN workers may take.
-        record_dir: directory for the schedule of each phase, `phase-1.jsonl`, ...: `persia.replay` follows
-            it, and arrives at the same parameters. Lookups and updates of a PS exclude each other meanwhile.
-        snapshot_every_seconds: how often the network, its optimizer and the position in the data are copied to this
-            process, from where NN workers begin anew when one of them has died; on clusters of processes.
-        max_failures: so often NN workers begin anew in a call of `fit`, as one of them, a dense PS or a host has died;
-            then the next such death ends it. Other roles are restarted by themselves: see `RayOptions.restarts`.
+        record_dir: directory for the schedule of each phase, `phase-1.jsonl`, ...: `persia.replay` follows it, and
+            arrives at the same parameters. Lookups and updates of a PS exclude each other meanwhile.
+        recovery_point_every_seconds: seconds between two recovery points, on clusters of processes: copies of the
+            network, its optimizer and the data position in this process. NN workers restart from the last one when one
+            of them has died.
+        max_failures: maximum number of NN-worker restarts per `fit` call, after an NN worker, a dense PS or a host has
+            died; the next such death ends the call. Other roles restart by themselves: see `RayOptions.restarts`.
         allow_empty: let `fit` on data without a single batch warn, instead of raising DataError.
         mode_schedule: `[(global step, mode), ...]`: from this step on this mode. `Trainer.switch` holds until the next
             entry.
@@ -68,7 +69,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     progress: bool = True
     timeout: float = 600.0
     record_dir: str | None = None
-    snapshot_every_seconds: float = 30.0
+    recovery_point_every_seconds: float = 30.0
     max_failures: int = 5
     allow_empty: bool = False
     mode_schedule: list[tuple[int, Mode]] = msgspec.field(default_factory=list)
@@ -104,10 +105,10 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"checkpoint_share = {self.checkpoint_share!r}; give a number above 0, and 1 at most.",
                 field="checkpoint_share",
             )
-        if not self.snapshot_every_seconds > 0:
+        if not self.recovery_point_every_seconds > 0:
             raise ConfigError(
-                f"snapshot_every_seconds = {self.snapshot_every_seconds!r}; give a number > 0.",
-                field="snapshot_every_seconds",
+                f"recovery_point_every_seconds = {self.recovery_point_every_seconds!r}; give a number > 0.",
+                field="recovery_point_every_seconds",
             )
         if not isinstance(self.max_failures, int) or self.max_failures < 0:
             raise ConfigError(f"max_failures = {self.max_failures!r}; give a whole number >= 0.", field="max_failures")
@@ -115,3 +116,29 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"keep_best = {self.keep_best!r}; use auc or log_loss.", field="keep_best")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"clip_norm = {self.clip_norm!r}; give a number > 0.", field="clip_norm")
+
+
+class Declared(NamedTuple):
+    """The declarations of a run, as its user made them; each checkpoint records them.
+
+    Attributes:
+        schema: input of the model.
+        embedding_optimizer: for tables that declare none.
+        mode: the mode to begin with, or the rule that changes it.
+        options: the rest.
+    """
+
+    schema: Schema
+    embedding_optimizer: EmbeddingOptimizer
+    mode: Mode | Auto
+    options: TrainerOptions
+
+    @property
+    def auto(self) -> Auto | None:
+        """The rule that changes the mode; None without one."""
+        return self.mode if isinstance(self.mode, Auto) else None
+
+    @property
+    def first_mode(self) -> Mode:
+        """The mode to begin with."""
+        return self.mode.sync if isinstance(self.mode, Auto) else self.mode

@@ -1,4 +1,4 @@
-"""One call of `Trainer.fit`: its bookkeeping, and what it returns."""
+"""`FitProgress`: scores, counts and the live line of one `Trainer.fit` call, and its result."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,14 +16,15 @@ from persia.coordinator import TokenReport
 from persia.errors import DataError, DivergedError
 from persia.metrics import MetricsResult, merged_metrics
 from persia.modes import ModeChoice
+from persia.nn.collection import EmbeddingCollection
+from persia.nn.dense_step import DenseStep
 from persia.nn.prepared import PreparedBatch
 from persia.nn.transfer import Staging
 from persia.telemetry.live import LiveLine, Snapshot, summary_writer
-from persia.trainer.intervals import Interval
+from persia.trainer.monitor import Monitor
+from persia.trainer.options import TrainerOptions
+from persia.trainer.state import TrainingState
 from persia.types import Floats, Int32Array
-
-if TYPE_CHECKING:
-    from persia.trainer import Trainer
 
 __all__ = ["FitProgress", "FitResult", "TrainedRows", "check_finite"]
 
@@ -57,10 +58,10 @@ class FitResult(msgspec.Struct, frozen=True):
         row_staleness_mean: in asynchronous modes, steps by which a row was newer than what its gradient was computed
             with, over all rows of gradients.
         row_staleness_max: likewise.
-        asynchronous: what asynchronous modes did, since the cluster began; None if there were none.
+        asynchronous: report of asynchronous modes, since the cluster began; None if there were none.
         mode_choices: decisions of the mode Auto since the cluster started, one per window.
-        failures: how often NN workers began anew in this call, as one of them, a dense PS or a host had died. `rows`
-            and `steps` count what was trained again only once, `seconds` do not count what is lost.
+        failures: restarts of NN workers in this call, after one of them, a dense PS or a host had died. `rows` and
+            `steps` count repeated training once; `seconds` do not count what was lost.
     """
 
     rows: int
@@ -104,99 +105,73 @@ class _Unscored(NamedTuple):
 
 
 class FitProgress:
-    """The bookkeeping of one call of `fit`: bounds, scores, progress."""
+    """Counts and scores the batches of one call of `fit`, shows its progress, and makes its result.
 
-    def __init__(self, trainer: Trainer, staging: Staging, max_steps: int | None) -> None:
-        self._trainer = trainer
+    Args:
+        state: has the position in the data and the progressive metrics.
+        network: its replicas gather counts; its optimizer may count what it sends.
+        embeddings: has the counts of lookups and gradients.
+        monitor: receives rows and losses.
+        staging: moves logits to the host.
+        options: has the live line and TensorBoard.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        network: DenseStep,
+        embeddings: EmbeddingCollection,
+        monitor: Monitor,
+        staging: Staging,
+        options: TrainerOptions,
+    ) -> None:
+        self._state = state
+        self._network = network
+        self._embeddings = embeddings
+        self._monitor = monitor
         self._staging = staging
-        self._first_step = trainer.global_step
-        self._last_step = None if max_steps is None else trainer.global_step + max_steps
-        options, replicas = trainer.options, trainer.step.replicas
-        self.checkpoints = Interval(
-            lambda: trainer.global_step, replicas, options.checkpoint_every_steps, options.checkpoint_every_seconds
-        )
-        self.keeps = trainer.embeddings.connection.save_recovery_point is not None
-        """Whether there is a process that keeps the state of NN workers."""
-        kept = options.snapshot_every_seconds if self.keeps else None
-        self.snapshots = Interval(lambda: trainer.global_step, replicas, None, kept)
-        self._saved_step: int | None = None
+        self._options = options
+        self._first_step = state.global_step
         self._began = time.monotonic()
         self._rows = 0
         self._batches = 0
         self._loss = float("nan")
         self._seconds = 0.0
         self._unscored: _Unscored | None = None
-        self._stopped = False
         self._empty = False
-        self.next_switch: int | None = None
-        """Global step at which the schedule changes the mode."""
         self._shown = (self._began, 0)
-        first = trainer.embeddings.connection.rank == 0
-        self.line = LiveLine(trainer.options.progress and first)
-        self._writer = summary_writer(trainer.options.log_dir) if trainer.options.log_dir and first else None
-
-    def told_to_stop(self) -> bool:
-        """At rest: whether an NN worker was told to stop. All call it. Blocks."""
-        self._stopped = any(self._trainer.step.replicas.gather(b"stop" if self._trainer.stopping else b""))
-        return self._stopped
+        self._first = embeddings.connection.rank == 0
+        self.line = LiveLine(options.progress and self._first)
+        self._writer = summary_writer(options.log_dir) if options.log_dir and self._first else None
 
     def check_pass(self) -> None:
-        """A pass has ended: had it any batch?
+        """Checks that a pass that has ended had any batch.
 
         Raises:
             DataError: it had none, and that was not expected.
         """
-        trainer = self._trainer
-        if trainer.position or self._empty:
+        epoch = self._state.epoch
+        if self._state.position or self._empty:
             return
-        what = f"train_data are empty: epoch {trainer.epoch} has no batch, so nothing was trained."
-        if not trainer.options.allow_empty:
+        what = f"train_data are empty: epoch {epoch} has no batch, so nothing was trained."
+        if not self._options.allow_empty:
             raise DataError(
                 f"{what} Check the path, the filter and `drop_last` of the reader. If there may be no data, set "
                 "TrainerOptions(allow_empty=True).",
-                epoch=trainer.epoch,
+                epoch=epoch,
             )
         self._empty = True
         LOG.warning("%s", what)
 
     def check_trained(self, epochs: int) -> None:
-        """Tells if a run that is resumed at the end of its data has nothing left to train."""
-        trainer = self._trainer
-        nothing = trainer.epoch >= epochs and trainer.global_step == self._first_step and not self._empty
-        if nothing and trainer.embeddings.connection.rank == 0:
+        """Warns if a run that is resumed at the end of its data has nothing left to train."""
+        epoch, step = self._state.epoch, self._state.global_step
+        if self._first and epoch >= epochs and step == self._first_step and not self._empty:
             LOG.warning(
                 "Nothing was left to train: the run is at the end of its data, at step %d, with epoch %d of %d done. "
                 "To train on, raise `epochs`, which counts the epochs before a resume too.",
-                trainer.global_step, trainer.epoch, epochs,
+                step, epoch, epochs,
             )  # fmt: skip
-
-    def finished(self) -> bool:
-        """Whether `max_steps` is reached, or the call was told to stop."""
-        if self._stopped:
-            return True
-        return self._last_step is not None and self._trainer.global_step >= self._last_step
-
-    def unsaved(self) -> bool:
-        """Whether something was trained since the last checkpoint of this call."""
-        return self._saved_step != self._trainer.global_step
-
-    def batches_to_boundary(self) -> int | None:
-        """How many batches may be trained before a checkpoint is due or the call ends; None for any number."""
-        steps = self.steps_to_boundary()
-        return None if steps is None else steps * self._trainer.options.accumulation_steps
-
-    def steps_to_boundary(self) -> int | None:
-        """How many steps may be made before a checkpoint or a switch is due or the call ends; None for any number.
-
-        All NN workers call it, and get the same answer.
-        """
-        places = (self._last_step, self.checkpoints.boundary(), self.snapshots.boundary(), self.next_switch)
-        bounds = [b for b in places if b is not None]
-        return min(bounds) - self._trainer.global_step if bounds else None
-
-    def saved(self, whether: bool = True) -> None:
-        """A checkpoint of this step was begun, or has failed."""
-        self._saved_step = self._trainer.global_step if whether else None
 
     def trained(self, step: int, batch: PreparedBatch, logits: torch.Tensor, loss: torch.Tensor) -> None:
         """Counts a batch that took part in global step `step`, scores it, shows progress when it is time to.
@@ -208,14 +183,13 @@ class FitProgress:
         """
         if batch.dummy:
             return
-        trainer = self._trainer
-        connection = trainer.embeddings.connection
+        state, connection = self._state, self._embeddings.connection
         self._rows += len(batch)
         self._batches += 1
         self.score_rest()
-        number = trainer.position - connection.nn_workers + connection.rank
+        number = state.position - connection.nn_workers + connection.rank
         arrays = self._staging.to_host({"logits": logits, "labels": batch.labels, "loss": loss.float()})
-        self._unscored = _Unscored(arrays, batch.day, step, trainer.epoch, number)
+        self._unscored = _Unscored(arrays, batch.day, step, state.epoch, number)
         if logits.device.type == "cpu":
             self.score_rest()
         if self._batches % LOG_EVERY == 1 and self._writer is not None:
@@ -224,25 +198,25 @@ class FitProgress:
             self.line.show(self._snapshot())
 
     def score_rest(self) -> None:
-        """Counts the logits that are left."""
+        """Scores the batch that is left."""
         if self._unscored is None:
             return
         done, self._unscored = self._unscored, None
         arrays = done.arrays()
         self._loss = float(arrays["loss"])
-        self._trainer.watch.trained(len(arrays["labels"]), self._loss)
+        self._monitor.trained(len(arrays["labels"]), self._loss)
         where = f"Global step {done.step} (batch {done.number} of epoch {done.epoch}, counted from 0)"
         check_finite(where, arrays["logits"], self._loss, step=done.step, epoch=done.epoch, batch=done.number)
-        self._trainer.metrics.update(arrays["logits"], arrays["labels"], done.day)
+        self._state.metrics.update(arrays["logits"], arrays["labels"], done.day)
 
     @property
-    def progress_here(self) -> TrainedRows:
+    def trained_here(self) -> TrainedRows:
         """Rows that this NN worker has trained in this call so far."""
         return TrainedRows(self._rows, self._seconds or time.monotonic() - self._began)
 
-    def progress(self) -> TrainedRows:
+    def trained_by_all(self) -> TrainedRows:
         """Returns the rows of all NN workers, and the longest of their times. Blocks until all have called it."""
-        payloads = self._trainer.step.replicas.gather(msgspec.json.encode(self.progress_here))
+        payloads = self._network.replicas.gather(msgspec.json.encode(self.trained_here))
         trained = [msgspec.json.decode(payload, type=TrainedRows) for payload in payloads]
         return TrainedRows(sum(t.rows for t in trained), max(t.seconds for t in trained))
 
@@ -255,45 +229,45 @@ class FitProgress:
 
     def _snapshot(self) -> Snapshot:
         self.score_rest()
-        trainer = self._trainer
         now = time.monotonic()
         before, rows_before = self._shown
         self._shown = (now, self._rows)
         return Snapshot(
-            step=trainer.global_step,
+            step=self._state.global_step,
             rows=self._rows,
             rows_per_second=(self._rows - rows_before) / max(now - before, 1e-9),
             loss=self._loss,
-            auc=trainer.metrics.result().auc,
-            stored_rows=sum(t["rows"] for t in trainer.embeddings.statistics().values()),
-            staleness=trainer.embeddings.staleness.mean,
+            auc=self._state.metrics.result().auc,
+            stored_rows=sum(t["rows"] for t in self._embeddings.statistics().values()),
+            staleness=self._embeddings.staleness.mean,
         )
 
     def _write(self, writer: Any, snapshot: Snapshot) -> None:
         for name in ("rows_per_second", "loss", "auc", "stored_rows", "staleness"):
             writer.add_scalar(f"train/{name}", getattr(snapshot, name), snapshot.step)
-        # One that communicates says how much.
-        statistics: dict[str, Any] = getattr(self._trainer.step.optimizer, "statistics", dict)()
+        # Of an optimizer that communicates.
+        statistics: dict[str, Any] = getattr(self._network.optimizer, "statistics", dict)()
         for name, value in statistics.items():
             number = float(value == "compressed") if name == "phase" else value
             writer.add_scalar(f"optimizer/{name}", number, snapshot.step)
 
-    def result(self, evaluation: MetricsResult | None) -> FitResult:
-        """Returns the result of the call."""
-        trainer = self._trainer
-        replicas = trainer.step.replicas
-        rows, seconds = self.progress()
-        so_far = trainer.state.totals()
+    def result(
+        self, evaluation: MetricsResult | None, asynchronous: TokenReport | None, mode_choices: list[ModeChoice]
+    ) -> FitResult:
+        """Returns the result of the call. Blocks until all NN workers have called it."""
+        step = self._state.global_step
+        rows, seconds = self.trained_by_all()
+        so_far = self._state.totals()
         pushed = so_far.pushed
-        tables = trainer.embeddings.statistics().values()
-        slots = [server.slots() for server in trainer.embeddings.connection.servers]
+        tables = self._embeddings.statistics().values()
+        slots = [server.slots() for server in self._embeddings.connection.servers]
         return FitResult(
             rows=rows,
             seconds=seconds,
             rows_per_second=rows / seconds if seconds else 0.0,
-            steps=trainer.global_step - self._first_step,
-            global_step=trainer.global_step,
-            progressive=merged_metrics(trainer.metrics, replicas.gather).result(),
+            steps=step - self._first_step,
+            global_step=step,
+            progressive=merged_metrics(self._state.metrics, self._network.replicas.gather).result(),
             evaluation=evaluation,
             staleness_mean=so_far.staleness_sum / max(1, so_far.lookups),
             staleness_max=so_far.staleness_max,
@@ -306,8 +280,8 @@ class FitProgress:
             lost_gradients=pushed.lost_gradients,
             row_staleness_mean=sum(s.staleness_sum for s in slots) / max(1, sum(s.rows - s.stale for s in slots)),
             row_staleness_max=max(s.staleness_max for s in slots),
-            asynchronous=trainer.segments.report(),
-            mode_choices=trainer.segments.mode_choices(),
+            asynchronous=asynchronous,
+            mode_choices=mode_choices,
         )
 
 

@@ -16,31 +16,39 @@ from persia.services import Connection, DataLoader, Seekable
 from persia.trainer.state import TrainingState
 from persia.types import FedBatch, Feed
 
-__all__ = ["BatchSource", "LoaderSource", "LocalSource", "declared_batch_size", "largest_batch", "source_of"]
+__all__ = [
+    "BatchSource",
+    "LoaderSource",
+    "LocalSource",
+    "declared_batch_size",
+    "expect_data",
+    "largest_batch",
+    "source_of",
+]
 
 
 class BatchSource(Protocol):
     """Batches of one pass by their numbers."""
 
     def read(self, number: int) -> Batch | FedBatch | None:
-        """A batch; None if the pass has none of this number, nor a higher one. Blocks."""
+        """Returns a batch; None if the pass has none of this number, nor a higher one. Blocks."""
 
     def forget(self, below: int) -> None:
-        """Batches of lower numbers are trained."""
+        """Forgets batches of lower numbers, which are trained."""
 
     def arrange(self, on_demand: bool, again: bool) -> None:
-        """At the beginning of a segment.
+        """Prepares for a phase.
 
         Args:
             on_demand: whether NN workers take batches as they are ready, or in turn.
-            again: the segment before stopped ahead of what was read; that will be wanted again.
+            again: the phase before stopped ahead of what was read; that will be wanted again.
         """
 
 
 class LocalSource:
     """Reads a source forward, and keeps what was read until it is known to be trained.
 
-    So a segment may end at any batch, though some were read ahead of it: the next one gets them again.
+    So a phase may end at any batch, though some were read ahead of it: the next one gets them again.
 
     Args:
         reopen: the rest of the pass from a batch number on; None where that cannot be had again.
@@ -57,7 +65,7 @@ class LocalSource:
         self._lock = threading.Lock()
 
     def read(self, number: int) -> Batch | None:
-        """A batch; None if the pass has none of this number.
+        """Returns a batch; None if the pass has none of this number.
 
         Raises:
             DataError: the batch has gone by, and the source cannot be read again.
@@ -72,7 +80,8 @@ class LocalSource:
         if number < self._at:
             if self._reopen is None:
                 raise DataError(
-                    f"Batch {number} has gone by, and the data are an iterator. Give a reader or a list.", batch=number
+                    f"Cannot rewind to batch {number}: the data are a one-shot iterator. Give a reader or a list.",
+                    batch=number,
                 )
             self._rest, self._at = self._reopen(number), number
         for batch in self._rest:
@@ -83,12 +92,12 @@ class LocalSource:
         return None
 
     def forget(self, below: int) -> None:
-        """Batches of lower numbers are trained."""
+        """Forgets batches of lower numbers."""
         for number in [n for n in list(self._kept) if n < below]:
             del self._kept[number]
 
     def arrange(self, on_demand: bool, again: bool) -> None:
-        """Nothing to do: what is kept is read again."""
+        """No-op: what is kept is read again."""
 
 
 class LoaderSource:
@@ -109,12 +118,12 @@ class LoaderSource:
         self._on_demand: bool | None = None
 
     def read(self, number: int) -> FedBatch | None:
-        """A batch; blocks until it is there."""
+        """Returns a batch; blocks until it is there."""
         rank = 0 if self._on_demand else self._rank
         return self._loader.take(rank, self._epoch, number).batch
 
     def forget(self, below: int) -> None:
-        """The data loaders know it by what is taken next."""
+        """No-op: data loaders see it by what is taken next."""
 
     def arrange(self, on_demand: bool, again: bool) -> None:
         """Restarts the data loaders where training is: batches that were taken but not trained have been released."""
@@ -124,7 +133,7 @@ class LoaderSource:
 
 
 def declared_batch_size(data: Any) -> int:
-    """Rows of every batch of a source but the last, as a reader declares them; 0 if unknown."""
+    """Returns the rows of every batch of a source but the last, as a reader declares them; 0 if unknown."""
     if not isinstance(data, Seekable):  # The `batch_size` of a torch `DataLoader` counts what its data set yields.
         return 0
     declared: int | None = getattr(data, "batch_size", None) or getattr(getattr(data, "order", None), "batch_size", 0)
@@ -132,11 +141,23 @@ def declared_batch_size(data: Any) -> int:
 
 
 def largest_batch(data: Any, mode: Mode) -> int:
-    """Rows of the largest batch of a list; 0 if it is none. One batch alone makes a step in Gba, whatever M is."""
+    """Returns the rows of the largest batch of a list; 0 if it is none. A single batch is a whole step of Gba."""
     rows = [len(batch) for batch in data if isinstance(batch, Batch)] if isinstance(data, Sequence) else []
     if len(rows) == 1 and isinstance(mode, Gba):
         rows.append(mode.global_batch_size)
     return max(rows, default=0)
+
+
+def expect_data(data: Iterable[Batch] | None, state: TrainingState) -> None:
+    """Sets the local batch, as far as the data of a `fit` call that begins tell it.
+
+    Args:
+        data: see `Trainer.fit`; None where data loaders read.
+        state: gets the local batch; unless the last call was finished, that of its data holds.
+    """
+    if data is not None:
+        known = declared_batch_size(data) or (0 if state.finished else state.local_batch)
+        state.local_batch = known or largest_batch(data, state.mode)
 
 
 def source_of(

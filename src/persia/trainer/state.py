@@ -110,6 +110,8 @@ class TrainingState:
         """Random generators of NN workers 1, 2, ... of a cluster, until they start again."""
         self.finished = False
         """Whether the last call of `fit` came to the end of its epochs. Not in checkpoints."""
+        self.rank = embeddings.connection.rank
+        """Of this NN worker."""
 
     @property
     def global_step(self) -> int:
@@ -167,8 +169,7 @@ class TrainingState:
             state: of this version or an earlier one, which may lack keys. An optimizer that is None starts afresh.
             elsewhere: whether other processes train, so that random states of NN workers 1, 2, ... are kept for them.
         """
-        network = self._network
-        rank = self._embeddings.connection.rank
+        network, rank = self._network, self.rank
         if state["optimizer"] is not None:
             network.optimizer.load_state_dict(state["optimizer"])
         if network.scheduler is not None and state["scheduler"] is not None:

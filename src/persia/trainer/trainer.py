@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -15,23 +16,26 @@ from numpy.typing import NDArray
 from persia.batching.batch import Batch
 from persia.dense import AllReduce, AllReduceOptions
 from persia.dense.torch_threads import choose_torch_threads
-from persia.errors import ConfigError, DataError
-from persia.metrics import Metrics, MetricsResult, merged_metrics
-from persia.modes import Auto, Hybrid, Mode, Sync
+from persia.errors import ConfigError
+from persia.metrics import Metrics, MetricsResult
+from persia.modes import Auto, Hybrid, Mode
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep, OptimizerFactory, StepOptions
 from persia.nn.options import CollectionOptions
-from persia.nn.prepared import PreparedBatch
 from persia.nn.transfer import staging_for
 from persia.optim import APMSqueeze
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Cluster, ProcessCluster
-from persia.trainer import checkpointing, driver, loading, signals
+from persia.trainer import driver, loading, signals
+from persia.trainer.checkpointing import Checkpointing
+from persia.trainer.evaluation import Evaluator
+from persia.trainer.intervals import Bounds
+from persia.trainer.loop import TrainingLoop
 from persia.trainer.monitor import Monitor
-from persia.trainer.options import TrainerOptions
-from persia.trainer.phases import ModeSwitch, Phases, check_mode
-from persia.trainer.progress import FitProgress, FitResult, TrainedRows, check_finite
-from persia.trainer.sources import BatchSource, source_of
+from persia.trainer.options import Declared, TrainerOptions
+from persia.trainer.phases import ModeSwitch, Phases
+from persia.trainer.progress import FitProgress, FitResult, TrainedRows
+from persia.trainer.sources import expect_data, source_of
 from persia.trainer.state import TrainingState
 
 __all__ = ["FitResult", "Trainer", "TrainerOptions"]
@@ -70,66 +74,51 @@ class Trainer:
         options: TrainerOptions | None = None,
     ) -> None:
         self.schema = schema
-        self.embedding_optimizer = embedding_optimizer
-        self.optimizer_factory = optimizer
-        self.declared_mode: Mode | Auto = mode or Hybrid()
-        self.auto = mode if isinstance(mode, Auto) else None
-        first_mode: Mode = mode.sync if isinstance(mode, Auto) else mode or Hybrid()
         self.cluster = cluster
-        self.options = options or TrainerOptions()
+        self.options = options = options or TrainerOptions()
+        self.declared = Declared(schema, embedding_optimizer, mode or Hybrid(), options)
         for name in ("checkpoint_every_steps", "checkpoint_every_seconds", "keep_best"):
-            if getattr(self.options, name) is not None and self.options.checkpoint_dir is None:
+            if getattr(options, name) is not None and options.checkpoint_dir is None:
                 raise ConfigError(f"{name} needs checkpoint_dir.", field="checkpoint_dir")
-        self._staging = staging_for(self._device_name())
+        self._staging = staging_for(_device_name(options.device))
         device = self._staging.device
         self.step = DenseStep(
             model,
             optimizer,
             device,
-            StepOptions(
-                self.options.schedule,
-                self.options.precision,
-                self.options.accumulation_steps,
-                self.options.clip_norm,
-            ),
+            StepOptions(options.schedule, options.precision, options.accumulation_steps, options.clip_norm),
         )
         self.model = self.step.model
         self.embeddings = EmbeddingCollection(
             schema,
             optimizer=embedding_optimizer,
-            mode=first_mode,
+            mode=self.declared.first_mode,
             cluster=cluster,
             grad_scaler=self.step.scaler,
-            options=CollectionOptions(
-                str(device), self.options.seed, self.options.accumulation_steps, self.options.timeout
-            ),
+            options=CollectionOptions(str(device), options.seed, options.accumulation_steps, options.timeout),
         )
         connection = self.embeddings.connection
         if device.type == "cpu":
             choose_torch_threads(connection.nn_workers if connection.replicas is not None else 1)
         if connection.replicas is not None:
-            self.step.replicas = connection.replicas(self.model, self.options.timeout)
+            self.step.replicas = connection.replicas(self.model, options.timeout)
         elif connection.nn_workers > 1:
             average = not isinstance(self.step.optimizer, APMSqueeze)  # It does by itself.
             self.step.replicas = AllReduce(
-                self.model, connection.nn_workers, AllReduceOptions(self.options.timeout, average=average)
+                self.model, connection.nn_workers, AllReduceOptions(options.timeout, average=average)
             )
-        self.state = TrainingState(self.step, self.embeddings, schema.labels, first_mode, self.options.seed)
-        self.segments = Phases(self)
-        self.source: BatchSource
-        if self.auto is not None and self.options.mode_schedule:
-            raise ConfigError("mode_schedule and the mode Auto cannot both say when to switch.", field="mode_schedule")
-        either = [self.auto.asynchronous] if self.auto is not None else []
-        for candidate in (self.mode, *either, *(m for _, m in self.options.mode_schedule)):
-            check_mode(self, candidate, 0)
+        self.state = TrainingState(self.step, self.embeddings, schema.labels, self.declared.first_mode, options.seed)
+        self._elsewhere = isinstance(cluster, ProcessCluster)  # Then its NN workers train, not this process.
+        self.phases = Phases(self.state, self.step, self.embeddings, self.declared, elsewhere=self._elsewhere)
+        self.checkpointing = Checkpointing(self.step, self.state, connection.servers, self.declared)
+        self.monitor = Monitor(self.state, self.step, self.embeddings, self.checkpointing)
+        if connection.observe is not None:
+            connection.observe(self.monitor.observe)
+        self._evaluator = Evaluator(self.step, self.embeddings)
         self.trained_here = TrainedRows(0, 0.0)
         """By this NN worker in the last call of `fit`."""
         self.resume_line: Callable[[str, int], str] = self._resume_line
         """Code that resumes from a directory at a step, printed after a signal; the command line has its own."""
-        self.saving = checkpointing.Checkpointing()
-        self.watch = Monitor(self.state, self.step, self.embeddings, self.saving)
-        if connection.observe is not None:
-            connection.observe(self.watch.observe)
         self._loaded = False
         self._stopping = False
 
@@ -166,12 +155,12 @@ class Trainer:
     @property
     def switches(self) -> list[ModeSwitch]:
         """Changes of mode so far."""
-        return self.segments.switches
+        return self.phases.switches
 
     # --- training ---------------------------------------------------------------------------------------------
 
     def switch(self, mode: Mode) -> None:
-        """Another mode from the next step boundary on; hyper-parameters, rows and optimizer state stay.
+        """Trains in another mode from the next step boundary on; hyper-parameters, rows and optimizer state stay.
 
         Returns at once, and may be called from any thread, also while `fit` runs; with several NN workers, on one of
         them. Before or between calls of `fit`, the next one begins with it. It ends the rule of an `Auto`.
@@ -180,7 +169,7 @@ class Trainer:
             ConfigError: the cluster, or this trainer's options, cannot run the mode; training goes on as before.
             PersiaError: another switch is under way.
         """
-        check_mode(self, mode, self.state.local_batch)
+        self.phases.check(mode)
         tokens = self.embeddings.connection.tokens
         if tokens is None:
             raise ConfigError("This cluster cannot change its mode.", field="mode")
@@ -249,75 +238,80 @@ class Trainer:
                 raise ConfigError(f"{name} = {value!r}; give a whole number >= 1.", field=name)
         self._stopping = False
         if isinstance(self.cluster, ProcessCluster) and train_data is not None:
-            cluster, data, bounds = self.cluster, train_data, {"epochs": epochs, "max_steps": max_steps}
-            return self._stoppable(lambda: driver.fit(self, cluster, data, eval_data, bounds))
+            remote, data, bounds = self._driver(self.cluster), train_data, {"epochs": epochs, "max_steps": max_steps}
+            return self._stoppable(lambda: remote.fit(data, eval_data, bounds, lambda: self.stopping))
         return self._stoppable(lambda: self.fit_here(train_data, eval_data, epochs, max_steps))
 
     def fit_here(
         self, train_data: Iterable[Batch] | None, eval_data: Iterable[Batch] | None, epochs: int, max_steps: int | None
     ) -> FitResult:
         """Trains on this NN worker; the arguments of `fit` have been checked."""
-        connection = self.embeddings.connection
-        self.segments.begin(train_data, self.finished)
-        if self.finished:
-            self.state.epoch = self.state.position = 0
-        self.state.finished = False
-        if self.options.keep_best is not None and eval_data is None:
+        state, connection, replicas = self.state, self.embeddings.connection, self.step.replicas
+        directory, keep_best = self.options.checkpoint_dir, self.options.keep_best
+        expect_data(train_data, state)
+        if state.finished:
+            state.epoch = state.position = 0
+        state.finished = False
+        if keep_best is not None and eval_data is None:
             raise ConfigError("keep_best needs eval_data.", field="eval_data")
-        run = FitProgress(self, self._staging, max_steps)
-        self.segments.begin_auto()
+        recovery = connection.save_recovery_point is not None
+        bounds = Bounds(state, self.step, self.options, max_steps, recovery, lambda: self.stopping)
+        progress = FitProgress(state, self.step, self.embeddings, self.monitor, self._staging, self.options)
+        loop = TrainingLoop(state, self.step, self.embeddings, progress, lambda: self.stopping)
+        saved_step: int | None = None  # Of the last checkpoint of this call.
+        self.phases.begin_auto()
         self.model.train()
         self.embeddings.train()
 
         def evaluate() -> MetricsResult | None:
-            return self._evaluated(run, eval_data)
+            return self._evaluated(bounds, eval_data)
 
         try:
-            with run.line:
-                while self.epoch < epochs and not run.finished():
-                    self.source = source_of(train_data, self.state, connection, self.step.replicas, loaded=self._loaded)
+            with progress.line:
+                while state.epoch < epochs and not bounds.reached():
+                    source = source_of(train_data, state, connection, replicas, loaded=self._loaded)
                     self._loaded = False
-                    while not run.finished():
-                        if self.segments.follow(run):
-                            if run.keeps:
-                                driver.keep(self, run)  # A death must not bring the mode of before back.
-                            self.segments.followed()
-                        if ended := self.segments.train(run):
-                            run.check_pass()
-                            self.state.epoch, self.state.position = self.epoch + 1, 0
-                        self.segments.check_others()
-                        if run.told_to_stop() or ended:
+                    while not bounds.reached():
+                        if self.phases.follow():
+                            if recovery:  # Else a death would bring back the mode of before.
+                                driver.save_recovery_point(self.step, state, connection, progress)
+                            self.phases.followed()
+                        steps = bounds.steps_left(self.phases.next_switch)
+                        if ended := self.phases.train(loop, source, steps):
+                            progress.check_pass()
+                            state.epoch, state.position = state.epoch + 1, 0
+                        self.phases.check_others()
+                        if bounds.told_to_stop() or ended:
                             break
-                        if run.checkpoints.due() and checkpointing.begin_periodic(self, evaluate):
-                            run.saved()
-                        if run.snapshots.due():
-                            driver.keep(self, run)
+                        if bounds.checkpoints.due() and self.checkpointing.begin_periodic(evaluate):
+                            saved_step = state.global_step
+                        if bounds.recovery_points.due():
+                            driver.save_recovery_point(self.step, state, connection, progress)
         except Exception:
-            with contextlib.suppress(Exception):  # What is raised says more than a checkpoint that failed as well.
-                self.saving.wait()
+            with contextlib.suppress(Exception):  # The first error says more than that of a checkpoint.
+                self.checkpointing.wait()
             raise
         finally:
-            run.close()
-            self.trained_here = run.progress_here
-        run.check_trained(epochs)
-        if self.step.replicas.run_on_rank0(lambda: checkpointing.await_periodic(self), bool):
-            run.saved(False)
+            progress.close()
+            self.trained_here = progress.trained_here
+        progress.check_trained(epochs)
+        if self.checkpointing.await_periodic():
+            saved_step = None
         evaluation = None
         try:
-            if self.options.keep_best is not None:
+            if keep_best is not None:
                 evaluation = evaluate()
         finally:  # Also if it cannot be evaluated.
-            if self.options.checkpoint_dir is not None and run.unsaved():
-                last, moment = self.options.checkpoint_dir, self._moment(checkpointing.score_of(self, evaluation))
-                self.step.replicas.run_on_rank0(lambda: self.saving.save_last(self, last, moment), str)
-        self.state.finished = (
-            self.epoch >= epochs
-        )  # Not before it is saved: else the next call would train the epoch again.
-        self.step.replicas.settle()
-        return run.result(evaluation or evaluate())
+            if directory is not None and saved_step != state.global_step:
+                self.checkpointing.save_last(evaluation)
+        # Not before it is saved: else the next call would train the epoch again.
+        state.finished = state.epoch >= epochs
+        replicas.settle()
+        evaluation = evaluation or evaluate()
+        return progress.result(evaluation, self.phases.report(), self.phases.mode_choices())
 
     def evaluate(self, data: Iterable[Batch]) -> MetricsResult:
-        """Metrics on data, read-only: the store and the model stay as they are.
+        """Returns metrics on data. Read-only: the store and the model stay as they are.
 
         Several NN workers score the batches in turn, and all return the metrics of all.
 
@@ -325,27 +319,14 @@ class Trainer:
             DataError: a batch does not fit the schema, or has no labels.
             DivergedError: logits are not finite.
         """
-        metrics = Metrics(list(self.schema.labels))
-        rank, nn_workers = self.embeddings.connection.rank, self.embeddings.connection.nn_workers
-        mine = itertools.islice(iter(data), rank, None, nn_workers) if nn_workers > 1 else data
-        for number, (batch, logits) in enumerate(self._scored(mine)):
-            number = rank + number * nn_workers
-            if not batch.labels.shape[1]:
-                raise DataError(
-                    f"Batch {number} of the data to evaluate has no labels. Use `predict` for data without labels; or, "
-                    "if the source has some, leave `require_labels=False` out.",
-                    batch=number,
-                )
-            check_finite(f"Batch {number} of the data to evaluate", logits, batch=number)
-            metrics.update(logits, batch.labels.cpu().numpy(), batch.day)
-        return merged_metrics(metrics, self.step.replicas.gather).result()
+        return self._evaluator.evaluate(data)
 
     def predict(self, data: Iterable[Batch]) -> Iterator[NDArray[np.float32]]:
         """Yields probabilities float32 `[batch, labels]`, batch by batch; read-only. The data need no labels.
 
         They come in the order of the data: a reader with `shuffle_rows` gives its rows shuffled.
         """
-        for _, logits in self._scored(data):
+        for _, logits in self._evaluator.scored(data):
             yield (1.0 / (1.0 + np.exp(-logits))).astype(np.float32)
 
     # --- checkpoints ------------------------------------------------------------------------------------------
@@ -362,11 +343,10 @@ class Trainer:
         Raises:
             CheckpointError: it could not be written; older checkpoints are intact.
         """
-        path, moment = os.fspath(directory), self._moment(None)
-        return self.step.replicas.run_on_rank0(lambda: self.saving.save(self, path, moment), str)
+        return self.checkpointing.save(os.fspath(directory))
 
     def load(self, directory: str, *, step: int | None = None, new_optimizer: bool = False) -> None:
-        """Takes everything from a checkpoint of `directory`; all is checked before anything is changed.
+        """Loads everything from a checkpoint of `directory`; all is checked before anything is changed.
 
         The number of embedding PSs, their capacities and their admission may be others than those that wrote it.
 
@@ -380,17 +360,21 @@ class Trainer:
             CheckpointError: it is damaged, or of another schema, model or optimizer.
         """
         replicas = self.step.replicas
-        options = loading.LoadOptions(step, new_optimizer)
-        replicas.run_on_rank0(lambda: loading.load(self, directory, options), NoneType)
+        options = loading.LoadOptions(step, new_optimizer, self._elsewhere)
+
+        def load() -> None:
+            loading.load(directory, options, self.declared, self.step, self.state, self.embeddings)
+
+        replicas.run_on_rank0(load, NoneType)  # First, as it loads the rows.
         if self.embeddings.connection.rank > 0:
-            loading.load(self, directory, options, first=False)
+            load()
         replicas.gather(b"")
         self._loaded = True
 
     def load_rows(
         self, directory: str, tables: Iterable[str] | None = None, *, step: int | None = None, state: bool = True
     ) -> dict[str, loading.LoadedTable]:
-        """Takes embedding rows from a checkpoint, to begin with those of another model; nothing else changes.
+        """Loads embedding rows from a checkpoint, to begin with those of another model; nothing else changes.
 
         Rows that are there already are replaced where the checkpoint has the same ids. With several NN workers only
         the first one calls it.
@@ -408,7 +392,7 @@ class Trainer:
         Raises:
             CheckpointError: it is damaged, or a table is missing or has another dim.
         """
-        return loading.load_rows(self, directory, tables, step, state)
+        return loading.load_rows(self.embeddings.connection.servers, directory, tables, step, state)
 
     @classmethod
     def resume(
@@ -420,7 +404,7 @@ class Trainer:
         cluster: Cluster | None = None,
         options: TrainerOptions | None = None,
     ) -> Trainer:
-        """A trainer that continues from a checkpoint: schema, mode, embedding optimizer and options are in it.
+        """Returns a trainer that continues from a checkpoint, which has schema, mode, embedding optimizer and options.
 
         Args:
             directory: where `save` wrote.
@@ -447,12 +431,27 @@ class Trainer:
 
     # --- inside -----------------------------------------------------------------------------------------------
 
-    def _evaluated(self, run: FitProgress, data: Iterable[Batch] | None) -> MetricsResult | None:
-        """An evaluation in `fit`; None if there are no data, or it is told to stop."""
-        if data is None or run.told_to_stop():
+    def _driver(self, cluster: ProcessCluster) -> driver.Driver:
+        """Returns the driver of calls of `fit` on the NN workers of a cluster."""
+        make = functools.partial(
+            type(self),
+            self.model,
+            self.schema,
+            optimizer=self.step.make_optimizer,
+            embedding_optimizer=self.declared.embedding_optimizer,
+            mode=self.declared.mode,
+            cluster=cluster,
+            options=self.options,
+        )
+        servers = self.embeddings.connection.servers
+        return driver.Driver(cluster, make, self.step, self.state, servers, self.declared)
+
+    def _evaluated(self, bounds: Bounds, data: Iterable[Batch] | None) -> MetricsResult | None:
+        """Evaluates within `fit`; returns None if there are no data, or the call is told to stop."""
+        if data is None or bounds.told_to_stop():
             return None
         result = self.evaluate(itertools.takewhile(lambda _: not self.stopping, data))
-        return None if run.told_to_stop() else result
+        return None if bounds.told_to_stop() else result
 
     def _stoppable(self, fit: Callable[[], FitResult]) -> FitResult:
         directory, line = self.options.checkpoint_dir, self.resume_line
@@ -464,35 +463,8 @@ class Trainer:
         cluster = ", cluster=cluster" if self.cluster is not None else ""
         return f"trainer = persia.Trainer.resume({directory!r}, model, optimizer=optimizer{cluster})"
 
-    def _moment(self, score: float | None) -> checkpointing.CheckpointState:
-        self.step.replicas.settle()
-        consistent = self.options.checkpoint_consistent or isinstance(self.mode, Sync)
-        return checkpointing.CheckpointState(self.state.state_dict(), score, consistent)
 
-    def _scored(self, data: Iterable[Batch]) -> Iterator[tuple[PreparedBatch, NDArray[np.float32]]]:
-        """Batches and their logits. Between two of them the caller finds model and collection in the mode they had."""
-        with self._reading():
-            batches = self.embeddings.prefetch(data)
-        with contextlib.closing(batches):  # type: ignore[type-var]
-            for batch in batches:
-                with self._reading():
-                    logits = self.step.logits(batch, self.embeddings(batch)).cpu().numpy()
-                yield batch, logits
-
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Evaluation mode, for the time of the block."""
-        modes = [(module, module.training) for module in (self.model, self.embeddings)]
-        self.model.eval()
-        self.embeddings.eval()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            for module, training in modes:
-                module.train(training)
-
-    def _device_name(self) -> str:
-        if self.options.device != "auto":
-            return self.options.device
-        return "cuda" if torch.cuda.is_available() else "cpu"
+def _device_name(wanted: str) -> str:
+    if wanted != "auto":
+        return wanted
+    return "cuda" if torch.cuda.is_available() else "cpu"

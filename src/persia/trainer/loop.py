@@ -1,0 +1,171 @@
+"""The training loop: each batch from the data source to its update, top to bottom.
+
+There are two kinds of it, and `Mode.dense()` tells which one a mode has:
+
+- `TrainingLoop.synchronous` (Sync, Hybrid): each NN worker holds a replica of the network. NN workers take batches in
+  turn and average their gradients, so all make the same updates.
+- `TrainingLoop.token_driven` (Async, Bsp, HopBs, HopBw, Gba): dense PSs hold the network. An NN worker that is ready
+  draws a batch and a token, computes gradients with the parameters of that moment, and pushes them.
+
+Both train one phase: batches in one mode, between two points at which all NN workers quiesce. `phases.py` decides
+which kind runs, and until when.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from persia.batching.batch import Batch
+from persia.modes import Gba, Mode
+from persia.nn.collection import EmbeddingCollection
+from persia.nn.dense_step import DenseStep
+from persia.nn.prepared import PreparedBatch
+from persia.nn.token_client import TokenClient
+from persia.services import Connection
+from persia.trainer.progress import FitProgress
+from persia.trainer.sources import BatchSource
+from persia.trainer.state import TrainingState
+from persia.types import FedBatch
+
+__all__ = ["PhaseEnd", "TrainingLoop", "advise"]
+
+LOG = logging.getLogger("persia.modes")
+
+
+class PhaseEnd(NamedTuple):
+    """How a synchronous phase ended.
+
+    Attributes:
+        pass_ended: whether the data of the pass are used up.
+        stopped_at: time at which NN workers agreed to stop before the planned end; None if they did not.
+    """
+
+    pass_ended: bool
+    stopped_at: float | None
+
+
+class TrainingLoop:
+    """Trains the batches of one phase on one NN worker.
+
+    Args:
+        state: what training changes, besides rows and the network's tensors.
+        network: the dense network, its optimizer, and its replicas.
+        embeddings: looks up rows ahead; the backward pass makes it push their gradients.
+        progress: scores batches and shows progress.
+        should_stop: whether this NN worker was told to stop.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        network: DenseStep,
+        embeddings: EmbeddingCollection,
+        progress: FitProgress,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self._state = state
+        self._network = network
+        self._embeddings = embeddings
+        self._progress = progress
+        self._should_stop = should_stop
+
+    def synchronous(self, source: BatchSource, batches: int | None, switch_requested: Callable[[], bool]) -> PhaseEnd:
+        """Trains this NN worker's share of the pass, `batches` batches at most. All NN workers make the same steps.
+
+        Args:
+            source: has the batches.
+            batches: on each NN worker; None for any number.
+            switch_requested: whether this NN worker knows that another mode was requested.
+        """
+        state, network, replicas = self._state, self._network, self._network.replicas
+        drawn, stopped_at, complete = 0, None, False
+        mine = _in_turn(source, state.position, batches, self._embeddings.connection)
+        # In background threads: read a batch, wait at the mode's gate, look up its rows at the embedding workers.
+        prepared = self._embeddings.prefetch(mine, replicas, start=state.position)
+        try:
+            with contextlib.closing(prepared):  # type: ignore[type-var]
+                for batch in prepared:
+                    step = state.global_step + 1
+                    embeddings = self._embeddings(batch)  # Pools the rows of the batch.
+                    with network.times.timed():
+                        # The backward pass pushes the gradients of rows, and averages those of the network.
+                        logits, loss = network.forward_backward(batch, embeddings, all_reduce=True)
+                        updated = network.apply()  # At the last batch of a step: clipping, optimizer.
+                    drawn += 1
+                    state.position += replicas.nn_workers
+                    source.forget(state.position)
+                    self._trained(step, batch, logits, loss)
+                    # One wish to stop suffices: it travels with the next batch, and all stop after that step.
+                    replicas.stop = replicas.stop or self._should_stop() or switch_requested()
+                    if updated and replicas.stopping():
+                        stopped_at = time.monotonic()
+                        break
+            complete = True
+        finally:
+            # After an error the PSs apply the gradients that were computed, so the network does likewise. Not with
+            # several NN workers: the others do not know of the error, and would not take part.
+            if complete or replicas.nn_workers == 1:
+                network.finish()
+            self._progress.score_rest()
+        return PhaseEnd(stopped_at is None and (batches is None or drawn < batches), stopped_at)
+
+    def token_driven(self, source: BatchSource, client: TokenClient) -> None:
+        """Trains the batches that the token scheduler hands out, until the phase ends.
+
+        Args:
+            source: has the batches.
+            client: draws batches and tokens, and pulls parameters of the network; ends the phase if asked to.
+        """
+        state, network = self._state, self._network
+        # In background threads: take a batch, look up its rows. Token and parameters come when the network is free.
+        prepared = self._embeddings.prefetch(client.batches(source.read), tokens=client)
+        try:
+            with contextlib.closing(prepared):  # type: ignore[type-var]
+                for batch in prepared:
+                    step = state.global_step + 1
+                    embeddings = self._embeddings(batch)  # Pools the rows of the batch.
+                    with network.times.timed():
+                        # After the backward pass the push thread sends the gradients of rows, then of the network.
+                        logits, loss = network.forward_backward(batch, embeddings, all_reduce=False)
+                    self._trained(step, batch, logits, loss)
+                    if self._should_stop():
+                        client.stop()
+        finally:
+            self._progress.score_rest()
+
+    def _trained(self, step: int, batch: PreparedBatch, logits: torch.Tensor, loss: torch.Tensor) -> None:
+        """Keeps the books of a batch that took part in global step `step`."""
+        state, connection = self._state, self._embeddings.connection
+        known = state.local_batch
+        state.local_batch = max(known, batch.weight)
+        if not known and connection.rank == 0:
+            advise(state.mode, connection.nn_workers, state.local_batch)
+        self._progress.trained(step, batch, logits, loss)
+
+
+def _in_turn(
+    source: BatchSource, position: int, batches: int | None, connection: Connection
+) -> Iterator[Batch | FedBatch]:
+    """Reads every `nn_workers`-th batch, from `position` plus the rank on."""
+    number, left = position + connection.rank, batches
+    while left is None or left > 0:
+        batch = source.read(number)
+        if batch is None:
+            return
+        yield batch
+        number += connection.nn_workers
+        left = None if left is None else left - 1
+
+
+def advise(mode: Mode, nn_workers: int, local_batch: int) -> None:
+    """Logs advice for `Gba` if its global batch and the local batches do not go well together."""
+    if isinstance(mode, Gba) and local_batch:
+        advice = mode.advice(nn_workers, local_batch)
+        if advice is not None:
+            LOG.warning("%s", advice)
