@@ -21,8 +21,8 @@ class RecordedArrivals:
 
     def note(self, read: ReadRecord) -> None:
         """Records the inputs of a gradient."""
-        if self.record is not None:
-            self.record.reads.append(read)
+        if (record := self.record) is not None:
+            record.reads.append(read)
 
     def end_recording(self) -> PhaseRecord:
         """Ends the record, and returns it. A repetition returns the same one."""

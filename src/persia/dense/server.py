@@ -132,8 +132,8 @@ class DenseServer(JournaledServer):
             with self._lock:
                 self._counts["pushes"] += 1
                 self._held.add(given, buffers, float(header.weight), part.weight)
-                if self.journal is not None:
-                    self.journal.add(header)
+                if (journal := self.journal) is not None:
+                    journal.add(header)
                 if last:
                     self._apply()
 

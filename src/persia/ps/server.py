@@ -157,9 +157,9 @@ class EmbeddingServer(JournaledServer):
 
     def recorded_lookup(self, ids: Mapping[str, Ids], batch_id: int) -> Packed[np.float32]:
         """Looks up rows for training, and records it; see `persia.services.RecordableRows`."""
-        if self.journal is None:
+        if (journal := self.journal) is None:
             return self.lookup(ids, train=True)
-        return self.journal.read(batch_id, lambda: self.lookup(ids, train=True))
+        return journal.read(batch_id, lambda: self.lookup(ids, train=True))
 
     def close(self) -> None:
         """Removes the regions and the rows in them, if there are any. Call it last."""
@@ -176,7 +176,11 @@ class EmbeddingServer(JournaledServer):
         if header.parts == 1 and completes_step(self._mode.arrive, header.step):
             return self._apply([header], header.client, header.sequence, packed, header.step)
         if header.rank >= len(self._barriers):
-            raise StoreError(f"There is no NN worker {header.rank}, only {len(self._barriers)}.", rank=header.rank)
+            raise StoreError(
+                f"Invalid rank {header.rank} in a push: this PS serves {len(self._barriers)} NN workers. Start PSs "
+                "and NN workers with the same number of NN workers.",
+                rank=header.rank,
+            )
         return self._barriers[header.rank].push(header.sequence, ArrivedPush(header, packed))
 
     def switch(self, mode: Mode, generation: int, step: int) -> None:
@@ -212,8 +216,8 @@ class EmbeddingServer(JournaledServer):
                 table: (part, self._weights(table, part.ids, header, limit)) for table, part in gradients.items()
             }
             self._sums.add(weighed, header.weight)
-            if self.journal is not None:
-                self.journal.add(header)
+            if (journal := self.journal) is not None:
+                journal.add(header)
             if not last:
                 return {}
             return self._apply([], header.merged_client, header.step + 1, self._sums.take(), header.step)
@@ -264,7 +268,7 @@ class EmbeddingServer(JournaledServer):
             client=client,
             sequence=sequence,
         )
-        counts = update() if self.journal is None else self.journal.apply(update, headers)
+        counts = update() if (journal := self.journal) is None else journal.apply(update, headers)
         return dict(zip(ids.names, counts, strict=True))
 
     def statistics(self) -> dict[str, dict[str, int]]:
