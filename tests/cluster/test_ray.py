@@ -6,6 +6,7 @@ import contextlib
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -144,11 +145,28 @@ def uneven(cluster: Any, equal: bool) -> int:
     return steps
 
 
+def late(cluster: Any) -> int:
+    """A loop of one's own without collectives, over 6 batches each; NN worker 1 is late with its last ones."""
+    rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    data = reader(12)
+    embeddings = persia.nn.EmbeddingCollection(
+        data.schema, optimizer=persia.optim.SGD(lr=0.1), mode=persia.modes.Hybrid(2), cluster=cluster
+    )
+    steps = 0
+    for batch in embeddings.prefetch(list(data)[rank::count]):
+        if (rank, steps) == (1, 3):
+            time.sleep(2)  # NN worker 0 returns meanwhile.
+        sum(e.sum() for e in embeddings(batch).values()).backward()
+        steps += 1
+    return steps
+
+
 def test_an_own_loop_with_uneven_data_ends():
     with persia.cluster.Ray(nn_workers=2, options=options()) as cluster:
         with pytest.raises(UnequalStepsError, match=r"NN worker 1 ran out of batches after 6\. NN worker 0 still had"):
             cluster.run(lambda: uneven(cluster, equal=False))
         assert cluster.run(lambda: uneven(cluster, equal=True)) == [7, 7]
+        assert cluster.run(lambda: late(cluster)) == [6, 6]
 
 
 def torch_in(cluster: Any, role: str) -> str:

@@ -81,7 +81,7 @@ class NNWorkerHost(Host):
         self._requests: queue.Queue[Request] = queue.Queue()
         self._answers: dict[int, Future[Any]] = {}
         self._numbers = itertools.count(1)
-
+        self._store: Any = None
         self.halted = False
         """Whether the driver has asked the function to end."""
         self.observer: Callable[[], Readings] | None = None
@@ -124,6 +124,9 @@ class NNWorkerHost(Host):
                 world_size=self.plan.nn_workers,
                 timeout=datetime.timedelta(seconds=self.plan.options.timeout),
             )
+            # NN worker 0 serves the store. The others use it for their last batches, perhaps after its function has
+            # returned, so it lives until the next run.
+            self._store = torch.distributed.distributed_c10d._get_default_store()
             work: Callable[[], Any] = _Unpickler(BytesIO(function), cluster).load()
             return Outcome(work())
         except BaseException as error:
