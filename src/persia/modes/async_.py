@@ -16,8 +16,9 @@ class Async(Asynchronous, frozen=True, tag="async"):
     versions as there are NN workers. The fastest mode, and the baseline of the others.
 
     Args:
-        staleness: maximum number of an NN worker's own steps in flight at a lookup, as in Hybrid; 0 waits for the own
-            gradient before the next batch; None for no limit.
+        staleness: maximum number of an NN worker's own steps in flight at a lookup, as in Hybrid; None for no limit. An
+            NN worker draws its next token once its own gradient is applied, so none is ever in flight, and numbers from
+            1 on act like None. 0 also waits for the gradients of other NN workers that have arrived.
     """
 
     staleness: int | None = None

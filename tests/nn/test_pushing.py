@@ -1,0 +1,161 @@
+"""How gradients leave an NN worker: the pushes of a training pass, their order, and what becomes of the rest."""
+
+import time
+
+import pytest
+
+from persia.cluster import Embedded
+from persia.modes import Async, Gba, Hybrid, Sync
+from persia.nn import CollectionOptions, EmbeddingCollection
+from persia.optim import SGD
+from support.switching_samples import DEADLINE, ROWS, SCHEMA, batches, trainer
+
+
+class RecordedWorker:
+    """The embedding worker; keeps the headers of pushes, and the batch ids in them.
+
+    Args:
+        worker: the embedding worker.
+        apply: whether its PSs get the pushes.
+        seconds: duration of a push.
+    """
+
+    def __init__(self, worker, apply=True, seconds=0.0):
+        self.worker, self.apply, self.seconds = worker, apply, seconds
+        self.headers, self.pushed, self.released = [], [], []
+        self.returned = 0
+        self.returned_at_lookup = []
+
+    def __getattr__(self, name):
+        return getattr(self.worker, name)
+
+    def lookup(self, batch_id):
+        self.returned_at_lookup.append(self.returned)
+        return self.worker.lookup(batch_id)
+
+    def push(self, header, contributions):
+        self.headers.append(header)
+        self.pushed.append([c.batch_id for c in contributions])
+        time.sleep(self.seconds)
+        counts = self.worker.push(header, contributions) if self.apply else {}
+        self.returned += 1
+        return counts
+
+    def release(self, batch_id):
+        self.released.append(batch_id)
+        self.worker.release(batch_id)
+
+
+class Recorded:
+    """This process, with a recorded embedding worker; also as one NN worker of several, whose pushes go nowhere."""
+
+    def __init__(self, nn_workers=1, seconds=0.0):
+        self.nn_workers, self.seconds = nn_workers, seconds
+
+    def connect(self, *arguments):
+        connection = Embedded().connect(*arguments)
+        self.worker = RecordedWorker(connection.worker, self.nn_workers == 1, self.seconds)
+        return connection._replace(worker=self.worker, nn_workers=self.nn_workers)
+
+
+class OthersHaveData:
+    """Lets this NN worker make as many steps as another one that has `steps` batches."""
+
+    dummy_rows = 1
+
+    def __init__(self, steps):
+        self.steps = steps
+
+    def start(self, rows, has_data):
+        self.steps -= 1
+
+    def over(self):
+        return self.steps < 0
+
+
+def collection(cluster, mode=None, **options):
+    options = CollectionOptions(timeout=DEADLINE, **options)
+    return EmbeddingCollection(SCHEMA, optimizer=SGD(lr=0.1), mode=mode or Sync(), cluster=cluster, options=options)
+
+
+def backward(embeddings, batch):
+    sum(values.sum() for values in embeddings(batch).values()).backward()
+
+
+def pushes(cluster):
+    """Of each push: sequence number, global step, number of batches, rows."""
+    worker = cluster.worker
+    found = zip(worker.headers, worker.pushed, strict=True)
+    return [(header.sequence, header.step, len(ids), header.weight) for header, ids in found]
+
+
+@pytest.mark.parametrize("left_early", [False, True])
+def test_an_incomplete_step_is_pushed_at_the_end(left_early):
+    cluster = Recorded()
+    embeddings = collection(cluster, accumulation_steps=3)
+    for number, batch in enumerate(embeddings.prefetch(batches(9 if left_early else 5))):
+        backward(embeddings, batch)
+        if number == 4:
+            break
+    assert pushes(cluster) == [(1, 0, 3, 3 * ROWS), (2, 1, 2, 2 * ROWS)]
+    assert embeddings.connection.worker.buffered == 0
+
+
+def test_an_incomplete_step_that_pss_wait_for_is_pushed_only_when_no_nn_worker_has_data():
+    for left_early in (False, True):
+        cluster = Recorded(nn_workers=2)
+        embeddings = collection(cluster, accumulation_steps=2)
+        for number, batch in enumerate(embeddings.prefetch(batches(3), OthersHaveData(3))):
+            backward(embeddings, batch)
+            if left_early and number == 2:
+                break
+        assert pushes(cluster) == [(1, 0, 2, 2 * ROWS), (2, 1, 1, ROWS)][: 1 if left_early else 2]
+        assert len(cluster.worker.released) == left_early
+
+
+def test_leaving_the_loop_at_a_dummy_batch_makes_its_step_and_at_another_none():
+    cluster = Recorded(nn_workers=2)
+    embeddings = collection(cluster)
+    for batch in embeddings.prefetch(batches(1), OthersHaveData(3)):
+        if batch.dummy:
+            break
+        backward(embeddings, batch)
+    assert pushes(cluster) == [(1, 0, 1, ROWS), (2, 1, 0, 0)]
+    for _ in embeddings.prefetch(batches(2), OthersHaveData(2)):
+        break
+    assert len(cluster.worker.headers) == embeddings.global_step == 2
+    assert embeddings.pushed.released == 1
+    assert embeddings.connection.worker.buffered == 1  # That of the first push, which went nowhere.
+
+
+def test_sequence_numbers_go_on_over_passes_and_kinds_of_phases():
+    cluster = Recorded()
+    t = trainer(Sync(), cluster, mode_schedule=[(4, Gba(ROWS)), (7, Hybrid(2)), (9, Gba(2 * ROWS))])
+    t.fit(batches(13), epochs=2)
+    assert [header.sequence for header in cluster.worker.headers] == list(range(1, 27))
+    assert t.embeddings.pushes == 26
+
+
+def test_without_prefetch_a_push_is_made_at_once():
+    cluster = Recorded()
+    embeddings = collection(cluster)
+    for number, batch in enumerate(batches(3)):
+        backward(embeddings, batch)
+        assert pushes(cluster)[number:] == [(number + 1, number, 1, ROWS)]
+    embeddings(batches(1)[0])
+    embeddings.flush()
+    assert embeddings.pushed.released == 1
+    assert pushes(cluster)[3:] == []
+
+
+@pytest.mark.parametrize("mode", [Async(), Async(0), Async(3), Gba(ROWS), Gba(2 * ROWS)], ids=str)
+def test_no_token_is_read_ahead_of_the_push_before_it(mode):
+    """Async(n) holds its bound for any n: an NN worker waits for its own gradient before it draws the next token."""
+    cluster = Recorded(seconds=0.02)
+    trainer(mode, cluster).fit(batches(8))
+    in_flight = [number - returned for number, returned in enumerate(cluster.worker.returned_at_lookup)]
+    assert len(in_flight) == 8
+    if isinstance(mode, Async) or mode.group(1, ROWS) == 1:
+        assert in_flight == [0] * 8
+    else:
+        assert max(in_flight) == 1  # The slot of a step that is not complete: its push is under way.
