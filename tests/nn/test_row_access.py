@@ -98,7 +98,7 @@ def test_values_mean_what_the_kind_of_the_feature_says(values):
 def test_values_of_a_table_that_maps_them_in_two_ways_are_refused():
     schema = Schema([IdFeature("shop", dim=2), IdFeature("name", dim=2, table="shop", kind="text")])
     embeddings = collection(schema=schema)
-    with pytest.raises(DataError, match=r"no one meaning.*shop: auto, name: text.*array of uint64"):
+    with pytest.raises(DataError, match=r"ambiguous.*shop: auto, name: text.*array of uint64"):
         embeddings.rows("shop", ["a"])
     assert embeddings.rows("shop", np.array([1], np.uint64)).found.tolist() == [False]
 
@@ -152,12 +152,12 @@ COUNT = np.ones(1, np.uint32)
     ("error", "message", "arguments", "state"),
     [
         (ConfigError, "no table 'nope'; the schema has shop, user", ("nope", [1], ONE), None),
-        (DataError, "Id 7 .*twice, the second time at 2", ("shop", [7, 8, 7], np.ones((3, 4))), None),
+        (DataError, "Duplicate id 7 .*at position 2", ("shop", [7, 8, 7], np.ones((3, 4))), None),
         (DataError, r"shape \[1, 3\]; give float32 \[1, 4\]", ("shop", [1], np.ones((1, 3))), None),
         (DataError, r"shape \[4\]", ("shop", [1], np.ones(4)), None),
         (DataError, r"not finite at \[0, 2\]", ("shop", [1], [[0, 0, np.nan, 0]]), None),
         (DataError, "not finite", ("shop", [1], [[0, 0, 1e300, 0]]), None),
-        (DataError, "no numbers", ("shop", [1], [["a", "b", "c", "d"]]), None),
+        (DataError, "not numbers", ("shop", [1], [["a", "b", "c", "d"]]), None),
         (DataError, "value_bound = 2 at row 1", ("user", [1, 2], [[0, 0, 0], [0, -3, 0]]), None),
         (DataError, "one id each", ("shop", [[1, 2]], ONE), None),
         (DataError, "one id each", ("shop", ["a", None], ONE), None),

@@ -1,8 +1,8 @@
-"""Detects that an NN worker has run out of batches while others train on (docs/guide/cluster.md, "Your own loop").
+"""Detects that an NN worker has run out of batches while others have not (docs/guide/cluster.md, "Your own loop").
 
-Several NN workers whose gradients are averaged by DistributedDataParallel have to make equally many steps: one that
-makes another step waits in a collective for those that have none. All of them count what they read in the store of the
-process group, ahead of the step, so that the count is known when the step begins.
+NN workers whose gradients DistributedDataParallel averages must make the same number of steps: one that makes a step
+more waits in a collective for the others. All of them count the batches that they read in the store of the process
+group, ahead of the step, so that the count is known when the step begins.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ FIRST_WAIT, LONGEST_WAIT = 1e-4, 2e-3
 """Seconds between two requests while waiting for a batch of another NN worker."""
 
 GRACE_SECONDS = 2.0
-"""Time that the others have to report a batch of their own before the error names those that have one."""
+"""Seconds that the others have to report a batch of their own before the error names those that have one."""
 
 REMEDY = (
-    "Pass `equal_steps=persia.dense.AllReduce(net)` to `prefetch`, which lets all NN workers make equally many steps, "
-    "or give them equally many batches; see docs/guide/cluster.md, 'Your own loop'."
+    "Pass `equal_steps=persia.dense.AllReduce(net)` to `prefetch`, so that all NN workers make the same number of "
+    "steps, or give them the same number of batches; see docs/guide/cluster.md, 'Your own loop'."
 )
 
 
@@ -55,7 +55,7 @@ class BatchCounts:
     """The batch counts of one training pass of one NN worker. The reading thread counts, the training thread checks.
 
     Args:
-        store: the one that all NN workers share.
+        store: the store of the process group, which all NN workers share.
         rank: of this NN worker.
         nn_workers: number of NN workers.
         timeout: seconds that a check waits for NN workers that are slow to read.
@@ -94,7 +94,7 @@ class BatchCounts:
             self._store.add(f"{self._prefix}/{self._read}", ENDED)
 
     def check(self, number: int) -> None:
-        """Waits until all NN workers are known to have batch `number` of the pass. In training that is known already.
+        """Waits until all NN workers are known to have batch `number` of the pass; in training this is known ahead.
 
         Raises:
             UnequalStepsError: an NN worker has run out before it, or has left its loop.
@@ -136,7 +136,7 @@ class BatchCounts:
         facts += [f"NN worker {rank} {reason}." for rank, reason in left.items()]
         raise UnequalStepsError(
             f"Batch {number} of this training pass: {' '.join(facts)} {_named(having)} still had batches, and would "
-            f"wait for the others in the all-reduce of gradients. {REMEDY}",
+            f"wait forever in the all-reduce of gradients. {REMEDY}",
             batch=number,
             ended=run_out,
             left=list(left),
@@ -147,7 +147,7 @@ class BatchCounts:
         *_, silent = self._others(number)
         raise DeadlineError(
             f"Batch {number} of this training pass: {_named(silent) if silent else 'another NN worker'} did not read "
-            f"it within {self._timeout:g} s. See what holds their data up, or raise `timeout`.",
+            f"it within {self._timeout:g} s. Check what delays its data, or raise `timeout`.",
             batch=number,
             late=silent,
             timeout=self._timeout,

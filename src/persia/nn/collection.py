@@ -120,7 +120,7 @@ class EmbeddingCollection(torch.nn.Module):
         """
         connection = self.connection
         if connection.loader is None:
-            raise ConfigError("This cluster has no data loaders; give batches to `prefetch`.", field="cluster")
+            raise ConfigError("This cluster has no data loaders. Pass batches to `prefetch`.", field="cluster")
         return fed_batches(connection.loader, epoch, start, connection.rank, connection.nn_workers)
 
     def prefetch(
@@ -158,10 +158,7 @@ class EmbeddingCollection(torch.nn.Module):
             self._check_process()
             return self._reading.batches(source)
         if (tokens is None) != (self.mode.dense() is Dense.ALL_REDUCE):
-            raise ConfigError(
-                f"The mode {type(self.mode).__name__} keeps the network on dense PSs, so a `Trainer` has to run it.",
-                field="mode",
-            )
+            raise self._needs_trainer()
         pusher = self._steps if tokens is None else TokenPusher(self.outbox, tokens)
         return self._train(source, pusher, equal_steps, start)
 
@@ -375,7 +372,7 @@ class EmbeddingCollection(torch.nn.Module):
         self._check_process()
         if self.training and torch.is_grad_enabled():
             if self.mode.dense() is Dense.SERVER:
-                raise ConfigError(f"The mode {type(self.mode).__name__} needs a `Trainer`.", field="mode")
+                raise self._needs_trainer()
             if self._pipeline is not None:
                 raise PersiaError(
                     "This EmbeddingCollection is in a `prefetch` loop; call it with the batches that the loop "
@@ -391,6 +388,12 @@ class EmbeddingCollection(torch.nn.Module):
             prepared, ready = self._reading.now(batch)
         ready()
         return prepared
+
+    def _needs_trainer(self) -> ConfigError:
+        name = type(self.mode).__name__
+        return ConfigError(
+            f"The mode {name} keeps the network on dense PSs, so a `Trainer` has to run it.", field="mode"
+        )
 
     def _raise_push_failure(self) -> None:
         """Raises, once, the failure of the push thread of an earlier pass."""

@@ -15,21 +15,21 @@ from persia.types import Ids
 __all__ = ["IdSample", "warn_of_unknown_ids"]
 
 HARDLY_ANY = 0.01
-"""Share of a feature's ids that have a row. Users and items that are new since training are common, so a small share is
-no fault. Of ids from another mapping, only those that are the same by chance are found."""
+"""Share of a feature's sampled ids that have a row, below which a warning is logged. Users and items that are new since
+training are common, so a small share is no error. With ids of another mapping, only accidental matches are found."""
 
 FEWEST_IDS = 100
-"""A smaller sample says nothing about a share of 1 %."""
+"""Smallest sample that can show a share of 1 %."""
 
 IDS_PER_BATCH = 128
 MOST_BATCHES = 8
-"""Together they bound the sample, and so its cost, for any size of the data."""
+"""Maximum numbers: together they bound the cost of a sample, whatever the size of the data."""
 
 REMEDY = (
-    "Ids without a row read as zeros. Likely the values are written in another way than in training (such as 7 there "
-    "and '007' here) or another IdFeature.kind maps them to other ids; or the data or the checkpoint belong to another "
-    "model. Read the column as in training, and see what is stored with `EmbeddingCollection.rows`. Where all ids are "
-    "new, such as users that training has not had, this is to be expected."
+    "Ids without a row read as zeros. Likely the values are written differently than in training (such as 7 there and "
+    "'007' here), another IdFeature.kind maps them to other ids, or the data or the checkpoint belong to another "
+    "model. Read the column as in training, and check what is stored with `EmbeddingCollection.rows`. If all ids are "
+    "new, such as users that training has not seen, this is expected."
 )
 
 log = logging.getLogger("persia.nn")

@@ -41,7 +41,7 @@ class EvaluationReader:
         self._rows = rows
 
     def batches(self, source: Iterator[object]) -> Iterator[PreparedBatch]:
-        """Yields batches with rows, looked up ahead in background threads; then warns of features without rows."""
+        """Yields batches with rows, looked up ahead in threads. At the end it warns of features without rows."""
         stopped = False
         sample = IdSample()
 
@@ -74,7 +74,10 @@ class EvaluationReader:
 
     def _validated(self, batch: object) -> Batch:
         if not isinstance(batch, Batch):
-            raise PersiaError("Evaluation needs whole batches; those of data loaders are for training.")
+            raise PersiaError(
+                f"Evaluation got a {type(batch).__name__}, but reads `persia.Batch` only: batches of data loaders are "
+                "for training. Give a reader or a list."
+            )
         batch.validate(self._schema, require_labels=False)
         return batch
 

@@ -31,7 +31,7 @@ class Window:
         self.restart()
 
     def restart(self) -> None:
-        """Begins a window."""
+        """Starts a window."""
         self._waited = self._would_wait = self._elapsed = 0.0
         self.draws = 0
 
@@ -93,7 +93,7 @@ class StalenessGate:
         self.mode = mode
         self.depth = mode.initial_depth()
         self.versions: list[int] | None = None
-        """If a list, the number of applied steps is appended at each lookup (to replay a run)."""
+        """If a list, the number of applied steps is appended at each lookup."""
         self._accumulation = accumulation_steps
         # Of the current pass over the data, in batches; earlier passes count as `_steps_before`.
         self._looked_up = 0
@@ -115,7 +115,7 @@ class StalenessGate:
             return Staleness(self._sum / max(1, self._lookups), self._max, self._lookups)
 
     def open(self) -> None:
-        """Begins a pass over data, with nothing in flight."""
+        """Starts a pass over the data, with nothing in flight."""
         with self._changed:
             self._steps_before += -(-self._done // self._accumulation)
             self._looked_up = self._done = 0
@@ -133,7 +133,7 @@ class StalenessGate:
     def pass_lookup(self) -> bool:
         """Blocks until the next lookup is allowed and counts it; False when closed instead.
 
-        There is no deadline: the caller's own backward pass opens the gate, and may take any time.
+        There is no deadline: the user's own backward pass opens the gate, and may take any time.
         """
         with self._changed:
             began = time.monotonic()
@@ -168,7 +168,7 @@ class StalenessGate:
             held = self._held.popleft()
             before, self._drawn_at = self._drawn_at, now
             if before is None:
-                return  # The first one says nothing: the threads have just begun.
+                return  # No interval before the first draw.
             self._window.add(now - before, lead, held)
             if self._window.draws < WINDOW:
                 return

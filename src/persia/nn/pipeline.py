@@ -1,8 +1,8 @@
 """Runs lookups ahead of the step and pushes behind it, in background threads, as far as the mode allows.
 
-One :class:`Pipeline` is one pass over a loader: a thread reads batches ahead, a thread registers them and looks
-their rows up when the gate opens, a thread pushes gradients. A failure of any of them surfaces at the caller's
-next draw, with a note about its origin; closing ends all three.
+One :class:`Pipeline` is one pass over a loader. One thread reads batches ahead, one registers them and looks their rows
+up when the gate opens, and one pushes gradients. A failure of any of them is raised at the next draw, with a note about
+its origin. Closing the pipeline ends all three.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ __all__ = ["READ_AHEAD", "Channel", "Closed", "Pipeline", "Stages"]
 T = TypeVar("T")
 
 
-class Closed(Exception):  # noqa: N818 - not an error: the other side has gone
-    """The channel is closed."""
+class Closed(Exception):  # noqa: N818 - not an error: the other side has ended
+    """Raised by operations on a closed channel."""
 
 
 class Channel(Generic[T]):
@@ -168,7 +168,7 @@ class Pipeline:
             threading.Thread(target=target, name=f"persia-{name}", daemon=True)
             for name, target in (("read", self._run_read), ("lookup", self._run_lookup), ("push", self._run_push))
         ]
-        # A thread that returns from native code while the interpreter ends takes the whole process down.
+        # A thread that returns from native code while the interpreter ends crashes the process.
         self._process = os.getpid()
         atexit.register(self._end_with_the_process)
         for thread in self._threads:
@@ -197,7 +197,7 @@ class Pipeline:
         except TimeoutError:
             raise DeadlineError(
                 f"Batch {self._number} was not ready within {self._timeout:g} s. Late: {self._doing}. "
-                "Look for what blocks that stage, or raise `timeout`.",
+                "Check what blocks that stage, or raise `timeout`.",
                 batch=self._number,
                 stage=self._doing,
                 timeout=self._timeout,
@@ -249,7 +249,7 @@ class Pipeline:
         self._pushes.close()
 
     def _end_with_the_process(self) -> None:
-        """Ends the threads at exit of a program that never left its loop, as far as they end within a moment."""
+        """Ends the threads at the exit of a program that never left its loop; gives each of them a moment."""
         if os.getpid() != self._process:  # A forked child does not have the threads, and their locks may be taken.
             return
         self._stop()
@@ -261,7 +261,8 @@ class Pipeline:
         thread.join(self._timeout)
         if thread.is_alive():
             raise DeadlineError(
-                f"The pipeline could not be ended within {self._timeout:g} s. Late: {what}.",
+                f"The pipeline did not end within {self._timeout:g} s. Late: {what}. Check what blocks that stage, "
+                "or raise `timeout`.",
                 stage=what,
                 timeout=self._timeout,
             )

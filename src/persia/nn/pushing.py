@@ -358,7 +358,7 @@ class TokenPusher:
         dense: Callable[[PushHeader, float], None] | None,
     ) -> None:
         assert token is not None
-        # Now: the next batch adopts newer parameters while this push waits.
+        # Here, not in the push thread: the gradient was computed with these parameters.
         version, versions = self._client.dense.version, self._client.dense.versions
 
         def push() -> None:

@@ -160,7 +160,7 @@ class RowAccess:
         kinds = {f.name: f.kind for f in self._schema.id_features if f.table_name == table and not f.cross}
         if len(set(kinds.values())) > 1:
             raise DataError(
-                f"Values for table {table!r} have no one meaning: its features map them to ids in several ways "
+                f"Values for table {table!r} are ambiguous: its features map them to ids in several ways "
                 f"({', '.join(f'{name}: {kind}' for name, kind in kinds.items())}). Give ids, as an array of uint64.",
                 table=table,
             )
@@ -168,8 +168,7 @@ class RowAccess:
         column = id_column(name, ids, kind)
         if column.offsets is not None:
             raise DataError(
-                f"Rows of table {table!r} are asked for by something else than one id each; give a list or an array "
-                "[n] without missing values.",
+                f"Rows of table {table!r} need one id each; give a list or an array [n] without missing values.",
                 table=table,
             )
         return column.values
@@ -206,7 +205,7 @@ def _checked_values(table: Table, ids: Ids, values: ArrayLike) -> Floats:
     if len(ids) != len(np.unique(ids)):
         at = np.setdiff1d(np.arange(len(ids)), np.unique(ids, return_index=True)[1])[0]
         raise DataError(
-            f"Id {ids[at]} of table {table.name!r} is given twice, the second time at {at}; give each row once.",
+            f"Duplicate id {ids[at]} for table {table.name!r} at position {at}; give each row once.",
             table=table.name,
             row=int(at),
         )
@@ -258,7 +257,9 @@ def _floats(table: Table, name: str, values: ArrayLike) -> Floats:
         with np.errstate(over="ignore"):
             rows = np.ascontiguousarray(values, np.float32)
     except (TypeError, ValueError) as error:
-        raise DataError(f"{name} for table {table.name!r} are no numbers ({error}).", table=table.name) from error
+        raise DataError(
+            f"{name} for table {table.name!r} are not numbers ({error}); give an array of numbers.", table=table.name
+        ) from error
     if not np.isfinite(rows).all():
         at = np.argwhere(~np.isfinite(rows))[0].tolist()
         raise DataError(

@@ -18,24 +18,24 @@ class StepTimings:
         tokens: receives the reports.
         rank: of this NN worker.
         every: minimum number of seconds between two reports.
-        again: sends the coordinator the inputs of its decision again, in case it has restarted.
+        resend: sends the coordinator the rule of Auto again, after it has restarted.
     """
 
-    def __init__(self, tokens: Tokens, rank: int, every: float, again: Callable[[], object]) -> None:
+    def __init__(self, tokens: Tokens, rank: int, every: float, resend: Callable[[], object]) -> None:
         self._tokens = tokens
         self._rank = rank
         self._every = every
-        self._again = again
+        self._resend = resend
         self._sent = time.monotonic()
-        self._untold: list[tuple[float, float]] = []
+        self._unsent: list[tuple[float, float]] = []
 
     def add(self, began: float) -> None:
         """Adds a batch that began at `began` on the monotonic clock and ends now; reports at intervals."""
         now = time.monotonic()
-        self._untold.append((began, now - began))
+        self._unsent.append((began, now - began))
         if now - self._sent < self._every:
             return
         self._sent = now
-        untold, self._untold = self._untold, []
-        if not self._tokens.report_timings(self._rank, [StepTiming(now - start, seconds) for start, seconds in untold]):
-            self._again()
+        unsent, self._unsent = self._unsent, []
+        if not self._tokens.report_timings(self._rank, [StepTiming(now - start, seconds) for start, seconds in unsent]):
+            self._resend()

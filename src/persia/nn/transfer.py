@@ -48,7 +48,7 @@ class Staging(Protocol):
 
         Args:
             arrays: on the host.
-            then: what becomes of the tensors on the device, beside what it computes.
+            then: maps the tensors on the device to those that are returned.
         """
 
     def to_host(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[str, Any]]:
@@ -64,7 +64,7 @@ class CpuStaging:
         self, arrays: Mapping[str, NDArray[np.generic]], then: Then | None = None
     ) -> tuple[dict[str, torch.Tensor], Ready]:
         """Wraps the arrays."""
-        # torch has no read-only tensors: it warns, and writing would be a fault.
+        # torch has no read-only tensors: it warns, and a write would crash.
         writable = {n: array if array.flags.writeable else array.copy() for n, array in arrays.items()}
         tensors = {name: torch.from_numpy(array) for name, array in writable.items()}
         return tensors if then is None else then(tensors), nothing_to_do
@@ -101,7 +101,7 @@ class CudaStaging:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(copied)
             for tensor in tensors.values():
-                # The caching allocator may not hand the memory out again before this stream has used it.
+                # The caching allocator must not reuse the memory before this stream has used it.
                 tensor.record_stream(stream)
 
         return tensors, ready
@@ -134,11 +134,11 @@ def staging_for(name: str) -> Staging:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"device = {name!r} is unknown; use cpu, cuda or cuda:N.", field="device") from error
+        raise ConfigError(f"Invalid device {name!r}; expected cpu, cuda or cuda:N.", field="device") from error
     if device.type == "cpu":
         return CpuStaging()
     if device.type != "cuda" or not torch.cuda.is_available():
-        raise ConfigError(f"device = {name!r} is not available here; use cpu.", field="device")
+        raise ConfigError(f"Device {name!r} is not available on this host; use cpu.", field="device")
     return CudaStaging(device)
 
 

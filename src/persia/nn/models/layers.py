@@ -30,11 +30,13 @@ def output_count(schema: Schema, outputs: int | None) -> int:
     """Returns the number of logits per sample: `outputs`, or one for each label.
 
     Raises:
-        ConfigError: that is none.
+        ConfigError: there is none.
     """
     count = len(schema.labels) if outputs is None else outputs
     if count < 1:
-        raise ConfigError(f"A model with {count} outputs has no use; give outputs or labels.", field="outputs")
+        raise ConfigError(
+            f"A model needs at least one output, but has {count}; pass `outputs`, or declare labels.", field="outputs"
+        )
     return count
 
 
@@ -60,7 +62,7 @@ def mlp(
     layers: list[nn.Module] = []
     for width in hidden:
         if not isinstance(width, int) or width < 1:
-            raise ConfigError(f"A hidden layer of width {width!r} cannot be; give positive numbers.", field="hidden")
+            raise ConfigError(f"Invalid width {width!r} of a hidden layer; give a whole number >= 1.", field="hidden")
         layers.append(nn.Linear(inputs, width, bias=not batch_norm))
         if batch_norm:
             layers.append(nn.BatchNorm1d(width))
