@@ -104,9 +104,9 @@ class Ray:
         self._start_nn_workers()  # They take longest, so all start at the same time.
         self._serve(Service(schema, optimizer, encode(mode), seed))
         processes.await_ready(processes.of("nn_worker"), self.options.timeout)
-        connection = WorkerConnection(coordinator, plan)
-        self._connections.append(connection)
-        return connection.connection._replace(nn_workers=1)  # This process is not one of them.
+        reading = WorkerConnection(coordinator, plan)
+        self._connections.append(reading)
+        return reading.connection._replace(nn_workers=1)  # This process is not one of them.
 
     def run(self, function: Callable[[], T]) -> list[T]:
         """Runs a function on every NN worker at the same time, and returns the results by rank.
@@ -153,7 +153,7 @@ class Ray:
             self._losses += 1
             started = [self._start_server(rank, self._service) for rank in ranks]
             processes.await_ready(started, self.options.timeout)
-            # These are connected to the PSs that have died.
+            # Embedding workers are connected to the PSs that have died.
             workers = processes.of("embedding_worker")
             processes.end(workers)
             started = [self._start_role("embedding_worker", worker.rank) for worker in workers]
@@ -164,6 +164,7 @@ class Ray:
     def _run(
         self, function: Callable[[], Any], recovery: Recovery | None, halting: Callable[[], bool] = lambda: False
     ) -> dict[int, Any]:
+        """Runs a function on every NN worker; returns the results of those that returned, by rank."""
         if not self._running.acquire(blocking=False):
             raise PersiaError(
                 "This cluster is running another function. Wait until it is done, or use another cluster."
