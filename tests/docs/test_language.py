@@ -26,16 +26,19 @@ DONE = (
     "metrics",
     "modes",
     "optim",
-    "retry.py",
+    "ps",
+    "pushes",
     "replay",
+    "retry.py",
     "rpc",
     "schema.py",
     "services",
     "store",
     "telemetry",
-    "worker",
     "testing",
+    "trainer",
     "types",
+    "worker",
 )
 
 FORBIDDEN = re.compile(

@@ -94,7 +94,7 @@ class Regions:
                     "or None to keep rows in the memory of the process.",
                     path=str(self.directory),
                 ) from error
-            _check_room(self.directory, configs, neighbours)
+            _check_space(self.directory, configs, neighbours)
         elif manifest.format != FORMAT or manifest.tables != names:
             raise StoreError(
                 f"{self.directory} has regions of the tables {', '.join(manifest.tables)} (format {manifest.format}), "
@@ -264,7 +264,7 @@ def leftovers(root: str = DEFAULT_ROOT, pattern: str = "persia-*/*") -> list[Lef
                     time.time() - directory.stat().st_mtime,
                 )
             )
-        except OSError:  # It is just being removed.
+        except OSError:  # Just being removed.
             continue
     return found
 
@@ -277,7 +277,7 @@ def _blocks(path: Path) -> int:
     """Returns the bytes of memory or disk that a file takes."""
     try:
         return path.stat().st_blocks * 512
-    except FileNotFoundError:  # It is just being removed.
+    except FileNotFoundError:  # Just being removed.
         return 0
 
 
@@ -307,7 +307,7 @@ def _remove(directory: Path) -> None:
         directory.parent.rmdir()
 
 
-def _check_room(directory: Path, configs: Sequence[TableConfig], neighbours: int) -> None:
+def _check_space(directory: Path, configs: Sequence[TableConfig], neighbours: int) -> None:
     """Checks the free space against the declared capacities. Most tables declare none, and need no check."""
     bounded = [config for config in configs if config.capacity < TableConfig.capacity]
     wanted = neighbours * sum(c.capacity * (ROW_OVERHEAD + 4 * (c.dim + c.state_width)) for c in bounded)
@@ -320,7 +320,7 @@ def _check_room(directory: Path, configs: Sequence[TableConfig], neighbours: int
     numbers = {number for number, config in enumerate(configs) if config in bounded}
     mine = sum(_blocks(path) for path in taken if int(path.name.partition("-")[0]) in numbers)
     free = system.f_bavail * system.f_frsize + mine
-    room = f"{directory} has {free // MIB} MiB free"
+    space = f"{directory} has {free // MIB} MiB free"
     remedy = (
         f"Enlarge it (as root: `mount -o remount,size=... {DEFAULT_ROOT}`; in a container: `--shm-size`), lower the "
         "capacity of tables, use more PSs on other hosts, or set `regions` to another directory"
@@ -329,15 +329,15 @@ def _check_room(directory: Path, configs: Sequence[TableConfig], neighbours: int
         names = ", ".join(config.name for config in bounded)
         sharing = f", in {neighbours} PSs of this host" if neighbours > 1 else ""
         raise StoreFullError(
-            f"{room}, but the declared capacity of the tables {names} needs {wanted // MIB} MiB{sharing}. {remedy}.",
+            f"{space}, but the declared capacity of the tables {names} needs {wanted // MIB} MiB{sharing}. {remedy}.",
             path=str(directory),
             free=free,
             wanted=wanted,
         )
     if free < LITTLE:
-        log.warning("%s: when it is full, lookups of new ids fail. %s", room, remedy)
+        log.warning("%s: when it is full, lookups of new ids fail. %s", space, remedy)
     else:
-        log.info("regions: %s, %d MiB declared", room, wanted // MIB)
+        log.info("regions: %s, %d MiB declared", space, wanted // MIB)
 
 
 def _hint(directory: Path) -> None:
@@ -379,7 +379,7 @@ def retry_when_full(call: Callable[[], T], timeout: float, operation: str) -> T:
     """
     began = time.monotonic()
 
-    def told(error: Exception) -> None:
+    def log_wait(error: Exception) -> None:
         log.warning("%s waits for space: %s", operation, str(error))  # A log that kept the error would keep the store.
 
     try:
@@ -387,7 +387,7 @@ def retry_when_full(call: Callable[[], T], timeout: float, operation: str) -> T:
             call,
             transient=lambda error: isinstance(error, StoreFullError),
             deadline=Deadline(timeout),
-            on_wait=told,
+            on_wait=log_wait,
         )
     except StoreFullError as error:
         raise StoreFullError(

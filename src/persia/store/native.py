@@ -1,4 +1,4 @@
-"""The store: many tables of embedding rows in native memory."""
+"""The native store: tables of embedding rows in memory or in files, processed by the C++ core."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from persia.types import UpdateCounts
 __all__ = ["NativeStore"]
 
 LOCK_SECONDS = 10.0
-"""How long a process that was killed may take to let go of its regions: it has to tear down their mapping."""
+"""Time that a killed process may take to release its regions: the kernel tears down their mapping."""
 
 _core: Any = importlib.import_module("persia._core")
 
@@ -54,11 +54,9 @@ def _native_config(config: TableConfig) -> Any:
 
 
 class NativeStore(EmbeddingStore):
-    """Hash tables from id to embedding row, bounded by least-recently-used eviction.
+    """A store in C++. Its methods run without the interpreter lock.
 
-    Tables are numbered in the order of creation. Every method may be called from any thread; it blocks while another
-    thread works on the same shard, and runs without the interpreter lock. A forked child must not use the store: each
-    method raises there.
+    A forked child must not use the store: each method raises there.
 
     Args:
         threads: threads that share the work of a call, over tables and their shards; or a native
@@ -90,11 +88,6 @@ class NativeStore(EmbeddingStore):
             found: dict[str, int] = self._native.recovery(table)
         return found
 
-    @property
-    def configs(self) -> Sequence[TableConfig]:
-        """The configurations of the tables, by number."""
-        return tuple(self._configs)
-
     def config(self, table: int) -> TableConfig:
         """See `EmbeddingStore.config`."""
         if not 0 <= table < len(self._configs):
@@ -108,25 +101,16 @@ class NativeStore(EmbeddingStore):
         train: bool,
         out: Sequence[NDArray[np.float32]] | None = None,
     ) -> list[NDArray[np.float32]]:
-        """Embeddings of ids, for many tables at once.
-
-        In training a missing id is admitted (or not) and initialised, and every row found becomes recently used. In
-        evaluation nothing changes. Ids without a row get zeros. Repeated ids are allowed. Within a shard, ids are
-        served in order: if the batch exceeds the capacity, later ids may evict earlier ones, whose values stay right.
+        """Returns the embeddings of ids, by table; `lookup_packed` with arrays of its own for each table.
 
         Args:
             tables: numbers of the tables, each at most once.
             ids: per table, uint64 [n], contiguous.
-            train: see above.
+            train: admit missing ids, and count the lookup as a use of the rows.
             out: per table, float32 [n, dim] to write to, instead of new arrays.
 
         Returns:
             Per table, float32 [n, dim].
-
-        Raises:
-            StoreError: an argument does not fit; the message names the table. Nothing has been changed.
-            StoreFullError: the files of the table cannot grow. Some of the ids may have got rows; the call may be
-                repeated when there is room.
         """
         if out is None:
             out = [np.empty((len(i), self.config(t).dim), np.float32) for t, i in zip(tables, ids, strict=False)]
@@ -145,9 +129,8 @@ class NativeStore(EmbeddingStore):
         client: int = 0,
         sequence: int = 0,
     ) -> list[UpdateCounts]:
-        """Applies gradients to rows, in order; a repeated id is updated once per occurrence.
+        """Applies gradients to rows, in order; `update_packed` with arrays of its own for each table.
 
-        With `client` and `sequence` (both above 0) each shard applies the push exactly once, however often it is sent.
         A shard remembers the last 65 sequence numbers of each of its 256 most recent clients.
 
         Args:
@@ -156,14 +139,11 @@ class NativeStore(EmbeddingStore):
             gradients: per table, float32 [n, dim], contiguous.
             lrs: per table, the learning rate.
             step: global step or token, kept as `last_step` of each row.
-            client: who pushes; 0 is not tracked.
+            client: identity of the sender; 0 is not tracked.
             sequence: number of the push at that client, rising from 1; 0 is not tracked.
 
         Returns:
-            Per table, what became of the gradients.
-
-        Raises:
-            StoreError: an argument does not fit; the message names the table. Nothing has been changed.
+            Per table, the outcome of its gradients.
         """
         with _store_errors():
             counts = self._native.update(list(tables), list(ids), list(gradients), list(lrs), step, client, sequence)
@@ -212,7 +192,7 @@ class NativeStore(EmbeddingStore):
     def export_rows(
         self, table: int, shard: int, start: int = 0, max_rows: int = 65536, since_epoch: int = 0
     ) -> tuple[Rows, int | None]:
-        """Up to `max_rows` rows of a shard from row number `start` on, in row order, each as of one moment.
+        """Returns up to `max_rows` rows of a shard from row number `start` on, in row order, each as of one moment.
 
         Args:
             table: number of the table.
@@ -222,7 +202,8 @@ class NativeStore(EmbeddingStore):
             since_epoch: leaves out rows that have not changed in this dirty epoch or later; 0 takes all.
 
         Returns:
-            The rows and where to go on, or None at the end. Rows evicted between two calls may be missing or replaced.
+            The rows and the row number to continue with, None at the end. Rows evicted between two calls may be missing
+            or replaced.
         """
         with _store_errors():
             rows, following = self._native.export_rows(table, shard, start, max_rows, since_epoch)

@@ -44,7 +44,7 @@ class Spill(NamedTuple):
         directory: of the file for those that do not fit in memory; it must be on a disk of this machine.
         buffer_bytes: memory per shard, and once more while it is written.
         evicted_limit: ids of evicted rows that each shard remembers between two snapshots, 8 bytes each.
-        live: keep nothing: rows are read as they are by then, each of one moment.
+        live: keep no old rows: rows are exported as they are when they are read, each of one moment.
     """
 
     directory: str
@@ -56,8 +56,8 @@ class Spill(NamedTuple):
 class EmbeddingStore(Protocol):
     """Hash tables from id to embedding row, bounded by least-recently-used eviction.
 
-    An embedding PS, its snapshots and its regions know no more of a store than this. Tables are numbered in the order
-    of creation. Methods are safe to call from several threads, and block while another thread works on the same shard.
+    An embedding PS, its snapshots and its regions use nothing else of a store. Tables are numbered in the order of
+    creation. Methods are safe to call from several threads, and block while another thread works on the same shard.
     """
 
     def create_table(self, config: TableConfig, files: str | None = None, attach: bool = False) -> int:
@@ -76,7 +76,7 @@ class EmbeddingStore(Protocol):
         Raises:
             ConfigError: the name is in use.
             StoreError: the address space cannot be reserved; the files are in use, damaged, or of another table.
-            StoreFullError: there is no room for the files.
+            StoreFullError: there is not enough space for the files.
         """
 
     def recovery(self, table: int) -> dict[str, int]:
@@ -217,7 +217,7 @@ class EmbeddingStore(Protocol):
         The shard is locked for 4,096 rows at a time.
 
         Raises:
-            StoreError: there is no such snapshot any more, or its old rows could not be kept: the message says why.
+            StoreError: the snapshot was ended, or its old rows could not be kept: the message says why.
         """
 
     def snapshot_evicted(self, table: int, shard: int, epoch: int) -> NDArray[np.uint64]:
