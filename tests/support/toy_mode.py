@@ -1,7 +1,6 @@
 """A mode that is not part of persia, as a user would write one: gradients are applied by twos."""
 
-from persia.modes import Arrival, Asynchronous, Decision, RowLimit, Sync, register
-from persia.modes.base import hold_until_full
+from persia.modes import Arrival, Asynchronous, Decision, RowLimit, Sync, hold_until_full, register
 
 ASKED: list[str] = []
 """The functions that this process has asked, in order; threads append."""

@@ -319,8 +319,8 @@ def _ending(trainer: Trainer, trains: bool = False) -> Iterator[None]:
         try:
             yield
         except (KeyboardInterrupt, SystemExit) as error:
-            if trains and signals.TOLD not in getattr(error, "__notes__", []):  # Not in `fit`, which has said so.
-                signals.say(f"Stopped. {signals.kept(trainer.options.checkpoint_dir, trainer.resume_line)}")
+            if trains and signals.REPORTED not in getattr(error, "__notes__", []):  # Not within `fit`.
+                signals.say(f"Stopped. {signals.saved(trainer.options.checkpoint_dir, trainer.resume_line)}")
             if isinstance(error, KeyboardInterrupt):
                 raise SystemExit(130) from None
             raise

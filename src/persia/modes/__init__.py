@@ -12,7 +12,19 @@ from persia.modes.auto import (
     load_evidence,
     rehearse,
 )
-from persia.modes.base import Action, Arrival, Asynchronous, Decision, Dense, Mode, Observation, Reduction, RowLimit
+from persia.modes.base import (
+    Action,
+    Arrival,
+    Asynchronous,
+    Decision,
+    Dense,
+    Mode,
+    Observation,
+    OnArrival,
+    Reduction,
+    RowLimit,
+    hold_until_full,
+)
 from persia.modes.bsp import Bsp
 from persia.modes.gba import Gba
 from persia.modes.hop_bs import HopBs
@@ -40,6 +52,7 @@ __all__ = [
     "ModeChoice",
     "ModeSetting",
     "Observation",
+    "OnArrival",
     "Reduction",
     "RowLimit",
     "StepTime",
@@ -47,6 +60,7 @@ __all__ = [
     "decide",
     "decode",
     "encode",
+    "hold_until_full",
     "load_evidence",
     "modules",
     "register",

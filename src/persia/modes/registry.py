@@ -46,7 +46,8 @@ def mode_of(tree: Any) -> Mode:
         raise ValueError(f"Expected `object`, got `{type(tree).__name__}`")
     kind = tree.get("kind")
     if not isinstance(kind, str) or kind not in _MODES:
-        raise ValueError(f"Invalid mode {kind!r}; expected one of: {', '.join(sorted(_MODES))} - at `$.kind`")
+        known = ", ".join(sorted(_MODES))
+        raise ValueError(f"Invalid mode {kind!r}; expected one of: {known}, or import its module first - at `$.kind`")
     try:
         return cast("Mode", msgspec.convert(tree, _MODES[kind], dec_hook=decode_hook))
     except msgspec.ValidationError as error:
