@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -35,6 +35,7 @@ def health(
     """
     from persia import rpc
     from persia.cli import ui as out
+    from persia.rpc.fan_out import call_all
     from persia.services import ControlPlane
     from persia.types import Member
 
@@ -46,8 +47,7 @@ def health(
     # An NN worker that has ended is not a fault: the cluster restarts one that crashed, or ends the run.
     members = [m for m in members if m.role != "nn_worker" or m.state != "dead"]
     members.insert(0, Member("coordinator", 0, 1, address))
-    with ThreadPoolExecutor(len(members)) as pool:
-        answers = list(pool.map(lambda member: _ask(member, timeout), members))
+    answers = call_all([partial(_ask, member, timeout) for member in members])
     out.CONSOLE.print(_table(list(zip(members, answers, strict=True))))
     if json is not None:
         out.write_json(json, [_record(m, a) for m, a in zip(members, answers, strict=True)])

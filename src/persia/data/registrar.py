@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from persia.batching.batch import Batch
 from persia.errors import DeadlineError, PersiaError
-from persia.membership.directory import ELSEWHERE, Directory, ServingMember
+from persia.membership.directory import RETRIABLE, Directory, ServingMember
 from persia.services import EmbeddingWorker
 from persia.types import BatchId, Feed
 
@@ -53,14 +53,14 @@ class Registrar:
             self.doing = f"embedding worker {member.rank} (incarnation {member.incarnation})"
             try:
                 return member.service.register(batch.id_features)
-            except ELSEWHERE as error:
+            except RETRIABLE as error:
                 refusals[self.doing] = f"{self.doing}: {error}"
                 self.doing = "; ".join(refusals.values())
                 raise
 
         try:
             return self._workers.call_any(register, turn, self._timeout, "register", cancelled)
-        except ELSEWHERE as error:
+        except RETRIABLE as error:
             if cancelled():
                 return None
             raise DeadlineError(

@@ -11,7 +11,7 @@ from persia.retry import Backoff, Deadline, retry
 from persia.rpc.fan_out import try_all
 from persia.types import Member, Membership
 
-__all__ = ["ELSEWHERE", "UNREACHABLE", "Directory", "Roster", "ServingMember"]
+__all__ = ["RETRIABLE", "UNREACHABLE", "Directory", "Roster", "ServingMember"]
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -19,8 +19,8 @@ T = TypeVar("T")
 UNREACHABLE = (ClosedError, DeadlineError, PeerRestartedError, ConnectionError)
 """Errors of a call whose peer may be gone; the membership then says whether it is."""
 
-ELSEWHERE = (MovedError, *UNREACHABLE)
-"""Errors of a call that another member may be able to take, now or after a change of the membership."""
+RETRIABLE = (MovedError, *UNREACHABLE)
+"""Errors of a call that may succeed at another member, or after a change of the membership."""
 
 NEWS_SECONDS = 1.0
 """Maximum wait of a failed call for a newer membership before it is repeated."""
@@ -142,7 +142,7 @@ class Directory(Generic[S]):
 
         return retry(
             lambda: call(roster),
-            transient=lambda error: isinstance(error, ELSEWHERE) and not cancelled(),
+            transient=lambda error: isinstance(error, RETRIABLE) and not cancelled(),
             deadline=Deadline(timeout),
             backoff=Backoff(NEWS_SECONDS, NEWS_SECONDS),
             wait=await_news,
@@ -173,7 +173,7 @@ class Directory(Generic[S]):
             for number in range(len(members)):
                 try:
                     return call(members[(turn + number) % len(members)])
-                except ELSEWHERE as error:
+                except RETRIABLE as error:
                     failure = error
                 if deadline.passed or cancelled():
                     break
