@@ -153,7 +153,7 @@ class Dropped:
     def add(self, servers: Any) -> None:
         """Asks the PSs."""
         for number, server in enumerate(servers):
-            dropped, before = server.slots().stale, self._seen.get(number, 0)
+            dropped, before = server.row_staleness().stale, self._seen.get(number, 0)
             self.rows += dropped - before if dropped >= before else dropped  # A new process begins with 0.
             self._seen[number] = dropped
 

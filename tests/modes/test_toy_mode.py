@@ -109,7 +109,7 @@ def test_it_limits_rows():
     mine = trainer(EveryOther(-2))
     result = mine.fit(batches(20, ids=3))
     assert result.steps == 10
-    assert mine.embeddings.connection.servers[0].slots().stale > 0
+    assert mine.embeddings.connection.servers[0].row_staleness().stale > 0
 
 
 def test_it_trains_on_threads_and_takes_turns_with_other_modes():

@@ -91,7 +91,7 @@ def test_an_ids_gradient_is_as_old_as_its_row_is_new(ps):
         server.push(header(number, 1, token=number), gradient([0], 1.0))
     server.push(header(4, 1, token=0), gradient([0, 1], 1.0))
     np.testing.assert_allclose(rows(server, 0, 1), before - [4.0, 1.0], atol=1e-5)
-    counts = server.slots()
+    counts = server.row_staleness()
     assert (counts.rows, counts.stale) == (6, 1)
 
 
@@ -105,9 +105,9 @@ def test_a_row_from_after_a_rollback_counts_as_never_touched(ps):
     for number in range(3, 7):
         server.push(header(number, 1, token=number, generation=2), gradient([0], 1.0))
     np.testing.assert_allclose(rows(server, 0), before - 14.0, atol=1e-5)
-    assert server.slots().stale == 0
+    assert server.row_staleness().stale == 0
     server.push(header(7, 1, token=4, generation=2), gradient([0], 1.0))  # Changed in step 6 since: too old.
-    assert server.slots().stale == 1
+    assert server.row_staleness().stale == 1
 
 
 def test_gradients_of_loaded_rows_count(ps):
@@ -124,7 +124,7 @@ def test_gradients_of_loaded_rows_count(ps):
     server.import_rows(RowChunk("t", 0, loaded))
     assert server.push(header(0, 1, token=0), gradient([0], 1.0))["t"].applied == 1
     np.testing.assert_allclose(rows(server, 0), -1.0)
-    counts = server.slots()
+    counts = server.row_staleness()
     assert (counts.rows, counts.stale, counts.staleness_max) == (1, 0, 0)
 
 

@@ -287,7 +287,7 @@ CALLS = {
         "import_state": ([StatePiece("item", 0, "clocks", 0, IDS["item"])],),
         "switch": (Sync(), 1, 0),
         "drain": (1, 0, 0),
-        "slots": (),
+        "row_staleness": (),
     },
     DensePS: {
         "load": (STATE, 1, 0),

@@ -95,7 +95,7 @@ class EmbeddingServer(JournaledServer):
     ) -> None:
         self._options = options or ServerOptions()
         self._sequencer: PushSequencer[dict[str, UpdateCounts]] = PushSequencer(self._options.timeout)
-        self._slots = RowStaleness()
+        self._row_staleness = RowStaleness()
         self._pool = batching.ThreadPool(threads)
         self._store = self._options.store(self._pool)
         self._scratch = batching.Scratch()
@@ -229,7 +229,7 @@ class EmbeddingServer(JournaledServer):
         touched = self._store.last_steps(self._index[table], ids).astype(np.int64)
         counts = limit.admits(touched)
         if header.weight:
-            self._slots.add(limit.last_steps(touched) - header.token, counts)
+            self._row_staleness.add(limit.last_steps(touched) - header.token, counts)
         return counts.astype(np.float32)
 
     def _apply_step(self, group: int, arrived: Sequence[ArrivedPush]) -> dict[str, UpdateCounts]:
@@ -283,13 +283,13 @@ class EmbeddingServer(JournaledServer):
         }
 
     def observe(self) -> Readings:
-        """Returns `statistics` and `slots` as metrics."""
+        """Returns `statistics` and `row_staleness` as metrics."""
         found = [f for table, counts in self.statistics().items() for f in figures("ps", counts, table=table)]
-        return Readings(found + figures("ps_slot", dataclasses.asdict(self._slots)), [])
+        return Readings(found + figures("ps_slot", dataclasses.asdict(self._row_staleness)), [])
 
-    def slots(self) -> RowStaleness:
+    def row_staleness(self) -> RowStaleness:
         """Returns the staleness of rows in asynchronous modes."""
-        return self._slots
+        return self._row_staleness
 
     # --- rows by id -------------------------------------------------------------------------------------------
 

@@ -114,7 +114,7 @@ class EmbeddingPS(Protocol):
     def statistics(self) -> dict[str, dict[str, int]]:
         """Returns counters by table: rows, bytes, hits, misses, admitted, evicted, absent gradients, ..."""
 
-    def slots(self) -> RowStaleness:
+    def row_staleness(self) -> RowStaleness:
         """Returns the staleness of rows in asynchronous modes."""
 
     def export_rows(self) -> Iterator[RowChunk]:

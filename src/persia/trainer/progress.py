@@ -260,7 +260,7 @@ class FitProgress:
         so_far = self._state.totals()
         pushed = so_far.pushed
         tables = self._embeddings.statistics().values()
-        slots = [server.slots() for server in self._embeddings.connection.servers]
+        per_ps = [server.row_staleness() for server in self._embeddings.connection.servers]
         return FitResult(
             rows=rows,
             seconds=seconds,
@@ -278,8 +278,8 @@ class FitProgress:
             released_batches=pushed.released,
             lost_batches=pushed.lost_batches,
             lost_gradients=pushed.lost_gradients,
-            row_staleness_mean=sum(s.staleness_sum for s in slots) / max(1, sum(s.rows - s.stale for s in slots)),
-            row_staleness_max=max(s.staleness_max for s in slots),
+            row_staleness_mean=sum(s.staleness_sum for s in per_ps) / max(1, sum(s.rows - s.stale for s in per_ps)),
+            row_staleness_max=max(s.staleness_max for s in per_ps),
             asynchronous=asynchronous,
             mode_choices=mode_choices,
         )
