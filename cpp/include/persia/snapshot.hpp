@@ -1,8 +1,8 @@
 // Snapshots of a shard's rows, read while the shard keeps changing them. The code calls a snapshot a cut.
 //
-// A cut starts a new dirty epoch. Before a row changes for the first time after the cut, its bytes are appended to a
+// A snapshot starts a new dirty epoch. Before a row changes for the first time after it, its bytes are appended to a
 // spill, unless the reader has passed it already. The reader reads the rows in order: those of an older epoch are
-// unchanged since the cut, all others are in the spill or were added later.
+// unchanged since the snapshot, all others are in the spill or were added later.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -67,26 +67,26 @@ class Spill {
 };
 
 struct CutOptions {
-  std::uint32_t epoch = 1;  // of rows that change from the cut on
+  std::uint32_t epoch = 1;  // of rows that change from the snapshot on
   std::uint32_t since = 0;  // leaves out rows that have not changed in this epoch or later
   std::string directory;    // of the spill
   std::size_t buffer_bytes = std::size_t{1} << 20;
-  std::size_t evicted_limit = 0;  // ids of rows evicted from the cut on are remembered, so many at most
+  std::size_t evicted_limit = 0;  // ids of rows evicted from the snapshot on are remembered, so many at most
   bool live = false;              // rows as they are when they are read, instead: nothing is spilled
 };
 
-// A cut in work. The shard's lock guards it.
+// A snapshot in work. The shard's lock guards it.
 class Cut {
  public:
   // A snapshot of `rows` rows of `stride` bytes; `evicted` are the ids evicted since `CutOptions::since`.
   Cut(const CutOptions& options, std::uint64_t rows, std::size_t stride, std::vector<std::uint64_t> evicted);
 
-  // Keeps a row before it changes. Does not throw: on failure the cut is lost and training continues.
+  // Keeps a row before it changes. Does not throw: on failure the snapshot is lost and training continues.
   void keep(std::uint32_t number, const std::byte* row) noexcept {
     const auto* header = reinterpret_cast<const RowHeader*>(row);
     if (!live_ && number >= next_ && number < rows_ && wanted(*header) && failure_.empty()) spill_row(number, row);
   }
-  // Marks the cut as lost.
+  // Marks the snapshot as lost.
   void fail(const std::string& why) noexcept;
 
   // Returns whether a row that is unchanged since the snapshot belongs to it.
@@ -97,7 +97,7 @@ class Cut {
   std::uint64_t next() const { return next_; }
   // Returns the number of rows when the snapshot began.
   std::uint64_t rows() const { return rows_; }
-  // Notes that the reader has passed all rows below `end`. Returns the old ones among them; throws if the cut is lost.
+  // Notes that the reader has passed all rows below `end`. Returns the old ones among them; throws if the snapshot is lost.
   const std::vector<Spill::Old>& pass(std::uint64_t end);
   // Returns the ids that were evicted before the snapshot.
   const std::vector<std::uint64_t>& evicted() const { return evicted_; }
