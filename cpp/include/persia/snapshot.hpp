@@ -97,7 +97,8 @@ class Cut {
   std::uint64_t next() const { return next_; }
   // Returns the number of rows when the snapshot began.
   std::uint64_t rows() const { return rows_; }
-  // Notes that the reader has passed all rows below `end`. Returns the old ones among them; throws if the snapshot is lost.
+  // Notes that the reader has passed all rows below `end`. Returns the old ones among them; throws if the snapshot is
+  // lost.
   const std::vector<Spill::Old>& pass(std::uint64_t end);
   // Returns the ids that were evicted before the snapshot.
   const std::vector<std::uint64_t>& evicted() const { return evicted_; }
