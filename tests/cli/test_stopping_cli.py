@@ -91,7 +91,7 @@ def test_a_training_command_saves_and_prints_the_command_that_resumes(number, st
         assert running.end() == status
     assert "Traceback" not in running.text
     step = saved(out)[-1]
-    assert f"Stopped by {number.name} after step {step}. Step {step} is kept in out dir." in running.text
+    assert f"Stopped by {number.name} after step {step}. Step {step} is saved in out dir." in running.text
     line = resume_line(running.text, "persia train")
     assert line == f"persia train {config} --resume 'out dir' --set train.max_steps={1_000_000 - step}"
     with Command([*command(line), "--set", "train.max_steps=3"], tmp_path) as resumed:

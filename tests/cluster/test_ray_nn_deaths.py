@@ -42,7 +42,7 @@ def kills(cluster: Any, rank: int = 0, role: str = "nn_worker") -> Iterator[None
         pytest.param(Hybrid(2), 1, id="hybrid, alone", marks=pytest.mark.slow),
     ],
 )
-def test_all_begin_anew_from_the_last_snapshot(mode, nn_workers):
+def test_all_restart_from_the_last_recovery_point(mode, nn_workers):
     batches = 500
     with persia.cluster.Ray(1, 1, 1, nn_workers, options()) as cluster:
         trainer = make_trainer(cluster, mode, recovery_point_every_seconds=0.5)
@@ -75,7 +75,7 @@ def test_in_asynchronous_modes_the_others_go_on():
 
 
 @pytest.mark.slow
-def test_a_dense_ps_that_dies_is_filled_from_the_last_snapshot():
+def test_a_dense_ps_that_dies_is_filled_from_the_last_recovery_point():
     batches = 1000
     with persia.cluster.Ray(1, 1, 1, 2, options()) as cluster:
         trainer = make_trainer(cluster, Gba(2 * BATCH), recovery_point_every_seconds=0.5)
@@ -108,7 +108,7 @@ def test_the_story_is_told_after_the_last_failure():
         thread.join(60)
         (error,) = told
         assert re.match(r"NN worker 0 \(process \d+ on .*\) has died", error.message)
-        assert "failure 2 of this call of `fit`, and 1 are made good" in error.message
+        assert "failure 2 of this call of `fit`, and TrainerOptions.max_failures = 1" in error.message
         assert re.search(
             r"Before:\n  \d\d:\d\d:\d\d: nn worker 0 died; all NN workers restart at step \d+", error.message
         )

@@ -60,7 +60,7 @@ def test_a_terminal_interrupts_a_program_on_ray_and_it_goes_on(tmp_path):
         running.signal(signal.SIGINT)
         assert running.end() == -signal.SIGINT
     step = saved(out)[-1]
-    assert f"Stopped by SIGINT after step {step}. Step {step} is kept in out." in running.text
+    assert f"Stopped by SIGINT after step {step}. Step {step} is saved in out." in running.text
     line = resume_line(running.text, "trainer =")
     assert line == "trainer = persia.Trainer.resume('out', model, optimizer=optimizer, cluster=cluster)"
     assert not [word for word in NOISE if word in running.text], running.text
@@ -80,7 +80,7 @@ def test_a_second_signal_ends_a_program_on_ray_at_once(tmp_path):
         running.signal(signal.SIGTERM, group=False)
         assert running.end() == 143
     assert "Stopped at once by SIGTERM" in running.text
-    assert f"Step {saved(out)[-1]} is kept in out." in running.text
+    assert f"Step {saved(out)[-1]} is saved in out." in running.text
     assert not [word for word in NOISE if word in running.text], running.text
     assert set(regions.glob("persia-*")) <= before
 

@@ -57,7 +57,7 @@ def test_stragglers_make_it_ask_for_the_asynchronous_mode(caplog):
 
 
 def test_a_switch_that_a_death_has_undone_is_asked_for_again():
-    """All begin anew in the mode of the snapshot, which may be that of before."""
+    """All restart in the mode of the recovery point, which may be that of before."""
     auto = Auto(Gba(8 * ROWS), windows=2, seconds=10.0)
     tokens, clock = watched(auto, [1.0] * 6 + [4.0] * 2, 100.0)
     tokens.resolve(auto.asynchronous)
@@ -99,7 +99,7 @@ def test_one_that_reports_nothing_is_waited_for_one_window():
         assert found == max(0, second // 10 - 1)
 
 
-def test_a_coordinator_that_has_started_anew_is_told_the_rule_again():
+def test_a_restarted_coordinator_gets_the_rule_again():
     fresh = TokenScheduler(5.0)
     laps = StepTimings(fresh, 0, 0.0, lambda: fresh.begin_auto(Auto(Async()), 1, True))
     laps.add(time.monotonic())

@@ -184,7 +184,7 @@ def test_one_that_is_due_too_early_is_left_out(tmp_path, held, caplog):
     t = trainer(schema_of(), checkpoint_dir=str(tmp_path), checkpoint_every_steps=4, keep_last=9)
     with caplog.at_level(logging.WARNING, "persia.checkpoint"):
         t.fit(Letting(reader(), 10, held))
-    assert "Step 8: no checkpoint" in caplog.text
+    assert "Step 8: checkpoint skipped" in caplog.text
     steps = [entry.step for entry in list_checkpoints(tmp_path)]
     assert 4 in steps
     assert 8 not in steps
@@ -418,7 +418,7 @@ def test_small_checkpoints_for_prediction(tmp_path, caplog):
         loaded = second.load_rows(str(tmp_path / "b"))
     assert set(loaded) == {"id_1", "id_2"}
     assert not loaded["id_1"].state
-    assert "begins anew" in caplog.text
+    assert "is reset" in caplog.text
     assert second.embeddings.statistics()["id_1"]["rows"] == len(whole)
     assert second.embeddings.statistics()["id_0"]["rows"] == 0
     second.fit(reader(), max_steps=2)
@@ -460,7 +460,7 @@ def test_an_increment_after_rows_were_loaded_has_them(tmp_path):
                 assert all(saved[id_] == value for id_, value in rows)
 
 
-def test_another_optimizer_begins_anew_and_says_so(tmp_path, caplog):
+def test_the_state_of_another_optimizer_is_reset_with_a_warning(tmp_path, caplog):
     schema = reader().schema
     first = several(schema, 1)
     first.fit(reader(), max_steps=10)
@@ -471,7 +471,7 @@ def test_another_optimizer_begins_anew_and_says_so(tmp_path, caplog):
         second.load(str(tmp_path))
     with caplog.at_level(logging.WARNING, "persia.checkpoint"):
         second.load(str(tmp_path), new_optimizer=True)
-    assert "Table 'id_1': the optimizer's state begins anew" in caplog.text
+    assert "Table 'id_1': the optimizer's state is reset" in caplog.text
     assert "Adam with groups" in caplog.text
     for chunk in second.embeddings.connection.servers[0].export_rows():
         assert not chunk.arrays["state"].any()

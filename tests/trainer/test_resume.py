@@ -307,7 +307,7 @@ def test_the_checkpoint_at_the_end_waits_for_room(tmp_path, monkeypatch, caplog)
         t.fit(reader(), max_steps=4)
         room.join()
     assert persia.checkpoint.CheckpointReader(str(tmp_path)).manifest.global_step == 4
-    assert caplog.text.count("The last checkpoint has failed, and is tried again") == 1
+    assert caplog.text.count("The last checkpoint has failed; retrying") == 1
 
     monkeypatch.setattr(saving, "LAST_SECONDS", 0.0)
     with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="free space"):

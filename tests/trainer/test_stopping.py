@@ -75,7 +75,7 @@ def test_a_signal_ends_fit_after_its_step_and_a_checkpoint_resumes_it(mode, numb
     assert entry.step == t.global_step
     told = capsys.readouterr().err
     assert f"{number.name}: training ends after this step and is saved to {out}" in told
-    assert f"Stopped by {number.name} after step {t.global_step}. Step {t.global_step} is kept in {out}." in told
+    assert f"Stopped by {number.name} after step {t.global_step}. Step {t.global_step} is saved in {out}." in told
     line = f"persia.Trainer.resume({out!r}, model, optimizer=optimizer)"
     assert line in told
     # The printed line, and this trainer, both go on without a gap.
@@ -129,7 +129,7 @@ def test_a_second_signal_ends_fit_at_once(tmp_path, capsys, monkeypatch):
     assert time.monotonic() - began < DEADLINE / 2
     release.set()
     told = capsys.readouterr().err
-    assert f"Stopped at once by SIGINT; steps since the last checkpoint are lost. Step 6 is kept in {tmp_path}" in told
+    assert f"Stopped at once by SIGINT; steps since the last checkpoint are lost. Step 6 is saved in {tmp_path}" in told
     assert [entry.step for entry in list_checkpoints(str(tmp_path))] == [6]
 
 

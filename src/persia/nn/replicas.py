@@ -1,4 +1,4 @@
-"""What a loop asks of whoever keeps the networks of several NN workers alike; and the answers of an NN worker alone."""
+"""`Replicas`: the interface between a training loop and the replicas of its network on several NN workers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class EqualSteps(Protocol):
     """Lets all NN workers make the same number of steps, whatever data each of them has."""
 
     dummy_rows: int
-    """Rows of a batch that is made up so that this NN worker can take part in a step for which it has none."""
+    """Rows of the dummy batch with which this NN worker takes part in a step for which it has no data."""
 
     def start(self, rows: int, has_data: bool) -> None:
         """Begins a batch.
 
         Args:
-            rows: that this NN worker has in it; 0 if it was lost, or made up.
-            has_data: False once the data of this NN worker have ended.
+            rows: of this NN worker in the batch; 0 if it was lost, or is a dummy.
+            has_data: False once the data of this NN worker are used up.
         """
 
     def over(self) -> bool:
@@ -36,27 +36,27 @@ class Replicas(EqualSteps, Protocol):
 
     nn_workers: int
     stop: bool
-    """Whether this NN worker wishes that all stop after an update; told with the next batch."""
+    """Whether this NN worker asks all of them to stop after an update. It is sent with the next batch."""
     model: torch.nn.Module
-    """What is called to train; it has the parameters of the network itself."""
+    """The module to call in training; it has the parameters of the network itself."""
 
     def batch(self, dummy: bool, last: bool) -> contextlib.AbstractContextManager[None]:
         """Surrounds forward and backward of a batch; gradients are averaged in the last one of an update."""
 
     def reduce_rest(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Averages gradients of an update whose last batch never came."""
+        """Averages the gradients of an update that ended before its last batch."""
 
     def rows(self) -> int:
-        """Rows of all NN workers in this update. Blocks."""
+        """Returns the rows of all NN workers in this update. Blocks."""
 
     def stopping(self) -> bool:
-        """Whether an NN worker has wished to stop in this update. Blocks."""
+        """Returns whether an NN worker has asked to stop in this update. Blocks."""
 
     def settle(self) -> None:
-        """At rest: what is not averaged becomes that of the first NN worker, such as statistics of BatchNorm."""
+        """Copies from the first NN worker what is not averaged, such as statistics of BatchNorm, between two phases."""
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """The payloads of all NN workers, by rank. Blocks until all have called it."""
+        """Returns the payloads of all NN workers, by rank. Blocks until all have called it."""
 
     def run_on_rank0(self, function: Callable[[], T], kind: object) -> T:
         """Calls a function on the first NN worker only. Blocks until all have called `run_on_rank0`.
@@ -74,7 +74,7 @@ class Replicas(EqualSteps, Protocol):
 
 
 class SingleReplica:
-    """One NN worker: nothing to agree on.
+    """The replica of a single NN worker, which has no peers.
 
     Args:
         model: the network.
@@ -91,29 +91,29 @@ class SingleReplica:
         """No-op: there are no peers."""
 
     def over(self) -> bool:
-        """Asked when its data have ended."""
+        """Returns True: its data are used up."""
         return True
 
     def batch(self, dummy: bool, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Nothing to average."""
+        """No-op: there is nothing to average."""
         return contextlib.nullcontext()
 
     def reduce_rest(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Nothing to average."""
+        """No-op: there is nothing to average."""
 
     def rows(self) -> int:
-        """None beside its own."""
+        """Returns 0: there are no rows beside its own."""
         return 0
 
     def stopping(self) -> bool:
-        """Its own wish."""
+        """Returns whether it was asked to stop."""
         return self.stop
 
     def settle(self) -> None:
-        """Nothing differs."""
+        """No-op: there are no peers."""
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """Its own."""
+        """Returns its own payload."""
         return [payload]
 
     def run_on_rank0(self, function: Callable[[], T], kind: object) -> T:

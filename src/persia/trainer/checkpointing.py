@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: its state is captured between two phases, and written while training goes on."""
+"""Checkpoints of a training run: its state is captured between two phases, and written while training continues."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class Checkpointing:
             return full or isinstance(error.__cause__, LOST)
 
         def warn(error: Exception) -> None:
-            LOG.warning("The last checkpoint has failed, and is tried again for %g s: %s", LAST_SECONDS, error)
+            LOG.warning("The last checkpoint has failed; retrying for %g s: %s", LAST_SECONDS, error)
 
         def write() -> str:
             return retry(
@@ -178,7 +178,7 @@ class Checkpointing:
         return self._network.replicas.run_on_rank0(write, str)
 
     def begin_periodic(self, evaluate: Callable[[], MetricsResult | None]) -> bool:
-        """Begins a checkpoint that is written while training goes on, unless one is still being written.
+        """Begins a checkpoint that is written while training continues, unless one is still being written.
 
         Args:
             evaluate: called where the best checkpoint is kept.
@@ -202,7 +202,7 @@ class Checkpointing:
             try:
                 self.wait()
             except PersiaError as error:
-                LOG.warning("A checkpoint has failed, another one is written now: %s", error)
+                LOG.warning("A checkpoint has failed; writing another one now: %s", error)
                 return True
             return False
 
@@ -260,8 +260,8 @@ class Checkpointing:
         if not self.busy:
             return False
         LOG.warning(
-            "Step %d: no checkpoint, as the one before is still being written. Make them less often, let them take a "
-            "larger checkpoint_share, or write to a faster disk.",
+            "Step %d: checkpoint skipped, as the one before is still being written. Save less often, set a larger "
+            "checkpoint_share, or write to a faster disk.",
             self._state.global_step,
         )
         return True
@@ -277,7 +277,7 @@ class Checkpointing:
         if self._failing:
             raise error
         self._failing = True
-        LOG.warning("A checkpoint has failed, and training goes on: %s", error)
+        LOG.warning("A checkpoint has failed; training continues: %s", error)
 
     def _prepare(self, directory: str, captured: CheckpointState) -> Callable[[Throttle | None], str]:
         """Begins the snapshots of the PSs; the function that is returned writes the checkpoint, with pauses."""
@@ -289,10 +289,10 @@ class Checkpointing:
         writer = CheckpointWriter(directory, step, keep_last=options.keep_last, keep_best=options.keep_best is not None)
         try:
             with _given_up(step):
-                # The state of PSs besides rows changes with every batch: read it before training goes on.
+                # The state of PSs besides rows changes with every batch: read it before training continues.
                 states = _states(writer, servers)
-                model = _held(dict(self._network.model.state_dict()))
-                training = _held(captured.training)
+                model = _copied(dict(self._network.model.state_dict()))
+                training = _copied(captured.training)
                 schema = resolved(self._declared.schema, servers)
                 known = chain.epochs if chain else None
                 name, infos = _begin_snapshots(servers, known, directory, live=not captured.consistent)
@@ -403,14 +403,14 @@ def write_rows(writer: CheckpointWriter, number: int, server: EmbeddingPS, name:
         writer.add_removed(chunk.table, number * MOST_SHARDS + chunk.shard, chunk.arrays["ids"])
 
 
-def _held(value: Any) -> Any:
+def _copied(value: Any) -> Any:
     """Returns a copy in CPU memory that training does not change."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, Mapping):
-        return type(value)((key, _held(item)) for key, item in value.items())  # type: ignore[call-arg]
+        return type(value)((key, _copied(item)) for key, item in value.items())  # type: ignore[call-arg]
     if type(value) in (list, tuple):
-        return type(value)(_held(item) for item in value)
+        return type(value)(_copied(item) for item in value)
     return value

@@ -53,7 +53,7 @@ class RunState(NamedTuple):
     Attributes:
         model: its tensors and all else that `torch.save` writes, on the CPU.
         training: see `TrainingState.state_dict`.
-        finished: whether the last call came to its end; a resumed run goes on where it was in any case.
+        finished: whether the last call finished its epochs; a resumed run continues where it was in any case.
         trained: in this call, since NN workers started last.
     """
 
@@ -229,7 +229,7 @@ class _FailureLog:
         self.failures = 0
 
     def add(self, deaths: list[RoleDiedError], how: str) -> None:
-        """Adds a failure, after which training can go on.
+        """Adds a failure, after which training can continue.
 
         Args:
             deaths: processes that have died.
@@ -245,13 +245,13 @@ class _FailureLog:
             first = deaths[0]
             lines = "".join(f"\n  {line}" for line in self._lines)
             raise RoleDiedError(
-                f"{first.message}\nTraining does not go on at {when}: this is failure {self.failures} of this call of "
-                f"`fit`, and {self._most} are made good (TrainerOptions.max_failures). See why processes die, and go "
-                f"on from the last checkpoint.{' Before:' if lines else ''}{lines}",
+                f"{first.message}\nTraining ends at {when}: this is failure {self.failures} of this call of `fit`, and "
+                f"TrainerOptions.max_failures = {self._most}. See why processes die, and resume from the last "
+                f"checkpoint.{' Before:' if lines else ''}{lines}",
                 **{**first.fields, "deaths": [death.fields for death in deaths], "failures": self.failures},
             )
         self._lines.append(f"{when}: {names} died; {how}")
-        LOG.warning("%s\nTraining goes on: %s", "\n".join(death.message for death in deaths), how)
+        LOG.warning("%s\nTraining continues: %s", "\n".join(death.message for death in deaths), how)
 
 
 def _after_deaths(attempt: Attempt, state: RunState, labels: Sequence[str]) -> tuple[RunState, str]:
@@ -259,7 +259,7 @@ def _after_deaths(attempt: Attempt, state: RunState, labels: Sequence[str]) -> t
     survived = {rank: result.state for rank, result in attempt.results.items() if isinstance(result, _Survived)}
     if survived:
         merged = _merged(state, survived, labels)
-        return merged, f"NN workers {', '.join(map(str, survived))} went on to step {merged.step}, where all restart."
+        return merged, f"NN workers {', '.join(map(str, survived))} continued to step {merged.step}, where all restart."
     last: RunState = attempt.recovery_point or state._replace(trained=TrainedRows(0, 0.0))
     return last, f"all NN workers restart at step {last.step}, from the last recovery point; rows stay as they are."
 

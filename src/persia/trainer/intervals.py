@@ -81,7 +81,7 @@ class Bounds:
         options: has the intervals of checkpoints and recovery points.
         max_steps: most global steps of this call; None for no bound.
         recovery: whether recovery points are kept.
-        should_stop: whether this NN worker was told to stop.
+        should_stop: whether this NN worker was asked to stop.
     """
 
     def __init__(
@@ -108,13 +108,13 @@ class Bounds:
         seconds = options.recovery_point_every_seconds if recovery else None
         self.recovery_points = Interval(step, self._replicas, None, seconds)
 
-    def told_to_stop(self) -> bool:
-        """Returns whether any NN worker was told to stop. Blocks until all have called it."""
+    def stop_requested(self) -> bool:
+        """Returns whether any NN worker was asked to stop. Blocks until all have called it."""
         self._stopped = any(self._replicas.gather(b"stop" if self._should_stop() else b""))
         return self._stopped
 
     def reached(self) -> bool:
-        """Returns whether `max_steps` is reached, or the call was told to stop."""
+        """Returns whether `max_steps` is reached, or the call was asked to stop."""
         if self._stopped:
             return True
         return self._last_step is not None and self._state.global_step >= self._last_step

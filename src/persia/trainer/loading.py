@@ -35,8 +35,8 @@ class LoadOptions(NamedTuple):
 
     Attributes:
         step: which one; None for the latest.
-        new_optimizer: let the optimizers, of the network and of tables, be others than those of the checkpoint. Where
-            they are, their state begins anew, and a warning says so.
+        new_optimizer: let the optimizers of the network and of tables differ from those of the checkpoint. The state of
+            those that do is reset, and a warning says so.
         elsewhere: whether other processes train; see `TrainingState.load_state_dict`.
     """
 
@@ -49,8 +49,8 @@ class LoadedTable(NamedTuple):
     """Number of rows that were loaded into a table.
 
     Attributes:
-        rows: how many.
-        state: whether with the optimizer's state; otherwise that begins anew.
+        rows: number of rows.
+        state: whether the optimizer's state was loaded; otherwise it was reset.
     """
 
     rows: int
@@ -192,15 +192,15 @@ def _import_rows(
             _distribute(servers, RowChunk(name, shard, arrays), range(len(servers)) if ranks is None else ranks)
         loaded[name] = LoadedTable(rows, with_state)
         if state and rows and not with_state:
-            _log.warning("Table %r: the optimizer's state begins anew, %s has none of its kind.", name, reader.path)
+            _log.warning("Table %r: the optimizer's state is reset; %s has none of its kind.", name, reader.path)
     if same:
         for number, pieces in server_pieces(reader):
             if ranks is None or number in ranks:
                 servers[number].import_state([StatePiece(**piece) for piece in pieces])
     elif shards and any(array == "sketch" for _, _, _, array in _shapes(_exported(servers))):
         _log.warning(
-            "%s was written by PSs of another number, capacity or admission: occurrences of ids that are not admitted "
-            "are counted anew.",
+            "%s was written by PSs of another number, capacity or admission: the counts of ids that are not admitted "
+            "are reset.",
             reader.path,
         )
     return loaded
@@ -254,7 +254,7 @@ def _check_model(model: torch.nn.Module, tensors: dict[str, torch.Tensor], direc
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], directory: str, new: bool) -> bool:
-    """Returns whether the network's optimizer can go on with its state."""
+    """Returns whether the network's optimizer can continue with its state."""
     mine = _kind_of_optimizer(optimizer, optimizer.state_dict())
     theirs = _kind_of_optimizer(state["optimizer_class"], state["optimizer"])
     if mine != theirs and not new:
@@ -264,7 +264,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], di
             path=directory,
         )
     if mine != theirs:
-        _log.warning("The optimizer's state begins anew: it is %s in the checkpoint and %s here.", theirs, mine)
+        _log.warning("The optimizer's state is reset: the optimizer is %s in the checkpoint and %s here.", theirs, mine)
     return mine == theirs
 
 

@@ -1,14 +1,14 @@
 """The training loop: each batch from the data source to its update, top to bottom.
 
-There are two kinds of it, and `Mode.dense()` tells which one a mode has:
+There are two kinds of loop; `Mode.dense()` decides which one a mode has:
 
 - `TrainingLoop.synchronous` (Sync, Hybrid): each NN worker holds a replica of the network. NN workers take batches in
   turn and average their gradients, so all make the same updates.
 - `TrainingLoop.token_driven` (Async, Bsp, HopBs, HopBw, Gba): dense PSs hold the network. An NN worker that is ready
   draws a batch and a token, computes gradients with the parameters of that moment, and pushes them.
 
-Both train one phase: batches in one mode, between two points at which all NN workers quiesce. `phases.py` decides
-which kind runs, and until when.
+Both train one phase: batches in one mode, between two points at which all NN workers have quiesced. `Trainer.fit_here`
+runs one phase after the other, with checkpoints in between; `phases.py` decides on the mode of each.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class TrainingLoop:
         network: the dense network, its optimizer, and its replicas.
         embeddings: looks up rows ahead; the backward pass makes it push their gradients.
         progress: scores batches and shows progress.
-        should_stop: whether this NN worker was told to stop.
+        should_stop: whether this NN worker was asked to stop.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class TrainingLoop:
                     state.position += replicas.nn_workers
                     source.forget(state.position)
                     self._trained(step, batch, logits, loss)
-                    # One wish to stop suffices: it travels with the next batch, and all stop after that step.
+                    # One request to stop suffices: it is sent with the next batch, and all stop after that step.
                     replicas.stop = replicas.stop or self._should_stop() or switch_requested()
                     if updated and replicas.stopping():
                         stopped_at = time.monotonic()

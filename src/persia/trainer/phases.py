@@ -92,12 +92,12 @@ class Phases:
         self._options = declared.options
         self._elsewhere = elsewhere
         self._served: Mode | None = None
-        """The mode that the PSs are in, as far as this NN worker has told them."""
+        """The mode that the PSs are in, as far as this NN worker has switched them."""
         self._number = 0
         self._shared: SharedNetwork | None = None
         self._again = False
         self._dead: list[int] = []
-        """NN workers that died in the last phase, while the others went on."""
+        """NN workers that died in the last phase, while the others continued."""
         self._looked = 0.0
         self.switches: list[ModeSwitch] = []
         self._leaving: tuple[Mode, float, float] | None = None
@@ -203,7 +203,7 @@ class Phases:
         return mode
 
     def followed(self) -> None:
-        """Declares the mode that was requested to be in force, also for NN workers that restart after a death."""
+        """Confirms that the requested mode is in force, also for NN workers that restart after a death."""
         tokens, mode = self._connection.tokens, self._state.mode
 
         def resolve() -> None:
@@ -324,7 +324,7 @@ class Phases:
         return result.ended
 
     def _first_rows(self, source: BatchSource) -> int:
-        """Returns the local batch, as the next batch of the source tells it; 0 where data loaders read."""
+        """Returns the local batch, from the next batch of the source; 0 where data loaders read."""
         if not isinstance(source, LocalSource):
             return 0
         first, second = (source.read(self._state.position + ahead) for ahead in (0, 1))

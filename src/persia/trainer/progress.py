@@ -44,9 +44,9 @@ class FitResult(msgspec.Struct, frozen=True):
         steps: global steps of this call.
         global_step: global steps in all.
         progressive: metrics of the training logits themselves, each batch scored before it is trained; they and the
-            counts below go on from call to call, and over a resume.
+            counts below continue from call to call, and over a resume.
         evaluation: metrics on `eval_data` after training, or None.
-        staleness_mean: measured, in own steps; like the counts, it goes on.
+        staleness_mean: measured, in own steps; continues like the counts.
         staleness_max: likewise.
         stored_rows: rows in the embedding store at the end.
         stored_bytes: memory of the store at the end.

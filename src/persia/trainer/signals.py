@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 from persia.checkpoint import list_checkpoints
 from persia.errors import PersiaError
 
-__all__ = ["TOLD", "kept", "say", "stoppable", "terminable"]
+__all__ = ["REPORTED", "saved", "say", "stoppable", "terminable"]
 
 T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-TOLD = "Training was stopped by a signal; what is kept has been printed."
-"""Note of an exception by which `fit` ends."""
+REPORTED = "Training was stopped by a signal; the saved step has been printed."
+"""Note on an exception with which `fit` ends."""
 
 
 def stoppable(
@@ -58,8 +58,8 @@ def stoppable(
         then = f"and is saved to {directory}" if directory is not None else "and is not saved (no checkpoint_dir)"
         say(f"{_name(number)}: training ends after this step {then}. A second signal stops it at once.")
 
-    def saved() -> str:
-        return kept(directory, resume_line)
+    def outcome() -> str:
+        return saved(directory, resume_line)
 
     ours = {n: found for n in SIGNALS if _replaceable(found := signal.getsignal(n))}
 
@@ -73,15 +73,15 @@ def stoppable(
         result = fit()
     except (KeyboardInterrupt, SystemExit) as error:
         if came:
-            say(f"Stopped at once by {_name(came[-1])}; steps since the last checkpoint are lost. {saved()}")
-            error.add_note(TOLD)
+            say(f"Stopped at once by {_name(came[-1])}; steps since the last checkpoint are lost. {outcome()}")
+            error.add_note(REPORTED)
         raise
     finally:
         restore()
     if came:
-        say(f"Stopped by {_name(came[0])} after step {step()}. {saved()}")
+        say(f"Stopped by {_name(came[0])} after step {step()}. {outcome()}")
         ending = _exception(came[0])
-        ending.add_note(TOLD)
+        ending.add_note(REPORTED)
         raise ending
     return result
 
@@ -105,7 +105,7 @@ def terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, found)
 
 
-def kept(directory: str | None, resume_line: Callable[[str, int], str]) -> str:
+def saved(directory: str | None, resume_line: Callable[[str, int], str]) -> str:
     """Returns a message that says which step is saved where, and how to resume from it."""
     if directory is None:
         return "Nothing was saved: give a directory for checkpoints (`TrainerOptions.checkpoint_dir`, or --output)."
@@ -116,7 +116,7 @@ def kept(directory: str | None, resume_line: Callable[[str, int], str]) -> str:
     if not found:
         return f"Nothing was saved: there is no checkpoint in {directory} yet."
     step = found[-1].step
-    return f"Step {step} is kept in {directory}. To go on from it:\n\n    {resume_line(directory, step)}\n"
+    return f"Step {step} is saved in {directory}. To resume:\n\n    {resume_line(directory, step)}\n"
 
 
 def _replaceable(handler: Any) -> bool:

@@ -105,7 +105,7 @@ class LoaderSource:
 
     Args:
         loader: the data loaders.
-        begin: tells them to begin where training is, in turn or on demand. All NN workers call it.
+        begin: makes them begin where training is, in turn or on demand. All NN workers call it.
         rank: of the NN worker that takes batches.
         epoch: number of the pass.
     """
@@ -169,7 +169,7 @@ def source_of(
         data: see `Trainer.fit`; None where data loaders read.
         state: has the epoch and the position.
         connection: has the data loaders, if any.
-        replicas: of all NN workers; only the first one tells data loaders where to begin.
+        replicas: of all NN workers; the first one makes data loaders begin.
         loaded: whether a checkpoint was loaded since the last call of `fit`, so that an iterator is at its beginning.
     """
     loader = connection.loader

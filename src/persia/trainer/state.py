@@ -43,7 +43,7 @@ def random_states(gather: Callable[[bytes], list[bytes]]) -> list[RandomState]:
 
 
 def set_random_state(state: RandomState) -> None:
-    """Puts the generators of this process where those were."""
+    """Restores the generators of this process."""
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
@@ -52,13 +52,13 @@ def set_random_state(state: RandomState) -> None:
 
 
 class RunTotals(msgspec.Struct, frozen=True):
-    """Counters that go on from call to call, and over a resume; of all NN workers together.
+    """Counters of all NN workers together. They continue from call to call, and over a resume.
 
     Attributes:
-        staleness_sum: over all lookups, in own steps.
-        lookups: how many there were.
-        staleness_max: the largest of them.
-        pushed: what became of gradients and batches.
+        staleness_sum: sum of the staleness of all lookups, in own steps.
+        lookups: number of lookups.
+        staleness_max: largest staleness.
+        pushed: outcome of gradients and batches.
     """
 
     staleness_sum: int = 0

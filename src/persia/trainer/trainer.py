@@ -54,7 +54,7 @@ class Trainer:
         schema: the model's input.
         optimizer: makes the dense optimizer: `lambda params: torch.optim.Adam(params, 1e-3)`.
         embedding_optimizer: for tables that declare none.
-        mode: `persia.modes.Hybrid("auto")` by default; `persia.modes.Auto` to go to and fro between two.
+        mode: `persia.modes.Hybrid("auto")` by default; `persia.modes.Auto` to switch between two.
         cluster: where the roles run; this process by default.
         options: the rest.
 
@@ -166,7 +166,7 @@ class Trainer:
         them. Before or between calls of `fit`, the next one begins with it. It ends the rule of an `Auto`.
 
         Raises:
-            ConfigError: the cluster, or this trainer's options, cannot run the mode; training goes on as before.
+            ConfigError: the cluster, or this trainer's options, cannot run the mode; training continues as before.
             PersiaError: another switch is under way.
         """
         self.phases.check(mode)
@@ -177,16 +177,16 @@ class Trainer:
         self.step.replicas.stop = True
 
     def stop(self) -> None:
-        """Lets the call of `fit` that is under way end after its step, as `max_steps` does: it saves and returns.
+        """Ends the current call of `fit` after its step, as `max_steps` does: it saves and returns.
 
         Returns at once, and may be called from any thread, or from a signal handler; with several NN workers, on one of
-        them. The next call of `fit` goes on.
+        them. The next call of `fit` continues.
         """
         self._stopping = True
 
     @property
     def stopping(self) -> bool:
-        """Whether the present or last call of `fit` was told to stop."""
+        """Whether the current or last call of `fit` was asked to stop."""
         halted = self.embeddings.connection.halted
         return self._stopping or (halted is not None and halted())
 
@@ -200,13 +200,13 @@ class Trainer:
     ) -> FitResult:
         """Trains until `epochs` epochs, or `max_steps` steps of this call, are done.
 
-        A call that was stopped by `max_steps` or an error, or that a checkpoint is from, is continued by the next one,
-        where it was; after a call that came to its end the next one begins anew, with other data perhaps.
+        The next call continues where this one was stopped by `max_steps` or an error, or where a checkpoint was
+        written. After a call that finished its epochs, the next one starts at epoch 0, perhaps with other data.
 
         Signals: the first SIGINT (Ctrl-C) or SIGTERM ends the call after its step. It saves if there is a
-        `checkpoint_dir`, prints which step is kept and how to resume, and raises KeyboardInterrupt, or SystemExit(143)
-        for SIGTERM; a later call goes on. A second signal raises at once. Handlers are installed in the main thread
-        only, for the time of the call, and not in place of a program's own ones, which may call `stop`.
+        `checkpoint_dir`, prints which step was saved and how to resume, and raises KeyboardInterrupt, or
+        SystemExit(143) for SIGTERM; a later call continues. A second signal raises at once. Handlers are installed in
+        the main thread only, during the call, and do not replace a program's own handlers, which may call `stop`.
 
         Args:
             train_data: a reader of `persia.data`, or any iterable of `persia.Batch` (not a one-shot iterator when
@@ -223,8 +223,8 @@ class Trainer:
                 one more; no checkpoint has been written since.
             CheckpointError: a checkpoint could not be written; training state is unharmed.
             DeadlineError: another role or NN worker was late; it says which.
-            RoleDiedError: processes of the cluster have died, more than are made good (`TrainerOptions.max_failures`):
-                the message tells which, when, and what was tried. The network here is as it was before the call.
+            RoleDiedError: processes of the cluster died more often than `TrainerOptions.max_failures`. The message says
+                which, when, and what was tried. The network here is as it was before the call.
         """
         connection = self.embeddings.connection
         if (epochs > 1 or connection.nn_workers > 1) and isinstance(train_data, Iterator):
@@ -281,7 +281,7 @@ class Trainer:
                             progress.check_pass()
                             state.epoch, state.position = state.epoch + 1, 0
                         self.phases.check_others()
-                        if bounds.told_to_stop() or ended:
+                        if bounds.stop_requested() or ended:
                             break
                         if bounds.checkpoints.due() and self.checkpointing.begin_periodic(evaluate):
                             saved_step = state.global_step
@@ -353,8 +353,8 @@ class Trainer:
         Args:
             directory: where `save` wrote.
             step: the step to load instead of the latest.
-            new_optimizer: let the optimizer of the network, or of tables, be another one than in the checkpoint; its
-                state begins anew, and a warning says so.
+            new_optimizer: let the optimizer of the network, or of tables, differ from that of the checkpoint; its state
+                is reset, and a warning says so.
 
         Raises:
             CheckpointError: it is damaged, or of another schema, model or optimizer.
@@ -383,11 +383,11 @@ class Trainer:
             directory: where a checkpoint is.
             tables: which tables; None for those that both the checkpoint and this model have.
             step: the step to load instead of the latest.
-            state: also take the optimizer's state, where the table has the same optimizer in the checkpoint; otherwise
-                it begins anew.
+            state: also load the optimizer's state, where the table has the same optimizer in the checkpoint; otherwise
+                it is reset.
 
         Returns:
-            By table, how many rows, and whether with the optimizer's state.
+            By table, the number of rows, and whether the optimizer's state was loaded.
 
         Raises:
             CheckpointError: it is damaged, or a table is missing or has another dim.
@@ -447,11 +447,11 @@ class Trainer:
         return driver.Driver(cluster, make, self.step, self.state, servers, self.declared)
 
     def _evaluated(self, bounds: Bounds, data: Iterable[Batch] | None) -> MetricsResult | None:
-        """Evaluates within `fit`; returns None if there are no data, or the call is told to stop."""
-        if data is None or bounds.told_to_stop():
+        """Evaluates within `fit`; returns None if there are no data, or the call was asked to stop."""
+        if data is None or bounds.stop_requested():
             return None
         result = self.evaluate(itertools.takewhile(lambda _: not self.stopping, data))
-        return None if bounds.told_to_stop() else result
+        return None if bounds.stop_requested() else result
 
     def _stoppable(self, fit: Callable[[], FitResult]) -> FitResult:
         directory, line = self.options.checkpoint_dir, self.resume_line
