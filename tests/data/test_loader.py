@@ -437,6 +437,7 @@ def test_what_was_not_taken_is_registered_again_when_its_worker_is_gone(make):
     again = Buffering(0, incarnation=2)
     workers.replace(again, second)
     loader.check_workers()
+    wait_until(lambda: sorted(again.numbers.values()) == [2, 4])  # Before anyone takes them.
     assert number_in(loader.take(0, 0, 0)) == 0  # It had lost the answer: the same samples, registered anew.
     found = [loader.take(0, 0, n) for n in range(1, 5)]
     assert [number_in(d) for d in found] == [1, 2, 3, 4]
