@@ -5,6 +5,8 @@ import time
 import pytest
 
 from persia.cluster import Embedded
+from persia.coordinator import TokenScheduler
+from persia.errors import StaleBatchError
 from persia.modes import Async, Gba, Hybrid, Sync
 from persia.nn import CollectionOptions, EmbeddingCollection
 from persia.optim import SGD
@@ -18,10 +20,11 @@ class RecordedWorker:
         worker: the embedding worker.
         apply: whether its PSs get the pushes.
         seconds: duration of a push.
+        lost: number of the lookup whose batch is lost.
     """
 
-    def __init__(self, worker, apply=True, seconds=0.0):
-        self.worker, self.apply, self.seconds = worker, apply, seconds
+    def __init__(self, worker, apply=True, seconds=0.0, lost=None):
+        self.worker, self.apply, self.seconds, self.lost = worker, apply, seconds, lost
         self.headers, self.pushed, self.released = [], [], []
         self.returned = 0
         self.returned_at_lookup = []
@@ -31,6 +34,8 @@ class RecordedWorker:
 
     def lookup(self, batch_id):
         self.returned_at_lookup.append(self.returned)
+        if len(self.returned_at_lookup) - 1 == self.lost:
+            raise StaleBatchError("Gone.", batch_id=batch_id)
         return self.worker.lookup(batch_id)
 
     def push(self, header, contributions):
@@ -49,12 +54,12 @@ class RecordedWorker:
 class Recorded:
     """This process, with a recorded embedding worker; also as one NN worker of several, whose pushes go nowhere."""
 
-    def __init__(self, nn_workers=1, seconds=0.0):
-        self.nn_workers, self.seconds = nn_workers, seconds
+    def __init__(self, nn_workers=1, **options):
+        self.nn_workers, self.options = nn_workers, options
 
     def connect(self, *arguments):
         connection = Embedded().connect(*arguments)
-        self.worker = RecordedWorker(connection.worker, self.nn_workers == 1, self.seconds)
+        self.worker = RecordedWorker(connection.worker, self.nn_workers == 1, **self.options)
         return connection._replace(worker=self.worker, nn_workers=self.nn_workers)
 
 
@@ -159,3 +164,31 @@ def test_no_token_is_read_ahead_of_the_push_before_it(mode):
         assert in_flight == [0] * 8
     else:
         assert max(in_flight) == 1  # The slot of a step that is not complete: its push is under way.
+
+
+def test_in_token_modes_a_batch_is_taken_only_when_the_one_before_is_looked_up(monkeypatch):
+    """Batches that a slow NN worker has read ahead are lost to the others."""
+    cluster = Recorded(seconds=0.005)
+    t = trainer(Gba(2 * ROWS), cluster)
+    lookups_before = []
+    take = TokenScheduler.take
+
+    def counted(self, *arguments):
+        lookups_before.append(len(cluster.worker.returned_at_lookup))
+        return take(self, *arguments)
+
+    monkeypatch.setattr(TokenScheduler, "take", counted)
+    t.fit(batches(20))
+    assert all(lookups >= taken - 1 for taken, lookups in enumerate(lookups_before))
+    assert len(lookups_before) >= 20
+
+
+@pytest.mark.parametrize("mode", [Sync(), Gba(2 * ROWS)], ids=lambda mode: type(mode).__name__)
+def test_a_lost_batch_is_no_push_of_a_step_and_an_empty_one_of_a_token(mode):
+    cluster = Recorded(lost=2)
+    t = trainer(mode, cluster)
+    result = t.fit(batches(6))
+    kept = [ROWS] * 2 if mode == Sync() else [ROWS, ROWS, 0]
+    assert [header.weight for header in cluster.worker.headers] == [*kept, ROWS, ROWS, ROWS]
+    assert (t.embeddings.pushed.lost_batches, t.embeddings.pushed.lost_rows) == (1, ROWS)
+    assert result.global_step == (6 if mode == Sync() else 3)
