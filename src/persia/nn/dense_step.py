@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
@@ -90,6 +91,7 @@ class DenseStep:
         )
         self._batches = 0
         self._rows = 0
+        self._began = 0.0
         self.times = Histogram()
         """Time that batches took; on a GPU, to be launched."""
 
@@ -107,8 +109,11 @@ class DenseStep:
         Returns:
             Logits float32 `[batch, labels]` and the loss, both before the update, and detached.
         """
+        self._began = time.perf_counter()
         if not all_reduce:
-            return self._forward_backward(batch, embeddings, self.model)
+            result = self._forward_backward(batch, embeddings, self.model)
+            self.times.add(time.perf_counter() - self._began)
+            return result
         self._batches += 1
         self._rows += batch.weight
         if batch.dummy and self.replicas.nn_workers == 1:  # No other NN worker waits for it in a collective.
@@ -131,10 +136,11 @@ class DenseStep:
         return logits.detach(), loss.detach()
 
     def apply(self) -> bool:
-        """Updates the network, after the last batch of an update. Returns whether it was the last."""
+        """Ends a batch of an update. Updates the network if it was the last one, and returns whether it was."""
         last = self._batches == self._accumulation
         if last:
             self._update()
+        self.times.add(time.perf_counter() - self._began)
         return last
 
     def finish(self) -> None:

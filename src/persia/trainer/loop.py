@@ -92,11 +92,9 @@ class TrainingLoop:
             with contextlib.closing(prepared):  # type: ignore[type-var]
                 for batch in prepared:
                     step = state.global_step + 1
-                    embeddings = self._embeddings(batch)  # Pools the rows of the batch.
-                    with network.times.timed():
-                        # The backward pass pushes the gradients of rows, and averages those of the network.
-                        logits, loss = network.forward_backward(batch, embeddings, all_reduce=True)
-                        updated = network.apply()  # At the last batch of a step: clipping, optimizer.
+                    # The backward pass pushes the gradients of rows, and averages those of the network.
+                    logits, loss = self._forward_backward(batch, all_reduce=True)
+                    updated = network.apply()  # At the last batch of a step: clipping, optimizer.
                     drawn += 1
                     state.position += replicas.nn_workers
                     source.forget(state.position)
@@ -122,22 +120,24 @@ class TrainingLoop:
             source: has the batches.
             client: draws batches and tokens, and pulls parameters of the network; ends the phase if asked to.
         """
-        state, network = self._state, self._network
+        state = self._state
         # In background threads: take a batch, look up its rows. Token and parameters come when the network is free.
         prepared = self._embeddings.prefetch(client.batches(source.read), tokens=client)
         try:
             with contextlib.closing(prepared):  # type: ignore[type-var]
                 for batch in prepared:
                     step = state.global_step + 1
-                    embeddings = self._embeddings(batch)  # Pools the rows of the batch.
-                    with network.times.timed():
-                        # After the backward pass the push thread sends the gradients of rows, then of the network.
-                        logits, loss = network.forward_backward(batch, embeddings, all_reduce=False)
+                    # The backward pass hands all gradients to the push thread: rows go first, then the network.
+                    logits, loss = self._forward_backward(batch, all_reduce=False)
                     self._trained(step, batch, logits, loss)
                     if self._should_stop():
                         client.stop()
         finally:
             self._progress.score_rest()
+
+    def _forward_backward(self, batch: PreparedBatch, *, all_reduce: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pools the rows of a batch, and computes logits, loss and gradients."""
+        return self._network.forward_backward(batch, self._embeddings(batch), all_reduce=all_reduce)
 
     def _trained(self, step: int, batch: PreparedBatch, logits: torch.Tensor, loss: torch.Tensor) -> None:
         """Keeps the books of a batch that took part in global step `step`."""
