@@ -243,6 +243,20 @@ def test_a_call_that_any_member_can_take_goes_to_the_next_one_at_once(monkeypatc
     assert asked == [1, 2]
 
 
+def test_every_member_is_tried_even_if_the_first_one_uses_up_the_time():
+    _, directory, _, _, _ = facade(workers=3)
+    asked = []
+
+    def ask(member):
+        asked.append(member.rank)
+        if len(asked) < 3:
+            raise DeadlineError("It does not answer.")
+        return member.rank
+
+    assert directory.call_any(ask, 1, 0.0, "ask") == 0
+    assert asked == [1, 2, 0]
+
+
 def test_a_cancelled_call_is_not_repeated():
     nobody = Directory("embedding_worker", lambda m: None)
     with pytest.raises(DeadlineError, match="ask: there has been no embedding worker"):

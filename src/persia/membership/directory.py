@@ -158,14 +158,15 @@ class Directory(Generic[S]):
     ) -> T:
         """Makes a call to the living member whose turn it is, or to the next one that takes it; see `call`.
 
+        Each attempt tries every living member, also past the deadline: the first one may have used all of it.
+
         Args:
             call: may be repeated, with other members too.
             turn: number of the call; consecutive ones start at members of consecutive ranks.
-            timeout: seconds for all attempts together.
+            timeout: seconds within which attempts begin.
             operation: named in the error if there is no member.
             cancelled: whether no further attempt is wanted.
         """
-        deadline = Deadline(timeout)
 
         def in_turn(roster: Roster[S]) -> T:
             members = roster.alive()
@@ -175,7 +176,7 @@ class Directory(Generic[S]):
                     return call(members[(turn + number) % len(members)])
                 except RETRIABLE as error:
                     failure = error
-                if deadline.passed or cancelled():
+                if cancelled():
                     break
             raise failure or self.absent(timeout, operation)
 
