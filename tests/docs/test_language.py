@@ -25,6 +25,7 @@ DONE = (
     "membership",
     "metrics",
     "modes",
+    "nn",
     "optim",
     "ps",
     "pushes",

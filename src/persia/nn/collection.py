@@ -338,7 +338,7 @@ class EmbeddingCollection(torch.nn.Module):
     def _end_of_backward(self, batch: PreparedBatch) -> None:
         scale = self.grad_scaler.get_scale() if self.grad_scaler is not None else 1.0
         with torch.no_grad():
-            gradients = self._transfer.gradients(batch.contribution(scale), self._compressed)
+            gradients = self._transfer.gradients(batch.take_gradients(scale), self._compressed)
         if self.step_timings is not None:
             gradients = self._timed(self.step_timings, batch, gradients)
         self._pusher.computed((batch, gradients))

@@ -98,7 +98,7 @@ class PreparedBatch:
         self._closed = True
         return awaited
 
-    def contribution(self, scale: float) -> dict[str, torch.Tensor]:
+    def take_gradients(self, scale: float) -> dict[str, torch.Tensor]:
         """Takes the gradients off the leaves, by table, divided by `scale`."""
         gradients: dict[str, torch.Tensor] = {}
         for table, leaf in self.rows.items():

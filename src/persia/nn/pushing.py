@@ -145,7 +145,7 @@ class Pusher(Protocol):
 
     @property
     def sequence(self) -> int:
-        """Sequence number of the last push. It goes on from pass to pass, whatever the pusher."""
+        """Sequence number of the last push. It continues from pass to pass, whatever the pusher."""
 
     def open(self, start: int) -> None:
         """Begins a training pass, with nothing in flight.
