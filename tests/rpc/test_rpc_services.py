@@ -10,7 +10,7 @@ import pytest
 
 from persia import rpc
 from persia.batching.batch import IdColumn
-from persia.errors import DeadlineError, StaleBatchError, StoreError
+from persia.errors import ClosedError, DeadlineError, StaleBatchError, StoreError
 from persia.modes import Async, Auto, Hybrid, Sync
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.rpc.interface import describe
@@ -374,3 +374,18 @@ def test_every_call_has_a_deadline(protocol, method):
 def test_tables_cross_as_the_records_they_are():
     table = Table("t", 4, optimizer=Adam(0.1), admission=AdmitMinFrequency(3))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(table), type=Table) == table
+
+
+def test_a_stub_of_another_protocol_is_on_the_same_connection():
+    server = new_ps()
+    assert rpc.cast_to(RecordableRows, server) is server
+    with rpc.serve(server, protocol=type("Both", (EmbeddingPS, RecordableRows), {})) as served:
+        stub = rpc.connect(served.address, EmbeddingPS, timeout=DEADLINE)
+        recorder = rpc.cast_to(RecordableRows, stub)
+        recorder.begin_recording(5)
+        assert not hasattr(stub, "begin_recording")
+        assert recorder.end_recording().version == 5
+        assert rpc.statistics(stub)["calls"] == 2
+        rpc.close(stub)
+        with pytest.raises(ClosedError):
+            recorder.end_recording()
