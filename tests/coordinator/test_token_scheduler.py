@@ -190,12 +190,12 @@ def test_hop_bw_drops_who_is_late(tokens):
     assert slow.train().header.step == 1
 
 
-def rest_of(first, second):
+def quiesce_both(first, second):
     """Both quiesce; returns the result of the first."""
     with ThreadPoolExecutor(1) as threads:
-        resting = threads.submit(first.quiesce)
+        pending = threads.submit(first.quiesce)
         second.quiesce()
-        return resting.result(DEADLINE)
+        return pending.result(DEADLINE)
 
 
 def test_nobody_waits_for_those_without_data(tokens):
@@ -205,12 +205,12 @@ def test_nobody_waits_for_those_without_data(tokens):
     tokens.end(b.caller, b.take())
     a.arrive()
     with ThreadPoolExecutor(1) as threads:
-        resting = threads.submit(b.quiesce)
+        pending = threads.submit(b.quiesce)
         a.taken = [1]  # Read before the end was known.
         assert a.draw().value == 0
         assert a.arrive().header.slot == 1
         a.quiesce()
-        assert resting.result(DEADLINE).step == 1
+        assert pending.result(DEADLINE).step == 1
 
 
 def test_one_that_is_twice_as_fast_takes_the_last_batch_of_a_phase(tokens):
@@ -224,7 +224,7 @@ def test_one_that_is_twice_as_fast_takes_the_last_batch_of_a_phase(tokens):
         assert drawing.result(DEADLINE).value == 0
         assert fast.arrive().header.slot == 1
         assert taking.result(DEADLINE) is None
-    assert rest_of(slow, fast).step == 1
+    assert quiesce_both(slow, fast).step == 1
 
 
 def test_a_call_that_comes_twice_while_it_waits_counts_once(tokens):
@@ -245,7 +245,7 @@ def test_a_call_that_comes_twice_while_it_waits_counts_once(tokens):
     with pytest.raises(StalePushError, match="Token 2 is used already"):  # A third one, late.
         tokens.draw(a.caller, a.sequence, number, ROWS, 1, 0)
     assert b.train().header[:4] == (1, 1, 2, 1)  # Its step and slot are those of b's second batch.
-    assert rest_of(a, b).step == 2
+    assert quiesce_both(a, b).step == 2
 
 
 def test_a_dead_nn_worker(tokens):
@@ -298,9 +298,9 @@ def test_the_others_hear_of_a_death_when_they_quiesce(tokens):
     assert not tokens.cancel(2, 1)  # Of other NN workers.
     tokens.stop()
     with ThreadPoolExecutor(1) as threads:
-        resting = threads.submit(a.quiesce)
+        pending = threads.submit(a.quiesce)
         end = b.quiesce()
-        assert resting.result(DEADLINE) == end
+        assert pending.result(DEADLINE) == end
     assert (end.leader, end.dead, end.ended) == (0, [2], False)
     assert not tokens.cancel(1, 1)  # Now they are quiesced, and need each other.
     # Its batch is handed out in the next phase of the pass, though all NN workers are others.
@@ -340,7 +340,7 @@ def test_a_dead_nn_worker_that_was_waiting_for_a_batch_gets_none(tokens):
             waiting.result(DEADLINE)
 
 
-def test_who_begins_anew_earlier_gets_no_batch_twice(tokens):
+def test_a_restart_at_an_earlier_position_gets_no_batch_twice(tokens):
     tokens.begin(phase(Gba(2 * ROWS)))
     a, b = Worker(tokens, 0), Worker(tokens, 1)
     a.train()
@@ -356,8 +356,8 @@ def test_nobody_waits_for_a_dead_leader():
     tokens.stop()
     a, b = Worker(tokens, 0), Worker(tokens, 1)
     with ThreadPoolExecutor(1) as threads:
-        resting = threads.submit(a.quiesce)
-        assert b.quiesce().leader == resting.result(DEADLINE).leader == 0
+        pending = threads.submit(a.quiesce)
+        assert b.quiesce().leader == pending.result(DEADLINE).leader == 0
         waiting = threads.submit(tokens.drained, b.caller, -1)
         tokens.cancel(1, 0)
         with pytest.raises(RoleDiedError, match="NN worker 0 died"):
