@@ -255,10 +255,16 @@ class EmbeddingServer(JournaledServer):
         step: int,
     ) -> dict[str, UpdateCounts]:
         """Updates rows with the sum of some pushes; those in `headers` are not in the journal yet."""
+        if (journal := self.journal) is None:
+            return self._update(client, sequence, gradients, step)
+        return journal.apply(lambda: self._update(client, sequence, gradients, step), headers)
+
+    def _update(
+        self, client: int, sequence: int, gradients: Mapping[str, Gradients], step: int
+    ) -> dict[str, UpdateCounts]:
         ids, rows = (packed := self._packed(gradients)).ids, packed.rows
         numbers, _ = self._places(ids.names)
-        update = functools.partial(
-            self._store.update_packed,
+        counts = self._store.update_packed(
             numbers,
             ids.counts,
             ids.buffer,
@@ -268,7 +274,6 @@ class EmbeddingServer(JournaledServer):
             client=client,
             sequence=sequence,
         )
-        counts = update() if (journal := self.journal) is None else journal.apply(update, headers)
         return dict(zip(ids.names, counts, strict=True))
 
     def statistics(self) -> dict[str, dict[str, int]]:
