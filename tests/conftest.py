@@ -6,6 +6,11 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+if "CI" not in os.environ:  # There hypothesis has a profile of its own, without a deadline either.
+    settings.register_profile("persia", deadline=None)  # Examples are as slow as the machine is busy.
+    settings.load_profile("persia")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
