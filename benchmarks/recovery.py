@@ -190,13 +190,13 @@ def lost_rows(preset: str) -> runner.Measure:
     Insertions, evictions and pushes; each kill at a random moment; every row is compared, optimizer state included. As
     many kills again of a table with room for all ids.
     """
-    verdicts, wrong = [], []
+    comparisons, wrong = [], []
     for load in (Load(1, ids=60_000, capacity=40_000, batch=8000), Load(2, ids=40_000, capacity=80_000, batch=8000)):
         with regions() as directory:
-            verdicts += kills(directory / "ps-0", load, SCALES[preset].kills, 0.05)
-        wrong.append(sum(v.wrong for v in verdicts) - sum(wrong))
-    found = {key: sum(v.recovery[key] > 0 for v in verdicts) for key in ("busy", "undone", "open", "rebuilt")}
-    details = {"kills": len(verdicts), "rows_compared": sum(v.rows for v in verdicts), **found}
+            comparisons += kills(directory / "ps-0", load, SCALES[preset].kills, 0.05)
+        wrong.append(sum(v.wrong for v in comparisons) - sum(wrong))
+    found = {key: sum(v.recovery[key] > 0 for v in comparisons) for key in ("busy", "undone", "open", "rebuilt")}
+    details = {"kills": len(comparisons), "rows_compared": sum(v.rows for v in comparisons), **found}
     details |= {"wrong_full": wrong[0], "wrong_roomy": wrong[1]}
     return runner.Measure("recovery.lost_rows", float(sum(wrong)), "rows", at_most=0.0, details=details)
 

@@ -90,7 +90,7 @@ def columns(store: NativeStore) -> dict[int, bytes]:
     return found
 
 
-class Verdict(NamedTuple):
+class Comparison(NamedTuple):
     """What was found after a kill.
 
     Attributes:
@@ -152,7 +152,7 @@ class Victim:
             process.stdout.close()
         return completed()
 
-    def judge(self, completed: int) -> Verdict:
+    def compare(self, completed: int) -> Comparison:
         """Attaches, compares, repeats the operation that was in flight, and compares again."""
         for operation in range(self.done + 1, completed + 1):
             self.load.apply(self.twin, operation)
@@ -172,14 +172,14 @@ class Victim:
         repeated = columns(store)
         wrong += sum(repeated.get(id_) != after.get(id_) for id_ in repeated.keys() | after.keys())
         self.done = completed + 1
-        return Verdict(len(found), wrong, seconds, store.recovery(0))
+        return Comparison(len(found), wrong, seconds, store.recovery(0))
 
 
-def kills(directory: Path, load: Load, count: int, longest: float) -> list[Verdict]:
+def kills(directory: Path, load: Load, count: int, longest: float) -> list[Comparison]:
     """Kills one process after another, each after a few operations, and up to `longest` seconds."""
     draw = random.Random(load.seed)
     victim = Victim(directory, load)
-    return [victim.judge(victim.run_and_kill(draw.random() * longest, draw.randrange(1, 4))) for _ in range(count)]
+    return [victim.compare(victim.run_and_kill(draw.random() * longest, draw.randrange(1, 4))) for _ in range(count)]
 
 
 def _work(directory: str, progress: str, done: int, load: Load) -> None:

@@ -63,11 +63,11 @@ class Training:
         if isinstance(self.optimizer, APMSqueeze) and self.optimizer.statistics()["skipped_steps"]:
             raise RuntimeError(f"APMSqueeze has skipped steps: {self.optimizer.statistics()}.")
 
-    def judge(self) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """The task's figures of the model as it is."""
         self.plain.eval()
         with torch.no_grad():
-            return self.task.judge(self.plain)
+            return self.task.evaluate(self.plain)
 
 
 class Commands:
@@ -122,7 +122,7 @@ class Commands:
         last = torch.stack(losses[-LOSSES_KEPT:]).mean().view(1)
         dist.all_reduce(last)
         times = {"seconds": seconds, "warmup_seconds": warm}
-        return {"train_loss": float(last) / dist.get_world_size(), **times, **training.judge()}
+        return {"train_loss": float(last) / dist.get_world_size(), **times, **training.evaluate()}
 
     def limit(self, gbit: float | None) -> None:
         """Paces this rank's connections."""

@@ -1,4 +1,4 @@
-"""What is trained: each task builds its model, gives a rank its share of every batch, and judges the result."""
+"""What is trained: each task builds its model, gives a rank its share of every batch, and evaluates the result."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Task(ABC):
         """Applies what is not the optimizer's."""
         return None
 
-    def judge(self, model: nn.Module) -> dict[str, float]:
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Figures on data that it was not trained on; collective."""
         return {}
 
@@ -81,7 +81,7 @@ class PaperFFNN(Task):
         inputs, labels = self.samples(self.batch, self.generator)
         return F.binary_cross_entropy_with_logits(model(inputs), labels)
 
-    def judge(self, model: nn.Module) -> dict[str, float]:
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
         inputs, labels = self.samples(4096, torch.Generator().manual_seed(77))
         return {"loss": float(F.binary_cross_entropy_with_logits(model(inputs), labels))}
 
@@ -148,7 +148,7 @@ class ClickThrough(Task):
         self.squares[unique] = squares
         self.table[unique] -= self.lr * total / squares.sqrt().add_(1e-10)
 
-    def judge(self, model: nn.Module) -> dict[str, float]:
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
         batches = itertools.islice(self.reader.batches(epoch=1), self.test_rows // self.batch // self.ranks)
         scored = [(self.logits(model, batch, train=False), torch.from_numpy(batch.labels)) for batch in batches]
         mine = torch.cat([torch.cat(pair, 1) for pair in scored])
@@ -177,7 +177,7 @@ class Block(nn.Module):
 class Digits(Task):
     """A ResNet of three blocks on scikit-learn's 1,797 digits of 8 x 8, a fifth of them for the test; 32 rows a rank.
 
-    Each rank keeps its own statistics of batch norm, as DDP's ranks do between broadcasts; rank 0's are judged.
+    Each rank keeps its own statistics of batch norm, as DDP's ranks do between broadcasts; rank 0's are evaluated.
     """
 
     batch = 32
@@ -206,7 +206,7 @@ class Digits(Task):
         mine = self.train[drawn[self.rank]]
         return F.cross_entropy(model(self.images[mine]), self.labels[mine])
 
-    def judge(self, model: nn.Module) -> dict[str, float]:
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
         logits, labels = model(self.images[self.test]), self.labels[self.test]
         return {
             "loss": float(F.cross_entropy(logits, labels)),
@@ -251,7 +251,7 @@ class LanguageModel(Task):
         inputs, targets = self.pieces(self.text, at)
         return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
-    def judge(self, model: nn.Module) -> dict[str, float]:
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
         at = torch.linspace(0, len(self.test) - self.context - 1, 256).long()
         inputs, targets = self.pieces(self.test, at)
         logits = model(inputs).flatten(0, 1)

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from persia.checkpoint import list_checkpoints
-from signalled import Command, resume_line
+from support.signalled import Command, resume_line
 
 CONFIG = """
 [data]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from persia.checkpoint import list_checkpoints
-from signalled import Command, resume_line
+from support.signalled import Command, resume_line
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
 
