@@ -46,8 +46,9 @@ def test_hybrid_none_has_no_bound(in_flight):
 
 
 MODES: list[Mode] = [
-    *(Sync(), Sync("global"), Hybrid(3), Hybrid("auto"), Hybrid(None), Async(), Async(2), Bsp(4), HopBs(2)),
-    *(HopBw(1), Gba(64), Gba(64, tolerance=0, reduction="global")),
+    *(Sync(), Sync("per_id"), Hybrid(3), Hybrid("auto"), Hybrid(None), Hybrid(3, combine=False)),
+    *(Async(), Async(2), Bsp(4), HopBs(2)),
+    *(HopBw(1), Gba(64), Gba(64, tolerance=0, reduction="per_id")),
 ]
 
 
@@ -73,7 +74,7 @@ def test_dense():
 
 
 def test_how_many_gradients_make_a_step():
-    expected = [4, 4, 1, 1, 1, 1, 1, 4, 1, 3, 4, 4]
+    expected = [4, 4, 4, 4, 4, 1, 1, 1, 4, 1, 3, 4, 4]
     assert [mode.group(nn_workers=4, local_batch=16) for mode in MODES] == expected
 
 
@@ -143,7 +144,7 @@ def test_gates_of_asynchronous_modes():
 
 
 def test_what_waits_for_the_newest_step():
-    waiting = [Sync(), Sync("global"), HopBw(1), Async(0)]
+    waiting = [Sync(), Sync("per_id"), HopBw(1), Async(0)]
     assert [mode for mode in [*MODES, Async(0)] if mode.waits_for_step] == waiting
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
 import shutil
@@ -40,14 +41,15 @@ IDS = 400
 class Server:
     """A PS process that can be killed and started again, at the same address."""
 
-    def __init__(self, regions):
+    def __init__(self, regions, mode):
         self.regions = str(regions)
+        self.mode = mode
         self.address = "tcp://127.0.0.1:*"
         self.start()
 
     def start(self):
         self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), self.address, self.regions],
+            [sys.executable, str(SCRIPT), self.address, self.regions, encode(self.mode)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         self.address = self.process.stdout.readline().strip()
@@ -71,8 +73,14 @@ def root():
 
 
 @pytest.fixture
-def servers(root):
-    found = [Server(root / f"ps-{number}") for number in range(2)]
+def mode():
+    """Applies pushes on arrival."""
+    return Hybrid(4, combine=False)
+
+
+@pytest.fixture
+def servers(root, mode):
+    found = [Server(root / f"ps-{number}", mode) for number in range(2)]
     yield found
     for server in found:
         if server.process.poll() is None:
@@ -83,18 +91,16 @@ def servers(root):
 class NNWorker(threading.Thread):
     """Looks up and pushes gradients of -1, so that with SGD(lr=1) the value of a row is its number of updates."""
 
-    def __init__(self, worker, rank, stop):
+    def __init__(self, worker, rank, lasts):
         super().__init__()
-        self.worker, self.rank, self.stop = worker, rank, stop
+        self.worker, self.rank, self.lasts = worker, rank, lasts
         self.counts = np.zeros(IDS, np.int64)
         self.error = None
         self.generator = np.random.default_rng(rank)
 
     def run(self):
         try:
-            sequence = 0
-            while not self.stop.is_set():
-                sequence += 1
+            for sequence in itertools.takewhile(self.lasts, itertools.count(1)):
                 ids = self.generator.choice(IDS, 100, replace=False).astype(np.uint64)
                 batch = self.worker.register({"item": IdColumn(ids, None)})
                 rows = self.worker.lookup(batch).rows["item"]
@@ -116,8 +122,15 @@ def trained_through(servers, deaths, seed):
     stubs = [rpc.connect(s.address, EmbeddingPS, peer=f"embedding PS {n}", timeout=DEADLINE) for n, s in
              enumerate(servers)]  # fmt: skip
     worker = Worker(SCHEMA, stubs)
-    stop = threading.Event()
-    threads = [NNWorker(worker, rank, stop) for rank in range(4)]
+    stop, lock = threading.Event(), threading.Lock()
+    trained: dict[int, bool] = {}
+
+    def lasts(step):
+        """Whether this step is trained; the same for all NN workers, which wait for each other in some modes."""
+        with lock:
+            return trained.setdefault(step, not stop.is_set())
+
+    threads = [NNWorker(worker, rank, lasts) for rank in range(4)]
     draw = random.Random(seed)
     try:
         for thread in threads:
@@ -142,19 +155,28 @@ def trained_through(servers, deaths, seed):
             rpc.close(stub)
 
 
-def test_every_push_is_applied_once_through_deaths(servers):
-    expected, found = trained_through(servers, 4, seed=1)
+ON_ARRIVAL_AND_COMBINED = pytest.mark.parametrize("mode", [Hybrid(4, combine=False), Hybrid(4)], ids=str)
+
+
+def assert_applied_once(mode, expected, found):
+    """A combined step changes a row by the mean of the four gradients."""
     assert expected.sum() > 400
-    np.testing.assert_array_equal(found, np.repeat(expected[:, None], 4, 1).astype(np.float32))
+    updates = expected / mode.group(4, 1)
+    np.testing.assert_array_equal(found, np.repeat(updates[:, None], 4, 1).astype(np.float32))
+
+
+@ON_ARRIVAL_AND_COMBINED
+def test_every_push_is_applied_once_through_deaths(servers, mode):
+    assert_applied_once(mode, *trained_through(servers, 4, seed=1))
 
 
 @pytest.mark.slow
-def test_every_push_is_applied_once_through_many_deaths(servers):
-    expected, found = trained_through(servers, 60, seed=2)
-    np.testing.assert_array_equal(found, np.repeat(expected[:, None], 4, 1).astype(np.float32))
+@ON_ARRIVAL_AND_COMBINED
+def test_every_push_is_applied_once_through_many_deaths(servers, mode):
+    assert_applied_once(mode, *trained_through(servers, 60, seed=2))
 
 
-@pytest.mark.parametrize(("mode", "parts"), [(Sync(), [0, 0]), (Hybrid(2), [0, 1])])
+@pytest.mark.parametrize(("mode", "parts"), [(Sync(), [0, 0]), (Hybrid(2), [0, 0]), (Hybrid(2, combine=False), [0, 1])])
 def test_who_was_not_answered_before_the_death_is_answered_after_it(root, mode, parts):
     """The other one was, and does not push that step again."""
 

@@ -59,17 +59,19 @@ def rows(ps, *ids):
     return ps.lookup({"t": np.array(ids, np.uint64)}, False)["t"][:, 0]
 
 
-def test_a_step_is_applied_with_its_last_slot(ps):
-    server = ps(Bsp(3))
+@pytest.mark.parametrize("reduction", ["global", "per_id"])
+def test_a_step_is_applied_with_its_last_slot(ps, reduction):
+    server = ps(Bsp(3, reduction))
     before = server.lookup({"t": np.arange(3, dtype=np.uint64)}, True)["t"][:, 0].copy()
     assert server.push(header(1, 3), gradient([1], 3.0)) == {}
     assert server.push(header(2, 3), {}) == {}
     np.testing.assert_array_equal(rows(server, 0, 1, 2), before)
     counts = server.push(header(0, 3), gradient([0, 1], 1.0))
     assert counts["t"].applied == 2
-    np.testing.assert_allclose(rows(server, 0, 1, 2), before - [1.0, 2.0, 0.0], atol=1e-6)
+    after = before - np.array([1.0, 4.0, 0.0]) / (3 if reduction == "global" else [1, 2, 1])
+    np.testing.assert_allclose(rows(server, 0, 1, 2), after, atol=1e-6)
     assert server.push(header(0, 3), gradient([0, 1], 1.0)) == {}  # A repetition.
-    np.testing.assert_allclose(rows(server, 0, 1, 2), before - [1.0, 2.0, 0.0], atol=1e-6)
+    np.testing.assert_allclose(rows(server, 0, 1, 2), after, atol=1e-6)
 
 
 def test_rows_are_counted_once_by_the_call_that_completes_their_steps(ps):

@@ -25,8 +25,10 @@ from support.switching_samples import DEADLINE, ROWS, SCHEMA, Net, batches, rows
 WORKERS = 3
 MODES = [
     Sync(),
-    Sync("global"),
+    Sync("per_id"),
     Hybrid(3),
+    Hybrid(3, combine=False),
+    Hybrid(2, reduction="per_id"),
     Async(),
     Async(staleness=1),
     Bsp(4),
@@ -34,7 +36,7 @@ MODES = [
     HopBw(1),
     Gba(3 * ROWS),
     Gba(4 * ROWS, tolerance=0),
-    Gba(2 * ROWS, reduction="global"),
+    Gba(2 * ROWS, reduction="per_id"),
 ]
 
 
@@ -149,14 +151,17 @@ def test_a_run_is_its_replay(mode, seed, tmp_path):
         assert_same_report(schedules, outcomes[0])
 
 
-@pytest.mark.parametrize("mode", [Hybrid(2), Async(), HopBw(1), Gba(4 * ROWS, tolerance=1)], ids=str)
+@pytest.mark.parametrize(
+    "mode", [Hybrid(2), Hybrid(2, combine=False), Async(), HopBw(1), Gba(4 * ROWS, tolerance=1)], ids=str
+)
 def test_with_several_ps_of_both_kinds(mode, tmp_path):
     data = batches(31)
     _, t = run(mode, data, tmp_path, of_seed(5), servers=(2, 2))
     assert_replayed(tmp_path, data, t)
 
 
-def test_the_record_has_pushes_that_take_long(tmp_path, monkeypatch):
+@pytest.mark.parametrize("mode", [Hybrid(3), Hybrid(3, combine=False)], ids=str)
+def test_the_record_has_pushes_that_take_long(mode, tmp_path, monkeypatch):
     """The NN worker that writes it does not wait for the others' rows otherwise."""
     from persia.ps import EmbeddingServer
 
@@ -169,7 +174,7 @@ def test_the_record_has_pushes_that_take_long(tmp_path, monkeypatch):
     data = batches(6)
     with monkeypatch.context() as patch:
         patch.setattr(EmbeddingServer, "push", slow)
-        _, t = run(Hybrid(3), data, tmp_path, of_seed(0))
+        _, t = run(mode, data, tmp_path, of_seed(0))
     assert_replayed(tmp_path, data, t)
 
 
@@ -246,10 +251,10 @@ def modes_of(nn_workers):
     return st.one_of(
         st.builds(Gba, group.map(lambda m: m * ROWS), small, reduction),
         st.builds(Async, st.none() | small),
-        st.builds(Bsp, group),
+        st.builds(Bsp, group, reduction),
         st.builds(HopBs, st.integers(1, 3)),
-        st.builds(HopBw, st.integers(0, nn_workers - 1)),
-        st.builds(Hybrid, st.sampled_from([1, 3, None, "auto"])),
+        st.builds(HopBw, st.integers(0, nn_workers - 1), reduction),
+        st.builds(Hybrid, st.sampled_from([1, 3, None, "auto"]), st.booleans(), reduction),
         st.builds(Sync, reduction),
     )
 

@@ -160,7 +160,7 @@ class AlgorithmTwo:
 @settings(deadline=None, max_examples=60)
 @given(settings_of_all_kinds(), st.integers(1, 6), st.integers(0, 2), st.integers(1, 60))
 def test_running_sums_do_what_algorithm_two_does_with_buffers(setting, group, tolerance, batches):
-    schedule = simulate(Gba(group * LOCAL, tolerance), setting, batches)
+    schedule = simulate(Gba(group * LOCAL, tolerance, "per_id"), setting, batches)  # The divisor of its line 23.
     problem, written_out = Problem(), Problem()
     reference = AlgorithmTwo(written_out, group, tolerance)
     reads = {}
@@ -196,7 +196,7 @@ def test_a_row_that_nobody_touched_takes_an_old_gradient():
     server.add({"item": (ids[1], one)}, old)
     server.add({"item": (ids[0], one)}, old)
     server.apply(5)
-    assert table.rows[:, 0].tolist() == [-5.0, -1.0, 0.0, 0.0]
+    assert table.rows[:, 0].tolist() == [-5.0, -0.5, 0.0, 0.0]  # Divided by both gradients of step 5.
     assert [server.last_step("item", i) for i in range(3)] == [4, 5, 0]
 
 

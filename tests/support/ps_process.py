@@ -1,9 +1,9 @@
-"""A PS in a process of its own, `python ps_process.py ADDRESS REGIONS`: says where it listens, ends with its stdin."""
+"""A PS in a process of its own, `python ps_process.py ADDRESS REGIONS MODE`: says where it listens, ends with its stdin."""
 
 import sys
 
 from persia import rpc
-from persia.modes import Hybrid
+from persia.modes import decode
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.schema import SGD, Table, Zeros
 from persia.services import EmbeddingPS
@@ -12,8 +12,8 @@ TABLES = {"item": Table("item", dim=4, initializer=Zeros())}
 
 
 if __name__ == "__main__":
-    address, regions = sys.argv[1:]
-    servant = EmbeddingServer(TABLES, SGD(lr=1.0), Hybrid(4), 3, 2, ServerOptions(4, 60.0, regions))
+    address, regions, mode = sys.argv[1:]
+    servant = EmbeddingServer(TABLES, SGD(lr=1.0), decode(mode), 3, 2, ServerOptions(4, 60.0, regions))
     with rpc.serve(servant, address, protocol=EmbeddingPS) as server:
         print(server.address, flush=True)
         sys.stdin.read()

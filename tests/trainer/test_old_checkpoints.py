@@ -15,7 +15,12 @@ import persia
 from persia.modes import Auto, Gba, Hybrid, Sync
 
 ARCHIVE = Path(__file__).parents[1] / "support" / "data" / "checkpoints-0.1.zip"
-MODES = {"hybrid": Hybrid(3), "auto": Auto(Gba(8), Sync(), seconds=9.0), "schedule": Gba(8, tolerance=2)}
+MODES = {
+    "hybrid": Hybrid(3, combine=False, reduction="per_id"),
+    "auto": Auto(Gba(8, reduction="per_id"), Sync("per_id"), seconds=9.0),
+    "schedule": Gba(8, tolerance=2, reduction="per_id"),
+}
+"""The modes of the records as they were then: fields that they lack do not have their present defaults."""
 
 
 def reader():
@@ -32,6 +37,7 @@ def test_a_checkpoint_of_version_0_1_goes_on(tmp_path, name):
     t = persia.Trainer.resume(str(tmp_path / name), model, optimizer=lambda p: torch.optim.Adam(p, 1e-2))
     assert (t.global_step, t.position) == (9, 9)
     assert t.declared.mode == MODES[name]
+    assert t.mode == (MODES[name].sync if name == "auto" else MODES[name])
     assert (t.options.max_failures, t.options.keep_last) == (3, 3)
     result = t.fit(reader())
     assert result.global_step == expected["global_step"] == 20

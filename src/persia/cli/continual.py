@@ -17,7 +17,7 @@ from persia.cli.run_config import RunConfig
 from persia.coordinator import TokenReport
 from persia.data import Span, days
 from persia.errors import CheckpointError, ConfigError
-from persia.modes import Auto, Mode
+from persia.modes import Auto, Mode, recorded_mode
 from persia.trainer import Trainer
 from persia.trainer.progress import FitResult
 from persia.types.decoding import decode_hook
@@ -117,7 +117,9 @@ class Recipe:
         if size is not None:
             text = self._storage.head(FILE, 0, size)
             try:
-                self.records = msgspec.json.decode(text, type=list[DayRecord], dec_hook=decode_hook)
+                days = msgspec.json.decode(text, type=list[dict[str, Any]])
+                days = [{**day, "mode": recorded_mode(day.get("mode"))} for day in days]
+                self.records = msgspec.convert(days, list[DayRecord], dec_hook=decode_hook)
             except msgspec.MsgspecError as error:
                 raise CheckpointError(f"{output}/{FILE} cannot be read: {error}.", path=output) from error
         elif found := list_checkpoints(output):

@@ -27,8 +27,8 @@ __all__ = [
     "hold_until_full",
 ]
 
-Reduction: TypeAlias = Literal["per_id", "global"]
-"""The divisor of the weighted sum of an id's gradients: the gradients that have the id, or all of the step."""
+Reduction: TypeAlias = Literal["global", "per_id"]
+"""The divisor of the weighted sum of an id's gradients: all gradients of the step, or those that have the id."""
 
 
 class Action(enum.Enum):
@@ -219,9 +219,9 @@ def check_whole(mode: str, field: str, value: object, least: int, hint: str) -> 
 
 def check_reduction(mode: str, value: object) -> None:
     """Raises ConfigError unless `value` is a `Reduction`."""
-    if value not in ("per_id", "global"):
+    if value not in ("global", "per_id"):
         raise ConfigError(
-            f"Invalid {mode}.reduction = {value!r}; expected 'per_id' or 'global'.", field="mode.reduction"
+            f"Invalid {mode}.reduction = {value!r}; expected 'global' or 'per_id'.", field="mode.reduction"
         )
 
 
@@ -267,8 +267,8 @@ class OnArrival(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
 
     @property
     def reduction(self) -> Reduction:
-        """The gradients that have the id."""
-        return "per_id"
+        """All gradients of the step."""
+        return "global"
 
 
 class Asynchronous(OnArrival, frozen=True):

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from persia.modes.base import Arrival, Asynchronous, Decision, check_whole, hold_until_full
+from persia.modes.base import (
+    Arrival,
+    Asynchronous,
+    Decision,
+    Reduction,
+    check_reduction,
+    check_whole,
+    hold_until_full,
+)
 from persia.modes.registry import register
 
 __all__ = ["Bsp"]
@@ -14,12 +22,15 @@ class Bsp(Asynchronous, frozen=True, tag="bsp"):
 
     Args:
         batches: number of gradients of a step, the paper's b2.
+        reduction: divisor of the sum of an id's gradients, as in `Sync`.
     """
 
     batches: int
+    reduction: Reduction = "global"
 
     def __post_init__(self) -> None:
         check_whole("Bsp", "batches", self.batches, 1, "gradients of a step")
+        check_reduction("Bsp", self.reduction)
 
     def group(self, nn_workers: int, local_batch: int) -> int:
         """Returns `batches`."""

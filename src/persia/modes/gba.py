@@ -44,13 +44,14 @@ class Gba(Asynchronous, frozen=True, tag="gba"):
     Args:
         global_batch_size: rows of a step; that of the synchronous training before and after a switch.
         tolerance: age in steps above which gradients have weight 0, the paper's iota.
-        reduction: "per_id" divides the weighted sum of an id by the number of gradients that have the id (Algorithm 2,
-            line 23), those of weight 0 included; "global" by M. Set it as in Sync.
+        reduction: divisor of the weighted sum of an id's gradients, those of weight 0 included; the same as in `Sync`,
+            so that a switch needs no tuning. "global" is M, as for dense parameters; "per_id" is the number of
+            gradients that have the id (Algorithm 2, line 23).
     """
 
     global_batch_size: int
     tolerance: int = 3
-    reduction: Reduction = "per_id"
+    reduction: Reduction = "global"
 
     def __post_init__(self) -> None:
         check_whole("Gba", "global_batch_size", self.global_batch_size, 1, "rows of a step")

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from persia.errors import ConfigError
-from persia.modes.base import Action, Arrival, Asynchronous, Decision, check_whole, hold_until_full
+from persia.modes.base import (
+    Action,
+    Arrival,
+    Asynchronous,
+    Decision,
+    Reduction,
+    check_reduction,
+    check_whole,
+    hold_until_full,
+)
 from persia.modes.registry import register
 
 __all__ = ["HopBw"]
@@ -17,12 +26,15 @@ class HopBw(Asynchronous, frozen=True, tag="hop_bw"):
 
     Args:
         backup: number of gradients per step that it does not wait for, the paper's b3; below the number of NN workers.
+        reduction: divisor of the sum of an id's gradients, as in `Sync`.
     """
 
     backup: int
+    reduction: Reduction = "global"
 
     def __post_init__(self) -> None:
         check_whole("HopBw", "backup", self.backup, 0, "gradients of a step that are not waited for")
+        check_reduction("HopBw", self.reduction)
 
     def initial_depth(self) -> int | None:
         """Returns 0: a lookup waits for all own steps."""

@@ -7,7 +7,16 @@ from typing import Literal, cast
 import msgspec
 
 from persia.errors import ConfigError
-from persia.modes.base import Dense, Observation, OnArrival
+from persia.modes.base import (
+    Arrival,
+    Decision,
+    Dense,
+    Observation,
+    OnArrival,
+    Reduction,
+    check_reduction,
+    hold_until_full,
+)
 from persia.modes.registry import register
 
 __all__ = ["Hybrid"]
@@ -30,18 +39,27 @@ RETRY_WINDOWS = 8
 
 @register
 class Hybrid(OnArrival, frozen=True, tag="hybrid"):
-    """Looks rows up ahead of the step, with at most `staleness` own steps in flight; applies gradients on arrival.
+    """Looks rows up ahead of the step: Sync with rows that lack at most the last `staleness` steps.
+
+    As in Sync, a PS applies the gradients of all NN workers of a step as one update, once all have pushed.
 
     Args:
         staleness: a number >= 1; "auto" for the smallest number with which the training thread does not wait; None
             ("unbounded" in a file) for no limit.
+        combine: False applies each gradient to rows on arrival: N updates per step with N NN workers, as up to version
+            0.1. For NN workers that do not make steps together, as in a loop without averaging. Without effect with one
+            NN worker.
+        reduction: divisor of the sum of an id's gradients, as in `Sync`. Without effect with `combine=False`.
     """
 
     staleness: int | Literal["auto", "unbounded"] | None = "auto"
+    combine: bool = True
+    reduction: Reduction = "global"
 
     def __post_init__(self) -> None:
         if self.staleness == "unbounded":  # TOML has no null.
             msgspec.structs.force_setattr(self, "staleness", None)
+        check_reduction("Hybrid", self.reduction)
         number = isinstance(self.staleness, int) and not isinstance(self.staleness, bool) and self.staleness >= 1
         if not (number or self.staleness is None or self.staleness == "auto"):
             raise ConfigError(
@@ -49,6 +67,14 @@ class Hybrid(OnArrival, frozen=True, tag="hybrid"):
                 "limit. For staleness 0 use the mode Sync.",
                 field="mode.staleness",
             )
+
+    def group(self, nn_workers: int, local_batch: int) -> int:
+        """Returns the number of NN workers; 1 if gradients are not combined."""
+        return nn_workers if self.combine else 1
+
+    def arrive(self, arrival: Arrival) -> Decision:
+        """Holds gradients until all of the step have arrived."""
+        return hold_until_full(arrival)
 
     def initial_depth(self) -> int | None:
         """Returns `staleness`, or 1 for "auto"."""

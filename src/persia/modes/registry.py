@@ -10,7 +10,14 @@ from persia.errors import ConfigError
 from persia.modes.base import Mode
 from persia.types.decoding import DECODERS, decode_hook
 
-__all__ = ["decode", "encode", "mode_of", "modules", "register"]
+__all__ = ["decode", "encode", "mode_of", "modules", "recorded_mode", "register"]
+
+ABSENT: dict[str, dict[str, Any]] = {
+    "hybrid": {"combine": False, "reduction": "per_id"},
+    "bsp": {"reduction": "per_id"},
+    "hop_bw": {"reduction": "per_id"},
+}
+"""Values of fields that records of version 0.1 lack, by the name of the mode: the behaviour of that version."""
 
 M = TypeVar("M", bound=msgspec.Struct)
 
@@ -68,14 +75,31 @@ def encode(mode: object) -> str:
     return msgspec.json.encode(mode).decode()
 
 
-def decode(text: str) -> Mode:
+def recorded_mode(tree: Any) -> Any:
+    """Returns the plain data of a recorded mode, or of an `Auto`, with the fields that version 0.1 did not write.
+
+    A record has all fields, so one that is missing is older than the field. Not for files of users, where a missing
+    field has its default.
+    """
+    if not isinstance(tree, dict):
+        return tree
+    known = ABSENT.get(str(tree.get("kind")), {})
+    return {**known, **{name: recorded_mode(value) for name, value in tree.items()}}
+
+
+def decode(text: str, *, recorded: bool = False) -> Mode:
     """Makes a mode from JSON.
+
+    Args:
+        text: the JSON.
+        recorded: whether the text may be a record of an earlier version; see `recorded_mode`.
 
     Raises:
         ConfigError: the text is not a mode, or the mode does not accept these arguments.
     """
     try:
-        return mode_of(msgspec.json.decode(text))
+        tree = msgspec.json.decode(text)
+        return mode_of(recorded_mode(tree) if recorded else tree)
     except (ValueError, msgspec.DecodeError) as error:  # Text that is not UTF-8 is a ValueError too.
         raise ConfigError(f"Invalid mode {text!r}: {error}.", field="mode") from error
 

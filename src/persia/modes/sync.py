@@ -13,13 +13,13 @@ class Sync(OnArrival, frozen=True, tag="sync"):
     """Applies every gradient before the next lookup: staleness 0, deterministic for a given seed.
 
     Args:
-        reduction: how the gradients of several NN workers are combined, weighted by their rows. "per_id" averages the
-            gradient of an id over the NN workers whose batch has the id: updates are as large as in the other modes, so
-            that a switch needs no tuning. "global" averages over all: the gradient of one large batch. Without effect
-            with one NN worker.
+        reduction: divisor of the sum of an id's gradients over NN workers, weighted by the rows of their batches.
+            "global" divides by the rows of all NN workers, for the gradient of one large batch: a step does not depend
+            on the number of NN workers that share it. "per_id" divides by the rows of the NN workers whose batch has
+            the id: updates of rare ids are larger, by up to the number of NN workers. Without effect with one.
     """
 
-    reduction: Reduction = "per_id"
+    reduction: Reduction = "global"
 
     def __post_init__(self) -> None:
         check_reduction("Sync", self.reduction)

@@ -88,7 +88,9 @@ class VirtualTraining:
         """Makes the servers."""
         threads = torch.get_num_threads()
         tables, optimizer = self._schema.resolved_tables(), self._embedding_optimizer
-        self.stores = [EmbeddingServer(tables, optimizer, Hybrid(None), self._seed, threads) for _ in range(ps)]
+        self.stores = [
+            EmbeddingServer(tables, optimizer, Hybrid(None, combine=False), self._seed, threads) for _ in range(ps)
+        ]
         self._router = Router(self._schema, ps, threads)
         self._owned = partition([spec_of(str(n), p) for n, p in enumerate(self._used)], dense)
         for rank, store in enumerate(self.stores):

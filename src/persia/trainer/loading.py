@@ -14,7 +14,7 @@ from persia import batching
 from persia.checkpoint import CheckpointReader, clock_gaps, same_rule, server_pieces
 from persia.config import convert
 from persia.errors import CheckpointError, PersiaError
-from persia.modes import ModeSetting
+from persia.modes import ModeSetting, recorded_mode
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
 from persia.schema import SGD, EmbeddingOptimizer, Schema
@@ -64,10 +64,12 @@ def recorded(directory: str) -> Declared:
     options = config.get("options")
     if isinstance(options, dict):
         options = {RENAMED_OPTIONS.get(name, name): value for name, value in options.items()}
+        schedule = options.get("mode_schedule", [])
+        options["mode_schedule"] = [(step, recorded_mode(mode)) for step, mode in schedule]
     return Declared(
         convert(config.get("schema"), Schema, origin),
         convert(config.get("embedding_optimizer"), EmbeddingOptimizer, origin),  # type: ignore[arg-type]
-        convert(config.get("mode"), ModeSetting, origin),  # type: ignore[arg-type]
+        convert(recorded_mode(config.get("mode")), ModeSetting, origin),  # type: ignore[arg-type]
         convert(options, TrainerOptions, origin),
     )
 

@@ -178,10 +178,11 @@ class TrainingState:
             network.scaler.load_state_dict(state["scaler"])
         self.global_step = state["global_step"]
         if "mode" in state:  # Checkpoints from before modes could change lack it.
-            self.change_mode(decode_mode(state["mode"]))
+            self.change_mode(decode_mode(state["mode"], recorded=True))
         if (entry := state.get("entry")) is not None:
-            self.schedule_entry = entry[0], decode_mode(entry[1])
-        if self.mode == Hybrid("auto") and isinstance(state["depth"], int):
+            self.schedule_entry = entry[0], decode_mode(entry[1], recorded=True)
+        auto = isinstance(self.mode, Hybrid) and self.mode.staleness == "auto"
+        if auto and isinstance(state["depth"], int):
             self._embeddings.gate.depth = state["depth"]
         self.local_batch = state.get("local_batch", 0)  # Earlier checkpoints lack it.
         self.epoch, self.position = state["epoch"], state["position"]
