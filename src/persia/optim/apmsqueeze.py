@@ -211,7 +211,7 @@ class APMSqueeze(torch.optim.Optimizer):
         for bucket, rules in work:
             bucket.adam(rules, factor)
         for cohort, rules in cohorts:
-            cohort.observe([rule.bias2 for rule in rules])
+            cohort.observe([rule.bias2 for rule in rules], [float(group["lr"]) for group in self.param_groups])
 
     def _squeeze(self, cohorts: list[tuple[Cohort, list[Rule]]]) -> None:
         """Runs lines 6 to 11. Sends one bucket while packing the next one."""

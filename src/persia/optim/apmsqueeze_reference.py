@@ -65,7 +65,7 @@ class ReferenceAPMSqueeze:
     Args:
         parameters: initial values of the tensors, equal on all workers; any shape.
         workers: number of workers.
-        options: `warmup` must be a number.
+        options: the options of APMSqueeze.
         lr: learning rate; may be changed between steps.
         betas: as in APMSqueeze.
         eps: as in APMSqueeze.
@@ -101,6 +101,8 @@ class ReferenceAPMSqueeze:
         self.sent = [[np.zeros_like(x) for x in self.x] for _ in range(workers)]
         self.steps = 0
         self.frozen = False
+        self.norms: list[float] = []
+        self.rates: list[float] = []
 
     def step(self, gradients: Sequence[Sequence[NDArray[Any]]]) -> None:
         """Runs one step of all workers.
@@ -111,7 +113,7 @@ class ReferenceAPMSqueeze:
         mine = [[np.array(g, np.float64).ravel() for g in worker] for worker in gradients]
         if not all(np.isfinite(g).all() for worker in mine for g in worker):
             return
-        if not self.frozen and self.steps == self.options.warmup:
+        if not self.frozen and self._ready():
             self._freeze()
         self.steps += 1
         if self.frozen:
@@ -129,6 +131,18 @@ class ReferenceAPMSqueeze:
             self.momentum[t] = self.beta1 * self.momentum[t] + (1 - self.beta1) * clip * g
             self.variance[t] = self.beta2 * self.variance[t] + (1 - self.beta2) * (clip * g) ** 2
             self._move(t, self.variance[t] / (1 - self.beta2**self.steps))
+        self.norms.append(sum(float(v.sum()) for v in self.variance) / (1 - self.beta2**self.steps))
+        self.rates.append(self.lr)
+
+    def _ready(self) -> bool:
+        """Returns whether the warm-up is over: by number, or v has stabilised and the rate has not risen."""
+        if self.options.warmup != "auto":
+            return self.steps >= self.options.warmup
+        window = int(np.ceil(1 / (1 - self.beta2)))
+        if self.steps < 2 * window:
+            return False
+        early, late = self.norms[-1 - window], self.norms[-1]
+        return abs(late - early) <= 0.04 * early and self.rates[-1] <= self.rates[-1 - window]
 
     def _freeze(self) -> None:
         corrected = [v / (1 - self.beta2**self.steps) for v in self.variance]

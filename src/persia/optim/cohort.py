@@ -45,6 +45,7 @@ class Cohort:
         steps: number of steps so far.
         updates: number of steps by parameter of `flat`, without those in which it had no gradient.
         norms: bias-corrected ||v||_1 after the last steps, as many as `warmup="auto"` needs.
+        rates: learning rates in the same steps, by parameter group.
     """
 
     def __init__(
@@ -62,25 +63,40 @@ class Cohort:
         self._options, self._exchange = options, exchange
         self._window = math.ceil(1.0 / (1.0 - beta2)) if beta2 < 1.0 else 1
         self.norms: deque[float] = deque(maxlen=self._window + 1)
+        self.rates: deque[tuple[float, ...]] = deque(maxlen=self._window + 1)
         workers = (exchange.size, exchange.rank)
         self.buckets = [
             bucket_class(self.flat, compressor)(self.flat, begin, end, compressor, workers)
             for begin, end, compressor in ranges(self.flat, options.bucket_bytes, options.compressor or Uncompressed())
         ]
 
-    def observe(self, bias2: Sequence[float]) -> None:
-        """Records ||v||_1 after a step of the warm-up; `bias2` by parameter."""
+    def observe(self, bias2: Sequence[float], rates: Sequence[float]) -> None:
+        """Records ||v||_1 after a step of the warm-up, for `warmup="auto"`.
+
+        Args:
+            bias2: divisor for the bias correction of v, by parameter.
+            rates: learning rates of the step, by parameter group.
+        """
         if self._options.warmup == "auto":
             sums = [v.sum() / b for v, b in zip(self.flat.views(self.flat.variance), bias2, strict=True)]
             self.norms.append(float(torch.stack(sums).sum()))
+            self.rates.append(tuple(rates))
 
     def ready(self) -> bool:
-        """Whether this worker would end the warm-up now."""
+        """Whether this worker would end the warm-up now.
+
+        "auto": | ||v_t||_1 - ||v_(t-w)||_1 | <= 0.04 ||v_(t-w)||_1, and no learning rate is larger in step t than in
+        step t - w, where w = 1 / (1 - beta2). Gradients may keep their size while the learning rate is still so low
+        that the network hardly moves. (Section 5.1 of arXiv 2008.11343 sets a number of steps.)
+        """
         if self.phase == "compressed":
             return False
         if self._options.warmup != "auto":
             return self.steps >= self._options.warmup
         if self.steps < 2 * self._window or len(self.norms) <= self._window:
+            return False
+        # Empty after a checkpoint that has no rates. Groups may have been added since.
+        if self.rates and any(late > early for early, late in zip(self.rates[0], self.rates[-1], strict=False)):
             return False
         return abs(self.norms[-1] - self.norms[0]) <= STABLE * self.norms[0]
 
@@ -104,6 +120,7 @@ class Cohort:
             self.flat.variance.masked_fill_(self.flat.variance == 0.0, math.inf)  # Such elements stay as they are.
         self.flat.error.zero_()
         self.norms.clear()
+        self.rates.clear()
         self.phase = "compressed"
         _log.info("APMSqueeze: v frozen after %d steps; compressed from now on", self.steps)
         if self.steps < SHORT:

@@ -50,7 +50,15 @@ def pack(
         for name, array in arrays.items():
             for i, view in zip(numbers, flat.views(array), strict=True):
                 state[i][name] = view.clone()
-        about.append({"parameters": numbers, "phase": cohort.phase, "steps": cohort.steps, "norms": list(cohort.norms)})
+        about.append(
+            {
+                "parameters": numbers,
+                "phase": cohort.phase,
+                "steps": cohort.steps,
+                "norms": list(cohort.norms),
+                "rates": [list(rates) for rates in cohort.rates],
+            }
+        )
     header = {"version": VERSION, "workers": workers[0], "rank": workers[1], "cohorts": about}
     return {"state": state, HEADER: header}
 
@@ -129,6 +137,7 @@ def unpack(
         numbers = [number[id(p)] for p in flat.parameters]
         cohort.phase, cohort.steps = about["phase"], about["steps"]
         cohort.norms.extend(about["norms"])
+        cohort.rates.extend(tuple(rates) for rates in about.get("rates", ()))  # Absent: old.
         cohort.updates = [int(state[i]["step"]) for i in numbers]
         server = torch.zeros_like(flat.error)
         arrays = {"exp_avg": flat.momentum, "exp_avg_sq": flat.variance}

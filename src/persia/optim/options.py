@@ -17,7 +17,7 @@ class APMSqueezeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
     Args:
         warmup: steps of full-precision Adam before v is frozen; "auto": until ||v||_1 has stabilised over a window of
-            1 / (1 - beta2) steps, at least two windows.
+            1 / (1 - beta2) steps, at least two windows, and no learning rate has risen over it.
         compressor: compression after the warm-up: `OneBit`, `TopK`, `StochasticTernary`; `Uncompressed` or None for
             none.
         communicate: "momentum" (APMSqueeze), or "gradient" (APGSqueeze of the paper, section 5.3).
