@@ -16,7 +16,7 @@ def proxied(host: type, folder: str = "", every: int = 1) -> type:
             from chaos_proxy import Proxy
             from chaos_records import Recorded
 
-            recorded = Recorded(service, folder, every) if folder else service
+            recorded = Recorded(service, folder, every, self.rank) if folder else service
             inner = super().serve(recorded, protocol)
             self.proxy = Proxy(inner, address or f"{self.origin}*")
             self.address = self.proxy.address

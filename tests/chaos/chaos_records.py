@@ -29,12 +29,13 @@ class Recorded:
         role: the PS.
         folder: of the files.
         every: only every so many-th id is recorded; of the table `WHOLE` all are.
+        rank: of the PS.
     """
 
-    def __init__(self, role: Any, folder: str, every: int) -> None:
+    def __init__(self, role: Any, folder: str, every: int, rank: int) -> None:
         self._role = role
         self._every = every
-        path = f"{folder}/{os.getpid()}.pushes"
+        path = f"{folder}/{rank}-{os.getpid()}.pushes"
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def __getattr__(self, name: str) -> Any:
@@ -85,11 +86,15 @@ class Pushes(NamedTuple):
 
 
 class _Gradients(NamedTuple):
-    """Gradients of all pushes to one table, in the order of the records: `push` numbers the keys."""
+    """Gradients of all pushes to one table, in the order of the records.
+
+    `pushes` numbers the keys, `updates` the keys at each PS.
+    """
 
     ids: list[Any]
     pushes: list[Any]
     ranks: list[Any]
+    updates: list[Any]
     weights: list[Any]
     values: list[Any]
 
@@ -104,8 +109,10 @@ def collect(folder: Path, by_step: bool) -> dict[str, Pushes]:
     numbers: dict[Key, int] = {}
     done: set[int] = set()
     refused: set[int] = set()
-    tables: dict[str, _Gradients] = defaultdict(lambda: _Gradients([], [], [], [], []))
-    for what, header, gradients in _records(folder):
+    updates: dict[tuple[str, int], int] = {}
+    weights: list[dict[int, int]] = []
+    tables: dict[str, _Gradients] = defaultdict(lambda: _Gradients(*([] for _ in _Gradients._fields)))
+    for ps, (what, header, gradients) in _records(folder):
         generation, rank, sequence, step, weight = header[:5]
         key: Key = (generation, step) if by_step else (generation, rank, sequence)
         push = numbers.setdefault(key, len(numbers))
@@ -114,33 +121,36 @@ def collect(folder: Path, by_step: bool) -> dict[str, Pushes]:
         elif what == "refused":
             refused.add(push)
         else:
+            update = updates.setdefault((ps, push), len(updates))
+            if update == len(weights):
+                weights.append({})
+            weight = weights[update].setdefault(rank, weight)  # Also of a push without a gradient for this PS.
             for table, (ids, values) in gradients.items():
                 of = tables[table]
                 of.ids.append(ids)
                 of.values.append(values)
-                for column, value in ((of.pushes, push), (of.ranks, rank), (of.weights, weight)):
+                columns = (of.pushes, push), (of.ranks, rank), (of.updates, update), (of.weights, weight)
+                for column, value in columns:
                     column.append(np.full(len(ids), value))
     outcome = np.zeros(len(numbers), np.int8)
     outcome[list(refused - done)] = _REFUSED
     outcome[list(done)] = _DONE
-    return {table: _by_row(of, outcome) for table, of in tables.items()}
+    totals = np.array([sum(of.values()) for of in weights], np.float64)
+    return {table: _by_row(of, outcome, totals) for table, of in tables.items()}
 
 
 _REFUSED, _DONE = 1, 2
 
 
-def _by_row(of: _Gradients, outcome: Any) -> Pushes:
-    ids, pushes, ranks, weights, values = map(np.concatenate, of)
+def _by_row(of: _Gradients, outcome: Any, totals: Any) -> Pushes:
+    ids, pushes, ranks, updates, weights, values = map(np.concatenate, of)
     order = np.lexsort((ranks, pushes, ids))  # Stable: of a push that was repeated, the first record comes first.
     ids, pushes, ranks = ids[order], pushes[order], ranks[order]
     first = _starts(ids, pushes, ranks)
     order, ids, pushes = order[first], ids[first], pushes[first]
-    weights, values = weights[order].astype(np.float64), values[order]
-    # The average over the ranks that have the row, as `Reduction.PER_ID` has it.
+    share = weights[order] / totals[updates[order]]  # Of all ranks, as the reduction "global" has it.
     update = np.flatnonzero(_starts(ids, pushes))
-    total = np.add.reduceat(weights, update)
-    share = weights / np.repeat(total, np.diff(np.append(update, len(ids))))
-    averages = np.add.reduceat(values * share[:, None], update, axis=0)
+    averages = np.add.reduceat(values[order] * share[:, None], update, axis=0)
     ids, outcomes = ids[update], outcome[pushes[update]]
     averages[outcomes == _REFUSED] = 0.0
     row = np.flatnonzero(_starts(ids))
@@ -160,7 +170,8 @@ def _starts(*columns: Any) -> Any:
     return found
 
 
-def _records(folder: Path) -> Iterator[Any]:
+def _records(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Yields all records, each with the rank of its PS."""
     for path in sorted(folder.glob("*.pushes")):
         data = path.read_bytes()
         place = 0
@@ -168,5 +179,5 @@ def _records(folder: Path) -> Iterator[Any]:
             (length,) = struct.unpack_from("<I", data, place)
             place += 4
             if place + length <= len(data):  # Else it was killed while it wrote.
-                yield pickle.loads(data[place : place + length])
+                yield path.name.partition("-")[0], pickle.loads(data[place : place + length])
             place += length

@@ -124,7 +124,7 @@ def run(plan: Plan, folder: Path, told: Callable[[str], None] = lambda _: None) 
         with contextlib.suppress(AssertionError):  # It is said below.
             eventually(lambda: not before.left(site.seen, ports, site.regions), "nothing is left", 30.0)
         wrong += before.left(site.seen, ports, site.regions)
-    pushes = collect(folder / "pushes", by_step=plan.mode != "hybrid")
+    pushes = collect(folder / "pushes", by_step=MODES[plan.mode].group(NN_WORKERS, BATCH) > 1)
     wrong += counts(rows, pushes, acknowledged=plan.mode != "gba")
     compared: dict[str, int] = {}
     if plan.mode != "gba":

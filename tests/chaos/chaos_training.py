@@ -15,7 +15,7 @@ from persia.modes import Gba, Hybrid, Mode, Sync
 from persia.nn.models import FFNN
 
 BATCH = 256
-LEARNING_RATE = 5.0
+LEARNING_RATE = 10.0
 MODES: dict[str, Mode] = {"hybrid": Hybrid(2), "sync": Sync(), "gba": Gba(2 * BATCH)}
 TEST_BATCHES = 200
 MOST_EXTRA = 200_000

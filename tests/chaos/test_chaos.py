@@ -37,7 +37,7 @@ class Role:
 @pytest.fixture
 def pushes(tmp_path):
     """Table `many`, all ids, and `id_0`, even ids only: of steps 1 and 2 two ranks, a repeated and a refused push."""
-    role = Recorded(Role(), str(tmp_path), 2)
+    role = Recorded(Role(), str(tmp_path), 2, 0)
     gradients = {name: (np.arange(4, dtype=np.uint64), np.ones((4, 2), np.float32)) for name in ("many", "id_0")}
     for header in ((0, 0, 1, 1, 3), (0, 1, 1, 1, 1), (0, 0, 2, 2, 4), (0, 0, 2, 2, 4)):
         role.push(header, gradients)
@@ -54,6 +54,18 @@ def test_pushes_are_counted_once_by_row(pushes):
     assert found["many"].sums.tolist() == [[3.0, 3.0]] * 4
     steps = collect(pushes, by_step=True)["many"]
     assert (steps.begun[0], steps.done[0], steps.sums[0].tolist()) == (3, 2, [2.0, 2.0])
+
+
+def test_a_step_is_divided_by_the_rows_of_all_ranks_at_its_ps(tmp_path):
+    """Also by those without the row; at another PS a repeated push may have come without data."""
+    one, two = (np.array([id_], np.uint64) for id_ in (1, 2))
+    gradient = np.ones((1, 2), np.float32)
+    first, second = (Recorded(Role(), str(tmp_path), 1, rank) for rank in range(2))
+    first.push((0, 0, 1, 1, 3), {"many": (one, gradient)})
+    first.push((0, 1, 1, 1, 1), {})
+    second.push((0, 0, 1, 1, 0), {})
+    second.push((0, 1, 1, 1, 1), {"many": (two, gradient)})
+    assert collect(tmp_path, by_step=True)["many"].sums.tolist() == [[0.75, 0.75], [1.0, 1.0]]
 
 
 def test_a_row_that_is_wrong_is_found(pushes, monkeypatch):
