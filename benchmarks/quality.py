@@ -6,8 +6,8 @@ quality.replay   Hybrid(4) on stationary synthetic data against a plain-PyTorch 
                  two may differ by rounding only, so this tells whether the implementation is right.
 quality.hybrid   Hybrid(4) minus Sync on the same data, paired by seed.
 quality.workers_2, quality.workers_4
-                 Hybrid(4) with 2 and 4 NN workers in processes, against a replay of the order in which the PS looked
-                 up and applied; `gap to Sync` is that to as many NN workers in Sync.
+                 Hybrid(4) with 2 and 4 NN workers in processes, against a replay of the steps that each lookup at
+                 the PS had seen; `gap to Sync` is that to as many NN workers in Sync.
 quality.optimum  How far DeepFM stays below the known best AUC where there are few ids.
 quality.adult    Test AUC on PERSIA's example task; needs the data.
 """
@@ -99,7 +99,7 @@ def workers(preset: str) -> Iterator[runner.Measure]:
         for seed in range(SEEDS[preset]):
             schema, batches = stationary(WORKERS_ROWS[preset], seed)
             run = recorded.train(schema, batches, nn_workers, Hybrid(4), OPTIMIZER, seed, make_trainer)
-            again = replay_workers(batches, schema, seed, run.events, nn_workers, first_rows(schema, seed))
+            again = replay_workers(batches, schema, seed, run.versions, nn_workers, first_rows(schema, seed))
             sync = recorded.train(schema, batches, nn_workers, Sync(), OPTIMIZER, seed, make_trainer, record=False)
             apart.append(run.result.progressive.auc - again)
             gaps.append(run.result.progressive.auc - sync.result.progressive.auc)

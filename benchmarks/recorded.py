@@ -1,4 +1,4 @@
-"""A run of several NN workers over rpc, with the order of lookups and updates at the PS recorded.
+"""A run of several NN workers over rpc, with the version of the rows that each lookup has read recorded.
 
 The NN workers are processes with gloo between them; PS, embedding worker and data loader live in the process that calls
 `train`, so that what the PS does can be written down. It is the product's own code in all of them.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,34 +26,23 @@ from persia.ps import EmbeddingServer, ServerOptions
 from persia.schema import EmbeddingOptimizer
 from persia.services import Connection, DataLoader, EmbeddingPS, EmbeddingWorker
 from persia.trainer.progress import FitResult
-from persia.types import Packed, PushHeader
+from persia.types import Packed
 from persia.worker import Worker
 
 TIMEOUT = 300.0
 
 
-class Event(NamedTuple):
-    """What the PS did: looked up the rows of a batch, or applied its gradient."""
-
-    lookup: bool
-    batch: int
-
-
 class RecordedPS:
-    """An embedding PS that does one thing after another, and writes down in which order.
+    """An embedding PS whose journal has the number of updates that each batch has seen at its lookup.
 
     Args:
         server: does the work.
         batches: to recognise a lookup by its ids.
-        nn_workers: batch `i` is step `i // nn_workers` of NN worker `i % nn_workers`.
     """
 
-    def __init__(self, server: EmbeddingServer, batches: Sequence[Batch], nn_workers: int) -> None:
-        self.events: list[Event] = []
+    def __init__(self, server: EmbeddingServer, batches: Sequence[Batch]) -> None:
         self._server = server
-        self._nn_workers = nn_workers
-        self._steps = [0] * nn_workers
-        self._one_at_a_time = threading.Lock()
+        server.begin_recording(0)
         self._table = min(server.tables())
         self._batches = {_key(np.unique(batch.id_features[self._table].values)): i for i, batch in enumerate(batches)}
         if len(self._batches) != len(batches):
@@ -62,17 +50,12 @@ class RecordedPS:
 
     def lookup(self, ids: Mapping[str, Any], train: bool) -> Packed:
         """As the server's."""
-        batch = self._batches[_key(np.sort(ids[self._table]))]
-        with self._one_at_a_time:
-            self.events.append(Event(True, batch))
-            return self._server.lookup(ids, train)
+        return self._server.recorded_lookup(ids, self._batches[_key(np.sort(ids[self._table]))])
 
-    def push(self, header: PushHeader, gradients: Mapping[str, Any]) -> dict[str, Any]:
-        """As the server's; it must apply on arrival."""
-        with self._one_at_a_time:
-            step, self._steps[header.rank] = self._steps[header.rank], self._steps[header.rank] + 1
-            self.events.append(Event(False, step * self._nn_workers + header.rank))
-            return self._server.push(header, gradients)
+    def versions(self) -> list[int]:
+        """Returns the number of updates that each batch has seen."""
+        reads = self._server.end_recording().reads
+        return [reads[batch] for batch in range(len(self._batches))]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._server, name)
@@ -83,10 +66,10 @@ def _key(ids: np.ndarray) -> int:
 
 
 class Run(NamedTuple):
-    """What a recorded run yields."""
+    """A run, and the number of steps that each batch has seen at its lookup; empty unless they were recorded."""
 
     result: FitResult
-    events: list[Event]
+    versions: list[int]
 
 
 MakeTrainer = Callable[[Schema, Mode, int, Any, TrainerOptions], Trainer]
@@ -106,7 +89,7 @@ def train(
 ) -> Run:
     """Trains once over the batches. Blocks; processes are gone afterwards."""
     server = EmbeddingServer(schema.resolved_tables(), optimizer, mode, seed, 1, ServerOptions(nn_workers, TIMEOUT))
-    recorded = RecordedPS(server, batches, nn_workers) if record else None
+    recorded = RecordedPS(server, batches) if record else None
     worker = Worker(schema, [recorded or server], 1)
     loader = Loader(batches, schema, Directory.fixed("embedding_worker", [worker]), timeout=TIMEOUT)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -122,7 +105,7 @@ def train(
         task = (nn_workers, store.port, addresses, schema, mode, seed, make)
         results = pool.map_async(_nn_worker, [(rank, *task) for rank in range(nn_workers)], chunksize=1)
         result = results.get()[0]
-    return Run(result, recorded.events if recorded else [])
+    return Run(result, recorded.versions() if recorded else [])
 
 
 class Joined(NamedTuple):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -199,7 +199,7 @@ def replay_workers(
     batches: Sequence[Batch],
     schema: Schema,
     seed: int,
-    events: Sequence[tuple[bool, int]],
+    versions: Sequence[int],
     nn_workers: int,
     initial_rows: InitialRows,
     *,
@@ -207,16 +207,16 @@ def replay_workers(
     embedding_lr: float = 0.05,
     network_lr: float = 1e-3,
 ) -> float:
-    """Trains once over the batches as several NN workers did, in the order of a record of their PS.
+    """Trains once over the batches as several NN workers did in Hybrid, by a record of their PS.
 
-    Batch `i` belongs to step `i // nn_workers`. The network's gradients of a step are averaged, weighted by rows; the
-    rows get each batch's gradient of its own mean loss.
+    Batch `i` belongs to step `i // nn_workers`. The network and the rows get the gradient of the mean loss over all
+    rows of a step, as one update.
 
     Args:
         batches: the data, in order.
         schema: of the batches.
         seed: of the network, built right after `torch.manual_seed(seed)`.
-        events: (whether it is a lookup, number of the batch), in the order in which the PS did them.
+        versions: number of steps that the rows of each batch contain.
         nn_workers: how many batches make a step.
         initial_rows: first value of the rows.
         network: builds the network.
@@ -227,47 +227,39 @@ def replay_workers(
         Progressive AUC, mean over labels.
 
     Raises:
-        ValueError: a gradient is applied before all batches of its step have looked up, or a batch is missing.
+        ValueError: a batch has no version, or sees its own step or a later one.
     """
     tables = Tables(batches, schema, seed, initial_rows, embedding_lr)
     torch.manual_seed(seed)
     model = network(schema)
     optimizer = torch.optim.Adam(model.parameters(), network_lr, fused=True)
+    readers: dict[int, list[int]] = defaultdict(list)
+    for i, version in enumerate(versions):
+        readers[version].append(i)
     seen: dict[int, tuple[dict[str, Tensor], Tensor, Tensor]] = {}
-    gradients: dict[int, tuple[Tensor, Tensor]] = {}
-    scores: dict[int, Tensor] = {}
-    steps = 0
-
-    def step() -> None:
-        nonlocal steps
-        numbers = range(steps * nn_workers, min((steps + 1) * nn_workers, len(batches)))
+    scores: list[Tensor] = []
+    for step, start in enumerate(range(0, len(batches), nn_workers)):
+        seen.update((i, tables.lookup(batches[i], schema)) for i in readers[step])
+        numbers = range(start, min(start + nn_workers, len(batches)))
         rows = sum(len(batches[i].labels) for i in numbers)
         optimizer.zero_grad()
+        positions, gradients = [], []
         for i in numbers:
             if i not in seen:
-                raise ValueError(f"The gradient of step {steps} was applied before batch {i} had looked up.")
+                raise ValueError(f"Batch {i} of step {step} has no version, or one after {step}.")
             features, unique, leaf = seen.pop(i)
             logits = model(torch.from_numpy(batches[i].dense), features)
-            share = len(batches[i].labels) / rows
             loss = F.binary_cross_entropy_with_logits(logits, torch.from_numpy(batches[i].labels))
-            (loss * share).backward()
+            (loss * (len(batches[i].labels) / rows)).backward()
             assert leaf.grad is not None
-            gradients[i] = unique, leaf.grad / share
-            scores[i] = logits.detach()
+            positions.append(unique)
+            gradients.append(leaf.grad)
+            scores.append(logits.detach())
         optimizer.step()
-        steps += 1
-
-    for lookup, number in events:
-        if lookup:
-            seen[number] = tables.lookup(batches[number], schema)
-            continue
-        while steps <= number // nn_workers:
-            step()
-        tables.apply(*gradients.pop(number))
-    if len(scores) != len(batches):
-        raise ValueError(f"{len(scores)} of {len(batches)} batches are in the record.")
+        merged, inverse = torch.unique(torch.cat(positions), return_inverse=True)
+        tables.apply(merged, torch.zeros(len(merged), tables.dim).index_add_(0, inverse, torch.cat(gradients)))
     labels = np.concatenate([b.labels for b in batches])
-    logits_seen = torch.cat([scores[i] for i in range(len(batches))]).numpy()
+    logits_seen = torch.cat(scores).numpy()
     return float(np.mean([auc(labels[:, k], logits_seen[:, k]) for k in range(labels.shape[1])]))
 
 
