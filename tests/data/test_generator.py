@@ -91,6 +91,42 @@ def test_features_and_extra_features() -> None:
     assert not np.array_equal(ids[:, 0], ids[:, 1])
 
 
+def test_every_feature_has_its_own_ids() -> None:
+    sizes, exponents = (3, 500, 20), (0.0, 1.5, 0.7)
+    reader = data.synthetic(60_000, id_features=3, ids_per_feature=list(sizes), zipf=list(exponents), batch_size=8192)
+    ids, _, _ = gather(reader)
+    for feature, (n, exponent) in enumerate(zip(sizes, exponents, strict=True)):
+        weights = np.arange(1, n + 1) ** -exponent
+        expected = 60_000 * weights / weights.sum()
+        counts = np.bincount(ids[:, feature].astype(np.int64), minlength=n)
+        assert len(counts) == n
+        assert (((counts - expected) ** 2 / expected).sum() - (n - 1)) < 6 * (2 * (n - 1)) ** 0.5
+
+
+def test_one_number_for_all_features_is_a_sequence_of_equal_ones() -> None:
+    one = data.synthetic(2000, id_features=3, ids_per_feature=50, zipf=1.2)
+    for sequences in ({"zipf": [1.2] * 3}, {"ids_per_feature": [50] * 3}):
+        two = data.synthetic(2000, **{"id_features": 3, "ids_per_feature": 50, "zipf": 1.2} | sequences)
+        assert np.array_equal(gather(one)[0], gather(two)[0])
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.17, 0.6])
+def test_positive_rate_moves_the_bias_alone(rate: float) -> None:
+    options: dict[str, Any] = {
+        "id_features": 3, "ids_per_feature": [4, 300, 5_000], "zipf": [0.5, 2.0, 1.1], "dense_features": 2, "days": 4,
+        "drift": 0.5, "batch_size": 8192,
+    }  # fmt: skip
+    before, reader = data.synthetic(200_000, **options), data.synthetic(200_000, positive_rate=rate, **options)
+    (ids, _, p), (same, labels, q) = gather(before), gather(reader)
+    assert np.array_equal(ids, same)
+    assert q.mean() == pytest.approx(rate, rel=0.02)  # Days differ, and both are samples.
+    assert labels.mean() == pytest.approx(rate, rel=0.03)
+    logits = [np.log(x / (1 - x)).astype(np.float64) for x in (p, q)]
+    assert np.ptp(logits[1] - logits[0]) < 1e-3
+    assert roc_auc_score(labels, q) == pytest.approx(reader.best_auc(200_000), abs=0.005)
+    assert np.array_equal(reader.shard(1, 2).probabilities(1, 1), reader.probabilities(1, 1))
+
+
 def test_extra_and_later_rows_leave_the_truth_alone() -> None:
     one = data.synthetic(3000, seed=3)
     two = data.synthetic(5000, seed=3, extra_id_features=5)
@@ -130,8 +166,12 @@ def test_latent_factors_are_standardised_and_independent(latent_dim: int) -> Non
 
 @pytest.mark.parametrize(
     "options",
-    [{"rows": 0}, {"batch_size": 0}, {"zipf": -1.0}, {"drift": -0.1}, {"days": 0}, {"shard": (2, 2)}, {"pairs": 67}],
-)
+    [
+        {"rows": 0}, {"batch_size": 0}, {"zipf": -1.0}, {"drift": -0.1}, {"days": 0}, {"shard": (2, 2)}, {"pairs": 67},
+        {"ids_per_feature": [5] * 11}, {"ids_per_feature": [5] * 11 + [0]}, {"ids_per_feature": []},
+        {"zipf": [1.0] * 13}, {"zipf": [1.0] * 11 + [-1.0]}, {"positive_rate": 0.0}, {"positive_rate": 1.0},
+    ],
+)  # fmt: skip
 def test_bad_options(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         data.synthetic(**{"rows": 10, **options})

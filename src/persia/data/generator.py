@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,10 +18,12 @@ from persia.types import Floats, Int32Array
 
 __all__ = ["Synthetic", "expected_auc", "synthetic"]
 
-BIAS = -0.5  # about 40 % clicks
+BIAS = -0.5  # about 40 % clicks, with the default ids
 PAIR_SCALE = 1.0  # standard deviation of the logit's pairwise part,
 FIRST_ORDER_SCALE = 1.0  # of its first-order part,
 DENSE_SCALE = 0.5  # and of its dense part
+
+RATE_ROWS, RATE_BATCH = 131_072, 8_192  # sample from which the bias of a `positive_rate` is solved
 
 _LATENT, _FIRST = 0, 1  # what a hash is for
 
@@ -30,8 +32,8 @@ def synthetic(
     rows: int,
     *,
     id_features: int = 12,
-    ids_per_feature: int = 100_000,
-    zipf: float = 1.05,
+    ids_per_feature: int | Sequence[int] = 100_000,
+    zipf: float | Sequence[float] = 1.05,
     latent_dim: int = 2,
     pairs: int | None = None,
     dense_features: int = 0,
@@ -43,6 +45,7 @@ def synthetic(
     dim: int = 16,
     drop_last: bool = False,
     shard: tuple[int, int] = (0, 1),
+    positive_rate: float | None = None,
 ) -> Synthetic:
     """Generates a click log of any length whose best possible AUC is known.
 
@@ -72,8 +75,8 @@ def synthetic(
     Args:
         rows: rows of one epoch.
         id_features: features id_0, id_1, ... that the label depends on.
-        ids_per_feature: ids are 0 (the most frequent) to this minus 1.
-        zipf: exponent; 0 is uniform.
+        ids_per_feature: ids are 0 (the most frequent) to this minus 1. A sequence has one number for each feature.
+        zipf: exponent; 0 is uniform. A sequence has one exponent for each feature.
         latent_dim: length of u.
         pairs: number of random pairs of features that interact; None for all. All pairs form a factorization machine
             with embeddings of length latent_dim, and are easy for such a model. Few pairs need a network.
@@ -87,17 +90,18 @@ def synthetic(
         dim: length of all embeddings in the schema.
         drop_last: drop a last batch that is not full.
         shard: (index, count): only batches i with i % count == index; the others are not generated.
+        positive_rate: expected fraction of clicks, between 0 and 1. The bias of the logit is solved for it once, from a
+            sample of rows over all days, and is the same in all epochs and shards. None keeps a bias of -0.5, which
+            gives about 40 % clicks.
 
     Raises:
         ConfigError: an argument is out of range.
     """
-    if zipf < 0 or drift < 0:
-        raise ConfigError(f"zipf = {zipf} and drift = {drift} must not be negative.", field="zipf")
     return Synthetic(
         rows,
         id_features,
-        ids_per_feature,
-        zipf,
+        tuple(ids_per_feature) if isinstance(ids_per_feature, Sequence) else ids_per_feature,
+        tuple(zipf) if isinstance(zipf, Sequence) else zipf,
         latent_dim,
         pairs,
         dense_features,
@@ -109,6 +113,7 @@ def synthetic(
         dim,
         drop_last,
         shard,
+        positive_rate,
     )
 
 
@@ -118,8 +123,8 @@ class Synthetic:
 
     rows: int
     id_features: int
-    ids_per_feature: int
-    zipf: float
+    ids_per_feature: int | tuple[int, ...]
+    zipf: float | tuple[float, ...]
     latent_dim: int
     pairs: int | None
     dense_features: int
@@ -131,13 +136,27 @@ class Synthetic:
     dim: int
     drop_last: bool
     share: tuple[int, int]
+    positive_rate: float | None = None
 
     def __post_init__(self) -> None:
-        lows = {"rows": 1, "id_features": 1, "ids_per_feature": 1, "latent_dim": 1, "dense_features": 0, "days": 1}
-        lows |= {"extra_id_features": 0, "seed": 0, "batch_size": 1}
+        lows = {"rows": 1, "id_features": 1, "ids_per_feature": 1, "zipf": 0, "latent_dim": 1, "dense_features": 0}
+        lows |= {"days": 1, "drift": 0, "extra_id_features": 0, "seed": 0, "batch_size": 1}
         for name, low in lows.items():
-            if getattr(self, name) < low:
-                raise ConfigError(f"synthetic: {name} = {getattr(self, name)} must be at least {low}.", field=name)
+            value = getattr(self, name)
+            values = value if isinstance(value, tuple) else (value,)
+            if min(values, default=low) < low:
+                raise ConfigError(f"synthetic: {name} = {value} must be at least {low}.", field=name)
+            if isinstance(value, tuple) and len(value) != self.id_features:
+                raise ConfigError(
+                    f"synthetic: {name} has {len(value)} entries for id_features = {self.id_features}. Pass one "
+                    "number for all features, or one for each.",
+                    field=name,
+                )
+        if self.positive_rate is not None and not 0 < self.positive_rate < 1:
+            raise ConfigError(
+                f"synthetic: positive_rate = {self.positive_rate} must be between 0 and 1; or None.",
+                field="positive_rate",
+            )
         if self.pairs is not None and not 0 <= self.pairs <= self.id_features * (self.id_features - 1) // 2:
             raise ConfigError(f"synthetic: pairs = {self.pairs} is more than there are; or None.", field="pairs")
         if not 0 <= self.share[0] < self.share[1]:
@@ -181,11 +200,10 @@ class Synthetic:
         first = number * self.batch_size
         n = min(self.batch_size, self.rows - first)
         rng = np.random.Generator(np.random.PCG64((self.seed, epoch, number)))
-        shape = (self.id_features, n)
-        ids = self._ranks.sample(rng, self.id_features * n).view(np.uint64).reshape(shape)
         day = (np.arange(first, first + n) * self.days // self.rows).astype(np.int32)
+        ids = self._ids(rng, n)
         dense = rng.standard_normal((n, self.dense_features), np.float32)
-        logit = self._logit(ids, day) + dense @ self._dense_weights
+        logit = self._logit(ids, day, self._bias) + dense @ self._dense_weights
         probability: Floats = (1.0 / (1.0 + np.exp(-logit))).astype(np.float32)
         labels = (rng.random(n, np.float32) < probability).astype(np.float32)
         columns = {f"id_{i}": IdColumn(ids[i]) for i in range(self.id_features)}
@@ -193,11 +211,43 @@ class Synthetic:
         columns |= {f"extra_{i}": IdColumn(extra[i]) for i in range(self.extra_id_features)}
         return Batch(columns, dense, labels[:, None], day), probability
 
+    def _ids(self, rng: np.random.Generator, n: int) -> NDArray[np.uint64]:
+        """Samples ids [features, n]."""
+        if len(self._ranks) == 1:
+            return self._ranks[0].sample(rng, self.id_features * n).view(np.uint64).reshape(self.id_features, n)
+        return np.stack([ranks.sample(rng, n) for ranks in self._ranks]).view(np.uint64)
+
+    @cached_property
+    def _ranks(self) -> list[Zipf]:
+        """Returns the distributions of the features' ids, or the one that all of them have."""
+        sizes, exponents = self.ids_per_feature, self.zipf
+        sizes = sizes if isinstance(sizes, tuple) else (sizes,) * self.id_features
+        exponents = exponents if isinstance(exponents, tuple) else (exponents,) * self.id_features
+        pairs = list(zip(sizes, exponents, strict=True))
+        return [Zipf(*pair) for pair in (pairs if len(set(pairs)) > 1 else pairs[:1])]
+
     # --- probabilities -------------------------------------------------------------------------------------------
 
     @cached_property
-    def _ranks(self) -> Zipf:
-        return Zipf(self.ids_per_feature, self.zipf)
+    def _bias(self) -> float:
+        """Returns the bias at which a sample of rows has the mean probability `positive_rate`, by bisection."""
+        if self.positive_rate is None:
+            return BIAS
+        rng = np.random.Generator(np.random.PCG64((self.seed, 0, 0, 3)))  # No batch has these numbers.
+        parts = []
+        for _ in range(0, RATE_ROWS, RATE_BATCH):
+            day = rng.integers(0, self.days, RATE_BATCH, np.int32)
+            dense = rng.standard_normal((RATE_BATCH, self.dense_features), np.float32) @ self._dense_weights
+            parts.append(self._logit(self._ids(rng, RATE_BATCH), day, 0.0) + dense)
+        logits = np.concatenate(parts).astype(np.float64)
+        low, high = -50.0 - logits.max(), 50.0 - logits.min()
+        while high - low > 1e-9:
+            middle = (low + high) / 2
+            if (1.0 / (1.0 + np.exp(-logits - middle))).mean() < self.positive_rate:
+                low = middle
+            else:
+                high = middle
+        return float(low)
 
     @cached_property
     def _pairs(self) -> NDArray[np.int64]:
@@ -213,7 +263,7 @@ class Synthetic:
         scaled: Floats = (weights * (DENSE_SCALE / max(self.dense_features, 1) ** 0.5)).astype(np.float32)
         return scaled
 
-    def _logit(self, ids: NDArray[np.uint64], day: Int32Array) -> Floats:
+    def _logit(self, ids: NDArray[np.uint64], day: Int32Array, bias: float) -> Floats:
         latent = self._factors(ids, day, _LATENT, self.latent_dim)
         left, right = self._pairs
         if self.pairs is None:
@@ -224,7 +274,7 @@ class Synthetic:
             pairs = np.einsum("pnd,pnd->n", latent[left], latent[right])
         first = self._factors(ids, day, _FIRST, 1).sum(axis=(0, 2))
         pair_scale = PAIR_SCALE / max(self.latent_dim * len(left), 1) ** 0.5
-        logit: Floats = BIAS + pair_scale * pairs + (FIRST_ORDER_SCALE / self.id_features**0.5) * first
+        logit: Floats = bias + pair_scale * pairs + (FIRST_ORDER_SCALE / self.id_features**0.5) * first
         return logit
 
     def _factors(self, ids: NDArray[np.uint64], day: Int32Array, use: int, dim: int) -> Floats:
