@@ -1,19 +1,44 @@
-"""Schedules of all modes: what must hold whatever the speeds and crashes, and the rates that arithmetic gives."""
+"""Schedules of all modes: what must hold in any setting, and the rates that arithmetic gives."""
 
 from collections import Counter, defaultdict
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persia.errors import ConfigError, DataError
 from persia.modes import Async, Bsp, Gba, HopBs, HopBw, Hybrid, Sync
-from persia.replay import Setting, Slowdown, Trace, load_timeline, phases, simulate, steady
+from persia.replay import (
+    ReplayDense,
+    Setting,
+    Slowdown,
+    Trace,
+    load_timeline,
+    phases,
+    replay,
+    simulate,
+    steady,
+)
 
 MODES = [
-    *(Sync(), Hybrid(1), Hybrid(3), Hybrid(None), Async(), Async(0), Bsp(3), HopBs(1), HopBs(2), HopBw(1)),
-    *(Gba(4), Gba(3, tolerance=0), Gba(1)),
+    *(
+        Sync(),
+        Hybrid(1),
+        Hybrid(3),
+        Hybrid(2, combine=False),
+        Hybrid("auto"),
+        Hybrid(None),
+        Async(),
+        Async(0),
+        Bsp(3),
+        HopBs(1),
+        HopBs(2),
+    ),
+    *(HopBw(1), Gba(4), Gba(3, tolerance=0), Gba(1)),
 ]
+
+latencies = st.sampled_from([0.0, 0.3, 1.0, 2.5])
 
 
 @st.composite
@@ -34,7 +59,8 @@ def test_every_batch_once_and_nothing_left(data, mode, workers, batches, step):
     crashes = []
     if not isinstance(mode, Sync | Hybrid):
         crashes = data.draw(st.lists(st.tuples(st.floats(0, 20), st.integers(0, workers - 1)), max_size=4))
-    schedule = simulate(mode, Setting(trace, crashes=crashes), range(100, 100 + batches), step=step)
+    setting = Setting(trace, crashes=crashes, lookup=data.draw(latencies), push=data.draw(latencies))
+    schedule = simulate(mode, setting, range(100, 100 + batches), step=step)
     rows, dense = (
         [e for e in schedule.events if e.server == server and e.kind != "apply"] for server in ("ps-0", "dense-0")
     )
@@ -54,13 +80,16 @@ def test_every_batch_once_and_nothing_left(data, mode, workers, batches, step):
     assert sum(summary.rates) == pytest.approx(summary.rate)
     assert len(summary.rates) == workers
     assert [e.time for e in schedule.events] == sorted(e.time for e in schedule.events)
+    servers = {name: ReplayDense(lambda: np.zeros(1), lambda gradient, step: None) for name in schedule.servers}
+    replay(schedule, servers, lambda batch, found: dict.fromkeys(servers, np.ones(1)))  # Its decisions are the mode's.
 
 
 @settings(deadline=None)
 @given(st.data(), st.integers(2, 5), st.integers(0, 3), st.integers(1, 60))
 def test_gba_steps_have_m_gradients_and_tokens_stay_aligned(data, workers, tolerance, batches):
     crashes = data.draw(st.lists(st.tuples(st.floats(0, 20), st.integers(0, workers - 1)), max_size=4))
-    setting = Setting(data.draw(traces(workers)), local_batch=2, crashes=crashes)
+    latency, delay = data.draw(latencies), data.draw(latencies)
+    setting = Setting(data.draw(traces(workers)), local_batch=2, crashes=crashes, lookup=latency, push=delay)
     schedule = simulate(Gba(6, tolerance), setting, batches, step=4)
     pushed = Counter(e.version for e in schedule.events if e.server == "ps-0" and e.kind == "push")
     steps = sorted(pushed)
@@ -77,7 +106,8 @@ def test_gba_steps_have_m_gradients_and_tokens_stay_aligned(data, workers, toler
 @settings(deadline=None)
 @given(st.data(), st.integers(2, 5), st.integers(1, 4), st.integers(1, 60))
 def test_hop_bs_keeps_the_gap(data, workers, bound, batches):
-    schedule = simulate(HopBs(bound), Setting(data.draw(traces(workers))), batches)
+    setting = Setting(data.draw(traces(workers)), lookup=data.draw(latencies), push=data.draw(latencies))
+    schedule = simulate(HopBs(bound), setting, batches)
     steps = [0] * workers
     for event in schedule.events:
         if event.server == "ps-0" and event.kind == "push":
@@ -90,7 +120,8 @@ def test_hop_bs_keeps_the_gap(data, workers, bound, batches):
 def test_staleness_is_within_the_gate(data, workers, depth, batches):
     """In own steps at the lookup: 0 for Sync, the bound for Hybrid; the dense parameters are never stale."""
     mode = Hybrid(depth) if depth else Sync()
-    schedule = simulate(mode, Setting(data.draw(traces(workers))), batches)
+    setting = Setting(data.draw(traces(workers)), lookup=data.draw(latencies), push=data.draw(latencies))
+    schedule = simulate(mode, setting, batches)
     begun, done = defaultdict(int), defaultdict(int)
     waiting: list[int] = []
     for event in (e for e in schedule.events if e.server == "ps-0"):
@@ -120,6 +151,55 @@ def test_rates_with_two_slow_workers_of_eight():
     assert rate(Hybrid(4), trace) == pytest.approx(2.0, rel=0.01)
 
 
+@pytest.mark.parametrize(("lookup", "push"), [(0.25, 0.25), (0.5, 0.5), (1.0, 0.5), (1.5, 1.0), (0.0, 3.0)])
+def test_rates_with_latency(lookup, push):
+    """In steps per compute time: n + 1 steps are under way, and each stage has one at a time."""
+    setting = Setting(steady([1] * 4), lookup=lookup, push=push)
+
+    def steps(mode):
+        return simulate(mode, setting, 4 * 1200).summary().rate / 4
+
+    whole = 1 + lookup + push
+    assert steps(Sync()) == pytest.approx(1 / whole, rel=0.005)
+    assert steps(Async()) == pytest.approx(1 / whole, rel=0.005)  # Fetches nothing ahead.
+    most = 1 / max(1, lookup, push)
+    for depth in (1, 2, 4):
+        assert steps(Hybrid(depth)) == pytest.approx(min(most, (depth + 1) / whole), rel=0.005)
+    assert steps(Hybrid(None)) == pytest.approx(most, rel=0.005)
+    assert steps(Hybrid("auto")) > 0.94 * most
+
+
+def depths(mode, setting, batches):
+    """The most own steps that were looked up and not applied, by windows of 128 lookups of NN worker 0."""
+    begun = done = 0
+    found = []
+    for event in simulate(mode, setting, batches).events:
+        if event.server != "ps-0" or event.worker != 0:
+            continue
+        if event.kind == "lookup":
+            found.append(begun - done)
+            begun += 1
+        elif event.kind == "push":
+            done += 1
+    return [max(found[at : at + 128]) for at in range(0, len(found), 128)]
+
+
+def test_auto_deepens_for_latency_and_not_for_stragglers():
+    fast = Setting(steady([1, 1]), lookup=0.9, push=0.9)
+    assert depths(Hybrid("auto"), fast, 2 * 1280)[-5:] == [2] * 5  # 1.8 under way besides computing.
+    assert depths(Hybrid("auto"), Setting(steady([1, 1]), lookup=0.1, push=0.1), 2 * 1280)[-5:] == [1] * 5
+    slow_peer = Setting(steady([1, 4]), lookup=0.9, push=0.9)
+    assert depths(Hybrid("auto"), slow_peer, 2 * 1280)[-5:] == [1] * 5
+
+
+def test_no_limit_is_bounded_by_memory():
+    """64 batches with rows, and as many gradients: the channels of a pipeline."""
+    waiting = simulate(Hybrid(None), Setting(steady([1, 1])), 400).summary()
+    assert waiting.row_staleness_max == 63
+    pushing = simulate(Hybrid(None), Setting(steady([1, 1]), push=3.0), 1200).summary()
+    assert pushing.row_staleness_max == 128
+
+
 @pytest.mark.parametrize("length", [2.0, 10.0, 50.0])
 def test_rates_with_moving_stragglers(length):
     """Each is slow a quarter of the time; the issue's arithmetic is 2.2 to 2.6 times Sync for Gba."""
@@ -146,6 +226,8 @@ def test_bad_settings():
         simulate(HopBw(2), Setting(steady([1, 1])), 8)
     with pytest.raises(ConfigError, match="crash"):
         simulate(Sync(), Setting(steady([1, 1]), crashes=[(1.0, 0)]), 8)
+    with pytest.raises(ConfigError, match=r"Setting\.push = -1"):
+        Setting(steady([1, 1]), push=-1.0)
 
 
 def test_a_file_keeps_the_schedule(tmp_path):

@@ -1,11 +1,12 @@
 """Traces of slow-downs: where work ends, their files."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from persia.errors import ConfigError
-from persia.replay import Slowdown, Trace, alternating, load_trace, phases, steady
+from persia.replay import Slowdown, Trace, alternating, load_trace, phases, stalls, steady
 
 factors = st.sampled_from([0.5, 1.0, 2.0, 4.0])
 
@@ -34,6 +35,24 @@ def test_phases_are_slow_for_their_share_of_the_time():
         slow = sum(trace.factor(worker, 0.25 + 0.5 * i) == 4.0 for i in range(64))
         assert slow == 16
     assert len({tuple(parts) for parts in trace.workers}) == 8
+
+
+def test_stalls_hit_single_batches():
+    trace = stalls(4, length=0.5, chance=0.02, low=8.0, high=50.0, seed=1)
+    assert trace.period == 2048.0
+    factors = [part.factor for parts in trace.workers for part in parts]
+    found = [factor for factor in factors if factor != 1.0]
+    assert all(8 <= factor <= 50 for factor in found)
+    assert np.log(found).mean() == pytest.approx(np.log([8, 50]).mean(), rel=0.05)
+    stalled = total = 0
+    for worker in range(4):
+        time = 0.0
+        while time < trace.period:
+            end = trace.finish(worker, time, 0.5)
+            stalled += end - time > 3.9
+            total, time = total + 1, end
+    assert stalled / total == pytest.approx(0.02, rel=0.25)
+    assert stalled == pytest.approx(len(found), abs=2)
 
 
 def test_alternating():

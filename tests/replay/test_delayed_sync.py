@@ -1,0 +1,179 @@
+"""A step does not depend on how many NN workers share it, and Hybrid is Sync with older rows: by written-out rules."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from persia.modes import Bsp, Gba, HopBw, Hybrid, Sync
+from persia.optim import SGD, Adagrad, Adam
+from persia.ps import EmbeddingServer, ServerOptions
+from persia.replay import Setting, Slowdown, Trace, load_timeline, simulate, steady
+from persia.schema import Table
+from persia.testing import Threads
+from persia.types import Gradients, PushHeader
+from support.logistic import IDS, LOCAL, Problem, delayed_sync
+from support.switching_samples import Net, batches, rows_of, trainer
+
+GLOBAL = 32
+STEPS = 60
+
+
+class Split(Problem):
+    """Global batches of `GLOBAL` rows, each in `parts` batches."""
+
+    def __init__(self, parts, optimizer):
+        super().__init__(optimizer=optimizer)
+        self.parts = parts
+
+    def data(self, batch):
+        step, part = divmod(batch, self.parts)
+        rng = np.random.default_rng((99, step))
+        ids = (rng.zipf(1.3, (GLOBAL, 2)) % IDS).astype(np.uint64)
+        labels = rng.integers(0, 2, GLOBAL).astype(float)
+        mine = slice(part * GLOBAL // self.parts, (part + 1) * GLOBAL // self.parts)
+        return ids[mine], labels[mine]
+
+
+def in_lock_step(mode, parts, optimizer):
+    setting = Setting(steady([1.0] * parts), local_batch=GLOBAL // parts)
+    return Split(parts, optimizer).run(simulate(mode, setting, range(STEPS * parts)))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4, 8, 32])
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam"])
+def test_a_step_does_not_depend_on_how_many_nn_workers_share_it(optimizer, parts):
+    """Against one NN worker with the whole batch, by the rule itself."""
+    whole = delayed_sync(Split(1, optimizer), range(STEPS), 1)
+    assert whole.apart(Split(1, optimizer)) > 0.1
+    for mode in (Sync(), Gba(GLOBAL), Bsp(parts), HopBw(0)):
+        assert in_lock_step(mode, parts, optimizer).apart(whole) <= 1e-9
+    if parts > 1:
+        assert in_lock_step(Sync("per_id"), parts, optimizer).apart(whole) > 1e-3
+
+
+@pytest.mark.parametrize("mode", [Sync(), Hybrid(2), Bsp(4), Gba(4 * LOCAL)], ids=str)
+@pytest.mark.parametrize("optimizer", [SGD(0.5), Adagrad(0.5), Adam(0.5)], ids=lambda o: type(o).__name__)
+def test_rows_of_a_ps_do_not_depend_on_how_many_nn_workers_share_a_step(optimizer, mode):
+    """Four pushes, of uneven batches and not all with the same ids, and one with their mean over all rows."""
+    rng = np.random.default_rng(3)
+    table, weights = {"item": Table("item", dim=3)}, [5, 1, LOCAL, 3]
+    many, one = (
+        EmbeddingServer(table, optimizer, of, 0, 1, ServerOptions(workers, 20.0))
+        for of, workers in ((mode, 4), (Sync(), 1))
+    )
+    every = np.arange(9, dtype=np.uint64)
+    for server in (many, one):
+        server.lookup({"item": every}, True)
+    many.switch(mode, 1, 0)
+    for step in range(6):
+        parts = [(np.sort(rng.choice(every, size, replace=False)), rng.normal(size=(size, 3))) for size in (4, 9, 1, 6)]
+        total = np.zeros((9, 3))
+        for weight, (ids, values) in zip(weights, parts, strict=True):
+            total[ids.astype(int)] += weight * values
+        tokens = mode.dense().value == "server"
+
+        def push(rank, step=step, parts=parts, tokens=tokens):
+            ids, values = parts[rank]
+            place = {"slot": rank, "group": 4, "token": step} if tokens else {}
+            header = PushHeader(1, rank, step + 1, step, weights[rank], **place)
+            many.push(header, {"item": Gradients(ids, values.astype(np.float32))})
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(push, rng.permutation(4)))
+        seen = np.unique(np.concatenate([ids for ids, _ in parts]))
+        mean = (total / sum(weights))[seen.astype(int)].astype(np.float32)
+        one.push(PushHeader(1, 0, step + 1, step, sum(weights)), {"item": Gradients(seen, mean)})
+    found, expected = (server.lookup({"item": every}, False)["item"] for server in (many, one))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@st.composite
+def clusters(draw):
+    speeds = st.floats(0.5, 9.0)
+    parts = [[Slowdown(0.0, draw(speeds)), Slowdown(2.0, draw(speeds))] for _ in range(draw(st.integers(1, 5)))]
+    return Setting(Trace(parts, 5.0), local_batch=LOCAL)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    clusters(),
+    st.one_of(st.integers(1, 6), st.sampled_from([None, "auto"])),
+    st.sampled_from(["sgd", "adagrad", "adam"]),
+    st.integers(1, 60),
+)
+def test_hybrid_is_sync_with_the_rows_of_earlier_steps(setting, staleness, optimizer, count):
+    schedule = simulate(Hybrid(staleness), setting, count)
+    lookups = {event.batch: event.version for event in schedule.events if event.kind == "lookup"}
+    versions = [lookups[batch] for batch in range(count)]
+    workers = setting.nn_workers
+    bound = {"auto": 1, None: count}.get(staleness, staleness)
+    assert all(batch // workers - bound <= version <= batch // workers for batch, version in enumerate(versions))
+    found = Problem(optimizer=optimizer).run(schedule)
+    assert found.apart(delayed_sync(Problem(optimizer=optimizer), versions, workers)) <= 1e-9
+
+
+def written_out(data, versions, workers, optimizer):
+    """The rule of `delayed_sync` with a torch network, for SGD and Adagrad. Returns the network, and rows by key."""
+    first = trainer(Sync(), embedding_optimizer=optimizer).embeddings.connection.servers[0]
+    every = np.arange(40, dtype=np.uint64)
+    tables = {name: torch.from_numpy(first.lookup({name: every}, True)[name].copy()) for name in ("user", "item")}
+    sums = {name: torch.full_like(t, getattr(optimizer, "initial_accumulator", 0.0)) for name, t in tables.items()}
+    history, seen = [tables], {name: set() for name in tables}
+    net = Net(torch.float32)
+    adam = torch.optim.Adam(net.parameters(), 1e-2)
+    for start in range(0, len(data), workers):
+        numbers = range(start, min(start + workers, len(data)))
+        leaves = {i: {n: t.clone().requires_grad_() for n, t in history[versions[i]].items()} for i in numbers}
+        adam.zero_grad()
+        total = sum(len(data[i].labels) for i in numbers)
+        for i, mine in leaves.items():
+            ids = {name: data[i].id_features[name].values.astype(np.int64) for name in tables}
+            for name, values in ids.items():
+                seen[name].update(values.tolist())
+            logits = net(torch.from_numpy(data[i].dense), {name: mine[name][ids[name]] for name in tables})
+            loss = binary_cross_entropy_with_logits(logits, torch.from_numpy(data[i].labels), reduction="sum") / total
+            loss.backward()
+        adam.step()
+        rows = {}
+        for name, table in history[-1].items():
+            gradient = sum(mine[name].grad for mine in leaves.values())
+            sums[name] += gradient**2
+            scale = sums[name].sqrt() + 1e-10 if isinstance(optimizer, Adagrad) else 1.0
+            rows[name] = table - optimizer.lr * gradient / scale
+        history.append(rows)
+    keys = {(name, i) for name, ids in seen.items() for i in ids}
+    return net, {(name, i): history[-1][name][i].numpy() for name, i in keys}
+
+
+def uneven(count):
+    """Batches of 16, 5, 11, 16, 5, ... rows."""
+    return [batch.slice(0, (16, 5, 11)[number % 3]) for number, batch in enumerate(batches(count))]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("optimizer", [SGD(lr=0.5), Adagrad(lr=0.05)], ids=lambda o: type(o).__name__)
+@pytest.mark.parametrize("mode", [Sync(), Hybrid(3), Hybrid("auto")], ids=str)
+def test_a_run_is_delayed_sync(mode, optimizer, workers, tmp_path):
+    """Native store, barrier, push threads and all; in versions that the PS has recorded."""
+    data = uneven(40)
+
+    def work(member):
+        t = trainer(mode, member, embedding_optimizer=optimizer, record_dir=str(tmp_path))
+        t.fit(data)
+        return t
+
+    t = Threads(workers, timeout=30.0).run(work)[0]
+    timeline = load_timeline(tmp_path / "phase-1.jsonl")
+    lookups = {event.batch: event.version for event in timeline.events if event.kind == "lookup"}
+    net, rows = written_out(data, [lookups[batch] for batch in range(len(data))], workers, optimizer)
+    for mine, theirs in zip(t.model.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+    found = rows_of(t)
+    assert found.keys() == rows.keys()
+    for key, row in rows.items():
+        np.testing.assert_allclose(found[key], row, rtol=0, atol=1e-5)
