@@ -19,7 +19,7 @@ from persia.batching.native import ThreadPool
 from persia.errors import ConfigError
 from persia.optim import averaged, optimizer_state
 from persia.optim.buckets import Rule
-from persia.optim.checks import refuse_ddp, same_everywhere, same_parameters
+from persia.optim.checks import check_group, refuse_ddp, same_everywhere, same_parameters
 from persia.optim.cohort import Cohort, Phase
 from persia.optim.exchange import Exchange
 from persia.optim.native import sum_of_squares
@@ -97,6 +97,7 @@ class APMSqueeze(torch.optim.Optimizer):
         self._steps = self._skipped = self._last_sent = self._last_full = 0
         self._pool: ThreadPool | None = None
         self._averaged: averaged.Averaged | None = None
+        self._handed_over = False
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         if self.param_groups[0]["params"][0].device.type == "cpu":
             self._pool = ThreadPool(torch.get_num_threads())
@@ -109,23 +110,7 @@ class APMSqueeze(torch.optim.Optimizer):
         """Adds parameters and broadcasts the first worker's values. All workers must call it."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        beta1, beta2 = group["betas"]
-        for name, good in (
-            ("lr", float(group["lr"]) >= 0.0),
-            ("betas", 0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0),
-            ("eps", group["eps"] >= 0.0),
-            ("weight_decay", group["weight_decay"] >= 0.0),
-        ):
-            if not good:
-                raise ConfigError(f"{name} = {group[name]!r} is not valid.", field=name)
-        device = self.param_groups[0]["params"][0].device
-        for parameter in group["params"]:
-            if parameter.device != device or not parameter.is_floating_point():
-                raise ConfigError(
-                    f"A parameter is {parameter.dtype} on {parameter.device}, the first one is on {device}. APMSqueeze "
-                    "wants real parameters on one device.",
-                    field="params",
-                )
+        check_group(group, self.param_groups[0]["params"][0].device)
         if self._exchange is not None:
             refuse_ddp(group["params"])
             for parameter in group["params"]:
@@ -309,9 +294,8 @@ class APMSqueeze(torch.optim.Optimizer):
             cohort.updates[number] += active[i]
             updates, (beta1, beta2), lr = max(1, cohort.updates[number]), group["betas"], float(group["lr"])
             rate, shrink = lr / (1.0 - beta1**updates), 1.0 - lr * group["weight_decay"]
-            rules.append(
-                Rule(gradients[i], active[i], scale, beta1, beta2, rate, shrink, group["eps"], 1.0 - beta2**updates)
-            )
+            bias2 = 1.0 if cohort.corrected else 1.0 - beta2**updates
+            rules.append(Rule(gradients[i], active[i], scale, beta1, beta2, rate, shrink, group["eps"], bias2))
         return rules
 
     def _connected(self) -> Exchange:
@@ -338,6 +322,54 @@ class APMSqueeze(torch.optim.Optimizer):
             loaded, self._loaded = self._loaded, None
             self._cohorts = optimizer_state.unpack(loaded, self._parameters(), self._new_cohort, self._exchange)
         return self._exchange
+
+    # --- another warm-up --------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def rewarm(self, steps: int) -> None:
+        """Returns to Adam at full precision for a number of steps, and freezes v again. A collective; blocks.
+
+        For a change after which the frozen v does not fit: other data, another loss, longer sequences (arXiv
+        2008.11343, section 5.1). Call it on all workers between the same two steps. The compression errors, delta_w of
+        worker w and delta of the servers, go into the momentum, so that the next update includes them; then each of the
+        next steps is line 2 of Algorithm 1 with the average g of the gradients, without bias correction of v::
+
+            m <- m + (mean_w delta_w + delta) / beta1          once; "gradient": times 1 - beta1
+            v <- beta2 v + (1 - beta2) g^2,  m <- beta1 m + (1 - beta1) g,  x <- x - lr m / (sqrt(v) + eps)
+
+        Parameters whose first warm-up is not over stay in it for at least `steps`. `phase` is "warmup" until the end.
+
+        Args:
+            steps: number of steps, the same on all workers. As for the first warm-up, 20 at least are advisable;
+                1 / (1 - beta2) replace most of v.
+
+        Raises:
+            ConfigError: `steps` is not a whole number >= 1, or differs between workers; or the network is on dense PSs.
+            DeadlineError: see the class.
+        """
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+            raise ConfigError(f"steps = {steps!r}; give a number of steps >= 1.", field="steps")
+        if self._handed_over:
+            raise ConfigError(
+                "The network is on dense PSs, where v cannot be warmed up again. Call rewarm after the switch to an "
+                "all-reduce mode.",
+                field="steps",
+            )
+        given = self._connected().gather(torch.tensor([steps]), "rewarm").flatten().tolist()
+        if len(set(given)) > 1:
+            raise ConfigError(f"steps of rewarm differs between workers: {given}, by rank.", field="steps")
+        self._flush()
+        for cohort in self._cohorts:
+            cohort.rewarm(steps)
+        _log.info("APMSqueeze: Adam at full precision for %d steps from step %d on", steps, self._steps + 1)
+
+    def _flush(self) -> None:
+        """Adds the compression errors to the momentum."""
+        exchange = self._connected()
+        beta1 = {id(p): group["betas"][0] for group in self.param_groups for p in group["params"]}
+        for cohort in self._cohorts:
+            betas = [beta1[id(p)] for p in cohort.flat.parameters]
+            averaged.flush(cohort, betas, self.options.communicate == "momentum", exchange)
 
     # --- state ------------------------------------------------------------------------------------------------
 
@@ -431,11 +463,8 @@ class APMSqueeze(torch.optim.Optimizer):
         Raises:
             DeadlineError: see the class.
         """
-        exchange = self._connected()
-        beta1 = {id(p): group["betas"][0] for group in self.param_groups for p in group["params"]}
-        for cohort in self._cohorts:
-            betas = [beta1[id(p)] for p in cohort.flat.parameters]
-            averaged.flush(cohort, betas, self.options.communicate == "momentum", exchange)
+        self._flush()
+        self._handed_over = True
         if self._averaged is None:
             self._averaged = averaged.Averaged([dict(group) for group in self.param_groups])
         self._averaged.param_groups = self.param_groups
@@ -448,6 +477,7 @@ class APMSqueeze(torch.optim.Optimizer):
         A warm-up may end at the next step. "auto" restarts its window.
         """
         assert self._averaged is not None
+        self._handed_over = False
         state, steps = averaged.read(self._averaged, self._cohorts, self._parameters())
         self._steps += steps
         state[optimizer_state.HEADER] |= {"steps": self._steps, "skipped": self._skipped}

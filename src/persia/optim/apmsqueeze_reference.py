@@ -101,6 +101,8 @@ class ReferenceAPMSqueeze:
         self.sent = [[np.zeros_like(x) for x in self.x] for _ in range(workers)]
         self.steps = 0
         self.frozen = False
+        self.until = 0
+        self.corrected = False
         self.norms: list[float] = []
         self.rates: list[float] = []
 
@@ -130,12 +132,14 @@ class ReferenceAPMSqueeze:
         for t, g in enumerate(average):
             self.momentum[t] = self.beta1 * self.momentum[t] + (1 - self.beta1) * clip * g
             self.variance[t] = self.beta2 * self.variance[t] + (1 - self.beta2) * (clip * g) ** 2
-            self._move(t, self.variance[t] / (1 - self.beta2**self.steps))
-        self.norms.append(sum(float(v.sum()) for v in self.variance) / (1 - self.beta2**self.steps))
+            self._move(t, self.variance[t] / self._bias2())
+        self.norms.append(sum(float(v.sum()) for v in self.variance) / self._bias2())
         self.rates.append(self.lr)
 
     def _ready(self) -> bool:
         """Returns whether the warm-up is over: by number, or v has stabilised and the rate has not risen."""
+        if self.corrected or self.steps < self.until:
+            return self.steps >= self.until
         if self.options.warmup != "auto":
             return self.steps >= self.options.warmup
         window = int(np.ceil(1 / (1 - self.beta2)))
@@ -144,13 +148,27 @@ class ReferenceAPMSqueeze:
         early, late = self.norms[-1 - window], self.norms[-1]
         return abs(late - early) <= 0.04 * early and self.rates[-1] <= self.rates[-1 - window]
 
+    def _bias2(self) -> float:
+        return 1.0 if self.corrected else 1 - self.beta2**self.steps
+
     def _freeze(self) -> None:
-        corrected = [v / (1 - self.beta2**self.steps) for v in self.variance]
+        corrected = [v / self._bias2() for v in self.variance]
         overall = np.concatenate(corrected).mean() or 1.0
         for t, v in enumerate(corrected):
             mean = (v.mean() if len(v) else 0.0) or overall
             self.variance[t] = np.maximum(v, self.options.variance_floor * mean)
-        self.frozen = True
+        self.frozen = self.corrected = True
+
+    def rewarm(self, steps: int) -> None:
+        """Returns to Adam for some steps: all errors go into the momentum, and v goes on from the frozen one."""
+        share = 1.0 if self.options.communicate == "momentum" else 1 - self.beta1
+        for t in range(len(self.x)) if self.frozen else ():
+            unsent = sum(errors[t] for errors in self.worker_errors) / self.workers + self.server_error[t]
+            self.momentum[t] = self.momentum[t] + share / self.beta1 * unsent
+            self.server_error[t] = np.zeros_like(unsent)
+            for errors in self.worker_errors:
+                errors[t] = np.zeros_like(unsent)
+        self.frozen, self.until = False, self.steps + steps
 
     def _clip_frozen(self, gradients: list[list[Vector]]) -> None:
         if self.options.clip_norm is not None:

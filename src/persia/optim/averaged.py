@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from persia.optim.cohort import Cohort, Phase
+from persia.optim.cohort import Cohort
 from persia.optim.exchange import Exchange
-from persia.optim.optimizer_state import HEADER, VERSION
+from persia.optim.optimizer_state import HEADER, VERSION, described
 
 __all__ = ["Averaged", "fill", "flush", "read"]
 
@@ -22,7 +22,7 @@ class Averaged(torch.optim.Optimizer):
 
     During the warm-up it is Adam; once v is frozen, it divides the momentum by its root. It does not freeze v itself: a
     warm-up that is over meanwhile ends when APMSqueeze takes the network back. State by parameter: `step`, `exp_avg`,
-    `exp_avg_sq` as in Adam, and `frozen`.
+    `exp_avg_sq` as in Adam, `frozen`, and `corrected`: whether the bias of v is.
 
     Args:
         groups: parameter groups, each with `lr`, `betas`, `eps`, `weight_decay`.
@@ -48,7 +48,7 @@ class Averaged(torch.optim.Optimizer):
         state = self.state[parameter]
         if not state:
             zeros = torch.zeros_like(gradient)
-            state.update(step=torch.zeros(()), exp_avg=zeros, exp_avg_sq=zeros.clone(), frozen=False)
+            state.update(step=torch.zeros(()), exp_avg=zeros, exp_avg_sq=zeros.clone(), frozen=False, corrected=False)
         beta1, beta2 = group["betas"]
         state["step"] += 1
         updates, m, v = float(state["step"]), state["exp_avg"], state["exp_avg_sq"]
@@ -57,7 +57,7 @@ class Averaged(torch.optim.Optimizer):
             deviation = v.sqrt()
         else:
             v.mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
-            deviation = (v / (1.0 - beta2**updates)).sqrt_()
+            deviation = (v / (1.0 if state["corrected"] else 1.0 - beta2**updates)).sqrt_()
         change = torch.div(m, deviation.add_(group["eps"])).mul_(group["lr"] / (1.0 - beta1**updates))
         parameter.copy_(parameter * (1.0 - group["lr"] * group["weight_decay"]) - change)
 
@@ -112,6 +112,7 @@ def fill(averaged: Averaged, cohorts: Sequence[Cohort]) -> None:
                 "exp_avg": m,
                 "exp_avg_sq": v,
                 "frozen": cohort.phase == "compressed",
+                "corrected": cohort.corrected,
             }
 
 
@@ -131,20 +132,23 @@ def read(
     most = 0
     known = {id(p) for cohort in cohorts for p in cohort.flat.parameters}
     new = [p for p in parameters if id(p) not in known and averaged.state.get(p)]
-    groups: list[tuple[Sequence[torch.Tensor], Sequence[int], Phase, int]] = [
-        (c.flat.parameters, c.updates, c.phase, c.steps) for c in cohorts
+    groups: list[tuple[Sequence[torch.Tensor], Sequence[int], dict[str, Any]]] = [
+        (c.flat.parameters, c.updates, described(c)) for c in cohorts
     ]
-    for members, updates, phase, steps in [*groups, (new, [0] * len(new), "warmup", 0)]:
+    started = {"phase": "warmup", "steps": 0}
+    for members, updates, header in [*groups, (new, [0] * len(new), started)]:
         made = 0
         for parameter, before in zip(members, updates, strict=True):
             i, values = number[id(parameter)], averaged.state[parameter]
             state[i] = {name: values[name].detach() for name in ("step", "exp_avg", "exp_avg_sq")}
-            if phase == "compressed":
+            if header["phase"] == "compressed":
                 zeros = torch.zeros_like(values["exp_avg"])
                 state[i] |= {"worker_error": zeros[None], "server_error": zeros}
             made = max(made, int(values["step"]) - before)
         if members:
             numbers = [number[id(p)] for p in members]
-            about.append({"parameters": numbers, "phase": phase, "steps": steps + made, "norms": []})
+            # "auto" restarts its window.
+            changed = {"parameters": numbers, "steps": header["steps"] + made, "norms": [], "rates": []}
+            about.append({**header, **changed})
         most = max(most, made)
     return {"state": state, HEADER: {"version": VERSION, "workers": 1, "rank": None, "cohorts": about}}, most

@@ -6,6 +6,7 @@ import gc
 import hashlib
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -13,7 +14,27 @@ from torch.nn.parallel import DistributedDataParallel
 from persia.errors import ConfigError, PersiaError
 from persia.optim.exchange import Exchange
 
-__all__ = ["refuse_ddp", "same_everywhere", "same_parameters"]
+__all__ = ["check_group", "refuse_ddp", "same_everywhere", "same_parameters"]
+
+
+def check_group(group: dict[str, Any], device: torch.device) -> None:
+    """Raises ConfigError if an argument of a parameter group is invalid, or a parameter is not real or elsewhere."""
+    beta1, beta2 = group["betas"]
+    for name, good in (
+        ("lr", float(group["lr"]) >= 0.0),
+        ("betas", 0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0),
+        ("eps", group["eps"] >= 0.0),
+        ("weight_decay", group["weight_decay"] >= 0.0),
+    ):
+        if not good:
+            raise ConfigError(f"{name} = {group[name]!r} is not valid.", field=name)
+    for parameter in group["params"]:
+        if parameter.device != device or not parameter.is_floating_point():
+            raise ConfigError(
+                f"A parameter is {parameter.dtype} on {parameter.device}, the first one is on {device}. APMSqueeze "
+                "wants real parameters on one device.",
+                field="params",
+            )
 
 
 def refuse_ddp(parameters: Sequence[torch.nn.Parameter]) -> None:

@@ -43,6 +43,8 @@ class Cohort:
     Attributes:
         phase: "warmup" or "compressed".
         steps: number of steps so far.
+        until: step before which the warm-up does not end.
+        corrected: whether the bias of v is corrected: from the first end of the warm-up on.
         updates: number of steps by parameter of `flat`, without those in which it had no gradient.
         norms: bias-corrected ||v||_1 after the last steps, as many as `warmup="auto"` needs.
         rates: learning rates in the same steps, by parameter group.
@@ -57,7 +59,8 @@ class Cohort:
         pool: ThreadPool | None,
     ) -> None:
         self.phase: Phase = "warmup"
-        self.steps = 0
+        self.steps = self.until = 0
+        self.corrected = False
         self.flat = Flat(parameters, pool)
         self.updates = [0] * len(self.flat.parameters)
         self._options, self._exchange = options, exchange
@@ -89,8 +92,10 @@ class Cohort:
         step t - w, where w = 1 / (1 - beta2). Gradients may keep their size while the learning rate is still so low
         that the network hardly moves. (Section 5.1 of arXiv 2008.11343 sets a number of steps.)
         """
-        if self.phase == "compressed":
+        if self.phase == "compressed" or self.steps < self.until:
             return False
+        if self.corrected:  # The warm-up is that of `rewarm`.
+            return True
         if self._options.warmup != "auto":
             return self.steps >= self._options.warmup
         if self.steps < 2 * self._window or len(self.norms) <= self._window:
@@ -104,11 +109,11 @@ class Cohort:
         """Ends the warm-up: corrects the bias of v, raises its tiny elements, and freezes it. Blocks.
 
         Args:
-            bias2: divisor for the bias correction of v, by parameter.
+            bias2: divisor for the bias correction of v, by parameter; unused if it is corrected already.
         """
         views = list(self.flat.views(self.flat.variance))
         for v, bias in zip(views, bias2, strict=True):
-            v.div_(bias)
+            v.div_(1.0 if self.corrected else bias)
         overall = self.flat.variance.mean()
         means = torch.stack([v.mean() if v.numel() else overall for v in views])
         means = torch.where(means > 0, means, overall if overall > 0 else torch.ones_like(overall))
@@ -121,7 +126,7 @@ class Cohort:
         self.flat.error.zero_()
         self.norms.clear()
         self.rates.clear()
-        self.phase = "compressed"
+        self.phase, self.corrected = "compressed", True
         _log.info("APMSqueeze: v frozen after %d steps; compressed from now on", self.steps)
         if self.steps < SHORT:
             _log.warning(
@@ -131,6 +136,13 @@ class Cohort:
                 self.steps,
                 SHORT,
             )
+
+    def rewarm(self, steps: int) -> None:
+        """Continues with Adam, from the frozen v, for a number of steps. The errors must be zero."""
+        self.until = self.steps + steps
+        if self.phase == "compressed":
+            self.phase = "warmup"
+            self.flat.variance.masked_fill_(torch.isinf(self.flat.variance), 0.0)  # See `freeze`.
 
     def settle(self) -> None:
         """Brings the momentum up to date so that it can be read."""

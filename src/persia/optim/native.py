@@ -102,6 +102,7 @@ class OneBitBucket(NativeBucket):
         """See Bucket."""
         if self._implied:
             self.decompress(self.momentum)
+            self._implied = False
 
 
 class _Runs:

@@ -16,7 +16,7 @@ from persia.errors import CheckpointError
 from persia.optim.cohort import Cohort
 from persia.optim.exchange import Exchange
 
-__all__ = ["HEADER", "VERSION", "check", "consolidated", "pack", "unpack"]
+__all__ = ["HEADER", "VERSION", "check", "consolidated", "described", "pack", "unpack"]
 
 HEADER = "apmsqueeze"
 """Key of the state that does not belong to a parameter."""
@@ -50,17 +50,21 @@ def pack(
         for name, array in arrays.items():
             for i, view in zip(numbers, flat.views(array), strict=True):
                 state[i][name] = view.clone()
-        about.append(
-            {
-                "parameters": numbers,
-                "phase": cohort.phase,
-                "steps": cohort.steps,
-                "norms": list(cohort.norms),
-                "rates": [list(rates) for rates in cohort.rates],
-            }
-        )
+        about.append({"parameters": numbers, **described(cohort)})
     header = {"version": VERSION, "workers": workers[0], "rank": workers[1], "cohorts": about}
     return {"state": state, HEADER: header}
+
+
+def described(cohort: Cohort) -> dict[str, Any]:
+    """Returns the part of the header that is about a cohort, without the numbers of its parameters."""
+    return {
+        "phase": cohort.phase,
+        "steps": cohort.steps,
+        "until": cohort.until,
+        "corrected": cohort.corrected,
+        "norms": list(cohort.norms),
+        "rates": [list(rates) for rates in cohort.rates],
+    }
 
 
 def consolidated(packed: dict[str, Any], exchange: Exchange) -> dict[str, Any]:
@@ -137,7 +141,9 @@ def unpack(
         numbers = [number[id(p)] for p in flat.parameters]
         cohort.phase, cohort.steps = about["phase"], about["steps"]
         cohort.norms.extend(about["norms"])
-        cohort.rates.extend(tuple(rates) for rates in about.get("rates", ()))  # Absent: old.
+        # Older states lack the rest.
+        cohort.rates.extend(tuple(rates) for rates in about.get("rates", ()))
+        cohort.until, cohort.corrected = about.get("until", 0), about.get("corrected", cohort.phase == "compressed")
         cohort.updates = [int(state[i]["step"]) for i in numbers]
         server = torch.zeros_like(flat.error)
         arrays = {"exp_avg": flat.momentum, "exp_avg_sq": flat.variance}
