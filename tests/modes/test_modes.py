@@ -103,7 +103,16 @@ def test_only_gba_limits_rows_and_rows_from_the_future_count_as_never_touched(st
         limit = mode.row_limit(step, token)
         for last, admitted in zip(last_steps, limit.admits(np.array(last_steps)), strict=True):
             known = last if last < step else -1
-            assert admitted == (not isinstance(mode, Gba) or known - token <= mode.tolerance)
+            version = known + 1 if known > 0 else 0  # Of the row. 0 is "never" as well as "in step 0".
+            assert admitted == (not isinstance(mode, Gba) or version - token <= mode.tolerance)
+
+
+@pytest.mark.parametrize("tolerance", [0, 1, 3])
+def test_a_row_of_every_step_decays_as_dense_parameters_do(tolerance):
+    mode = Gba(64, tolerance)
+    for step in range(2, 9):
+        for token in range(step + 1):
+            assert mode.row_limit(step, token).admits(np.array([step - 1])) == mode.weight(step, token)
 
 
 def test_hop_bw_drops_what_comes_after_its_step():

@@ -97,6 +97,19 @@ def test_an_ids_gradient_is_as_old_as_its_row_is_new(ps):
     assert (counts.rows, counts.stale) == (6, 1)
 
 
+@pytest.mark.parametrize(("token", "applied"), [(4, 1), (3, 1), (2, 0)])
+def test_a_row_of_every_step_is_as_old_as_dense_parameters(ps, token, applied):
+    """Tolerance 1: four updates later a gradient of the version before the last still counts, an older one does not."""
+    server = ps(Gba(8, tolerance=1))
+    server.lookup({"t": np.arange(1, dtype=np.uint64)}, True)
+    for number in range(4):
+        server.push(header(number, 1, token=number), gradient([0], 1.0))
+    before = rows(server, 0)
+    server.push(header(4, 1, token=token), gradient([0], 1.0))
+    np.testing.assert_allclose(rows(server, 0), before - applied, atol=1e-5)
+    assert Gba(8, tolerance=1).weight(4, token) == applied
+
+
 def test_a_row_from_after_a_rollback_counts_as_never_touched(ps):
     """NN workers go back to step 3 after rows have reached step 10: their gradients are fresh, not 7 steps old."""
     server = ps(Gba(8, tolerance=1))
@@ -193,7 +206,8 @@ def test_any_order_is_the_order_of_slots(data):
         sums = ReferenceAccumulator(reduction)
         last = dict(enumerate(store.last_steps(0, universe).astype(np.int64)))
         for head, gradients in pushes[step * group : (step + 1) * group]:
-            weights = np.array([last[int(i)] - head.token <= tolerance for i in gradients.ids], np.float32)
+            newest = max(head.token + tolerance - 1, 0)
+            weights = np.array([last[int(i)] <= newest for i in gradients.ids], np.float32)
             sums.add({"t": (gradients, weights)}, head.weight)
         mean = sums.take().get("t", {})
         ids = np.array(list(mean), np.uint64)

@@ -93,7 +93,9 @@ class AlgorithmTwo:
         by_id = defaultdict(list)
         for token, g in self.buffer:
             for id_, row in zip(*g["ps-0"]["item"], strict=True):
-                by_id[int(id_)].append((0 if self.tags[int(id_)] - token > self.tolerance else 1, row))
+                tag = self.tags[int(id_)]
+                version = tag + 1 if tag else 0  # A tag of 0 is "never" as well as "in step 0".
+                by_id[int(id_)].append((0 if version - token > self.tolerance else 1, row))
         for id_, parts in by_id.items():
             if any(weight for weight, _ in parts):
                 mean = sum(weight * row for weight, row in parts) / len(parts)
@@ -144,6 +146,18 @@ def test_a_row_that_nobody_touched_takes_an_old_gradient():
     server.apply(5)
     assert table.rows[:, 0].tolist() == [-5.0, -0.5, 0.0, 0.0]  # Divided by both gradients of step 5.
     assert [server.last_step("item", i) for i in range(3)] == [4, 5, 0]
+
+
+@pytest.mark.parametrize(("token", "applied"), [(4, 1), (3, 1), (2, 0)])
+def test_a_row_of_every_step_is_as_old_as_dense_parameters(token, applied):
+    table = PlainTable(np.zeros((1, 1)), "sgd", 1.0)
+    server = ReplayRows(PlainRows({"item": table}), lambda batch: {})
+    server.begin(Gba(1, tolerance=1))
+    id_ = np.array([0], np.uint64)
+    for step, age in ((0, 0), (1, 0), (2, 0), (3, 0), (4, 4 - token)):
+        server.add({"item": (id_, np.ones((1, 1)))}, TakenGradient(step, step - age, 1.0, 1.0))
+        server.apply(step)
+    assert table.rows[0, 0] == -4.0 - applied
 
 
 def test_a_row_from_after_a_rollback_counts_as_never_touched():

@@ -28,9 +28,10 @@ class Gba(Asynchronous, frozen=True, tag="gba"):
     """Trains asynchronously with the global batch of synchronous training, and so with the same hyper-parameters.
 
     A PS sums the gradients of any M = `global_batch_size` / local batch batches and applies the sum as one step. The
-    token of a batch is the global step at which it was handed out; a gradient whose token is too old has weight 0. For
-    dense parameters its age counts to the global step, for each id to the step in which its row was last changed, so a
-    row that has not changed since accepts any gradient. Fast NN workers never wait.
+    token of a batch is the global step at which it was handed out; a gradient whose token is too old has weight 0. Its
+    age is the version of the parameters less its token: for dense parameters the global step, for each id the version
+    of its row, which is the global step after the row's last change. A row that has not changed since accepts any
+    gradient; one that changes in every step decays as dense parameters do. Fast NN workers never wait.
 
     Deviations from the print of the paper, all in line with its text:
 
@@ -38,7 +39,7 @@ class Gba(Asynchronous, frozen=True, tag="gba"):
       token value repeats M times", and Figure 5, mean M.
     - Algorithm 2 tags ids with the step (line 19) before it decays by the tag (line 21); printed so, every id would
       have the tag k, and rows would decay as dense parameters do. The previous tag is meant:
-      `row_limit` compares with the row's `last_step` from before the step.
+      `row_limit` compares with the row's version from before the step.
     - Sums run over M gradients, where Algorithm 2 has the number of NN workers, which the paper sets equal to M.
 
     Args:
@@ -88,8 +89,14 @@ class Gba(Asynchronous, frozen=True, tag="gba"):
         return 0.0 if step - token > self.tolerance else 1.0
 
     def row_limit(self, step: int, token: int) -> RowLimit:
-        """Admits rows with `last_step` - token <= tolerance: equation 1 with `last_step` in place of k."""
-        return RowLimit(token + self.tolerance, step)
+        """Admits rows whose version - token <= tolerance: equation 1 with the row's version in place of k.
+
+        In equation 1, k counts the updates that dense parameters have had: it is their version. Updates are numbered
+        from 0, so a row last changed in update `last_step` has the version `last_step` + 1. Comparing `last_step`
+        itself would give a row of every step one step more than dense parameters (section 4.1 and appendix B, line 21,
+        have one iota for both). A `last_step` of 0 also means "never", so rows of step 0 are always admitted.
+        """
+        return RowLimit(max(token + self.tolerance - 1, 0), step)
 
     def advice(self, nn_workers: int, local_batch: int) -> str | None:
         """Returns a warning if the number of NN workers N is far from M, else None.
