@@ -11,7 +11,7 @@ from persia.replay.report import ReportLine, record, table
 from persia.replay.schedule import ScheduleEvent, Summary, Timeline, load_timeline
 from persia.replay.servers import ReplayDense, ReplayRows, ReplayServer, TakenGradient
 from persia.replay.simulate import Setting, simulate
-from persia.replay.trace import Slowdown, Trace, alternating, load_trace, phases, steady
+from persia.replay.trace import Slowdown, Trace, alternating, load_trace, phases, stalls, steady
 
 __all__ = [
     "Compute",
@@ -37,6 +37,7 @@ __all__ = [
     "recorded",
     "replay",
     "simulate",
+    "stalls",
     "steady",
     "table",
 ]

@@ -1,12 +1,14 @@
 """Simulation of a run in any mode: computes when everything happens, from the speeds of the NN workers.
 
 No gradient is computed, as the timeline depends on the mode and on time only. It has the best rate that a mode can
-reach, since nothing but computing takes time, its drops and its staleness; :func:`persia.replay.replay` trains along
-it with real gradients.
+reach with these latencies, its drops and its staleness; :func:`persia.replay.replay` trains along it with real
+gradients.
 
-Assumptions: reads and pushes take no time. With replicas a step begins when all have finished the step before, and rows
-are looked up as early as the gate allows. With a dense PS an NN worker looks up, pulls and draws its token when it has
-finished the batch before. At equal times gradients arrive before reads, in the order of ranks.
+Assumptions: an NN worker has one lookup and one push under way, as on a cluster. Servers and the all-reduce take no
+time. With replicas a step begins when all have finished the step before, rows are looked up as early as the gate
+allows, and a push is answered when its step is applied. With a dense PS an NN worker looks up, pulls and draws its
+token when the push of the batch before is answered, which is when it has arrived. At equal times gradients arrive
+before reads, in the order of ranks.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ import msgspec
 
 from persia.errors import ConfigError
 from persia.modes import Action, Arrival, Dense, Mode
+from persia.nn.gate import WINDOW, Window
+from persia.nn.pipeline import MOST_READY
 from persia.replay.schedule import Kind, ScheduleEvent, Timeline
 from persia.replay.trace import Trace
 
@@ -37,12 +41,21 @@ class Setting(msgspec.Struct, frozen=True):
         local_batch: rows of a batch.
         crashes: (seconds, rank): the NN worker loses its batch and restarts at once. Only with a dense PS, as replicas
             restart together from a checkpoint.
+        lookup: latency of a lookup in seconds; rows are read half-way.
+        push: latency of a push in seconds, besides waiting for the step; the gradient arrives half-way.
     """
 
     trace: Trace
     compute: float = 1.0
     local_batch: int = 1
     crashes: Sequence[tuple[float, int]] = ()
+    lookup: float = 0.0
+    push: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("lookup", "push"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"Invalid Setting.{name} = {getattr(self, name)}; expected seconds >= 0.", field=name)
 
     @property
     def nn_workers(self) -> int:
@@ -55,17 +68,35 @@ class _Batch(NamedTuple):
     token: int
 
 
+class _Ready(NamedTuple):
+    """A batch with its rows, when they were ready, and for how long the gate had delayed their lookup."""
+
+    batch: _Batch
+    at: float
+    held: float
+
+
 class _Worker:
     """State of an NN worker."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, depth: int | None, start: float) -> None:
         self.rank = rank
-        self.looked_up: deque[_Batch] = deque()
+        self.depth = depth
+        self.looking: _Batch | None = None
+        self.looked_up: deque[_Ready] = deque()
         self.computing: _Batch | None = None
+        self.unpushed: deque[_Batch] = deque()
+        """Batches with a gradient that is not applied, or with a dense PS not arrived; the first is under way."""
         self.began = 0
         self.finished = 0
         self.settled = 0
         self.life = 0
+        # The inputs of `Window`, as `StalenessGate` and `Pipeline` measure them.
+        self.window = Window(1)
+        self.gate_asked = start
+        self.held = 0.0
+        self.wants_batch = start
+        self.drawn_at: float | None = None
 
 
 class _Server:
@@ -87,6 +118,10 @@ class _Replicas(_Server):
         return Action.APPLY if len(self.held) + 1 >= self._group else Action.HOLD
 
 
+_MESSAGES = ("_pushed", "_answered", "_read", "_found")
+"""Methods of the simulation that run when a message arrives, in their order at equal times."""
+
+
 class _Simulation:
     def __init__(self, mode: Mode, setting: Setting, batches: range, step: int, start: float) -> None:
         count = setting.nn_workers
@@ -100,7 +135,7 @@ class _Simulation:
                 field="crashes",
             )
         self.batches = batches
-        self.workers = [_Worker(rank) for rank in range(count)]
+        self.workers = [_Worker(rank, mode.initial_depth(), start) for rank in range(count)]
         on_arrival = self.replicas and self.group == 1  # Then k of a PS counts pushes, N of them for each step.
         self.rows = _Server(PS, mode, self.group, step * count if on_arrival else step)
         self.dense = (_Replicas if self.replicas else _Server)(
@@ -110,17 +145,17 @@ class _Simulation:
         self.drawn = 0  # Batches handed out.
         self.numbers = step * self.group  # Token numbers handed out; k is taken over as the next token's value.
         self.reissue = 0
-        self.depth = mode.initial_depth()
         self.now = start
         self.events: list[ScheduleEvent] = []
         self.queue: list[tuple[float, int, int, bool]] = []  # time, rank, life, whether it is a crash
+        self.messages: list[tuple[float, int, int]] = []  # time, what of `_MESSAGES`, rank
 
     def run(self) -> Timeline:
         for time, rank in self.setting.crashes:
             heapq.heappush(self.queue, (time, rank, -1, True))
         self._advance()
-        while any(worker.computing for worker in self.workers):
-            self.now = self.queue[0][0]
+        while self.messages or any(worker.computing for worker in self.workers):
+            self.now = min(queue[0][0] for queue in (self.queue, self.messages) if queue)
             while self.queue and self.queue[0][0] == self.now:
                 _, rank, life, crash = heapq.heappop(self.queue)
                 worker = self.workers[rank]
@@ -128,6 +163,9 @@ class _Simulation:
                     self._crash(worker)
                 elif life == worker.life:
                     self._finish(worker)
+            while self.messages and self.messages[0][0] == self.now:
+                _, what, rank = heapq.heappop(self.messages)
+                getattr(self, _MESSAGES[what])(self.workers[rank])
             self._advance()
         for server in (self.rows, self.dense):
             if server.held:  # The remainder, also of a last step that there is not a batch for every NN worker in.
@@ -148,13 +186,13 @@ class _Simulation:
             self._begin(worker)
 
     def _may_look_up(self, worker: _Worker) -> bool:
-        if not self.replicas and (worker.computing or worker.looked_up):
+        if not self.replicas and (worker.computing or worker.looked_up or worker.unpushed):
             return False  # One at a time: parameters and tokens are never fetched ahead.
-        if self._next_batch(worker) is None:
+        if worker.looking or len(worker.looked_up) >= MOST_READY or self._next_batch(worker) is None:
             return False
         in_flight = worker.began + len(worker.looked_up) - worker.settled
         ahead = worker.finished - min(w.finished for w in self.workers)
-        return self.mode.gate(in_flight, self.depth, ahead)
+        return self.mode.gate(in_flight, worker.depth, ahead)
 
     def _next_batch(self, worker: _Worker) -> int | None:
         """Returns the next batch of an NN worker: in the order of ranks for replicas, else in the order of requests."""
@@ -175,23 +213,56 @@ class _Simulation:
                 self.reissue -= 1
             else:
                 self.numbers += 1
-        batch = _Batch(number, token)
-        worker.looked_up.append(batch)
-        self._note("lookup", self.rows, worker, batch)
+        worker.looking, worker.held = _Batch(number, token), self.now - worker.gate_asked
+        if self.setting.lookup:
+            self._send("_read", worker, self.setting.lookup / 2)
+        else:
+            self._read(worker)
+
+    def _read(self, worker: _Worker) -> None:
+        assert worker.looking is not None
+        self._note("lookup", self.rows, worker, worker.looking)
         if not self.replicas:
-            self._note("pull", self.dense, worker, batch)
+            self._note("pull", self.dense, worker, worker.looking)
+        if self.setting.lookup:
+            self._send("_found", worker, self.setting.lookup / 2)
+        else:
+            self._found(worker)
+
+    def _found(self, worker: _Worker) -> None:
+        assert worker.looking is not None
+        worker.looked_up.append(_Ready(worker.looking, self.now, worker.held))
+        worker.looking, worker.gate_asked = None, self.now
+
+    def _send(self, what: str, worker: _Worker, seconds: float) -> None:
+        heapq.heappush(self.messages, (self.now + seconds, _MESSAGES.index(what), worker.rank))
 
     def _begin(self, worker: _Worker) -> None:
-        if worker.computing or not worker.looked_up:
+        if worker.computing or not worker.looked_up or len(worker.unpushed) > MOST_READY:
             return
         if self.replicas and worker.began > self.dense.step - self.first_step:
             return
-        worker.computing = worker.looked_up.popleft()
+        ready = worker.looked_up.popleft()
+        worker.computing = ready.batch
         worker.began += 1
         if self.replicas:
+            self._adapt(worker, ready)
             self._note("pull", self.dense, worker, worker.computing)
         done = self.setting.trace.finish(worker.rank, self.now, self.setting.compute)
         heapq.heappush(self.queue, (done, worker.rank, worker.life, False))
+
+    def _adapt(self, worker: _Worker, drawn: _Ready) -> None:
+        """Adapts the depth as `StalenessGate.drawn` does."""
+        before, worker.drawn_at = worker.drawn_at, self.now
+        if before is None:
+            return
+        worker.window.add(self.now - before, worker.wants_batch - drawn.at, drawn.held)
+        if worker.window.draws < WINDOW:
+            return
+        depth = self.mode.next_depth(worker.depth, worker.window.observation())
+        if depth is not None and worker.depth is not None and depth != worker.depth:
+            worker.window.changed(depth - worker.depth)
+            worker.depth = depth
 
     def _crash(self, worker: _Worker) -> None:
         worker.life += 1
@@ -210,22 +281,53 @@ class _Simulation:
         batch = worker.computing
         assert batch is not None
         worker.computing = None
+        worker.unpushed.append(batch)
+        if not self.setting.push:
+            self._pushed(worker)
+        elif len(worker.unpushed) == 1:
+            self._send("_pushed", worker, self.setting.push / 2)
+        if self.replicas:
+            self._arrive(self.dense, worker, batch)
+
+    def _pushed(self, worker: _Worker) -> None:
+        batch = worker.unpushed[0]
         worker.finished += 1
-        for server in (self.rows, self.dense):
-            action = server.arrive(batch.token)
-            if action is Action.DROP:
-                self._note("drop", server, worker, batch)
-                worker.settled += server is self.rows
-                continue
-            self._note("push", server, worker, batch)
-            server.held.append((worker, batch))
-            if action is Action.APPLY:
-                self._apply(server, worker, batch)
+        self._arrive(self.rows, worker, batch)
+        if not self.replicas:
+            self._arrive(self.dense, worker, batch)
+            self._answer(worker)
+
+    def _answer(self, worker: _Worker) -> None:
+        if self.setting.push:
+            self._send("_answered", worker, self.setting.push / 2)
+        else:
+            self._answered(worker)
+
+    def _answered(self, worker: _Worker) -> None:
+        worker.unpushed.popleft()
+        worker.settled += self.replicas
+        if worker.unpushed:
+            self._send("_pushed", worker, self.setting.push / 2)
+
+    def _arrive(self, server: _Server, worker: _Worker, batch: _Batch) -> None:
+        action = server.arrive(batch.token)
+        if action is Action.DROP:
+            self._note("drop", server, worker, batch)
+            worker.settled += server is self.rows
+            return
+        self._note("push", server, worker, batch)
+        server.held.append((worker, batch))
+        if action is Action.APPLY:
+            self._apply(server, worker, batch)
 
     def _apply(self, server: _Server, worker: _Worker, batch: _Batch) -> None:
         self._note("apply", server, worker, batch)
-        if server is self.rows:
-            for owner, _ in server.held:
+        for owner, _ in server.held:
+            if server is self.dense:
+                owner.wants_batch = self.now
+            elif self.replicas:
+                self._answer(owner)
+            else:
                 owner.settled += 1
         server.held.clear()
         server.step += 1

@@ -20,7 +20,7 @@ import numpy as np
 
 from persia.errors import ConfigError
 
-__all__ = ["Slowdown", "Trace", "alternating", "load_trace", "phases", "steady"]
+__all__ = ["Slowdown", "Trace", "alternating", "load_trace", "phases", "stalls", "steady"]
 
 
 class Slowdown(NamedTuple):
@@ -116,6 +116,43 @@ def phases(
     return Trace(
         [_joined([Slowdown(i * length, f) for i, f in enumerate(factors)]) for factors in drawn], count * length
     )
+
+
+def stalls(
+    workers: int,
+    *,
+    length: float,
+    chance: float = 0.01,
+    low: float = 8.0,
+    high: float = 50.0,
+    count: int = 4096,
+    seed: int = 0,
+) -> Trace:
+    """Returns a trace in which a batch of each NN worker takes many times as long now and then, at random.
+
+    Args:
+        workers: number of NN workers.
+        length: compute time of a batch at full speed, in seconds.
+        chance: probability of a stall, for each batch.
+        low: minimum factor of a stall. It lasts as long as a batch that begins with it.
+        high: maximum factor; the factors in between are log-uniform.
+        count: number of batches at full speed until the trace repeats.
+        seed: seed of the random choice.
+    """
+    rng = np.random.default_rng(seed)
+    period = count * length
+    drawn = []
+    for _ in range(workers):
+        parts, time = [Slowdown(0.0, 1.0)], rng.geometric(chance) * length
+        while time < period:
+            factor = float(np.exp(rng.uniform(np.log(low), np.log(high))))
+            parts.append(Slowdown(float(time), factor))
+            time += factor * length
+            if time < period:
+                parts.append(Slowdown(float(time), 1.0))
+            time += rng.geometric(chance) * length
+        drawn.append(_joined(parts))
+    return Trace(drawn, period)
 
 
 def alternating(factors: Sequence[float], *, quiet: float, strained: float) -> Trace:
