@@ -410,7 +410,7 @@ def scaling_why(preset: str) -> Iterator[runner.Measure]:
     kinds = {
         f"{name}_{count}": (mode, count)
         for count in (8, 40 if preset == "smoke" else 200)
-        for name, mode in (("per_id", Gba(SCALING)), ("global", Gba(SCALING, reduction="global")))
+        for name, mode in (("per_id", Gba(SCALING, reduction="per_id")), ("global", Gba(SCALING)))
     } | {"sync_8": (Sync(), 8)}
     shares = {"": 1.0, "_low": LOWER}
     plans = {
