@@ -110,6 +110,13 @@ def test_one_number_for_all_features_is_a_sequence_of_equal_ones() -> None:
         assert np.array_equal(gather(one)[0], gather(two)[0])
 
 
+def test_features_that_are_alike_are_sampled_at_once() -> None:
+    """Figures of earlier versions are of these rows."""
+    batch = data.synthetic(500, id_features=3, ids_per_feature=50, zipf=1.2, seed=4, batch_size=500)._batch(2, 0)[0]
+    expected = Zipf(50, 1.2).sample(np.random.Generator(np.random.PCG64((4, 2, 0))), 3 * 500).reshape(3, 500)
+    assert np.array_equal([batch.id_features[f"id_{i}"].values for i in range(3)], expected)
+
+
 @pytest.mark.parametrize("rate", [0.05, 0.17, 0.6])
 def test_positive_rate_moves_the_bias_alone(rate: float) -> None:
     options: dict[str, Any] = {
