@@ -1,5 +1,7 @@
 """Modes are pure functions: no threads here."""
 
+import functools
+
 import msgspec
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from persia.modes import (
     Action,
     Arrival,
     Async,
+    Auto,
     Bsp,
     Decision,
     Dense,
@@ -25,6 +28,7 @@ from persia.modes import (
     Sync,
     decode,
     encode,
+    recorded_mode,
 )
 
 
@@ -65,6 +69,24 @@ def actions(mode, tokens, nn_workers=4, local_batch=16):
         elif decision.action is Action.HOLD:
             held += 1
     return decisions, step
+
+
+@given(st.integers(1, 64), st.integers(1, 1000), st.integers(0, 2000))
+def test_a_warm_up_raises_the_bound_from_0(depth, warmup, step):
+    mode = Hybrid(depth, warmup=warmup)
+    assert mode.depth_at(depth, 0) == 0
+    bound = mode.depth_at(depth, step)
+    assert bound == depth if step >= warmup else bound * warmup <= depth * step < (bound + 1) * warmup
+    assert Hybrid(depth).depth_at(depth, step) == Sync().depth_at(depth, step) == depth
+    assert Hybrid(None).depth_at(None, step) is None
+
+
+def test_a_warm_up_needs_a_bound():
+    with pytest.raises(ConfigError, match="warmup = 5 needs a limit") as caught:
+        Hybrid(None, warmup=5)
+    assert caught.value.fields["field"] == "mode.warmup"
+    with pytest.raises(ConfigError, match="warmup = -1"):
+        Hybrid(2, warmup=-1)
 
 
 def test_dense():
@@ -196,9 +218,20 @@ def test_bad_arguments_name_the_field(kind, field, bad):
     assert caught.value.fields["field"] == f"mode.{field}"
 
 
-def test_bad_options_of_gba():
+def test_a_bad_tolerance_names_the_field():
     with pytest.raises(ConfigError, match="tolerance"):
         Gba(64, tolerance=-1)
+
+
+@pytest.mark.parametrize(
+    "make", [Sync, functools.partial(Hybrid, 2, True), *(functools.partial(m, 1) for m in (Bsp, HopBw))], ids=str
+)
+def test_every_mode_that_combines_has_a_reduction(make):
+    assert make().reduction == "global"
+    assert make("per_id").reduction == "per_id"
+    with pytest.raises(ConfigError, match=r"reduction = 'mean'.*'global' or 'per_id'"):
+        make("mean")
+    assert Gba(64, reduction="per_id").reduction == "per_id"
     with pytest.raises(ConfigError, match="reduction"):
         Gba(64, reduction="mean")  # type: ignore[arg-type]
 
@@ -214,3 +247,21 @@ def test_modes_round_trip_as_configuration():
         assert convert(msgspec.to_builtins(mode), ModeSetting, "here") == mode
         assert convert(msgspec.to_builtins(mode), Mode, "here") == decode(encode(mode)) == mode
     assert issubclass(ConfigError, PersiaError)
+
+
+def test_records_of_version_0_1_keep_their_behaviour():
+    """They lack fields; files of users that lack them mean the defaults."""
+    old = {
+        '{"kind": "hybrid", "staleness": 3}': Hybrid(3, combine=False, reduction="per_id"),
+        '{"kind": "bsp", "batches": 4}': Bsp(4, "per_id"),
+        '{"kind": "hop_bw", "backup": 1}': HopBw(1, "per_id"),
+        '{"kind": "sync", "reduction": "per_id"}': Sync("per_id"),
+    }
+    for text, mode in old.items():
+        assert decode(text, recorded=True) == mode
+    assert decode('{"kind": "hybrid", "staleness": 3}') == Hybrid(3)
+    for mode in MODES:
+        assert decode(encode(mode), recorded=True) == mode
+    tree = {"kind": "auto", "sync": {"kind": "hybrid"}, "asynchronous": {"kind": "bsp", "batches": 2}}
+    auto = Auto(Bsp(2, "per_id"), Hybrid(combine=False, reduction="per_id"))
+    assert convert(recorded_mode(tree), ModeSetting, "here") == auto

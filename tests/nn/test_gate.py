@@ -2,11 +2,12 @@
 
 import threading
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from persia.modes import Hybrid, Sync
-from persia.nn.gate import StalenessGate
+from persia.nn.gate import WINDOW, StalenessGate
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.lists(st.booleans(), max_size=60))
@@ -26,6 +27,48 @@ def test_every_interleaving_stays_below_the_bound(depth, accumulation, choices):
     for number, version in enumerate(gate.versions):
         assert 0 <= number // accumulation - version <= depth
     assert gate.measured.max <= depth
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("first", [0, 3, 9])
+def test_the_bound_rises_by_global_steps(first, accumulation):
+    """As many lookups pass ahead of the last applied step as the warm-up allows, and in a later pass it continues."""
+    gate = StalenessGate(Hybrid(4, warmup=8), accumulation)
+    gate.open(first)
+    bounds = [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 4, 4, 4, 4, 4, 4]  # Of the global steps 0 ...
+    looked_up = 0
+    for done in range(8):
+        while looked_up - done <= bounds[min(first + looked_up, 15)] and looked_up < 12:
+            assert all(gate.pass_lookup() for _ in range(accumulation))
+            looked_up += 1
+        if looked_up < 12:
+            waiter = threading.Thread(target=gate.pass_lookup)
+            waiter.start()
+            waiter.join(0.02)
+            assert waiter.is_alive()
+            gate.done(accumulation)
+            waiter.join(5)
+            for _ in range(accumulation - 1):
+                assert gate.pass_lookup()
+            looked_up += 1
+
+
+@pytest.mark.parametrize(("first", "depth"), [(0, 1), (5 * WINDOW, 2)])
+def test_auto_does_not_adapt_to_the_waits_of_a_warm_up(monkeypatch, first, depth):
+    """A clock in which each draw waits for the gate; from its end on this raises the depth."""
+    now = [0.0]
+    monkeypatch.setattr("persia.nn.gate.time.monotonic", lambda: now[0])
+    gate = StalenessGate(Hybrid("auto", warmup=5 * WINDOW), 1)
+    gate.open(first)
+    for _ in range(2 * WINDOW):
+        assert gate.pass_lookup()
+        gate._held[-1] = 0.5  # Seconds that the gate has delayed it.
+        now[0] += 1.0
+        gate.drawn(-0.5)
+        gate.done(1)
+        if gate.depth != 1:
+            break
+    assert gate.depth == depth
 
 
 def test_closing_wakes_the_waiter():

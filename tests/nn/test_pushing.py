@@ -94,6 +94,16 @@ def pushes(cluster):
     return [(header.sequence, header.step, len(ids), header.weight) for header, ids in found]
 
 
+def test_a_warm_up_counts_global_steps_from_pass_to_pass():
+    cluster = Recorded(seconds=0.05)
+    embeddings = collection(cluster, Hybrid(2, warmup=8))
+    for bound in (0, 1, 2):  # Of the last step of each pass; pushes are so slow that lookups go to the bound.
+        for batch in embeddings.prefetch(batches(4)):
+            backward(embeddings, batch)
+        assert embeddings.staleness.max == bound
+    assert embeddings.global_step == 12
+
+
 @pytest.mark.parametrize("left_early", [False, True])
 def test_an_incomplete_step_is_pushed_at_the_end(left_early):
     cluster = Recorded()

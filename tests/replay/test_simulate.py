@@ -119,14 +119,17 @@ def test_hop_bs_keeps_the_gap(data, workers, bound, batches):
 @given(st.data(), st.integers(1, 5), st.integers(0, 4), st.integers(1, 60))
 def test_staleness_is_within_the_gate(data, workers, depth, batches):
     """In own steps at the lookup: 0 for Sync, the bound for Hybrid; the dense parameters are never stale."""
-    mode = Hybrid(depth) if depth else Sync()
+    warmup = data.draw(st.sampled_from([0, 7, 40]))
+    mode = Hybrid(depth, warmup=warmup) if depth else Sync()
+    first = data.draw(st.integers(0, 10))
     setting = Setting(data.draw(traces(workers)), lookup=data.draw(latencies), push=data.draw(latencies))
-    schedule = simulate(mode, setting, batches)
+    schedule = simulate(mode, setting, batches, step=first)
     begun, done = defaultdict(int), defaultdict(int)
     waiting: list[int] = []
     for event in (e for e in schedule.events if e.server == "ps-0"):
         if event.kind == "lookup":
-            assert begun[event.worker] - done[event.worker] <= depth
+            assert event.token == first + begun[event.worker]
+            assert begun[event.worker] - done[event.worker] <= mode.depth_at(depth, event.token)
             begun[event.worker] += 1
         elif event.kind == "push":
             waiting.append(event.worker)
@@ -190,6 +193,14 @@ def test_auto_deepens_for_latency_and_not_for_stragglers():
     assert depths(Hybrid("auto"), Setting(steady([1, 1]), lookup=0.1, push=0.1), 2 * 1280)[-5:] == [1] * 5
     slow_peer = Setting(steady([1, 4]), lookup=0.9, push=0.9)
     assert depths(Hybrid("auto"), slow_peer, 2 * 1280)[-5:] == [1] * 5
+
+
+def test_auto_begins_to_adapt_after_the_warm_up():
+    setting = Setting(steady([1, 1]), lookup=0.9, push=0.9)
+    found = depths(Hybrid("auto", warmup=640), setting, 2 * 1920)
+    assert found[:6] == [0] * 5 + [1]
+    assert found[-5:] == [2] * 5
+    assert depths(Hybrid(2, warmup=640), setting, 2 * 1280) == [0, 0, 1, 1, 1, 2, 2, 2, 2, 2]
 
 
 def test_no_limit_is_bounded_by_memory():

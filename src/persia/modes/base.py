@@ -133,9 +133,9 @@ class Observation(NamedTuple):
 class Mode(Protocol):
     """The interface of a mode: pure functions of numbers, each asked by the roles that need its answer.
 
-    NN worker: `gate`, `dense` (selects the training loop). Coordinator: `gate`, `waits_for_step`, `token`, `arrive`.
-    Embedding PS: `arrive`, `row_limit`, `reduction`. At the start of a phase: `group`. The replay driver asks all of
-    them, and `weight`. The page docs/concepts/modes.md says when.
+    NN worker: `gate`, `depth_at`, `dense` (selects the training loop). Coordinator: `gate`, `waits_for_step`, `token`,
+    `arrive`. Embedding PS: `arrive`, `row_limit`, `reduction`. At the start of a phase: `group`. The replay driver asks
+    all of them, and `weight`. The page docs/concepts/modes.md says when.
     """
 
     def initial_depth(self) -> int | None:
@@ -143,6 +143,9 @@ class Mode(Protocol):
 
     def next_depth(self, depth: int | None, seen: Observation) -> int | None:
         """Returns the depth after a window of steps."""
+
+    def depth_at(self, depth: int | None, step: int) -> int | None:
+        """Returns the depth for the lookup of a global step, at most `depth`. While it is less, `depth` stays."""
 
     def gate(self, in_flight: int, depth: int | None, ahead: int = 0) -> bool:
         """Returns whether the next batch may look up its rows and pull dense parameters.
@@ -233,6 +236,10 @@ class OnArrival(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
         return None
 
     def next_depth(self, depth: int | None, seen: Observation) -> int | None:
+        """Returns the same depth."""
+        return depth
+
+    def depth_at(self, depth: int | None, step: int) -> int | None:
         """Returns the same depth."""
         return depth
 

@@ -15,6 +15,7 @@ from persia.modes.base import (
     OnArrival,
     Reduction,
     check_reduction,
+    check_whole,
     hold_until_full,
 )
 from persia.modes.registry import register
@@ -50,11 +51,14 @@ class Hybrid(OnArrival, frozen=True, tag="hybrid"):
             0.1. For NN workers that do not make steps together, as in a loop without averaging. Without effect with one
             NN worker.
         reduction: divisor of the sum of an id's gradients, as in `Sync`. Without effect with `combine=False`.
+        warmup: number of global steps in which the limit rises from 0, as in Sync, to `staleness`. Old rows cost most
+            accuracy at the start of training.
     """
 
     staleness: int | Literal["auto", "unbounded"] | None = "auto"
     combine: bool = True
     reduction: Reduction = "global"
+    warmup: int = 0
 
     def __post_init__(self) -> None:
         if self.staleness == "unbounded":  # TOML has no null.
@@ -66,6 +70,13 @@ class Hybrid(OnArrival, frozen=True, tag="hybrid"):
                 f"Invalid Hybrid.staleness = {self.staleness!r}; expected a whole number >= 1, 'auto', or None for no "
                 "limit. For staleness 0 use the mode Sync.",
                 field="mode.staleness",
+            )
+        check_whole("Hybrid", "warmup", self.warmup, 0, "the global steps in which the limit on staleness rises")
+        if self.warmup and self.staleness is None:
+            raise ConfigError(
+                f"Hybrid.warmup = {self.warmup} needs a limit to rise to, and staleness = None has none: set staleness "
+                "to a number or 'auto', or leave warmup at 0.",
+                field="mode.warmup",
             )
 
     def group(self, nn_workers: int, local_batch: int) -> int:
@@ -102,6 +113,10 @@ class Hybrid(OnArrival, frozen=True, tag="hybrid"):
         if seen.change > 0 and seen.windows < RETRY_WINDOWS:
             return depth
         return max(depth - 1, 1) if seen.would_wait < LOWER_BELOW * seen.elapsed else depth
+
+    def depth_at(self, depth: int | None, step: int) -> int | None:
+        """Returns a share of the depth in the warm-up, rounded down."""
+        return depth if depth is None or step >= self.warmup else depth * step // self.warmup
 
     def dense(self) -> Dense:
         """Returns all-reduce, which overlaps with the backward pass."""

@@ -99,6 +99,7 @@ class StalenessGate:
         self._looked_up = 0
         self._done = 0
         self._steps_before = 0
+        self._first_step = 0
         self._open = False
         self._changed = threading.Condition()
         self._lookups = 0
@@ -114,11 +115,16 @@ class StalenessGate:
         with self._changed:
             return Staleness(self._sum / max(1, self._lookups), self._max, self._lookups)
 
-    def open(self) -> None:
-        """Starts a pass over the data, with nothing in flight."""
+    def open(self, step: int = 0) -> None:
+        """Starts a pass over the data, with nothing in flight.
+
+        Args:
+            step: the global step at which it starts.
+        """
         with self._changed:
             self._steps_before += -(-self._done // self._accumulation)
             self._looked_up = self._done = 0
+            self._first_step = step
             self._open = True
             self._window.restart()
             self._held.clear()
@@ -137,7 +143,7 @@ class StalenessGate:
         """
         with self._changed:
             began = time.monotonic()
-            while self._open and not self.mode.gate(self._in_flight(), self.depth):
+            while self._open and not self.mode.gate(self._in_flight(), self._depth_at(self._looked_up)):
                 self._changed.wait()
             if not self._open:
                 return False
@@ -165,10 +171,11 @@ class StalenessGate:
         """
         with self._changed:
             now = time.monotonic()
+            warm = self._depth_at(self._looked_up - len(self._held)) == self.depth
             held = self._held.popleft()
             before, self._drawn_at = self._drawn_at, now
-            if before is None:
-                return  # No interval before the first draw.
+            if before is None or not warm:
+                return  # No interval before the first draw; in a warm-up the gate delays lookups on purpose.
             self._window.add(now - before, lead, held)
             if self._window.draws < WINDOW:
                 return
@@ -177,6 +184,10 @@ class StalenessGate:
                 self._window.changed(depth - self.depth)
                 self.depth = depth
                 self._changed.notify_all()
+
+    def _depth_at(self, batch: int) -> int | None:
+        """Returns the depth for the lookup of a batch of this pass, by its number."""
+        return self.mode.depth_at(self.depth, self._first_step + batch // self._accumulation)
 
     def _in_flight(self) -> int:
         """Returns the number of steps before that of the next batch without an applied gradient."""

@@ -212,7 +212,7 @@ class StepPusher:
 
     def open(self, start: int) -> None:
         """Opens the gate."""
-        self._gate.open()
+        self._gate.open(self._outbox.global_step)
         self._number = start + self._outbox.connection.rank
 
     def want(self) -> None:

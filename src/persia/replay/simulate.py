@@ -190,9 +190,9 @@ class _Simulation:
             return False  # One at a time: parameters and tokens are never fetched ahead.
         if worker.looking or len(worker.looked_up) >= MOST_READY or self._next_batch(worker) is None:
             return False
-        in_flight = worker.began + len(worker.looked_up) - worker.settled
+        step = worker.began + len(worker.looked_up)  # Of this NN worker, since the start.
         ahead = worker.finished - min(w.finished for w in self.workers)
-        return self.mode.gate(in_flight, worker.depth, ahead)
+        return self.mode.gate(step - worker.settled, self.mode.depth_at(worker.depth, self.first_step + step), ahead)
 
     def _next_batch(self, worker: _Worker) -> int | None:
         """Returns the next batch of an NN worker: in the order of ranks for replicas, else in the order of requests."""
@@ -244,17 +244,18 @@ class _Simulation:
             return
         ready = worker.looked_up.popleft()
         worker.computing = ready.batch
-        worker.began += 1
         if self.replicas:
             self._adapt(worker, ready)
             self._note("pull", self.dense, worker, worker.computing)
+        worker.began += 1
         done = self.setting.trace.finish(worker.rank, self.now, self.setting.compute)
         heapq.heappush(self.queue, (done, worker.rank, worker.life, False))
 
     def _adapt(self, worker: _Worker, drawn: _Ready) -> None:
         """Adapts the depth as `StalenessGate.drawn` does."""
         before, worker.drawn_at = worker.drawn_at, self.now
-        if before is None:
+        warm = self.mode.depth_at(worker.depth, self.first_step + worker.began) == worker.depth
+        if before is None or not warm:
             return
         worker.window.add(self.now - before, worker.wants_batch - drawn.at, drawn.held)
         if worker.window.draws < WINDOW:
