@@ -129,6 +129,14 @@ def test_a_state_of_version_0_1_is_taken():
     assert torch.equal(torch.get_rng_state(), state["random"]["torch"])
 
 
+def test_the_depth_of_auto_is_restored_from_a_state_of_version_0_1():
+    t = trainer(schema_of(), Hybrid(4))
+    state = t.state.state_dict() | {"mode": '{"kind":"hybrid","staleness":"auto"}', "depth": 7}
+    t.state.load_state_dict(state, elsewhere=False)
+    assert t.mode == Hybrid("auto", combine=False, reduction="per_id")
+    assert t.embeddings.gate.depth == 7
+
+
 @pytest.mark.parametrize("mode", [Hybrid(4), Hybrid("auto")])
 def test_resuming_in_hybrid_mode_goes_on(tmp_path, mode):
     schema = schema_of()
