@@ -180,7 +180,7 @@ HELD = ("one_bit", "uncompressed")
 RESNET = (*HELD, "one_bit_l2", "naive")
 TRANSFORMER = (*HELD, "naive")
 SHOWN = ("top_k", "gradient", "ternary", "naive")
-PARTS = ("step", "_agree", "sum_of_squares", "compress", "average", "apply", "wait")
+PARTS = ("step", "_agree", "squares", "compress", "average", "apply", "wait")
 
 
 @on_ranks(*(f"apms.profile.n{count}" for count in SIZES["full"]))

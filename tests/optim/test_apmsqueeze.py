@@ -508,6 +508,7 @@ def test_a_warm_up_on_a_dense_ps_goes_on():
         ({"bucket_bytes": 0}, "bucket_bytes"),
         ({"timeout": -1.0}, "timeout"),
         ({"variance_floor": 2.0}, "variance_floor"),
+        ({"track_scale": "yes"}, "track_scale"),
     ],
 )
 def test_wrong_options(options, field):

@@ -72,6 +72,7 @@ def _apmsqueeze(
     clip_norm: float | None = None,
     bucket_bytes: int = 25 << 20,
     variance_floor: float = 1e-3,
+    track_scale: bool = False,
     timeout: float = 600.0,
     debug: bool = False,
 ) -> torch.optim.Optimizer:
@@ -83,6 +84,7 @@ def _apmsqueeze(
         "clip_norm": clip_norm,
         "bucket_bytes": bucket_bytes,
         "variance_floor": variance_floor,
+        "track_scale": track_scale,
         "timeout": timeout,
         "debug": debug,
     }

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -22,7 +23,7 @@ from persia.optim.buckets import Rule
 from persia.optim.checks import check_group, refuse_ddp, same_everywhere, same_parameters
 from persia.optim.cohort import Cohort, Phase
 from persia.optim.exchange import Exchange
-from persia.optim.native import sum_of_squares
+from persia.optim.native import squares, sum_of_squares
 from persia.optim.options import APMSqueezeOptions
 
 __all__ = ["APMSqueeze"]
@@ -41,12 +42,14 @@ class _Agreed(NamedTuple):
         norm: root mean square of the norms of the workers' gradients, unscaled.
         ready: by cohort, whether all would end the warm-up.
         active: by parameter, whether any worker has a gradient for it.
+        squares: by parameter, mean of the squared norms of the workers' gradients, unscaled; empty unless tracked.
     """
 
     finite: bool
     norm: float
     ready: list[bool]
     active: list[bool]
+    squares: list[float]
 
 
 class APMSqueeze(torch.optim.Optimizer):
@@ -152,11 +155,14 @@ class APMSqueeze(torch.optim.Optimizer):
             return loss
         self._skipped_in_a_row = 0
         self._enrol(agreed)
-        clip = self.options.clip_norm
+        clip, clipped = self.options.clip_norm, 1.0
         if clip is not None and self.phase == "compressed":
-            scale *= min(1.0, clip / (agreed.norm + 1e-6))
-        rules = [self._rules(cohort, gradients, agreed.active, scale) for cohort in self._cohorts]
-        self._warm_up([(c, r) for c, r in zip(self._cohorts, rules, strict=True) if c.phase == "warmup"])
+            clipped = min(1.0, clip / (agreed.norm + 1e-6))
+        rules = [self._rules(cohort, gradients, agreed.active, scale * clipped) for cohort in self._cohorts]
+        clipped *= self._warm_up([(c, r) for c, r in zip(self._cohorts, rules, strict=True) if c.phase == "warmup"])
+        if self.options.track_scale:
+            mean = {id(p): s * clipped**2 for p, s in zip(self._parameters(), agreed.squares, strict=True)}
+            rules = [c.track(r, mean) for c, r in zip(self._cohorts, rules, strict=True)]
         self._squeeze([(c, r) for c, r in zip(self._cohorts, rules, strict=True) if c.phase == "compressed"])
         self._steps += 1
         self._last_sent = exchange.sent - before
@@ -177,8 +183,8 @@ class APMSqueeze(torch.optim.Optimizer):
                 longer,
             )
 
-    def _warm_up(self, cohorts: list[tuple[Cohort, list[Rule]]]) -> None:
-        """Runs line 2: Adam with the average of the gradients, float32."""
+    def _warm_up(self, cohorts: list[tuple[Cohort, list[Rule]]]) -> float:
+        """Runs line 2: Adam with the average of the gradients, float32. Returns the factor by which it was clipped."""
         exchange = self._connected()
         work = [(bucket, rules) for cohort, rules in cohorts for bucket in cohort.buckets]
         waits = [
@@ -187,16 +193,18 @@ class APMSqueeze(torch.optim.Optimizer):
         ]
         for wait in waits:
             wait()
-        factor = 1.0 / exchange.size
+        factor, clipped = 1.0 / exchange.size, 1.0
         if self.options.clip_norm is not None and self.phase == "warmup" and work:
             total = sum_of_squares([bucket.error for bucket, _ in work], self._pool)
             # Workers may round a norm differently, but its average is the same for all.
             norm = float(exchange.sum(torch.tensor([total**0.5], dtype=torch.float64), "norm")) * factor**2
-            factor *= min(1.0, self.options.clip_norm / (norm + 1e-6))
+            clipped = min(1.0, self.options.clip_norm / (norm + 1e-6))
+            factor *= clipped
         for bucket, rules in work:
             bucket.adam(rules, factor)
         for cohort, rules in cohorts:
             cohort.observe([rule.bias2 for rule in rules], [float(group["lr"]) for group in self.param_groups])
+        return clipped
 
     def _squeeze(self, cohorts: list[tuple[Cohort, list[Rule]]]) -> None:
         """Runs lines 6 to 11. Sends one bucket while packing the next one."""
@@ -249,18 +257,24 @@ class APMSqueeze(torch.optim.Optimizer):
     def _agree(self, gradients: Sequence[torch.Tensor | None], scale: float) -> _Agreed:
         """Computes by one small sum all facts that workers must agree on before a buffer changes."""
         exchange = self._connected()
-        total_square = sum_of_squares([g for g in gradients if g is not None], self._pool) * scale**2
+        each = [square * scale**2 for square in squares([g for g in gradients if g is not None], self._pool)]
+        total_square = sum(each)
         bad = not math.isfinite(total_square) or bool(getattr(self, "found_inf", 0.0))
         numbers = [float(bad), 0.0 if bad else total_square]
         numbers += [float(cohort.ready()) for cohort in self._cohorts]
         numbers += [float(g is not None) for g in gradients]
+        if self.options.track_scale:
+            found = iter(each)
+            numbers += [0.0 if g is None or bad else next(found) for g in gradients]
         total = exchange.sum(torch.tensor(numbers, dtype=torch.float64), f"begin of step {self._steps + 1}").tolist()
         count = 2 + len(self._cohorts)
+        last = count + len(gradients)
         return _Agreed(
             finite=total[0] == 0.0,
             norm=(total[1] / exchange.size) ** 0.5,
             ready=[number == exchange.size for number in total[2:count]],
-            active=[number > 0.0 for number in total[count:]],
+            active=[number > 0.0 for number in total[count:last]],
+            squares=[number / exchange.size for number in total[last:]],
         )
 
     def _enrol(self, agreed: _Agreed) -> None:
@@ -307,14 +321,8 @@ class APMSqueeze(torch.optim.Optimizer):
             if exchange.size > 1:
                 shapes = [(tuple(p.shape), str(p.dtype)) for p in parameters]
                 beta2 = [group["betas"][1] for group in self.param_groups]
-                kind = (
-                    options.warmup,
-                    options.compressor,
-                    options.communicate,
-                    options.clip_norm,
-                    options.bucket_bytes,
-                )
-                same_everywhere(exchange, repr((len(shapes), kind, options.debug, beta2, shapes)))
+                kind = msgspec.structs.replace(options, process_group=None, timeout=1.0)  # May differ.
+                same_everywhere(exchange, repr((len(shapes), kind, beta2, shapes)))
                 for parameter in parameters:
                     exchange.broadcast(parameter.detach(), "parameters of rank 0")
             self._exchange = exchange

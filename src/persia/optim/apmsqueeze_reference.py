@@ -101,8 +101,11 @@ class ReferenceAPMSqueeze:
         self.sent = [[np.zeros_like(x) for x in self.x] for _ in range(workers)]
         self.steps = 0
         self.frozen = False
+        self.frozen_weight = 1.0
         self.until = 0
         self.corrected = False
+        self.squares = [0.0] * len(self.x)
+        self.frozen_squares = [0.0] * len(self.x)
         self.norms: list[float] = []
         self.rates: list[float] = []
 
@@ -120,6 +123,7 @@ class ReferenceAPMSqueeze:
         self.steps += 1
         if self.frozen:
             self._clip_frozen(mine)
+            self._track(mine)
             self._squeeze(mine)
         else:
             self._adam(mine)
@@ -129,6 +133,7 @@ class ReferenceAPMSqueeze:
         average = [np.sum([worker[t] for worker in gradients], axis=0) / self.workers for t in range(len(self.x))]
         norm = sum(float(g @ g) for g in average) ** 0.5
         clip = 1.0 if self.options.clip_norm is None else min(1.0, self.options.clip_norm / (norm + 1e-6))
+        self._track([[clip * g for g in worker] for worker in gradients])
         for t, g in enumerate(average):
             self.momentum[t] = self.beta1 * self.momentum[t] + (1 - self.beta1) * clip * g
             self.variance[t] = self.beta2 * self.variance[t] + (1 - self.beta2) * (clip * g) ** 2
@@ -158,6 +163,21 @@ class ReferenceAPMSqueeze:
             mean = (v.mean() if len(v) else 0.0) or overall
             self.variance[t] = np.maximum(v, self.options.variance_floor * mean)
         self.frozen = self.corrected = True
+        self.frozen_squares = list(self.squares)
+        self.frozen_weight = 1 - self.beta2**self.steps
+
+    def _track(self, gradients: list[list[Vector]]) -> None:
+        """Updates the running means of the squared norms of the workers' gradients, by tensor."""
+        for t in range(len(self.x)):
+            square = sum(float(worker[t] @ worker[t]) for worker in gradients) / self.workers
+            self.squares[t] = self.beta2 * self.squares[t] + (1 - self.beta2) * square
+
+    def _scale(self, t: int) -> float:
+        """Returns the scale of the frozen v of a tensor."""
+        if not self.options.track_scale or self.frozen_squares[t] == 0.0:
+            return 1.0
+        now = self.squares[t] / (1 - self.beta2**self.steps)
+        return float(max(now / (self.frozen_squares[t] / self.frozen_weight), self.options.variance_floor) ** 0.5)
 
     def rewarm(self, steps: int) -> None:
         """Returns to Adam for some steps: all errors go into the momentum, and v goes on from the frozen one."""
@@ -168,6 +188,7 @@ class ReferenceAPMSqueeze:
             self.server_error[t] = np.zeros_like(unsent)
             for errors in self.worker_errors:
                 errors[t] = np.zeros_like(unsent)
+            self.variance[t] = self.variance[t] * self._scale(t) ** 2
         self.frozen, self.until = False, self.steps + steps
 
     def _clip_frozen(self, gradients: list[list[Vector]]) -> None:
@@ -206,7 +227,7 @@ class ReferenceAPMSqueeze:
                 self.momentum[t] = averaged
             else:
                 self.momentum[t] = self.beta1 * self.momentum[t] + (1 - self.beta1) * averaged
-            self._move(t, self.variance[t])
+            self._move(t, self.variance[t] * self._scale(t) ** 2)
 
     def _move(self, t: int, variance: Vector) -> None:
         corrected = self.momentum[t] / (1 - self.beta1**self.steps)

@@ -101,9 +101,10 @@ def flush(cohort: Cohort, beta1: Sequence[float], momentum: bool, exchange: Exch
 
 
 def fill(averaged: Averaged, cohorts: Sequence[Cohort]) -> None:
-    """Sets the state to that of flushed cohorts. Shares their tensors."""
+    """Sets the state to that of flushed cohorts. Shares their tensors. A tracked scale stays as it is meanwhile."""
     averaged.state.clear()
     for cohort in cohorts:
+        cohort.fold_scale()
         flat = cohort.flat
         moments = zip(flat.views(flat.momentum), flat.views(flat.variance), strict=True)
         for parameter, updates, (m, v) in zip(flat.parameters, cohort.updates, moments, strict=True):

@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
 
 from persia.batching.native import ThreadPool
-from persia.optim.buckets import Flat, ranges
+from persia.optim.buckets import Flat, Rule, ranges
 from persia.optim.compressors import Uncompressed
 from persia.optim.exchange import Exchange
 from persia.optim.native import bucket_class
 from persia.optim.options import APMSqueezeOptions
+from persia.optim.tracked_scale import TrackedScale
 
 __all__ = ["Cohort", "Phase"]
 
@@ -44,6 +45,7 @@ class Cohort:
         phase: "warmup" or "compressed".
         steps: number of steps so far.
         until: step before which the warm-up does not end.
+        scale: scale of the frozen v by parameter of `flat`, if it is tracked.
         corrected: whether the bias of v is corrected: from the first end of the warm-up on.
         updates: number of steps by parameter of `flat`, without those in which it had no gradient.
         norms: bias-corrected ||v||_1 after the last steps, as many as `warmup="auto"` needs.
@@ -64,6 +66,7 @@ class Cohort:
         self.flat = Flat(parameters, pool)
         self.updates = [0] * len(self.flat.parameters)
         self._options, self._exchange = options, exchange
+        self.scale = TrackedScale(len(self.flat.parameters), options.variance_floor) if options.track_scale else None
         self._window = math.ceil(1.0 / (1.0 - beta2)) if beta2 < 1.0 else 1
         self.norms: deque[float] = deque(maxlen=self._window + 1)
         self.rates: deque[tuple[float, ...]] = deque(maxlen=self._window + 1)
@@ -123,6 +126,8 @@ class Cohort:
             v.clamp_(min=self._options.variance_floor * mean)
         if self._options.variance_floor == 0.0:
             self.flat.variance.masked_fill_(self.flat.variance == 0.0, math.inf)  # Such elements stay as they are.
+        if self.scale is not None:
+            self.scale.freeze()
         self.flat.error.zero_()
         self.norms.clear()
         self.rates.clear()
@@ -141,8 +146,33 @@ class Cohort:
         """Continues with Adam, from the frozen v, for a number of steps. The errors must be zero."""
         self.until = self.steps + steps
         if self.phase == "compressed":
+            self.fold_scale()
             self.phase = "warmup"
             self.flat.variance.masked_fill_(torch.isinf(self.flat.variance), 0.0)  # See `freeze`.
+
+    def track(self, rules: list[Rule], squares: Mapping[int, float]) -> list[Rule]:
+        """Observes the gradients of a step, and returns the rules with the updates of a frozen v divided by its scale.
+
+        m / (s sqrt(v) + eps) = (1 / s) m / (sqrt(v) + eps / s).
+
+        Args:
+            rules: rules by parameter.
+            squares: mean of the squared norms of the workers' clipped gradients, by id of the parameter.
+        """
+        assert self.scale is not None
+        for number, (parameter, rule) in enumerate(zip(self.flat.parameters, rules, strict=True)):
+            if rule.active:
+                self.scale.observe(number, squares[id(parameter)], rule.beta2)
+        if self.phase == "warmup":
+            return rules
+        factors = self.scale.factors()
+        return [r._replace(rate=r.rate / s, eps=r.eps / s) for r, s in zip(rules, factors, strict=True)]
+
+    def fold_scale(self) -> None:
+        """Multiplies the frozen v by the square of its tracked scale, which is 1 afterwards."""
+        if self.scale is not None and self.phase == "compressed":
+            for v, factor in zip(self.flat.views(self.flat.variance), self.scale.fold(), strict=True):
+                v.mul_(factor**2)
 
     def settle(self) -> None:
         """Brings the momentum up to date so that it can be read."""

@@ -14,7 +14,7 @@ from persia.batching.native import ThreadPool
 from persia.optim.buckets import Bucket, Flat, Rule
 from persia.optim.compressors import Compressor, OneBit
 
-__all__ = ["NativeBucket", "OneBitBucket", "bucket_class", "sum_of_squares"]
+__all__ = ["NativeBucket", "OneBitBucket", "bucket_class", "squares", "sum_of_squares"]
 
 _core: Any = importlib.import_module("persia._core").onebit
 
@@ -26,14 +26,19 @@ def bucket_class(flat: Flat, compressor: Compressor) -> type[Bucket]:
     return OneBitBucket if isinstance(compressor, OneBit) else NativeBucket
 
 
+def squares(tensors: Sequence[torch.Tensor], pool: ThreadPool | None) -> list[float]:
+    """Returns the sum of squares of each flat float32 tensor; finite if its values are. Without a pool synchronises."""
+    if pool is not None:
+        return [float(_core.sum_of_squares(t.data_ptr(), t.numel(), pool)) for t in tensors]
+    if not tensors:
+        return []
+    norms = torch.stack([torch.linalg.vector_norm(t, dtype=torch.float64) for t in tensors])
+    return [float(square) for square in norms.square_().tolist()]
+
+
 def sum_of_squares(tensors: Sequence[torch.Tensor], pool: ThreadPool | None) -> float:
     """Returns the sum of squares of flat float32 tensors; finite if all values are. Without a pool it synchronises."""
-    if pool is not None:
-        return sum(float(_core.sum_of_squares(t.data_ptr(), t.numel(), pool)) for t in tensors)
-    if not tensors:
-        return 0.0
-    norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in tensors]
-    return float(torch.stack(norms).square_().sum())
+    return sum(squares(tensors, pool))
 
 
 class NativeBucket(Bucket):

@@ -57,7 +57,7 @@ def pack(
 
 def described(cohort: Cohort) -> dict[str, Any]:
     """Returns the part of the header that is about a cohort, without the numbers of its parameters."""
-    return {
+    about = {
         "phase": cohort.phase,
         "steps": cohort.steps,
         "until": cohort.until,
@@ -65,6 +65,9 @@ def described(cohort: Cohort) -> dict[str, Any]:
         "norms": list(cohort.norms),
         "rates": [list(rates) for rates in cohort.rates],
     }
+    if cohort.scale is not None:
+        about["scale"] = [list(values) for values in cohort.scale.values]
+    return about
 
 
 def consolidated(packed: dict[str, Any], exchange: Exchange) -> dict[str, Any]:
@@ -144,6 +147,9 @@ def unpack(
         # Older states lack the rest.
         cohort.rates.extend(tuple(rates) for rates in about.get("rates", ()))
         cohort.until, cohort.corrected = about.get("until", 0), about.get("corrected", cohort.phase == "compressed")
+        if cohort.scale is not None and "scale" in about:
+            by_number = dict(zip(about["parameters"], about["scale"], strict=True))
+            cohort.scale.values = [(q, u, frozen) for q, u, frozen in (by_number[i] for i in numbers)]
         cohort.updates = [int(state[i]["step"]) for i in numbers]
         server = torch.zeros_like(flat.error)
         arrays = {"exp_avg": flat.momentum, "exp_avg_sq": flat.variance}

@@ -27,6 +27,8 @@ class APMSqueezeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         bucket_bytes: bytes of parameters, as float32, that are sent together.
         variance_floor: minimum of an element of the frozen v, as a fraction of its tensor's mean. Compression gives an
             element noise as large as its neighbours' momentum, which division by a v near 0 would amplify.
+        track_scale: after the warm-up, multiplies the root of the frozen v by one number per tensor, which follows the
+            norms of the workers' gradients; see :class:`persia.optim.tracked_scale.TrackedScale`. Not in the paper.
         process_group: process group of torch.distributed; None for all processes.
         timeout: maximum seconds of a wait for other workers.
         debug: checks after each step that the parameters of all workers are bitwise equal. Slow.
@@ -38,6 +40,7 @@ class APMSqueezeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     clip_norm: float | None = None
     bucket_bytes: int = 25 << 20
     variance_floor: float = 1e-3
+    track_scale: bool = False
     process_group: Any = None
     timeout: float = 600.0
     debug: bool = False
@@ -57,6 +60,8 @@ class APMSqueezeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} = {value!r}; give a number > 0.", field=name)
+        if not isinstance(self.track_scale, bool):
+            raise ConfigError(f"track_scale = {self.track_scale!r}; use True or False.", field="track_scale")
         if not 0.0 <= self.variance_floor <= 1.0:
             raise ConfigError(
                 f"variance_floor = {self.variance_floor!r}; give a number from 0 to 1.", field="variance_floor"
