@@ -100,8 +100,9 @@ class TrainingLoop:
                     source.forget(state.position)
                     self._trained(step, batch, logits, loss)
                     # One request to stop suffices: it is sent with the next batch, and all stop after that step.
-                    replicas.stop = replicas.stop or self._should_stop() or switch_requested()
-                    if updated and replicas.stopping():
+                    if self._should_stop() or switch_requested():
+                        replicas.request_stop()
+                    if updated and replicas.stop_requested():
                         stopped_at = time.monotonic()
                         break
             complete = True
@@ -140,7 +141,7 @@ class TrainingLoop:
         return self._network.forward_backward(batch, self._embeddings(batch), all_reduce=all_reduce)
 
     def _trained(self, step: int, batch: PreparedBatch, logits: torch.Tensor, loss: torch.Tensor) -> None:
-        """Keeps the books of a batch that took part in global step `step`."""
+        """Updates the local batch, the counts and the progress after a batch of global step `step`."""
         state, connection = self._state, self._embeddings.connection
         known = state.local_batch
         state.local_batch = max(known, batch.weight)

@@ -186,7 +186,7 @@ class Phases:
                 now = time.monotonic()
                 self._leaving = self._state.mode, now, now
             self._state.change_mode(wanted)
-        replicas.stop = False
+        replicas.clear_stop_request()
         return wanted is not None
 
     def _requested(self) -> Mode | None:

@@ -174,7 +174,7 @@ class Trainer:
         if tokens is None:
             raise ConfigError("This cluster cannot change its mode.", field="mode")
         tokens.request(mode)
-        self.step.replicas.stop = True
+        self.step.replicas.request_stop()
 
     def stop(self) -> None:
         """Ends the current call of `fit` after its step, as `max_steps` does: it saves and returns.
