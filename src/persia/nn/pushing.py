@@ -284,7 +284,7 @@ class StepPusher:
 
 
 class TokenPusher:
-    """Pushes each gradient on its own, in the place that its token gets: for modes with dense PSs.
+    """Pushes each gradient on its own, in the place that its token gets: for asynchronous modes.
 
     Args:
         outbox: the pushes of this NN worker.

@@ -205,7 +205,7 @@ class EmbeddingServer(JournaledServer):
         return counts
 
     def _push_token(self, header: PushHeader, gradients: Mapping[str, Gradients]) -> dict[str, UpdateCounts]:
-        """Adds a push of a token mode, in its turn, to the sum of its step; the last one of a step applies the sum.
+        """Adds a push of an asynchronous mode, in its turn, to the sum of its step; the last one applies the sum.
 
         Returns the counts of the steps that this call completes, so that the counts of all calls add up.
         """
