@@ -329,3 +329,11 @@ def test_cuda_trains(precision):
     result = trainer(data.schema, device="cuda", precision=precision, mode=Hybrid(4)).fit(data)
     full = trainer(data.schema, mode=Hybrid(4)).fit(reader(20_000))
     assert result.progressive.auc == pytest.approx(full.progressive.auc, abs=0.01)
+
+
+def test_a_model_that_diverges_is_reported_with_its_batch_in_modes_with_tokens():
+    data = reader()
+    t = trainer(data.schema, model=Diverging(7, float("nan"), False), mode=persia.modes.Gba(400))
+    with pytest.raises(DivergedError, match=r"batch 7 of epoch 0") as raised:
+        t.fit(data)
+    assert raised.value.fields["batch"] == 7

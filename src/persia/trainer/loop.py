@@ -111,6 +111,8 @@ class TrainingLoop:
             # several NN workers: the others do not know of the error, and would not take part.
             if complete or replicas.nn_workers == 1:
                 network.finish()
+            else:
+                network.discard()
             self._progress.score_rest()
         return PhaseEnd(stopped_at is None and (batches is None or drawn < batches), stopped_at)
 

@@ -86,6 +86,18 @@ class FitResult(msgspec.Struct, frozen=True):
     mode_choices: list[ModeChoice] = []
     failures: int = 0
 
+    def __str__(self) -> str:
+        """Returns a summary of three lines; `repr` has all fields."""
+        unusual = ("released_batches", "lost_batches", "lost_gradients", "non_finite_rows", "failures")
+        counts = "".join(f", {name} {getattr(self, name)}" for name in unusual if getattr(self, name))
+        scores = [("progressive", self.progressive), *([("evaluation", self.evaluation)] if self.evaluation else [])]
+        return (
+            f"Trained {self.rows} rows in {self.seconds:.1f} s ({self.rows_per_second:.0f} rows/s), {self.steps} steps; global "
+            f"step {self.global_step}\n"
+            + "; ".join(f"{name} AUC {m.auc:.4f}, log loss {m.log_loss:.4f}" for name, m in scores)
+            + f"\n{self.stored_rows} embedding rows stored ({self.stored_bytes / 1e6:.1f} MB){counts}"
+        )
+
 
 class TrainedRows(NamedTuple):
     """Rows that one NN worker, or all of them, trained in a call, and the seconds it took."""
@@ -183,13 +195,11 @@ class FitProgress:
         """
         if batch.dummy:
             return
-        state, connection = self._state, self._embeddings.connection
         self._rows += len(batch)
         self._batches += 1
         self.score_rest()
-        number = state.position - connection.nn_workers + connection.rank
         arrays = self._staging.to_host({"logits": logits, "labels": batch.labels, "loss": loss.float()})
-        self._unscored = _Unscored(arrays, batch.day, step, state.epoch, number)
+        self._unscored = _Unscored(arrays, batch.day, step, self._state.epoch, batch.number)
         if logits.device.type == "cpu":
             self.score_rest()
         if self._batches % LOG_EVERY == 1 and self._writer is not None:
