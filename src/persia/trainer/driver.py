@@ -26,7 +26,7 @@ from persia.services import Attempt, Connection, EmbeddingPS, ProcessCluster
 from persia.trainer import loading
 from persia.trainer.options import Declared
 from persia.trainer.progress import FitProgress, FitResult, TrainedRows
-from persia.trainer.sources import expect_data
+from persia.trainer.sources import set_local_batch
 from persia.trainer.state import RunTotals, TrainingState
 
 __all__ = ["Driver", "LocalTrainer", "save_recovery_point"]
@@ -99,7 +99,7 @@ class _Work:
     def __call__(self) -> tuple[FitResult, RunState] | _Survived | None:
         trainer = self._make()
         network, state = trainer.step, trainer.state
-        _restore(network, state, self._state, elsewhere=False)
+        _restore(network, state, self._state, trains_in_other_processes=False)
         try:
             result = trainer.fit_here(None, self._eval_data, **self._bounds)
         except NNWorkersDiedError:
@@ -158,7 +158,7 @@ class Driver:
             PersiaError: an NN worker has raised it, or a process has died for good. The network here is as it was.
         """
         options = self._declared.options
-        expect_data(train_data, self._state)
+        set_local_batch(train_data, self._state)
         state = _captured(self._network, self._state, TrainedRows(0, 0.0))
         log = _FailureLog(options.max_failures)
         first_step, before = state.step, TrainedRows(0, 0.0)
@@ -179,7 +179,7 @@ class Driver:
         result: FitResult
         last: RunState
         result, last = attempt.results[0]
-        _restore(self._network, self._state, last, elsewhere=True)
+        _restore(self._network, self._state, last, trains_in_other_processes=True)
         trained = _sum(before, last.trained)
         return msgspec.structs.replace(
             result,
@@ -308,8 +308,8 @@ def _captured(network: DenseStep, state: TrainingState, trained: TrainedRows) ->
     return RunState(model.getvalue(), state.state_dict(), state.finished, trained)
 
 
-def _restore(network: DenseStep, state: TrainingState, saved: RunState, *, elsewhere: bool) -> None:
+def _restore(network: DenseStep, state: TrainingState, saved: RunState, *, trains_in_other_processes: bool) -> None:
     model = torch.load(io.BytesIO(saved.model), map_location="cpu", weights_only=True)
     network.model.load_state_dict(model)
-    state.load_state_dict(saved.training, elsewhere=elsewhere)
+    state.load_state_dict(saved.training, trains_in_other_processes=trains_in_other_processes)
     state.finished = saved.finished

@@ -37,12 +37,12 @@ class LoadOptions(NamedTuple):
         step: which one; None for the latest.
         new_optimizer: let the optimizers of the network and of tables differ from those of the checkpoint. The state of
             those that do is reset, and a warning says so.
-        elsewhere: whether other processes train; see `TrainingState.load_state_dict`.
+        trains_in_other_processes: whether other processes train; see `TrainingState.load_state_dict`.
     """
 
     step: int | None = None
     new_optimizer: bool = False
-    elsewhere: bool = False
+    trains_in_other_processes: bool = False
 
 
 class LoadedTable(NamedTuple):
@@ -108,7 +108,7 @@ def load(
     if first:
         _import_rows(connection.servers, reader, list(connection.servers[0].tables()), state=True)
     network.model.load_state_dict(tensors)
-    state.load_state_dict(training, elsewhere=options.elsewhere)
+    state.load_state_dict(training, trains_in_other_processes=options.trains_in_other_processes)
 
 
 def load_rows(

@@ -315,7 +315,7 @@ class Phases:
         return state.local_batch
 
     def _quiesce(self, client: TokenClient, shared: SharedNetwork, source: BatchSource) -> bool:
-        """Ends a phase of an asynchronous mode: drains the PSs, takes the network back. Returns whether the pass has ended."""
+        """Ends an asynchronous phase: drains the PSs, takes the network back. Returns whether the pass has ended."""
         connection, state, optimizer = self._connection, self._state, self._network.optimizer
         stopped_at = time.monotonic()
         result = client.quiesce()

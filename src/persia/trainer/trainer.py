@@ -1,4 +1,4 @@
-"""`Trainer`: the wiring of a training run, top to bottom."""
+"""`Trainer`: the parts of a training run, and `Trainer.fit_here`, which runs its phases one after the other."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from persia.trainer.monitor import Monitor
 from persia.trainer.options import Declared, TrainerOptions
 from persia.trainer.phases import ModeSwitch, Phases
 from persia.trainer.progress import FitProgress, FitResult, TrainedRows
-from persia.trainer.sources import expect_data, source_of
+from persia.trainer.sources import set_local_batch, source_of
 from persia.trainer.state import TrainingState
 
 __all__ = ["FitResult", "Trainer", "TrainerOptions"]
@@ -103,20 +103,26 @@ class Trainer:
         if connection.replicas is not None:
             self.step.replicas = connection.replicas(self.model, options.timeout)
         elif connection.nn_workers > 1:
-            average = not isinstance(self.step.optimizer, APMSqueeze)  # It does by itself.
+            average = not isinstance(self.step.optimizer, APMSqueeze)  # APMSqueeze averages gradients itself.
             self.step.replicas = AllReduce(
                 self.model, connection.nn_workers, AllReduceOptions(options.timeout, average=average)
             )
         self.state = TrainingState(self.step, self.embeddings, schema.labels, self.declared.first_mode, options.seed)
-        self._elsewhere = isinstance(cluster, ProcessCluster)  # Then its NN workers train, not this process.
-        self.phases = Phases(self.state, self.step, self.embeddings, self.declared, elsewhere=self._elsewhere)
+        self._trains_in_other_processes = isinstance(cluster, ProcessCluster)
+        self.phases = Phases(
+            self.state,
+            self.step,
+            self.embeddings,
+            self.declared,
+            trains_in_other_processes=self._trains_in_other_processes,
+        )
         self.checkpointing = Checkpointing(self.step, self.state, connection.servers, self.declared)
         self.monitor = Monitor(self.state, self.step, self.embeddings, self.checkpointing)
         if connection.observe is not None:
             connection.observe(self.monitor.observe)
         self._evaluator = Evaluator(self.step, self.embeddings)
         self.trained_here = TrainedRows(0, 0.0)
-        """By this NN worker in the last call of `fit`."""
+        """Rows that this NN worker trained in the last call of `fit`, and the seconds that it took."""
         self.resume_line: Callable[[str, int], str] = self._resume_line
         """Code that resumes from a directory at a step, printed after a signal; the command line has its own."""
         self._loaded = False
@@ -248,7 +254,7 @@ class Trainer:
         """Trains on this NN worker; the arguments of `fit` have been checked."""
         state, connection, replicas = self.state, self.embeddings.connection, self.step.replicas
         directory, keep_best = self.options.checkpoint_dir, self.options.keep_best
-        expect_data(train_data, state)
+        set_local_batch(train_data, state)
         if state.finished:
             state.epoch = state.position = 0
         state.finished = False
@@ -272,15 +278,15 @@ class Trainer:
                     source = source_of(train_data, state, connection, replicas, loaded=self._loaded)
                     self._loaded = False
                     while not bounds.reached():
-                        if self.phases.follow():
-                            if recovery:  # Else a death would bring back the mode of before.
+                        if self.phases.adopt_next_mode():
+                            if recovery:  # Else a restart after a death would bring back the mode before.
                                 driver.save_recovery_point(self.step, state, connection, progress)
-                            self.phases.followed()
+                            self.phases.confirm_mode()
                         steps = bounds.steps_left(self.phases.next_switch)
                         if ended := self.phases.train(loop, source, steps):
                             progress.check_pass()
                             state.epoch, state.position = state.epoch + 1, 0
-                        self.phases.check_others()
+                        self.phases.raise_if_nn_workers_died()
                         if bounds.stop_requested() or ended:
                             break
                         if bounds.checkpoints.due() and self.checkpointing.begin_periodic(evaluate):
@@ -301,10 +307,10 @@ class Trainer:
         try:
             if keep_best is not None:
                 evaluation = evaluate()
-        finally:  # Also if it cannot be evaluated.
+        finally:  # Also if the evaluation has failed.
             if directory is not None and saved_step != state.global_step:
                 self.checkpointing.save_last(evaluation)
-        # Not before it is saved: else the next call would train the epoch again.
+        # Set only after the save: if that fails, the next call saves again, rather than train from epoch 0.
         state.finished = state.epoch >= epochs
         replicas.settle()
         evaluation = evaluation or evaluate()
@@ -360,7 +366,7 @@ class Trainer:
             CheckpointError: it is damaged, or of another schema, model or optimizer.
         """
         replicas = self.step.replicas
-        options = loading.LoadOptions(step, new_optimizer, self._elsewhere)
+        options = loading.LoadOptions(step, new_optimizer, self._trains_in_other_processes)
 
         def load() -> None:
             loading.load(directory, options, self.declared, self.step, self.state, self.embeddings)
