@@ -88,15 +88,22 @@ class FitResult(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         """Returns a summary of three lines; `repr` has all fields."""
-        unusual = ("released_batches", "lost_batches", "lost_gradients", "non_finite_rows", "failures")
-        counts = "".join(f", {name} {getattr(self, name)}" for name in unusual if getattr(self, name))
-        scores = [("progressive", self.progressive), *([("evaluation", self.evaluation)] if self.evaluation else [])]
-        return (
-            f"Trained {self.rows} rows in {self.seconds:.1f} s ({self.rows_per_second:.0f} rows/s), {self.steps} steps; global "
-            f"step {self.global_step}\n"
-            + "; ".join(f"{name} AUC {m.auc:.4f}, log loss {m.log_loss:.4f}" for name, m in scores)
-            + f"\n{self.stored_rows} embedding rows stored ({self.stored_bytes / 1e6:.1f} MB){counts}"
-        )
+        lines = [
+            f"Trained {self.rows} rows in {self.seconds:.1f} s ({self.rows_per_second:.0f} rows/s), "
+            f"{self.steps} steps; global step {self.global_step}",
+            f"progressive {_scores(self.progressive)}",
+            f"{self.stored_rows} embedding rows stored ({self.stored_bytes / 1e6:.1f} MB)",
+        ]
+        if self.evaluation is not None:
+            lines[1] += f"; evaluation {_scores(self.evaluation)}"
+        for name in ("non_finite_rows", "released_batches", "lost_batches", "lost_gradients", "failures"):
+            if count := getattr(self, name):
+                lines[2] += f"; {name} {count}"
+        return "\n".join(lines)
+
+
+def _scores(metrics: MetricsResult) -> str:
+    return f"AUC {metrics.auc:.4f}, log loss {metrics.log_loss:.4f}"
 
 
 class TrainedRows(NamedTuple):

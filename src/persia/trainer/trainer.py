@@ -14,11 +14,22 @@ import torch
 from numpy.typing import NDArray
 
 from persia.batching.batch import Batch
+from persia.batching.validation import check_data
 from persia.dense import AllReduce, AllReduceOptions
 from persia.dense.torch_threads import choose_torch_threads
 from persia.errors import ConfigError
 from persia.metrics import Metrics, MetricsResult
 from persia.modes import Auto, Hybrid, Mode
+from persia.nn.arguments import (
+    CLUSTER,
+    DENSE_OPTIMIZER,
+    EMBEDDING_OPTIMIZER,
+    MODE_OR_AUTO,
+    MODEL,
+    SCHEMA,
+    check_arguments,
+    options_of,
+)
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep, OptimizerFactory, StepOptions
 from persia.nn.options import CollectionOptions
@@ -73,6 +84,15 @@ class Trainer:
         cluster: Cluster | None = None,
         options: TrainerOptions | None = None,
     ) -> None:
+        check_arguments(
+            model=(model, MODEL),
+            schema=(schema, SCHEMA),
+            optimizer=(optimizer, DENSE_OPTIMIZER),
+            embedding_optimizer=(embedding_optimizer, EMBEDDING_OPTIMIZER),
+            mode=(mode, MODE_OR_AUTO),
+            cluster=(cluster, CLUSTER),
+            options=(options, options_of(TrainerOptions)),
+        )
         self.schema = schema
         self.cluster = cluster
         self.options = options = options or TrainerOptions()
@@ -223,8 +243,8 @@ class Trainer:
 
         Raises:
             ConfigError: an argument is not valid.
-            DataError: a batch does not fit the schema; earlier batches are trained. Or there is no batch at all (see
-                `TrainerOptions.allow_empty`).
+            DataError: the data do not yield batches, or one does not fit the schema; earlier ones are trained. Or there
+                is no batch at all (see `TrainerOptions.allow_empty`).
             DivergedError: logits or loss are not finite. The network has had that batch's gradient, on a GPU that of
                 one more; no checkpoint has been written since.
             CheckpointError: a checkpoint could not be written; training state is unharmed.
@@ -233,6 +253,9 @@ class Trainer:
                 which, when, and what was tried. The network here is as it was before the call.
         """
         connection = self.embeddings.connection
+        for name, data in (("train_data", train_data), ("eval_data", eval_data)):
+            if data is not None:
+                check_data(name, data)
         if (epochs > 1 or connection.nn_workers > 1) and isinstance(train_data, Iterator):
             raise ConfigError(
                 "train_data is an iterator and cannot be read twice; give a reader or a list.", field="train_data"
