@@ -184,7 +184,10 @@ class Pusher(Protocol):
         """Makes a blocked `may_look_up` return False. For any thread."""
 
     def abandon(self) -> None:
-        """Releases open tokens, so that no step waits for them. Called after the threads have ended, if no push failed."""
+        """Releases open tokens, so that no step waits for them.
+
+        Called after the threads have ended, unless a push failed.
+        """
 
 
 class StepPusher:

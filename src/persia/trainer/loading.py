@@ -24,7 +24,7 @@ from persia.trainer.state import TrainingState
 
 __all__ = ["LoadOptions", "LoadedTable", "load", "load_partitions", "load_rows", "recorded", "resolved"]
 
-_log = logging.getLogger("persia.checkpoint")
+LOG = logging.getLogger("persia.checkpoint")
 
 RENAMED_OPTIONS = {"snapshot_every_seconds": "recovery_point_every_seconds"}
 """Fields of `TrainerOptions` in checkpoints of version 0.1, and their present names."""
@@ -82,7 +82,7 @@ def load(
 ) -> None:
     """Loads a checkpoint into a run that has not trained yet; everything is checked before anything changes.
 
-    Each NN worker calls it, the first one before the others: it loads what exists only once, such as rows.
+    Each NN worker calls it. The first one calls it before the others, as it loads the rows, too.
 
     Args:
         directory: where the checkpoint is.
@@ -174,6 +174,8 @@ def _import_rows(
         ranks: only import into these PSs.
     """
     same = shards and _shapes(server_pieces(reader)) == _shapes(_exported(servers))
+    # Stamps of rows, by which the oldest are evicted, count the clock of their shard. Rows that change shards need a
+    # common clock.
     gaps = {} if same else clock_gaps(reader)
     loaded: dict[str, LoadedTable] = {}
     for name, declared in servers[0].tables().items():
@@ -181,24 +183,24 @@ def _import_rows(
             continue
         record = reader.manifest.tables[name]
         with_state = state and same_rule(declared.optimizer, record.optimizer) and _has_state(reader, name)
-        behind = gaps.get(name, {})
+        gap_of_shard = gaps.get(name, {})
         rows = 0
         for shard, arrays in reader.rows(name):
             if not with_state:
                 arrays.pop("state")
-            if behind:
-                arrays["stamp"] = arrays["stamp"] + np.uint32(behind.get(shard, 0))
+            if gap_of_shard:
+                arrays["stamp"] = arrays["stamp"] + np.uint32(gap_of_shard.get(shard, 0))
             rows += len(arrays["ids"])
             _distribute(servers, RowChunk(name, shard, arrays), range(len(servers)) if ranks is None else ranks)
         loaded[name] = LoadedTable(rows, with_state)
         if state and rows and not with_state:
-            _log.warning("Table %r: the optimizer's state is reset; %s has none of its kind.", name, reader.path)
+            LOG.warning("Table %r: the optimizer's state is reset; %s has none of its kind.", name, reader.path)
     if same:
         for number, pieces in server_pieces(reader):
             if ranks is None or number in ranks:
                 servers[number].import_state([StatePiece(**piece) for piece in pieces])
     elif shards and any(array == "sketch" for _, _, _, array in _shapes(_exported(servers))):
-        _log.warning(
+        LOG.warning(
             "%s was written by PSs of another number, capacity or admission: the counts of ids that are not admitted "
             "are reset.",
             reader.path,
@@ -264,7 +266,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], di
             path=directory,
         )
     if mine != theirs:
-        _log.warning("The optimizer's state is reset: the optimizer is %s in the checkpoint and %s here.", theirs, mine)
+        LOG.warning("The optimizer's state is reset: the optimizer is %s in the checkpoint and %s here.", theirs, mine)
     return mine == theirs
 
 

@@ -107,8 +107,8 @@ class TrainingLoop:
                         break
             complete = True
         finally:
-            # After an error the PSs apply the gradients that were computed, so the network does likewise. Not with
-            # several NN workers: the others do not know of the error, and would not take part.
+            # After an error the PSs apply the gradients that were computed, and so does a single NN worker. Several
+            # cannot: the others do not know of the error, and would not take part in the average.
             if complete or replicas.nn_workers == 1:
                 network.finish()
             else:
@@ -145,9 +145,9 @@ class TrainingLoop:
     def _trained(self, step: int, batch: PreparedBatch, logits: torch.Tensor, loss: torch.Tensor) -> None:
         """Updates the local batch, the counts and the progress after a batch of global step `step`."""
         state, connection = self._state, self._embeddings.connection
-        known = state.local_batch
-        state.local_batch = max(known, batch.weight)
-        if not known and connection.rank == 0:
+        first = not state.local_batch
+        state.local_batch = max(state.local_batch, batch.weight)
+        if first and connection.rank == 0:
             advise(state.mode, connection.nn_workers, state.local_batch)
         self._progress.trained(step, batch, logits, loss)
 

@@ -103,15 +103,15 @@ class TrainingState:
         self.local_batch = 0
         """Rows of a batch that is not partial; 0 if unknown. It decides how many gradients make a step of `Gba`."""
         self.metrics = Metrics(list(labels))
-        """Of this NN worker."""
+        """Progressive metrics of this NN worker."""
         self.earlier = RunTotals()
-        """Counts of all NN workers from before: at a resume, or in earlier calls on those of a cluster."""
+        """Counts of all NN workers before this process began to count: in the resumed run, or in earlier calls of `fit`."""
         self.other_random: list[RandomState] = []
         """Random generators of NN workers 1, 2, ... of a cluster, until they start again."""
         self.finished = False
         """Whether the last call of `fit` came to the end of its epochs. Not in checkpoints."""
         self.rank = embeddings.connection.rank
-        """Of this NN worker."""
+        """Rank of this NN worker."""
 
     @property
     def global_step(self) -> int:
