@@ -46,12 +46,12 @@ class SnapshotInfo(NamedTuple):
     """Answer of a PS that has begun a store snapshot.
 
     Attributes:
-        epochs: by table, the number of this snapshot, for `since` of a later one.
+        numbers: by table, the number of this snapshot, for `since` of a later one.
         whole: whether all rows are in it. That may be so even if only changes were requested: they are not known after
             a restart, or after very many evictions.
     """
 
-    epochs: dict[str, int]
+    numbers: dict[str, int]
     whole: bool
 
 
@@ -128,7 +128,7 @@ class EmbeddingPS(Protocol):
 
         Args:
             name: of the snapshot, unique.
-            since: by table, `SnapshotInfo.epochs` of an earlier snapshot: take only changes since. Empty for all rows.
+            since: by table, `SnapshotInfo.numbers` of an earlier snapshot: take only changes since. Empty for all rows.
             directory: where to keep rows that change before they are read; the directory for temporary files is used if
                 this PS does not have it.
             live: return rows as they are when they are read, each of one moment, and keep none.

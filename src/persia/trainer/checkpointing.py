@@ -65,7 +65,7 @@ class _Chain(NamedTuple):
     Attributes:
         directory: where it is.
         base: identifies it.
-        snapshots: `SnapshotInfo.epochs` of each PS.
+        snapshots: `SnapshotInfo.numbers` of each PS.
         increments: number of checkpoints since the last full one.
     """
 
@@ -351,7 +351,7 @@ class Checkpointing:
             increments = 0 if whole or chain is None else chain.increments + 1
             now = time.monotonic()
             self._last = _Written(now, step, now - began)
-            self._chain = _Chain(directory, Base(step, writer.content), [info.epochs for info in infos], increments)
+            self._chain = _Chain(directory, Base(step, writer.content), [info.numbers for info in infos], increments)
             return path
 
         return write
