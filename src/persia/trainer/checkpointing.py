@@ -39,7 +39,7 @@ LAST_SECONDS = 60.0
 RETRY_SECONDS = 1.0
 
 HELD_BYTES = 64 << 20
-"""Bytes of memory for the state of PSs besides rows, such as counts of ids that are not admitted yet."""
+"""Maximum memory for the PSs' state besides rows while a checkpoint is written; the rest is written at once."""
 
 PS_RESTARTED = (StoreError, WireError, PeerRestartedError)
 """Errors of a PS that was restarted while a checkpoint was read from it."""
@@ -84,13 +84,13 @@ class _Written(NamedTuple):
 
 
 class Throttle:
-    """Limits the processor time of the thread that makes it to a share of the machine's, until it has to hurry.
+    """Limits the processor time of the thread that makes it to a share of all processors, until `hurry` is set.
 
     Waiting for a disk or a network does not count, as it takes nothing from training.
 
     Args:
         share: of all processors; a thread that may use a whole one never pauses.
-        hurry: ends all pauses.
+        hurry: once set, there are no more pauses.
     """
 
     def __init__(self, share: float, hurry: threading.Event) -> None:
@@ -130,6 +130,7 @@ class Checkpointing:
         self._failures = 0
         self._last: _Written | None = None
         self._failing = False
+        """Whether the last checkpoint that was begun in the background has failed."""
         self._hurry = threading.Event()  # Set while the training thread waits for what is being written.
 
     @property
@@ -234,17 +235,18 @@ class Checkpointing:
     # --- on NN worker 0 -----------------------------------------------------------------------------------------
 
     def write(self, directory: str, captured: CheckpointState) -> str:
-        """Writes a checkpoint of the state that was captured just now, while nothing is trained. Returns its path."""
+        """Writes a checkpoint of the captured state while nothing trains. Returns its path."""
         self.wait()
         # Nothing trains, so no row changes before it is read.
         return self._prepare(directory, captured, live=True)(None)
 
     def begin(self, directory: str, captured: CheckpointState) -> bool:
         """Begins to write a checkpoint of the captured state in the background; see `begin_periodic`."""
-        awaited = self._thread is not None
+        was_begun = self._thread is not None
         try:
             self.wait()
-            self._failing = self._failing and not awaited
+            if was_begun:
+                self._failing = False
         except CheckpointError as error:
             self._tolerate_once(error)
         try:
@@ -302,7 +304,7 @@ class Checkpointing:
         began = time.monotonic()
         options, servers, state = self._options, self._servers, self._state
         step = state.global_step
-        chain = self._chain if self._may_add(directory, step, options.checkpoint_increments) else None
+        chain = self._chain if self._may_add_increment(directory, step, options.checkpoint_increments) else None
         self._chain = None
         writer = CheckpointWriter(directory, step, keep_last=options.keep_last, keep_best=options.keep_best is not None)
         try:
@@ -331,7 +333,7 @@ class Checkpointing:
                     if throttle is not None:
                         writer.rest(throttle)
                     for number, server in enumerate(servers):
-                        write_rows(writer, number, server, name, at_rest=throttle is None)
+                        write_rows(writer, number, server, name, read_ahead=throttle is None)
                     for part, pieces in states:
                         writer.add_state(part, pieces)
                     writer.add_tensors("model", model)
@@ -356,7 +358,8 @@ class Checkpointing:
 
         return write
 
-    def _may_add(self, directory: str, step: int, most: int) -> bool:
+    def _may_add_increment(self, directory: str, step: int, most: int) -> bool:
+        """Returns whether a checkpoint of this step may hold only the rows that changed since the last one."""
         chain = self._chain
         return chain is not None and chain.directory == directory and chain.increments < most and chain.base.step < step
 
@@ -411,10 +414,12 @@ def _states(writer: CheckpointWriter, servers: Iterable[EmbeddingPS]) -> list[tu
     return held
 
 
-def write_rows(writer: CheckpointWriter, number: int, server: EmbeddingPS, name: str, *, at_rest: bool = True) -> None:
-    """Writes the rows of a store snapshot of PS `number`; `at_rest` reads the next chunk while one is written."""
+def write_rows(
+    writer: CheckpointWriter, number: int, server: EmbeddingPS, name: str, *, read_ahead: bool = True
+) -> None:
+    """Writes the rows of a store snapshot of PS `number`; `read_ahead` reads the next chunk while one is written."""
     rows = server.snapshot_rows(name)
-    with closing(ahead(rows)) if at_rest else nullcontext(rows) as chunks:
+    with closing(ahead(rows)) if read_ahead else nullcontext(rows) as chunks:
         for chunk in chunks:
             writer.add_rows(chunk.table, number * MOST_SHARDS + chunk.shard, chunk.arrays)
     for chunk in server.snapshot_removed(name):

@@ -56,16 +56,16 @@ class Evaluator:
     def scored(self, data: Iterable[Batch]) -> Iterator[tuple[PreparedBatch, NDArray[np.float32]]]:
         """Yields batches and their logits. In between, model and collection are back in the mode that they had."""
         check_data("data", data)
-        with self._reading():
+        with self._evaluation_mode():
             batches = self._embeddings.prefetch(data)
         with contextlib.closing(batches):  # type: ignore[type-var]
             for batch in batches:
-                with self._reading():
+                with self._evaluation_mode():
                     logits = self._network.logits(batch, self._embeddings(batch)).cpu().numpy()
                 yield batch, logits
 
     @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
+    def _evaluation_mode(self) -> Iterator[None]:
         """Puts model and collection into evaluation mode, for the time of the block."""
         modes = [(module, module.training) for module in (self._network.model, self._embeddings)]
         for module, _ in modes:

@@ -158,10 +158,12 @@ class FitProgress:
         self._seconds = 0.0
         self._unscored: _Unscored | None = None
         self._empty = False
+        """Whether a pass had no batch, which `allow_empty` permits."""
         self._shown = (self._began, 0)
-        self._first = embeddings.connection.rank == 0
-        self.line = LiveLine(options.progress and self._first)
-        self._writer = summary_writer(options.log_dir) if options.log_dir and self._first else None
+        """Time of the last snapshot, and the rows trained until then."""
+        self._on_rank0 = embeddings.connection.rank == 0
+        self.line = LiveLine(options.progress and self._on_rank0)
+        self._writer = summary_writer(options.log_dir) if options.log_dir and self._on_rank0 else None
 
     def check_pass(self) -> None:
         """Checks that a pass that has ended had any batch.
@@ -185,7 +187,7 @@ class FitProgress:
     def check_trained(self, epochs: int) -> None:
         """Warns if a run that is resumed at the end of its data has nothing left to train."""
         epoch, step = self._state.epoch, self._state.global_step
-        if self._first and epoch >= epochs and step == self._first_step and not self._empty:
+        if self._on_rank0 and epoch >= epochs and step == self._first_step and not self._empty:
             LOG.warning(
                 "Nothing was left to train: the run is at the end of its data, at step %d, with epoch %d of %d done. "
                 "To train on, raise `epochs`, which counts the epochs before a resume too.",
@@ -193,9 +195,9 @@ class FitProgress:
             )  # fmt: skip
 
     def trained(self, step: int, batch: PreparedBatch, logits: torch.Tensor, loss: torch.Tensor) -> None:
-        """Counts a batch that took part in global step `step`, scores it, shows progress when it is time to.
+        """Counts a batch of global step `step`, scores it, and shows progress when that is due.
 
-        On a GPU it is the batch before that is scored, as this one may still be computing.
+        On a GPU the batch before is scored, as this one may still be computing.
 
         Raises:
             DivergedError: logits or loss of the batch that is scored are not finite.
@@ -215,7 +217,7 @@ class FitProgress:
             self.line.show(self._snapshot())
 
     def score_rest(self) -> None:
-        """Scores the batch that is left."""
+        """Scores the batch whose logits are still on their way to the host, if there is one."""
         if self._unscored is None:
             return
         done, self._unscored = self._unscored, None
@@ -238,7 +240,7 @@ class FitProgress:
         return TrainedRows(sum(t.rows for t in trained), max(t.seconds for t in trained))
 
     def close(self) -> None:
-        """Stops the clock."""
+        """Stops the clock, and closes the TensorBoard log."""
         self._seconds = time.monotonic() - self._began
         if self._writer is not None:
             self._write(self._writer, self._snapshot())
@@ -262,7 +264,7 @@ class FitProgress:
     def _write(self, writer: Any, snapshot: Snapshot) -> None:
         for name in ("rows_per_second", "loss", "auc", "stored_rows", "staleness"):
             writer.add_scalar(f"train/{name}", getattr(snapshot, name), snapshot.step)
-        # Of an optimizer that communicates.
+        # APMSqueeze has statistics of its communication.
         statistics: dict[str, Any] = getattr(self._network.optimizer, "statistics", dict)()
         for name, value in statistics.items():
             number = float(value == "compressed") if name == "phase" else value

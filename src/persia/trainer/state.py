@@ -105,7 +105,7 @@ class TrainingState:
         self.metrics = Metrics(list(labels))
         """Progressive metrics of this NN worker."""
         self.earlier = RunTotals()
-        """Counts of all NN workers before this process began to count: in the resumed run, or in earlier calls of `fit`."""
+        """Counts of all NN workers from before this process counted: up to a resume, or in earlier calls of `fit`."""
         self.other_random: list[RandomState] = []
         """Random generators of NN workers 1, 2, ... of a cluster, until they start again."""
         self.finished = False

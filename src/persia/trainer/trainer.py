@@ -146,6 +146,7 @@ class Trainer:
         self.resume_line: Callable[[str, int], str] = self._resume_line
         """Code that resumes from a directory at a step, printed after a signal; the command line has its own."""
         self._loaded = False
+        """Whether a checkpoint was loaded since the last call of `fit`."""
         self._stopping = False
 
     @property
