@@ -203,7 +203,7 @@ class EmbeddingCollection(torch.nn.Module):
         return self._expander(batch.rows, batch.inverse, batch.offsets)
 
     def flush(self) -> None:
-        """Applies an incomplete group of `accumulation_steps` batches that were called without `prefetch`. Blocks.
+        """Applies an incomplete step of `accumulation_steps` batches that were called without `prefetch`. Blocks.
 
         A `prefetch` loop does this itself, when it begins and when it ends.
         """
