@@ -193,9 +193,10 @@ class Phases:
             Whether there was one; then call `confirm_mode`.
         """
         entry = scheduled(self._options.mode_schedule, self._state.global_step)
-        due, self._state.schedule_entry = entry != self._state.schedule_entry, entry
+        due = entry[1] if entry is not None and entry != self._state.schedule_entry else None
+        self._state.schedule_entry = entry
         replicas = self._network.replicas
-        wanted = replicas.run_on_rank0(lambda: self._requested() or (entry[1] if due and entry else None), Mode | None)
+        wanted = replicas.run_on_rank0(lambda: self._requested() or due, Mode | None)
         if wanted is not None and wanted != self._state.mode:
             if self._ended_phase is None:
                 now = time.monotonic()
@@ -205,7 +206,7 @@ class Phases:
         return wanted is not None
 
     def _requested(self) -> Mode | None:
-        """Returns the mode that was requested, if it can run here."""
+        """Returns the mode that was requested, if any; rejects one that cannot run here."""
         tokens = self._connection.tokens
         mode = tokens.requested() if tokens is not None else None
         if tokens is not None and mode is not None:
