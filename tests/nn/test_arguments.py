@@ -228,3 +228,12 @@ def test_predictions_of_data_without_labels_have_rows_and_columns():
         ConfigError, match=r"returned logits of shape \[4\]; expected \[batch, labels\] = \[4, labels\]"
     ):
         next(make_trainer(model=Net(lambda logits: logits[:, 0])).predict([unlabelled]))
+
+
+@pytest.mark.parametrize("wrong", ["sync", Sync, Auto(Gba(8), Sync())])
+def test_a_switch_to_what_is_no_mode_is_refused(wrong):
+    message = r"^mode = .*; give one of persia\.modes"
+    with pytest.raises(ConfigError, match=message):
+        make_trainer().switch(wrong)
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(options=persia.TrainerOptions(progress=False, mode_schedule=[(5, wrong)]))

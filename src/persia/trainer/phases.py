@@ -16,6 +16,7 @@ from persia.coordinator import TokenReport
 from persia.dense import SharedNetwork
 from persia.errors import ConfigError, NNWorkersDiedError
 from persia.modes import Dense, Gba, Mode, ModeChoice
+from persia.nn.arguments import MODE, check_arguments
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
 from persia.nn.step_timings import StepTimings
@@ -123,6 +124,7 @@ class Phases:
 
     def check(self, mode: Mode) -> None:
         """Raises ConfigError if this cluster, or these options, cannot run a mode."""
+        check_arguments(mode=(mode, MODE))
         connection, options = self._connection, self._options
         name = type(mode).__name__
         if not self._trains_in_other_processes:
