@@ -81,7 +81,7 @@ def write(ps: EmbeddingServer, path: Path, step: int, since: dict[str, int], bas
         write_rows(writer, 0, ps, f"snapshot-{step}")
         writer.commit(schema=SCHEMA, optimizer=Adagrad(0.1), base=base)
     ps.end_snapshot(f"snapshot-{step}")
-    return time.perf_counter() - begin, info.epochs
+    return time.perf_counter() - begin, info.numbers
 
 
 def dd_write(path: Path, size: int) -> float:

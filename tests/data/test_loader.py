@@ -358,7 +358,7 @@ def test_what_a_source_raises_becomes_a_data_error(make):
             loader.take(0, 0, 1)
     loader = make([batch_of(0), "?"])
     loader.begin(feed())
-    with pytest.raises(DataError, match="The source yielded a str"):
+    with pytest.raises(DataError, match="The data yielded a str"):
         loader.take(0, 0, 1)
 
 

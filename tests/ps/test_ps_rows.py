@@ -122,7 +122,7 @@ def test_an_increment_after_it_is_a_whole_checkpoint(how, tmp_path):
             ps.set_rows(1, "t", ids(3), values(1), None)
         ps.end_snapshot("a")
         ps.set_rows(1, "t", ids(3), values(1), None)
-        second = ps.begin_snapshot("b", first.epochs, str(tmp_path))
+        second = ps.begin_snapshot("b", first.numbers, str(tmp_path))
         assert second.whole
         chunks = [chunk.arrays for chunk in ps.snapshot_rows("b")]
         found = np.concatenate([arrays["ids"] for arrays in chunks])

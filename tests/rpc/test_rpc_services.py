@@ -214,13 +214,13 @@ def test_ps_is_read_while_it_trains(ps, tmp_path):
     assert list(ps.snapshot_removed("a")) == []
     with pytest.raises(StoreError, match="no snapshot 'b'"):
         list(ps.snapshot_rows("b"))
-    second = ps.begin_snapshot("b", info.epochs, str(tmp_path))  # The first one is given up.
+    second = ps.begin_snapshot("b", info.numbers, str(tmp_path))  # The first one is given up.
     assert not second.whole
     changed = [chunk.arrays["ids"] for chunk in ps.snapshot_rows("b") if chunk.table == "item"]
     assert sorted(np.concatenate(changed).tolist()) == [0, 1, 2, 3, 4, 77]
     with pytest.raises(StoreError, match="no snapshot 'a'"):
         list(ps.snapshot_rows("a"))
-    assert ps.begin_snapshot("c", info.epochs, str(tmp_path)).whole  # The one in between took the changes.
+    assert ps.begin_snapshot("c", info.numbers, str(tmp_path)).whole  # The one in between took the changes.
     ps.end_snapshot("c")
     ps.end_snapshot("c")
     ps.import_rows(RowChunk("item", 0, found[0].arrays))

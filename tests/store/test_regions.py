@@ -302,4 +302,4 @@ def test_a_row_that_was_changed_is_noticed(directory):
     rows.embeddings[0, 0] += 1e-3
     store.import_rows(0, rows)
     del store
-    assert victim.judge(completed).wrong > 0
+    assert victim.compare(completed).wrong > 0

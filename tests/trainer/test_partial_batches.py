@@ -111,7 +111,7 @@ def test_a_checkpoint_from_before_the_local_batch_was_kept_goes_on_too():
         state = first.state.state_dict()
         del state["local_batch"]
         second = trainer(Gba(2 * ROWS))
-        second.state.load_state_dict(state, elsewhere=False)
+        second.state.load_state_dict(state, trains_in_other_processes=False)
         assert second.fit(data).steps == steps
 
 

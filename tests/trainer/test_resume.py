@@ -125,7 +125,7 @@ def test_a_state_of_version_0_1_is_taken():
     (state["random"],) = state["random"]
     del state["counts"]
     torch.manual_seed(5)
-    t.state.load_state_dict(state, elsewhere=False)
+    t.state.load_state_dict(state, trains_in_other_processes=False)
     assert torch.equal(torch.get_rng_state(), state["random"]["torch"])
 
 

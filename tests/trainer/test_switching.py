@@ -222,7 +222,8 @@ def test_a_rest_while_one_nn_worker_has_no_data_is_the_same_step_for_all(mode):
         )
 
         def wish(_net, _inputs):
-            t.step.replicas.stop = t.global_step == 1
+            if t.global_step == 1:
+                t.step.replicas.request_stop()
 
         t.model.register_forward_pre_hook(wish)  # In the second step, so the third is the last before the rest.
         return t.fit(batches(5)).steps

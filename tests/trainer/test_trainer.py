@@ -1,5 +1,6 @@
 """Fit, evaluate, predict; precision, accumulation, several labels; the same figures twice."""
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -39,6 +40,23 @@ def test_fit_learns_and_reports():
     assert result.stored_rows == 150
     assert result.stored_bytes > 0
     assert result.staleness_max == 0
+
+
+def test_a_result_prints_as_three_lines():
+    data = reader(2_000)
+    result = trainer(data.schema).fit(data)
+    lines = str(result).splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith("Trained 2000 rows in ")
+    assert lines[0].endswith(" rows/s), 10 steps; global step 10")
+    scores = f"AUC {result.progressive.auc:.4f}, log loss {result.progressive.log_loss:.4f}"
+    assert lines[1] == f"progressive {scores}"
+    assert lines[2].startswith("150 embedding rows stored (")
+    assert lines[2].endswith(" MB)")
+    assert repr(result).startswith("FitResult(rows=2000, ")
+    more = msgspec.structs.replace(result, evaluation=result.progressive, non_finite_rows=3, failures=1)
+    assert str(more).splitlines()[1] == f"progressive {scores}; evaluation {scores}"
+    assert str(more).endswith(" MB); non_finite_rows 3; failures 1")
 
 
 def test_sync_gives_the_same_figures_twice():
@@ -329,3 +347,11 @@ def test_cuda_trains(precision):
     result = trainer(data.schema, device="cuda", precision=precision, mode=Hybrid(4)).fit(data)
     full = trainer(data.schema, mode=Hybrid(4)).fit(reader(20_000))
     assert result.progressive.auc == pytest.approx(full.progressive.auc, abs=0.01)
+
+
+def test_a_model_that_diverges_is_reported_with_its_batch_in_modes_with_tokens():
+    data = reader()
+    t = trainer(data.schema, model=Diverging(7, float("nan"), False), mode=persia.modes.Gba(400))
+    with pytest.raises(DivergedError, match=r"batch 7 of epoch 0") as raised:
+        t.fit(data)
+    assert raised.value.fields["batch"] == 7

@@ -7,7 +7,7 @@ from typing import Any
 
 from persia.errors import DataError
 
-__all__ = ["as_mapping", "from_frame", "is_arrow", "refuse_duplicates"]
+__all__ = ["as_mapping", "from_frame", "is_arrow", "is_frame", "refuse_duplicates"]
 
 
 def as_mapping(columns: Any) -> Mapping[str, Any]:
@@ -62,6 +62,11 @@ def from_frame(name: str, column: Any) -> Any:
 def is_arrow(column: Any) -> bool:
     """Whether a column is a pyarrow array."""
     return _library(column) == "pyarrow"
+
+
+def is_frame(data: Any) -> bool:
+    """Whether data are of pandas, polars or pyarrow: a frame, a table or a column."""
+    return _library(data) in ("pandas", "polars", "pyarrow")
 
 
 def refuse_duplicates(names: list[str], owner: str) -> None:

@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from persia.batching.batch import Batch, IdColumn
+from persia.batching.frames import is_frame
 from persia.errors import DataError
 from persia.schema import Schema
 
-__all__ = ["check_finite", "check_labels", "check_offsets", "validate"]
+__all__ = ["check_data", "check_finite", "check_labels", "check_offsets", "not_a_batch", "validate"]
+
+_REMEDY = (
+    "For columns or a frame: [persia.Batch.from_columns(schema, frame)]; for files: a reader, such as "
+    "persia.data.parquet(...)."
+)
+
+
+def not_a_batch(item: object) -> DataError:
+    """Returns the error for an item of the data that is not a batch."""
+    return DataError(f"The data yielded a {type(item).__name__}; expected persia.Batch. {_REMEDY}")
+
+
+def check_data(name: str, data: object) -> None:
+    """Checks what is known of data before they are read; `not_a_batch` is for their items.
+
+    Args:
+        name: of the argument.
+        data: a reader, or any iterable of batches.
+
+    Raises:
+        DataError: it is one batch, a frame, a dict or a path, or cannot be iterated over.
+    """
+    if isinstance(data, Batch):
+        raise DataError(f"{name} is a single persia.Batch; give a list: [batch].")
+    iterable = any(hasattr(data, method) for method in ("__iter__", "__getitem__", "batches"))
+    if not iterable or isinstance(data, (str, bytes, os.PathLike, Mapping)) or is_frame(data):
+        raise DataError(
+            f"{name} is a {type(data).__name__}; expected a reader, or an iterable of persia.Batch. {_REMEDY}"
+        )
 
 
 def check_offsets(name: str, offsets: Any, values: int) -> None:

@@ -136,7 +136,7 @@ class SchedulerState(msgspec.Struct):
         return max(0, (phase.step + phase.steps - self.step) * self.group - self.held - out)
 
     def may_take(self, mode: Mode) -> bool:
-        """Returns whether it is decided if the phase needs another batch."""
+        """Returns whether `TokenScheduler.take` can answer now, rather than wait for open batches."""
         phase = self.current
         if phase.steps is None or self.stopped:
             return True
@@ -144,7 +144,8 @@ class SchedulerState(msgspec.Struct):
             return self.end is not None or not any(w.taken or w.drawn for w in self.workers.values())
         if self.lacking() or self.step >= phase.step + phase.steps:
             return True
-        return not mode.waits_for_step  # Otherwise an open one may be dropped.
+        # A mode that waits for each step may drop an open batch; the step then needs another one.
+        return not mode.waits_for_step
 
     def next_number(self) -> int | None:
         """Takes the number of the next batch; None if there is none."""
@@ -162,13 +163,14 @@ class SchedulerState(msgspec.Struct):
     def gate(self, mode: Mode, rank: int, waiting: Collection[int], taking: Collection[int]) -> bool:
         """Returns whether this NN worker may draw a token.
 
-        If all wait for one another, it may: the step lacks the gradients of workers that are out of data.
+        The gate also opens when every active NN worker waits here: the step then lacks the gradients of workers that
+        have no more data.
 
         Args:
             mode: mode of the phase.
             rank: rank of the NN worker.
             waiting: ranks that wait to draw.
-            taking: ranks that wait in `take` while enough batches are handed out.
+            taking: ranks that wait in `take`; they do not count as active, unless they have an open batch.
         """
         worker = self.workers[rank]
         in_step = sum(header.step == self.step for header in worker.pushes.values()) if self.held else 0

@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 from persia.batching.batch import Batch
+from persia.batching.validation import not_a_batch
 from persia.errors import DataError, PersiaError
 from persia.schema import Schema
 from persia.services import Seekable, Sharded
@@ -98,7 +99,7 @@ class Cursor:
             if at == number:
                 break
         if not isinstance(batch, Batch):
-            raise DataError(f"The source yielded a {type(batch).__name__}; it must yield persia.Batch.")
+            raise not_a_batch(batch)
         batch.validate(self._schema)
         return batch
 

@@ -123,8 +123,8 @@ class AllReduce:
         self._sums: list[Callable[[], list[int]]] = []
         self._total = 0
         self._having = 0
-        self.stop = False
-        self._stopping = 0
+        self._stop = False
+        self._stop_requests = 0
         self._averaged = False
         self._failure: Exception | None = None
 
@@ -133,9 +133,9 @@ class AllReduce:
     def start(self, rows: int, has_data: bool) -> None:
         """Starts a batch: sends its number of rows to the others during the forward pass."""
         if self._averaged:
-            self._own, self._total, self._stopping, self._averaged = 0, 0, 0, False
+            self._own, self._total, self._stop_requests, self._averaged = 0, 0, 0, False
         self._own += rows
-        self._sums.append(self._control.start_sum([rows, int(has_data), int(self.stop)]))
+        self._sums.append(self._control.start_sum([rows, int(has_data), int(self._stop)]))
 
     def over(self) -> bool:
         """Returns whether no NN worker has data any more. Blocks until all have started the batch."""
@@ -145,15 +145,23 @@ class AllReduce:
     def rows(self) -> int:
         """Returns the number of rows of all NN workers in this update. Blocks until all have started the batch."""
         while self._sums:
-            rows, self._having, stopping = self._sums.pop(0)()
+            rows, self._having, stop_requests = self._sums.pop(0)()
             self._total += rows
-            self._stopping += stopping
+            self._stop_requests += stop_requests
         return self._total
 
-    def stopping(self) -> bool:
+    def request_stop(self) -> None:
+        """Asks all NN workers to stop after the same update. The request is sent with the next batch. Thread-safe."""
+        self._stop = True
+
+    def clear_stop_request(self) -> None:
+        """Withdraws the request of this NN worker."""
+        self._stop = False
+
+    def stop_requested(self) -> bool:
         """Returns on all NN workers whether one requested a stop after this update. Blocks like `rows`."""
         self.rows()
-        return self._stopping > 0
+        return self._stop_requests > 0
 
     # --- gradients --------------------------------------------------------------------------------------------
 

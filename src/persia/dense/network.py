@@ -1,4 +1,4 @@
-"""The network of an NN worker in modes with dense PSs: pulls parameters before a batch, pushes gradients after."""
+"""The network of an NN worker in asynchronous modes: pulls parameters before a batch, pushes gradients after."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="k
             raise ConfigError(f"Invalid Auto.sync = {self.sync!r}; expected Sync or Hybrid.", field="mode.sync")
         if not isinstance(self.asynchronous, Mode) or self.asynchronous.dense() is not Dense.SERVER:
             raise ConfigError(
-                f"Invalid Auto.asynchronous = {self.asynchronous!r}; expected a mode with a dense PS, such as Gba.",
+                f"Invalid Auto.asynchronous = {self.asynchronous!r}; expected an asynchronous mode, such as Gba.",
                 field="mode.asynchronous",
             )
         if not 1 <= self.back < self.gain < float("inf"):

@@ -279,7 +279,7 @@ class OnArrival(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
 
 
 class Asynchronous(OnArrival, frozen=True):
-    """The defaults of a mode with a dense PS: NN workers draw a batch, its token and parameters when they are ready."""
+    """The defaults of an asynchronous mode: an NN worker draws a batch, its token and parameters when it is ready."""
 
     def dense(self) -> Dense:
         """Returns the dense PS."""

@@ -11,9 +11,19 @@ import torch
 from numpy.typing import ArrayLike
 
 from persia.batching.batch import Batch
+from persia.batching.validation import check_data, not_a_batch
 from persia.errors import ConfigError, PersiaError, StaleBatchError
 from persia.membership.data_loaders import fed_batches
 from persia.modes import Dense, Hybrid, Mode
+from persia.nn.arguments import (
+    CLUSTER,
+    EMBEDDING_OPTIMIZER,
+    GRAD_SCALER,
+    MODE,
+    SCHEMA,
+    check_arguments,
+    options_of,
+)
 from persia.nn.batch_counts import batch_counts
 from persia.nn.evaluation import EvaluationReader
 from persia.nn.gate import Staleness, StalenessGate
@@ -69,6 +79,14 @@ class EmbeddingCollection(torch.nn.Module):
         options: CollectionOptions | None = None,
     ) -> None:
         super().__init__()
+        check_arguments(
+            schema=(schema, SCHEMA),
+            optimizer=(optimizer, EMBEDDING_OPTIMIZER),
+            mode=(mode, MODE),
+            cluster=(cluster, CLUSTER),
+            grad_scaler=(grad_scaler, GRAD_SCALER),
+            options=(options, options_of(CollectionOptions)),
+        )
         if cluster is None:
             from persia.cluster.embedded import Embedded
 
@@ -139,7 +157,7 @@ class EmbeddingCollection(torch.nn.Module):
                 yields the same number of batches on each of them, with dummy batches (`batch.dummy`) in place of
                 missing ones. Without it, batches that were lost with an embedding worker are skipped, and an NN
                 worker that has a batch when others have none raises UnequalStepsError where it is used.
-            tokens: the token client of a mode with dense PSs; `loader` yields its `batches` then.
+            tokens: the token client of an asynchronous mode; `loader` yields its `batches` then.
             start: batch number at which all NN workers begin in the pass over the data, as for `fed`. Only recorded
                 schedules use it.
 
@@ -148,11 +166,12 @@ class EmbeddingCollection(torch.nn.Module):
             and counted.
 
         Raises:
-            DataError: a batch does not fit the schema.
+            DataError: `loader` or an item of it is not of the kind above, or a batch does not fit the schema.
             DeadlineError: a stage was late; the error names it.
             ConfigError: the mode keeps the network on dense PSs, and there are no `tokens`; or the other way round.
             PersiaError: another training pass over this collection is under way.
         """
+        check_data("loader", loader)
         source = iter(loader)  # Here, so that DataLoader workers are forked by the caller's thread.
         if not self.training:
             self._check_process()
@@ -184,7 +203,7 @@ class EmbeddingCollection(torch.nn.Module):
         return self._expander(batch.rows, batch.inverse, batch.offsets)
 
     def flush(self) -> None:
-        """Applies an incomplete group of `accumulation_steps` batches that were called without `prefetch`. Blocks.
+        """Applies an incomplete step of `accumulation_steps` batches that were called without `prefetch`. Blocks.
 
         A `prefetch` loop does this itself, when it begins and when it ends.
         """
@@ -320,6 +339,8 @@ class EmbeddingCollection(torch.nn.Module):
         if isinstance(batch, Batch):
             batch.validate(self.schema)
             batch = FedBatch(self._worker.register(batch.id_features), batch.dense, batch.labels, batch.day)
+        elif not isinstance(batch, FedBatch):
+            raise not_a_batch(batch)
         self.outbox.registered.add(batch.batch_id)
         return batch
 

@@ -127,6 +127,7 @@ class DenseStep:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with self._autocast():
             logits = model(batch.dense, embeddings)
+        _check_logits(logits, batch.labels)
         logits = logits.float()
         loss = self._loss(logits, batch.labels)
         scaled = loss if self._accumulation == 1 else loss / self._accumulation
@@ -148,6 +149,11 @@ class DenseStep:
         if self._batches:
             self.replicas.reduce_rest(p for p in self.model.parameters() if p.requires_grad)
             self._update()
+
+    def discard(self) -> None:
+        """Drops the gradients since the last update, so that the next batch begins one."""
+        self._batches = self._rows = 0
+        self.optimizer.zero_grad()
 
     def _update(self) -> None:
         trained = self._rows or self.replicas.rows()
@@ -181,4 +187,20 @@ class DenseStep:
         """Logits float32 `[batch, labels]`, without training."""
         with self._autocast():
             result: torch.Tensor = self.model(batch.dense, embeddings)
+        _check_logits(result, batch.labels)
         return result.float()
+
+
+def _check_logits(logits: object, labels: torch.Tensor) -> None:
+    """Raises ConfigError unless the model returned logits `[batch, labels]`. Data to predict may have no labels."""
+    shape = getattr(logits, "shape", None)
+    if shape == labels.shape:
+        return
+    rows, count = labels.shape
+    if not count and shape is not None and len(shape) == 2 and shape[0] == rows:
+        return
+    found = f"a {type(logits).__name__}" if shape is None else f"logits of shape {list(shape)}"
+    hint = f" Return one column per label, here {count}." if count else ""
+    raise ConfigError(
+        f"The model returned {found}; expected [batch, labels] = [{rows}, {count or 'labels'}].{hint}", field="model"
+    )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from persia.batching.batch import Batch
-from persia.errors import PersiaError
+from persia.batching.validation import not_a_batch
+from persia.errors import DataError
 from persia.nn.coverage import IdSample, warn_of_unknown_ids
 from persia.nn.pipeline import Pipeline, Stages
 from persia.nn.prepared import PreparedBatch
@@ -13,6 +14,7 @@ from persia.nn.row_access import RowAccess
 from persia.nn.transfer import Transfer
 from persia.schema import Schema
 from persia.services import EmbeddingWorker
+from persia.types import FedBatch
 
 __all__ = ["EvaluationReader"]
 
@@ -73,11 +75,10 @@ class EvaluationReader:
         return self._look_up(self._validated(batch))
 
     def _validated(self, batch: object) -> Batch:
+        if isinstance(batch, FedBatch):
+            raise DataError("Batches of data loaders are for training; give evaluation a reader or a list.")
         if not isinstance(batch, Batch):
-            raise PersiaError(
-                f"Evaluation got a {type(batch).__name__}, but reads `persia.Batch` only: batches of data loaders are "
-                "for training. Give a reader or a list."
-            )
+            raise not_a_batch(batch)
         batch.validate(self._schema, require_labels=False)
         return batch
 

@@ -13,10 +13,10 @@ __all__ = ["Staleness", "StalenessGate", "Window"]
 
 
 class Window:
-    """Sums over the draws of consecutive windows. Not thread-safe.
+    """Measures waiting over windows of `WINDOW` batches, for modes that adapt their depth. Not thread-safe.
 
-    It uses one fact: with one step fewer in flight, the gate opens later by the time of one step, and rows behind it
-    are ready later by as much.
+    Its estimate for one step fewer in flight: the gate opens later by the time of one step, and the rows behind it are
+    ready later by as much.
 
     Args:
         accumulation: batches per step.
@@ -27,7 +27,7 @@ class Window:
         self._change = 0
         self._windows = 0
         self._before = 0.0
-        self._previous = 0.0  # seconds waited per batch in the window before
+        self._previous = 0.0  # Seconds waited per batch in the last window that has ended.
         self.restart()
 
     def restart(self) -> None:
@@ -51,7 +51,7 @@ class Window:
         self.draws += 1
 
     def observation(self) -> Observation:
-        """Ends the window."""
+        """Ends the window and starts the next one. Returns what was measured."""
         self._windows += 1
         seen = Observation(
             self._waited, self._elapsed, self.draws, self._would_wait, self._change, self._windows, self._before
@@ -106,7 +106,7 @@ class StalenessGate:
         self._sum = 0
         self._max = 0
         self._window = Window(accumulation_steps)
-        self._held: deque[float] = deque()  # of batches that are looked up and not drawn
+        self._held: deque[float] = deque()  # Seconds of batches that are looked up and not drawn.
         self._drawn_at: float | None = None
 
     @property
@@ -131,7 +131,7 @@ class StalenessGate:
             self._drawn_at = None
 
     def close(self) -> None:
-        """Closes the gate: a waiting `pass_lookup` returns False."""
+        """Ends the pass: a waiting `pass_lookup` returns False."""
         with self._changed:
             self._open = False
             self._changed.notify_all()

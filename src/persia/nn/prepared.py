@@ -30,7 +30,7 @@ class PreparedBatch:
     Attributes:
         batch_id: its key at the embedding worker; None if no gradient is awaited.
         dummy: whether it stands in for data that this NN worker does not have; the network must not learn from it.
-        token: its token, in modes with dense PSs.
+        token: its token, in asynchronous modes.
         number: of the batch within the pass over the data.
         began: time at which it was drawn, on the monotonic clock.
     """

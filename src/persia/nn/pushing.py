@@ -184,7 +184,10 @@ class Pusher(Protocol):
         """Makes a blocked `may_look_up` return False. For any thread."""
 
     def abandon(self) -> None:
-        """Gives up what was begun and never finished, after the threads have ended without a failed push."""
+        """Releases open tokens, so that no step waits for them.
+
+        Called after the threads have ended, unless a push failed.
+        """
 
 
 class StepPusher:
@@ -205,7 +208,7 @@ class StepPusher:
         self._gate = gate
         self._accumulation = accumulation_steps
         self._number = 0
-        """Of the next batch that is looked up."""
+        """Number of the next batch that is looked up."""
         self._group: list[Gradient] = []
         self._batches = 0
         """Batches since the last push, with or without a gradient."""
@@ -284,7 +287,7 @@ class StepPusher:
 
 
 class TokenPusher:
-    """Pushes each gradient on its own, in the place that its token gets: for modes with dense PSs.
+    """Pushes each gradient on its own, in the place that its token gets: for asynchronous modes.
 
     Args:
         outbox: the pushes of this NN worker.

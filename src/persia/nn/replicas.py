@@ -35,8 +35,6 @@ class Replicas(EqualSteps, Protocol):
     """The dense network of one NN worker among its replicas: :class:`persia.dense.AllReduce`, or `SingleReplica`."""
 
     nn_workers: int
-    stop: bool
-    """Whether this NN worker asks all of them to stop after an update. It is sent with the next batch."""
     model: torch.nn.Module
     """The module to call in training; it has the parameters of the network itself."""
 
@@ -49,8 +47,14 @@ class Replicas(EqualSteps, Protocol):
     def rows(self) -> int:
         """Returns the rows of all NN workers in this update. Blocks."""
 
-    def stopping(self) -> bool:
-        """Returns whether an NN worker has asked to stop in this update. Blocks."""
+    def request_stop(self) -> None:
+        """Asks all NN workers to stop after the same update. The request is sent with the next batch. Thread-safe."""
+
+    def clear_stop_request(self) -> None:
+        """Withdraws the request of this NN worker, between two phases."""
+
+    def stop_requested(self) -> bool:
+        """Returns whether a batch of this update came with a request to stop, of any NN worker. Blocks."""
 
     def settle(self) -> None:
         """Copies from the first NN worker what is not averaged, such as statistics of BatchNorm, between two phases."""
@@ -85,7 +89,7 @@ class SingleReplica:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
-        self.stop = False
+        self._stop = False
 
     def start(self, rows: int, has_data: bool) -> None:
         """No-op: there are no peers."""
@@ -105,9 +109,17 @@ class SingleReplica:
         """Returns 0: there are no rows beside its own."""
         return 0
 
-    def stopping(self) -> bool:
-        """Returns whether it was asked to stop."""
-        return self.stop
+    def request_stop(self) -> None:
+        """Makes `stop_requested` return True."""
+        self._stop = True
+
+    def clear_stop_request(self) -> None:
+        """Makes `stop_requested` return False."""
+        self._stop = False
+
+    def stop_requested(self) -> bool:
+        """Returns whether a stop was requested."""
+        return self._stop
 
     def settle(self) -> None:
         """No-op: there are no peers."""

@@ -172,9 +172,13 @@ class TokenClient:
                 return result
             self._fill(result.abandoned)
 
-    def drained(self, step: int) -> int:
-        """Reports that all PSs are drained and at `step`; NN workers other than the leader give -1 and wait for it."""
-        return self._tokens.drained(self._caller, step)
+    def report_drained(self, step: int) -> None:
+        """Reports that all PSs are drained and at `step`. The leader calls it, see `QuiesceResult`."""
+        self._tokens.drained(self._caller, step)
+
+    def await_drained(self) -> None:
+        """Waits until the leader has drained all PSs. The other NN workers call it."""
+        self._tokens.drained(self._caller, -1)
 
     # --- push thread --------------------------------------------------------------------------------------------
 

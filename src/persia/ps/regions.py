@@ -34,7 +34,7 @@ MANIFEST = "regions.json"
 MODE = "mode.json"
 APPLIED = "applied"
 STEP = struct.Struct("<QQ")
-"""Generation and turn + 1 of the last applied step of a group. The file is an array of these."""
+"""Generation and turn + 1 of the last applied step of a barrier. The file is an array of these."""
 
 FORMAT = 1
 MIB = 1 << 20
@@ -149,14 +149,14 @@ class Regions:
         path = self.directory / MODE
         return path.read_text() if self.complete and path.exists() else ""
 
-    def keep_step(self, group: int, generation: int, turn: int) -> None:
+    def keep_step(self, barrier: int, generation: int, turn: int) -> None:
         """Stores which step was applied last, so that the next process answers its repeated pushes."""
         # Within one page: a kill cannot tear it.
-        os.pwrite(self._applied(), STEP.pack(generation, turn + 1), group * STEP.size)
+        os.pwrite(self._applied(), STEP.pack(generation, turn + 1), barrier * STEP.size)
 
-    def last_step(self, group: int) -> tuple[int, int] | None:
+    def last_step(self, barrier: int) -> tuple[int, int] | None:
         """Returns generation and turn of the step that was applied last; None if there was none in this mode."""
-        kept = os.pread(self._applied(), STEP.size, group * STEP.size)
+        kept = os.pread(self._applied(), STEP.size, barrier * STEP.size)
         generation, after = STEP.unpack(kept.ljust(STEP.size, b"\0"))
         return (generation, after - 1) if after else None
 

@@ -121,18 +121,18 @@ class EmbeddingServer(JournaledServer):
         """Starts a mode, or continues in the one of the process before."""
         self._mode = mode
         self._sums = GradientAccumulator(mode.reduction)
-        self._groups_of_one = mode.dense() is Dense.ALL_REDUCE and mode.group(self._options.nn_workers, 1) == 1
+        self._barrier_per_rank = mode.dense() is Dense.ALL_REDUCE and mode.group(self._options.nn_workers, 1) == 1
         ranks = range(self._options.nn_workers)
-        groups = [[rank] for rank in ranks] if self._groups_of_one else [ranks]
+        ranks_of = [[rank] for rank in ranks] if self._barrier_per_rank else [ranks]
         self._barriers = [
             StepBarrier(
-                group,
+                members,
                 self._options.timeout,
                 mode.arrive,
                 functools.partial(self._apply_step, number),
                 self._regions.last_step(number) if self._regions is not None else None,
             )
-            for number, group in enumerate(groups)
+            for number, members in enumerate(ranks_of)
         ]
 
     def tables(self) -> Mapping[str, Table]:
@@ -171,7 +171,7 @@ class EmbeddingServer(JournaledServer):
         packed = self._packed(gradients)
         if header.slot >= 0:
             return self._push_token(header, packed)
-        if not self._groups_of_one:
+        if not self._barrier_per_rank:
             return self._barriers[0].push(header.step, ArrivedPush(header, packed))
         if header.parts == 1 and completes_step(self._mode.arrive, header.step):
             return self._apply([header], header.client, header.sequence, packed, header.step)
@@ -205,7 +205,7 @@ class EmbeddingServer(JournaledServer):
         return counts
 
     def _push_token(self, header: PushHeader, gradients: Mapping[str, Gradients]) -> dict[str, UpdateCounts]:
-        """Adds a push of a token mode, in its turn, to the sum of its step; the last one of a step applies the sum.
+        """Adds a push of an asynchronous mode, in its turn, to the sum of its step; the last one applies the sum.
 
         Returns the counts of the steps that this call completes, so that the counts of all calls add up.
         """
@@ -232,18 +232,18 @@ class EmbeddingServer(JournaledServer):
             self._row_staleness.add(limit.last_steps(touched) - header.token, counts)
         return counts.astype(np.float32)
 
-    def _apply_step(self, group: int, arrived: Sequence[ArrivedPush]) -> dict[str, UpdateCounts]:
-        """Applies a complete step of a group of NN workers: one update with their average gradient."""
+    def _apply_step(self, barrier: int, arrived: Sequence[ArrivedPush]) -> dict[str, UpdateCounts]:
+        """Applies a complete step of the barrier of this number: one update with the average gradient."""
         header = arrived[0].header
         average = average_step(arrived, self._mode.reduction, self._pool, self._scratch)
         headers = [push.header for push in arrived]
-        if self._groups_of_one:
+        if self._barrier_per_rank:
             client, sequence, turn = header.client, header.sequence, header.sequence
         else:
             client, sequence, turn = header.merged_client, header.step + 1, header.step
         counts = self._apply(headers, client, sequence, average, header.step)
         if self._regions is not None:
-            self._regions.keep_step(group, header.generation, turn)  # Before the first answer.
+            self._regions.keep_step(barrier, header.generation, turn)  # Before the first answer.
         return counts
 
     def _apply(

@@ -47,19 +47,19 @@ class StoreSnapshots:
             known = {table: self._store.changes_since(index) for table, index in self._tables.items()}
             whole = any(not number or number != since.get(table) for table, number in known.items())
             spill = self._spill(directory, live)
-            epochs: dict[str, int] = {}
+            numbers: dict[str, int] = {}
             try:
                 for table, index in self._tables.items():
-                    epochs[table] = self._store.begin_snapshot(index, 0 if whole else known[table], spill)
+                    numbers[table] = self._store.begin_snapshot(index, 0 if whole else known[table], spill)
             except StoreError:
                 self._end()
                 raise
-            self._name, self._info = name, SnapshotInfo(epochs, whole)
+            self._name, self._info = name, SnapshotInfo(numbers, whole)
             return self._info
 
     def rows(self, name: str) -> Iterator[RowChunk]:
         """Yields the rows of the snapshot, table by table, shard by shard, in row order."""
-        epochs = self._checked(name).epochs
+        numbers = self._checked(name).numbers
         for table, index in self._tables.items():
             config = self._store.config(index)
             most = max(1, CHUNK_BYTES // (24 + 4 * (config.dim + config.state_width)))
@@ -67,7 +67,7 @@ class StoreSnapshots:
                 more = True
                 while more:
                     self._checked(name)
-                    rows, more = self._store.export_snapshot(index, shard, epochs[table], most)
+                    rows, more = self._store.export_snapshot(index, shard, numbers[table], most)
                     if len(rows.ids):
                         yield RowChunk(table, shard, rows._asdict())
 
@@ -79,7 +79,7 @@ class StoreSnapshots:
         for table, index in self._tables.items():
             for shard in range(self._store.config(index).resolved_shards):
                 self._checked(name)
-                ids = self._store.snapshot_evicted(index, shard, info.epochs[table])
+                ids = self._store.snapshot_evicted(index, shard, info.numbers[table])
                 if len(ids):
                     yield RowChunk(table, shard, {"ids": ids})
 

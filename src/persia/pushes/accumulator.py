@@ -23,7 +23,7 @@ WeightedGradients = Mapping[str, tuple[Gradients, Floats]]
 
 
 class GradientAccumulator:
-    """The running sum of the gradients of a step in token modes. Not thread-safe.
+    """The running sum of the gradients of a step in asynchronous modes. Not thread-safe.
 
     It holds one sum and one divisor per id, however many gradients make a step: "we could execute the weighted sum over
     some gradients in advance based on the tokens" (GBA, appendix B). `pushes.reference.ReferenceAccumulator` is its

@@ -142,7 +142,7 @@ class Tokens(Protocol):
         """Reports, as the leader, that all PSs are drained and at `step`; others pass -1 and wait. Returns the step."""
 
     def announce(self, nn_workers: int, local_batch: int) -> None:
-        """Reports the sizes of a phase of an all-reduce mode, by which `request` checks a mode."""
+        """Reports the sizes of a phase with all-reduce, by which `request` checks a mode."""
 
     def request(self, mode: Mode) -> None:
         """Requests another mode from the next boundary on.

@@ -46,12 +46,12 @@ class SnapshotInfo(NamedTuple):
     """Answer of a PS that has begun a store snapshot.
 
     Attributes:
-        epochs: by table, the number of this snapshot, for `since` of a later one.
+        numbers: by table, the number of this snapshot, for `since` of a later one.
         whole: whether all rows are in it. That may be so even if only changes were requested: they are not known after
             a restart, or after very many evictions.
     """
 
-    epochs: dict[str, int]
+    numbers: dict[str, int]
     whole: bool
 
 
@@ -91,18 +91,19 @@ class EmbeddingPS(Protocol):
         """
 
     def push(self, header: PushHeader, gradients: PackedGradients) -> dict[str, UpdateCounts]:
-        """Applies gradients of an NN worker, each exactly once, as the mode decides; returns once they are applied.
+        """Takes gradients of an NN worker, which are applied exactly once, as the mode decides.
 
-        In a mode that combines gradients this blocks until those of all NN workers have arrived. Send a push without
-        gradients to every PS, too: it counts.
+        In `Hybrid` it returns when they are applied, and in `Sync` when the step is applied, which needs the gradients
+        of all NN workers. In asynchronous modes it returns when they are added to the sum of their step, or queued
+        behind an earlier push. Send a push without gradients to every PS, too: it counts.
 
         Args:
             header: sender and step; the learning-rate schedule and `last_step` of the rows follow the step.
             gradients: by table.
 
         Returns:
-            By table, the outcome of the gradients. The counts of a step that was summed over NN workers go to the
-            lowest rank; the others get none.
+            By table, the outcome of the gradients. The counts of a step go to one call: in `Sync` to that of the
+            lowest rank, in asynchronous modes to the one that completes the step. The others get none.
 
         Raises:
             StoreError: an unknown table, or arrays that do not fit; nothing is held or applied.
@@ -127,7 +128,7 @@ class EmbeddingPS(Protocol):
 
         Args:
             name: of the snapshot, unique.
-            since: by table, `SnapshotInfo.epochs` of an earlier snapshot: take only changes since. Empty for all rows.
+            since: by table, `SnapshotInfo.numbers` of an earlier snapshot: take only changes since. Empty for all rows.
             directory: where to keep rows that change before they are read; the directory for temporary files is used if
                 this PS does not have it.
             live: return rows as they are when they are read, each of one moment, and keep none.

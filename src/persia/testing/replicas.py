@@ -107,12 +107,12 @@ class ThreadReplicas:
     def __init__(self, model: torch.nn.Module, rank: int, meeting: Meeting) -> None:
         self.model = model
         self.nn_workers = meeting.size
-        self.stop = False
+        self._stop = False
         self._rank = rank
         self._meeting = meeting
         self._numbers: dict[str, int] = {}
         self._pending: list[int] = []
-        self._own = self._total = self._having = self._stopping = 0
+        self._own = self._total = self._having = self._stop_requests = 0
         self._averaged = False
         first = self._exchange("start", [tensor.detach().clone() for tensor in self._tensors()])[0]
         with torch.no_grad():
@@ -122,10 +122,10 @@ class ThreadReplicas:
     def start(self, rows: int, has_data: bool) -> None:
         """Starts a batch."""
         if self._averaged:
-            self._own, self._total, self._stopping, self._averaged = 0, 0, 0, False
+            self._own, self._total, self._stop_requests, self._averaged = 0, 0, 0, False
         self._own += rows
         number = self._next("count")
-        self._meeting.bring("count", number, self._rank, (rows, int(has_data), int(self.stop)))
+        self._meeting.bring("count", number, self._rank, (rows, int(has_data), int(self._stop)))
         self._pending.append(number)
 
     def over(self) -> bool:
@@ -133,10 +133,18 @@ class ThreadReplicas:
         self.rows()
         return self._having == 0
 
-    def stopping(self) -> bool:
-        """Returns whether an NN worker requested a stop."""
+    def request_stop(self) -> None:
+        """Asks all NN workers to stop after the same update. The request is sent with the next batch. Thread-safe."""
+        self._stop = True
+
+    def clear_stop_request(self) -> None:
+        """Withdraws the request of this NN worker."""
+        self._stop = False
+
+    def stop_requested(self) -> bool:
+        """Returns on all NN workers whether one requested a stop after this update."""
         self.rows()
-        return self._stopping > 0
+        return self._stop_requests > 0
 
     def rows(self) -> int:
         """Returns the number of rows of all NN workers in this update."""
@@ -144,7 +152,7 @@ class ThreadReplicas:
             counts = self._meeting.get("count", self._pending.pop(0), everyone=True)
             self._total += sum(rows for rows, _, _ in counts)
             self._having = sum(having for _, having, _ in counts)
-            self._stopping += sum(stopping for _, _, stopping in counts)
+            self._stop_requests += sum(stop for _, _, stop in counts)
         return self._total
 
     @contextlib.contextmanager

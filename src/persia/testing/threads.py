@@ -72,7 +72,7 @@ class Threads:
     def run(self, function: Callable[[ThreadMember], T]) -> list[T]:
         """Calls a function in a thread for each NN worker, and returns the results by rank.
 
-        In a mode with dense PSs an NN worker that fails does not stop the others.
+        In an asynchronous mode an NN worker that fails does not stop the others.
 
         Raises:
             Exception: raised by the function on the NN worker that failed first.

@@ -39,9 +39,9 @@ LAST_SECONDS = 60.0
 RETRY_SECONDS = 1.0
 
 HELD_BYTES = 64 << 20
-"""Bytes of memory for the state of PSs besides rows, such as counts of ids that are not admitted yet."""
+"""Maximum memory for the PSs' state besides rows while a checkpoint is written; the rest is written at once."""
 
-LOST = (StoreError, WireError, PeerRestartedError)
+PS_RESTARTED = (StoreError, WireError, PeerRestartedError)
 """Errors of a PS that was restarted while a checkpoint was read from it."""
 
 
@@ -51,7 +51,7 @@ class CheckpointState(NamedTuple):
     Attributes:
         training: `TrainingState.state_dict`, which all NN workers call.
         score: the highest decides which checkpoint is the best.
-        consistent: whether all rows are to be of the time of capture.
+        consistent: whether rows are written as they were at the time of capture, though training continues.
     """
 
     training: dict[str, Any]
@@ -60,12 +60,19 @@ class CheckpointState(NamedTuple):
 
 
 class _Chain(NamedTuple):
-    """The last checkpoint, which the next may add to: its snapshot of each PS, and how many increments it has."""
+    """The last checkpoint, which the next may add to.
+
+    Attributes:
+        directory: where it is.
+        base: identifies it.
+        snapshots: `SnapshotInfo.numbers` of each PS.
+        increments: number of checkpoints since the last full one.
+    """
 
     directory: str
     base: Base
-    epochs: list[dict[str, int]]
-    length: int
+    snapshots: list[dict[str, int]]
+    increments: int
 
 
 class _Written(NamedTuple):
@@ -77,13 +84,13 @@ class _Written(NamedTuple):
 
 
 class Throttle:
-    """Limits the processor time of the thread that makes it to a share of the machine's, until it has to hurry.
+    """Limits the processor time of the thread that makes it to a share of all processors, until `hurry` is set.
 
     Waiting for a disk or a network does not count, as it takes nothing from training.
 
     Args:
         share: of all processors; a thread that may use a whole one never pauses.
-        hurry: ends all pauses.
+        hurry: once set, there are no more pauses.
     """
 
     def __init__(self, share: float, hurry: threading.Event) -> None:
@@ -123,6 +130,7 @@ class Checkpointing:
         self._failures = 0
         self._last: _Written | None = None
         self._failing = False
+        """Whether the last checkpoint that was begun in the background has failed."""
         self._hurry = threading.Event()  # Set while the training thread waits for what is being written.
 
     @property
@@ -161,7 +169,7 @@ class Checkpointing:
 
         def transient(error: Exception) -> bool:
             full = isinstance(error, CheckpointError) and error.fields.get("errno") in (errno.ENOSPC, errno.EDQUOT)
-            return full or isinstance(error.__cause__, LOST)
+            return full or isinstance(error.__cause__, PS_RESTARTED)
 
         def warn(error: Exception) -> None:
             LOG.warning("The last checkpoint has failed; retrying for %g s: %s", LAST_SECONDS, error)
@@ -227,22 +235,24 @@ class Checkpointing:
     # --- on NN worker 0 -----------------------------------------------------------------------------------------
 
     def write(self, directory: str, captured: CheckpointState) -> str:
-        """Writes a checkpoint of the state that was captured just now, while nothing is trained. Returns its path."""
+        """Writes a checkpoint of the captured state while nothing trains. Returns its path."""
         self.wait()
-        return self._prepare(directory, captured._replace(consistent=False))(None)
+        # Nothing trains, so no row changes before it is read.
+        return self._prepare(directory, captured, live=True)(None)
 
     def begin(self, directory: str, captured: CheckpointState) -> bool:
-        """Begins to write one in the background; see `begin_periodic`."""
-        awaited = self._thread is not None
+        """Begins to write a checkpoint of the captured state in the background; see `begin_periodic`."""
+        was_begun = self._thread is not None
         try:
             self.wait()
-            self._failing = self._failing and not awaited
+            if was_begun:
+                self._failing = False
         except CheckpointError as error:
-            self._bear(error)
+            self._tolerate_once(error)
         try:
-            write = self._prepare(directory, captured)
+            write = self._prepare(directory, captured, live=not captured.consistent)
         except CheckpointError as error:
-            self._bear(error)
+            self._tolerate_once(error)
             return False
         self._hurry.clear()
 
@@ -273,29 +283,39 @@ class Checkpointing:
         score = evaluation.auc if self._options.keep_best == "auc" else -evaluation.log_loss
         return score if math.isfinite(score) else None
 
-    def _bear(self, error: CheckpointError) -> None:
+    def _tolerate_once(self, error: CheckpointError) -> None:
+        """Logs the error of a checkpoint; raises it if the checkpoint before has failed, too."""
         if self._failing:
             raise error
         self._failing = True
         LOG.warning("A checkpoint has failed; training continues: %s", error)
 
-    def _prepare(self, directory: str, captured: CheckpointState) -> Callable[[Throttle | None], str]:
-        """Begins the snapshots of the PSs; the function that is returned writes the checkpoint, with pauses."""
+    def _prepare(self, directory: str, captured: CheckpointState, *, live: bool) -> Callable[[Throttle | None], str]:
+        """Copies the network and the captured state, and begins snapshots of all PSs, before training continues.
+
+        Args:
+            directory: where to write.
+            captured: the state.
+            live: write rows as they are when they are read; PSs then keep none aside.
+
+        Returns:
+            A function that writes the checkpoint, with pauses if it gets a throttle, and returns its path.
+        """
         began = time.monotonic()
         options, servers, state = self._options, self._servers, self._state
         step = state.global_step
-        chain = self._chain if self._may_add(directory, step, options.checkpoint_increments) else None
+        chain = self._chain if self._may_add_increment(directory, step, options.checkpoint_increments) else None
         self._chain = None
         writer = CheckpointWriter(directory, step, keep_last=options.keep_last, keep_best=options.keep_best is not None)
         try:
-            with _given_up(step):
+            with _as_checkpoint_error(step):
                 # The state of PSs besides rows changes with every batch: read it before training continues.
                 states = _states(writer, servers)
                 model = _copied(dict(self._network.model.state_dict()))
                 training = _copied(captured.training)
                 schema = resolved(self._declared.schema, servers)
-                known = chain.epochs if chain else None
-                name, infos = _begin_snapshots(servers, known, directory, live=not captured.consistent)
+                since = chain.snapshots if chain else None
+                name, infos = _begin_snapshots(servers, since, directory, live=live)
         except BaseException:
             writer.abort()
             raise
@@ -309,11 +329,11 @@ class Checkpointing:
 
         def write(throttle: Throttle | None) -> str:
             try:
-                with _given_up(step), writer:
+                with _as_checkpoint_error(step), writer:
                     if throttle is not None:
                         writer.rest(throttle)
                     for number, server in enumerate(servers):
-                        write_rows(writer, number, server, name, at_rest=throttle is None)
+                        write_rows(writer, number, server, name, read_ahead=throttle is None)
                     for part, pieces in states:
                         writer.add_state(part, pieces)
                     writer.add_tensors("model", model)
@@ -321,7 +341,7 @@ class Checkpointing:
                     path = writer.commit(
                         schema=schema,
                         config=config,
-                        span=(step, step if captured.consistent else max(step, state.global_step)),
+                        span=(step, max(step, state.global_step) if live else step),
                         base=None if whole or chain is None else chain.base,
                         score=captured.score,
                     )
@@ -330,39 +350,40 @@ class Checkpointing:
                 raise
             finally:
                 _end_snapshots(servers, name)
-            length = 0 if whole or chain is None else chain.length + 1
+            increments = 0 if whole or chain is None else chain.increments + 1
             now = time.monotonic()
             self._last = _Written(now, step, now - began)
-            self._chain = _Chain(directory, Base(step, writer.content), [info.epochs for info in infos], length)
+            self._chain = _Chain(directory, Base(step, writer.content), [info.numbers for info in infos], increments)
             return path
 
         return write
 
-    def _may_add(self, directory: str, step: int, most: int) -> bool:
+    def _may_add_increment(self, directory: str, step: int, most: int) -> bool:
+        """Returns whether a checkpoint of this step may hold only the rows that changed since the last one."""
         chain = self._chain
-        return chain is not None and chain.directory == directory and chain.length < most and chain.base.step < step
+        return chain is not None and chain.directory == directory and chain.increments < most and chain.base.step < step
 
 
 @contextmanager
-def _given_up(step: int) -> Iterator[None]:
+def _as_checkpoint_error(step: int) -> Iterator[None]:
     """Raises CheckpointError in place of the error of a restarted PS: its snapshot is gone, training continues."""
     try:
         yield
-    except LOST as error:
+    except PS_RESTARTED as error:
         raise CheckpointError(
             f"The checkpoint of step {step} is lost, training is unharmed: {error.message} Save again.", step=step
         ) from error
 
 
 def _begin_snapshots(
-    servers: Iterable[EmbeddingPS], epochs: list[dict[str, int]] | None, directory: str, *, live: bool
+    servers: Iterable[EmbeddingPS], since: list[dict[str, int]] | None, directory: str, *, live: bool
 ) -> tuple[str, list[SnapshotInfo]]:
     """Begins a snapshot on all PSs: of changed rows if all of them know which, else of all rows."""
     place = "" if "://" in directory else os.path.abspath(directory)
-    since = epochs or [{} for _ in servers]
+    known = since or [{} for _ in servers]
     name = secrets.token_hex(8)
     try:
-        infos = [server.begin_snapshot(name, known, place, live) for server, known in zip(servers, since, strict=True)]
+        infos = [server.begin_snapshot(name, s, place, live) for server, s in zip(servers, known, strict=True)]
     except BaseException:
         _end_snapshots(servers, name)
         raise
@@ -393,10 +414,12 @@ def _states(writer: CheckpointWriter, servers: Iterable[EmbeddingPS]) -> list[tu
     return held
 
 
-def write_rows(writer: CheckpointWriter, number: int, server: EmbeddingPS, name: str, *, at_rest: bool = True) -> None:
-    """Writes the rows of a store snapshot of PS `number`; `at_rest` reads the next chunk while one is written."""
+def write_rows(
+    writer: CheckpointWriter, number: int, server: EmbeddingPS, name: str, *, read_ahead: bool = True
+) -> None:
+    """Writes the rows of a store snapshot of PS `number`; `read_ahead` reads the next chunk while one is written."""
     rows = server.snapshot_rows(name)
-    with closing(ahead(rows)) if at_rest else nullcontext(rows) as chunks:
+    with closing(ahead(rows)) if read_ahead else nullcontext(rows) as chunks:
         for chunk in chunks:
             writer.add_rows(chunk.table, number * MOST_SHARDS + chunk.shard, chunk.arrays)
     for chunk in server.snapshot_removed(name):

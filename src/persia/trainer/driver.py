@@ -1,7 +1,7 @@
 """`Trainer.fit` on the NN workers of a cluster, from the process that holds the user's trainer.
 
-Each NN worker makes a trainer like that one, loads its state, and trains; then the state comes back. So between two
-calls the network is here as much as with `Embedded`: to be evaluated, saved, or trained on. When an NN worker dies, all
+Each NN worker makes a trainer like the user's, loads its state, and trains; then the state comes back. Between two
+calls this process has the network, as with `Embedded`, and can evaluate, save, or train on. When an NN worker dies, all
 restart: from where the others quiesced without it, or else from the last recovery point.
 """
 
@@ -26,7 +26,7 @@ from persia.services import Attempt, Connection, EmbeddingPS, ProcessCluster
 from persia.trainer import loading
 from persia.trainer.options import Declared
 from persia.trainer.progress import FitProgress, FitResult, TrainedRows
-from persia.trainer.sources import expect_data
+from persia.trainer.sources import set_local_batch
 from persia.trainer.state import RunTotals, TrainingState
 
 __all__ = ["Driver", "LocalTrainer", "save_recovery_point"]
@@ -53,8 +53,8 @@ class RunState(NamedTuple):
     Attributes:
         model: its tensors and all else that `torch.save` writes, on the CPU.
         training: see `TrainingState.state_dict`.
-        finished: whether the last call finished its epochs; a resumed run continues where it was in any case.
-        trained: in this call, since NN workers started last.
+        finished: see `TrainingState.finished`.
+        trained: rows that were trained in this call since all NN workers last started.
     """
 
     model: bytes
@@ -99,15 +99,15 @@ class _Work:
     def __call__(self) -> tuple[FitResult, RunState] | _Survived | None:
         trainer = self._make()
         network, state = trainer.step, trainer.state
-        _restore(network, state, self._state, elsewhere=False)
+        _restore(network, state, self._state, trains_in_other_processes=False)
         try:
             result = trainer.fit_here(None, self._eval_data, **self._bounds)
         except NNWorkersDiedError:
             network.replicas = SingleReplica(network.model)
             if state.rank > 0:
-                state.earlier = RunTotals()  # As its metrics: counts from before are with the first one.
+                state.earlier = RunTotals()  # NN worker 0 has the counts from before, and the metrics; see `_merged`.
             return _Survived(_captured(network, state, trainer.trained_here))
-        captured = _captured(network, state, TrainedRows(result.rows, result.seconds))  # All take part.
+        captured = _captured(network, state, TrainedRows(result.rows, result.seconds))  # A collective.
         return (result, captured) if state.rank == 0 else None
 
 
@@ -158,7 +158,7 @@ class Driver:
             PersiaError: an NN worker has raised it, or a process has died for good. The network here is as it was.
         """
         options = self._declared.options
-        expect_data(train_data, self._state)
+        set_local_batch(train_data, self._state)
         state = _captured(self._network, self._state, TrainedRows(0, 0.0))
         log = _FailureLog(options.max_failures)
         first_step, before = state.step, TrainedRows(0, 0.0)
@@ -179,7 +179,7 @@ class Driver:
         result: FitResult
         last: RunState
         result, last = attempt.results[0]
-        _restore(self._network, self._state, last, elsewhere=True)
+        _restore(self._network, self._state, last, trains_in_other_processes=True)
         trained = _sum(before, last.trained)
         return msgspec.structs.replace(
             result,
@@ -192,6 +192,7 @@ class Driver:
 
     def _reload_servers(self, deaths: list[RoleDiedError]) -> None:
         """Replaces embedding PSs that have died for good, with the rows of the last checkpoint."""
+        # "returns" marks a PS that restarts by itself, with its rows.
         lost = [d for d in deaths if d.fields["role"] == "embedding_ps" and "returns" not in d.fields]
         if not lost:
             return
@@ -274,7 +275,7 @@ def _merged(base: RunState, survived: dict[int, RunState], labels: Sequence[str]
     generators = list(base.training["random"])
     counts = msgspec.convert(base.training["counts"], RunTotals)
     parts = [state.training for state in survived.values()]
-    if 0 in survived:  # It has counted on from there.
+    if 0 in survived:  # Its counts and metrics contain those of `base`.
         counts = RunTotals()
     else:
         parts.append(base.training)
@@ -284,7 +285,7 @@ def _merged(base: RunState, survived: dict[int, RunState], labels: Sequence[str]
         metrics.merge(loaded)
     for rank, state in survived.items():
         counts += msgspec.convert(state.training["counts"], RunTotals)
-        if rank < len(generators):  # Else all of these begin with the seed of their rank.
+        if rank < len(generators):  # Else `base` has no random states of these ranks: each starts with its own seed.
             generators[rank : rank + 1] = state.training["random"]
     training = {
         **first.training,
@@ -308,8 +309,8 @@ def _captured(network: DenseStep, state: TrainingState, trained: TrainedRows) ->
     return RunState(model.getvalue(), state.state_dict(), state.finished, trained)
 
 
-def _restore(network: DenseStep, state: TrainingState, saved: RunState, *, elsewhere: bool) -> None:
+def _restore(network: DenseStep, state: TrainingState, saved: RunState, *, trains_in_other_processes: bool) -> None:
     model = torch.load(io.BytesIO(saved.model), map_location="cpu", weights_only=True)
     network.model.load_state_dict(model)
-    state.load_state_dict(saved.training, elsewhere=elsewhere)
+    state.load_state_dict(saved.training, trains_in_other_processes=trains_in_other_processes)
     state.finished = saved.finished

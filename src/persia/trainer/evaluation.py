@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from persia.batching.batch import Batch
+from persia.batching.validation import check_data
 from persia.errors import DataError
 from persia.metrics import Metrics, MetricsResult, merged_metrics
 from persia.nn.collection import EmbeddingCollection
@@ -35,6 +36,7 @@ class Evaluator:
 
     def evaluate(self, data: Iterable[Batch]) -> MetricsResult:
         """Returns metrics on data; see `Trainer.evaluate`. All NN workers call it, and score the batches in turn."""
+        check_data("data", data)
         connection = self._embeddings.connection
         rank, nn_workers = connection.rank, connection.nn_workers
         metrics = Metrics(list(self._embeddings.schema.labels))
@@ -53,16 +55,17 @@ class Evaluator:
 
     def scored(self, data: Iterable[Batch]) -> Iterator[tuple[PreparedBatch, NDArray[np.float32]]]:
         """Yields batches and their logits. In between, model and collection are back in the mode that they had."""
-        with self._reading():
+        check_data("data", data)
+        with self._evaluation_mode():
             batches = self._embeddings.prefetch(data)
         with contextlib.closing(batches):  # type: ignore[type-var]
             for batch in batches:
-                with self._reading():
+                with self._evaluation_mode():
                     logits = self._network.logits(batch, self._embeddings(batch)).cpu().numpy()
                 yield batch, logits
 
     @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
+    def _evaluation_mode(self) -> Iterator[None]:
         """Puts model and collection into evaluation mode, for the time of the block."""
         modes = [(module, module.training) for module in (self._network.model, self._embeddings)]
         for module, _ in modes:

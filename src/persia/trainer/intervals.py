@@ -12,8 +12,8 @@ from persia.trainer.state import TrainingState
 
 __all__ = ["Bounds", "Interval"]
 
-FIRST_LOOK = 16
-"""Steps before the speed of training is known well enough to predict the step at which a time is over."""
+FIRST_CHECK = 16
+"""Steps after which an interval in seconds is checked first. Later checks are predicted from the speed of training."""
 
 ALMOST = 0.95
 """Fraction of an interval in seconds after which it is due."""
@@ -40,14 +40,14 @@ class Interval:
         self._every_seconds = every_seconds
         self._began = self._last = time.monotonic()
         self._first_step = step()
-        self._next_step = self._after()
+        self._next_step = self._step_after()
 
     def boundary(self) -> int | None:
         """Returns the global step at which it may be due, where the phase has to end; None for never."""
         if self._every_seconds is None:
             return self._next_step
-        look = self._step() + self._replicas.run_on_rank0(self._steps_left, int)
-        return look if self._next_step is None else min(look, self._next_step)
+        check = self._step() + self._replicas.run_on_rank0(self._steps_left, int)
+        return check if self._next_step is None else min(check, self._next_step)
 
     def due(self) -> bool:
         """Returns whether it is due now; if so, the next interval begins here. Call it between two phases."""
@@ -56,18 +56,20 @@ class Interval:
             late = (time.monotonic() - self._last) / self._every_seconds
             due = self._replicas.run_on_rank0(lambda: late >= ALMOST, bool)
         if due:
-            self._next_step, self._last = self._after(), time.monotonic()
+            self._next_step, self._last = self._step_after(), time.monotonic()
         return due
 
-    def _after(self) -> int | None:
+    def _step_after(self) -> int | None:
+        """Returns the step at which the next interval in steps ends."""
         return None if self._every_steps is None else self._step() + self._every_steps
 
     def _steps_left(self) -> int:
+        """Predicts how many steps fit into the rest of the interval in seconds; 1 at least."""
         assert self._every_seconds is not None
         now = time.monotonic()
         steps = self._step() - self._first_step
         rate = steps / (now - self._began)
-        return max(1, int((self._last + self._every_seconds - now) * rate)) if steps else FIRST_LOOK
+        return max(1, int((self._last + self._every_seconds - now) * rate)) if steps else FIRST_CHECK
 
 
 class Bounds:
@@ -125,6 +127,6 @@ class Bounds:
         Args:
             next_switch: global step at which the schedule changes the mode, if it does.
         """
-        places = (self._last_step, self.checkpoints.boundary(), self.recovery_points.boundary(), next_switch)
-        bounds = [b for b in places if b is not None]
+        candidates = (self._last_step, self.checkpoints.boundary(), self.recovery_points.boundary(), next_switch)
+        bounds = [step for step in candidates if step is not None]
         return min(bounds) - self._state.global_step if bounds else None

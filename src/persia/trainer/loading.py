@@ -24,7 +24,7 @@ from persia.trainer.state import TrainingState
 
 __all__ = ["LoadOptions", "LoadedTable", "load", "load_partitions", "load_rows", "recorded", "resolved"]
 
-_log = logging.getLogger("persia.checkpoint")
+LOG = logging.getLogger("persia.checkpoint")
 
 RENAMED_OPTIONS = {"snapshot_every_seconds": "recovery_point_every_seconds"}
 """Fields of `TrainerOptions` in checkpoints of version 0.1, and their present names."""
@@ -37,12 +37,12 @@ class LoadOptions(NamedTuple):
         step: which one; None for the latest.
         new_optimizer: let the optimizers of the network and of tables differ from those of the checkpoint. The state of
             those that do is reset, and a warning says so.
-        elsewhere: whether other processes train; see `TrainingState.load_state_dict`.
+        trains_in_other_processes: whether other processes train; see `TrainingState.load_state_dict`.
     """
 
     step: int | None = None
     new_optimizer: bool = False
-    elsewhere: bool = False
+    trains_in_other_processes: bool = False
 
 
 class LoadedTable(NamedTuple):
@@ -84,7 +84,7 @@ def load(
 ) -> None:
     """Loads a checkpoint into a run that has not trained yet; everything is checked before anything changes.
 
-    Each NN worker calls it, the first one before the others: it loads what exists only once, such as rows.
+    Each NN worker calls it. The first one calls it before the others, as it loads the rows, too.
 
     Args:
         directory: where the checkpoint is.
@@ -110,7 +110,7 @@ def load(
     if first:
         _import_rows(connection.servers, reader, list(connection.servers[0].tables()), state=True)
     network.model.load_state_dict(tensors)
-    state.load_state_dict(training, elsewhere=options.elsewhere)
+    state.load_state_dict(training, trains_in_other_processes=options.trains_in_other_processes)
 
 
 def load_rows(
@@ -176,6 +176,8 @@ def _import_rows(
         ranks: only import into these PSs.
     """
     same = shards and _shapes(server_pieces(reader)) == _shapes(_exported(servers))
+    # Stamps of rows, by which the oldest are evicted, count the clock of their shard. Rows that change shards need a
+    # common clock.
     gaps = {} if same else clock_gaps(reader)
     loaded: dict[str, LoadedTable] = {}
     for name, declared in servers[0].tables().items():
@@ -183,24 +185,24 @@ def _import_rows(
             continue
         record = reader.manifest.tables[name]
         with_state = state and same_rule(declared.optimizer, record.optimizer) and _has_state(reader, name)
-        behind = gaps.get(name, {})
+        gap_of_shard = gaps.get(name, {})
         rows = 0
         for shard, arrays in reader.rows(name):
             if not with_state:
                 arrays.pop("state")
-            if behind:
-                arrays["stamp"] = arrays["stamp"] + np.uint32(behind.get(shard, 0))
+            if gap_of_shard:
+                arrays["stamp"] = arrays["stamp"] + np.uint32(gap_of_shard.get(shard, 0))
             rows += len(arrays["ids"])
             _distribute(servers, RowChunk(name, shard, arrays), range(len(servers)) if ranks is None else ranks)
         loaded[name] = LoadedTable(rows, with_state)
         if state and rows and not with_state:
-            _log.warning("Table %r: the optimizer's state is reset; %s has none of its kind.", name, reader.path)
+            LOG.warning("Table %r: the optimizer's state is reset; %s has none of its kind.", name, reader.path)
     if same:
         for number, pieces in server_pieces(reader):
             if ranks is None or number in ranks:
                 servers[number].import_state([StatePiece(**piece) for piece in pieces])
     elif shards and any(array == "sketch" for _, _, _, array in _shapes(_exported(servers))):
-        _log.warning(
+        LOG.warning(
             "%s was written by PSs of another number, capacity or admission: the counts of ids that are not admitted "
             "are reset.",
             reader.path,
@@ -266,7 +268,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], di
             path=directory,
         )
     if mine != theirs:
-        _log.warning("The optimizer's state is reset: the optimizer is %s in the checkpoint and %s here.", theirs, mine)
+        LOG.warning("The optimizer's state is reset: the optimizer is %s in the checkpoint and %s here.", theirs, mine)
     return mine == theirs
 
 

@@ -100,16 +100,19 @@ class TrainingLoop:
                     source.forget(state.position)
                     self._trained(step, batch, logits, loss)
                     # One request to stop suffices: it is sent with the next batch, and all stop after that step.
-                    replicas.stop = replicas.stop or self._should_stop() or switch_requested()
-                    if updated and replicas.stopping():
+                    if self._should_stop() or switch_requested():
+                        replicas.request_stop()
+                    if updated and replicas.stop_requested():
                         stopped_at = time.monotonic()
                         break
             complete = True
         finally:
-            # After an error the PSs apply the gradients that were computed, so the network does likewise. Not with
-            # several NN workers: the others do not know of the error, and would not take part.
+            # After an error the PSs apply the gradients that were computed, and so does a single NN worker. Several
+            # cannot: the others do not know of the error, and would not take part in the average.
             if complete or replicas.nn_workers == 1:
                 network.finish()
+            else:
+                network.discard()
             self._progress.score_rest()
         return PhaseEnd(stopped_at is None and (batches is None or drawn < batches), stopped_at)
 
@@ -140,11 +143,11 @@ class TrainingLoop:
         return self._network.forward_backward(batch, self._embeddings(batch), all_reduce=all_reduce)
 
     def _trained(self, step: int, batch: PreparedBatch, logits: torch.Tensor, loss: torch.Tensor) -> None:
-        """Keeps the books of a batch that took part in global step `step`."""
+        """Updates the local batch, the counts and the progress after a batch of global step `step`."""
         state, connection = self._state, self._embeddings.connection
-        known = state.local_batch
-        state.local_batch = max(known, batch.weight)
-        if not known and connection.rank == 0:
+        first = not state.local_batch
+        state.local_batch = max(state.local_batch, batch.weight)
+        if first and connection.rank == 0:
             advise(state.mode, connection.nn_workers, state.local_batch)
         self._progress.trained(step, batch, logits, loss)
 

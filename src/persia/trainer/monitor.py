@@ -49,7 +49,7 @@ class Monitor:
         """Returns all metrics. Takes no lock that training holds for long, and asks no other process."""
         embeddings = self._embeddings
         staleness = embeddings.staleness
-        # Counted by the facade of several embedding workers; one in this process loses none.
+        # `EmbeddingWorkers`, the facade of several processes, counts them; a worker in this process loses none.
         pushed = embeddings.outbox.counts(getattr(embeddings.connection.worker, "lost_gradients", 0))
         found = figures(
             "nn",
@@ -79,7 +79,7 @@ class Monitor:
 
 
 def _compression(optimizer: Any) -> list[Metric]:
-    """Metrics of an optimizer that communicates; empty for others."""
+    """Returns the metrics of APMSqueeze, which communicates; none for other optimizers."""
     statistics: dict[str, Any] = getattr(optimizer, "statistics", dict)()
     phase = statistics.pop("phase", None)
     if phase is not None:

@@ -19,7 +19,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of a training run that have defaults.
 
     Args:
-        seed: of row initialisation and admission. The dense model is initialised by its maker: seed torch before.
+        seed: of row initialisation and admission. For the dense model, seed torch before you make it.
         device: where the network runs: "cpu", "cuda", "cuda:1", or "auto" for CUDA where there is any.
         precision: "float32", or autocast to "bf16" or "fp16" (with loss scaling).
         accumulation_steps: batches per update, of the network and of the embeddings.
@@ -29,10 +29,10 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         checkpoint_every_steps: global steps between two checkpoints during `fit`; None for one at its end. They are
             written in the background; one that is due while another is being written is left out.
         checkpoint_every_seconds: likewise, by time.
-        checkpoint_consistent: whether all rows of such a checkpoint are of one step. Without it, each row is of some
-            step while it was written, which spares keeping old rows aside. `Sync` is always consistent.
-        checkpoint_share: so much of this machine's processors a checkpoint takes while it is written in the background.
-            Less slows training less, and the checkpoint takes longer.
+        checkpoint_consistent: whether all rows of such a checkpoint are of one step. Otherwise a row is as it was when
+            it was written, and PSs keep no old rows aside. `Sync` is always consistent.
+        checkpoint_share: maximum share of this machine's processors that a checkpoint takes while it is written in the
+            background. A smaller share slows training less, and the checkpoint takes longer.
         checkpoint_increments: checkpoints between two full ones that hold only the rows that have changed.
         keep_last: checkpoints kept, with those that they add to; older ones are removed.
         keep_best: keep the best one of `fit` too, by this metric of `eval_data`, evaluated at each checkpoint.

@@ -16,6 +16,7 @@ from persia.coordinator import TokenReport
 from persia.dense import SharedNetwork
 from persia.errors import ConfigError, NNWorkersDiedError
 from persia.modes import Dense, Gba, Mode, ModeChoice
+from persia.nn.arguments import MODE, check_arguments
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
 from persia.nn.step_timings import StepTimings
@@ -37,8 +38,8 @@ LOG = logging.getLogger("persia.modes")
 REPORTS = 8
 """Reports of step times per NN worker in one window of Auto."""
 
-LOOK_SECONDS = 0.1
-"""Seconds between two looks for a requested switch in synchronous phases."""
+POLL_SECONDS = 0.1
+"""Seconds between two questions to the coordinator whether a switch was requested, in synchronous phases."""
 
 
 class ModeSwitch(NamedTuple):
@@ -48,7 +49,7 @@ class ModeSwitch(NamedTuple):
         step: global step at which it happened.
         before: the mode until then.
         after: the mode from then on.
-        drain_seconds: until all NN workers had quiesced.
+        drain_seconds: from the end of the last batch until all NN workers had quiesced.
         seconds: the rest: hand-over of the network both ways, on Ray also a recovery point.
     """
 
@@ -57,6 +58,14 @@ class ModeSwitch(NamedTuple):
     after: Mode
     drain_seconds: float
     seconds: float
+
+
+class _EndedPhase(NamedTuple):
+    """The last phase: its mode, when its training stopped, and when all NN workers had quiesced."""
+
+    mode: Mode
+    stopped_at: float
+    quiesced_at: float
 
 
 class Phases:
@@ -69,7 +78,7 @@ class Phases:
         network: the dense network, its optimizer, and its replicas.
         embeddings: has the connection to the other roles.
         declared: the declarations of the run.
-        elsewhere: whether other processes train, so that this one is none of the NN workers.
+        trains_in_other_processes: whether this process only drives NN workers, and is none of them.
 
     Raises:
         ConfigError: the cluster, or the options, cannot run a mode that the declarations name.
@@ -82,7 +91,7 @@ class Phases:
         embeddings: EmbeddingCollection,
         declared: Declared,
         *,
-        elsewhere: bool,
+        trains_in_other_processes: bool,
     ) -> None:
         self._state = state
         self._network = network
@@ -90,31 +99,35 @@ class Phases:
         self._connection = embeddings.connection
         self._auto = declared.auto
         self._options = declared.options
-        self._elsewhere = elsewhere
-        self._served: Mode | None = None
-        """The mode that the PSs are in, as far as this NN worker has switched them."""
+        self._trains_in_other_processes = trains_in_other_processes
+        self._servers_mode: Mode | None = None
+        """The mode of the embedding PSs since the last phase began; None before the first one."""
         self._number = 0
+        """Number of the last phase."""
         self._shared: SharedNetwork | None = None
-        self._again = False
+        """The network on the dense PSs, from the first phase on that they hold it."""
+        self._stopped_early = False
+        """Whether the last phase stopped before its planned end, so that batches were read ahead of it."""
         self._dead: list[int] = []
         """NN workers that died in the last phase, while the others continued."""
-        self._looked = 0.0
+        self._last_poll = 0.0
         self.switches: list[ModeSwitch] = []
-        self._leaving: tuple[Mode, float, float] | None = None
-        """The mode of the last phase, when NN workers were asked to quiesce, and when they had."""
+        self._ended_phase: _EndedPhase | None = None
+        """The phase whose mode a switch would leave; None once the next phase has begun."""
         self._recording = ScheduleRecorder(self._options.record_dir, state, network, embeddings)
         schedule = self._options.mode_schedule
         if self._auto is not None and schedule:
             raise ConfigError("mode_schedule and the mode Auto cannot both say when to switch.", field="mode_schedule")
-        either = [self._auto.asynchronous] if self._auto is not None else []
-        for candidate in (state.mode, *either, *(mode for _, mode in schedule)):
+        others = [self._auto.asynchronous] if self._auto is not None else [mode for _, mode in schedule]
+        for candidate in (state.mode, *others):
             self.check(candidate)
 
     def check(self, mode: Mode) -> None:
         """Raises ConfigError if this cluster, or these options, cannot run a mode."""
+        check_arguments(mode=(mode, MODE))
         connection, options = self._connection, self._options
         name = type(mode).__name__
-        if not self._elsewhere:
+        if not self._trains_in_other_processes:
             mode.group(connection.nn_workers, self._state.local_batch or 1)
         if mode.dense() is not Dense.SERVER:
             return
@@ -150,7 +163,7 @@ class Phases:
             return
 
         def begin() -> None:
-            if self._state.mode in (auto.sync, auto.asynchronous):  # Else it has been chosen by hand.
+            if self._state.mode in (auto.sync, auto.asynchronous):  # Else the user chose it with `Trainer.switch`.
                 tokens.begin_auto(auto, self._connection.nn_workers, self._state.mode == auto.asynchronous)
 
         self._embeddings.step_timings = StepTimings(tokens, self._connection.rank, auto.seconds / REPORTS, begin)
@@ -175,22 +188,27 @@ class Phases:
         """Global step at which the schedule changes the mode next; None if it does not."""
         return next((step for step, _ in self._options.mode_schedule if step > self._state.global_step), None)
 
-    def follow(self) -> bool:
-        """Takes over the mode that was requested, or that the schedule has for this step. Returns whether it did."""
+    def adopt_next_mode(self) -> bool:
+        """Changes to the mode that was requested, or that the schedule has for this step, between two phases.
+
+        Returns:
+            Whether there was one; then call `confirm_mode`.
+        """
         entry = scheduled(self._options.mode_schedule, self._state.global_step)
-        due, self._state.schedule_entry = entry != self._state.schedule_entry, entry
+        due = entry[1] if entry is not None and entry != self._state.schedule_entry else None
+        self._state.schedule_entry = entry
         replicas = self._network.replicas
-        wanted = replicas.run_on_rank0(lambda: self._requested() or (entry[1] if due and entry else None), Mode | None)
+        wanted = replicas.run_on_rank0(lambda: self._requested() or due, Mode | None)
         if wanted is not None and wanted != self._state.mode:
-            if self._leaving is None:
+            if self._ended_phase is None:
                 now = time.monotonic()
-                self._leaving = self._state.mode, now, now
+                self._ended_phase = _EndedPhase(self._state.mode, now, now)
             self._state.change_mode(wanted)
-        replicas.stop = False
+        replicas.clear_stop_request()
         return wanted is not None
 
     def _requested(self) -> Mode | None:
-        """Returns the mode that was requested, if it can run here."""
+        """Returns the mode that was requested, if any; rejects one that cannot run here."""
         tokens = self._connection.tokens
         mode = tokens.requested() if tokens is not None else None
         if tokens is not None and mode is not None:
@@ -202,8 +220,8 @@ class Phases:
                 return None
         return mode
 
-    def followed(self) -> None:
-        """Confirms that the requested mode is in force, also for NN workers that restart after a death."""
+    def confirm_mode(self) -> None:
+        """Tells the coordinator that the mode is in force, also for NN workers that restart after a death."""
         tokens, mode = self._connection.tokens, self._state.mode
 
         def resolve() -> None:
@@ -218,16 +236,16 @@ class Phases:
         """Trains one phase, of `steps` steps at most. Returns whether the pass over the data has ended."""
         self._number += 1
         on_demand = self._state.mode.dense() is Dense.SERVER
-        source.arrange(on_demand, self._again)
-        self._again = False
+        source.begin_phase(on_demand, self._stopped_early)
+        self._stopped_early = False
         if on_demand:
             return self._token_driven(loop, source, steps)
         return self._synchronous(loop, source, steps)
 
-    def check_others(self) -> None:
-        """Raises NNWorkersDiedError if NN workers died in the last phase, and no collective works without them.
+    def raise_if_nn_workers_died(self) -> None:
+        """Raises NNWorkersDiedError if NN workers died in the last phase and the others cannot train without them.
 
-        So it is where torch.distributed joins the replicas.
+        Collectives of torch.distributed need all ranks. A cluster with replicas of its own continues with the living.
         """
         if self._dead and self._connection.replicas is None:
             ranks = ", ".join(map(str, self._dead))
@@ -236,30 +254,30 @@ class Phases:
     def _synchronous(self, loop: TrainingLoop, source: BatchSource, steps: int | None) -> bool:
         """Trains a phase with a replica of the network on each NN worker."""
         connection, state = self._connection, self._state
-        if self._served != state.mode:
+        if self._servers_mode != state.mode:
             self._network.replicas.run_on_rank0(self._switch_servers, NoneType)
         self._recording.begin(None)
         if connection.tokens is not None and connection.rank == 0:
             connection.tokens.announce(connection.nn_workers, state.local_batch)
-        self._entered()
+        self._phase_began()
         batches = None if steps is None else steps * self._options.accumulation_steps
-        self._looked = time.monotonic()
+        self._last_poll = time.monotonic()
         end = loop.synchronous(source, batches, self._switch_requested)
         self._recording.end(state.local_batch)
         if end.stopped_at is not None:
-            self._again = True
-            self._leaving = state.mode, end.stopped_at, time.monotonic()
+            self._stopped_early = True
+            self._ended_phase = _EndedPhase(state.mode, end.stopped_at, time.monotonic())
         return end.pass_ended
 
     def _switch_requested(self) -> bool:
-        """Asks the coordinator now and then, on NN worker 0, whether a switch was requested."""
+        """Returns whether NN worker 0 learns here that a switch was requested. Polls the coordinator now and then."""
         tokens = self._connection.tokens
         if tokens is None or self._connection.rank > 0:
             return False
         now = time.monotonic()
-        if now - self._looked <= LOOK_SECONDS:
+        if now - self._last_poll <= POLL_SECONDS:
             return False
-        self._looked = now
+        self._last_poll = now
         return tokens.requested() is not None
 
     def _token_driven(self, loop: TrainingLoop, source: BatchSource, steps: int | None) -> bool:
@@ -271,7 +289,7 @@ class Phases:
         shared = self._shared
         state.local_batch = self._network.replicas.run_on_rank0(lambda: self._begin_tokens(shared, source, steps), int)
         self._recording.begin(shared)
-        self._entered()
+        self._phase_began()
         caller = Caller(self._connection.generation, self._number, self._connection.rank)
         client = TokenClient(self._tokens, caller, self._connection.worker, shared, self._embeddings.pushes)
         loop.token_driven(source, client)
@@ -280,51 +298,51 @@ class Phases:
     def _begin_tokens(self, shared: SharedNetwork, source: BatchSource, steps: int | None) -> int:
         """Hands the network to the dense PSs, and the phase to the token scheduler. Returns the local batch."""
         connection, state = self._connection, self._state
-        state.local_batch = state.local_batch or self._first_rows(source)
+        state.local_batch = state.local_batch or self._rows_of_next_batch(source)
         advise(state.mode, connection.nn_workers, state.local_batch)
         shared.load(connection.generation, state.global_step)
         self._switch_servers()
         self._tokens.begin(
             TrainingPhase(
-                connection.generation,
-                self._number,
-                state.mode,
-                connection.nn_workers,
-                state.epoch,
-                state.position,
-                state.global_step,
-                steps,
-                state.local_batch,
+                generation=connection.generation,
+                number=self._number,
+                mode=state.mode,
+                nn_workers=connection.nn_workers,
+                epoch=state.epoch,
+                position=state.position,
+                step=state.global_step,
+                steps=steps,
+                local_batch=state.local_batch,
             )
         )
         return state.local_batch
 
     def _quiesce(self, client: TokenClient, shared: SharedNetwork, source: BatchSource) -> bool:
-        """Ends a token-driven phase: drains the PSs, takes the network back. Returns whether the pass has ended."""
+        """Ends an asynchronous phase: drains the PSs, takes the network back. Returns whether the pass has ended."""
         connection, state, optimizer = self._connection, self._state, self._network.optimizer
-        began = time.monotonic()
+        stopped_at = time.monotonic()
         result = client.quiesce()
-        quiesced = time.monotonic()
-        step = result.step + (result.held > 0)
+        quiesced_at = time.monotonic()
+        step = result.step + (result.held > 0)  # Gradients held for an incomplete step are applied as one more step.
         if connection.rank == result.leader:
             for server in connection.servers:
                 server.drain(connection.generation, result.step, result.held)
             shared.drain(connection.generation, result.step, result.held)
-            client.drained(step)
+            client.report_drained(step)
             self._recording.write(state.local_batch)
         else:
-            client.drained(-1)
+            client.await_drained()
         shared.take_over()
         if isinstance(optimizer, APMSqueeze):
             optimizer.take_back()
         state.global_step, state.position = step, result.position
         source.forget(result.position)
-        self._leaving = state.mode, began, quiesced
+        self._ended_phase = _EndedPhase(state.mode, stopped_at, quiesced_at)
         self._dead = result.dead
         return result.ended
 
-    def _first_rows(self, source: BatchSource) -> int:
-        """Returns the local batch, from the next batch of the source; 0 where data loaders read."""
+    def _rows_of_next_batch(self, source: BatchSource) -> int:
+        """Returns the local batch, as far as the next batch of the source tells it; 0 where data loaders read."""
         if not isinstance(source, LocalSource):
             return 0
         first, second = (source.read(self._state.position + ahead) for ahead in (0, 1))
@@ -337,21 +355,24 @@ class Phases:
         for server in self._connection.servers:
             server.switch(self._state.mode, self._connection.generation, self._state.global_step)
 
-    def _entered(self) -> None:
-        """Records the switch, if the phase that begins now has another mode than the one before."""
-        state = self._state
-        self._served = state.mode
-        if self._leaving is None:
+    def _phase_began(self) -> None:
+        """Notes that a phase begins now: the mode of the PSs, and the switch if the last phase had another mode."""
+        state, ended = self._state, self._ended_phase
+        self._servers_mode, self._ended_phase = state.mode, None
+        if ended is None or ended.mode == state.mode:
             return
-        (before, stopped, quiesced), self._leaving = self._leaving, None
-        if before == state.mode:
-            return
-        done = ModeSwitch(state.global_step, before, state.mode, quiesced - stopped, time.monotonic() - quiesced)
+        done = ModeSwitch(
+            step=state.global_step,
+            before=ended.mode,
+            after=state.mode,
+            drain_seconds=ended.quiesced_at - ended.stopped_at,
+            seconds=time.monotonic() - ended.quiesced_at,
+        )
         self.switches.append(done)
         if self._connection.rank == 0:
             LOG.info(
                 "Step %d: from %s to %s. Draining took %.3f s, the hand-over %.3f s.",
-                done.step, before, state.mode, done.drain_seconds, done.seconds,
+                done.step, done.before, done.after, done.drain_seconds, done.seconds,
             )  # fmt: skip
 
     @property

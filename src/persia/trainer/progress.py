@@ -86,6 +86,25 @@ class FitResult(msgspec.Struct, frozen=True):
     mode_choices: list[ModeChoice] = []
     failures: int = 0
 
+    def __str__(self) -> str:
+        """Returns a summary of three lines; `repr` has all fields."""
+        lines = [
+            f"Trained {self.rows} rows in {self.seconds:.1f} s ({self.rows_per_second:.0f} rows/s), "
+            f"{self.steps} steps; global step {self.global_step}",
+            f"progressive {_scores(self.progressive)}",
+            f"{self.stored_rows} embedding rows stored ({self.stored_bytes / 1e6:.1f} MB)",
+        ]
+        if self.evaluation is not None:
+            lines[1] += f"; evaluation {_scores(self.evaluation)}"
+        for name in ("non_finite_rows", "released_batches", "lost_batches", "lost_gradients", "failures"):
+            if count := getattr(self, name):
+                lines[2] += f"; {name} {count}"
+        return "\n".join(lines)
+
+
+def _scores(metrics: MetricsResult) -> str:
+    return f"AUC {metrics.auc:.4f}, log loss {metrics.log_loss:.4f}"
+
 
 class TrainedRows(NamedTuple):
     """Rows that one NN worker, or all of them, trained in a call, and the seconds it took."""
@@ -139,10 +158,12 @@ class FitProgress:
         self._seconds = 0.0
         self._unscored: _Unscored | None = None
         self._empty = False
+        """Whether a pass had no batch, which `allow_empty` permits."""
         self._shown = (self._began, 0)
-        self._first = embeddings.connection.rank == 0
-        self.line = LiveLine(options.progress and self._first)
-        self._writer = summary_writer(options.log_dir) if options.log_dir and self._first else None
+        """Time of the last snapshot, and the rows trained until then."""
+        self._on_rank0 = embeddings.connection.rank == 0
+        self.line = LiveLine(options.progress and self._on_rank0)
+        self._writer = summary_writer(options.log_dir) if options.log_dir and self._on_rank0 else None
 
     def check_pass(self) -> None:
         """Checks that a pass that has ended had any batch.
@@ -166,7 +187,7 @@ class FitProgress:
     def check_trained(self, epochs: int) -> None:
         """Warns if a run that is resumed at the end of its data has nothing left to train."""
         epoch, step = self._state.epoch, self._state.global_step
-        if self._first and epoch >= epochs and step == self._first_step and not self._empty:
+        if self._on_rank0 and epoch >= epochs and step == self._first_step and not self._empty:
             LOG.warning(
                 "Nothing was left to train: the run is at the end of its data, at step %d, with epoch %d of %d done. "
                 "To train on, raise `epochs`, which counts the epochs before a resume too.",
@@ -174,22 +195,20 @@ class FitProgress:
             )  # fmt: skip
 
     def trained(self, step: int, batch: PreparedBatch, logits: torch.Tensor, loss: torch.Tensor) -> None:
-        """Counts a batch that took part in global step `step`, scores it, shows progress when it is time to.
+        """Counts a batch of global step `step`, scores it, and shows progress when that is due.
 
-        On a GPU it is the batch before that is scored, as this one may still be computing.
+        On a GPU the batch before is scored, as this one may still be computing.
 
         Raises:
             DivergedError: logits or loss of the batch that is scored are not finite.
         """
         if batch.dummy:
             return
-        state, connection = self._state, self._embeddings.connection
         self._rows += len(batch)
         self._batches += 1
         self.score_rest()
-        number = state.position - connection.nn_workers + connection.rank
         arrays = self._staging.to_host({"logits": logits, "labels": batch.labels, "loss": loss.float()})
-        self._unscored = _Unscored(arrays, batch.day, step, state.epoch, number)
+        self._unscored = _Unscored(arrays, batch.day, step, self._state.epoch, batch.number)
         if logits.device.type == "cpu":
             self.score_rest()
         if self._batches % LOG_EVERY == 1 and self._writer is not None:
@@ -198,7 +217,7 @@ class FitProgress:
             self.line.show(self._snapshot())
 
     def score_rest(self) -> None:
-        """Scores the batch that is left."""
+        """Scores the batch whose logits are still on their way to the host, if there is one."""
         if self._unscored is None:
             return
         done, self._unscored = self._unscored, None
@@ -221,7 +240,7 @@ class FitProgress:
         return TrainedRows(sum(t.rows for t in trained), max(t.seconds for t in trained))
 
     def close(self) -> None:
-        """Stops the clock."""
+        """Stops the clock, and closes the TensorBoard log."""
         self._seconds = time.monotonic() - self._began
         if self._writer is not None:
             self._write(self._writer, self._snapshot())
@@ -245,7 +264,7 @@ class FitProgress:
     def _write(self, writer: Any, snapshot: Snapshot) -> None:
         for name in ("rows_per_second", "loss", "auc", "stored_rows", "staleness"):
             writer.add_scalar(f"train/{name}", getattr(snapshot, name), snapshot.step)
-        # Of an optimizer that communicates.
+        # APMSqueeze has statistics of its communication.
         statistics: dict[str, Any] = getattr(self._network.optimizer, "statistics", dict)()
         for name, value in statistics.items():
             number = float(value == "compressed") if name == "phase" else value

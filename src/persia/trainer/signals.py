@@ -52,7 +52,7 @@ def stoppable(
     def handle(number: int, _: FrameType | None) -> None:
         came.append(number)
         if len(came) > 1:
-            restore()  # A third one does what it would do without us.
+            restore()  # A third signal meets the handlers from before `fit`.
             raise _exception(number)
         stop()
         then = f"and is saved to {directory}" if directory is not None else "and is not saved (no checkpoint_dir)"
@@ -120,7 +120,7 @@ def saved(directory: str | None, resume_line: Callable[[str, int], str]) -> str:
 
 
 def _replaceable(handler: Any) -> bool:
-    """Whether a handler is none of the program's own: the default one, that of `terminable`, or that of Ray."""
+    """Returns whether a handler may be replaced: the default, that of `terminable`, or Ray's, not the program's own."""
     if handler in (signal.SIG_DFL, signal.default_int_handler):
         return True
     module = str(getattr(handler, "__module__", ""))

@@ -21,8 +21,8 @@ __all__ = [
     "LoaderSource",
     "LocalSource",
     "declared_batch_size",
-    "expect_data",
     "largest_batch",
+    "set_local_batch",
     "source_of",
 ]
 
@@ -36,39 +36,40 @@ class BatchSource(Protocol):
     def forget(self, below: int) -> None:
         """Forgets batches of lower numbers, which are trained."""
 
-    def arrange(self, on_demand: bool, again: bool) -> None:
+    def begin_phase(self, on_demand: bool, stopped_early: bool) -> None:
         """Prepares for a phase.
 
         Args:
-            on_demand: whether NN workers take batches as they are ready, or in turn.
-            again: the phase before stopped ahead of what was read; that will be wanted again.
+            on_demand: whether NN workers take batches when they are ready for one; otherwise they take them in turn.
+            stopped_early: whether the phase before stopped before batches that were read already; they are read again.
         """
 
 
 class LocalSource:
-    """Reads a source forward, and keeps what was read until it is known to be trained.
+    """Reads data in this process, and keeps each batch until `forget` says that it is trained.
 
-    So a phase may end at any batch, though some were read ahead of it: the next one gets them again.
+    A phase may end at any batch, though later ones were read ahead: the next phase gets these again.
 
     Args:
-        reopen: the rest of the pass from a batch number on; None where that cannot be had again.
-        first: an iterator over the rest of the pass.
+        reopen: returns an iterator from a batch number on; None if the data can be read only once.
+        rest: an iterator over the rest of the pass.
         position: number of its first batch.
     """
 
-    def __init__(self, reopen: Callable[[int], Iterator[Batch]] | None, first: Iterator[Batch], position: int) -> None:
+    def __init__(self, reopen: Callable[[int], Iterator[Batch]] | None, rest: Iterator[Batch], position: int) -> None:
         self._reopen = reopen
-        self._rest = first
-        self._at = position
+        self._rest = rest
+        self._following = position
+        """Number of the next batch of `_rest`."""
         self._kept: dict[int, Batch] = {}
-        # The reading thread of a pass that was left may still sit in the source's `next` when that of the next begins.
+        # The reading thread of a phase that was left may still be within `next` when that of the next phase begins.
         self._lock = threading.Lock()
 
     def read(self, number: int) -> Batch | None:
         """Returns a batch; None if the pass has none of this number.
 
         Raises:
-            DataError: the batch has gone by, and the source cannot be read again.
+            DataError: the batch was read and forgotten, and the data can be read only once.
         """
         with self._lock:
             return self._read(number)
@@ -77,16 +78,16 @@ class LocalSource:
         kept = self._kept.get(number)
         if kept is not None:
             return kept
-        if number < self._at:
+        if number < self._following:
             if self._reopen is None:
                 raise DataError(
                     f"Cannot rewind to batch {number}: the data are a one-shot iterator. Give a reader or a list.",
                     batch=number,
                 )
-            self._rest, self._at = self._reopen(number), number
+            self._rest, self._following = self._reopen(number), number
         for batch in self._rest:
-            self._at += 1
-            if self._at > number:
+            self._following += 1
+            if self._following > number:
                 self._kept[number] = batch
                 return batch
         return None
@@ -96,8 +97,8 @@ class LocalSource:
         for number in [n for n in list(self._kept) if n < below]:
             del self._kept[number]
 
-    def arrange(self, on_demand: bool, again: bool) -> None:
-        """No-op: what is kept is read again."""
+    def begin_phase(self, on_demand: bool, stopped_early: bool) -> None:
+        """No-op: batches that are not trained are still here."""
 
 
 class LoaderSource:
@@ -123,11 +124,11 @@ class LoaderSource:
         return self._loader.take(rank, self._epoch, number).batch
 
     def forget(self, below: int) -> None:
-        """No-op: data loaders see it by what is taken next."""
+        """No-op: data loaders drop batches when later ones are taken."""
 
-    def arrange(self, on_demand: bool, again: bool) -> None:
+    def begin_phase(self, on_demand: bool, stopped_early: bool) -> None:
         """Restarts the data loaders where training is: batches that were taken but not trained have been released."""
-        if again or on_demand != self._on_demand:
+        if stopped_early or on_demand != self._on_demand:
             self._on_demand = on_demand
             self._begin(on_demand)
 
@@ -141,19 +142,19 @@ def declared_batch_size(data: Any) -> int:
 
 
 def largest_batch(data: Any, mode: Mode) -> int:
-    """Returns the rows of the largest batch of a list; 0 if it is none. A single batch is a whole step of Gba."""
+    """Returns the rows of the largest batch of a list; 0 for other data. A single batch is a whole step of Gba."""
     rows = [len(batch) for batch in data if isinstance(batch, Batch)] if isinstance(data, Sequence) else []
     if len(rows) == 1 and isinstance(mode, Gba):
         rows.append(mode.global_batch_size)
     return max(rows, default=0)
 
 
-def expect_data(data: Iterable[Batch] | None, state: TrainingState) -> None:
-    """Sets the local batch, as far as the data of a `fit` call that begins tell it.
+def set_local_batch(data: Iterable[Batch] | None, state: TrainingState) -> None:
+    """Sets `state.local_batch` at the start of a `fit` call, if the data declare a batch size or are a list.
 
     Args:
         data: see `Trainer.fit`; None where data loaders read.
-        state: gets the local batch; unless the last call was finished, that of its data holds.
+        state: keeps its local batch if the data declare none and the call before has not finished its epochs.
     """
     if data is not None:
         known = declared_batch_size(data) or (0 if state.finished else state.local_batch)
@@ -177,7 +178,7 @@ def source_of(
     if loader is not None:
 
         def begin(on_demand: bool) -> None:
-            # Which loader has which share, and how far they read ahead, is known behind the facade.
+            # `DataLoaders` fills in the share of each loader, and how far it reads ahead.
             takers = 1 if on_demand else connection.nn_workers
             feed = Feed(state.epoch, state.position, takers, 0, 1, 1, connection.generation, on_demand)
             replicas.run_on_rank0(lambda: loader.begin(feed), NoneType)
@@ -186,7 +187,7 @@ def source_of(
     assert data is not None
     if isinstance(data, Seekable):
         return LocalSource(lambda n: data.batches(epoch, n), data.batches(epoch, position), position)
-    if isinstance(data, Iterator):  # It is where the call before left it, except after a resume.
+    if isinstance(data, Iterator):  # The call before has read it up to `position`, except after a resume.
         return LocalSource(None, itertools.islice(data, position if loaded else 0, None), position)
     return LocalSource(
         lambda n: itertools.islice(iter(data), n, None), itertools.islice(iter(data), position, None), position

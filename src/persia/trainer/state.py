@@ -103,15 +103,15 @@ class TrainingState:
         self.local_batch = 0
         """Rows of a batch that is not partial; 0 if unknown. It decides how many gradients make a step of `Gba`."""
         self.metrics = Metrics(list(labels))
-        """Of this NN worker."""
+        """Progressive metrics of this NN worker."""
         self.earlier = RunTotals()
-        """Counts of all NN workers from before: at a resume, or in earlier calls on those of a cluster."""
+        """Counts of all NN workers from before this process counted: up to a resume, or in earlier calls of `fit`."""
         self.other_random: list[RandomState] = []
         """Random generators of NN workers 1, 2, ... of a cluster, until they start again."""
         self.finished = False
         """Whether the last call of `fit` came to the end of its epochs. Not in checkpoints."""
         self.rank = embeddings.connection.rank
-        """Of this NN worker."""
+        """Rank of this NN worker."""
 
     @property
     def global_step(self) -> int:
@@ -162,12 +162,13 @@ class TrainingState:
             "counts": msgspec.to_builtins(self.totals()),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], *, elsewhere: bool) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, trains_in_other_processes: bool) -> None:
         """Restores what `state_dict` returned: this NN worker's own state, and on rank 0 what exists once.
 
         Args:
             state: of this version or an earlier one, which may lack keys. An optimizer that is None starts afresh.
-            elsewhere: whether other processes train, so that random states of NN workers 1, 2, ... are kept for them.
+            trains_in_other_processes: whether this process only drives NN workers; then the random states of NN workers
+                1, 2, ... are kept for them.
         """
         network, rank = self._network, self.rank
         if state["optimizer"] is not None:
@@ -189,10 +190,10 @@ class TrainingState:
         self.earlier = msgspec.convert(state.get("counts", {}), RunTotals)
         if rank == 0:
             self.metrics.load_state_dict(state["metrics"])
-        generators = state["random"] if isinstance(state["random"], list) else [state["random"]]  # Of version 0.1.
+        generators = state["random"] if isinstance(state["random"], list) else [state["random"]]  # Version 0.1 had one.
         if rank < len(generators):
             set_random_state(generators[rank])
-        else:  # Else dropout would be the same as on another one.
+        else:  # A seed of its own: else its dropout would be that of another NN worker.
             torch.manual_seed(state["seed"] + rank)
-        if elsewhere:
+        if trains_in_other_processes:
             self.other_random = generators[1:]

@@ -1,4 +1,4 @@
-"""`Trainer`: the wiring of a training run, top to bottom."""
+"""`Trainer`: the parts of a training run, and `Trainer.fit_here`, which runs its phases one after the other."""
 
 from __future__ import annotations
 
@@ -14,11 +14,22 @@ import torch
 from numpy.typing import NDArray
 
 from persia.batching.batch import Batch
+from persia.batching.validation import check_data
 from persia.dense import AllReduce, AllReduceOptions
 from persia.dense.torch_threads import choose_torch_threads
 from persia.errors import ConfigError
 from persia.metrics import Metrics, MetricsResult
 from persia.modes import Auto, Hybrid, Mode
+from persia.nn.arguments import (
+    CLUSTER,
+    DENSE_OPTIMIZER,
+    EMBEDDING_OPTIMIZER,
+    MODE_OR_AUTO,
+    MODEL,
+    SCHEMA,
+    check_arguments,
+    options_of,
+)
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep, OptimizerFactory, StepOptions
 from persia.nn.options import CollectionOptions
@@ -35,7 +46,7 @@ from persia.trainer.monitor import Monitor
 from persia.trainer.options import Declared, TrainerOptions
 from persia.trainer.phases import ModeSwitch, Phases
 from persia.trainer.progress import FitProgress, FitResult, TrainedRows
-from persia.trainer.sources import expect_data, source_of
+from persia.trainer.sources import set_local_batch, source_of
 from persia.trainer.state import TrainingState
 
 __all__ = ["FitResult", "Trainer", "TrainerOptions"]
@@ -73,6 +84,15 @@ class Trainer:
         cluster: Cluster | None = None,
         options: TrainerOptions | None = None,
     ) -> None:
+        check_arguments(
+            model=(model, MODEL),
+            schema=(schema, SCHEMA),
+            optimizer=(optimizer, DENSE_OPTIMIZER),
+            embedding_optimizer=(embedding_optimizer, EMBEDDING_OPTIMIZER),
+            mode=(mode, MODE_OR_AUTO),
+            cluster=(cluster, CLUSTER),
+            options=(options, options_of(TrainerOptions)),
+        )
         self.schema = schema
         self.cluster = cluster
         self.options = options = options or TrainerOptions()
@@ -103,23 +123,30 @@ class Trainer:
         if connection.replicas is not None:
             self.step.replicas = connection.replicas(self.model, options.timeout)
         elif connection.nn_workers > 1:
-            average = not isinstance(self.step.optimizer, APMSqueeze)  # It does by itself.
+            average = not isinstance(self.step.optimizer, APMSqueeze)  # APMSqueeze averages gradients itself.
             self.step.replicas = AllReduce(
                 self.model, connection.nn_workers, AllReduceOptions(options.timeout, average=average)
             )
         self.state = TrainingState(self.step, self.embeddings, schema.labels, self.declared.first_mode, options.seed)
-        self._elsewhere = isinstance(cluster, ProcessCluster)  # Then its NN workers train, not this process.
-        self.phases = Phases(self.state, self.step, self.embeddings, self.declared, elsewhere=self._elsewhere)
+        self._trains_in_other_processes = isinstance(cluster, ProcessCluster)
+        self.phases = Phases(
+            self.state,
+            self.step,
+            self.embeddings,
+            self.declared,
+            trains_in_other_processes=self._trains_in_other_processes,
+        )
         self.checkpointing = Checkpointing(self.step, self.state, connection.servers, self.declared)
         self.monitor = Monitor(self.state, self.step, self.embeddings, self.checkpointing)
         if connection.observe is not None:
             connection.observe(self.monitor.observe)
         self._evaluator = Evaluator(self.step, self.embeddings)
         self.trained_here = TrainedRows(0, 0.0)
-        """By this NN worker in the last call of `fit`."""
+        """Rows that this NN worker trained in the last call of `fit`, and the seconds that it took."""
         self.resume_line: Callable[[str, int], str] = self._resume_line
         """Code that resumes from a directory at a step, printed after a signal; the command line has its own."""
         self._loaded = False
+        """Whether a checkpoint was loaded since the last call of `fit`."""
         self._stopping = False
 
     @property
@@ -174,7 +201,7 @@ class Trainer:
         if tokens is None:
             raise ConfigError("This cluster cannot change its mode.", field="mode")
         tokens.request(mode)
-        self.step.replicas.stop = True
+        self.step.replicas.request_stop()
 
     def stop(self) -> None:
         """Ends the current call of `fit` after its step, as `max_steps` does: it saves and returns.
@@ -217,8 +244,8 @@ class Trainer:
 
         Raises:
             ConfigError: an argument is not valid.
-            DataError: a batch does not fit the schema; earlier batches are trained. Or there is no batch at all (see
-                `TrainerOptions.allow_empty`).
+            DataError: the data do not yield batches, or one does not fit the schema; earlier ones are trained. Or there
+                is no batch at all (see `TrainerOptions.allow_empty`).
             DivergedError: logits or loss are not finite. The network has had that batch's gradient, on a GPU that of
                 one more; no checkpoint has been written since.
             CheckpointError: a checkpoint could not be written; training state is unharmed.
@@ -227,6 +254,9 @@ class Trainer:
                 which, when, and what was tried. The network here is as it was before the call.
         """
         connection = self.embeddings.connection
+        for name, data in (("train_data", train_data), ("eval_data", eval_data)):
+            if data is not None:
+                check_data(name, data)
         if (epochs > 1 or connection.nn_workers > 1) and isinstance(train_data, Iterator):
             raise ConfigError(
                 "train_data is an iterator and cannot be read twice; give a reader or a list.", field="train_data"
@@ -248,7 +278,7 @@ class Trainer:
         """Trains on this NN worker; the arguments of `fit` have been checked."""
         state, connection, replicas = self.state, self.embeddings.connection, self.step.replicas
         directory, keep_best = self.options.checkpoint_dir, self.options.keep_best
-        expect_data(train_data, state)
+        set_local_batch(train_data, state)
         if state.finished:
             state.epoch = state.position = 0
         state.finished = False
@@ -272,15 +302,15 @@ class Trainer:
                     source = source_of(train_data, state, connection, replicas, loaded=self._loaded)
                     self._loaded = False
                     while not bounds.reached():
-                        if self.phases.follow():
-                            if recovery:  # Else a death would bring back the mode of before.
+                        if self.phases.adopt_next_mode():
+                            if recovery:  # Else a restart after a death would bring back the mode before.
                                 driver.save_recovery_point(self.step, state, connection, progress)
-                            self.phases.followed()
+                            self.phases.confirm_mode()
                         steps = bounds.steps_left(self.phases.next_switch)
                         if ended := self.phases.train(loop, source, steps):
                             progress.check_pass()
                             state.epoch, state.position = state.epoch + 1, 0
-                        self.phases.check_others()
+                        self.phases.raise_if_nn_workers_died()
                         if bounds.stop_requested() or ended:
                             break
                         if bounds.checkpoints.due() and self.checkpointing.begin_periodic(evaluate):
@@ -301,10 +331,10 @@ class Trainer:
         try:
             if keep_best is not None:
                 evaluation = evaluate()
-        finally:  # Also if it cannot be evaluated.
+        finally:  # Also if the evaluation has failed.
             if directory is not None and saved_step != state.global_step:
                 self.checkpointing.save_last(evaluation)
-        # Not before it is saved: else the next call would train the epoch again.
+        # Set only after the save: if that fails, the next call saves again, rather than train from epoch 0.
         state.finished = state.epoch >= epochs
         replicas.settle()
         evaluation = evaluation or evaluate()
@@ -360,7 +390,7 @@ class Trainer:
             CheckpointError: it is damaged, or of another schema, model or optimizer.
         """
         replicas = self.step.replicas
-        options = loading.LoadOptions(step, new_optimizer, self._elsewhere)
+        options = loading.LoadOptions(step, new_optimizer, self._trains_in_other_processes)
 
         def load() -> None:
             loading.load(directory, options, self.declared, self.step, self.state, self.embeddings)

@@ -1,0 +1,35 @@
+"""The training loop with parts that only note what is called."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from persia.trainer.loop import TrainingLoop
+
+
+def make_loop(nn_workers, batches):
+    """A loop over so many batches, whose last one fails in its forward pass; and its network."""
+    network = mock.MagicMock()
+    network.replicas.nn_workers = nn_workers
+    network.replicas.stop = False
+    network.forward_backward.side_effect = [
+        *([(torch.zeros(1, 1), torch.tensor(0.0))] * (batches - 1)),
+        ZeroDivisionError,
+    ]
+    network.apply.return_value = False  # In the middle of an accumulated update.
+    embeddings = mock.MagicMock()
+    embeddings.prefetch.side_effect = lambda *_, **__: (SimpleNamespace(weight=4) for _ in range(batches))
+    state = SimpleNamespace(position=0, global_step=0, local_batch=4, mode=None)
+    return TrainingLoop(state, network, embeddings, mock.MagicMock(), lambda: False), network
+
+
+@pytest.mark.parametrize("nn_workers", [1, 2])
+def test_gradients_of_an_unfinished_update_do_not_leak_into_the_next_call(nn_workers):
+    """One NN worker applies them, as the PSs do; several cannot without the others, and begin anew."""
+    loop, network = make_loop(nn_workers, batches=3)
+    with pytest.raises(ZeroDivisionError):
+        loop.synchronous(mock.MagicMock(), None, lambda: False)
+    assert network.finish.called == (nn_workers == 1)
+    assert network.discard.called == (nn_workers == 2)
