@@ -35,21 +35,29 @@ def test_the_bound_rises_by_global_steps(first, accumulation):
     """As many lookups pass ahead of the last applied step as the warm-up allows, and in a later pass it continues."""
     gate = StalenessGate(Hybrid(4, warmup=8), accumulation)
     gate.open(first)
+
+    def asks():
+        asking = threading.Thread(target=gate.pass_lookup, daemon=True)
+        asking.start()
+        return asking
+
+    def passes(asking):
+        asking.join(5)
+        return not asking.is_alive()
+
     bounds = [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 4, 4, 4, 4, 4, 4]  # Of the global steps 0 ...
     looked_up = 0
     for done in range(8):
         while looked_up - done <= bounds[min(first + looked_up, 15)] and looked_up < 12:
-            assert all(gate.pass_lookup() for _ in range(accumulation))
+            assert all(passes(asks()) for _ in range(accumulation))
             looked_up += 1
         if looked_up < 12:
-            waiter = threading.Thread(target=gate.pass_lookup)
-            waiter.start()
+            waiter = asks()
             waiter.join(0.02)
             assert waiter.is_alive()
             gate.done(accumulation)
-            waiter.join(5)
-            for _ in range(accumulation - 1):
-                assert gate.pass_lookup()
+            assert passes(waiter)
+            assert all(passes(asks()) for _ in range(accumulation - 1))
             looked_up += 1
 
 

@@ -90,11 +90,13 @@ def test_the_scale_is_the_root_of_the_ratio_of_the_mean_squared_norms():
 
 
 def test_the_scale_has_a_floor_and_zeros_are_no_division_by_zero():
-    for floor, lowest in ((0.01, 0.1), (0.0, 0.0)):
+    for floor, scale in ((0.01, 0.1), (0.0, 1.0)):
         parameters, optimizer = make(OPTIONS | {"variance_floor": floor}, betas=(0.9, 0.0))
         for number in range(8):
             feed(parameters, optimizer, [g * (number < 5) for g in gradients(number, 0)])
-        assert all(lowest <= factor <= 1.0 and factor > 0.0 for factor in optimizer._cohorts[0].scale.factors())
+        cohort = optimizer._cohorts[0]
+        for p, factor in zip(cohort.flat.parameters, cohort.scale.factors(), strict=True):
+            assert factor == pytest.approx(scale if p.numel() else 1.0)
         assert all(np.isfinite(value).all() for value in arrays(parameters))
 
 

@@ -197,8 +197,8 @@ def test_auto_deepens_for_latency_and_not_for_stragglers():
 
 def test_auto_begins_to_adapt_after_the_warm_up():
     setting = Setting(steady([1, 1]), lookup=0.9, push=0.9)
-    found = depths(Hybrid("auto", warmup=640), setting, 2 * 1920)
-    assert found[:6] == [0] * 5 + [1]
+    found = depths(Hybrid("auto", warmup=20 * 128), setting, 2 * 30 * 128)
+    assert found[:21] == [0] * 20 + [1]
     assert found[-5:] == [2] * 5
     assert depths(Hybrid(2, warmup=640), setting, 2 * 1280) == [0, 0, 1, 1, 1, 2, 2, 2, 2, 2]
 
