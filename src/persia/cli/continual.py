@@ -117,9 +117,9 @@ class Recipe:
         if size is not None:
             text = self._storage.head(FILE, 0, size)
             try:
-                days = msgspec.json.decode(text, type=list[dict[str, Any]])
-                days = [{**day, "mode": recorded_mode(day.get("mode"))} for day in days]
-                self.records = msgspec.convert(days, list[DayRecord], dec_hook=decode_hook)
+                trees = msgspec.json.decode(text, type=list[dict[str, Any]])
+                trees = [{**tree, "mode": recorded_mode(tree.get("mode"))} for tree in trees]
+                self.records = msgspec.convert(trees, list[DayRecord], dec_hook=decode_hook)
             except msgspec.MsgspecError as error:
                 raise CheckpointError(f"{output}/{FILE} cannot be read: {error}.", path=output) from error
         elif found := list_checkpoints(output):
