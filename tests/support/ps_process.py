@@ -1,4 +1,4 @@
-"""A PS in a process of its own, `python ps_process.py ADDRESS REGIONS MODE`: says where it listens, ends with its stdin."""
+"""A PS in a process of its own, `python ps_process.py ADDRESS REGIONS MODE`: prints its address; ends with stdin."""
 
 import sys
 
