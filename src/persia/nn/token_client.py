@@ -161,7 +161,7 @@ class TokenClient:
             self.push(sequence, 0, self.dense.version, [], None)
 
     def stop(self) -> None:
-        """Ends the phase for all NN workers, once the batches under way are trained."""
+        """Ends the phase for all NN workers, once the batches in flight are trained."""
         self._tokens.stop()
 
     def quiesce(self) -> QuiesceResult:

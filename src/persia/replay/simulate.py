@@ -4,7 +4,7 @@ No gradient is computed, as the timeline depends on the mode and on time only. I
 reach with these latencies, its drops and its staleness; :func:`persia.replay.replay` trains along it with real
 gradients.
 
-Assumptions: an NN worker has one lookup and one push under way, as on a cluster. Servers and the all-reduce take no
+Assumptions: an NN worker has one lookup and one push in flight, as on a cluster. Servers and the all-reduce take no
 time. With replicas a step begins when all have finished the step before, rows are looked up as early as the gate
 allows, and a push is answered when its step is applied. With a dense PS an NN worker looks up, pulls and draws its
 token when the push of the batch before is answered, which is when it has arrived. At equal times gradients arrive
@@ -86,7 +86,7 @@ class _Worker:
         self.looked_up: deque[_Ready] = deque()
         self.computing: _Batch | None = None
         self.unpushed: deque[_Batch] = deque()
-        """Batches with a gradient that is not applied, or with a dense PS not arrived; the first is under way."""
+        """Batches whose gradient is not applied (with a dense PS: has not arrived); the first one is being pushed."""
         self.began = 0
         self.finished = 0
         self.settled = 0
