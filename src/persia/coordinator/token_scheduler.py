@@ -322,7 +322,7 @@ class TokenScheduler(RecordedArrivals):
                 return
             if state.requested is not None:
                 raise PersiaError(
-                    f"Cannot switch to {mode}: a switch to {state.requested} is in progress. Wait until it is done.",
+                    f"Cannot switch to {mode}: a switch to {state.requested} is under way. Wait until it is made.",
                     mode=str(state.requested),
                 )
             state.request(mode)
