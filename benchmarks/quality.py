@@ -81,7 +81,14 @@ def hybrid(preset: str) -> Iterator[runner.Measure]:
         trainer.embeddings.gate.versions = versions = []
         result = trainer.fit(batches)
         staleness.append(result.staleness_mean)
-        again = replay(batches, schema, seed, versions, initial_rows=first_rows(schema, seed))
+        again = replay(
+            batches,
+            schema,
+            seed,
+            versions,
+            initial_rows=first_rows(schema, seed),
+            initial_accumulator=OPTIMIZER.initial_accumulator,
+        )
         sync = trainer_for(schema, Sync(), seed).fit(batches)
         apart.append(result.progressive.auc - again.auc)
         gaps.append(result.progressive.auc - sync.progressive.auc)
@@ -99,7 +106,15 @@ def workers(preset: str) -> Iterator[runner.Measure]:
         for seed in range(SEEDS[preset]):
             schema, batches = stationary(WORKERS_ROWS[preset], seed)
             run = recorded.train(schema, batches, nn_workers, Hybrid(4), OPTIMIZER, seed, make_trainer)
-            again = replay_workers(batches, schema, seed, run.versions, nn_workers, first_rows(schema, seed))
+            again = replay_workers(
+                batches,
+                schema,
+                seed,
+                run.versions,
+                nn_workers,
+                first_rows(schema, seed),
+                initial_accumulator=OPTIMIZER.initial_accumulator,
+            )
             sync = recorded.train(schema, batches, nn_workers, Sync(), OPTIMIZER, seed, make_trainer, record=False)
             apart.append(run.result.progressive.auc - again)
             gaps.append(run.result.progressive.auc - sync.result.progressive.auc)
