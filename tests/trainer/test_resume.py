@@ -132,7 +132,7 @@ def test_a_state_of_version_0_1_is_taken():
 def test_the_depth_of_auto_is_restored_from_a_state_of_version_0_1():
     t = trainer(schema_of(), Hybrid(4))
     state = t.state.state_dict() | {"mode": '{"kind":"hybrid","staleness":"auto"}', "depth": 7}
-    t.state.load_state_dict(state, elsewhere=False)
+    t.state.load_state_dict(state, trains_in_other_processes=False)
     assert t.mode == Hybrid("auto", combine=False, reduction="per_id")
     assert t.embeddings.gate.depth == 7
 
