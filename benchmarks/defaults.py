@@ -8,8 +8,8 @@ quality.adagrad.globo   The first two days of globo_ctr, tested on a random part
 quality.adagrad.adult   PERSIA's example task; needs the data.
 
 Each value is the test AUC with the default accumulator, at the better of its documented rates, less the best of all
-accumulators and rates; `details` has all of them. Sync with one NN worker; one core. A laptop run takes about 40
-minutes, a full one, with three seeds, two hours.
+accumulators and rates; `details` has all of them. Sync with one NN worker; one core. A laptop run, of one seed,
+takes 7 minutes on an idle machine and 30 on a busy one; a full one has three seeds.
 """
 
 from __future__ import annotations
