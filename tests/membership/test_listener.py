@@ -74,3 +74,23 @@ def test_members_are_awaited_by_role_and_the_late_ones_are_counted():
     with pytest.raises(DeadlineError, match="Only 2 of 3 processes of the role embedding PS joined") as caught:
         await_members(coordinator, "embedding_ps", 3, 0.05)
     assert caught.value.fields["joined"] == [0, 2]
+
+
+def test_a_change_that_could_not_be_followed_is_tried_again(monkeypatch, caplog):
+    monkeypatch.setattr(listener, "PAUSE_SECONDS", 0.01)
+    coordinator, followed = CoordinatorServer(), threading.Event()
+    tries = []
+
+    def changed(membership):
+        if membership.members:
+            tries.append(membership.version)
+            if len(tries) == 1:
+                raise OSError("Too many open files")
+            followed.set()
+
+    following = Listener(coordinator, changed)
+    coordinator.join("data_loader", 0, "here")
+    assert followed.wait(TIMEOUT)
+    assert tries[0] == tries[1]
+    assert "is tried again" in caplog.text
+    following.close()

@@ -255,6 +255,10 @@ def test_every_member_is_tried_even_if_the_first_one_uses_up_the_time():
 
     assert directory.call_any(ask, 1, 0.0, "ask") == 0
     assert asked == [1, 2, 0]
+    asked.clear()
+    with pytest.raises(DeadlineError, match="does not answer"):  # All would wait for the same.
+        directory.call_any(ask, 1, 0.0, "ask", past_deadline=False)
+    assert asked == [1]
 
 
 def test_a_cancelled_call_is_not_repeated():

@@ -230,7 +230,7 @@ def test_predictions_of_data_without_labels_have_rows_and_columns():
         next(make_trainer(model=Net(lambda logits: logits[:, 0])).predict([unlabelled]))
 
 
-@pytest.mark.parametrize("wrong", ["sync", Sync, Auto(Gba(8), Sync())])
+@pytest.mark.parametrize("wrong", ["sync", Sync, Auto(Gba(8), Sync()), None])
 def test_a_switch_to_what_is_no_mode_is_refused(wrong):
     message = r"^mode = .*; give one of persia\.modes"
     with pytest.raises(ConfigError, match=message):

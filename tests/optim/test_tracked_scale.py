@@ -185,3 +185,18 @@ def test_on_dense_pss_v_has_the_scale():
         assert len(set(optimizer._cohorts[0].scale.factors())) > 1
 
     together(1, check)
+
+
+def test_a_run_that_tracks_no_longer_keeps_the_scale_it_had():
+    parameters, optimizer = make(OPTIONS, betas=BETAS)
+    for number in range(8):
+        feed(parameters, optimizer, changing(number, 0, [0.7]))
+    cohort = optimizer._cohorts[0]
+    factors = cohort.scale.factors()
+    assert min(factors) < 0.9
+    values, other = make(OPTIONS | {"track_scale": False}, betas=BETAS)
+    other.load_state_dict(optimizer.state_dict())
+    feed(values, other, changing(8, 0, [0.7]))  # v is frozen.
+    before, after = (c.flat.views(c.flat.variance) for c in (cohort, other._cohorts[0]))
+    for v, scaled, factor in zip(before, after, factors, strict=True):
+        torch.testing.assert_close(scaled, v * factor**2)

@@ -8,6 +8,7 @@ import json
 import zipfile
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -48,3 +49,53 @@ def test_a_checkpoint_of_version_0_1_goes_on(tmp_path, name):
     assert [result.progressive.log_loss, *found] == pytest.approx(
         [expected["log_loss"], *expected["parameters"]], rel=within, abs=within
     )
+
+
+def declared_anew(tmp_path, name):
+    """A trainer that declares the modes of an old checkpoint with the present defaults, and has loaded it."""
+    with zipfile.ZipFile(ARCHIVE) as archive:
+        archive.extractall(tmp_path)
+    torch.manual_seed(5)
+
+    def model():
+        return persia.nn.models.FFNN(reader().schema, hidden=(4,), dropout=0.2)
+
+    def optimizer(params):
+        return torch.optim.Adam(params, 1e-2)
+
+    old = persia.Trainer.resume(str(tmp_path / name), model(), optimizer=optimizer).declared
+    schedule = [(step, msgspec.structs.replace(mode, reduction="global")) for step, mode in old.options.mode_schedule]
+    t = persia.Trainer(
+        model(),
+        old.schema,
+        optimizer=optimizer,
+        embedding_optimizer=old.embedding_optimizer,
+        mode=Auto(Gba(8), Sync(), seconds=9.0) if name == "auto" else Sync(),
+        options=msgspec.structs.replace(old.options, mode_schedule=schedule),
+    )
+    t.load(str(tmp_path / name))
+    return t
+
+
+def test_a_schedule_that_is_declared_anew_does_not_change_the_divisor_of_a_run(tmp_path):
+    t = declared_anew(tmp_path, "schedule")
+    t.fit(reader(), max_steps=2)
+    assert t.mode == MODES["schedule"]
+
+
+def test_an_auto_that_is_declared_anew_goes_on_with_the_divisor_of_the_run(tmp_path, monkeypatch):
+    t = declared_anew(tmp_path, "auto")
+    begun = []
+    tokens = t.embeddings.connection.tokens
+    monkeypatch.setattr(tokens, "begin_auto", lambda auto, *_: begun.append(auto))
+    t.fit(reader(), max_steps=2)
+    assert begun == [MODES["auto"]]
+    assert t.mode == Sync("per_id")
+
+
+def test_a_declared_mode_that_a_checkpoint_overrules_is_said(tmp_path, caplog):
+    with zipfile.ZipFile(ARCHIVE) as archive:
+        archive.extractall(tmp_path)
+    t = declared_anew(tmp_path, "hybrid")
+    assert t.mode == MODES["hybrid"]
+    assert "Training goes on in the mode of the checkpoint" in caplog.text

@@ -11,6 +11,7 @@ import torch
 
 import persia
 from persia.checkpoint import list_checkpoints
+from persia.errors import StoreError
 from persia.modes import Async, Bsp, Gba, HopBw, Hybrid, Sync
 from persia.testing import Threads
 from support.switching_samples import DEADLINE, ROWS, Net, assert_same, batches, trainer
@@ -214,3 +215,30 @@ def test_a_run_at_the_end_of_its_data_says_so(tmp_path, caplog):
             "Nothing was left to train: the run is at the end of its data, at step 10, with epoch 1 of 1" in caplog.text
         )
         assert second.fit(data, epochs=1).steps == 10  # Anew, as ever.
+
+
+@pytest.mark.parametrize("mode", [Sync(), Hybrid(2)])
+def test_a_push_that_fails_in_the_step_of_a_stop_is_raised_and_not_saved(mode, tmp_path, monkeypatch):
+    """The loop is left without a further draw, which would raise the failure."""
+    t = trainer(mode=mode, checkpoint_dir=str(tmp_path))
+    worker = t.embeddings.connection.worker
+    push, pushes = worker.push, []
+
+    def fail_in_step_3(header, contributions):
+        pushes.append(header.step)
+        if len(pushes) == 3:
+            raise StoreError("The store is full.")
+        return push(header, contributions)
+
+    monkeypatch.setattr(worker, "push", fail_in_step_3)
+    apply = t.step.apply
+
+    def apply_and_stop():
+        if t.global_step == 3:
+            t.stop()
+        return apply()
+
+    monkeypatch.setattr(t.step, "apply", apply_and_stop)
+    with pytest.raises(StoreError, match="is full"):
+        t.fit(batches(10))
+    assert list_checkpoints(str(tmp_path)) == []

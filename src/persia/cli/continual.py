@@ -17,7 +17,7 @@ from persia.cli.run_config import RunConfig
 from persia.coordinator import TokenReport
 from persia.data import Span, days
 from persia.errors import CheckpointError, ConfigError
-from persia.modes import Auto, Mode, recorded_mode
+from persia.modes import Auto, Mode, combined_as, recorded_mode
 from persia.trainer import Trainer
 from persia.trainer.progress import FitResult
 from persia.types.decoding import decode_hook
@@ -182,6 +182,8 @@ class Recipe:
 
     def _begin(self, trainer: Trainer, day: int, span: Span) -> DayRecord:
         mode = self._config.continual.mode(day) or self._mode
+        if combined_as(mode, trainer.mode) == trainer.mode:  # It was begun so, perhaps with other defaults.
+            mode = trainer.mode
         record = DayRecord(day, mode, span.first, span.rows, trainer.global_step)
         self._write([*self.records, record])
         return record

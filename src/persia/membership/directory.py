@@ -155,10 +155,9 @@ class Directory(Generic[S]):
         timeout: float,
         operation: str,
         cancelled: Callable[[], bool] = lambda: False,
+        past_deadline: bool = True,
     ) -> T:
         """Makes a call to the living member whose turn it is, or to the next one that takes it; see `call`.
-
-        Each attempt tries every living member, also past the deadline: the first one may have used all of it.
 
         Args:
             call: may be repeated, with other members too.
@@ -166,7 +165,10 @@ class Directory(Generic[S]):
             timeout: seconds within which attempts begin.
             operation: named in the error if there is no member.
             cancelled: whether no further attempt is wanted.
+            past_deadline: whether an attempt tries every living member, although the first one has used all the time:
+                right where each fails for a cause of its own, not where all wait for the same.
         """
+        deadline = Deadline(timeout)
 
         def in_turn(roster: Roster[S]) -> T:
             members = roster.alive()
@@ -176,7 +178,7 @@ class Directory(Generic[S]):
                     return call(members[(turn + number) % len(members)])
                 except RETRIABLE as error:
                     failure = error
-                if cancelled():
+                if cancelled() or (deadline.passed and not past_deadline):
                     break
             raise failure or self.absent(timeout, operation)
 

@@ -47,7 +47,9 @@ class EmbeddingWorkers:
 
     def register(self, id_features: Mapping[str, IdColumn]) -> int:
         """Buffers a batch at one embedding worker, the same for all while it is there: so a step has one part."""
-        return self._any("register", lambda member: member.service.register(id_features), self._home)
+        return self._any(
+            "register", lambda member: member.service.register(id_features), self._home, past_deadline=True
+        )
 
     def lookup(self, batch_id: int, train: bool = True) -> LookedUp:
         """Looks up the rows of a registered batch.
@@ -148,9 +150,15 @@ class EmbeddingWorkers:
 
         return self._directory.call(ask, self._timeout)
 
-    def _any(self, operation: str, call: Callable[[ServingMember[EmbeddingWorker]], T], turn: int) -> T:
+    def _any(
+        self,
+        operation: str,
+        call: Callable[[ServingMember[EmbeddingWorker]], T],
+        turn: int,
+        past_deadline: bool = False,
+    ) -> T:
         """Calls the embedding worker of this turn, or another one if it does not answer or is leaving."""
-        return self._directory.call_any(call, turn, self._timeout, operation)
+        return self._directory.call_any(call, turn, self._timeout, operation, past_deadline=past_deadline)
 
 
 def _push(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 
@@ -11,6 +12,8 @@ from persia.services import Coordinator
 from persia.types import TITLES, Member, Membership
 
 __all__ = ["POLL_SECONDS", "Listener", "await_members"]
+
+LOG = logging.getLogger("persia.cluster")
 
 POLL_SECONDS = 5.0
 """Maximum time that the coordinator holds a call that waits for a change."""
@@ -47,12 +50,15 @@ class Listener:
                 return
             except PersiaError:  # The driver ends this process if the coordinator does not return.
                 self._closed.wait(PAUSE_SECONDS)
+            except Exception:
+                LOG.exception("A change of the membership could not be followed, and is tried again.")
+                self._closed.wait(PAUSE_SECONDS)
 
     def _poll(self, seconds: float) -> None:
         membership = self._coordinator.membership(self._version, seconds)
         if membership.version > self._version and not self._closed.is_set():
-            self._version = membership.version
             self._changed(membership)
+            self._version = membership.version  # Not before: what has failed is tried again.
 
 
 def await_members(coordinator: Coordinator, role: str, least: int, timeout: float) -> list[Member]:

@@ -10,7 +10,7 @@ from persia.errors import ConfigError
 from persia.modes.base import Mode
 from persia.types.decoding import DECODERS, decode_hook
 
-__all__ = ["decode", "encode", "mode_of", "modules", "recorded_mode", "register"]
+__all__ = ["combined_as", "decode", "encode", "mode_of", "modules", "recorded_mode", "register"]
 
 ABSENT: dict[str, dict[str, Any]] = {
     "hybrid": {"combine": False, "reduction": "per_id"},
@@ -85,6 +85,18 @@ def recorded_mode(tree: Any) -> Any:
         return tree
     known = ABSENT.get(str(tree.get("kind")), {})
     return {**known, **{name: recorded_mode(value) for name, value in tree.items()}}
+
+
+def combined_as(mode: Mode, other: Mode) -> Mode:
+    """Returns a mode with the `reduction` and `combine` of another one, as far as both have these fields.
+
+    A declared mode that equals the present one but for these does not change a run: it goes on as it was begun, perhaps
+    in a version with other defaults.
+    """
+    fields = {"combine", "reduction"}.intersection(*(getattr(type(m), "__struct_fields__", ()) for m in (mode, other)))
+    if not fields:
+        return mode
+    return cast(Mode, msgspec.structs.replace(cast(Any, mode), **{name: getattr(other, name) for name in fields}))
 
 
 def decode(text: str, *, recorded: bool = False) -> Mode:

@@ -19,6 +19,7 @@ __all__ = [
     "MODE",
     "MODEL",
     "MODE_OR_AUTO",
+    "NEW_MODE",
     "SCHEMA",
     "Expected",
     "check_arguments",
@@ -53,6 +54,7 @@ EMBEDDING_OPTIMIZER = Expected(
     lambda value: isinstance(value, EmbeddingOptimizer), "one of persia.optim, such as persia.optim.Adagrad(lr=0.05)"
 )
 MODE = Expected(_optional(Mode), "one of persia.modes, such as persia.modes.Sync()")
+NEW_MODE = Expected(lambda value: value is not None and MODE.accepts(value), MODE.give)
 MODE_OR_AUTO = Expected(_optional(Mode, Auto), MODE.give)
 CLUSTER = Expected(
     lambda value: value is None or (callable(getattr(value, "connect", None)) and not isinstance(value, type)),

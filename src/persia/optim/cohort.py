@@ -186,6 +186,16 @@ class Cohort:
             whole[bucket.begin : bucket.end][bucket.own] = bucket.server_error
         return whole
 
+    def set_scales(self, values: list[tuple[float, float, float]]) -> None:
+        """Adopts the tracked scales of a loaded state. If they are tracked no longer, v keeps the scale it has now."""
+        if self.scale is not None:
+            self.scale.values = values
+            return
+        tracked = TrackedScale(len(values), self._options.variance_floor)
+        tracked.values = values
+        for view, factor in zip(self.flat.views(self.flat.variance), tracked.factors(), strict=True):
+            view.mul_(factor**2)
+
     def set_server_error(self, whole: torch.Tensor) -> None:
         """Sets the server error to this worker's part of `whole`."""
         for bucket in self.buckets:

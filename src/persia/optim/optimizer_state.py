@@ -147,9 +147,10 @@ def unpack(
         # Older states lack the rest.
         cohort.rates.extend(tuple(rates) for rates in about.get("rates", ()))
         cohort.until, cohort.corrected = about.get("until", 0), about.get("corrected", cohort.phase == "compressed")
-        if cohort.scale is not None and "scale" in about:
+        scales = []
+        if "scale" in about:
             by_number = dict(zip(about["parameters"], about["scale"], strict=True))
-            cohort.scale.values = [(q, u, frozen) for q, u, frozen in (by_number[i] for i in numbers)]
+            scales = [(q, u, frozen) for q, u, frozen in (by_number[i] for i in numbers)]
         cohort.updates = [int(state[i]["step"]) for i in numbers]
         server = torch.zeros_like(flat.error)
         arrays = {"exp_avg": flat.momentum, "exp_avg_sq": flat.variance}
@@ -162,5 +163,7 @@ def unpack(
                     value = value[exchange.rank] if header["workers"] == exchange.size else value.mean(0)
                 view.copy_(value)
         cohort.set_server_error(server)
+        if scales:
+            cohort.set_scales(scales)
         cohorts.append(cohort)
     return cohorts

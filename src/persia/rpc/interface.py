@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import typing
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -89,6 +90,7 @@ class Method(NamedTuple):
         return function(*arguments[: self.positional], **{name: value for (name, _), value in named})
 
 
+@functools.cache
 def describe(protocol: type) -> Mapping[str, Method]:
     """Describes the public methods of a Protocol or class by name.
 

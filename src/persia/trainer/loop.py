@@ -105,6 +105,7 @@ class TrainingLoop:
                     if updated and replicas.stop_requested():
                         stopped_at = time.monotonic()
                         break
+            self._embeddings.flush()  # After a `break`: raises what a push has failed with meanwhile.
             complete = True
         finally:
             # After an error the PSs apply the gradients that were computed, and so does a single NN worker. Several

@@ -12,11 +12,13 @@ from pathlib import Path
 from types import NoneType
 from typing import NamedTuple
 
+import msgspec
+
 from persia.coordinator import TokenReport
 from persia.dense import SharedNetwork
 from persia.errors import ConfigError, NNWorkersDiedError
-from persia.modes import Dense, Gba, Mode, ModeChoice
-from persia.nn.arguments import MODE, check_arguments
+from persia.modes import Dense, Gba, Mode, ModeChoice, combined_as
+from persia.nn.arguments import NEW_MODE, check_arguments
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
 from persia.nn.step_timings import StepTimings
@@ -124,7 +126,7 @@ class Phases:
 
     def check(self, mode: Mode) -> None:
         """Raises ConfigError if this cluster, or these options, cannot run a mode."""
-        check_arguments(mode=(mode, MODE))
+        check_arguments(mode=(mode, NEW_MODE))
         connection, options = self._connection, self._options
         name = type(mode).__name__
         if not self._trains_in_other_processes:
@@ -158,9 +160,11 @@ class Phases:
 
     def begin_auto(self) -> None:
         """Reports step times to the coordinator from now on, if they decide the mode."""
-        auto, tokens = self._auto, self._connection.tokens
-        if auto is None or tokens is None:
+        declared, mode, tokens = self._auto, self._state.mode, self._connection.tokens
+        if declared is None or tokens is None:
             return
+        sync, asynchronous = combined_as(declared.sync, mode), combined_as(declared.asynchronous, mode)
+        auto = msgspec.structs.replace(declared, sync=sync, asynchronous=asynchronous)
 
         def begin() -> None:
             if self._state.mode in (auto.sync, auto.asynchronous):  # Else the user chose it with `Trainer.switch`.
@@ -194,8 +198,10 @@ class Phases:
         Returns:
             Whether there was one; then call `confirm_mode`.
         """
-        entry = scheduled(self._options.mode_schedule, self._state.global_step)
-        due = entry[1] if entry is not None and entry != self._state.schedule_entry else None
+        entry, before = scheduled(self._options.mode_schedule, self._state.global_step), self._state.schedule_entry
+        if entry is not None and before is not None and entry[0] == before[0]:
+            entry = entry[0], before[1] if combined_as(entry[1], before[1]) == before[1] else entry[1]
+        due = entry[1] if entry is not None and entry != before else None
         self._state.schedule_entry = entry
         replicas = self._network.replicas
         wanted = replicas.run_on_rank0(lambda: self._requested() or due, Mode | None)

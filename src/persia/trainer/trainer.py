@@ -376,7 +376,7 @@ class Trainer:
         return self.checkpointing.save(os.fspath(directory))
 
     def load(self, directory: str, *, step: int | None = None, new_optimizer: bool = False) -> None:
-        """Loads everything from a checkpoint of `directory`; all is checked before anything is changed.
+        """Loads everything from a checkpoint of `directory`, its mode included; all is checked before anything changes.
 
         The number of embedding PSs, their capacities and their admission may be others than those that wrote it.
 
