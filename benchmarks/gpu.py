@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import runner
 from benchmarks.baselines.step_torch import DenseOnly, Plain
-from benchmarks.step import compare
+from benchmarks.step import FIRST, compare
 from persia.schema import Adagrad
 
 
@@ -25,7 +25,7 @@ def on_gpu(preset: str, peer_of, name: str) -> runner.Measure | None:
     if not torch.cuda.is_available():
         print(f"{name} is skipped: torch {torch.__version__} sees no CUDA device.", file=sys.stderr)
         return None
-    found = compare(preset, peer_of, Adagrad(lr=0.05), name, None, device="cuda")
+    found = compare(preset, peer_of, Adagrad(lr=0.05, initial_accumulator=FIRST), name, None, device="cuda")
     return replace(found, details={**found.details, "device": torch.cuda.get_device_name(0)})
 
 

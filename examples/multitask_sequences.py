@@ -82,7 +82,7 @@ def main() -> None:
         Net(),
         SCHEMA,
         optimizer=lambda parameters: torch.optim.Adam(parameters, 3e-3),
-        embedding_optimizer=persia.optim.Adagrad(lr=0.2),
+        embedding_optimizer=persia.optim.Adagrad(lr=0.1),
         mode=persia.modes.Sync(),
     )
     result = trainer.fit(batches())

@@ -53,14 +53,20 @@ class Tables:
     """All tables (of one dim), one below the other, with Adagrad; the last row is zero and stands for unknown ids."""
 
     def __init__(
-        self, batches: Sequence[Batch], schema: Schema, seed: int, initial_rows: InitialRows | None, lr: float
+        self,
+        batches: Sequence[Batch],
+        schema: Schema,
+        seed: int,
+        initial_rows: InitialRows | None,
+        lr: float,
+        initial_accumulator: float,
     ) -> None:
         declared = schema.resolved_tables()
         dims = {table.dim for table in declared.values()}
         if len(dims) != 1 or any(f.pooling is None or f.max_length or f.cross for f in schema.id_features):
             raise ValueError("The replay knows one dim for all tables, and neither sequences nor lengths nor crosses.")
         self.dim = dims.pop()
-        self.lr, self.eps, initial_accumulator = lr, 1e-10, 0.01
+        self.lr, self.eps = lr, 1e-10
         self.ids: dict[str, np.ndarray] = {}  # sorted, by table
         self.starts: dict[str, int] = {}
         generator = torch.Generator().manual_seed(seed)
@@ -123,6 +129,7 @@ def replay(
     network: Callable[[Schema], nn.Module] = DeepFM,
     test: Sequence[Batch] | None = None,
     embedding_lr: float = 0.05,
+    initial_accumulator: float = 0.01,
     network_lr: float = 1e-3,
 ) -> Replay:
     """Trains once over the batches, with gradients applied late.
@@ -137,13 +144,14 @@ def replay(
         initial_rows: first value of the rows; by default uniform in +-0.01.
         network: builds the network.
         test: batches to score after training, when all gradients have been applied.
-        embedding_lr: of Adagrad (initial accumulator 0.01) on the rows.
+        embedding_lr: of Adagrad on the rows.
+        initial_accumulator: of Adagrad on the rows. persia's default is another one, see `persia.optim.Adagrad`.
         network_lr: of Adam on the network.
 
     Raises:
         ValueError: versions fall or reach into the future, or the schema has what the replay does not know.
     """
-    tables = Tables(batches, schema, seed, initial_rows, embedding_lr)
+    tables = Tables(batches, schema, seed, initial_rows, embedding_lr, initial_accumulator)
     torch.manual_seed(seed)
     model = network(schema)
     optimizer = torch.optim.Adam(model.parameters(), network_lr, fused=True)
@@ -205,6 +213,7 @@ def replay_workers(
     *,
     network: Callable[[Schema], nn.Module] = DeepFM,
     embedding_lr: float = 0.05,
+    initial_accumulator: float = 0.01,
     network_lr: float = 1e-3,
 ) -> float:
     """Trains once over the batches as several NN workers did in Hybrid, by a record of their PS.
@@ -220,7 +229,8 @@ def replay_workers(
         nn_workers: how many batches make a step.
         initial_rows: first value of the rows.
         network: builds the network.
-        embedding_lr: of Adagrad (initial accumulator 0.01) on the rows.
+        embedding_lr: of Adagrad on the rows.
+        initial_accumulator: of Adagrad on the rows. persia's default is another one, see `persia.optim.Adagrad`.
         network_lr: of Adam on the network.
 
     Returns:
@@ -229,7 +239,7 @@ def replay_workers(
     Raises:
         ValueError: a batch has no version, or sees its own step or a later one.
     """
-    tables = Tables(batches, schema, seed, initial_rows, embedding_lr)
+    tables = Tables(batches, schema, seed, initial_rows, embedding_lr, initial_accumulator)
     torch.manual_seed(seed)
     model = network(schema)
     optimizer = torch.optim.Adam(model.parameters(), network_lr, fused=True)
@@ -301,6 +311,7 @@ def main() -> None:
     parser.add_argument(
         "--init-std", type=float, help="rows begin normal with this deviation; uniform in +-0.01 without"
     )
+    parser.add_argument("--initial-accumulator", type=float, default=0.01, help="of Adagrad on the rows")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.data == "example":
@@ -309,7 +320,15 @@ def main() -> None:
         reader = synthetic(args.rows, pairs=12, latent_dim=4, seed=args.seed, batch_size=1024)
         schema, batches = reader.schema, list(reader)
     rows = None if args.init_std is None else normal_rows(args.init_std, args.seed)
-    result = replay(batches, schema, args.seed, delay=args.delay, dense_delay=args.dense_delay, initial_rows=rows)
+    result = replay(
+        batches,
+        schema,
+        args.seed,
+        delay=args.delay,
+        dense_delay=args.dense_delay,
+        initial_rows=rows,
+        initial_accumulator=args.initial_accumulator,
+    )
     print(json.dumps({"auc": result.auc, "rows_per_s": result.rows_per_s, **vars(args)}))
 
 

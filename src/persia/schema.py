@@ -143,9 +143,13 @@ class SGD(_Record, frozen=True, tag="sgd"):
         self._number("weight_decay", 0, math.inf)
 
 
+INITIAL_ACCUMULATOR = 1e-6
+"""Default first accumulator of Adagrad. Versions up to 0.1 had 0.01, which checkpoints of theirs have recorded."""
+
+
 class _AdagradFields(_Record, frozen=True):
     lr: float
-    initial_accumulator: float = 0.01
+    initial_accumulator: float = INITIAL_ACCUMULATOR
     eps: float = 1e-10
     weight_decay: float = 0.0
     schedule: Schedule | None = None
@@ -158,11 +162,33 @@ class _AdagradFields(_Record, frozen=True):
 
 
 class Adagrad(_AdagradFields, frozen=True, tag="adagrad"):
-    """Adagrad with one accumulator per element (Duchi et al., 2011), updating as `torch.optim.Adagrad` does."""
+    """Adagrad with one accumulator per element (Duchi et al., 2011), updating as `torch.optim.Adagrad` does.
+
+    Args:
+        lr: learning rate; 0.05 to 0.1 suits the default `initial_accumulator`. The first update of a number is at most
+            this long.
+        initial_accumulator: first value of each accumulator, to which squared gradients are added. Gradients of rows
+            are small, as the loss is a mean over the batch: 0.01 exceeds their squares by orders of magnitude, so rows,
+            rare ones above all, hardly learn. 1e-6 is near those squares, so steps are soon almost `lr` long. With far
+            less every first step is, however small the gradient; `lr` has to be smaller then.
+            `python -m benchmarks 'quality.adagrad.*'` compares values.
+        eps: added to the root of the accumulator.
+        weight_decay: L2: adds `weight_decay * row` to the gradient of the rows of a batch.
+        schedule: factor on `lr` by global step.
+    """
 
 
 class RowwiseAdagrad(_AdagradFields, frozen=True, tag="rowwise_adagrad"):
-    """Adagrad with one accumulator per row: the mean of the squared gradient, as in FBGEMM's fused optimizer."""
+    """Adagrad with one accumulator per row: the mean of the squared gradient, as in FBGEMM's fused optimizer.
+
+    Args:
+        lr: learning rate; 0.05 to 0.1 suits the default `initial_accumulator`.
+        initial_accumulator: first value of the accumulator. It has the scale of the accumulators of `Adagrad`, as it
+            sums means over a row, so the default is the same for the same reason.
+        eps: added to the root of the accumulator.
+        weight_decay: L2: adds `weight_decay * row` to the gradient of the rows of a batch.
+        schedule: factor on `lr` by global step.
+    """
 
 
 class Adam(_Record, frozen=True, tag="adam"):

@@ -39,6 +39,7 @@ def test_a_checkpoint_of_version_0_1_goes_on(tmp_path, name):
     assert (t.global_step, t.position) == (9, 9)
     assert t.declared.mode == MODES[name]
     assert t.mode == (MODES[name].sync if name == "auto" else MODES[name])
+    assert t.declared.embedding_optimizer.initial_accumulator == 0.01  # As recorded; the default is another one today.
     assert (t.options.max_failures, t.options.keep_last) == (3, 3)
     result = t.fit(reader())
     assert result.global_step == expected["global_step"] == 20

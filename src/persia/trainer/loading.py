@@ -17,7 +17,7 @@ from persia.errors import CheckpointError, PersiaError
 from persia.modes import ModeSetting, recorded_mode
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
-from persia.schema import SGD, EmbeddingOptimizer, Schema
+from persia.schema import INITIAL_ACCUMULATOR, SGD, Adagrad, EmbeddingOptimizer, RowwiseAdagrad, Schema
 from persia.services import EmbeddingPS, RowChunk, StatePiece
 from persia.trainer.options import Declared, TrainerOptions
 from persia.trainer.state import TrainingState
@@ -186,6 +186,7 @@ def _import_rows(
     # common clock.
     gaps = {} if same else clock_gaps(reader)
     loaded: dict[str, LoadedTable] = {}
+    other_accumulators: dict[float, list[str]] = {}
     for name, declared in servers[0].tables().items():
         if name not in tables:
             continue
@@ -203,6 +204,20 @@ def _import_rows(
         loaded[name] = LoadedTable(rows, with_state)
         if state and rows and not with_state:
             LOG.warning("Table %r: the optimizer's state is reset; %s has none of its kind.", name, reader.path)
+        first = _other_accumulator(declared.optimizer, record.optimizer)
+        if rows and with_state and first is not None:
+            other_accumulators.setdefault(first, []).append(name)
+    for first, names in other_accumulators.items():
+        LOG.warning(
+            "Rows in %s began with initial_accumulator %g (tables %s), new ones begin with the default, %g, and make "
+            "longer steps. To go on as before, set initial_accumulator=%g; learning rates of the one are too large or "
+            "too small for the other.",
+            reader.path,
+            first,
+            ", ".join(names),
+            INITIAL_ACCUMULATOR,
+            first,
+        )
     if same:
         for number, pieces in server_pieces(reader):
             if ranks is None or number in ranks:
@@ -214,6 +229,14 @@ def _import_rows(
             reader.path,
         )
     return loaded
+
+
+def _other_accumulator(mine: EmbeddingOptimizer | None, theirs: EmbeddingOptimizer | None) -> float | None:
+    """Returns the checkpoint's initial accumulator if the table has the default and it is another one."""
+    if not isinstance(mine, Adagrad | RowwiseAdagrad) or not isinstance(theirs, Adagrad | RowwiseAdagrad):
+        return None
+    first = theirs.initial_accumulator
+    return first if first != mine.initial_accumulator == INITIAL_ACCUMULATOR else None
 
 
 def _exported(servers: Sequence[EmbeddingPS]) -> Iterator[tuple[int, list[dict[str, Any]]]]:

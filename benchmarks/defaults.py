@@ -1,0 +1,166 @@
+"""Which initial accumulator of Adagrad should be the default? Test AUC by accumulator and learning rate.
+
+    python -m benchmarks 'quality.adagrad.*' [--preset smoke|laptop|full] [--json FILE]
+
+quality.adagrad.sparse  Generated clicks with 100,000 Zipf(1.05) ids a feature: most rows are met a few times. DeepFM.
+quality.adagrad.dense   The same with 500 ids a feature: every row is met often.
+quality.adagrad.globo   The first two days of globo_ctr, tested on a random part of their rows; needs the data. FFNN.
+quality.adagrad.adult   PERSIA's example task; needs the data.
+
+Each value is the test AUC with the default accumulator, at the better of its documented rates, less the best of all
+accumulators and rates; `details` has all of them. Sync with one NN worker; one core. A laptop run, of one seed,
+takes 7 minutes on an idle machine and 30 on a busy one; a full one has three seeds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+
+from benchmarks import runner
+from benchmarks.baselines import globo_torch
+from benchmarks.quality import AdultNet
+from persia import Batch, Schema, Trainer, TrainerOptions, data
+from persia.modes import Sync
+from persia.nn.models import FFNN, DeepFM
+from persia.optim import Adagrad
+from persia.schema import INITIAL_ACCUMULATOR
+
+ACCUMULATORS = {"smoke": (INITIAL_ACCUMULATOR, 1e-2), "laptop": (1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-2)}
+RATES = {"smoke": (0.1,), "laptop": (0.05, 0.1, 0.2)}
+DOCUMENTED = (0.05, 0.1)
+SEEDS = {"smoke": (9,), "laptop": (9,), "full": (9, 10, 11)}
+BATCHES = {"smoke": 8}
+"""Most batches of a set; all of them where the preset has no number."""
+ROWS = 600_000
+TEST_ROWS = 100_352
+
+Auc = Mapping[tuple[float, float], float]
+"""By accumulator and learning rate."""
+
+
+class Task(NamedTuple):
+    """Data with the network that is trained on them."""
+
+    schema: Schema
+    train: Iterable[Batch]
+    test: Iterable[Batch]
+    network: Callable[[Schema], torch.nn.Module]
+    optimizer: Callable[[Iterator[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+def adam(parameters: Iterator[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, 1e-3, fused=True)
+
+
+def generated(ids_per_feature: int) -> Callable[[int], Task]:
+    """Clicks with latent interactions; the test set is another epoch."""
+
+    def task(seed: int) -> Task:
+        train = data.synthetic(ROWS, ids_per_feature=ids_per_feature, seed=seed)
+        test = data.synthetic(TEST_ROWS, ids_per_feature=ids_per_feature, seed=seed)
+        return Task(train.schema, train, test.batches(epoch=1), DeepFM, adam)
+
+    return task
+
+
+def globo(seed: int) -> Task:
+    def part(name: str) -> Iterable[Batch]:
+        split = {"part": name, "by": "random"}
+        return data.globo([str(file) for file in files], 1024, split=split, shuffle_rows=800_000, seed=seed)
+
+    files = globo_torch.data_files(2)
+    schema = data.globo([str(file) for file in files]).schema
+    return Task(schema, part("train"), part("test"), lambda schema: FFNN(schema, hidden=(256, 128)), adam)
+
+
+def adult(seed: int) -> Task:
+    train = data.adult(split="train", batch_size=128, shuffle_rows=50_000, seed=seed)
+    test = data.adult(split="test", batch_size=1024)
+    return Task(train.schema, train, test, AdultNet, lambda parameters: torch.optim.SGD(parameters, 0.1))
+
+
+def grid(preset: str, seed: int, task: Task) -> tuple[Auc, Auc]:
+    """Test and progressive AUC of all accumulators and rates, on the same batches from the same first values."""
+    train = list(itertools.islice(task.train, BATCHES.get(preset)))
+    test = list(itertools.islice(task.test, BATCHES.get(preset)))
+    tested, progressive = {}, {}
+    for accumulator, lr in itertools.product(_of(ACCUMULATORS, preset), _of(RATES, preset)):
+        torch.manual_seed(seed)
+        trainer = Trainer(
+            task.network(task.schema),
+            task.schema,
+            optimizer=task.optimizer,
+            embedding_optimizer=Adagrad(lr=lr, initial_accumulator=accumulator),
+            mode=Sync(),
+            options=TrainerOptions(seed=seed, progress=False),
+        )
+        torch.set_num_threads(1)
+        result = trainer.fit(train, test)
+        assert result.evaluation is not None
+        tested[accumulator, lr] = result.evaluation.auc
+        progressive[accumulator, lr] = result.progressive.auc
+    return tested, progressive
+
+
+def lost(auc: Auc) -> float:
+    """AUC with the default accumulator, at the better of its documented rates, less the best of all."""
+    default = [auc[INITIAL_ACCUMULATOR, lr] for lr in DOCUMENTED if (INITIAL_ACCUMULATOR, lr) in auc]
+    return max(default) - max(auc.values())
+
+
+def mean(found: Iterable[Auc]) -> Auc:
+    """Means over seeds."""
+    found = list(found)
+    return {point: statistics.fmean(auc[point] for auc in found) for point in found[0]}
+
+
+def compare(preset: str, name: str, task: Callable[[int], Task], needs: str | None = None) -> runner.Measure | None:
+    if needs is not None and data.find(needs) is None:
+        print(f"{needs} is not here; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
+        return None
+    found = [grid(preset, seed, task(seed)) for seed in _of(SEEDS, preset)]
+    tested, progressive = (mean(auc) for auc in zip(*found, strict=True))
+    details = {
+        "test": _table(tested),
+        "progressive": _table(progressive),
+        "per_seed": [round(lost(auc), 5) for auc, _ in found],
+    }
+    return runner.Measure(name, lost(tested), "AUC", details=details)
+
+
+@runner.measures("quality.adagrad.sparse")
+def sparse_rows(preset: str) -> runner.Measure | None:
+    return compare(preset, "quality.adagrad.sparse", generated(100_000))
+
+
+@runner.measures("quality.adagrad.dense")
+def dense_rows(preset: str) -> runner.Measure | None:
+    return compare(preset, "quality.adagrad.dense", generated(500))
+
+
+@runner.measures("quality.adagrad.globo")
+def globo_rows(preset: str) -> runner.Measure | None:
+    return compare(preset, "quality.adagrad.globo", globo, "globo_ctr")
+
+
+@runner.measures("quality.adagrad.adult")
+def adult_rows(preset: str) -> runner.Measure | None:
+    return compare(preset, "quality.adagrad.adult", adult, "adult")
+
+
+def _of(by_preset: Mapping[str, tuple], preset: str) -> tuple:
+    return by_preset.get(preset, by_preset["laptop"])
+
+
+def _table(auc: Auc) -> dict[str, dict[str, float]]:
+    """By accumulator, then by learning rate."""
+    rows: dict[str, dict[str, float]] = {}
+    for (accumulator, lr), area in auc.items():
+        rows.setdefault(f"{accumulator:g}", {})[f"{lr:g}"] = round(area, 4)
+    return rows

@@ -1,0 +1,30 @@
+"""How the study of Adagrad's defaults is scored."""
+
+import pytest
+
+from benchmarks import defaults
+from persia import data
+from persia.schema import INITIAL_ACCUMULATOR as DEFAULT
+
+
+def test_the_score_is_that_of_the_default_at_a_documented_rate():
+    one = {(DEFAULT, 0.05): 0.70, (DEFAULT, 0.1): 0.72, (DEFAULT, 0.2): 0.76, (1e-2, 0.2): 0.75}
+    assert defaults.lost(one) == pytest.approx(-0.04)  # 0.2 is no documented rate of the default.
+    other = dict.fromkeys(one, 0.7) | {(1e-2, 0.2): 0.79}
+    assert defaults.mean([one, other])[1e-2, 0.2] == pytest.approx(0.77)
+    assert defaults.lost(defaults.mean([one, other])) == pytest.approx(0.71 - 0.77)
+
+
+def test_the_study_has_the_default_at_its_documented_rates():
+    assert DEFAULT in defaults.ACCUMULATORS["smoke"]
+    assert DEFAULT in defaults.ACCUMULATORS["laptop"]
+    assert set(defaults.DOCUMENTED) <= set(defaults.RATES["laptop"])
+
+
+def test_data_that_are_not_here_are_skipped_with_a_line(monkeypatch, capsys):
+    monkeypatch.setattr(data, "find", lambda name: None)
+    assert defaults.globo_rows("smoke") is None
+    assert defaults.adult_rows("smoke") is None
+    assert capsys.readouterr().err.splitlines() == [
+        f"{name} is not here; set PERSIA_DATA to the directory that holds it." for name in ("globo_ctr", "adult")
+    ]
