@@ -57,6 +57,7 @@ def _line(measure: runner.Measure, preset: str) -> dict[str, Any]:
         "at_most": measure.at_most,
         "holds": measure.holds,
         "spread": _rounded(measure.spread),
+        "interval": _rounded(measure.interval),
         "command": shlex.join(["python", "-m", "benchmarks", measure.name, "--preset", preset]),
         "commit": _commit(),
         "machine": _machine(),
@@ -65,6 +66,8 @@ def _line(measure: runner.Measure, preset: str) -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_rounded(each) for each in value]
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 

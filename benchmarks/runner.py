@@ -15,6 +15,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 
 __all__ = [
     "MIN_ROUNDS", "MODULES", "PRESETS", "RESOURCES", "UNITS", "Benchmark", "Measure", "benchmarks", "measures", "names",
-    "quantity", "ratio", "run", "within", "worst",
+    "paired", "quantity", "ratio", "run", "within", "worst",
 ]  # fmt: skip
 
 PRESETS = ("smoke", "laptop", "full")
@@ -46,6 +47,7 @@ class Measure:
         at_least: lower bound of the target, or None.
         at_most: upper bound of the target, or None.
         spread: half the interquartile range over the median; None for what is counted or simulated.
+        interval: both ends of the 95 % interval of `value`, a mean. The target is asked of the end that is nearer to it.
         details: further facts, such as both sides of a ratio.
     """
 
@@ -56,6 +58,7 @@ class Measure:
     at_most: float | None = None
     spread: float | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
+    interval: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         if self.unit not in UNITS:
@@ -70,11 +73,12 @@ class Measure:
 
     def _margin(self) -> float:
         """Distance to the nearer bound, as a fraction of it; negative beyond it."""
+        low, high = self.interval or (self.value, self.value)
         margins = []
         if self.at_least is not None:
-            margins.append((self.value - self.at_least) / (abs(self.at_least) or 1.0))
+            margins.append((low - self.at_least) / (abs(self.at_least) or 1.0))
         if self.at_most is not None:
-            margins.append((self.at_most - self.value) / (abs(self.at_most) or 1.0))
+            margins.append((self.at_most - high) / (abs(self.at_most) or 1.0))
         return min(margins)
 
 
@@ -191,6 +195,39 @@ def quantity(
     if len(values) < MIN_ROUNDS:
         raise ValueError(f"{name} was measured {len(values)} times; a spread needs at least {MIN_ROUNDS}")
     return Measure(name, statistics.median(values), unit, at_least, at_most, _spread(values), details or {})
+
+
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""97.5 % quantiles of Student's t with 1 to 9 degrees of freedom."""
+
+
+def paired(
+    name: str,
+    ours: Sequence[float],
+    theirs: Sequence[float],
+    unit: str,
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    judge_mean: bool = False,
+    details: Mapping[str, Any] | None = None,
+) -> Measure:
+    """Returns the mean of ours - theirs and its 95 % t-interval, where each pair has the same seed, data and rates.
+
+    A target is asked of an end of the interval: `at_least` of the lower, `at_most` of the upper one; of the mean with
+    `judge_mean`. One pair (preset smoke) has no interval; more than ten are refused.
+    """
+    gaps = [a - b for a, b in zip(ours, theirs, strict=True)]
+    mean, interval = statistics.fmean(gaps), None
+    if len(gaps) > 1:
+        half = T_975[len(gaps) - 2] * statistics.stdev(gaps) / math.sqrt(len(gaps))
+        interval = (mean - half, mean + half)
+    said = {"pairs": len(gaps), "ours": statistics.fmean(ours), "theirs": statistics.fmean(theirs), "per_seed": gaps}
+    if judge_mean and interval:
+        said["mean_interval"] = interval
+    return Measure(
+        name, mean, unit, at_least, at_most, None, {**said, **(details or {})}, None if judge_mean else interval
+    )
 
 
 def _spread(values: Sequence[float]) -> float:

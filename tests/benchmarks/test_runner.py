@@ -133,3 +133,20 @@ def test_performance_page_names_what_can_be_selected():
     assert len(rows) > 60
     known = runner.names()
     assert [row for row in rows if row not in known and not any(name.startswith(f"{row}.") for name in known)] == []
+
+
+def test_pairs_are_judged_by_the_end_of_their_interval():
+    ours, theirs = [0.71, 0.72, 0.73], [0.70, 0.72, 0.72]
+    measure = runner.paired("fake.two", ours, theirs, "AUC", at_least=-0.01)
+    half = 4.303 * 0.0057735 / 3**0.5  # t with two degrees of freedom, standard deviation of 0.01, 0, 0.01
+    assert measure.value == pytest.approx(0.02 / 3)
+    assert measure.interval == pytest.approx((0.02 / 3 - half, 0.02 / 3 + half), rel=1e-4)
+    assert measure.holds is True
+    assert runner.paired("fake.two", ours, theirs, "AUC", at_least=-0.007).holds is False
+    assert runner.paired("fake.two", ours, theirs, "AUC", at_most=0.02).holds is False
+    assert runner.paired("fake.two", ours, theirs, "AUC", at_least=-0.007, judge_mean=True).holds is True
+
+
+def test_a_single_pair_has_no_interval():
+    measure = runner.paired("fake.two", [0.7], [0.6], "AUC", at_least=0.0)
+    assert (measure.interval, measure.holds) == (None, True)
