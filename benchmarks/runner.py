@@ -47,7 +47,7 @@ class Measure:
         at_least: lower bound of the target, or None.
         at_most: upper bound of the target, or None.
         spread: half the interquartile range over the median; None for what is counted or simulated.
-        interval: both ends of the 95 % interval of `value`, a mean. The target is asked of the end that is nearer to it.
+        interval: both ends of the 95 % interval of `value`, a mean; the target is asked of the nearer end.
         details: further facts, such as both sides of a ratio.
     """
 
