@@ -1,4 +1,4 @@
-"""Runs in virtual time for benchmarks/modes.py and modes_figures.py: what is trained, spread over processes, kept in a file.
+"""Runs in virtual time for benchmarks/modes.py and modes_figures.py: training, spread over processes, kept in a file.
 
 Environment:
 
