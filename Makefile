@@ -26,11 +26,14 @@ demo: install  ## train on real click logs if there are any, else on generated o
 demo-cluster: install  ## the same program on processes of this machine
 	$(BIN)/python examples/cluster.py
 
+# Two processes: one starts clusters and waits for them, the other runs everything else.
+PYTEST = $(BIN)/python -m pytest -q -n 2 --dist loadgroup
+
 test: install test-cpp  ## unit tests
-	$(BIN)/python -m pytest -q
+	$(PYTEST)
 
 test-all: install test-cpp  ## unit tests and the slow ones
-	$(BIN)/python -m pytest -q -m "slow or not slow"
+	$(PYTEST) -m "slow or not slow"
 
 test-cpp: $(VENV)/.dependencies  ## the core's own tests
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S cpp -B build/cpp -GNinja -DCMAKE_BUILD_TYPE=Release > /dev/null
@@ -65,8 +68,9 @@ BENCHMARKS = store batch reading checkpoint rpc step gpu profile globo quality m
 bench: install  ## every figure of docs/performance.md, some hours
 	for area in $(BENCHMARKS); do $(BIN)/python -m benchmarks "$$area.*" --preset laptop || exit 1; done
 
-bench-smoke: install  ## every benchmark, small; figures mean nothing
-	for area in $(BENCHMARKS); do $(BIN)/python -m benchmarks "$$area.*" --preset smoke || exit 1; done
+bench-smoke: $(BENCHMARKS:%=smoke-%)  ## every benchmark, small; figures mean nothing, so `make -j2 bench-smoke` may
+$(BENCHMARKS:%=smoke-%): smoke-%: install
+	$(BIN)/python -m benchmarks "$*.*" --preset smoke
 
 # Arguments: make chaos CHAOS="--seconds 300 --faults 20 --seeds 7 --mode gba"
 chaos: install  ## train while things go wrong, 90 minutes
@@ -85,8 +89,10 @@ gpu-wheels: install  ## collect what `make gpu` needs beside torch, numpy and CM
 gpu:  ## on a machine with a CUDA device: build in place, run the tests marked gpu and the benchmarks gpu.*
 	bash tests/gpu.sh
 
-examples: install  ## run every example, small
-	for file in examples/*.py; do echo "== $$file"; PERSIA_EXAMPLE_SMALL=1 $(BIN)/python $$file || exit 1; done
+examples: $(wildcard examples/*.py)  ## run every example, small
+.PHONY: $(wildcard examples/*.py)
+$(wildcard examples/*.py): install
+	PERSIA_EXAMPLE_SMALL=1 $(BIN)/python $@
 
 docs: install  ## build the documentation into site/
 	$(BIN)/mkdocs build --strict -q
