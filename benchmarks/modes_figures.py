@@ -5,10 +5,11 @@
 How it is measured: benchmarks/modes.py.
 
 modes.globo.*        all modes on a stream in time order that punishes every delay; needs the data.
+modes.globo_gba.*    Gba on that stream, and what its loss is made of.
 modes.gradients.*    distribution of gradient norms by aggregated batch (Figure 3 of the paper).
 modes.occurrences.*  in how many batches an id occurs (Figure 4).
 modes.scaling.*      AUC by number of NN workers at constant global batch (Figure 7).
-modes.scaling_why.*  what it loses, and to what.
+modes.tolerance.*    AUC by tolerance (equation 1) with long-tailed stalls.
 modes.local_batch.*  AUC by local batch at a constant number of NN workers (Figure 8).
 """
 
@@ -18,11 +19,28 @@ import functools
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from benchmarks import runner
-from benchmarks.modes import DAYS, LOWER, ROWS_PER_DAY, SEEDS, UNTUNED, mean_of, tuned
+from benchmarks.gba_runs import (
+    SCALED_GLOBAL,
+    STREAM_LOCAL,
+    STREAM_WORKERS,
+    GlobalTags,
+    Inherited,
+    Scored,
+    Stalled,
+    StalledDay,
+    Stream,
+    best_rate,
+    inherited,
+    scaled,
+    scored,
+    stalled,
+)
+from benchmarks.modes import DAYS, ROWS_PER_DAY, SEEDS, UNTUNED, mean_of, tuned
 from benchmarks.modes_runs import (
     GLOBAL,
     LOCAL,
@@ -31,35 +49,47 @@ from benchmarks.modes_runs import (
     Day,
     Plan,
     Rates,
-    Scored,
-    Stream,
     best_rates,
     everywhere,
     norms,
-    scored,
     synthetic,
     train,
-    tuned_for,
 )
 from persia import Batch, data
 from persia.modes import Async, Bsp, Gba, HopBs, HopBw, Hybrid, Mode, Sync
+from persia.modes.base import Reduction
+from persia.optim import Adagrad, Adam
 from persia.replay import simulate
 
 GLOBO_ROWS = {"smoke": 20_480, "laptop": 524_288, "full": 5_000_000}  # Of them a quarter is for tuning.
-SCALING = 3_200
-"""Rows of a global batch that 8, 40, 200 and 800 NN workers can share."""
-SCALING_RATES = Rates(9e-3, 3.2)
-"""What `modes.scaling` finds for Sync."""
-PHASE = 10.0
-"""Batches."""
+SCALING = {
+    "smoke": (2 * SCALED_GLOBAL, 1, 1),
+    "laptop": (300 * SCALED_GLOBAL, 2, 2),
+    "full": (600 * SCALED_GLOBAL, 4, 8),
+}
+"""Rows of a day, days of the base, days of Gba."""
+OPTIMIZERS: dict[str, type[Adagrad | Adam]] = {"adagrad": Adagrad, "adam": Adam}
+RATE = {"adagrad": 0.1, "adam": 0.01}
+"""At which the search for the best rate of rows starts."""
+REDUCTIONS: tuple[Reduction, ...] = ("global", "per_id")
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 AGGREGATED = (1, 2, 4, 8, 16, 32)
-NN_WORKERS = (8, 40, 200, 800)
+NN_WORKERS = (8, 20, 100, 200)
 LOCAL_BATCHES = (32, 64, 128, 256, 512)
 GLOBO: dict[str, Mode] = {
     "sync": Sync(), "hybrid_auto": Hybrid("auto"), "hybrid_4": Hybrid(4), "gba": Gba(4 * 256), "async": Async(),
     "bsp": Bsp(4), "hop_bs": HopBs(2), "hop_bw": HopBw(1),
 }  # fmt: skip
+PARTS = ("scored_late", "order", "staleness", "even")
+STALLED_SEEDS = {"smoke": (0,), "laptop": (0, 1, 2, 3, 4), "full": (0, 1, 2, 3, 4)}
+STALLED_DAYS = {"smoke": 2, "laptop": 8, "full": 8}
+CHANCE = 0.03
+"""Of a stall, for each batch."""
+TOLERANCE = {"adagrad_8": ("adagrad", 8, 1.0)} | {f"adam_32_{n}x": ("adam", 32, float(n)) for n in (1, 2, 4)}
+"""Optimizer of rows, number of NN workers, factor on the best rate."""
+TOLERATED: dict[str, Mode] = {f"tolerance_{n}": Gba(GLOBAL, n) for n in (0, 1, 3, 4, 8)}
+TOLERATED |= {f"k_{n}": GlobalTags(GLOBAL, n) for n in (0, 3)} | {"unlimited": Gba(GLOBAL, 1_000_000)}
+BETWEEN = tuple(f"tolerance_{n}" for n in (1, 3, 4, 8))
 SHARES = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
@@ -96,6 +126,125 @@ def globo(preset: str) -> Iterator[runner.Measure]:
             **mean_of([found[kind, s].summary for s in SEEDS[preset]]),
         }
         yield runner.Measure(f"modes.globo.{kind}", statistics.fmean(areas), "AUC", details=details)
+
+
+@runner.measures("modes.globo_gba", *(f"modes.globo_gba.{part}" for part in PARTS))
+def globo_gba(preset: str) -> Iterator[runner.Measure]:
+    """Gba - Sync in time order, at rates tuned for Sync, and what it is made of. The first three parts add up to it.
+
+    scored_late  rows are scored by the parameters that an NN worker has read, which are older than Sync's
+    order        a slow NN worker's rows are learned from in a later step than Sync's
+    staleness    gradients are of older parameters than those that they change
+    even         the whole with NN workers that are equally fast
+    """
+    if data.find("globo_ctr") is None:
+        print("globo_ctr is not here; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
+        return
+    rows, rates = GLOBO_ROWS[preset], globo_tuned(preset)
+    gba = Gba(STREAM_WORKERS * STREAM_LOCAL)
+    kinds = {
+        "sync": Stream(Sync(), rates, 0, rows // 4, rows, at_step=True),
+        "gba": Stream(gba, rates, 0, rows // 4, rows, at_step=True),
+        "fresh": Stream(gba, rates, 0, rows // 4, rows, fresh=True, at_step=True),
+        "even": Stream(gba, rates, 0, rows // 4, rows, stragglers=False, at_step=True),
+    }
+    seeds = SEEDS[preset]
+    plans = {(kind, seed): plan._replace(seed=seed) for kind, plan in kinds.items() for seed in seeds}
+    found = dict(zip(plans, everywhere(scored, list(plans.values()), Scored), strict=True))
+    read = {kind: [found[kind, seed].auc for seed in seeds] for kind in kinds}
+    at_step = {kind: [found[kind, seed].at_step or 0.0 for seed in seeds] for kind in kinds}
+    lag = {kind: [a - b for a, b in zip(read[kind], at_step[kind], strict=True)] for kind in kinds}
+    totals = mean_of([found["gba", seed].summary for seed in seeds])
+    pairs = {
+        "": (read["gba"], read["sync"]),
+        ".scored_late": (lag["gba"], lag["sync"]),
+        ".order": (at_step["fresh"], at_step["sync"]),
+        ".staleness": (at_step["gba"], at_step["fresh"]),
+        ".even": (read["even"], read["sync"]),
+    }
+    for part, (ours, theirs) in pairs.items():
+        yield runner.paired(
+            f"modes.globo_gba{part}",
+            ours,
+            theirs,
+            "AUC",
+            at_least=None if part else -0.003,
+            details={"rows": rows, "rates": list(rates), **totals},
+        )
+
+
+@functools.cache
+def stalled_rate(preset: str, kind: str) -> float:
+    """The best rate of rows for Sync without stalls, on data of its own."""
+    rows = ROWS_PER_DAY[preset]
+
+    def score(rates: list[float]) -> list[float]:
+        plans = [
+            Stalled(Sync(), OPTIMIZERS[kind](lr=rate), TUNING_SEED, rows, STALLED_DAYS[preset], WORKERS, LOCAL, 0.0)
+            for rate in rates
+        ]
+        return [later(run) for run in everywhere(stalled, plans, list[StalledDay])]
+
+    return RATE[kind] if preset == "smoke" else best_rate(score, RATE[kind])
+
+
+def later(days: Sequence[StalledDay]) -> float:
+    """Mean AUC of the second half of the days."""
+    return statistics.fmean(day.auc for day in days[len(days) // 2 :])
+
+
+@runner.measures(
+    *(f"modes.tolerance.{setting}.{kind}" for setting in TOLERANCE for kind in (*TOLERATED, "sync", "between"))
+)
+def tolerance(preset: str) -> Iterator[runner.Measure]:
+    """Equation 1 with long-tailed stalls of 8 to 50 batches: AUC by tolerance, minus that without a limit.
+
+    `k_N` decays rows by the global step instead of their own. `between` is the best of the tolerances 1, 3, 4 and 8
+    less the better of 0 and unlimited. Rates of rows are Sync's best without stalls, or a multiple of it. M = 8.
+    """
+    seeds, settings = STALLED_SEEDS[preset], list(TOLERANCE)[: 1 if preset == "smoke" else None]
+    modes: dict[str, Mode] = {**TOLERATED, "sync": Sync()}
+    plans: dict[Any, Stalled] = {}
+    for setting in settings:
+        kind, workers, factor = TOLERANCE[setting]
+        optimizer = OPTIMIZERS[kind](lr=factor * stalled_rate(preset, kind))
+        for name, mode in modes.items():
+            count = WORKERS if name == "sync" else workers  # The same global batch.
+            for seed in seeds:
+                plans[setting, name, seed] = Stalled(
+                    mode, optimizer, seed, ROWS_PER_DAY[preset], STALLED_DAYS[preset], count, LOCAL, CHANCE
+                )
+    found = dict(zip(plans, everywhere(stalled, list(plans.values()), list[StalledDay]), strict=True))
+    for setting in settings:
+        areas = {name: [later(found[setting, name, seed]) for seed in seeds] for name in modes}
+        for name in modes:
+            days = [day for seed in seeds for day in found[setting, name, seed]]
+            totals = mean_of([day.summary for day in days])
+            loss = statistics.fmean(areas[name]) - statistics.fmean(areas["unlimited"])
+            yield runner.paired(
+                f"modes.tolerance.{setting}.{name}",
+                areas[name],
+                areas["unlimited"],
+                "AUC",
+                details={
+                    "rate_of_rows": plans[setting, name, seeds[0]].optimizer.lr,
+                    "rows_refused": statistics.fmean(day.refused for day in days),
+                    "per_share_decayed": loss / totals["decayed"] if totals["decayed"] else None,
+                    **totals,
+                },
+            )
+        means = {name: statistics.fmean(values) for name, values in areas.items()}
+        between = max(BETWEEN, key=means.__getitem__)
+        end = max(("tolerance_0", "unlimited"), key=means.__getitem__)
+        yield runner.paired(
+            f"modes.tolerance.{setting}.between",
+            areas[between],
+            areas[end],
+            "AUC",
+            at_least=0.0,
+            judge_mean=True,
+            details={"between": between, "end": end},
+        )
 
 
 @runner.measures(*(f"modes.gradients.{kind}" for kind in (*(f"bsp_{n}" for n in AGGREGATED), "sync", "gba")))
@@ -145,69 +294,63 @@ def occurrences(preset: str) -> Iterator[runner.Measure]:
         )
 
 
-@runner.measures("modes.scaling.sync_8", *(f"modes.scaling.gba_{count}" for count in NN_WORKERS))
-def scaling(preset: str) -> Iterator[runner.Measure]:
-    """Figure 7: NN workers at a constant global batch, each slow a quarter of the time, in phases of 10 batches.
+@functools.cache
+def scaling_rate(preset: str, kind: str, reduction: Reduction) -> float:
+    """The best rate of rows for Sync with 8 NN workers on the days of the base, on data of its own."""
+    rows, days, _ = SCALING[preset]
 
-    The time of a batch is taken as proportional to its rows. Rates are those of Sync with this global batch.
-    """
-    counts = NN_WORKERS[: 2 if preset == "smoke" else None]
-    rows = SCALING * (2 if preset == "smoke" else 20)
-    days, seeds = DAYS[preset] // 2, SEEDS[preset][:1]
-    rates = UNTUNED
-    if preset != "smoke":
-        rates = tuned_for(Plan((Sync(),) * days, UNTUNED, TUNING_SEED, rows, local=SCALING // WORKERS))
-    first = Plan((), rates, 0, rows)
-    plans = {(f"gba_{n}", s): scaled(first._replace(seed=s), Gba(SCALING), n, days) for n in counts for s in seeds}
-    plans |= {("sync_8", s): scaled(first._replace(seed=s), Sync(), 8, days) for s in seeds}
-    found = dict(zip(plans, everywhere(train, list(plans.values()), list[Day]), strict=True))
-    for kind in dict.fromkeys(kind for kind, _ in plans):
-        areas = [found[kind, seed][-1].auc for seed in seeds]
-        one = plans[kind, 0]
-        sync = simulate(Sync(), one.setting(), range(100 * len(one.factors))).summary()
-        yield runner.Measure(
-            f"modes.scaling.{kind}",
-            statistics.fmean(areas),
-            "AUC",
-            details={
-                "per_seed": [round(area, 5) for area in areas],
-                "local_batch": one.local,
-                "sync_rows_per_virtual_s": sync.rate,
-                "rates": list(rates),
-                **mean_of([day.summary for seed in seeds for day in found[kind, seed]]),
-            },
-        )
+    def score(rates: list[float]) -> list[float]:
+        optimizers = [OPTIMIZERS[kind](lr=rate) for rate in rates]
+        plans = [Inherited(each, reduction, TUNING_SEED, rows // 2, days, 0, ()) for each in optimizers]
+        return [run["base"][-1].auc for run in everywhere(inherited, plans, dict[str, list[Day]])]
 
-
-def scaled(plan: Plan, mode: Mode, count: int, days: int) -> Plan:
-    """So many NN workers at the global batch of Figure 7, each slow a quarter of the time."""
-    local = SCALING // count
-    compute = local * WORKERS / SCALING  # A batch takes as long as it has rows.
-    return plan._replace(modes=(mode,) * days, factors=(1.0,) * count, local=local, compute=compute, moving=PHASE)
+    return RATE[kind] if preset == "smoke" else best_rate(score, RATE[kind])
 
 
 @runner.measures(
-    *(f"modes.scaling_why.{by}_{n}{low}" for by in ("per_id", "global") for n in (8, 40, 200) for low in ("", "_low")),
-    "modes.scaling_why.sync_8", "modes.scaling_why.sync_8_low",
-)  # fmt: skip
-def scaling_why(preset: str) -> Iterator[runner.Measure]:
-    """What Figure 7 loses: to the divisor of an id's sum (`per_id`, or `global`), and to the learning rate of rows."""
-    rows, days = SCALING * (2 if preset == "smoke" else 20), DAYS[preset] // 2
-    kinds = {
-        f"{name}_{count}": (mode, count)
-        for count in (8, 40 if preset == "smoke" else 200)
-        for name, mode in (("per_id", Gba(SCALING, reduction="per_id")), ("global", Gba(SCALING)))
-    } | {"sync_8": (Sync(), 8)}
-    shares = {"": 1.0, "_low": LOWER}
-    plans = {
-        kind + suffix: scaled(Plan((), SCALING_RATES._replace(rows=SCALING_RATES.rows * share), 0, rows), *run, days)
-        for suffix, share in shares.items()
-        for kind, run in kinds.items()
-    }
-    found = dict(zip(plans, everywhere(train, list(plans.values()), list[Day]), strict=True))
-    for kind, plan in plans.items():
-        details = {"rates": list(plan.rates), "per_day": [round(day.auc, 5) for day in found[kind]]}
-        yield runner.Measure(f"modes.scaling_why.{kind}", found[kind][-1].auc, "AUC", details=details)
+    *(
+        f"modes.scaling.{kind}.{reduction}.{name}"
+        for kind in OPTIMIZERS
+        for reduction in REDUCTIONS
+        for name in map("gba_{}".format, NN_WORKERS)
+    )
+)
+def scaling(preset: str) -> Iterator[runner.Measure]:
+    """Figure 7: mean AUC of Gba's days at a constant global batch of 3,200 rows, minus that with 8 NN workers.
+
+    As in the paper, Gba inherits a base that Sync has trained, and a day has at least 300 steps. The rate of rows is
+    Sync's best for each optimizer and reduction.
+    """
+    rows, base_days, days = SCALING[preset]
+    counts = NN_WORKERS[: 2 if preset == "smoke" else None]
+    kinds = [(kind, reduction) for kind in OPTIMIZERS for reduction in REDUCTIONS]
+    plans = {}
+    for kind, reduction in kinds:
+        optimizer = OPTIMIZERS[kind](lr=scaling_rate(preset, kind, reduction))
+        for seed in SEEDS[preset]:
+            plans[kind, reduction, seed] = Inherited(optimizer, reduction, seed, rows, base_days, days, counts)
+    found = dict(zip(plans, everywhere(inherited, list(plans.values()), dict[str, list[Day]]), strict=True))
+    for kind, reduction in kinds:
+        runs = [found[kind, reduction, seed] for seed in SEEDS[preset]]
+        areas = {n: [statistics.fmean(day.auc for day in run[str(n)]) for run in runs] for n in counts}
+        for count in counts:
+            sync = simulate(Sync(), scaled(count, SEEDS[preset][0]), range(100 * count)).summary()
+            yield runner.paired(
+                f"modes.scaling.{kind}.{reduction}.gba_{count}",
+                areas[count],
+                areas[NN_WORKERS[0]],
+                "AUC",
+                **(runner.within(0.001) if reduction == "global" else {}),
+                judge_mean=True,
+                details={
+                    "base_auc": statistics.fmean(run["base"][-1].auc for run in runs),
+                    "steps_per_day": rows // SCALED_GLOBAL,
+                    "local_batch": SCALED_GLOBAL // count,
+                    "sync_rows_per_virtual_s": sync.rate,
+                    "rate_of_rows": plans[kind, reduction, SEEDS[preset][0]].optimizer.lr,
+                    **mean_of([day.summary for run in runs for day in run[str(count)]]),
+                },
+            )
 
 
 @runner.measures(*(f"modes.local_batch.{size}" for size in LOCAL_BATCHES))

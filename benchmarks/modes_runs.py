@@ -25,7 +25,7 @@ import torch
 from persia import Batch, Schema, data
 from persia.metrics import Metrics
 from persia.modes import Mode
-from persia.nn.models import FFNN, DeepFM
+from persia.nn.models import DeepFM
 from persia.optim import Adagrad
 from persia.replay import ScheduleEvent, Setting, Summary, phases, simulate, steady
 from persia.replay.virtual import VirtualTraining
@@ -38,13 +38,12 @@ __all__ = [
     "Day",
     "Plan",
     "Rates",
-    "Scored",
-    "Stream",
+    "area",
     "best_rates",
     "changes_under_way",
     "everywhere",
+    "joined",
     "norms",
-    "scored",
     "synthetic",
     "train",
     "tuned_for",
@@ -104,23 +103,6 @@ class Day(NamedTuple):
     end: float
 
 
-class Stream(NamedTuple):
-    """One run on globo_ctr, whose first rows are for tuning."""
-
-    mode: Mode
-    rates: Rates
-    seed: int
-    first: int
-    rows: int
-
-
-class Scored(NamedTuple):
-    """Mean over days of the progressive AUC."""
-
-    auc: float
-    summary: Summary
-
-
 # --- what runs in a process of its own --------------------------------------------------------------------------------
 
 
@@ -146,8 +128,8 @@ def train(plan: Plan) -> list[Day]:
         schedule = simulate(mode, setting, range(day * per_day, (day + 1) * per_day), step=step, start=time)
         run.run(schedule)
         step, time = schedule.end_step, schedule.end
-        test = _joined(batches[(day + 1) * per_day : (day + 2) * per_day])
-        found.append(Day(_area(test, run.evaluate(test)), schedule.summary(), time))
+        test = joined(batches[(day + 1) * per_day : (day + 2) * per_day])
+        found.append(Day(area(test, run.evaluate(test)), schedule.summary(), time))
         run.logits.clear()
     return found
 
@@ -195,30 +177,6 @@ def norms(plan: Plan) -> list[float]:
     return found[len(found) // 2 :]
 
 
-def scored(plan: Stream) -> Scored:
-    """4 NN workers that are slow in turns, local batch 256; the rows after `first` are scored."""
-    torch.set_num_threads(1)
-    reader = data.globo(batch_size=256)
-    batches = [batch for batch, _ in zip(reader.batches(0), range(plan.rows // 256), strict=False)]
-    torch.manual_seed(plan.seed)
-    run = VirtualTraining(
-        FFNN(reader.schema, hidden=(256, 128), products=[("article_id", "history")]),
-        reader.schema,
-        batches.__getitem__,
-        lambda parameters: torch.optim.Adam(parameters, plan.rates.dense, fused=True),
-        Adagrad(lr=plan.rates.rows, initial_accumulator=ROWS_FIRST),
-        seed=plan.seed,
-    )
-    setting = Setting(phases(4, length=10.0, count=64, seed=plan.seed), local_batch=256)
-    schedule = simulate(plan.mode, setting, len(batches))
-    run.run(schedule)
-    metrics = Metrics(["click"])
-    for number, logits in sorted(run.logits.items()):
-        if number >= plan.first // 256:
-            metrics.update(logits, batches[number].labels, batches[number].day)
-    return Scored(statistics.fmean(metrics.result().auc_per_day.values()), schedule.summary())
-
-
 def _training(plan: Plan, schema: Schema, batches: Sequence[Batch]) -> VirtualTraining:
     torch.manual_seed(plan.seed)
     return VirtualTraining(
@@ -231,11 +189,13 @@ def _training(plan: Plan, schema: Schema, batches: Sequence[Batch]) -> VirtualTr
     )
 
 
-def _joined(batches: Sequence[Batch]) -> list[Batch]:
+def joined(batches: Sequence[Batch]) -> list[Batch]:
+    """Joins batches for evaluation, `TEST_BATCHES` at a time."""
     return [Batch.concat(batches[at : at + TEST_BATCHES]) for at in range(0, len(batches), TEST_BATCHES)]
 
 
-def _area(batches: Sequence[Batch], logits: np.ndarray) -> float:
+def area(batches: Sequence[Batch], logits: np.ndarray) -> float:
+    """Returns the AUC of logits."""
     metrics = Metrics(["click"])
     metrics.update(logits, np.concatenate([b.labels for b in batches]), None)
     return metrics.result().auc

@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from persia import Trainer, TrainerOptions, data
+from persia.errors import DataError
 from persia.modes import Gba, Hybrid, Sync
 from persia.nn.models import DeepFM
-from persia.optim import Adagrad
+from persia.optim import Adagrad, Adam
 from persia.replay import Setting, simulate, steady
 from persia.replay.virtual import VirtualTraining
 
@@ -19,14 +20,14 @@ def model_of(schema):
     return DeepFM(schema, hidden=(16,))
 
 
-def virtual(reader):
+def virtual(reader, rows=Adagrad(lr=0.05)):  # noqa: B008
     batches = list(reader)
     training = VirtualTraining(
         model_of(reader.schema),
         reader.schema,
         batches.__getitem__,
         lambda parameters: torch.optim.Adam(parameters, 1e-2),
-        Adagrad(lr=0.05),
+        rows,
         seed=5,
     )
     return training, batches
@@ -71,3 +72,26 @@ def test_several_nn_workers_train(reader):
         for logits in (before, training.evaluate(batches))
     ]
     assert losses[1] < losses[0] - 0.01
+
+
+@pytest.mark.parametrize("rows", [Adagrad(lr=0.05), Adam(lr=0.01)])
+def test_a_copy_continues_as_the_original_does(reader, rows):
+    trainings = [virtual(reader, rows)[0] for _ in range(3)]
+    base, copied, again = trainings
+    batches = list(reader)
+    half = len(batches) // 2
+    setting = Setting(steady([1.0, 2.0]), local_batch=BATCH)
+    first = simulate(Sync(), setting, half)
+    base.run(first)
+    state = base.state_dict()
+    second = simulate(Gba(2 * BATCH), setting, range(half, len(batches)), step=first.end_step)
+    copied.load_state_dict(state)
+    for training in (base, copied):
+        training.run(second)
+    again.load_state_dict(state)
+    again.run(second)
+    expected = base.evaluate(batches)
+    np.testing.assert_array_equal(copied.evaluate(batches), expected)
+    np.testing.assert_array_equal(again.evaluate(batches), expected)
+    with pytest.raises(DataError, match="has begun"):
+        copied.load_state_dict(state)

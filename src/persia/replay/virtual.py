@@ -6,6 +6,7 @@ It shows on a laptop how a hundred NN workers would change the parameters: the o
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from persia.batching.batch import Batch
 from persia.dense import partition, spec_of
+from persia.errors import DataError
 from persia.modes import Hybrid
 from persia.nn.pooling import Expander
 from persia.ps import EmbeddingServer
@@ -107,6 +109,35 @@ class VirtualTraining:
             self._begin(len(names) - dense, dense)
         self.model.train()
         replay(schedule, self._servers, self._compute, on_event)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns a copy of the parameters, rows and optimizer states, from which other trainings can continue."""
+        return {
+            "parameters": [parameter.detach().clone() for parameter in self._kept],
+            "buffers": [buffer.detach().clone() for buffer in self.model.buffers()],
+            "optimizer": copy.deepcopy(self._optimizer.state_dict()),
+            "rows": [list(store.export_rows()) for store in self.stores],
+            "dense": len(self._owned),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from a `state_dict`, which stays as it is. Begin the next timeline at the step where it ended.
+
+        Raises:
+            DataError: this training has begun.
+        """
+        if self._servers:
+            raise DataError("A VirtualTraining that has begun cannot load a state: make another one.")
+        with torch.no_grad():
+            for kept, found in zip(self._kept, state["parameters"], strict=True):
+                kept.copy_(found)
+            for buffer, found in zip(self.model.buffers(), state["buffers"], strict=True):
+                buffer.copy_(found)
+        self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        self._begin(len(state["rows"]), state["dense"])
+        for store, chunks in zip(self.stores, state["rows"], strict=True):
+            for chunk in chunks:
+                store.import_rows(chunk)
 
     def evaluate(self, batches: Iterable[Batch]) -> Floats:
         """Returns logits `[rows, labels]` with the present parameters. Changes nothing."""
