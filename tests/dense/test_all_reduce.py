@@ -163,6 +163,20 @@ def test_accumulation_agrees_across_workers(two):
         np.testing.assert_array_equal(second[name], value)
 
 
+def rows_after_a_discarded_update(rank):
+    replicas = AllReduce(torch.nn.Linear(1, 1))
+    replicas.start(5 + rank, True)  # One is waited for, the other one not.
+    replicas.rows()
+    replicas.start(7, True)
+    replicas.discard()
+    replicas.start(2 + rank, True)
+    return replicas.rows()
+
+
+def test_rows_of_a_discarded_update_do_not_count(two):
+    assert two.run(rows_after_a_discarded_update) == [5, 5]
+
+
 @pytest.mark.parametrize("batches", [1, 4, 7])
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("mode", [Sync(), Hybrid(2)], ids=["sync", "hybrid"])

@@ -207,6 +207,14 @@ class AllReduce:
             self._weigh(parameter.grad)
             dist.all_reduce(parameter.grad, group=self._group)
 
+    def discard(self) -> None:
+        """Forgets the rows of the current update, whose gradients are dropped, so that the next batch begins one.
+
+        Does not block: the others may not have begun the batch. All NN workers call it, or train no more.
+        """
+        self._sums.clear()
+        self._averaged = True
+
     def _average(self, bucket: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """Starts to sum the ranks' parts of a bucket. The hook of DDP: runs in the thread of the backward pass."""
         try:

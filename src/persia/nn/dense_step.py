@@ -153,6 +153,7 @@ class DenseStep:
     def discard(self) -> None:
         """Drops the gradients since the last update, so that the next batch begins one."""
         self._batches = self._rows = 0
+        self.replicas.discard()
         self.optimizer.zero_grad()
 
     def _update(self) -> None:

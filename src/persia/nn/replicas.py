@@ -44,6 +44,9 @@ class Replicas(EqualSteps, Protocol):
     def reduce_rest(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Averages the gradients of an update that ended before its last batch."""
 
+    def discard(self) -> None:
+        """Forgets the rows of the current update, whose gradients are dropped, so that the next batch begins one."""
+
     def rows(self) -> int:
         """Returns the rows of all NN workers in this update. Blocks."""
 
@@ -104,6 +107,9 @@ class SingleReplica:
 
     def reduce_rest(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """No-op: there is nothing to average."""
+
+    def discard(self) -> None:
+        """No-op: it counts no rows."""
 
     def rows(self) -> int:
         """Returns 0: there are no rows beside its own."""

@@ -163,6 +163,11 @@ class ThreadReplicas:
         if last:
             self.reduce_rest(p for p in self.model.parameters() if p.requires_grad)
 
+    def discard(self) -> None:
+        """Forgets the rows of the current update."""
+        self._pending.clear()
+        self._averaged = True
+
     def reduce_rest(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Averages the gradients of parameters over all NN workers."""
         mine = list(parameters)
