@@ -204,12 +204,17 @@ def area(batches: Sequence[Batch], logits: np.ndarray) -> float:
 # --- many runs --------------------------------------------------------------------------------------------------------
 
 
-def everywhere(function: Callable[[Any], Result], plans: Sequence[Any], result: type[Result]) -> list[Result]:
-    """Results in the order of the plans; those of the file, and the others from as many processes as there may be."""
+def everywhere(
+    function: Callable[[Any], Result], plans: Sequence[Any], result: type[Result], processes: int | None = None
+) -> list[Result]:
+    """Results in the order of the plans; those of the file, and the others from as many processes as there may be.
+
+    `processes=1` runs them here, one by one: for runs that start processes of their own, or are timed.
+    """
     kept = os.environ.get("PERSIA_RUNS")
     keys = [msgspec.json.encode([function.__name__, plan]) for plan in plans]
     found = _kept(Path(kept), result, set(keys)) if kept else {}
-    for plan, done in _runs(function, [p for key, p in zip(keys, plans, strict=True) if key not in found]):
+    for plan, done in _runs(function, [p for key, p in zip(keys, plans, strict=True) if key not in found], processes):
         key = msgspec.json.encode([function.__name__, plan])
         found[key] = done
         if kept:
@@ -218,9 +223,11 @@ def everywhere(function: Callable[[Any], Result], plans: Sequence[Any], result: 
     return [found[key] for key in keys]
 
 
-def _runs(function: Callable[[Any], Result], plans: Sequence[Any]) -> Iterator[tuple[Any, Result]]:
+def _runs(
+    function: Callable[[Any], Result], plans: Sequence[Any], processes: int | None
+) -> Iterator[tuple[Any, Result]]:
     """Each plan and its result, as they are done."""
-    processes = int(os.environ.get("PERSIA_PROCESSES", os.cpu_count() or 1))
+    processes = processes or int(os.environ.get("PERSIA_PROCESSES", os.cpu_count() or 1))
     if processes == 1:
         yield from ((plan, function(plan)) for plan in plans)
         return

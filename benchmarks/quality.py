@@ -2,137 +2,110 @@
 
     python -m benchmarks 'quality.*' [--preset smoke|laptop|full] [--json FILE]
 
-quality.replay   Hybrid(4) on stationary synthetic data against a plain-PyTorch replay of the delays it recorded: the
-                 two may differ by rounding only, so this tells whether the implementation is right.
-quality.hybrid   Hybrid(4) minus Sync on the same data, paired by seed.
+quality.hybrid     Hybrid(4) minus Sync on stationary synthetic data with one NN worker, paired by seed.
 quality.workers_2, quality.workers_4
-                 Hybrid(4) with 2 and 4 NN workers in processes, against a replay of the steps that each lookup at
-                 the PS had seen; `gap to Sync` is that to as many NN workers in Sync.
-quality.optimum  How far DeepFM stays below the known best AUC where there are few ids.
-quality.adult    Test AUC on PERSIA's example task; needs the data.
+                   The same with 2 and 4 NN workers, processes on Ray.
+quality.replay     The runs in Hybrid(4) above against "delayed Sync" in plain PyTorch with the delays that they
+                   recorded: the two may differ by rounding only, so this tells whether the implementation is right.
+quality.replay_parameters
+                   Network and rows against delayed Sync after 100 steps: in one process, in threads and on Ray, with 1,
+                   2 and 4 NN workers, with SGD, Adagrad and Adam on rows.
+quality.optimum    How far DeepFM stays below the known best AUC where there are few ids.
+quality.adult      Test AUC on PERSIA's example task; needs the data.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
-import numpy as np
 import torch
 
-from benchmarks import recorded, runner
-from benchmarks.baselines.delayed_torch import replay, replay_workers
-from persia import Batch, Schema, Trainer, TrainerOptions, data
-from persia.modes import Hybrid, Mode, Sync
+from benchmarks import runner
+from benchmarks.cluster import ray_here
+from benchmarks.modes_runs import everywhere
+from benchmarks.recorded import Outcome, Plan, make_trainer, train
+from persia import Schema, Trainer, TrainerOptions, data
+from persia.modes import Hybrid, Sync
 from persia.nn import Embeddings
-from persia.nn.models import DeepFM
-from persia.optim import Adagrad
-from persia.services import Cluster
+from persia.optim import SGD, Adagrad, Adam
 
 SEEDS = {"smoke": 1, "laptop": 5, "full": 5}
-ROWS = {"smoke": 20_000, "laptop": 3_000_000, "full": 3_000_000}
-WORKERS_ROWS = {"smoke": 20_480, "laptop": 1_024_000, "full": 3_072_000}
+ROWS = {"smoke": 20_480, "laptop": 3_000_000, "full": 3_000_000}
+WORKERS_ROWS = {"smoke": 8_192, "laptop": 1_024_000, "full": 3_072_000}
 """Of the measures with several NN workers: a whole number of steps."""
-BATCH = 1024
+BATCH, PARAMETERS_BATCH = 1024, 256
+STEPS = {"smoke": 10, "laptop": 100, "full": 100}
 OPTIMIZER = Adagrad(lr=0.05)
+ROW_OPTIMIZERS = (SGD(lr=5.0), OPTIMIZER, Adam(lr=0.005, eps=1e-6))
+"""With an `eps` of 1e-8 Adam makes a step of gradients that are rounding errors: after 100 steps 3e-5 of difference."""
+PLACES: dict[str, tuple[tuple[Literal["embedded", "threads", "ray"], int], ...]] = {
+    "smoke": (("embedded", 1), ("threads", 2)),
+    "laptop": (("embedded", 1), ("threads", 2), ("threads", 4), ("ray", 1), ("ray", 2), ("ray", 4)),
+}
+"""Where runs are compared with delayed Sync, and with how many NN workers; a smoke run starts no processes."""
+PLACES["full"] = PLACES["laptop"]
 
 
-def stationary(rows: int, seed: int) -> tuple[Schema, list[Batch]]:
-    """12 features of 100,000 Zipf(1.05) ids with latent pair interactions."""
-    reader = data.synthetic(rows, pairs=12, latent_dim=4, seed=seed, batch_size=BATCH)
-    return reader.schema, list(reader)
-
-
-def make_trainer(schema: Schema, mode: Mode, seed: int, cluster: Cluster | None, options: TrainerOptions) -> Trainer:
-    torch.manual_seed(seed)
-    return Trainer(
-        DeepFM(schema),
-        schema,
-        optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-3, fused=True),
-        embedding_optimizer=OPTIMIZER,
-        mode=mode,
-        cluster=cluster,
-        options=options,
-    )
-
-
-def trainer_for(schema: Schema, mode: Mode, seed: int) -> Trainer:
-    return make_trainer(schema, mode, seed, None, TrainerOptions(seed=seed, progress=False))
-
-
-def first_rows(schema: Schema, seed: int):
-    """The value that each id's row begins with."""
-    fresh = trainer_for(schema, Sync(), seed).embeddings.connection.servers[0]
-
-    def initial(table: str, ids: np.ndarray) -> np.ndarray:
-        return fresh.lookup({table: np.ascontiguousarray(ids)}, train=True)[table].copy()
-
-    return initial
-
-
-@runner.measures("quality.replay", "quality.hybrid")
+@runner.measures("quality.hybrid", "quality.workers_2", "quality.workers_4", "quality.replay")
 def hybrid(preset: str) -> Iterator[runner.Measure]:
-    """Hybrid(4) against its replay, and against Sync."""
-    apart, gaps, staleness = [], [], []
-    for seed in range(SEEDS[preset]):
-        schema, batches = stationary(ROWS[preset], seed)
-        trainer = trainer_for(schema, Hybrid(4), seed)
-        trainer.embeddings.gate.versions = versions = []
-        result = trainer.fit(batches)
-        staleness.append(result.staleness_mean)
-        again = replay(
-            batches,
-            schema,
-            seed,
-            versions,
-            initial_rows=first_rows(schema, seed),
-            initial_accumulator=OPTIMIZER.initial_accumulator,
-        )
-        sync = trainer_for(schema, Sync(), seed).fit(batches)
-        apart.append(result.progressive.auc - again.auc)
-        gaps.append(result.progressive.auc - sync.progressive.auc)
-    details = {"per_seed": apart, "staleness": staleness}
-    mean = statistics.fmean(apart)
-    yield runner.Measure("quality.replay", mean, "AUC", **runner.within(0.0003), details=details)
-    yield runner.Measure("quality.hybrid", statistics.fmean(gaps), "AUC", details={"per_seed": gaps})
-
-
-@runner.measures("quality.workers_2", "quality.workers_4")
-def workers(preset: str) -> Iterator[runner.Measure]:
-    """Hybrid(4) with several NN workers, against the replay of what their PS recorded."""
-    for nn_workers in (2, 4):
-        apart, gaps, means, most = [], [], [], 0
-        for seed in range(SEEDS[preset]):
-            schema, batches = stationary(WORKERS_ROWS[preset], seed)
-            run = recorded.train(schema, batches, nn_workers, Hybrid(4), OPTIMIZER, seed, make_trainer)
-            again = replay_workers(
-                batches,
-                schema,
-                seed,
-                run.versions,
-                nn_workers,
-                first_rows(schema, seed),
-                initial_accumulator=OPTIMIZER.initial_accumulator,
-            )
-            sync = recorded.train(schema, batches, nn_workers, Sync(), OPTIMIZER, seed, make_trainer, record=False)
-            apart.append(run.result.progressive.auc - again)
-            gaps.append(run.result.progressive.auc - sync.result.progressive.auc)
-            means.append(run.result.staleness_mean)
-            most = max(most, run.result.staleness_max)
-        yield runner.Measure(
-            f"quality.workers_{nn_workers}",
-            statistics.fmean(apart),
+    """Hybrid(4) against Sync, and against its replay."""
+    replayed: dict[str, list[Outcome]] = {}
+    for nn_workers in (1, 2, 4):
+        name = "quality.hybrid" if nn_workers == 1 else f"quality.workers_{nn_workers}"
+        late, sync = hybrid_and_sync(preset, nn_workers)
+        replayed[name] = late
+        yield runner.paired(
+            name,
+            [run.auc for run in late],
+            [run.auc for run in sync],
             "AUC",
-            **runner.within(0.0003),
+            at_least=-0.001,
             details={
-                "per_seed": apart,
-                "gap to Sync": statistics.fmean(gaps),
-                "gap per_seed": gaps,
-                "staleness_mean": means,
-                "staleness_max": most,
+                "staleness_mean": [run.staleness_mean for run in late],
+                "staleness_max": max(run.staleness_max for run in late),
             },
         )
+    details = {name: [run.auc_apart for run in runs] for name, runs in replayed.items()}
+    apart = statistics.fmean(abs(run.auc_apart) for runs in replayed.values() for run in runs)
+    yield runner.Measure("quality.replay", apart, "AUC", at_most=0.0003, details=details)
+
+
+def hybrid_and_sync(preset: str, nn_workers: int) -> tuple[list[Outcome], list[Outcome]]:
+    """Runs of all seeds: recorded ones in Hybrid(4), and those in Sync."""
+    seeds, rows = range(SEEDS[preset]), (ROWS if nn_workers == 1 else WORKERS_ROWS)[preset]
+    where: Any = "embedded" if nn_workers == 1 else "threads" if preset == "smoke" else "ray"
+    late = [Plan(where, nn_workers, Hybrid(4), OPTIMIZER, seed, rows, BATCH) for seed in seeds]
+    sync = [plan._replace(mode=Sync(), replayed=False) for plan in late]
+    found = outcomes(late + sync)
+    return found[: len(late)], found[len(late) :]
+
+
+def outcomes(plans: Sequence[Plan]) -> list[Outcome]:
+    """Results of all runs. One at a time, as they use all cores; those on Ray share one Ray."""
+    if all(plan.where != "ray" for plan in plans):
+        return everywhere(train, plans, Outcome, processes=1)
+    with ray_here():
+        return everywhere(train, plans, Outcome, processes=1)
+
+
+@runner.measures("quality.replay_parameters")
+def replay_parameters(preset: str) -> runner.Measure:
+    """Largest difference of a parameter or a number of a row from delayed Sync."""
+    plans = [
+        Plan(where, count, Hybrid(4), optimizer, 0, STEPS[preset] * count * PARAMETERS_BATCH, PARAMETERS_BATCH)
+        for where, count in PLACES[preset]
+        for optimizer in ROW_OPTIMIZERS
+    ]
+    found = outcomes(plans)
+    details = {
+        f"{plan.where} {plan.nn_workers} {type(plan.optimizer).__name__}": run._asdict()
+        for plan, run in zip(plans, found, strict=True)
+    }
+    worst = max(max(run.network_apart, run.rows_apart) for run in found)
+    return runner.Measure("quality.replay_parameters", worst, "norm", at_most=1e-5, details=details)
 
 
 @runner.measures("quality.optimum")
@@ -141,7 +114,7 @@ def optimum(preset: str) -> runner.Measure:
     rows = {"smoke": 20_000, "laptop": 2_000_000, "full": 3_000_000}[preset]
     test_rows = min(rows, 500_000)
     reader = data.synthetic(rows, ids_per_feature=100, batch_size=BATCH)
-    trainer = trainer_for(reader.schema, Hybrid(4), 0)
+    trainer = make_trainer(reader.schema, Hybrid(4), OPTIMIZER, 0)
     trainer.fit(reader)
     test = data.synthetic(rows, ids_per_feature=100, batch_size=BATCH)
     batches = [b for b, _ in zip(test.batches(epoch=1), range(test_rows // BATCH), strict=False)]

@@ -1,140 +1,165 @@
-"""A run of several NN workers over rpc, with the version of the rows that each lookup has read recorded.
+"""A run of persia whose lookups are on record, and the same training in plain PyTorch.
 
-The NN workers are processes with gloo between them; PS, embedding worker and data loader live in the process that calls
-`train`, so that what the PS does can be written down. It is the product's own code in all of them.
+The run is the product's own: in one process, in threads, or on Ray. With `TrainerOptions.record_dir` the PS writes down
+how many steps the rows of each batch contain; `baselines.delayed_torch.delayed_sync` then trains with such rows.
 """
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import zlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+import tempfile
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from persia import Batch, Schema, Trainer, TrainerOptions, rpc
-from persia.data import Loader
-from persia.membership.data_loaders import DataLoaders
-from persia.membership.directory import Directory
-from persia.membership.embedding_workers import EmbeddingWorkers
-from persia.modes import Mode
-from persia.ps import EmbeddingServer, ServerOptions
+from benchmarks.baselines.delayed_torch import delayed_sync
+from persia import Batch, Schema, Trainer, TrainerOptions, data
+from persia.cluster import Ray, RayOptions
+from persia.data import Synthetic
+from persia.modes import Mode, Sync
+from persia.nn.models import DeepFM
+from persia.optim import Adagrad
+from persia.replay import load_timeline
 from persia.schema import EmbeddingOptimizer
-from persia.services import Connection, DataLoader, EmbeddingPS, EmbeddingWorker
+from persia.services import Cluster
+from persia.testing import Threads
 from persia.trainer.progress import FitResult
-from persia.types import Packed
-from persia.worker import Worker
 
-TIMEOUT = 300.0
+__all__ = ["Outcome", "Plan", "make_trainer", "stationary", "train"]
+
+SEEDING = threading.Lock()
+"""NN workers that are threads share torch's random generator."""
 
 
-class RecordedPS:
-    """An embedding PS whose journal has the number of updates that each batch has seen at its lookup.
+class Plan(NamedTuple):
+    """One run.
 
-    Args:
-        server: does the work.
-        batches: to recognise a lookup by its ids.
+    Attributes:
+        where: "embedded", with one NN worker in this process; "threads" of this process; or "ray", processes.
+        nn_workers: number of NN workers.
+        mode: the mode.
+        optimizer: of the rows.
+        seed: of data, rows and network.
+        rows: of the data.
+        batch: rows of a batch.
+        replayed: whether the run is recorded, and repeated in plain PyTorch.
     """
 
-    def __init__(self, server: EmbeddingServer, batches: Sequence[Batch]) -> None:
-        self._server = server
-        server.begin_recording(0)
-        self._table = min(server.tables())
-        self._batches = {_key(np.unique(batch.id_features[self._table].values)): i for i, batch in enumerate(batches)}
-        if len(self._batches) != len(batches):
-            raise ValueError("Two batches have the same ids; take another seed.")
-
-    def lookup(self, ids: Mapping[str, Any], train: bool) -> Packed:
-        """As the server's."""
-        return self._server.recorded_lookup(ids, self._batches[_key(np.sort(ids[self._table]))])
-
-    def versions(self) -> list[int]:
-        """Returns the number of updates that each batch has seen."""
-        reads = self._server.end_recording().reads
-        return [reads[batch] for batch in range(len(self._batches))]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._server, name)
+    where: Literal["embedded", "threads", "ray"]
+    nn_workers: int
+    mode: Mode
+    optimizer: EmbeddingOptimizer
+    seed: int
+    rows: int
+    batch: int
+    replayed: bool = True
 
 
-def _key(ids: np.ndarray) -> int:
-    return zlib.crc32(np.ascontiguousarray(ids))
+class Outcome(NamedTuple):
+    """A run, compared with its replay if there was one.
+
+    Attributes:
+        auc: progressive.
+        staleness_mean: number of steps that rows lacked.
+        staleness_max: likewise.
+        auc_apart: progressive AUC minus that of the replay.
+        network_apart: largest difference of a parameter of the network after training.
+        rows_apart: largest difference of a number of a row after training.
+        moved: largest change of a number of a row by training.
+    """
+
+    auc: float
+    staleness_mean: float
+    staleness_max: int
+    auc_apart: float = 0.0
+    network_apart: float = 0.0
+    rows_apart: float = 0.0
+    moved: float = 0.0
 
 
-class Run(NamedTuple):
-    """A run, and the number of steps that each batch has seen at its lookup; empty unless they were recorded."""
-
-    result: FitResult
-    versions: list[int]
+def stationary(rows: int, seed: int, batch: int) -> Synthetic:
+    """12 features of 100,000 Zipf(1.05) ids with latent pair interactions."""
+    return data.synthetic(rows, pairs=12, latent_dim=4, seed=seed, batch_size=batch)
 
 
-MakeTrainer = Callable[[Schema, Mode, int, Any, TrainerOptions], Trainer]
-"""From schema, mode, seed, cluster and options; importable."""
-
-
-def train(
+def make_trainer(
     schema: Schema,
-    batches: Sequence[Batch],
-    nn_workers: int,
     mode: Mode,
     optimizer: EmbeddingOptimizer,
     seed: int,
-    make: MakeTrainer,
-    *,
-    record: bool = True,
-) -> Run:
-    """Trains once over the batches. Blocks; processes are gone afterwards."""
-    server = EmbeddingServer(schema.resolved_tables(), optimizer, mode, seed, 1, ServerOptions(nn_workers, TIMEOUT))
-    recorded = RecordedPS(server, batches) if record else None
-    worker = Worker(schema, [recorded or server], 1)
-    loader = Loader(batches, schema, Directory.fixed("embedding_worker", [worker]), timeout=TIMEOUT)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    spawn = multiprocessing.get_context("spawn")
-    with contextlib.ExitStack() as stack:
-
-        def serve(role: Any, protocol: type) -> str:
-            return stack.enter_context(rpc.serve(role, "tcp://127.0.0.1:*", protocol=protocol)).address
-
-        stack.callback(loader.end)
-        addresses = [serve(server, EmbeddingPS), serve(worker, EmbeddingWorker), serve(loader, DataLoader)]
-        pool = stack.enter_context(spawn.Pool(nn_workers))
-        task = (nn_workers, store.port, addresses, schema, mode, seed, make)
-        results = pool.map_async(_nn_worker, [(rank, *task) for rank in range(nn_workers)], chunksize=1)
-        result = results.get()[0]
-    return Run(result, recorded.versions() if recorded else [])
+    cluster: Cluster | None = None,
+    record_dir: str | None = None,
+) -> Trainer:
+    """Makes a trainer of DeepFM, with Adam 1e-3 for the network."""
+    with SEEDING:
+        torch.manual_seed(seed)
+        model = DeepFM(schema)
+    return Trainer(
+        model,
+        schema,
+        optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-3, fused=True),
+        embedding_optimizer=optimizer,
+        mode=mode,
+        cluster=cluster,
+        options=TrainerOptions(seed=seed, progress=False, record_dir=record_dir),
+    )
 
 
-class Joined(NamedTuple):
-    """The cluster, as one of its NN workers sees it."""
+def train(plan: Plan) -> Outcome:
+    """Trains once over the data, and again in plain PyTorch if the plan says so."""
+    reader = stationary(plan.rows, plan.seed, plan.batch)
+    batches = list(reader)
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
 
-    rank: int
-    nn_workers: int
-    addresses: Sequence[str]
+        def fit(cluster: Cluster | None, source: Iterable[Batch]) -> tuple[Trainer, FitResult]:
+            record_dir = directory if plan.replayed else None
+            trainer = make_trainer(reader.schema, plan.mode, plan.optimizer, plan.seed, cluster, record_dir)
+            return trainer, trainer.fit(source)
 
-    def connect(self, *_: Any) -> Connection:
-        """Connects to the roles, which run already."""
-        ps, worker, loader = (
-            rpc.connect(address, protocol, timeout=TIMEOUT)
-            for address, protocol in zip(self.addresses, (EmbeddingPS, EmbeddingWorker, DataLoader), strict=True)
-        )
-        return Connection(
-            EmbeddingWorkers(Directory.fixed("embedding_worker", [worker]), TIMEOUT, self.rank),
-            [ps],
-            DataLoaders(Directory.fixed("data_loader", [loader]), TIMEOUT),
-            self.rank,
-            self.nn_workers,
-        )
+        if plan.where == "ray":
+            cluster = Ray(nn_workers=plan.nn_workers, options=RayOptions(threads=1))
+            trainer, result = fit(stack.enter_context(cluster), reader)
+        elif plan.where == "threads":
+            trainer, result = Threads(plan.nn_workers).run(lambda member: fit(member, batches))[0]
+        else:
+            trainer, result = fit(None, batches)
+        found = Outcome(result.progressive.auc, result.staleness_mean, result.staleness_max)
+        return _compared(plan, found, trainer, batches, _versions(directory)) if plan.replayed else found
 
 
-def _nn_worker(task: tuple[Any, ...]) -> FitResult:
-    rank, nn_workers, port, addresses, schema, mode, seed, make = task
+def _versions(directory: str) -> list[int]:
+    """Returns the number of steps that the rows of each batch contain."""
+    found: dict[int, int] = {}
+    for phase in Path(directory).glob("phase-*.jsonl"):
+        found |= {event.batch: event.version for event in load_timeline(phase).events if event.kind == "lookup"}
+    return [found[number] for number in range(len(found))]
+
+
+def _compared(
+    plan: Plan, found: Outcome, trainer: Trainer, batches: Sequence[Batch], versions: Sequence[int]
+) -> Outcome:
+    schema = trainer.schema
+    fresh = make_trainer(schema, Sync(), Adagrad(lr=0.05), plan.seed).embeddings.connection.servers[0]
+
+    def initial(table: str, ids: np.ndarray) -> np.ndarray:
+        return fresh.lookup({table: np.ascontiguousarray(ids)}, train=True)[table].copy()
+
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=nn_workers)
-    options = TrainerOptions(seed=seed, progress=False, timeout=TIMEOUT)
-    trainer: Trainer = make(schema, mode, seed, Joined(rank, nn_workers, addresses), options)
-    return trainer.fit(None)
+    again = delayed_sync(
+        batches, schema, plan.seed, versions, plan.nn_workers, initial, embedding_optimizer=plan.optimizer
+    )
+    pairs = zip(trainer.model.parameters(), again.network.parameters(), strict=True)
+    network = [float((mine - theirs).detach().abs().max()) for mine, theirs in pairs]
+    rows, moved = [], []
+    for table, ids in again.tables.ids.items():
+        mine = trainer.embeddings.rows(table, ids).values
+        theirs = again.tables.rows[again.tables.positions(table, ids)].numpy()
+        rows.append(float(np.abs(mine - theirs).max()))
+        moved.append(float(np.abs(mine - initial(table, ids)).max()))
+    return found._replace(
+        auc_apart=found.auc - again.auc, network_apart=max(network), rows_apart=max(rows), moved=max(moved)
+    )

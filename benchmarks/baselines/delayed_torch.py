@@ -1,8 +1,8 @@
-"""Training with delayed embedding gradients, replayed in plain PyTorch: the judge of persia's modes.
+"""Training with delayed embedding gradients in plain PyTorch: the judge of persia's modes.
 
-Tables are plain tensors with an Adagrad of their own; the network is the module that persia trains, with Adam. Which
-gradients the embeddings of a batch contain is an input: a constant delay, or the versions that a run of persia has
-recorded. What the two then disagree about is an error of persia, not a matter of chance.
+Tables are plain tensors with optimizers written out here; the network is the module that persia trains, with Adam.
+Which gradients the embeddings of a batch contain is an input: a constant delay (`replay`), or the versions that a run
+of persia has recorded (`delayed_sync`). A difference between the two is then an error of persia, not chance.
 
     python -m benchmarks.baselines.delayed_torch [--rows 3000000] [--delay 4] [--dense-delay 8] [--init-std 0.05]
 """
@@ -15,6 +15,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,12 +25,15 @@ from torch.nn import functional as F
 from persia.batching.batch import Batch, IdColumn
 from persia.data import synthetic
 from persia.nn.models import DeepFM
-from persia.schema import IdFeature, Schema
+from persia.schema import SGD, Adagrad, Adam, EmbeddingOptimizer, IdFeature, Schema
 
 from .globo_torch import auc
 
 InitialRows = Callable[[str, np.ndarray], np.ndarray]
 """From a table's name and ids uint64 `[n]` to rows float32 `[n, dim]`."""
+
+ADAGRAD = Adagrad(lr=0.05, initial_accumulator=0.01)
+"""Optimizer of the rows as in version 0.1; persia's accumulators begin at 1e-6 by default."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,18 @@ class Replay:
 
 
 class Tables:
-    """All tables (of one dim), one below the other, with Adagrad; the last row is zero and stands for unknown ids."""
+    """All tables (of one dim), one below the other; the last row is zero and stands for unknown ids.
+
+    Args:
+        batches: have all ids.
+        schema: of the batches.
+        seed: of the rows unless they are given.
+        initial_rows: first value of the rows; by default uniform in +-0.01.
+        optimizer: SGD, Adagrad or Adam, with no more than their rates and what their formulas need.
+
+    Raises:
+        ValueError: the schema or the optimizer has what this class does not know.
+    """
 
     def __init__(
         self,
@@ -58,15 +73,21 @@ class Tables:
         schema: Schema,
         seed: int,
         initial_rows: InitialRows | None,
-        lr: float,
-        initial_accumulator: float,
+        optimizer: EmbeddingOptimizer,
     ) -> None:
         declared = schema.resolved_tables()
         dims = {table.dim for table in declared.values()}
         if len(dims) != 1 or any(f.pooling is None or f.max_length or f.cross for f in schema.id_features):
             raise ValueError("The replay knows one dim for all tables, and neither sequences nor lengths nor crosses.")
+        if (
+            not isinstance(optimizer, SGD | Adagrad | Adam)
+            or optimizer.schedule is not None
+            or optimizer.weight_decay
+            or getattr(optimizer, "momentum", 0.0)
+        ):
+            raise ValueError(f"The replay knows SGD, Adagrad and Adam, without decay, momentum, schedule: {optimizer}.")
         self.dim = dims.pop()
-        self.lr, self.eps = lr, 1e-10
+        self.optimizer = optimizer
         self.ids: dict[str, np.ndarray] = {}  # sorted, by table
         self.starts: dict[str, int] = {}
         generator = torch.Generator().manual_seed(seed)
@@ -83,7 +104,9 @@ class Tables:
             else:
                 parts.append(torch.empty(count, self.dim).uniform_(-0.01, 0.01, generator=generator))
         self.rows = nn.Parameter(torch.cat([*parts, torch.zeros(1, self.dim)]), requires_grad=False)
-        self.accumulator = torch.full_like(self.rows, initial_accumulator)
+        self.first = torch.zeros_like(self.rows)
+        self.second = torch.full_like(self.rows, getattr(optimizer, "initial_accumulator", 0.0))
+        self.updates = torch.zeros(len(self.rows), 1, dtype=torch.float64)
 
     def positions(self, table: str, ids: np.ndarray) -> np.ndarray:
         """Row of each id; the last one where it is unknown."""
@@ -111,60 +134,64 @@ class Tables:
         return features, unique, leaf
 
     def apply(self, unique: Tensor, gradient: Tensor) -> None:
-        """One Adagrad update of each distinct row."""
-        accumulator = self.accumulator[unique].addcmul_(gradient, gradient)
-        self.accumulator[unique] = accumulator
-        self.rows[unique] -= self.lr * gradient / (accumulator.sqrt() + self.eps)
+        """One update of each distinct row. Adam is lazy: its bias correction counts the updates of each row."""
+        rule = self.optimizer
+        if isinstance(rule, SGD):
+            change = gradient
+        elif isinstance(rule, Adagrad):
+            self.second[unique] += gradient**2
+            change = gradient / (self.second[unique].sqrt() + rule.eps)
+        else:
+            self.updates[unique] += 1
+            self.first[unique] = rule.beta1 * self.first[unique] + (1 - rule.beta1) * gradient
+            self.second[unique] = rule.beta2 * self.second[unique] + (1 - rule.beta2) * gradient**2
+            mean = self.first[unique] / (1 - rule.beta1 ** self.updates[unique]).float()
+            square = self.second[unique] / (1 - rule.beta2 ** self.updates[unique]).float()
+            change = mean / (square.sqrt() + rule.eps)
+        self.rows[unique] -= rule.lr * change
 
 
 def replay(
     batches: Sequence[Batch],
     schema: Schema,
     seed: int = 0,
-    versions: Sequence[int] | None = None,
     delay: int = 0,
     dense_delay: int = 0,
     initial_rows: InitialRows | None = None,
     *,
     network: Callable[[Schema], nn.Module] = DeepFM,
     test: Sequence[Batch] | None = None,
-    embedding_lr: float = 0.05,
-    initial_accumulator: float = 0.01,
+    embedding_optimizer: EmbeddingOptimizer = ADAGRAD,
     network_lr: float = 1e-3,
 ) -> Replay:
-    """Trains once over the batches, with gradients applied late.
+    """Trains once over the batches, with gradients applied late by a constant number of batches.
 
     Args:
         batches: the data, in order.
         schema: of the batches.
         seed: of the network (built right after `torch.manual_seed(seed)`), and of the rows unless they are given.
-        versions: batch i sees the embeddings after the gradients of batches 0 to versions[i] - 1. Never falls.
-        delay: without `versions`, batch i sees those of batches 0 to i - delay - 1.
+        delay: batch i sees the embeddings after the gradients of batches 0 to i - delay - 1.
         dense_delay: the network's gradient is applied so many batches late.
         initial_rows: first value of the rows; by default uniform in +-0.01.
         network: builds the network.
         test: batches to score after training, when all gradients have been applied.
-        embedding_lr: of Adagrad on the rows.
-        initial_accumulator: of Adagrad on the rows. persia's default is another one, see `persia.optim.Adagrad`.
+        embedding_optimizer: of the rows.
         network_lr: of Adam on the network.
 
     Raises:
-        ValueError: versions fall or reach into the future, or the schema has what the replay does not know.
+        ValueError: the schema or the optimizer has what the replay does not know.
     """
-    tables = Tables(batches, schema, seed, initial_rows, embedding_lr, initial_accumulator)
+    tables = Tables(batches, schema, seed, initial_rows, embedding_optimizer)
     torch.manual_seed(seed)
     model = network(schema)
     optimizer = torch.optim.Adam(model.parameters(), network_lr, fused=True)
     waiting: deque[tuple[Tensor, Tensor]] = deque()  # embedding gradients not yet applied, oldest first
     dense_waiting: deque[list[Tensor | None]] = deque()
     scores: list[Tensor] = []
-    applied = 0
 
-    def apply_until(version: int) -> None:
-        nonlocal applied
-        while applied < version:
+    def apply_until(left: int) -> None:
+        while len(waiting) > left:
             tables.apply(*waiting.popleft())
-            applied += 1
 
     def step_until(left: int) -> None:
         while len(dense_waiting) > left:
@@ -173,11 +200,8 @@ def replay(
             optimizer.step()
 
     begin = time.perf_counter()
-    for i, batch in enumerate(batches):
-        version = max(0, i - delay) if versions is None else int(versions[i])
-        if not applied <= version <= i:
-            raise ValueError(f"versions[{i}] = {version} is not from {applied}, the one before, to {i}.")
-        apply_until(version)
+    for batch in batches:
+        apply_until(delay)
         features, unique, leaf = tables.lookup(batch, schema)
         logits = model(torch.from_numpy(batch.dense), features)
         loss = F.binary_cross_entropy_with_logits(logits, torch.from_numpy(batch.labels))
@@ -188,7 +212,7 @@ def replay(
         dense_waiting.append([parameter.grad for parameter in model.parameters()])
         step_until(dense_delay)
         scores.append(logits.detach())
-    apply_until(len(batches))
+    apply_until(0)
     step_until(0)
     logits_seen = torch.cat(scores).numpy()
     seconds = time.perf_counter() - begin
@@ -203,7 +227,21 @@ def replay(
     return Replay(float(np.mean(areas)), logits_seen, test_logits, len(labels) / seconds)
 
 
-def replay_workers(
+class DelayedSync(NamedTuple):
+    """What `delayed_sync` yields.
+
+    Attributes:
+        auc: progressive, mean over labels.
+        network: trained.
+        tables: trained.
+    """
+
+    auc: float
+    network: nn.Module
+    tables: Tables
+
+
+def delayed_sync(
     batches: Sequence[Batch],
     schema: Schema,
     seed: int,
@@ -212,11 +250,10 @@ def replay_workers(
     initial_rows: InitialRows,
     *,
     network: Callable[[Schema], nn.Module] = DeepFM,
-    embedding_lr: float = 0.05,
-    initial_accumulator: float = 0.01,
+    embedding_optimizer: EmbeddingOptimizer = ADAGRAD,
     network_lr: float = 1e-3,
-) -> float:
-    """Trains once over the batches as several NN workers did in Hybrid, by a record of their PS.
+) -> DelayedSync:
+    """Trains once over the batches: Sync with rows of earlier steps, which is what Hybrid has to be.
 
     Batch `i` belongs to step `i // nn_workers`. The network and the rows get the gradient of the mean loss over all
     rows of a step, as one update.
@@ -226,20 +263,16 @@ def replay_workers(
         schema: of the batches.
         seed: of the network, built right after `torch.manual_seed(seed)`.
         versions: number of steps that the rows of each batch contain.
-        nn_workers: how many batches make a step.
+        nn_workers: how many batches make a step; the last one may have fewer.
         initial_rows: first value of the rows.
         network: builds the network.
-        embedding_lr: of Adagrad on the rows.
-        initial_accumulator: of Adagrad on the rows. persia's default is another one, see `persia.optim.Adagrad`.
+        embedding_optimizer: of the rows.
         network_lr: of Adam on the network.
-
-    Returns:
-        Progressive AUC, mean over labels.
 
     Raises:
         ValueError: a batch has no version, or sees its own step or a later one.
     """
-    tables = Tables(batches, schema, seed, initial_rows, embedding_lr, initial_accumulator)
+    tables = Tables(batches, schema, seed, initial_rows, embedding_optimizer)
     torch.manual_seed(seed)
     model = network(schema)
     optimizer = torch.optim.Adam(model.parameters(), network_lr, fused=True)
@@ -270,7 +303,8 @@ def replay_workers(
         tables.apply(merged, torch.zeros(len(merged), tables.dim).index_add_(0, inverse, torch.cat(gradients)))
     labels = np.concatenate([b.labels for b in batches])
     logits_seen = torch.cat(scores).numpy()
-    return float(np.mean([auc(labels[:, k], logits_seen[:, k]) for k in range(labels.shape[1])]))
+    area = float(np.mean([auc(labels[:, k], logits_seen[:, k]) for k in range(labels.shape[1])]))
+    return DelayedSync(area, model, tables)
 
 
 def example(
@@ -327,7 +361,7 @@ def main() -> None:
         delay=args.delay,
         dense_delay=args.dense_delay,
         initial_rows=rows,
-        initial_accumulator=args.initial_accumulator,
+        embedding_optimizer=Adagrad(lr=0.05, initial_accumulator=args.initial_accumulator),
     )
     print(json.dumps({"auc": result.auc, "rows_per_s": result.rows_per_s, **vars(args)}))
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from persia.batching.batch import Batch, IdColumn
 from persia.nn.models import FFNN
-from persia.optim import OneBit
+from persia.optim import SGD, Adagrad, Adam, OneBit, RowwiseAdagrad
 from persia.schema import IdFeature, Schema
 
 
@@ -138,30 +138,83 @@ def textbook(schema, batches, test):
 
 def test_replay_without_delay_is_ordinary_training():
     schema, (*batches, test) = clicks()
-    result = delayed_torch.replay(
-        batches, schema, 3, initial_rows=rows_of, network=lambda s: FFNN(s, hidden=(8,)), test=[test]
-    )
+    result = delayed_torch.replay(batches, schema, 3, initial_rows=rows_of, network=small, test=[test])
     logits, test_logits = textbook(schema, batches, test)
     np.testing.assert_allclose(result.logits, logits, atol=1e-5)
     np.testing.assert_allclose(result.test_logits, test_logits, atol=1e-5)
 
 
+def small(schema):
+    return FFNN(schema, hidden=(8,))
+
+
 def test_replay_delays():
     schema, batches = clicks()
-    network = lambda s: FFNN(s, hidden=(8,))  # noqa: E731
-    sync = delayed_torch.replay(batches, schema, network=network)
-    late = delayed_torch.replay(batches, schema, delay=2, network=network)
-    recorded = delayed_torch.replay(
-        batches, schema, versions=[max(0, i - 2) for i in range(len(batches))], network=network
-    )
-    np.testing.assert_array_equal(late.logits, recorded.logits)
+    sync = delayed_torch.replay(batches, schema, network=small)
+    late = delayed_torch.replay(batches, schema, delay=2, network=small)
     np.testing.assert_array_equal(late.logits[:16], sync.logits[:16])
     assert not np.array_equal(late.logits, sync.logits)
-    dense_late = delayed_torch.replay(batches, schema, dense_delay=2, network=network)
+    dense_late = delayed_torch.replay(batches, schema, dense_delay=2, network=small)
     np.testing.assert_array_equal(dense_late.logits[:16], sync.logits[:16])
     assert not np.array_equal(dense_late.logits, sync.logits)
-    with pytest.raises(ValueError, match=r"versions\[1\] = 2"):
-        delayed_torch.replay(batches, schema, versions=[0, 2], network=network)
+
+
+def delayed(batches, schema, versions, nn_workers=1, optimizer=delayed_torch.ADAGRAD):
+    return delayed_torch.delayed_sync(
+        batches, schema, 0, versions, nn_workers, rows_of, network=small, embedding_optimizer=optimizer
+    )
+
+
+def test_delayed_sync_has_the_recorded_delays():
+    schema, batches = clicks()
+    for delay in (0, 2):
+        versions = [max(0, i - delay) for i in range(len(batches))]
+        expected = delayed_torch.replay(batches, schema, delay=delay, initial_rows=rows_of, network=small)
+        assert delayed(batches, schema, versions).auc == pytest.approx(expected.auc, abs=1e-6)
+    with pytest.raises(ValueError, match="Batch 1 of step 1 has no version, or one after 1"):
+        delayed(batches, schema, [0, 2])
+    with pytest.raises(ValueError, match="Batch 3 of step 1"):
+        delayed(batches, schema, [0, 0, 1], nn_workers=2)
+
+
+OPTIMIZERS = [SGD(lr=0.5), Adagrad(lr=0.05), Adam(lr=0.01)]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
+def test_delayed_sync_makes_one_step_of_the_batches_of_all_nn_workers(optimizer):
+    schema, batches = clicks(13)
+    batches[3] = batches[3].slice(0, 5)
+    joined = [Batch.concat(batches[at : at + 3]) for at in range(0, 13, 3)]
+    whole = delayed(joined, schema, [0, 0, 1, 1, 2], 1, optimizer)
+    split = delayed(batches, schema, [0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 2], 3, optimizer)
+    torch.testing.assert_close(split.tables.rows, whole.tables.rows, rtol=0, atol=1e-6)
+    for mine, theirs in zip(split.network.parameters(), whole.network.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
+def test_rows_of_delayed_sync_move_as_those_of_torch(optimizer):
+    """Where every row is in every step: lazy Adam counts the updates of a row."""
+    schema, batches = clicks(1)
+    tables = delayed_torch.Tables(batches, schema, 0, rows_of, optimizer)
+    theirs = nn.Parameter(tables.rows.clone())
+    make = {
+        SGD: lambda: torch.optim.SGD([theirs], optimizer.lr),
+        Adagrad: lambda: torch.optim.Adagrad([theirs], optimizer.lr, initial_accumulator_value=1e-6),
+        Adam: lambda: torch.optim.Adam([theirs], optimizer.lr),
+    }[type(optimizer)]()
+    for _ in range(5):
+        theirs.grad = torch.randn_like(theirs)
+        tables.apply(torch.arange(len(theirs)), theirs.grad)
+        make.step()
+    torch.testing.assert_close(tables.rows.data, theirs.data, rtol=0, atol=1e-6)
+
+
+def test_delayed_sync_refuses_what_it_does_not_know():
+    schema, batches = clicks(1)
+    for optimizer in (SGD(lr=0.1, momentum=0.9), Adagrad(lr=0.1, weight_decay=0.1), RowwiseAdagrad(lr=0.1)):
+        with pytest.raises(ValueError, match="knows SGD, Adagrad and Adam"):
+            delayed_torch.Tables(batches, schema, 0, None, optimizer)
 
 
 def test_replay_scores_unknown_ids_as_zeros():
