@@ -12,44 +12,33 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from persia.modes import Bsp, Gba, HopBw, Hybrid, Sync
 from persia.optim import SGD, Adagrad, Adam
 from persia.ps import EmbeddingServer, ServerOptions
-from persia.replay import Setting, Slowdown, Trace, load_timeline, simulate, steady
+from persia.replay import Setting, Slowdown, Trace, load_timeline, simulate
 from persia.schema import Table
 from persia.testing import Threads
+from persia.testing.logistic import LOCAL, Problem, delayed_sync, lock_step
 from persia.types import Gradients, PushHeader
-from support.logistic import IDS, LOCAL, Problem, delayed_sync
 from support.switching_samples import Net, batches, rows_of, trainer
 
 GLOBAL = 32
 STEPS = 60
+OPTIMIZERS = ["sgd", "adagrad", "rowwise_adagrad", "adam", "ftrl"]
 
 
-class Split(Problem):
+def split(parts, optimizer):
     """Global batches of `GLOBAL` rows, each in `parts` batches."""
-
-    def __init__(self, parts, optimizer):
-        super().__init__(optimizer=optimizer)
-        self.parts = parts
-
-    def data(self, batch):
-        step, part = divmod(batch, self.parts)
-        rng = np.random.default_rng((99, step))
-        ids = (rng.zipf(1.3, (GLOBAL, 2)) % IDS).astype(np.uint64)
-        labels = rng.integers(0, 2, GLOBAL).astype(float)
-        mine = slice(part * GLOBAL // self.parts, (part + 1) * GLOBAL // self.parts)
-        return ids[mine], labels[mine]
+    return Problem(optimizer=optimizer, rows=GLOBAL, parts=parts)
 
 
 def in_lock_step(mode, parts, optimizer):
-    setting = Setting(steady([1.0] * parts), local_batch=GLOBAL // parts)
-    return Split(parts, optimizer).run(simulate(mode, setting, range(STEPS * parts)))
+    return split(parts, optimizer).run(lock_step(mode, parts, STEPS * parts, local=GLOBAL // parts))
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4, 8, 32])
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_step_does_not_depend_on_how_many_nn_workers_share_it(optimizer, parts):
     """Against one NN worker with the whole batch, by the rule itself."""
-    whole = delayed_sync(Split(1, optimizer), range(STEPS), 1)
-    assert whole.apart(Split(1, optimizer)) > 0.1
+    whole = delayed_sync(split(1, optimizer), range(STEPS), 1)
+    assert whole.apart(split(1, optimizer)) > 0.1
     for mode in (Sync(), Gba(GLOBAL), Bsp(parts), HopBw(0)):
         assert in_lock_step(mode, parts, optimizer).apart(whole) <= 1e-9
     if parts > 1:
@@ -103,7 +92,7 @@ def clusters(draw):
 @given(
     clusters(),
     st.one_of(st.integers(1, 6), st.sampled_from([None, "auto"])),
-    st.sampled_from(["sgd", "adagrad", "adam"]),
+    st.sampled_from(OPTIMIZERS),
     st.integers(1, 60),
 )
 def test_hybrid_is_sync_with_the_rows_of_earlier_steps(setting, staleness, optimizer, count):

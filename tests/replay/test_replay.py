@@ -22,7 +22,7 @@ from persia.replay import (
     replay,
     simulate,
 )
-from support.logistic import IDS, LOCAL, Problem, lock_step
+from persia.testing.logistic import IDS, LOCAL, Problem, lock_step
 
 
 @pytest.mark.parametrize("workers", [1, 4])

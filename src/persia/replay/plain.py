@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 
 from persia.replay.servers import Numbers, RowGradients
 from persia.types import Ids
 
-__all__ = ["PlainRows", "PlainTable"]
+__all__ = ["PlainOptimizer", "PlainRows", "PlainTable"]
+
+PlainOptimizer: TypeAlias = Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "ftrl"]
+"""The embedding optimizers, by their names in a configuration."""
 
 
 class PlainTable:
@@ -18,11 +21,12 @@ class PlainTable:
 
     Args:
         initial: rows `[n, dim]`, which are copied; all arithmetic has their dtype.
-        optimizer: SGD; Adagrad with initial value 0; or lazy Adam, whose bias correction counts updates of the row.
+        optimizer: SGD; Adagrad, by element or row, with initial value 0; lazy Adam, whose bias correction counts
+            updates of the row; or FTRL with beta 1.
         lr: learning rate.
     """
 
-    def __init__(self, initial: Numbers, optimizer: Literal["sgd", "adagrad", "adam"], lr: float) -> None:
+    def __init__(self, initial: Numbers, optimizer: PlainOptimizer, lr: float) -> None:
         self.rows = initial.copy()
         self._optimizer, self._lr = optimizer, lr
         self._first = np.zeros_like(self.rows)
@@ -37,6 +41,16 @@ class PlainTable:
         elif self._optimizer == "adagrad":
             self._second[at] += gradients**2
             change = gradients / (np.sqrt(self._second[at]) + 1e-10)
+        elif self._optimizer == "rowwise_adagrad":
+            self._second[at] += (gradients**2).mean(1, keepdims=True)
+            change = gradients / (np.sqrt(self._second[at]) + 1e-10)
+        elif self._optimizer == "ftrl":
+            before = self._second[at]
+            self._second[at] += gradients**2
+            root = np.sqrt(self._second[at])
+            self._first[at] += gradients - (root - np.sqrt(before)) / self._lr * self.rows[at]
+            self.rows[at] = -self._lr * self._first[at] / (1.0 + root)
+            return
         else:
             self._updates[at] += 1
             self._first[at] = 0.9 * self._first[at] + 0.1 * gradients
