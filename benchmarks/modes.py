@@ -1,24 +1,31 @@
-"""What the modes learn, in virtual time: switching without tuning, the price of asynchrony.
+"""What the modes learn, in virtual time: delays, asynchrony, switching without tuning.
 
     python -m benchmarks 'modes.*' [--preset smoke|laptop|full] [--json FILE]
 
 No figure here depends on the speed of the machine: what happens when is simulated (persia.replay), gradients are
-real (persia.replay.virtual). Runs are spread over the cores. Hyper-parameters are the best of a small grid for Sync,
-found on data of their own, and kept for every mode. modes_figures.py has the GBA paper's figures.
+real (persia.replay.virtual). Runs are spread over the cores. Hyper-parameters are the best of a grid for Sync, found on
+data of their own, and kept for every mode. AUCs are compared in pairs that have the seed in common.
 
+modes.split.*        a step does not depend on how many NN workers share it, in float64.
 modes.bound.*        rate of each mode that the simulation allows, with stragglers.
-modes.auc_sync_to_gba, modes.auc_gba_to_sync, modes.auc_switch_others.*
-                     Sync, then another mode from day 8 of 16; and from Gba to Sync. Drifting data, 2 of 8 slow.
-modes.auc_*          Hybrid, Async and the others against Sync; time to a given AUC.
-modes.sparse.*       Hybrid and Async against Sync, by how often the same rows are met.
+modes.auc_hybrid.*   Hybrid and Async against Sync, with latency, on four sets of ids.
+modes.auc_others.*   asynchronous modes against Sync, 2 of 8 NN workers slow; time to a given AUC.
+modes.auc_sync_to_gba.*, modes.auc_gba_to_sync.*, modes.auc_switch_others.*
+                     Sync, then another mode from day 8 of 16, and back. Drifting data, 2 of 8 NN workers slow.
+modes.auc_switch_8x400_32x100.*
+                     the paper's switch: 8 NN workers with an all-reduce, then 32 with dense PSs, and back.
+
+benchmarks/modes_figures.py has the GBA paper's figures.
 """
 
 from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import get_args
+
+import numpy as np
 
 from benchmarks import runner
 from benchmarks.modes_runs import (
@@ -26,109 +33,62 @@ from benchmarks.modes_runs import (
     LOCAL,
     TUNING_SEED,
     WORKERS,
+    Curve,
     Day,
+    NNWorkers,
     Plan,
     Rates,
-    changes_under_way,
+    auc_beside,
     everywhere,
     train,
+    train_through,
     tuned_for,
 )
 from persia.modes import Async, Bsp, Gba, HopBs, HopBw, Hybrid, Mode, Sync
 from persia.replay import Setting, Summary, phases, simulate, steady
+from persia.replay.plain import PlainOptimizer
+from persia.testing.logistic import Problem, delayed_sync, lock_step
 
-SEEDS = {"smoke": (0,), "laptop": (0, 1, 2), "full": (0, 1, 2)}
+SEEDS = {"smoke": (0,), "laptop": (0, 1, 2, 3, 4), "full": (0, 1, 2, 3, 4)}
 DAYS = {"smoke": 4, "laptop": 16, "full": 16}
 ROWS_PER_DAY = {"smoke": 2_048, "laptop": 32_768, "full": 262_144}
-UNTUNED = Rates(3e-3, 0.2)
+UNTUNED = Rates(3e-3, 0.1)
 DRIFT = 0.1
-SYNC, HYBRID = Sync(), Hybrid(4)
-SPARSE = ((500, 1.05), (10_000, 0.0), (100_000, 0.7), (100_000, 1.05))
-"""Ids of each feature, and the exponent of how often they occur."""
-SPARSE_RATES = Rates(3e-3, 0.8)
-"""What `tuned` found; for all of these data."""
-LOWER = 1 / 8
-BOUND = (2, 10, 50)
+SYNC = Sync()
+DATA = {"100000_1.05": (100_000, 1.05), "100000_0.7": (100_000, 0.7), "10000_0": (10_000, 0.0), "500_1.05": (500, 1.05)}
+"""Ids of each feature, and the exponent of how often they occur. The last one is not sparse: its ids are in nearly
+every step."""
+SPARSE = tuple(DATA)[:3]
+EQUAL = (1.0,) * WORKERS
+LATENCY = 0.25
+"""Seconds of a lookup, and of a push; a batch takes a second to compute."""
+DELAYED = ("hybrid_4", "hybrid_4_warm", "auto", "async")
+ASYNCHRONOUS: dict[str, Mode] = {
+    "gba": Gba(GLOBAL), "bsp": Bsp(WORKERS), "hop_bw": HopBw(2), "hop_bs": HopBs(2), "async": Async()
+}  # fmt: skip
+OTHERS: dict[str, Mode] = {"hybrid": Hybrid(4), **ASYNCHRONOUS}
+STRAGGLING = ("100000_1.05", "500_1.05")
+AFTER = ("first_day", "mean")
+"""What is compared after a switch: the first day, and the mean of all days."""
+PAPER_GLOBAL = 3_200
+PAPER_ROWS = {"smoke": 2 * PAPER_GLOBAL, "laptop": 20 * PAPER_GLOBAL, "full": 80 * PAPER_GLOBAL}
+ALL_REDUCE = NNWorkers((1.0,) * 6 + (4.0,) * 2, 400, 1.0)
+DENSE_PS = NNWorkers((1.0,) * 24 + (4.0,) * 8, 100, 0.25)
+SPLIT_ROWS, SPLIT_STEPS = 32, {"smoke": 10, "laptop": 200, "full": 200}
+PHASES = (2, 10, 50)
 """Length of phases, in batches."""
 
 
 @functools.cache
-def tuned(preset: str, mode: Mode = SYNC) -> Rates:
-    """Rates of a mode for 8 NN workers, on drifting data; a smoke run does without tuning."""
+def tuned(preset: str) -> Rates:
+    """Rates of Sync for 8 NN workers on drifting data; a smoke run does without tuning."""
     if preset == "smoke":
         return UNTUNED
-    return tuned_for(Plan((mode,) * DAYS[preset], UNTUNED, TUNING_SEED, ROWS_PER_DAY[preset], DRIFT))
-
-
-def others() -> dict[str, Mode]:
-    return {
-        "hybrid": HYBRID,
-        "async": Async(),
-        "gba": Gba(GLOBAL),
-        "bsp": Bsp(WORKERS),
-        "hop_bw": HopBw(2),
-        "hop_bs": HopBs(2),
-    }
-
-
-@runner.measures(
-    "modes.auc_sync_to_gba", "modes.auc_gba_to_sync",
-    *(f"modes.auc_switch_others.to_{kind}" for kind in ("async", "bsp", "hop_bw")),
-)  # fmt: skip
-def switch(preset: str) -> Iterator[runner.Measure]:
-    """AUC after the switch, minus Sync throughout, paired by seed: on the first day and on average."""
-    days, rows = DAYS[preset], ROWS_PER_DAY[preset]
-    half = days // 2
-    rates = tuned(preset)
-    kinds: dict[str, tuple[Mode, ...]] = {"sync": (Sync(),) * days}
-    changed = {name: mode for name, mode in others().items() if name in ("gba", "async", "bsp", "hop_bw")}
-    kinds |= {f"to_{name}": (Sync(),) * half + (mode,) * (days - half) for name, mode in changed.items()}
-    kinds["from_gba"] = (Gba(GLOBAL),) * half + (Sync(),) * (days - half)
-    plans = {
-        (kind, seed): Plan(modes, rates, seed, rows, DRIFT) for seed in SEEDS[preset] for kind, modes in kinds.items()
-    }
-    found: dict[Any, list[Day]] = dict(zip(plans, everywhere(train, list(plans.values()), list[Day]), strict=True))
-
-    def gaps(kind: str, day: int) -> list[float]:
-        return [found[kind, seed][day].auc - found["sync", seed][day].auc for seed in SEEDS[preset]]
-
-    for kind in kinds:
-        if kind == "sync":
-            continue
-        first = gaps(kind, half)
-        mean = [statistics.fmean(column) for column in zip(*(gaps(kind, d) for d in range(half, days)), strict=True)]
-        name, target, worst = f"modes.auc_switch_others.{kind}", None, statistics.fmean(mean)
-        if kind in ("to_gba", "from_gba"):
-            name = "modes.auc_sync_to_gba" if kind == "to_gba" else "modes.auc_gba_to_sync"
-            target, worst = 0.001, max(statistics.fmean(first), statistics.fmean(mean), key=abs)
-        summaries = [day.summary for seed in SEEDS[preset] for day in found[kind, seed][half:]]
-        yield runner.Measure(
-            name,
-            worst,
-            "AUC",
-            **(runner.within(target) if target else {}),
-            details={
-                "first_day": statistics.fmean(first),
-                "first_day_per_seed": [round(gap, 5) for gap in first],
-                "mean": statistics.fmean(mean),
-                "mean_per_seed": [round(gap, 5) for gap in mean],
-                "per_day": [round(statistics.fmean(gaps(kind, d)), 5) for d in range(days)],
-                "sync_per_day": per_day(found, "sync", preset, lambda day: day.auc),
-                "rate_per_day": per_day(found, kind, preset, lambda day: day.summary.rate),
-                "virtual_s_per_day": per_day(found, kind, preset, lambda day: day.end),
-                "rates": list(rates),
-                **mean_of(summaries),
-            },
-        )
-
-
-def per_day(found: Mapping[Any, list[Day]], kind: str, preset: str, of: Callable[[Day], float]) -> list[float]:
-    """Mean over seeds, for each day."""
-    runs = [found[kind, seed] for seed in SEEDS[preset]]
-    return [round(statistics.fmean(map(of, days)), 5) for days in zip(*runs, strict=True)]
+    return tuned_for(Plan((SYNC,) * DAYS[preset], UNTUNED, TUNING_SEED, ROWS_PER_DAY[preset], DRIFT))
 
 
 def mean_of(summaries: Sequence[Summary]) -> dict[str, float]:
+    """Returns drops, staleness and rate of several runs."""
     batches = sum(s.batches for s in summaries)
     return {
         "dropped": sum(s.dropped for s in summaries) / batches,
@@ -141,101 +101,40 @@ def mean_of(summaries: Sequence[Summary]) -> dict[str, float]:
     }
 
 
-@runner.measures(*(f"modes.auc_{kind}" for kind in ("sync", *others(), "hybrid_own", "async_own")))
-def stationary(preset: str) -> Iterator[runner.Measure]:
-    """AUC on unseen rows after the last day, minus Sync's; and virtual time to Sync's AUC at three quarters.
-
-    Every mode with Sync's rates; those without a global batch also with the best of their own (`_own`): their steps are
-    of one local batch.
-    """
-    days, rows = DAYS[preset], ROWS_PER_DAY[preset]
-    kinds = {"sync": SYNC, **others()}
-    rates = dict.fromkeys(kinds, tuned(preset))
-    for kind in ("hybrid", "async"):
-        kinds[f"{kind}_own"], rates[f"{kind}_own"] = kinds[kind], tuned(preset, kinds[kind])
-    plans = {(k, s): Plan((m,) * days, rates[k], s, rows) for k, m in kinds.items() for s in SEEDS[preset]}
-    found: dict[Any, list[Day]] = dict(zip(plans, everywhere(train, list(plans.values()), list[Day]), strict=True))
-    goal = statistics.fmean(found["sync", seed][days * 3 // 4 - 1].auc for seed in SEEDS[preset])
-    for kind, mode in kinds.items():
-        gaps = [found[kind, seed][-1].auc - found["sync", seed][-1].auc for seed in SEEDS[preset]]
-        curve = per_day(found, kind, preset, lambda day: day.auc)
-        ends = per_day(found, kind, preset, lambda day: day.end)
-        reached = next((end for end, auc in zip(ends, curve, strict=True) if auc >= goal), None)
-        value = statistics.fmean(gaps)
-        yield runner.Measure(
-            f"modes.auc_{kind}",
-            value,
-            "AUC",
-            **(runner.within(0.001) if mode == HYBRID else {}),
-            details={
-                "data": "500 ids per feature, nearly all in every step; modes.sparse has rarer ones",
-                "per_seed": [round(gap, 5) for gap in gaps],
-                "per_day": curve,
-                "virtual_s_per_day": ends,
-                "virtual_s_to_auc": [round(goal, 5), reached],
-                "rates": list(rates[kind]),
-                **mean_of([day.summary for seed in SEEDS[preset] for day in found[kind, seed]]),
-            },
+@runner.measures("modes.split", *(f"modes.split.{optimizer}" for optimizer in get_args(PlainOptimizer)))
+def split(preset: str) -> Iterator[runner.Measure]:
+    """Largest difference, over the largest parameter, from one NN worker that has the whole global batch."""
+    steps, found = SPLIT_STEPS[preset], []
+    for optimizer in get_args(PlainOptimizer):
+        whole = delayed_sync(Problem(optimizer=optimizer, rows=SPLIT_ROWS), range(steps), 1)
+        largest = min(np.abs(whole.weights).max(), np.abs(whole.table.rows).max())
+        apart = {}
+        for parts in (1, 2, 4, 8, 32):
+            for mode in (SYNC, Gba(SPLIT_ROWS), Sync("per_id")):
+                one = Problem(optimizer=optimizer, rows=SPLIT_ROWS, parts=parts)
+                one.run(lock_step(mode, parts, steps * parts, local=SPLIT_ROWS // parts))
+                apart[f"{type(mode).__name__}, {mode.reduction}, {parts}"] = float(one.apart(whole) / largest)
+        value = max(of for name, of in apart.items() if "per_id" not in name)
+        found.append(
+            runner.Measure(f"modes.split.{optimizer}", value, "ratio", at_most=1e-9, details={"steps": steps, **apart})
         )
+    yield from found
+    yield runner.worst("modes.split", found)
 
 
 @runner.measures(
-    *(f"modes.sparse.{ids}_{zipf:g}.{kind}" for ids, zipf in SPARSE for kind in ("sync", "hybrid_4", "async")),
-    *(f"modes.sparse.{ids}_{zipf:g}.{kind}_low" for ids, zipf in SPARSE if zipf > 1 for kind in ("sync", "hybrid_4")),
-)
-def sparse(preset: str) -> Iterator[runner.Measure]:
-    """AUC minus Sync's on unseen rows after the last day, by how often a row changes while a gradient is under way.
-
-    All have the same rates. Where few ids are in most batches, `_low` have an eighth of that of rows: on a row that
-    every step meets, Hybrid makes 8 updates where Sync makes one of their mean.
-    """
-    days, rows = max(2, DAYS[preset] // 2), ROWS_PER_DAY[preset]
-    low = SPARSE_RATES._replace(rows=SPARSE_RATES.rows * LOWER)
-    for ids, zipf in SPARSE[: 2 if preset == "smoke" else None]:
-        first = Plan((), SPARSE_RATES, 0, rows, ids=ids, zipf=zipf)
-        kinds: dict[str, tuple[Mode, Rates]] = {
-            "sync": (SYNC, SPARSE_RATES), "hybrid_4": (HYBRID, SPARSE_RATES), "async": (Async(), SPARSE_RATES)
-        }  # fmt: skip
-        if zipf > 1:
-            kinds |= {"sync_low": (SYNC, low), "hybrid_4_low": (HYBRID, low)}
-        plans = {
-            (kind, seed): first._replace(modes=(mode,) * days, rates=of, seed=seed)
-            for kind, (mode, of) in kinds.items()
-            for seed in SEEDS[preset]
-        }
-        found = dict(zip(plans, everywhere(train, list(plans.values()), list[Day]), strict=True))
-        for kind in kinds:
-            areas = [found[kind, seed][-1].auc for seed in SEEDS[preset]]
-            gaps = [found[kind, seed][-1].auc - found["sync", seed][-1].auc for seed in SEEDS[preset]]
-            one = plans[kind, SEEDS[preset][0]]
-            yield runner.Measure(
-                f"modes.sparse.{ids}_{zipf:g}.{kind}",
-                statistics.fmean(gaps),
-                "AUC",
-                details={
-                    "auc": statistics.fmean(areas),
-                    "within_0.001": abs(statistics.fmean(gaps)) <= 0.001,
-                    "per_seed": [round(gap, 5) for gap in gaps],
-                    "changes_under_way": changes_under_way(one),
-                    "rates": list(one.rates),
-                    **mean_of([day.summary for seed in SEEDS[preset] for day in found[kind, seed]]),
-                },
-            )
-
-
-@runner.measures(
-    *(f"modes.bound.{trace}.{kind}" for trace in ("static", *map("phases_{}".format, BOUND)) for kind in others())
+    *(f"modes.bound.{trace}.{kind}" for trace in ("static", *map("phases_{}".format, PHASES)) for kind in OTHERS)
 )
 def bound(preset: str) -> Iterator[runner.Measure]:
     """Rows per virtual second over Sync's, when nothing but compute takes time."""
     count = 8 if preset == "smoke" else 64
     traces = {"static": steady([1.0] * 6 + [4.0] * 2)}
-    traces |= {f"phases_{n}": phases(WORKERS, length=float(n), count=count) for n in BOUND}
+    traces |= {f"phases_{n}": phases(WORKERS, length=float(n), count=count) for n in PHASES}
     for name, trace in traces.items():
         batches = 2000 if name == "static" else round(6.5 * trace.period)
         setting = Setting(trace, local_batch=LOCAL)
-        sync = simulate(Sync(), setting, batches).summary().rate
-        for kind, mode in others().items():
+        sync = simulate(SYNC, setting, batches).summary().rate
+        for kind, mode in OTHERS.items():
             found = simulate(mode, setting, batches).summary()
             yield runner.Measure(
                 f"modes.bound.{name}.{kind}",
@@ -243,3 +142,203 @@ def bound(preset: str) -> Iterator[runner.Measure]:
                 "ratio",
                 details={"of": "rate of Sync", **mean_of([found])},
             )
+
+
+# --- delays, on data that do not change -------------------------------------------------------------------------------
+
+
+def stationary(preset: str, name: str, mode: Mode = SYNC) -> Plan:
+    """Returns the plan of a set of ids, with the rates of a mode for it."""
+    ids, zipf = DATA[name]
+    plan = Plan((mode,) * (DAYS[preset] // 2), UNTUNED, TUNING_SEED, ROWS_PER_DAY[preset], ids=ids, zipf=zipf)
+    return plan if preset == "smoke" else plan._replace(rates=tuned_for(plan))
+
+
+def curves(plans: Mapping[str, Plan], seeds: Sequence[int]) -> dict[str, list[Curve]]:
+    """Returns a run of each plan for each seed."""
+    every = [plan._replace(seed=seed) for plan in plans.values() for seed in seeds]
+    runs = iter(everywhere(train_through, every, Curve))
+    return {kind: [next(runs) for _ in seeds] for kind in plans}
+
+
+def sync_measure(name: str, runs: Sequence[Curve], plan: Plan, preset: str) -> runner.Measure:
+    """AUC of Sync, and how wide the optimum of its rates is."""
+    beside = {} if preset == "smoke" else auc_beside(plan)
+    return runner.Measure(
+        name, statistics.fmean(run.areas[-1] for run in runs), "AUC", details={**beside, **described(runs, plan)}
+    )
+
+
+def gap(name: str, runs: Sequence[Curve], sync: Sequence[Curve], plan: Plan, **bounds: float) -> runner.Measure:
+    """AUC on unseen rows after the last day, minus Sync's."""
+    areas, theirs = ([run.areas[-1] for run in of] for of in (runs, sync))
+    return runner.paired(name, areas, theirs, "AUC", **bounds, details=described(runs, plan))
+
+
+def described(runs: Sequence[Curve], plan: Plan) -> dict[str, object]:
+    """Returns rates, and means over the runs."""
+    return {
+        "rates": list(plan.rates),
+        "per_day": [round(statistics.fmean(day), 5) for day in zip(*(run.areas for run in runs), strict=True)],
+        "virtual_s_per_day": [round(statistics.fmean(day), 2) for day in zip(*(run.ends for run in runs), strict=True)],
+        **mean_of([run.summary for run in runs]),
+    }
+
+
+@runner.measures(
+    "modes.auc_hybrid",
+    *(f"modes.auc_hybrid.{name}.{kind}" for name in DATA for kind in ("sync", *DELAYED)),
+    *(f"modes.auc_hybrid.rate.{kind}" for kind in DELAYED),
+)
+def hybrid(preset: str) -> Iterator[runner.Measure]:
+    """8 equally fast NN workers. The warm-up is half of the run; "auto" adapts its depth.
+
+    The targets are those of "auto" and of the warm-up on sparse ids; `modes.auc_hybrid` is the worst of them.
+    """
+    judged = []
+    for name in list(DATA)[: 1 if preset == "smoke" else None]:
+        plan = stationary(preset, name)
+        plan = plan._replace(factors=EQUAL, latency=LATENCY)
+        days = len(plan.modes)
+        warmup = days * plan.rows // GLOBAL // 2
+        modes = {"sync": SYNC, "hybrid_4": Hybrid(4), "hybrid_4_warm": Hybrid(4, warmup=warmup)}
+        modes |= {"auto": Hybrid("auto"), "async": Async()}
+        runs = curves({kind: plan._replace(modes=(mode,) * days) for kind, mode in modes.items()}, SEEDS[preset])
+        yield sync_measure(f"modes.auc_hybrid.{name}.sync", runs["sync"], plan, preset)
+        for kind in DELAYED:
+            has_target = name in SPARSE and kind in ("hybrid_4_warm", "auto")
+            bounds = {"at_least": -0.001} if has_target else {}
+            found = gap(f"modes.auc_hybrid.{name}.{kind}", runs[kind], runs["sync"], plan, **bounds)
+            judged += [found] if has_target else []
+            yield found
+    yield runner.worst("modes.auc_hybrid", judged)
+    sync = runs["sync"][0].summary.rate  # Rates are the same on all data.
+    for kind in DELAYED:
+        summary = runs[kind][0].summary
+        yield runner.Measure(
+            f"modes.auc_hybrid.rate.{kind}",
+            summary.rate / sync,
+            "ratio",
+            at_least=1.3 if kind == "auto" else None,
+            details={"of": "rate of Sync", "latency": LATENCY, **mean_of([summary])},
+        )
+
+
+@runner.measures(
+    *(f"modes.auc_others.{name}.{kind}" for name in STRAGGLING for kind in ("sync", *ASYNCHRONOUS, "async_own"))
+)
+def others(preset: str) -> Iterator[runner.Measure]:
+    """2 of 8 NN workers are 4 times slower, and there is no latency.
+
+    All have Sync's rates. Async, whose steps are of one local batch, also has the best of its own (`async_own`).
+    """
+    for name in STRAGGLING[: 1 if preset == "smoke" else None]:
+        plan = stationary(preset, name)
+        days = len(plan.modes)
+        plans = {"sync": plan} | {kind: plan._replace(modes=(mode,) * days) for kind, mode in ASYNCHRONOUS.items()}
+        plans["async_own"] = stationary(preset, name, Async())
+        runs = curves(plans, SEEDS[preset])
+        yield sync_measure(f"modes.auc_others.{name}.sync", runs["sync"], plan, preset)
+        for kind, of in plans.items():
+            if kind != "sync":
+                yield gap(f"modes.auc_others.{name}.{kind}", runs[kind], runs["sync"], of)
+
+
+# --- switches, on data that drift -------------------------------------------------------------------------------------
+
+
+def switches(
+    preset: str, throughout: Plan, switched: Mapping[str, Plan], at_least: float | None = None
+) -> Iterator[runner.Measure]:
+    """AUC on the first day after the switch and on average, minus Sync's throughout."""
+    every = {"sync": throughout, **switched}
+    plans = {(name, seed): plan._replace(seed=seed) for name, plan in every.items() for seed in SEEDS[preset]}
+    found = dict(zip(plans, everywhere(train, list(plans.values()), list[Day]), strict=True))
+    half = len(throughout.modes) // 2
+    for name in switched:
+        ours, sync = ([found[of, seed] for seed in SEEDS[preset]] for of in (name, "sync"))
+        by_day = list(zip(*ours, strict=True))
+        gaps = [
+            [day.auc - other.auc for day, other in zip(*runs, strict=True)] for runs in zip(ours, sync, strict=True)
+        ]
+        details = {
+            "rates": list(throughout.rates),
+            "per_day": [round(statistics.fmean(day), 5) for day in zip(*gaps, strict=True)],
+            "rate_per_day": [round(statistics.fmean(run.summary.rate for run in day), 5) for day in by_day],
+            **mean_of([day.summary for run in ours for day in run[half:]]),
+        }
+        for part, days in zip(AFTER, (slice(half, half + 1), slice(half, None)), strict=True):
+            areas, theirs = ([statistics.fmean(day.auc for day in run[days]) for run in of] for of in (ours, sync))
+            yield runner.paired(f"{name}.{part}", areas, theirs, "AUC", at_least=at_least, details=details)
+
+
+def drifting(preset: str) -> Plan:
+    """Returns Sync on all days."""
+    return Plan((SYNC,) * DAYS[preset], tuned(preset), 0, ROWS_PER_DAY[preset], DRIFT)
+
+
+def with_half(plan: Plan, mode: Mode, *, first: bool) -> Plan:
+    """Returns a plan with another mode in the first or the second half of its days."""
+    half = len(plan.modes) // 2
+    return plan._replace(modes=(mode,) * half + (SYNC,) * half if first else (SYNC,) * half + (mode,) * half)
+
+
+@runner.measures(
+    *(f"modes.auc_{way}{part}" for way in ("sync_to_gba", "gba_to_sync") for part in ("", ".first_day", ".mean"))
+)
+def switch_gba(preset: str) -> Iterator[runner.Measure]:
+    """Sync to Gba of the same global batch, and back."""
+    plan = drifting(preset)
+    ways = {
+        "modes.auc_sync_to_gba": with_half(plan, Gba(GLOBAL), first=False),
+        "modes.auc_gba_to_sync": with_half(plan, Gba(GLOBAL), first=True),
+    }
+    found = list(switches(preset, plan, ways, at_least=-0.0005))
+    yield from found
+    for name in ways:
+        yield runner.worst(name, [measure for measure in found if measure.name.startswith(f"{name}.")])
+
+
+@runner.measures(
+    *(
+        f"modes.auc_switch_others.{way}_{kind}.{part}"
+        for kind in OTHERS
+        if kind != "gba"
+        for way in ("to", "from")
+        for part in AFTER
+    )
+)
+def switch_others(preset: str) -> Iterator[runner.Measure]:
+    """Sync to every other mode, and every other mode to Sync."""
+    plan = drifting(preset)
+    ways = {
+        f"modes.auc_switch_others.{way}_{kind}": with_half(plan, mode, first=way == "from")
+        for kind, mode in OTHERS.items()
+        if kind != "gba" and (preset != "smoke" or kind == "bsp")
+        for way in ("to", "from")
+    }
+    yield from switches(preset, plan, ways)
+
+
+@runner.measures(
+    "modes.auc_switch_8x400_32x100",
+    *(f"modes.auc_switch_8x400_32x100.{way}.{part}" for way in ("to_gba", "to_sync") for part in AFTER),
+)
+def switch_cluster(preset: str) -> Iterator[runner.Measure]:
+    """8 NN workers with 400 rows each and an all-reduce, to 32 with 100 rows and dense PSs; and back.
+
+    All days have the same global batches. A quarter of the NN workers is 4 times slower. Rates are those of Sync.
+    """
+    half = DAYS[preset] // 2
+    plan = Plan((SYNC,) * 2 * half, UNTUNED, TUNING_SEED, PAPER_ROWS[preset], DRIFT, local=DENSE_PS.local)
+    plan = plan._replace(by_day=(ALL_REDUCE,) * 2 * half)
+    plan = plan if preset == "smoke" else plan._replace(rates=tuned_for(plan))
+    ways = {
+        f"modes.auc_switch_8x400_32x100.{way}": with_half(plan, Gba(PAPER_GLOBAL), first=first)._replace(
+            by_day=(DENSE_PS if first else ALL_REDUCE,) * half + (ALL_REDUCE if first else DENSE_PS,) * half
+        )
+        for way, first in (("to_gba", False), ("to_sync", True))
+    }
+    found = list(switches(preset, plan, ways, at_least=-0.0005))
+    yield from found
+    yield runner.worst("modes.auc_switch_8x400_32x100", found)

@@ -35,17 +35,20 @@ __all__ = [
     "LOCAL",
     "TUNING_SEED",
     "WORKERS",
+    "Curve",
     "Day",
+    "NNWorkers",
     "Plan",
     "Rates",
     "area",
+    "auc_beside",
     "best_rates",
-    "changes_under_way",
     "everywhere",
     "joined",
     "norms",
     "synthetic",
     "train",
+    "train_through",
     "tuned_for",
 ]
 
@@ -60,16 +63,19 @@ TEST_BATCHES = 16
 Result = TypeVar("Result")
 
 
-ROWS_FIRST = 0.01
-"""Initial accumulator of Adagrad on rows. The figures of docs/modes.md and the rates in benchmarks/modes.py are for it;
-with persia's default the best rates are lower."""
-
-
 class Rates(NamedTuple):
-    """Learning rates of Adam for dense parameters, and of Adagrad for rows."""
+    """Learning rates of Adam for dense parameters, and of Adagrad for rows, which begins with its default sums."""
 
     dense: float
     rows: float
+
+
+class NNWorkers(NamedTuple):
+    """NN workers with constant factors on their compute time."""
+
+    factors: tuple[float, ...]
+    local: int
+    compute: float
 
 
 class Plan(NamedTuple):
@@ -86,13 +92,16 @@ class Plan(NamedTuple):
     moving: float | None = None  # Batches in a phase, instead of steady factors.
     ids: int = 500  # Of each feature,
     zipf: float = 1.05  # and how unevenly they occur.
+    latency: float = 0.0  # Seconds of a lookup, and of a push.
+    by_day: tuple[NNWorkers, ...] = ()  # Instead of the same ones on all days; local batches are multiples of `local`.
 
-    def setting(self) -> Setting:
-        """Who trains, how fast."""
-        trace = steady(self.factors)
+    def setting(self, day: int = 0) -> Setting:
+        """Who trains on a day, how fast."""
+        workers = self.by_day[day] if self.by_day else NNWorkers(self.factors, self.local, self.compute)
+        trace = steady(workers.factors)
         if self.moving is not None:
-            trace = phases(len(self.factors), length=self.moving * self.compute, count=64, seed=self.seed)
-        return Setting(trace, compute=self.compute, local_batch=self.local)
+            trace = phases(len(workers.factors), length=self.moving * workers.compute, count=64, seed=self.seed)
+        return Setting(trace, workers.compute, workers.local, lookup=self.latency, push=self.latency)
 
 
 class Day(NamedTuple):
@@ -101,6 +110,14 @@ class Day(NamedTuple):
     auc: float
     summary: Summary
     end: float
+
+
+class Curve(NamedTuple):
+    """AUC on unseen rows after each day's rows, when that was, and the whole run."""
+
+    areas: tuple[float, ...]
+    ends: tuple[float, ...]
+    summary: Summary
 
 
 # --- what runs in a process of its own --------------------------------------------------------------------------------
@@ -117,52 +134,62 @@ def synthetic(plan: Plan, days: int) -> tuple[Schema, list[Batch]]:
 
 
 def train(plan: Plan) -> list[Day]:
-    """Trains a day, tests on the next, as the paper does; the day after the last is the test of the last."""
+    """Trains a day, tests on the next, as the paper does; the day after the last is the test of the last.
+
+    Training drains at the end of each day. NN workers of `by_day` train the same rows in the same global batches.
+    """
     torch.set_num_threads(1)
     schema, batches = synthetic(plan, len(plan.modes) + 1)
-    run = _training(plan, schema, batches)
-    setting = plan.setting()
     per_day = plan.rows // plan.local
+    today: dict[int, Batch] = {}
+    run = _training(plan, schema, today.__getitem__)
     found, step, time = [], 0, 0.0
     for day, mode in enumerate(plan.modes):
-        schedule = simulate(mode, setting, range(day * per_day, (day + 1) * per_day), step=step, start=time)
+        setting, first = plan.setting(day), day * per_day
+        parts = joined(batches[first : first + per_day], setting.local_batch // plan.local)
+        numbers = range(first, first + len(parts))  # No number comes twice.
+        today.clear()
+        today.update(zip(numbers, parts, strict=True))
+        schedule = simulate(mode, setting, numbers, step=step, start=time)
         run.run(schedule)
         step, time = schedule.end_step, schedule.end
-        test = joined(batches[(day + 1) * per_day : (day + 2) * per_day])
+        test = joined(batches[first + per_day : first + 2 * per_day])
         found.append(Day(area(test, run.evaluate(test)), schedule.summary(), time))
         run.logits.clear()
     return found
 
 
-def changes_under_way(plan: Plan) -> float:
-    """How often a row changes between being read and the arrival of its gradient: mean over the samples of a day."""
-    _, batches = synthetic(plan, 1)
-    features = len(batches[0].id_features)
-    offsets = np.arange(features, dtype=np.uint64)[:, None] * np.uint64(plan.ids)
-    ids = [np.stack([column.values for column in batch.id_features.values()]) + offsets for batch in batches]
-    changes = np.zeros(features * plan.ids, np.int64)
-    read: dict[int, np.ndarray] = {}
-    held: list[np.ndarray] = []
-    found: list[float] = []
-    for event in simulate(plan.modes[0], plan.setting(), len(batches)).events:
-        if event.server != "ps-0":
-            continue
-        if event.kind == "lookup":
-            read[event.batch] = changes[ids[event.batch]]
-        elif event.kind == "push":
-            found.append(float((changes[ids[event.batch]] - read.pop(event.batch)).mean()))
-            held.append(ids[event.batch].reshape(-1))
-        elif event.kind == "apply":
-            changes[np.unique(np.concatenate(held))] += 1
-            held.clear()
-    return statistics.fmean(found)
+def train_through(plan: Plan) -> Curve:
+    """Trains all days in one mode without draining in between, so that a depth which adapts is kept.
+
+    It is tested on the day after the last: in passing, once the gradients of a day have arrived, and at the end.
+    """
+    torch.set_num_threads(1)
+    days, per_day = len(plan.modes), plan.rows // plan.local
+    schema, batches = synthetic(plan, days + 1)
+    run = _training(plan, schema, batches.__getitem__)
+    schedule = simulate(plan.modes[0], plan.setting(), days * per_day)
+    test = joined(batches[days * per_day :])
+    areas, ends = [], []
+    arrived = dict.fromkeys(schedule.servers, 0)
+
+    def watch(event: ScheduleEvent, _gradient: Any) -> None:
+        arrived[event.server] += event.kind in ("push", "drop")
+        trained = min(arrived.values()) >= (len(areas) + 1) * per_day
+        if event.kind in ("apply", "drop") and trained and len(areas) < days - 1:
+            areas.append(area(test, run.evaluate(test)))
+            ends.append(event.time)
+            run.model.train()
+
+    run.run(schedule, watch)
+    return Curve((*areas, area(test, run.evaluate(test))), (*ends, schedule.end), schedule.summary())
 
 
 def norms(plan: Plan) -> list[float]:
     """L2 norms of what is applied to the dense parameters, in the second half of the days."""
     torch.set_num_threads(1)
     schema, batches = synthetic(plan, len(plan.modes))
-    run = _training(plan, schema, batches)
+    run = _training(plan, schema, batches.__getitem__)
     found: list[float] = []
     held: list[np.ndarray] = []
 
@@ -177,21 +204,21 @@ def norms(plan: Plan) -> list[float]:
     return found[len(found) // 2 :]
 
 
-def _training(plan: Plan, schema: Schema, batches: Sequence[Batch]) -> VirtualTraining:
+def _training(plan: Plan, schema: Schema, batches: Callable[[int], Batch]) -> VirtualTraining:
     torch.manual_seed(plan.seed)
     return VirtualTraining(
         DeepFM(schema, hidden=(64, 32)),
         schema,
-        batches.__getitem__,
+        batches,
         lambda parameters: torch.optim.Adam(parameters, plan.rates.dense, fused=True),
-        Adagrad(lr=plan.rates.rows, initial_accumulator=ROWS_FIRST),
+        Adagrad(lr=plan.rates.rows),
         seed=plan.seed,
     )
 
 
-def joined(batches: Sequence[Batch]) -> list[Batch]:
-    """Joins batches for evaluation, `TEST_BATCHES` at a time."""
-    return [Batch.concat(batches[at : at + TEST_BATCHES]) for at in range(0, len(batches), TEST_BATCHES)]
+def joined(batches: Sequence[Batch], count: int = TEST_BATCHES) -> list[Batch]:
+    """Joins batches, `count` at a time."""
+    return [Batch.concat(batches[at : at + count]) for at in range(0, len(batches), count)]
 
 
 def area(batches: Sequence[Batch], logits: np.ndarray) -> float:
@@ -271,16 +298,23 @@ def best_rates(score: Callable[[list[Rates]], Sequence[float]], rounds: int = MA
 
 
 def _rates(i: int, j: int) -> Rates:
-    return Rates(3e-3 * DENSE_FACTOR**i, 0.2 * ROWS_FACTOR**j)
+    return Rates(3e-3 * DENSE_FACTOR**i, 0.1 * ROWS_FACTOR**j)
 
 
 def tuned_for(plan: Plan) -> Rates:
     """Those with which a plan has the best AUC, mean over the second half of its days; all NN workers equally fast."""
-    days = len(plan.modes)
+    return best_rates(lambda grid: _scores(plan, grid))
 
-    def score(grid: list[Rates]) -> list[float]:
-        plans = [plan._replace(rates=rates, seed=TUNING_SEED, factors=(1.0,) * len(plan.factors)) for rates in grid]
-        runs = everywhere(train, plans, list[Day])
-        return [statistics.fmean(day.auc for day in run[days // 2 :]) for run in runs]
 
-    return best_rates(score)
+def auc_beside(plan: Plan) -> dict[str, float]:
+    """AUC at the rates of a plan, and with half and twice the rate of rows: how narrow the optimum is. As tuned."""
+    dense, rows = plan.rates
+    names = ("half_rate", "rate", "double_rate")
+    scores = _scores(plan, [Rates(dense, rows / ROWS_FACTOR), plan.rates, Rates(dense, rows * ROWS_FACTOR)])
+    return {f"tuning_auc_at_{name}": round(score, 5) for name, score in zip(names, scores, strict=True)}
+
+
+def _scores(plan: Plan, grid: Sequence[Rates]) -> list[float]:
+    plan = plan._replace(seed=TUNING_SEED, factors=(1.0,) * len(plan.factors), latency=0.0)
+    runs = everywhere(train, [plan._replace(rates=rates) for rates in grid], list[Day])
+    return [statistics.fmean(day.auc for day in run[len(run) // 2 :]) for run in runs]
