@@ -87,8 +87,8 @@ class Scored(NamedTuple):
     Attributes:
         auc: of the training forward pass, by the parameters that an NN worker has read for its batch.
         summary: of the timeline.
-        at_step: the AUC if step s scores the rows s * global batch and following ones, in the order of the data, by
-            the parameters after s steps: the same rows at the same number of updates in every mode. None if not asked.
+        at_step: the AUC if the global batch s + 1, in the order of the data, is scored by the parameters after s steps:
+            the same rows after the same number of updates in every mode. No mode has trained them. None if not asked.
     """
 
     auc: float
@@ -119,17 +119,20 @@ def scored(plan: Stream) -> Scored:
     by_step: dict[int, np.ndarray] = {}
 
     def score(step: int) -> None:
-        numbers = range(step * STREAM_WORKERS, min((step + 1) * STREAM_WORKERS, len(batches)))
-        for number in numbers:
-            by_step[number] = run.evaluate([batches[number]])
-        run.model.train()
+        first = step * STREAM_WORKERS
+        rows = batches[first : first + STREAM_WORKERS]
+        if rows:
+            logits = np.split(run.evaluate([Batch.concat(rows)]), len(rows))
+            by_step.update(enumerate(logits, first))
+            run.model.train()
 
     def watch(event: ScheduleEvent, _: Any) -> None:
         if event.kind == "apply" and event.server == "dense-0":
-            score(event.version + 1)
+            score(event.version + 2)
 
     if plan.at_step:
         score(0)
+        score(1)
     run.run(schedule, watch if plan.at_step else None)
 
     def progressive(logits: dict[int, np.ndarray]) -> float:
@@ -142,12 +145,12 @@ def scored(plan: Stream) -> Scored:
     return Scored(progressive(run.logits), schedule.summary(), progressive(by_step) if plan.at_step else None)
 
 
-def without_delay(schedule: Timeline) -> Timeline:
+def without_delay(schedule: Timeline, kinds: Sequence[str] = ("lookup", "pull")) -> Timeline:
     """Returns the timeline with the reads of each batch right before its first push: steps stay the same batches."""
     reads: dict[int, list[ScheduleEvent]] = {}
     events: list[ScheduleEvent] = []
     for event in schedule.events:
-        if event.kind in ("lookup", "pull"):
+        if event.kind in kinds:
             reads.setdefault(event.batch, []).append(event)
             continue
         if event.kind == "push":
