@@ -1,0 +1,207 @@
+"""Tables of the papers, repeated in virtual time: Persia's Table 2 (arXiv 2111.05897) and GBA's Table 5.3 (2205.11048).
+
+    python -m benchmarks 'paper.table2.*' [--preset smoke|laptop|full] [--json FILE]
+
+No figure here depends on the speed of the machine: what happens when is simulated (persia.replay), gradients are
+real (persia.replay.virtual). Runs are spread over the cores, and kept in the file of PERSIA_RUNS.
+
+paper.table2.DATA.NETWORK.*
+    Test AUC after one pass less Sync's, paired by seed. 4 NN workers with local batches of 256; a lookup and a push
+    take a quarter of a batch's time each; a fifth of the rows, at random, are for tests. The paper splits by time: what
+    a delay costs on data in time order is the question of `modes.globo.*`.
+    DATA      globo (needs the data), the shapes of Taobao, Avazu and Criteo (benchmarks/shapes.py), and the files of
+              those sets where PERSIA_DATA has them, as taobao_file, avazu_file and criteo_file.
+    NETWORK   ffnn (256-128) and deepfm (256-128).
+    hybrid_4, hybrid_auto, async
+              with the rates that are the best of a grid for Sync, found with a seed of their own.
+    async_own
+              with those that are the best for Async.
+
+    Hours on two idle cores: HOURS.
+
+paper.gba_excluded.STATE.*
+    Share of batches that a mode excludes, and its staleness, in three states of a cluster.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import sys
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from benchmarks import runner
+from benchmarks.modes_runs import TUNING_SEED, Rates, best_rates, everywhere
+from benchmarks.paper_runs import FILES, LOCAL, NETWORKS, SOURCES, WORKERS, Outcome, Run, train_and_test
+from persia import data
+from persia.modes import Async, Bsp, Gba, HopBs, HopBw, Hybrid, Mode, Sync
+from persia.replay import Setting, Slowdown, Trace, simulate
+
+SEEDS = {"smoke": (0,), "laptop": (0, 1, 2, 3, 4), "full": (0, 1, 2, 3, 4)}
+ROWS = {"smoke": 4_096, "laptop": 1_000_000, "full": 6_000_000}
+"""Rows of both parts; globo has 5.8 million."""
+TUNED_ROWS = {"laptop": 500_000, "full": 1_000_000}
+UNTUNED = Rates(1e-3, 0.1)
+KINDS: Mapping[str, tuple[Mode, float | None]] = {
+    "hybrid_4": (Hybrid(4), -0.001),
+    "hybrid_auto": (Hybrid("auto"), -0.0005),
+    "async": (Async(), None),
+    "async_own": (Async(), None),
+}
+"""Modes that are compared with Sync, and what the lower end of the interval is to reach."""
+PAPER = {
+    "taobao": {"hybrid": 0.6586, "sync": 0.6593, "async": 0.6566},
+    "avazu": {"hybrid": 0.7793, "sync": 0.7802, "async": 0.7710},
+    "criteo": {"hybrid": 0.8047, "sync": 0.8051, "async": 0.8001},
+}
+"""AUC in Table 2; Sync and Async are XDL's."""
+
+
+# --- Persia, Table 2 --------------------------------------------------------------------------------------------------
+
+
+def tuned(preset: str, source: str, network: str, mode: Mode) -> Rates:
+    """Returns the rates with the best test AUC of a mode, with a seed that no other run has; untuned in smoke runs."""
+    if preset == "smoke":
+        return UNTUNED
+
+    def score(grid: list[Rates]) -> list[float]:
+        plans = [Run(source, network, mode, rates, TUNING_SEED, TUNED_ROWS[preset]) for rates in grid]
+        return [found.auc for found in everywhere(train_and_test, plans, Outcome)]
+
+    return best_rates(score)
+
+
+def table2(preset: str, *, source: str, network: str) -> Iterator[runner.Measure]:
+    """Test AUC less Sync's with one network on one data set."""
+    if source in FILES and data.find(FILES[source]) is None:
+        print(f"{FILES[source]} is not here; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
+        return
+    shared, own = (tuned(preset, source, network, mode) for mode in (Sync(), Async()))
+    modes = {"sync": Sync(), **{kind: mode for kind, (mode, _) in KINDS.items()}}
+    plans = {
+        (kind, seed): Run(source, network, mode, own if kind == "async_own" else shared, seed, ROWS[preset])
+        for seed in SEEDS[preset]
+        for kind, mode in modes.items()
+    }
+    found = dict(zip(plans, everywhere(train_and_test, list(plans.values()), Outcome), strict=True))
+    sync = [found["sync", seed] for seed in SEEDS[preset]]
+    for kind, (_, least) in KINDS.items():
+        ours = [found[kind, seed] for seed in SEEDS[preset]]
+        summaries = [one.summary for one in ours]
+        yield runner.paired(
+            f"paper.table2.{source}.{network}.{kind}",
+            [one.auc for one in ours],
+            [one.auc for one in sync],
+            "AUC",
+            at_least=least,
+            details={
+                "rates": list(plans[kind, SEEDS[preset][0]].rates),
+                "train_rows": ours[0].train_rows,
+                "test_rows": ours[0].test_rows,
+                "global_steps": ours[0].train_rows // (WORKERS * LOCAL),
+                "row_staleness_mean": statistics.fmean(one.row_staleness_mean for one in summaries),
+                "row_staleness_max": max(one.row_staleness_max for one in summaries),
+                "dense_staleness_mean": statistics.fmean(one.staleness_mean for one in summaries),
+                "rate_of_sync": statistics.fmean(
+                    one.summary.rate / other.summary.rate for one, other in zip(ours, sync, strict=True)
+                ),
+                "paper": PAPER.get(source.removesuffix("_file")),
+            },
+        )
+
+
+for _source in SOURCES:
+    for _network in NETWORKS:
+        _names = (f"paper.table2.{_source}.{_network}.{_kind}" for _kind in KINDS)
+        runner.measures(*_names)(functools.partial(table2, source=_source, network=_network))
+
+
+# --- GBA, Table 5.3 ---------------------------------------------------------------------------------------------------
+
+NN_WORKERS = {"smoke": 16, "laptop": 400, "full": 400}
+LOCAL_BATCH = 1_024
+STEPS = {"smoke": 20, "laptop": 100, "full": 400}
+"""Global steps that are simulated."""
+STATES = {"strained": (23 / 78, 3e-3), "busy": (15 / 90, 1e-3), "quiet": (12 / 99, 3e-4)}
+"""Standard deviation of the NN workers' speeds over their mean, from the table's local QPS of Async; and the
+probability that a batch stalls, which is assumed."""
+STALL = (8.0, 50.0)
+"""Factors of a stall."""
+PAPER_EXCLUDED = {
+    "strained": {"hop_bw": 300_000, "gba": 1_454},
+    "busy": {"hop_bw": 300_000, "gba": 898},
+    "quiet": {"hop_bw": 300_000, "gba": 786},
+}
+"""Excluded batches in Table 5.3, which does not give their total."""
+PAPER_STALENESS = {
+    "strained": {"hop_bs": (0.06, 2), "gba": (0.21, 11), "bsp": (2.61, 12)},
+    "busy": {"hop_bs": (0.04, 2), "gba": (0.15, 11), "bsp": (1.92, 12)},
+    "quiet": {"hop_bs": (0.03, 2), "gba": (0.12, 9), "bsp": (1.62, 10)},
+}
+"""Mean and maximum staleness there."""
+
+
+def compared(workers: int) -> dict[str, Mode]:
+    """Returns the modes of Table 5.3 in its proportions: M = N, iota = 4, b1 = 2, b2 = N / 8, b3 = N / 4."""
+    return {
+        "hop_bw": HopBw(workers // 4),
+        "gba": Gba(workers * LOCAL_BATCH, tolerance=4),
+        "hop_bs": HopBs(2),
+        "bsp": Bsp(workers // 8),
+    }
+
+
+def cluster(workers: int, deviation: float, stalls: float, count: int, seed: int = 0) -> Trace:
+    """Returns a trace in which each batch of an NN worker has a speed of its own.
+
+    Args:
+        workers: number of NN workers.
+        deviation: standard deviation of speeds over their mean; they are log-normal.
+        stalls: probability of a stall, for each batch.
+        count: number of batches of each NN worker until the trace repeats.
+        seed: seed of the random choice.
+    """
+    rng = np.random.default_rng(seed)
+    slower = rng.lognormal(0.0, np.log1p(deviation**2) ** 0.5, (workers, count))
+    stalled = rng.random(slower.shape) < stalls
+    slower = np.where(stalled, np.exp(rng.uniform(*np.log(STALL), slower.shape)), slower)
+    starts = np.cumsum(slower, axis=1) - slower
+    period = float(slower.sum(axis=1).min())
+    drawn = [
+        [Slowdown(float(s), float(f)) for s, f in zip(*parts, strict=True) if s < period]
+        for parts in zip(starts, slower, strict=True)
+    ]
+    return Trace(drawn, period)
+
+
+@runner.measures(*(f"paper.gba_excluded.{state}.{kind}" for state in STATES for kind in compared(8)))
+def gba_excluded(preset: str) -> Iterator[runner.Measure]:
+    """Share of batches excluded: dropped by Hop-BW, or of weight 0 in Gba.
+
+    Staleness counts updates of the dense parameters between pull and apply. An update of Hop-BS is one gradient, so
+    its staleness is also given in rounds of N of them; the paper seems to count those.
+    """
+    workers = NN_WORKERS[preset]
+    for state, (deviation, stalls) in STATES.items():
+        setting = Setting(cluster(workers, deviation, stalls, 2 * STEPS[preset]), local_batch=LOCAL_BATCH)
+        summaries = {
+            kind: simulate(mode, setting, workers * STEPS[preset]).summary() for kind, mode in compared(workers).items()
+        }
+        for kind, found in summaries.items():
+            excluded = found.dropped + found.decayed
+            details = {
+                "excluded": excluded,
+                "batches": found.batches,
+                "staleness_mean": found.staleness_mean,
+                "staleness_max": found.staleness_max,
+                "rows_per_virtual_s": found.rate,
+                "paper_excluded": PAPER_EXCLUDED[state].get(kind),
+                "paper_staleness": PAPER_STALENESS[state].get(kind),
+            }
+            if kind == "hop_bs":
+                details["staleness_rounds"] = found.staleness_mean / workers
+            name = f"paper.gba_excluded.{state}.{kind}"
+            yield runner.Measure(name, excluded / found.batches, "fraction", details=details)

@@ -1,0 +1,210 @@
+"""Runs of benchmarks/paper.py: where the rows come from, how they are split, and a run in virtual time."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from benchmarks import shapes
+from benchmarks.modes_runs import Rates
+from persia import Batch, Schema, data
+from persia.metrics import Metrics
+from persia.modes import Mode
+from persia.nn.models import FFNN, DeepFM
+from persia.optim import Adagrad
+from persia.replay import Setting, Summary, phases, simulate
+from persia.replay.virtual import VirtualTraining
+from persia.schema import IdFeature
+from persia.types import Floats, Int64Array
+
+__all__ = ["FILES", "LOCAL", "NETWORKS", "SOURCES", "WORKERS", "Dataset", "Outcome", "Run", "dataset", "train_and_test"]
+
+WORKERS, LOCAL = 4, 256
+LATENCY = 0.25
+"""Of a lookup, and of a push, in compute times of a batch."""
+READ = 8_192
+"""Rows that are read, or evaluated, together."""
+
+
+class Run(NamedTuple):
+    """One pass over the training rows of a data set."""
+
+    source: str
+    network: str
+    mode: Mode
+    rates: Rates
+    seed: int
+    rows: int
+
+
+class Outcome(NamedTuple):
+    """Result of a run: AUC on the test rows after the pass, rows of both parts."""
+
+    auc: float
+    summary: Summary
+    train_rows: int
+    test_rows: int
+
+
+class Dataset(NamedTuple):
+    """Rows of a source, and the numbers of those of each part; the training rows in the order of training."""
+
+    schema: Schema
+    rows: Batch
+    train: Int64Array
+    test: Int64Array
+
+    def batch(self, number: int) -> Batch:
+        """Returns a training batch."""
+        return self.rows.take(self.train[number * LOCAL : (number + 1) * LOCAL])
+
+
+# --- sources ----------------------------------------------------------------------------------------------------------
+
+Source = tuple[Schema, Iterable[Batch]]
+
+
+def _globo(_rows: int, _seed: int) -> Source:
+    reader = data.globo(batch_size=READ)
+    return reader.schema, reader
+
+
+def _shape(name: str) -> Callable[[int, int], Source]:
+    def source(rows: int, seed: int) -> Source:
+        reader = shapes.SHAPES[name].reader(rows, seed=seed, batch_size=READ)
+        return reader.schema, reader
+
+    return source
+
+
+def _criteo(_rows: int, _seed: int) -> Source:
+    """Kaggle's train.txt."""
+    reader = data.criteo(str(_folder("criteo") / "train*"), READ)
+    return reader.schema, reader
+
+
+def _avazu(_rows: int, _seed: int) -> Source:
+    """Kaggle's train.csv."""
+    reader = data.avazu(str(_folder("avazu") / "train*"), READ)
+    return reader.schema, reader
+
+
+def _taobao(_rows: int, _seed: int) -> Source:
+    """Tianchi's raw_sample.csv, each row with its ad of ad_feature.csv and its user of user_profile.csv."""
+    names = [field.name for field in shapes.TAOBAO.fields]
+    schema = Schema([IdFeature(n, dim=16, kind="text") for n in names], dense_features=["price"], labels=["clk"])
+    return schema, _taobao_batches(schema)
+
+
+def _taobao_batches(schema: Schema) -> Iterator[Batch]:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    from pyarrow import csv
+
+    folder = _folder("taobao")
+
+    def options(columns: Iterable[str]) -> csv.ConvertOptions:
+        return csv.ConvertOptions(column_types=dict.fromkeys(columns, pa.string()), null_values=["", "NULL"])
+
+    def read(name: str, key: str) -> Any:
+        table = csv.read_csv(folder / name, convert_options=options([key]))
+        return table.rename_columns([column.strip() for column in table.column_names])  # One name ends with a space.
+
+    ads, users = read("ad_feature.csv", "adgroup_id"), read("user_profile.csv", "userid")
+    for part in csv.open_csv(folder / "raw_sample.csv", convert_options=options(["user", "adgroup_id"])):
+        columns = {name: part[name] for name in ("user", "adgroup_id", "pid", "clk")}
+        for table, key, own in ((ads, "adgroup_id", "adgroup_id"), (users, "userid", "user")):
+            at = pc.index_in(part[own], value_set=table[key])
+            columns |= {name: table[name].take(at) for name in table.column_names if name not in (key, own)}
+        price = columns["price"].to_numpy(zero_copy_only=False).astype(np.float32)
+        columns["price"] = np.log1p(np.nan_to_num(price))
+        yield Batch.from_columns(schema, columns)
+
+
+def _folder(name: str) -> Path:
+    folder = data.find(name)
+    assert folder is not None
+    return folder
+
+
+FILES = {"globo": "globo_ctr", "criteo_file": "criteo", "avazu_file": "avazu", "taobao_file": "taobao"}
+"""Directory in PERSIA_DATA of each source that reads one."""
+SOURCES: Mapping[str, Callable[[int, int], Source]] = {
+    "globo": _globo,
+    **{name: _shape(name) for name in ("taobao", "avazu", "criteo")},
+    "taobao_file": _taobao,
+    "avazu_file": _avazu,
+    "criteo_file": _criteo,
+}
+"""Schema and rows by name, from a number of rows and a seed; sources that read files ignore both."""
+
+
+# --- what runs in a process of its own --------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1)
+def dataset(source: str, rows: int, seed: int) -> Dataset:
+    """Returns the first rows of a source, split at random by a hash of (seed, number of the row): a fifth is for tests.
+
+    The training rows are shuffled by the seed and cut to whole global batches, so all modes train on the same ones.
+    """
+    schema, batches = SOURCES[source](rows, seed)
+    whole = Batch.concat(list(_up_to(batches, rows)))
+    test = data.Split("test", seed=seed).rows({}, 0, len(whole))
+    train = np.random.default_rng(seed).permutation(np.flatnonzero(~test))
+    return Dataset(schema, whole, train[: len(train) // (WORKERS * LOCAL) * WORKERS * LOCAL], np.flatnonzero(test))
+
+
+def _up_to(batches: Iterable[Batch], rows: int) -> Iterator[Batch]:
+    """Yields batches of so many rows in all, or of all rows if there are fewer."""
+    for batch in batches:
+        yield batch.slice(0, rows)
+        rows -= len(batch)
+        if rows <= 0:
+            return
+
+
+def _ffnn(schema: Schema) -> torch.nn.Module:
+    names = {feature.name for feature in schema.id_features}
+    products = [("article_id", "history")] if "history" in names else []
+    return FFNN(schema, hidden=(256, 128), products=products)
+
+
+NETWORKS: Mapping[str, Callable[[Schema], torch.nn.Module]] = {"ffnn": _ffnn, "deepfm": DeepFM}
+
+
+def setting(seed: int) -> Setting:
+    """Returns the cluster: each NN worker takes half as long again for a quarter of its batches, at random."""
+    trace = phases(WORKERS, length=1.0, factor=1.5, count=256, seed=seed)
+    return Setting(trace, local_batch=LOCAL, lookup=LATENCY, push=LATENCY)
+
+
+def train_and_test(run: Run) -> Outcome:
+    """Trains one pass over the training rows, and evaluates the test rows."""
+    torch.set_num_threads(1)
+    rows = dataset(run.source, run.rows, run.seed)
+    torch.manual_seed(run.seed)
+    training = VirtualTraining(
+        NETWORKS[run.network](rows.schema),
+        rows.schema,
+        rows.batch,
+        lambda parameters: torch.optim.Adam(parameters, run.rates.dense, fused=True),
+        Adagrad(lr=run.rates.rows),
+        seed=run.seed,
+    )
+    timeline = simulate(run.mode, setting(run.seed), len(rows.train) // LOCAL)
+    training.run(timeline)
+    test = [rows.rows.take(rows.test[at : at + READ]) for at in range(0, len(rows.test), READ)]
+    auc = area(training.evaluate(test), np.concatenate([batch.labels for batch in test]))
+    return Outcome(auc, timeline.summary(), len(rows.train), len(rows.test))
+
+
+def area(logits: Floats, labels: Floats) -> float:
+    metrics = Metrics(["click"])
+    metrics.update(logits, labels, None)
+    return metrics.result().auc
