@@ -107,7 +107,7 @@ def globo_tuned(preset: str) -> Rates:
 
 @runner.measures(*(f"modes.globo.{kind}" for kind in GLOBO))
 def globo(preset: str) -> Iterator[runner.Measure]:
-    """Progressive AUC of all modes minus Sync's. Batches whose gradient HopBw drops have no logits: they are not scored."""
+    """Progressive AUC of all modes minus Sync's. Batches that HopBw drops have no logits: they are not scored."""
     if data.find("globo_ctr") is None:
         print("globo_ctr is not here; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
         return
