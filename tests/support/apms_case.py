@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from persia.checkpoint.packing import pack, unpack
 from persia.optim import APMSqueeze, APMSqueezeOptions, OneBit, StochasticTernary, TopK, Uncompressed
 from persia.optim.apmsqueeze_reference import ReferenceAPMSqueeze
 
@@ -28,10 +29,28 @@ def make(options, shapes=SHAPES, device="cpu", **arguments):
     return parameters, APMSqueeze(parameters, options=APMSqueezeOptions(**options), **arguments)
 
 
-def step(parameters, optimizer, number, rank, shapes=SHAPES):
-    for parameter, g in zip(parameters, gradients(number, rank, shapes), strict=True):
+def joined(exchange, options, shapes=SHAPES, native=True, **arguments):
+    """`make` for one of several workers."""
+    parameters, optimizer = make(options, shapes, **arguments)
+    optimizer._exchange = exchange
+    if not native:
+        optimizer._pool = None  # The path of other devices.
+    return parameters, optimizer
+
+
+def changing(number, rank, rates):
+    """Gradients that grow or shrink by a rate per step, another one for each tensor."""
+    return [(g * rates[t % len(rates)] ** number).astype(np.float32) for t, g in enumerate(gradients(number, rank))]
+
+
+def feed(parameters, optimizer, grads):
+    for parameter, g in zip(parameters, grads, strict=True):
         parameter.grad = torch.from_numpy(np.array(g)).to(parameter.device)
     optimizer.step()
+
+
+def step(parameters, optimizer, number, rank, shapes=SHAPES):
+    feed(parameters, optimizer, gradients(number, rank, shapes))
 
 
 def arrays(parameters):
@@ -45,6 +64,35 @@ def train(parameters, optimizer, rank, steps, shapes=SHAPES, rewarm=None):
             optimizer.rewarm(rewarm[number])
         step(parameters, optimizer, number, rank, shapes)
     return arrays(parameters), optimizer.consolidate(), optimizer.statistics()
+
+
+def resumed(rank, exchange, options, at, consolidate, steps, of=gradients, rewarm=None, **arguments):
+    """A run from the state that another one had after `at` steps has the parameters of the other one, to the bit.
+
+    `of`: gradients by step and rank. `rewarm`: as in `train`; a state before the same step is saved right after it.
+    """
+    whole, optimizer = joined(exchange, options, **arguments)
+    for number in range(steps):
+        if number in (rewarm or {}):
+            optimizer.rewarm(rewarm[number])
+        if number == at:
+            state = optimizer.consolidate() if consolidate else optimizer.state_dict()
+            state = unpack(pack(state), "memory") if consolidate else state
+            saved, phase = arrays(whole), optimizer.phase
+        feed(whole, optimizer, of(number, rank))
+    rest, other = joined(exchange, options, **arguments | {"lr": 0.5})
+    with torch.no_grad():
+        for parameter, value in zip(rest, saved, strict=True):
+            parameter.copy_(torch.from_numpy(value))
+    other.load_state_dict(state)
+    assert other.phase == phase
+    for number in range(at, steps):
+        if number > at and number in (rewarm or {}):
+            other.rewarm(rewarm[number])
+        feed(rest, other, of(number, rank))
+    for mine, theirs in zip(arrays(whole), arrays(rest), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    assert other.statistics()["steps"] == steps
 
 
 def equal_the_reference(results, options, steps, shapes=SHAPES, tolerance=1e-6, rewarm=None, **arguments):

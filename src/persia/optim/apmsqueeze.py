@@ -145,25 +145,24 @@ class APMSqueeze(torch.optim.Optimizer):
         exchange = self._connected()
         before = exchange.sent
         gradients = [self._gradient(p) for p in self._parameters()]
-        scale = self._unscaling()
-        agreed = self._agree(gradients, scale)
+        agreed = self._agree(gradients, scale := self._unscaling())
         if not agreed.finite:
             self._skip()
-            if self._scaler is not None:
-                for found in self._scaler._found_inf_per_device(self).values():
-                    found.fill_(1.0)
             return loss
         self._skipped_in_a_row = 0
         self._enrol(agreed)
         clip, clipped = self.options.clip_norm, 1.0
         if clip is not None and self.phase == "compressed":
             clipped = min(1.0, clip / (agreed.norm + 1e-6))
-        rules = [self._rules(cohort, gradients, agreed.active, scale * clipped) for cohort in self._cohorts]
-        clipped *= self._warm_up([(c, r) for c, r in zip(self._cohorts, rules, strict=True) if c.phase == "warmup"])
+        work = [(c, self._rules(c, gradients, agreed.active, scale * clipped)) for c in self._cohorts]
+        full = [(c, c.full_rules(r)) for c, r in work if c.full]
+        compressed = [(c, r) for c, r in work if not c.full]
+        clipped *= self._average(full)
         if self.options.track_scale:
             mean = {id(p): s * clipped**2 for p, s in zip(self._parameters(), agreed.squares, strict=True)}
-            rules = [c.track(r, mean) for c, r in zip(self._cohorts, rules, strict=True)]
-        self._squeeze([(c, r) for c, r in zip(self._cohorts, rules, strict=True) if c.phase == "compressed"])
+            for cohort, rules in work:
+                cohort.track(rules, mean)
+        self._squeeze([(c, c.scaled(r)) for c, r in compressed])
         self._steps += 1
         self._last_sent = exchange.sent - before
         self._last_full = 8 * (exchange.size - 1) * sum(c.flat.size for c in self._cohorts) // exchange.size
@@ -172,6 +171,9 @@ class APMSqueeze(torch.optim.Optimizer):
         return loss
 
     def _skip(self) -> None:
+        if self._scaler is not None:
+            for found in self._scaler._found_inf_per_device(self).values():
+                found.fill_(1.0)
         self._skipped += 1
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row == SKIPS:
@@ -183,27 +185,27 @@ class APMSqueeze(torch.optim.Optimizer):
                 longer,
             )
 
-    def _warm_up(self, cohorts: list[tuple[Cohort, list[Rule]]]) -> float:
+    def _average(self, cohorts: list[tuple[Cohort, list[Rule]]]) -> float:
         """Runs line 2: Adam with the average of the gradients, float32. Returns the factor by which it was clipped."""
         exchange = self._connected()
-        work = [(bucket, rules) for cohort, rules in cohorts for bucket in cohort.buckets]
+        work = [(bucket, rules, cohort.scratch(bucket)) for cohort, rules in cohorts for bucket in cohort.buckets]
         waits = [
-            exchange.start_sum(bucket.collect(rules), f"gradients of bucket {i}")
-            for i, (bucket, rules) in enumerate(work)
+            exchange.start_sum(bucket.collect(rules, gradients), f"gradients of bucket {i}")
+            for i, (bucket, rules, gradients) in enumerate(work)
         ]
         for wait in waits:
             wait()
         factor, clipped = 1.0 / exchange.size, 1.0
         if self.options.clip_norm is not None and self.phase == "warmup" and work:
-            total = sum_of_squares([bucket.error for bucket, _ in work], self._pool)
+            total = sum_of_squares([gradients for _, _, gradients in work], self._pool)
             # Workers may round a norm differently, but its average is the same for all.
             norm = float(exchange.sum(torch.tensor([total**0.5], dtype=torch.float64), "norm")) * factor**2
             clipped = min(1.0, self.options.clip_norm / (norm + 1e-6))
             factor *= clipped
-        for bucket, rules in work:
-            bucket.adam(rules, factor)
+        for bucket, rules, gradients in work:
+            bucket.adam(rules, gradients, factor)
         for cohort, rules in cohorts:
-            cohort.observe([rule.bias2 for rule in rules], [float(group["lr"]) for group in self.param_groups])
+            cohort.end_full([rule.bias2 for rule in rules], [float(group["lr"]) for group in self.param_groups])
         return clipped
 
     def _squeeze(self, cohorts: list[tuple[Cohort, list[Rule]]]) -> None:

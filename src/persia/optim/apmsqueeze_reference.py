@@ -106,6 +106,7 @@ class ReferenceAPMSqueeze:
         self.corrected = False
         self.squares = [0.0] * len(self.x)
         self.frozen_squares = [0.0] * len(self.x)
+        self.refreshes = self.refreshed = 0
         self.norms: list[float] = []
         self.rates: list[float] = []
 
@@ -120,13 +121,19 @@ class ReferenceAPMSqueeze:
             return
         if not self.frozen and self._ready():
             self._freeze()
+        refresh = self.frozen and self._refresh_is_due()
+        if refresh:
+            self._fold()
         self.steps += 1
-        if self.frozen:
-            self._clip_frozen(mine)
-            self._track(mine)
-            self._squeeze(mine)
-        else:
+        if not self.frozen:
             self._adam(mine)
+            return
+        self._clip_frozen(mine)
+        self._track(mine)
+        if refresh:
+            self._refresh(mine)
+        else:
+            self._squeeze(mine)
 
     def _adam(self, gradients: list[list[Vector]]) -> None:
         """Runs line 2."""
@@ -157,14 +164,34 @@ class ReferenceAPMSqueeze:
         return 1.0 if self.corrected else 1 - self.beta2**self.steps
 
     def _freeze(self) -> None:
-        corrected = [v / self._bias2() for v in self.variance]
-        overall = np.concatenate(corrected).mean() or 1.0
-        for t, v in enumerate(corrected):
-            mean = (v.mean() if len(v) else 0.0) or overall
-            self.variance[t] = np.maximum(v, self.options.variance_floor * mean)
+        self.variance = [v / self._bias2() for v in self.variance]
+        self._raise_to_floor()
         self.frozen = self.corrected = True
         self.frozen_squares = list(self.squares)
         self.frozen_weight = 1 - self.beta2**self.steps
+        self.refreshes, self.refreshed = 0, self.steps
+
+    def _raise_to_floor(self) -> None:
+        overall = np.concatenate(self.variance).mean() or 1.0
+        for t, v in enumerate(self.variance):
+            mean = (v.mean() if len(v) else 0.0) or overall
+            self.variance[t] = np.maximum(v, self.options.variance_floor * mean)
+
+    def _refresh_is_due(self) -> bool:
+        """Returns whether the next step updates the frozen v."""
+        kappa = self.options.refresh_variance
+        return kappa is not None and self.steps + 1 - self.refreshed >= 2 ** (self.refreshes // kappa)
+
+    def _refresh(self, gradients: list[list[Vector]]) -> None:
+        """Runs a step with the average of the gradients, which also updates v."""
+        decay = max(self.beta2 ** (self.steps - self.refreshed), min(self.beta2, 0.95))
+        for t in range(len(self.x)):
+            g = np.sum([worker[t] for worker in gradients], axis=0) / self.workers
+            self.momentum[t] = self.beta1 * self.momentum[t] + (1 - self.beta1) * g
+            self.variance[t] = decay * self.variance[t] + (1 - decay) * g**2
+            self._move(t, self.variance[t])
+        self._raise_to_floor()
+        self.refreshes, self.refreshed = self.refreshes + 1, self.steps
 
     def _track(self, gradients: list[list[Vector]]) -> None:
         """Updates the running means of the squared norms of the workers' gradients, by tensor."""
@@ -188,8 +215,17 @@ class ReferenceAPMSqueeze:
             self.server_error[t] = np.zeros_like(unsent)
             for errors in self.worker_errors:
                 errors[t] = np.zeros_like(unsent)
-            self.variance[t] = self.variance[t] * self._scale(t) ** 2
+        if self.frozen:
+            self._fold()
         self.frozen, self.until = False, self.steps + steps
+
+    def _fold(self) -> None:
+        """Multiplies the frozen v by the square of its scale, which is 1 afterwards."""
+        self.variance = [v * self._scale(t) ** 2 for t, v in enumerate(self.variance)]
+        self.frozen_squares = [
+            now if then else 0.0 for now, then in zip(self.squares, self.frozen_squares, strict=True)
+        ]
+        self.frozen_weight = 1 - self.beta2**self.steps
 
     def _clip_frozen(self, gradients: list[list[Vector]]) -> None:
         if self.options.clip_norm is not None:

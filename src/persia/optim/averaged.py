@@ -101,7 +101,7 @@ def flush(cohort: Cohort, beta1: Sequence[float], momentum: bool, exchange: Exch
 
 
 def fill(averaged: Averaged, cohorts: Sequence[Cohort]) -> None:
-    """Sets the state to that of flushed cohorts. Shares their tensors. A tracked scale stays as it is meanwhile."""
+    """Sets the state to that of flushed cohorts. Shares their tensors. A frozen v and its scale stay meanwhile."""
     averaged.state.clear()
     for cohort in cohorts:
         cohort.fold_scale()

@@ -137,25 +137,25 @@ class Bucket:
             if max(a, begin) < min(b, end)
         ]
 
-    # --- warm-up ----------------------------------------------------------------------------------------------
+    # --- full precision ---------------------------------------------------------------------------------------
 
-    def collect(self, rules: Sequence[Rule]) -> torch.Tensor:
-        """Returns this worker's unscaled gradients, float32, flat, in the memory of the error, which is unused yet."""
+    def collect(self, rules: Sequence[Rule], out: torch.Tensor) -> torch.Tensor:
+        """Writes this worker's unscaled gradients, float32, in the order of the bucket. Returns `out`."""
         for piece in self.pieces:
-            rule, out = rules[piece.number], self.error[piece.at]
-            if rule.gradient is None:
-                out.zero_()
+            gradient, part = rules[piece.number].gradient, out[piece.at]
+            if gradient is None:
+                part.zero_()
             else:
-                torch.mul(rule.gradient[piece.begin : piece.end], rule.scale, out=out)
-        return self.error
+                torch.mul(gradient[piece.begin : piece.end], rules[piece.number].scale, out=part)
+        return out
 
-    def adam(self, rules: Sequence[Rule], factor: float) -> None:
-        """Runs a step of Adam with the collected gradients, times a factor."""
+    def adam(self, rules: Sequence[Rule], gradients: torch.Tensor, factor: float) -> None:
+        """Runs a step of Adam with gradients in the order of the bucket, which it may change, times a factor."""
         for piece in self.pieces:
             rule = rules[piece.number]
             if not rule.active:
                 continue
-            g, m, v = self.error[piece.at].mul_(factor), self.momentum[piece.at], self.variance[piece.at]
+            g, m, v = gradients[piece.at].mul_(factor), self.momentum[piece.at], self.variance[piece.at]
             m.mul_(rule.beta1).add_(g, alpha=1.0 - rule.beta1)
             v.mul_(rule.beta2).addcmul_(g, g, value=1.0 - rule.beta2)
             self._move(piece, rule, m, (v / rule.bias2).sqrt_())

@@ -11,12 +11,13 @@ from typing import Literal
 import torch
 
 from persia.batching.native import ThreadPool
-from persia.optim.buckets import Flat, Rule, ranges
+from persia.optim.buckets import Bucket, Flat, Rule, ranges
 from persia.optim.compressors import Uncompressed
 from persia.optim.exchange import Exchange
 from persia.optim.native import bucket_class
 from persia.optim.options import APMSqueezeOptions
 from persia.optim.tracked_scale import TrackedScale
+from persia.optim.variance_refresh import VarianceRefresh
 
 __all__ = ["Cohort", "Phase"]
 
@@ -46,6 +47,7 @@ class Cohort:
         steps: number of steps so far.
         until: step before which the warm-up does not end.
         scale: scale of the frozen v by parameter of `flat`, if it is tracked.
+        refresh: schedule of the updates of the frozen v, if there are any.
         corrected: whether the bias of v is corrected: from the first end of the warm-up on.
         updates: number of steps by parameter of `flat`, without those in which it had no gradient.
         norms: bias-corrected ||v||_1 after the last steps, as many as `warmup="auto"` needs.
@@ -67,6 +69,7 @@ class Cohort:
         self.updates = [0] * len(self.flat.parameters)
         self._options, self._exchange = options, exchange
         self.scale = TrackedScale(len(self.flat.parameters), options.variance_floor) if options.track_scale else None
+        self.refresh = VarianceRefresh(options.refresh_variance) if options.refresh_variance is not None else None
         self._window = math.ceil(1.0 / (1.0 - beta2)) if beta2 < 1.0 else 1
         self.norms: deque[float] = deque(maxlen=self._window + 1)
         self.rates: deque[tuple[float, ...]] = deque(maxlen=self._window + 1)
@@ -114,20 +117,13 @@ class Cohort:
         Args:
             bias2: divisor for the bias correction of v, by parameter; unused if it is corrected already.
         """
-        views = list(self.flat.views(self.flat.variance))
-        for v, bias in zip(views, bias2, strict=True):
+        for v, bias in zip(self.flat.views(self.flat.variance), bias2, strict=True):
             v.div_(1.0 if self.corrected else bias)
-        overall = self.flat.variance.mean()
-        means = torch.stack([v.mean() if v.numel() else overall for v in views])
-        means = torch.where(means > 0, means, overall if overall > 0 else torch.ones_like(overall))
-        # Workers may round a sum differently, so all use that of one worker.
-        self._exchange.broadcast(means, "end of the warm-up")
-        for v, mean in zip(views, means, strict=True):
-            v.clamp_(min=self._options.variance_floor * mean)
-        if self._options.variance_floor == 0.0:
-            self.flat.variance.masked_fill_(self.flat.variance == 0.0, math.inf)  # Such elements stay as they are.
+        self._raise_to_floor("end of the warm-up")
         if self.scale is not None:
             self.scale.freeze()
+        if self.refresh is not None:
+            self.refresh.restart(self.steps)
         self.flat.error.zero_()
         self.norms.clear()
         self.rates.clear()
@@ -142,28 +138,78 @@ class Cohort:
                 SHORT,
             )
 
+    def _raise_to_floor(self, what: str) -> None:
+        """Raises the tiny elements of v. Blocks."""
+        views = list(self.flat.views(self.flat.variance))
+        overall = self.flat.variance.mean()
+        means = torch.stack([v.mean() if v.numel() else overall for v in views])
+        means = torch.where(means > 0, means, overall if overall > 0 else torch.ones_like(overall))
+        # Workers may round a sum differently, so all use that of one worker.
+        self._exchange.broadcast(means, what)
+        for v, mean in zip(views, means, strict=True):
+            v.clamp_(min=self._options.variance_floor * mean)
+        if self._options.variance_floor == 0.0:
+            self.flat.variance.masked_fill_(self.flat.variance == 0.0, math.inf)  # Such elements stay as they are.
+
+    # --- full precision ---------------------------------------------------------------------------------------
+
+    @property
+    def full(self) -> bool:
+        """Whether the current step is one of Adam's, at full precision: in the warm-up, or to update the frozen v."""
+        return self.phase == "warmup" or (self.refresh is not None and self.refresh.due(self.steps))
+
+    def full_rules(self, rules: list[Rule]) -> list[Rule]:
+        """Prepares momentum and v for a step at full precision, and returns its rules."""
+        if self.phase == "warmup":
+            return rules
+        assert self.refresh is not None
+        self.settle()
+        self.fold_scale()
+        self.flat.variance.masked_fill_(torch.isinf(self.flat.variance), 0.0)  # See `_raise_to_floor`.
+        return [rule._replace(beta2=self.refresh.decay(rule.beta2, self.steps)) for rule in rules]
+
+    def scratch(self, bucket: Bucket) -> torch.Tensor:
+        """Returns an array for the gradients of a step at full precision. In the warm-up there are no errors yet."""
+        return bucket.error if self.phase == "warmup" else torch.empty_like(bucket.error)
+
+    def end_full(self, bias2: Sequence[float], rates: Sequence[float]) -> None:
+        """Ends a step at full precision. Blocks if it has updated a frozen v.
+
+        Args:
+            bias2: divisor for the bias correction of v, by parameter.
+            rates: learning rates of the step, by parameter group.
+        """
+        if self.phase == "warmup":
+            self.observe(bias2, rates)
+        elif self.refresh is not None:
+            self._raise_to_floor("update of v")
+            self.refresh.updated(self.steps)
+
     def rewarm(self, steps: int) -> None:
         """Continues with Adam, from the frozen v, for a number of steps. The errors must be zero."""
         self.until = self.steps + steps
         if self.phase == "compressed":
             self.fold_scale()
             self.phase = "warmup"
-            self.flat.variance.masked_fill_(torch.isinf(self.flat.variance), 0.0)  # See `freeze`.
+            self.flat.variance.masked_fill_(torch.isinf(self.flat.variance), 0.0)  # See `_raise_to_floor`.
 
-    def track(self, rules: list[Rule], squares: Mapping[int, float]) -> list[Rule]:
-        """Observes the gradients of a step, and returns the rules with the updates of a frozen v divided by its scale.
-
-        m / (s sqrt(v) + eps) = (1 / s) m / (sqrt(v) + eps / s).
+    def track(self, rules: Sequence[Rule], squares: Mapping[int, float]) -> None:
+        """Observes the gradients of a step, if the scale of v is tracked.
 
         Args:
             rules: rules by parameter.
             squares: mean of the squared norms of the workers' clipped gradients, by id of the parameter.
         """
-        assert self.scale is not None
         for number, (parameter, rule) in enumerate(zip(self.flat.parameters, rules, strict=True)):
-            if rule.active:
+            if rule.active and self.scale is not None:
                 self.scale.observe(number, squares[id(parameter)], rule.beta2)
-        if self.phase == "warmup":
+
+    def scaled(self, rules: list[Rule]) -> list[Rule]:
+        """Returns rules whose updates are divided by the scale of v.
+
+        m / (s sqrt(v) + eps) = (1 / s) m / (sqrt(v) + eps / s).
+        """
+        if self.scale is None:
             return rules
         factors = self.scale.factors()
         return [r._replace(rate=r.rate / s, eps=r.eps / s) for r, s in zip(rules, factors, strict=True)]

@@ -49,10 +49,10 @@ class NativeBucket(Bucket):
         assert flat.pool is not None
         self._pool = flat.pool
 
-    def adam(self, rules: Sequence[Rule], factor: float) -> None:
+    def adam(self, rules: Sequence[Rule], gradients: torch.Tensor, factor: float) -> None:
         """See Bucket."""
         runs = _Runs(self, rules, lambda rule: (rule.beta1, 1.0 - rule.beta1))
-        _core.adam(*runs.tables, self.error.numpy(), factor, self.momentum.numpy(), self.variance.numpy(), self._pool)
+        _core.adam(*runs.tables, gradients.numpy(), factor, self.momentum.numpy(), self.variance.numpy(), self._pool)
         runs.store()
 
 

@@ -57,7 +57,7 @@ def pack(
 
 def described(cohort: Cohort) -> dict[str, Any]:
     """Returns the part of the header that is about a cohort, without the numbers of its parameters."""
-    about = {
+    about: dict[str, Any] = {
         "phase": cohort.phase,
         "steps": cohort.steps,
         "until": cohort.until,
@@ -67,6 +67,8 @@ def described(cohort: Cohort) -> dict[str, Any]:
     }
     if cohort.scale is not None:
         about["scale"] = [list(values) for values in cohort.scale.values]
+    if cohort.refresh is not None:
+        about["refresh"] = [cohort.refresh.count, cohort.refresh.last]
     return about
 
 
@@ -151,6 +153,8 @@ def unpack(
         if "scale" in about:
             by_number = dict(zip(about["parameters"], about["scale"], strict=True))
             scales = [(q, u, frozen) for q, u, frozen in (by_number[i] for i in numbers)]
+        if cohort.refresh is not None:
+            cohort.refresh.count, cohort.refresh.last = about.get("refresh", (0, cohort.steps))
         cohort.updates = [int(state[i]["step"]) for i in numbers]
         server = torch.zeros_like(flat.error)
         arrays = {"exp_avg": flat.momentum, "exp_avg_sq": flat.variance}

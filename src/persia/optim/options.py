@@ -29,6 +29,9 @@ class APMSqueezeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
             element noise as large as its neighbours' momentum, which division by a v near 0 would amplify.
         track_scale: after the warm-up, multiplies the root of the frozen v by one number per tensor, which follows the
             norms of the workers' gradients; see :class:`persia.optim.tracked_scale.TrackedScale`. Not in the paper.
+        refresh_variance: updates the frozen v in some steps, with gradients averaged in float32. Their distance is 1
+            step at first and doubles after every `refresh_variance` updates; 0/1 Adam has 16. None for no updates. See
+            :class:`persia.optim.variance_refresh.VarianceRefresh`. Not in the paper.
         process_group: process group of torch.distributed; None for all processes.
         timeout: maximum seconds of a wait for other workers.
         debug: checks after each step that the parameters of all workers are bitwise equal. Slow.
@@ -41,13 +44,13 @@ class APMSqueezeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     bucket_bytes: int = 25 << 20
     variance_floor: float = 1e-3
     track_scale: bool = False
+    refresh_variance: int | None = None
     process_group: Any = None
     timeout: float = 600.0
     debug: bool = False
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.warmup, int) and not isinstance(self.warmup, bool)
-        if self.warmup != "auto" and not (whole and self.warmup >= 1):
+        if self.warmup != "auto" and not _counts(self.warmup):
             raise ConfigError(f'warmup = {self.warmup!r}; give a number of steps >= 1, or "auto".', field="warmup")
         if self.compressor is not None and not isinstance(self.compressor, Compressor):
             raise ConfigError(
@@ -62,7 +65,16 @@ class APMSqueezeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
                 raise ConfigError(f"{name} = {value!r}; give a number > 0.", field=name)
         if not isinstance(self.track_scale, bool):
             raise ConfigError(f"track_scale = {self.track_scale!r}; use True or False.", field="track_scale")
+        if self.refresh_variance is not None and not _counts(self.refresh_variance):
+            raise ConfigError(
+                f"refresh_variance = {self.refresh_variance!r}; give a number of updates >= 1, or None.",
+                field="refresh_variance",
+            )
         if not 0.0 <= self.variance_floor <= 1.0:
             raise ConfigError(
                 f"variance_floor = {self.variance_floor!r}; give a number from 0 to 1.", field="variance_floor"
             )
+
+
+def _counts(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
