@@ -9,20 +9,12 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from persia.checkpoint.packing import pack, unpack
 from persia.errors import CheckpointError, ConfigError, PersiaError
 from persia.optim import APMSqueeze, APMSqueezeOptions, OneBit, Uncompressed
 from persia.optim.apmsqueeze_reference import ReferenceAPMSqueeze
-from support.apms_case import COMPRESSORS, SHAPES, arrays, equal_the_reference, gradients, make, step, tensors, train
+from support import apms_case
+from support.apms_case import COMPRESSORS, SHAPES, arrays, equal_the_reference, gradients, joined, make, step, train
 from support.apms_threads import together
-
-
-def joined(exchange, options, shapes=SHAPES, native=True, **arguments):
-    parameters, optimizer = make(options, shapes, **arguments)
-    optimizer._exchange = exchange
-    if not native:
-        optimizer._pool = None  # The path of other devices.
-    return parameters, optimizer
 
 
 def trained(rank, exchange, steps, options, shapes=SHAPES, native=True, arguments=None):
@@ -112,7 +104,7 @@ def test_warm_up_is_adamw():
 def test_what_was_sent_is_all_that_there_was_but_for_the_last_errors(compressor, workers, seed):
     """Telescoping, of the reference: sum over steps of what a worker sent = sum of its momenta - its final error."""
     options = APMSqueezeOptions(warmup=1, compressor=compressor, bucket_bytes=4 * 500)
-    reference = ReferenceAPMSqueeze(tensors(seed, [(130,), (5,), (1030,)]), workers, options)
+    reference = ReferenceAPMSqueeze(apms_case.tensors(seed, [(130,), (5,), (1030,)]), workers, options)
     sent = [np.zeros(1165) for _ in range(workers)]
     wanted = [np.zeros(1165) for _ in range(workers)]
     agreed = np.zeros(1165)
@@ -349,33 +341,12 @@ def test_debug_finds_what_differs():
 # --- state ------------------------------------------------------------------------------------------------------
 
 
-def resumed(rank, exchange, compressor, at, consolidate):
-    options = {"warmup": 3, "compressor": compressor, "bucket_bytes": 4 * 2000}
-    whole, optimizer = joined(exchange, options)
-    for number in range(8):
-        if number == at:
-            state = optimizer.consolidate() if consolidate else optimizer.state_dict()
-            state = unpack(pack(state), "memory") if consolidate else state
-            saved = arrays(whole)
-        step(whole, optimizer, number, rank)
-    rest, other = joined(exchange, options, lr=0.5)
-    with torch.no_grad():
-        for parameter, value in zip(rest, saved, strict=True):
-            parameter.copy_(torch.from_numpy(value))
-    other.load_state_dict(state)
-    assert other.phase == ("compressed" if at > 3 else "warmup")
-    for number in range(at, 8):
-        step(rest, other, number, rank)
-    for mine, theirs in zip(arrays(whole), arrays(rest), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
-    assert other.statistics()["steps"] == 8
-
-
 @pytest.mark.parametrize("consolidate", [True, False], ids=["consolidated", "own"])
 @pytest.mark.parametrize("at", [0, 1, 3, 4, 7])
 @pytest.mark.parametrize("compressor", COMPRESSORS[::3], ids=str)
 def test_a_resumed_run_is_the_same_to_the_bit(compressor, at, consolidate):
-    together(3, resumed, compressor, at, consolidate)
+    options = {"warmup": 3, "compressor": compressor, "bucket_bytes": 4 * 2000}
+    together(3, apms_case.resumed, options, at, consolidate, 8)
 
 
 def save(rank, exchange):
@@ -509,6 +480,8 @@ def test_a_warm_up_on_a_dense_ps_goes_on():
         ({"timeout": -1.0}, "timeout"),
         ({"variance_floor": 2.0}, "variance_floor"),
         ({"track_scale": "yes"}, "track_scale"),
+        ({"refresh_variance": 0}, "refresh_variance"),
+        ({"refresh_variance": True}, "refresh_variance"),
     ],
 )
 def test_wrong_options(options, field):

@@ -1,30 +1,23 @@
 """APMSqueeze.rewarm, held against its reference and against Adam's formulas."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from persia.checkpoint.packing import pack, unpack
 from persia.errors import ConfigError
 from persia.optim import APMSqueeze, APMSqueezeOptions, Uncompressed
-from support.apms_case import COMPRESSORS, arrays, equal_the_reference, gradients, make, step, train
+from support.apms_case import COMPRESSORS, arrays, equal_the_reference, gradients, joined, make, resumed, step, train
 from support.apms_threads import together
 
 SMALL_BUCKETS = {"warmup": 3, "bucket_bytes": 4 * 2000}
 
 
-def joined(exchange, options, native=True, **arguments):
-    parameters, optimizer = make(SMALL_BUCKETS | options, **arguments)
-    optimizer._exchange = exchange
-    if not native:
-        optimizer._pool = None  # The path of other devices.
-    return parameters, optimizer
-
-
 def trained(rank, exchange, steps, options, native, rewarm):
-    parameters, optimizer = joined(exchange, {"debug": True} | options, native)
+    parameters, optimizer = joined(exchange, SMALL_BUCKETS | {"debug": True} | options, native=native)
     return train(parameters, optimizer, rank, steps, rewarm=rewarm)
 
 
@@ -54,7 +47,7 @@ def test_it_is_adam_from_the_frozen_v_and_the_momentum_with_the_errors(native):
     lr, (beta1, beta2), eps = 1e-3, (0.9, 0.999), 1e-8
 
     def check(rank, exchange):
-        parameters, optimizer = joined(exchange, {}, native)
+        parameters, optimizer = joined(exchange, SMALL_BUCKETS, native=native)
         train(parameters, optimizer, 0, 6)
         before = optimizer.state_dict()["state"]
         assert optimizer.statistics()["worker_error_norm"] > 0
@@ -86,39 +79,18 @@ def test_it_is_adam_from_the_frozen_v_and_the_momentum_with_the_errors(native):
     together(1, check)
 
 
-def resumed(rank, exchange, compressor, at, consolidate):
-    whole, optimizer = joined(exchange, {"compressor": compressor})
-    for number in range(14):
-        if number == 5:
-            optimizer.rewarm(4)
-        if number == at:
-            state = optimizer.consolidate() if consolidate else optimizer.state_dict()
-            state = unpack(pack(state), "memory") if consolidate else state
-            saved = arrays(whole)
-        step(whole, optimizer, number, rank)
-    rest, other = joined(exchange, {"compressor": compressor}, lr=0.5)
-    with torch.no_grad():
-        for parameter, value in zip(rest, saved, strict=True):
-            parameter.copy_(torch.from_numpy(value))
-    other.load_state_dict(state)
-    assert other.phase == ("compressed" if at > 9 else "warmup")
-    for number in range(at, 14):
-        step(rest, other, number, rank)
-    for mine, theirs in zip(arrays(whole), arrays(rest), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
-
-
 @pytest.mark.parametrize("consolidate", [True, False], ids=["consolidated", "own"])
 @pytest.mark.parametrize("at", [5, 7, 9, 12])
 @pytest.mark.parametrize("compressor", COMPRESSORS[::3], ids=str)
 def test_a_resumed_run_is_the_same_to_the_bit(compressor, at, consolidate):
-    together(2, resumed, compressor, at, consolidate)
+    options = SMALL_BUCKETS | {"compressor": compressor}
+    together(2, partial(resumed, rewarm={5: 4}), options, at, consolidate, 14)
 
 
 def on_dense_ps(rank, exchange, steps):
     """Some steps of the second warm-up on averages, as on a dense PS, beside one that stays."""
-    parameters, optimizer = joined(exchange, {"debug": True})
-    others, other = joined(exchange, {})
+    parameters, optimizer = joined(exchange, SMALL_BUCKETS | {"debug": True})
+    others, other = joined(exchange, SMALL_BUCKETS)
     for number in range(14):
         for optimizer_ in (optimizer, other) if number == 5 else ():
             optimizer_.rewarm(5)
@@ -180,7 +152,7 @@ def test_wrong_steps_are_refused(steps):
 
 
 def differently(rank, exchange):
-    parameters, optimizer = joined(exchange, {})
+    parameters, optimizer = joined(exchange, SMALL_BUCKETS)
     train(parameters, optimizer, rank, 5)
     with pytest.raises(ConfigError, match=r"differs between workers: \[3, 4\]"):
         optimizer.rewarm(3 + rank)

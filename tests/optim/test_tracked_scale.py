@@ -1,44 +1,24 @@
 """The tracked scale of v, held against the reference and against its formula."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from persia.checkpoint.packing import pack, unpack
 from persia.optim import APMSqueezeOptions
 from persia.optim.apmsqueeze_reference import ReferenceAPMSqueeze
-from support.apms_case import COMPRESSORS, SHAPES, arrays, gradients, make, tensors
+from support.apms_case import COMPRESSORS, arrays, changing, feed, gradients, joined, make, resumed, tensors
 from support.apms_threads import together
 
 BETAS = (0.9, 0.8)
 OPTIONS = {"warmup": 4, "bucket_bytes": 4 * 2000, "track_scale": True}
 
 
-def changing(number, rank, rates):
-    """Gradients that grow or shrink by a rate per step, another one for each tensor."""
-    return [
-        (g * rates[t % len(rates)] ** number).astype(np.float32) for t, g in enumerate(gradients(number, rank, SHAPES))
-    ]
-
-
-def joined(exchange, options, native=True, **arguments):
-    parameters, optimizer = make(OPTIONS | options, betas=BETAS, **arguments)
-    optimizer._exchange = exchange
-    if not native:
-        optimizer._pool = None  # The path of other devices.
-    return parameters, optimizer
-
-
-def feed(parameters, optimizer, grads):
-    for parameter, g in zip(parameters, grads, strict=True):
-        parameter.grad = torch.from_numpy(np.array(g))
-    optimizer.step()
-
-
 def trained(rank, exchange, steps, options, native, rates, rewarm):
-    parameters, optimizer = joined(exchange, {"debug": True} | options, native)
+    parameters, optimizer = joined(exchange, OPTIONS | {"debug": True} | options, native=native, betas=BETAS)
     for number in range(steps):
         if number == rewarm:
             optimizer.rewarm(2)
@@ -70,7 +50,7 @@ def test_it_equals_the_reference(compressor, communicate, workers, rates, rewarm
 
 def test_the_scale_is_the_root_of_the_ratio_of_the_mean_squared_norms():
     def check(rank, exchange):
-        parameters, optimizer = joined(exchange, {"variance_floor": 1e-3})
+        parameters, optimizer = joined(exchange, OPTIONS | {"variance_floor": 1e-3}, betas=BETAS)
         squares = []
         for number in range(9):
             grads = changing(number, rank, [1.2, 0.5, 1.0])
@@ -122,29 +102,11 @@ def test_it_is_off_by_default():
     assert "scale" not in optimizer.state_dict()["apmsqueeze"]["cohorts"][0]
 
 
-def resumed(rank, exchange, at, consolidate):
-    whole, optimizer = joined(exchange, {})
-    for number in range(10):
-        if number == at:
-            state = optimizer.consolidate() if consolidate else optimizer.state_dict()
-            state = unpack(pack(state), "memory") if consolidate else state
-            saved = arrays(whole)
-        feed(whole, optimizer, changing(number, rank, [0.8, 1.2]))
-    rest, other = joined(exchange, {})
-    with torch.no_grad():
-        for parameter, value in zip(rest, saved, strict=True):
-            parameter.copy_(torch.from_numpy(value))
-    other.load_state_dict(state)
-    for number in range(at, 10):
-        feed(rest, other, changing(number, rank, [0.8, 1.2]))
-    for mine, theirs in zip(arrays(whole), arrays(rest), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
-
-
 @pytest.mark.parametrize("consolidate", [True, False], ids=["consolidated", "own"])
 @pytest.mark.parametrize("at", [2, 4, 7])
 def test_a_resumed_run_is_the_same_to_the_bit(at, consolidate):
-    together(2, resumed, at, consolidate)
+    of = partial(changing, rates=[0.8, 1.2])
+    together(2, partial(resumed, of=of, betas=BETAS), OPTIONS, at, consolidate, 10)
 
 
 def test_a_v_that_was_frozen_untracked_keeps_its_scale_until_it_is_frozen_again():
@@ -165,7 +127,7 @@ def test_a_v_that_was_frozen_untracked_keeps_its_scale_until_it_is_frozen_again(
 
 def test_on_dense_pss_v_has_the_scale():
     def check(rank, exchange):
-        parameters, optimizer = joined(exchange, {"compressor": None})
+        parameters, optimizer = joined(exchange, OPTIONS | {"compressor": None}, betas=BETAS)
         for number in range(7):
             feed(parameters, optimizer, changing(number, rank, [0.7, 1.2]))
         cohort = optimizer._cohorts[0]
