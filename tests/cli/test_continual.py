@@ -5,13 +5,16 @@ import json
 import subprocess
 import sys
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from persia.cli.continual import Recipe, parse_days, table
 from persia.cli.run_config import RunConfig
 from persia.config import convert
-from persia.data import Span, days
+from persia.data import Span, days, synthetic
 from persia.errors import CheckpointError, ConfigError
 from persia.modes import Gba, Hybrid, Sync
 
@@ -25,6 +28,7 @@ CONFIG = {
     "model": {"kind": "deepfm", "options": {"hidden": [8]}},
     "trainer": {"progress": False},
 }
+SCHEMA = {"id_features": [{"name": f"id_{i}", "dim": 4} for i in range(3)], "labels": ["click"]}
 
 
 def config(output, **changes):
@@ -163,6 +167,50 @@ def test_another_run_is_inherited(tmp_path):
     torch.testing.assert_close(heir.parameters(), whole.parameters())
     with pytest.raises(CheckpointError, match="--inherit"):
         Recipe(config(tmp_path / "base"), str(tmp_path / "base"))
+
+
+def test_the_switch_to_more_nn_workers_and_back(tmp_path):
+    """Sync, Gba with a third of the batch and the same global batch, Sync: from checkpoint to checkpoint."""
+    data = day_files(tmp_path / "data.parquet")
+    small = {"data": {**data, "batch_size": 20}, "mode": {"kind": "gba", "global_batch_size": 60}, "schema": SCHEMA}
+    large = {"data": {**data, "batch_size": 60}, "mode": {"kind": "sync"}, "schema": SCHEMA}
+    whole = Run(tmp_path / "whole", **large).train(0, 3)
+    parts = [
+        Run(tmp_path / "sync", **large).train(0, 0),
+        Run(tmp_path / "gba", **small).train(1, 2, inherit=str(tmp_path / "sync")),
+        Run(tmp_path / "back", **large).train(3, 3, inherit=str(tmp_path / "gba")),
+    ]
+    records = [record for part in parts for record in part.recipe.records]
+    assert [record.mode for record in records] == [Sync(), Gba(60), Gba(60), Sync()]
+    for mine, theirs in zip(records, whole.recipe.records, strict=True):
+        assert (mine.day, mine.first_row, mine.step, mine.global_step) == (
+            theirs.day, theirs.first_row, theirs.step, theirs.global_step,
+        )  # fmt: skip
+        assert mine.progressive_auc == pytest.approx(theirs.progressive_auc, abs=1e-5)
+        assert mine.auc == pytest.approx(theirs.auc, abs=1e-5)
+    torch.testing.assert_close(parts[-1].parameters(), whole.parameters(), rtol=0, atol=1e-5)
+    counts = {int(state["step"]) for state in parts[-1].trainer.step.optimizer.state.values()}
+    assert counts == {whole.trainer.global_step} == {4 * 5}
+    assert [part.trainer.state.local_batch for part in parts] == [60, 20, 60]
+
+
+def test_an_inherited_batch_size_does_not_stay(tmp_path):
+    """A switch at the start is checked against the batches to come."""
+    data = day_files(tmp_path / "data.parquet")
+    Run(tmp_path / "base", data={**data, "batch_size": 50}, schema=SCHEMA).train(0, 0)
+    gba = {"kind": "gba", "global_batch_size": 60}
+    heir = Run(tmp_path / "heir", data={**data, "batch_size": 20}, mode=gba, schema=SCHEMA)
+    heir.train(1, 1, inherit=str(tmp_path / "base"))
+    assert (heir.recipe.records[0].step, heir.trainer.global_step) == (6, 6 + 5)
+
+
+def day_files(path):
+    """Writes 5 days of 300 rows; returns a data section. A synthetic reader would draw other rows by batch size."""
+    clicks = synthetic(1500, days=5, drift=0.1, id_features=3, ids_per_feature=50, dim=4, batch_size=1500)
+    (batch,) = clicks
+    columns = {name: column.values.astype(np.int64) for name, column in batch.id_features.items()}
+    pq.write_table(pa.table({**columns, "click": batch.labels[:, 0], "day": batch.day}), path)
+    return {"kind": "parquet", "path": str(path), "options": {"day": "day"}}
 
 
 @pytest.mark.parametrize("text", ["", "3", "a..b", "3..1", "-1..2", "1..", "1.5..2"])

@@ -144,6 +144,8 @@ class Recipe:
             CheckpointError: a checkpoint does not match the configuration.
         """
         begun = self._resume(trainer, inherit)
+        # A checkpoint has the batch size of its run, which another cluster need not have.
+        trainer.state.local_batch = self._config.data.batch_size
         wanted = self._missing(wanted, begun)
         if not wanted:
             return
