@@ -1,6 +1,7 @@
 """Real gradients along schedules: Gba against Sync, switching, and the paper's Algorithm 2 written out."""
 
 from collections import defaultdict
+from typing import get_args
 
 import msgspec
 import numpy as np
@@ -22,6 +23,9 @@ from persia.replay import (
     replay,
     simulate,
 )
+from persia.replay.plain import PlainOptimizer
+from persia.store import reference_optim
+from persia.store.config import TableConfig
 from persia.testing.logistic import IDS, LOCAL, Problem, lock_step
 
 
@@ -184,6 +188,19 @@ def test_a_stale_gradient_counts_in_the_divisor():
             server.add({"item": (id_, np.ones((1, 1)))}, TakenGradient(step, token, 1.0, 1.0))
         server.apply(step)
     assert table.rows[1, 0] == -1.5
+
+
+@pytest.mark.parametrize("optimizer", get_args(PlainOptimizer))
+def test_a_plain_table_has_the_rules_of_the_store(optimizer):
+    rng = np.random.default_rng(5)
+    table = PlainTable(rng.normal(size=(2, 3)), optimizer, 0.1)
+    config = TableConfig("t", 3, optimizer=optimizer)
+    row, state = table.rows[1].astype(np.float32), np.zeros(config.state_width, np.float32)
+    for count in range(1, 6):
+        gradient = rng.normal(size=3)
+        table.update(np.array([1], np.uint64), gradient[None])
+        reference_optim.apply(config, row, state, gradient.astype(np.float32), 0.1, count)
+    np.testing.assert_allclose(table.rows[1], row, rtol=1e-5)
 
 
 def test_a_push_without_data_counts():
