@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 SOURCES := $(shell find cpp bindings -name '*.cpp' -o -name '*.hpp' -o -name CMakeLists.txt) CMakeLists.txt pyproject.toml
 
-.PHONY: chaos gpu gpu-wheels demo demo-cluster test test-all test-cpp sanitize lint format bench bench-cpp bench-smoke examples docs clean install
+.PHONY: chaos gpu gpu-wheels demo demo-cluster test test-all test-clusters test-rest test-cpp sanitize lint format bench bench-cpp bench-smoke examples docs clean install
 
 install: $(READY)  ## create .venv and install persia into it, editable
 
@@ -26,14 +26,19 @@ demo: install  ## train on real click logs if there are any, else on generated o
 demo-cluster: install  ## the same program on processes of this machine
 	$(BIN)/python examples/cluster.py
 
-# Two processes: one starts clusters and waits for them, the other runs everything else.
-PYTEST = $(BIN)/python -m pytest -q -n 2 --dist loadgroup
-
 test: install test-cpp  ## unit tests
-	$(PYTEST)
+	$(MAKE) -j2 test-clusters test-rest
 
 test-all: install test-cpp  ## unit tests and the slow ones
-	$(PYTEST) -m "slow or not slow"
+	$(MAKE) -j2 test-clusters test-rest PYTEST_OPTIONS='-m "slow or not slow"'
+
+# Beside each other: tests of clusters wait for processes most of the time.
+CLUSTERS = tests/cluster tests/chaos
+test-clusters: install
+	$(BIN)/python -m pytest -q $(PYTEST_OPTIONS) $(CLUSTERS)
+
+test-rest: install
+	$(BIN)/python -m pytest -q $(PYTEST_OPTIONS) $(CLUSTERS:%=--ignore=%)
 
 test-cpp: $(VENV)/.dependencies  ## the core's own tests
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S cpp -B build/cpp -GNinja -DCMAKE_BUILD_TYPE=Release > /dev/null

@@ -14,14 +14,8 @@ if "CI" not in os.environ:  # There hypothesis has a profile of its own, without
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts tests on Ray last: its threads stay in this process until the end, and would slow all others down.
-
-    Where several processes run tests, one of them runs all that start clusters, beside the others.
-    """
+    """Tests on Ray come last: its threads stay in this process until the end, and would slow all others down."""
     items.sort(key=lambda item: "ray_here" in getattr(item, "fixturenames", ()))
-    for item in items:
-        if item.path.parent.name in ("cluster", "chaos"):
-            item.add_marker(pytest.mark.xdist_group("clusters"))
 
 
 @pytest.fixture(scope="session")
