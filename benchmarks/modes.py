@@ -147,6 +147,7 @@ def bound(preset: str) -> Iterator[runner.Measure]:
 # --- delays, on data that do not change -------------------------------------------------------------------------------
 
 
+@functools.cache
 def stationary(preset: str, name: str, mode: Mode = SYNC) -> Plan:
     """Returns the plan of a set of ids, with the rates of a mode for it."""
     ids, zipf = DATA[name]
