@@ -1,8 +1,9 @@
-"""Charts of docs/modes.md, as SVG, from the JSON lines of `python -m benchmarks 'modes.*'`.
+"""Charts of docs/modes.md, docs/papers.md and docs/concepts/convergence.md, as SVG, from JSON lines.
 
     python -m benchmarks.plot_modes [LINES] [DIRECTORY]
 
-Figures 3, 4, 7 and 8 are those of the GBA paper (arXiv 2205.11048). A chart whose measures are missing is left out.
+`python -m benchmarks 'modes.*' 'paper.theorem1*' --json FILE` prints the lines. Figures 3, 4, 7 and 8 are those of the
+GBA paper (arXiv 2205.11048). A chart whose measures are missing is left out.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ ASSETS = Path(__file__).resolve().parents[1] / "docs" / "assets" / "modes"
 WIDTH, HEIGHT = 640, 340
 LEFT, RIGHT, TOP, BOTTOM = 66, 128, 34, 44
 COLOURS = ("#1f4e9c", "#c8442b", "#2b8a4b", "#8a5bb5", "#c98a13", "#4b4b4b", "#159a9c", "#b5467f")
-TICKS = 5
+TICKS, MARKS = 5, 9
+"""Heights that have a line, at least; places along x that are all named, at most."""
 
 Lines = Mapping[str, Mapping[str, Any]]
 Points = Sequence[tuple[float, float]]
@@ -33,18 +35,20 @@ class Chart(NamedTuple):
     y: str
     series: Mapping[str, Points]
     log_x: bool = False
+    log_y: bool = False
 
     def svg(self) -> str:
         """The picture."""
-        along = math.log10 if self.log_x else float
+        along, upward = (math.log10 if log else float for log in (self.log_x, self.log_y))
         xs = [along(x) for points in self.series.values() for x, _ in points]
-        ys = [y for points in self.series.values() for _, y in points]
+        ys = [upward(y) for points in self.series.values() for _, y in points]
         low_x, high_x = min(xs), max(xs)
-        ticks = _ticks(min(ys), max(ys))
-        low_y, high_y = min(ticks[0], *ys), max(ticks[-1], *ys)
+        heights = range(math.floor(min(ys)), math.ceil(max(ys)) + 1)
+        ticks = [10.0**height for height in heights] if self.log_y else _ticks(min(ys), max(ys))
+        low_y, high_y = min(upward(ticks[0]), *ys), max(upward(ticks[-1]), *ys)
 
         def at(x: float, y: float) -> tuple[float, float]:
-            right, up = (along(x) - low_x) / (high_x - low_x or 1), (y - low_y) / (high_y - low_y or 1)
+            right, up = (along(x) - low_x) / (high_x - low_x or 1), (upward(y) - low_y) / (high_y - low_y or 1)
             return LEFT + right * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
 
         parts = [f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>', _text(LEFT, 20, self.title, weight="bold")]
@@ -53,8 +57,11 @@ class Chart(NamedTuple):
             parts.append(f'<path d="M{LEFT} {height:.1f}H{WIDTH - RIGHT}" stroke="#ddd"/>')
             parts.append(_text(LEFT - 6, height + 4, f"{y:g}", anchor="end"))
         marks = sorted({x for points in self.series.values() for x, _ in points})
-        for x in marks if self.log_x or len(marks) <= 8 else _ticks(low_x, high_x):
-            parts.append(_text(at(x, low_y)[0], HEIGHT - BOTTOM + 16, f"{x:g}", anchor="middle"))
+        if len(marks) > MARKS:
+            decades = range(math.ceil(low_x), math.floor(high_x) + 1)
+            marks = [10.0**place for place in decades] if self.log_x else _ticks(low_x, high_x)
+        for x in marks:
+            parts.append(_text(at(x, ticks[0])[0], HEIGHT - BOTTOM + 16, f"{x:g}", anchor="middle"))
         parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, self.x, anchor="middle"))
         middle = (TOP + HEIGHT - BOTTOM) / 2
         parts.append(_text(14, middle, self.y, anchor="middle", turn=f"rotate(-90 14 {middle})"))
@@ -91,17 +98,35 @@ def _ticks(low: float, high: float) -> list[float]:
 # --- the charts -------------------------------------------------------------------------------------------------------
 
 SWITCHES = {
-    "to Gba": "modes.auc_sync_to_gba",
-    "from Gba": "modes.auc_gba_to_sync",
-    "to Async": "modes.auc_switch_others.to_async",
-    "to Bsp": "modes.auc_switch_others.to_bsp",
-    "to HopBw": "modes.auc_switch_others.to_hop_bw",
+    "to Gba": "modes.auc_sync_to_gba.mean",
+    "from Gba": "modes.auc_gba_to_sync.mean",
+    "to Async": "modes.auc_switch_others.to_async.mean",
+    "to Bsp": "modes.auc_switch_others.to_bsp.mean",
+    "to HopBw": "modes.auc_switch_others.to_hop_bw.mean",
 }
-MODES = ("sync", "hybrid_own", "gba", "async_own", "async", "bsp", "hop_bs", "hop_bw")
+LATE = {"Hybrid(4)": "hybrid_4", "Hybrid(4), warm-up": "hybrid_4_warm", "Hybrid(auto)": "auto"}
+STRAGGLING = {
+    "Gba": "gba", "Bsp": "bsp", "HopBw(2)": "hop_bw", "HopBs(2)": "hop_bs", "Async": "async", "Async, own": "async_own",
+}  # fmt: skip
+DATA = "100000_1.05"
+"""Ids of each feature, and the exponent of how often they occur."""
 
 
 def _days(values: Sequence[float]) -> Points:
     return list(enumerate(values))
+
+
+def which_mode(lines: Lines) -> Chart:
+    """What each mode loses and gains, at the learning rates of Sync."""
+    series: dict[str, Points] = {}
+    for name, kind in LATE.items():
+        gained = lines[f"modes.auc_hybrid.rate.{kind}"]["value"]
+        series[name] = [(gained, lines[f"modes.auc_hybrid.{DATA}.{kind}"]["value"])]
+    seconds = lines[f"modes.auc_others.{DATA}.sync"]["virtual_s_per_day"][-1]
+    for name, kind in STRAGGLING.items():
+        line = lines[f"modes.auc_others.{DATA}.{kind}"]
+        series[name] = [(seconds / line["virtual_s_per_day"][-1], line["value"])]
+    return Chart("AUC and rate of each mode, beside those of Sync", "rate, over Sync's", "AUC - Sync", series)
 
 
 def switch_auc(lines: Lines) -> Chart:
@@ -119,25 +144,10 @@ def switch_rate(lines: Lines) -> Chart:
 def time_to_auc(lines: Lines) -> Chart:
     """AUC against virtual time."""
     series = {}
-    for mode in MODES:
-        line = lines[f"modes.auc_{mode}"]
-        series[mode] = list(zip(line["virtual_s_per_day"], line["per_day"], strict=True))
+    for name, kind in {"Sync": "sync", **STRAGGLING}.items():
+        line = lines[f"modes.auc_others.{DATA}.{kind}"]
+        series[name] = list(zip(line["virtual_s_per_day"], line["per_day"], strict=True))
     return Chart("AUC on unseen rows, 2 of 8 NN workers 4x slower", "seconds, virtual", "AUC", series)
-
-
-def sparse(lines: Lines) -> Chart:
-    """AUC that delays cost, by how often rows change meanwhile."""
-    found: dict[str, list[tuple[float, float]]] = {"hybrid_4": [], "async": []}
-    for key, line in lines.items():
-        kind = key.rpartition(".")[2]
-        if key.startswith("modes.sparse.") and kind in found:
-            found[kind].append((line["changes_under_way"], line["value"]))
-    if not found["async"]:
-        raise KeyError("modes.sparse")
-    series = {kind: sorted(points) for kind, points in found.items()}
-    return Chart(
-        "AUC minus Sync's, by changes of a row while a gradient is under way", "changes", "AUC - Sync", series, True
-    )
 
 
 def figure_3(lines: Lines) -> Chart:
@@ -163,31 +173,17 @@ def figure_4(lines: Lines) -> Chart:
     )
 
 
-def _by_workers(lines: Lines, name: str) -> dict[int, Mapping[str, Any]]:
-    found = {
-        int(key.rpartition("_")[2]): line for key, line in lines.items() if key.startswith(f"modes.scaling.{name}_")
-    }
-    if not found:
-        raise KeyError(name)
-    return dict(sorted(found.items()))
-
-
-def figure_7_auc(lines: Lines) -> Chart:
+def figure_7(lines: Lines) -> Chart:
     """AUC by NN workers."""
-    gba = _by_workers(lines, "gba")
-    series: dict[str, Points] = {"gba": [(n, line["value"]) for n, line in gba.items()]}
-    series["sync, 8"] = [(n, lines["modes.scaling.sync_8"]["value"]) for n in gba]
-    return Chart("Figure 7: AUC at a global batch of 3,200 rows", "NN workers", "AUC", series, True)
-
-
-def figure_7_rate(lines: Lines) -> Chart:
-    """Rate by NN workers."""
-    gba = _by_workers(lines, "gba")
-    series = {
-        "gba": [(n, line["rows_per_virtual_s"]) for n, line in gba.items()],
-        "sync": [(n, line["sync_rows_per_virtual_s"]) for n, line in gba.items()],
-    }
-    return Chart("Figure 7: rate at a global batch of 3,200 rows", "NN workers", "rows/s, virtual", series, True)
+    series: dict[str, list[tuple[float, float]]] = {}
+    for key, line in lines.items():
+        if key.startswith("modes.scaling."):
+            _, _, optimizer, reduction, kind = key.split(".")
+            series.setdefault(f"{optimizer}, {reduction}", []).append((int(kind.removeprefix("gba_")), line["value"]))
+    if not series:
+        raise KeyError("modes.scaling")
+    title = "Figure 7: AUC at a global batch of 3,200 rows, minus that with 8 NN workers"
+    return Chart(title, "NN workers", "AUC - AUC of 8", {name: sorted(of) for name, of in series.items()}, True)
 
 
 def figure_8(lines: Lines) -> Chart:
@@ -201,8 +197,19 @@ def figure_8(lines: Lines) -> Chart:
     )
 
 
+def theorem1(lines: Lines) -> Chart:
+    """What a delay of rows costs by alpha * tau; costs below 0 have no place on a logarithmic axis."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    for name, label, rarest in (("paper.theorem1_one_rate", "rate 0.5", 0.0), ("paper.theorem1", "theorem", 0.1)):
+        for alpha, tau, cost, _ in lines[name]["costs"]:
+            if alpha >= rarest and cost > 0:
+                series.setdefault(f"{label}, {alpha:g}", []).append((alpha * tau, cost))
+    title = "Cost of a delay, by learning rate and alpha"
+    return Chart(title, "alpha * tau", "cost", series, True, True)
+
+
 CHARTS: Sequence[Callable[[Lines], Chart]] = (
-    switch_auc, switch_rate, time_to_auc, sparse, figure_3, figure_4, figure_7_auc, figure_7_rate, figure_8,
+    which_mode, switch_auc, switch_rate, time_to_auc, figure_3, figure_4, figure_7, figure_8, theorem1,
 )  # fmt: skip
 
 
