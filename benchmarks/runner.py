@@ -31,7 +31,7 @@ PRESETS = ("smoke", "laptop", "full")
 MODULES = (
     "store", "batch", "reading", "checkpoint", "rpc", "step", "gpu", "profile_step", "globo", "quality", "defaults",
     "modes", "modes_figures", "paper", "convergence", "modes_runtime", "traffic", "roles", "cluster", "recovery",
-    "threads", "apmsqueeze",
+    "threads", "apmsqueeze", "apms_learning",
 )  # fmt: skip
 UNITS = ("ratio", "fraction", "s", "rows/s", "calls/s", "rows", "bytes", "bytes/s", "AUC", "loss", "norm", "bool")
 MIN_ROUNDS = 5

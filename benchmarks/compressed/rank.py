@@ -58,10 +58,14 @@ class Training:
         self.steps += 1
         return loss.detach()
 
-    def check(self) -> None:
-        """A step that was skipped, because the network had diverged, took no time and sent nothing: no figure."""
-        if isinstance(self.optimizer, APMSqueeze) and self.optimizer.statistics()["skipped_steps"]:
-            raise RuntimeError(f"APMSqueeze has skipped steps: {self.optimizer.statistics()}.")
+    def skipped(self) -> int:
+        """How many steps were skipped because the network had diverged; they took no time and sent nothing."""
+        return self.optimizer.statistics()["skipped_steps"] if isinstance(self.optimizer, APMSqueeze) else 0
+
+    def divide_rates(self, by: float) -> None:
+        """Makes later steps shorter."""
+        for group in self.optimizer.param_groups:
+            group["lr"] /= by
 
     def evaluate(self) -> dict[str, float]:
         """The task's figures of the model as it is."""
@@ -93,7 +97,8 @@ class Commands:
         for _ in range(steps):
             training.step()
         seconds = time.perf_counter() - begin
-        training.check()
+        if training.skipped():
+            raise RuntimeError(f"APMSqueeze has skipped steps: {training.optimizer.statistics()}.")
         return {"seconds": seconds}
 
     def profile(self, variant: str, steps: int) -> dict[str, float]:
@@ -109,20 +114,28 @@ class Commands:
                 seconds[name] += cumulative
         return {name: value / steps for name, value in seconds.items()}
 
-    def train(self, task: str, variant: str, seed: int, lr: float, warmup: int, steps: int) -> dict[str, Any]:
-        """A whole training: its figures, mean training loss of the last steps, seconds of all and of the warm-up."""
+    def train(
+        self, task: str, variant: str, seed: int, lr: float, warmup: int, steps: int, drop: int = 0
+    ) -> dict[str, Any]:
+        """A whole training, with a tenth of the rate from step `drop` on.
+
+        Its figures, mean training loss of the last steps, number of skipped steps, seconds of all and of the warm-up.
+        """
         training = Training(task, variant, seed, lr, warmup)
         dist.barrier()
         begin = time.perf_counter()
-        losses = [training.step() for _ in range(warmup)]
-        warm = time.perf_counter() - begin
-        losses += [training.step() for _ in range(steps - warmup)]
+        losses: list[torch.Tensor] = []
+        for number in range(steps):
+            if number == warmup:
+                warm = time.perf_counter() - begin
+            if drop and number == drop:
+                training.divide_rates(10.0)
+            losses.append(training.step())
         seconds = time.perf_counter() - begin
-        training.check()
         last = torch.stack(losses[-LOSSES_KEPT:]).mean().view(1)
         dist.all_reduce(last)
-        times = {"seconds": seconds, "warmup_seconds": warm}
-        return {"train_loss": float(last) / dist.get_world_size(), **times, **training.evaluate()}
+        figures = {"train_loss": float(last) / dist.get_world_size(), "skipped": training.skipped()}
+        return {**figures, "seconds": seconds, "warmup_seconds": warm, **training.evaluate()}
 
     def limit(self, gbit: float | None) -> None:
         """Paces this rank's connections."""

@@ -287,6 +287,5 @@ TASKS: dict[str, type[Task]] = {
     "small_ffnn": SmallFFNN,
     "click_through": ClickThrough,
     "digits": Digits,
-    "digits_200": Digits,
     "language": LanguageModel,
 }

@@ -9,7 +9,7 @@ from benchmarks.baselines.one_bit_torch import NaiveOneBit, OneBitAdam
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Adam, Optimizer
+from torch.optim import SGD, Adam, Optimizer
 
 __all__ = ["DEADLINE_S", "VARIANTS", "Ready", "prepare"]
 
@@ -35,6 +35,11 @@ def local(model: nn.Module, lr: float, warmup: int) -> Ready:
 def adam(model: nn.Module, lr: float, warmup: int) -> Ready:
     """DDP, float32."""
     return Ready(DistributedDataParallel(model), Adam(model.parameters(), lr, fused=True))
+
+
+def sgd(model: nn.Module, lr: float, warmup: int) -> Ready:
+    """DDP, float32, plain SGD."""
+    return Ready(DistributedDataParallel(model), SGD(model.parameters(), lr))
 
 
 def fp16(model: nn.Module, lr: float, warmup: int) -> Ready:
@@ -85,11 +90,14 @@ def squeezed(**options: Any) -> Callable[[nn.Module, float, int], Ready]:
 VARIANTS: dict[str, Callable[[nn.Module, float, int], Ready]] = {
     "local": local,
     "adam": adam,
+    "sgd": sgd,
     "fp16": fp16,
     "power_sgd": power_sgd,
     "deepspeed": deepspeed,
     "naive": naive,
     "one_bit": squeezed(),
+    "tracked": squeezed(track_scale=True),
+    "refreshed": squeezed(refresh_variance=16),
     "one_bit_l2": squeezed(compressor=("OneBit", {"scale": "l2"})),
     "top_k": squeezed(compressor=("TopK", {"ratio": TOP})),
     "ternary": squeezed(compressor=("StochasticTernary", {})),
