@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -26,7 +26,7 @@ import torch
 from benchmarks import runner
 from benchmarks.cluster import ray_here
 from benchmarks.modes_runs import everywhere
-from benchmarks.recorded import Outcome, Plan, make_trainer, train
+from benchmarks.recorded import Outcome, Plan, make_trainer, train, train_smooth
 from persia import Schema, Trainer, TrainerOptions, data
 from persia.modes import Hybrid, Sync
 from persia.nn import Embeddings
@@ -79,16 +79,16 @@ def hybrid_and_sync(preset: str, nn_workers: int) -> tuple[list[Outcome], list[O
     where: Any = "embedded" if nn_workers == 1 else "threads" if preset == "smoke" else "ray"
     late = [Plan(where, nn_workers, Hybrid(4), OPTIMIZER, seed, rows, BATCH) for seed in seeds]
     sync = [plan._replace(mode=Sync(), replayed=False) for plan in late]
-    found = outcomes(late + sync)
+    found = outcomes(train, late + sync)
     return found[: len(late)], found[len(late) :]
 
 
-def outcomes(plans: Sequence[Plan]) -> list[Outcome]:
+def outcomes(function: Callable[[Plan], Outcome], plans: Sequence[Plan]) -> list[Outcome]:
     """Results of all runs. One at a time, as they use all cores; those on Ray share one Ray."""
     if all(plan.where != "ray" for plan in plans):
-        return everywhere(train, plans, Outcome, processes=1)
+        return everywhere(function, plans, Outcome, processes=1)
     with ray_here():
-        return everywhere(train, plans, Outcome, processes=1)
+        return everywhere(function, plans, Outcome, processes=1)
 
 
 @runner.measures("quality.replay_parameters")
@@ -99,7 +99,7 @@ def replay_parameters(preset: str) -> runner.Measure:
         for where, count in PLACES[preset]
         for optimizer in ROW_OPTIMIZERS
     ]
-    found = outcomes(plans)
+    found = outcomes(train_smooth, plans)
     details = {
         f"{plan.where} {plan.nn_workers} {type(plan.optimizer).__name__}": run._asdict()
         for plan, run in zip(plans, found, strict=True)

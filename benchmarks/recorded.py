@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -21,6 +21,7 @@ from persia import Batch, Schema, Trainer, TrainerOptions, data
 from persia.cluster import Ray, RayOptions
 from persia.data import Synthetic
 from persia.modes import Mode, Sync
+from persia.nn import Embeddings
 from persia.nn.models import DeepFM
 from persia.optim import Adagrad
 from persia.replay import load_timeline
@@ -29,7 +30,9 @@ from persia.services import Cluster
 from persia.testing import Threads
 from persia.trainer.progress import FitResult
 
-__all__ = ["Outcome", "Plan", "make_trainer", "stationary", "train"]
+__all__ = ["Outcome", "Plan", "make_trainer", "train", "train_smooth"]
+
+Network = Callable[[Schema], torch.nn.Module]
 
 SEEDING = threading.Lock()
 """NN workers that are threads share torch's random generator."""
@@ -81,6 +84,24 @@ class Outcome(NamedTuple):
     moved: float = 0.0
 
 
+class Smooth(torch.nn.Module):
+    """A network in which a rounding error stays one.
+
+    With ReLU it switches a unit on whose input is near 0, and Adam makes whole steps of the first gradient of a unit
+    that was never on.
+    """
+
+    def __init__(self, schema: Schema) -> None:
+        super().__init__()
+        width = sum(feature.dim or 0 for feature in schema.id_features)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(width, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+
+    def forward(self, dense: torch.Tensor, embeddings: Embeddings) -> torch.Tensor:
+        """Returns logits `[batch, 1]`."""
+        logits: torch.Tensor = self.layers(torch.cat(list(embeddings.values()), 1))
+        return logits
+
+
 def stationary(rows: int, seed: int, batch: int) -> Synthetic:
     """12 features of 100,000 Zipf(1.05) ids with latent pair interactions."""
     return data.synthetic(rows, pairs=12, latent_dim=4, seed=seed, batch_size=batch)
@@ -93,11 +114,12 @@ def make_trainer(
     seed: int,
     cluster: Cluster | None = None,
     record_dir: str | None = None,
+    network: Network = DeepFM,
 ) -> Trainer:
-    """Makes a trainer of DeepFM, with Adam 1e-3 for the network."""
+    """Makes a trainer, with Adam 1e-3 for the network."""
     with SEEDING:
         torch.manual_seed(seed)
-        model = DeepFM(schema)
+        model = network(schema)
     return Trainer(
         model,
         schema,
@@ -109,7 +131,12 @@ def make_trainer(
     )
 
 
-def train(plan: Plan) -> Outcome:
+def train_smooth(plan: Plan) -> Outcome:
+    """Trains `Smooth` in place of DeepFM."""
+    return train(plan, Smooth)
+
+
+def train(plan: Plan, network: Network = DeepFM) -> Outcome:
     """Trains once over the data, and again in plain PyTorch if the plan says so."""
     reader = stationary(plan.rows, plan.seed, plan.batch)
     batches = list(reader)
@@ -117,7 +144,7 @@ def train(plan: Plan) -> Outcome:
 
         def fit(cluster: Cluster | None, source: Iterable[Batch]) -> tuple[Trainer, FitResult]:
             record_dir = directory if plan.replayed else None
-            trainer = make_trainer(reader.schema, plan.mode, plan.optimizer, plan.seed, cluster, record_dir)
+            trainer = make_trainer(reader.schema, plan.mode, plan.optimizer, plan.seed, cluster, record_dir, network)
             return trainer, trainer.fit(source)
 
         if plan.where == "ray":
@@ -128,7 +155,7 @@ def train(plan: Plan) -> Outcome:
         else:
             trainer, result = fit(None, batches)
         found = Outcome(result.progressive.auc, result.staleness_mean, result.staleness_max)
-        return _compared(plan, found, trainer, batches, _versions(directory)) if plan.replayed else found
+        return _compared(plan, network, found, trainer, batches, _versions(directory)) if plan.replayed else found
 
 
 def _versions(directory: str) -> list[int]:
@@ -140,7 +167,7 @@ def _versions(directory: str) -> list[int]:
 
 
 def _compared(
-    plan: Plan, found: Outcome, trainer: Trainer, batches: Sequence[Batch], versions: Sequence[int]
+    plan: Plan, network: Network, found: Outcome, trainer: Trainer, batches: Sequence[Batch], versions: Sequence[int]
 ) -> Outcome:
     schema = trainer.schema
     fresh = make_trainer(schema, Sync(), Adagrad(lr=0.05), plan.seed).embeddings.connection.servers[0]
@@ -150,10 +177,17 @@ def _compared(
 
     torch.set_num_threads(1)
     again = delayed_sync(
-        batches, schema, plan.seed, versions, plan.nn_workers, initial, embedding_optimizer=plan.optimizer
+        batches,
+        schema,
+        plan.seed,
+        versions,
+        plan.nn_workers,
+        initial,
+        network=network,
+        embedding_optimizer=plan.optimizer,
     )
     pairs = zip(trainer.model.parameters(), again.network.parameters(), strict=True)
-    network = [float((mine - theirs).detach().abs().max()) for mine, theirs in pairs]
+    parameters = [float((mine - theirs).detach().abs().max()) for mine, theirs in pairs]
     rows, moved = [], []
     for table, ids in again.tables.ids.items():
         mine = trainer.embeddings.rows(table, ids).values
@@ -161,5 +195,5 @@ def _compared(
         rows.append(float(np.abs(mine - theirs).max()))
         moved.append(float(np.abs(mine - initial(table, ids)).max()))
     return found._replace(
-        auc_apart=found.auc - again.auc, network_apart=max(network), rows_apart=max(rows), moved=max(moved)
+        auc_apart=found.auc - again.auc, network_apart=max(parameters), rows_apart=max(rows), moved=max(moved)
     )

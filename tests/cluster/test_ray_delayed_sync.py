@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
 
-from benchmarks.recorded import Plan, train
+from benchmarks.recorded import Plan, train_smooth
 
 from persia.modes import Hybrid
 from persia.optim import Adagrad
@@ -18,7 +18,7 @@ BATCH = 64
 
 def test_a_run_on_ray_is_delayed_sync():
     """Two NN workers; the last batch is small, and the last step has one batch only."""
-    found = train(Plan("ray", 2, Hybrid(3), Adagrad(lr=0.05), seed=0, rows=40 * BATCH + 10, batch=BATCH))
+    found = train_smooth(Plan("ray", 2, Hybrid(3), Adagrad(lr=0.05), seed=0, rows=40 * BATCH + 10, batch=BATCH))
     assert found.staleness_max >= 1
     assert found.moved > 0.05
     assert found.network_apart <= 1e-5
