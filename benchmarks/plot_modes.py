@@ -2,8 +2,9 @@
 
     python -m benchmarks.plot_modes [LINES] [DIRECTORY]
 
-`python -m benchmarks 'modes.*' 'paper.theorem1*' --json FILE` prints the lines. Figures 3, 4, 7 and 8 are those of the
-GBA paper (arXiv 2205.11048). A chart whose measures are missing is left out.
+`python -m benchmarks 'modes.*' paper.figure6 'paper.theorem1*' --json FILE` prints the lines. Figure 6 is that of the
+Persia paper (arXiv 2111.05897), figures 3, 4, 7 and 8 those of the GBA paper (arXiv 2205.11048). A chart whose measures
+are missing is left out.
 """
 
 from __future__ import annotations
@@ -150,6 +151,14 @@ def time_to_auc(lines: Lines) -> Chart:
     return Chart("AUC on unseen rows, 2 of 8 NN workers 4x slower", "seconds, virtual", "AUC", series)
 
 
+def figure_6(lines: Lines) -> Chart:
+    """AUC against time on the real roles."""
+    series = {}
+    for name, curve in lines["paper.figure6"]["curves"].items():
+        series[name] = list(zip(curve["seconds"], curve["auc"], strict=True))
+    return Chart("Figure 6 of Persia: test AUC over time", "seconds", "AUC", series)
+
+
 def figure_3(lines: Lines) -> Chart:
     """Norms of applied gradients."""
     sizes = [n for n in (1, 2, 4, 8, 16, 32) if f"modes.gradients.bsp_{n}" in lines]
@@ -209,7 +218,7 @@ def theorem1(lines: Lines) -> Chart:
 
 
 CHARTS: Sequence[Callable[[Lines], Chart]] = (
-    which_mode, switch_auc, switch_rate, time_to_auc, figure_3, figure_4, figure_7, figure_8, theorem1,
+    which_mode, switch_auc, switch_rate, time_to_auc, figure_6, figure_3, figure_4, figure_7, figure_8, theorem1,
 )  # fmt: skip
 
 
