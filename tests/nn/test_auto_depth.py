@@ -9,7 +9,7 @@ import itertools
 import numpy as np
 import pytest
 
-from persia.modes import Hybrid
+from persia.modes import Hybrid, Observation
 from persia.nn.gate import WINDOW, Window
 
 
@@ -24,7 +24,7 @@ class Worker:
         self.noise = noise
         self.depths, self.shares = [], []
         self.applied = [0.0]
-        self.looked_up = self.pushed = self.trained = 0.0
+        self.looked_up = self.pushed = self.trained = self.drawn = 0.0
 
     def train(self, windows, *, lookup=0.1, push=0.1, delay=0.0, hiccup=0.0):
         """Returns batches per unit of time."""
@@ -49,13 +49,14 @@ class Worker:
         held = max(0.0, opened - self.looked_up)
         self.looked_up = max(self.looked_up, opened) + lookup
         lead = self.trained - self.looked_up
-        before = self.trained
-        self.trained = max(self.trained, self.looked_up) + self.jitter(1.0)[0]
+        drawn = max(self.trained, self.looked_up)
+        self.trained = drawn + self.jitter(1.0)[0]
         if self.rng.random() < hiccup:
             self.trained += 3.0
         self.pushed = max(self.pushed, self.trained) + push
         self.applied.append(max(self.pushed + delay, self.applied[-1]))
-        self.window.add(self.trained - before, lead, held)
+        self.window.add(drawn - self.drawn, lead, held)
+        self.drawn = drawn
         return max(0.0, -lead)
 
 
@@ -110,6 +111,58 @@ def test_a_load_that_no_depth_helps_is_not_answered_with_depth():
     for worker in (slow_push, slow_lookup):
         worker.train(20)
         assert worker.depths[-1] == 1
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("latency", [0.02, 0.1])
+def test_one_step_in_flight_that_saves_little_is_given_up(latency, seed):
+    """As on a single machine: Sync's order costs `latency` of a step."""
+    load = {"lookup": latency / 2, "push": latency / 2, "hiccup": 0.02}
+    worker = Worker(Hybrid("auto"), noise=0.2, seed=seed)
+    rate = worker.train(100, **load)
+    assert set(worker.depths[2:]) == {0}
+    assert rate > 0.88 * Worker(Hybrid(1), seed=seed).train(100, **load)
+
+
+@pytest.mark.parametrize(
+    ("depth", "seen", "expected"),
+    [
+        (1, {"would_wait": 14.0}, 0),
+        (1, {"would_wait": 16.0}, 1),
+        (1, {"waited": 3.0, "would_wait": 11.0}, 0),
+        (1, {"waited": 3.0, "would_wait": 13.0}, 2),
+        (1, {"would_wait": 14.0, "change": 1, "windows": 7}, 1),
+        (1, {"would_wait": 14.0, "change": 1, "windows": 8}, 0),
+        (1, {"would_wait": 14.0, "change": -1, "windows": 1}, 0),
+        (0, {"waited": 14.0}, 0),
+        (0, {"waited": 16.0}, 1),
+        (2, {"would_wait": 14.0}, 2),
+        (2, {"would_wait": 0.9}, 1),
+    ],
+)
+def test_the_last_step_in_flight_must_save_15_percent(depth, seen, expected):
+    assert (
+        Hybrid("auto").next_depth(depth, Observation(**{"waited": 0.0, "elapsed": 100.0, "steps": 128, **seen}))
+        == expected
+    )
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_it_returns_to_a_step_in_flight_when_that_saves_more(seed):
+    worker = Worker(Hybrid("auto"), seed=seed)
+    for latency, depth in ((0.1, 0), (0.4, 1), (0.1, 0), (1.6, 2), (0.1, 0), (0.1, 0)):
+        worker.train(24, lookup=latency / 2, push=latency / 2)
+        assert worker.depths[-1] == depth
+        assert sum(a != b for a, b in itertools.pairwise(worker.depths[-24:])) <= 4
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_slow_ps_is_no_reason_to_leave_the_order_of_sync_and_return_again(seed):
+    """Border of 15 %: it may be on either side, and changes at most once in 8 windows."""
+    worker = Worker(Hybrid("auto"), seed=seed)
+    worker.train(120, lookup=0.08, push=0.08)
+    assert set(worker.depths) <= {0, 1}
+    assert sum(a != b for a, b in itertools.pairwise(worker.depths)) <= 2 * 120 / 8
 
 
 def test_hiccups_of_the_network_raise_nothing():

@@ -191,6 +191,7 @@ def test_auto_deepens_for_latency_and_not_for_stragglers():
     fast = Setting(steady([1, 1]), lookup=0.9, push=0.9)
     assert depths(Hybrid("auto"), fast, 2 * 1280)[-5:] == [2] * 5  # 1.8 under way besides computing.
     assert depths(Hybrid("auto"), Setting(steady([1, 1]), lookup=0.1, push=0.1), 2 * 1280)[-5:] == [1] * 5
+    assert depths(Hybrid("auto"), Setting(steady([1, 1]), lookup=0.05, push=0.05), 2 * 1280)[-5:] == [0] * 5
     slow_peer = Setting(steady([1, 4]), lookup=0.9, push=0.9)
     assert depths(Hybrid("auto"), slow_peer, 2 * 1280)[-5:] == [1] * 5
 

@@ -31,6 +31,12 @@ RAISE_ABOVE = 0.02
 LOWER_BELOW = 0.01
 """Share of time that one step fewer in flight would cost, below which "auto" lowers the depth."""
 
+LAST_STEP = 0.15
+"""Share of time that depth 0, the order of Sync, would cost, below which "auto" lowers the depth from 1 to 0.
+
+On clicks in time order even one step of delay costs accuracy throughout (docs/performance.md, globo.modes).
+"""
+
 HELPED = 0.9
 """Ratio of the wait per step after and before a raise, up to which the raise has helped."""
 
@@ -45,8 +51,8 @@ class Hybrid(OnArrival, frozen=True, tag="hybrid"):
     As in Sync, a PS applies the gradients of all NN workers of a step as one update, once all have pushed.
 
     Args:
-        staleness: a number >= 1; "auto" for the smallest number with which the training thread does not wait; None
-            ("unbounded" in a file) for no limit.
+        staleness: a number >= 1; "auto" for the smallest number with which the training thread does not wait, or 0, as
+            in Sync, where that costs less than 15 % of the time; None ("unbounded" in a file) for no limit.
         combine: False applies each gradient to rows on arrival: N updates per step with N NN workers, as up to version
             0.1. For NN workers that do not make steps together, as in a loop without averaging. Without effect with one
             NN worker.
@@ -97,12 +103,15 @@ class Hybrid(OnArrival, frozen=True, tag="hybrid"):
         Raises it by one if the training thread waited for the gate. If the raise did not help, something else is slow,
         such as a PS, and the depth is lowered by two. Lowers it by one if that would cost no waiting, but not soon
         after a raise. A change that did not help is not repeated for some windows, so that the depth does not
-        oscillate.
+        oscillate. The last step in flight must save more: `LAST_STEP`.
         """
         if self.staleness != "auto":
             return depth
         assert depth is not None
-        if seen.waited > RAISE_ABOVE * seen.elapsed:
+        settled = seen.change <= 0 or seen.windows >= RETRY_WINDOWS
+        if depth == 1 and settled and seen.waited + seen.would_wait < LAST_STEP * seen.elapsed:
+            return 0
+        if seen.waited > (RAISE_ABOVE if depth else LAST_STEP) * seen.elapsed:
             raised = seen.change > 0 and seen.windows == 1
             if raised and seen.waited > HELPED * seen.before * seen.steps:
                 return max(depth - 2, 1)  # By two; otherwise noise would slowly raise a useless depth.
@@ -110,9 +119,9 @@ class Hybrid(OnArrival, frozen=True, tag="hybrid"):
             if taken_back and seen.windows < RETRY_WINDOWS:
                 return depth
             return min(depth + 1, MAX_AUTO_DEPTH)
-        if seen.change > 0 and seen.windows < RETRY_WINDOWS:
+        if not (settled and depth):
             return depth
-        return max(depth - 1, 1) if seen.would_wait < LOWER_BELOW * seen.elapsed else depth
+        return depth - 1 if seen.would_wait < LOWER_BELOW * seen.elapsed else depth
 
     def depth_at(self, depth: int | None, step: int) -> int | None:
         """Returns a share of the depth in the warm-up, rounded down."""
