@@ -31,6 +31,7 @@ from persia.replay import ScheduleEvent, Setting, Summary, phases, simulate, ste
 from persia.replay.virtual import VirtualTraining
 
 __all__ = [
+    "FIRST",
     "GLOBAL",
     "LOCAL",
     "TUNING_SEED",
@@ -68,6 +69,10 @@ class Rates(NamedTuple):
 
     dense: float
     rows: float
+
+
+FIRST = Rates(3e-3, 0.1)
+"""Where a search for rates begins."""
 
 
 class NNWorkers(NamedTuple):
@@ -278,13 +283,20 @@ def _kept(file: Path, result: type[Result], keys: set[bytes]) -> dict[bytes, Res
     return {bytes(d.run): msgspec.json.decode(d.result, type=result) for d in decoded if bytes(d.run) in keys}
 
 
-def best_rates(score: Callable[[list[Rates]], Sequence[float]], rounds: int = MAX_ROUNDS) -> Rates:
+def best_rates(
+    score: Callable[[list[Rates]], Sequence[float]], rounds: int = MAX_ROUNDS, start: Rates = FIRST
+) -> Rates:
     """The best of a grid, which grows until its best lies inside and not at its edge.
 
     Args:
         score: what each point of the grid reaches; more is better.
         rounds: how often it may be asked; after that the best so far.
+        start: the middle of the first grid.
     """
+
+    def at(point: tuple[int, int]) -> Rates:
+        return Rates(start.dense * DENSE_FACTOR ** point[0], start.rows * ROWS_FACTOR ** point[1])
+
     found: dict[tuple[int, int], float] = {}
     best = (0, 0)
     for _ in range(rounds):
@@ -292,13 +304,9 @@ def best_rates(score: Callable[[list[Rates]], Sequence[float]], rounds: int = MA
         new = sorted(around - found.keys())
         if not new:
             break
-        found |= zip(new, score([_rates(*point) for point in new]), strict=True)
+        found |= zip(new, score([at(point) for point in new]), strict=True)
         best = max(found, key=found.__getitem__)
-    return _rates(*best)
-
-
-def _rates(i: int, j: int) -> Rates:
-    return Rates(3e-3 * DENSE_FACTOR**i, 0.1 * ROWS_FACTOR**j)
+    return at(best)
 
 
 def tuned_for(plan: Plan) -> Rates:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,16 +12,15 @@ import numpy as np
 import torch
 
 from benchmarks import shapes
-from benchmarks.modes_runs import Rates
+from benchmarks.modes_runs import Rates, area
 from persia import Batch, Schema, data
-from persia.metrics import Metrics
 from persia.modes import Mode
 from persia.nn.models import FFNN, DeepFM
 from persia.optim import Adagrad
 from persia.replay import Setting, Summary, phases, simulate
 from persia.replay.virtual import VirtualTraining
 from persia.schema import IdFeature
-from persia.types import Floats, Int64Array
+from persia.types import Int64Array
 
 __all__ = ["FILES", "LOCAL", "NETWORKS", "SOURCES", "WORKERS", "Dataset", "Outcome", "Run", "dataset", "train_and_test"]
 
@@ -200,11 +200,7 @@ def train_and_test(run: Run) -> Outcome:
     timeline = simulate(run.mode, setting(run.seed), len(rows.train) // LOCAL)
     training.run(timeline)
     test = [rows.rows.take(rows.test[at : at + READ]) for at in range(0, len(rows.test), READ)]
-    auc = area(training.evaluate(test), np.concatenate([batch.labels for batch in test]))
+    auc = area(test, training.evaluate(test))
+    del training
+    gc.collect()  # Servers refer to the training that made them: without this, the tables of several runs add up.
     return Outcome(auc, timeline.summary(), len(rows.train), len(rows.test))
-
-
-def area(logits: Floats, labels: Floats) -> float:
-    metrics = Metrics(["click"])
-    metrics.update(logits, labels, None)
-    return metrics.result().auc

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from benchmarks.modes_runs import FIRST
 from benchmarks.paper_runs import LOCAL, WORKERS, Outcome, Run, dataset, train_and_test
 
 from benchmarks import paper, paper_runs
@@ -9,7 +10,7 @@ from persia import data
 from persia.modes import Async, Hybrid, Sync
 from persia.replay import Summary
 
-ROWS = 20_000
+ROWS = 10_000
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +55,7 @@ def test_every_mode_trains_on_the_same_rows_once(network, monkeypatch):
     monkeypatch.setattr(paper_runs.Dataset, "batch", lambda self, number: fed.append(number) or plain(self, number))
     found = {}
     for mode in (Sync(), Hybrid(4), Hybrid("auto"), Async()):
-        found[mode] = train_and_test(Run("taobao", network, mode, paper.UNTUNED, 0, ROWS))
+        found[mode] = train_and_test(Run("taobao", network, mode, FIRST, 0, ROWS))
         assert sorted(fed) == list(range(found[Sync()].train_rows // LOCAL))
         fed.clear()
         assert found[mode].summary.applied_rows == found[mode].train_rows == found[Sync()].train_rows
@@ -69,7 +70,7 @@ def test_every_mode_trains_on_the_same_rows_once(network, monkeypatch):
 
 
 def test_a_run_repeats_itself():
-    run = Run("avazu", "ffnn", Hybrid(4), paper.UNTUNED, 3, 6_000)
+    run = Run("avazu", "ffnn", Hybrid(4), FIRST, 3, 3_000)
     first = train_and_test(run)
     dataset.cache_clear()
     assert train_and_test(run) == first
