@@ -151,9 +151,10 @@ def modes(preset: str) -> Iterator[runner.Measure]:
         return
     optimizer = Adagrad(lr=tuned_rate(preset))
     seeds = MODE_SEEDS[preset]
-    plans = [Pass(mode, seed, AUC_ROWS[preset], optimizer) for mode in CANDIDATES.values() for seed in seeds]
-    done = iter(everywhere(one_pass, plans, Run, processes=1))
-    runs = {name: [next(done) for _ in seeds] for name in CANDIDATES}
+    pairs = [(name, seed) for seed in seeds for name in CANDIDATES]
+    plans = {(name, seed): Pass(CANDIDATES[name], seed, AUC_ROWS[preset], optimizer) for name, seed in pairs}
+    done = dict(zip(plans, everywhere(one_pass, list(plans.values()), Run, processes=1), strict=True))
+    runs = {name: [done[name, seed] for seed in seeds] for name in CANDIDATES}
     for name, each in runs.items():
         yield runner.paired(
             f"globo.modes.{name}",
