@@ -82,7 +82,7 @@ GLOBO: dict[str, Mode] = {
 }  # fmt: skip
 PARTS = ("scored_late", "order", "staleness", "even")
 SCALING_SEEDS = {"smoke": (0,), "laptop": (0, 1, 2), "full": (0, 1, 2)}
-STALLED_DAYS = {"smoke": 2, "laptop": 6, "full": 8}
+STALLED_DAYS = {"smoke": 1, "laptop": 6, "full": 8}
 CHANCE = 0.03
 """Of a stall, for each batch."""
 TOLERANCE = {"adagrad_8": ("adagrad", 8, 1.0)} | {f"adam_32_{n}x": ("adam", 32, float(n)) for n in (1, 2, 4)}
