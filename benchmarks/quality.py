@@ -16,6 +16,7 @@ quality.adult      Test AUC on PERSIA's example task; needs the data.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -49,37 +50,47 @@ PLACES: dict[str, tuple[tuple[Literal["embedded", "threads", "ray"], int], ...]]
 PLACES["full"] = PLACES["laptop"]
 
 
-@runner.measures("quality.hybrid", "quality.workers_2", "quality.workers_4", "quality.replay")
-def hybrid(preset: str) -> Iterator[runner.Measure]:
-    """Hybrid(4) against Sync, and against its replay."""
-    replayed: dict[str, list[Outcome]] = {}
-    for nn_workers in (1, 2, 4):
-        name = "quality.hybrid" if nn_workers == 1 else f"quality.workers_{nn_workers}"
-        late, sync = hybrid_and_sync(preset, nn_workers)
-        replayed[name] = late
-        yield runner.paired(
-            name,
-            [run.auc for run in late],
-            [run.auc for run in sync],
-            "AUC",
-            at_least=-0.001,
-            details={
-                "staleness_mean": [run.staleness_mean for run in late],
-                "staleness_max": max(run.staleness_max for run in late),
-            },
-        )
-    details = {name: [run.auc_apart for run in runs] for name, runs in replayed.items()}
-    apart = statistics.fmean(abs(run.auc_apart) for runs in replayed.values() for run in runs)
-    yield runner.Measure("quality.replay", apart, "AUC", at_most=0.0003, details=details)
+@runner.measures("quality.hybrid")
+def hybrid(preset: str) -> runner.Measure:
+    """Hybrid(4) against Sync with one NN worker."""
+    return gap("quality.hybrid", preset, 1)
 
 
+@runner.measures("quality.workers_2", "quality.workers_4")
+def workers(preset: str) -> Iterator[runner.Measure]:
+    """Hybrid(4) against Sync with several NN workers."""
+    for nn_workers in (2, 4):
+        yield gap(f"quality.workers_{nn_workers}", preset, nn_workers)
+
+
+@runner.measures("quality.replay")
+def replay(preset: str) -> runner.Measure:
+    """The runs of the measures above in Hybrid(4) against their replay: mean distance of AUC."""
+    apart = {count: [run.auc_apart for run in hybrid_and_sync(preset, count)[0]] for count in (1, 2, 4)}
+    mean = statistics.fmean(abs(each) for found in apart.values() for each in found)
+    details = {f"NN workers: {count}": found for count, found in apart.items()}
+    return runner.Measure("quality.replay", mean, "AUC", at_most=0.0003, details=details)
+
+
+def gap(name: str, preset: str, nn_workers: int) -> runner.Measure:
+    """Progressive AUC of Hybrid(4) minus that of Sync."""
+    late, sync = hybrid_and_sync(preset, nn_workers)
+    details = {
+        "staleness_mean": [run.staleness_mean for run in late],
+        "staleness_max": max(run.staleness_max for run in late),
+    }
+    return runner.paired(
+        name, [run.auc for run in late], [run.auc for run in sync], "AUC", at_least=-0.001, details=details
+    )
+
+
+@functools.cache
 def hybrid_and_sync(preset: str, nn_workers: int) -> tuple[list[Outcome], list[Outcome]]:
     """Runs of all seeds: recorded ones in Hybrid(4), and those in Sync."""
-    seeds, rows = range(SEEDS[preset]), (ROWS if nn_workers == 1 else WORKERS_ROWS)[preset]
+    rows = (ROWS if nn_workers == 1 else WORKERS_ROWS)[preset]
     where: Any = "embedded" if nn_workers == 1 else "threads" if preset == "smoke" else "ray"
-    late = [Plan(where, nn_workers, Hybrid(4), OPTIMIZER, seed, rows, BATCH) for seed in seeds]
-    sync = [plan._replace(mode=Sync(), replayed=False) for plan in late]
-    found = outcomes(train, late + sync)
+    late = [Plan(where, nn_workers, Hybrid(4), OPTIMIZER, seed, rows, BATCH) for seed in range(SEEDS[preset])]
+    found = outcomes(train, late + [plan._replace(mode=Sync(), replayed=False) for plan in late])
     return found[: len(late)], found[len(late) :]
 
 
