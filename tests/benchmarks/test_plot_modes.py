@@ -1,0 +1,50 @@
+"""The charts of the pages on modes: names that they need are those of measures, and points lie where they belong."""
+
+import re
+
+import pytest
+from benchmarks.plot_modes import Chart
+
+from benchmarks import plot_modes, runner
+
+LINE = {
+    "value": 0.1, "per_day": [0.1, 0.2], "rate_per_day": [1, 2], "virtual_s_per_day": [1, 2], "quantiles": {"0.5": 0.1},
+    "ids_within": {"0.1": 0.5}, "costs": [[1.0, 4, 2.0, 9.0]], "curves": {"sync": {"seconds": [1], "auc": [0.5]}},
+}  # fmt: skip
+"""What a chart may read of any measure."""
+
+
+@pytest.mark.parametrize("make", plot_modes.CHARTS)
+def test_measures_of_a_chart_exist(make):
+    """A chart whose measures are missing is left out, so a name that has changed would pass unseen."""
+    assert "<path" in make(dict.fromkeys(runner.names(), LINE)).svg()
+
+
+def heights(chart):
+    return [float(y) for y in re.findall(r'cy="([\d.]+)"', chart.svg())]
+
+
+def test_a_logarithmic_axis_has_equal_steps_for_equal_ratios():
+    first, second, third = heights(Chart("", "", "", {"a": [(1, 1.0), (10, 10.0), (100, 100.0)]}, True, True))
+    assert first - second == pytest.approx(second - third, abs=0.2)
+    assert first > second > third  # Upwards is down in an SVG.
+
+
+def test_costs_below_zero_have_no_place():
+    costs = [[1.0, 4, 2.0, 9.0], [0.01, 4, -0.1, 9.0]]
+    lines = {name: {"costs": costs} for name in ("paper.theorem1", "paper.theorem1_one_rate")}
+    chart = plot_modes.theorem1(lines)
+    assert chart.series == {"rate 0.5, 1": [(4.0, 2.0)], "theorem, 1": [(4.0, 2.0)]}
+    assert len(heights(chart)) == 2
+
+
+def test_what_a_mode_gains_is_in_rates_of_sync():
+    kinds = [*plot_modes.LATE.values(), *plot_modes.STRAGGLING.values(), "sync"]
+    lines = {f"modes.auc_hybrid.rate.{kind}": {"value": 1.5} for kind in kinds}
+    lines |= {f"modes.auc_hybrid.{plot_modes.DATA}.{kind}": {"value": -0.001} for kind in kinds}
+    lines |= {f"modes.auc_others.{plot_modes.DATA}.{k}": {"value": -0.002, "virtual_s_per_day": [1, 8]} for k in kinds}
+    lines[f"modes.auc_others.{plot_modes.DATA}.gba"]["virtual_s_per_day"] = [1, 2]
+    series = plot_modes.which_mode(lines).series
+    assert series["Hybrid(auto)"] == [(1.5, -0.001)]
+    assert series["Gba"] == [(4.0, -0.002)]
+    assert series["HopBs(2)"] == [(1.0, -0.002)]
