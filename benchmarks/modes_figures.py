@@ -311,16 +311,18 @@ def scaling(preset: str) -> Iterator[runner.Measure]:
     """Figure 7: mean AUC of Gba's days at a constant global batch of 3,200 rows, minus that with 8 NN workers.
 
     As in the paper, Gba inherits a base that Sync has trained, and a day has at least 300 steps. The rate of rows is
-    Sync's best for each optimizer and reduction.
+    Sync's best for each optimizer and reduction. Preset laptop (2 days of Sync and 2 of Gba, 300 steps each) takes
+    about 50 minutes on 2 cores, full (4 and 8 days of 600 steps) about 6 hours.
     """
     rows, base_days, days = SCALING[preset]
     counts = NN_WORKERS[: 2 if preset == "smoke" else None]
     kinds = [(kind, reduction) for kind in OPTIMIZERS for reduction in REDUCTIONS]
-    plans = {}
-    for kind, reduction in kinds:
-        optimizer = OPTIMIZERS[kind](lr=scaling_rate(preset, kind, reduction))
-        for seed in SCALING_SEEDS[preset]:
-            plans[kind, reduction, seed] = Inherited(optimizer, reduction, seed, rows, base_days, days, counts)
+    optimizers = {each: OPTIMIZERS[each[0]](lr=scaling_rate(preset, *each)) for each in kinds}
+    plans = {
+        (*each, seed): Inherited(optimizers[each], each[1], seed, rows, base_days, days, counts)
+        for seed in SCALING_SEEDS[preset]
+        for each in kinds
+    }
     found = dict(zip(plans, everywhere(inherited, list(plans.values()), dict[str, list[Day]]), strict=True))
     for kind, reduction in kinds:
         runs = [found[kind, reduction, seed] for seed in SCALING_SEEDS[preset]]
@@ -339,7 +341,7 @@ def scaling(preset: str) -> Iterator[runner.Measure]:
                     "steps_per_day": rows // SCALED_GLOBAL,
                     "local_batch": SCALED_GLOBAL // count,
                     "sync_rows_per_virtual_s": sync.rate,
-                    "rate_of_rows": plans[kind, reduction, SCALING_SEEDS[preset][0]].optimizer.lr,
+                    "rate_of_rows": optimizers[kind, reduction].lr,
                     **mean_of([day.summary for run in runs for day in run[str(count)]]),
                 },
             )
