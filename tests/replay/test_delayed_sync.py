@@ -85,23 +85,29 @@ def test_rows_of_a_ps_do_not_depend_on_how_many_nn_workers_share_a_step(optimize
 def clusters(draw):
     speeds = st.floats(0.5, 9.0)
     parts = [[Slowdown(0.0, draw(speeds)), Slowdown(2.0, draw(speeds))] for _ in range(draw(st.integers(1, 5)))]
-    return Setting(Trace(parts, 5.0), local_batch=LOCAL)
+    latency = st.sampled_from([0.0, 0.3, 1.7])
+    return Setting(Trace(parts, 5.0), local_batch=LOCAL, lookup=draw(latency), push=draw(latency))
 
 
 @settings(deadline=None, max_examples=100)
 @given(
     clusters(),
-    st.one_of(st.integers(1, 6), st.sampled_from([None, "auto"])),
+    st.one_of(
+        st.builds(Hybrid, st.one_of(st.integers(1, 6), st.just("auto")), warmup=st.sampled_from([0, 7])),
+        st.just(Hybrid(None)),
+    ),
     st.sampled_from(OPTIMIZERS),
     st.integers(1, 60),
 )
-def test_hybrid_is_sync_with_the_rows_of_earlier_steps(setting, staleness, optimizer, count):
-    schedule = simulate(Hybrid(staleness), setting, count)
+def test_hybrid_is_sync_with_the_rows_of_earlier_steps(setting, mode, optimizer, count):
+    schedule = simulate(mode, setting, count)
     lookups = {event.batch: event.version for event in schedule.events if event.kind == "lookup"}
     versions = [lookups[batch] for batch in range(count)]
     workers = setting.nn_workers
-    bound = {"auto": 1, None: count}.get(staleness, staleness)
-    assert all(batch // workers - bound <= version <= batch // workers for batch, version in enumerate(versions))
+    for batch, version in enumerate(versions):
+        step = batch // workers
+        limit = mode.staleness if isinstance(mode.staleness, int) else count
+        assert step - (limit * step // mode.warmup if step < mode.warmup else limit) <= version <= step
     found = Problem(optimizer=optimizer).run(schedule)
     assert found.apart(delayed_sync(Problem(optimizer=optimizer), versions, workers)) <= 1e-9
 
@@ -144,11 +150,25 @@ def uneven(count):
     return [batch.slice(0, (16, 5, 11)[number % 3]) for number, batch in enumerate(batches(count))]
 
 
+def assert_delayed_sync(t, data, workers, optimizer, directory):
+    """Compares a trained `Trainer` with the rule, in versions that the PS has recorded."""
+    versions = {}
+    for phase in directory.glob("phase-*.jsonl"):
+        versions |= {event.batch: event.version for event in load_timeline(phase).events if event.kind == "lookup"}
+    net, rows = written_out(data, [versions[batch] for batch in range(len(data))], workers, optimizer)
+    for mine, theirs in zip(t.model.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+    found = rows_of(t)
+    assert found.keys() == rows.keys()
+    for key, row in rows.items():
+        np.testing.assert_allclose(found[key], row, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", [SGD(lr=0.5), Adagrad(lr=0.05)], ids=lambda o: type(o).__name__)
 @pytest.mark.parametrize("mode", [Sync(), Hybrid(3), Hybrid("auto")], ids=str)
 def test_a_run_is_delayed_sync(mode, optimizer, workers, tmp_path):
-    """Native store, barrier, push threads and all; in versions that the PS has recorded."""
+    """Native store, barrier, push threads and all."""
     data = uneven(40)
 
     def work(member):
@@ -157,12 +177,23 @@ def test_a_run_is_delayed_sync(mode, optimizer, workers, tmp_path):
         return t
 
     t = Threads(workers, timeout=30.0).run(work)[0]
-    timeline = load_timeline(tmp_path / "phase-1.jsonl")
-    lookups = {event.batch: event.version for event in timeline.events if event.kind == "lookup"}
-    net, rows = written_out(data, [lookups[batch] for batch in range(len(data))], workers, optimizer)
-    for mine, theirs in zip(t.model.parameters(), net.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
-    found = rows_of(t)
-    assert found.keys() == rows.keys()
-    for key, row in rows.items():
-        np.testing.assert_allclose(found[key], row, rtol=0, atol=1e-5)
+    assert_delayed_sync(t, data, workers, optimizer, tmp_path)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_run_with_rests_and_switches_is_delayed_sync(workers, tmp_path):
+    """Calls of `fit` of a few steps each, and switches between and within them."""
+    data, optimizer = uneven(40), Adagrad(lr=0.05)
+    schedule = [(2, Hybrid(2)), (5, Sync()), (7, Hybrid(None)), (10, Hybrid(3, warmup=12))]
+
+    def work(member):
+        options = {"record_dir": str(tmp_path), "mode_schedule": schedule}
+        t = trainer(Sync(), member, embedding_optimizer=optimizer, **options)
+        for steps in (1, 2, 3, 3):
+            t.fit(data, max_steps=steps)
+        t.fit(data)
+        return t
+
+    t = Threads(workers, timeout=30.0).run(work)[0]
+    assert len(list(tmp_path.glob("phase-*.jsonl"))) >= 8
+    assert_delayed_sync(t, data, workers, optimizer, tmp_path)
