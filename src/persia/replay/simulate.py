@@ -179,20 +179,21 @@ class _Simulation:
 
     def _advance(self) -> None:
         """Advances all NN workers as far as the gates allow at this moment."""
+        slowest = min(worker.finished for worker in self.workers)
         for worker in self.workers:
-            while self._may_look_up(worker):
+            while self._may_look_up(worker, slowest):
                 self._look_up(worker)
         for worker in self.workers:
             self._begin(worker)
 
-    def _may_look_up(self, worker: _Worker) -> bool:
+    def _may_look_up(self, worker: _Worker, slowest: int) -> bool:
         if not self.replicas and (worker.computing or worker.looked_up or worker.unpushed):
             return False  # One at a time: parameters and tokens are never fetched ahead.
         if worker.looking or len(worker.looked_up) >= MOST_READY or self._next_batch(worker) is None:
             return False
         step = worker.began + len(worker.looked_up)  # Of this NN worker, since the start.
-        ahead = worker.finished - min(w.finished for w in self.workers)
-        return self.mode.gate(step - worker.settled, self.mode.depth_at(worker.depth, self.first_step + step), ahead)
+        depth = self.mode.depth_at(worker.depth, self.first_step + step)
+        return self.mode.gate(step - worker.settled, depth, worker.finished - slowest)
 
     def _next_batch(self, worker: _Worker) -> int | None:
         """Returns the next batch of an NN worker: in the order of ranks for replicas, else in the order of requests."""
