@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from persia.errors import CheckpointError, ConfigError, PersiaError
 from persia.optim import APMSqueeze, APMSqueezeOptions, OneBit, Uncompressed
 from persia.optim.apmsqueeze_reference import ReferenceAPMSqueeze
+from persia.optim.buckets import Flat, ranges
 from support import apms_case
 from support.apms_case import COMPRESSORS, SHAPES, arrays, equal_the_reference, gradients, joined, make, step, train
 from support.apms_threads import together
@@ -37,6 +38,18 @@ def test_any_number_of_workers_and_any_sizes(compressor, workers, size, bucket, 
     shapes = [(size,), (7, 3), (1100 + seed,), (), (0,)]
     options = {"compressor": compressor, "communicate": communicate, "bucket_bytes": 4 * bucket}
     equals_the_reference(workers, options, shapes, steps=6, native=native)
+
+
+@pytest.mark.parametrize(
+    ("shape", "buckets"),
+    [((255, 1000), 1), ((525, 1000), 2), ((3000, 1000), 8), ((100, 1 << 20), 16)],  # Of 1 MB, 1 MB, 1.5 MB, 25 MB.
+)
+def test_the_number_of_buckets(shape, buckets):
+    parameter = torch.nn.Parameter(torch.empty(shape, device="meta"))
+    found = [(begin, end) for begin, end, _ in ranges(Flat([parameter]), 25 << 20, OneBit())]
+    assert len(found) == buckets
+    assert [begin for begin, _ in found] == [0, *(end for _, end in found[:-1])]
+    assert found[-1][1] == parameter.numel()
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])

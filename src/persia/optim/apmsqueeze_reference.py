@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from persia.optim.buckets import ALIGNMENT, SMALL
+from persia.optim.buckets import ALIGNMENT, SMALL, bucket_count
 from persia.optim.compressors import Compressor, OneBit, StochasticTernary, TopK, Uncompressed
 from persia.optim.options import APMSqueezeOptions
 
@@ -288,7 +288,7 @@ class ReferenceAPMSqueeze:
     def _buckets(self) -> list[tuple[int, int, Compressor]]:
         large = sum(len(x) for x in self.x if len(x) >= SMALL)
         total = sum(len(x) for x in self.x)
-        count = int(np.ceil(4 * large / self.options.bucket_bytes))
+        count = bucket_count(large, self.options.bucket_bytes)
         edges = [large * i // count // ALIGNMENT * ALIGNMENT for i in range(count)] + [large]
         buckets: list[tuple[int, int, Compressor]] = []
         for begin, end in itertools.pairwise(edges):

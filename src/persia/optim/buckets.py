@@ -14,13 +14,20 @@ import torch
 from persia.batching.native import ThreadPool
 from persia.optim.compressors import Compressor, Uncompressed
 
-__all__ = ["SMALL", "Bucket", "BucketPiece", "Flat", "Rule", "ranges"]
+__all__ = ["SMALL", "Bucket", "BucketPiece", "Flat", "Rule", "bucket_count", "ranges"]
 
 SMALL = 1024
 """Number of elements below which a tensor is sent uncompressed (4 KiB), as compression would save little."""
 
 ALIGNMENT = 64
 """Alignment of chunks (in elements) and payloads (in bytes)."""
+
+
+LEAST_BUCKETS = 8
+"""Buckets of a network that has enough parameters. One is packed while another one is sent, but for first and last."""
+
+LEAST_BYTES = 1 << 20
+"""Size below which a bucket is not cut for that, in bytes of float32: messages have costs of their own."""
 
 
 class Rule(NamedTuple):
@@ -75,9 +82,14 @@ class Flat:
             yield array[begin : begin + parameter.numel()].view(parameter.shape)
 
 
+def bucket_count(large: int, bucket_bytes: int) -> int:
+    """Returns the number of buckets for so many elements of larger tensors."""
+    return max(-(-4 * large // bucket_bytes), min(LEAST_BUCKETS, 4 * large // LEAST_BYTES))
+
+
 def ranges(flat: Flat, bucket_bytes: int, compressor: Compressor) -> list[tuple[int, int, Compressor]]:
     """Returns begin, end and compressor of buckets: similar sizes for larger tensors, one for all small ones."""
-    count = -(-4 * flat.large // bucket_bytes)
+    count = bucket_count(flat.large, bucket_bytes)
     edges = [flat.large * i // count // ALIGNMENT * ALIGNMENT for i in range(count)] + [flat.large]
     large = [(begin, end, compressor) for begin, end in itertools.pairwise(edges) if end > begin]
     small: list[tuple[int, int, Compressor]] = (
