@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 import statistics
 import sys
 import time
@@ -101,10 +102,17 @@ def timed(ranks: Ranks, variants: list[str], gbit: float, rounds: int) -> dict[s
     return seconds
 
 
+def processors(ranks: Ranks, steps: int = 4) -> float:
+    """Seconds in which all cores together do the work of a step of APMSqueeze on all ranks."""
+    answers = ranks.call("time", variant="one_bit", steps=steps)
+    return sum(answer["processor_seconds"] for answer in answers) / steps / len(os.sched_getaffinity(0))
+
+
 def step(gbit: float, groups: Groups, preset: str) -> Iterator[runner.Measure]:
     """DDP's step over that of APMSqueeze, for each number of ranks, and the worst: the communication share, the whole.
 
-    No way to send could make the whole step more than `most` times as fast: DDP's over a step that sends nothing.
+    No way to send could make the whole step more than `most` times as fast: DDP's over a step that sends nothing. The
+    cores need `processors_s` for a step of all ranks, packing and TCP included, so no link could make it faster.
     """
     variants = ["local", "adam", "one_bit"]
     name, whole_name = f"apms.step_{NAMES[gbit]}", f"apms.step_whole_{NAMES[gbit]}"
@@ -122,6 +130,7 @@ def step(gbit: float, groups: Groups, preset: str) -> Iterator[runner.Measure]:
         details = {
             "ranks": count,
             **{f"{variant}_s": each for variant, each in middle.items()},
+            "processors_s": processors(ranks),
             "network": ranks.network.kind,
         }
         wholes.append(
