@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import pytest
@@ -451,3 +452,81 @@ def test_bodies_are_checked_before_they_are_sent():
     with pytest.raises(WireError, match="arrays, and 2 are allowed"):
         body([LARGE] * 3, rpc.Limits(arrays=2))
     assert Kind.CALL < Kind.RESULT
+
+
+# --- methods that wait for other clients ------------------------------------------------------------------------------
+
+
+class Rendezvous(Protocol):
+    @rpc.waits
+    def meet(self, array: np.ndarray) -> int: ...
+    def fetch(self) -> int: ...
+
+
+class Room:
+    """Its guests wait for each other."""
+
+    def __init__(self, guests):
+        self.barrier = threading.Barrier(guests, timeout=DEADLINE)
+
+    def meet(self, array):
+        self.barrier.wait()
+        return len(array)
+
+    def fetch(self):
+        return 1
+
+
+@pytest.mark.parametrize("limits", [{"threads": 2}, {"requests": 4}, {"request_bytes": 1 << 20}], ids=str)
+def test_calls_that_wait_for_each_other_hold_up_none(limits):
+    """More of them than the server runs threads, or holds requests or bytes."""
+    guests = 12
+    with rpc.serve(Room(guests), protocol=Rendezvous, limits=rpc.Limits(**limits)) as server:
+        stubs = [rpc.connect(server.address, Rendezvous, timeout=DEADLINE) for _ in range(guests)]
+        calls = [rpc.start(stub.meet, np.zeros(100_000, np.float32)) for stub in stubs[:-1]]
+        wait_until(lambda: server.statistics()["calls"] == guests - 1)
+        assert server.statistics()["bytes_held"] == server.statistics()["requests_held"] == 0
+        assert stubs[-1].fetch() == 1  # Others are served meanwhile.
+        calls.append(rpc.start(stubs[-1].meet, np.zeros(100_000, np.float32)))
+        assert [call.result() for call in calls] == [100_000] * guests
+        wait_until(lambda: server.statistics()["requests_held"] == 0)
+        for stub in stubs:
+            rpc.close(stub)
+
+
+def test_calls_that_do_not_wait_are_bounded_beside_those_that_do():
+    """Threads that wait are not those of the limit."""
+    gates, running = {"meet": threading.Event(), "work": threading.Event()}, []
+
+    class Both:
+        @rpc.waits
+        def meet(self) -> int:
+            assert gates["meet"].wait(DEADLINE)
+            return 1
+
+        def work(self) -> int:
+            running.append(1)
+            assert gates["work"].wait(DEADLINE)
+            return 2
+
+    with rpc.serve(Both(), limits=rpc.Limits(threads=2)) as server:
+        stub = rpc.connect(server.address, Both, timeout=DEADLINE)
+        for waiters in (0, 5):
+            for gate in gates.values():
+                gate.clear()
+            running.clear()
+            called = server.statistics()["calls"]
+            working = [rpc.start(stub.work) for _ in range(2)]
+            wait_until(lambda: len(running) == 2)
+            meeting = [rpc.start(stub.meet) for _ in range(waiters)]
+            wait_until(lambda: server.statistics()["calls"] == called + 2 + waiters)  # noqa: B023
+            working += [rpc.start(stub.work) for _ in range(3)]
+            wait_until(lambda: server.statistics()["requests_held"] == 5)
+            assert len(running) == 2
+            gates["meet"].set()
+            assert [call.result() for call in meeting] == [1] * waiters
+            assert len(running) == 2
+            gates["work"].set()
+            assert [call.result() for call in working] == [2] * 5
+        wait_until(lambda: server.statistics()["requests_held"] == 0)
+        rpc.close(stub)

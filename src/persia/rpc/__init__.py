@@ -7,7 +7,7 @@
 The wire format is specified in `docs/reference/wire.md`.
 """
 
-from persia.rpc.interface import inline, once
+from persia.rpc.interface import inline, once, waits
 from persia.rpc.keys import make_keys
 from persia.rpc.limits import Limits
 from persia.rpc.server import Server, serve
@@ -26,5 +26,6 @@ __all__ = [
     "serve",
     "start",
     "statistics",
+    "waits",
     "within",
 ]

@@ -39,12 +39,14 @@ class Job(NamedTuple):
         nbytes: size of the request in bytes.
         expires: monotonic time at which the client gives up.
         work: runs the request; returns the reply, if any. Does not raise.
+        waits: whether it waits for requests of other clients. It then counts only until it runs.
     """
 
     peer: bytes
     nbytes: int
     expires: float
     work: Callable[[], Reply | None]
+    waits: bool = False
 
 
 class Backlog:
@@ -56,7 +58,7 @@ class Backlog:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._waiting: collections.deque[Job] = collections.deque()
+        self._queue: collections.deque[Job] = collections.deque()
         self.requests = 0
         self.nbytes = 0
 
@@ -66,36 +68,43 @@ class Backlog:
         return self.requests >= self._limits.requests or self.nbytes >= self._limits.request_bytes
 
     @property
-    def waits(self) -> bool:
-        """Whether a job is waiting."""
-        return bool(self._waiting)
+    def first(self) -> Job | None:
+        """The job that is next; None if no job is queued."""
+        return self._queue[0] if self._queue else None
 
     def put(self, job: Job) -> None:
         """Appends a job."""
         self.requests += 1
         self.nbytes += job.nbytes
-        self._waiting.append(job)
+        self._queue.append(job)
 
     def take(self) -> Job:
-        """Removes the first job. It counts as held until it is `done`."""
-        return self._waiting.popleft()
+        """Removes the first job. It counts as held until it is `done`, unless it waits for others."""
+        job = self._queue.popleft()
+        if job.waits:
+            self._forget(job)
+        return job
 
     def done(self, job: Job) -> None:
         """Marks a taken job as finished."""
+        if not job.waits:
+            self._forget(job)
+
+    def _forget(self, job: Job) -> None:
         self.requests -= 1
         self.nbytes -= job.nbytes
 
     def drop_late(self, now: float) -> int:
-        """Drops waiting jobs whose client has given up; returns their number."""
-        late = [job for job in self._waiting if job.expires <= now]
+        """Drops queued jobs whose client has given up; returns their number."""
+        late = [job for job in self._queue if job.expires <= now]
         if late:
-            self._waiting = collections.deque(job for job in self._waiting if job.expires > now)
+            self._queue = collections.deque(job for job in self._queue if job.expires > now)
         for job in late:
-            self.done(job)
+            self._forget(job)
         return len(late)
 
     def clear(self) -> None:
-        """Drops all waiting jobs without a reply."""
+        """Drops all queued jobs without a reply."""
         self.drop_late(float("inf"))
 
 
@@ -122,8 +131,17 @@ class Dispatcher:
 
     def inline(self, message: Message) -> bool:
         """Whether the reading thread runs a request itself."""
-        method = self._methods.get(message.header.method)
-        return method is not None and method.inline and message.header.kind is Kind.CALL
+        method = self._method(message)
+        return method is not None and method.inline
+
+    def waits(self, message: Message) -> bool:
+        """Whether a request waits for those of other clients."""
+        method = self._method(message)
+        return method is not None and method.waits
+
+    def _method(self, message: Message) -> Method | None:
+        """Returns the method that a request calls; None if it calls none, or an unknown one."""
+        return self._methods.get(message.header.method) if message.header.kind is Kind.CALL else None
 
     def answer(self, message: Message, expires: float) -> Reply | None:
         """Runs a request and returns its reply, None if there is none. Blocks for the method. Never raises.

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple, TypeVar
 from persia.errors import ConfigError
 from persia.rpc.arrays import Decoder
 
-__all__ = ["Method", "describe", "inline", "once"]
+__all__ = ["Method", "describe", "inline", "once", "waits"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _ONCE = "__rpc_once__"
 _INLINE = "__rpc_inline__"
+_WAITS = "__rpc_waits__"
 
 
 def once(method: F) -> F:
@@ -37,6 +38,16 @@ def inline(method: F) -> F:
     return method
 
 
+def waits(method: F) -> F:
+    """Marks a method that waits for calls of other clients.
+
+    While it runs, it counts for none of `Limits.threads`, `requests` and `request_bytes`, so that the call that it
+    waits for is always read and run. Its clients have to bound how many of its calls they have in flight.
+    """
+    setattr(method, _WAITS, True)
+    return method
+
+
 class Method(NamedTuple):
     """One method, as both sides see it.
 
@@ -49,6 +60,7 @@ class Method(NamedTuple):
         streams: whether it returns an iterator.
         once: whether it must not be repeated.
         inline: whether it runs on the reading thread.
+        waits: whether it waits for calls of other clients.
     """
 
     name: str
@@ -59,6 +71,7 @@ class Method(NamedTuple):
     streams: bool
     once: bool
     inline: bool
+    waits: bool
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """Returns all arguments in order.
@@ -129,6 +142,7 @@ def _describe(protocol: type, name: str, function: Callable[..., Any]) -> Method
             streams,
             getattr(function, _ONCE, False),
             getattr(function, _INLINE, False),
+            getattr(function, _WAITS, False),
         )
     except ConfigError as error:
         raise ConfigError(f"{place}: {error.message}", field=place) from error

@@ -15,6 +15,8 @@ MIN_HEADER_BYTES = 4096
 class Limits:
     """Bounds on messages, work and memory. All are positive.
 
+    A running method that `waits` for calls of other clients counts for none of `requests`, `request_bytes`, `threads`.
+
     Attributes:
         message_bytes: maximum bytes of a message (header and arrays), and of a frame. Use the same value on both
             sides of a connection, as senders check their own limit.

@@ -92,8 +92,9 @@ class Server:
     """A served object, made by `serve`. Thread-safe.
 
     Idle threads wait for the socket, and the kernel wakes one of them. It reads a request, runs the method and sends
-    the reply, so a call does not switch threads. A thread is added when all are busy, up to `Limits.threads`. Further
-    requests wait in a queue, and beyond `Limits.requests` or `Limits.request_bytes` in the clients.
+    the reply, so a call does not switch threads. A thread is added when all are busy, up to `Limits.threads`, without
+    those whose method `waits` for other clients. Further requests wait in a queue, and beyond `Limits.requests` or
+    `Limits.request_bytes` in the clients.
     """
 
     def __init__(self, service: object, methods: Mapping[str, Method], port: Port, limits: Limits) -> None:
@@ -105,6 +106,7 @@ class Server:
         self._backlog = Backlog(limits)
         self._threads: set[threading.Thread] = set()
         self._busy = 0
+        self._waiting = 0  # Of the busy threads, those whose call waits for calls of other clients.
         self._paused = False
         self._closing = False
         self._tick = 0.0
@@ -216,12 +218,17 @@ class Server:
 
     def _take(self) -> Job | None:
         """The next job for this thread, if it may run one now. Under `_state`."""
-        if not self._backlog.waits or self._busy >= self._limits.threads:
+        first = self._backlog.first
+        if first is None or (self._busy - self._waiting >= self._limits.threads and not first.waits):
             return None
         self._busy += 1
+        self._waiting += first.waits
         if self._busy == len(self._threads) and not self._closing:
             self._add_thread()  # One thread must read.
-        return self._backlog.take()
+        job = self._backlog.take()
+        if job.waits:
+            self._resume()
+        return job
 
     def _run(self, job: Job) -> None:
         """Runs a job and sends its reply. Never raises, as the thread must continue."""
@@ -238,6 +245,7 @@ class Server:
         """Ends a job that this thread ran, and takes the next one."""
         with self._state:
             self._busy -= 1
+            self._waiting -= job.waits
             self._backlog.done(job)
             self._resume()
             return self._take()
@@ -321,7 +329,7 @@ class Server:
             self._counts["expired"] += late
             if late:
                 self._resume()
-            waiting = behind or self._backlog.waits
+            waiting = behind or self._backlog.first is not None
         if waiting:
             streams.refresh()
         elif streams.late():
@@ -341,12 +349,13 @@ class Server:
             self._offer(peer, self._dispatcher.failure(error.fields.get("call", 0), error), now)
             return
         expires = now + (CLOSE_SECONDS if header.kind is Kind.CLOSE else header.seconds)
-        job = Job(peer, message.nbytes, expires, functools.partial(self._dispatcher.answer, message, expires))
+        work = functools.partial(self._dispatcher.answer, message, expires)
+        job = Job(peer, message.nbytes, expires, work, self._dispatcher.waits(message))
         if self._dispatcher.inline(message):
             reply = job.work()
             if reply is None or self._offer(peer, reply, expires):
                 return
-            job = job._replace(work=lambda: reply)
+            job = job._replace(work=lambda: reply, waits=False)
         self._enqueue(job)
 
     def _enqueue(self, job: Job) -> None:

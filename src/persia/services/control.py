@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
+from persia import rpc
 from persia.modes import Auto, AutoEvidence, Mode
 from persia.services.recording import RecordableTokens
 from persia.telemetry.metrics import Health
@@ -64,6 +65,7 @@ class Coordinator(Protocol):
     def regenerate(self, nn_workers: int) -> int:
         """Starts a new generation of `nn_workers` NN workers. Returns its number."""
 
+    @rpc.waits
     def membership(self, newer_than: int = 0, timeout: float = 0.0) -> Membership:
         """Returns all members; waits up to `timeout` seconds for a version above `newer_than`."""
 
@@ -102,6 +104,7 @@ class Tokens(Protocol):
     def stop(self) -> None:
         """Stops handing out batches in this phase."""
 
+    @rpc.waits
     def draw(self, caller: Caller, sequence: int, number: int, rows: int, done: int, filled: int) -> Token:
         """Draws the token of a batch, just before its lookup. Waits while the gate of the mode is closed.
 
@@ -131,6 +134,7 @@ class Tokens(Protocol):
     def abandoned(self, caller: Caller, filled: int) -> list[PushHeader]:
         """Returns the pushes of dead NN workers that this one must fill, while it waits for a version."""
 
+    @rpc.waits
     def quiesce(self, caller: Caller, done: int, filled: int) -> QuiesceResult:
         """Ends this NN worker's part of the phase; waits until all have ended theirs.
 
@@ -138,6 +142,7 @@ class Tokens(Protocol):
             DeadlineError: some have not; the error names them.
         """
 
+    @rpc.waits
     def drained(self, caller: Caller, step: int) -> int:
         """Reports, as the leader, that all PSs are drained and at `step`; others pass -1 and wait. Returns the step."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+from persia import rpc
 from persia.schema import Schedule
 from persia.types import DenseState, Pulled, PushedDense, PushHeader
 
@@ -17,6 +18,7 @@ class DensePS(Protocol):
     def load(self, state: DenseState, generation: int, step: int) -> None:
         """Replaces its part of the network by that of a state, as of `step`."""
 
+    @rpc.waits
     def pull(self, have: int, least: int, timeout: float) -> Pulled:
         """Returns parameters of the newest version.
 
@@ -29,6 +31,7 @@ class DensePS(Protocol):
             DeadlineError: the version did not come in time; the error names the missing slot.
         """
 
+    @rpc.waits
     def push(self, header: PushHeader, part: PushedDense) -> None:
         """Adds a gradient to the current step, in the order of slots, and applies the step with its last slot.
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from persia import rpc
 from persia.batching.batch import IdColumn
 from persia.modes import Mode
 from persia.schema import Table
@@ -90,26 +91,28 @@ class EmbeddingPS(Protocol):
             By table, float32 `[n, dim]`.
         """
 
+    @rpc.waits
     def push(self, header: PushHeader, gradients: PackedGradients) -> dict[str, UpdateCounts]:
         """Takes gradients of an NN worker, which are applied exactly once, as the mode decides.
 
-        In `Hybrid` it returns when they are applied, and in `Sync` when the step is applied, which needs the gradients
-        of all NN workers. In asynchronous modes it returns when they are added to the sum of their step, or queued
-        behind an earlier push. Send a push without gradients to every PS, too: it counts.
+        In `Sync` and `Hybrid` it returns when they are applied. Where a step combines the gradients of all NN workers,
+        that needs those of all of them, for this step and the ones before. In asynchronous modes it returns when they
+        are added to the sum of their step, or queued behind an earlier push. Send a push without gradients to every PS,
+        too: it counts.
 
         Args:
             header: sender and step; the learning-rate schedule and `last_step` of the rows follow the step.
             gradients: by table.
 
         Returns:
-            By table, the outcome of the gradients. The counts of a step go to one call: in `Sync` to that of the
-            lowest rank, in asynchronous modes to the one that completes the step. The others get none.
+            By table, the outcome of the gradients. The counts of a step go to one call: where it is combined to that of
+            the lowest rank, in asynchronous modes to the one that completes the step. The others get none.
 
         Raises:
             StoreError: an unknown table, or arrays that do not fit; nothing is held or applied.
             DeadlineError: gradients of the step did not arrive in time; the error names the NN workers. The gradients
                 of this call stay held, and it may be repeated.
-            StalePushError: the NN workers have restarted since, or the step is not the current one.
+            StalePushError: the NN workers have restarted since, or this one has left out a step.
         """
 
     def statistics(self) -> dict[str, dict[str, int]]:
@@ -224,6 +227,7 @@ class EmbeddingWorker(Protocol):
     With `compression="fp16"` rows and gradients travel as float16 with a scale per row.
     """
 
+    @rpc.waits
     def register(self, id_features: Mapping[str, IdColumn]) -> int:
         """Buffers the ID features of a batch and returns its batch id. A repeated call registers another batch.
 
@@ -246,11 +250,12 @@ class EmbeddingWorker(Protocol):
             StaleBatchError: the batch is unknown here: pushed, released, expired, or of an earlier incarnation.
         """
 
+    @rpc.waits
     def push(self, header: PushHeader, contributions: Sequence[Contribution]) -> dict[str, UpdateCounts]:
         """Sends the sum of the gradients of these batches to the PSs as one update, and forgets the batches.
 
         Every PS gets a push, also when it owns no row of it, and also without contributions: it counts. A repetition
-        of an NN worker's last push gets the same answer.
+        of one of an NN worker's last pushes gets the same answer.
 
         Args:
             header: passed on to the PSs.
