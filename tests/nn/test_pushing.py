@@ -1,5 +1,7 @@
 """How gradients leave an NN worker: the pushes of a training pass, their order, and what becomes of the rest."""
 
+import itertools
+import threading
 import time
 
 import pytest
@@ -9,6 +11,7 @@ from persia.coordinator import TokenScheduler
 from persia.errors import StaleBatchError
 from persia.modes import Async, Gba, Hybrid, Sync
 from persia.nn import CollectionOptions, EmbeddingCollection
+from persia.nn.pushing import MOST_PUSHES
 from persia.optim import SGD
 from support.switching_samples import DEADLINE, ROWS, SCHEMA, batches, trainer
 
@@ -26,6 +29,10 @@ class RecordedWorker:
     def __init__(self, worker, apply=True, seconds=0.0, lost=None):
         self.worker, self.apply, self.seconds, self.lost = worker, apply, seconds, lost
         self.headers, self.pushed, self.released = [], [], []
+        self.lock = threading.Lock()
+        self.in_flight = self.most_in_flight = 0
+        self.held = threading.Event()  # Pushes wait for it.
+        self.held.set()
         self.returned = 0
         self.returned_at_lookup = []
 
@@ -39,11 +46,17 @@ class RecordedWorker:
         return self.worker.lookup(batch_id)
 
     def push(self, header, contributions):
-        self.headers.append(header)
-        self.pushed.append([c.batch_id for c in contributions])
+        with self.lock:
+            self.headers.append(header)
+            self.pushed.append([c.batch_id for c in contributions])
+            self.in_flight += 1
+            self.most_in_flight = max(self.most_in_flight, self.in_flight)
         time.sleep(self.seconds)
+        assert self.held.wait(DEADLINE)
         counts = self.worker.push(header, contributions) if self.apply else {}
-        self.returned += 1
+        with self.lock:
+            self.in_flight -= 1
+            self.returned += 1
         return counts
 
     def release(self, batch_id):
@@ -102,6 +115,69 @@ def test_a_warm_up_counts_global_steps_from_pass_to_pass():
             backward(embeddings, batch)
         assert embeddings.staleness.max == bound
     assert embeddings.global_step == 12
+
+
+@pytest.mark.parametrize(
+    ("mode", "most"),
+    [
+        (Sync(), 1),
+        (Hybrid(1), 2),
+        (Hybrid(2), 3),
+        (Hybrid(8), MOST_PUSHES),
+        (Hybrid(None), MOST_PUSHES),
+        (Hybrid(8, combine=False), 1),
+    ],
+    ids=str,
+)
+def test_as_many_pushes_are_in_flight_as_steps_are_open(mode, most):
+    cluster = Recorded(nn_workers=2, seconds=0.02)
+    embeddings = collection(cluster, mode)
+    for batch in embeddings.prefetch(batches(20), OthersHaveData(20)):
+        backward(embeddings, batch)
+    assert cluster.worker.most_in_flight == most
+    assert sorted(pushes(cluster)) == [(step + 1, step, 1, ROWS) for step in range(20)]
+    late = [step - place for place, (_, step, _, _) in enumerate(pushes(cluster))]
+    assert max(late) < most  # They start in order, as far as threads do.
+    assert embeddings.pushed.applied == embeddings.pushed.released == 0
+    assert embeddings.staleness.max <= (mode.staleness or 20 if isinstance(mode, Hybrid) else 0)
+
+
+def test_one_nn_worker_has_one_push_in_flight():
+    cluster = Recorded(seconds=0.02)
+    embeddings = collection(cluster, Hybrid(8))
+    for batch in embeddings.prefetch(batches(10)):
+        backward(embeddings, batch)
+    assert cluster.worker.most_in_flight == 1
+
+
+def test_pushes_of_a_pass_that_has_failed_are_left_behind():
+    """They may wait for an NN worker that has failed. Those that end later do not open the gate of the next pass."""
+    cluster = Recorded(nn_workers=2)
+    embeddings = collection(cluster, Hybrid(2))
+    worker = cluster.worker
+    worker.held.clear()
+    passed = embeddings.prefetch(batches(6), OthersHaveData(6))
+    for batch in itertools.islice(passed, 2):
+        backward(embeddings, batch)
+    began = time.monotonic()
+    with pytest.raises(KeyError, match="of another NN worker"):
+        passed.throw(KeyError("of another NN worker"))
+    assert time.monotonic() - began < DEADLINE / 2
+    assert worker.in_flight == 2
+    following = embeddings.prefetch(batches(6), OthersHaveData(6))
+    next(following)
+    worker.held.set()
+    until(lambda: worker.in_flight == 0)
+    assert embeddings.gate._done == 0
+    following.close()
+    assert embeddings.pushed.released == 1
+
+
+def until(condition):
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("left_early", [False, True])

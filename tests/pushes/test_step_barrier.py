@@ -1,13 +1,16 @@
 """Holding a step until all NN workers have pushed: order, repetition, deadlines, generations."""
 
+import collections
+import functools
 import itertools
+import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persia import batching
@@ -18,7 +21,7 @@ from persia.optim import SGD, Adagrad
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.pushes.accumulator import average_step
 from persia.pushes.reference import average_step as readable_average_step
-from persia.pushes.step_barrier import ArrivedPush, StepBarrier
+from persia.pushes.step_barrier import MOST_OPEN, ArrivedPush, StepBarrier
 from persia.schema import Table
 from persia.types import Gradients, PushHeader, UpdateCounts
 
@@ -26,18 +29,20 @@ TIMEOUT = 20.0
 TABLES = {"user": Table("user", dim=3), "item": Table("item", dim=20)}
 
 
-def header(rank, step=7, generation=1, weight=4, part=0, parts=1):
-    return PushHeader(generation, rank, step + 1, step, weight, part, parts)
+def header(rank, step=7, generation=1, weight=4, part=0, parts=1, first=0):
+    """The header of a push of NN workers that began at step `first`."""
+    return PushHeader(generation, rank, step - first + 1, step, weight, part, parts)
 
 
-def steps_of(ranks, timeout=TIMEOUT):
+def steps_of(ranks, timeout=TIMEOUT, first=7):
+    """A barrier whose first step is `first`, and the headers that it has applied, by step."""
     applied = []
 
     def apply(arrived):
         applied.append([a.header for a in arrived])
         return {"user": UpdateCounts(applied=len(applied))}
 
-    return StepBarrier(range(ranks), timeout, hold_until_full, apply), applied
+    return StepBarrier(range(ranks), timeout, hold_until_full, apply, applied=(1, first - 1)), applied
 
 
 def until(condition):
@@ -60,7 +65,8 @@ def test_the_mode_is_asked_once_for_each_nn_worker_and_decides(threads):
         asked.append(arrival)
         return Decision(Action.APPLY if arrival.held == 1 else Action.HOLD)  # Two of three are enough.
 
-    held = StepBarrier(range(3), TIMEOUT, arrive, lambda arrived: {"user": UpdateCounts(applied=len(arrived))})
+    apply = lambda arrived: {"user": UpdateCounts(applied=len(arrived))}  # noqa: E731
+    held = StepBarrier(range(3), TIMEOUT, arrive, apply, applied=(1, 6))
     parts = [threads.submit(held.push, 7, ArrivedPush(header(0, part=part, parts=2), {})) for part in range(2)]
     until(lambda: len(asked) == 1)
     again = threads.submit(held.push, 7, ArrivedPush(header(0, parts=2), {}))  # A repetition.
@@ -73,7 +79,7 @@ def test_the_mode_is_asked_once_for_each_nn_worker_and_decides(threads):
 def test_who_waits_for_nn_workers_of_before_is_told(threads):
     ps = server(Sync(), nn_workers=2)
     waiting = threads.submit(ps.push, header(0), {})
-    until(lambda: ps._barriers[0]._step is not None)
+    until(lambda: ps._barriers[0].open_steps)
     ps.switch(Sync(), 2, 5)
     with pytest.raises(StalePushError, match="generation 2"):
         waiting.result(TIMEOUT)
@@ -103,7 +109,7 @@ def test_a_push_waits_for_the_others(threads):
 def test_repetitions_count_once_and_the_first_one_counts(threads):
     held, applied = steps_of(2)
     calls = [threads.submit(held.push, 7, ArrivedPush(header(1, weight=5), {}))]
-    until(lambda: held._step is not None)
+    until(lambda: held.open_steps)
     calls += [threads.submit(held.push, 7, ArrivedPush(header(1, weight=9), {})) for _ in range(4)]
     counts = held.push(7, ArrivedPush(header(0), {}))
     for call in calls:
@@ -131,30 +137,105 @@ def test_the_deadline_names_the_ranks_that_are_missing(threads):
 
 
 def test_a_new_generation_voids_what_the_old_one_had_under_way(threads):
-    held, applied = steps_of(2)
+    held, applied = steps_of(2, first=957)
     old = threads.submit(held.push, 957, ArrivedPush(header(0, step=957), {}))
-    until(lambda: held._step is not None)
-    new = threads.submit(held.push, 900, ArrivedPush(header(0, step=900, generation=2), {}))
+    until(lambda: held.open_steps)
+    begins = header(0, step=900, generation=2, first=900)
+    new = threads.submit(held.push, 900, ArrivedPush(begins, {}))
     with pytest.raises(StalePushError, match="have restarted"):
         old.result(TIMEOUT)
-    held.push(900, ArrivedPush(header(1, step=900, generation=2), {}))
+    held.push(900, ArrivedPush(begins._replace(rank=1), {}))
     new.result(TIMEOUT)
     with pytest.raises(StalePushError, match="generation 1"):
         held.push(957, ArrivedPush(header(1, step=957), {}))
     assert [[h.generation for h in step] for step in applied] == [[2, 2]]
 
 
-def test_steps_out_of_order_are_refused(threads):
-    held, _ = steps_of(2)
+def test_a_step_that_is_being_applied_when_nn_workers_restart_is_none_of_theirs(threads):
+    goes_on, applied = threading.Event(), []
+
+    def apply(arrived):
+        applied.append(arrived[0].header.step)
+        assert arrived[0].header.generation == 2 or goes_on.wait(TIMEOUT)
+        return {}
+
+    held = StepBarrier([0], TIMEOUT, hold_until_full, apply, applied=(1, 956))
+    old = threads.submit(held.push, 957, ArrivedPush(header(0, 957), {}))
+    until(lambda: applied)
+    held.renew(2, 900)
+    goes_on.set()
+    old.result(TIMEOUT)
+    for step in (900, 901):
+        held.push(step, ArrivedPush(header(0, step, generation=2, first=900), {}))
+    assert applied == [957, 900, 901]
+
+
+def test_a_step_is_applied_after_those_before_it(threads):
+    held, applied = steps_of(2)
+    later = [threads.submit(held.push, step, ArrivedPush(header(rank, step), {})) for step in (8, 9) for rank in (1, 0)]
+    first = threads.submit(held.push, 7, ArrivedPush(header(1), {}))
+    until(lambda: held.open_steps == [7, 8, 9])
+    with pytest.raises(TimeoutError):
+        later[0].result(0.05)
+    held.push(7, ArrivedPush(header(0), {}))
+    for call in (first, *later):
+        call.result(TIMEOUT)
+    assert [step[0].step for step in applied] == [7, 8, 9]
+
+
+def test_a_step_before_the_oldest_open_one_is_applied(threads):
+    held, applied = steps_of(1)
+    counts = [held.push(step, ArrivedPush(header(0, step), {})) for step in range(7, 7 + MOST_OPEN + 1)]
+    assert len(applied) == MOST_OPEN + 1
+    assert held.push(8, ArrivedPush(header(0, 8), {})) == counts[1] != {}
+    assert held.push(7, ArrivedPush(header(0, 7), {})) == {}  # Applied, too; its counts are no longer known.
+    assert len(applied) == MOST_OPEN + 1
+
+
+def test_an_nn_worker_that_leaves_out_a_step_is_refused(threads):
+    held, applied = steps_of(2)
     first = threads.submit(held.push, 7, ArrivedPush(header(0), {}))
-    until(lambda: held._step is not None)
-    for step in (6, 8):
-        with pytest.raises(StalePushError, match="7 is in work"):
-            held.push(step, ArrivedPush(header(1, step=step), {}))
+    until(lambda: held.open_steps)
+    for step in (6, 8):  # Numbered as the push of step 7.
+        with pytest.raises(StalePushError, match=r"step 7 was due.*set `global_step` before"):
+            held.push(step, ArrivedPush(header(0, step)._replace(sequence=8), {}))
+    with pytest.raises(StalePushError, match="step 7 is the next"):
+        held.push(7 + MOST_OPEN, ArrivedPush(header(1, 7 + MOST_OPEN), {}))
     held.push(7, ArrivedPush(header(1), {}))
     first.result(TIMEOUT)
-    with pytest.raises(StalePushError, match="7 is applied"):
-        held.push(6, ArrivedPush(header(1, step=6), {}))
+    assert len(applied) == 1
+
+
+def test_the_first_push_of_a_generation_tells_where_it_began(threads):
+    """An NN worker that is ahead may come first."""
+    held, applied = steps_of(2)
+    sent = [PushHeader(3, rank, step - 899, step, 4) for step in (901, 900) for rank in (1, 0)]
+    calls = [threads.submit(held.push, h.step, ArrivedPush(h, {})) for h in sent]
+    for call in calls:
+        call.result(TIMEOUT)
+    assert [[(h.step, h.rank) for h in step] for step in applied] == [[(n, r) for r in range(2)] for n in (900, 901)]
+
+
+def test_pushes_that_wait_for_an_earlier_step_say_so(threads):
+    held, _ = steps_of(3, timeout=0.05)
+    calls = [threads.submit(held.push, step, ArrivedPush(header(0, step), {})) for step in (7, 8)]
+    with pytest.raises(DeadlineError, match=r"Step 7 \(generation 1\) was not complete.* 1, 2 have not pushed"):
+        calls[0].result(TIMEOUT)
+    with pytest.raises(DeadlineError, match=r"Step 7 .*, which step 8 waits for, was not") as failure:
+        calls[1].result(TIMEOUT)
+    assert failure.value.fields["missing"] == [1, 2]
+
+
+def test_a_barrier_of_one_nn_worker_takes_gaps(threads):
+    """It gets those pushes that have several parts."""
+    applied = []
+    gaps = StepBarrier([1], TIMEOUT, hold_until_full, lambda pushes: applied.append(len(pushes)) or {}, gaps=True)
+    for sequence in (3, 4, 300):
+        parts = [header(1, sequence - 1, part=part, parts=2) for part in range(2)]
+        calls = [threads.submit(gaps.push, sequence, ArrivedPush(part, {})) for part in parts]
+        for call in calls:
+            call.result(TIMEOUT)
+    assert applied == [2, 2, 2]
 
 
 @pytest.mark.parametrize("bad", [header(2), header(-1), header(0, part=2, parts=2), header(0, weight=-1)])
@@ -179,7 +260,7 @@ def test_an_error_reaches_all_and_the_step_may_be_repeated(threads):
             raise failures.pop()
         return {}
 
-    held = StepBarrier(range(2), TIMEOUT, hold_until_full, apply)
+    held = StepBarrier(range(2), TIMEOUT, hold_until_full, apply, applied=(1, 6))
     for attempt in range(2):
         calls = [threads.submit(held.push, 7, ArrivedPush(header(rank), {})) for rank in range(2)]
         for call in calls:
@@ -188,6 +269,152 @@ def test_an_error_reaches_all_and_the_step_may_be_repeated(threads):
                     call.result(TIMEOUT)
             else:
                 call.result(TIMEOUT)
+
+
+# --- any order of events --------------------------------------------------------------------------------------------
+
+
+class Dead(Exception):  # noqa: N818 - the connection to a PS that has died
+    """Raised to the caller of a PS that has died."""
+
+
+class Rehearsal:
+    """A PS whose barrier does not outlive its process, and what is applied does."""
+
+    def __init__(self, ranks, first, fails, draw):
+        self.ranks, self.fails, self.draw = ranks, fails, draw
+        self.last = (1, first - 1)
+        self.applied = []
+        self.lock = threading.Lock()
+        self.start()
+
+    def start(self):
+        self.dead = dead = threading.Event()
+        self.barrier = StepBarrier(
+            range(self.ranks), TIMEOUT, hold_until_full, functools.partial(self.apply, dead), applied=self.last
+        )
+
+    def kill(self):
+        """Calls that wait get no answer: they fail with `Dead`."""
+        with self.lock:
+            self.dead.set()
+            before = self.barrier
+            self.start()
+        before.renew(10, 0)
+
+    def apply(self, dead, arrived):
+        with self.lock:
+            if dead.is_set():
+                raise Dead
+            if self.fails and self.draw.random() < self.fails:
+                raise StoreError("disk full", table="user")
+            headers = [push.header for push in arrived]
+            assert {h.step for h in headers} == {self.last[1] + 1}  # One step, in order.
+            sent = [(h.rank, part) for h in headers if h.part == 0 for part in range(h.parts)]
+            assert [(h.rank, h.part) for h in headers] == sent  # All of it, in order.
+            assert {rank for rank, _ in sent} == set(range(self.ranks))
+            self.last = (1, headers[0].step)
+            self.applied.append(headers[0].step)
+            return {"user": UpdateCounts(applied=1)}
+
+    def push(self, turn, arrived):
+        with self.lock:
+            dead, barrier = self.dead, self.barrier
+        try:
+            counts = barrier.push(turn, arrived)
+        except StalePushError:
+            assert dead.is_set()
+        if dead.is_set():  # The answer is lost with it.
+            raise Dead
+        return counts
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    ranks=st.integers(1, 4),
+    window=st.integers(1, 5),
+    steps=st.integers(1, 12),
+    first=st.sampled_from([0, 900]),
+    fails=st.sampled_from([0.0, 0.1]),
+    deaths=st.integers(0, 3),
+    seed=st.integers(0, 2**32),
+)
+def test_steps_are_applied_once_in_order_whatever_happens(ranks, window, steps, first, fails, deaths, seed):
+    """Several pushes in flight per NN worker, in any order, repeated, in parts; steps that fail, a PS that dies."""
+    ps = Rehearsal(ranks, first, fails, random.Random(seed))
+    total = [0]
+    adding = threading.Lock()
+
+    def call(step, rank, part, parts, draw):
+        sent = ArrivedPush(header(rank, step, part=part, parts=parts, first=first), {})
+        counts = None
+        for _ in range(1 + (draw.random() < 0.3)):  # The first answer may be lost.
+            while True:
+                time.sleep(draw.random() * 0.003 * (draw.random() < 0.3))
+                try:
+                    found = ps.push(step, sent)
+                    break
+                except (StoreError, Dead):
+                    continue
+            counts = found if counts is None else counts
+        with adding:
+            total[0] += sum(count.applied for count in counts.values())
+
+    def nn_worker(rank):
+        draw = random.Random(seed + rank)
+        with ThreadPoolExecutor(2 * window) as pool:
+            open_ = collections.deque()
+            for step in range(first, first + steps):
+                parts = draw.choice([1, 1, 2])
+                of_step = [(step, rank, part, parts, random.Random(draw.random())) for part in range(parts)]
+                open_.append([pool.submit(call, *one) for one in of_step])
+                if len(open_) >= window:
+                    for pushed in open_.popleft():
+                        pushed.result(TIMEOUT)
+            for pushed in itertools.chain(*open_):
+                pushed.result(TIMEOUT)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        workers = [pool.submit(nn_worker, rank) for rank in range(ranks)]
+        draw = random.Random(seed - 1)
+        for _ in range(deaths):
+            time.sleep(draw.random() * 0.01)
+            ps.kill()
+        for worker in workers:
+            worker.result(TIMEOUT)
+    assert ps.applied == list(range(first, first + steps))
+    # Each outcome was counted once; one that died with the PS, not at all.
+    assert total[0] == steps or (deaths and total[0] < steps)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 2**32))
+def test_generations_never_mix(seed):
+    """NN workers die with several pushes in flight; the next ones begin earlier, and what waited fails."""
+    draw = random.Random(seed)
+    ranks, applied, stale = 3, [], []
+    barrier = StepBarrier(
+        range(ranks), TIMEOUT, hold_until_full, lambda a: applied.append([p.header for p in a]) or {}, applied=(1, 6)
+    )
+
+    def push(sent):
+        try:
+            barrier.push(sent.step, ArrivedPush(sent, {}))
+        except StalePushError:
+            stale.append(sent)
+
+    old = [header(rank, step, first=7) for step in range(7, 11) for rank in range(ranks) if (step, rank) != (8, 2)]
+    new = [header(rank, step, generation=2, first=5) for step in (5, 6, 7) for rank in range(ranks)]
+    with ThreadPoolExecutor(len(old) + len(new)) as pool:
+        calls = [pool.submit(push, sent) for sent in draw.sample(old, len(old))]
+        until(lambda: applied)
+        calls += [pool.submit(push, sent) for sent in draw.sample(new, len(new))]
+        for call in calls:
+            call.result(TIMEOUT)
+    assert [[(h.generation, h.step) for h in step] for step in applied] == [
+        [key] * ranks for key in ((1, 7), (2, 5), (2, 6), (2, 7))
+    ]
+    assert sorted(stale) == sorted(sent for sent in old if sent.step > 7)
 
 
 # --- reduction ------------------------------------------------------------------------------------------------------
@@ -313,23 +540,23 @@ def test_parts_of_one_nn_worker_are_one_update(mode, threads):
 
 def test_a_bad_push_fails_alone(threads):
     ps = server(Sync(), nn_workers=2)
-    good = threads.submit(ps.push, header(0), {})
+    good = threads.submit(ps.push, header(0, first=7), {})
     for bad in (
         {"users": Gradients(np.uint64([1]), np.zeros((1, 3), np.float32))},
         {"user": Gradients(np.uint64([1]), np.zeros((1, 4), np.float32))},
         {"user": Gradients(np.uint64([1]), np.zeros((1, 3), np.float64))},
     ):
         with pytest.raises(StoreError, match="user"):
-            ps.push(header(1), bad)
-    ps.push(header(1), {})
+            ps.push(header(1, first=7), bad)
+    ps.push(header(1, first=7), {})
     good.result(TIMEOUT)
 
 
 def test_a_held_push_holds_up_no_lookup():
     ps = server(Sync(), nn_workers=2)
-    blocked = threading.Thread(target=ps.push, args=(header(0), {}))
+    blocked = threading.Thread(target=ps.push, args=(header(0, first=7), {}))
     blocked.start()
     assert ps.lookup({"user": np.uint64([1])}, train=True)["user"].shape == (1, 3)
-    ps.push(header(1), {})
+    ps.push(header(1, first=7), {})
     blocked.join(TIMEOUT)
     assert not blocked.is_alive()

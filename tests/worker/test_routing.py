@@ -234,6 +234,16 @@ def test_a_repeated_push_gets_the_answer_of_the_first():
     }  # fmt: skip
 
 
+def test_any_of_the_last_pushes_may_be_repeated():
+    """An NN worker has several in flight: the reply of an older one may be lost when later ones have ended."""
+    worker = connect(2, mode=Hybrid(4)).worker
+    columns = features(lambda n: np.arange(n, dtype=np.uint64), 6)
+    sent = [(header(step), [mean_gradient(worker, columns)]) for step in range(8)]
+    counts = [worker.push(*push) for push in sent]
+    assert all(sum(c.applied for c in of_one.values()) for of_one in counts)
+    assert [worker.push(*push) for push in sent] == counts
+
+
 def test_a_push_that_reached_some_servers_only_is_completed_by_its_repetition():
     """One PS applied it, the other's reply failed: at the second attempt each row is updated once in all."""
     connection = connect(2, mode=Hybrid(1), optimizer=SGD(lr=1.0))

@@ -285,10 +285,17 @@ class EmbeddingCollection(torch.nn.Module):
         )
         own_loop = equal_steps is None and pusher.equal_steps
         counts = batch_counts(self.connection, self.options.timeout) if own_loop else None
-        pipeline = Pipeline(source, stages, self.options.timeout, read_ahead=pusher.read_ahead, counts=counts)
+        pipeline = Pipeline(
+            source,
+            stages,
+            self.options.timeout,
+            read_ahead=pusher.read_ahead,
+            counts=counts,
+            pushing=pusher.most_pushes,
+        )
         self._pipeline, self._pusher, self.outbox.submit = pipeline, pusher, pipeline.push
         batch: PreparedBatch | None = None
-        complete = False
+        complete = failed = False
         try:
             while True:
                 batch = self._next(pipeline, equal_steps)
@@ -299,6 +306,11 @@ class EmbeddingCollection(torch.nn.Module):
                 self._finish(batch)
                 batch = None
             complete = True
+        except GeneratorExit:  # The loop was left, by a `break` or an error.
+            raise
+        except BaseException:
+            failed = True
+            raise
         finally:
             # Also when the loop is left early: batches with a gradient are applied, others are released.
             if batch is not None and batch.close():
@@ -306,7 +318,8 @@ class EmbeddingCollection(torch.nn.Module):
             pusher.end(complete, batch)
             self._pipeline = None
             try:
-                pipeline.close()
+                failed = failed or pipeline.failed
+                pipeline.close(finish=not (failed and pusher.combined))
                 if pipeline.push_failure is None:
                     pusher.abandon()
             finally:

@@ -1,8 +1,8 @@
 """Runs lookups ahead of the step and pushes behind it, in background threads, as far as the mode allows.
 
 One :class:`Pipeline` is one pass over a loader. One thread reads batches ahead, one registers them and looks their rows
-up when the gate opens, and one pushes gradients. A failure of any of them is raised at the next draw, with a note about
-its origin. Closing the pipeline ends all three.
+up when the gate opens, and one or more push gradients. A failure of any of them is raised at the next draw, with a note
+about its origin. Closing the pipeline ends all of them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from persia.errors import DeadlineError
+from persia.errors import DeadlineError, PersiaError
 from persia.nn.batch_counts import BatchCounts
 from persia.nn.prepared import PreparedBatch
+from persia.retry import Deadline
 
 __all__ = ["READ_AHEAD", "Channel", "Closed", "Pipeline", "Stages"]
 
@@ -100,6 +101,9 @@ READ_AHEAD = 16
 LOADER_GRACE = 1.0
 """Seconds to wait for the loader at the end of a pass."""
 
+PUSH_GRACE = 2.0
+"""Seconds to wait for pushes at the end of a pass that has failed, if they wait for those of other NN workers."""
+
 MOST_READY = 64
 """Batches to look up before they are needed if the mode sets no bound."""
 
@@ -133,7 +137,7 @@ class _Ready(NamedTuple):
 
 
 class Pipeline:
-    """One pass over a loader. Used by one thread; owns three more.
+    """One pass over a loader. Used by one thread; owns several more.
 
     Args:
         source: the loader's iterator.
@@ -142,6 +146,7 @@ class Pipeline:
         ready: maximum number of batches looked up ahead.
         read_ahead: maximum number of batches read ahead of that; 0: one, which is read when its lookup is next.
         counts: of the batches of all NN workers, if all have to make the same number of steps.
+        pushing: maximum number of pushes in flight. They start in order.
     """
 
     def __init__(
@@ -152,6 +157,7 @@ class Pipeline:
         ready: int = MOST_READY,
         read_ahead: int = READ_AHEAD,
         counts: BatchCounts | None = None,
+        pushing: int = 1,
     ) -> None:
         self._source = source
         self._stages = stages
@@ -162,11 +168,19 @@ class Pipeline:
         self._ready: Channel[_Ready | _Failure] = Channel(ready)
         self._pushes: Channel[Callable[[], None]] = Channel(MOST_READY)
         self.push_failure: BaseException | None = None
+        """The failure of the first push that failed."""
+        self.failed = False
+        """Whether another NN worker is known to have left the pass, or a push has failed."""
+        self._failing = threading.Lock()
         self._doing = "data loader: waiting for its first batch"
         self._number = 0
         self._threads = [
             threading.Thread(target=target, name=f"persia-{name}", daemon=True)
-            for name, target in (("read", self._run_read), ("lookup", self._run_lookup), ("push", self._run_push))
+            for name, target in (
+                ("read", self._run_read),
+                ("lookup", self._run_lookup),
+                *[("push", self._run_push)] * pushing,
+            )
         ]
         # A thread that returns from native code while the interpreter ends crashes the process.
         self._process = os.getpid()
@@ -217,18 +231,26 @@ class Pipeline:
             DeadlineError: an NN worker was late.
         """
         if self._counts is not None:
-            self._counts.check(self._number - 1)
+            try:
+                self._counts.check(self._number - 1)
+            except PersiaError:
+                self.failed = True
+                raise
 
     def push(self, task: Callable[[], None]) -> None:
-        """Runs the task in the push thread, in order; no-op after a failed push.
+        """Runs the task in a push thread, started in order; no-op after a failed push.
 
         Blocks while 64 pushes wait, so that memory stays bounded with a slow server.
         """
         with contextlib.suppress(Closed):
             self._pushes.put(task)
 
-    def close(self) -> None:
+    def close(self, *, finish: bool = True) -> None:
         """Ends the threads; finishes pushes that were handed over, and drops batches that were not drawn.
+
+        Args:
+            finish: False gives the pushes a few seconds only, as they may wait for NN workers that push no more. Those
+                that have not started by then are dropped, the others end in the background.
 
         Raises:
             DeadlineError: a lookup or a push in progress does not end.
@@ -237,8 +259,16 @@ class Pipeline:
         self._stop()
         # The loader may block in its `next` for long; its thread ends after that without being joined.
         self._threads[0].join(LOADER_GRACE)
-        for thread, what in zip(self._threads[1:], ("lookup", "push"), strict=True):
-            self._join(thread, f"embedding worker: {what}")
+        _, lookup, *pushing = self._threads
+        self._join(lookup, "embedding worker: lookup")
+        if finish:
+            for thread in pushing:
+                self._join(thread, "embedding worker: push")
+            return
+        grace = Deadline(PUSH_GRACE)
+        for thread in pushing:
+            thread.join(grace.left)
+        self._pushes.close(discard=True)
 
     def _stop(self) -> None:
         if self._counts is not None:
@@ -317,17 +347,18 @@ class Pipeline:
         self._ready.close()
 
     def _run_push(self) -> None:
-        number = 0
         try:
             while True:
                 self._pushes.get()()
-                number += 1
         except Closed:
             pass
         except BaseException as error:
             self._pushes.close(discard=True)
-            error.add_note(f"Raised in the push thread of prefetch, at push {number}.")
-            self.push_failure = error
+            error.add_note("Raised in a push thread of prefetch.")
+            with self._failing:
+                if self.push_failure is not None:  # Most likely due to that one.
+                    return
+                self.push_failure, self.failed = error, True
             # The gate may never open now: wake a draw that waits behind it.
             self._put_failure(self._ready, error)
 

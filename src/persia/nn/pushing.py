@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -16,7 +17,23 @@ from persia.nn.transfer import Encoded, Ready
 from persia.services import Connection, ReadObserver
 from persia.types import Contribution, FedBatch, PushHeader, ReadRecord, UpdateCounts, sum_counts
 
-__all__ = ["Gradient", "LookUp", "Outbox", "PushCounts", "Pusher", "StepPusher", "TokenPusher", "run_now"]
+__all__ = [
+    "MOST_PUSHES",
+    "Gradient",
+    "LookUp",
+    "Outbox",
+    "PushCounts",
+    "Pusher",
+    "StepPusher",
+    "TokenPusher",
+    "run_now",
+]
+
+MOST_PUSHES = 4
+"""Pushes that an NN worker has in flight at most, in modes whose PSs combine the pushes of all NN workers.
+
+A PS then holds at most this many steps, also in `Hybrid(None)`. More would hide hardly any more of their latency.
+"""
 
 Gradient = tuple[PreparedBatch, Callable[[], Encoded]]
 """A batch, and a function that waits until its gradients are on the host and returns them."""
@@ -50,7 +67,7 @@ class PushCounts(NamedTuple):
 class Outbox:
     """The pushes of an NN worker: where they go, and what is counted from pass to pass.
 
-    Each count is written by one thread, and may be read by any.
+    Used by the training thread, the lookup thread and the push threads.
 
     Args:
         connection: has the embedding workers and the identity of this NN worker.
@@ -60,7 +77,7 @@ class Outbox:
         registered: ids of the batches that are registered and neither pushed nor released.
         released: number of batches that were drawn and never back-propagated.
         observer: receives the inputs of each gradient while a schedule is recorded, with one batch per push.
-        submit: runs a task in the push thread, after those before it; outside of a training pass, at once.
+        submit: runs a task in a push thread, started after those before it; outside of a training pass, at once.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -70,6 +87,7 @@ class Outbox:
         self.released = 0
         self.observer: ReadObserver | None = None
         self.submit: Callable[[Callable[[], None]], None] = run_now
+        self._lock = threading.Lock()  # Of the updates, which several push threads add up.
         self._updates: dict[str, UpdateCounts] = {}
         self._lost_batches = 0
         self._lost_rows = 0
@@ -102,7 +120,7 @@ class Outbox:
 
     def release_all(self) -> None:
         """Releases the batches that are still registered."""
-        for batch_id in self.registered:
+        for batch_id in list(self.registered):
             self.connection.worker.release(batch_id)
         self.registered.clear()
 
@@ -130,7 +148,8 @@ class Outbox:
 
     def pushed(self, contributions: Sequence[Contribution], counts: Mapping[str, UpdateCounts]) -> None:
         """Counts the outcome of a push."""
-        self._updates = sum_counts([self._updates, counts])
+        with self._lock:
+            self._updates = sum_counts([self._updates, counts])
         for contribution in contributions:
             self.registered.discard(contribution.batch_id)
 
@@ -142,6 +161,14 @@ class Pusher(Protocol):
     """Maximum number of batches to read before they are needed; 0: one, which is read when its lookup is next."""
     equal_steps: bool
     """Whether all NN workers make the same number of steps."""
+
+    @property
+    def most_pushes(self) -> int:
+        """Maximum number of pushes in flight."""
+
+    @property
+    def combined(self) -> bool:
+        """Whether a push returns only after pushes of all NN workers."""
 
     @property
     def sequence(self) -> int:
@@ -186,7 +213,7 @@ class Pusher(Protocol):
     def abandon(self) -> None:
         """Releases open tokens, so that no step waits for them.
 
-        Called after the threads have ended, unless a push failed.
+        Called after the threads have ended, unless the pass has failed.
         """
 
 
@@ -212,9 +239,21 @@ class StepPusher:
         self._group: list[Gradient] = []
         self._batches = 0
         """Batches since the last push, with or without a gradient."""
+        self._passes = 0
+
+    @property
+    def most_pushes(self) -> int:
+        """One if PSs apply each push by itself, in order of arrival. Else the gate bounds it too: in Sync to one."""
+        return MOST_PUSHES if self.combined else 1
+
+    @property
+    def combined(self) -> bool:
+        """Whether PSs hold a step until all NN workers have pushed, including those without gradients."""
+        return self._gate.mode.group(self._outbox.connection.nn_workers, 1) > 1
 
     def open(self, start: int) -> None:
         """Opens the gate."""
+        self._passes += 1
         self._gate.open(self._outbox.global_step)
         self._number = start + self._outbox.connection.rank
 
@@ -251,15 +290,25 @@ class StepPusher:
         group, batches = self._group, self._batches
         self._group, self._batches = [], 0
         if batches:
-            step = self._outbox.global_step
+            step, of_pass = self._outbox.global_step, self._passes
             self._outbox.global_step = step + 1
-            self._outbox.submit(lambda: self._push(group, batches, step))
+            # Numbered here: several push threads may run, and PSs expect push and step to rise together.
+            self.sequence += bool(group) or self.combined
+            sequence = self.sequence
+
+            def push() -> None:
+                if group or self.combined:
+                    self._push(group, sequence, step)
+                if of_pass == self._passes:  # Else it was left behind by a pass that has failed.
+                    self._gate.done(batches)
+
+            self._outbox.submit(push)
 
     def end(self, complete: bool, left: PreparedBatch | None) -> None:
         """Pushes an incomplete step, unless PSs would wait for other NN workers to push it too."""
         if left is not None and left.dummy:  # An abandoned batch is no step; a dummy batch is the others' step.
             self.skipped(left)
-        if complete or not self._held:
+        if complete or not self.combined:
             self.flush()
         else:  # Whether the others push this step is not known here.
             self._group, self._batches = [], 0
@@ -271,19 +320,11 @@ class StepPusher:
     def abandon(self) -> None:
         """No-op: a batch that was only looked up is no step."""
 
-    @property
-    def _held(self) -> bool:
-        """Whether PSs hold a step until all NN workers have pushed, including those without gradients."""
-        return self._gate.mode.group(self._outbox.connection.nn_workers, 1) > 1
-
-    def _push(self, group: Sequence[Gradient], batches: int, step: int) -> None:
+    def _push(self, group: Sequence[Gradient], sequence: int, step: int) -> None:
         connection = self._outbox.connection
-        if group or self._held:
-            self.sequence += 1
-            contributions, rows = self._outbox.contributions(group, self.sequence, [step])
-            header = PushHeader(connection.generation, connection.rank, self.sequence, step, rows)
-            self._outbox.pushed(contributions, connection.worker.push(header, contributions))
-        self._gate.done(batches)
+        contributions, rows = self._outbox.contributions(group, sequence, [step])
+        header = PushHeader(connection.generation, connection.rank, sequence, step, rows)
+        self._outbox.pushed(contributions, connection.worker.push(header, contributions))
 
 
 class TokenPusher:
@@ -296,6 +337,8 @@ class TokenPusher:
 
     read_ahead = 0  # Batches that a slow NN worker has read ahead are lost to the others.
     equal_steps = False
+    most_pushes = 1  # The token scheduler numbers them as they arrive.
+    combined = False
 
     def __init__(self, outbox: Outbox, client: TokenClient) -> None:
         self._outbox = outbox

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import struct
+import threading
 import time
 import weakref
 from collections import Counter
@@ -61,6 +62,7 @@ class Regions:
     def __init__(self, directory: str) -> None:
         self.directory = Path(directory)
         self._file: int | None = None
+        self._lock = threading.Lock()
 
     @property
     def complete(self) -> bool:
@@ -150,18 +152,24 @@ class Regions:
         return path.read_text() if self.complete and path.exists() else ""
 
     def keep_step(self, barrier: int, generation: int, turn: int) -> None:
-        """Stores which step was applied last, so that the next process answers its repeated pushes."""
-        # Within one page: a kill cannot tear it.
-        os.pwrite(self._applied(), STEP.pack(generation, turn + 1), barrier * STEP.size)
+        """Stores which step was applied last, so that the next process answers its repeated pushes.
+
+        An earlier step than the stored one changes nothing: it is of NN workers that have restarted since.
+        """
+        with self._lock:
+            last = self.last_step(barrier)
+            if last is None or (generation, turn) > last:
+                # Within one page: a kill cannot tear it.
+                os.pwrite(self._applied(), STEP.pack(generation, turn + 1), barrier * STEP.size)
 
     def last_step(self, barrier: int) -> tuple[int, int] | None:
         """Returns generation and turn of the step that was applied last; None if there was none in this mode."""
         kept = os.pread(self._applied(), STEP.size, barrier * STEP.size)
         generation, after = STEP.unpack(kept.ljust(STEP.size, b"\0"))
-        return (generation, after - 1) if after else None
+        return (generation, after - 1) if generation else None  # Generations begin at 1.
 
     def forget_steps(self) -> None:
-        """Clears the applied steps: another mode counts its turns from 0."""
+        """Clears the applied steps: another mode has turns of its own."""
         os.pwrite(self._applied(), bytes(os.fstat(self._applied()).st_size), 0)
 
     def _applied(self) -> int:

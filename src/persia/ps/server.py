@@ -117,22 +117,33 @@ class EmbeddingServer(JournaledServer):
         kept = self._regions.mode if self._regions is not None else ""
         self._adopt(decode(kept) if kept else mode)
 
-    def _adopt(self, mode: Mode) -> None:
-        """Starts a mode, or continues in the one of the process before."""
+    def _adopt(self, mode: Mode, before: tuple[int, int] | None = None) -> None:
+        """Starts a mode, or continues in the one of the process before.
+
+        Args:
+            mode: the mode.
+            before: generation and number of the step before the first one; None if they are not known.
+        """
+        ranks = range(self._options.nn_workers)
+        all_reduce, alone = mode.dense() is Dense.ALL_REDUCE, mode.group(len(ranks), 1) == 1
         self._mode = mode
         self._sums = GradientAccumulator(mode.reduction)
-        self._barrier_per_rank = mode.dense() is Dense.ALL_REDUCE and mode.group(self._options.nn_workers, 1) == 1
-        ranks = range(self._options.nn_workers)
-        ranks_of = [[rank] for rank in ranks] if self._barrier_per_rank else [ranks]
+        self._barrier_per_rank = all_reduce and alone
+        if not all_reduce or alone:  # Turns are not steps.
+            before = None
+        regions = self._regions
+        if regions is not None and before is not None:
+            regions.keep_step(0, *before)
         self._barriers = [
             StepBarrier(
                 members,
                 self._options.timeout,
                 mode.arrive,
                 functools.partial(self._apply_step, number),
-                self._regions.last_step(number) if self._regions is not None else None,
+                applied=regions.last_step(number) if regions is not None else before,
+                gaps=self._barrier_per_rank,  # It gets only pushes of several parts.
             )
-            for number, members in enumerate(ranks_of)
+            for number, members in enumerate([[rank] for rank in ranks] if self._barrier_per_rank else [ranks])
         ]
 
     def tables(self) -> Mapping[str, Table]:
@@ -187,11 +198,11 @@ class EmbeddingServer(JournaledServer):
         """Switches to another mode from `step` on; see `persia.services.EmbeddingPS`."""
         self._sequencer.begin(generation, step)
         for barrier in self._barriers:
-            barrier.renew(generation)
+            barrier.renew(generation, step)
         if (regions := self._regions) is not None:
             regions.forget_steps()  # Training is quiesced: no answer is outstanding.
             retry_when_full(lambda: regions.remember(encode(mode)), self._options.timeout, "switch")
-        self._adopt(mode)
+        self._adopt(mode, (generation, step - 1))
 
     def drain(self, generation: int, step: int, held: int) -> dict[str, UpdateCounts]:
         """Applies the gradients of an incomplete step; see `persia.services.EmbeddingPS`."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,7 +14,10 @@ from persia.errors import DeadlineError, StalePushError, StoreError
 from persia.modes import Action, Arrival, Decision
 from persia.types import Gradients, PushHeader, UpdateCounts
 
-__all__ = ["ArrivedPush", "StepBarrier", "completes_step"]
+__all__ = ["MOST_OPEN", "ArrivedPush", "StepBarrier", "completes_step"]
+
+MOST_OPEN = 64
+"""Steps from the oldest open one on that may have pushes. NN workers keep far fewer in flight."""
 
 
 class ArrivedPush(NamedTuple):
@@ -43,17 +45,24 @@ def completes_step(arrive: Callable[[Arrival], Decision], step: int, held: int =
 
 
 class _Step:
-    """The step in work."""
+    """An open step: it has pushes and is not applied."""
 
-    def __init__(self, turn: int, counts: Counts | None = None) -> None:
+    def __init__(self, turn: int, lock: threading.Lock) -> None:
         self.turn = turn
+        self.changed = threading.Condition(lock)  # One per step: only pushes of this step wake up.
         self.arrived: dict[tuple[int, int], ArrivedPush] = {}
-        self.applying = counts is not None
-        self.counts = counts
+        self.complete = False
+        self.applying = False
+        self.counts: Counts | None = None
         self.failure: Exception | None = None
 
+    @property
     def over(self) -> bool:
         return self.counts is not None or self.failure is not None
+
+    def fail(self, failure: Exception) -> None:
+        self.failure = failure
+        self.changed.notify_all()
 
     def missing(self, ranks: Sequence[int]) -> list[int]:
         """Returns the ranks whose parts are not all here."""
@@ -66,17 +75,21 @@ class _Step:
 
 
 class StepBarrier:
-    """A barrier for the pushes of a step: they wait for each other and return together. One step at a time.
+    """A barrier for the pushes of each step: they wait for each other and return together.
 
-    Safe to call from several threads. A call blocks until its step is applied, by the thread that completes it.
+    Several steps may be open. They are applied in order, so a push also waits for the steps before its own, and a step
+    before the oldest open one has been applied, even if it was by a process before.
+
+    Safe to call from several threads. A call blocks until its step is applied, by one of the calls of that step.
 
     Args:
         ranks: the NN workers that make a step.
         timeout: seconds that a push waits.
         arrive: `Mode.arrive`, asked once for each NN worker of a step. The step is complete when it says to apply.
         apply: applies a complete step. If it raises, all pushes of the step do, and may be repeated.
-        last: generation and turn of the step that the process before applied last. It may have answered some NN workers
-            and not others; those that were answered do not push again.
+        applied: generation and turn of the last step that is known to be applied; None if a new generation tells.
+        gaps: whether turns may be left out: the barrier then gets only some of the pushes of its NN worker, which
+            has one in flight.
     """
 
     def __init__(
@@ -85,31 +98,42 @@ class StepBarrier:
         timeout: float,
         arrive: Callable[[Arrival], Decision],
         apply: Apply,
-        last: tuple[int, int] | None = None,
+        *,
+        applied: tuple[int, int] | None = None,
+        gaps: bool = False,
     ) -> None:
         self._ranks = ranks
         self._timeout = timeout
         self._arrive = arrive
         self._apply = apply
-        self._changed = threading.Condition()
-        self._generation = 0
-        self._step: _Step | None = None
-        self._last: _Step | None = None
-        """The step that was applied last, which answers repeated pushes."""
-        if last is not None:
-            self._generation = last[0]
-            self._last = _Step(last[1], counts={})  # The process before has its counts.
+        self._gaps = gaps
+        self._lock = threading.Lock()
+        self._generation, last = applied if applied is not None else (-1, -1)
+        self._next = last + 1
+        """The oldest step that is not applied."""
+        self._open: dict[int, _Step] = {}
+        self._applied: dict[int, Counts] = {}
+        """Counts of the last steps, for repeated pushes."""
+        self._offsets: dict[int, int] = {}
+        """By NN worker, its step less the sequence number of the push: constant, with one push per step."""
 
-    def renew(self, generation: int) -> None:
-        """Starts a generation of NN workers: pushes of earlier ones fail, those that wait too."""
-        with self._changed:
-            self._enter(generation)
+    @property
+    def open_steps(self) -> list[int]:
+        """Steps that have pushes and are not applied, in order."""
+        with self._lock:
+            return sorted(self._open)
+
+    def renew(self, generation: int, step: int) -> None:
+        """Starts a phase of a generation of NN workers at a step: pushes that wait fail, and those of earlier ones."""
+        with self._lock:
+            self._enter(generation, step)
+            self._restart(generation, step)
 
     def push(self, turn: int, arrived: ArrivedPush) -> Counts:
         """Adds one push to step `turn`, and returns when the step is applied.
 
         Args:
-            turn: rises from step to step.
+            turn: rises by 1 from step to step.
             arrived: the push. If one of the same rank and part is here already, that one counts.
 
         Returns:
@@ -117,7 +141,7 @@ class StepBarrier:
 
         Raises:
             DeadlineError: pushes of the NN workers that it names are missing. This push stays held.
-            StalePushError: the generation is over, or another step is in work.
+            StalePushError: the generation is over, or the NN worker has left out a step.
         """
         header = arrived.header
         if header.rank not in self._ranks or not 0 <= header.part < header.parts or header.weight < 0:
@@ -127,19 +151,71 @@ class StepBarrier:
                 "same number of NN workers.",
                 rank=header.rank,
             )
-        with self._changed:
-            self._enter(header.generation)
-            step = self._step_of(turn, header)
-            complete = self._add(step, arrived)
-        if complete is not None:
-            self._finish(step, complete)
-        return self._await(step, header)
+        with self._lock:
+            # Pushes are numbered from 1, one per step: whichever comes first tells where the generation began.
+            self._enter(header.generation, turn - header.sequence + 1)
+            if self._gaps:
+                self._next = max(self._next, turn)
+            self._check_order(turn, header)
+            if turn < self._next:  # The reply was lost, or the process that applied the step has died.
+                return self._answer(self._applied.get(turn, {}), header)
+            step = self._open.get(turn)
+            if step is None:
+                step = self._open[turn] = _Step(turn, self._lock)
+            self._add(step, arrived)
+            applies = self._await(step)
+        if applies:
+            self._finish(step)
+        if step.failure is not None:
+            raise copy.copy(step.failure) from step.failure  # A copy for each thread: raising writes a traceback to it.
+        assert step.counts is not None
+        return self._answer(step.counts, header)
 
-    def _add(self, step: _Step, arrived: ArrivedPush) -> list[ArrivedPush] | None:
-        """Adds a push. Returns the whole step, sorted, if the push completes it."""
-        if step.applying:
-            return None
+    def _answer(self, counts: Counts, header: PushHeader) -> Counts:
+        return counts if (header.rank, header.part) == (min(self._ranks), 0) else {}
+
+    def _enter(self, generation: int, step: int) -> None:
+        """Starts a later generation of NN workers at a step; refuses an earlier one."""
+        if generation < self._generation:
+            raise StalePushError(
+                f"A push of generation {generation} of the NN workers arrived after generation {self._generation} had "
+                "started. It is not applied.",
+                generation=generation,
+            )
+        if generation > self._generation:
+            self._restart(generation, step)
+
+    def _restart(self, generation: int, step: int) -> None:
+        for open_ in self._open.values():
+            if not open_.applying:
+                open_.fail(
+                    StalePushError(
+                        f"The NN workers have restarted at step {step}, as generation {generation}, while step "
+                        f"{open_.turn} of generation {self._generation} was incomplete. It is not applied.",
+                        generation=self._generation,
+                        step=open_.turn,
+                    )
+                )
+        self._generation, self._next = generation, step
+        self._open, self._applied, self._offsets = {}, {}, {}
+
+    def _check_order(self, turn: int, header: PushHeader) -> None:
+        """Raises StalePushError if an NN worker has not pushed every step once."""
+        offset = self._offsets.setdefault(header.rank, turn - header.sequence)
+        if turn - header.sequence == offset and turn < self._next + MOST_OPEN:
+            return
+        raise StalePushError(
+            f"NN worker {header.rank} pushed gradients of step {turn} as its push {header.sequence}, where step "
+            f"{header.sequence + offset} was due and step {self._next} is the next to be applied. NN workers must push "
+            "every step once, in order: set `global_step` before the first one.",
+            rank=header.rank,
+            step=turn,
+        )
+
+    def _add(self, step: _Step, arrived: ArrivedPush) -> None:
         header = arrived.header
+        if step.complete or (header.rank, header.part) in step.arrived:
+            return
         if any(a.header.rank == header.rank and a.header.parts != header.parts for a in step.arrived.values()):
             raise StoreError(
                 f"Pushes of NN worker {header.rank} for step {step.turn} differ in their number of parts, such as "
@@ -147,86 +223,59 @@ class StepBarrier:
                 rank=header.rank,
                 step=step.turn,
             )
-        if (header.rank, header.part) in step.arrived:
-            return None
         step.arrived[header.rank, header.part] = arrived
         missing = step.missing(self._ranks)
         if header.rank in missing:
-            return None
-        held = len(self._ranks) - len(missing) - 1
-        if not completes_step(self._arrive, header.step, held, len(self._ranks)):
-            return None
-        step.applying = True
-        return [step.arrived[key] for key in sorted(step.arrived)]
-
-    def _enter(self, generation: int) -> None:
-        """Starts a later generation of NN workers, which drops the incomplete step of the one before."""
-        if generation < self._generation:
-            raise StalePushError(
-                f"A push of generation {generation} of the NN workers arrived after generation {self._generation} had "
-                "started. It is not applied.",
-                generation=generation,
-            )
-        if generation == self._generation:
             return
-        if self._step is not None and not self._step.applying:
-            self._step.failure = StalePushError(
-                f"The NN workers have restarted, as generation {generation}, while step {self._step.turn} of "
-                f"generation {self._generation} was incomplete. It is not applied.",
-                generation=self._generation,
-                step=self._step.turn,
-            )
-            self._changed.notify_all()
-        self._generation, self._step, self._last = generation, None, None
+        held = len(self._ranks) - len(missing) - 1
+        if completes_step(self._arrive, header.step, held, len(self._ranks)):
+            step.complete = True
 
-    def _step_of(self, turn: int, header: PushHeader) -> _Step:
-        if self._last is not None and turn == self._last.turn:
-            return self._last
-        step, last = self._step, self._last
-        if step is None and (last is None or turn > last.turn):
-            step = self._step = _Step(turn)
-        if step is None or turn != step.turn:
-            place = f"{step.turn} is in work" if step is not None else f"{last.turn} is applied" if last else ""
-            raise StalePushError(
-                f"NN worker {header.rank} pushed gradients of step {turn}, but step {place}. NN workers must push "
-                "every step once, in order.",
-                rank=header.rank,
-                step=turn,
-            )
-        return step
+    def _is_due(self, step: _Step) -> bool:
+        return step.complete and not step.applying and step.turn == self._next
 
-    def _finish(self, step: _Step, complete: list[ArrivedPush]) -> None:
+    def _await(self, step: _Step) -> bool:
+        """Waits until a step is over. Returns True instead if the caller is to apply it."""
+        if not step.changed.wait_for(lambda: step.over or self._is_due(step), self._timeout):
+            raise self._late(step)
+        if step.over:
+            return False
+        step.applying = True
+        return True
+
+    def _finish(self, step: _Step) -> None:
+        """Applies a step, without the lock, and wakes its pushes and those of the next one."""
         counts: Counts | None = None
         failure: Exception | None = None
         try:
-            counts = self._apply(complete)
+            counts = self._apply([step.arrived[key] for key in sorted(step.arrived)])
         except Exception as error:
             failure = error
-        with self._changed:
+        with self._lock:
             step.counts, step.failure = counts, failure
-            step.arrived.clear()  # `_last` keeps the counts only.
-            if self._step is step:  # Else a new generation has started meanwhile.
-                self._step = None
-                if failure is None:
-                    self._last = step
-            self._changed.notify_all()
+            step.arrived.clear()
+            step.changed.notify_all()
+            if self._open.get(step.turn) is not step:  # A new generation has started meanwhile.
+                return
+            del self._open[step.turn]  # After a failure, too: its pushes may be repeated.
+            if counts is None:
+                return
+            self._next = step.turn + 1
+            self._applied[step.turn] = counts
+            self._applied.pop(step.turn - MOST_OPEN, None)
+            if (following := self._open.get(self._next)) is not None:
+                following.changed.notify_all()
 
-    def _await(self, step: _Step, header: PushHeader) -> Counts:
-        began = time.monotonic()
-        with self._changed:
-            if not self._changed.wait_for(step.over, self._timeout):
-                missing = step.missing(self._ranks)
-                late = (
-                    f"NN workers {', '.join(map(str, missing))} have not pushed" if missing else "it is being applied"
-                )
-                raise DeadlineError(
-                    f"Step {step.turn} (generation {header.generation}) was not complete within "
-                    f"{time.monotonic() - began:.1f} s: {late}. Check for processes that hang, or raise `timeout`.",
-                    step=step.turn,
-                    missing=missing,
-                    timeout=self._timeout,
-                )
-        if step.failure is not None:
-            raise copy.copy(step.failure) from step.failure  # A copy for each thread: raising writes a traceback to it.
-        assert step.counts is not None
-        return step.counts if (header.rank, header.part) == (min(self._ranks), 0) else {}
+    def _late(self, step: _Step) -> DeadlineError:
+        """Returns the error that names the NN workers which delay the oldest step."""
+        oldest = self._open.get(self._next)
+        missing = oldest.missing(self._ranks) if oldest is not None else list(self._ranks)
+        late = f"NN workers {', '.join(map(str, missing))} have not pushed" if missing else "it is being applied"
+        waiting = "" if step.turn == self._next else f", which step {step.turn} waits for,"
+        return DeadlineError(
+            f"Step {self._next} (generation {self._generation}){waiting} was not complete within {self._timeout:g} s: "
+            f"{late}. Check for processes that hang, or raise `timeout`.",
+            step=self._next,
+            missing=missing,
+            timeout=self._timeout,
+        )

@@ -36,6 +36,9 @@ __all__ = ["Worker"]
 
 T = TypeVar("T")
 
+OUTCOMES = 64
+"""Pushes per NN worker whose outcome is kept for repetitions; far more than it has in flight."""
+
 
 class Worker:
     """Buffers the ID features of batches, removes duplicates over the whole batch, and routes rows and gradients.
@@ -75,8 +78,8 @@ class Worker:
         self._counts: Counter[str] = Counter()
         self._traffic: Counter[tuple[str, str]] = Counter()
         """Bytes by kind and codec."""
-        # The last push of each NN worker, by (generation, rank, part), in case its reply was lost.
-        self._outcomes: dict[tuple[int, int, int], tuple[int, dict[str, UpdateCounts]]] = {}
+        self._outcomes: dict[tuple[int, int, int], dict[int, dict[str, UpdateCounts]]] = {}
+        """The last pushes of each (generation, rank, part), by sequence number, in case their replies were lost."""
 
     def register(self, id_features: Mapping[str, IdColumn]) -> int:
         """Buffers a batch, duplicates removed, and returns its batch id; blocks while the buffer is full.
@@ -110,22 +113,20 @@ class Worker:
     def push(self, header: PushHeader, contributions: Sequence[Contribution]) -> dict[str, UpdateCounts]:
         """Sends the summed gradients of the batches to every PS, even to a PS without any, and forgets the batches.
 
-        A repetition of the last push of an NN worker is answered without the batches.
+        A repetition of one of the last pushes of an NN worker is answered without the batches.
 
         Raises:
             StaleBatchError: a batch is unknown, pushed, released, expired, or of another incarnation; nothing is sent.
         """
         sender = (header.generation, header.rank, header.part)
-        sequence, counts = self._outcomes.get(sender, (0, {}))
-        if sequence == header.sequence:
-            return counts
+        if (known := self._outcome(sender, header.sequence)) is not None:
+            return known
         with contextlib.ExitStack() as used:
             try:
                 batches = [(used.enter_context(self._buffer.use(c.batch_id)), c) for c in contributions]
             except StaleBatchError:
-                sequence, counts = self._outcomes.get(sender, (0, {}))
-                if sequence == header.sequence:
-                    return counts  # The call that this one repeats has just ended.
+                if (known := self._outcome(sender, header.sequence)) is not None:
+                    return known  # The call that this one repeats has just ended.
                 raise
             gradients = self._router.gradients_for(batches)
             answers = call_all(
@@ -136,14 +137,22 @@ class Worker:
             )
         counts = sum_counts(answers)
         with self._lock:
-            for known in [known for known in self._outcomes if known[0] < header.generation]:
-                del self._outcomes[known]
-            self._outcomes[sender] = header.sequence, counts
+            for old in [old for old in self._outcomes if old[0] < header.generation]:
+                del self._outcomes[old]
+            outcomes = self._outcomes.setdefault(sender, {})
+            outcomes[header.sequence] = counts
+            if len(outcomes) > OUTCOMES:
+                del outcomes[min(outcomes)]
         for contribution in contributions:
             self._carried("gradient_bytes", contribution.gradients, contribution.scales)
             self._count("gradient_rows", sum(map(len, contribution.gradients.values())))
             self._buffer.forget(contribution.batch_id, "pushed")
         return counts
+
+    def _outcome(self, sender: tuple[int, int, int], sequence: int) -> dict[str, UpdateCounts] | None:
+        """Returns the outcome of an earlier push; None if it is not known."""
+        with self._lock:
+            return self._outcomes.get(sender, {}).get(sequence)
 
     def release(self, batch_id: int) -> None:
         """Forgets a batch that will have no gradient; unknown batches are no error."""
