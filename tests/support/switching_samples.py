@@ -40,10 +40,10 @@ class Net(torch.nn.Module):
         return self.layers(torch.cat([dense, embeddings["user"], embeddings["item"]], 1).to(self.dtype))
 
 
-def trainer(mode, cluster=None, dtype=torch.float32, optimizer=None, embedding_optimizer=None, **options):
+def trainer(mode, cluster=None, dtype=torch.float32, optimizer=None, embedding_optimizer=None, model=None, **options):
     options = {"progress": False, "timeout": DEADLINE} | options
     return persia.Trainer(
-        Net(dtype),
+        model or Net(dtype),
         SCHEMA,
         optimizer=optimizer or (lambda p: torch.optim.Adam(p, 1e-2)),
         embedding_optimizer=embedding_optimizer or Adagrad(lr=0.05),

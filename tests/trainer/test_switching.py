@@ -409,6 +409,27 @@ def test_a_crash_in_a_mode_with_all_reduce_is_told_to_the_others():
     assert isinstance(first, PersiaError)
 
 
+@pytest.mark.parametrize("mode", [Sync(), Hybrid(3)], ids=str)
+def test_an_nn_worker_that_fails_within_a_step_ends_the_others_at_once(mode):
+    """Their pushes wait for its push at the PS, up to the deadline; their error does not."""
+    cluster = Threads(nn_workers=3, timeout=DEADLINE)
+    ended = {}
+
+    def work(member):
+        model = CrashingNet(5 if member.rank == 1 else 10**9)
+        try:
+            return trainer(mode, member, model=model).fit(batches(60))
+        finally:
+            ended[member.rank] = time.monotonic()
+
+    outcomes = cluster.outcomes(work)
+    assert max(ended.values()) - ended[1] < DEADLINE / 2
+    assert isinstance(outcomes[1], KeyboardInterrupt)
+    for rank in (0, 2):
+        with pytest.raises(PersiaError, match="NN worker 1 is dead: KeyboardInterrupt: killed"):
+            raise outcomes[rank]
+
+
 def squeezed(compressor=None, **options):
     chosen = APMSqueezeOptions(compressor=compressor or OneBit(), **options)
     return lambda p: APMSqueeze(p, 1e-2, options=chosen)

@@ -89,7 +89,7 @@ class TrainingLoop:
         # In background threads: read a batch, wait at the mode's gate, look up its rows at the embedding workers.
         prepared = self._embeddings.prefetch(mine, replicas, start=state.position)
         try:
-            with contextlib.closing(prepared):  # type: ignore[type-var]
+            with _told_errors(prepared):
                 for batch in prepared:
                     step = state.global_step + 1
                     # The backward pass pushes the gradients of rows, and averages those of the network.
@@ -151,6 +151,17 @@ class TrainingLoop:
         if first and connection.rank == 0:
             advise(state.mode, connection.nn_workers, state.local_batch)
         self._progress.trained(step, batch, logits, loss)
+
+
+@contextlib.contextmanager
+def _told_errors(prepared: Iterator[PreparedBatch]) -> Iterator[None]:
+    """Ends a training pass with the loop over it. Raises an error of the loop in it too: its pushes then wait less."""
+    with contextlib.closing(prepared):  # type: ignore[type-var]
+        try:
+            yield
+        except BaseException as error:
+            prepared.throw(error)  # type: ignore[attr-defined]
+            raise
 
 
 def _in_turn(
