@@ -67,7 +67,8 @@ class Stream(NamedTuple):
         first: number of rows before the first that is scored.
         rows: number of rows.
         stragglers: NN workers are slow in turns; else all are equally fast.
-        fresh: gradients are computed when they arrive, by the parameters of that moment, and so are never stale.
+        fresh: "lookup" for gradients by the rows of the moment at which they arrive, "pull" for such dense parameters:
+            what is fresh is never stale.
         at_step: scores rows by step as well.
     """
 
@@ -77,7 +78,7 @@ class Stream(NamedTuple):
     first: int
     rows: int
     stragglers: bool = True
-    fresh: bool = False
+    fresh: tuple[str, ...] = ()
     at_step: bool = False
 
 
@@ -115,7 +116,7 @@ def scored(plan: Stream) -> Scored:
         trace = phases(STREAM_WORKERS, length=PHASE, count=64, seed=plan.seed)
     schedule = simulate(plan.mode, Setting(trace, local_batch=STREAM_LOCAL), len(batches))
     if plan.fresh:
-        schedule = without_delay(schedule)
+        schedule = without_delay(schedule, plan.fresh)
     by_step: dict[int, np.ndarray] = {}
 
     def score(step: int) -> None:
@@ -145,8 +146,8 @@ def scored(plan: Stream) -> Scored:
     return Scored(progressive(run.logits), schedule.summary(), progressive(by_step) if plan.at_step else None)
 
 
-def without_delay(schedule: Timeline, kinds: Sequence[str] = ("lookup", "pull")) -> Timeline:
-    """Returns the timeline with the reads of each batch right before its first push: steps stay the same batches."""
+def without_delay(schedule: Timeline, kinds: Sequence[str]) -> Timeline:
+    """Returns the timeline with these reads of a batch right before its first push: steps stay the same batches."""
     reads: dict[int, list[ScheduleEvent]] = {}
     events: list[ScheduleEvent] = []
     for event in schedule.events:

@@ -80,7 +80,8 @@ GLOBO: dict[str, Mode] = {
     "sync": Sync(), "hybrid_auto": Hybrid("auto"), "hybrid_4": Hybrid(4), "gba": Gba(4 * 256), "async": Async(),
     "bsp": Bsp(4), "hop_bs": HopBs(2), "hop_bw": HopBw(1),
 }  # fmt: skip
-PARTS = ("scored_late", "order", "staleness", "even")
+SYNC = Sync()
+PARTS = ("scored_late", "order", "stale_rows", "stale_dense", "even", "own_rates")
 SCALING_SEEDS = {"smoke": (0,), "laptop": (0, 1, 2), "full": (0, 1, 2)}
 STALLED_DAYS = {"smoke": 1, "laptop": 6, "full": 8}
 CHANCE = 0.03
@@ -94,12 +95,12 @@ SHARES = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 @functools.cache
-def globo_tuned(preset: str) -> Rates:
-    """Rates of Sync on the first quarter of the stream, which is not scored later."""
+def globo_tuned(preset: str, mode: Mode = SYNC) -> Rates:
+    """Rates of a mode on the first quarter of the stream, which is not scored later."""
     first = GLOBO_ROWS[preset] // 4
 
     def score(grid: list[Rates]) -> list[float]:
-        plans = [Stream(Sync(), rates, TUNING_SEED, 0, first) for rates in grid]
+        plans = [Stream(mode, rates, TUNING_SEED, 0, first) for rates in grid]
         return [run.auc for run in everywhere(scored, plans, Scored)]
 
     return UNTUNED if preset == "smoke" else best_rates(score)
@@ -122,23 +123,29 @@ def globo(preset: str) -> Iterator[runner.Measure]:
 
 @runner.measures("modes.globo_gba", *(f"modes.globo_gba.{part}" for part in PARTS))
 def globo_gba(preset: str) -> Iterator[runner.Measure]:
-    """Gba - Sync in time order, at rates tuned for Sync, and what it is made of. The first three parts add up to it.
+    """Gba - Sync in time order, at rates tuned for Sync, and what it is made of. The first four parts add up to it.
 
     scored_late  rows are scored by the parameters that an NN worker has read, which are older than Sync's
     order        a slow NN worker's rows are learned from in a later step than Sync's
-    staleness    gradients are of older parameters than those that they change
+    stale_rows   gradients are of older rows than those that they change
+    stale_dense  and of older dense parameters
     even         the whole with NN workers that are equally fast
+    own_rates    the whole with the best rates of Gba
     """
     if data.find("globo_ctr") is None:
         print("globo_ctr is not here; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
         return
     rows, rates = GLOBO_ROWS[preset], globo_tuned(preset)
     gba = Gba(STREAM_WORKERS * STREAM_LOCAL)
+    sync = Stream(Sync(), rates, 0, rows // 4, rows, at_step=True)
+    stale = sync._replace(mode=gba)
     kinds = {
-        "sync": Stream(Sync(), rates, 0, rows // 4, rows, at_step=True),
-        "gba": Stream(gba, rates, 0, rows // 4, rows, at_step=True),
-        "fresh": Stream(gba, rates, 0, rows // 4, rows, fresh=True, at_step=True),
-        "even": Stream(gba, rates, 0, rows // 4, rows, stragglers=False, at_step=True),
+        "sync": sync,
+        "gba": stale,
+        "fresh": stale._replace(fresh=("lookup", "pull")),
+        "fresh_dense": stale._replace(fresh=("pull",)),
+        "even": stale._replace(stragglers=False),
+        "own_rates": stale._replace(rates=globo_tuned(preset, gba)),
     }
     seeds = SEEDS[preset]
     plans = {(kind, seed): plan._replace(seed=seed) for kind, plan in kinds.items() for seed in seeds}
@@ -151,8 +158,10 @@ def globo_gba(preset: str) -> Iterator[runner.Measure]:
         "": (read["gba"], read["sync"]),
         ".scored_late": (lag["gba"], lag["sync"]),
         ".order": (at_step["fresh"], at_step["sync"]),
-        ".staleness": (at_step["gba"], at_step["fresh"]),
+        ".stale_rows": (at_step["fresh_dense"], at_step["fresh"]),
+        ".stale_dense": (at_step["gba"], at_step["fresh_dense"]),
         ".even": (read["even"], read["sync"]),
+        ".own_rates": (read["own_rates"], read["sync"]),
     }
     for part, (ours, theirs) in pairs.items():
         yield runner.paired(
@@ -161,7 +170,7 @@ def globo_gba(preset: str) -> Iterator[runner.Measure]:
             theirs,
             "AUC",
             at_least=None if part else -0.003,
-            details={"rows": rows, "rates": list(rates), **totals},
+            details={"rows": rows, "rates": list(kinds.get(part[1:], sync).rates), **totals},
         )
 
 

@@ -24,7 +24,7 @@ def test_the_search_for_a_rate_ends_with_both_neighbours_tried(best):
 def test_without_delay_the_same_batches_make_the_same_steps():
     setting = Setting(stalls(4, length=1.0, chance=0.1), local_batch=1)
     late = simulate(Gba(4, tolerance=100), setting, 200)
-    fresh = without_delay(late)
+    fresh = without_delay(late, ["lookup", "pull"])
     assert late.summary().staleness_mean > 0.3
     assert (fresh.summary().staleness_max, fresh.summary().row_staleness_max) == (0, 0)
     steps = [
