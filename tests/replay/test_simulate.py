@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from persia.errors import ConfigError, DataError
 from persia.modes import Async, Bsp, Gba, HopBs, HopBw, Hybrid, Sync
+from persia.nn.pushing import MOST_PUSHES
 from persia.replay import (
     ReplayDense,
     Setting,
@@ -156,7 +157,7 @@ def test_rates_with_two_slow_workers_of_eight():
 
 @pytest.mark.parametrize(("lookup", "push"), [(0.25, 0.25), (0.5, 0.5), (1.0, 0.5), (1.5, 1.0), (0.0, 3.0)])
 def test_rates_with_latency(lookup, push):
-    """In steps per compute time: n + 1 steps are under way, and each stage has one at a time."""
+    """In steps per compute time: n + 1 steps are under way. Each stage has one at a time, pushes have 4."""
     setting = Setting(steady([1] * 4), lookup=lookup, push=push)
 
     def steps(mode):
@@ -165,11 +166,11 @@ def test_rates_with_latency(lookup, push):
     whole = 1 + lookup + push
     assert steps(Sync()) == pytest.approx(1 / whole, rel=0.005)
     assert steps(Async()) == pytest.approx(1 / whole, rel=0.005)  # Fetches nothing ahead.
-    most = 1 / max(1, lookup, push)
+    most = 1 / max(1, lookup, push / MOST_PUSHES)
     for depth in (1, 2, 4):
         assert steps(Hybrid(depth)) == pytest.approx(min(most, (depth + 1) / whole), rel=0.005)
     assert steps(Hybrid(None)) == pytest.approx(most, rel=0.005)
-    assert steps(Hybrid("auto")) > 0.94 * most
+    assert steps(Hybrid("auto")) > 0.87 * most  # It takes two windows at 1/2 and 3/4 of it to find a depth of 3.
 
 
 def depths(mode, setting, batches):
@@ -208,7 +209,7 @@ def test_no_limit_is_bounded_by_memory():
     """64 batches with rows, and as many gradients: the channels of a pipeline."""
     waiting = simulate(Hybrid(None), Setting(steady([1, 1])), 400).summary()
     assert waiting.row_staleness_max == 63
-    pushing = simulate(Hybrid(None), Setting(steady([1, 1]), push=3.0), 1200).summary()
+    pushing = simulate(Hybrid(None), Setting(steady([1, 1]), push=12.0), 1200).summary()
     assert pushing.row_staleness_max == 128
 
 

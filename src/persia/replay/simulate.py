@@ -4,11 +4,11 @@ No gradient is computed, as the timeline depends on the mode and on time only. I
 reach with these latencies, its drops and its staleness; :func:`persia.replay.replay` trains along it with real
 gradients.
 
-Assumptions: an NN worker has one lookup and one push in flight, as on a cluster. Servers and the all-reduce take no
-time. With replicas a step begins when all have finished the step before, rows are looked up as early as the gate
-allows, and a push is answered when its step is applied. With a dense PS an NN worker looks up, pulls and draws its
-token when the push of the batch before is answered, which is when it has arrived. At equal times gradients arrive
-before reads, in the order of ranks.
+Assumptions: as on a cluster, an NN worker has one lookup in flight, and one push; several where the pushes of a step
+are combined. Servers and the all-reduce take no time. With replicas a step begins when all have finished the step
+before, rows are looked up as early as the gate allows, and a push is answered when its step is applied. With a dense PS
+an NN worker looks up, pulls and draws its token when the push of the batch before is answered, which is when it has
+arrived. At equal times gradients arrive before reads, in the order of ranks.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from persia.errors import ConfigError
 from persia.modes import Action, Arrival, Dense, Mode
 from persia.nn.gate import WINDOW, Window
 from persia.nn.pipeline import MOST_READY
+from persia.nn.pushing import MOST_PUSHES
 from persia.replay.schedule import Kind, ScheduleEvent, Timeline
 from persia.replay.trace import Trace
 
@@ -86,7 +87,9 @@ class _Worker:
         self.looked_up: deque[_Ready] = deque()
         self.computing: _Batch | None = None
         self.unpushed: deque[_Batch] = deque()
-        """Batches whose gradient is not applied (with a dense PS: has not arrived); the first one is being pushed."""
+        """Batches whose push is not answered, which is when it is applied (with a dense PS: has arrived)."""
+        self.arrived = 0
+        """How many of them, from the first one, have arrived."""
         self.began = 0
         self.finished = 0
         self.settled = 0
@@ -141,6 +144,9 @@ class _Simulation:
         self.dense = (_Replicas if self.replicas else _Server)(
             DENSE_PS, mode, count if self.replicas else self.group, step
         )
+        self.most_pushes = MOST_PUSHES if self.replicas and self.group > 1 else 1
+        """In order at a PS without its help: a step begins when all have finished the one before, and all pushes take
+        the same time."""
         self.first_step = step
         self.drawn = 0  # Batches handed out.
         self.numbers = step * self.group  # Token numbers handed out; k is taken over as the next token's value.
@@ -286,13 +292,14 @@ class _Simulation:
         worker.unpushed.append(batch)
         if not self.setting.push:
             self._pushed(worker)
-        elif len(worker.unpushed) == 1:
+        elif len(worker.unpushed) <= self.most_pushes:
             self._send("_pushed", worker, self.setting.push / 2)
         if self.replicas:
             self._arrive(self.dense, worker, batch)
 
     def _pushed(self, worker: _Worker) -> None:
-        batch = worker.unpushed[0]
+        batch = worker.unpushed[worker.arrived]
+        worker.arrived += 1
         worker.finished += 1
         self._arrive(self.rows, worker, batch)
         if not self.replicas:
@@ -307,8 +314,9 @@ class _Simulation:
 
     def _answered(self, worker: _Worker) -> None:
         worker.unpushed.popleft()
+        worker.arrived -= 1
         worker.settled += self.replicas
-        if worker.unpushed:
+        if len(worker.unpushed) >= self.most_pushes:
             self._send("_pushed", worker, self.setting.push / 2)
 
     def _arrive(self, server: _Server, worker: _Worker, batch: _Batch) -> None:
