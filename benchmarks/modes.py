@@ -68,6 +68,10 @@ ASYNCHRONOUS: dict[str, Mode] = {
 }  # fmt: skip
 OTHERS: dict[str, Mode] = {"hybrid": Hybrid(4), **ASYNCHRONOUS}
 STRAGGLING = ("100000_1.05", "500_1.05")
+DRIFTING = {"": 500, ".sparse": 100_000}
+"""Ids of each feature, by the suffix of a name. Of 500 nearly all are in every step, so a delay costs most."""
+GBA = {"sync_to_gba": False, "gba_to_sync": True}
+"""Whether Gba is the first of the two modes."""
 AFTER = ("first_day", "mean")
 """What is compared after a switch: the first day, and the mean of all days."""
 PAPER_GLOBAL = 3_200
@@ -80,11 +84,11 @@ PHASES = (2, 10, 50)
 
 
 @functools.cache
-def tuned(preset: str) -> Rates:
+def tuned(preset: str, ids: int = 500) -> Rates:
     """Rates of Sync for 8 NN workers on drifting data; a smoke run does without tuning."""
     if preset == "smoke":
         return UNTUNED
-    return tuned_for(Plan((SYNC,) * DAYS[preset], UNTUNED, TUNING_SEED, ROWS_PER_DAY[preset], DRIFT))
+    return tuned_for(Plan((SYNC,) * DAYS[preset], UNTUNED, TUNING_SEED, ROWS_PER_DAY[preset], DRIFT, ids=ids))
 
 
 def mean_of(summaries: Sequence[Summary]) -> dict[str, float]:
@@ -273,9 +277,14 @@ def switches(
             yield runner.paired(f"{name}.{part}", areas, theirs, "AUC", at_least=at_least, details=details)
 
 
-def drifting(preset: str) -> Plan:
+def drifting(preset: str, ids: int = 500) -> Plan:
     """Returns Sync on all days."""
-    return Plan((SYNC,) * DAYS[preset], tuned(preset), 0, ROWS_PER_DAY[preset], DRIFT)
+    return Plan((SYNC,) * DAYS[preset], tuned(preset, ids), 0, ROWS_PER_DAY[preset], DRIFT, ids=ids)
+
+
+def drifts(preset: str) -> list[tuple[str, int]]:
+    """Returns the data of a preset: suffix and ids of each feature."""
+    return list(DRIFTING.items())[: 1 if preset == "smoke" else None]
 
 
 def with_half(plan: Plan, mode: Mode, *, first: bool) -> Plan:
@@ -285,19 +294,19 @@ def with_half(plan: Plan, mode: Mode, *, first: bool) -> Plan:
 
 
 @runner.measures(
-    *(f"modes.auc_{way}{part}" for way in ("sync_to_gba", "gba_to_sync") for part in ("", ".first_day", ".mean"))
+    *(f"modes.auc_{way}" for way in GBA),
+    *(f"modes.auc_{way}{data}.{part}" for data in DRIFTING for way in GBA for part in AFTER),
 )
 def switch_gba(preset: str) -> Iterator[runner.Measure]:
     """Sync to Gba of the same global batch, and back."""
-    plan = drifting(preset)
-    ways = {
-        "modes.auc_sync_to_gba": with_half(plan, Gba(GLOBAL), first=False),
-        "modes.auc_gba_to_sync": with_half(plan, Gba(GLOBAL), first=True),
-    }
-    found = list(switches(preset, plan, ways, at_least=-0.0005))
+    found = []
+    for data, ids in drifts(preset):
+        plan = drifting(preset, ids)
+        ways = {f"modes.auc_{way}{data}": with_half(plan, Gba(GLOBAL), first=first) for way, first in GBA.items()}
+        found += switches(preset, plan, ways, at_least=-0.0005)
     yield from found
-    for name in ways:
-        yield runner.worst(name, [measure for measure in found if measure.name.startswith(f"{name}.")])
+    for way in GBA:
+        yield runner.worst(f"modes.auc_{way}", [each for each in found if each.name.startswith(f"modes.auc_{way}.")])
 
 
 @runner.measures(
@@ -323,23 +332,29 @@ def switch_others(preset: str) -> Iterator[runner.Measure]:
 
 @runner.measures(
     "modes.auc_switch_8x400_32x100",
-    *(f"modes.auc_switch_8x400_32x100.{way}.{part}" for way in ("to_gba", "to_sync") for part in AFTER),
+    *(
+        f"modes.auc_switch_8x400_32x100{data}.{way}.{part}"
+        for data in DRIFTING
+        for way in ("to_gba", "to_sync")
+        for part in AFTER
+    ),
 )
 def switch_cluster(preset: str) -> Iterator[runner.Measure]:
     """8 NN workers with 400 rows each and an all-reduce, to 32 with 100 rows and dense PSs; and back.
 
     All days have the same global batches. A quarter of the NN workers is 4 times slower. Rates are those of Sync.
     """
-    half = DAYS[preset] // 2
-    plan = Plan((SYNC,) * 2 * half, UNTUNED, TUNING_SEED, PAPER_ROWS[preset], DRIFT, local=DENSE_PS.local)
-    plan = plan._replace(by_day=(ALL_REDUCE,) * 2 * half)
-    plan = plan if preset == "smoke" else plan._replace(rates=tuned_for(plan))
-    ways = {
-        f"modes.auc_switch_8x400_32x100.{way}": with_half(plan, Gba(PAPER_GLOBAL), first=first)._replace(
-            by_day=(DENSE_PS if first else ALL_REDUCE,) * half + (ALL_REDUCE if first else DENSE_PS,) * half
-        )
-        for way, first in (("to_gba", False), ("to_sync", True))
-    }
-    found = list(switches(preset, plan, ways, at_least=-0.0005))
+    half, found = DAYS[preset] // 2, []
+    for data, ids in drifts(preset):
+        plan = Plan((SYNC,) * 2 * half, UNTUNED, TUNING_SEED, PAPER_ROWS[preset], DRIFT, local=DENSE_PS.local, ids=ids)
+        plan = plan._replace(by_day=(ALL_REDUCE,) * 2 * half)
+        plan = plan if preset == "smoke" else plan._replace(rates=tuned_for(plan))
+        ways = {
+            f"modes.auc_switch_8x400_32x100{data}.{way}": with_half(plan, Gba(PAPER_GLOBAL), first=first)._replace(
+                by_day=(DENSE_PS if first else ALL_REDUCE,) * half + (ALL_REDUCE if first else DENSE_PS,) * half
+            )
+            for way, first in (("to_gba", False), ("to_sync", True))
+        }
+        found += switches(preset, plan, ways, at_least=-0.0005)
     yield from found
     yield runner.worst("modes.auc_switch_8x400_32x100", found)
