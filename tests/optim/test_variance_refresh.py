@@ -75,10 +75,11 @@ def test_the_distance_doubles_after_every_kappa_updates(kappa):
 def test_an_update_has_the_weight_of_its_distance_up_to_a_limit():
     schedule = VarianceRefresh(16)
     schedule.restart(100)
-    assert schedule.decay(0.999, 101) == 0.999
-    assert schedule.decay(0.999, 108) == 0.999**8
-    assert schedule.decay(0.999, 10_000) == 0.95
-    assert schedule.decay(0.9, 108) == 0.9  # As much as Adam.
+    assert schedule.weight(0.999, 101, 101) == pytest.approx(0.001 / (1 - 0.999**101))
+    assert schedule.weight(0.999, 108, 10**6) == pytest.approx(1 - 0.999**8)
+    assert schedule.weight(0.999, 10_000, 10_000) == 0.05
+    assert schedule.weight(0.9, 108, 10**6) == pytest.approx(0.1)  # As much as Adam.
+    assert schedule.weight(0.999, 108, 0) == 0.05  # It has never had a gradient.
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
@@ -86,18 +87,34 @@ def test_v_follows_gradients_that_change(native):
     """v of constant gradients in closed form, after they have become three times as large."""
 
     def check(rank, exchange):
-        parameters, optimizer = joined(exchange, OPTIONS | {"compressor": OneBit(block=64)}, native=native, betas=BETAS)
+        options = OPTIONS | {"warmup": 59, "compressor": OneBit(block=64)}
+        parameters, optimizer = joined(exchange, options, native=native, betas=(0.9, 0.99))
         ones = [np.ones(p.shape, np.float32) for p in parameters]
-        for number in range(12):
-            feed(parameters, optimizer, [(1.0 if number < 4 else 3.0) * g for g in ones])
-        decays = [0.97, 0.97, 0.97**2, 0.97**2]  # In steps 5, 6, 8 and 10.
+        for number in range(67):
+            feed(parameters, optimizer, [(1.0 if number < 59 else 3.0) * g for g in ones])
         expected = 1.0
-        for decay in decays:
-            expected = max(decay, 0.95) * expected + (1.0 - max(decay, 0.95)) * 9.0
+        for at, distance in ((60, 1), (61, 1), (63, 2), (65, 2)):
+            weight = (1 - 0.99**distance) / (1 - 0.99**at)
+            expected = (1 - weight) * expected + weight * 9.0
         for values in optimizer.state_dict()["state"].values():
             torch.testing.assert_close(values["exp_avg_sq"], torch.full_like(values["exp_avg_sq"], expected))
 
     together(2, check)
+
+
+def test_with_an_update_in_every_step_it_is_adam():
+    options = {"warmup": 20, "compressor": Uncompressed(), "variance_floor": 1e-12, "refresh_variance": 100}
+    parameters, optimizer = make(options, lr=0.01)
+    others = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
+    adam = torch.optim.Adam(others, lr=0.01)
+    for number in range(60):
+        step(parameters, optimizer, number, 0)
+        for other, parameter in zip(others, parameters, strict=True):
+            other.grad = parameter.grad.clone()
+        adam.step()
+    assert optimizer.phase == "compressed"
+    for mine, theirs in zip(parameters, others, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=2e-6)
 
 
 def test_errors_wait_for_the_next_compressed_step():

@@ -184,11 +184,12 @@ class ReferenceAPMSqueeze:
 
     def _refresh(self, gradients: list[list[Vector]]) -> None:
         """Runs a step with the average of the gradients, which also updates v."""
-        decay = max(self.beta2 ** (self.steps - self.refreshed), min(self.beta2, 0.95))
+        share = (1 - self.beta2 ** (self.steps - self.refreshed)) / (1 - self.beta2**self.steps)
+        weight = min(share, max(0.05, 1 - self.beta2))
         for t in range(len(self.x)):
             g = np.sum([worker[t] for worker in gradients], axis=0) / self.workers
             self.momentum[t] = self.beta1 * self.momentum[t] + (1 - self.beta1) * g
-            self.variance[t] = decay * self.variance[t] + (1 - decay) * g**2
+            self.variance[t] = (1 - weight) * self.variance[t] + weight * g**2
             self._move(t, self.variance[t])
         self._raise_to_floor()
         self.refreshes, self.refreshed = self.refreshes + 1, self.steps

@@ -166,7 +166,8 @@ class Cohort:
         self.settle()
         self.fold_scale()
         self.flat.variance.masked_fill_(torch.isinf(self.flat.variance), 0.0)  # See `_raise_to_floor`.
-        return [rule._replace(beta2=self.refresh.decay(rule.beta2, self.steps)) for rule in rules]
+        weights = [self.refresh.weight(r.beta2, self.steps, n) for r, n in zip(rules, self.updates, strict=True)]
+        return [rule._replace(beta2=1.0 - weight) for rule, weight in zip(rules, weights, strict=True)]
 
     def scratch(self, bucket: Bucket) -> torch.Tensor:
         """Returns an array for the gradients of a step at full precision. In the warm-up there are no errors yet."""

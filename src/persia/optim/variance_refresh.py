@@ -4,20 +4,20 @@ from __future__ import annotations
 
 __all__ = ["VarianceRefresh"]
 
-LEAST_DECAY = 0.95
-"""Largest loss of v in one update: of fewer than about 20 squares, v is tiny by chance for some elements."""
+MOST_WEIGHT = 0.05
+"""Maximum weight of one gradient: of fewer than about 20 squares, v is tiny by chance for some elements."""
 
 
 class VarianceRefresh:
     """Schedule of the updates of a frozen v, as in 0/1 Adam (arXiv 2202.06009, section 6).
 
     The j-th update comes 2^floor(j / kappa) steps after the one before, where update 0 is the last step of the warm-up.
-    D steps after it, an update with the average g of the gradients is::
+    D steps after it, an update in step t, with the average g of the gradients, is::
 
-        v <- d v + (1 - d) g^2,  d = max(beta2^D, min(beta2, 0.95))
+        v <- (1 - w) v + w g^2,  w = min((1 - beta2^D) / (1 - beta2^t), max(0.05, 1 - beta2))
 
-    so v forgets as fast as in Adam, up to a limit: with the weight of 1 - beta2^D alone, the v of late updates would be
-    the square of one gradient.
+    Without the limit of 0.05 this is Adam's corrected v if D is 1, and else that of D equal gradients. With large D it
+    would be the square of one gradient.
 
     Args:
         kappa: number of updates at the same distance.
@@ -35,9 +35,16 @@ class VarianceRefresh:
         """Whether v is updated in this step."""
         return step - self.last >= 1 << self.count // self._kappa
 
-    def decay(self, beta2: float, step: int) -> float:
-        """Returns d for an update in this step."""
-        return max(beta2 ** (step - self.last), min(beta2, LEAST_DECAY))
+    def weight(self, beta2: float, step: int, updates: int) -> float:
+        """Returns w for an update in this step.
+
+        Args:
+            beta2: decay of v in Adam.
+            step: the step.
+            updates: number of steps so far, this one included, in which the parameter had a gradient.
+        """
+        share = (1.0 - beta2 ** (step - self.last)) / (1.0 - beta2 ** max(1, updates))
+        return min(share, max(MOST_WEIGHT, 1.0 - beta2))
 
     def updated(self, step: int) -> None:
         """Counts the update of this step."""
