@@ -2,8 +2,10 @@
 
     python -m benchmarks 'quality.*' [--preset smoke|laptop|full] [--json FILE]
 
-quality.hybrid     Hybrid(4) minus Sync on stationary synthetic data with one NN worker, paired by seed.
-quality.workers_2, quality.workers_4
+quality.hybrid, quality.hybrid_warmup, quality.hybrid_auto
+                   Hybrid(4), Hybrid(4) with a warm-up over a third of the steps, and Hybrid("auto"), minus Sync, paired
+                   by seed: progressive AUC on stationary synthetic data with one NN worker.
+quality.workers_2, quality.workers_4 (and their _warmup, _auto)
                    The same with 2 and 4 NN workers, processes on Ray.
 quality.replay     The runs in Hybrid(4) above against "delayed Sync" in plain PyTorch with the delays that they
                    recorded: the two may differ by rounding only, so this tells whether the implementation is right.
@@ -42,6 +44,7 @@ STEPS = {"smoke": 10, "laptop": 100, "full": 100}
 OPTIMIZER = Adagrad(lr=0.05)
 ROW_OPTIMIZERS = (SGD(lr=5.0), OPTIMIZER, Adam(lr=0.005, eps=1e-6))
 """With an `eps` of 1e-8 Adam makes a step of gradients that are rounding errors: after 100 steps 3e-5 of difference."""
+SYNC, KINDS = "sync", ("", "_warmup", "_auto")
 PLACES: dict[str, tuple[tuple[Literal["embedded", "threads", "ray"], int], ...]] = {
     "smoke": (("embedded", 1), ("threads", 2)),
     "laptop": (("embedded", 1), ("threads", 2), ("threads", 4), ("ray", 1), ("ray", 2), ("ray", 4)),
@@ -50,48 +53,49 @@ PLACES: dict[str, tuple[tuple[Literal["embedded", "threads", "ray"], int], ...]]
 PLACES["full"] = PLACES["laptop"]
 
 
-@runner.measures("quality.hybrid")
-def hybrid(preset: str) -> runner.Measure:
-    """Hybrid(4) against Sync with one NN worker."""
-    return gap("quality.hybrid", preset, 1)
+@runner.measures(*(f"quality.hybrid{kind}" for kind in KINDS))
+def hybrid(preset: str) -> Iterator[runner.Measure]:
+    """Hybrid against Sync with one NN worker."""
+    yield from gaps("quality.hybrid", preset, 1)
 
 
-@runner.measures("quality.workers_2", "quality.workers_4")
+@runner.measures(*(f"quality.workers_{count}{kind}" for count in (2, 4) for kind in KINDS))
 def workers(preset: str) -> Iterator[runner.Measure]:
-    """Hybrid(4) against Sync with several NN workers."""
+    """Hybrid against Sync with several NN workers."""
     for nn_workers in (2, 4):
-        yield gap(f"quality.workers_{nn_workers}", preset, nn_workers)
+        yield from gaps(f"quality.workers_{nn_workers}", preset, nn_workers)
 
 
 @runner.measures("quality.replay")
 def replay(preset: str) -> runner.Measure:
     """The runs of the measures above in Hybrid(4) against their replay: mean distance of AUC."""
-    apart = {count: [run.auc_apart for run in hybrid_and_sync(preset, count)[0]] for count in (1, 2, 4)}
+    apart = {count: [run.auc_apart for run in runs(preset, count, "")] for count in (1, 2, 4)}
     mean = statistics.fmean(abs(each) for found in apart.values() for each in found)
     details = {f"NN workers: {count}": found for count, found in apart.items()}
     return runner.Measure("quality.replay", mean, "AUC", at_most=0.0003, details=details)
 
 
-def gap(name: str, preset: str, nn_workers: int) -> runner.Measure:
-    """Progressive AUC of Hybrid(4) minus that of Sync."""
-    late, sync = hybrid_and_sync(preset, nn_workers)
-    details = {
-        "staleness_mean": [run.staleness_mean for run in late],
-        "staleness_max": max(run.staleness_max for run in late),
-    }
-    return runner.paired(
-        name, [run.auc for run in late], [run.auc for run in sync], "AUC", at_least=-0.001, details=details
-    )
+def gaps(name: str, preset: str, nn_workers: int) -> Iterator[runner.Measure]:
+    """Progressive AUC of each kind of Hybrid minus that of Sync."""
+    sync = [run.auc for run in runs(preset, nn_workers, SYNC)]
+    for kind in KINDS:
+        late = runs(preset, nn_workers, kind)
+        details = {
+            "staleness_mean": [run.staleness_mean for run in late],
+            "staleness_max": max(run.staleness_max for run in late),
+        }
+        yield runner.paired(name + kind, [run.auc for run in late], sync, "AUC", at_least=-0.001, details=details)
 
 
 @functools.cache
-def hybrid_and_sync(preset: str, nn_workers: int) -> tuple[list[Outcome], list[Outcome]]:
-    """Runs of all seeds: recorded ones in Hybrid(4), and those in Sync."""
+def runs(preset: str, nn_workers: int, kind: str) -> list[Outcome]:
+    """Runs of all seeds; those in Hybrid(4) are recorded and replayed."""
     rows = (ROWS if nn_workers == 1 else WORKERS_ROWS)[preset]
     where: Any = "embedded" if nn_workers == 1 else "threads" if preset == "smoke" else "ray"
-    late = [Plan(where, nn_workers, Hybrid(4), OPTIMIZER, seed, rows, BATCH) for seed in range(SEEDS[preset])]
-    found = outcomes(train, late + [plan._replace(mode=Sync(), replayed=False) for plan in late])
-    return found[: len(late)], found[len(late) :]
+    warmup = rows // (BATCH * nn_workers * 3)
+    mode = {SYNC: Sync(), "": Hybrid(4), "_warmup": Hybrid(4, warmup=warmup), "_auto": Hybrid("auto")}[kind]
+    plans = [Plan(where, nn_workers, mode, OPTIMIZER, seed, rows, BATCH, kind == "") for seed in range(SEEDS[preset])]
+    return outcomes(train, plans)
 
 
 def outcomes(function: Callable[[Plan], Outcome], plans: Sequence[Plan]) -> list[Outcome]:
