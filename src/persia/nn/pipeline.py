@@ -43,6 +43,12 @@ class Channel(Generic[T]):
     def __len__(self) -> int:
         return len(self._items)
 
+    @property
+    def unclaimed(self) -> int:
+        """Number of items that no waiting `get` is about to take."""
+        with self._changed:
+            return max(0, len(self._items) - self._getting)
+
     def put(self, item: T) -> None:
         """Blocks while full. Raises Closed when closed."""
         with self._changed:
@@ -146,7 +152,7 @@ class Pipeline:
         ready: maximum number of batches looked up ahead.
         read_ahead: maximum number of batches read ahead of that; 0: one, which is read when its lookup is next.
         counts: of the batches of all NN workers, if all have to make the same number of steps.
-        pushing: maximum number of pushes in flight. They start in order.
+        pushing: maximum number of pushes in flight, each in a thread. They start in order.
     """
 
     def __init__(
@@ -174,19 +180,14 @@ class Pipeline:
         self._failing = threading.Lock()
         self._doing = "data loader: waiting for its first batch"
         self._number = 0
-        self._threads = [
-            threading.Thread(target=target, name=f"persia-{name}", daemon=True)
-            for name, target in (
-                ("read", self._run_read),
-                ("lookup", self._run_lookup),
-                *[("push", self._run_push)] * pushing,
-            )
-        ]
+        self._most_threads = 2 + pushing
+        self._threads: list[threading.Thread] = []
         # A thread that returns from native code while the interpreter ends crashes the process.
         self._process = os.getpid()
         atexit.register(self._end_with_the_process)
-        for thread in self._threads:
-            thread.start()
+        self._start(self._run_read, "read")
+        self._start(self._run_lookup, "lookup")
+        self._start(self._run_push, "push")
 
     @property
     def ready(self) -> int:
@@ -244,6 +245,9 @@ class Pipeline:
         """
         with contextlib.suppress(Closed):
             self._pushes.put(task)
+            # Most loops need one thread: pushes are faster than steps.
+            if len(self._threads) < self._most_threads and self._pushes.unclaimed:
+                self._start(self._run_push, "push")
 
     def close(self, *, finish: bool = True) -> None:
         """Ends the threads; finishes pushes that were handed over, and drops batches that were not drawn.
@@ -269,6 +273,11 @@ class Pipeline:
         for thread in pushing:
             thread.join(grace.left)
         self._pushes.close(discard=True)
+
+    def _start(self, run: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=run, name=f"persia-{name}", daemon=True)
+        thread.start()
+        self._threads.append(thread)
 
     def _stop(self) -> None:
         if self._counts is not None:
