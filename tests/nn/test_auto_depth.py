@@ -101,6 +101,12 @@ def test_it_follows_the_load_up_and_down(seed):
         assert np.mean(worker.shares[-4:]) < 0.02
 
 
+@pytest.mark.parametrize(("depth", "expected"), [(1, 0), (2, 1), (3, 1), (4, 2)])
+def test_a_raise_that_did_not_help_is_taken_back(depth, expected):
+    seen = Observation(waited=50.0, elapsed=100.0, would_wait=0.0, change=1, windows=1, before=50.0 / 128, steps=128)
+    assert Hybrid("auto").next_depth(depth, seen) == expected
+
+
 def test_a_load_that_no_depth_helps_is_not_answered_with_depth():
     slow_push, slow_lookup = Worker(Hybrid("auto")), Worker(Hybrid("auto"))
     slow_push.train(300, push=1.5)

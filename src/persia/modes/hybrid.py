@@ -101,7 +101,7 @@ class Hybrid(OnArrival, frozen=True, tag="hybrid"):
         """Returns the depth for the next window; it changes only with "auto".
 
         Raises it by one if the training thread waited for the gate. If the raise did not help, something else is slow,
-        such as a PS, and the depth is lowered by two. Lowers it by one if that would cost no waiting, but not soon
+        such as a PS, and the depth is lowered by two, from 2 or 1 by one. Lowers it by one if that would cost no waiting, but not soon
         after a raise. A change that did not help is not repeated for some windows, so that the depth does not
         oscillate. The last step in flight must save more: `LAST_STEP`.
         """
@@ -114,7 +114,8 @@ class Hybrid(OnArrival, frozen=True, tag="hybrid"):
         if seen.waited > (RAISE_ABOVE if depth else LAST_STEP) * seen.elapsed:
             raised = seen.change > 0 and seen.windows == 1
             if raised and seen.waited > HELPED * seen.before * seen.steps:
-                return max(depth - 2, 1)  # By two; otherwise noise would slowly raise a useless depth.
+                # By two, but to 1 first; otherwise noise would slowly raise a useless depth.
+                return max(depth - 2, min(depth - 1, 1))
             taken_back = seen.change < 0 and seen.before * seen.steps > RAISE_ABOVE * seen.elapsed
             if taken_back and seen.windows < RETRY_WINDOWS:
                 return depth
