@@ -101,9 +101,9 @@ class Hybrid(OnArrival, frozen=True, tag="hybrid"):
         """Returns the depth for the next window; it changes only with "auto".
 
         Raises it by one if the training thread waited for the gate. If the raise did not help, something else is slow,
-        such as a PS, and the depth is lowered by two, from 2 or 1 by one. Lowers it by one if that would cost no waiting, but not soon
-        after a raise. A change that did not help is not repeated for some windows, so that the depth does not
-        oscillate. The last step in flight must save more: `LAST_STEP`.
+        such as a PS, and the depth is lowered by two, from 2 or 1 by one. Lowers it by one if that would cost no
+        waiting, but not soon after a raise. A change that did not help is not repeated for some windows, so that the
+        depth does not oscillate. The last step in flight must save more: `LAST_STEP`.
         """
         if self.staleness != "auto":
             return depth
