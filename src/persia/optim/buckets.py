@@ -23,7 +23,7 @@ ALIGNMENT = 64
 """Alignment of chunks (in elements) and payloads (in bytes)."""
 
 
-LEAST_BUCKETS = 8
+LEAST_BUCKETS = 6
 """Buckets of a network that has enough parameters. One is packed while another one is sent, but for first and last."""
 
 LEAST_BYTES = 1 << 20

@@ -25,7 +25,7 @@ class APMSqueezeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
             the average. Afterwards no worker has the average, and it is the root mean square of the workers' norms,
             an upper bound.
         bucket_bytes: maximum bytes of parameters, as float32, that are sent together. A network of 1 MiB or more has
-            up to 8 buckets, however small they get.
+            up to 6 buckets, however small they get.
         variance_floor: minimum of an element of the frozen v, as a fraction of its tensor's mean. Compression gives an
             element noise as large as its neighbours' momentum, which division by a v near 0 would amplify.
         track_scale: after the warm-up, multiplies the root of the frozen v by one number per tensor, which follows the
