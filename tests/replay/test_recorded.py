@@ -16,6 +16,8 @@ import persia
 from persia.errors import ConfigError, DataError
 from persia.modes import Async, Bsp, Gba, HopBs, HopBw, Hybrid, Sync
 from persia.optim import Adagrad
+from persia.ps import EmbeddingServer
+from persia.pushes.step_barrier import StepBarrier
 from persia.replay import Records, load_timeline, recorded
 from persia.replay.virtual import VirtualTraining
 from persia.testing import Threads
@@ -163,8 +165,6 @@ def test_with_several_ps_of_both_kinds(mode, tmp_path):
 @pytest.mark.parametrize("mode", [Hybrid(3), Hybrid(3, combine=False)], ids=str)
 def test_the_record_has_pushes_that_take_long(mode, tmp_path, monkeypatch):
     """The NN worker that writes it does not wait for the others' rows otherwise."""
-    from persia.ps import EmbeddingServer
-
     push = EmbeddingServer.push
 
     def slow(self, header, gradients):
@@ -175,6 +175,28 @@ def test_the_record_has_pushes_that_take_long(mode, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(EmbeddingServer, "push", slow)
         _, t = run(mode, data, tmp_path, of_seed(0))
+    assert_replayed(tmp_path, data, t)
+
+
+@pytest.mark.parametrize("mode", [Hybrid(3), Hybrid(None), Hybrid(2, reduction="per_id")], ids=str)
+def test_a_run_whose_pushes_overtake_each_other_is_its_replay(mode, tmp_path, monkeypatch):
+    """Several pushes of each NN worker are in flight, and several steps open at two PSs, in any order."""
+    push, add, open_steps = EmbeddingServer.push, StepBarrier._add, []
+
+    def slow(self, header, gradients):
+        time.sleep(np.random.default_rng().choice([0.0, 0.005, 0.03]))
+        return push(self, header, gradients)
+
+    def counted(self, step, arrived):
+        open_steps.append(len(self._open))
+        return add(self, step, arrived)
+
+    data = batches(60)
+    with monkeypatch.context() as patch:
+        patch.setattr(EmbeddingServer, "push", slow)
+        patch.setattr(StepBarrier, "_add", counted)
+        _, t = run(mode, data, tmp_path, of_seed(8), servers=(2, 1))
+    assert max(open_steps) >= 2
     assert_replayed(tmp_path, data, t)
 
 
@@ -218,7 +240,6 @@ def kill_at(deaths, monkeypatch):
         monkeypatch: puts it in place.
     """
     from persia.dense import DenseServer
-    from persia.ps import EmbeddingServer
 
     first = {}
 
