@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -12,7 +13,7 @@ __all__ = ["StepTimings"]
 
 
 class StepTimings:
-    """Collects the compute times of batches and reports them. For one thread.
+    """Collects the compute times of batches and reports them. Thread-safe.
 
     Args:
         tokens: receives the reports.
@@ -26,16 +27,18 @@ class StepTimings:
         self._rank = rank
         self._every = every
         self._resend = resend
+        self._lock = threading.Lock()
         self._sent = time.monotonic()
         self._unsent: list[tuple[float, float]] = []
 
     def add(self, began: float) -> None:
         """Adds a batch that began at `began` on the monotonic clock and ends now; reports at intervals."""
-        now = time.monotonic()
-        self._unsent.append((began, now - began))
-        if now - self._sent < self._every:
-            return
-        self._sent = now
-        unsent, self._unsent = self._unsent, []
+        with self._lock:
+            now = time.monotonic()
+            self._unsent.append((began, now - began))
+            if now - self._sent < self._every:
+                return
+            self._sent = now
+            unsent, self._unsent = self._unsent, []
         if not self._tokens.report_timings(self._rank, [StepTiming(now - start, seconds) for start, seconds in unsent]):
             self._resend()
