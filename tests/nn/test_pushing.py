@@ -3,12 +3,14 @@
 import itertools
 import threading
 import time
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
 from persia.cluster import Embedded
 from persia.coordinator import TokenScheduler
-from persia.errors import StaleBatchError
+from persia.errors import PersiaError, StaleBatchError
 from persia.modes import Async, Gba, Hybrid, Sync
 from persia.nn import CollectionOptions, EmbeddingCollection
 from persia.nn.pushing import MOST_PUSHES
@@ -150,20 +152,31 @@ def test_one_nn_worker_has_one_push_in_flight():
     assert cluster.worker.most_in_flight == 1
 
 
+@pytest.fixture
+def short_grace(monkeypatch):
+    monkeypatch.setattr("persia.nn.pipeline.PUSH_GRACE", 0.2)
+
+
+def fail(embeddings, steps):
+    """A pass of so many steps, which the error of another NN worker ends."""
+    passed = embeddings.prefetch(batches(steps), OthersHaveData(steps))
+    for batch in itertools.islice(passed, steps):
+        backward(embeddings, batch)
+    with pytest.raises(KeyError, match="of another NN worker"):
+        passed.throw(KeyError("of another NN worker"))
+
+
 def test_pushes_of_a_pass_that_has_failed_are_left_behind():
     """They may wait for an NN worker that has failed. Those that end later do not open the gate of the next pass."""
     cluster = Recorded(nn_workers=2)
     embeddings = collection(cluster, Hybrid(2))
     worker = cluster.worker
     worker.held.clear()
-    passed = embeddings.prefetch(batches(6), OthersHaveData(6))
-    for batch in itertools.islice(passed, 2):
-        backward(embeddings, batch)
     began = time.monotonic()
-    with pytest.raises(KeyError, match="of another NN worker"):
-        passed.throw(KeyError("of another NN worker"))
+    fail(embeddings, 2)
     assert time.monotonic() - began < DEADLINE / 2
     assert worker.in_flight == 2
+    embeddings.begin_anew()
     following = embeddings.prefetch(batches(6), OthersHaveData(6))
     next(following)
     worker.held.set()
@@ -171,6 +184,108 @@ def test_pushes_of_a_pass_that_has_failed_are_left_behind():
     assert embeddings.gate._done == 0
     following.close()
     assert embeddings.pushed.released == 1
+
+
+@pytest.mark.usefixtures("short_grace")
+def test_slow_pushes_of_a_pass_that_has_failed_are_finished():
+    cluster = Recorded(nn_workers=2, seconds=0.15)
+    embeddings = collection(cluster, Hybrid(20))
+    fail(embeddings, 3 * MOST_PUSHES)
+    assert cluster.worker.returned == 3 * MOST_PUSHES
+    embeddings.flush()
+
+
+@pytest.mark.usefixtures("short_grace")
+def test_a_pass_is_refused_while_pss_wait_for_a_step_of_a_failed_one():
+    cluster = Recorded(nn_workers=2)
+    embeddings = collection(cluster, Hybrid(8))
+    cluster.worker.held.clear()
+    fail(embeddings, 3)
+    for _ in range(2):
+        with pytest.raises(PersiaError, match="before its pushes of steps 0 to 2 had returned"):
+            next(embeddings.prefetch(batches(1), OthersHaveData(1)))
+    for use in (embeddings.flush, lambda: backward(embeddings, batches(1)[0])):
+        with pytest.raises(PersiaError, match="before its pushes of steps 0 to 2 had returned"):
+            use()
+    cluster.worker.held.set()  # All were in flight, and return.
+    until(lambda: cluster.worker.in_flight == 0)
+    for batch in embeddings.prefetch(batches(2), OthersHaveData(2)):
+        backward(embeddings, batch)
+    assert pushes(cluster)[3:] == [(4, 3, 1, ROWS), (5, 4, 1, ROWS)]
+
+
+@pytest.mark.usefixtures("short_grace")
+def test_a_dropped_push_releases_its_batches_and_one_in_flight_keeps_them():
+    cluster = Recorded(nn_workers=2)
+    embeddings = collection(cluster, Hybrid(8))
+    worker = cluster.worker
+    worker.held.clear()
+    fail(embeddings, MOST_PUSHES + 2)
+    assert worker.in_flight == MOST_PUSHES
+    assert len(worker.released) == 2
+    assert not set(worker.released) & set(itertools.chain(*worker.pushed))
+    worker.held.set()
+    until(lambda: worker.in_flight == 0)
+    assert len(worker.headers) == MOST_PUSHES
+    with pytest.raises(PersiaError, match=f"its pushes of steps {MOST_PUSHES} to {MOST_PUSHES + 1} had returned"):
+        embeddings.flush()
+
+
+def test_a_push_does_not_begin_once_its_batches_are_released():
+    outbox = collection(Recorded()).outbox
+    outbox.registered.add(7)
+    group = [(SimpleNamespace(batch_id=7), None)]
+    with pytest.raises(KeyError), outbox.pushing(group):
+        assert not outbox.registered
+        raise KeyError
+    outbox.release_all()
+    with pytest.raises(StaleBatchError, match="dropped"), outbox.pushing(group):
+        pytest.fail("It began.")
+
+
+@pytest.mark.usefixtures("short_grace")
+def test_the_exit_handler_stays_while_threads_run(monkeypatch):
+    """A thread that returns from native code while the interpreter ends crashes the process."""
+    handlers = []
+    monkeypatch.setattr("atexit.register", handlers.append)
+    monkeypatch.setattr("atexit.unregister", handlers.remove)
+    cluster = Recorded(nn_workers=2)
+    embeddings = collection(cluster, Hybrid(8))
+    cluster.worker.held.clear()
+    fail(embeddings, 2)
+    assert len(handlers) == 1
+    cluster.worker.held.set()
+    handlers.pop()()
+    assert cluster.worker.in_flight == 0
+    fail(embeddings, 2)
+    assert handlers == []
+
+
+def test_the_failure_of_a_push_is_told_with_that_of_the_loop():
+    cluster = Recorded()
+    embeddings = collection(cluster)
+    cluster.worker.push = mock.Mock(side_effect=KeyError("of the push"))
+    passed = embeddings.prefetch(batches(3))
+    backward(embeddings, next(passed))
+    until(lambda: embeddings._pipeline.push_failure)
+    with pytest.raises(ZeroDivisionError) as failure:
+        passed.throw(ZeroDivisionError("of the loop"))
+    assert failure.value.__notes__ == ["A push has failed, too (KeyError: 'of the push')."]
+    embeddings.flush()
+
+
+def test_a_failed_push_ends_one_pass_and_not_the_next():
+    cluster = Recorded()
+    embeddings = collection(cluster)
+    cluster.worker.push = mock.Mock(side_effect=KeyError("of the push"))
+    with pytest.raises(KeyError, match="of the push"):
+        for batch in embeddings.prefetch(batches(100)):
+            backward(embeddings, batch)
+    del cluster.worker.push
+    for batch in embeddings.prefetch(batches(2)):
+        backward(embeddings, batch)
+    assert len(cluster.worker.headers) == 2
+    assert embeddings.connection.worker.buffered == 0
 
 
 def until(condition):

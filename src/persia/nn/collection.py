@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -31,7 +32,7 @@ from persia.nn.options import CollectionOptions
 from persia.nn.pipeline import Pipeline, Stages
 from persia.nn.pooling import Embeddings, Expander
 from persia.nn.prepared import PreparedBatch, dummy_batch
-from persia.nn.pushing import Outbox, PushCounts, Pusher, StepPusher, TokenPusher, run_now
+from persia.nn.pushing import Outbox, PushCounts, Pusher, StepPusher, TokenPusher, named, run_now
 from persia.nn.replicas import EqualSteps
 from persia.nn.row_access import RowAccess
 from persia.nn.step_timings import StepTimings
@@ -43,6 +44,8 @@ from persia.telemetry.metrics import Histogram
 from persia.types import FedBatch, RowsSet, RowState, StoredRows
 
 __all__ = ["EmbeddingCollection"]
+
+LOG = logging.getLogger("persia.nn")
 
 
 class EmbeddingCollection(torch.nn.Module):
@@ -123,6 +126,10 @@ class EmbeddingCollection(torch.nn.Module):
         """Adopts another mode from the next pass of `prefetch` on. Switch the PSs separately."""
         self.mode = mode
         self.gate.mode, self.gate.depth = mode, mode.initial_depth()
+
+    def begin_anew(self) -> None:
+        """Lets training continue after a pass that has failed. Switch the PSs to `global_step` first."""
+        self._steps.forget_not_applied()
 
     # --- the loop ---------------------------------------------------------------------------------------------
 
@@ -208,6 +215,7 @@ class EmbeddingCollection(torch.nn.Module):
         A `prefetch` loop does this itself, when it begins and when it ends.
         """
         self._raise_push_failure()
+        self._steps.check_applied()
         if self._inline is not None:
             self._finish(self._inline)
             self._inline = None
@@ -295,7 +303,8 @@ class EmbeddingCollection(torch.nn.Module):
         )
         self._pipeline, self._pusher, self.outbox.submit = pipeline, pusher, pipeline.push
         batch: PreparedBatch | None = None
-        complete = failed = False
+        complete = False
+        failure: BaseException | None = None
         try:
             while True:
                 batch = self._next(pipeline, equal_steps)
@@ -308,8 +317,8 @@ class EmbeddingCollection(torch.nn.Module):
             complete = True
         except GeneratorExit:  # The loop was left, by a `break` or an error.
             raise
-        except BaseException:
-            failed = True
+        except BaseException as error:
+            failure = error
             raise
         finally:
             # Also when the loop is left early: batches with a gradient are applied, others are released.
@@ -318,7 +327,7 @@ class EmbeddingCollection(torch.nn.Module):
             pusher.end(complete, batch)
             self._pipeline = None
             try:
-                failed = failed or pipeline.failed
+                failed = failure is not None or pipeline.failed
                 pipeline.close(finish=not (failed and pusher.combined))
                 if pipeline.push_failure is None:
                     pusher.abandon()
@@ -326,7 +335,16 @@ class EmbeddingCollection(torch.nn.Module):
                 self._steps.sequence = pusher.sequence
                 self._pusher, self.outbox.submit = self._steps, run_now
                 self.outbox.release_all()
-                self._push_failure = pipeline.push_failure
+                if failure is None:
+                    self._push_failure = pipeline.push_failure
+                elif (push_failure := pipeline.push_failure) not in (None, failure):
+                    failure.add_note(f"A push has failed, too ({type(push_failure).__name__}: {push_failure}).")
+                if missing := self._steps.not_applied:
+                    LOG.warning(
+                        "The training pass has failed before its pushes of %s had returned. Rows may never get these "
+                        "gradients.",
+                        named(missing),
+                    )
         self._raise_push_failure()
 
     def _next(self, pipeline: Pipeline, equal_steps: EqualSteps | None) -> PreparedBatch | None:
@@ -412,6 +430,7 @@ class EmbeddingCollection(torch.nn.Module):
                     "This EmbeddingCollection is in a `prefetch` loop; call it with the batches that the loop "
                     "yields, or switch to `.eval()` to read other ones."
                 )
+            self._steps.check_applied()
             prepared, ready = self._look_up(self._register(batch), dummy_rows=1)
             if prepared.dummy:
                 raise StaleBatchError("The batch was lost between its registration and its lookup; call again.")

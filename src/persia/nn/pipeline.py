@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from persia.errors import DeadlineError, PersiaError
@@ -108,7 +108,10 @@ LOADER_GRACE = 1.0
 """Seconds to wait for the loader at the end of a pass."""
 
 PUSH_GRACE = 2.0
-"""Seconds to wait for pushes at the end of a pass that has failed, if they wait for those of other NN workers."""
+"""Seconds to wait for each push at the end of a pass that has failed, if they wait for those of other NN workers."""
+
+PUSH_POLL = 0.05
+"""Seconds between two looks at pushes that are waited for in this way."""
 
 MOST_READY = 64
 """Batches to look up before they are needed if the mode sets no bound."""
@@ -177,7 +180,9 @@ class Pipeline:
         """The failure of the first push that failed."""
         self.failed = False
         """Whether another NN worker is known to have left the pass, or a push has failed."""
-        self._failing = threading.Lock()
+        self._lock = threading.Lock()  # Of what push threads change.
+        self._returned = 0
+        """Number of pushes that have succeeded."""
         self._doing = "data loader: waiting for its first batch"
         self._number = 0
         self._most_threads = 2 + pushing
@@ -253,13 +258,12 @@ class Pipeline:
         """Ends the threads; finishes pushes that were handed over, and drops batches that were not drawn.
 
         Args:
-            finish: False gives the pushes a few seconds only, as they may wait for NN workers that push no more. Those
-                that have not started by then are dropped, the others end in the background.
+            finish: False waits for pushes only while one succeeds every few seconds, as they may wait for NN workers
+                that push no more. Then those that have not started are dropped, the others end in the background.
 
         Raises:
             DeadlineError: a lookup or a push in progress does not end.
         """
-        atexit.unregister(self._end_with_the_process)
         self._stop()
         # The loader may block in its `next` for long; its thread ends after that without being joined.
         self._threads[0].join(LOADER_GRACE)
@@ -268,11 +272,11 @@ class Pipeline:
         if finish:
             for thread in pushing:
                 self._join(thread, "embedding worker: push")
-            return
-        grace = Deadline(PUSH_GRACE)
-        for thread in pushing:
-            thread.join(grace.left)
-        self._pushes.close(discard=True)
+        else:
+            self._join_while_pushes_return(pushing)
+            self._pushes.close(discard=True)
+        if not any(thread.is_alive() for thread in self._threads):
+            atexit.unregister(self._end_with_the_process)
 
     def _start(self, run: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=run, name=f"persia-{name}", daemon=True)
@@ -305,6 +309,14 @@ class Pipeline:
                 stage=what,
                 timeout=self._timeout,
             )
+
+    def _join_while_pushes_return(self, threads: Sequence[threading.Thread]) -> None:
+        returned, grace = self._returned, Deadline(PUSH_GRACE)
+        for thread in threads:
+            while thread.is_alive() and not grace.passed:
+                thread.join(PUSH_POLL)
+                if self._returned != returned:
+                    returned, grace = self._returned, Deadline(PUSH_GRACE)
 
     def _run_read(self) -> None:
         number = 0
@@ -359,12 +371,14 @@ class Pipeline:
         try:
             while True:
                 self._pushes.get()()
+                with self._lock:
+                    self._returned += 1
         except Closed:
             pass
         except BaseException as error:
             self._pushes.close(discard=True)
             error.add_note("Raised in a push thread of prefetch.")
-            with self._failing:
+            with self._lock:
                 if self.push_failure is not None:  # Most likely due to that one.
                     return
                 self.push_failure, self.failed = error, True

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from persia.errors import PersiaError, StaleBatchError
 from persia.nn.gate import StalenessGate
 from persia.nn.pipeline import READ_AHEAD
 from persia.nn.prepared import PreparedBatch
@@ -26,6 +28,7 @@ __all__ = [
     "Pusher",
     "StepPusher",
     "TokenPusher",
+    "named",
     "run_now",
 ]
 
@@ -74,7 +77,7 @@ class Outbox:
 
     Attributes:
         global_step: number of global steps that have been pushed.
-        registered: ids of the batches that are registered and neither pushed nor released.
+        registered: ids of the batches that are registered, and whose push has neither begun nor failed.
         released: number of batches that were drawn and never back-propagated.
         observer: receives the inputs of each gradient while a schedule is recorded, with one batch per push.
         submit: runs a task in a push thread, started after those before it; outside of a training pass, at once.
@@ -119,10 +122,31 @@ class Outbox:
         self.released += 1
 
     def release_all(self) -> None:
-        """Releases the batches that are still registered."""
-        for batch_id in list(self.registered):
+        """Releases the batches that are still registered. Their pushes do not begin any more."""
+        with self._lock:
+            batch_ids = list(self.registered)
+            self.registered.clear()
+        for batch_id in batch_ids:
             self.connection.worker.release(batch_id)
-        self.registered.clear()
+
+    @contextlib.contextmanager
+    def pushing(self, group: Sequence[Gradient]) -> Iterator[None]:
+        """Surrounds a push: its batches are not released meanwhile; if it fails, `release_all` releases them later.
+
+        Raises:
+            StaleBatchError: they have been released.
+        """
+        batch_ids = {batch.batch_id for batch, _ in group if batch.batch_id is not None}
+        with self._lock:
+            if not batch_ids <= self.registered:
+                raise StaleBatchError("This push was dropped: its training pass has failed.")
+            self.registered.difference_update(batch_ids)
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                self.registered.update(batch_ids)
+            raise
 
     def contributions(
         self, group: Sequence[Gradient], sequence: int, versions: list[int]
@@ -146,12 +170,10 @@ class Outbox:
                 self.observer.note(ReadRecord(rank, sequence, batch.number, rows, batch.batch_id, versions))
         return found, total
 
-    def pushed(self, contributions: Sequence[Contribution], counts: Mapping[str, UpdateCounts]) -> None:
+    def pushed(self, counts: Mapping[str, UpdateCounts]) -> None:
         """Counts the outcome of a push."""
         with self._lock:
             self._updates = sum_counts([self._updates, counts])
-        for contribution in contributions:
-            self.registered.discard(contribution.batch_id)
 
 
 class Pusher(Protocol):
@@ -240,6 +262,16 @@ class StepPusher:
         self._batches = 0
         """Batches since the last push, with or without a gradient."""
         self._passes = 0
+        self._not_applied: set[int] = set()
+
+    @property
+    def not_applied(self) -> list[int]:
+        """Steps whose push has not returned, although PSs wait for it: still in flight, dropped, or failed."""
+        return sorted(self._not_applied)
+
+    def forget_not_applied(self) -> None:
+        """Takes note that PSs do not wait for steps of earlier passes any more."""
+        self._not_applied.clear()
 
     @property
     def most_pushes(self) -> int:
@@ -256,6 +288,17 @@ class StepPusher:
         self._passes += 1
         self._gate.open(self._outbox.global_step)
         self._number = start + self._outbox.connection.rank
+
+    def check_applied(self) -> None:
+        """Raises PersiaError if PSs wait for a step of an earlier pass."""
+        if missing := self.not_applied:
+            raise PersiaError(
+                f"A training pass has failed before its pushes of {named(missing)} had returned, and PSs apply no "
+                "later step before these. A `Trainer` continues with its next `fit`, without their gradients. A loop "
+                "of your own may try again, as pushes may still return; else start the NN workers and their cluster "
+                "anew.",
+                steps=missing,
+            )
 
     def want(self) -> None:
         """No-op: lookups run ahead of the draws."""
@@ -293,12 +336,16 @@ class StepPusher:
             step, of_pass = self._outbox.global_step, self._passes
             self._outbox.global_step = step + 1
             # Numbered here: several push threads may run, and PSs expect push and step to rise together.
-            self.sequence += bool(group) or self.combined
+            combined = self.combined
+            self.sequence += bool(group) or combined
             sequence = self.sequence
+            if combined:
+                self._not_applied.add(step)
 
             def push() -> None:
-                if group or self.combined:
+                if group or combined:
                     self._push(group, sequence, step)
+                self._not_applied.discard(step)
                 if of_pass == self._passes:  # Else it was left behind by a pass that has failed.
                     self._gate.done(batches)
 
@@ -322,9 +369,10 @@ class StepPusher:
 
     def _push(self, group: Sequence[Gradient], sequence: int, step: int) -> None:
         connection = self._outbox.connection
-        contributions, rows = self._outbox.contributions(group, sequence, [step])
-        header = PushHeader(connection.generation, connection.rank, sequence, step, rows)
-        self._outbox.pushed(contributions, connection.worker.push(header, contributions))
+        with self._outbox.pushing(group):
+            contributions, rows = self._outbox.contributions(group, sequence, [step])
+            header = PushHeader(connection.generation, connection.rank, sequence, step, rows)
+            self._outbox.pushed(connection.worker.push(header, contributions))
 
 
 class TokenPusher:
@@ -408,12 +456,18 @@ class TokenPusher:
         version, versions = self._client.dense.version, self._client.dense.versions
 
         def push() -> None:
-            contributions, rows = self._outbox.contributions(group, token.sequence, versions)
-            ticket, counts = self._client.push(token.sequence, rows, version, contributions, dense)
-            self._outbox.pushed(contributions, counts)
+            with self._outbox.pushing(group):
+                contributions, rows = self._outbox.contributions(group, token.sequence, versions)
+                ticket, counts = self._client.push(token.sequence, rows, version, contributions, dense)
+            self._outbox.pushed(counts)
             self._outbox.global_step = max(self._outbox.global_step, ticket.header.step)
 
         self._outbox.submit(push)
+
+
+def named(steps: Sequence[int]) -> str:
+    """Returns "step 4", or "steps 4 to 7"."""
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
 def run_now(task: Callable[[], None]) -> None:

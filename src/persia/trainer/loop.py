@@ -155,7 +155,7 @@ class TrainingLoop:
 
 @contextlib.contextmanager
 def _told_errors(prepared: Iterator[PreparedBatch]) -> Iterator[None]:
-    """Ends a training pass with the loop over it. Raises an error of the loop in it too: its pushes then wait less."""
+    """Ends a training pass with the loop over it; with the loop's error, which shortens the wait for its pushes."""
     with contextlib.closing(prepared):  # type: ignore[type-var]
         try:
             yield

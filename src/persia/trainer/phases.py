@@ -103,7 +103,7 @@ class Phases:
         self._options = declared.options
         self._trains_in_other_processes = trains_in_other_processes
         self._servers_mode: Mode | None = None
-        """The mode of the embedding PSs since the last phase began; None before the first one."""
+        """The mode of the embedding PSs since the last phase began; None before the first one of a call of `fit`."""
         self._number = 0
         """Number of the last phase."""
         self._shared: SharedNetwork | None = None
@@ -156,9 +156,14 @@ class Phases:
         report = tokens.summary()
         return report if report.workers else None
 
+    def begin(self) -> None:
+        """Begins a call of `fit`: the one before may have failed, so its PSs are switched again."""
+        self._servers_mode = None
+        self._begin_auto()
+
     # --- Auto ---------------------------------------------------------------------------------------------------
 
-    def begin_auto(self) -> None:
+    def _begin_auto(self) -> None:
         """Reports step times to the coordinator from now on, if they decide the mode."""
         declared, mode, tokens = self._auto, self._state.mode, self._connection.tokens
         if declared is None or tokens is None:
@@ -261,7 +266,12 @@ class Phases:
         """Trains a phase with a replica of the network on each NN worker."""
         connection, state = self._connection, self._state
         if self._servers_mode != state.mode:
-            self._network.replicas.run_on_rank0(self._switch_servers, NoneType)
+            replicas = self._network.replicas
+            # After an error in the middle of a step counts may differ. Pushes that are still on their way are of steps
+            # before the largest count, so PSs ignore them.
+            state.global_step = max(map(int, replicas.gather(str(state.global_step).encode())))
+            replicas.run_on_rank0(self._switch_servers, NoneType)
+            self._embeddings.begin_anew()
         self._recording.begin(None)
         if connection.tokens is not None and connection.rank == 0:
             connection.tokens.announce(connection.nn_workers, state.local_batch)
@@ -294,6 +304,7 @@ class Phases:
             self._shared = _shared_network(self._network, self._connection, self._options, averaged)
         shared = self._shared
         state.local_batch = self._network.replicas.run_on_rank0(lambda: self._begin_tokens(shared, source, steps), int)
+        self._embeddings.begin_anew()
         self._recording.begin(shared)
         self._phase_began()
         caller = Caller(self._connection.generation, self._number, self._connection.rank)

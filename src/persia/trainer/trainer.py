@@ -289,7 +289,7 @@ class Trainer:
         progress = FitProgress(state, self.step, self.embeddings, self.monitor, self._staging, self.options)
         loop = TrainingLoop(state, self.step, self.embeddings, progress, lambda: self.stopping)
         saved_step: int | None = None  # Of the last checkpoint of this call.
-        self.phases.begin_auto()
+        self.phases.begin()
         self.model.train()
         self.embeddings.train()
 

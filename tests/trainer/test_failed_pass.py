@@ -1,0 +1,129 @@
+"""Calls of `fit` after one that has failed in the middle of a pass, while pushes were in flight."""
+
+import logging
+import threading
+import time
+
+import pytest
+import torch
+
+from persia.modes import Async, Hybrid
+from persia.nn.pushing import MOST_PUSHES
+from persia.ps import EmbeddingServer
+from persia.testing import Threads
+from support.switching_samples import Net, batches, trainer
+
+TIMEOUT = 20.0
+GRACE = 0.4
+STEPS = 10
+FAILS_AT = 7  # The number of the batch, from 1 on, of each NN worker.
+DATA = batches(2 * STEPS)
+
+
+class FailingNet(Net):
+    """Raises in its forward pass of one batch, once; `error` None: never."""
+
+    def __init__(self, error):
+        super().__init__(torch.float32)
+        self.error, self.left = error, FAILS_AT
+
+    def forward(self, dense, embeddings):
+        self.left -= 1
+        if self.left == 0 and self.error is not None:
+            raise self.error
+        return super().forward(dense, embeddings)
+
+
+@pytest.fixture
+def applied(monkeypatch):
+    """Records the steps that the PS applies; each takes `seconds`, and waits for `open`."""
+
+    class Applied(list):
+        def __init__(self):
+            super().__init__()
+            self.seconds, self.open = 0.0, threading.Event()
+
+    found, apply = Applied(), EmbeddingServer._apply_step
+    found.open.set()
+
+    def slow(self, barrier, arrived):
+        time.sleep(found.seconds)
+        assert found.open.wait(TIMEOUT)
+        found.append(arrived[0].header.step)
+        return apply(self, barrier, arrived)
+
+    monkeypatch.setattr(EmbeddingServer, "_apply_step", slow)
+    monkeypatch.setattr("persia.nn.pipeline.PUSH_GRACE", GRACE)
+    return found
+
+
+def fit_twice(cluster, mode, before_second=lambda: None, prepare=lambda member, t: None, then=None):
+    """A call of `fit` that fails, and one in mode `then` that does not. Returns by NN worker trainer, and seconds of both."""
+    second = threading.Barrier(cluster.nn_workers, before_second)
+
+    def work(member):
+        t = trainer(mode, member, model=FailingNet(ZeroDivisionError("of the user")), timeout=TIMEOUT)
+        prepare(member, t)
+        times = [time.monotonic()]
+        with pytest.raises(ZeroDivisionError, match="of the user"):
+            t.fit(DATA)
+        times.append(time.monotonic())
+        second.wait(TIMEOUT)
+        times.append(time.monotonic())
+        if then is not None:
+            t.state.change_mode(then)
+        t.fit(DATA)
+        times.append(time.monotonic())
+        return t, times[1] - times[0], times[3] - times[2]
+
+    return cluster.run(work)
+
+
+def test_slow_pushes_are_finished(applied):
+    """All NN workers fail in the same batch, as they do when they share a network that has diverged."""
+    applied.seconds = GRACE * 3 / 4
+    for t, _, _ in fit_twice(Threads(nn_workers=2, timeout=TIMEOUT), Hybrid(8)):
+        assert t.global_step == STEPS
+    assert applied == list(range(STEPS))
+
+
+def test_an_asynchronous_mode_continues(applied):
+    applied.open.clear()
+    for t, _, following in fit_twice(Threads(nn_workers=2, timeout=TIMEOUT), Hybrid(8), applied.open.set, then=Async()):
+        assert following < TIMEOUT / 2
+        assert t.global_step >= STEPS
+
+
+def test_pushes_that_do_not_return_are_left_behind_with_a_warning(applied, caplog):
+    applied.open.clear()
+    with caplog.at_level(logging.WARNING, "persia"):
+        for t, failing, following in fit_twice(Threads(nn_workers=2, timeout=TIMEOUT), Hybrid(8), applied.open.set):
+            assert failing < TIMEOUT / 2
+            assert following < TIMEOUT / 2
+            assert t.global_step == STEPS
+    assert f"before its pushes of steps 0 to {FAILS_AT - 2} had returned" in caplog.text
+    following = range(FAILS_AT - 1, STEPS)
+    assert applied[-len(following) :] == list(following)
+    assert set(applied) - set(following) <= set(range(MOST_PUSHES))  # Some may have come before the second call.
+
+
+def test_nn_workers_that_failed_before_and_after_a_push_count_alike_again(applied):
+    def prepare(member, t):
+        if member.rank == 1:  # Fails behind the push of the batch, as if it had learned of the other's error there.
+            replicas, reduce_rest = t.step.replicas, t.step.replicas.reduce_rest
+            t.model.error = None
+
+            def reduce(parameters):
+                if t.model.left == 0:
+                    raise ZeroDivisionError("of the user")
+                reduce_rest(parameters)
+
+            replicas.reduce_rest = reduce
+
+    found = fit_twice(Threads(nn_workers=2, timeout=TIMEOUT), Hybrid(2), prepare=prepare)
+    for t, failing, following in found:
+        assert failing < TIMEOUT / 2
+        assert following < TIMEOUT / 2
+        assert t.global_step == STEPS + 1
+    skipped = FAILS_AT - 1
+    assert applied == [step for step in range(STEPS + 1) if step != skipped]
