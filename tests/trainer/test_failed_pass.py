@@ -58,7 +58,7 @@ def applied(monkeypatch):
 
 
 def fit_twice(cluster, mode, before_second=lambda: None, prepare=lambda member, t: None, then=None):
-    """A call of `fit` that fails, and one in mode `then` that does not. Returns by NN worker trainer, and seconds of both."""
+    """A call of `fit` that fails, and one in mode `then` that does not. Returns trainers, and seconds of both calls."""
     second = threading.Barrier(cluster.nn_workers, before_second)
 
     def work(member):
