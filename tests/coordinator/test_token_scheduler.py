@@ -502,3 +502,23 @@ def test_several_threads_at_once():
     kept = sorted((t.header.step, t.header.slot) for trained, _ in found for t in trained if not t.dropped)
     assert kept == [divmod(n, 4) for n in range(80)]
     assert {end for _, end in [(0, tuple(r)[:5]) for _, r in found]} == {(0, 20, 0, found[0][1].position, False)}
+
+
+def test_nn_workers_that_wait_for_the_first_batch_leave_the_scheduler_to_the_one_that_has_it():
+    """More of them than the coordinator has threads: how many batches there are follows from the first draw."""
+    nn_workers = 5
+    tokens = TokenScheduler(DEADLINE)
+    with ExitStack() as open_:
+        server = open_.enter_context(rpc.serve(tokens, protocol=services.Tokens, limits=rpc.Limits(threads=2)))
+        stub = rpc.connect(server.address, services.Tokens, timeout=DEADLINE / 2)
+        open_.callback(rpc.close, stub)
+        stub.begin(phase(Gba(ROWS), nn_workers, steps=3)._replace(local_batch=0))
+        first = Worker(stub, 0)
+        assert first.take() == 0
+        calls = [rpc.start(stub.take, Caller(1, 1, rank), 1) for rank in range(1, nn_workers)]
+        end = time.monotonic() + DEADLINE / 10
+        while len(tokens._taking) < nn_workers - 1 and time.monotonic() < end:
+            time.sleep(0.002)
+        first.draw()
+        first.arrive()
+        assert sorted(call.result() for call in calls if call.result() is not None) == [1, 2]

@@ -530,3 +530,70 @@ def test_calls_that_do_not_wait_are_bounded_beside_those_that_do():
             assert [call.result() for call in working] == [2] * 5
         wait_until(lambda: server.statistics()["requests_held"] == 0)
         rpc.close(stub)
+
+
+def test_a_call_that_waits_overtakes_those_for_which_no_thread_is_free():
+    """What it lets go on may be what the busy threads wait for."""
+    goes_on = threading.Event()
+
+    class Both:
+        @rpc.waits
+        def release(self) -> None:
+            goes_on.set()
+
+        def work(self) -> int:
+            assert goes_on.wait(DEADLINE)
+            return 1
+
+    with rpc.serve(Both(), limits=rpc.Limits(threads=2)) as server:
+        stub = rpc.connect(server.address, Both, timeout=DEADLINE / 2)
+        working = [rpc.start(stub.work) for _ in range(4)]
+        wait_until(lambda: server.statistics()["requests_held"] == 4)
+        stub.release()
+        assert [call.result() for call in working] == [1] * 4
+        rpc.close(stub)
+
+
+@pytest.mark.parametrize("limits", [{"waiting": 3}, {"waiting_bytes": 1_500_000}], ids=str)
+def test_calls_that_wait_are_bounded(limits):
+    room, array = Room(4), np.zeros(100_000, np.float32)
+    with rpc.serve(room, protocol=Rendezvous, limits=rpc.Limits(**limits)) as server:
+        stub = rpc.connect(server.address, Rendezvous, timeout=DEADLINE)
+        calls = [rpc.start(stub.meet, array) for _ in range(3)]
+        wait_until(lambda: server.statistics()["calls"] == 3)
+        for _ in range(5):
+            with pytest.raises(PersiaError, match=r"refused a call .*: 3 such calls with 12\d+ bytes wait here"):
+                stub.meet(array)
+        assert stub.fetch() == 1
+        room.meet(array)
+        assert [call.result() for call in calls] == [100_000] * 3
+        wait_until(lambda: server.statistics()["requests_held"] == server.statistics()["bytes_held"] == 0)
+        again = [rpc.start(stub.meet, array) for _ in range(3)]  # There is space again.
+        room.meet(array)
+        assert [call.result() for call in again] == [100_000] * 3
+        rpc.close(stub)
+
+
+def test_a_server_that_gets_no_more_threads_keeps_one_that_reads(monkeypatch):
+    start, left = threading.Thread.start, [2]
+
+    def start_if_granted(thread):
+        if thread._target == server._work:
+            if not left[0]:
+                raise RuntimeError("can't start new thread")
+            left[0] -= 1
+        start(thread)
+
+    room, array = Room(3), np.zeros(1, np.float32)
+    with rpc.serve(room, protocol=Rendezvous) as server:  # With one thread, before the others are counted.
+        monkeypatch.setattr(threading.Thread, "start", start_if_granted)
+        stub = rpc.connect(server.address, Rendezvous, timeout=DEADLINE / 2)
+        calls = [rpc.start(stub.meet, array) for _ in range(2)]
+        wait_until(lambda: server.statistics()["calls"] == 2)
+        for _ in range(3):
+            with pytest.raises(PersiaError, match=r"2 such calls .* on 3 threads.*pids\.max"):
+                stub.meet(array)
+            assert stub.fetch() == 1
+        room.meet(array)
+        assert [call.result() for call in calls] == [1] * 2
+        rpc.close(stub)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -40,6 +41,7 @@ class Job(NamedTuple):
         expires: monotonic time at which the client gives up.
         work: runs the request; returns the reply, if any. Does not raise.
         waits: whether it waits for requests of other clients. It then counts only until it runs.
+        call: number of the call that it replies to.
     """
 
     peer: bytes
@@ -47,6 +49,7 @@ class Job(NamedTuple):
     expires: float
     work: Callable[[], Reply | None]
     waits: bool = False
+    call: int = 0
 
 
 class Backlog:
@@ -54,40 +57,61 @@ class Backlog:
 
     Args:
         limits: bounds on the number and size of requests.
+
+    Attributes:
+        requests: number of jobs that are queued or taken, without those that wait for others.
+        nbytes: their size in bytes.
+        waiting: number of taken jobs that wait for others.
+        waiting_nbytes: their size in bytes.
     """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._queue: collections.deque[Job] = collections.deque()
+        self._arrivals = itertools.count()
+        # By whether they wait for others, each with its place in the order of all.
+        self._queues: dict[bool, collections.deque[tuple[int, Job]]] = {w: collections.deque() for w in (False, True)}
         self.requests = 0
         self.nbytes = 0
+        self.waiting = 0
+        self.waiting_nbytes = 0
 
     @property
     def full(self) -> bool:
         """Whether to stop reading requests."""
         return self.requests >= self._limits.requests or self.nbytes >= self._limits.request_bytes
 
-    @property
-    def first(self) -> Job | None:
-        """The job that is next; None if no job is queued."""
-        return self._queue[0] if self._queue else None
+    def __bool__(self) -> bool:
+        """Whether a job is queued."""
+        return any(self._queues.values())
 
     def put(self, job: Job) -> None:
         """Appends a job."""
         self.requests += 1
         self.nbytes += job.nbytes
-        self._queue.append(job)
+        self._queues[job.waits].append((next(self._arrivals), job))
 
-    def take(self) -> Job:
-        """Removes the first job. It counts as held until it is `done`, unless it waits for others."""
-        job = self._queue.popleft()
-        if job.waits:
-            self._forget(job)
-        return job
+    def take(self, only_waiting: bool) -> Job | None:
+        """Removes the first job, or the first one that waits for others; None without one. It is held until `done`."""
+        queues = [queue for waits, queue in self._queues.items() if queue and (waits or not only_waiting)]
+        return min(queues, key=lambda queue: queue[0][0]).popleft()[1] if queues else None
+
+    def admits(self, job: Job) -> bool:
+        """Whether one more job may wait for others."""
+        limits = self._limits
+        return self.waiting < limits.waiting and self.waiting_nbytes + job.nbytes <= limits.waiting_bytes
+
+    def wait(self, job: Job) -> None:
+        """Counts a taken job as waiting for others, hence no longer as held."""
+        self._forget(job)
+        self.waiting += 1
+        self.waiting_nbytes += job.nbytes
 
     def done(self, job: Job) -> None:
         """Marks a taken job as finished."""
-        if not job.waits:
+        if job.waits:
+            self.waiting -= 1
+            self.waiting_nbytes -= job.nbytes
+        else:
             self._forget(job)
 
     def _forget(self, job: Job) -> None:
@@ -96,12 +120,15 @@ class Backlog:
 
     def drop_late(self, now: float) -> int:
         """Drops queued jobs whose client has given up; returns their number."""
-        late = [job for job in self._queue if job.expires <= now]
-        if late:
-            self._queue = collections.deque(job for job in self._queue if job.expires > now)
-        for job in late:
-            self._forget(job)
-        return len(late)
+        dropped = 0
+        for waits, queue in self._queues.items():
+            late = [job for _, job in queue if job.expires <= now]
+            if late:
+                self._queues[waits] = collections.deque(entry for entry in queue if entry[1].expires > now)
+            for job in late:
+                self._forget(job)
+            dropped += len(late)
+        return dropped
 
     def clear(self) -> None:
         """Drops all queued jobs without a reply."""

@@ -42,7 +42,8 @@ def waits(method: F) -> F:
     """Marks a method that waits for calls of other clients.
 
     While it runs, it counts for none of `Limits.threads`, `requests` and `request_bytes`, so that the call that it
-    waits for is always read and run. Its clients have to bound how many of its calls they have in flight.
+    waits for is always read and run. Its clients have to bound how many of its calls they have in flight: beyond
+    `Limits.waiting` or `waiting_bytes` the server refuses them.
     """
     setattr(method, _WAITS, True)
     return method

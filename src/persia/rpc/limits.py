@@ -15,7 +15,8 @@ MIN_HEADER_BYTES = 4096
 class Limits:
     """Bounds on messages, work and memory. All are positive.
 
-    A running method that `waits` for calls of other clients counts for none of `requests`, `request_bytes`, `threads`.
+    A running method that `waits` for calls of other clients counts for `waiting` and `waiting_bytes`, and for none of
+    `requests`, `request_bytes` and `threads`.
 
     Attributes:
         message_bytes: maximum bytes of a message (header and arrays), and of a frame. Use the same value on both
@@ -25,6 +26,8 @@ class Limits:
         requests: maximum number of running or waiting requests; a server stops reading at this number.
         request_bytes: maximum total bytes of these requests. A single message may exceed it.
         threads: maximum number of methods that run or block at the same time; further requests wait.
+        waiting: maximum number of running methods that wait for calls of other clients; further ones are refused.
+        waiting_bytes: maximum total bytes of their requests.
         streams: maximum number of open iterators.
         stream_seconds: seconds without a request after which an iterator is closed.
         unread_replies: maximum number of replies that wait for one client; methods with further replies block.
@@ -36,6 +39,8 @@ class Limits:
     requests: int = 1024
     request_bytes: int = 2 << 30
     threads: int = 256
+    waiting: int = 8192
+    waiting_bytes: int = 32 << 30
     streams: int = 64
     stream_seconds: float = 60.0
     unread_replies: int = 64

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import zmq
 
-from persia.errors import WireError
+from persia.errors import PersiaError, WireError
 from persia.retry import Deadline
 from persia.rpc.dispatch import Backlog, Dispatcher, Job, Reply
 from persia.rpc.interface import Method, describe
@@ -106,7 +106,6 @@ class Server:
         self._backlog = Backlog(limits)
         self._threads: set[threading.Thread] = set()
         self._busy = 0
-        self._waiting = 0  # Of the busy threads, those whose call waits for calls of other clients.
         self._paused = False
         self._closing = False
         self._tick = 0.0
@@ -218,17 +217,34 @@ class Server:
 
     def _take(self) -> Job | None:
         """The next job for this thread, if it may run one now. Under `_state`."""
-        first = self._backlog.first
-        if first is None or (self._busy - self._waiting >= self._limits.threads and not first.waits):
+        backlog = self._backlog
+        job = backlog.take(only_waiting=self._busy - backlog.waiting >= self._limits.threads)
+        if job is None:
             return None
         self._busy += 1
-        self._waiting += first.waits
         if self._busy == len(self._threads) and not self._closing:
             self._add_thread()  # One thread must read.
-        job = self._backlog.take()
         if job.waits:
+            # Without another thread nobody would read what it waits for.
+            if not backlog.admits(job) or backlog.waiting + 1 >= len(self._threads):
+                return job._replace(work=functools.partial(self._refuse, job), waits=False)
+            backlog.wait(job)
             self._resume()
         return job
+
+    def _refuse(self, job: Job) -> Reply:
+        """Makes the reply to a call that may not wait here."""
+        backlog, limits = self._backlog, self._limits
+        error = PersiaError(
+            f"{self._port.address} refused a call that waits for calls of other clients: {backlog.waiting} such calls "
+            f"with {backlog.waiting_nbytes} bytes wait here, on {len(self._threads)} threads. The limits are "
+            f"{limits.waiting} calls, {limits.waiting_bytes} bytes, and the threads that the system grants this "
+            "process. Raise `pids.max` of its container, or `ulimit -u`; or find the client that calls so often.",
+            waiting=backlog.waiting,
+            threads=len(self._threads),
+        )
+        self._count("errors")
+        return self._dispatcher.failure(job.call, error)
 
     def _run(self, job: Job) -> None:
         """Runs a job and sends its reply. Never raises, as the thread must continue."""
@@ -245,7 +261,6 @@ class Server:
         """Ends a job that this thread ran, and takes the next one."""
         with self._state:
             self._busy -= 1
-            self._waiting -= job.waits
             self._backlog.done(job)
             self._resume()
             return self._take()
@@ -329,7 +344,7 @@ class Server:
             self._counts["expired"] += late
             if late:
                 self._resume()
-            waiting = behind or self._backlog.first is not None
+            waiting = behind or bool(self._backlog)
         if waiting:
             streams.refresh()
         elif streams.late():
@@ -350,7 +365,7 @@ class Server:
             return
         expires = now + (CLOSE_SECONDS if header.kind is Kind.CLOSE else header.seconds)
         work = functools.partial(self._dispatcher.answer, message, expires)
-        job = Job(peer, message.nbytes, expires, work, self._dispatcher.waits(message))
+        job = Job(peer, message.nbytes, expires, work, self._dispatcher.waits(message), header.call)
         if self._dispatcher.inline(message):
             reply = job.work()
             if reply is None or self._offer(peer, reply, expires):

@@ -90,8 +90,11 @@ class Tokens(Protocol):
             ConfigError: the mode cannot run with this number of NN workers.
         """
 
+    @rpc.waits
     def take(self, caller: Caller, request: int) -> int | None:
         """Returns the number of the batch that this NN worker trains next; None if the phase has no more.
+
+        Waits while it depends on open batches of other NN workers whether the phase has another one.
 
         Args:
             caller: the NN worker.
