@@ -6,7 +6,7 @@ import itertools
 import random
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from persia.optim import SGD, Adagrad
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.pushes.accumulator import average_step
 from persia.pushes.reference import average_step as readable_average_step
-from persia.pushes.step_barrier import MOST_OPEN, ArrivedPush, StepBarrier
+from persia.pushes.step_barrier import MOST_OPEN, MOST_REPEATED, ArrivedPush, StepBarrier
 from persia.schema import Table
 from persia.types import Gradients, PushHeader, UpdateCounts
 
@@ -183,13 +183,30 @@ def test_a_step_is_applied_after_those_before_it(threads):
     assert [step[0].step for step in applied] == [7, 8, 9]
 
 
-def test_a_step_before_the_oldest_open_one_is_applied(threads):
+def test_the_last_pushes_of_an_nn_worker_may_be_repeated_and_no_earlier_ones():
+    """One that begins again, with another collection, must not be answered as if its steps were applied."""
     held, applied = steps_of(1)
-    counts = [held.push(step, ArrivedPush(header(0, step), {})) for step in range(7, 7 + MOST_OPEN + 1)]
-    assert len(applied) == MOST_OPEN + 1
+    last = 7 + MOST_REPEATED
+    counts = [held.push(step, ArrivedPush(header(0, step), {})) for step in range(7, last + 1)]
     assert held.push(8, ArrivedPush(header(0, 8), {})) == counts[1] != {}
-    assert held.push(7, ArrivedPush(header(0, 7), {})) == {}  # Applied, too; its counts are no longer known.
-    assert len(applied) == MOST_OPEN + 1
+    with pytest.raises(StalePushError, match=rf"step 7 again, after it had pushed step {last} .*one EmbeddingColl"):
+        held.push(7, ArrivedPush(header(0, 7), {}))
+    assert len(applied) == len(counts)
+
+
+def test_a_step_that_another_process_applied_is_applied():
+    held, applied = steps_of(2, first=100)
+    assert held.push(98, ArrivedPush(header(0, 98), {})) == {}
+    assert not applied
+
+
+def test_a_slow_nn_worker_may_come_long_after_steps_that_did_not_need_it():
+    """A mode may apply a step without all NN workers."""
+    arrive = lambda arrival: Decision(Action.APPLY)  # noqa: E731
+    held = StepBarrier(range(2), TIMEOUT, arrive, lambda arrived: {}, applied=(1, 6))
+    for rank in range(2):
+        for step in range(7, 7 + 3 * MOST_REPEATED):
+            held.push(step, ArrivedPush(header(rank, step), {}))
 
 
 def test_an_nn_worker_that_leaves_out_a_step_is_refused(threads):
@@ -197,9 +214,9 @@ def test_an_nn_worker_that_leaves_out_a_step_is_refused(threads):
     first = threads.submit(held.push, 7, ArrivedPush(header(0), {}))
     until(lambda: held.open_steps)
     for step in (6, 8):  # Numbered as the push of step 7.
-        with pytest.raises(StalePushError, match=r"step 7 was due.*set `global_step` before"):
+        with pytest.raises(StalePushError, match=r"step 7 was due.*set the same `global_step` on all before"):
             held.push(step, ArrivedPush(header(0, step)._replace(sequence=8), {}))
-    with pytest.raises(StalePushError, match="step 7 is the next"):
+    with pytest.raises(StalePushError, match=f"step {7 + MOST_OPEN} more than {MOST_OPEN} steps ahead of step 7"):
         held.push(7 + MOST_OPEN, ArrivedPush(header(1, 7 + MOST_OPEN), {}))
     held.push(7, ArrivedPush(header(1), {}))
     first.result(TIMEOUT)
@@ -214,6 +231,47 @@ def test_the_first_push_of_a_generation_tells_where_it_began(threads):
     for call in calls:
         call.result(TIMEOUT)
     assert [[(h.step, h.rank) for h in step] for step in applied] == [[(n, r) for r in range(2)] for n in (900, 901)]
+
+
+@pytest.mark.parametrize(("first", "second"), [((1, 900), (0, 0)), ((0, 0), (1, 900))])
+def test_nn_workers_that_begin_at_different_steps_are_refused(first, second, threads):
+    held, applied = steps_of(2)
+    waiting = threads.submit(held.push, first[1], ArrivedPush(PushHeader(3, first[0], 1, first[1], 4), {}))
+    until(lambda: held.open_steps)
+    for ahead in range(2):
+        with pytest.raises(StalePushError, match=f"step {first[1] + ahead} was due.*the same `global_step` on all"):
+            held.push(second[1] + ahead, ArrivedPush(PushHeader(3, second[0], 1 + ahead, second[1] + ahead, 4), {}))
+    assert not applied
+    held.push(first[1], ArrivedPush(PushHeader(3, second[0], 1, first[1], 4), {}))
+    assert waiting.result(TIMEOUT) is not None
+
+
+def test_a_phase_may_begin_with_another_push_on_each_nn_worker(threads):
+    """After an asynchronous phase NN workers have pushed unequally often."""
+    held, applied = steps_of(2)
+    held.renew(3, 900)
+    sent = [PushHeader(3, rank, sequence, 900, 4) for rank, sequence in ((0, 17), (1, 12))]
+    for call in [threads.submit(held.push, 900, ArrivedPush(h, {})) for h in sent]:
+        call.result(TIMEOUT)
+    assert len(applied) == 1
+
+
+def test_a_late_step_of_before_is_named_by_its_own_generation(threads):
+    applying, goes_on = threading.Event(), threading.Event()
+
+    def apply(_):
+        applying.set()
+        assert goes_on.wait(TIMEOUT)
+        return {}
+
+    held = StepBarrier(range(2), 0.1, hold_until_full, apply, applied=(1, 956))
+    calls = [threads.submit(held.push, 957, ArrivedPush(header(rank, 957), {})) for rank in range(2)]
+    assert applying.wait(TIMEOUT)
+    held.renew(2, 900)
+    with pytest.raises(DeadlineError, match=r"^Step 957 \(generation 1\) was not complete .*: it is being") as failure:
+        next(as_completed(calls, TIMEOUT)).result()
+    assert failure.value.fields["missing"] == []
+    goes_on.set()
 
 
 def test_pushes_that_wait_for_an_earlier_step_say_so(threads):

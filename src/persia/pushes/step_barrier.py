@@ -19,6 +19,9 @@ __all__ = ["MOST_OPEN", "ArrivedPush", "StepBarrier", "completes_step"]
 MOST_OPEN = 64
 """Steps from the oldest open one on that may have pushes. NN workers keep far fewer in flight."""
 
+MOST_REPEATED = 8
+"""Last pushes of an NN worker that may be repeated; it has fewer in flight."""
+
 
 class ArrivedPush(NamedTuple):
     """A push, or one part of it."""
@@ -47,7 +50,8 @@ def completes_step(arrive: Callable[[Arrival], Decision], step: int, held: int =
 class _Step:
     """An open step: it has pushes and is not applied."""
 
-    def __init__(self, turn: int, lock: threading.Lock) -> None:
+    def __init__(self, generation: int, turn: int, lock: threading.Lock) -> None:
+        self.generation = generation
         self.turn = turn
         self.changed = threading.Condition(lock)  # One per step: only pushes of this step wake up.
         self.arrived: dict[tuple[int, int], ArrivedPush] = {}
@@ -116,6 +120,8 @@ class StepBarrier:
         """Counts of the last steps, for repeated pushes."""
         self._offsets: dict[int, int] = {}
         """By NN worker, its step less the sequence number of the push: constant, with one push per step."""
+        self._newest: dict[int, int] = {}
+        """By NN worker, the last turn that it has pushed."""
 
     @property
     def open_steps(self) -> list[int]:
@@ -141,7 +147,7 @@ class StepBarrier:
 
         Raises:
             DeadlineError: pushes of the NN workers that it names are missing. This push stays held.
-            StalePushError: the generation is over, or the NN worker has left out a step.
+            StalePushError: the generation is over, or the NN worker has left out a step or begun again.
         """
         header = arrived.header
         if header.rank not in self._ranks or not 0 <= header.part < header.parts or header.weight < 0:
@@ -161,7 +167,7 @@ class StepBarrier:
                 return self._answer(self._applied.get(turn, {}), header)
             step = self._open.get(turn)
             if step is None:
-                step = self._open[turn] = _Step(turn, self._lock)
+                step = self._open[turn] = _Step(header.generation, turn, self._lock)
             self._add(step, arrived)
             applies = self._await(step)
         if applies:
@@ -184,6 +190,7 @@ class StepBarrier:
             )
         if generation > self._generation:
             self._restart(generation, step)
+            self._offsets = dict.fromkeys(self._ranks, step - 1)  # All begin at the same step.
 
     def _restart(self, generation: int, step: int) -> None:
         for open_ in self._open.values():
@@ -197,18 +204,30 @@ class StepBarrier:
                     )
                 )
         self._generation, self._next = generation, step
-        self._open, self._applied, self._offsets = {}, {}, {}
+        self._open, self._applied, self._offsets, self._newest = {}, {}, {}, {}
 
     def _check_order(self, turn: int, header: PushHeader) -> None:
         """Raises StalePushError if an NN worker has not pushed every step once."""
-        offset = self._offsets.setdefault(header.rank, turn - header.sequence)
-        if turn - header.sequence == offset and turn < self._next + MOST_OPEN:
+        rank = header.rank
+        offset = self._offsets.setdefault(rank, turn - header.sequence)
+        newest = self._newest.get(rank, turn)
+        if turn - header.sequence != offset:
+            reason = (
+                f"as its push {header.sequence}, where step {header.sequence + offset} was due and step {self._next} "
+                "is the next to be applied"
+            )
+        elif turn >= self._next + MOST_OPEN:
+            reason = f"more than {MOST_OPEN} steps ahead of step {self._next}, the next to be applied"
+        elif turn <= newest - MOST_REPEATED:
+            reason = f"again, after it had pushed step {newest} in the same generation"
+        else:
+            self._newest[rank] = max(newest, turn)
             return
         raise StalePushError(
-            f"NN worker {header.rank} pushed gradients of step {turn} as its push {header.sequence}, where step "
-            f"{header.sequence + offset} was due and step {self._next} is the next to be applied. NN workers must push "
-            "every step once, in order: set `global_step` before the first one.",
-            rank=header.rank,
+            f"NN worker {rank} pushed gradients of step {turn} {reason}. They are not applied. NN workers must push "
+            "every step once, in order: set the same `global_step` on all before the first one, and train with one "
+            "EmbeddingCollection or Trainer in each run of a cluster.",
+            rank=rank,
             step=turn,
         )
 
@@ -268,14 +287,16 @@ class StepBarrier:
 
     def _late(self, step: _Step) -> DeadlineError:
         """Returns the error that names the NN workers which delay the oldest step."""
-        oldest = self._open.get(self._next)
+        # A step that is being applied ends by itself, even if a new generation has other steps by now.
+        turn = step.turn if step.applying else self._next
+        oldest = step if step.applying else self._open.get(turn)
         missing = oldest.missing(self._ranks) if oldest is not None else list(self._ranks)
         late = f"NN workers {', '.join(map(str, missing))} have not pushed" if missing else "it is being applied"
-        waiting = "" if step.turn == self._next else f", which step {step.turn} waits for,"
+        waiting = "" if step.turn == turn else f", which step {step.turn} waits for,"
         return DeadlineError(
-            f"Step {self._next} (generation {self._generation}){waiting} was not complete within {self._timeout:g} s: "
+            f"Step {turn} (generation {step.generation}){waiting} was not complete within {self._timeout:g} s: "
             f"{late}. Check for processes that hang, or raise `timeout`.",
-            step=self._next,
+            step=turn,
             missing=missing,
             timeout=self._timeout,
         )

@@ -60,6 +60,7 @@ class Threads:
         self._dense_ps = dense_ps
         self._timeout = timeout
         self._lock = threading.Lock()
+        self._generation = 1
         self._meeting = Meeting(nn_workers, timeout)
         self._servers: Sequence[EmbeddingPS] = []
         self._dense: Sequence[DensePS] = []
@@ -71,6 +72,8 @@ class Threads:
 
     def run(self, function: Callable[[ThreadMember], T]) -> list[T]:
         """Calls a function in a thread for each NN worker, and returns the results by rank.
+
+        Each run has new NN workers, which need an EmbeddingCollection or a Trainer of their own. Rows are kept.
 
         In an asynchronous mode an NN worker that fails does not stop the others.
 
@@ -85,6 +88,7 @@ class Threads:
     def outcomes(self, function: Callable[[ThreadMember], T]) -> list[T | BaseException]:
         """Like `run`, but the result of an NN worker that failed is its exception."""
         self.failures: list[BaseException] = []
+        self._generation += 1  # NN workers number their pushes from 1 again.
 
         def work(rank: int) -> T | BaseException:
             try:
@@ -92,7 +96,7 @@ class Threads:
             except BaseException as error:
                 self.failures.append(error)
                 self._meeting.leave(rank, f"{type(error).__name__}: {error}")
-                self.tokens.cancel(1, rank)
+                self.tokens.cancel(self._generation, rank)
                 return error
 
         with ThreadPoolExecutor(self.nn_workers, "nn-worker") as threads:
@@ -114,6 +118,7 @@ class Threads:
             self._servers,
             rank=rank,
             nn_workers=self.nn_workers,
+            generation=self._generation,
             tokens=self.tokens,
             dense=self._dense_servers,
             replicas=lambda model, _: ThreadReplicas(model, rank, self._meeting),

@@ -7,13 +7,13 @@ import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 
 from persia import batching, rpc
 from persia.batching.batch import IdColumn
-from persia.errors import ConfigError, StaleBatchError
+from persia.errors import ConfigError, StaleBatchError, StalePushError
 from persia.rpc.fan_out import call_all
 from persia.schema import Schema
 from persia.services import EmbeddingPS, RecordableRows
@@ -38,6 +38,13 @@ T = TypeVar("T")
 
 OUTCOMES = 64
 """Pushes per NN worker whose outcome is kept for repetitions; far more than it has in flight."""
+
+
+class _Outcome(NamedTuple):
+    """A push that was made."""
+
+    batch_ids: frozenset[int]
+    counts: dict[str, UpdateCounts]
 
 
 class Worker:
@@ -78,7 +85,7 @@ class Worker:
         self._counts: Counter[str] = Counter()
         self._traffic: Counter[tuple[str, str]] = Counter()
         """Bytes by kind and codec."""
-        self._outcomes: dict[tuple[int, int, int], dict[int, dict[str, UpdateCounts]]] = {}
+        self._outcomes: dict[tuple[int, int, int], dict[int, _Outcome]] = {}
         """The last pushes of each (generation, rank, part), by sequence number, in case their replies were lost."""
 
     def register(self, id_features: Mapping[str, IdColumn]) -> int:
@@ -117,15 +124,16 @@ class Worker:
 
         Raises:
             StaleBatchError: a batch is unknown, pushed, released, expired, or of another incarnation; nothing is sent.
+            StalePushError: the NN worker has made a push of this number with other batches; nothing is sent.
         """
-        sender = (header.generation, header.rank, header.part)
-        if (known := self._outcome(sender, header.sequence)) is not None:
+        batch_ids = frozenset(c.batch_id for c in contributions)
+        if (known := self._outcome(header, batch_ids)) is not None:
             return known
         with contextlib.ExitStack() as used:
             try:
                 batches = [(used.enter_context(self._buffer.use(c.batch_id)), c) for c in contributions]
             except StaleBatchError:
-                if (known := self._outcome(sender, header.sequence)) is not None:
+                if (known := self._outcome(header, batch_ids)) is not None:
                     return known  # The call that this one repeats has just ended.
                 raise
             gradients = self._router.gradients_for(batches)
@@ -139,8 +147,8 @@ class Worker:
         with self._lock:
             for old in [old for old in self._outcomes if old[0] < header.generation]:
                 del self._outcomes[old]
-            outcomes = self._outcomes.setdefault(sender, {})
-            outcomes[header.sequence] = counts
+            outcomes = self._outcomes.setdefault((header.generation, header.rank, header.part), {})
+            outcomes[header.sequence] = _Outcome(batch_ids, counts)
             if len(outcomes) > OUTCOMES:
                 del outcomes[min(outcomes)]
         for contribution in contributions:
@@ -149,10 +157,24 @@ class Worker:
             self._buffer.forget(contribution.batch_id, "pushed")
         return counts
 
-    def _outcome(self, sender: tuple[int, int, int], sequence: int) -> dict[str, UpdateCounts] | None:
-        """Returns the outcome of an earlier push; None if it is not known."""
+    def _outcome(self, header: PushHeader, batch_ids: frozenset[int]) -> dict[str, UpdateCounts] | None:
+        """Returns the outcome of the push that this one repeats; None if it is new."""
         with self._lock:
-            return self._outcomes.get(sender, {}).get(sequence)
+            outcomes = self._outcomes.get((header.generation, header.rank, header.part), {})
+            known = outcomes.get(header.sequence)
+            newest = max(outcomes, default=header.sequence)
+        if known is not None:
+            if batch_ids <= known.batch_ids:
+                return known.counts
+        elif not batch_ids or header.sequence > newest - OUTCOMES:
+            return None
+        raise StalePushError(
+            f"NN worker {header.rank} made push {header.sequence} of generation {header.generation} before, with other "
+            f"batches, and push {newest} is its newest. This one is not applied. Train with one EmbeddingCollection or "
+            "Trainer in each run of a cluster.",
+            rank=header.rank,
+            sequence=header.sequence,
+        )
 
     def release(self, batch_id: int) -> None:
         """Forgets a batch that will have no gradient; unknown batches are no error."""
