@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 __all__ = [
     "MIN_ROUNDS", "MODULES", "PRESETS", "RESOURCES", "UNITS", "Benchmark", "Measure", "benchmarks", "measures", "names",
-    "paired", "quantity", "ratio", "run", "within", "worst",
+    "paired", "paired_ratio", "quantity", "ratio", "run", "within", "worst",
 ]  # fmt: skip
 
 PRESETS = ("smoke", "laptop", "full")
@@ -73,7 +73,9 @@ class Measure:
         return self._margin() >= 0
 
     def _margin(self) -> float:
-        """Distance to the nearer bound, as a fraction of it; negative beyond it."""
+        """Distance to the nearer bound, as a fraction of it; negative beyond it, and for a value that is not a number."""
+        if math.isnan(self.value):
+            return -math.inf
         low, high = self.interval or (self.value, self.value)
         margins = []
         if self.at_least is not None:
@@ -99,7 +101,7 @@ RESOURCES = contextlib.ExitStack()
 
 
 def measures(*names: str) -> Callable[[Function], Function]:
-    """Registers a function under every name that it may print."""
+    """Returns a decorator that registers a function under every name that it may print."""
 
     def register(function: Function) -> Function:
         taken = {name for benchmark in _REGISTERED for name in benchmark.names}
@@ -210,25 +212,48 @@ def paired(
     *,
     at_least: float | None = None,
     at_most: float | None = None,
-    judge_mean: bool = False,
+    target_on_mean: bool = False,
     details: Mapping[str, Any] | None = None,
 ) -> Measure:
     """Returns the mean of ours - theirs and its 95 % t-interval, where each pair has the same seed, data and rates.
 
     A target is asked of an end of the interval: `at_least` of the lower, `at_most` of the upper one; of the mean with
-    `judge_mean`. One pair (preset smoke) has no interval; more than ten are refused.
+    `target_on_mean`. One pair (preset smoke) has no interval; more than ten are refused. There is none either where a
+    run has diverged (infinite or NaN): the mean is infinite then, or NaN, as it is without any pair. NaN misses every
+    target.
     """
     gaps = [a - b for a, b in zip(ours, theirs, strict=True)]
-    mean, interval = statistics.fmean(gaps), None
-    if len(gaps) > 1:
+    mean, interval = _mean(gaps), None
+    if len(gaps) > 1 and math.isfinite(mean):
         half = T_975[len(gaps) - 2] * statistics.stdev(gaps) / math.sqrt(len(gaps))
         interval = (mean - half, mean + half)
-    said = {"pairs": len(gaps), "ours": statistics.fmean(ours), "theirs": statistics.fmean(theirs), "per_seed": gaps}
-    if judge_mean and interval:
+    said = {"pairs": len(gaps), "ours": _mean(ours), "theirs": _mean(theirs), "per_seed": gaps}
+    if target_on_mean and interval:
         said["mean_interval"] = interval
     return Measure(
-        name, mean, unit, at_least, at_most, None, {**said, **(details or {})}, None if judge_mean else interval
+        name, mean, unit, at_least, at_most, None, {**said, **(details or {})}, None if target_on_mean else interval
     )
+
+
+def paired_ratio(
+    name: str,
+    ours: Sequence[float],
+    theirs: Sequence[float],
+    *,
+    at_least: float | None = None,
+    details: Mapping[str, Any] | None = None,
+) -> Measure:
+    """Returns the geometric mean of ours / theirs and its 95 % t-interval: as `paired`, of logarithms."""
+    logs = paired(name, [math.log(a) for a in ours], [math.log(b) for b in theirs], "ratio")
+    interval = None if logs.interval is None else (math.exp(logs.interval[0]), math.exp(logs.interval[1]))
+    said = {"pairs": len(ours), "ours": _mean(ours), "theirs": _mean(theirs), **(details or {})}
+    said["per_seed"] = [math.exp(gap) for gap in logs.details["per_seed"]]
+    return Measure(name, math.exp(logs.value), "ratio", at_least, details=said, interval=interval)
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Arithmetic mean; NaN of none, and of opposite infinities."""
+    return sum(values) / len(values) if values else math.nan
 
 
 def _spread(values: Sequence[float]) -> float:

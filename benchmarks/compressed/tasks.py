@@ -226,6 +226,15 @@ def docstrings() -> Tensor:
     return torch.frombuffer(bytearray(text.encode("ascii", "ignore")), dtype=torch.uint8).long()
 
 
+class DigitsTuning(Digits):
+    """Digits, tested on a fifth of their training rows, which is held out: for the choice of a learning rate."""
+
+    def __init__(self, rank: int, ranks: int, seed: int) -> None:
+        super().__init__(rank, ranks, seed)
+        held_out = len(self.train) // 5
+        self.test, self.train = self.train[:held_out], self.train[held_out:]
+
+
 class LanguageModel(Task):
     """A transformer of two layers that predicts the next character of docstrings; 8 pieces of 64 a rank."""
 
@@ -261,6 +270,15 @@ class LanguageModel(Task):
         }
 
 
+class LanguageModelTuning(LanguageModel):
+    """The same, tested on a tenth of the training text, which is held out: for the choice of a learning rate."""
+
+    def __init__(self, rank: int, ranks: int, seed: int) -> None:
+        super().__init__(rank, ranks, seed)
+        held_out = len(self.text) // 10
+        self.test, self.text = self.text[:held_out], self.text[held_out:]
+
+
 class Transformer(nn.Module):
     """Embeddings, two layers with causal attention, logits."""
 
@@ -287,5 +305,7 @@ TASKS: dict[str, type[Task]] = {
     "small_ffnn": SmallFFNN,
     "click_through": ClickThrough,
     "digits": Digits,
+    "digits_tuning": DigitsTuning,
     "language": LanguageModel,
+    "language_tuning": LanguageModelTuning,
 }

@@ -1,6 +1,7 @@
 """The benchmark runner: selection, declared names, signs, units, spreads and aggregates."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -135,7 +136,7 @@ def test_performance_page_names_what_can_be_selected():
     assert [row for row in rows if row not in known and not any(name.startswith(f"{row}.") for name in known)] == []
 
 
-def test_pairs_are_judged_by_the_end_of_their_interval():
+def test_the_end_of_an_interval_has_to_meet_the_target():
     ours, theirs = [0.71, 0.72, 0.73], [0.70, 0.72, 0.72]
     measure = runner.paired("fake.two", ours, theirs, "AUC", at_least=-0.01)
     half = 4.303 * 0.0057735 / 3**0.5  # t with two degrees of freedom, standard deviation of 0.01, 0, 0.01
@@ -144,9 +145,31 @@ def test_pairs_are_judged_by_the_end_of_their_interval():
     assert measure.holds is True
     assert runner.paired("fake.two", ours, theirs, "AUC", at_least=-0.007).holds is False
     assert runner.paired("fake.two", ours, theirs, "AUC", at_most=0.02).holds is False
-    assert runner.paired("fake.two", ours, theirs, "AUC", at_least=-0.007, judge_mean=True).holds is True
+    assert runner.paired("fake.two", ours, theirs, "AUC", at_least=-0.007, target_on_mean=True).holds is True
 
 
 def test_a_single_pair_has_no_interval():
     measure = runner.paired("fake.two", [0.7], [0.6], "AUC", at_least=0.0)
     assert (measure.interval, measure.holds) == (None, True)
+
+
+@pytest.mark.parametrize("bound", ["at_least", "at_most"])
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [([], []), ([1.0, math.nan], [1.0, 1.0]), ([math.inf, 1.0], [math.inf, 1.0])]
+)
+def test_without_a_number_every_target_is_missed(ours, theirs, bound):
+    measure = runner.paired("fake.two", ours, theirs, "loss", **{bound: 0.0})
+    assert (measure.interval, measure.holds) == (None, False)
+
+
+def test_a_run_that_diverged_has_no_interval():
+    measure = runner.paired("fake.two", [1.0, math.inf], [1.0, 1.1], "loss", at_most=1.0)
+    assert (measure.value, measure.interval, measure.holds) == (math.inf, None, False)
+
+
+def test_the_interval_of_a_ratio_is_that_of_its_logarithm():
+    measure = runner.paired_ratio("fake.two", [2.0, 8.0], [1.0, 1.0], at_least=1.0)
+    assert measure.value == pytest.approx(4.0)
+    assert measure.interval == pytest.approx((4.0 / 2**12.706, 4.0 * 2**12.706))
+    assert measure.holds is False
+    assert runner.paired_ratio("fake.two", [2.0, 2.0], [1.0, math.inf], at_least=1.0).value == 0.0
