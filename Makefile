@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 SOURCES := $(shell find cpp bindings -name '*.cpp' -o -name '*.hpp' -o -name CMakeLists.txt) CMakeLists.txt pyproject.toml
 
-.PHONY: chaos gpu gpu-wheels demo demo-cluster test test-all test-clusters test-rest test-cpp sanitize lint format bench bench-cpp bench-smoke examples docs clean install
+.PHONY: chaos gpu gpu-wheels demo demo-cluster test test-all test-processes test-rest test-cpp sanitize lint format bench bench-cpp bench-smoke examples docs clean install
 
 install: $(READY)  ## create .venv and install persia into it, editable
 
@@ -27,18 +27,18 @@ demo-cluster: install  ## the same program on processes of this machine
 	$(BIN)/python examples/cluster.py
 
 test: install test-cpp  ## unit tests
-	$(MAKE) -j2 test-clusters test-rest
+	$(MAKE) -j2 test-processes test-rest
 
 test-all: install test-cpp  ## unit tests and the slow ones
-	$(MAKE) -j2 test-clusters test-rest PYTEST_OPTIONS='-m "slow or not slow"'
+	$(MAKE) -j2 test-processes test-rest PYTEST_OPTIONS='-m "slow or not slow"'
 
-# Beside each other: tests of clusters wait for processes most of the time.
-CLUSTERS = tests/cluster tests/chaos
-test-clusters: install
-	$(BIN)/python -m pytest -q $(PYTEST_OPTIONS) $(CLUSTERS)
+# Beside each other: the first tests start processes, and wait for them most of the time.
+START_PROCESSES = tests/cluster tests/chaos tests/cli tests/dense
+test-processes: install
+	$(BIN)/python -m pytest -q $(PYTEST_OPTIONS) $(START_PROCESSES)
 
 test-rest: install
-	$(BIN)/python -m pytest -q $(PYTEST_OPTIONS) $(CLUSTERS:%=--ignore=%)
+	$(BIN)/python -m pytest -q $(PYTEST_OPTIONS) $(START_PROCESSES:%=--ignore=%)
 
 test-cpp: $(VENV)/.dependencies  ## the core's own tests
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S cpp -B build/cpp -GNinja -DCMAKE_BUILD_TYPE=Release > /dev/null
