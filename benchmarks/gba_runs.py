@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from benchmarks.modes_runs import Day, Rates, area, joined
+from benchmarks.modes_runs import MAX_ROUNDS, Day, Rates, area, joined
 from persia import Batch, Schema, data
 from persia.metrics import Metrics
 from persia.modes import Gba, Mode, RowLimit, Sync
@@ -22,7 +23,7 @@ from persia.replay.virtual import VirtualTraining
 
 __all__ = [
     "SCALED_GLOBAL", "STREAM_LOCAL", "STREAM_WORKERS", "GlobalTags", "Inherited", "Scored", "Stalled", "StalledDay",
-    "Stream", "best_rate", "inherited", "scaled", "scored", "stalled",
+    "Stream", "best_rate", "inherited", "scaled", "scored", "scored_after", "stalled",
 ]  # fmt: skip
 
 DENSE_RATE = 3e-3
@@ -33,7 +34,6 @@ PHASE = 10.0
 SCALED_GLOBAL = 3_200
 """Rows of a global batch that 8, 20, 100 and 200 NN workers can share."""
 BASE_WORKERS = 8
-ROUNDS = 8
 
 
 def best_rate(score: Callable[[list[float]], Sequence[float]], start: float) -> float:
@@ -42,16 +42,19 @@ def best_rate(score: Callable[[list[float]], Sequence[float]], start: float) -> 
     Args:
         score: returns the score of each rate; more is better.
         start: the first rate.
+
+    Raises:
+        RuntimeError: after `MAX_ROUNDS` calls the best is still the first or the last rate.
     """
     found: dict[int, float] = {}
     best = 0
-    for _ in range(ROUNDS):
+    for _ in range(MAX_ROUNDS):
         new = sorted({best - 1, best, best + 1} - found.keys())
         if not new:
-            break
+            return start * 2.0**best
         found |= zip(new, score([start * 2.0**n for n in new]), strict=True)
         best = max(found, key=found.__getitem__)
-    return start * 2.0**best
+    raise RuntimeError(f"The best of {len(found)} rates, {start * 2.0**best:g}, is the first or the last one.")
 
 
 # --- clicks in time order ---------------------------------------------------------------------------------------------
@@ -98,10 +101,19 @@ class Scored(NamedTuple):
 
 
 def scored(plan: Stream) -> Scored:
-    """4 NN workers that are slow in turns, local batch 256; the rows after `first` are scored."""
+    """Trains with 4 NN workers that are slow in turns, local batch 256, and scores the rows after `first`."""
+    return _scored(plan, 0)
+
+
+def scored_after(plan: Stream) -> Scored:
+    """Trains and scores on as many rows, which follow those of `scored`: to tune rates in a run of the same length."""
+    return _scored(plan, plan.rows // STREAM_LOCAL)
+
+
+def _scored(plan: Stream, skipped: int) -> Scored:
     torch.set_num_threads(1)
     reader = data.globo(batch_size=STREAM_LOCAL)
-    batches = [batch for batch, _ in zip(reader.batches(0), range(plan.rows // STREAM_LOCAL), strict=False)]
+    batches = list(itertools.islice(reader.batches(0), skipped, skipped + plan.rows // STREAM_LOCAL))
     torch.manual_seed(plan.seed)
     run = VirtualTraining(
         FFNN(reader.schema, hidden=(256, 128), products=[("article_id", "history")]),

@@ -57,7 +57,8 @@ WORKERS, LOCAL = 8, 128
 GLOBAL = WORKERS * LOCAL
 TUNING_SEED = 99
 DENSE_FACTOR, ROWS_FACTOR = 3.0, 2.0
-MAX_ROUNDS = 8
+MAX_ROUNDS = 20
+"""Of a search for rates. The best rate is inside long before: at one 2**20 times too large or small nothing learns."""
 TEST_BATCHES = 16
 """Batches that are evaluated together."""
 
@@ -72,7 +73,7 @@ class Rates(NamedTuple):
 
 
 FIRST = Rates(3e-3, 0.1)
-"""Where a search for rates begins."""
+"""Start of a search for rates."""
 
 
 class NNWorkers(NamedTuple):
@@ -84,7 +85,7 @@ class NNWorkers(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One run on synthetic data: a mode for each day, hyper-parameters, who trains."""
+    """One run on synthetic data: a mode for each day, hyper-parameters, NN workers."""
 
     modes: tuple[Mode, ...]
     rates: Rates
@@ -101,7 +102,7 @@ class Plan(NamedTuple):
     by_day: tuple[NNWorkers, ...] = ()  # Instead of the same ones on all days; local batches are multiples of `local`.
 
     def setting(self, day: int = 0) -> Setting:
-        """Who trains on a day, how fast."""
+        """Returns the NN workers of a day and their speeds."""
         workers = self.by_day[day] if self.by_day else NNWorkers(self.factors, self.local, self.compute)
         trace = steady(workers.factors)
         if self.moving is not None:
@@ -110,7 +111,7 @@ class Plan(NamedTuple):
 
 
 class Day(NamedTuple):
-    """What a day of training came to; the AUC is that of the next day."""
+    """Result of a day of training; the AUC is that of the next day."""
 
     auc: float
     summary: Summary
@@ -118,14 +119,14 @@ class Day(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """AUC on unseen rows after each day's rows, when that was, and the whole run."""
+    """AUC on unseen rows after each day's rows, the time of each, and totals of the run."""
 
     areas: tuple[float, ...]
     ends: tuple[float, ...]
     summary: Summary
 
 
-# --- what runs in a process of its own --------------------------------------------------------------------------------
+# --- runs, each in a process of its own -------------------------------------------------------------------------------
 
 
 def synthetic(plan: Plan, days: int) -> tuple[Schema, list[Batch]]:
@@ -191,7 +192,7 @@ def train_through(plan: Plan) -> Curve:
 
 
 def norms(plan: Plan) -> list[float]:
-    """L2 norms of what is applied to the dense parameters, in the second half of the days."""
+    """L2 norms of the gradients that are applied to the dense parameters, in the second half of the days."""
     torch.set_num_threads(1)
     schema, batches = synthetic(plan, len(plan.modes))
     run = _training(plan, schema, batches.__getitem__)
@@ -289,9 +290,12 @@ def best_rates(
     """The best of a grid, which grows until its best lies inside and not at its edge.
 
     Args:
-        score: what each point of the grid reaches; more is better.
-        rounds: how often it may be asked; after that the best so far.
+        score: returns the score of each point of the grid; more is better.
+        rounds: maximum number of calls.
         start: the middle of the first grid.
+
+    Raises:
+        RuntimeError: after so many calls the best still lies at the edge.
     """
 
     def at(point: tuple[int, int]) -> Rates:
@@ -303,10 +307,10 @@ def best_rates(
         around = {(best[0] + i, best[1] + j) for i in (-1, 0, 1) for j in (-1, 0, 1)} | {(0, 0)}
         new = sorted(around - found.keys())
         if not new:
-            break
+            return at(best)
         found |= zip(new, score([at(point) for point in new]), strict=True)
         best = max(found, key=found.__getitem__)
-    return at(best)
+    raise RuntimeError(f"The best of {len(found)} pairs of rates, {at(best)}, lies at the edge of the grid.")
 
 
 def tuned_for(plan: Plan) -> Rates:

@@ -17,8 +17,8 @@ paper.table2.DATA.NETWORK.*
     async_own
               with those that are the best for Async.
 
-    On two idle cores, each data set and network takes 15 (globo) to 40 minutes (criteo) with the preset laptop, and
-    half an hour to 3 hours with the preset full, which needs 8 GB of memory for each process.
+    An estimate for two idle cores: each data set and network takes 15 (globo) to 40 minutes (criteo) with the preset
+    laptop, and half an hour to 3 hours with the preset full, which needs 8 GB of memory for each process.
 
 paper.gba_excluded.STATE.*
     Share of batches that a mode excludes, and its staleness, in three states of a cluster.
@@ -45,7 +45,7 @@ ROWS = {"smoke": 4_096, "laptop": 3_000_000, "full": 12_000_000}
 """Rows of both parts; globo has 5.8 million."""
 KINDS = ("hybrid_4", "hybrid_auto", "async", "async_own")
 TARGETS = {"hybrid_4": -0.001, "hybrid_auto": -0.0005}
-"""What the lower end of the interval is to reach."""
+"""Least lower end of the interval, by mode."""
 PAPER = {
     "taobao": {"hybrid": 0.6586, "sync": 0.6593, "async": 0.6566},
     "avazu": {"hybrid": 0.7793, "sync": 0.7802, "async": 0.7710},
@@ -58,7 +58,11 @@ PAPER = {
 
 
 def tuned(preset: str, source: str, network: str, mode: Mode, start: Rates) -> Rates:
-    """Returns the rates with the best test AUC of a mode, with a seed that no other run has; `start` in smoke runs."""
+    """Returns the rates with the best test AUC of a mode, with a seed that no other run has; `start` in smoke runs.
+
+    Generated rows depend on the seed. Those of a file are the same, split anew: the rates have seen test rows of the
+    other seeds.
+    """
     if preset == "smoke":
         return start
 
