@@ -14,6 +14,7 @@ in the same processes and take turns. Who competes is in `compressed/variants.py
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import os
 import statistics
@@ -21,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,7 +32,7 @@ from benchmarks.compressed.ranks import Groups, Ranks
 from persia.optim import OneBit
 
 TIMED_LR = 1e-7
-"""Where only time counts: after two steps of warm-up v knows little, and a network that diverges sends nothing."""
+"""Of runs that are only timed: after two steps of warm-up v knows little, and a network that diverges sends nothing."""
 WARMUP = 0.15
 TIMED = {"smoke": "small_ffnn", "laptop": "paper_ffnn", "full": "paper_ffnn"}
 SIZES = {"smoke": (2,), "laptop": (2, 4), "full": (2, 3, 4)}
@@ -48,7 +50,7 @@ Function = Callable[[Groups, str], runner.Measure | Iterator[runner.Measure]]
 
 
 def on_ranks(*names: str) -> Callable[[Function], Function]:
-    """Registers a function that needs process groups; all functions of a run share them."""
+    """Returns a decorator for functions that need process groups, which all functions of a run share."""
 
     def register(function: Function) -> Function:
         runner.measures(*names)(lambda preset: function(_shared_groups(), preset))
@@ -108,30 +110,44 @@ def processors(ranks: Ranks, steps: int = 4) -> float:
     return sum(answer["processor_seconds"] for answer in answers) / steps / len(os.sched_getaffinity(0))
 
 
+class Steps(NamedTuple):
+    """Seconds of a step by variant and round, seconds of all cores for a step, and the kind of the network."""
+
+    seconds: dict[str, list[float]]
+    processors: float
+    network: str
+
+
+@functools.cache
+def steps_of(groups: Groups, preset: str, gbit: float, count: int) -> Steps:
+    """Measures steps without communication, of DDP, and of APMSqueeze: once for all functions of a run."""
+    variants = ["local", "adam", "one_bit"]
+    ranks = ready(groups, count, preset, variants)
+    return Steps(timed(ranks, variants, gbit, ROUNDS[preset]), processors(ranks), ranks.network.kind)
+
+
 def step(gbit: float, groups: Groups, preset: str) -> Iterator[runner.Measure]:
     """DDP's step over that of APMSqueeze, for each number of ranks, and the worst: the communication share, the whole.
 
     No way to send could make the whole step more than `most` times as fast: DDP's over a step that sends nothing. The
     cores need `processors_s` for a step of all ranks, packing and TCP included, so no link could make it faster.
     """
-    variants = ["local", "adam", "one_bit"]
     name, whole_name = f"apms.step_{NAMES[gbit]}", f"apms.step_whole_{NAMES[gbit]}"
     found: list[runner.Measure] = []
     wholes: list[runner.Measure] = []
     for count in SIZES[preset]:
-        ranks = ready(groups, count, preset, variants)
-        if count > 2 and isinstance(ranks.network, Loopback):
+        if count > 2 and isinstance(groups.of(count).network, Loopback):
             print(f"{count} ranks need network namespaces: skipped", file=sys.stderr)
             continue
-        seconds = timed(ranks, variants, gbit, ROUNDS[preset])
+        seconds, processors_s, network = steps_of(groups, preset, gbit, count)
         middle = {variant: statistics.median(each) for variant, each in seconds.items()}
         alone = middle["local"]
         pairs = list(zip(seconds["adam"], seconds["one_bit"], strict=True))
         details = {
             "ranks": count,
             **{f"{variant}_s": each for variant, each in middle.items()},
-            "processors_s": processors(ranks),
-            "network": ranks.network.kind,
+            "processors_s": processors_s,
+            "network": network,
         }
         wholes.append(
             runner.quantity(
@@ -209,15 +225,14 @@ def profile(groups: Groups, preset: str) -> Iterator[runner.Measure]:
 def end_to_end(gbit: float, groups: Groups, preset: str) -> runner.Measure:
     """A whole training, warm-up included: time of Adam over ours; at 1 Gbit/s over what the step ratio r promises.
 
-    The ratio is that of prepared steps, which are timed before, as in `apms.step_1g`: with r of the training's own late
-    steps the promise would hold whatever they took.
+    r is the ratio of whole steps in the measurement of `apms.step_1g.n2`: with that of the training's own late steps
+    the promise would hold whatever they took.
     """
     count = SIZES[preset][0]
     steps = {"smoke": 8, "laptop": 20 if gbit < 1 else 60, "full": 100}[preset]
     rounds = {"smoke": 5, "laptop": 5, "full": 9}[preset]
     warmup = round(WARMUP * steps)
-    ranks = ready(groups, count, preset, ["adam", "one_bit"])
-    seconds = timed(ranks, ["adam", "one_bit"], gbit, ROUNDS[preset])
+    seconds = steps_of(groups, preset, gbit, count).seconds
     ratio = statistics.median(a / b for a, b in zip(seconds["adam"], seconds["one_bit"], strict=True))
     promised = 1 / (warmup / steps + (1 - warmup / steps) / ratio)
     ranks = groups.of(count)

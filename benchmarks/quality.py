@@ -8,7 +8,8 @@ quality.hybrid, quality.hybrid_warmup, quality.hybrid_auto
 quality.workers_2, quality.workers_4 (and their _warmup, _auto)
                    The same with 2 and 4 NN workers, processes on Ray.
 quality.replay     The runs in Hybrid(4) above against "delayed Sync" in plain PyTorch with the delays that they
-                   recorded: the two may differ by rounding only, so this tells whether the implementation is right.
+                   recorded: the two may differ by rounding only, so this tells whether the implementation is right. A
+                   run whose rows were never stale, or never changed, makes this measure and the next one infinite.
 quality.replay_parameters
                    Network and rows against delayed Sync after 100 steps: in one process, in threads and on Ray, with 1,
                    2 and 4 NN workers, with SGD, Adagrad and Adam on rows.
@@ -19,6 +20,8 @@ quality.adult      Test AUC on PERSIA's example task; needs the data.
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +52,7 @@ PLACES: dict[str, tuple[tuple[Literal["embedded", "threads", "ray"], int], ...]]
     "smoke": (("embedded", 1), ("threads", 2)),
     "laptop": (("embedded", 1), ("threads", 2), ("threads", 4), ("ray", 1), ("ray", 2), ("ray", 4)),
 }
-"""Where runs are compared with delayed Sync, and with how many NN workers; a smoke run starts no processes."""
+"""Places of the runs that are compared with delayed Sync, and numbers of NN workers; smoke starts no processes."""
 PLACES["full"] = PLACES["laptop"]
 
 
@@ -69,10 +72,25 @@ def workers(preset: str) -> Iterator[runner.Measure]:
 @runner.measures("quality.replay")
 def replay(preset: str) -> runner.Measure:
     """The runs of the measures above in Hybrid(4) against their replay: mean distance of AUC."""
-    apart = {count: [run.auc_apart for run in runs(preset, count, "")] for count in (1, 2, 4)}
-    mean = statistics.fmean(abs(each) for found in apart.values() for each in found)
-    details = {f"NN workers: {count}": found for count, found in apart.items()}
-    return runner.Measure("quality.replay", mean, "AUC", at_most=0.0003, details=details)
+    by_count = {count: runs(preset, count, "") for count in (1, 2, 4)}
+    every = list(itertools.chain(*by_count.values()))
+    mean = statistics.fmean(abs(run.auc_apart) for run in every)
+    details: dict[str, Any] = {f"NN workers: {n}": [run.auc_apart for run in found] for n, found in by_count.items()}
+    details |= least(every)
+    return runner.Measure("quality.replay", told(mean, every), "AUC", at_most=0.0003, details=details)
+
+
+def told(apart: float, compared: Sequence[Outcome]) -> float:
+    """Returns a distance, or infinity if it tells nothing: a run had no stale row, or left all rows as they were."""
+    return apart if all(run.staleness_max > 0 and run.moved > 0 for run in compared) else math.inf
+
+
+def least(compared: Sequence[Outcome]) -> dict[str, float]:
+    """Least staleness and change of rows of several runs, as details."""
+    return {
+        "least_staleness_max": min(run.staleness_max for run in compared),
+        "least_moved": min(run.moved for run in compared),
+    }
 
 
 def gaps(name: str, preset: str, nn_workers: int) -> Iterator[runner.Measure]:
@@ -115,11 +133,12 @@ def replay_parameters(preset: str) -> runner.Measure:
         for optimizer in ROW_OPTIMIZERS
     ]
     found = outcomes(train_smooth, plans)
-    details = {
+    details: dict[str, Any] = {
         f"{plan.where} {plan.nn_workers} {type(plan.optimizer).__name__}": run._asdict()
         for plan, run in zip(plans, found, strict=True)
     }
-    worst = max(max(run.network_apart, run.rows_apart) for run in found)
+    worst = told(max(max(run.network_apart, run.rows_apart) for run in found), found)
+    details |= least(found)
     return runner.Measure("quality.replay_parameters", worst, "norm", at_most=1e-5, details=details)
 
 

@@ -73,7 +73,7 @@ class Measure:
         return self._margin() >= 0
 
     def _margin(self) -> float:
-        """Distance to the nearer bound, as a fraction of it; negative beyond it, and for a value that is not a number."""
+        """Distance to the nearer bound, as a fraction of it; negative beyond it, and if the value is NaN."""
         if math.isnan(self.value):
             return -math.inf
         low, high = self.interval or (self.value, self.value)
@@ -97,7 +97,7 @@ class Benchmark(NamedTuple):
 
 _REGISTERED: list[Benchmark] = []
 RESOURCES = contextlib.ExitStack()
-"""What several functions of a run share, such as process groups; closed at its end."""
+"""Resources that several functions of a run share, such as process groups; closed at its end."""
 
 
 def measures(*names: str) -> Callable[[Function], Function]:

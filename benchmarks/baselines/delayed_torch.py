@@ -1,4 +1,4 @@
-"""Training with delayed embedding gradients in plain PyTorch: the judge of persia's modes.
+"""Training with delayed embedding gradients in plain PyTorch, with which persia's modes are compared.
 
 Tables are plain tensors with optimizers written out here; the network is the module that persia trains, with Adam.
 Which gradients the embeddings of a batch contain is an input: a constant delay (`replay`), or the versions that a run
@@ -38,7 +38,7 @@ ADAGRAD = Adagrad(lr=0.05, initial_accumulator=0.01)
 
 @dataclass(frozen=True)
 class Replay:
-    """What a replay yields.
+    """Result of `replay`.
 
     Attributes:
         auc: progressive: each batch is scored before it is trained on; mean over labels.
@@ -228,7 +228,7 @@ def replay(
 
 
 class DelayedSync(NamedTuple):
-    """What `delayed_sync` yields.
+    """Result of `delayed_sync`.
 
     Attributes:
         auc: progressive, mean over labels.
@@ -253,7 +253,7 @@ def delayed_sync(
     embedding_optimizer: EmbeddingOptimizer = ADAGRAD,
     network_lr: float = 1e-3,
 ) -> DelayedSync:
-    """Trains once over the batches: Sync with rows of earlier steps, which is what Hybrid has to be.
+    """Trains once over the batches: Sync with rows of earlier steps, to which Hybrid has to be equal.
 
     Batch `i` belongs to step `i // nn_workers`. The network and the rows get the gradient of the mean loss over all
     rows of a step, as one update.
