@@ -1,6 +1,6 @@
-"""Which initial accumulator of Adagrad should be the default? Test AUC by accumulator and learning rate.
+"""Defaults of rows: test AUC by Adagrad's initial accumulator and learning rate, and by first values.
 
-    python -m benchmarks 'quality.adagrad.*' [--preset smoke|laptop|full] [--json FILE]
+    python -m benchmarks 'quality.adagrad.*' 'quality.first_values.*' [--preset smoke|laptop|full] [--json FILE]
 
 quality.adagrad.sparse  Generated clicks with 100,000 Zipf(1.05) ids a feature: most rows are met a few times. DeepFM.
 quality.adagrad.dense   The same with 500 ids a feature: every row is met often.
@@ -10,6 +10,10 @@ quality.adagrad.adult   PERSIA's example task; needs the data.
 Each value is the test AUC with the default accumulator, at the better of its documented rates, less the best of all
 accumulators and rates; `details` has all of them. Sync with one NN worker; one core. A laptop run, of one seed,
 takes 7 minutes on an idle machine and 30 on a busy one; a full one has three seeds.
+
+quality.first_values.*  On the same data: test AUC if rows begin uniform in +-1/sqrt(dim) less that with the default,
+                        +-0.01, each at the better of the documented rates. Three seeds: 48 runs, an estimate: 5 to 20
+                        minutes.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
+from msgspec import structs
 
 from benchmarks import runner
 from benchmarks.baselines import globo_torch
@@ -29,12 +34,15 @@ from persia import Batch, Schema, Trainer, TrainerOptions, data
 from persia.modes import Sync
 from persia.nn.models import FFNN, DeepFM
 from persia.optim import Adagrad
-from persia.schema import INITIAL_ACCUMULATOR
+from persia.schema import INITIAL_ACCUMULATOR, Initializer, RsqrtDim, Uniform
+from persia.trainer.progress import FitResult
 
 ACCUMULATORS = {"smoke": (INITIAL_ACCUMULATOR, 1e-2), "laptop": (1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-2)}
 RATES = {"smoke": (0.1,), "laptop": (0.05, 0.1, 0.2)}
 DOCUMENTED = (0.05, 0.1)
 SEEDS = {"smoke": (9,), "laptop": (9,), "full": (9, 10, 11)}
+FIRST_VALUES: Mapping[str, Initializer] = {"uniform": Uniform(), "rsqrt_dim": RsqrtDim()}
+FIRST_VALUES_SEEDS = {"smoke": (9,), "laptop": (9, 10, 11)}
 BATCHES = {"smoke": 8}
 """Most batches of a set; all of them where the preset has no number."""
 ROWS = 600_000
@@ -85,25 +93,41 @@ def adult(seed: int) -> Task:
     return Task(train.schema, train, test, AdultNet, lambda parameters: torch.optim.SGD(parameters, 0.1))
 
 
+def some(batches: Iterable[Batch], preset: str) -> list[Batch]:
+    """Returns as many batches as the preset has."""
+    return list(itertools.islice(batches, BATCHES.get(preset)))
+
+
+def trained(seed: int, task: Task, optimizer: Adagrad, first_values: Initializer) -> FitResult:
+    """Trains once over the data."""
+    tables = [structs.replace(table, initializer=first_values) for table in task.schema.resolved_tables().values()]
+    schema = structs.replace(task.schema, tables=tables)
+    torch.manual_seed(seed)
+    trainer = Trainer(
+        task.network(schema),
+        schema,
+        optimizer=task.optimizer,
+        embedding_optimizer=optimizer,
+        mode=Sync(),
+        options=TrainerOptions(seed=seed, progress=False),
+    )
+    torch.set_num_threads(1)
+    return trainer.fit(task.train, task.test)
+
+
+def test_auc(result: FitResult) -> float:
+    """Returns the AUC on the test rows."""
+    assert result.evaluation is not None
+    return result.evaluation.auc
+
+
 def grid(preset: str, seed: int, task: Task) -> tuple[Auc, Auc]:
     """Test and progressive AUC of all accumulators and rates, on the same batches from the same first values."""
-    train = list(itertools.islice(task.train, BATCHES.get(preset)))
-    test = list(itertools.islice(task.test, BATCHES.get(preset)))
+    task = task._replace(train=some(task.train, preset), test=some(task.test, preset))
     tested, progressive = {}, {}
     for accumulator, lr in itertools.product(_of(ACCUMULATORS, preset), _of(RATES, preset)):
-        torch.manual_seed(seed)
-        trainer = Trainer(
-            task.network(task.schema),
-            task.schema,
-            optimizer=task.optimizer,
-            embedding_optimizer=Adagrad(lr=lr, initial_accumulator=accumulator),
-            mode=Sync(),
-            options=TrainerOptions(seed=seed, progress=False),
-        )
-        torch.set_num_threads(1)
-        result = trainer.fit(train, test)
-        assert result.evaluation is not None
-        tested[accumulator, lr] = result.evaluation.auc
+        result = trained(seed, task, Adagrad(lr=lr, initial_accumulator=accumulator), Uniform())
+        tested[accumulator, lr] = test_auc(result)
         progressive[accumulator, lr] = result.progressive.auc
     return tested, progressive
 
@@ -120,9 +144,17 @@ def mean(found: Iterable[Auc]) -> Auc:
     return {point: statistics.fmean(auc[point] for auc in found) for point in found[0]}
 
 
+def missing(needs: str | None) -> bool:
+    """Returns whether data are not here, and says so."""
+    if needs is None or data.find(needs) is not None:
+        return False
+    print(f"{needs} is not here; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
+    return True
+
+
 def compare(preset: str, name: str, task: Callable[[int], Task], needs: str | None = None) -> runner.Measure | None:
-    if needs is not None and data.find(needs) is None:
-        print(f"{needs} is not here; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
+    """Returns the loss of AUC by the default accumulator."""
+    if missing(needs):
         return None
     found = [grid(preset, seed, task(seed)) for seed in _of(SEEDS, preset)]
     tested, progressive = (mean(auc) for auc in zip(*found, strict=True))
@@ -152,6 +184,38 @@ def globo_rows(preset: str) -> runner.Measure | None:
 @runner.measures("quality.adagrad.adult")
 def adult_rows(preset: str) -> runner.Measure | None:
     return compare(preset, "quality.adagrad.adult", adult, "adult")
+
+
+SETS: Mapping[str, tuple[Callable[[int], Task], str | None]] = {
+    "sparse": (generated(100_000), None),
+    "dense": (generated(500), None),
+    "globo": (globo, "globo_ctr"),
+    "adult": (adult, "adult"),
+}
+"""Data by name, and the directory that they need."""
+
+
+@runner.measures(*(f"quality.first_values.{name}" for name in SETS))
+def first_values(preset: str) -> Iterator[runner.Measure]:
+    """Test AUC of `RsqrtDim` less that of the default, paired by seed."""
+    for name, (make, needs) in list(SETS.items())[: 1 if preset == "smoke" else None]:
+        if missing(needs):
+            continue
+        areas: dict[tuple[str, float], list[float]] = {}
+        for seed in _of(FIRST_VALUES_SEEDS, preset):
+            task = make(seed)
+            task = task._replace(train=some(task.train, preset), test=some(task.test, preset))
+            for kind, lr in itertools.product(FIRST_VALUES, DOCUMENTED):
+                result = trained(seed, task, Adagrad(lr=lr), FIRST_VALUES[kind])
+                areas.setdefault((kind, lr), []).append(test_auc(result))
+        best = {kind: max(DOCUMENTED, key=lambda lr, kind=kind: sum(areas[kind, lr])) for kind in FIRST_VALUES}
+        yield runner.paired(
+            f"quality.first_values.{name}",
+            areas["rsqrt_dim", best["rsqrt_dim"]],
+            areas["uniform", best["uniform"]],
+            "AUC",
+            details={"rates": best, "areas": {f"{kind} {lr:g}": each for (kind, lr), each in areas.items()}},
+        )
 
 
 def _of(by_preset: Mapping[str, tuple], preset: str) -> tuple:

@@ -7,7 +7,7 @@ real (persia.replay.virtual). Runs are spread over the cores. Hyper-parameters a
 data of their own, and kept for every mode. AUCs are compared in pairs that have the seed in common.
 
 modes.split.*        a step does not depend on how many NN workers share it, in float64.
-modes.bound.*        rate of each mode that the simulation allows, with stragglers.
+modes.bound.*        rate of each mode that the simulation allows, with stragglers or with latency.
 modes.auc_hybrid.*   Hybrid and Async against Sync, with latency, on four sets of ids.
 modes.auc_others.*   asynchronous modes against Sync, 2 of 8 NN workers slow; time to a given AUC.
 modes.auc_sync_to_gba.*, modes.auc_gba_to_sync.*, modes.auc_switch_others.*
@@ -73,7 +73,7 @@ DRIFTING = {"": 500, ".sparse": 100_000}
 GBA = {"sync_to_gba": False, "gba_to_sync": True}
 """Whether Gba is the first of the two modes."""
 AFTER = ("first_day", "mean")
-"""What is compared after a switch: the first day, and the mean of all days."""
+"""Days after a switch that are compared: the first one, and the mean of all."""
 PAPER_GLOBAL = 3_200
 PAPER_ROWS = {"smoke": 2 * PAPER_GLOBAL, "laptop": 20 * PAPER_GLOBAL, "full": 80 * PAPER_GLOBAL}
 ALL_REDUCE = NNWorkers((1.0,) * 6 + (4.0,) * 2, 400, 1.0)
@@ -81,6 +81,7 @@ DENSE_PS = NNWorkers((1.0,) * 24 + (4.0,) * 8, 100, 0.25)
 SPLIT_ROWS, SPLIT_STEPS = 32, {"smoke": 10, "laptop": 200, "full": 200}
 PHASES = (2, 10, 50)
 """Length of phases, in batches."""
+BOUND = ("hybrid", "hybrid_warm", "auto", *ASYNCHRONOUS)
 
 
 @functools.cache
@@ -127,18 +128,30 @@ def split(preset: str) -> Iterator[runner.Measure]:
 
 
 @runner.measures(
-    *(f"modes.bound.{trace}.{kind}" for trace in ("static", *map("phases_{}".format, PHASES)) for kind in OTHERS)
+    *(
+        f"modes.bound.{trace}.{kind}"
+        for trace in ("static", "latency", *map("phases_{}".format, PHASES))
+        for kind in BOUND
+    )
 )
 def bound(preset: str) -> Iterator[runner.Measure]:
-    """Rows per virtual second over Sync's, when nothing but compute takes time."""
+    """Rows per virtual second over Sync's, when nothing but compute takes time.
+
+    With `latency` lookups and pushes take time too, and all NN workers are equally fast. `hybrid_warm` warms up over
+    half of the steps.
+    """
     count = 8 if preset == "smoke" else 64
-    traces = {"static": steady([1.0] * 6 + [4.0] * 2)}
+    traces = {"static": steady([1.0] * 6 + [4.0] * 2), "latency": steady(EQUAL)}
     traces |= {f"phases_{n}": phases(WORKERS, length=float(n), count=count) for n in PHASES}
     for name, trace in traces.items():
-        batches = 2000 if name == "static" else round(6.5 * trace.period)
-        setting = Setting(trace, local_batch=LOCAL)
+        steps = 32 if preset == "smoke" else 250
+        batches = round(6.5 * trace.period) if name.startswith("phases") else steps * WORKERS
+        latency = LATENCY if name == "latency" else 0.0
+        setting = Setting(trace, local_batch=LOCAL, lookup=latency, push=latency)
         sync = simulate(SYNC, setting, batches).summary().rate
-        for kind, mode in OTHERS.items():
+        warm = Hybrid(4, warmup=batches // WORKERS // 2)
+        modes = {"hybrid": Hybrid(4), "hybrid_warm": warm, "auto": Hybrid("auto"), **ASYNCHRONOUS}
+        for kind, mode in modes.items():
             found = simulate(mode, setting, batches).summary()
             yield runner.Measure(
                 f"modes.bound.{name}.{kind}",
@@ -200,7 +213,7 @@ def hybrid(preset: str) -> Iterator[runner.Measure]:
 
     The targets are those of "auto" and of the warm-up on sparse ids; `modes.auc_hybrid` is the worst of them.
     """
-    judged = []
+    with_target = []
     for name in list(DATA)[: 1 if preset == "smoke" else None]:
         plan = stationary(preset, name)
         plan = plan._replace(factors=EQUAL, latency=LATENCY)
@@ -214,9 +227,9 @@ def hybrid(preset: str) -> Iterator[runner.Measure]:
             has_target = name in SPARSE and kind in ("hybrid_4_warm", "auto")
             bounds = {"at_least": -0.001} if has_target else {}
             found = gap(f"modes.auc_hybrid.{name}.{kind}", runs[kind], runs["sync"], plan, **bounds)
-            judged += [found] if has_target else []
+            with_target += [found] if has_target else []
             yield found
-    yield runner.worst("modes.auc_hybrid", judged)
+    yield runner.worst("modes.auc_hybrid", with_target)
     sync = runs["sync"][0].summary.rate  # Rates are the same on all data.
     for kind in DELAYED:
         summary = runs[kind][0].summary
