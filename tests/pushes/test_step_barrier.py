@@ -65,7 +65,9 @@ def test_the_mode_is_asked_once_for_each_nn_worker_and_decides(threads):
         asked.append(arrival)
         return Decision(Action.APPLY if arrival.held == 1 else Action.HOLD)  # Two of three are enough.
 
-    apply = lambda arrived: {"user": UpdateCounts(applied=len(arrived))}  # noqa: E731
+    def apply(arrived):
+        return {"user": UpdateCounts(applied=len(arrived))}
+
     held = StepBarrier(range(3), TIMEOUT, arrive, apply, applied=(1, 6))
     parts = [threads.submit(held.push, 7, ArrivedPush(header(0, part=part, parts=2), {})) for part in range(2)]
     until(lambda: len(asked) == 1)
@@ -202,8 +204,7 @@ def test_a_step_that_another_process_applied_is_applied():
 
 def test_a_slow_nn_worker_may_come_long_after_steps_that_did_not_need_it():
     """A mode may apply a step without all NN workers."""
-    arrive = lambda arrival: Decision(Action.APPLY)  # noqa: E731
-    held = StepBarrier(range(2), TIMEOUT, arrive, lambda arrived: {}, applied=(1, 6))
+    held = StepBarrier(range(2), TIMEOUT, lambda arrival: Decision(Action.APPLY), lambda arrived: {}, applied=(1, 6))
     for rank in range(2):
         for step in range(7, 7 + 3 * MOST_REPEATED):
             held.push(step, ArrivedPush(header(rank, step), {}))

@@ -51,5 +51,5 @@ class VarianceRefresh:
         self.count, self.last = self.count + 1, step
 
     def restart(self, step: int) -> None:
-        """Starts anew: v was frozen after this step."""
+        """Restarts the schedule: v was frozen after this step."""
         self.count, self.last = 0, step

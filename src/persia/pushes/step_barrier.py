@@ -17,7 +17,7 @@ from persia.types import Gradients, PushHeader, UpdateCounts
 __all__ = ["MOST_OPEN", "ArrivedPush", "StepBarrier", "completes_step"]
 
 MOST_OPEN = 64
-"""Steps from the oldest open one on that may have pushes. NN workers keep far fewer in flight."""
+"""Maximum number of steps that may be open at once. NN workers keep far fewer pushes in flight."""
 
 MOST_REPEATED = 8
 """Last pushes of an NN worker that may be repeated; it has fewer in flight."""
