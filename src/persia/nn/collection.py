@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 
 import torch
 from numpy.typing import ArrayLike
@@ -155,7 +155,7 @@ class EmbeddingCollection(torch.nn.Module):
         *,
         tokens: TokenClient | None = None,
         start: int = 0,
-    ) -> Iterator[PreparedBatch]:
+    ) -> Generator[PreparedBatch, None, None]:
         """Iterates over a loader with rows looked up ahead, in background threads.
 
         Args:
@@ -274,7 +274,7 @@ class EmbeddingCollection(torch.nn.Module):
 
     def _train(
         self, source: Iterator[Batch | FedBatch], pusher: Pusher, equal_steps: EqualSteps | None, start: int
-    ) -> Iterator[PreparedBatch]:
+    ) -> Generator[PreparedBatch, None, None]:
         self._check_process()
         if self._pipeline is not None:
             raise PersiaError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 from persia.batching.batch import Batch
 from persia.batching.validation import not_a_batch
@@ -42,7 +42,7 @@ class EvaluationReader:
         self._timeout = timeout
         self._rows = rows
 
-    def batches(self, source: Iterator[object]) -> Iterator[PreparedBatch]:
+    def batches(self, source: Iterator[object]) -> Generator[PreparedBatch, None, None]:
         """Yields batches with rows, looked up ahead in threads. At the end it warns of features without rows."""
         stopped = False
         sample = IdSample()

@@ -58,7 +58,7 @@ class Evaluator:
         check_data("data", data)
         with self._evaluation_mode():
             batches = self._embeddings.prefetch(data)
-        with contextlib.closing(batches):  # type: ignore[type-var]
+        with contextlib.closing(batches):
             for batch in batches:
                 with self._evaluation_mode():
                     logits = self._network.logits(batch, self._embeddings(batch)).cpu().numpy()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import NamedTuple
 
 import torch
@@ -128,7 +128,7 @@ class TrainingLoop:
         # In background threads: take a batch, look up its rows. Token and parameters come when the network is free.
         prepared = self._embeddings.prefetch(client.batches(source.read), tokens=client)
         try:
-            with contextlib.closing(prepared):  # type: ignore[type-var]
+            with contextlib.closing(prepared):
                 for batch in prepared:
                     step = state.global_step + 1
                     # The backward pass hands all gradients to the push thread: rows go first, then the network.
@@ -154,13 +154,13 @@ class TrainingLoop:
 
 
 @contextlib.contextmanager
-def _told_errors(prepared: Iterator[PreparedBatch]) -> Iterator[None]:
+def _told_errors(prepared: Generator[PreparedBatch, None, None]) -> Iterator[None]:
     """Ends a training pass with the loop over it; with the loop's error, which shortens the wait for its pushes."""
-    with contextlib.closing(prepared):  # type: ignore[type-var]
+    with contextlib.closing(prepared):
         try:
             yield
         except BaseException as error:
-            prepared.throw(error)  # type: ignore[attr-defined]
+            prepared.throw(error)
             raise
 
 
