@@ -17,10 +17,13 @@ import gc
 import importlib
 import math
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
+
+from persia.errors import MissingExtraError
 
 __all__ = [
     "MIN_ROUNDS", "MODULES", "PRESETS", "RESOURCES", "UNITS", "Benchmark", "Measure", "benchmarks", "measures", "names",
@@ -115,9 +118,12 @@ def measures(*names: str) -> Callable[[Function], Function]:
 
 @functools.cache
 def benchmarks() -> tuple[Benchmark, ...]:
-    """All benchmarks, in the order of `MODULES`."""
+    """All benchmarks, in the order of `MODULES`, but those that need an extra which is not installed."""
     for module in MODULES:
-        importlib.import_module(f"benchmarks.{module}")
+        try:
+            importlib.import_module(f"benchmarks.{module}")
+        except MissingExtraError as error:
+            print(f"benchmarks/{module}.py is skipped: {error}", file=sys.stderr)
     return tuple(_REGISTERED)
 
 

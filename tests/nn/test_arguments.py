@@ -40,8 +40,10 @@ class OwnLoss(Net):
 class OwnMode:
     """A mode that is not derived from those of persia: it satisfies the Protocol, and asks `Sync`."""
 
-    def __getattr__(self, name):
-        return getattr(Sync(), name)
+    def __init__(self):
+        for name in dir(Sync()):
+            if not name.startswith("_"):
+                setattr(self, name, getattr(Sync(), name))
 
 
 class OwnCluster:

@@ -197,17 +197,17 @@ def test_workers_on_cuda_equal_the_reference(backend):
 
 @pytest.mark.gpu
 @cuda
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("compressor", [OneBit(block=128), TopK(0.1), Uncompressed()], ids=str)
 def test_what_a_bucket_does_never_waits_for_the_device(compressor):
     parameter = torch.nn.Parameter(torch.randn(5001, device="cuda"))
     flat = Flat([parameter])
     bucket = Bucket(flat, 0, flat.size, compressor, (1, 0))
-    gradient = torch.randn(5001, device="cuda")
+    gradient, gradients = torch.randn(2, 5001, device="cuda")
     rules = [Rule(gradient, True, 1.0, 0.9, 0.999, 1e-3, 1.0, 1e-8, 1.0)]
     try:
         torch.cuda.set_sync_debug_mode("error")
-        bucket.collect(rules)
-        bucket.adam(rules, 1.0)
+        bucket.adam(rules, bucket.collect(rules, gradients), 1.0)
         bucket.compress(rules, True, 0)
         bucket.received.copy_(bucket.sent)
         bucket.average(1)

@@ -45,7 +45,7 @@ class OneBit(Compressor, frozen=True, tag="one_bit"):
             return
         padded = torch.nn.functional.pad(values, (0, blocks * self.block - count)).view(blocks, self.block)
         lengths = torch.full((blocks,), float(self.block), device=values.device)
-        lengths[-1] = count - (blocks - 1) * self.block
+        lengths[-1:].fill_(count - (blocks - 1) * self.block)  # An assigned number would wait for the GPU.
         if self.scale == "mean":
             scales = padded.abs().sum(1) / lengths
         else:
