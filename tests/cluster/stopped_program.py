@@ -35,7 +35,8 @@ class Blocked:
 if __name__ == "__main__":
     what, directory = sys.argv[1:]
     data = Blocked(Path("blocked").absolute()) if what == "blocked" else reader(1_000_000)
-    with persia.cluster.Ray(1, 1, 1, 2, options()) as cluster:
+    Path("regions").mkdir(exist_ok=True)
+    with persia.cluster.Ray(1, 1, 1, 2, options(regions=str(Path("regions").absolute()))) as cluster:
         if os.path.exists(directory):
             model, optimizer = make_trainer(None).model, lambda params: torch.optim.Adam(params, 1e-2)
             trainer = persia.Trainer.resume(directory, model, optimizer=optimizer, cluster=cluster)
