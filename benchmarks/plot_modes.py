@@ -1,10 +1,10 @@
-"""Charts of docs/modes.md, docs/papers.md and docs/concepts/convergence.md, as SVG, from JSON lines.
+"""Charts of modes.md, papers.md, concepts/convergence.md and guide/tables.md in docs, as SVG, from JSON lines.
 
     python -m benchmarks.plot_modes [LINES] [DIRECTORY]
 
-`python -m benchmarks 'modes.*' paper.figure6 'paper.theorem1*' --json FILE` prints the lines. Figure 6 is that of the
-Persia paper (arXiv 2111.05897), figures 3, 4, 7 and 8 those of the GBA paper (arXiv 2205.11048). A chart whose measures
-are missing is left out.
+`python -m benchmarks 'modes.*' paper.figure6 'paper.theorem1*' 'quality.adagrad.*' --json FILE` prints the lines.
+Figure 6 is that of the Persia paper (arXiv 2111.05897), figures 3, 4, 7 and 8 those of the GBA paper (arXiv
+2205.11048). A chart whose measures are missing is left out.
 """
 
 from __future__ import annotations
@@ -219,8 +219,21 @@ def theorem1(lines: Lines) -> Chart:
     return Chart(title, "alpha * tau", "cost", series, True, True)
 
 
+def adagrad_rates(lines: Lines) -> Chart:
+    """AUC by learning rate of rows, with the default accumulator and that of version 0.1, less the best of all."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    for data in ("sparse", "dense", "globo", "adult"):
+        areas = lines[f"quality.adagrad.{data}"]["test"]
+        best = max(area for of in areas.values() for area in of.values())
+        for accumulator in ("1e-06", "0.01"):
+            points = [(float(rate), area - best) for rate, area in areas[accumulator].items()]
+            series[f"{data}, {float(accumulator):g}"] = sorted(points)
+    return Chart("Test AUC by data and accumulator, less the best", "learning rate of rows", "AUC - best", series, True)
+
+
 CHARTS: Sequence[Callable[[Lines], Chart]] = (
     which_mode, switch_auc, switch_rate, time_to_auc, figure_6, figure_3, figure_4, figure_7, figure_8, theorem1,
+    adagrad_rates,
 )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from benchmarks import plot_modes, runner
 LINE = {
     "value": 0.1, "per_day": [0.1, 0.2], "rate_per_day": [1, 2], "virtual_s_per_day": [1, 2], "quantiles": {"0.5": 0.1},
     "ids_within": {"0.1": 0.5}, "costs": [[1.0, 4, 2.0, 9.0]], "curves": {"sync": {"seconds": [1], "auc": [0.5]}},
+    "test": {"1e-06": {"0.1": 0.7}, "0.01": {"0.1": 0.6}},
 }  # fmt: skip
 """What a chart may read of any measure."""
 
@@ -48,3 +49,12 @@ def test_what_a_mode_gains_is_in_rates_of_sync():
     assert series["Hybrid(auto)"] == [(1.5, -0.001)]
     assert series["Gba"] == [(4.0, -0.002)]
     assert series["HopBs(2)"] == [(1.0, -0.002)]
+
+
+def test_areas_by_learning_rate_are_less_the_best_of_all_accumulators():
+    areas = {"1e-08": {"0.05": 0.75, "0.1": 0.8}, "1e-06": {"0.1": 0.7, "0.05": 0.6}, "0.01": {"0.05": 0.5, "0.1": 0.4}}
+    lines = {f"quality.adagrad.{data}": {"test": areas} for data in ("sparse", "dense", "globo", "adult")}
+    series = plot_modes.adagrad_rates(lines).series
+    assert [rate for rate, _ in series["globo, 1e-06"]] == [0.05, 0.1]
+    assert [area for _, area in series["globo, 1e-06"]] == pytest.approx([-0.2, -0.1])
+    assert [area for _, area in series["sparse, 0.01"]] == pytest.approx([-0.3, -0.4])
