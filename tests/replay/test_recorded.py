@@ -232,6 +232,28 @@ def test_a_run_with_a_crash_is_its_replay(mode, moment, tmp_path, monkeypatch):
         assert report.abandoned >= 1
 
 
+@pytest.mark.parametrize("mode", [Sync(), Hybrid(2), Hybrid(2, combine=False), Gba(3 * ROWS), Async()], ids=str)
+def test_a_gradient_that_one_ps_lacks_is_missing_in_the_replay_too(mode, tmp_path, monkeypatch):
+    """As if its embedding worker had died within the push: another one sends the rest of the push empty."""
+    push, first, lost = EmbeddingServer.push, [], []
+
+    def pushed(self, header, gradients):
+        first.append(self)
+        if header.sequence == 3 and self is not first[0]:
+            lost.append(header)
+            gradients = {}
+        return push(self, header, gradients)
+
+    data = batches(30)
+    with monkeypatch.context() as patch:
+        patch.setattr(EmbeddingServer, "push", pushed)
+        _, t = run(mode, data, tmp_path, of_seed(6), servers=(2, 1))
+    schedules = assert_replayed(tmp_path, data, t)
+    assert lost
+    events = [event for s in schedules for event in s.events if event.server.startswith("ps")]
+    assert sorted(e.worker for e in events if e.empty) == sorted(header.rank for header in lost)
+
+
 def kill_at(deaths, monkeypatch):
     """Their pushes fail, the first from a sequence number on that is not dropped, and with them the NN workers.
 
@@ -241,12 +263,18 @@ def kill_at(deaths, monkeypatch):
     """
     from persia.dense import DenseServer
 
-    first = {}
+    first, failed = {}, set()
 
     def last(header):
         """At which moment this push is to fail."""
         moment, sequence = deaths.get(header.rank, ("", 0))
-        return moment if header.sequence >= sequence and header.weight else ""  # An orphan has none.
+        return moment if header.sequence >= sequence and header.weight else ""
+
+    def fail(server, header):
+        """Once at each server: another NN worker fills the place of the push."""
+        if (server, header.rank) not in failed:
+            failed.add((server, header.rank))
+            raise KeyboardInterrupt("killed")
 
     push, push_dense = EmbeddingServer.push, DenseServer.push
 
@@ -254,12 +282,12 @@ def kill_at(deaths, monkeypatch):
         if moment := last(header):
             server = first.setdefault(header.rank, self)
             if moment == "arriving" or (moment == "pushing" and self is not server):
-                raise KeyboardInterrupt("killed")
+                fail(self, header)
         return push(self, header, gradients)
 
     def pushed_dense(self, header, part):
         if last(header) == "between":
-            raise KeyboardInterrupt("killed")
+            fail(self, header)
         return push_dense(self, header, part)
 
     monkeypatch.setattr(EmbeddingServer, "push", pushed)
@@ -323,15 +351,15 @@ def test_any_interleaving_and_any_crash_are_their_replay(data):
 
 
 def test_a_schedule_of_version_0_1_is_replayed_as_it_was_then(tmp_path):
-    """Its mode lacks fields whose defaults have changed."""
+    """Its mode lacks fields whose defaults have changed, and its events have fewer fields."""
     data = batches(20)
     mode = Hybrid(2, combine=False, reduction="per_id")
     _, t = run(mode, data, tmp_path, of_seed(4))
     path = tmp_path / "phase-1.jsonl"
-    head, rest = path.read_text().split("\n", 1)
-    tree = msgspec.json.decode(head)
+    tree, *events = map(msgspec.json.decode, path.read_bytes().splitlines())
     tree["mode"] = {"kind": "hybrid", "staleness": 2}
-    path.write_text(f"{msgspec.json.encode(tree).decode()}\n{rest}")
+    old = [tree, *(event[:8] for event in events)]
+    path.write_bytes(b"\n".join(map(msgspec.json.encode, old)))
     (schedule,) = assert_replayed(tmp_path, data, t)
     assert schedule.mode == mode
 
@@ -344,12 +372,12 @@ def test_only_batch_by_batch_and_with_tokens(tmp_path):
 def test_records_with_a_gap_are_refused():
     header = PushHeader(1, 0, 1, 0, ROWS)
     with pytest.raises(DataError, match="No record of the batch of push 1 of NN worker 0"):
-        recorded(Sync(), 1, ROWS, 0, Records([], [], [JournalRecord(0, [header], {})], []))
+        recorded(Sync(), 1, ROWS, 0, Records([], [], [JournalRecord(0, [header], {}, [])], []))
     read = ReadRecord(0, 1, 0, ROWS, 7, [0])
     with pytest.raises(DataError, match="contradict"):
-        recorded(Sync(), 1, ROWS, 0, Records([read], [], [JournalRecord(0, [header], {7: 1})], []))
+        recorded(Sync(), 1, ROWS, 0, Records([read], [], [JournalRecord(0, [header], {7: 1}, [])], []))
     with pytest.raises(DataError, match="PS 0 has no record of the lookup of batch 0"):
-        recorded(Sync(), 1, ROWS, 0, Records([read], [], [JournalRecord(0, [header], {})], []))
+        recorded(Sync(), 1, ROWS, 0, Records([read], [], [JournalRecord(0, [header], {}, [])], []))
 
 
 def test_a_schedule_file_is_that_of_a_simulation(tmp_path):

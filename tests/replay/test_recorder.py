@@ -90,7 +90,7 @@ def columns(number):
 
 @pytest.mark.parametrize("how", ["here", "rpc"])
 def test_lookups_and_pushes_are_journaled(how):
-    """The version of the rows of each batch, and the pushes in their order; repetitions have no effect."""
+    """The version of the rows of each batch, and the pushes in order, empty ones too; repetitions have no effect."""
     servers = [EmbeddingServer(SCHEMA.resolved_tables(), Adagrad(0.1), Hybrid(4), seed=1, threads=1) for _ in range(2)]
     with ExitStack() as stack:
 
@@ -125,15 +125,17 @@ def test_lookups_and_pushes_are_journaled(how):
         worker.push(header(3), [second])
         last = look_up(4)
         worker.push(header(4), [third])
+        worker.push(header(5), [])  # Its gradients are lost.
         for recorder in recorders:
             journal = recorder.end_recording()
             assert journal.version == 11
-            assert [h.sequence for h in journal.headers] == [2, 3, 4]
+            assert [h.sequence for h in journal.headers] == [2, 3, 4, 5]
+            assert journal.empty == [3]
             assert journal.reads == {
                 first.batch_id: 11, second.batch_id: 11, third.batch_id: 12, last.batch_id: 13,
             }  # fmt: skip
             assert recorder.end_recording() == journal
-        worker.push(header(5), [last])
+        worker.push(header(6), [last])
         assert all(server.journal is None for server in servers)
 
 

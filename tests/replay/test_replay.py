@@ -214,6 +214,28 @@ def test_a_push_without_data_counts():
     assert changes == [(0, [0.5])]
 
 
+class Forgetful(Problem):
+    """The gradients of some batches are zeros."""
+
+    def compute(self, batch, found):
+        given = super().compute(batch, found)
+        if batch % 5 != 3:
+            return given
+        ids, values = given["ps-0"]["item"]
+        return {"ps-0": {"item": (ids, 0 * values)}, "dense-0": 0 * given["dense-0"]}
+
+
+def test_an_empty_push_counts_like_a_gradient_of_zeros():
+    schedule = lock_step(Bsp(4), 4, 16)
+    replace = msgspec.structs.replace
+    events = [replace(e, empty=e.kind == "push" and e.batch % 5 == 3) for e in schedule.events]
+    marked = replace(schedule, events=events)
+    zeros = Forgetful(optimizer="sgd").run(schedule)
+    assert Problem(optimizer="sgd").run(marked).apart(zeros) == 0.0
+    assert zeros.apart(Problem(optimizer="sgd").run(schedule)) > 1e-3
+    assert marked.summary().applied_rows == schedule.summary().applied_rows - 3 * LOCAL
+
+
 def test_a_schedule_that_contradicts_itself_is_refused():
     schedule = lock_step(Gba(4 * LOCAL), 4, 16)
     events = schedule.events

@@ -133,7 +133,7 @@ class DenseServer(JournaledServer):
                 self._counts["pushes"] += 1
                 self._held.add(given, buffers, float(header.weight), part.weight)
                 if (journal := self.journal) is not None:
-                    journal.add(header)
+                    journal.add(header, empty=given is None)
                 if last:
                     self._apply()
 

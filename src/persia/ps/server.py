@@ -185,7 +185,7 @@ class EmbeddingServer(JournaledServer):
         if not self._barrier_per_rank:
             return self._barriers[0].push(header.step, ArrivedPush(header, packed))
         if header.parts == 1 and completes_step(self._mode.arrive, header.step):
-            return self._apply([header], header.client, header.sequence, packed, header.step)
+            return self._apply([ArrivedPush(header, packed)], header.client, header.sequence, packed, header.step)
         if header.rank >= len(self._barriers):
             raise StoreError(
                 f"Invalid rank {header.rank} in a push: this PS serves {len(self._barriers)} NN workers. Start PSs "
@@ -228,7 +228,7 @@ class EmbeddingServer(JournaledServer):
             }
             self._sums.add(weighed, header.weight)
             if (journal := self.journal) is not None:
-                journal.add(header)
+                journal.add(header, empty=not gradients)
             if not last:
                 return {}
             return self._apply([], header.merged_client, header.step + 1, self._sums.take(), header.step)
@@ -247,28 +247,27 @@ class EmbeddingServer(JournaledServer):
         """Applies a complete step of the barrier of this number: one update with the average gradient."""
         header = arrived[0].header
         average = average_step(arrived, self._mode.reduction, self._pool, self._scratch)
-        headers = [push.header for push in arrived]
         if self._barrier_per_rank:
             client, sequence, turn = header.client, header.sequence, header.sequence
         else:
             client, sequence, turn = header.merged_client, header.step + 1, header.step
-        counts = self._apply(headers, client, sequence, average, header.step)
+        counts = self._apply(arrived, client, sequence, average, header.step)
         if self._regions is not None:
             self._regions.keep_step(barrier, header.generation, turn)  # Before the first answer.
         return counts
 
     def _apply(
         self,
-        headers: Sequence[PushHeader],
+        arrived: Sequence[ArrivedPush],
         client: int,
         sequence: int,
         gradients: Mapping[str, Gradients],
         step: int,
     ) -> dict[str, UpdateCounts]:
-        """Updates rows with the sum of some pushes; those in `headers` are not in the journal yet."""
+        """Updates rows with the sum of some pushes; those in `arrived` are not in the journal yet."""
         if (journal := self.journal) is None:
             return self._update(client, sequence, gradients, step)
-        return journal.apply(lambda: self._update(client, sequence, gradients, step), headers)
+        return journal.apply(lambda: self._update(client, sequence, gradients, step), arrived)
 
     def _update(
         self, client: int, sequence: int, gradients: Mapping[str, Gradients], step: int

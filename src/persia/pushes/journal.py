@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from persia.pushes.step_barrier import ArrivedPush
 from persia.types import JournalRecord, PushHeader
 
 __all__ = ["JournaledServer", "PushJournal"]
@@ -23,28 +24,34 @@ class PushJournal:
     """
 
     def __init__(self, version: int) -> None:
-        self.record = JournalRecord(version, [], {})
+        self.record = JournalRecord(version, [], {}, [])
         self._lock = threading.Lock()
         self._version = version
         self._known: set[tuple[int, int, int]] = set()
 
-    def add(self, header: PushHeader) -> bool:
+    def add(self, header: PushHeader, empty: bool) -> bool:
         """Records a push that takes effect now. Returns False if it is a repetition, which has no effect.
 
         Pushes must not be added concurrently: the caller orders them anyway.
+
+        Args:
+            header: its header.
+            empty: whether it has no gradients, although its header may have rows.
         """
         place = (header.rank, header.sequence, header.part)
         if place in self._known:
             return False
         self._known.add(place)
+        if empty:
+            self.record.empty.append(len(self.record.headers))
         self.record.headers.append(header)
         return True
 
-    def apply(self, update: Callable[[], T], headers: Sequence[PushHeader]) -> T:
+    def apply(self, update: Callable[[], T], pushes: Sequence[ArrivedPush]) -> T:
         """Runs an update, which leads to the next version, and adds those of its pushes that were not added before."""
         with self._lock:
             result = update()
-            fresh = [self.add(header) for header in headers]
+            fresh = [self.add(header, empty=not gradients) for header, gradients in pushes]
             self._version += all(fresh)  # Else the update is a repetition.
             return result
 
@@ -61,7 +68,7 @@ class JournaledServer:
     journal: PushJournal | None = None
     """The hook of a recording; None unless a schedule is recorded."""
 
-    _ended = JournalRecord(0, [], {})
+    _ended = JournalRecord(0, [], {}, [])
 
     def begin_recording(self, version: int) -> None:
         """Starts a journal, given the updates since step 0."""

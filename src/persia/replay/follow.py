@@ -105,13 +105,14 @@ def replay(
             follower.applied()
         else:
             if event.kind == "push":
-                if event.rows and event.batch not in gradients:
+                has_gradient = event.rows and not event.empty
+                if has_gradient and event.batch not in gradients:
                     found = reads.get(event.batch, {})
                     if len(found) < len(followers):
                         missing = ", ".join(sorted(followers.keys() - found.keys()))
                         raise DataError(f"Event {number}: batch {event.batch} was not read at {missing}.", event=number)
                     gradients[event.batch] = dict(compute(event.batch, found))
-                gradient = gradients[event.batch][event.server] if event.rows else None
+                gradient = gradients[event.batch][event.server] if has_gradient else None
                 weight = 1.0 if schedule.by_rows else schedule.mode.weight(event.version, event.token)
                 unit = 1 if schedule.by_rows else schedule.local_batch
                 server.add(gradient, TakenGradient(event.version, event.token, weight, event.rows / unit))

@@ -51,7 +51,7 @@ def recorded(mode: Mode, nn_workers: int, local_batch: int, step: int, records: 
     dense = list(records.dense)
     if mode.dense() is Dense.ALL_REDUCE:  # Replicas apply by step, and in a step by rank.
         order = sorted(records.rows[0].headers, key=lambda header: (header.step, header.rank))
-        dense = [JournalRecord(step, order, {})]
+        dense = [JournalRecord(step, order, {}, [])]
     found = _Found(records, {(read.rank, read.sequence): read for read in records.reads})
     lists = []
     for rank, journal in enumerate(records.rows):
@@ -95,13 +95,17 @@ class _Found(NamedTuple):
             if a.slot < 0:
                 reads[a.step].append(ScheduleEvent(0.0, "drop", server, a.rank, a.number, a.token, a.step, a.rows))
         events: list[ScheduleEvent] = []
+        empty, places = set(journal.empty), itertools.count()
         for version, headers in enumerate(steps, journal.version):
             events += reads.pop(version, [])
             for header in headers:
                 token = header.token if header.slot >= 0 else header.step
                 number = self._number(header)
-                events.append(ScheduleEvent(0.0, "push", server, header.rank, number, token, version, header.weight))
-            events.append(msgspec.structs.replace(events[-1], kind="apply"))
+                lost = next(places) in empty
+                events.append(
+                    ScheduleEvent(0.0, "push", server, header.rank, number, token, version, header.weight, lost)
+                )
+            events.append(msgspec.structs.replace(events[-1], kind="apply", empty=False))
         for left in sorted(reads):
             events += reads[left]
         return events

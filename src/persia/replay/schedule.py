@@ -34,6 +34,7 @@ class ScheduleEvent(msgspec.Struct, frozen=True, array_like=True):
         token: token of the gradient.
         version: k of the server before the event.
         rows: rows of the batch; 0 for a push without data.
+        empty: whether a push has no gradient at this server, so that its rows count in the divisor only.
     """
 
     time: float
@@ -44,6 +45,7 @@ class ScheduleEvent(msgspec.Struct, frozen=True, array_like=True):
     token: int
     version: int
     rows: int = 0
+    empty: bool = False
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -137,7 +139,7 @@ class Timeline(msgspec.Struct, frozen=True):
         ages, row_ages = self._ages(dense, "pull"), self._ages(rows, "lookup")
         applied = [0] * self.nn_workers
         for event in arrived:
-            if self.mode.weight(event.version, event.token) > 0:
+            if not event.empty and self.mode.weight(event.version, event.token) > 0:
                 applied[event.worker] += event.rows
         seconds = self.end - self.start
         return Summary(
