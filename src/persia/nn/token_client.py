@@ -134,11 +134,13 @@ class TokenClient:
         return not self._closed
 
     def _fill(self, abandoned: Sequence[PushHeader]) -> None:
-        """Pushes empty gradients in the places of abandoned pushes."""
+        """Pushes empty gradients in the places of abandoned pushes.
+
+        Their rows stay in the header: PSs that have the gradient and PSs that lack it divide the step alike.
+        """
         for header in abandoned:
-            empty = header._replace(weight=0)
-            self._worker.push(empty, [])
-            self.dense.push_empty(empty)
+            self._worker.push(header, [])
+            self.dense.push_empty(header)
             self._filled += 1
 
     # --- training thread ----------------------------------------------------------------------------------------

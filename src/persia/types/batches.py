@@ -66,7 +66,7 @@ class PushHeader(NamedTuple):
         rank: of the NN worker.
         sequence: number of the push at that NN worker in this generation, from 1; all parts of a push have the same.
         step: global step to which the gradients belong.
-        weight: rows (samples) of the batches; 0 for a contribution without data.
+        weight: rows (samples) of the batches, also where their gradients are lost; 0 for a contribution without data.
         part: number of this part, when the batches of one step lie on several embedding workers.
         parts: number of parts that this NN worker pushes for this step.
         slot: place within the step in asynchronous modes, from 0; -1 elsewhere.
