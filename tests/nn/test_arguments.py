@@ -14,6 +14,7 @@ from persia.errors import ConfigError, DataError
 from persia.modes import Async, Auto, Gba, Sync
 from persia.nn import CollectionOptions, EmbeddingCollection
 from persia.optim import Adagrad
+from persia.testing import Threads
 from persia.types import FedBatch
 
 SCHEMA = persia.Schema([persia.IdFeature("a", dim=4)], labels=["click", "buy"])
@@ -147,7 +148,7 @@ WHOLE = [
     pathlib.Path("data"),
     5,
 ]
-ITEMS = [pd.DataFrame(columns()), columns(), (torch.zeros(4), torch.zeros(4)), [torch.zeros(4)], "a"]
+ITEMS = [pd.DataFrame(columns()), columns(), (torch.zeros(4), torch.zeros(4)), [torch.zeros(4)], "a", None]
 
 
 @pytest.mark.parametrize("data", WHOLE, ids=lambda data: type(data).__name__)
@@ -176,21 +177,48 @@ def test_a_single_batch_is_refused():
 @pytest.mark.parametrize("mode", [Sync(), Async()], ids=lambda mode: type(mode).__name__)
 def test_items_that_are_no_batches_are_refused(item, mode):
     trainer = make_trainer(mode=mode)
-    kind = f"The data yielded a {type(item).__name__}; expected persia.Batch.*from_columns.*parquet"
+    found = "None" if item is None else f"a {type(item).__name__}"
+    kind = f"The data yielded {found} at position 1 .*; expected persia.Batch.*from_columns.*parquet"
+    with pytest.raises(DataError, match=kind) as raised:
+        trainer.fit([batch(), item, batch()])
+    assert raised.value.fields == {"batch": 1}
+    assert mode != Sync() or trainer.global_step == 1  # The batch before it is trained.
     with pytest.raises(DataError, match=kind):
-        trainer.fit([batch(), item])
+        trainer.evaluate([batch(), item, batch()])
     with pytest.raises(DataError, match=kind):
-        trainer.evaluate([batch(), item])
-    with pytest.raises(DataError, match=kind):
-        list(trainer.predict([batch(), item]))
+        list(trainer.predict([batch(), item, batch()]))
 
 
 def test_items_of_a_torch_data_loader_and_of_prefetch_are_refused():
     tuples = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(8), torch.zeros(8)), batch_size=4)
     with pytest.raises(DataError, match="The data yielded a list"):
         make_trainer().fit(tuples)
-    with pytest.raises(DataError, match="The data yielded a dict"):
+    with pytest.raises(DataError, match="The data yielded a dict at position 0"):
         list(make_collection().prefetch([columns()]))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_prefetch_names_the_position_of_none(training):
+    collection, drawn = make_collection().train(training), 0
+    with pytest.raises(DataError, match=r"The data yielded None at position 2 .*; expected persia.Batch"):
+        for _ in collection.prefetch([batch(), batch(), None, batch()]):
+            drawn += 1
+    assert drawn == 2
+
+
+def test_positions_count_from_the_start_of_the_pass():
+    items = [batch(), batch(), batch(), None, batch()]
+    trainer = make_trainer()
+    assert trainer.fit(items, max_steps=2).rows == 8
+    with pytest.raises(DataError, match="The data yielded None at position 3"):
+        trainer.fit(items)
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate"])
+def test_positions_count_the_items_of_all_nn_workers(method):
+    items = [batch(), batch(), batch(), None, batch(), batch()]
+    with pytest.raises(DataError, match="The data yielded None at position 3"):
+        Threads(nn_workers=2, timeout=60.0).run(lambda member: getattr(make_trainer(cluster=member), method)(items))
 
 
 def test_evaluation_refuses_batches_of_data_loaders():

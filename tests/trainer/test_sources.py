@@ -1,9 +1,13 @@
 """Batches by number: forward, kept until they are trained, and from the beginning again."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 
+from persia import Batch
 from persia.errors import DataError
-from persia.trainer.sources import LocalSource
+from persia.trainer.sources import LocalSource, source_of
 
 BATCHES = list("abcdefgh")
 
@@ -24,3 +28,14 @@ def test_an_iterator_gives_again_what_is_not_trained():
     assert [own.read(n) for n in (2, 3, 4)] == list("cde")
     with pytest.raises(DataError, match="Cannot rewind to batch 1"):
         own.read(1)
+
+
+def test_an_item_that_is_no_batch_is_refused_after_rewinding_too():
+    batch = Batch({}, np.zeros((2, 0), np.float32), np.zeros((2, 1), np.float32))
+    state, connection = SimpleNamespace(epoch=0, position=1), SimpleNamespace(loader=None)
+    own = source_of([batch, batch, batch, None], state, connection, None, loaded=False)
+    assert own.read(2) is batch
+    own.forget(3)
+    assert own.read(0) is batch
+    with pytest.raises(DataError, match="The data yielded None at position 3"):
+        own.read(3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,9 @@ from persia.batching.batch import Batch, IdColumn
 from persia.batching.frames import is_frame
 from persia.errors import DataError
 from persia.schema import Schema
+from persia.types import FedBatch
 
-__all__ = ["check_data", "check_finite", "check_labels", "check_offsets", "not_a_batch", "validate"]
+__all__ = ["check_data", "check_finite", "check_labels", "check_offsets", "checked_items", "not_a_batch", "validate"]
 
 _REMEDY = (
     "For columns or a frame: [persia.Batch.from_columns(schema, frame)]; for files: a reader, such as "
@@ -21,9 +22,34 @@ _REMEDY = (
 )
 
 
-def not_a_batch(item: object) -> DataError:
-    """Returns the error for an item of the data that is not a batch."""
-    return DataError(f"The data yielded a {type(item).__name__}; expected persia.Batch. {_REMEDY}")
+def not_a_batch(item: object, position: int | None = None) -> DataError:
+    """Returns the error for an item of the data that is not a batch.
+
+    Args:
+        item: the item.
+        position: its number in the data, from 0; None if the caller adds it.
+    """
+    kind = "None" if item is None else f"a {type(item).__name__}"
+    if position is None:
+        return DataError(f"The data yielded {kind}; expected persia.Batch. {_REMEDY}")
+    message = f"The data yielded {kind} at position {position} (from 0); expected persia.Batch. {_REMEDY}"
+    return DataError(message, batch=position)
+
+
+def checked_items(items: Iterable[object], start: int = 0) -> Iterator[Batch | FedBatch]:
+    """Yields the items of the data, which are batches.
+
+    Args:
+        items: from the iterator of a reader, a list or a `DataLoader`.
+        start: position of the first one in the data.
+
+    Raises:
+        DataError: an item is not a batch; names its position.
+    """
+    for position, item in enumerate(items, start):
+        if not isinstance(item, Batch | FedBatch):
+            raise not_a_batch(item, position)
+        yield item
 
 
 def check_data(name: str, data: object) -> None:

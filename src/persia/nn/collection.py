@@ -12,7 +12,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from persia.batching.batch import Batch
-from persia.batching.validation import check_data, not_a_batch
+from persia.batching.validation import check_data, checked_items
 from persia.errors import ConfigError, PersiaError, StaleBatchError
 from persia.membership.data_loaders import fed_batches
 from persia.modes import Dense, Hybrid, Mode
@@ -173,13 +173,14 @@ class EmbeddingCollection(torch.nn.Module):
             and counted.
 
         Raises:
-            DataError: `loader` or an item of it is not of the kind above, or a batch does not fit the schema.
+            DataError: `loader` or an item of it is not of the kind above, or a batch does not fit the schema. The error
+                names the position of the item.
             DeadlineError: a stage was late; the error names it.
             ConfigError: the mode keeps the network on dense PSs, and there are no `tokens`; or the other way round.
             PersiaError: another training pass over this collection is under way.
         """
         check_data("loader", loader)
-        source = iter(loader)  # Here, so that DataLoader workers are forked by the caller's thread.
+        source = checked_items(iter(loader))  # `iter` here, so that DataLoader workers are forked by this thread.
         if not self.training:
             self._check_process()
             return self._reading.batches(source)
@@ -370,8 +371,6 @@ class EmbeddingCollection(torch.nn.Module):
         if isinstance(batch, Batch):
             batch.validate(self.schema)
             batch = FedBatch(self._worker.register(batch.id_features), batch.dense, batch.labels, batch.day)
-        elif not isinstance(batch, FedBatch):
-            raise not_a_batch(batch)
         self.outbox.registered.add(batch.batch_id)
         return batch
 

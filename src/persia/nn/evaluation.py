@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 
 from persia.batching.batch import Batch
-from persia.batching.validation import not_a_batch
 from persia.errors import DataError
 from persia.nn.coverage import IdSample, warn_of_unknown_ids
 from persia.nn.pipeline import Pipeline, Stages
@@ -42,7 +41,7 @@ class EvaluationReader:
         self._timeout = timeout
         self._rows = rows
 
-    def batches(self, source: Iterator[object]) -> Generator[PreparedBatch, None, None]:
+    def batches(self, source: Iterator[Batch | FedBatch]) -> Generator[PreparedBatch, None, None]:
         """Yields batches with rows, looked up ahead in threads. At the end it warns of features without rows."""
         stopped = False
         sample = IdSample()
@@ -74,11 +73,9 @@ class EvaluationReader:
         """Returns a batch with rows, and the function that makes it ready. Blocks."""
         return self._look_up(self._validated(batch))
 
-    def _validated(self, batch: object) -> Batch:
+    def _validated(self, batch: Batch | FedBatch) -> Batch:
         if isinstance(batch, FedBatch):
             raise DataError("Batches of data loaders are for training; give evaluation a reader or a list.")
-        if not isinstance(batch, Batch):
-            raise not_a_batch(batch)
         batch.validate(self._schema, require_labels=False)
         return batch
 

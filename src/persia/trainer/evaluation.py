@@ -11,13 +11,14 @@ import torch
 from numpy.typing import NDArray
 
 from persia.batching.batch import Batch
-from persia.batching.validation import check_data
+from persia.batching.validation import check_data, checked_items
 from persia.errors import DataError
 from persia.metrics import Metrics, MetricsResult, merged_metrics
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
 from persia.nn.prepared import PreparedBatch
 from persia.trainer.progress import check_finite
+from persia.types import FedBatch
 
 __all__ = ["Evaluator"]
 
@@ -40,7 +41,7 @@ class Evaluator:
         connection = self._embeddings.connection
         rank, nn_workers = connection.rank, connection.nn_workers
         metrics = Metrics(list(self._embeddings.schema.labels))
-        mine = itertools.islice(iter(data), rank, None, nn_workers) if nn_workers > 1 else data
+        mine = itertools.islice(checked_items(iter(data)), rank, None, nn_workers) if nn_workers > 1 else data
         for number, (batch, logits) in enumerate(self.scored(mine)):
             number = rank + number * nn_workers
             if not batch.labels.shape[1]:
@@ -53,7 +54,7 @@ class Evaluator:
             metrics.update(logits, batch.labels.cpu().numpy(), batch.day)
         return merged_metrics(metrics, self._network.replicas.gather).result()
 
-    def scored(self, data: Iterable[Batch]) -> Iterator[tuple[PreparedBatch, NDArray[np.float32]]]:
+    def scored(self, data: Iterable[Batch | FedBatch]) -> Iterator[tuple[PreparedBatch, NDArray[np.float32]]]:
         """Yields batches and their logits. In between, model and collection are back in the mode that they had."""
         check_data("data", data)
         with self._evaluation_mode():

@@ -9,6 +9,7 @@ from types import NoneType
 from typing import Any, Protocol
 
 from persia.batching.batch import Batch
+from persia.batching.validation import checked_items
 from persia.errors import DataError
 from persia.modes import Gba, Mode
 from persia.nn.replicas import Replicas
@@ -56,16 +57,21 @@ class LocalSource:
         position: number of its first batch.
     """
 
-    def __init__(self, reopen: Callable[[int], Iterator[Batch]] | None, rest: Iterator[Batch], position: int) -> None:
+    def __init__(
+        self,
+        reopen: Callable[[int], Iterator[Batch | FedBatch]] | None,
+        rest: Iterator[Batch | FedBatch],
+        position: int,
+    ) -> None:
         self._reopen = reopen
         self._rest = rest
         self._following = position
         """Number of the next batch of `_rest`."""
-        self._kept: dict[int, Batch] = {}
+        self._kept: dict[int, Batch | FedBatch] = {}
         # The reading thread of a phase that was left may still be within `next` when that of the next phase begins.
         self._lock = threading.Lock()
 
-    def read(self, number: int) -> Batch | None:
+    def read(self, number: int) -> Batch | FedBatch | None:
         """Returns a batch; None if the pass has none of this number.
 
         Raises:
@@ -74,7 +80,7 @@ class LocalSource:
         with self._lock:
             return self._read(number)
 
-    def _read(self, number: int) -> Batch | None:
+    def _read(self, number: int) -> Batch | FedBatch | None:
         kept = self._kept.get(number)
         if kept is not None:
             return kept
@@ -186,9 +192,15 @@ def source_of(
         return LoaderSource(loader, begin, connection.rank, epoch)
     assert data is not None
     if isinstance(data, Seekable):
-        return LocalSource(lambda n: data.batches(epoch, n), data.batches(epoch, position), position)
+        return _local(lambda n: data.batches(epoch, n), data.batches(epoch, position), position)
     if isinstance(data, Iterator):  # The call before has read it up to `position`, except after a resume.
-        return LocalSource(None, itertools.islice(data, position if loaded else 0, None), position)
-    return LocalSource(
+        return _local(None, itertools.islice(data, position if loaded else 0, None), position)
+    return _local(
         lambda n: itertools.islice(iter(data), n, None), itertools.islice(iter(data), position, None), position
     )
+
+
+def _local(reopen: Callable[[int], Iterator[Batch]] | None, rest: Iterator[Batch], position: int) -> LocalSource:
+    """Returns a `LocalSource` of items that are checked: in `read`, None means the end of the pass."""
+    reopened = None if reopen is None else lambda number: checked_items(reopen(number), number)
+    return LocalSource(reopened, checked_items(rest, position), position)
