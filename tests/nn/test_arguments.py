@@ -19,6 +19,7 @@ from persia.types import FedBatch
 
 SCHEMA = persia.Schema([persia.IdFeature("a", dim=4)], labels=["click", "buy"])
 PARAMETER = torch.nn.Parameter(torch.zeros(1))
+FED = FedBatch(1, np.zeros((4, 0), np.float32), np.zeros((4, 2), np.float32), None)
 
 
 class Net(torch.nn.Module):
@@ -132,6 +133,18 @@ def test_a_collection_names_a_wrong_argument(name, value, message):
     assert raised.value.fields == {"field": name}
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("wrong", [columns(), batch().id_features, torch.zeros(4), None, [batch()], FED, persia.Batch])
+def test_a_collection_is_called_with_a_batch(wrong, training):
+    collection = make_collection().train(training)
+    with pytest.raises(
+        ConfigError, match=r"batch = .*; give a batch that `prefetch` yields, or .*from_columns"
+    ) as raised:
+        collection(wrong)
+    assert raised.value.fields == {"field": "batch"}
+    assert collection(batch())["a"].shape == (4, 4)
+
+
 def test_own_modes_and_clusters_are_accepted():
     assert make_trainer(cluster=OwnCluster()).fit([batch()]).rows == 4
     assert make_trainer(mode=OwnMode()).mode.dense() is Sync().dense()
@@ -222,9 +235,8 @@ def test_positions_count_the_items_of_all_nn_workers(method):
 
 
 def test_evaluation_refuses_batches_of_data_loaders():
-    fed = FedBatch(1, np.zeros((4, 0), np.float32), np.zeros((4, 2), np.float32), None)
     with pytest.raises(DataError, match="Batches of data loaders are for training"):
-        make_trainer().evaluate([fed])
+        make_trainer().evaluate([FED])
 
 
 WRONG_SHAPES = {

@@ -7,11 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from persia.batching.batch import Batch
 from persia.errors import ConfigError
 from persia.modes import Auto, Mode
+from persia.nn.prepared import PreparedBatch
 from persia.schema import EmbeddingOptimizer, Schema
 
 __all__ = [
+    "BATCH",
     "CLUSTER",
     "DENSE_OPTIMIZER",
     "EMBEDDING_OPTIMIZER",
@@ -44,6 +47,10 @@ def _optional(*types: Any) -> Callable[[Any], bool]:
     return lambda value: value is None or (isinstance(value, types) and not isinstance(value, type))
 
 
+BATCH = Expected(
+    lambda value: isinstance(value, (PreparedBatch, Batch)),
+    "a batch that `prefetch` yields, or persia.Batch.from_columns(schema, columns)",
+)
 MODEL = Expected(lambda value: isinstance(value, torch.nn.Module), "a torch.nn.Module")
 SCHEMA = Expected(lambda value: isinstance(value, Schema), "a persia.Schema, such as the `schema` of a reader")
 DENSE_OPTIMIZER = Expected(

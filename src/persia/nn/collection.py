@@ -17,6 +17,7 @@ from persia.errors import ConfigError, PersiaError, StaleBatchError
 from persia.membership.data_loaders import fed_batches
 from persia.modes import Dense, Hybrid, Mode
 from persia.nn.arguments import (
+    BATCH,
     CLUSTER,
     EMBEDDING_OPTIMIZER,
     GRAD_SCALER,
@@ -196,8 +197,10 @@ class EmbeddingCollection(torch.nn.Module):
             batch: from `prefetch`. A plain `persia.Batch` is looked up on the spot, which blocks.
 
         Raises:
+            ConfigError: `batch` is of another kind.
             StaleBatchError: the batch was released or its gradient is pushed, and gradients are enabled.
         """
+        check_arguments(batch=(batch, BATCH))
         if isinstance(batch, Batch):
             batch = self._prepare_now(batch)
         elif batch.batch_id is not None and not batch.trains and torch.is_grad_enabled() and self.training:
