@@ -12,7 +12,7 @@ import msgspec
 from persia.errors import ConfigError
 from persia.types.decoding import decode_hook
 
-__all__ = ["convert", "dump", "read"]
+__all__ = ["convert", "dump", "load", "read"]
 
 T = TypeVar("T")
 
@@ -22,11 +22,24 @@ def read(path: str, overrides: Sequence[str], kind: type[T]) -> T:
 
     Args:
         path: path of the file.
-        overrides: `a.b=value` assignments, applied on top. A value that is not valid TOML is taken as text.
+        overrides: see `load`.
         kind: type of the record.
 
     Raises:
         ConfigError: the file cannot be read, a key is unknown, or a value has the wrong type.
+    """
+    return convert(load(path, overrides), kind, path)
+
+
+def load(path: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """Reads a TOML file into plain data.
+
+    Args:
+        path: path of the file.
+        overrides: `a.b=value` assignments, applied on top. A value that is not valid TOML is taken as text.
+
+    Raises:
+        ConfigError: the file cannot be read.
     """
     try:
         tree: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -36,7 +49,7 @@ def read(path: str, overrides: Sequence[str], kind: type[T]) -> T:
         raise ConfigError(f"{path} is not valid TOML: {error}.", path=path) from error
     for override in overrides:
         _override(tree, override)
-    return convert(tree, kind, path)
+    return tree
 
 
 def convert(tree: Any, kind: type[T], origin: str) -> T:

@@ -206,10 +206,21 @@ def predict(
 @control_app.command()
 def switch(
     address: Annotated[str, typer.Argument(help="`cluster.control_address` of the run: tcp://host:port.")],
-    kind: Annotated[str, typer.Argument(help="sync, hybrid, async, bsp, hop_bs, hop_bw or gba.", metavar="MODE")],
+    kind: Annotated[
+        str,
+        typer.Argument(help="sync, hybrid, async, bsp, hop_bs, hop_bw, gba, or one of --import.", metavar="MODE"),
+    ],
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", help="Set an argument of the mode: `--set global_batch_size=4096`. Repeatable."),
+    ] = None,
+    modules: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--import",
+            help="Import a module with a mode of your own; the job must import it too. Repeatable.",
+            metavar="MODULE",
+        ),
     ] = None,
 ) -> None:
     """Switch a running job to another mode at its next step boundary.
@@ -218,6 +229,7 @@ def switch(
     cluster does.
     """
     from persia import rpc
+    from persia.cli.imports import import_modules
     from persia.modes import decode
     from persia.services import Tokens
 
@@ -230,6 +242,7 @@ def switch(
             arguments[name] = jsonlib.loads(value)
         except jsonlib.JSONDecodeError:
             arguments[name] = value
+    import_modules(modules or [])
     mode = decode(jsonlib.dumps(arguments))
     tokens = rpc.connect(address, Tokens, peer="the run", timeout=CONTROL_SECONDS)
     try:
@@ -296,13 +309,16 @@ def main() -> Any:
 
 
 def _read(config: str, overrides: list[str] | None, output: str | None = None) -> RunConfig:
+    from persia.cli.imports import Imports, import_modules
     from persia.cli.run_config import RunConfig
-    from persia.config import read
+    from persia.config import convert, load
 
     changes = list(overrides or [])
     if output is not None:
         changes.append(f"trainer.checkpoint_dir={jsonlib.dumps(output)}")
-    return read(config, changes, RunConfig)
+    tree = load(config, changes)
+    import_modules(convert(tree, Imports, config).imports)
+    return convert(tree, RunConfig, config)
 
 
 @contextlib.contextmanager

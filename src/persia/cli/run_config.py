@@ -267,6 +267,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         trainer: precision, checkpoints, seed, ...
         observe: export of metrics.
         continual: options of `persia continual`.
+        imports: modules with modes of your own, which are imported first.
     """
 
     data: DataConfig
@@ -281,6 +282,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     trainer: TrainerOptions = TrainerOptions()
     observe: ObserveConfig = ObserveConfig()
     continual: ContinualConfig = ContinualConfig()
+    imports: list[str] = []
 
     def reader(self) -> Any:
         """Opens the training reader; its `schema` is that of the run."""

@@ -54,7 +54,10 @@ def mode_of(tree: Any) -> Mode:
     kind = tree.get("kind")
     if not isinstance(kind, str) or kind not in _MODES:
         known = ", ".join(sorted(_MODES))
-        raise ValueError(f"Invalid mode {kind!r}; expected one of: {known}, or import its module first - at `$.kind`")
+        raise ValueError(
+            f"Invalid mode {kind!r}; expected one of: {known}, or import its module first (`imports` in a "
+            "configuration) - at `$.kind`"
+        )
     try:
         return cast("Mode", msgspec.convert(tree, _MODES[kind], dec_hook=decode_hook))
     except msgspec.ValidationError as error:
