@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -86,6 +88,26 @@ def test_the_command_refuses(registered, capsys, arguments, message):
 def test_the_list_has_every_name(registered, capsys):
     assert command.main(["--list"]) == 0
     assert capsys.readouterr().out.split() == ["fake.one", "fake.two", "other.single", "liar.declared"]
+
+
+WITHOUT_RAY = """
+import runpy, sys
+sys.modules["ray"] = None
+sys.argv = ["benchmarks", "--list"]
+runpy.run_module("benchmarks", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_without_ray_the_list_has_the_other_benchmarks_and_says_what_is_skipped():
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", WITHOUT_RAY], capture_output=True, text=True, timeout=120, cwd=root)
+    assert done.returncode == 0, done.stderr
+    listed = done.stdout.split()
+    assert "gpu.step_vs_torch" in listed
+    skipped = re.findall(r"^benchmarks/(\w+)\.py is skipped: .*persia\[ray\]", done.stderr, re.MULTILINE)
+    assert "cluster" in skipped
+    missing = {name.split(".")[0] for name in runner.names()} - {name.split(".")[0] for name in listed}
+    assert missing <= set(skipped)
 
 
 def test_a_spread_needs_five_rounds():
