@@ -46,8 +46,8 @@ class Chart(NamedTuple):
         low_x, high_x = min(xs), max(xs)
         marks = sorted({x for points in self.series.values() for x, _ in points})
         if len(marks) > MARKS or any(f"{x:.4g}" != f"{x:.12g}" for x in marks):
-            decades = range(math.ceil(low_x), math.floor(high_x) + 1)
-            marks = [10.0**place for place in decades] if self.log_x else _ticks(low_x, high_x)
+            decades = [10.0**place for place in range(math.floor(low_x), math.ceil(high_x) + 1)]
+            marks = decades if self.log_x else _ticks(low_x, high_x)
             low_x, high_x = min(low_x, along(marks[0])), max(high_x, along(marks[-1]))
         heights = range(math.floor(min(ys)), math.ceil(max(ys)) + 1)
         ticks = [10.0**height for height in heights] if self.log_y else _ticks(min(ys), max(ys))
@@ -125,10 +125,10 @@ def which_mode(lines: Lines) -> Chart:
     for name, kind in LATE.items():
         gained = lines[f"modes.auc_hybrid.rate.{kind}"]["value"]
         series[name] = [(gained, lines[f"modes.auc_hybrid.{DATA}.{kind}"]["value"])]
-    seconds = lines[f"modes.auc_others.{DATA}.sync"]["virtual_s_per_day"][-1]
+    rate = lines[f"modes.auc_others.{DATA}.sync"]["rows_per_virtual_s"]
     for name, kind in STRAGGLING.items():
         line = lines[f"modes.auc_others.{DATA}.{kind}"]
-        series[name] = [(seconds / line["virtual_s_per_day"][-1], line["value"])]
+        series[name] = [(line["rows_per_virtual_s"] / rate, line["value"])]
     return Chart("AUC and rate of each mode, beside those of Sync", "rate, over Sync's", "AUC - Sync", series)
 
 

@@ -10,7 +10,7 @@ from benchmarks import plot_modes, runner
 LINE = {
     "value": 0.1, "per_day": [0.1, 0.2], "rate_per_day": [1, 2], "virtual_s_per_day": [1, 2], "quantiles": {"0.5": 0.1},
     "ids_within": {"0.1": 0.5}, "costs": [[1.0, 4, 2.0, 9.0]], "curves": {"sync": {"seconds": [1], "auc": [0.5]}},
-    "test": {"1e-06": {"0.1": 0.7}, "0.01": {"0.1": 0.6}},
+    "rows_per_virtual_s": 9.0, "test": {"1e-06": {"0.1": 0.7}, "0.01": {"0.1": 0.6}},
 }  # fmt: skip
 """What a chart may read of any measure."""
 
@@ -43,8 +43,8 @@ def test_what_a_mode_gains_is_in_rates_of_sync():
     kinds = [*plot_modes.LATE.values(), *plot_modes.STRAGGLING.values(), "sync"]
     lines = {f"modes.auc_hybrid.rate.{kind}": {"value": 1.5} for kind in kinds}
     lines |= {f"modes.auc_hybrid.{plot_modes.DATA}.{kind}": {"value": -0.001} for kind in kinds}
-    lines |= {f"modes.auc_others.{plot_modes.DATA}.{k}": {"value": -0.002, "virtual_s_per_day": [1, 8]} for k in kinds}
-    lines[f"modes.auc_others.{plot_modes.DATA}.gba"]["virtual_s_per_day"] = [1, 2]
+    lines |= {f"modes.auc_others.{plot_modes.DATA}.{k}": {"value": -0.002, "rows_per_virtual_s": 5.0} for k in kinds}
+    lines[f"modes.auc_others.{plot_modes.DATA}.gba"]["rows_per_virtual_s"] = 20.0
     series = plot_modes.which_mode(lines).series
     assert series["Hybrid(auto)"] == [(1.5, -0.001)]
     assert series["Gba"] == [(4.0, -0.002)]

@@ -94,7 +94,8 @@ def test_the_dumped_configuration_has_the_imports(folder):
     [
         ("[]", "mode.kind: Invalid mode 'pairs'; expected one of: async, .*`imports` in a configuration"),
         ('"my_modes"', "imports: Expected `array`, got `str`"),
-        ('["my_mode"]', "Cannot import 'my_mode' of imports: .*No module named 'my_mode'. Run the command in"),
+        ('["my_mode"]', "Cannot import 'my_mode': .*No module named 'my_mode'. Run the command in"),
+        ('["my_modes.py"]', "Cannot import 'my_modes.py': .* Give the name of the module, without .py."),
     ],
 )
 def test_wrong_imports_are_one_line_that_names_the_field(folder, imports, message):
@@ -107,9 +108,11 @@ def test_wrong_imports_are_one_line_that_names_the_field(folder, imports, messag
     ("text", "message"),
     [
         ("import absent_module", r"ModuleNotFoundError: No module named 'absent_module'\. `python -c 'import broken'`"),
-        ("1 / 0", r"'broken' of imports: ZeroDivisionError: division by zero\. `python -c 'import broken'` shows"),
-        ("def", r"'broken' of imports: SyntaxError: "),
-        (TAKEN, r"^Mode 'sync' in broken has the name of a mode in persia\.modes\.sync"),
+        ("1 / 0", r"'broken': ZeroDivisionError: division by zero\. `python -c 'import broken'` shows"),
+        ("def", r"'broken': SyntaxError: "),
+        ("raise SystemExit(0)", r"'broken': SystemExit: 0\. `python -c 'import broken'` shows"),
+        ("raise ValueError('two\\nlines.')", r"'broken': ValueError: two lines\. `python"),
+        (TAKEN, r"'broken': ConfigError: Mode 'sync' in broken has the name of a mode in persia\.modes\.sync"),
     ],
 )
 def test_a_module_that_cannot_be_imported_is_named(tmp_path, monkeypatch, text, message):

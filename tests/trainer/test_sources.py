@@ -39,3 +39,17 @@ def test_an_item_that_is_no_batch_is_refused_after_rewinding_too():
     assert own.read(1) is batch
     with pytest.raises(DataError, match="The data yielded None at position 3"):
         own.read(3)
+
+
+def test_what_ends_the_data_ends_every_phase_that_comes_there():
+    """A generator that has raised ends, and a pass would end with it as if it had no more data."""
+
+    def broken():
+        yield "a"
+        raise OSError("disk")
+
+    own = LocalSource(lambda n: iter(BATCHES[n:]), broken(), 0)
+    for number in (2, 1, 3):
+        with pytest.raises(OSError, match="disk"):
+            own.read(number)
+    assert [own.read(0), own.read(3)] == ["a", "d"]  # It is opened again.

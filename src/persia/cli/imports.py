@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from persia.errors import ConfigError, PersiaError
+from persia.errors import ConfigError
 
 __all__ = ["Imports", "import_modules"]
 
@@ -37,16 +37,13 @@ def import_modules(names: Iterable[str]) -> None:
             sys.path.insert(0, folder)
         try:
             importlib.import_module(name)
-        except PersiaError:
-            raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # A script without a guard for `__main__` exits.
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
-            if missing is not None and f"{name}.".startswith(f"{missing}."):
+            if name.endswith(".py"):
+                remedy = "Give the name of the module, without .py"
+            elif missing is not None and f"{name}.".startswith(f"{missing}."):
                 remedy = "Run the command in the directory of the module, or install it"
             else:
                 remedy = f"`python -c 'import {name}'` shows where"
-            raise ConfigError(
-                f"Cannot import {name!r} of imports: {type(error).__name__}: {error}. {remedy}.",
-                field="imports",
-                module=name,
-            ) from error
+            cause = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(".")
+            raise ConfigError(f"Cannot import {name!r}: {cause}. {remedy}.", field="imports", module=name) from error

@@ -56,7 +56,7 @@ def mode_of(tree: Any) -> Mode:
         known = ", ".join(sorted(_MODES))
         raise ValueError(
             f"Invalid mode {kind!r}; expected one of: {known}, or import its module first (`imports` in a "
-            "configuration) - at `$.kind`"
+            "configuration, `--import` of `persia control switch`) - at `$.kind`"
         )
     try:
         return cast("Mode", msgspec.convert(tree, _MODES[kind], dec_hook=decode_hook))

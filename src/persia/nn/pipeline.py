@@ -339,7 +339,8 @@ class Pipeline:
         except BaseException as error:
             if self._counts is not None:
                 self._counts.end(f"could not read it ({type(error).__name__}: {error})")
-            error.add_note(f"Raised by the loader, in the reading thread of prefetch, at batch {number}.")
+            place = "" if isinstance(error, PersiaError) and "batch" in error.fields else f", at batch {number}"
+            error.add_note(f"Raised by the loader, in the reading thread of prefetch{place}.")
             self._put_failure(self._read, error)
         self._read.close()
 

@@ -34,7 +34,8 @@ class ScheduleEvent(msgspec.Struct, frozen=True, array_like=True):
         token: token of the gradient.
         version: k of the server before the event.
         rows: rows of the batch; 0 for a push without data.
-        empty: whether a push has no gradient at this server, so that its rows count in the divisor only.
+        empty: whether a push has no gradient at this server, so that its rows count in the divisor only: it was lost,
+            its weight is 0, or the batch has no id there.
     """
 
     time: float
@@ -165,7 +166,7 @@ class Timeline(msgspec.Struct, frozen=True):
                 continue
             if event.kind == read:
                 began[event.batch] = event.version
-            elif event.kind == "push" and self.mode.weight(event.version, event.token) > 0:
+            elif event.kind == "push" and not event.empty and self.mode.weight(event.version, event.token) > 0:
                 ages.append(event.version - began[event.batch])
         return ages
 

@@ -68,6 +68,8 @@ class LocalSource:
         self._following = position
         """Number of the next batch of `_rest`."""
         self._kept: dict[int, Batch | FedBatch] = {}
+        self._failure: Exception | None = None
+        """What ended `_rest`: a generator that has raised an error would end without one the next time."""
         # The reading thread of a phase that was left may still be within `next` when that of the next phase begins.
         self._lock = threading.Lock()
 
@@ -75,7 +77,8 @@ class LocalSource:
         """Returns a batch; None if the pass has none of this number.
 
         Raises:
-            DataError: the batch was read and forgotten, and the data can be read only once.
+            DataError: the batch was read and forgotten, and the data can be read only once; or an item up to this one
+                is not a batch. So does every later number: whichever phase of the pass comes there has to end.
         """
         with self._lock:
             return self._read(number)
@@ -90,12 +93,18 @@ class LocalSource:
                     f"Cannot rewind to batch {number}: the data are a one-shot iterator. Give a reader or a list.",
                     batch=number,
                 )
-            self._rest, self._following = self._reopen(number), number
-        for batch in self._rest:
-            self._following += 1
-            if self._following > number:
-                self._kept[number] = batch
-                return batch
+            self._rest, self._following, self._failure = self._reopen(number), number, None
+        if self._failure is not None:
+            raise self._failure
+        try:
+            for batch in self._rest:
+                self._following += 1
+                if self._following > number:
+                    self._kept[number] = batch
+                    return batch
+        except Exception as error:
+            self._failure = error
+            raise
         return None
 
     def forget(self, below: int) -> None:

@@ -171,7 +171,8 @@ class JournalRecord(NamedTuple):
         version: number of updates since step 0 when the recording began.
         headers: headers of the pushes, in the order in which they took effect.
         reads: version of the rows that were looked up for a batch, by batch id. Empty at a dense PS.
-        empty: places in `headers` of the pushes without gradients, in order.
+        empty: places in `headers` of the pushes without gradients, in order: they were lost, their weight is 0, or the
+            batch has no id there.
     """
 
     version: int
