@@ -22,6 +22,7 @@ from persia.replay import (
     Trace,
     replay,
     simulate,
+    steady,
 )
 from persia.replay.plain import PlainOptimizer
 from persia.store import reference_optim
@@ -234,6 +235,15 @@ def test_an_empty_push_counts_like_a_gradient_of_zeros():
     assert Problem(optimizer="sgd").run(marked).apart(zeros) == 0.0
     assert zeros.apart(Problem(optimizer="sgd").run(schedule)) > 1e-3
     assert marked.summary().applied_rows == schedule.summary().applied_rows - 3 * LOCAL
+
+
+def test_a_push_without_a_gradient_has_no_staleness():
+    schedule = simulate(Gba(4 * LOCAL), Setting(steady([1.0, 1.0, 1.0, 4.0]), local_batch=LOCAL), 32)
+    replace = msgspec.structs.replace
+    marked = replace(schedule, events=[replace(e, empty=e.kind == "push" and e.worker == 3) for e in schedule.events])
+    whole, without = schedule.summary(), marked.summary()
+    assert whole.staleness_max > without.staleness_max
+    assert whole.row_staleness_max > without.row_staleness_max
 
 
 def test_a_schedule_that_contradicts_itself_is_refused():
