@@ -12,8 +12,8 @@ accumulators and rates; `details` has all of them. Sync with one NN worker; one 
 takes 7 minutes on an idle machine and 30 on a busy one; a full one has three seeds.
 
 quality.first_values.*  On the same data: test AUC if rows begin uniform in +-1/sqrt(dim) less that with the default,
-                        +-0.01, each at the better of the documented rates. Three seeds: 48 runs, an estimate: 5 to 20
-                        minutes.
+                        +-0.01, each at the better of the documented rates. Three seeds: 48 runs, 4 minutes on an
+                        idle machine.
 """
 
 from __future__ import annotations
