@@ -152,8 +152,18 @@ def missing(needs: str | None) -> bool:
     return True
 
 
-def compare(preset: str, name: str, task: Callable[[int], Task], needs: str | None = None) -> runner.Measure | None:
-    """Returns the loss of AUC by the default accumulator."""
+SETS: Mapping[str, tuple[Callable[[int], Task], str | None]] = {
+    "sparse": (generated(100_000), None),
+    "dense": (generated(500), None),
+    "globo": (globo, "globo_ctr"),
+    "adult": (adult, "adult"),
+}
+"""Data by name, and the directory that they need."""
+
+
+def compare(preset: str, name: str) -> runner.Measure | None:
+    """Returns the loss of AUC by the default accumulator, on the data of this name."""
+    task, needs = SETS[name]
     if missing(needs):
         return None
     found = [grid(preset, seed, task(seed)) for seed in _of(SEEDS, preset)]
@@ -163,36 +173,27 @@ def compare(preset: str, name: str, task: Callable[[int], Task], needs: str | No
         "progressive": _table(progressive),
         "per_seed": [round(lost(auc), 5) for auc, _ in found],
     }
-    return runner.Measure(name, lost(tested), "AUC", details=details)
+    return runner.Measure(f"quality.adagrad.{name}", lost(tested), "AUC", details=details)
 
 
 @runner.measures("quality.adagrad.sparse")
 def sparse_rows(preset: str) -> runner.Measure | None:
-    return compare(preset, "quality.adagrad.sparse", generated(100_000))
+    return compare(preset, "sparse")
 
 
 @runner.measures("quality.adagrad.dense")
 def dense_rows(preset: str) -> runner.Measure | None:
-    return compare(preset, "quality.adagrad.dense", generated(500))
+    return compare(preset, "dense")
 
 
 @runner.measures("quality.adagrad.globo")
 def globo_rows(preset: str) -> runner.Measure | None:
-    return compare(preset, "quality.adagrad.globo", globo, "globo_ctr")
+    return compare(preset, "globo")
 
 
 @runner.measures("quality.adagrad.adult")
 def adult_rows(preset: str) -> runner.Measure | None:
-    return compare(preset, "quality.adagrad.adult", adult, "adult")
-
-
-SETS: Mapping[str, tuple[Callable[[int], Task], str | None]] = {
-    "sparse": (generated(100_000), None),
-    "dense": (generated(500), None),
-    "globo": (globo, "globo_ctr"),
-    "adult": (adult, "adult"),
-}
-"""Data by name, and the directory that they need."""
+    return compare(preset, "adult")
 
 
 @runner.measures(*(f"quality.first_values.{name}" for name in SETS))

@@ -12,23 +12,9 @@ import msgspec
 from persia.errors import ConfigError
 from persia.types.decoding import decode_hook
 
-__all__ = ["convert", "dump", "load", "read"]
+__all__ = ["convert", "dump", "load"]
 
 T = TypeVar("T")
-
-
-def read(path: str, overrides: Sequence[str], kind: type[T]) -> T:
-    """Reads a TOML file into a record.
-
-    Args:
-        path: path of the file.
-        overrides: see `load`.
-        kind: type of the record.
-
-    Raises:
-        ConfigError: the file cannot be read, a key is unknown, or a value has the wrong type.
-    """
-    return convert(load(path, overrides), kind, path)
 
 
 def load(path: str, overrides: Sequence[str]) -> dict[str, Any]:

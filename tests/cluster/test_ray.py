@@ -17,7 +17,7 @@ import torch
 import persia
 from persia import rpc
 from persia.cli.run_config import RunConfig
-from persia.config import read
+from persia.config import convert, load
 from persia.errors import ClosedError, ConfigError, RoleDiedError, UnequalStepsError
 from persia.services import EmbeddingPS
 
@@ -205,6 +205,7 @@ def test_persia_imports_no_ray():
 
 def test_the_command_line_knows_it():
     changes = ["cluster.kind=ray", "cluster.ps=2", "cluster.ray.compression=fp16", "cluster.threads=1"]
-    cluster = read(str(ROOT / "examples" / "synthetic.toml"), changes, RunConfig).cluster.build()
+    path = str(ROOT / "examples" / "synthetic.toml")
+    cluster = convert(load(path, changes), RunConfig, path).cluster.build()
     assert isinstance(cluster, persia.cluster.Ray)
     assert (cluster.ps, cluster.options.compression, cluster.options.threads) == (2, "fp16", 1)

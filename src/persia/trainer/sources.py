@@ -69,7 +69,7 @@ class LocalSource:
         """Number of the next batch of `_rest`."""
         self._kept: dict[int, Batch | FedBatch] = {}
         self._failure: Exception | None = None
-        """What ended `_rest`: a generator that has raised an error would end without one the next time."""
+        """The error that ended `_rest`. It is kept, as a generator that has raised an error raises no other."""
         # The reading thread of a phase that was left may still be within `next` when that of the next phase begins.
         self._lock = threading.Lock()
 
