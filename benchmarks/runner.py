@@ -32,7 +32,7 @@ __all__ = [
 
 PRESETS = ("smoke", "laptop", "full")
 MODULES = (
-    "store", "batch", "reading", "checkpoint", "rpc", "step", "gpu", "profile_step", "globo", "quality", "defaults",
+    "store", "store_pauses", "batch", "reading", "checkpoint", "rpc", "step", "gpu", "profile_step", "globo", "quality", "defaults",
     "modes", "modes_figures", "paper", "paper_figures", "convergence", "modes_runtime", "traffic", "roles", "cluster",
     "recovery", "threads", "apmsqueeze", "apms_learning",
 )  # fmt: skip

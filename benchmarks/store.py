@@ -1,14 +1,19 @@
-"""The embedding store against plain arrays.
+"""The embedding store against plain arrays: lookups, updates, insertion, memory.
 
-python -m benchmarks 'store.*' [--preset smoke|laptop|full] [--json FILE]
+    python -m benchmarks 'store.*' [--preset smoke|laptop|full] [--json FILE]
+
+`full` takes 12 GB of memory in `store.growth`. Eviction and growth are in `store_pauses.py`, hit rates in `hit_rates.py`.
 """
 
 from __future__ import annotations
 
 import os
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,15 +32,22 @@ class Scale:
     rows: int
     large: int  # rows of the large table in store.growth
     small: int
+    sizes: tuple[int, int]  # first and last size of a table in store.bytes_per_row
     batches: int  # per timing
     rounds: int
 
 
 SCALES = {
-    "smoke": Scale(300_000, 1_000_000, 100_000, 4, 5),
-    "laptop": Scale(12_000_000, 100_000_000, 1_000_000, 20, 7),
-    "full": Scale(12_000_000, 100_000_000, 1_000_000, 60, 15),
+    "smoke": Scale(300_000, 600_000, 100_000, (100_000, 400_000), 2, 5),
+    "laptop": Scale(12_000_000, 20_000_000, 1_000_000, (1_000_000, 20_000_000), 20, 7),
+    "full": Scale(12_000_000, 100_000_000, 1_000_000, (1_000_000, 20_000_000), 60, 15),
 }
+TABLES: dict[str, dict[str, Any]] = {
+    "": {"dim": DIM},
+    ".dim_8": {"dim": 8},
+    ".rowwise": {"dim": DIM, "optimizer": "rowwise_adagrad"},
+}
+"""Settings of the tables of store.bytes_per_row, by the suffix of their measures."""
 
 
 def ids_of(rows: np.ndarray) -> np.ndarray:
@@ -105,7 +117,7 @@ def lookup(name: str, preset: str, batches_of, target: float) -> runner.Measure:
 @runner.measures("store.lookup_uniform")
 def lookup_uniform(preset: str) -> runner.Measure:
     """Existing rows, distinct uniform ids, LRU on, 1 thread, against `torch.index_select`."""
-    return lookup("store.lookup_uniform", preset, uniform_batches, 0.8)
+    return lookup("store.lookup_uniform", preset, uniform_batches, 0.9)
 
 
 @runner.measures("store.lookup_zipf")
@@ -114,13 +126,11 @@ def lookup_zipf(preset: str) -> runner.Measure:
     return lookup("store.lookup_zipf", preset, zipf_batches, 1.0)
 
 
-@runner.measures("store.update_adagrad")
-def update_adagrad(preset: str) -> runner.Measure:
-    """Adagrad on existing rows, against `torch.index_add_`, 1 thread."""
+def update(name: str, preset: str, target: float, **settings: Any) -> runner.Measure:
     scale = SCALES[preset]
     torch.set_num_threads(1)
     batches = uniform_batches(scale.rows, scale.batches)
-    store = filled(scale.rows)
+    store = filled(scale.rows, **settings)
     table = torch.randn(scale.rows, DIM)
     gradients = np.random.default_rng(1).normal(size=(len(batches[0]), DIM)).astype(np.float32)
     tensor = torch.from_numpy(gradients)
@@ -128,9 +138,19 @@ def update_adagrad(preset: str) -> runner.Measure:
     index = [torch.from_numpy(batch) for batch in batches]
     ours = rate(keys, lambda ids, number: store.update([0], [ids], [gradients], [0.05], number))
     theirs = rate(index, lambda rows, _: table.index_add_(0, rows, tensor))
-    return runner.ratio(
-        "store.update_adagrad", ours=ours, theirs=theirs, of="rows/s", rounds=scale.rounds, at_least=0.6
-    )
+    return runner.ratio(name, ours=ours, theirs=theirs, of="rows/s", rounds=scale.rounds, at_least=target)
+
+
+@runner.measures("store.update_adagrad")
+def update_adagrad(preset: str) -> runner.Measure:
+    """Adagrad on existing rows, against `torch.index_add_`, 1 thread."""
+    return update("store.update_adagrad", preset, 0.8)
+
+
+@runner.measures("store.update_rowwise")
+def update_rowwise(preset: str) -> runner.Measure:
+    """The same with row-wise Adagrad, whose state is one float a row."""
+    return update("store.update_rowwise", preset, 1.0, optimizer="rowwise_adagrad")
 
 
 @runner.measures("store.insert")
@@ -151,7 +171,7 @@ def insert(preset: str) -> runner.Measure:
         return len(batches) * BATCH / (time.perf_counter() - start)
 
     rates = [measure() for _ in range(runner.MIN_ROUNDS)]
-    return runner.quantity("store.insert", rates, "rows/s", at_least=8e6)
+    return runner.quantity("store.insert", rates, "rows/s", at_least=9e6)
 
 
 @runner.measures("store.threads")
@@ -166,24 +186,62 @@ def threads(preset: str) -> runner.Measure:
 
 @runner.measures("store.growth")
 def growth(preset: str) -> runner.Measure:
-    """Lookups in a table of 100 M rows over those in one of 1 M, dim 8."""
+    """Time per row of a lookup in a large table over that in one of 1 M rows, over the same of `torch.index_select`.
+
+    1 thread, rows of 8 floats without optimizer state, so that 100 M of them fit (`full`; `laptop` has 20 M).
+    """
     scale = SCALES[preset]
-    large = looking_up(filled(scale.large, 8), uniform_batches(scale.large, scale.batches), 8)
-    small = looking_up(filled(scale.small, 8), uniform_batches(scale.small, scale.batches), 8)
-    return runner.ratio("store.growth", ours=large, theirs=small, of="rows/s", rounds=scale.rounds, at_least=0.6)
+    torch.set_num_threads(1)
+    large, small = (uniform_batches(rows, scale.batches) for rows in (scale.large, scale.small))
+    ours = [
+        looking_up(filled(rows, 8, optimizer="sgd"), batches, 8)
+        for rows, batches in ((scale.large, large), (scale.small, small))
+    ]
+    theirs = [selecting(torch.ones(rows, 8), batches) for rows, batches in ((scale.large, large), (scale.small, small))]
+    rounds = [[measure() for measure in (*ours, *theirs)] for _ in range(scale.rounds)]
+    return runner.quantity(
+        "store.growth",
+        [
+            (our_small / our_large) / (their_small / their_large)
+            for our_large, our_small, their_large, their_small in rounds
+        ],
+        "ratio",
+        at_most=1.2,
+        details={
+            "of": "growth of the time per row",
+            "rows": [scale.small, scale.large],
+            "ours": statistics.median(small / large for large, small, _, _ in rounds),
+            "theirs": statistics.median(small / large for _, _, large, small in rounds),
+        },
+    )
 
 
-@runner.measures("store.bytes_per_row")
-def bytes_per_row(preset: str) -> runner.Measure:
-    """Bytes per row beyond embedding and optimizer state, index included: the worst over the growth of a table."""
-    scale = SCALES[preset]
-    store = NativeStore()
-    index = store.create_table(TableConfig("table", DIM))
-    config = store.config(index)
-    payload = 4 * (config.dim + config.state_width)
-    worst = []
-    for start in range(0, scale.rows, BATCH):
-        store.lookup([index], [ids_of(np.arange(start, start + BATCH))], True)
-        worst.append(store.memory_bytes(index) / store.size(index) - payload)
-    settled = worst[min(10, len(worst) // 2) :]  # the fixed header of a small table is not per row
-    return runner.Measure("store.bytes_per_row", max(settled), "bytes", at_most=40.0)
+def resident_bytes() -> int:
+    """Memory of this process that is in use, as the system counts it."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@runner.measures(*(f"store.bytes_per_row{suffix}{kind}" for suffix in TABLES for kind in ("", ".worst")))
+def bytes_per_row(preset: str) -> Iterator[runner.Measure]:
+    """Bytes per row beyond embedding and optimizer state, index and padding included: mean and worst of many sizes.
+
+    The sizes are even steps of a table that grows from 1 M to 20 M rows. `resident` is the same of the last size, as the
+    system counts the memory of the process.
+    """
+    first, last = SCALES[preset].sizes
+    for suffix, settings in TABLES.items():
+        before = resident_bytes()
+        store = filled(0, **settings)
+        config = store.config(0)
+        payload = 4 * (config.dim + config.state_width)
+        out = np.empty((BATCH, config.dim), np.float32)
+        beyond = []
+        for start in range(0, last, BATCH):
+            store.lookup([0], [ids_of(np.arange(start, start + BATCH))], True, [out])
+            if store.size(0) >= first:
+                beyond.append(store.memory_bytes(0) / store.size(0) - payload)
+        resident = (resident_bytes() - before) / store.size(0) - payload
+        details = {"sizes": [first, last], "payload": payload, "resident": resident}
+        name = f"store.bytes_per_row{suffix}"
+        yield runner.Measure(name, statistics.fmean(beyond), "bytes", at_most=28.0, details=details)
+        yield runner.Measure(f"{name}.worst", max(beyond), "bytes", at_most=40.0, details=details)
