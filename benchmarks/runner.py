@@ -32,9 +32,9 @@ __all__ = [
 
 PRESETS = ("smoke", "laptop", "full")
 MODULES = (
-    "store", "store_pauses", "batch", "reading", "checkpoint", "rpc", "step", "gpu", "profile_step", "globo", "quality", "defaults",
-    "modes", "modes_figures", "paper", "paper_figures", "convergence", "modes_runtime", "traffic", "roles", "cluster",
-    "recovery", "threads", "apmsqueeze", "apms_learning",
+    "store", "store_pauses", "hit_rates", "peers", "batch", "reading", "checkpoint", "rpc", "step", "gpu",
+    "profile_step", "globo", "quality", "defaults", "modes", "modes_figures", "paper", "paper_figures", "convergence",
+    "modes_runtime", "traffic", "roles", "cluster", "recovery", "threads", "apmsqueeze", "apms_learning",
 )  # fmt: skip
 UNITS = ("ratio", "fraction", "s", "rows/s", "calls/s", "rows", "bytes", "bytes/s", "AUC", "loss", "norm", "bool")
 MIN_ROUNDS = 5

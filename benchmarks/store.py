@@ -2,7 +2,7 @@
 
     python -m benchmarks 'store.*' [--preset smoke|laptop|full] [--json FILE]
 
-`full` takes 12 GB of memory in `store.growth`. Eviction and growth are in `store_pauses.py`, hit rates in `hit_rates.py`.
+`full` takes 12 GB of memory in `store.growth`. Pauses are in `store_pauses.py`, hit rates in `hit_rates.py`.
 """
 
 from __future__ import annotations
@@ -221,27 +221,32 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def bytes_beyond_payload(first: int, last: int, settings: dict[str, Any]) -> tuple[list[float], float]:
+    """Per row: at each size from `first` to `last` rows; and at the last one, as the system counts memory."""
+    before = resident_bytes()
+    store = filled(0, **settings)
+    config = store.config(0)
+    payload = 4 * (config.dim + config.state_width)
+    out = np.empty((BATCH, config.dim), np.float32)
+    beyond = []
+    for start in range(0, last, BATCH):
+        store.lookup([0], [ids_of(np.arange(start, start + BATCH))], True, [out])
+        if store.size(0) >= first:
+            beyond.append(store.memory_bytes(0) / store.size(0) - payload)
+    return beyond, (resident_bytes() - before) / store.size(0) - payload
+
+
 @runner.measures(*(f"store.bytes_per_row{suffix}{kind}" for suffix in TABLES for kind in ("", ".worst")))
 def bytes_per_row(preset: str) -> Iterator[runner.Measure]:
     """Bytes per row beyond embedding and optimizer state, index and padding included: mean and worst of many sizes.
 
-    The sizes are even steps of a table that grows from 1 M to 20 M rows. `resident` is the same of the last size, as the
-    system counts the memory of the process.
+    The sizes are even steps of a table that grows from 1 M to 20 M rows. `resident` is the figure of the last size if
+    the system counts the memory of the process.
     """
     first, last = SCALES[preset].sizes
     for suffix, settings in TABLES.items():
-        before = resident_bytes()
-        store = filled(0, **settings)
-        config = store.config(0)
-        payload = 4 * (config.dim + config.state_width)
-        out = np.empty((BATCH, config.dim), np.float32)
-        beyond = []
-        for start in range(0, last, BATCH):
-            store.lookup([0], [ids_of(np.arange(start, start + BATCH))], True, [out])
-            if store.size(0) >= first:
-                beyond.append(store.memory_bytes(0) / store.size(0) - payload)
-        resident = (resident_bytes() - before) / store.size(0) - payload
-        details = {"sizes": [first, last], "payload": payload, "resident": resident}
+        beyond, resident = bytes_beyond_payload(first, last, settings)
+        details = {"sizes": [first, last], "resident": resident}
         name = f"store.bytes_per_row{suffix}"
         yield runner.Measure(name, statistics.fmean(beyond), "bytes", at_most=28.0, details=details)
         yield runner.Measure(f"{name}.worst", max(beyond), "bytes", at_most=40.0, details=details)
