@@ -1,5 +1,6 @@
 """The simulations of eviction policies against slower ones that follow the definitions word by word."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -135,6 +136,16 @@ BRUTE = {"lru": lru, "clock": clock, "sieve": sieve, "s3_fifo": s3_fifo, "tiny_l
 @given(ids=STREAMS, capacity=CAPACITIES)
 def test_a_policy_is_as_defined(name, ids, capacity):
     assert eviction.POLICIES[name](ids, capacity) == BRUTE[name](ids, capacity)
+
+
+@pytest.mark.parametrize("name", eviction.POLICIES)
+@pytest.mark.parametrize("seed", range(8))
+def test_a_policy_is_as_defined_on_long_skewed_streams(name, seed):
+    # Long enough for counts to be halved and for ids to leave the ghost queue.
+    random = np.random.default_rng(seed)
+    ids = (30 * random.random(400) ** (1 + seed)).astype(int).tolist()
+    for capacity in (2, 3, 4, 11):
+        assert eviction.POLICIES[name](ids, capacity) == BRUTE[name](ids, capacity)
 
 
 @pytest.mark.parametrize("name", eviction.POLICIES)
