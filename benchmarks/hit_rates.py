@@ -3,8 +3,9 @@
     python -m benchmarks 'store.hit_rates.*' [--preset smoke|laptop|full] [--json FILE]
 
 A name ends in the stream and the capacity, in percent of the distinct ids of the stream. The value is the hit rate of
-exact LRU; the details have those of the policies of `eviction.py`, and of the store itself. Repetitions within a batch
-do not count, as a worker removes them; first appearances do, so the hit rate of the optimum is below 1 at any capacity.
+exact LRU; the details have those of the policies of `eviction.py`, of the store itself, and of the store if it gives
+a row to an id from its second appearance on only. Repetitions within a batch do not count, as a worker removes them;
+first appearances do, so the hit rate of the optimum is below 1 at any capacity.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as parquet
@@ -82,10 +84,10 @@ def distinct_by_batch(batches: Batches, ids: int) -> list[np.ndarray]:
     return np.split(numbers, np.cumsum([len(batch) for batch in taken])[:-1])
 
 
-def hits_of_the_store(batches: list[np.ndarray], capacity: int) -> int:
+def hits_of_the_store(batches: list[np.ndarray], capacity: int, **settings: Any) -> int:
     """Hits of a table of this capacity. Rows of one request are equally recent, and each shard evicts for itself."""
     store = NativeStore()
-    store.create_table(TableConfig("table", 1, capacity=capacity, optimizer="sgd"))
+    store.create_table(TableConfig("table", 1, capacity=capacity, optimizer="sgd", **settings))
     for batch in batches:
         store.lookup([0], [ids_of(batch)], True)
     return store.statistics(0)["hits"]
@@ -103,6 +105,8 @@ def hit_rates(name: str, preset: str) -> Iterator[runner.Measure]:
         capacity = max(1, distinct * percent // 100)
         rates = {policy: hits(ids, capacity) / len(ids) for policy, hits in POLICIES.items()}
         rates["store"] = hits_of_the_store(batches, capacity) / len(ids)
+        second = hits_of_the_store(batches, capacity, admission="min_frequency", admission_value=2)
+        rates["store_min_frequency_2"] = second / len(ids)
         details = {**rates, "ids": len(ids), "distinct": distinct, "capacity": capacity}
         yield runner.Measure(f"store.hit_rates.{name}.{percent}", rates["lru"], "fraction", details=details)
 

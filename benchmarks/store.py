@@ -48,6 +48,8 @@ TABLES: dict[str, dict[str, Any]] = {
     ".rowwise": {"dim": DIM, "optimizer": "rowwise_adagrad"},
 }
 """Settings of the tables of store.bytes_per_row, by the suffix of their measures."""
+POINTS = 40
+"""Sizes that the details of store.bytes_per_row have, at least."""
 
 
 def ids_of(rows: np.ndarray) -> np.ndarray:
@@ -221,8 +223,8 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def bytes_beyond_payload(first: int, last: int, settings: dict[str, Any]) -> tuple[list[float], float]:
-    """Per row: at each size from `first` to `last` rows; and at the last one, as the system counts memory."""
+def bytes_beyond_payload(first: int, last: int, settings: dict[str, Any]) -> tuple[list[tuple[int, float]], float]:
+    """Per row: (rows, bytes) of each size from `first` to `last` rows; and at the last one, as the system counts."""
     before = resident_bytes()
     store = filled(0, **settings)
     config = store.config(0)
@@ -232,7 +234,7 @@ def bytes_beyond_payload(first: int, last: int, settings: dict[str, Any]) -> tup
     for start in range(0, last, BATCH):
         store.lookup([0], [ids_of(np.arange(start, start + BATCH))], True, [out])
         if store.size(0) >= first:
-            beyond.append(store.memory_bytes(0) / store.size(0) - payload)
+            beyond.append((store.size(0), store.memory_bytes(0) / store.size(0) - payload))
     return beyond, (resident_bytes() - before) / store.size(0) - payload
 
 
@@ -245,8 +247,10 @@ def bytes_per_row(preset: str) -> Iterator[runner.Measure]:
     """
     first, last = SCALES[preset].sizes
     for suffix, settings in TABLES.items():
-        beyond, resident = bytes_beyond_payload(first, last, settings)
-        details = {"sizes": [first, last], "resident": resident}
+        sizes, resident = bytes_beyond_payload(first, last, settings)
+        beyond = [each for _, each in sizes]
+        points = [[rows, round(each, 1)] for rows, each in sizes[:: max(1, len(sizes) // POINTS)]]
+        details = {"sizes": [first, last], "resident": resident, "by_size": points}
         name = f"store.bytes_per_row{suffix}"
         yield runner.Measure(name, statistics.fmean(beyond), "bytes", at_most=28.0, details=details)
         yield runner.Measure(f"{name}.worst", max(beyond), "bytes", at_most=40.0, details=details)
