@@ -57,16 +57,16 @@ class Chart(NamedTuple):
             right, up = (along(x) - low_x) / (high_x - low_x or 1), (upward(y) - low_y) / (high_y - low_y or 1)
             return LEFT + right * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
 
-        parts = [f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>', _text(LEFT, 20, self.title, weight="bold")]
+        parts = [f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>', text(LEFT, 20, self.title, weight="bold")]
         for y in ticks:
             height = at(10**low_x if self.log_x else low_x, y)[1]
             parts.append(f'<path d="M{LEFT} {height:.1f}H{WIDTH - RIGHT}" stroke="#ddd"/>')
-            parts.append(_text(LEFT - 6, height + 4, f"{y:g}", anchor="end"))
+            parts.append(text(LEFT - 6, height + 4, f"{y:g}", anchor="end"))
         for x in marks:
-            parts.append(_text(at(x, ticks[0])[0], HEIGHT - BOTTOM + 16, f"{x:g}", anchor="middle"))
-        parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, self.x, anchor="middle"))
+            parts.append(text(at(x, ticks[0])[0], HEIGHT - BOTTOM + 16, f"{x:g}", anchor="middle"))
+        parts.append(text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, self.x, anchor="middle"))
         middle = (TOP + HEIGHT - BOTTOM) / 2
-        parts.append(_text(14, middle, self.y, anchor="middle", turn=f"rotate(-90 14 {middle})"))
+        parts.append(text(14, middle, self.y, anchor="middle", turn=f"rotate(-90 14 {middle})"))
         for number, (name, points) in enumerate(self.series.items()):
             colour = COLOURS[number % len(COLOURS)]
             path = "L".join("{:.1f} {:.1f}".format(*at(*point)) for point in points)
@@ -76,15 +76,16 @@ class Chart(NamedTuple):
             height = TOP + 14 + 18 * number
             side = WIDTH - RIGHT + 12
             parts.append(f'<path d="M{side} {height - 4}h14" stroke="{colour}" stroke-width="2"/>')
-            parts.append(_text(side + 20, height, name))
+            parts.append(text(side + 20, height, name))
         style = 'font-family="sans-serif" font-size="12" fill="#222"'
         size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
         return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>\n' + "\n".join(parts) + "\n</svg>\n"
 
 
-def _text(x: float, y: float, text: str, anchor: str = "start", weight: str = "normal", turn: str = "") -> str:
+def text(x: float, y: float, said: str, anchor: str = "start", weight: str = "normal", turn: str = "") -> str:
+    """An SVG element."""
     place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-weight="{weight}"'
-    return f"<text {place}{f' transform={chr(34)}{turn}{chr(34)}' if turn else ''}>{escape(text)}</text>"
+    return f"<text {place}{f' transform={chr(34)}{turn}{chr(34)}' if turn else ''}>{escape(said)}</text>"
 
 
 def _ticks(low: float, high: float) -> list[float]:
