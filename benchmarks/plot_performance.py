@@ -56,7 +56,7 @@ class Ratios(NamedTuple):
             colour = FASTER if ratio >= 1 else SLOWER
             parts.append(text(LEFT - 8, top + 14, label, anchor="end"))
             parts.append(f'<rect x="{LEFT}" y="{top}" width="{ratio * scale:.1f}" height="{BAR}" fill="{colour}"/>')
-            parts.append(text(LEFT + ratio * scale + 6, top + 14, f"{ratio:.2g}x"))
+            parts.append(text(LEFT + max(1.0, ratio) * scale + 6, top + 14, f"{ratio:.2g}x"))
         even = LEFT + scale
         parts.append(f'<path d="M{even:.1f} {TOP - 6}V{height - 8}" stroke="#222" stroke-dasharray="3 3"/>')
         style = 'font-family="sans-serif" font-size="12" fill="#222"'
