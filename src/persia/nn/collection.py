@@ -32,7 +32,7 @@ from persia.nn.gate import Staleness, StalenessGate
 from persia.nn.options import CollectionOptions
 from persia.nn.pipeline import Pipeline, Stages
 from persia.nn.pooling import Embeddings, Expander
-from persia.nn.prepared import PreparedBatch, dummy_batch
+from persia.nn.prepared import PreparedBatch, dummy_batch, loss_scale
 from persia.nn.pushing import Outbox, PushCounts, Pusher, StepPusher, TokenPusher, named, run_now
 from persia.nn.replicas import EqualSteps
 from persia.nn.row_access import RowAccess
@@ -390,7 +390,7 @@ class EmbeddingCollection(torch.nn.Module):
         return prepared, ready
 
     def _end_of_backward(self, batch: PreparedBatch) -> None:
-        scale = self.grad_scaler.get_scale() if self.grad_scaler is not None else 1.0
+        scale = loss_scale(self.grad_scaler, self._staging.device)
         with torch.no_grad():
             gradients = self._transfer.gradients(batch.take_gradients(scale), self._compressed)
         if self.step_timings is not None:

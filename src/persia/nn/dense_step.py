@@ -11,7 +11,7 @@ import torch
 
 from persia.errors import ConfigError
 from persia.nn.pooling import Embeddings
-from persia.nn.prepared import PreparedBatch
+from persia.nn.prepared import PreparedBatch, loss_scale
 from persia.nn.replicas import Replicas, SingleReplica
 from persia.schema import Schedule
 from persia.telemetry.metrics import Histogram
@@ -59,6 +59,7 @@ class DenseStep:
         device: torch.device,
         options: StepOptions,
     ) -> None:
+        self._device = device
         self.model = model.to(device)
         self.make_optimizer = optimizer
         self.replicas: Replicas = SingleReplica(self.model)
@@ -166,16 +167,19 @@ class DenseStep:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
-        skipped = False
+        skipped: torch.Tensor | bool = False
         if self.scaler is not None:
-            scale = self.scaler.get_scale()
+            before = loss_scale(self.scaler, self._device)
             self.scaler.step(self.optimizer)
             self.scaler.update()
-            skipped = self.scaler.get_scale() < scale  # There is no other sign of an overflow.
+            after = loss_scale(self.scaler, self._device)
+            assert before is not None
+            assert after is not None
+            skipped = after < before  # There is no other sign of an overflow.
         else:
             self.optimizer.step()
         self.optimizer.zero_grad()
-        if self.scheduler is not None and not skipped:
+        if self.scheduler is not None and not skipped:  # On a GPU `skipped` is read here only, as that waits for it.
             self.scheduler.step()
 
     def optimizer_state(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from persia.nn.token_client import DrawnToken
 from persia.schema import Schema
 from persia.types import Int32Array, Int64Array, Inverse
 
-__all__ = ["PreparedBatch", "dummy_batch"]
+__all__ = ["PreparedBatch", "dummy_batch", "loss_scale"]
 
 
 class PreparedBatch:
@@ -98,12 +98,17 @@ class PreparedBatch:
         self._closed = True
         return awaited
 
-    def take_gradients(self, scale: float) -> dict[str, torch.Tensor]:
-        """Takes the gradients off the leaves, by table, divided by `scale`."""
+    def take_gradients(self, scale: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """Takes the gradients off the leaves, by table, divided by `scale`. Does not wait for the device.
+
+        Args:
+            scale: float32 `[]` on the device; see `loss_scale`.
+        """
+        factor = None if scale is None else scale.double().reciprocal().float()
         gradients: dict[str, torch.Tensor] = {}
         for table, leaf in self.rows.items():
             if leaf.grad is not None:
-                gradients[table] = leaf.grad if scale == 1.0 else leaf.grad.mul_(1.0 / scale)
+                gradients[table] = leaf.grad if factor is None else leaf.grad.mul_(factor)
                 leaf.grad = None
         return gradients
 
@@ -118,6 +123,17 @@ class PreparedBatch:
         assert finish is not None
         finish(self)
         self._closed = True
+
+
+def loss_scale(scaler: torch.amp.GradScaler | None, device: torch.device) -> torch.Tensor | None:
+    """Returns the present scale of the loss, float32 `[]` on the device; None if losses are not scaled.
+
+    `GradScaler.get_scale` would wait for the device.
+    """
+    if scaler is None or not scaler.is_enabled():
+        return None
+    scale: torch.Tensor = scaler.scale(torch.ones((), device=device))
+    return scale
 
 
 def dummy_batch(schema: Schema, rows: int, device: torch.device) -> PreparedBatch:
