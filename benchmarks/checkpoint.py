@@ -200,7 +200,11 @@ def slowdown(preset: str) -> runner.Measure:
     torch.manual_seed(0)
     with folder() as path:
         options = persia.TrainerOptions(
-            progress=False, checkpoint_dir=str(path), checkpoint_every_seconds=every, keep_last=1
+            device="cpu",
+            progress=False,
+            checkpoint_dir=str(path),
+            checkpoint_every_seconds=every,
+            keep_last=1,
         )
         trainer = persia.Trainer(
             persia.nn.models.FFNN(data.schema, hidden=(256, 128)),

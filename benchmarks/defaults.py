@@ -109,7 +109,7 @@ def trained(seed: int, task: Task, optimizer: Adagrad, first_values: Initializer
         optimizer=task.optimizer,
         embedding_optimizer=optimizer,
         mode=Sync(),
-        options=TrainerOptions(seed=seed, progress=False),
+        options=TrainerOptions(seed=seed, device="cpu", progress=False),
     )
     torch.set_num_threads(1)
     return trainer.fit(task.train, task.test)

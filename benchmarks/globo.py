@@ -73,7 +73,7 @@ def persia_run(mode: Mode, seed: int, rows: int | None, optimizer: Adagrad = SCR
         optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-3, fused=True),
         embedding_optimizer=optimizer,
         mode=mode,
-        options=TrainerOptions(seed=seed, progress=False),
+        options=TrainerOptions(seed=seed, device="cpu", progress=False),
     )
     result = trainer.fit(reader, max_steps=None if rows is None else rows // globo_torch.BATCH)
     days = tuple(result.progressive.auc_per_day.values())

@@ -268,7 +268,7 @@ def switch_seconds(preset: str) -> runner.Measure:
             embedding_optimizer=persia.optim.Adagrad(lr=0.05),
             mode=Sync(),
             cluster=member,
-            options=persia.TrainerOptions(progress=False, mode_schedule=schedule),
+            options=persia.TrainerOptions(device="cpu", progress=False, mode_schedule=schedule),
         )
         trainer.fit(data)
         return [switch.seconds for switch in trainer.switches]

@@ -178,7 +178,7 @@ def _trainer(
         embedding_optimizer=Adagrad(lr=lr),
         mode=mode,
         cluster=cluster,
-        options=TrainerOptions(seed=seed, progress=False),
+        options=TrainerOptions(seed=seed, device="cpu", progress=False),
     )
 
 

@@ -194,7 +194,7 @@ def adult(preset: str) -> runner.Measure | None:
             optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1),
             embedding_optimizer=OPTIMIZER,
             mode=Sync(),
-            options=TrainerOptions(seed=seed, progress=False),
+            options=TrainerOptions(seed=seed, device="cpu", progress=False),
         )
         result = trainer.fit(train, data.adult(split="test", batch_size=1024))
         assert result.evaluation is not None

@@ -127,7 +127,7 @@ def make_trainer(
         embedding_optimizer=optimizer,
         mode=mode,
         cluster=cluster,
-        options=TrainerOptions(seed=seed, progress=False, record_dir=record_dir),
+        options=TrainerOptions(seed=seed, device="cpu", progress=False, record_dir=record_dir),
     )
 
 

@@ -96,7 +96,7 @@ def _train(pipe: Connection, work: Work) -> None:
         optimizer=lambda params: torch.optim.Adam(params, 1e-3),
         embedding_optimizer=persia.optim.Adagrad(lr=0.05),
         mode=persia.modes.Hybrid(4),
-        options=persia.TrainerOptions(progress=False),
+        options=persia.TrainerOptions(device="cpu", progress=False),
     )
     trainer.fit(data)
     pipe.send(torch.get_num_threads())

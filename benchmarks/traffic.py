@@ -120,7 +120,7 @@ def trained_auc(rows: int, seed: int, cluster: Any) -> float:
         embedding_optimizer=Adagrad(lr=0.05),
         mode=Sync(),
         cluster=cluster,
-        options=persia.TrainerOptions(progress=False, seed=seed),
+        options=persia.TrainerOptions(device="cpu", progress=False, seed=seed),
     )
     trainer.fit(made)
     return trainer.evaluate(made.batches(epoch=1)).auc

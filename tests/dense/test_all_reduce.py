@@ -157,6 +157,12 @@ def test_dense_part_on_cuda():
         dense_equals_one(processes, count, "cuda")
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_two_nn_workers_share_a_gpu_with_gloo(two):
+    dense_equals_one(two, 2, "cuda:0")
+
+
 def test_accumulation_agrees_across_workers(two):
     first, second = two.run(train64, 2, 3)
     for name, value in first.items():

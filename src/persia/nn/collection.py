@@ -29,7 +29,7 @@ from persia.nn.arguments import (
 from persia.nn.batch_counts import batch_counts
 from persia.nn.evaluation import EvaluationReader
 from persia.nn.gate import Staleness, StalenessGate
-from persia.nn.options import CollectionOptions
+from persia.nn.options import CollectionOptions, check_gpus
 from persia.nn.pipeline import Pipeline, Stages
 from persia.nn.pooling import Embeddings, Expander
 from persia.nn.prepared import PreparedBatch, dummy_batch, loss_scale
@@ -40,7 +40,7 @@ from persia.nn.step_timings import StepTimings
 from persia.nn.token_client import TokenClient
 from persia.nn.transfer import Encoded, Ready, Transfer, nothing_to_do, staging_for
 from persia.schema import EmbeddingOptimizer, Schema
-from persia.services import Cluster
+from persia.services import Cluster, ProcessCluster
 from persia.telemetry.metrics import Histogram
 from persia.types import FedBatch, RowsSet, RowState, StoredRows
 
@@ -103,6 +103,8 @@ class EmbeddingCollection(torch.nn.Module):
         self._expander = Expander(schema, self._staging.device)
         self._transfer = Transfer(self._staging, self._expander.on_host)
         self.connection = cluster.connect(schema, optimizer, self.mode, self.options.seed)
+        if not isinstance(cluster, ProcessCluster):  # There, NN workers train.
+            check_gpus(self._staging.device.type, self.connection.gpus)
         self._worker = self.connection.worker
         self._rows = RowAccess(schema, self.connection.servers)
         checked = self._rows if self.connection.rank == 0 else None  # One of several NN workers is enough.

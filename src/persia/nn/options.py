@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 from persia.errors import ConfigError
 
-__all__ = ["CollectionOptions"]
+__all__ = ["CollectionOptions", "check_device", "check_gpus"]
+
+DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
 class CollectionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of a collection that have good defaults.
 
     Args:
-        device: where the network runs: "cpu", "cuda", "cuda:1".
+        device: where the network runs: "cpu", "cuda", "cuda:1", or "auto" for CUDA if this process has a device, else
+            the CPU.
         seed: of row initialisation and admission.
         accumulation_steps: number of batches whose gradients are applied together, as one update.
         timeout: seconds that a wait for a batch, a lookup or a push may take.
@@ -25,8 +30,33 @@ class CollectionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
+        check_device(self.device)
         value = self.accumulation_steps
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"accumulation_steps = {value!r}; give a whole number >= 1.", field="accumulation_steps")
         if not self.timeout > 0:
             raise ConfigError(f"timeout = {self.timeout!r}; give a number of seconds > 0.", field="timeout")
+
+
+def check_device(name: str) -> None:
+    """Raises ConfigError unless the name is that of a device, or "auto". Whether it exists is not checked."""
+    if not isinstance(name, str) or DEVICE.fullmatch(name) is None:
+        raise ConfigError(f"Invalid device {name!r}; expected auto, cpu, cuda or cuda:N.", field="device")
+
+
+def check_gpus(device: str, gpus: float) -> None:
+    """Checks that an NN worker for which GPUs are reserved does not train on the CPU.
+
+    Args:
+        device: where the network runs.
+        gpus: that are reserved for the NN worker.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if gpus and device == "cpu":
+        raise ConfigError(
+            f"Invalid device 'cpu': RayOptions.gpus reserves {gpus:g} GPU for each NN worker, which would idle. Use "
+            'device="auto" or "cuda", or set RayOptions(gpus=0) to train on CPUs.',
+            field="device",
+        )

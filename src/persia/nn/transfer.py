@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from persia import batching
 from persia.batching.batch import Batch
 from persia.errors import ConfigError
+from persia.nn.options import check_device
 from persia.nn.prepared import PreparedBatch
 from persia.types import FedBatch, Floats, Halves, Int64Array, Inverse, LookedUp, Packed, WireRows
 
@@ -22,6 +23,7 @@ __all__ = [
     "Ready",
     "Staging",
     "Transfer",
+    "copied_array",
     "decode",
     "decode_tensors",
     "encode",
@@ -65,8 +67,10 @@ class CpuStaging:
     ) -> tuple[dict[str, torch.Tensor], Ready]:
         """Wraps the arrays."""
         # torch has no read-only tensors: it warns, and a write would crash.
-        writable = {n: array if array.flags.writeable else array.copy() for n, array in arrays.items()}
-        tensors = {name: torch.from_numpy(array) for name, array in writable.items()}
+        tensors = {
+            name: torch.from_numpy(array) if array.flags.writeable else copied_array(array)
+            for name, array in arrays.items()
+        }
         return tensors if then is None else then(tensors), nothing_to_do
 
     def to_host(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[str, Any]]:
@@ -90,8 +94,7 @@ class CudaStaging:
         tensors: dict[str, torch.Tensor] = {}
         with torch.cuda.stream(self._up):
             for name, array in arrays.items():
-                pinned = torch.from_numpy(array).pin_memory()
-                tensors[name] = pinned.to(self.device, non_blocking=True)
+                tensors[name] = copied_array(array, pin_memory=True).to(self.device, non_blocking=True)
             if then is not None:
                 tensors = then(tensors)
             copied = torch.cuda.Event()
@@ -126,20 +129,39 @@ class CudaStaging:
 
 
 def staging_for(name: str) -> Staging:
-    """Returns the staging of a device.
+    """Returns the staging of a device of this process.
+
+    Args:
+        name: see `CollectionOptions.device`.
 
     Raises:
         ConfigError: the device is unknown, or not there.
     """
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"Invalid device {name!r}; expected cpu, cuda or cuda:N.", field="device") from error
-    if device.type == "cpu":
+    check_device(name)
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "cpu" or (name == "auto" and not available):
         return CpuStaging()
-    if device.type != "cuda" or not torch.cuda.is_available():
-        raise ConfigError(f"Device {name!r} is not available on this host; use cpu.", field="device")
-    return CudaStaging(device)
+    index = int(name[len("cuda:") :]) if name.startswith("cuda:") else None
+    if not available or (index is not None and index >= available):
+        raise ConfigError(
+            f"Device {name!r} is not available in this process: torch {torch.__version__} sees {available} CUDA "
+            "devices. Use cpu or auto, a torch with CUDA, or on a cluster RayOptions(gpus=1), which gives each NN "
+            "worker a GPU.",
+            field="device",
+        )
+    # By number: other threads may have another current device.
+    return CudaStaging(torch.device("cuda", torch.cuda.current_device() if index is None else index))
+
+
+def copied_array(array: NDArray[np.generic], *, pin_memory: bool = False) -> torch.Tensor:
+    """Returns a tensor with a copy of an array, which may be read-only and of any layout. Copies once.
+
+    `torch.from_numpy(array).pin_memory()` warns of read-only arrays.
+    """
+    dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+    copy = torch.empty(array.shape, dtype=dtype, pin_memory=pin_memory)
+    np.copyto(copy.numpy(), array)
+    return copy
 
 
 def nothing_to_do() -> None:

@@ -42,6 +42,7 @@ class Connection(NamedTuple):
         save_recovery_point: sends a recovery point to the driver, to continue from if an NN worker dies; None without
             recovery.
         halted: whether the driver asks training here to end after the current step; None if it never does.
+        gpus: number that is reserved for each NN worker, which must then train on them.
     """
 
     worker: EmbeddingWorker
@@ -56,6 +57,7 @@ class Connection(NamedTuple):
     observe: Callable[[Callable[[], Readings]], None] | None = None
     save_recovery_point: Callable[[Any], None] | None = None
     halted: Callable[[], bool] | None = None
+    gpus: float = 0.0
 
 
 class Cluster(Protocol):

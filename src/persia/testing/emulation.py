@@ -245,7 +245,7 @@ def train(mode: Mode | Auto, emulation: Emulation, batches: int, record_dir: str
             embedding_optimizer=EMBEDDING_OPTIMIZER,
             mode=mode,
             cluster=member,
-            options=TrainerOptions(progress=False, record_dir=record_dir),
+            options=TrainerOptions(device="cpu", progress=False, record_dir=record_dir),
         )
         return trainer.fit(data), trainer
 

@@ -10,6 +10,7 @@ import msgspec
 from persia.errors import ConfigError
 from persia.modes import Auto, Mode
 from persia.nn.dense_step import Precision
+from persia.nn.options import check_device
 from persia.schema import EmbeddingOptimizer, Schedule, Schema
 
 __all__ = ["Declared", "TrainerOptions"]
@@ -20,7 +21,9 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Args:
         seed: of row initialisation and admission. For the dense model, seed torch before you make it.
-        device: where the network runs: "cpu", "cuda", "cuda:1", or "auto" for CUDA where there is any.
+        device: where the network runs: "cpu", "cuda", "cuda:1", or "auto" for CUDA where an NN worker has a device,
+            else the CPU. Each NN worker resolves it in its own process. The driver of a cluster of processes keeps its
+            copy of the network on the CPU.
         precision: "float32", or autocast to "bf16" or "fp16" (with loss scaling).
         accumulation_steps: batches per update, of the network and of the embeddings.
         clip_norm: largest global norm of the dense gradient; None for no clipping.
@@ -52,7 +55,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     seed: int = 0
-    device: str = "cpu"
+    device: str = "auto"
     precision: Precision = "float32"
     accumulation_steps: int = 1
     clip_norm: float | None = None
@@ -75,6 +78,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mode_schedule: list[tuple[int, Mode]] = msgspec.field(default_factory=list)
 
     def __post_init__(self) -> None:
+        check_device(self.device)
         if self.precision not in ("float32", "bf16", "fp16"):
             raise ConfigError(f"precision = {self.precision!r}; use float32, bf16 or fp16.", field="precision")
         for name in ("accumulation_steps", "keep_last", "checkpoint_every_steps"):

@@ -32,7 +32,7 @@ from persia.nn.arguments import (
 )
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep, OptimizerFactory, StepOptions
-from persia.nn.options import CollectionOptions
+from persia.nn.options import CollectionOptions, check_gpus
 from persia.nn.transfer import staging_for
 from persia.optim import APMSqueeze
 from persia.schema import EmbeddingOptimizer, Schema
@@ -100,7 +100,9 @@ class Trainer:
         for name in ("checkpoint_every_steps", "checkpoint_every_seconds", "keep_best"):
             if getattr(options, name) is not None and options.checkpoint_dir is None:
                 raise ConfigError(f"{name} needs checkpoint_dir.", field="checkpoint_dir")
-        self._staging = staging_for(_device_name(options.device))
+        self._trains_in_other_processes = isinstance(cluster, ProcessCluster)
+        # NN workers resolve the device where they run; this process may have others.
+        self._staging = staging_for("cpu" if self._trains_in_other_processes else options.device)
         device = self._staging.device
         self.step = DenseStep(
             model,
@@ -118,6 +120,7 @@ class Trainer:
             options=CollectionOptions(str(device), options.seed, options.accumulation_steps, options.timeout),
         )
         connection = self.embeddings.connection
+        check_gpus(options.device, connection.gpus)
         if device.type == "cpu":
             choose_torch_threads(connection.nn_workers if connection.replicas is not None else 1)
         if connection.replicas is not None:
@@ -128,7 +131,6 @@ class Trainer:
                 self.model, connection.nn_workers, AllReduceOptions(options.timeout, average=average)
             )
         self.state = TrainingState(self.step, self.embeddings, schema.labels, self.declared.first_mode, options.seed)
-        self._trains_in_other_processes = isinstance(cluster, ProcessCluster)
         self.phases = Phases(
             self.state,
             self.step,
@@ -492,9 +494,3 @@ class Trainer:
     def _resume_line(self, directory: str, step: int) -> str:
         cluster = ", cluster=cluster" if self.cluster is not None else ""
         return f"trainer = persia.Trainer.resume({directory!r}, model, optimizer=optimizer{cluster})"
-
-
-def _device_name(wanted: str) -> str:
-    if wanted != "auto":
-        return wanted
-    return "cuda" if torch.cuda.is_available() else "cpu"

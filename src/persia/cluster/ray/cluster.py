@@ -15,7 +15,7 @@ from persia import rpc
 from persia.cluster.ray.connection import WorkerConnection, reach_coordinator, reach_tokens
 from persia.cluster.ray.feeding import LoaderFeed
 from persia.cluster.ray.hosts import CoordinatorHost, DataLoaderHost, EmbeddingServerHost, EmbeddingWorkerHost
-from persia.cluster.ray.nn_worker import DenseServerHost, NNWorkerHost
+from persia.cluster.ray.nn_worker import DenseServerHost, NNWorkerHost, warn_of_idle_gpus
 from persia.cluster.ray.options import RayOptions
 from persia.cluster.ray.plan import Plan, Service, here, place
 from persia.cluster.ray.processes import Process, Processes, connect, make_plan
@@ -344,6 +344,7 @@ class Ray:
         with self._lock:
             assert self._processes is not None
             if not self._processes.of("nn_worker"):
+                warn_of_idle_gpus(self.options.gpus)
                 for rank in range(self.nn_workers):
                     self._start_nn_worker(rank)
 

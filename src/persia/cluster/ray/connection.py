@@ -141,6 +141,7 @@ class WorkerConnection:
             generation,
             self._tokens,
             dense,
+            gpus=plan.options.gpus,
         )
 
     def close(self) -> None:

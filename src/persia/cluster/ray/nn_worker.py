@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import itertools
+import logging
 import os
 import pickle
 import queue
@@ -26,7 +27,18 @@ from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Connection, DenseMaker, DensePS, Observable, Recordable
 from persia.telemetry.metrics import Readings, figures
 
-__all__ = ["CLUSTER", "DenseServerHost", "NNWorkerHost", "Outcome", "Request", "WorkerProcess"]
+__all__ = [
+    "CLUSTER",
+    "DenseServerHost",
+    "NNWorkerHost",
+    "Outcome",
+    "Request",
+    "WorkerProcess",
+    "check_cuda",
+    "warn_of_idle_gpus",
+]
+
+LOG = logging.getLogger("persia.cluster")
 
 CLUSTER = "persia cluster"
 """Takes the place of the cluster in a pickled function."""
@@ -114,11 +126,11 @@ class NNWorkerHost(Host):
 
         self.halted = False
         self.join(self.serve(self, Observable))  # In this generation.
-        backend = "cpu:gloo,cuda:nccl" if self.plan.options.gpus and torch.cuda.is_available() else "gloo"
         cluster = WorkerProcess(self, generation, recovers)
         try:
+            check_cuda(self.plan.options.gpus, self.rank)
             torch.distributed.init_process_group(
-                backend,
+                self.plan.options.process_group_backend,
                 init_method="tcp://{}:{}".format(*rendezvous),
                 rank=self.rank,
                 world_size=self.plan.nn_workers,
@@ -203,6 +215,34 @@ class _Unpickler(pickle.Unpickler):
         if name != CLUSTER:
             raise pickle.UnpicklingError(f"Unknown persistent object {name!r}.")
         return self._cluster
+
+
+def check_cuda(gpus: float, rank: int) -> None:
+    """Checks that an NN worker can use the GPUs that are reserved for it, rather than train on the CPU.
+
+    Raises:
+        ConfigError: torch sees no CUDA device here.
+    """
+    import torch
+
+    if gpus and not torch.cuda.is_available():
+        raise ConfigError(
+            f"RayOptions.gpus reserves {gpus:g} GPU for each NN worker, but torch {torch.__version__} sees no CUDA "
+            f"device in NN worker {rank} on {ray.util.get_node_ip_address()}. Install a torch with CUDA and the GPU's "
+            "driver on that host, or set gpus=0 to train on CPUs.",
+            field="gpus",
+        )
+
+
+def warn_of_idle_gpus(gpus: float) -> None:
+    """Logs a warning if Ray has GPUs, and none is reserved for NN workers. For the driver."""
+    present = ray.cluster_resources().get("GPU", 0)
+    if present and not gpus:
+        LOG.warning(
+            "Ray has GPUs (%g), but RayOptions.gpus is 0, so it gives none to NN workers. RayOptions(gpus=1) gives one "
+            "to each.",
+            present,
+        )
 
 
 def _failed(error: BaseException) -> Outcome:

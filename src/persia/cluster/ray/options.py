@@ -19,7 +19,10 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         address: of a Ray cluster: "auto" for the one that this host is part of. None uses the Ray that this process is
             connected to, or else starts one on this machine.
         cpus: that Ray reserves for each process; 0 lets it place them without counting.
-        gpus: that Ray reserves for each NN worker.
+        gpus: that Ray reserves for each NN worker, which trains on them: a run that would use the CPU instead is
+            refused. A fraction lets NN workers share a GPU: 0.5 for two.
+        backend: of torch.distributed for tensors on GPUs. "auto" is nccl, or gloo if NN workers share GPUs, which nccl
+            cannot; gloo copies through host memory. Tensors of CPUs always travel over gloo.
         compression: of rows and gradients between embedding workers and NN workers: "fp16" halves them, lossy.
         threads: of each process: of torch in an NN worker, of the store in a PS. None shares half of this machine's
             cores among the NN workers, on several hosts it gives each half of its host's.
@@ -39,6 +42,7 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     address: str | None = None
     cpus: float = 0.0
     gpus: float = 0.0
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
     compression: Literal["none", "fp16"] = "none"
     threads: int | None = None
     dense_ps: int = 1
@@ -56,6 +60,13 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in ("cpus", "gpus", "restarts"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} = {getattr(self, name)!r}; give a number >= 0.", field=name)
+        if self.backend not in ("auto", "gloo", "nccl"):
+            raise ConfigError(f"backend = {self.backend!r}; use auto, gloo or nccl.", field="backend")
+        if self.backend == "nccl" and self.gpus < 1:
+            raise ConfigError(
+                f"backend = 'nccl' needs a GPU for each NN worker, but gpus = {self.gpus:g}; set gpus=1, or use gloo.",
+                field="backend",
+            )
         if self.threads is not None and (not isinstance(self.threads, int) or self.threads < 1):
             raise ConfigError(f"threads = {self.threads!r}; give a whole number >= 1.", field="threads")
         if self.regions and not self.regions.startswith("/"):
@@ -65,3 +76,11 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         check_port(self.prometheus_port, "prometheus_port")
         if not self.timeout > 0:
             raise ConfigError(f"timeout = {self.timeout!r}; give a number of seconds > 0.", field="timeout")
+
+    @property
+    def process_group_backend(self) -> str:
+        """The argument of `torch.distributed.init_process_group`."""
+        backend = self.backend
+        if backend == "auto":
+            backend = "nccl" if self.gpus >= 1 else "gloo"
+        return "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"

@@ -1,0 +1,164 @@
+"""Where the network runs: which device is chosen, and how arrays get there."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import persia
+from persia.cluster import RayOptions
+from persia.errors import ConfigError
+from persia.nn import transfer
+from persia.nn.options import CollectionOptions
+from persia.nn.transfer import CpuStaging, copied_array, staging_for
+from persia.ps import EmbeddingServer
+from persia.services import Connection
+from persia.worker import Worker
+
+SCHEMA = persia.Schema([persia.IdFeature("item", dim=8)], labels=["click"])
+
+# --- the choice -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Makes torch report CUDA devices; their staging is only recorded."""
+
+    def report(count, current=0):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+        monkeypatch.setattr(transfer, "CudaStaging", lambda device: device)
+
+    return report
+
+
+@pytest.mark.parametrize("make", [persia.TrainerOptions, CollectionOptions])
+@pytest.mark.parametrize("name", ["gpu", "mps", "cuda:", "cuda:x", "CPU", "cpu:0", "", 1, None])
+def test_an_unknown_device_is_refused_at_once(make, name):
+    with pytest.raises(ConfigError, match=r"Invalid device .*; expected auto, cpu, cuda or cuda:N"):
+        make(device=name)
+
+
+def test_auto_is_the_default_of_the_trainer():
+    assert persia.TrainerOptions().device == "auto"
+    assert CollectionOptions().device == "cpu"  # The user's loop moves the network.
+
+
+@pytest.mark.parametrize(
+    ("count", "current", "name", "expected"),
+    [
+        (0, 0, "auto", "cpu"),
+        (0, 0, "cpu", "cpu"),
+        (2, 0, "cpu", "cpu"),
+        (2, 0, "auto", "cuda:0"),
+        (2, 1, "auto", "cuda:1"),
+        (2, 1, "cuda", "cuda:1"),
+        (2, 1, "cuda:0", "cuda:0"),
+    ],
+)
+def test_the_device_is_that_of_this_process(gpus, count, current, name, expected):
+    gpus(count, current)
+    found = staging_for(name)
+    assert str(found.device if isinstance(found, CpuStaging) else found) == expected
+
+
+@pytest.mark.parametrize(("count", "name"), [(0, "cuda"), (0, "cuda:0"), (1, "cuda:1")])
+def test_a_device_that_is_not_there_is_refused(gpus, count, name):
+    gpus(count)
+    with pytest.raises(ConfigError, match=rf"Device '{name}' is not available .* sees {count} CUDA devices") as raised:
+        staging_for(name)
+    assert raised.value.fields["field"] == "device"
+
+
+class WithGpus:
+    """In this process, as an NN worker that has a GPU reserved."""
+
+    def connect(self, schema, optimizer, mode, seed):
+        server = EmbeddingServer(schema.resolved_tables(), optimizer, mode, seed, 1)
+        return Connection(Worker(schema, [server]), [server], gpus=1.0)
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto"])  # "auto" is the CPU here.
+def test_an_nn_worker_with_a_gpu_does_not_train_on_the_cpu(gpus, device):
+    gpus(0)
+    with pytest.raises(ConfigError, match=r"RayOptions.gpus reserves 1 GPU .* would idle") as raised:
+        persia.nn.EmbeddingCollection(
+            SCHEMA, optimizer=persia.optim.SGD(lr=0.1), cluster=WithGpus(), options=CollectionOptions(device=device)
+        )
+    assert raised.value.fields["field"] == "device"
+
+
+@pytest.mark.parametrize(
+    ("given_options", "expected"),
+    [
+        ({}, "gloo"),
+        ({"gpus": 0.5}, "gloo"),
+        ({"gpus": 1}, "cpu:gloo,cuda:nccl"),
+        ({"gpus": 1, "backend": "gloo"}, "gloo"),
+        ({"gpus": 2, "backend": "nccl"}, "cpu:gloo,cuda:nccl"),
+    ],
+)
+def test_nn_workers_that_share_a_gpu_use_gloo(given_options, expected):
+    assert RayOptions(**given_options).process_group_backend == expected
+
+
+@pytest.mark.parametrize(
+    ("given_options", "message"),
+    [
+        ({"backend": "mpi"}, "use auto, gloo or nccl"),
+        ({"backend": "nccl"}, "gpus = 0; set gpus=1"),
+        ({"backend": "nccl", "gpus": 0.5}, "gpus = 0.5; set gpus=1"),
+    ],
+)
+def test_a_backend_that_cannot_work_is_refused(given_options, message):
+    with pytest.raises(ConfigError, match=message) as raised:
+        RayOptions(**given_options)
+    assert raised.value.fields["field"] == "backend"
+
+
+# --- arrays ---------------------------------------------------------------------------------------------------------
+
+DTYPES = [np.float32, np.float16, np.int32, np.int64, np.uint16, np.uint32, np.uint8, np.bool_]
+
+
+@given(st.sampled_from(DTYPES), st.integers(0, 7), st.integers(1, 3), st.booleans(), st.booleans())
+def test_an_array_of_any_kind_is_copied_once_without_a_warning(dtype, rows, step, transposed, read_only):
+    array = np.arange(rows * step * 3).astype(dtype).reshape(rows * step, 3)[::step]
+    array = array.T if transposed else array
+    array.flags.writeable = not read_only
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copy = copied_array(array)
+    assert copy.is_contiguous()
+    np.testing.assert_array_equal(copy.numpy(), array)
+    assert copy.numpy().dtype == array.dtype
+    if copy.numel():
+        copy.zero_()  # Writable, and memory of its own.
+        assert array.any() == np.arange(rows * step * 3).astype(dtype).reshape(rows * step, 3)[::step].any()
+
+
+def test_the_host_shares_writable_arrays_and_copies_read_only_ones():
+    shared, read_only = np.ones(3, np.float32), np.ones(3, np.float32)
+    read_only.flags.writeable = False
+    tensors, _ = CpuStaging().to_device({"shared": shared, "read_only": read_only})
+    assert tensors["shared"].data_ptr() == shared.ctypes.data
+    assert tensors["read_only"].data_ptr() != read_only.ctypes.data
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_read_only_arrays_are_pinned(dtype):
+    array = np.arange(100).astype(dtype)
+    array.flags.writeable = False
+    copy = copied_array(array, pin_memory=True)
+    assert copy.is_pinned()
+    tensors, ready = transfer.staging_for("cuda").to_device({"it": array})
+    ready()
+    np.testing.assert_array_equal(tensors["it"].cpu().numpy(), array)
