@@ -2,38 +2,193 @@
 
     python -m benchmarks 'gpu.*' [--preset smoke|laptop|full] [--json FILE]
 
-Needs a CUDA device; without one each measure is skipped, and says so. The work is that of `benchmarks/step.py`. The
-tables of plain PyTorch are in the memory of the GPU, so `gpu.step_vs_torch` says what it costs to keep rows where
-there is room for any number of them; `gpu.step_vs_dense_only` says how much of that the prefetching hides.
+Needs a CUDA device; without one each measure is skipped, and says so. The work is that of `benchmarks/step.py`, or a
+larger network. The tables of plain PyTorch are in the memory of the GPU, so `*vs_torch` says what it costs to keep rows
+where there is room for any number of them; `*vs_dense_only` says how much of that the prefetching hides.
+`gpu.copy_overlap` compares with a step whose copies wait, and `gpu.fp16_wire` with rows that cross as float32.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from benchmarks import runner
-from benchmarks.baselines.step_torch import DenseOnly, Plain
-from benchmarks.step import FIRST, compare
-from persia.schema import Adagrad
+from benchmarks.baselines.step_torch import DenseOnly, Plain, Samples, Variant, Workload, generate, network_optimizer
+from benchmarks.step import FIRST, ROUNDS, STEPS, WORK, Persia
+from persia import IdFeature, Schema
+from persia.modes import Mode
+from persia.nn.models import DLRM, FFNN
+from persia.nn.transfer import Ready, Staging, Then, Transfer, copied_array, nothing_to_do
+from persia.ps import EmbeddingServer
+from persia.schema import Adagrad, EmbeddingOptimizer
+from persia.services import Connection
+from persia.worker import Worker, WorkerOptions
+
+Make = Callable[[Workload, list[Samples]], Variant]
+
+ADAGRAD = Adagrad(lr=0.05, initial_accumulator=FIRST)
 
 
-def on_gpu(preset: str, peer_of, name: str) -> runner.Measure | None:
-    """Compares on the first CUDA device; None without one."""
+class SideBySide(nn.Module):
+    """A model of `persia.nn.models` whose input is all embeddings and the dense features side by side."""
+
+    def __init__(self, model_of: Callable[[Schema], nn.Module], work: Workload) -> None:
+        super().__init__()
+        self.names = [f"f{i}" for i in range(work.features)]
+        self.dim = work.dim
+        self.model = model_of(
+            Schema([IdFeature(name, dim=work.dim) for name in self.names], [f"d{i}" for i in range(work.dense)])
+        )
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Returns logits `[batch, 1]`."""
+        width = len(self.names) * self.dim
+        embeddings = values[:, :width].unflatten(1, (len(self.names), self.dim)).unbind(1)
+        logits: Tensor = self.model(values[:, width:], dict(zip(self.names, embeddings, strict=True)))
+        return logits
+
+
+class Blocking:
+    """Staging without overlap: every copy waits, from and to memory that is not pinned."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def to_device(self, arrays: Mapping[str, Any], then: Then | None = None) -> tuple[dict[str, Tensor], Ready]:
+        """Copies in the stream of the network."""
+        tensors = {name: copied_array(array).to(self.device) for name, array in arrays.items()}
+        return (tensors if then is None else then(tensors)), nothing_to_do
+
+    def to_host(self, tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Any]]:
+        """Copies at once."""
+        arrays = {name: tensor.cpu().numpy() for name, tensor in tensors.items()}
+        return lambda: arrays
+
+
+class Compressing:
+    """All roles in this process, and yet rows and gradients travel as fp16."""
+
+    def connect(self, schema: Schema, optimizer: EmbeddingOptimizer, mode: Mode, seed: int) -> Connection:
+        """Creates a PS and an embedding worker."""
+        threads = min(8, len(os.sched_getaffinity(0)))  # As in Embedded.
+        server = EmbeddingServer(schema.resolved_tables(), optimizer, mode, seed, threads)
+        return Connection(Worker(schema, [server], threads, options=WorkerOptions("fp16")), [server])
+
+
+def persia(work: Workload, data: list[Samples]) -> Persia:
+    """The step of `benchmarks/step.py`."""
+    return Persia(work, data, ADAGRAD)
+
+
+def compressing(work: Workload, data: list[Samples]) -> Persia:
+    """The same with fp16 on the wire."""
+    return Persia(work, data, ADAGRAD, Compressing())
+
+
+def blocking(work: Workload, data: list[Samples]) -> Persia:
+    """The same with copies that wait."""
+    made = Persia(work, data, ADAGRAD)
+    staging: Staging = Blocking(torch.device(work.device))
+    made.embeddings._staging, made.embeddings._transfer = staging, Transfer(staging, on_host=False)
+    made.embeddings._expander.on_host = False  # In tests, which have no GPU.
+    return made
+
+
+def with_model(make: Make, model_of: Callable[[Schema], nn.Module]) -> Make:
+    """Returns `make` with another network."""
+
+    def made(work: Workload, data: list[Samples]) -> Variant:
+        variant = make(work, data)
+        torch.manual_seed(work.seed)
+        variant.net = SideBySide(model_of, work).to(work.device)
+        variant.optimizer = network_optimizer(variant.net)
+        return variant
+
+    return made
+
+
+def compared(name: str, preset: str, work: Workload, ours_of: Make, theirs_of: Make) -> runner.Measure:
+    """Samples/s of two variants, alternating."""
+    data = generate(work)
+    ours = ours_of(work, data)
+    theirs = theirs_of(work, data)
+    try:
+        steps = STEPS[preset]
+        for variant in (ours, theirs):  # The first rounds fill the tables.
+            variant.time(2 * len(data))
+        return runner.ratio(
+            name,
+            ours=lambda: work.batch * steps / ours.time(steps),
+            theirs=lambda: work.batch * steps / theirs.time(steps),
+            of="rows/s",
+            rounds=ROUNDS[preset],
+        )
+    finally:
+        ours.close()
+        theirs.close()
+
+
+def on_gpu(
+    name: str, preset: str, ours_of: Make, theirs_of: Make, model_of: Callable[[Schema], nn.Module] | None = None
+) -> runner.Measure | None:
+    """Compares on the first CUDA device; None without one. Networks other than the usual one have rows of dim 128."""
     if not torch.cuda.is_available():
         print(f"{name} is skipped: torch {torch.__version__} sees no CUDA device.", file=sys.stderr)
         return None
-    found = compare(preset, peer_of, Adagrad(lr=0.05, initial_accumulator=FIRST), name, None, device="cuda")
+    work = replace(WORK[preset], device="cuda")
+    if model_of is not None:  # Fewer ids and batches, so that tables are filled within seconds.
+        work = replace(work, dim=128, rows=min(work.rows, 200_000), batches=min(work.batches, 16))
+        ours_of, theirs_of = with_model(ours_of, model_of), with_model(theirs_of, model_of)
+    found = compared(name, preset, work, ours_of, theirs_of)
     return replace(found, details={**found.details, "device": torch.cuda.get_device_name(0)})
 
 
 @runner.measures("gpu.step_vs_torch")
 def step_vs_torch(preset: str) -> runner.Measure | None:
-    return on_gpu(preset, Plain, "gpu.step_vs_torch")
+    return on_gpu("gpu.step_vs_torch", preset, persia, Plain)
 
 
 @runner.measures("gpu.step_vs_dense_only")
 def step_vs_dense_only(preset: str) -> runner.Measure | None:
-    return on_gpu(preset, DenseOnly, "gpu.step_vs_dense_only")
+    return on_gpu("gpu.step_vs_dense_only", preset, persia, DenseOnly)
+
+
+@runner.measures("gpu.copy_overlap")
+def copy_overlap(preset: str) -> runner.Measure | None:
+    return on_gpu("gpu.copy_overlap", preset, persia, blocking)
+
+
+@runner.measures("gpu.fp16_wire")
+def fp16_wire(preset: str) -> runner.Measure | None:
+    return on_gpu("gpu.fp16_wire", preset, compressing, persia)
+
+
+def dlrm(schema: Schema) -> nn.Module:
+    return DLRM(schema, hidden=(1024, 1024, 512, 256), bottom=(512, 256))
+
+
+@runner.measures("gpu.dlrm_128_vs_torch")
+def dlrm_vs_torch(preset: str) -> runner.Measure | None:
+    return on_gpu("gpu.dlrm_128_vs_torch", preset, persia, Plain, dlrm)
+
+
+@runner.measures("gpu.dlrm_128_vs_dense_only")
+def dlrm_vs_dense_only(preset: str) -> runner.Measure | None:
+    return on_gpu("gpu.dlrm_128_vs_dense_only", preset, persia, DenseOnly, dlrm)
+
+
+@runner.measures("gpu.ffnn_paper_vs_torch")
+def ffnn_paper_vs_torch(preset: str) -> runner.Measure | None:
+    return on_gpu("gpu.ffnn_paper_vs_torch", preset, persia, Plain, FFNN.paper)
+
+
+@runner.measures("gpu.ffnn_paper_vs_dense_only")
+def ffnn_paper_vs_dense_only(preset: str) -> runner.Measure | None:
+    return on_gpu("gpu.ffnn_paper_vs_dense_only", preset, persia, DenseOnly, FFNN.paper)

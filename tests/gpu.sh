@@ -3,6 +3,7 @@
 #
 # Needs no network and no virtual environment: $PYTHON (python3) has a torch with CUDA and numpy, CMake and a C++20 compiler are
 # installed, and the other packages lie as wheels in $WHEELS (.whl), where `make gpu-wheels` puts them on another machine.
+# Meant to fit a run of eight minutes with 16 cores. Results are printed one by one, so a run that is cut short has some.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
@@ -25,5 +26,8 @@ PYTHON_CODE
 
 cmake -S . -B build/gpu -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$(command -v "$PYTHON")" > /dev/null
 cmake --build build/gpu -j
-"$PYTHON" -m pytest -q -m gpu tests/nn tests/optim tests/trainer tests/dense
+echo "built after $SECONDS s"
+"$PYTHON" -m pytest -q -m gpu tests/nn tests/optim tests/trainer tests/dense tests/cluster/test_ray_devices.py
+echo "tested after $SECONDS s"
 "$PYTHON" -m benchmarks "gpu.*"
+echo "measured after $SECONDS s"
