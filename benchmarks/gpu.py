@@ -5,25 +5,29 @@
 Needs a CUDA device; without one each measure is skipped, and says so. The work is that of `benchmarks/step.py`, or a
 larger network. The tables of plain PyTorch are in the memory of the GPU, so `*vs_torch` says what it costs to keep rows
 where there is room for any number of them; `*vs_dense_only` says how much of that the prefetching hides.
-`gpu.copy_overlap` compares with a step whose copies wait, and `gpu.fp16_wire` with rows that cross as float32.
+`gpu.copy_overlap` compares with a step whose copies wait, `gpu.fp16_wire` with rows that cross as float32, and
+`gpu.cache_rows` with a step without copies of rows on the device.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from benchmarks import runner
 from benchmarks.baselines.step_torch import DenseOnly, Plain, Samples, Variant, Workload, generate, network_optimizer
 from benchmarks.step import FIRST, ROUNDS, STEPS, WORK, Persia
-from persia import IdFeature, Schema
-from persia.modes import Mode
+from persia import Batch, IdColumn, IdFeature, Schema, Table
+from persia.modes import Hybrid, Mode
+from persia.nn import CollectionOptions, EmbeddingCollection
 from persia.nn.models import DLRM, FFNN
 from persia.nn.transfer import Ready, Staging, Then, Transfer, copied_array, nothing_to_do
 from persia.ps import EmbeddingServer
@@ -53,6 +57,27 @@ class SideBySide(nn.Module):
         embeddings = values[:, :width].unflatten(1, (len(self.names), self.dim)).unbind(1)
         logits: Tensor = self.model(values[:, width:], dict(zip(self.names, embeddings, strict=True)))
         return logits
+
+
+class Stale(Persia):
+    """The step of `benchmarks/step.py` in Hybrid(8), with or without copies of rows on the device."""
+
+    def __init__(self, work: Workload, data: list[Samples], cache_rows: int) -> None:
+        Variant.__init__(self, work, data)
+        names = [f"f{i}" for i in range(work.features)]
+        schema = Schema(
+            [IdFeature(name, dim=work.dim) for name in names],
+            [f"d{i}" for i in range(work.dense)],
+            tables=[Table(name, work.dim, cache_rows=cache_rows) for name in names],
+        )
+        self.embeddings = EmbeddingCollection(
+            schema, optimizer=ADAGRAD, mode=Hybrid(8), options=CollectionOptions(work.device)
+        )
+        batches = [
+            Batch({n: IdColumn(ids.astype(np.uint64)) for n, ids in zip(names, s.ids, strict=True)}, s.dense, s.labels)
+            for s in data
+        ]
+        self.prefetched: Iterator[Any] = self.embeddings.prefetch(itertools.cycle(batches))
 
 
 class Blocking:
@@ -99,6 +124,16 @@ def blocking(work: Workload, data: list[Samples]) -> Persia:
     made.embeddings._staging, made.embeddings._transfer = staging, Transfer(staging, on_host=False)
     made.embeddings._expander.on_host = False  # In tests, which have no GPU.
     return made
+
+
+def cached(work: Workload, data: list[Samples]) -> Stale:
+    """Hybrid(8) with copies of the rows of 16 batches."""
+    return Stale(work, data, 16 * work.batch)
+
+
+def uncached(work: Workload, data: list[Samples]) -> Stale:
+    """Hybrid(8) without copies."""
+    return Stale(work, data, 0)
 
 
 def with_model(make: Make, model_of: Callable[[Schema], nn.Module]) -> Make:
@@ -168,6 +203,11 @@ def copy_overlap(preset: str) -> runner.Measure | None:
 @runner.measures("gpu.fp16_wire")
 def fp16_wire(preset: str) -> runner.Measure | None:
     return on_gpu("gpu.fp16_wire", preset, compressing, persia)
+
+
+@runner.measures("gpu.cache_rows")
+def cache_rows(preset: str) -> runner.Measure | None:
+    return on_gpu("gpu.cache_rows", preset, cached, uncached, dlrm)
 
 
 def dlrm(schema: Schema) -> nn.Module:

@@ -32,7 +32,7 @@ __all__ = [
 
 PRESETS = ("smoke", "laptop", "full")
 MODULES = (
-    "store", "store_pauses", "hit_rates", "peers", "batch", "reading", "checkpoint", "rpc", "step", "gpu",
+    "store", "store_pauses", "hit_rates", "peers", "batch", "reading", "checkpoint", "rpc", "step", "gpu", "reuse",
     "profile_step", "globo", "quality", "defaults", "modes", "modes_figures", "paper", "paper_figures", "convergence",
     "modes_runtime", "traffic", "roles", "cluster", "recovery", "threads", "apmsqueeze", "apms_learning",
 )  # fmt: skip

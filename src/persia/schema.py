@@ -304,6 +304,8 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             held, not with this number.
         admission: which ids get a row in training.
         value_bound: embeddings are clamped to +-this after an update; 0 for no bound.
+        cache_rows: number of rows that each NN worker keeps copies of on its device, for the batches that the mode's
+            staleness lets them serve; see the guide on GPUs. 0 for none.
     """
 
     name: str
@@ -313,12 +315,20 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     capacity: int = 1 << 30
     admission: Admission = AdmitAll()
     value_bound: float = 0.0
+    cache_rows: int = 0
 
     def __post_init__(self) -> None:
         _name("Table", self.name)
         _integer(f"Table({self.name!r})", "dim", self.dim, 1, MAX_DIM)
         _integer(f"Table({self.name!r})", "capacity", self.capacity, 1, 1 << 38)
         _number(f"Table({self.name!r})", "value_bound", self.value_bound, 0, math.inf)
+        _integer(f"Table({self.name!r})", "cache_rows", self.cache_rows, 0, (1 << 31) - 2)
+        if self.cache_rows and not isinstance(self.admission, AdmitAll):
+            raise ConfigError(
+                f"Table({self.name!r}).cache_rows = {self.cache_rows} needs admission = AdmitAll(): parameter servers "
+                "do not count the ids that copies serve. Set cache_rows to 0, or admit all ids.",
+                field=f"Table({self.name!r}).cache_rows",
+            )
 
 
 class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -28,7 +28,9 @@ def gradients(make, steps=1):
     return [parameter.grad.numpy() for parameter in variant.net.parameters()]
 
 
-@pytest.mark.parametrize(("make", "tolerance"), [(gpu.blocking, 1e-6), (gpu.compressing, 1e-4)])
+@pytest.mark.parametrize(
+    ("make", "tolerance"), [(gpu.blocking, 1e-6), (gpu.compressing, 1e-4), (gpu.cached, 1e-6), (gpu.uncached, 1e-6)]
+)
 def test_the_way_of_the_rows_does_not_change_what_is_learned(make, tolerance):
     for mine, theirs in zip(gradients(make), gradients(gpu.persia), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=tolerance)

@@ -12,7 +12,7 @@ from persia.errors import DeadlineError, StaleBatchError
 from persia.modes import Hybrid, Sync
 from persia.nn.prepared import dummy_batch
 from persia.optim import SGD
-from support.nn_processes import Model, Services, fit, parameters, resume
+from support.nn_processes import Model, Services, fit, parameters, resume, trainer
 from support.processes import Processes
 
 IDS = 40
@@ -209,6 +209,31 @@ def test_uneven_data_neither_hang_nor_lose_rows(two, batches, accumulation, mode
 
 def fit_options(rank, addresses, mode, options, call):
     return fit(rank, 2, addresses, SCHEMA, mode, norm=True, calls=(call,), **options)
+
+
+CACHED = persia.Schema(
+    SCHEMA.id_features, SCHEMA.dense_features, SCHEMA.labels, tables=[persia.Table("item", 4, cache_rows=100)]
+)
+
+
+def fit_with_copies(rank, addresses):
+    t = trainer(rank, 2, addresses, CACHED, Hybrid(4))
+    result = t.fit(None)
+    return result.staleness_max, t.embeddings.cached, parameters(t.model)
+
+
+def test_copies_of_rows_serve_several_nn_workers(two):
+    """Through embedding workers in another process, two of them."""
+    batches = make_batches([8] * 24)
+    with Services(CACHED, batches, 2, Hybrid(4)) as services:
+        (first, counts, mine), (second, others, theirs) = two.run(fit_with_copies, services.addresses)
+        assert all(worker.buffered == 0 for worker in services.workers)
+    assert first <= 4
+    assert second <= 4
+    assert min(counts.hits, counts.misses, others.hits, others.misses) > 0
+    for name, value in mine.items():
+        assert np.isfinite(value).all()
+        np.testing.assert_array_equal(theirs[name], value)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -100,3 +100,23 @@ def test_a_new_pass_begins_at_a_step_boundary():
     gate.open()
     assert gate.pass_lookup()
     assert gate.versions == [0, 1]
+
+
+@pytest.mark.parametrize(("staleness", "ahead"), [(2, 1), (5, 3), (8, 4)])
+def test_lookups_leave_half_of_the_staleness_to_copies_of_rows(staleness, ahead):
+    gate = StalenessGate(Hybrid(staleness), 1)
+    gate.reserves = True
+    gate.open()
+    for step in range(ahead + 1):  # The first one, and those ahead of its step.
+        assert gate.pass_lookup() == (step <= ahead)
+        assert gate.last_lookup == (step, 0, staleness)
+    waiting = threading.Thread(target=gate.pass_lookup, daemon=True)
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    gate.done(1)
+    waiting.join(5)
+    assert gate.last_lookup == (ahead + 1, 1, staleness)
+    assert gate.measured.max == ahead
+    gate.aged(staleness)
+    assert gate.measured == (pytest.approx((sum(range(ahead + 1)) + staleness) / (ahead + 2)), staleness, ahead + 2)

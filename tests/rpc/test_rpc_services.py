@@ -254,6 +254,9 @@ def test_ps_errors(ps):
 def test_worker(worker):
     batch_id = worker.register(COLUMNS)
     found = worker.lookup(batch_id)
+    ids = worker.distinct_ids(batch_id)
+    part = worker.lookup_part(batch_id, {name: mine > 0 for name, mine in ids.items()})
+    assert_same(dict(part.rows), {name: found.rows[name][mine > 0] for name, mine in ids.items()})
     twin = Worker(SCHEMA, [new_ps()], rank=3)
     assert twin.register(COLUMNS) == batch_id
     expected = twin.lookup(batch_id)
@@ -327,6 +330,8 @@ CALLS = {
     EmbeddingWorker: {
         "register": (COLUMNS,),
         "lookup": (1,),
+        "distinct_ids": (1,),
+        "lookup_part": (1, {"item": np.ones(2, np.bool_)}),
         "push": (header(1), [Contribution(1, ROWS)]),
         "release": (1,),
         "evaluate": (COLUMNS,),

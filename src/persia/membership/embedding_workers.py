@@ -10,13 +10,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+import numpy as np
+
 from persia import rpc
 from persia.batching.batch import IdColumn
 from persia.errors import StaleBatchError
 from persia.membership.directory import Directory, Roster, ServingMember
 from persia.rpc.fan_out import call_all
 from persia.services import EmbeddingWorker, RecordableWorker
-from persia.types import COUNTER_BITS, BatchId, Contribution, LookedUp, PushHeader, UpdateCounts, sum_counts
+from persia.types import COUNTER_BITS, BatchId, Contribution, LookedUp, Packed, PushHeader, UpdateCounts, sum_counts
 
 __all__ = ["EmbeddingWorkers"]
 
@@ -50,6 +52,24 @@ class EmbeddingWorkers:
         return self._any(
             "register", lambda member: member.service.register(id_features), self._home, past_deadline=True
         )
+
+    def distinct_ids(self, batch_id: int) -> Packed[np.uint64]:
+        """Returns the distinct ids of a registered batch by table.
+
+        Raises:
+            StaleBatchError: the batch is unknown, or lost with its embedding worker.
+        """
+        return self._ask(batch_id, "distinct_ids", lambda worker: worker.distinct_ids(batch_id))
+
+    def lookup_part(self, batch_id: int, wanted: Packed[np.bool_]) -> LookedUp:
+        """Looks up some rows of a registered batch.
+
+        Raises:
+            StaleBatchError: the batch is unknown, or lost with its embedding worker.
+        """
+        found = self._ask(batch_id, "lookup", lambda worker: worker.lookup_part(batch_id, wanted))
+        self._rows[batch_id] = _rows(found)
+        return found
 
     def lookup(self, batch_id: int, train: bool = True) -> LookedUp:
         """Looks up the rows of a registered batch.

@@ -36,6 +36,7 @@ from persia.nn.prepared import PreparedBatch, dummy_batch, loss_scale
 from persia.nn.pushing import Outbox, PushCounts, Pusher, StepPusher, TokenPusher, named, run_now
 from persia.nn.replicas import EqualSteps
 from persia.nn.row_access import RowAccess
+from persia.nn.row_cache import CacheCounts, CachePlan, RowCache, leaves_time_for_copies
 from persia.nn.step_timings import StepTimings
 from persia.nn.token_client import TokenClient
 from persia.nn.transfer import Encoded, Ready, Transfer, nothing_to_do, staging_for
@@ -112,6 +113,7 @@ class EmbeddingCollection(torch.nn.Module):
         self.gate = StalenessGate(self.mode, self.options.accumulation_steps)
         self.outbox = Outbox(self.connection)
         """The pushes so far."""
+        self._cache = RowCache(schema.resolved_tables())
         self._steps = StepPusher(self.outbox, self.gate, self.options.accumulation_steps)
         self._pusher: Pusher = self._steps
         self._pipeline: Pipeline | None = None
@@ -249,6 +251,11 @@ class EmbeddingCollection(torch.nn.Module):
         return self.gate.measured
 
     @property
+    def cached(self) -> CacheCounts:
+        """Outcome of lookups of tables with `cache_rows` so far, in distinct rows of batches."""
+        return self._cache.counts
+
+    @property
     def ready(self) -> int:
         """Number of batches that are looked up and wait for the network."""
         pipeline = self._pipeline
@@ -289,7 +296,8 @@ class EmbeddingCollection(torch.nn.Module):
             )
         self.flush()
         pusher.open(start)
-        look_up = functools.partial(self._look_up, dummy_rows=equal_steps.dummy_rows if equal_steps else 1)
+        dummy_rows = equal_steps.dummy_rows if equal_steps else 1
+        look_up = functools.partial(self._look_up, dummy_rows=dummy_rows, cache=self._open_cache())
         stages = Stages(
             self._register,
             pusher.may_look_up,
@@ -379,15 +387,39 @@ class EmbeddingCollection(torch.nn.Module):
         self.outbox.registered.add(batch.batch_id)
         return batch
 
-    def _look_up(self, batch: FedBatch, dummy_rows: int) -> tuple[PreparedBatch, Ready]:
+    def _open_cache(self) -> RowCache | None:
+        """Returns the cache for a pass, without copies; None if there is none, or no copy could serve a batch."""
+        self.gate.reserves = False
+        if not self._cache or self.outbox.observer is not None:  # A recorded run has the versions of lookups only.
+            return None
+        self.gate.reserves = leaves_time_for_copies(self.mode)
+        self._cache.clear()
+        if self.gate.reserves:
+            return self._cache
+        LOG.warning(
+            "cache_rows has no effect in %s, which leaves no time for copies of rows to serve. It needs Hybrid with a "
+            "staleness of 2 or more.",
+            self.mode,
+        )
+        return None
+
+    def _look_up(self, batch: FedBatch, dummy_rows: int, cache: RowCache | None = None) -> tuple[PreparedBatch, Ready]:
         """Looks up the rows of a batch; returns a dummy batch if it was lost with its embedding worker."""
+        plan: CachePlan | None = None
         try:
-            found = (self.outbox.observer or self._worker).lookup(batch.batch_id)
+            if cache is None:
+                found = (self.outbox.observer or self._worker).lookup(batch.batch_id)
+            else:
+                plan = cache.plan(self._worker.distinct_ids(batch.batch_id), self.gate.last_lookup)
+                found = self._worker.lookup_part(batch.batch_id, plan.wanted)
         except StaleBatchError:
+            self._cache.clear()
             self.outbox.lost(batch)
             return dummy_batch(self.schema, dummy_rows, self._staging.device), nothing_to_do
         self._compressed = found.scales is not None
-        prepared, ready = self._transfer.rows(batch, found)
+        prepared, ready = self._transfer.rows(batch, found, plan)
+        if plan is not None:
+            self.gate.aged(plan.oldest)
         prepared.await_gradient(batch.batch_id, self._end_of_backward)
         return prepared, ready
 

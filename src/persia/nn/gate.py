@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from persia.modes import Mode, Observation
 
-__all__ = ["Staleness", "StalenessGate", "Window"]
+__all__ = ["LookupTime", "Staleness", "StalenessGate", "Window"]
 
 
 class Window:
@@ -83,6 +83,20 @@ class Staleness(NamedTuple):
     lookups: int = 0
 
 
+class LookupTime(NamedTuple):
+    """The moment of a lookup, in steps of the pass.
+
+    Attributes:
+        step: of the batch that is looked up.
+        applied: steps whose gradients are in the rows that the lookup finds, at least: all before this one.
+        limit: number of steps before `step` that a row may lack.
+    """
+
+    step: int
+    applied: int
+    limit: int
+
+
 class StalenessGate:
     """Lets lookups pass as the mode allows. A step is one batch, or `accumulation_steps` of them.
 
@@ -94,6 +108,10 @@ class StalenessGate:
         self.depth = mode.initial_depth()
         self.versions: list[int] | None = None
         """If a list, the number of applied steps is appended at each lookup."""
+        self.reserves = False
+        """Whether lookups run only half as far ahead as the mode allows, so that copies of rows may serve the rest."""
+        self.last_lookup = LookupTime(0, 0, 0)
+        """The moment of the last lookup that has passed. For the lookup thread."""
         self._accumulation = accumulation_steps
         # Of the current pass over the data, in batches; earlier passes count as `_steps_before`.
         self._looked_up = 0
@@ -143,11 +161,14 @@ class StalenessGate:
         """
         with self._changed:
             began = time.monotonic()
-            while self._open and not self.mode.gate(self._in_flight(), self._depth_at(self._looked_up)):
+            while self._open and not self.mode.gate(self._in_flight(), self._ahead_at(self._looked_up)):
                 self._changed.wait()
             if not self._open:
                 return False
             staleness = self._in_flight()
+            step = self._looked_up // self._accumulation
+            limit = self._depth_at(self._looked_up)
+            self.last_lookup = LookupTime(step, step - staleness, staleness if limit is None else limit)
             self._sum += staleness
             self._max = max(self._max, staleness)
             if self.versions is not None:
@@ -156,6 +177,13 @@ class StalenessGate:
             self._looked_up += 1
             self._held.append(time.monotonic() - began)
             return True
+
+    def aged(self, staleness: int) -> None:
+        """Notes that the oldest row of the last lookup is a copy that lacks this many steps."""
+        with self._changed:
+            fresh = self.last_lookup.step - self.last_lookup.applied
+            self._sum += max(0, staleness - fresh)
+            self._max = max(self._max, staleness)
 
     def done(self, batches: int) -> None:
         """Notes that this many looked-up batches are applied or released."""
@@ -188,6 +216,11 @@ class StalenessGate:
     def _depth_at(self, batch: int) -> int | None:
         """Returns the depth for the lookup of a batch of this pass, by its number."""
         return self.mode.depth_at(self.depth, self._first_step + batch // self._accumulation)
+
+    def _ahead_at(self, batch: int) -> int | None:
+        """Returns the number of steps that may be in flight at the lookup of a batch: the depth, or a half of it."""
+        depth = self._depth_at(batch)
+        return depth if depth is None or not self.reserves else -(-depth // 2)
 
     def _in_flight(self) -> int:
         """Returns the number of steps before that of the next batch without an applied gradient."""

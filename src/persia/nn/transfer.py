@@ -14,6 +14,7 @@ from persia.batching.batch import Batch
 from persia.errors import ConfigError
 from persia.nn.options import check_device
 from persia.nn.prepared import PreparedBatch
+from persia.nn.row_cache import CachePlan
 from persia.types import FedBatch, Floats, Halves, Int64Array, Inverse, LookedUp, Packed, WireRows
 
 __all__ = [
@@ -230,15 +231,27 @@ class Transfer:
         self._on_host = on_host
         self._scratch = batching.Scratch()
 
-    def rows(self, batch: Batch | FedBatch, found: LookedUp) -> tuple[PreparedBatch, Ready]:
-        """Returns the batch on the device; call the second result in the using thread first."""
+    def rows(
+        self, batch: Batch | FedBatch, found: LookedUp, cached: CachePlan | None = None
+    ) -> tuple[PreparedBatch, Ready]:
+        """Returns the batch on the device; call the second result in the using thread first.
+
+        Args:
+            batch: the samples.
+            found: their rows, without those that `cached` has.
+            cached: the plan of a `RowCache`, which gets copies of the rows that were found.
+        """
         arrays: dict[str, NDArray[Any]] = {"dense": batch.dense, "labels": batch.labels}
+        if cached is not None:
+            arrays["places"] = cached.places.buffer
         inverse: dict[str, Inverse] | dict[str, torch.Tensor]
         offsets: dict[str, Int64Array | None] | dict[str, torch.Tensor | None]
         if self._on_host:
             plain = decode(found.rows, found.scales, self._scratch)
             tensors, ready = self._staging.to_device({**arrays, "rows": plain.buffer})
             rows, inverse = unpacked(tensors["rows"], plain), found.inverse
+            if cached is not None:
+                rows = cached.assemble(rows, unpacked(tensors["places"].long(), cached.places))
             ends = cast("Mapping[str, Int64Array]", found.offsets)
             offsets = {name: ends.get(name) for name in inverse}
         else:
@@ -252,6 +265,8 @@ class Transfer:
             def unpack(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
                 made.update({kind: unpacked(tensors[kind], pack) for kind, pack in packed.items()})
                 made["rows"] = decode_tensors(made["rows"], made.get("scales"))
+                if cached is not None:
+                    made["rows"] = cached.assemble(made["rows"], unpacked(tensors["places"].long(), cached.places))
                 return {**tensors, **{f"rows/{name}": rows for name, rows in made["rows"].items()}}
 
             tensors, ready = self._staging.to_device(arrays, unpack)

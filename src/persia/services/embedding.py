@@ -250,6 +250,26 @@ class EmbeddingWorker(Protocol):
             StaleBatchError: the batch is unknown here: pushed, released, expired, or of an earlier incarnation.
         """
 
+    def distinct_ids(self, batch_id: int) -> Packed[np.uint64]:
+        """Returns the distinct ids of a registered batch by table, in the order of its rows.
+
+        Raises:
+            StaleBatchError: the batch is unknown here.
+        """
+
+    def lookup_part(self, batch_id: int, wanted: Packed[np.bool_]) -> LookedUp:
+        """Looks up some rows of a registered batch for training, where the NN worker has the others.
+
+        Args:
+            batch_id: what `register` returned.
+            wanted: by table, bool `[unique ids]`, in the order of `distinct_ids`: the rows to return. Indices in the
+                result are those of all rows, and so are gradients to push.
+
+        Raises:
+            StaleBatchError: the batch is unknown here.
+            StoreError: `wanted` does not fit the ids of the batch.
+        """
+
     @rpc.waits
     def push(self, header: PushHeader, contributions: Sequence[Contribution]) -> dict[str, UpdateCounts]:
         """Sends the sum of the gradients of these batches to the PSs as one update, and forgets the batches.

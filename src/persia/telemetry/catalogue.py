@@ -70,6 +70,8 @@ CATALOGUE: dict[str, MetricKind] = {
     "nn_torch_threads": MetricKind("gauge", "threads that torch computes with"),
     "nn_staleness_sum": MetricKind("counter", "own steps between lookup and applied gradient, over all lookups"),
     "nn_staleness_lookups": MetricKind("counter", "lookups that were measured"),
+    "nn_cache_hits": MetricKind("counter", "distinct rows that copies on the device have served"),
+    "nn_cache_misses": MetricKind("counter", "likewise, rows that were looked up"),
     "nn_staleness_max": MetricKind("gauge", "the largest staleness"),
     "nn_dropped_rows": MetricKind("counter", "rows of gradients that were not applied, by reason: absent, non_finite"),
     "nn_dropped_batches": MetricKind("counter", "batches without an applied gradient, by reason: released, lost, ..."),

@@ -62,6 +62,8 @@ class Monitor:
                 "staleness_sum": round(staleness.mean * staleness.lookups),
                 "staleness_lookups": staleness.lookups,
                 "staleness_max": staleness.max,
+                "cache_hits": embeddings.cached.hits,
+                "cache_misses": embeddings.cached.misses,
                 **self._checkpointing.metrics(),
             },
         )

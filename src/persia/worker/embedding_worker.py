@@ -108,6 +108,24 @@ class Worker:
             self.release(batch_id)
         return found
 
+    def distinct_ids(self, batch_id: int) -> Packed[np.uint64]:
+        """Returns the distinct ids of a registered batch by table, in the order of its rows.
+
+        Raises:
+            StaleBatchError: the batch is unknown, pushed, released, expired, or of another incarnation.
+        """
+        with self._buffer.use(batch_id) as entry:
+            return entry.ids
+
+    def lookup_part(self, batch_id: int, wanted: Packed[np.bool_]) -> LookedUp:
+        """Looks up some rows of a registered batch for training; see `persia.services.EmbeddingWorker`.
+
+        Raises:
+            StaleBatchError: the batch is unknown, pushed, released, expired, or of another incarnation.
+            StoreError: `wanted` does not fit the ids of the batch.
+        """
+        return self._look_up(batch_id, [server.lookup for server in self._servers], True, wanted)
+
     def recorded_lookup(self, batch_id: int) -> LookedUp:
         """Looks up a batch for training, and records it at the PSs; see `persia.services.RecordableWorker`."""
         servers = [rpc.cast_to(RecordableRows, server) for server in self._servers]
@@ -205,10 +223,14 @@ class Worker:
         return len(self._buffer)
 
     def _look_up(
-        self, batch_id: int, lookups: Sequence[Callable[[Packed[np.uint64], T], Packed[np.float32]]], argument: T
+        self,
+        batch_id: int,
+        lookups: Sequence[Callable[[Packed[np.uint64], T], Packed[np.float32]]],
+        argument: T,
+        wanted: Packed[np.bool_] | None = None,
     ) -> LookedUp:
         with self._buffer.use(batch_id) as entry:
-            found = self._rows(entry, lookups, argument)
+            found = self._rows(entry if wanted is None else self._router.part_of(entry, wanted), lookups, argument)
         self._count("looked_up")
         self._carried("row_bytes", found.rows, found.scales)
         return found

@@ -67,6 +67,29 @@ class Router:
         ends = {name: column.offsets for name, column in columns.items() if column.offsets is not None}
         return Entry(found, Packed.of(ends, np.int64))
 
+    def part_of(self, entry: Entry, wanted: Packed[np.bool_]) -> Entry:
+        """Returns an entry with some of the distinct ids; the places of ids stay those of the whole.
+
+        Args:
+            entry: the whole.
+            wanted: by table, bool `[unique ids]`.
+
+        Raises:
+            StoreError: `wanted` does not fit the ids of the batch.
+        """
+        ids, bounds, narrow, wide = entry.found
+        wanted = Packed.of(wanted, np.bool_)
+        if list(wanted.names) != list(ids.names) or list(wanted.counts) != list(ids.counts):
+            raise StoreError(
+                f"wanted has {dict(zip(wanted.names, wanted.counts, strict=True))} rows; give one flag for each of the "
+                f"distinct ids, {dict(zip(ids.names, ids.counts, strict=True))}."
+            )
+        before = np.concatenate(([0], np.cumsum(wanted.buffer, dtype=np.int64)))  # Wanted ids before each id.
+        starts = np.concatenate(([0], np.cumsum(ids.counts)))[:-1, None].astype(np.int64)
+        kept = np.ascontiguousarray(before[starts + bounds] - before[starts])
+        part = Packed(ids.names, kept[:, -1].tolist(), ids.buffer[wanted.buffer])
+        return Entry(batching.PackedBatch(part, kept, narrow, wide), entry.offsets)
+
     def ids_of(self, entry: Entry, server: int) -> Packed[np.uint64]:
         """Returns the ids to request from one PS."""
         return batching.take_part(entry.ids, entry.found.bounds, server)

@@ -1,0 +1,363 @@
+"""Copies of rows on the device: each row that the model gets is a state of the row as new as the mode demands."""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import persia
+from persia.errors import ConfigError, StaleBatchError, StoreError
+from persia.modes import Async, Bsp, Gba, HopBs, Hybrid, Sync
+from persia.nn.gate import LookupTime
+from persia.nn.options import CollectionOptions
+from persia.nn.row_cache import NEVER, RowCache, leaves_time_for_copies
+from persia.nn.transfer import Transfer, unpacked
+from persia.ps import EmbeddingServer
+from persia.schema import AdmitMinFrequency, Table
+from persia.services import Connection
+from persia.types import Packed
+from persia.worker import Worker, WorkerOptions
+
+# --- the cache against a slow twin -----------------------------------------------------------------------------------
+
+
+class Copy(NamedTuple):
+    id: int
+    applied: int
+    row: float
+
+
+class ReferenceCache:
+    """The same in dicts: by table and slot the last row that was fetched."""
+
+    def __init__(self, tables):
+        self.tables = {name: table for name, table in tables.items() if table.cache_rows}
+        self.slots = {}
+
+    def slot(self, table, id_):
+        return (id_ * 0x9E3779B97F4A7C15 % (1 << 64) >> 32) % self.tables[table].cache_rows
+
+    def rows(self, ids, at, fetch):
+        """Rows of a batch by table, and the ids that were fetched."""
+        found, fetched, put = {}, {}, {}
+        for table, mine in ids.items():
+            found[table], fetched[table] = [], []
+            for id_ in mine:
+                copy = self.slots.get((table, self.slot(table, id_))) if table in self.tables else None
+                if copy is not None and copy.id == id_ and at.step - copy.applied <= at.limit:
+                    found[table].append(copy.row)
+                else:
+                    fetched[table].append(id_)
+                    found[table].append(fetch(table, id_))
+                    if table in self.tables:
+                        put[table, self.slot(table, id_)] = Copy(id_, at.applied, found[table][-1])
+        self.slots.update(put)
+        return found, fetched
+
+
+def batches_of(tables):
+    ids = st.fixed_dictionaries({t: st.lists(st.integers(0, 12), max_size=8, unique=True) for t in tables})
+    return st.lists(st.tuples(ids, st.integers(0, 4)), min_size=1, max_size=12)
+
+
+@settings(max_examples=150)
+@given(batches_of(["a", "b", "plain"]), st.integers(1, 20), st.integers(1, 5), st.integers(0, 5))
+def test_it_does_as_its_twin_and_no_row_is_too_old(batches, capacity, other, limit):
+    tables = {
+        "a": Table("a", 2, cache_rows=capacity),
+        "plain": Table("plain", 1),
+        "b": Table("b", 3, cache_rows=other),
+    }
+    cache, twin = RowCache(tables), ReferenceCache(tables)
+    hits = misses = 0
+    for step, (ids, in_flight) in enumerate(batches):
+        # Every row changes with every step; its value is the number of steps in it. More may be in it than is known.
+        at = LookupTime(step, max(0, step - min(in_flight, limit)), limit)
+
+        def fetch(table, id_, at=at):
+            return at.applied + id_ % 2 * (at.step - at.applied)
+
+        expected, fetched = twin.rows(ids, at, fetch)
+        packed = Packed.of({t: np.array(mine, np.uint64) for t, mine in ids.items()}, np.uint64)
+        plan = cache.plan(packed, at)
+        assert {t: packed[t][plan.wanted[t]].tolist() for t in ids} == fetched
+        rows = {t: torch.tensor([[float(fetch(t, i))] * tables[t].dim for i in mine]) for t, mine in fetched.items()}
+        rows = {t: r.reshape(-1, tables[t].dim) for t, r in rows.items()}
+        for table in ("a", "b"):  # On a GPU, of several writes to one slot any may win.
+            taken = plan.places[f"{table}/taken"]
+            assert len(set(taken[taken < tables[table].cache_rows])) == (taken < tables[table].cache_rows).sum()
+        places = unpacked(torch.from_numpy(plan.places.buffer).long(), plan.places)
+        whole = plan.assemble(rows, places)
+        oldest = 0
+        for table, values in whole.items():
+            assert values.shape == (len(ids[table]), tables[table].dim)
+            assert values[:, 0].tolist() == expected[table]
+            assert all(at.step - value <= at.limit for value in expected[table])
+            if table != "plain":
+                hits, misses = hits + len(values) - len(fetched[table]), misses + len(fetched[table])
+                old = [v for i, v in zip(ids[table], expected[table], strict=True) if i not in fetched[table]]
+                oldest = max([oldest, *(at.step - v for v in old)])
+        assert plan.oldest >= oldest
+        assert cache.counts == (hits, misses)
+
+
+def test_clearing_forgets_all_copies():
+    cache = RowCache({"a": Table("a", 1, cache_rows=8)})
+    ids = Packed.of({"a": np.arange(3, dtype=np.uint64)}, np.uint64)
+    assert cache.plan(ids, LookupTime(0, 0, 5)).wanted.buffer.all()
+    cache.clear()
+    assert cache.plan(ids, LookupTime(1, 1, 5)).wanted.buffer.all()
+    assert (cache._applied > NEVER).sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "leaves"),
+    [
+        (Sync(), False),
+        (Hybrid(1), False),
+        (Hybrid(2), True),
+        (Hybrid(8, combine=False), True),
+        (Hybrid("auto"), False),
+        (Hybrid(None), False),
+        (Async(4), False),
+        (Gba(100), False),
+        (Bsp(2), False),
+        (HopBs(2), False),
+    ],
+)
+def test_only_some_modes_leave_time_for_copies(mode, leaves):
+    assert leaves_time_for_copies(mode) == leaves
+
+
+def test_a_table_that_counts_ids_has_no_copies():
+    with pytest.raises(ConfigError, match=r"cache_rows = 5 needs admission = AdmitAll"):
+        Table("item", 4, cache_rows=5, admission=AdmitMinFrequency(2))
+    with pytest.raises(ConfigError, match="cache_rows"):
+        Table("item", 4, cache_rows=-1)
+
+
+# --- in training ------------------------------------------------------------------------------------------------------
+
+
+def schema(cache_rows):
+    return persia.Schema(
+        [
+            persia.IdFeature("item"),
+            persia.IdFeature("history", table="item", pooling="mean"),
+            persia.IdFeature("user", dim=3),
+        ],
+        labels=["click"],
+        tables=[Table("item", 4, cache_rows=cache_rows)],
+    )
+
+
+def make_batches(count, ids=20, size=8, seed=0):
+    rng = np.random.default_rng(seed)
+    offsets = np.arange(0, 2 * size + 1, 2, dtype=np.int64)
+
+    def some(n):
+        return (ids * rng.random(n) ** 2).astype(np.uint64)
+
+    return [
+        persia.Batch(
+            {
+                "item": persia.IdColumn(some(size)),
+                "history": persia.IdColumn(some(2 * size), offsets),
+                "user": persia.IdColumn(some(size)),
+            },
+            np.zeros((size, 0), np.float32),
+            np.zeros((size, 1), np.float32),
+        )
+        for _ in range(count)
+    ]
+
+
+class Watching:
+    """Roles in this process. Keeps the states of all rows of `item`, after each step that is applied."""
+
+    def __init__(self, servers=1, compression="none", ids=20):
+        self.count, self.compression, self.ids = servers, compression, ids
+        self.states = []
+        self.asked = 0
+
+    def connect(self, schema, optimizer, mode, seed):
+        tables = schema.resolved_tables()
+        self.servers = [EmbeddingServer(tables, optimizer, mode, seed, 1) for _ in range(self.count)]
+        self.worker = Worker(schema, self.servers, options=WorkerOptions(self.compression))
+        push, lookup = self.worker.push, self.worker.lookup_part
+
+        def watched_push(header, contributions):
+            counts = push(header, contributions)
+            self.states.append(self.rows())
+            return counts
+
+        def watched_lookup(batch_id, wanted):
+            found = lookup(batch_id, wanted)
+            self.asked += len(found.rows["item"])
+            return found
+
+        self.worker.push, self.worker.lookup_part = watched_push, watched_lookup
+        return Connection(self.worker, self.servers)
+
+    def rows(self):
+        column = np.arange(self.ids, dtype=np.uint64)
+        found = np.zeros((self.ids, 4), np.float32)
+        for server in self.servers:
+            rows = server.read_rows("item", column, False)
+            found[rows.found] = rows.values[rows.found]
+        return found
+
+
+def train(cluster, mode, cache_rows, batches, on_host=True, accumulation=1, device="cpu"):
+    """Trains; returns the collection, and for each batch the rows that the model got, with their ids."""
+    embeddings = persia.nn.EmbeddingCollection(
+        schema(cache_rows),
+        optimizer=persia.optim.SGD(lr=0.05),
+        mode=mode,
+        cluster=cluster,
+        options=CollectionOptions(device=device, accumulation_steps=accumulation),
+    )
+    embeddings._expander.on_host = on_host
+    embeddings._transfer = Transfer(embeddings._staging, on_host)
+    seen = []
+    for number, batch in enumerate(embeddings.prefetch(batches)):
+        entry = cluster.worker.distinct_ids(batch.batch_id)
+        seen.append((entry["item"].copy(), batch.rows["item"].detach().clone().cpu().numpy()))
+        loss = sum((values.square() + values).mean() * (1 + number % 3) for values in embeddings(batch).values())
+        loss.backward()
+    return embeddings, seen
+
+
+def rows_are_new_enough(staleness, cache_rows, servers, on_host, accumulation, device="cpu"):
+    cluster = Watching(servers)
+    embeddings, seen = train(cluster, Hybrid(staleness), cache_rows, make_batches(40), on_host, accumulation, device)
+    assert embeddings.cached.hits > 0
+    assert cluster.asked == embeddings.cached.misses
+    assert embeddings.cached.hits + embeddings.cached.misses == sum(len(ids) for ids, _ in seen)
+    assert embeddings.staleness.max == staleness  # Id 0 is in every batch, and its copy serves as long as it may.
+    initial = Watching(1).connect(schema(0), persia.optim.SGD(lr=0.05), Sync(), 0)
+    everything = Packed.of({"item": np.arange(20, dtype=np.uint64)}, np.uint64)
+    first = initial.servers[0].lookup(everything, True)["item"]
+    states = [first, *(np.where(state.any(1, keepdims=True), state, first) for state in cluster.states)]
+    for number, (ids, rows) in enumerate(seen):
+        step = number // accumulation
+        for id_, row in zip(ids, rows, strict=True):
+            allowed = [state[int(id_)] for state in states[max(0, step - staleness) : step + 1]]
+            assert any(np.array_equal(row, state) for state in allowed)
+
+
+@pytest.mark.parametrize(
+    ("staleness", "cache_rows", "servers", "on_host", "accumulation"),
+    [(2, 64, 1, True, 1), (4, 64, 3, True, 1), (6, 7, 2, False, 1), (4, 64, 1, False, 2)],
+)
+def test_each_row_is_a_state_that_lacks_no_more_steps_than_allowed(
+    staleness, cache_rows, servers, on_host, accumulation
+):
+    rows_are_new_enough(staleness, cache_rows, servers, on_host, accumulation)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_copies_on_a_gpu_are_new_enough():
+    rows_are_new_enough(4, 64, 2, False, 1, "cuda")
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_a_cache_changes_nothing_where_staleness_is_0(on_host, caplog):
+    found = []
+    for cache_rows in (0, 64):
+        cluster = Watching(2)
+        with caplog.at_level(logging.WARNING, "persia.nn"):
+            embeddings, _ = train(cluster, Sync(), cache_rows, make_batches(20), on_host)
+        found.append(cluster.rows())
+        assert embeddings.cached == (0, 0)
+    np.testing.assert_array_equal(*found)
+    assert caplog.text.count("cache_rows has no effect in Sync") == 1
+
+
+def test_a_cache_changes_nothing_where_no_id_comes_again_soon():
+    batches = []
+    for number in range(12):
+        ids = np.arange(4, dtype=np.uint64) + 4 * (number % 5)
+        columns = {name: persia.IdColumn(ids) for name in ("item", "user")}
+        columns["history"] = persia.IdColumn(ids, np.arange(5, dtype=np.int64))
+        batches.append(persia.Batch(columns, np.zeros((4, 0), np.float32), np.zeros((4, 1), np.float32)))
+    found = []
+    for cache_rows in (0, 64):
+        cluster = Watching()
+        embeddings, _ = train(cluster, Hybrid(4), cache_rows, batches)
+        found.append(cluster.rows())
+    assert embeddings.cached == (0, 48)
+    np.testing.assert_array_equal(*found)
+
+
+def test_compressed_rows_are_cached_too():
+    cluster = Watching(compression="fp16")
+    embeddings, seen = train(cluster, Hybrid(4), 64, make_batches(20), on_host=False)
+    assert embeddings.cached.hits > 0
+    assert all(np.isfinite(rows).all() for _, rows in seen)
+
+
+def test_copies_do_not_outlive_a_pass():
+    """Between passes rows may be set."""
+    cluster = Watching()
+    embeddings, _ = train(cluster, Hybrid(4), 64, make_batches(1))
+    ids = np.arange(20, dtype=np.uint64)
+    embeddings.set_rows("item", ids, np.full((20, 4), 7.0, np.float32))
+    for batch in embeddings.prefetch(make_batches(1)):
+        assert (batch.rows["item"] == 7).all()
+
+
+def test_a_batch_that_is_lost_leaves_no_copy():
+    """Slots were taken for rows that never came."""
+    cluster = Watching()
+    embeddings = persia.nn.EmbeddingCollection(
+        schema(64), optimizer=persia.optim.SGD(lr=0.05), mode=Hybrid(4), cluster=cluster
+    )
+    lookup, calls = cluster.worker.lookup_part, []
+
+    def losing(batch_id, wanted):
+        calls.append(wanted["item"].copy())
+        if len(calls) == 2:
+            raise StaleBatchError("lost", batch_id=batch_id)
+        return lookup(batch_id, wanted)
+
+    cluster.worker.lookup_part = losing
+    (batch,) = make_batches(1)
+    for prepared in embeddings.prefetch([batch] * 4):
+        assert np.isfinite(prepared.rows["item"].detach().numpy()).all()
+        sum(values.sum() for values in embeddings(prepared).values()).backward()
+    assert calls[2].all()
+    assert embeddings.pushed.lost_batches == 1
+
+
+def test_flags_that_do_not_fit_a_batch_are_refused():
+    worker = Watching().connect(schema(0), persia.optim.SGD(lr=0.1), Sync(), 0).worker
+    (batch,) = make_batches(1)
+    batch_id = worker.register(batch.id_features)
+    ids = worker.distinct_ids(batch_id)
+    for wrong in ({"item": ids["item"] > 0}, {"item": np.ones(1, np.bool_), "user": ids["user"] > 0}):
+        with pytest.raises(StoreError, match="give one flag for each of the distinct ids"):
+            worker.lookup_part(batch_id, Packed.of(wrong, np.bool_))
+
+
+@given(st.integers(1, 4), st.integers(0, 2**32))
+@settings(max_examples=30)
+def test_some_rows_of_a_batch_are_those_of_the_whole(servers, seed):
+    worker = Watching(servers).connect(schema(0), persia.optim.SGD(lr=0.1), Sync(), 0).worker
+    (batch,) = make_batches(1, seed=seed)
+    batch_id = worker.register(batch.id_features)
+    whole, ids = worker.lookup(batch_id), worker.distinct_ids(batch_id)
+    rng = np.random.default_rng(seed)
+    wanted = {name: rng.random(len(mine)) < rng.random() for name, mine in ids.items()}
+    part = worker.lookup_part(batch_id, Packed.of(wanted, np.bool_))
+    for name, flags in wanted.items():
+        np.testing.assert_array_equal(part.rows[name], whole.rows[name][flags])
+        for feature, places in whole.inverse.items():
+            np.testing.assert_array_equal(part.inverse[feature], places)
