@@ -179,6 +179,8 @@ def test_bad_calls_leave_the_store_unchanged(call, message):
         ({"capacity": 0}, "capacity"),
         ({"shards": 3}, "shards"),
         ({"capacity": 2, "shards": 4}, "capacity"),
+        ({"capacity": 2**41 + 1}, "capacity"),
+        ({"capacity": 2**33, "shards": 2}, "capacity exceeds 8589934588 rows in 2 shards"),
         ({"optimizer": "adamw"}, "optimizer"),
         ({"optimizer_params": {"momentum": 0.9}}, "momentum"),
         ({"optimizer": "adam", "optimizer_params": {"beta1": 1.0}}, "beta1"),
@@ -192,6 +194,33 @@ def test_bad_calls_leave_the_store_unchanged(call, message):
 def test_bad_tables_name_the_field(settings, field):
     with pytest.raises(ConfigError, match=field):
         TableConfig(**{"name": "item", "dim": 4, **settings})
+
+
+@pytest.mark.parametrize(
+    ("capacity", "shards"),
+    [(1, 1), (8_191, 1), (8_192, 2), (32_767, 4), (32_768, 8), (2**30, 8), (2**34, 8), (2**34 + 1, 16), (2**41, 1024)],
+)
+def test_shards_follow_from_capacity(capacity, shards):
+    config = TableConfig("item", 4, capacity=capacity)
+    assert config.resolved_shards == shards
+    assert -(-capacity // shards) < 2**32 - 1
+    assert TableConfig("item", 4, capacity=2**12, shards=64).resolved_shards == 64
+
+
+def test_a_table_of_more_than_2_to_the_32_rows(tmp_path):
+    """Its shards have fewer rows each, and a process that attaches to its regions chooses as many."""
+    config = TableConfig("item", 1, capacity=2**34 + 5)
+    assert config.resolved_shards == 16
+    many = np.arange(0, 2**64, 2**44, dtype=np.uint64)
+    store = NativeStore()
+    store.create_table(config, files=str(tmp_path / "item"))
+    found = store.lookup([0], [many], True)[0]
+    assert store.size(0) == len(many)
+    del store
+    again = NativeStore()
+    again.create_table(config, files=str(tmp_path / "item"), attach=True)
+    assert again.recovery(0)["shards"] == 16
+    np.testing.assert_array_equal(again.lookup([0], [many], False)[0], found)
 
 
 def test_table_names_are_unique():

@@ -30,6 +30,14 @@ _INITIALIZERS = ("uniform", "normal", "zeros", "rsqrt_dim")
 _ADMISSIONS = ("all", "probability", "min_frequency")
 _ROWS_PER_SHARD = 4096
 _DEFAULT_SHARDS = 8
+_MAX_SHARDS = 1024
+_MAX_ROWS_PER_SHARD = 2**32 - 2
+"""Row numbers within a shard have 32 bits."""
+_CHOSEN_ROWS_PER_SHARD = 2**31
+MAX_ROWS = _MAX_SHARDS * _CHOSEN_ROWS_PER_SHARD
+"""Maximum rows of a table in one store: 2^41."""
+ROW_OVERHEAD = 40
+"""Maximum bytes of a row besides embedding and state, including its share of the index."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +47,10 @@ class TableConfig:
     Attributes:
         name: unique within a store; part of the key of the random start values.
         dim: floats per embedding, 1 to 65536.
-        capacity: rows kept at most. Memory is used by rows that exist, not by capacity.
-        shards: power of two; 0 chooses 8, or fewer where capacity is small. Each shard has its lock and its share of
-            the capacity.
+        capacity: rows kept at most, in this store. Memory is used by rows that exist, not by capacity.
+        shards: power of two; 0 chooses by capacity: 8, fewer below 32,768 rows (4,096 a shard), more above 2^34 rows
+            (2^31 a shard). Each shard has its lock and its share of the capacity, and evicts by itself. Apart from
+            which rows are evicted and how an admission by frequency counts, results do not depend on it.
         seed: of start values and random admission.
         optimizer: "sgd", "adagrad", "rowwise_adagrad", "adam" or "ftrl".
         optimizer_params: overrides of `OPTIMIZER_PARAMS[optimizer]`. The learning rate is given with each update.
@@ -77,10 +86,13 @@ class TableConfig:
     def _check_shape(self) -> None:
         self._require("name", bool(self.name), "must not be empty")
         self._require("dim", 1 <= self.dim <= 65536, "must be within 1 ... 65536")
-        self._require("capacity", 1 <= self.capacity < 2**41, "must be within 1 ... 2^41")
+        self._require("capacity", 1 <= self.capacity <= MAX_ROWS, "must be within 1 ... 2^41")
         shards = self.shards
-        self._require("shards", 0 <= shards <= 1024 and shards & (shards - 1) == 0, "must be a power of two <= 1024")
+        power = 0 <= shards <= _MAX_SHARDS and shards & (shards - 1) == 0
+        self._require("shards", power, f"must be a power of two <= {_MAX_SHARDS}")
         self._require("capacity", self.capacity >= shards, "must be at least the number of shards")
+        most = shards * _MAX_ROWS_PER_SHARD
+        self._require("capacity", not shards or self.capacity <= most, f"exceeds {most} rows in {shards} shards")
         self._require("seed", 0 <= self.seed < 2**64, "must be within 0 ... 2^64 - 1")
 
     def _check_optimizer(self) -> None:
@@ -131,7 +143,14 @@ class TableConfig:
         shards = _DEFAULT_SHARDS
         while shards > 1 and self.capacity // shards < _ROWS_PER_SHARD:
             shards //= 2
+        while self.capacity > shards * _CHOSEN_ROWS_PER_SHARD:
+            shards *= 2
         return shards
+
+    @property
+    def row_bytes(self) -> int:
+        """Maximum bytes of memory per row: values, state and overhead."""
+        return ROW_OVERHEAD + 4 * (self.dim + self.state_width)
 
     @property
     def state_width(self) -> int:
