@@ -44,6 +44,7 @@ IdKind = Literal["auto", "number", "text"]
 
 MAX_DIM = 4096
 MAX_NAME = 64
+MAX_CAPACITY = 1 << 48
 
 
 class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
@@ -300,8 +301,9 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         dim: length of an embedding, 1 to 4096.
         optimizer: optimizer of its rows; None for that of the trainer or collection.
         initializer: initial values of a row.
-        capacity: maximum number of rows; beyond it, the least recently used row is evicted. Memory grows with the rows
-            held, not with this number.
+        capacity: maximum number of rows in the whole cluster, up to 2^48; beyond it, least recently used rows are
+            evicted. It is divided among the embedding PSs, and refused if it cannot fit into their memory. None: as
+            many as memory holds, at most 2^30 in each PS. Memory grows with the rows held, not with this number.
         admission: which ids get a row in training.
         value_bound: embeddings are clamped to +-this after an update; 0 for no bound.
         cache_rows: number of rows that each NN worker keeps copies of on its device, for the batches that the mode's
@@ -312,7 +314,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dim: int
     optimizer: EmbeddingOptimizer | None = None
     initializer: Initializer = Uniform()
-    capacity: int = 1 << 30
+    capacity: int | None = None
     admission: Admission = AdmitAll()
     value_bound: float = 0.0
     cache_rows: int = 0
@@ -320,7 +322,8 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         _name("Table", self.name)
         _integer(f"Table({self.name!r})", "dim", self.dim, 1, MAX_DIM)
-        _integer(f"Table({self.name!r})", "capacity", self.capacity, 1, 1 << 38)
+        if self.capacity is not None:
+            _integer(f"Table({self.name!r})", "capacity", self.capacity, 1, MAX_CAPACITY)
         _number(f"Table({self.name!r})", "value_bound", self.value_bound, 0, math.inf)
         _integer(f"Table({self.name!r})", "cache_rows", self.cache_rows, 0, (1 << 31) - 2)
         if self.cache_rows and not isinstance(self.admission, AdmitAll):

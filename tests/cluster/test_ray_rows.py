@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import persia
+from persia.errors import ConfigError
 from persia.nn import RowsSet, StoredRows
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
@@ -43,3 +44,17 @@ def test_the_driver_reads_and_sets_rows_that_nn_workers_train():
     for mine, theirs in zip(found, expected, strict=True):
         for a, b in zip([*mine[:3], *(mine.state or ())], [*theirs[:3], *(theirs.state or ())], strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+def test_capacity_is_of_the_whole_cluster_and_refused_if_it_cannot_fit():
+    def collection(cluster: Any, capacity: int) -> persia.nn.EmbeddingCollection:
+        schema = persia.Schema([persia.IdFeature("item", dim=4)], tables=[persia.Table("item", 4, capacity=capacity)])
+        return persia.nn.EmbeddingCollection(schema, optimizer=persia.optim.SGD(0.1), cluster=cluster)
+
+    with persia.cluster.Ray(2, options=options()) as cluster:
+        with pytest.raises(ConfigError, match=r"and the 2 embedding PSs together have .* 1,000,000,000,000 rows of 56"):
+            collection(cluster, 10**12)
+        embeddings = collection(cluster, 20_001)
+        embeddings.set_rows("item", np.arange(60_000, dtype=np.uint64), np.zeros((60_000, 4), np.float32))
+        servers = [of["item.rows"] for name, of in cluster.statistics().items() if name.startswith("embedding_ps")]
+        assert sorted(servers) == [10_000, 10_001]

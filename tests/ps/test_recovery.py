@@ -21,11 +21,11 @@ import pytest
 
 from persia import rpc
 from persia.batching.batch import IdColumn
-from persia.errors import DeadlineError, StalePushError, StoreError, StoreFullError
+from persia.errors import ConfigError, DeadlineError, StalePushError, StoreError, StoreFullError
 from persia.modes import Hybrid, Sync, encode
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.regions import Regions, retry_when_full
-from persia.schema import SGD, IdFeature, Schema, Table
+from persia.schema import SGD, Adagrad, IdFeature, Schema, Table
 from persia.services import EmbeddingPS
 from persia.store import NativeStore, TableConfig
 from persia.types import Contribution, Gradients, PushHeader
@@ -321,14 +321,17 @@ def mounted(root):
 
 def test_capacities_that_do_not_fit_are_refused(mounted):
     place = mounted("size=4m")
-    tables = [TableConfig("item", 16, capacity=10_000_000, shards=1), TableConfig("user", 16)]
-    with pytest.raises(StoreFullError, match=r"4 MiB free.* item needs 1602 MiB.*remount.*set `regions`") as caught:
-        Regions(str(place / "ps-0")).create_tables(NativeStore(), tables)
-    assert caught.value.fields["wanted"] > caught.value.fields["free"]
-    assert not any((place / "ps-0").iterdir())
+    tables = {"item": Table("item", dim=16, capacity=10_000_000), "user": Table("user", dim=16)}
+    options = ServerOptions(regions=str(place / "ps-0"))
+    expected = r"needs 1.6 GiB.* has 4.0 MiB \(the size of .*\).* 10,000,000 rows of 168 bytes .*, to 24,966 for table"
+    with pytest.raises(ConfigError, match=expected) as caught:
+        EmbeddingServer(tables, Adagrad(0.1), Sync(), 0, 1, options)
+    assert caught.value.fields["wanted"] == 1_680_000_000
+    assert caught.value.fields["memory"] == 4 << 20
+    assert not any(place.iterdir())
 
 
-def test_capacities_must_fit_for_all_ps_of_a_host(mounted):
+def test_capacities_must_fit_for_all_ps_of_a_host(mounted, caplog):
     tables = {"item": Table("item", dim=16, capacity=15_000, optimizer=SGD(lr=1.0))}  # 1.5 MiB
     place = mounted("size=4m")
 
@@ -336,35 +339,45 @@ def test_capacities_must_fit_for_all_ps_of_a_host(mounted):
         options = ServerOptions(regions=str(place / f"ps-{number}"), neighbours=neighbours)
         return EmbeddingServer(tables, SGD(lr=1.0), Sync(), 0, 1, options)
 
-    with pytest.raises(StoreFullError, match=r"4 MiB free.* item needs 4 MiB, in 3 PSs of this"):
+    with pytest.raises(ConfigError, match=r"needs 1.5 MiB.* has 1.3 MiB"):
         begun(0, 3)
     servers = [begun(number, 2) for number in range(2)]
     # One that begins anew, though the other has filled its part, finds its own.
     servers[1].lookup({"item": np.arange(15_000, dtype=np.uint64)}, True)
     servers[0].close()
     servers[0] = begun(0, 2)
+    assert "may grow to" not in caplog.text
+    (place / "filler").write_bytes(bytes(1 << 20))
+    servers[0].close()
+    servers[0] = begun(0, 2)
+    assert "MiB free for an embedding PS, but its tables may grow to 1.5 MiB: when it is full, lookups" in caplog.text
     for server in servers:
         server.close()
     del servers, server
     gc.collect()  # Else the place is busy.
 
 
+def server_at(directory, tables):
+    return EmbeddingServer(tables, SGD(lr=1.0), Sync(), 0, 1, ServerOptions(regions=str(directory)))
+
+
 def test_the_log_says_how_much_room_there_is_and_what_would_be_faster(mounted, caplog):
     caplog.set_level("INFO", "persia.ps")
-    Regions(str(mounted("size=4m,huge=never") / "ps-0")).create_tables(NativeStore(), [TableConfig("item", 16)])
-    assert "4 MiB free: when it is full" in caplog.text
+    place = mounted("size=4m,huge=never")
+    server = server_at(place / "ps-0", {"item": Table("item", dim=16)})
+    assert "4.0 MiB free: when it is full, lookups" in caplog.text
     assert "--shm-size" in caplog.text
     assert "huge=advise" in caplog.text
     caplog.clear()
-    small = TableConfig("item", 16, capacity=1000, shards=1)
     place = mounted("size=1g,huge=advise")
-    store = NativeStore()
-    Regions(str(place / "ps-0")).create_tables(store, [small, TableConfig("user", 16)])
-    assert "0 MiB declared" in caplog.text
+    server = server_at(place / "ps-0", {"item": Table("item", dim=16, capacity=1000), "user": Table("user", dim=16)})
+    assert "0.1 MiB declared" in caplog.text
     assert "huge=advise" not in caplog.text
-    store.lookup([1], [np.arange(200_000, dtype=np.uint64)], True)
+    server.lookup({"user": np.arange(200_000, dtype=np.uint64)}, True)
     shared = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("ShmemHugePages"))
     assert int(shared.split()[1]) >= 16 << 10
+    del server
+    gc.collect()  # Else the place is busy.
 
 
 def test_a_growth_that_fails_takes_nothing(mounted):

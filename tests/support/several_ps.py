@@ -1,6 +1,7 @@
 """Several embedding PSs in this process."""
 
-from persia.ps import EmbeddingServer
+from persia.ps import EmbeddingServer, ServerOptions
+from persia.ps.sizes import divide_here
 from persia.services import Connection
 from persia.worker import Worker
 
@@ -12,5 +13,9 @@ class Several:
         self.count = count
 
     def connect(self, schema, optimizer, mode, seed):
-        servers = [EmbeddingServer(schema.resolved_tables(), optimizer, mode, seed, 1) for _ in range(self.count)]
+        tables = schema.resolved_tables()
+        servers = [
+            EmbeddingServer(tables, optimizer, mode, seed, 1, ServerOptions(capacities=capacities))
+            for capacities in divide_here(tables, optimizer, self.count)
+        ]
         return Connection(Worker(schema, servers), servers)

@@ -21,23 +21,10 @@ from persia.errors import CheckpointError, ConfigError
 from persia.modes import Hybrid, Sync
 from persia.optim import Adagrad, Adam
 from persia.ps import EmbeddingServer
-from persia.services import Connection
 from persia.trainer.checkpointing import Throttle
-from persia.worker import Worker
+from support.several_ps import Several
 
 DEADLINE = 60.0
-
-
-class Several:
-    """A cluster of several PSs in this process."""
-
-    def __init__(self, count):
-        self.count = count
-
-    def connect(self, schema, optimizer, mode, seed):
-        tables = schema.resolved_tables()
-        servers = [EmbeddingServer(tables, optimizer, mode, seed, 1) for _ in range(self.count)]
-        return Connection(Worker(schema, servers), servers)
 
 
 def several(schema, count, optimizer=None, embedding_optimizer=None, **options):

@@ -10,7 +10,7 @@ from persia.checkpoint.format import Base, Manifest, Part, RemovedPart, RowsPart
 from persia.checkpoint.inspection import Inspection, format_inspection, inspect
 from persia.checkpoint.reader import CheckpointEntry, CheckpointReader, list_checkpoints
 from persia.checkpoint.resharding import ReshardOptions, compact, reshard
-from persia.checkpoint.servers import MOST_SHARDS, clock_gaps, numbered, server_pieces
+from persia.checkpoint.servers import MOST_SHARDS, clock_gaps, numbered, server_count, server_pieces
 from persia.checkpoint.view import Checkpoint, TableRows, open
 from persia.checkpoint.writer import CheckpointWriter
 
@@ -43,5 +43,6 @@ __all__ = [
     "open",
     "reshard",
     "same_rule",
+    "server_count",
     "server_pieces",
 ]

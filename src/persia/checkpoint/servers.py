@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from persia.checkpoint.format import StatePart
+from persia.checkpoint.format import RowsPart, StatePart
 from persia.checkpoint.reader import CheckpointReader
 
-__all__ = ["MOST_SHARDS", "clock_gaps", "numbered", "server_pieces"]
+__all__ = ["MOST_SHARDS", "clock_gaps", "numbered", "server_count", "server_pieces"]
 
 MOST_SHARDS = 1024
 """Maximum number of shards of a table in one PS: shard s of PS p is number p * MOST_SHARDS + s in a checkpoint."""
@@ -23,6 +23,13 @@ def numbered(reader: CheckpointReader, role: str) -> list[tuple[int, str]]:
             if number.isdecimal() and (place or "0").isdecimal():
                 found.append((int(number), int(place or 0), part.name))
     return [(number, name) for number, _, name in sorted(found)]
+
+
+def server_count(reader: CheckpointReader) -> int:
+    """Returns the number of PSs that wrote a checkpoint."""
+    numbers = {number for number, _ in numbered(reader, "server")}
+    numbers |= {part.shard // MOST_SHARDS for part in reader.manifest.parts if isinstance(part, RowsPart)}
+    return max(numbers, default=0) + 1
 
 
 def server_pieces(reader: CheckpointReader) -> Iterator[tuple[int, list[dict[str, Any]]]]:

@@ -25,10 +25,19 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from persia.errors import StoreError, StoreFullError
+from persia.ps.memory import file_system
 from persia.retry import Deadline, retry
 from persia.store import EmbeddingStore, TableConfig
 
-__all__ = ["DEFAULT_ROOT", "Leftover", "Regions", "leftovers", "remove_leftovers", "retry_when_full"]
+__all__ = [
+    "DEFAULT_ROOT",
+    "Leftover",
+    "Regions",
+    "leftovers",
+    "remove_leftovers",
+    "retry_when_full",
+    "taken_space",
+]
 
 DEFAULT_ROOT = "/dev/shm"
 MANIFEST = "regions.json"
@@ -38,10 +47,6 @@ STEP = struct.Struct("<QQ")
 """Generation and turn + 1 of the last applied step of a barrier. The file is an array of these."""
 
 FORMAT = 1
-MIB = 1 << 20
-LITTLE = 256 * MIB
-ROW_OVERHEAD = 40
-"""Maximum bytes of a row besides embedding and state, including its share of the index."""
 
 log = logging.getLogger("persia.ps")
 
@@ -69,20 +74,19 @@ class Regions:
         """Whether a process has created all tables here."""
         return (self.directory / MANIFEST).exists()
 
-    def create_tables(self, store: EmbeddingStore, configs: Sequence[TableConfig], neighbours: int = 1) -> bool:
+    def create_tables(self, store: EmbeddingStore, configs: Sequence[TableConfig]) -> bool:
         """Creates the tables, or attaches to those of the process before. Blocks while damaged indices are rebuilt.
 
         Args:
             store: gets the tables.
             configs: of the tables.
-            neighbours: number of PSs of these tables, this one included, that share the space here.
 
         Returns:
             Whether the tables existed.
 
         Raises:
             StoreError: another process uses the regions, or they are damaged or of other tables.
-            StoreFullError: there is not enough space for them, or for the declared capacities of the tables.
+            StoreFullError: there is not enough space for them.
         """
         began = time.monotonic()
         names = [config.name for config in configs]
@@ -96,7 +100,6 @@ class Regions:
                     "or None to keep rows in the memory of the process.",
                     path=str(self.directory),
                 ) from error
-            _check_space(self.directory, configs, neighbours)
         elif manifest.format != FORMAT or manifest.tables != names:
             raise StoreError(
                 f"{self.directory} has regions of the tables {', '.join(manifest.tables)} (format {manifest.format}), "
@@ -277,6 +280,16 @@ def leftovers(root: str = DEFAULT_ROOT, pattern: str = "persia-*/*") -> list[Lef
     return found
 
 
+def taken_space(directory: str) -> int:
+    """Returns the bytes of the regions of a cluster on this host, given the directory of one of its PSs."""
+    taken = 0
+    with contextlib.suppress(OSError):  # There is no directory yet.
+        for neighbour in Path(directory).parent.iterdir():
+            with contextlib.suppress(OSError):  # Not a directory, not readable, or just being removed.
+                taken += sum(map(_blocks, _files(neighbour)))
+    return taken
+
+
 def _files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.iterdir() if re.fullmatch(r"\d+-.*\.\d+", path.name))
 
@@ -315,39 +328,6 @@ def _remove(directory: Path) -> None:
         directory.parent.rmdir()
 
 
-def _check_space(directory: Path, configs: Sequence[TableConfig], neighbours: int) -> None:
-    """Checks the free space against the declared capacities. Most tables declare none, and need no check."""
-    bounded = [config for config in configs if config.capacity < TableConfig.capacity]
-    wanted = neighbours * sum(c.capacity * (ROW_OVERHEAD + 4 * (c.dim + c.state_width)) for c in bounded)
-    system = os.statvfs(directory)
-    # The space that the neighbours use already is part of what all may need.
-    taken: list[Path] = []
-    for neighbour in directory.parent.iterdir():
-        with contextlib.suppress(OSError):  # Not a directory, not readable, or just being removed.
-            taken += _files(neighbour)
-    numbers = {number for number, config in enumerate(configs) if config in bounded}
-    mine = sum(_blocks(path) for path in taken if int(path.name.partition("-")[0]) in numbers)
-    free = system.f_bavail * system.f_frsize + mine
-    space = f"{directory} has {free // MIB} MiB free"
-    remedy = (
-        f"Enlarge it (as root: `mount -o remount,size=... {DEFAULT_ROOT}`; in a container: `--shm-size`), lower the "
-        "capacity of tables, use more PSs on other hosts, or set `regions` to another directory"
-    )
-    if wanted > free:
-        names = ", ".join(config.name for config in bounded)
-        sharing = f", in {neighbours} PSs of this host" if neighbours > 1 else ""
-        raise StoreFullError(
-            f"{space}, but the declared capacity of the tables {names} needs {wanted // MIB} MiB{sharing}. {remedy}.",
-            path=str(directory),
-            free=free,
-            wanted=wanted,
-        )
-    if free < LITTLE:
-        log.warning("%s: when it is full, lookups of new ids fail. %s", space, remedy)
-    else:
-        log.info("regions: %s, %d MiB declared", space, wanted // MIB)
-
-
 def _hint(directory: Path) -> None:
     if not _huge_pages(directory):
         log.info(
@@ -359,16 +339,13 @@ def _hint(directory: Path) -> None:
 
 def _huge_pages(directory: Path) -> bool:
     """Returns whether the file system of a directory gives huge pages on request."""
-    best, kind, options = "", "", ""
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, mount, type_, set_, *_ = line.split(" ")
-        if directory.resolve().is_relative_to(mount) and len(mount) >= len(best):
-            best, kind, options = mount, type_, set_
-    if kind == "hugetlbfs":
+    mounted = file_system(directory)
+    if mounted.kind == "hugetlbfs":
         return True
     forced = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
     asked = "[force]" in forced.read_text() if forced.exists() else False
-    return kind == "tmpfs" and (asked or any(f"huge={how}" in options for how in ("always", "within_size", "advise")))
+    requested = any(f"huge={how}" in mounted.options for how in ("always", "within_size", "advise"))
+    return mounted.kind == "tmpfs" and (asked or requested)
 
 
 T = TypeVar("T")

@@ -14,8 +14,10 @@ import numpy as np
 from persia import batching
 from persia.errors import StoreError
 from persia.modes import Dense, Mode, RowLimit, decode, encode
-from persia.ps.regions import Regions, retry_when_full
+from persia.ps.memory import host_memory
+from persia.ps.regions import Regions, retry_when_full, taken_space
 from persia.ps.row_access import RowSetter
+from persia.ps.sizes import check_free, declared_sizes, divide
 from persia.ps.snapshots import StoreSnapshots
 from persia.ps.tables import learning_rate, table_config
 from persia.pushes.accumulator import GradientAccumulator, average_step
@@ -54,7 +56,9 @@ class ServerOptions(msgspec.Struct, frozen=True):
         timeout: seconds that a push waits for those of the other NN workers, and a lookup for space for new rows.
         regions: directory of this PS alone for rows that outlive its process, such as "/dev/shm/persia-example/ps-0";
             None keeps rows in the memory of the process.
-        neighbours: number of PSs of the same tables, this one included, that share the memory for regions.
+        neighbours: number of PSs of the same tables, this one included, that share the memory of this host.
+        capacities: rows that this PS keeps of each table with a declared capacity, by name; see `persia.ps.sizes`. None
+            if it is the only PS, which keeps all.
         store: makes the store, given the threads of the PS.
     """
 
@@ -62,6 +66,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
     timeout: float = 600.0
     regions: str | None = None
     neighbours: int = 1
+    capacities: Mapping[str, int] | None = None
     store: Callable[[batching.ThreadPool], EmbeddingStore] = NativeStore
 
 
@@ -82,6 +87,11 @@ class EmbeddingServer(JournaledServer):
         seed: of row initialisation and admission.
         threads: threads that share the work of a call, over tables and their shards.
         options: number of NN workers, deadlines, and where the rows are.
+
+    Raises:
+        ConfigError: the declared capacity of the tables exceeds the memory of this host.
+        StoreError: the regions are in use, or damaged, or of other tables.
+        StoreFullError: there is no space for the regions.
     """
 
     def __init__(
@@ -104,9 +114,10 @@ class EmbeddingServer(JournaledServer):
             for name, table in tables.items()
         }
         self._regions = Regions(self._options.regions) if self._options.regions is not None else None
-        configs = [table_config(table, seed) for table in self._tables.values()]
+        capacities = self._capacities(optimizer)
+        configs = [table_config(table, seed, capacities.get(name)) for name, table in self._tables.items()]
         if self._regions is not None:
-            self._regions.create_tables(self._store, configs, self._options.neighbours)
+            self._regions.create_tables(self._store, configs)
         else:
             for config in configs:
                 self._store.create_table(config)
@@ -116,6 +127,20 @@ class EmbeddingServer(JournaledServer):
         self._setter = RowSetter(self._store, self._options.timeout)
         kept = self._regions.mode if self._regions is not None else ""
         self._adopt(decode(kept) if kept else mode)
+
+    def _capacities(self, optimizer: EmbeddingOptimizer) -> Mapping[str, int]:
+        """Returns the rows of each declared table that this PS keeps, and checks that there is memory for them."""
+        sizes = declared_sizes(self._tables, optimizer)
+        capacities, place = self._options.capacities, self._options.regions
+        if not sizes and place is None:
+            return {}
+        memory = host_memory(place).shared(self._options.neighbours, taken_space(place) if place else 0)
+        attaches = self._regions is not None and self._regions.complete
+        if capacities is None:
+            capacities = divide(sizes, [None if attaches else memory])[0]
+        if not attaches:
+            check_free([size._replace(rows=capacities[size.name]) for size in sizes], memory, place)
+        return capacities
 
     def _adopt(self, mode: Mode, before: tuple[int, int] | None = None) -> None:
         """Starts a mode, or continues in the one of the process before.

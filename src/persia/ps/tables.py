@@ -33,15 +33,21 @@ OPTIMIZERS: dict[type[EmbeddingOptimizer], OptimizerKind] = {
 }
 
 
-def table_config(table: Table, seed: int) -> TableConfig:
-    """Returns the store's configuration of a table whose optimizer is filled in."""
+def table_config(table: Table, seed: int, capacity: int | None) -> TableConfig:
+    """Returns the store's configuration of a table whose optimizer is filled in.
+
+    Args:
+        table: the table.
+        seed: of row initialisation and admission.
+        capacity: rows that this PS keeps; None if the table declares none.
+    """
     optimizer = cast("EmbeddingOptimizer", table.optimizer)
     kind, low, high = _initializer(table.initializer)
     admission, value = _admission(table)
     return TableConfig(
         name=table.name,
         dim=table.dim,
-        capacity=table.capacity,
+        capacity=TableConfig.capacity if capacity is None else capacity,
         seed=seed,
         optimizer=OPTIMIZERS[type(optimizer)],
         optimizer_params={

@@ -19,7 +19,8 @@ from persia.dense import partition, spec_of
 from persia.errors import DataError
 from persia.modes import Hybrid
 from persia.nn.pooling import Expander
-from persia.ps import EmbeddingServer
+from persia.ps import EmbeddingServer, ServerOptions
+from persia.ps.sizes import divide_here
 from persia.replay import ReplayDense, ReplayRows, ReplayServer, ScheduleEvent, Timeline, replay
 from persia.replay.schedule import DENSE
 from persia.replay.servers import Numbers, RowGradients
@@ -90,8 +91,10 @@ class VirtualTraining:
         """Makes the servers."""
         threads = torch.get_num_threads()
         tables, optimizer = self._schema.resolved_tables(), self._embedding_optimizer
+        mode = Hybrid(None, combine=False)
         self.stores = [
-            EmbeddingServer(tables, optimizer, Hybrid(None, combine=False), self._seed, threads) for _ in range(ps)
+            EmbeddingServer(tables, optimizer, mode, self._seed, threads, ServerOptions(capacities=capacities))
+            for capacities in divide_here(tables, optimizer, ps)
         ]
         self._router = Router(self._schema, ps, threads)
         self._owned = partition([spec_of(str(n), p) for n, p in enumerate(self._used)], dense)

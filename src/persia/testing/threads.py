@@ -13,6 +13,7 @@ from persia.dense import DenseServer
 from persia.errors import ConfigError
 from persia.modes import Mode
 from persia.ps import EmbeddingServer, ServerOptions
+from persia.ps.sizes import divide_here
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Connection, DenseMaker, DensePS, EmbeddingPS
 from persia.testing.replicas import Meeting, ThreadReplicas
@@ -106,12 +107,12 @@ class Threads:
         """Starts the roles, once, and returns the connection of an NN worker."""
         with self._lock:
             if self._worker is None:
-                hold = ServerOptions(self.nn_workers, self._timeout)
-                threads = Embedded().threads
-                self._servers = [
-                    EmbeddingServer(schema.resolved_tables(), optimizer, mode, seed, threads, hold)
-                    for _ in range(self._ps)
+                threads, tables = Embedded().threads, schema.resolved_tables()
+                options = [
+                    ServerOptions(self.nn_workers, self._timeout, neighbours=self._ps, capacities=capacities)
+                    for capacities in divide_here(tables, optimizer, self._ps)
                 ]
+                self._servers = [EmbeddingServer(tables, optimizer, mode, seed, threads, one) for one in options]
                 self._worker = Worker(schema, self._servers, threads)
         return Connection(
             self._worker,

@@ -25,7 +25,7 @@ from persia.modes import Sync
 from persia.nn.dense_step import DenseStep
 from persia.retry import Backoff, Deadline, retry
 from persia.services import EmbeddingPS, SnapshotInfo
-from persia.trainer.loading import resolved
+from persia.trainer.loading import CAPACITY_SCOPE, resolved
 from persia.trainer.options import Declared
 from persia.trainer.state import TrainingState
 
@@ -325,6 +325,7 @@ class Checkpointing:
             "embedding_optimizer": dump(self._declared.embedding_optimizer),
             "mode": dump(self._declared.auto or state.mode),
             "options": dump(options),
+            "capacity_scope": CAPACITY_SCOPE,
         }
 
         def write(throttle: Throttle | None) -> str:

@@ -5,26 +5,42 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+import msgspec
 import numpy as np
 import torch
 
 from persia import batching
-from persia.checkpoint import CheckpointReader, clock_gaps, same_rule, server_pieces
+from persia.checkpoint import CheckpointReader, clock_gaps, same_rule, server_count, server_pieces
 from persia.config import convert
 from persia.errors import CheckpointError, PersiaError
 from persia.modes import ModeSetting, recorded_mode
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
-from persia.schema import INITIAL_ACCUMULATOR, SGD, Adagrad, EmbeddingOptimizer, RowwiseAdagrad, Schema
+from persia.schema import INITIAL_ACCUMULATOR, SGD, Adagrad, EmbeddingOptimizer, RowwiseAdagrad, Schema, Table
 from persia.services import EmbeddingPS, RowChunk, StatePiece
 from persia.trainer.options import Declared, TrainerOptions
 from persia.trainer.state import TrainingState
 
-__all__ = ["LoadOptions", "LoadedTable", "load", "load_partitions", "load_rows", "recorded", "resolved"]
+__all__ = [
+    "CAPACITY_SCOPE",
+    "LoadOptions",
+    "LoadedTable",
+    "load",
+    "load_partitions",
+    "load_rows",
+    "recorded",
+    "resolved",
+]
 
 LOG = logging.getLogger("persia.checkpoint")
+
+CAPACITY_SCOPE = "cluster"
+"""Recorded as `capacity_scope`: capacities are of all PSs together. Without it, as in version 0.1, they are per PS."""
+
+DEFAULT_CAPACITY = 1 << 30
+"""Capacity of tables that declared none, in checkpoints without `capacity_scope`."""
 
 RENAMED_OPTIONS = {"snapshot_every_seconds": "recovery_point_every_seconds"}
 """Fields of `TrainerOptions` in checkpoints of version 0.1, and their present names."""
@@ -58,20 +74,37 @@ class LoadedTable(NamedTuple):
 
 
 def recorded(directory: str) -> Declared:
-    """Returns the declarations in the latest checkpoint of a directory."""
-    config = CheckpointReader(directory).manifest.config
+    """Returns the declarations in the latest checkpoint of a directory.
+
+    Capacities of checkpoints that recorded them per PS are multiplied by the number of PSs, so that all rows fit.
+    """
+    reader = CheckpointReader(directory)
+    config = reader.manifest.config
     origin = f"the checkpoint in {directory}"
     options = config.get("options")
     if isinstance(options, dict):
         options = {RENAMED_OPTIONS.get(name, name): value for name, value in options.items()}
         schedule = options.get("mode_schedule", [])
         options["mode_schedule"] = [(step, recorded_mode(mode)) for step, mode in schedule]
+    schema = convert(config.get("schema"), Schema, origin)
+    if config.get("capacity_scope") != CAPACITY_SCOPE:
+        schema = _of_cluster(schema, server_count(reader))
     return Declared(
-        convert(config.get("schema"), Schema, origin),
+        schema,
         convert(config.get("embedding_optimizer"), EmbeddingOptimizer, origin),  # type: ignore[arg-type]
         convert(recorded_mode(config.get("mode")), ModeSetting, origin),  # type: ignore[arg-type]
         convert(options, TrainerOptions, origin),
     )
+
+
+def _of_cluster(schema: Schema, servers: int) -> Schema:
+    """Returns a schema whose capacities are per PS with capacities of all PSs together."""
+    tables = []
+    for table in schema.tables:
+        undeclared = table.capacity is None or table.capacity == DEFAULT_CAPACITY
+        capacity = None if undeclared else cast("int", table.capacity) * servers
+        tables.append(msgspec.structs.replace(table, capacity=capacity))
+    return msgspec.structs.replace(schema, tables=tables)
 
 
 def load(
@@ -193,7 +226,7 @@ def _import_rows(
         record = reader.manifest.tables[name]
         with_state = state and same_rule(declared.optimizer, record.optimizer) and _has_state(reader, name)
         gap_of_shard = gaps.get(name, {})
-        rows = 0
+        rows, evicted = 0, _evicted(servers, name)
         for shard, arrays in reader.rows(name):
             if not with_state:
                 arrays.pop("state")
@@ -202,6 +235,8 @@ def _import_rows(
             rows += len(arrays["ids"])
             _distribute(servers, RowChunk(name, shard, arrays), range(len(servers)) if ranks is None else ranks)
         loaded[name] = LoadedTable(rows, with_state)
+        if left_out := _evicted(servers, name) - evicted:
+            _warn_of_capacity(reader, declared, left_out, rows, len(servers))
         if state and rows and not with_state:
             LOG.warning("Table %r: the optimizer's state is reset; %s has none of its kind.", name, reader.path)
         first = _other_accumulator(declared.optimizer, record.optimizer)
@@ -229,6 +264,21 @@ def _import_rows(
             reader.path,
         )
     return loaded
+
+
+def _evicted(servers: Sequence[EmbeddingPS], table: str) -> int:
+    return sum(server.statistics()[table]["evicted"] for server in servers)
+
+
+def _warn_of_capacity(reader: CheckpointReader, table: Table, left_out: int, rows: int, servers: int) -> None:
+    """Warns that a full table has not kept all rows of a checkpoint."""
+    per_ps = reader.manifest.config.get("capacity_scope") != CAPACITY_SCOPE
+    LOG.warning(
+        "Table %r: %d of %d rows do not fit its capacity, %s in %d PSs, so the least recently used ones were evicted. "
+        "Load %s with a larger capacity to keep them.%s",
+        table.name, left_out, rows, table.capacity, servers, reader.path,
+        " In the version that wrote it, capacity was of each PS; now it is of all PSs together." if per_ps else "",
+    )  # fmt: skip
 
 
 def _other_accumulator(mine: EmbeddingOptimizer | None, theirs: EmbeddingOptimizer | None) -> float | None:

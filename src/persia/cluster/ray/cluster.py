@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import ray
 
 from persia import rpc
+from persia.cluster.ray.capacities import server_capacities
 from persia.cluster.ray.connection import WorkerConnection, reach_coordinator, reach_tokens
 from persia.cluster.ray.feeding import LoaderFeed
 from persia.cluster.ray.hosts import CoordinatorHost, DataLoaderHost, EmbeddingServerHost, EmbeddingWorkerHost
@@ -79,6 +80,7 @@ class Ray:
         self._closed = False
         self._owns_ray = False
         self._service: Service | None = None
+        self._capacities: list[dict[str, int]] = []
         self._plan: Plan | None = None
         self._coordinator: Coordinator | None = None
         self._tokens: Tokens | None = None
@@ -96,7 +98,8 @@ class Ray:
         """Starts the roles and returns a connection for reading: training happens on the NN workers.
 
         Raises:
-            ConfigError: this cluster serves something else already.
+            ConfigError: this cluster serves something else already, or the declared capacity of the tables exceeds the
+                memory of the PSs' hosts.
             DeadlineError: a process did not start in time.
             RoleDiedError: a process could not start.
         """
@@ -359,6 +362,7 @@ class Ray:
         with self._lock:
             processes, _, _ = self._started()
             if self._service is None:
+                self._capacities = server_capacities(service, self.ps, self.options.regions)
                 self._service = service
                 started = [self._start_server(rank, service) for rank in range(self.ps)]
                 started += [self._start_role("embedding_worker", rank) for rank in range(self._embedding_workers)]
@@ -382,6 +386,7 @@ class Ray:
             "embedding_ps",
             rank,
             service,
+            self._capacities[rank],
             self._losses,
             scheduling_strategy=where,
             max_restarts=restarts,

@@ -239,7 +239,7 @@ class EmbeddingServerHost(Host):
 
     role = "embedding_ps"
 
-    def __init__(self, plan: Plan, rank: int, service: Service, losses: int) -> None:
+    def __init__(self, plan: Plan, rank: int, service: Service, capacities: dict[str, int], losses: int) -> None:
         super().__init__(plan, rank)
         schema, optimizer, mode, seed = service
         name = f"ps-{rank}.{losses}" if losses else f"ps-{rank}"
@@ -252,7 +252,8 @@ class EmbeddingServerHost(Host):
         elif losses and plan.options.regions:  # The process before does not return; its rows are not needed any more.
             for left in (f"ps-{rank}", f"ps-{rank}.*"):
                 remove_leftovers(plan.options.regions, f"{plan.name}/{left}")
-        options = ServerOptions(plan.nn_workers, plan.options.timeout, regions, neighbours(rank, plan.servers))
+        sharing = neighbours(rank, plan.servers)
+        options = ServerOptions(plan.nn_workers, plan.options.timeout, regions, sharing, capacities)
         self.servant = EmbeddingServer(schema.resolved_tables(), optimizer, decode(mode), seed, cores(plan), options)
         self.join(self.serve(self.servant, together(EmbeddingPS, RecordableRows), address))
 

@@ -10,7 +10,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from persia.cluster.ray.options import RayOptions
 from persia.schema import EmbeddingOptimizer, Schema
 
-__all__ = ["Plan", "ProcessInfo", "Service", "here", "neighbours", "place"]
+__all__ = ["Plan", "ProcessInfo", "Service", "here", "neighbours", "node_of", "place"]
 
 
 class Service(NamedTuple):
@@ -84,8 +84,13 @@ def place(rank: int, reserves: bool) -> Any:
         reserves: whether it reserves resources. If so, it goes to another host when this one has too few left. If not,
             the placement is strict, as Ray places a process without reservations anywhere otherwise.
     """
+    return NodeAffinitySchedulingStrategy(node_of(rank), soft=reserves)
+
+
+def node_of(rank: int) -> str:
+    """Returns the id of the node where `place` puts a rank."""
     nodes = _nodes()
-    return NodeAffinitySchedulingStrategy(nodes[rank % len(nodes)], soft=reserves)
+    return nodes[rank % len(nodes)]
 
 
 def neighbours(rank: int, count: int) -> int:

@@ -22,7 +22,7 @@ from persia.retry import Deadline
 from persia.rpc.keys import KEYS_VARIABLE
 from persia.types import TITLES
 
-__all__ = ["NAMESPACE", "Process", "Processes", "connect", "make_plan"]
+__all__ = ["NAMESPACE", "Process", "Processes", "connect", "make_plan", "run_on"]
 
 T = TypeVar("T")
 
@@ -206,7 +206,7 @@ class Processes:
         for node in self._unreleased:
             if _node_alive(node):  # Otherwise its memory is gone with it.
                 with contextlib.suppress(RayError, OSError):
-                    _run_on(node, function)
+                    run_on(node, function)
 
     # --- the thread that watches ------------------------------------------------------------------------------
 
@@ -300,12 +300,12 @@ def last_lines(process: Process) -> list[str]:
     if not _node_alive(info.node):
         return ["(its host is gone)"]
     try:
-        return _run_on(info.node, lambda: _tail(info.logs))
+        return run_on(info.node, lambda: _tail(info.logs))
     except Exception as error:
         return [f"(its log cannot be read: {type(error).__name__})"]
 
 
-def _run_on(node: str, function: Callable[[], T]) -> T:
+def run_on(node: str, function: Callable[[], T]) -> T:
     """Runs a function on a host, and returns its result."""
     if node == ray.get_runtime_context().get_node_id():
         return function()

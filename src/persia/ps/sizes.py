@@ -1,0 +1,218 @@
+"""Sizes of embedding tables: bytes per row, rows of each PS, and whether they fit into memory.
+
+Ids are hashed to PSs, so each PS owns an equal part of the ids, whatever its memory. Capacities are therefore divided
+equally, and unequally only as far as the memory of a PS is too small for an equal part.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+import msgspec
+
+from persia.errors import ConfigError
+from persia.ps.memory import Memory, host_memory
+from persia.ps.tables import table_config
+from persia.schema import EmbeddingOptimizer, Table
+from persia.store import MAX_ROWS, ROW_OVERHEAD
+
+__all__ = ["MIN_SHARE", "TableSize", "check_free", "declared_sizes", "divide", "divide_here", "text_of_bytes"]
+
+MIN_SHARE = 1024
+"""Rows below which a share is not reduced: chance would decide which PS is full first, and the memory is negligible."""
+
+LITTLE = 256 << 20
+NAMED = 4
+"""Maximum number of tables in an error."""
+
+log = logging.getLogger("persia.ps")
+
+
+class TableSize(NamedTuple):
+    """Maximum size of a table with a declared capacity.
+
+    Attributes:
+        name: of the table.
+        rows: its capacity: of the whole cluster, or the share of one PS.
+        row_bytes: maximum memory of a row, with optimizer state, key, counters and its share of the index.
+        dim: floats of the embedding.
+        state: floats of optimizer state.
+    """
+
+    name: str
+    rows: int
+    row_bytes: int
+    dim: int
+    state: int
+
+    @property
+    def bytes(self) -> int:
+        """Maximum memory of all rows."""
+        return self.rows * self.row_bytes
+
+    def __str__(self) -> str:
+        parts = f"4 x dim {self.dim}, 4 x {self.state} of optimizer state, {ROW_OVERHEAD} of overhead"
+        rows = f"{self.rows:,} rows of {self.row_bytes:,} bytes ({parts})"
+        return f"table {self.name!r}: {rows} = {text_of_bytes(self.bytes)}"
+
+
+def declared_sizes(tables: Mapping[str, Table], optimizer: EmbeddingOptimizer) -> list[TableSize]:
+    """Returns the maximum sizes of the tables that declare a capacity; the others take what memory they find.
+
+    Args:
+        tables: by name.
+        optimizer: of tables that declare none.
+    """
+    found = []
+    for table in tables.values():
+        if table.capacity is not None:
+            whole = msgspec.structs.replace(table, optimizer=table.optimizer or optimizer)
+            config = table_config(whole, 0, None)
+            found.append(TableSize(table.name, table.capacity, config.row_bytes, config.dim, config.state_width))
+    return found
+
+
+def divide(sizes: Sequence[TableSize], memory: Sequence[Memory | None]) -> list[dict[str, int]]:
+    """Divides capacities among PSs.
+
+    The shares of a table add up to its capacity and differ by one row at most. A PS whose memory is too small for an
+    equal share gets what fits, the same fraction of each table, and the others get the rest. A share is never below
+    1,024 rows, or the capacity if that is less; of tables with fewer than 1,024 rows for each PS, all PSs together may
+    hold more than the capacity.
+
+    Args:
+        sizes: of the tables.
+        memory: by PS, its part of the memory of its host; None if unknown, which counts as enough.
+
+    Returns:
+        By PS, the rows of each table that it keeps.
+
+    Raises:
+        ConfigError: all PSs together have too little memory, or too few row numbers; the message has the numbers.
+    """
+    count = len(memory)
+    small = [size for size in sizes if size.rows <= count * MIN_SHARE]
+    large = [size for size in sizes if size.rows > count * MIN_SHARE]
+    fixed = sum(min(size.rows, MIN_SHARE) * size.row_bytes for size in small)
+    wanted = sum(size.bytes for size in large)
+    limits = [wanted if one is None else min(wanted, max(0, one.total - fixed)) for one in memory]
+    short = [one for one in memory if one is not None and one.total < fixed]
+    if sum(limits) < wanted or short:
+        raise _too_large(sizes, memory, fixed * count + wanted)
+    parts = _water_level(limits, wanted)
+    shares: list[dict[str, int]] = [{} for _ in memory]
+    for size in sizes:
+        weights = parts if size in large else [Fraction(1)] * count
+        for mine, rows in zip(shares, _rounded(size.rows, weights), strict=True):
+            mine[size.name] = max(rows, min(size.rows, MIN_SHARE))
+            if mine[size.name] > MAX_ROWS:
+                raise ConfigError(
+                    f"Table {size.name!r} has a capacity of {size.rows:,} rows, {rows:,} for one of {count} embedding "
+                    f"PSs; a PS numbers {MAX_ROWS:,} rows of a table at most. Lower `capacity`, or use "
+                    f"{math.ceil(size.rows / MAX_ROWS)} PSs or more.",
+                    field="capacity",
+                    table=size.name,
+                )
+    return shares
+
+
+def divide_here(tables: Mapping[str, Table], optimizer: EmbeddingOptimizer, count: int) -> list[dict[str, int]]:
+    """Divides capacities among PSs that share the memory of this process; see `divide`."""
+    return divide(declared_sizes(tables, optimizer), [host_memory().shared(count)] * count)
+
+
+def _water_level(limits: Sequence[int], wanted: int) -> list[Fraction]:
+    """Returns equal parts of `wanted` up to the limits, which suffice: what exceeds a limit goes to the others."""
+    parts = [Fraction(limit) for limit in limits]
+    left = wanted
+    order = sorted(range(len(limits)), key=limits.__getitem__)
+    for place, number in enumerate(order):
+        level = Fraction(left, len(limits) - place)
+        if limits[number] >= level:
+            for other in order[place:]:
+                parts[other] = level
+            break
+        left -= limits[number]
+    return parts
+
+
+def _rounded(rows: int, weights: Sequence[Fraction]) -> list[int]:
+    """Returns whole numbers in the ratio of the weights that add up to `rows` (largest remainders, then first ones)."""
+    total = sum(weights)
+    exact = [rows * weight / total for weight in weights]
+    found = [math.floor(one) for one in exact]
+    order = sorted(range(len(exact)), key=lambda number: found[number] - exact[number])
+    for number in order[: rows - sum(found)]:
+        found[number] += 1
+    return found
+
+
+def _too_large(sizes: Sequence[TableSize], memory: Sequence[Memory | None], wanted: int) -> ConfigError:
+    """Returns the error for tables that do not fit, with what fits and what to change."""
+    known = [one for one in memory if one is not None]
+    total, least = sum(one.total for one in known), min(known)
+    largest = sorted(sizes, key=lambda size: -size.bytes)
+    named = [f"{size}" for size in largest[:NAMED]]
+    if len(largest) > NAMED:
+        others = sum(size.bytes for size in largest[NAMED:])
+        named.append(f"{len(largest) - NAMED} other tables = {text_of_bytes(others)}")
+    servers = "the embedding PS has" if len(memory) == 1 else f"the {len(memory)} embedding PSs together have"
+    remedies = [
+        f"lower `capacity`, to {largest[0].rows * total // wanted:,} for table {largest[0].name!r} and others alike"
+    ]
+    if least.total:
+        remedies.append(
+            f"use {math.ceil(wanted / least.total)} PSs with {text_of_bytes(least.total)} each, on other hosts"
+        )
+    if "size of" in least.limit:
+        remedies.append("enlarge that file system")
+    remedies.append("choose a smaller dim, or an optimizer with less state: RowwiseAdagrad has one float a row")
+    return ConfigError(
+        f"The declared capacity of the tables needs {text_of_bytes(wanted)} of memory, and {servers} "
+        f"{text_of_bytes(total)} ({least.limit}). {'; '.join(named)}. So {100 * total / wanted:.4g} % of the rows fit. "
+        f"Do one of: {'; '.join(remedies)}.",
+        field="capacity",
+        wanted=wanted,
+        memory=total,
+    )
+
+
+def check_free(shares: Sequence[TableSize], memory: Memory, place: str | None) -> None:
+    """Warns if the share of a PS does not fit into what is free now; rows that come later may find no memory.
+
+    Args:
+        shares: of this PS.
+        memory: its part of the memory of this host.
+        place: directory of its regions; None if rows are in the memory of the process.
+    """
+    wanted = sum(size.bytes for size in shares)
+    where = place or "this host"
+    free = f"{where} has {text_of_bytes(memory.free)} free"
+    fails = "lookups of new ids fail" if place else "the process is killed"
+    remedy = "Free memory, lower the capacity of tables, or use more PSs on other hosts"
+    if place:
+        remedy += (
+            "; or enlarge it (as root: `mount -o remount,size=... /dev/shm`; in a container: `--shm-size`), or set "
+            "`regions` to another directory"
+        )
+    if wanted > memory.free:
+        log.warning(
+            "%s for an embedding PS, but its tables may grow to %s: when it is full, %s. %s.",
+            free, text_of_bytes(wanted), fails, remedy,
+        )  # fmt: skip
+    elif place and memory.free < LITTLE:
+        log.warning("%s: when it is full, %s. %s.", free, fails, remedy)
+    else:
+        log.info("%s for an embedding PS, %s declared", free, text_of_bytes(wanted))
+
+
+def text_of_bytes(count: int) -> str:
+    """Formats a number of bytes in MiB, GiB or TiB."""
+    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB")):
+        if count >= unit:
+            return f"{count / unit:,.1f} {name}"
+    return f"{count / (1 << 20):,.1f} MiB"
