@@ -190,6 +190,12 @@ def test_what_cannot_fit_is_refused_before_training(cluster):
     assert caught.value.fields["wanted"] == rows * 552
 
 
+def test_what_cannot_fit_is_accepted_with_a_warning_if_asked_for(caplog):
+    schema = Schema([IdFeature("item", dim=1)], tables=[Table("item", dim=1, capacity=10**11)])
+    assert rows_after(persia.cluster.Embedded(overcommit=True), schema) == 60_000
+    assert "its tables may grow to 4.0 TiB" in caplog.text
+
+
 def test_what_the_refusal_proposes_fits():
     sizes = [size(5_000_000_000, 168), *(size(1_000_000, 64, f"t{i}") for i in range(6))]
     limits = [memory(64 * GIB)] * 4

@@ -185,6 +185,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         embedding_workers: number of embedding workers.
         data_loaders: number of data loaders.
         nn_workers: number of NN workers.
+        overcommit: accept tables whose declared capacity exceeds the memory of the hosts, with a warning.
         ray: address, resources, compression, ...
     """
 
@@ -194,16 +195,22 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     embedding_workers: int = 1
     data_loaders: int = 1
     nn_workers: int = 1
+    overcommit: bool = False
     ray: RayOptions = RayOptions()
 
     def build(self, prometheus_port: int | None = None) -> Cluster:
         """Builds the cluster without starting a process."""
         if self.kind == "embedded":
-            return Embedded(self.threads, prometheus_port)
+            return Embedded(self.threads, prometheus_port, self.overcommit)
         from persia.cluster import Ray
 
         port = self.ray.prometheus_port if prometheus_port is None else prometheus_port
-        options = msgspec.structs.replace(self.ray, threads=self.ray.threads or self.threads, prometheus_port=port)
+        options = msgspec.structs.replace(
+            self.ray,
+            threads=self.ray.threads or self.threads,
+            overcommit=self.ray.overcommit or self.overcommit,
+            prometheus_port=port,
+        )
         return Ray(self.ps, self.embedding_workers, self.data_loaders, self.nn_workers, options)
 
 

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from persia.coordinator import TokenScheduler
 from persia.errors import ConfigError
 from persia.modes import Mode
-from persia.ps import EmbeddingServer
+from persia.ps import EmbeddingServer, ServerOptions
+from persia.ps.sizes import divide_here
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Connection, DenseMaker, DensePS
 from persia.telemetry.metrics import Health, Metric, Readings
@@ -27,12 +28,17 @@ class Embedded:
         threads: threads of the embedding store, beside those of torch; None for one per core, at most 8.
         prometheus_port: port at 127.0.0.1 where this process exports its metrics. If it is in use, the next free port
             is taken; `health().metrics` names it. None for no export.
+        overcommit: accept tables whose declared capacity exceeds the memory of this host, with a warning: for trials
+            that will not fill them.
     """
 
-    def __init__(self, threads: int | None = None, prometheus_port: int | None = None) -> None:
+    def __init__(
+        self, threads: int | None = None, prometheus_port: int | None = None, overcommit: bool = False
+    ) -> None:
         if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
             raise ConfigError(f"Embedded.threads = {threads!r}; give a whole number >= 1.", field="cluster.threads")
         self.threads = threads or min(8, len(os.sched_getaffinity(0)))
+        self._overcommit = overcommit
         # Of the last connection; weak, so that observing does not keep it alive.
         self._server: Callable[[], EmbeddingServer | None] = lambda: None
         self._worker: Callable[[], Worker | None] = lambda: None
@@ -64,14 +70,20 @@ class Embedded:
         return found
 
     def connect(self, schema: Schema, optimizer: EmbeddingOptimizer, mode: Mode, seed: int) -> Connection:
-        """Creates a PS and an embedding worker, new ones with each call."""
+        """Creates a PS and an embedding worker, new ones with each call.
+
+        Raises:
+            ConfigError: the declared capacity of the tables exceeds the memory of this host.
+        """
 
         def serve(maker: DenseMaker) -> list[DensePS]:
             from persia.dense import DenseServer  # With torch, which this module's other users do without.
 
             return [DenseServer(maker)]
 
-        server = EmbeddingServer(schema.resolved_tables(), optimizer, mode, seed, self.threads)
+        tables = schema.resolved_tables()
+        options = ServerOptions(capacities=divide_here(tables, optimizer, 1, overcommit=self._overcommit)[0])
+        server = EmbeddingServer(tables, optimizer, mode, seed, self.threads, options)
         worker = Worker(schema, [server], self.threads)
         self._server, self._worker = weakref.ref(server), weakref.ref(worker)
 

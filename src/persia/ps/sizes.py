@@ -120,9 +120,19 @@ def divide(sizes: Sequence[TableSize], memory: Sequence[Memory | None]) -> list[
     return shares
 
 
-def divide_here(tables: Mapping[str, Table], optimizer: EmbeddingOptimizer, count: int) -> list[dict[str, int]]:
-    """Divides capacities among PSs that share the memory of this process; see `divide`."""
-    return divide(declared_sizes(tables, optimizer), [host_memory().shared(count)] * count)
+def divide_here(
+    tables: Mapping[str, Table], optimizer: EmbeddingOptimizer, count: int, overcommit: bool = False
+) -> list[dict[str, int]]:
+    """Divides capacities among PSs in this process; see `divide`.
+
+    Args:
+        tables: by name.
+        optimizer: of tables that declare none.
+        count: number of PSs.
+        overcommit: accept capacities that exceed the memory of this host.
+    """
+    memory = None if overcommit else host_memory().shared(count)
+    return divide(declared_sizes(tables, optimizer), [memory] * count)
 
 
 def _water_level(limits: Sequence[int], wanted: int) -> list[Fraction]:
@@ -171,6 +181,7 @@ def _too_large(sizes: Sequence[TableSize], memory: Sequence[Memory | None], want
     if "size of" in least.limit:
         remedies.append("enlarge that file system")
     remedies.append("choose a smaller dim, or an optimizer with less state: RowwiseAdagrad has one float a row")
+    remedies.append("if the tables will not be full, set `overcommit` of the cluster")
     return ConfigError(
         f"The declared capacity of the tables needs {text_of_bytes(wanted)} of memory, and {servers} "
         f"{text_of_bytes(total)} ({least.limit}). {'; '.join(named)}. So {100 * total / wanted:.4g} % of the rows fit. "

@@ -7,6 +7,7 @@ import logging
 
 from ray.exceptions import RayError
 
+from persia.cluster.ray.options import RayOptions
 from persia.cluster.ray.plan import Service, neighbours, node_of
 from persia.cluster.ray.processes import run_on
 from persia.ps.memory import Memory, host_memory
@@ -17,7 +18,7 @@ __all__ = ["server_capacities"]
 log = logging.getLogger("persia.cluster")
 
 
-def server_capacities(service: Service, servers: int, regions: str) -> list[dict[str, int]]:
+def server_capacities(service: Service, servers: int, options: RayOptions) -> list[dict[str, int]]:
     """Returns by PS the rows that it keeps of each table with a declared capacity.
 
     Blocks for a call to each host of PSs. Call it once per cluster: the shares of PSs that restart do not change.
@@ -25,18 +26,21 @@ def server_capacities(service: Service, servers: int, regions: str) -> list[dict
     Args:
         service: what the PSs will serve.
         servers: number of PSs.
-        regions: directory of their regions; empty if rows are in the memory of the processes.
+        options: where their regions are, and whether capacities may exceed the memory.
 
     Raises:
-        ConfigError: the tables do not fit into the memory of the hosts.
+        ConfigError: the tables do not fit into the memory of the hosts, and `overcommit` is not set.
     """
     sizes = declared_sizes(service.schema.resolved_tables(), service.optimizer)
     if not sizes:
         return [{}] * servers
-    nodes = [node_of(rank) for rank in range(servers)]
-    memory = {node: _memory(node, regions) for node in set(nodes)}
-    mine = [memory[node] for node in nodes]
-    shares = divide(sizes, [one and one.shared(neighbours(rank, servers)) for rank, one in enumerate(mine)])
+    memory: list[Memory | None] = [None] * servers
+    if not options.overcommit:
+        nodes = [node_of(rank) for rank in range(servers)]
+        of_node = {node: _memory(node, options.regions) for node in set(nodes)}
+        of_rank = [of_node[node] for node in nodes]
+        memory = [one and one.shared(neighbours(rank, servers)) for rank, one in enumerate(of_rank)]
+    shares = divide(sizes, memory)
     for rank, share in enumerate(shares):
         log.info(
             "embedding PS %d keeps up to %s", rank, ", ".join(f"{rows:,} rows of {n!r}" for n, rows in share.items())
@@ -49,7 +53,5 @@ def _memory(node: str, regions: str) -> Memory | None:
     try:
         return run_on(node, functools.partial(host_memory, regions or None))
     except RayError as error:
-        log.warning(
-            "the memory of node %s is not known, so the capacity of tables is not checked there: %s", node, error
-        )
+        log.warning("capacities are not checked against the memory of node %s, which does not answer: %s", node, error)
         return None

@@ -362,7 +362,7 @@ class Ray:
         with self._lock:
             processes, _, _ = self._started()
             if self._service is None:
-                self._capacities = server_capacities(service, self.ps, self.options.regions)
+                self._capacities = server_capacities(service, self.ps, self.options)
                 self._service = service
                 started = [self._start_server(rank, service) for rank in range(self.ps)]
                 started += [self._start_role("embedding_worker", rank) for rank in range(self._embedding_workers)]

@@ -33,6 +33,8 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             processes: a directory of each host, in shared memory or on a disk, which must have room for them; see
             `persia cluster regions`. Empty: in the memory of the processes. Then the death of the coordinator ends the
             run, and a PS that dies is reloaded from the last checkpoint.
+        overcommit: accept tables whose declared capacity exceeds the memory of the PSs' hosts, with a warning: for
+            trials that will not fill them.
         prometheus_port: port at which each process exports its metrics; processes of one host take the next free
             ports, and `persia health` lists them. None for no export.
         timeout: seconds that any wait may take: for roles to start, rows, gradients of other NN workers.
@@ -48,6 +50,7 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dense_ps: int = 1
     restarts: int = 3
     regions: str = "/dev/shm"
+    overcommit: bool = False
     prometheus_port: int | None = None
     timeout: float = 600.0
     log_level: str = "warning"
