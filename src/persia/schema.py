@@ -71,8 +71,9 @@ def _number(
 
 def _integer(owner: str, name: str, value: object, low: int, high: float) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        interval = f"from {low}" if math.isinf(high) else f"from {low} to {high}"
         raise ConfigError(
-            f"{owner}.{name} = {value!r} is not a whole number from {low} to {high:g}; correct it.",
+            f"{owner}.{name} = {value!r} is not a whole number {interval}; correct it.",
             field=f"{owner}.{name}",
         )
 

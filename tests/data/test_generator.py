@@ -174,6 +174,7 @@ def test_latent_factors_are_standardised_and_independent(latent_dim: int) -> Non
 @pytest.mark.parametrize(
     "options",
     [
+        {"batch_size": 1.5}, {"batch_size": "8"}, {"rows": True}, {"zipf": "1"},
         {"rows": 0}, {"batch_size": 0}, {"zipf": -1.0}, {"drift": -0.1}, {"days": 0}, {"shard": (2, 2)}, {"pairs": 67},
         {"ids_per_feature": [5] * 11}, {"ids_per_feature": [5] * 11 + [0]}, {"ids_per_feature": []},
         {"zipf": [1.0] * 13}, {"zipf": [1.0] * 11 + [-1.0]}, {"positive_rate": 0.0}, {"positive_rate": 1.0},

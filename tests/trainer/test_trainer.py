@@ -195,7 +195,7 @@ def test_tensorboard(tmp_path):
 
 
 def test_options_are_checked():
-    for wrong in ({"precision": "fp8"}, {"accumulation_steps": 0}, {"clip_norm": -1.0}):
+    for wrong in ({"precision": "fp8"}, {"accumulation_steps": 0}, {"clip_norm": -1.0}, {"seed": -1}, {"seed": 1.5}):
         with pytest.raises(ConfigError):
             persia.TrainerOptions(**wrong)
     schema = reader().schema

@@ -109,8 +109,12 @@ def test_who_leaves_takes_nothing_new_and_keeps_what_it_has(clock):
 
 
 @pytest.mark.parametrize(
-    "options", [{"compression": "gzip"}, {"capacity": 0}, {"timeout": 0.0}, {"expiry": float("nan")}]
-)
+    "options",
+    [
+        {"compression": "gzip"}, {"capacity": 0}, {"capacity": 1.5}, {"capacity": "3"}, {"timeout": 0.0},
+        {"expiry": float("nan")},
+    ],
+)  # fmt: skip
 def test_options_are_checked(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         WorkerOptions(**options)

@@ -88,8 +88,20 @@ def borrow(shapes: Sequence[tuple[int, ...]], scratch: Scratch) -> list[Floats]:
     """Uninitialised float32 arrays of these shapes, in one borrowed block, each on its own cache lines.
 
     Fresh memory costs more than the loops that fill it: every new page is a fault.
+
+    Raises:
+        DataError: there is no memory for them; names the largest one.
     """
     sizes = [math.prod(shape) for shape in shapes]
     starts = [0, *itertools.accumulate(-(-size // 16) * 16 for size in sizes)]
-    block = scratch.floats(starts[-1])
+    try:
+        block = scratch.floats(starts[-1])
+    except MemoryError as error:
+        most, shape = max(zip(sizes, shapes, strict=True))
+        raise DataError(
+            f"There is no memory for the embeddings of a batch, {starts[-1] * 4 >> 20:,} MiB. The largest, of shape "
+            f"{list(shape)}, has {most * 4 >> 20:,} MiB. Lower the max_length or dim of features that are not pooled, "
+            "pool them, or use smaller batches.",
+            shape=shape,
+        ) from error
     return [block[at : at + n].reshape(shape) for at, n, shape in zip(starts, sizes, shapes, strict=False)]

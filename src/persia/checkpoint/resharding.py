@@ -23,6 +23,8 @@ from persia.schema import Schema
 __all__ = ["ReshardOptions", "compact", "reshard"]
 
 PART_BYTES = 32 << 20
+MOST_SERVERS = 1 << 16
+"""The owner of an id is a uint16."""
 Arrays = dict[str, NDArray[Any]]
 Progress = Callable[[int], object]
 
@@ -70,8 +72,8 @@ def reshard(
     Raises:
         CheckpointError: an argument is invalid, a part is damaged, a value exceeds float16, or writing failed.
     """
-    if options.servers < 1:
-        raise CheckpointError(f"Invalid servers = {options.servers}; expected 1 or more.", field="servers")
+    if not 1 <= options.servers <= MOST_SERVERS:
+        raise CheckpointError(f"Invalid servers = {options.servers}; expected 1 to {MOST_SERVERS}.", field="servers")
     reader = CheckpointReader(source, step)
     with CheckpointWriter(target, reader.manifest.global_step) as writer:
         if reader.path == writer.path:

@@ -144,6 +144,10 @@ class Synthetic:
         for name, low in lows.items():
             value = getattr(self, name)
             values = value if isinstance(value, tuple) else (value,)
+            kinds = (int, float) if name in ("zipf", "drift") else (int, np.integer)
+            if any(isinstance(one, bool) or not isinstance(one, kinds) for one in values):
+                what = "number" if float in kinds else "whole number"
+                raise ConfigError(f"synthetic: {name} = {value!r} is not a {what} of at least {low}.", field=name)
             if min(values, default=low) < low:
                 raise ConfigError(f"synthetic: {name} = {value} must be at least {low}.", field=name)
             if isinstance(value, tuple) and len(value) != self.id_features:

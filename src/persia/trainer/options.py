@@ -85,6 +85,9 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name} = {value!r}; give a whole number >= 1.", field=name)
+        seed = self.seed
+        if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 1 << 64:
+            raise ConfigError(f"seed = {seed!r}; give a whole number from 0 to 2^64 - 1.", field="seed")
         if self.record_dir is not None and self.accumulation_steps > 1:
             raise ConfigError(
                 "A schedule is recorded batch by batch: leave accumulation_steps at 1.", field="record_dir"

@@ -37,8 +37,8 @@ class WorkerOptions(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.compression not in ("none", "fp16"):
             raise ConfigError(f'compression = {self.compression!r}; use "none" or "fp16".', field="compression")
-        if self.capacity < 1:
-            raise ConfigError(f"capacity = {self.capacity}; give a whole number >= 1.", field="capacity")
+        if not isinstance(self.capacity, int) or isinstance(self.capacity, bool) or self.capacity < 1:
+            raise ConfigError(f"capacity = {self.capacity!r}; give a whole number >= 1.", field="capacity")
         for name in ("timeout", "expiry"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}; give seconds above 0.", field=name)
