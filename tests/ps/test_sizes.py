@@ -250,6 +250,8 @@ def written(root, files):
 
 def test_memory_of_a_host_without_limits(root):
     assert host_memory(root=str(root)) == Memory(8 * GIB, 6 * GIB, HOST)
+    (root / "proc/self/cgroup").unlink()
+    assert host_memory(root=str(root)) == Memory(8 * GIB, 6 * GIB, HOST)
 
 
 def test_memory_within_cgroups_of_version_2(root):

@@ -207,6 +207,24 @@ def test_shards_follow_from_capacity(capacity, shards):
     assert TableConfig("item", 4, capacity=2**12, shards=64).resolved_shards == 64
 
 
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
+def test_training_does_not_depend_on_shards(optimizer):
+    random = np.random.default_rng(1)
+    batches = [np.unique(random.integers(0, 3000, 500, dtype=np.uint64)) for _ in range(12)]
+    gradients = [random.standard_normal((len(mine), 4), dtype=np.float32) for mine in batches]
+    found = []
+    for shards in (1, 8, 64):
+        store = make(4, 2, shards=shards, optimizer=optimizer, admission="probability", admission_value=0.5)
+        for step, (mine, gradient) in enumerate(zip(batches, gradients, strict=True)):
+            store.lookup([0], [mine], True)
+            store.update([0], [mine], [gradient], [0.1], step)
+        found.append(store.peek(0, np.arange(3000, dtype=np.uint64)))
+    for there, rows in found[1:]:
+        np.testing.assert_array_equal(there, found[0][0])
+        for name in ("embeddings", "state", "update_count", "last_step"):
+            np.testing.assert_array_equal(getattr(rows, name)[there], getattr(found[0][1], name)[there])
+
+
 def test_a_table_of_more_than_2_to_the_32_rows(tmp_path):
     """Its shards have fewer rows each, and a process that attaches to its regions chooses as many."""
     config = TableConfig("item", 1, capacity=2**34 + 5)

@@ -84,7 +84,8 @@ def _physical(root: str) -> list[Memory]:
 
 def _cgroups(root: str) -> Iterator[Memory]:
     """Yields the limits of the cgroups of this process, of version 1 or 2, and of those around them."""
-    for line in Path(root, "proc/self/cgroup").read_text().splitlines():
+    groups = Path(root, "proc/self/cgroup")
+    for line in groups.read_text().splitlines() if groups.exists() else []:  # A kernel may have none.
         _, controllers, path = line.split(":", 2)
         if not controllers:
             top, limit, usage = Path(root, "sys/fs/cgroup"), "memory.max", "memory.current"

@@ -131,8 +131,9 @@ def divide_here(
         count: number of PSs.
         overcommit: accept capacities that exceed the memory of this host.
     """
-    memory = None if overcommit else host_memory().shared(count)
-    return divide(declared_sizes(tables, optimizer), [memory] * count)
+    sizes = declared_sizes(tables, optimizer)
+    memory = host_memory().shared(count) if sizes and not overcommit else None
+    return divide(sizes, [memory] * count)
 
 
 def _water_level(limits: Sequence[int], wanted: int) -> list[Fraction]:
