@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tracemalloc
 from typing import NamedTuple
 
 import numpy as np
@@ -16,8 +17,8 @@ from persia.errors import ConfigError, StaleBatchError, StoreError
 from persia.modes import Async, Bsp, Gba, HopBs, Hybrid, Sync
 from persia.nn.gate import LookupTime
 from persia.nn.options import CollectionOptions
-from persia.nn.row_cache import NEVER, RowCache, leaves_time_for_copies
-from persia.nn.transfer import Transfer, unpacked
+from persia.nn.row_cache import SLOT_BYTES, RowCache, leaves_time_for_copies
+from persia.nn.transfer import CpuStaging, Transfer, unpacked
 from persia.ps import EmbeddingServer
 from persia.schema import AdmitMinFrequency, Table
 from persia.services import Connection
@@ -75,6 +76,7 @@ def test_it_does_as_its_twin_and_no_row_is_too_old(batches, capacity, other, lim
         "b": Table("b", 3, cache_rows=other),
     }
     cache, twin = RowCache(tables), ReferenceCache(tables)
+    assert cache.open(Hybrid(4), lambda: 1 << 20)
     hits = misses = 0
     for step, (ids, in_flight) in enumerate(batches):
         # Every row changes with every step; its value is the number of steps in it. More may be in it than is known.
@@ -109,11 +111,41 @@ def test_it_does_as_its_twin_and_no_row_is_too_old(batches, capacity, other, lim
 
 def test_clearing_forgets_all_copies():
     cache = RowCache({"a": Table("a", 1, cache_rows=8)})
+    cache.open(Hybrid(4), lambda: 1 << 20)
     ids = Packed.of({"a": np.arange(3, dtype=np.uint64)}, np.uint64)
     assert cache.plan(ids, LookupTime(0, 0, 5)).wanted.buffer.all()
+    assert not cache.plan(ids, LookupTime(1, 0, 5)).wanted.buffer.all()
     cache.clear()
     assert cache.plan(ids, LookupTime(1, 1, 5)).wanted.buffer.all()
-    assert (cache._applied > NEVER).sum() > 0
+
+
+def test_only_a_pass_that_uses_it_takes_memory():
+    slots = 10_000_000
+    tracemalloc.start()
+    try:
+        cache = RowCache({"a": Table("a", 1, cache_rows=slots)}, warns=False)
+        assert not cache.open(Sync(), lambda: 0)
+        cache.clear()
+        assert tracemalloc.get_traced_memory()[1] < slots
+        assert cache.open(Hybrid(4), lambda: 4 * slots)
+        assert SLOT_BYTES * slots <= tracemalloc.get_traced_memory()[0] < SLOT_BYTES * slots * 1.01
+        assert not cache.open(Hybrid(4), lambda: 0, recording=True)
+        assert tracemalloc.get_traced_memory()[0] < slots
+    finally:
+        tracemalloc.stop()
+
+
+def test_copies_that_do_not_fit_into_the_device_are_refused():
+    tables = {"a": Table("a", 2, cache_rows=100), "b": Table("b", 4, cache_rows=100), "c": Table("c", 8)}
+    needed = 4 * 2 * 100 + 4 * 4 * 100
+    with pytest.raises(
+        ConfigError, match=r"Table\('b'\).cache_rows = 100 needs 1,600 bytes .* has 1,599 left"
+    ) as raised:
+        RowCache(tables).open(Hybrid(4), lambda: needed - 1)
+    assert raised.value.fields["field"] == "Table('b').cache_rows"
+    cache = RowCache(tables)
+    assert cache.open(Hybrid(4), lambda: needed)
+    assert cache.open(Hybrid(4), lambda: 0)  # It has its memory.
 
 
 @pytest.mark.parametrize(
@@ -279,6 +311,44 @@ def test_a_cache_changes_nothing_where_staleness_is_0(on_host, caplog):
         assert embeddings.cached == (0, 0)
     np.testing.assert_array_equal(*found)
     assert caplog.text.count("cache_rows has no effect in Sync") == 1
+
+
+def test_a_pass_is_refused_if_copies_do_not_fit(monkeypatch):
+    monkeypatch.setattr(CpuStaging, "free_bytes", lambda _: 1_000)
+    with pytest.raises(ConfigError, match=r"Table\('item'\).cache_rows = 64 needs 1,024 bytes"):
+        train(Watching(), Hybrid(4), 64, make_batches(1))
+    train(Watching(), Sync(), 64, make_batches(1))  # It has no copies.
+
+
+def test_a_cache_without_effect_is_warned_of_once_for_each_reason(caplog):
+    table = {"a": Table("a", 1, cache_rows=8)}
+
+    def free():
+        return 1 << 20
+
+    for cache in (RowCache(table), RowCache(table, warns=False)):
+        for _ in range(3):
+            assert not cache.open(Sync(), free)
+            assert cache.open(Hybrid(4), free)
+            assert not cache.open(Hybrid(4), free, recording=True)
+            assert not cache.open(Hybrid(1), free)
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == 3
+    assert "no effect in Sync" in texts[0]
+    assert "no effect while a schedule is recorded" in texts[1]
+    assert "no effect in Hybrid(staleness=1" in texts[2]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_nn_worker_warns_in_all_its_passes_once(rank, caplog):
+    class Ranked(Watching):
+        def connect(self, *arguments):
+            return super().connect(*arguments)._replace(rank=rank)
+
+    embeddings, _ = train(Ranked(), Sync(), 64, make_batches(1))
+    for _ in embeddings.prefetch(make_batches(1)):
+        pass
+    assert caplog.text.count("cache_rows has no effect") == (rank == 0)
 
 
 def test_a_cache_changes_nothing_where_no_id_comes_again_soon():

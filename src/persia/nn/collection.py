@@ -36,7 +36,7 @@ from persia.nn.prepared import PreparedBatch, dummy_batch, loss_scale
 from persia.nn.pushing import Outbox, PushCounts, Pusher, StepPusher, TokenPusher, named, run_now
 from persia.nn.replicas import EqualSteps
 from persia.nn.row_access import RowAccess
-from persia.nn.row_cache import CacheCounts, CachePlan, RowCache, leaves_time_for_copies
+from persia.nn.row_cache import CacheCounts, CachePlan, RowCache
 from persia.nn.step_timings import StepTimings
 from persia.nn.token_client import TokenClient
 from persia.nn.transfer import Encoded, Ready, Transfer, nothing_to_do, staging_for
@@ -113,7 +113,7 @@ class EmbeddingCollection(torch.nn.Module):
         self.gate = StalenessGate(self.mode, self.options.accumulation_steps)
         self.outbox = Outbox(self.connection)
         """The pushes so far."""
-        self._cache = RowCache(schema.resolved_tables())
+        self._cache = RowCache(schema.resolved_tables(), warns=self.connection.rank == 0)
         self._steps = StepPusher(self.outbox, self.gate, self.options.accumulation_steps)
         self._pusher: Pusher = self._steps
         self._pipeline: Pipeline | None = None
@@ -389,19 +389,9 @@ class EmbeddingCollection(torch.nn.Module):
 
     def _open_cache(self) -> RowCache | None:
         """Returns the cache for a pass, without copies; None if there is none, or no copy could serve a batch."""
-        self.gate.reserves = False
-        if not self._cache or self.outbox.observer is not None:  # A recorded run has the versions of lookups only.
-            return None
-        self.gate.reserves = leaves_time_for_copies(self.mode)
-        self._cache.clear()
-        if self.gate.reserves:
-            return self._cache
-        LOG.warning(
-            "cache_rows has no effect in %s, which leaves no time for copies of rows to serve. It needs Hybrid with a "
-            "staleness of 2 or more.",
-            self.mode,
-        )
-        return None
+        recording = self.outbox.observer is not None
+        self.gate.reserves = self._cache.open(self.mode, self._staging.free_bytes, recording=recording)
+        return self._cache if self.gate.reserves else None
 
     def _look_up(self, batch: FedBatch, dummy_rows: int, cache: RowCache | None = None) -> tuple[PreparedBatch, Ready]:
         """Looks up the rows of a batch; returns a dummy batch if it was lost with its embedding worker."""

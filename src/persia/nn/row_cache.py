@@ -7,12 +7,14 @@ That is enough, as no copy serves for longer than a few batches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from persia.errors import ConfigError
 from persia.modes import Hybrid, Mode
 from persia.nn.gate import LookupTime
 from persia.schema import Table
@@ -20,10 +22,13 @@ from persia.types import Packed
 
 __all__ = ["CacheCounts", "CachePlan", "RowCache", "leaves_time_for_copies"]
 
+LOG = logging.getLogger("persia.nn")
+
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
 """Spreads ids over slots, whatever they are (Fibonacci hashing)."""
 
-NEVER = -(1 << 62)
+SLOT_BYTES = 16
+"""Host memory of a slot that is in use: its id and the steps that its row contains."""
 
 
 def leaves_time_for_copies(mode: Mode) -> bool:
@@ -116,30 +121,84 @@ class CachePlan:
 class RowCache:
     """Copies of rows of the tables that have `cache_rows`. For the lookup thread.
 
+    Takes memory only while a pass uses it: `4 * dim` bytes per slot on the device, and `SLOT_BYTES` on the host.
+
     Args:
         tables: all tables of the schema.
+        warns: whether `open` warns if no copy can serve; one of several NN workers is enough.
 
     Attributes:
         counts: outcome of lookups so far.
     """
 
-    def __init__(self, tables: Mapping[str, Table]) -> None:
+    def __init__(self, tables: Mapping[str, Table], *, warns: bool = True) -> None:
+        self._tables = {name: table for name, table in tables.items() if table.cache_rows}
+        self._warns = warns
+        self._warned: set[str] = set()
         self._copies: dict[str, _Copies] = {}
-        slots = 0
-        for name, table in tables.items():
-            if table.cache_rows:
-                self._copies[name] = _Copies(table.cache_rows, slots)
-                slots += table.cache_rows
-        self._ids = np.zeros(slots, np.uint64)
-        self._applied = np.full(slots, NEVER, np.int64)
+        self._ids = np.empty(0, np.uint64)
+        self._counts = np.empty(0, np.int64)
+        """By slot the number of steps that its row contained, and 1; 0 if it is empty."""
         self.counts = CacheCounts()
 
-    def __bool__(self) -> bool:
-        return bool(self._copies)
+    def open(self, mode: Mode, free: Callable[[], int], *, recording: bool = False) -> bool:
+        """Prepares a pass, without copies of rows. Returns whether copies may serve in it; if not, frees all memory.
+
+        Args:
+            mode: of the pass.
+            free: returns the free bytes of the device.
+            recording: whether a schedule is recorded, which has the versions of lookups only.
+
+        Raises:
+            ConfigError: the copies do not fit; the error names the table.
+        """
+        if not self._tables:
+            return False
+        if recording or not leaves_time_for_copies(mode):
+            self._copies = {}
+            self.clear()
+            self._warn(mode, recording)
+            return False
+        if not self._copies:
+            self._check(free())
+            slots = 0
+            for name, table in self._tables.items():
+                self._copies[name] = _Copies(table.cache_rows, slots)
+                slots += table.cache_rows
+        self.clear()
+        return True
 
     def clear(self) -> None:
         """Forgets all copies: at the start of a pass, where steps count anew and rows may have been set."""
-        self._applied.fill(NEVER)
+        slots = sum(copies.capacity for copies in self._copies.values())
+        # Memory of the host is taken where slots are used, not here.
+        self._ids, self._counts = np.zeros(slots, np.uint64), np.zeros(slots, np.int64)
+
+    def _check(self, free: int) -> None:
+        """Raises ConfigError if the device lacks the memory for all copies."""
+        for name, table in self._tables.items():
+            size = 4 * table.cache_rows * table.dim
+            if size > free:
+                raise ConfigError(
+                    f"Table({name!r}).cache_rows = {table.cache_rows} needs {size:,} bytes on the device, which has "
+                    f"{free:,} left for it. Set it to twice the distinct rows of `staleness` batches at most, or to 0 "
+                    "for no copies.",
+                    field=f"Table({name!r}).cache_rows",
+                )
+            free -= size
+
+    def _warn(self, mode: Mode, recording: bool) -> None:
+        """Warns that no copy serves, once for each reason."""
+        if recording:
+            text = "cache_rows has no effect while a schedule is recorded."
+        else:
+            text = (
+                f"cache_rows has no effect in {mode}, which leaves no time for copies of rows to serve. It needs "
+                "Hybrid with a staleness of 2 or more."
+            )
+        if self._warns and text not in self._warned:
+            self._warned.add(text)
+            LOG.warning("%s", text)
 
     def plan(self, ids: Packed[np.uint64], at: LookupTime) -> CachePlan:
         """Decides which rows of a batch to look up, and takes slots for them.
@@ -160,11 +219,12 @@ class RowCache:
         capacity = np.repeat(np.array([copies.capacity for copies, _ in tables.values()], np.uint64), counts)
         slots = ((mine * FACTOR >> np.uint64(32)) % capacity).astype(np.int64)
         everywhere = slots + np.repeat(np.array([copies.first for copies, _ in tables.values()], np.int64), counts)
-        lacking = at.step - self._applied[everywhere]
-        hit = (self._ids[everywhere] == mine) & (lacking <= at.limit)
+        contained = self._counts[everywhere]
+        lacking = at.step + 1 - contained
+        hit = (contained > 0) & (self._ids[everywhere] == mine) & (lacking <= at.limit)
         missed = ~hit
         fetched, taken = mine[missed], everywhere[missed]
-        self._ids[taken], self._applied[taken] = fetched, at.applied
+        self._ids[taken], self._counts[taken] = fetched, at.applied + 1
         lost = self._ids[taken] != fetched  # Of several in one slot the last one has it.
         ends = np.cumsum(counts)
         place = np.arange(len(mine)) - np.repeat(ends - counts, counts)

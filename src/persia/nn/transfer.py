@@ -15,6 +15,7 @@ from persia.errors import ConfigError
 from persia.nn.options import check_device
 from persia.nn.prepared import PreparedBatch
 from persia.nn.row_cache import CachePlan
+from persia.ps.memory import host_memory
 from persia.types import FedBatch, Floats, Halves, Int64Array, Inverse, LookedUp, Packed, WireRows
 
 __all__ = [
@@ -57,6 +58,9 @@ class Staging(Protocol):
     def to_host(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], dict[str, Any]]:
         """Starts copying; the result blocks until the copies are there. Called by the training thread."""
 
+    def free_bytes(self) -> int:
+        """Returns the memory of the device that new tensors can take."""
+
 
 class CpuStaging:
     """Staging without a device: tensors and arrays share memory."""
@@ -78,6 +82,10 @@ class CpuStaging:
         """Wraps the tensors."""
         arrays = {name: tensor.contiguous().numpy() for name, tensor in tensors.items()}
         return lambda: arrays
+
+    def free_bytes(self) -> int:
+        """Returns the free memory of the host."""
+        return host_memory().free
 
 
 class CudaStaging:
@@ -127,6 +135,11 @@ class CudaStaging:
             return {name: tensor.numpy() for name, tensor in pinned.items()}
 
         return wait
+
+    def free_bytes(self) -> int:
+        """Returns the free memory of the device, with what torch has reserved and does not use."""
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
 
 
 def staging_for(name: str) -> Staging:
