@@ -15,6 +15,7 @@ from persia.cluster import RayOptions
 from persia.errors import ConfigError
 from persia.nn import transfer
 from persia.nn.options import CollectionOptions
+from persia.nn.prepared import loss_scale
 from persia.nn.transfer import CpuStaging, copied_array, staging_for
 from persia.ps import EmbeddingServer
 from persia.services import Connection
@@ -94,6 +95,33 @@ def test_an_nn_worker_with_a_gpu_does_not_train_on_the_cpu(gpus, device):
     assert raised.value.fields["field"] == "device"
 
 
+def test_the_trainer_of_a_cluster_refuses_idle_gpus_before_it_starts_processes():
+    class Processes:
+        gpus = 0.5
+
+        def connect(self, schema, optimizer, mode, seed):
+            raise AssertionError("started")
+
+        run = attempt = restart_servers = feed = scale = statistics = close = connect
+
+    def trainer(device):
+        return persia.Trainer(
+            persia.nn.models.FFNN(SCHEMA),
+            SCHEMA,
+            optimizer=lambda params: torch.optim.SGD(params, 0.1),
+            embedding_optimizer=persia.optim.SGD(lr=0.1),
+            cluster=Processes(),
+            options=persia.TrainerOptions(device=device),
+        )
+
+    with pytest.raises(
+        ConfigError, match=r'Set TrainerOptions\(device="auto"\), or CollectionOptions\(device="auto"\)'
+    ):
+        trainer("cpu")
+    with pytest.raises(AssertionError, match="started"):
+        trainer("auto")
+
+
 @pytest.mark.parametrize(
     ("given_options", "expected"),
     [
@@ -120,6 +148,47 @@ def test_a_backend_that_cannot_work_is_refused(given_options, message):
     with pytest.raises(ConfigError, match=message) as raised:
         RayOptions(**given_options)
     assert raised.value.fields["field"] == "backend"
+
+
+# --- the loss scale --------------------------------------------------------------------------------------------------
+
+
+class OnAnotherDevice(torch.amp.GradScaler):
+    """A scaler whose scale is on a GPU: a copy of it to the CPU may arrive after `scale` has returned."""
+
+    def __init__(self):
+        super().__init__("cpu")
+        self._scale = torch.full((), 8.0, device="meta")
+
+    def scale(self, outputs):
+        return torch.zeros_like(outputs)
+
+    def get_scale(self):
+        return 8.0
+
+
+def test_a_loss_scale_of_another_device_is_read_whole():
+    assert loss_scale(OnAnotherDevice(), torch.device("cpu")) == 8.0
+
+
+def test_a_loss_scale_is_that_of_the_next_backward_pass():
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    scaler.update(4.0)
+    found = loss_scale(scaler, torch.device("cpu"))
+    assert (found.item(), found.dtype, found.shape) == (4.0, torch.float32, ())
+    assert loss_scale(None, torch.device("cpu")) is None
+    assert loss_scale(torch.amp.GradScaler("cpu", enabled=False), torch.device("cpu")) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_loss_scale_on_a_gpu_is_read_whole_on_the_cpu():
+    scaler = torch.amp.GradScaler("cuda", init_scale=8.0)
+    scaler.scale(torch.ones((), device="cuda"))
+    torch.cuda._sleep(100_000_000)  # What comes after it is late.
+    found = loss_scale(scaler, torch.device("cpu"))
+    assert (found.item(), found.device.type) == (8.0, "cpu")
 
 
 # --- arrays ---------------------------------------------------------------------------------------------------------

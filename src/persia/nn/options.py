@@ -56,7 +56,8 @@ def check_gpus(device: str, gpus: float) -> None:
     """
     if gpus and device == "cpu":
         raise ConfigError(
-            f"Invalid device 'cpu': RayOptions.gpus reserves {gpus:g} GPU for each NN worker, which would idle. Use "
-            'device="auto" or "cuda", or set RayOptions(gpus=0) to train on CPUs.',
+            f"Invalid device 'cpu': RayOptions.gpus reserves {gpus:g} GPU for each NN worker, which would idle. Set "
+            'TrainerOptions(device="auto"), or CollectionOptions(device="auto") in a loop of your own; or set '
+            "RayOptions(gpus=0) to train on CPUs.",
             field="device",
         )

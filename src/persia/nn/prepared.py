@@ -128,10 +128,18 @@ class PreparedBatch:
 def loss_scale(scaler: torch.amp.GradScaler | None, device: torch.device) -> torch.Tensor | None:
     """Returns the present scale of the loss, float32 `[]` on the device; None if losses are not scaled.
 
-    `GradScaler.get_scale` would wait for the device.
+    Waits only if the scale is on a GPU and wanted on the CPU.
+
+    Args:
+        scaler: of the loss; its scale may be on another device.
+        device: of the gradients that are divided by it.
     """
     if scaler is None or not scaler.is_enabled():
         return None
+    kept: torch.Tensor | None = scaler._scale  # None before the first use.
+    if device.type == "cpu" and kept is not None and kept.device.type != "cpu":
+        # `scale` would start a copy to the CPU and not wait for it.
+        return torch.tensor(scaler.get_scale(), dtype=torch.float32)
     scale: torch.Tensor = scaler.scale(torch.ones((), device=device))
     return scale
 

@@ -93,6 +93,10 @@ class Attempt(NamedTuple):
 class ProcessCluster(Cluster, Protocol):
     """A cluster whose roles are processes."""
 
+    @property
+    def gpus(self) -> float:
+        """Number of GPUs that is reserved for each NN worker."""
+
     def run(self, function: Callable[[], T]) -> list[T]:
         """Runs a function on every NN worker, where `connect` returns that worker's connection; results by rank."""
 

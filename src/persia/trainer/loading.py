@@ -76,16 +76,21 @@ class LoadedTable(NamedTuple):
 def recorded(directory: str) -> Declared:
     """Returns the declarations in the latest checkpoint of a directory.
 
-    Capacities of checkpoints that recorded them per PS are multiplied by the number of PSs, so that all rows fit.
+    Capacities of checkpoints that recorded them per PS are multiplied by the number of PSs, so that all rows fit. In
+    checkpoints of version 0.1 the device "cpu" was the default, and is read as the present one, "auto".
     """
     reader = CheckpointReader(directory)
     config = reader.manifest.config
     origin = f"the checkpoint in {directory}"
     options = config.get("options")
     if isinstance(options, dict):
+        old = reader.config.get("capacity_scope") != CAPACITY_SCOPE
+        old = old or not RENAMED_OPTIONS.keys().isdisjoint(options)  # `reshard` adds the scope.
         options = {RENAMED_OPTIONS.get(name, name): value for name, value in options.items()}
         schedule = options.get("mode_schedule", [])
         options["mode_schedule"] = [(step, recorded_mode(mode)) for step, mode in schedule]
+        if old and options.get("device") == "cpu":
+            options["device"] = "auto"
     schema = convert(config.get("schema"), Schema, origin)
     if config.get("capacity_scope") != CAPACITY_SCOPE:
         schema = _of_cluster(schema, server_count(reader))

@@ -101,6 +101,8 @@ class Trainer:
             if getattr(options, name) is not None and options.checkpoint_dir is None:
                 raise ConfigError(f"{name} needs checkpoint_dir.", field="checkpoint_dir")
         self._trains_in_other_processes = isinstance(cluster, ProcessCluster)
+        if isinstance(cluster, ProcessCluster):
+            check_gpus(options.device, cluster.gpus)  # Before processes are started.
         # NN workers resolve the device where they run; this process may have others.
         self._staging = staging_for("cpu" if self._trains_in_other_processes else options.device)
         device = self._staging.device
@@ -120,7 +122,6 @@ class Trainer:
             options=CollectionOptions(str(device), options.seed, options.accumulation_steps, options.timeout),
         )
         connection = self.embeddings.connection
-        check_gpus(options.device, connection.gpus)
         if device.type == "cpu":
             choose_torch_threads(connection.nn_workers if connection.replicas is not None else 1)
         if connection.replicas is not None:

@@ -94,6 +94,11 @@ class Ray:
 
     # --- for Trainer, EmbeddingCollection and users ------------------------------------------------
 
+    @property
+    def gpus(self) -> float:
+        """Number of GPUs that Ray reserves for each NN worker."""
+        return self.options.gpus
+
     def connect(self, schema: Schema, optimizer: EmbeddingOptimizer, mode: Mode, seed: int) -> Connection:
         """Starts the roles and returns a connection for reading: training happens on the NN workers.
 
