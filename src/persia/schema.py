@@ -303,8 +303,10 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         optimizer: optimizer of its rows; None for that of the trainer or collection.
         initializer: initial values of a row.
         capacity: maximum number of rows in the whole cluster, up to 2^48; beyond it, least recently used rows are
-            evicted. It is divided among the embedding PSs, and refused if it cannot fit into their memory. None: as
-            many as memory holds, at most 2^30 in each PS. Memory grows with the rows held, not with this number.
+            evicted. It is divided among the embedding PSs, and refused if it cannot fit into their memory. Each PS may
+            keep 1,024 rows (or `capacity`, if less), so a table of fewer than 1,024 rows for each PS may exceed it.
+            None: as many as memory holds, at most 2^30 in each PS. Memory grows with the rows held, not with this
+            number.
         admission: which ids get a row in training.
         value_bound: embeddings are clamped to +-this after an update; 0 for no bound.
         cache_rows: number of rows that each NN worker keeps copies of on its device, for the batches that the mode's

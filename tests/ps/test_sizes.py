@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,16 @@ from persia.nn import EmbeddingCollection
 from persia.optim import SGD, Adagrad, Adam, RowwiseAdagrad
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.memory import Memory, host_memory
-from persia.ps.sizes import MIN_SHARE, TableSize, check_free, declared_sizes, divide, divide_here, text_of_bytes
+from persia.ps.sizes import (
+    MIN_SHARE,
+    TableSize,
+    check_free,
+    check_share,
+    declared_sizes,
+    divide,
+    divide_here,
+    text_of_bytes,
+)
 from persia.ps.tables import table_config
 from persia.schema import IdFeature, Schema, Table
 from persia.store import MAX_ROWS, ROW_OVERHEAD
@@ -95,7 +105,7 @@ def test_a_host_with_more_memory_gets_no_more_ids_so_no_larger_share():
     assert divide([size(10_000)], [memory(10 * GIB), memory(GIB)]) == [{"item": 5000}, {"item": 5000}]
 
 
-def test_a_share_that_does_not_fit_goes_to_others():
+def test_a_share_that_does_not_fit_goes_to_others(caplog):
     sizes = [size(1_000_000), size(2_000_000, 200, "user")]  # 500 MB
     shares = divide(sizes, [memory(100_000_000), memory(GIB), memory(GIB)])
     assert shares == [
@@ -103,6 +113,35 @@ def test_a_share_that_does_not_fit_goes_to_others():
         {"item": 400_000, "user": 800_000},
         {"item": 400_000, "user": 800_000},
     ]
+    assert "too small for an equal share of the tables: PS 0 has 95.4 MiB (" in caplog.text
+    assert "keeps 60 % of one. Each PS owns an equal part of the ids, so these evict rows" in caplog.text
+    assert "or lower `capacity` to 60.000 % of what is declared" in caplog.text
+    caplog.clear()
+    sixty = [one._replace(rows=one.rows * 6 // 10) for one in sizes]
+    assert len({tuple(share.items()) for share in divide(sixty, [memory(100_000_000), memory(GIB), memory(GIB)])}) == 1
+    divide([size(1_000_000)], [None, memory(GIB), None])
+    assert not caplog.text
+
+
+@given(rows_of_tables, st.lists(st.integers(0, 200_000), min_size=1, max_size=6))
+def test_a_ps_without_memory_for_the_least_shares_is_refused(rows, memories):
+    sizes = [size(n, name=f"t{i}") for i, n in enumerate(rows)]
+    least = sum(min(MIN_SHARE, one.rows) * one.row_bytes for one in sizes)
+    assume(min(memories) < least)
+    with pytest.raises(ConfigError, match=r"each PS needs .*: for up to 1,024 rows of each of \d tables") as caught:
+        divide(sizes, [memory(m) for m in memories])
+    assert memories[caught.value.fields["rank"]] == caught.value.fields["memory"] < caught.value.fields["wanted"]
+
+
+def test_a_ps_without_memory_is_refused_not_left_to_the_others():
+    with pytest.raises(ConfigError, match=r"Embedding PS 0 has 0\.0 MiB of memory"):
+        divide([size(100_000_000)], [memory(0), memory(100 * GIB)])
+
+
+def test_many_small_tables_that_do_not_fit_into_one_ps_are_named_as_the_reason():
+    sizes = [size(1_000, 168, f"t{i}") for i in range(20_000)]
+    with pytest.raises(ConfigError, match=r"PS 0 has 3\.0 GiB of memory .* each PS needs 3\.1 GiB: .* 20,000 tables"):
+        divide(sizes, [memory(3 * GIB), memory(400 * GIB)])
 
 
 def test_the_largest_table_of_a_ps():
@@ -209,6 +248,58 @@ def test_what_the_refusal_proposes_fits():
     fitting = int(caught.value.message.split("to ")[1].split(" for table")[0].replace(",", ""))
     assert fitting == pytest.approx(share * 5_000_000_000)
     divide([one._replace(rows=int(one.rows * share)) for one in sizes], limits)
+
+
+@given(rows_of_tables, st.integers(1, 12), st.integers(1, 2000))
+def test_what_the_refusal_proposes_fits_with_least_shares_too(rows, count, gib):
+    sizes = [size(n, 16_424, f"t{i}") for i, n in enumerate(rows)]
+    try:
+        divide(sizes, [memory(gib * GIB)] * count)
+    except ConfigError as error:
+        if "PSs with" in error.message:
+            enough = int(error.message.split("; use ")[1].split(" PSs")[0].replace(",", ""))
+            if enough < 200:
+                divide(sizes, [memory(gib * GIB)] * enough)
+        name = error.message.split("for table '")[1].split("'")[0]
+        fitting = int(error.message.split("`capacity`, to ")[1].split(" for table")[0].replace(",", ""))
+        fits = Fraction(fitting, next(one.rows for one in sizes if one.name == name))
+        lower = [one._replace(rows=max(1, int(one.rows * fits))) for one in sizes]
+        bound = count * MIN_SHARE  # Of a table that falls below it, the least shares are more.
+        assume(all((one.rows > bound) == (other.rows > bound) for one, other in zip(sizes, lower, strict=True)))
+        divide(lower, [memory(gib * GIB)] * count)
+
+
+def test_the_proposed_number_of_ps_counts_the_least_shares_of_each():
+    """Small tables take 1 GiB in each PS, and so of each PS of 2 GiB only one is left for the large table."""
+    sizes = [size(1024, GIB >> 10, "small"), size(10 << 20, 1 << 10, "large")]
+    with pytest.raises(ConfigError, match=r"use 10 PSs with 2\.0 GiB each"):
+        divide(sizes, [memory(2 * GIB)])
+    divide(sizes, [memory(2 * GIB)] * 10)
+    with pytest.raises(ConfigError):
+        divide(sizes, [memory(2 * GIB)] * 9)
+
+
+def test_a_ps_refuses_a_share_beyond_the_memory_of_its_own_host():
+    """Ray may start it elsewhere than where memory was measured."""
+    declared = {"item": Table("item", dim=1, capacity=10**12)}
+    with pytest.raises(ConfigError, match=r"This host has .* needs .*: 1,000,000,000,000 rows of 'item'"):
+        EmbeddingServer(declared, SGD(0.1), Sync(), 0, 1, ServerOptions(capacities={"item": 10**12}))
+    EmbeddingServer(declared, SGD(0.1), Sync(), 0, 1, ServerOptions(capacities={"item": 10**12}, overcommit=True))
+
+
+@given(rows_of_tables, st.lists(st.integers(1, 2000), min_size=1, max_size=12))
+def test_a_ps_accepts_each_share_that_was_computed_for_its_memory(rows, memories):
+    sizes = [size(n, name=f"t{i}") for i, n in enumerate(rows)]
+    limits = [memory(m * 100_000_000) for m in memories]
+    try:
+        shares = divide(sizes, limits)
+    except ConfigError:
+        return
+    for share, limit in zip(shares, limits, strict=True):
+        mine = [one._replace(rows=share[one.name]) for one in sizes]
+        check_share(mine, limit)
+        with pytest.raises(ConfigError, match="its share of the tables needs"):
+            check_share([one._replace(rows=one.rows + 2 * MIN_SHARE) for one in mine], memory(1))
 
 
 def test_tables_without_a_declared_capacity_are_not_refused():

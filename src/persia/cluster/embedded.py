@@ -82,7 +82,8 @@ class Embedded:
             return [DenseServer(maker)]
 
         tables = schema.resolved_tables()
-        options = ServerOptions(capacities=divide_here(tables, optimizer, 1, overcommit=self._overcommit)[0])
+        capacities = divide_here(tables, optimizer, 1, overcommit=self._overcommit)[0]
+        options = ServerOptions(capacities=capacities, overcommit=self._overcommit)
         server = EmbeddingServer(tables, optimizer, mode, seed, self.threads, options)
         worker = Worker(schema, [server], self.threads)
         self._server, self._worker = weakref.ref(server), weakref.ref(worker)

@@ -17,7 +17,7 @@ from persia.modes import Dense, Mode, RowLimit, decode, encode
 from persia.ps.memory import host_memory
 from persia.ps.regions import Regions, retry_when_full, taken_space
 from persia.ps.row_access import RowSetter
-from persia.ps.sizes import check_free, declared_sizes, divide
+from persia.ps.sizes import check_free, check_share, declared_sizes, divide
 from persia.ps.snapshots import StoreSnapshots
 from persia.ps.tables import learning_rate, table_config
 from persia.pushes.accumulator import GradientAccumulator, average_step
@@ -60,6 +60,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
         capacities: rows that this PS keeps of each table with a declared capacity, by name; see `persia.ps.sizes`. None
             if it is the only PS, which keeps all.
         store: makes the store, given the threads of the PS.
+        overcommit: accept tables whose capacity exceeds the memory of this host, with a warning.
     """
 
     nn_workers: int = 1
@@ -68,6 +69,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
     neighbours: int = 1
     capacities: Mapping[str, int] | None = None
     store: Callable[[batching.ThreadPool], EmbeddingStore] = NativeStore
+    overcommit: bool = False
 
 
 CHUNK_BYTES = 64 << 20
@@ -137,9 +139,12 @@ class EmbeddingServer(JournaledServer):
         memory = host_memory(place).shared(self._options.neighbours, taken_space(place) if place else 0)
         attaches = self._regions is not None and self._regions.complete
         if capacities is None:
-            capacities = divide(sizes, [None if attaches else memory])[0]
+            capacities = divide(sizes, [None if attaches or self._options.overcommit else memory])[0]
         if not attaches:
-            check_free([size._replace(rows=capacities[size.name]) for size in sizes], memory, place)
+            shares = [size._replace(rows=capacities[size.name]) for size in sizes]
+            if not self._options.overcommit:
+                check_share(shares, memory)
+            check_free(shares, memory, place)
         return capacities
 
     def _adopt(self, mode: Mode, before: tuple[int, int] | None = None) -> None:

@@ -20,14 +20,24 @@ from persia.ps.tables import table_config
 from persia.schema import EmbeddingOptimizer, Table
 from persia.store import MAX_ROWS, ROW_OVERHEAD
 
-__all__ = ["MIN_SHARE", "TableSize", "check_free", "declared_sizes", "divide", "divide_here", "text_of_bytes"]
+__all__ = [
+    "MIN_SHARE",
+    "TableSize",
+    "check_free",
+    "check_share",
+    "declared_sizes",
+    "divide",
+    "divide_here",
+    "text_of_bytes",
+]
 
 MIN_SHARE = 1024
 """Rows below which a share is not reduced: chance would decide which PS is full first, and the memory is negligible."""
 
 LITTLE = 256 << 20
 NAMED = 4
-"""Maximum number of tables in an error."""
+"""Maximum number of tables or PSs in a message."""
+ATTEMPTS = 100
 
 log = logging.getLogger("persia.ps")
 
@@ -80,33 +90,37 @@ def divide(sizes: Sequence[TableSize], memory: Sequence[Memory | None]) -> list[
     """Divides capacities among PSs.
 
     The shares of a table add up to its capacity and differ by one row at most. A PS whose memory is too small for an
-    equal share gets what fits, the same fraction of each table, and the others get the rest. A share is never below
-    1,024 rows, or the capacity if that is less; of tables with fewer than 1,024 rows for each PS, all PSs together may
-    hold more than the capacity.
+    equal share gets what fits, the same fraction of each table, and the others get the rest; a warning names it, as it
+    evicts rows before the others are full. A share is never below 1,024 rows, or the capacity if that is less; of
+    tables with fewer than 1,024 rows for each PS, all PSs together may hold more than the capacity.
 
     Args:
         sizes: of the tables.
-        memory: by PS, its part of the memory of its host; None if unknown, which counts as enough.
+        memory: by PS, its part of the memory of its host; None for enough.
 
     Returns:
         By PS, the rows of each table that it keeps.
 
     Raises:
-        ConfigError: all PSs together have too little memory, or too few row numbers; the message has the numbers.
+        ConfigError: all PSs together have too little memory, a PS has too little for the least shares, or too few row
+            numbers; the message has the numbers.
     """
     count = len(memory)
+    for rank, one in enumerate(memory):
+        if one is not None and one.total < _least(sizes):
+            raise _too_little(sizes, rank, one)
     small = [size for size in sizes if size.rows <= count * MIN_SHARE]
     large = [size for size in sizes if size.rows > count * MIN_SHARE]
     fixed = sum(min(size.rows, MIN_SHARE) * size.row_bytes for size in small)
     wanted = sum(size.bytes for size in large)
     limits = [wanted if one is None else min(wanted, max(0, one.total - fixed)) for one in memory]
-    short = [one for one in memory if one is not None and one.total < fixed]
-    if sum(limits) < wanted or short:
-        raise _too_large(sizes, memory, fixed * count + wanted)
+    if sum(limits) < wanted:
+        raise _too_large(sizes, memory, fixed * count + wanted, Fraction(sum(limits), wanted))
     parts = _water_level(limits, wanted)
+    _warn_of_unequal(parts, memory)
     shares: list[dict[str, int]] = [{} for _ in memory]
     for size in sizes:
-        weights = parts if size in large else [Fraction(1)] * count
+        weights = parts if size.rows > count * MIN_SHARE else [Fraction(1)] * count
         for mine, rows in zip(shares, _rounded(size.rows, weights), strict=True):
             mine[size.name] = max(rows, min(size.rows, MIN_SHARE))
             if mine[size.name] > MAX_ROWS:
@@ -162,8 +176,94 @@ def _rounded(rows: int, weights: Sequence[Fraction]) -> list[int]:
     return found
 
 
-def _too_large(sizes: Sequence[TableSize], memory: Sequence[Memory | None], wanted: int) -> ConfigError:
-    """Returns the error for tables that do not fit, with what fits and what to change."""
+def _least(sizes: Sequence[TableSize]) -> int:
+    """Returns the memory of the least shares of a PS."""
+    return sum(min(size.rows, MIN_SHARE) * size.row_bytes for size in sizes)
+
+
+def _warn_of_unequal(parts: Sequence[Fraction], memory: Sequence[Memory | None]) -> None:
+    """Warns of PSs with less than an equal part: ids are hashed equally, so these evict while others have space."""
+    equal = Fraction(sum(parts), len(parts))
+    short = [
+        (rank, part, one) for rank, (part, one) in enumerate(zip(parts, memory, strict=True)) if part < equal and one
+    ]
+    if short:
+        named = [
+            f"PS {rank} has {text_of_bytes(one.total)} ({one.limit}) and keeps {float(100 * part / equal):.4g} % of one"
+            for rank, part, one in short[:NAMED]
+        ]
+        if len(short) > NAMED:
+            named.append(f"{len(short) - NAMED} other PSs")
+        log.warning(
+            "The memory of some embedding PSs is too small for an equal share of the tables: %s. Each PS owns an equal "
+            "part of the ids, so these evict rows while the others have space. Place PSs on hosts with equal memory, "
+            "or lower `capacity` to %.3f %% of what is declared.",
+            "; ".join(named), math.floor(100_000 * min(parts) / equal) / 1000,
+        )  # fmt: skip
+
+
+def _enough_servers(sizes: Sequence[TableSize], memory: int) -> int | None:
+    """Returns the least number of PSs with this memory each that the tables fit into; None if there is none."""
+    count = 1
+    for _ in range(ATTEMPTS):  # What is needed grows with the number, as shares have a least size.
+        needed = sum(max(size.rows, count * min(size.rows, MIN_SHARE)) * size.row_bytes for size in sizes)
+        if needed <= count * memory:
+            return count
+        if memory <= _least(sizes):
+            return None
+        count = math.ceil(needed / memory)
+    return None
+
+
+def _too_little(sizes: Sequence[TableSize], rank: int, memory: Memory) -> ConfigError:
+    """Returns the error for a PS whose memory does not hold the least shares."""
+    least = _least(sizes)
+    return ConfigError(
+        f"Embedding PS {rank} has {text_of_bytes(memory.total)} of memory ({memory.limit}), but each PS needs "
+        f"{text_of_bytes(least)}: for up to {MIN_SHARE:,} rows of each of {len(sizes):,} tables, as it owns an equal "
+        "part of the ids. Do one of: place the PSs on hosts with more memory; use fewer PSs for each host; declare "
+        "fewer tables; if the tables will not be full, set `overcommit` of the cluster.",
+        field="capacity",
+        rank=rank,
+        wanted=least,
+        memory=memory.total,
+    )
+
+
+def check_share(shares: Sequence[TableSize], memory: Memory) -> None:
+    """Checks that the share of a PS fits into the memory of the host that it runs on.
+
+    Args:
+        shares: of this PS.
+        memory: its part of the memory of this host.
+
+    Raises:
+        ConfigError: the share does not fit. `divide` was given the memory of another host.
+    """
+    wanted = sum(size.bytes for size in shares)
+    # Least shares and whole rows may exceed what `divide` was given.
+    if wanted > memory.total + _least(shares) + sum(size.row_bytes for size in shares):
+        rows = ", ".join(f"{size.rows:,} rows of {size.name!r}" for size in shares[:NAMED])
+        more = f" and of {len(shares) - NAMED} other tables" if len(shares) > NAMED else ""
+        raise ConfigError(
+            f"This host has {text_of_bytes(memory.total)} for an embedding PS ({memory.limit}), but its share of the "
+            f"tables needs {text_of_bytes(wanted)}: {rows}{more}. Lower `capacity`, place the PSs on hosts with more "
+            "memory, or if the tables will not be full, set `overcommit`.",
+            field="capacity",
+            wanted=wanted,
+            memory=memory.total,
+        )
+
+
+def _too_large(sizes: Sequence[TableSize], memory: Sequence[Memory | None], wanted: int, fits: Fraction) -> ConfigError:
+    """Returns the error for tables that do not fit, with what fits and what to change.
+
+    Args:
+        sizes: of the tables.
+        memory: by PS.
+        wanted: bytes of all shares.
+        fits: fraction of the tables above the least shares that fits.
+    """
     known = [one for one in memory if one is not None]
     total, least = sum(one.total for one in known), min(known)
     largest = sorted(sizes, key=lambda size: -size.bytes)
@@ -173,19 +273,17 @@ def _too_large(sizes: Sequence[TableSize], memory: Sequence[Memory | None], want
         named.append(f"{len(largest) - NAMED} other tables = {text_of_bytes(others)}")
     servers = "the embedding PS has" if len(memory) == 1 else f"the {len(memory)} embedding PSs together have"
     remedies = [
-        f"lower `capacity`, to {largest[0].rows * total // wanted:,} for table {largest[0].name!r} and others alike"
+        f"lower `capacity`, to {math.floor(largest[0].rows * fits):,} for table {largest[0].name!r} and others alike"
     ]
-    if least.total:
-        remedies.append(
-            f"use {math.ceil(wanted / least.total)} PSs with {text_of_bytes(least.total)} each, on other hosts"
-        )
+    if (enough := _enough_servers(sizes, least.total)) is not None:
+        remedies.append(f"use {enough} PSs with {text_of_bytes(least.total)} each, on other hosts")
     if "size of" in least.limit:
         remedies.append("enlarge that file system")
     remedies.append("choose a smaller dim, or an optimizer with less state: RowwiseAdagrad has one float a row")
     remedies.append("if the tables will not be full, set `overcommit` of the cluster")
     return ConfigError(
         f"The declared capacity of the tables needs {text_of_bytes(wanted)} of memory, and {servers} "
-        f"{text_of_bytes(total)} ({least.limit}). {'; '.join(named)}. So {100 * total / wanted:.4g} % of the rows fit. "
+        f"{text_of_bytes(total)} ({least.limit}). {'; '.join(named)}. So {float(100 * fits):.4g} % of the rows fit. "
         f"Do one of: {'; '.join(remedies)}.",
         field="capacity",
         wanted=wanted,

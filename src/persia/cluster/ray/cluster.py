@@ -105,12 +105,16 @@ class Ray:
         Raises:
             ConfigError: this cluster serves something else already, or the declared capacity of the tables exceeds the
                 memory of the PSs' hosts.
-            DeadlineError: a process did not start in time.
+            DeadlineError: a process did not start, or a host did not report its memory, in time.
             RoleDiedError: a process could not start.
         """
-        processes, plan, coordinator = self._started()
-        self._start_nn_workers()  # They take longest, so all start at the same time.
-        self._serve(Service(schema, optimizer, encode(mode), seed))
+        service = Service(schema, optimizer, encode(mode), seed)
+        with self._lock:
+            processes, plan, coordinator = self._started()
+            if self._service is None:  # First: if tables do not fit, no PS and no NN worker starts.
+                self._capacities = server_capacities(service, self.ps, self.options)
+            self._start_nn_workers()  # They take longest, so all start at the same time.
+            self._serve(service)
         processes.await_ready(processes.of("nn_worker"), self.options.timeout)
         reading = WorkerConnection(coordinator, plan)
         self._connections.append(reading)
@@ -367,7 +371,6 @@ class Ray:
         with self._lock:
             processes, _, _ = self._started()
             if self._service is None:
-                self._capacities = server_capacities(service, self.ps, self.options)
                 self._service = service
                 started = [self._start_server(rank, service) for rank in range(self.ps)]
                 started += [self._start_role("embedding_worker", rank) for rank in range(self._embedding_workers)]

@@ -253,7 +253,11 @@ class EmbeddingServerHost(Host):
             for left in (f"ps-{rank}", f"ps-{rank}.*"):
                 remove_leftovers(plan.options.regions, f"{plan.name}/{left}")
         sharing = neighbours(rank, plan.servers)
-        options = ServerOptions(plan.nn_workers, plan.options.timeout, regions, sharing, capacities)
+        # Its host may not be the one that was measured. After a loss, training continues wherever there is a host.
+        overcommit = plan.options.overcommit or losses > 0
+        options = ServerOptions(
+            plan.nn_workers, plan.options.timeout, regions, sharing, capacities, overcommit=overcommit
+        )
         self.servant = EmbeddingServer(schema.resolved_tables(), optimizer, decode(mode), seed, cores(plan), options)
         self.join(self.serve(self.servant, together(EmbeddingPS, RecordableRows), address))
 

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from persia.retry import Deadline
 from persia.rpc.keys import KEYS_VARIABLE
 from persia.types import TITLES
 
-__all__ = ["NAMESPACE", "Process", "Processes", "connect", "make_plan", "run_on"]
+__all__ = ["NAMESPACE", "Process", "Processes", "connect", "make_plan", "run_on", "run_on_all"]
 
 T = TypeVar("T")
 
@@ -307,12 +307,50 @@ def last_lines(process: Process) -> list[str]:
 
 def run_on(node: str, function: Callable[[], T]) -> T:
     """Runs a function on a host, and returns its result."""
-    if node == ray.get_runtime_context().get_node_id():
+    if node == own_node():
         return function()
+    result: T = ray.get(_task_on(node, function), timeout=RELEASE_SECONDS)
+    return result
+
+
+def run_on_all(nodes: Collection[str], function: Callable[[], T], timeout: float) -> dict[str, T]:
+    """Runs a function on several hosts at the same time, and returns the results by host.
+
+    Blocks for `timeout` seconds at most.
+
+    Raises:
+        DeadlineError: a host did not answer in time.
+        PersiaError: the function failed on a host, or the host is gone.
+    """
+    own = own_node()
+    calls = {node: _task_on(node, function) for node in nodes if node != own}
+    results = {own: function()} if own in nodes else {}
+    late = ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout)[1] if calls else []
+    if late:
+        silent = sorted(node for node, call in calls.items() if call in late)
+        raise DeadlineError(
+            f"No answer within {timeout:g} s from the hosts of these Ray nodes: {', '.join(silent)}. Check with "
+            "`ray status` that they run, or increase `timeout` of the cluster.",
+            seconds=timeout,
+        )
+    for node, call in calls.items():
+        try:
+            results[node] = ray.get(call, timeout=RELEASE_SECONDS)
+        except RayError as error:
+            raise PersiaError(f"The host of Ray node {node} cannot be asked: {error}", node=node) from error
+    return results
+
+
+def own_node() -> str:
+    """Returns the id of the Ray node of this process."""
+    node: str = ray.get_runtime_context().get_node_id()
+    return node
+
+
+def _task_on(node: str, function: Callable[[], T]) -> ray.ObjectRef[T]:
     where = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
     task = ray.remote(lambda: function())  # Not `function` itself: Ray refuses a partial one.
-    result: T = ray.get(task.options(num_cpus=0, scheduling_strategy=where).remote(), timeout=RELEASE_SECONDS)
-    return result
+    return task.options(num_cpus=0, scheduling_strategy=where).remote()
 
 
 def _tail(paths: Sequence[str]) -> list[str]:
