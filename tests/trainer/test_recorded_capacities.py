@@ -8,10 +8,12 @@ import pytest
 import torch
 
 import persia
-from persia.checkpoint import CheckpointReader, ReshardOptions, reshard
+from persia.checkpoint import CheckpointReader, CheckpointWriter, ReshardOptions, RowsPart, compact, reshard
 from persia.checkpoint.format import MANIFEST, encode_manifest
+from persia.checkpoint.servers import config_of_cluster
 from persia.modes import Sync
 from persia.optim import Adagrad
+from persia.trainer.loading import load_partitions
 from support.several_ps import Several
 
 ROWS = 7_000
@@ -80,14 +82,14 @@ def test_a_resumed_run_has_the_capacity_of_the_checkpoint_in_all_ps_together(sav
     assert rows(t) == 8_000
 
 
-@pytest.mark.parametrize("offline", [False, True])
-@pytest.mark.parametrize("servers", [1, 2, 3])
+@pytest.mark.parametrize("offline", [None, 1, 4])
+@pytest.mark.parametrize("servers", [1, 3])
 def test_capacities_of_each_ps_are_added_up_when_an_old_run_is_resumed(saved, tmp_path, servers, offline):
     as_of_version_0_1(saved)
     directory = saved
-    if offline:
+    if offline is not None:
         directory = tmp_path / "other"
-        reshard(saved, directory, ReshardOptions(2))
+        reshard(saved, directory, ReshardOptions(offline))
     t = persia.Trainer.resume(str(directory), model(schema_of(None)), optimizer=adam, cluster=Several(servers))
     tables = t.schema.resolved_tables()
     assert (tables["item"].capacity, tables["user"].capacity) == (8_000, None)
@@ -95,6 +97,32 @@ def test_capacities_of_each_ps_are_added_up_when_an_old_run_is_resumed(saved, tm
     t.save(str(tmp_path / "again"))
     again = persia.Trainer.resume(str(tmp_path / "again"), model(t.schema), optimizer=adam, cluster=Several(2))
     assert again.schema == t.schema
+
+
+def test_an_incremental_checkpoint_of_version_0_1_is_compacted_with_the_capacity_of_all_ps(saved):
+    """The number of PSs is that of all checkpoints that it builds on: this one has no part of PS 1."""
+    base = CheckpointReader(saved)
+    config = dict(base.config)
+    with CheckpointWriter(saved, base.manifest.global_step + 1) as writer:
+        for part in base.manifest.parts:
+            if not isinstance(part, RowsPart) and not part.name.startswith("server-"):
+                writer.copy(part, base.views(part))
+        writer.commit(schema=base.schema, config=config, base=base.base)
+    as_of_version_0_1(saved)
+    compact(saved)
+    again = CheckpointReader(saved)
+    assert again.manifest.base is None
+    assert again.config["capacity_scope"] == "cluster"
+    assert [table["capacity"] for table in again.config["schema"]["tables"]] == [8_000, None]
+
+
+def test_a_configuration_without_tables_is_kept(saved):
+    reader = CheckpointReader(saved)
+    for config in ({}, {"schema": 3}, {"schema": {}}, {"schema": {"tables": 3}}):
+        reader.manifest = msgspec.structs.replace(reader.manifest, config=config)
+        assert config_of_cluster(reader) == config
+    reader.manifest = msgspec.structs.replace(reader.manifest, config={"schema": {"tables": [3, {"capacity": "x"}]}})
+    assert config_of_cluster(reader)["schema"] == {"tables": [3, {"capacity": "x"}]}
 
 
 def test_rows_that_a_smaller_capacity_evicts_are_warned_of(saved, caplog):
@@ -111,3 +139,26 @@ def test_rows_that_a_smaller_capacity_evicts_are_warned_of(saved, caplog):
     caplog.clear()
     trainer(2, 8_000).load(str(saved))
     assert "do not fit" not in caplog.text
+
+
+def test_evictions_are_not_counted_as_rows_of_the_checkpoint_if_the_table_had_rows(saved, caplog):
+    t = trainer(1, 8_000)
+    t.embeddings.set_rows("item", np.arange(10_000, 18_000, dtype=np.uint64), np.ones((8_000, 2), np.float32))
+    t.load_rows(str(saved), ["item"])
+    assert "Table 'item': 7000 rows, old or loaded, exceeded its capacity, 8000 in 1 PSs" in caplog.text
+
+
+def test_only_evictions_of_the_ps_that_are_loaded_are_counted(saved, caplog, monkeypatch):
+    """PS 1 keeps its rows, and evicts some at the same time."""
+    t = trainer(2, 8_000)
+    servers = t.embeddings.connection.servers
+    counts = servers[1].statistics()
+    calls = iter(range(1000))
+
+    def busy():
+        return {name: {**mine, "evicted": next(calls)} for name, mine in counts.items()}
+
+    monkeypatch.setattr(servers[1], "statistics", busy)
+    load_partitions(servers, t.declared.schema, str(saved), [0])
+    assert "capacity" not in caplog.text
+    assert servers[0].statistics()["item"]["rows"] > 3_000

@@ -10,11 +10,19 @@ from persia.checkpoint.format import Base, Manifest, Part, RemovedPart, RowsPart
 from persia.checkpoint.inspection import Inspection, format_inspection, inspect
 from persia.checkpoint.reader import CheckpointEntry, CheckpointReader, list_checkpoints
 from persia.checkpoint.resharding import ReshardOptions, compact, reshard
-from persia.checkpoint.servers import MOST_SHARDS, clock_gaps, numbered, server_count, server_pieces
+from persia.checkpoint.servers import (
+    CAPACITY_SCOPE,
+    MOST_SHARDS,
+    clock_gaps,
+    config_of_cluster,
+    numbered,
+    server_pieces,
+)
 from persia.checkpoint.view import Checkpoint, TableRows, open
 from persia.checkpoint.writer import CheckpointWriter
 
 __all__ = [
+    "CAPACITY_SCOPE",
     "MOST_SHARDS",
     "Base",
     "Checkpoint",
@@ -34,6 +42,7 @@ __all__ = [
     "TensorsPart",
     "clock_gaps",
     "compact",
+    "config_of_cluster",
     "diff",
     "export",
     "format_inspection",
@@ -43,6 +52,5 @@ __all__ = [
     "open",
     "reshard",
     "same_rule",
-    "server_count",
     "server_pieces",
 ]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from persia.checkpoint import MOST_SHARDS, Base, CheckpointWriter
+from persia.checkpoint import CAPACITY_SCOPE, MOST_SHARDS, Base, CheckpointWriter
 from persia.checkpoint.storage import ahead
 from persia.config import dump
 from persia.errors import CheckpointError, PeerRestartedError, PersiaError, StoreError, WireError
@@ -25,7 +25,7 @@ from persia.modes import Sync
 from persia.nn.dense_step import DenseStep
 from persia.retry import Backoff, Deadline, retry
 from persia.services import EmbeddingPS, SnapshotInfo
-from persia.trainer.loading import CAPACITY_SCOPE, resolved
+from persia.trainer.loading import resolved
 from persia.trainer.options import Declared
 from persia.trainer.state import TrainingState
 

@@ -5,14 +5,20 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 
 from persia import batching
-from persia.checkpoint import CheckpointReader, clock_gaps, same_rule, server_count, server_pieces
+from persia.checkpoint import (
+    CAPACITY_SCOPE,
+    CheckpointReader,
+    clock_gaps,
+    config_of_cluster,
+    same_rule,
+    server_pieces,
+)
 from persia.config import convert
 from persia.errors import CheckpointError, PersiaError
 from persia.modes import ModeSetting, recorded_mode
@@ -24,7 +30,6 @@ from persia.trainer.options import Declared, TrainerOptions
 from persia.trainer.state import TrainingState
 
 __all__ = [
-    "CAPACITY_SCOPE",
     "LoadOptions",
     "LoadedTable",
     "load",
@@ -35,12 +40,6 @@ __all__ = [
 ]
 
 LOG = logging.getLogger("persia.checkpoint")
-
-CAPACITY_SCOPE = "cluster"
-"""Recorded as `capacity_scope`: capacities are of all PSs together. Without it, as in version 0.1, they are per PS."""
-
-DEFAULT_CAPACITY = 1 << 30
-"""Capacity of tables that declared none, in checkpoints without `capacity_scope`."""
 
 RENAMED_OPTIONS = {"snapshot_every_seconds": "recovery_point_every_seconds"}
 """Fields of `TrainerOptions` in checkpoints of version 0.1, and their present names."""
@@ -80,7 +79,7 @@ def recorded(directory: str) -> Declared:
     checkpoints of version 0.1 the device "cpu" was the default, and is read as the present one, "auto".
     """
     reader = CheckpointReader(directory)
-    config = reader.manifest.config
+    config = config_of_cluster(reader)
     origin = f"the checkpoint in {directory}"
     options = config.get("options")
     if isinstance(options, dict):
@@ -91,25 +90,12 @@ def recorded(directory: str) -> Declared:
         options["mode_schedule"] = [(step, recorded_mode(mode)) for step, mode in schedule]
         if old and options.get("device") == "cpu":
             options["device"] = "auto"
-    schema = convert(config.get("schema"), Schema, origin)
-    if config.get("capacity_scope") != CAPACITY_SCOPE:
-        schema = _of_cluster(schema, server_count(reader))
     return Declared(
-        schema,
+        convert(config.get("schema"), Schema, origin),
         convert(config.get("embedding_optimizer"), EmbeddingOptimizer, origin),  # type: ignore[arg-type]
         convert(recorded_mode(config.get("mode")), ModeSetting, origin),  # type: ignore[arg-type]
         convert(options, TrainerOptions, origin),
     )
-
-
-def _of_cluster(schema: Schema, servers: int) -> Schema:
-    """Returns a schema whose capacities are per PS with capacities of all PSs together."""
-    tables = []
-    for table in schema.tables:
-        undeclared = table.capacity is None or table.capacity == DEFAULT_CAPACITY
-        capacity = None if undeclared else cast("int", table.capacity) * servers
-        tables.append(msgspec.structs.replace(table, capacity=capacity))
-    return msgspec.structs.replace(schema, tables=tables)
 
 
 def load(
@@ -219,6 +205,9 @@ def _import_rows(
         shards: also import the PSs' state besides rows, if they have the shape of those that wrote it.
         ranks: only import into these PSs.
     """
+    if ranks is None:
+        ranks = range(len(servers))
+    changed = [servers[rank] for rank in ranks]
     same = shards and _shapes(server_pieces(reader)) == _shapes(_exported(servers))
     # Stamps of rows, by which the oldest are evicted, count the clock of their shard. Rows that change shards need a
     # common clock.
@@ -231,17 +220,17 @@ def _import_rows(
         record = reader.manifest.tables[name]
         with_state = state and same_rule(declared.optimizer, record.optimizer) and _has_state(reader, name)
         gap_of_shard = gaps.get(name, {})
-        rows, evicted = 0, _evicted(servers, name)
+        rows, had_rows, evicted = 0, _count(changed, name, "rows") > 0, _count(changed, name, "evicted")
         for shard, arrays in reader.rows(name):
             if not with_state:
                 arrays.pop("state")
             if gap_of_shard:
                 arrays["stamp"] = arrays["stamp"] + np.uint32(gap_of_shard.get(shard, 0))
             rows += len(arrays["ids"])
-            _distribute(servers, RowChunk(name, shard, arrays), range(len(servers)) if ranks is None else ranks)
+            _distribute(servers, RowChunk(name, shard, arrays), ranks)
         loaded[name] = LoadedTable(rows, with_state)
-        if left_out := _evicted(servers, name) - evicted:
-            _warn_of_capacity(reader, declared, left_out, rows, len(servers))
+        if more := _count(changed, name, "evicted") - evicted:
+            _warn_of_capacity(reader, declared, more, None if had_rows else rows, len(servers))
         if state and rows and not with_state:
             LOG.warning("Table %r: the optimizer's state is reset; %s has none of its kind.", name, reader.path)
         first = _other_accumulator(declared.optimizer, record.optimizer)
@@ -260,7 +249,7 @@ def _import_rows(
         )
     if same:
         for number, pieces in server_pieces(reader):
-            if ranks is None or number in ranks:
+            if number in ranks:
                 servers[number].import_state([StatePiece(**piece) for piece in pieces])
     elif shards and any(array == "sketch" for _, _, _, array in _shapes(_exported(servers))):
         LOG.warning(
@@ -271,17 +260,19 @@ def _import_rows(
     return loaded
 
 
-def _evicted(servers: Sequence[EmbeddingPS], table: str) -> int:
-    return sum(server.statistics()[table]["evicted"] for server in servers)
+def _count(servers: Sequence[EmbeddingPS], table: str, figure: str) -> int:
+    return sum(server.statistics()[table][figure] for server in servers)
 
 
-def _warn_of_capacity(reader: CheckpointReader, table: Table, left_out: int, rows: int, servers: int) -> None:
-    """Warns that a full table has not kept all rows of a checkpoint."""
+def _warn_of_capacity(reader: CheckpointReader, table: Table, evicted: int, rows: int | None, servers: int) -> None:
+    """Warns that a full table has not kept all rows: of `rows` in a checkpoint, or, if None, of any it had before."""
     per_ps = reader.manifest.config.get("capacity_scope") != CAPACITY_SCOPE
     LOG.warning(
-        "Table %r: %d of %d rows do not fit its capacity, %s in %d PSs, so the least recently used ones were evicted. "
+        "Table %r: %s its capacity, %s in %d PSs, so the least recently used ones were evicted. "
         "Load %s with a larger capacity to keep them.%s",
-        table.name, left_out, rows, table.capacity, servers, reader.path,
+        table.name,
+        f"{evicted} of {rows} rows do not fit" if rows is not None else f"{evicted} rows, old or loaded, exceeded",
+        table.capacity, servers, reader.path,
         " In the version that wrote it, capacity was of each PS; now it is of all PSs together." if per_ps else "",
     )  # fmt: skip
 
