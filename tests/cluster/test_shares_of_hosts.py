@@ -13,8 +13,8 @@ from persia.cluster.ray.cluster import Ray
 from persia.cluster.ray.options import RayOptions
 from persia.cluster.ray.plan import Service
 from persia.errors import ConfigError, DeadlineError, PersiaError
+from persia.memory import Memory
 from persia.modes import Sync
-from persia.ps.memory import Memory
 from persia.schema import SGD, IdFeature, Schema, Table
 
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 import persia
 from persia.batching import owners
 from persia.errors import ConfigError
+from persia.memory import Memory, host_memory
 from persia.modes import Sync
 from persia.nn import EmbeddingCollection
 from persia.optim import SGD, Adagrad, Adam, RowwiseAdagrad
 from persia.ps import EmbeddingServer, ServerOptions
-from persia.ps.memory import Memory, host_memory
 from persia.ps.sizes import (
     MIN_SHARE,
     TableSize,
@@ -370,13 +370,13 @@ def test_memory_within_cgroups_of_version_1(root):
 
 
 def test_memory_of_regions_in_memory_is_that_of_both(root, monkeypatch):
-    monkeypatch.setattr("persia.ps.memory.file_system", lambda _: persia.ps.memory.FileSystem("/dev/shm", "tmpfs", ""))
+    monkeypatch.setattr("persia.memory.file_system", lambda _: persia.memory.FileSystem("/dev/shm", "tmpfs", ""))
     written(root, {"proc/meminfo": "MemTotal: 4 kB\nMemAvailable: 2 kB\n"})
     assert host_memory(str(root / "not" / "yet" / "there"), str(root))[:2] == (4096, 2048)
 
 
 def test_memory_of_regions_on_a_disk_is_that_of_the_disk(root, monkeypatch):
-    monkeypatch.setattr("persia.ps.memory.file_system", lambda _: persia.ps.memory.FileSystem("/data", "ext4", ""))
+    monkeypatch.setattr("persia.memory.file_system", lambda _: persia.memory.FileSystem("/data", "ext4", ""))
     written(root, {"proc/meminfo": "MemTotal: 4 kB\nMemAvailable: 2 kB\n"})
     found = host_memory(str(root), str(root))
     assert found.total > 1 << 20

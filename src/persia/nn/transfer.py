@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from persia import batching
 from persia.batching.batch import Batch
 from persia.errors import ConfigError
+from persia.memory import host_memory
 from persia.nn.options import check_device
 from persia.nn.prepared import PreparedBatch
 from persia.nn.row_cache import CachePlan
-from persia.ps.memory import host_memory
 from persia.types import FedBatch, Floats, Halves, Int64Array, Inverse, LookedUp, Packed, WireRows
 
 __all__ = [

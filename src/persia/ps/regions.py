@@ -25,7 +25,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from persia.errors import StoreError, StoreFullError
-from persia.ps.memory import file_system
+from persia.memory import file_system
 from persia.retry import Deadline, retry
 from persia.store import EmbeddingStore, TableConfig
 

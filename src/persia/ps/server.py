@@ -13,8 +13,8 @@ import numpy as np
 
 from persia import batching
 from persia.errors import StoreError
+from persia.memory import host_memory
 from persia.modes import Dense, Mode, RowLimit, decode, encode
-from persia.ps.memory import host_memory
 from persia.ps.regions import Regions, retry_when_full, taken_space
 from persia.ps.row_access import RowSetter
 from persia.ps.sizes import check_free, check_share, declared_sizes, divide

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from persia.errors import ConfigError
-from persia.ps.memory import Memory, host_memory
+from persia.memory import Memory, host_memory
 from persia.ps.tables import table_config
 from persia.schema import EmbeddingOptimizer, Table
 from persia.store import MAX_ROWS, ROW_OVERHEAD

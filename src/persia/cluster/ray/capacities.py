@@ -8,7 +8,7 @@ import logging
 from persia.cluster.ray.options import RayOptions
 from persia.cluster.ray.plan import Service, neighbours, node_of
 from persia.cluster.ray.processes import run_on_all
-from persia.ps.memory import Memory, host_memory
+from persia.memory import Memory, host_memory
 from persia.ps.sizes import declared_sizes, divide
 
 __all__ = ["server_capacities"]

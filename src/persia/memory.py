@@ -1,4 +1,4 @@
-"""The memory of this host that embedding PSs can use: limits of the machine, of its cgroups and of a file system."""
+"""The memory of this host that processes can use: limits of the machine, of its cgroups and of a file system."""
 
 from __future__ import annotations
 
