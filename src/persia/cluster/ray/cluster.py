@@ -111,10 +111,10 @@ class Ray:
         service = Service(schema, optimizer, encode(mode), seed)
         with self._lock:
             processes, plan, coordinator = self._started()
-            if self._service is None:  # First: if tables do not fit, no PS and no NN worker starts.
-                self._capacities = server_capacities(service, self.ps, self.options)
+            # First: if tables do not fit, no PS and no NN worker starts.
+            capacities = server_capacities(service, self.ps, self.options) if self._service is None else None
             self._start_nn_workers()  # They take longest, so all start at the same time.
-            self._serve(service)
+            self._serve(service, capacities)
         processes.await_ready(processes.of("nn_worker"), self.options.timeout)
         reading = WorkerConnection(coordinator, plan)
         self._connections.append(reading)
@@ -366,11 +366,17 @@ class Ray:
         where = "SPREAD" if gpus else place(rank, self.options.cpus > 0)
         return self._start(NNWorkerHost, "nn_worker", rank, num_gpus=gpus, scheduling_strategy=where)
 
-    def _serve(self, service: Service) -> bool:
-        """Starts PSs, embedding workers and data loaders, unless they run; returns whether the latter have a source."""
+    def _serve(self, service: Service, capacities: list[dict[str, int]] | None = None) -> bool:
+        """Starts PSs, embedding workers and data loaders, unless they run; returns whether the latter have a source.
+
+        Args:
+            service: what they serve.
+            capacities: of the PSs, if they have been divided already.
+        """
         with self._lock:
             processes, _, _ = self._started()
             if self._service is None:
+                self._capacities = capacities or server_capacities(service, self.ps, self.options)
                 self._service = service
                 started = [self._start_server(rank, service) for rank in range(self.ps)]
                 started += [self._start_role("embedding_worker", rank) for rank in range(self._embedding_workers)]
