@@ -29,7 +29,7 @@ from persia import Batch, IdColumn, IdFeature, Schema, Table
 from persia.modes import Hybrid, Mode
 from persia.nn import CollectionOptions, EmbeddingCollection
 from persia.nn.models import DLRM, FFNN
-from persia.nn.transfer import Ready, Staging, Then, Transfer, copied_array, nothing_to_do
+from persia.nn.transfer import Ready, Staging, Then, Transfer, copied_array, nothing_to_do, staging_for
 from persia.ps import EmbeddingServer
 from persia.schema import Adagrad, EmbeddingOptimizer
 from persia.services import Connection
@@ -95,6 +95,10 @@ class Blocking:
         """Copies at once."""
         arrays = {name: tensor.cpu().numpy() for name, tensor in tensors.items()}
         return lambda: arrays
+
+    def free_bytes(self) -> int:
+        """Returns what the staging that it stands for does."""
+        return staging_for(str(self.device)).free_bytes()
 
 
 class Compressing:
