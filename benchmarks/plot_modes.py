@@ -46,8 +46,8 @@ class Chart(NamedTuple):
         low_x, high_x = min(xs), max(xs)
         marks = sorted({x for points in self.series.values() for x, _ in points})
         if len(marks) > MARKS or any(f"{x:.4g}" != f"{x:.12g}" for x in marks):
-            decades = [10.0**place for place in range(math.floor(low_x), math.ceil(high_x) + 1)]
-            marks = decades if self.log_x else _ticks(low_x, high_x)
+            decades = range(math.floor(low_x), math.ceil(high_x) + 1)
+            marks = [10.0**place for place in decades] if self.log_x else _ticks(low_x, high_x)
             low_x, high_x = min(low_x, along(marks[0])), max(high_x, along(marks[-1]))
         heights = range(math.floor(min(ys)), math.ceil(max(ys)) + 1)
         ticks = [10.0**height for height in heights] if self.log_y else _ticks(min(ys), max(ys))

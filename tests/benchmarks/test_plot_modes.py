@@ -31,6 +31,11 @@ def test_a_logarithmic_axis_has_equal_steps_for_equal_ratios():
     assert first > second > third  # Upwards is down in an SVG.
 
 
+def test_a_linear_axis_has_room_for_large_numbers():
+    first, second, third = heights(Chart("", "", "", {"a": [(400 * n + 0.123456, float(n)) for n in range(3)]}))
+    assert first - second == pytest.approx(second - third, abs=0.2)
+
+
 def test_costs_below_zero_have_no_place():
     costs = [[1.0, 4, 2.0, 9.0], [0.01, 4, -0.1, 9.0]]
     lines = {name: {"costs": costs} for name in ("paper.theorem1", "paper.theorem1_one_rate")}
