@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import runner
-from benchmarks.baselines.step_torch import DenseOnly, Plain, Samples, Variant, Workload, generate, network_optimizer
-from benchmarks.step import FIRST, ROUNDS, STEPS, WORK, Persia
+from benchmarks.baselines.step_torch import DenseOnly, Plain, Samples, Variant, Workload, network_optimizer
+from benchmarks.step import FIRST, WORK, Make, Persia, compared
 from persia import Batch, IdColumn, IdFeature, Schema, Table
 from persia.modes import Hybrid, Mode
 from persia.nn import CollectionOptions, EmbeddingCollection
@@ -34,8 +34,6 @@ from persia.ps import EmbeddingServer
 from persia.schema import Adagrad, EmbeddingOptimizer
 from persia.services import Connection
 from persia.worker import Worker, WorkerOptions
-
-Make = Callable[[Workload, list[Samples]], Variant]
 
 ADAGRAD = Adagrad(lr=0.05, initial_accumulator=FIRST)
 
@@ -151,27 +149,6 @@ def with_model(make: Make, model_of: Callable[[Schema], nn.Module]) -> Make:
         return variant
 
     return made
-
-
-def compared(name: str, preset: str, work: Workload, ours_of: Make, theirs_of: Make) -> runner.Measure:
-    """Samples/s of two variants, alternating."""
-    data = generate(work)
-    ours = ours_of(work, data)
-    theirs = theirs_of(work, data)
-    try:
-        steps = STEPS[preset]
-        for variant in (ours, theirs):  # The first rounds fill the tables.
-            variant.time(2 * len(data))
-        return runner.ratio(
-            name,
-            ours=lambda: work.batch * steps / ours.time(steps),
-            theirs=lambda: work.batch * steps / theirs.time(steps),
-            of="rows/s",
-            rounds=ROUNDS[preset],
-        )
-    finally:
-        ours.close()
-        theirs.close()
 
 
 def on_gpu(

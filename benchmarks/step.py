@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -58,30 +58,38 @@ class Persia(Variant):
         self.prefetched.close()
 
 
-def compare(
-    preset: str, peer_of, optimizer: EmbeddingOptimizer, name: str, target: float | None, device: str = "cpu"
+Make = Callable[[Workload, list[Samples]], Any]
+"""Makes one side of a comparison, which has `time` and `close` as a `Variant` has."""
+
+
+def compare(preset: str, peer_of: Make, optimizer: EmbeddingOptimizer, name: str, target: float) -> runner.Measure:
+    """Samples/s of persia over the peer's."""
+    return compared(name, preset, WORK[preset], lambda work, data: Persia(work, data, optimizer), peer_of, target)
+
+
+def compared(
+    name: str, preset: str, work: Workload, ours_of: Make, theirs_of: Make, target: float | None = None
 ) -> runner.Measure:
-    """Samples/s of persia over the peer's, alternating."""
-    work = replace(WORK[preset], device=device)
+    """Samples/s of two variants, alternating."""
     data = generate(work)
-    peer = peer_of(work, data)
-    persia = Persia(work, data, optimizer)
+    theirs = theirs_of(work, data)
+    ours = ours_of(work, data)
     try:
         steps = STEPS[preset]
-        # The first rounds fill the tables: every id of the 64 batches gets its row.
-        for variant in (persia, peer):
+        # The first rounds fill the tables: every id of the batches gets its row.
+        for variant in (ours, theirs):
             variant.time(2 * len(data))
         return runner.ratio(
             name,
-            ours=lambda: work.batch * steps / persia.time(steps),
-            theirs=lambda: work.batch * steps / peer.time(steps),
+            ours=lambda: work.batch * steps / ours.time(steps),
+            theirs=lambda: work.batch * steps / theirs.time(steps),
             of="rows/s",
             rounds=ROUNDS[preset],
             at_least=target,
         )
     finally:
-        persia.close()
-        peer.close()
+        ours.close()
+        theirs.close()
 
 
 @runner.measures("step.vs_torch")

@@ -5,7 +5,7 @@ import pytest
 import torch
 from benchmarks.baselines.step_torch import DenseOnly, Plain, Workload, generate
 
-from benchmarks import gpu
+from benchmarks import gpu, step
 
 WORK = Workload(features=3, dim=8, rows=200, batch=32, dense=2, batches=4)
 
@@ -43,8 +43,8 @@ def test_each_variant_trains_each_network():
 
 
 def test_two_variants_are_compared(monkeypatch):
-    monkeypatch.setitem(gpu.STEPS, "smoke", 1)
-    found = gpu.compared("gpu.it", "smoke", WORK, gpu.persia, DenseOnly)
+    monkeypatch.setitem(step.STEPS, "smoke", 1)
+    found = step.compared("gpu.it", "smoke", WORK, gpu.persia, DenseOnly)
     assert found.value > 0
     assert found.details["ours"] > 0
 

@@ -169,7 +169,7 @@ class RowCache:
         return True
 
     def clear(self) -> None:
-        """Forgets all copies: at the start of a pass, where steps count anew and rows may have been set."""
+        """Discards all copies. Needed at the start of a pass: step numbers restart, and rows may have been set."""
         slots = sum(copies.capacity for copies in self._copies.values())
         # Memory of the host is taken where slots are used, not here.
         self._ids, self._counts = np.zeros(slots, np.uint64), np.zeros(slots, np.int64)
