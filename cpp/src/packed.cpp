@@ -99,6 +99,10 @@ PackedSizes pack_batch(std::span<PackedGroup> groups, std::uint32_t servers, std
   if (ids.size() != positions || inverse.size() != positions) {
     throw std::invalid_argument("ids, inverse: must have one entry per position");
   }
+  // Waking threads costs more than the work on a small batch, and more still where they have to wait for a core.
+  constexpr std::size_t kSmall = 1 << 15;
+  ThreadPool alone(1);
+  ThreadPool& threads = positions <= kSmall ? alone : pool;
   Arena::Lease all_ids(arena, positions * sizeof(std::uint64_t));
   Arena::Lease all_inverses(arena, positions * sizeof(std::uint32_t));
   std::vector<UniqueGroup> unique_groups(groups.size());
@@ -110,7 +114,7 @@ PackedSizes pack_batch(std::span<PackedGroup> groups, std::uint32_t servers, std
     unique_groups[g].inverse = all_inverses.as<std::uint32_t>() + first;
     first += unique_groups[g].positions();
   }
-  unique(unique_groups, pool, arena);
+  unique(unique_groups, threads, arena);
   PackedSizes sizes;
   std::vector<std::size_t> id_at(groups.size()), inverse_at(groups.size());
   for (std::size_t g = 0; g < groups.size(); ++g) {
@@ -125,9 +129,9 @@ PackedSizes pack_batch(std::span<PackedGroup> groups, std::uint32_t servers, std
     sizes.ids += found.count;
     (found.wide ? sizes.wide : sizes.narrow) += found.positions();
   }
-  group_by_owner(owner_groups, servers, pool, arena);
+  group_by_owner(owner_groups, servers, threads, arena);
   auto* const bytes = reinterpret_cast<std::byte*>(inverse.data());
-  pool.parallel_for(groups.size(), [&](std::size_t g) {
+  threads.parallel_for(groups.size(), [&](std::size_t g) {
     const auto& found = unique_groups[g];
     const std::size_t width = found.wide ? sizeof(std::uint32_t) : sizeof(std::uint16_t);
     const std::size_t begin = found.wide ? 0 : sizes.wide * sizeof(std::uint32_t);
