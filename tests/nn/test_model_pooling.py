@@ -1,11 +1,16 @@
 """The native pooling and the torch twin that runs on a GPU give the same values and gradients."""
 
+import gc
+import weakref
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import persia
+from persia.errors import PersiaError
 from persia.nn.pooling import Expander, expand_with_torch
 
 
@@ -57,3 +62,138 @@ def test_native_equals_torch(case):
     for a, b in zip(our_masks, their_masks, strict=True):
         assert torch.equal(a, b)
     torch.testing.assert_close(our_grad, their_grad, rtol=1e-4, atol=1e-5)
+
+
+def values_of(found):
+    return [f.values if isinstance(f, persia.nn.SequenceEmbedding) else f for f in found.values()]
+
+
+def weighted(found, leave_out):
+    """A loss of all features but some, with an autograd function that returns no gradient for these."""
+    terms = ((t * (i + 1)).square().sum() for i, t in enumerate(values_of(found)))
+    return sum(NoGradient.apply(term) if i in leave_out else term for i, term in enumerate(terms))
+
+
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.sampled_from([1.0, 0.3]), st.integers(1, 3), st.sets(st.integers(0, 3)), st.booleans())
+def test_pooled_ahead_is_pooled_in_place_bit_for_bit(case, factor, calls, leave_out, in_time):
+    features, unique, dim, inverse, offsets = case
+    expander = Expander(persia.Schema(features), torch.device("cpu"), 2)
+    leaf = torch.randn(unique, dim).requires_grad_()
+    ahead = expander.ahead({"t": leaf.detach()}, inverse, offsets)
+    if in_time:
+        ahead.pool()
+    found = [expander({"t": leaf}, inverse, offsets) for _ in range(calls)]
+    taken = [ahead.embeddings() for _ in range(calls)]
+    for ours, theirs in zip(taken, found, strict=True):
+        for name, mine in ours.items():
+            if isinstance(mine, persia.nn.SequenceEmbedding):
+                assert torch.equal(mine.values, theirs[name].values)
+                assert torch.equal(mine.mask, theirs[name].mask)
+            else:
+                assert torch.equal(mine, theirs[name])
+    for made in (found, taken):
+        sum(weighted(one, leave_out) for one in made).backward()
+    assert ahead.leaf.grad is not None
+    assert ahead.nbytes == sum(4 * values.numel() for values in values_of(taken[0]))
+    expected = {} if leaf.grad is None else {"t": leaf.grad if factor == 1.0 else leaf.grad.mul_(factor)}
+    gradients = ahead.gradients({}, factor)()
+    assert list(gradients) == list(expected)
+    for name, gradient in gradients.items():
+        np.testing.assert_array_equal(gradient, expected[name].numpy())
+
+
+def ahead_of(dims):
+    """Tables of 4 rows, and the features of a batch of 3 samples, one for each table."""
+    schema = persia.Schema([persia.IdFeature(name, dim=dim) for name, dim in dims.items()])
+    rows = {table.name: torch.rand(4, table.dim) for table in schema.resolved_tables().values()}
+    inverse = dict.fromkeys(dims, np.array([0, 3, 3], np.uint16))
+    return rows, Expander(schema, torch.device("cpu")).ahead(rows, inverse, dict.fromkeys(dims))
+
+
+def test_what_the_network_changes_in_place_is_pooled_anew_by_the_next_call():
+    rows, ahead = ahead_of({"a": 2})
+    ahead.embeddings()["a"].relu_().mul_(5)
+    assert torch.equal(ahead.embeddings()["a"], rows["a"][[0, 3, 3]])
+
+
+def test_only_tables_of_the_loss_get_gradients_and_those_of_two_losses_are_added_up():
+    _, ahead = ahead_of({"a": 2, "b": 3, "c": 2})
+    first, second = ahead.embeddings(), ahead.embeddings()
+    (first["a"].sum() + 2 * second["a"].sum() + second["c"].sum()).backward()
+    packed = ahead.gradients({}, 1.0)()
+    assert set(packed) == {"a", "c"}
+    np.testing.assert_array_equal(packed["a"], np.array([[3, 3], [0, 0], [0, 0], [6, 6]], np.float32))
+    np.testing.assert_array_equal(packed["c"], np.array([[1, 1], [0, 0], [0, 0], [2, 2]], np.float32))
+    ahead.embeddings()["b"].sum().backward()
+    assert list(ahead.gradients({}, 1.0)()) == ["b"]
+
+
+def test_gradients_of_rows_are_added():
+    _, ahead = ahead_of({"a": 2, "b": 1})
+    ahead.embeddings()["a"].sum().backward()
+    packed = ahead.gradients({name: np.full((4, dim), 5, np.float32) for name, dim in (("a", 2), ("b", 1))}, 2.0)()
+    np.testing.assert_array_equal(packed["a"], np.array([[12, 12], [10, 10], [10, 10], [14, 14]], np.float32))
+    np.testing.assert_array_equal(packed["b"], np.full((4, 1), 10, np.float32))
+
+
+def test_a_second_backward_pass_changes_nothing_that_was_taken():
+    _, ahead = ahead_of({"a": 2})
+    loss = ahead.embeddings()["a"].sum()
+    loss.backward(retain_graph=True)
+    summed = ahead.gradients({}, 1.0)
+    loss.backward()
+    np.testing.assert_array_equal(summed()["a"], np.array([[1, 1], [0, 0], [0, 0], [2, 2]], np.float32))
+
+
+def test_gradients_are_freed_once_they_are_summed():
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, values):
+            return values.sum()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            array = np.ones((3, 2), np.float32)
+            made.append(weakref.ref(array))
+            return torch.from_numpy(array)
+
+    made = []
+    _, ahead = ahead_of({"a": 2})
+    loss = Sum.apply(ahead.embeddings()["a"])
+    loss.backward()
+    summed = ahead.gradients({}, 1.0)
+    assert made[0]() is not None
+    summed()
+    gc.collect()
+    assert made[0]() is None
+
+
+def test_a_gradient_that_is_changed_before_it_is_summed_is_an_error():
+    class Reusing(torch.autograd.Function):
+        workspace = torch.ones(3, 2)
+
+        @staticmethod
+        def forward(ctx, values):
+            return values.sum()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return Reusing.workspace
+
+    _, ahead = ahead_of({"a": 2})
+    Reusing.apply(ahead.embeddings()["a"]).backward()
+    summed = ahead.gradients({}, 1.0)
+    Reusing.workspace.zero_()
+    with pytest.raises(PersiaError, match="changed in place after its backward pass"):
+        summed()

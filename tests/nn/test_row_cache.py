@@ -259,6 +259,7 @@ def train(cluster, mode, cache_rows, batches, on_host=True, accumulation=1, devi
     embeddings._transfer = Transfer(embeddings._staging, on_host)
     seen = []
     for number, batch in enumerate(embeddings.prefetch(batches)):
+        assert (batch.pooled is not None) == on_host
         entry = cluster.worker.distinct_ids(batch.batch_id)
         seen.append((entry["item"].copy(), batch.rows["item"].detach().clone().cpu().numpy()))
         loss = sum((values.square() + values).mean() * (1 + number % 3) for values in embeddings(batch).values())

@@ -215,6 +215,8 @@ class EmbeddingCollection(torch.nn.Module):
             )
         if batch.trains and self._pipeline is not None and torch.is_grad_enabled():
             self._pipeline.check_others()
+        if batch.pooled is not None:
+            return batch.pooled.embeddings()
         return self._expander(batch.rows, batch.inverse, batch.offsets)
 
     def flush(self) -> None:
@@ -410,13 +412,20 @@ class EmbeddingCollection(torch.nn.Module):
         prepared, ready = self._transfer.rows(batch, found, plan)
         if plan is not None:
             self.gate.aged(plan.oldest)
+        if self._expander.on_host:
+            prepared.pooled = self._expander.ahead(prepared.rows, prepared.inverse, prepared.offsets)
+            if prepared.pooled.fits(self.ready):
+                prepared.pooled.pool()
         prepared.await_gradient(batch.batch_id, self._end_of_backward)
         return prepared, ready
 
     def _end_of_backward(self, batch: PreparedBatch) -> None:
         scale = loss_scale(self.grad_scaler, self._staging.device)
-        with torch.no_grad():
-            gradients = self._transfer.gradients(batch.take_gradients(scale), self._compressed)
+        # Sums take less memory than the gradients of features.
+        waiting = self._pipeline.unpushed if self._pipeline is not None else 0
+        crowded = batch.pooled is not None and not batch.pooled.fits(waiting)
+        sum_now = self.options.accumulation_steps > 1 or crowded
+        gradients = self._transfer.gradients_of(batch, scale, self._compressed, sum_now=sum_now)
         if self.step_timings is not None:
             gradients = self._timed(self.step_timings, batch, gradients)
         self._pusher.computed((batch, gradients))

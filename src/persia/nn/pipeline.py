@@ -183,6 +183,7 @@ class Pipeline:
         self._lock = threading.Lock()  # Of what push threads change.
         self._returned = 0
         """Number of pushes that have succeeded."""
+        self._handed_over = 0
         self._doing = "data loader: waiting for its first batch"
         self._number = 0
         self._most_threads = 2 + pushing
@@ -198,6 +199,11 @@ class Pipeline:
     def ready(self) -> int:
         """Number of batches that are looked up and not drawn yet."""
         return len(self._ready)
+
+    @property
+    def unpushed(self) -> int:
+        """Number of pushes that were handed over and have not succeeded yet."""
+        return self._handed_over - self._returned
 
     def draw(self) -> PreparedBatch:
         """Returns the next batch.
@@ -250,6 +256,7 @@ class Pipeline:
         """
         with contextlib.suppress(Closed):
             self._pushes.put(task)
+            self._handed_over += 1
             # Most loops need one thread: pushes are faster than steps.
             if len(self._threads) < self._most_threads and self._pushes.unclaimed:
                 self._start(self._run_push, "push")

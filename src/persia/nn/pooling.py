@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
+import numpy as np
 import torch
 
 from persia import batching
+from persia.errors import PersiaError
 from persia.schema import Pooling, Schema
-from persia.types import Int64Array, Inverse
+from persia.types import Floats, Int64Array, Inverse, Packed
 
-__all__ = ["Embeddings", "Expander", "SequenceEmbedding", "expand_with_torch", "pool_bags", "sequence_of"]
+__all__ = [
+    "Embeddings",
+    "Expander",
+    "PooledAhead",
+    "SequenceEmbedding",
+    "expand_with_torch",
+    "pool_bags",
+    "sequence_of",
+]
 
 
 class SequenceEmbedding(NamedTuple):
@@ -28,6 +39,13 @@ class SequenceEmbedding(NamedTuple):
 
 Embeddings: TypeAlias = Mapping[str, torch.Tensor | SequenceEmbedding]
 """By feature name: `[batch, dim]` if pooled, else a SequenceEmbedding."""
+
+
+MOST_AHEAD = 256 << 20
+"""Most bytes of pooled features that wait for the training thread, and of gradients that wait to be summed.
+
+About: exact if batches are of one size.
+"""
 
 
 class Expander:
@@ -68,7 +86,71 @@ class Expander:
                 cast("Mapping[str, torch.Tensor]", inverse),
                 cast("Mapping[str, torch.Tensor | None]", offsets),
             )
-        plans = [
+        plans, tables = self._plans(inverse, offsets), [rows[table] for table in self._tables]
+        return self.by_feature(_NativePool.apply(self, plans, *tables))  # type: ignore[no-untyped-call]
+
+    def ahead(
+        self,
+        rows: Mapping[str, torch.Tensor],
+        inverse: Mapping[str, Inverse] | Mapping[str, torch.Tensor],
+        offsets: Mapping[str, Int64Array | None] | Mapping[str, torch.Tensor | None],
+    ) -> PooledAhead:
+        """Returns the features of a batch for a training thread that takes them later. Only `on_host`.
+
+        Args:
+            rows: by table, `[unique, dim]`, without gradients yet. They must not change while the result is in use.
+            inverse: by feature.
+            offsets: by feature, or None if each sample has one id.
+        """
+        arrays = {table: rows[table].numpy() for table in self._tables}
+        return PooledAhead(self, self._plans(inverse, offsets), arrays)
+
+    def pool_rows(self, plans: Sequence[batching.FeaturePlan], rows: Sequence[Floats]) -> batching.Pooled:
+        """Returns the values and masks of all features. Thread-safe."""
+        shapes = _value_shapes(plans, [part.shape[1] for part in rows])
+        return batching.pool_forward(rows, plans, self._pool, batching.borrow(shapes, self._scratch))
+
+    def sum_rows(
+        self,
+        plans: Sequence[batching.FeaturePlan],
+        shapes: Sequence[tuple[int, int]],
+        gradients: Sequence[torch.Tensor | None],
+    ) -> tuple[Floats, dict[int, Floats]]:
+        """Sums the gradients of all features by row. Thread-safe.
+
+        Args:
+            plans: of the features.
+            shapes: of the rows of each table.
+            gradients: of the values of each feature.
+
+        Returns:
+            One array for all tables, as it is to be sent, and views into it for those tables that got a gradient.
+        """
+        arrays = [None if gradient is None else gradient.numpy() for gradient in gradients]
+        whole = self._scratch.floats(sum(count * width for count, width in shapes))
+        sums: list[Floats] = []
+        start = 0
+        for count, width in shapes:
+            sums.append(whole[start : start + count * width].reshape(count, width))
+            start += count * width
+        batching.pool_backward(shapes, plans, arrays, self._pool, self._scratch, sums)
+        used = {plan.table for plan, array in zip(plans, arrays, strict=True) if array is not None}
+        return whole, {table: sums[table] for table in sorted(used)}
+
+    def by_feature(self, outputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor | SequenceEmbedding]:
+        """Names the values of each feature, each with its mask behind if it is not pooled."""
+        following = iter(outputs)
+        return {
+            name: next(following) if pooling is not None else SequenceEmbedding(next(following), next(following))
+            for name, (_, pooling, _) in self._features.items()
+        }
+
+    def _plans(
+        self,
+        inverse: Mapping[str, Inverse] | Mapping[str, torch.Tensor],
+        offsets: Mapping[str, Int64Array | None] | Mapping[str, torch.Tensor | None],
+    ) -> list[batching.FeaturePlan]:
+        return [
             batching.FeaturePlan(
                 self._tables[table],
                 cast("Inverse", inverse[name]),
@@ -78,61 +160,175 @@ class Expander:
             )
             for name, (table, pooling, max_length) in self._features.items()
         ]
-        outputs = iter(_NativePool.apply(self._pool, self._scratch, plans, *(rows[table] for table in self._tables)))  # type: ignore[no-untyped-call]
-        result: dict[str, torch.Tensor | SequenceEmbedding] = {}
-        for name, (_, pooling, _) in self._features.items():
-            result[name] = next(outputs) if pooling is not None else SequenceEmbedding(next(outputs), next(outputs))
-        return result
+
+
+class PooledAhead:
+    """The features of a batch on the host, with the work for them beside the training thread.
+
+    The lookup thread pools, the training thread takes the features, and the push thread sums the gradients of the rows.
+    So neither delays the network. The results are those of `Expander.__call__`, bit for bit.
+
+    Args:
+        expander: pools and sums.
+        plans: of the features.
+        rows: by table, float32 `[unique, dim]`.
+
+    Attributes:
+        leaf: gets a gradient of 0 in every backward pass that has reached the features; for hooks.
+        nbytes: size of the features, and of their gradients.
+    """
+
+    def __init__(self, expander: Expander, plans: list[batching.FeaturePlan], rows: Mapping[str, Floats]) -> None:
+        self.leaf = torch.zeros((), requires_grad=True)
+        shapes = _value_shapes(plans, [part.shape[1] for part in rows.values()])
+        self.nbytes = 4 * sum(math.prod(shape) for shape in shapes)
+        self._expander = expander
+        self._plans = plans
+        self._rows = rows
+        self._values: batching.Pooled | None = None
+        self._kept: list[_Kept] = []
+
+    def fits(self, waiting: int) -> bool:
+        """Returns whether these features, or their gradients, may wait beside those of so many other batches."""
+        return (waiting + 1) * self.nbytes <= MOST_AHEAD
+
+    def pool(self) -> None:
+        """Pools now, in the calling thread. Without it, `embeddings` does."""
+        self._values = self._pooled()
+
+    def embeddings(self) -> dict[str, torch.Tensor | SequenceEmbedding]:
+        """Returns the features, differentiable. Later calls pool again, as the first result may have been changed."""
+        pooled, self._values = self._values or self._pooled(), None
+        return self._expander.by_feature(_TakePooled.apply(self.leaf, pooled, self._kept))  # type: ignore[no-untyped-call]
+
+    def gradients(self, of_rows: Mapping[str, Floats], factor: float) -> Callable[[], Packed[np.float32]]:
+        """Takes the gradients of the features, and returns a function that sums them by row, times `factor`.
+
+        The function may be called once, by another thread. It returns the tables that took part in the loss.
+
+        Args:
+            of_rows: gradients of rows that the loss has used directly, by table; added to the sums.
+            factor: what all of them are multiplied by.
+
+        Raises:
+            PersiaError: from the function: a gradient was changed in place after the backward pass.
+        """
+        # The graph keeps `_kept` for as long as the loss lives, and a second backward pass adds to it.
+        taken = self._kept.copy()
+        self._kept.clear()
+        self.leaf.grad = None
+
+        def summed() -> Packed[np.float32]:
+            names, shapes = list(self._rows), [(len(rows), rows.shape[1]) for rows in self._rows.values()]
+            total = dict(of_rows)
+            whole: Floats | None = None
+            for kept in taken:  # As many as there were calls of `embeddings`.
+                whole, sums = self._expander.sum_rows(self._plans, shapes, kept.gradients)
+                kept.check()
+                for table, part in sums.items():
+                    before = total.get(names[table])
+                    total[names[table]] = part if before is None else np.add(part, before, out=part)
+            if whole is not None and len(taken) == 1 and len(total) == len(sums) == len(names):
+                packed = Packed(names, [n for n, _ in shapes], whole, [width for _, width in shapes])
+            else:
+                packed = Packed.of(total, np.float32)
+            taken.clear()
+            if factor != 1.0:
+                packed.buffer *= np.float32(factor)
+            return packed
+
+        return summed
+
+    def _pooled(self) -> batching.Pooled:
+        return self._expander.pool_rows(self._plans, list(self._rows.values()))
+
+
+class _Kept:
+    """Gradients of features that wait to be summed.
+
+    Args:
+        gradients: of the values of each feature.
+    """
+
+    def __init__(self, gradients: list[torch.Tensor | None]) -> None:
+        self.gradients = gradients
+        self._versions = self._now()
+
+    def check(self) -> None:
+        """Raises PersiaError if torch has changed a gradient since the backward pass."""
+        if self._now() != self._versions:
+            raise PersiaError(
+                "The gradient of a feature was changed in place after its backward pass, while it waited to be summed. "
+                "Change gradients within the pass (`register_hook`), and return new tensors from the `backward` of "
+                "your autograd functions."
+            )
+
+    def _now(self) -> list[int]:
+        return [0 if gradient is None else gradient._version for gradient in self.gradients]
+
+
+def _value_shapes(plans: Sequence[batching.FeaturePlan], widths: Sequence[int]) -> list[tuple[int, ...]]:
+    """Returns the shape of each feature's values."""
+    return [
+        (plan.batch, widths[plan.table])
+        if plan.pooling is not None
+        else (plan.batch, plan.max_length or 0, widths[plan.table])
+        for plan in plans
+    ]
+
+
+def _bring(ctx: Any, pooled: batching.Pooled) -> tuple[torch.Tensor, ...]:
+    """Returns the values of each feature, with its mask behind if there is one, as outputs of a native function."""
+    outputs: list[torch.Tensor] = []
+    masks: list[torch.Tensor] = []
+    for values, mask in zip(pooled.values, pooled.masks, strict=True):
+        outputs.append(torch.from_numpy(values))
+        if mask is not None:
+            masks.append(torch.from_numpy(mask))
+            outputs.append(masks[-1])
+    ctx.mark_non_differentiable(*masks)
+    ctx.set_materialize_grads(False)
+    ctx.is_value = [output.dtype != torch.bool for output in outputs]
+    return tuple(outputs)
+
+
+def _of_values(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Returns the gradient of each feature's values, without those of masks."""
+    return [gradient for gradient, is_value in zip(gradients, ctx.is_value, strict=True) if is_value]
 
 
 class _NativePool(torch.autograd.Function):
-    """Pooling and its backward in the native core: one node for all features of a batch."""
+    """Values and masks of all features from the rows of all tables."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        pool: batching.ThreadPool,
-        scratch: batching.Scratch,
-        plans: list[batching.FeaturePlan],
-        *rows: torch.Tensor,
+        ctx: Any, expander: Expander, plans: list[batching.FeaturePlan], *rows: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        shapes = [
-            (plan.batch, rows[plan.table].shape[1])
-            if plan.pooling is not None
-            else (plan.batch, plan.max_length or 0, rows[plan.table].shape[1])
-            for plan in plans
-        ]
-        pooled = batching.pool_forward([r.numpy() for r in rows], plans, pool, batching.borrow(shapes, scratch))
-        outputs: list[torch.Tensor] = []
-        masks: list[torch.Tensor] = []
-        for values, mask in zip(pooled.values, pooled.masks, strict=True):
-            outputs.append(torch.from_numpy(values))
-            if mask is not None:
-                masks.append(torch.from_numpy(mask))
-                outputs.append(masks[-1])
-        ctx.mark_non_differentiable(*masks)
-        ctx.set_materialize_grads(False)
-        ctx.pool, ctx.scratch, ctx.plans, ctx.shapes = pool, scratch, plans, [tuple(r.shape) for r in rows]
-        return tuple(outputs)
+        ctx.expander, ctx.plans, ctx.shapes = expander, plans, [tuple(r.shape) for r in rows]
+        return _bring(ctx, expander.pool_rows(plans, [r.numpy() for r in rows]))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        given = iter(gradients)
-        arrays: list[Any] = []
-        for plan in ctx.plans:
-            gradient = next(given)
-            if plan.pooling is None:
-                next(given)  # Of the mask.
-            arrays.append(None if gradient is None else gradient.numpy())
         # One after another in one storage, as they are to be sent.
-        sizes = [count * width for count, width in ctx.shapes]
-        whole = torch.from_numpy(ctx.scratch.floats(sum(sizes)))
-        sums = [part.view(shape) for part, shape in zip(whole.split(sizes), ctx.shapes, strict=True)]
-        out = [part.numpy() for part in sums]
-        batching.pool_backward(ctx.shapes, ctx.plans, arrays, ctx.pool, ctx.scratch, out)
-        used = {plan.table for plan, array in zip(ctx.plans, arrays, strict=True) if array is not None}
-        return None, None, None, *(part if i in used else None for i, part in enumerate(sums))
+        whole, sums = ctx.expander.sum_rows(ctx.plans, ctx.shapes, _of_values(ctx, gradients))
+        parts = torch.from_numpy(whole).split([count * width for count, width in ctx.shapes])
+        return None, None, *(part.view(ctx.shapes[i]) if i in sums else None for i, part in enumerate(parts))
+
+
+class _TakePooled(torch.autograd.Function):
+    """Brings features that are pooled already into the graph; its backward keeps their gradients for later."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, pooled: batching.Pooled, kept: list[_Kept]) -> tuple[torch.Tensor, ...]:
+        ctx.kept = kept
+        return _bring(ctx, pooled)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor, None, None]:
+        ctx.kept.append(_Kept(_of_values(ctx, gradients)))
+        return torch.zeros(()), None, None
 
 
 def pool_bags(

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from persia.errors import StaleBatchError
+from persia.nn.pooling import PooledAhead
 from persia.nn.token_client import DrawnToken
 from persia.schema import Schema
 from persia.types import Int32Array, Int64Array, Inverse
@@ -23,12 +24,14 @@ class PreparedBatch:
         dense: float32 `[batch, dense features]`.
         labels: float32 `[batch, labels]`.
         day: int32 `[batch]` on the host, or None.
-        rows: by table, float32 `[unique ids, dim]`: the autograd leaves. One gradient per table and backward.
+        rows: by table, float32 `[unique ids, dim]`: autograd leaves, if a gradient is awaited.
         inverse: by feature, the index of each id's row; arrays on the CPU, else tensors.
         offsets: by feature, int64 `[batch + 1]` likewise, or None if each sample has one id.
 
     Attributes:
         batch_id: its key at the embedding worker; None if no gradient is awaited.
+        pooled: its features on the host, which keep their own gradients: the rows then get only those of terms of the
+            loss that use them directly. Else None.
         dummy: whether it stands in for data that this NN worker does not have; the network must not learn from it.
         token: its token, in asynchronous modes.
         number: of the batch within the pass over the data.
@@ -51,6 +54,7 @@ class PreparedBatch:
         self.inverse = inverse
         self.offsets = offsets
         self.batch_id: int | None = None
+        self.pooled: PooledAhead | None = None
         self.dummy = False
         self.token: DrawnToken | None = None
         self.number = 0
@@ -73,7 +77,7 @@ class PreparedBatch:
         return self._finish is not None and not self._closed
 
     def await_gradient(self, batch_id: int, finish: Callable[[PreparedBatch], None]) -> None:
-        """Makes the rows autograd leaves; `finish(self)` is called at the end of the first backward pass."""
+        """Makes autograd leaves of the rows; `finish(self)` is called at the end of the first backward pass."""
         self.batch_id = batch_id
         self._finish = finish
         # Weak: a leaf that kept its batch alive would be a cycle, and megabytes would wait for the cycle collector.
@@ -88,7 +92,7 @@ class PreparedBatch:
                 )
             batch._on_gradient()
 
-        for leaf in self.rows.values():
+        for leaf in [*self.rows.values(), *([] if self.pooled is None else [self.pooled.leaf])]:
             leaf.requires_grad_()
             leaf.register_post_accumulate_grad_hook(on_gradient)
 

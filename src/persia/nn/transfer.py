@@ -30,6 +30,7 @@ __all__ = [
     "decode_tensors",
     "encode",
     "encode_tensors",
+    "encoded",
     "nothing_to_do",
     "staging_for",
 ]
@@ -182,6 +183,9 @@ def nothing_to_do() -> None:
     """No-op: the tensors are ready."""
 
 
+Encoded = tuple[Packed[np.float32 | np.float16], Packed[np.float32] | None]
+"""Gradients by table as they travel, and their scales if they are compressed."""
+
 LARGEST = 2.0**15
 SMALLEST_SCALE = 2.0**-126
 
@@ -199,6 +203,11 @@ def decode(
 def encode(rows: Mapping[str, Floats]) -> tuple[Packed[np.float16], Packed[np.float32]]:
     """Returns float16 rows and their scales by table. A row that is not finite stays so; see `batching.encode_rows`."""
     return batching.encode_packed(Packed.of(rows, np.float32))
+
+
+def encoded(rows: Packed[np.float32], compressed: bool) -> Encoded:
+    """Returns gradients as they travel."""
+    return cast("Encoded", encode(rows) if compressed else (rows, None))
 
 
 def decode_tensors(
@@ -222,10 +231,6 @@ def encode_tensors(rows: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Te
         scale = torch.where(largest == 0, 1.0, (largest / LARGEST).clamp(min=SMALLEST_SCALE))
         halves[name], scales[name] = (values / scale.unsqueeze(1)).to(torch.float16), scale
     return halves, scales
-
-
-Encoded = tuple[Packed[np.float32 | np.float16], Packed[np.float32] | None]
-"""Gradients by table as they travel, and their scales if they are compressed."""
 
 
 class Transfer:
@@ -287,6 +292,28 @@ class Transfer:
             offsets = {name: made["offsets"].get(name) for name in inverse}
         return PreparedBatch(tensors["dense"], tensors["labels"], batch.day, rows, inverse, offsets), ready
 
+    def gradients_of(
+        self, batch: PreparedBatch, scale: torch.Tensor | None, compressed: bool, *, sum_now: bool = False
+    ) -> Callable[[], Encoded]:
+        """Takes the gradients off a batch; the result returns those of its rows. For the training thread.
+
+        Args:
+            batch: after its backward pass.
+            scale: what gradients are divided by; see `loss_scale`.
+            compressed: whether they travel as float16.
+            sum_now: sums the gradients of each row here, where the features are pooled ahead. Else the thread that
+                calls the result does.
+        """
+        if batch.pooled is None:
+            with torch.no_grad():
+                return self.gradients(batch.take_gradients(scale), compressed)
+        of_rows = {table: gradient.detach().numpy() for table, gradient in batch.take_gradients(None).items()}
+        summed = batch.pooled.gradients(of_rows, 1.0 if scale is None else 1.0 / float(scale))
+        if sum_now:
+            sums = summed()
+            return lambda: encoded(sums, compressed)
+        return lambda: encoded(summed(), compressed)
+
     def gradients(self, gradients: Mapping[str, torch.Tensor], compressed: bool) -> Callable[[], Encoded]:
         """Starts copying gradients to the host; the result blocks until they are there. For the training thread."""
         names, counts = list(gradients), [len(rows) for rows in gradients.values()]
@@ -297,16 +324,14 @@ class Transfer:
 
             def arrived() -> Encoded:
                 rows = Packed(names, counts, cast("NDArray[np.float32]", plain()["rows"]), widths)
-                return cast("Encoded", encode(rows) if compressed else (rows, None))
+                return encoded(rows, compressed)
 
             return arrived
         halves, scales = encode_tensors(gradients)
-        encoded = self._staging.to_host(
-            {"rows": joined(list(halves.values())), "scales": joined(list(scales.values()))}
-        )
+        copied = self._staging.to_host({"rows": joined(list(halves.values())), "scales": joined(list(scales.values()))})
 
         def wait() -> Encoded:
-            arrays = encoded()
+            arrays = copied()
             return Packed(names, counts, arrays["rows"], widths), Packed(names, counts, arrays["scales"])
 
         return wait
