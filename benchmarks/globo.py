@@ -113,7 +113,7 @@ def rows(preset: str) -> runner.Measure | None:
         theirs=lambda: torch_run(0, most).rows_per_second,
         of="rows/s",
         rounds=7,
-        at_least=1.5,
+        at_least=1.3,
     )
 
 

@@ -75,6 +75,7 @@ class Stale(Persia):
             Batch({n: IdColumn(ids.astype(np.uint64)) for n, ids in zip(names, s.ids, strict=True)}, s.dense, s.labels)
             for s in data
         ]
+        self.steps = 0
         self.prefetched: Iterator[Any] = self.embeddings.prefetch(itertools.cycle(batches))
 
 

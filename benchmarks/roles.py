@@ -79,7 +79,7 @@ def nn_worker(pipe: Pipe, addresses: tuple[str, str], preset: str) -> None:
 
     torch.set_num_threads(1)
     for owner, name in (
-        (pooling._NativePool, "backward"),
+        (pooling._TakePooled, "backward"),
         (prepared.PreparedBatch, "_on_gradient"),
         (prepared.PreparedBatch, "_end_of_backward"),
     ):

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import itertools
 import sys
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,8 @@ from persia.services import Cluster
 WORK = {"smoke": Workload(rows=20_000, batch=1024, batches=8), "laptop": Workload(), "full": Workload()}
 STEPS = {"smoke": 5, "laptop": 20, "full": 50}
 ROUNDS = {"smoke": 5, "laptop": 9, "full": 15}
+DEADLINE = 60.0
+"""Seconds that pushes may take to be applied."""
 FIRST = 0.01
 """Initial accumulator of Adagrad here and in `step_torch.Plain`, so that both make the same steps."""
 
@@ -46,12 +50,23 @@ class Persia(Variant):
             Batch({n: IdColumn(ids.astype(np.uint64)) for n, ids in zip(names, s.ids, strict=True)}, s.dense, s.labels)
             for s in data
         ]
+        self.steps = 0
         self.prefetched: Iterator = self.embeddings.prefetch(itertools.cycle(batches))
 
     def step(self) -> None:
         """One training step."""
         batch = next(self.prefetched)
         self.backward(list(self.embeddings(batch).values()), batch)
+        self.steps += 1
+
+    def drain(self) -> None:
+        """Waits until the gradient of each step is applied. Later batches are looked up meanwhile, as far as may be."""
+        super().drain()
+        deadline = time.monotonic() + DEADLINE
+        while self.embeddings.connection.worker.statistics()["pushed"] < self.steps:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"The gradients of {self.steps} steps are not applied within {DEADLINE:g} s.")
+            time.sleep(1e-4)
 
     def close(self) -> None:
         """Ends the background threads."""
@@ -62,9 +77,12 @@ Make = Callable[[Workload, list[Samples]], Any]
 """Makes one side of a comparison, which has `time` and `close` as a `Variant` has."""
 
 
-def compare(preset: str, peer_of: Make, optimizer: EmbeddingOptimizer, name: str, target: float) -> runner.Measure:
-    """Samples/s of persia over the peer's."""
-    return compared(name, preset, WORK[preset], lambda work, data: Persia(work, data, optimizer), peer_of, target)
+def compare(
+    preset: str, peer_of: Make, optimizer: EmbeddingOptimizer, name: str, target: float, **shape: Any
+) -> runner.Measure:
+    """Samples/s of persia over the peer's; `shape` replaces fields of the workload."""
+    work = replace(WORK[preset], **shape)
+    return compared(name, preset, work, lambda work, data: Persia(work, data, optimizer), peer_of, target)
 
 
 def compared(
@@ -92,25 +110,30 @@ def compared(
         theirs.close()
 
 
+def compare_to_torchrec(preset: str, name: str, target: float, **shape: Any) -> runner.Measure | None:
+    """Compares to FBGEMM's fused row-wise Adagrad; None without its environment."""
+    if TorchRec.python() is None:
+        print("TorchRec's environment is missing; create it: benchmarks/baselines/torchrec_env.sh", file=sys.stderr)
+        return None
+    return compare(preset, lambda work, _: TorchRec(work), RowwiseAdagrad(lr=0.05), name, target, **shape)
+
+
 @runner.measures("step.vs_torch")
 def vs_torch(preset: str) -> runner.Measure:
-    return compare(preset, Plain, Adagrad(lr=0.05, initial_accumulator=FIRST), "step.vs_torch", 1.7)
+    return compare(preset, Plain, Adagrad(lr=0.05, initial_accumulator=FIRST), "step.vs_torch", 1.9)
 
 
 @runner.measures("step.vs_torchrec")
 def vs_torchrec(preset: str) -> runner.Measure | None:
-    if TorchRec.python() is None:
-        print("TorchRec's environment is missing; create it: benchmarks/baselines/torchrec_env.sh", file=sys.stderr)
-        return None
-    return compare(
-        preset,
-        lambda work, _: TorchRec(work),
-        RowwiseAdagrad(lr=0.05),
-        "step.vs_torchrec",
-        1.2,
-    )
+    return compare_to_torchrec(preset, "step.vs_torchrec", 1.15)
+
+
+@runner.measures("step.wide")
+def wide(preset: str) -> runner.Measure | None:
+    """Rows of 64 values; the tables of TorchRec take 6.7 GB."""
+    return compare_to_torchrec(preset, "step.wide", 1.0, dim=64)
 
 
 @runner.measures("step.vs_dense_only")
 def vs_dense_only(preset: str) -> runner.Measure:
-    return compare(preset, DenseOnly, Adagrad(lr=0.05, initial_accumulator=FIRST), "step.vs_dense_only", 0.65)
+    return compare(preset, DenseOnly, Adagrad(lr=0.05, initial_accumulator=FIRST), "step.vs_dense_only", 0.75)
