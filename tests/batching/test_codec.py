@@ -85,6 +85,26 @@ def test_torch_does_the_same(rows):
     assert_same(found["t"].numpy(), transfer.decode(halves, scales)["t"])
 
 
+@pytest.mark.parametrize("adjacent", [True, False])
+def test_tables_of_one_width_are_converted_together(adjacent):
+    counts, widths = {"a": 3, "b": 2, "c": 0, "d": 4, "e": 1}, {"a": 3, "b": 5, "c": 3, "d": 3, "e": 5}
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.normal(size=(n, widths[name])).astype(np.float32) for name, n in counts.items()}
+    tensors = {name: torch.from_numpy(rows) for name, rows in arrays.items()}
+    if adjacent:  # As rows arrive: views of one buffer.
+        packed = Packed.of(arrays, np.float32)
+        tensors = transfer.unpacked(torch.from_numpy(packed.buffer), packed)
+    halves, scales = transfer.encode(arrays)
+    found_halves, found_scales = transfer.encode_tensors(tensors)
+    decoded = transfer.decode(halves, scales)
+    found = transfer.decode_tensors(found_halves, found_scales)
+    assert list(found_halves) == list(found_scales) == list(found) == list(counts)
+    for name in counts:
+        assert_same(found_halves[name].numpy(), halves[name])
+        assert_same(found_scales[name].numpy(), scales[name])
+        assert_same(found[name].numpy(), decoded[name])
+
+
 def test_tables_without_scales_come_as_they_are():
     rows = Packed(["t"], [2], np.ones(6, np.float32), [3])
     assert transfer.decode(rows, None) is rows

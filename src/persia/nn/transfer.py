@@ -213,24 +213,41 @@ def encoded(rows: Packed[np.float32], compressed: bool) -> Encoded:
 def decode_tensors(
     rows: Mapping[str, torch.Tensor], scales: Mapping[str, torch.Tensor] | None
 ) -> dict[str, torch.Tensor]:
-    """Like `decode`, on the device of the tensors."""
-    scales = scales or {}
-    return {
-        name: values.to(torch.float32) * scales[name].unsqueeze(1) if name in scales else values
-        for name, values in rows.items()
-    }
+    """Like `decode`, on the device of the tensors: tables of one width at once, as each operation is a kernel."""
+    found = dict(rows)
+    for names in of_one_width({name: rows[name] for name in scales or {}}):
+        scale = joined([(scales or {})[name] for name in names])
+        values = together([rows[name] for name in names]).to(torch.float32) * scale.unsqueeze(1)
+        found.update(zip(names, values.split([len(rows[name]) for name in names]), strict=True))
+    return found
 
 
 def encode_tensors(rows: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Like `encode`, on the device of the tensors."""
-    halves: dict[str, torch.Tensor] = {}
-    scales: dict[str, torch.Tensor] = {}
-    for name, values in rows.items():
+    """Like `encode`, on the device of the tensors; the order of the tables stays."""
+    halves: dict[str, torch.Tensor] = dict(rows)
+    scales: dict[str, torch.Tensor] = dict(rows)
+    for names in of_one_width(rows):
+        values = together([rows[name] for name in names])
         magnitudes = torch.where(values.isnan(), 0.0, values.abs())
         largest = magnitudes.amax(dim=1)
         scale = torch.where(largest == 0, 1.0, (largest / LARGEST).clamp(min=SMALLEST_SCALE))
-        halves[name], scales[name] = (values / scale.unsqueeze(1)).to(torch.float16), scale
+        counts = [len(rows[name]) for name in names]
+        halves.update(zip(names, (values / scale.unsqueeze(1)).to(torch.float16).split(counts), strict=True))
+        scales.update(zip(names, scale.split(counts), strict=True))
     return halves, scales
+
+
+def of_one_width(rows: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Returns the names of tables, grouped by the width of their rows."""
+    groups: dict[int, list[str]] = {}
+    for name, values in rows.items():
+        groups.setdefault(values.shape[1], []).append(name)
+    return list(groups.values())
+
+
+def together(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the rows `[n, dim]` of tables of one width: a view where they lie one behind the other."""
+    return joined(rows).view(-1, rows[0].shape[1])
 
 
 class Transfer:
