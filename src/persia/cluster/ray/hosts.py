@@ -14,8 +14,9 @@ from typing import Any
 import ray
 
 from persia import rpc
+from persia.cluster import numa
 from persia.cluster.ray.connection import connect_servers, reach, reach_coordinator
-from persia.cluster.ray.plan import Plan, ProcessInfo, Service, neighbours
+from persia.cluster.ray.plan import Plan, ProcessInfo, Service, neighbours, position
 from persia.coordinator import CoordinatorServer, TokenScheduler, report_metrics
 from persia.coordinator.store import CoordinatorStore, StateFile
 from persia.data.loader import Loader
@@ -258,7 +259,9 @@ class EmbeddingServerHost(Host):
         options = ServerOptions(
             plan.nn_workers, plan.options.timeout, regions, sharing, capacities, overcommit=overcommit
         )
-        self.servant = EmbeddingServer(schema.resolved_tables(), optimizer, decode(mode), seed, cores(plan), options)
+        threads = cores(plan)
+        numa.pin(position(rank), threads)
+        self.servant = EmbeddingServer(schema.resolved_tables(), optimizer, decode(mode), seed, threads, options)
         self.join(self.serve(self.servant, together(EmbeddingPS, RecordableRows), address))
 
     def release(self) -> None:

@@ -99,6 +99,11 @@ def neighbours(rank: int, count: int) -> int:
     return len(range(rank % hosts, count, hosts))
 
 
+def position(rank: int) -> int:
+    """Returns how many processes of the same role and a lower rank share the host of a rank."""
+    return rank // len(_nodes())
+
+
 def _nodes() -> list[str]:
     nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"])
     nodes = [node for node in nodes if node["Resources"].get("CPU")] or nodes
