@@ -45,7 +45,9 @@ def _victim(site: Site, fault: Fault) -> Any:
     """A process that is there."""
     site.seen.update(pids(site.cluster))
     there = [
-        p for p in site.cluster._processes.of(fault.role) if p.info is not None and Path(f"/proc/{p.info.pid}").exists()
+        p
+        for p in site.cluster._roles.processes.of(fault.role)
+        if p.info is not None and Path(f"/proc/{p.info.pid}").exists()
     ]
     if not there:
         raise NotNowError(fault.role)

@@ -29,7 +29,7 @@ from chaos_schedule import KINDS, ON_MEMORY, draw
 from chaos_training import BATCH, LEARNING_RATE, MODES, make_data, make_schema, make_test_data, make_trainer
 
 import persia
-from persia.cluster.ray import cluster as on_ray
+from persia.cluster.ray import roles as on_ray
 from support.cluster_samples import eventually, pids
 
 REGION_MEBIBYTES = 64
@@ -169,7 +169,7 @@ def _undisturbed(plan: Plan, steps: int, folder: Path) -> float:
 
 def _ports(cluster: Any) -> set[int]:
     """Where its processes listen."""
-    _, plan, coordinator = cluster._started()
+    _, plan, coordinator = cluster._roles.started()
     addresses = [plan.coordinator, *(member.address for member in coordinator.membership().members)]
     return {int(address.rpartition(":")[2]) for address in addresses if address}
 

@@ -184,7 +184,7 @@ def test_without_keys_a_cluster_with_keys_answers_nobody(tmp_path, monkeypatch):
         trainer = make_trainer(cluster)
         trainer.fit(reader(3))
         monkeypatch.delenv("PERSIA_CURVE_KEYS")
-        (address,) = [p.info.address for p in cluster._processes.of("embedding_ps")]
+        (address,) = [p.info.address for p in cluster._roles.processes.of("embedding_ps")]
         stranger = rpc.connect(address, EmbeddingPS, peer="embedding PS 0", timeout=2.0)
         with pytest.raises(persia.PersiaError, match="embedding PS 0"):
             stranger.statistics()

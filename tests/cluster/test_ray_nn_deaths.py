@@ -123,7 +123,7 @@ def test_between_two_calls_of_fit_and_data_that_are_a_list():
         trainer = make_trainer(cluster, Gba(2 * BATCH))
         assert trainer.fit(data).rows == 20 * BATCH
         os.kill(pids(cluster, "nn_worker")[1], signal.SIGKILL)
-        eventually(lambda: len(cluster._processes.of("nn_worker")) == 1, "its death is noticed")
+        eventually(lambda: len(cluster._roles.processes.of("nn_worker")) == 1, "its death is noticed")
         assert "embedding_ps-0" in cluster.statistics()
         again = trainer.fit(data)
         assert (again.rows, again.failures) == (20 * BATCH, 0)
@@ -131,7 +131,7 @@ def test_between_two_calls_of_fit_and_data_that_are_a_list():
         with pytest.raises(DataError, match="cannot share"):
             cluster.scale(data_loaders=2)
         assert trainer.fit(data).rows == 20 * BATCH
-        assert len(cluster._processes.of("data_loader")) == 1
+        assert len(cluster._roles.processes.of("data_loader")) == 1
         # Of a pass of which only the last, smaller batch is left, the size of others is still known.
         last = next(reader(1).batches()).slice(0, BATCH // 2 + 1)
         assert trainer.fit([*data, last], max_steps=10).rows == 20 * BATCH
@@ -148,7 +148,7 @@ def test_a_death_soon_after_a_switch_does_not_undo_it():
         eventually(lambda: "nn_worker-1" in cluster.statistics(), "the NN workers have joined")
         switch = ["control", "switch", cluster.control_address, "gba", "--set", f"global_batch_size={2 * BATCH}"]
         assert CliRunner().invoke(app, switch).exit_code == 0
-        eventually(lambda: cluster._tokens.requested() is None, "the switch is being made")
+        eventually(lambda: cluster._roles.tokens.requested() is None, "the switch is being made")
         eventually(lambda: bool(pids(cluster, "dense_ps")), "the asynchronous mode has begun")
         with kills(cluster, role="dense_ps"):
             pass

@@ -32,7 +32,7 @@ def test_a_ps_that_dies_changes_no_number(tmp_path):
         result = trainer.fit(reader(BATCHES))
         killed.join(60)
         assert not killed.is_alive()
-        process = cluster._processes.of("embedding_ps")[0]
+        process = cluster._roles.processes.of("embedding_ps")[0]
         eventually(lambda: process.info.incarnation == 2, "the driver knows that it is back")
         assert (result.rows, result.lost_batches, result.lost_gradients) == (BATCHES * 64, 0, 0)
         assert result.progressive == expected.progressive
@@ -58,5 +58,5 @@ def test_a_ps_that_is_dead_for_good_leaves_no_memory(tmp_path):
         left = leftovers(str(tmp_path / "regions"))
         assert [Path(one.path).name for one in left] == ["coordinator", "ps-0.1", "ps-1"]
         os.kill(pids(cluster, "embedding_ps")[0], signal.SIGKILL)
-        eventually(lambda: len(cluster._processes.of("embedding_ps")) == 1, "its death is noticed")
+        eventually(lambda: len(cluster._roles.processes.of("embedding_ps")) == 1, "its death is noticed")
     assert not (tmp_path / "regions").exists() or not list((tmp_path / "regions").iterdir())

@@ -12,6 +12,7 @@ from persia.cluster.ray import capacities, processes
 from persia.cluster.ray.cluster import Ray
 from persia.cluster.ray.options import RayOptions
 from persia.cluster.ray.plan import Service
+from persia.cluster.ray.roles import Roles
 from persia.errors import ConfigError, DeadlineError, PersiaError
 from persia.memory import Memory
 from persia.modes import Sync
@@ -105,8 +106,8 @@ def test_hosts_are_not_asked_without_a_declared_capacity(hosts):
 
 def test_no_role_starts_if_tables_do_not_fit(hosts, monkeypatch):
     """Only the coordinator runs by then."""
-    monkeypatch.setattr(Ray, "_started", lambda self, check=True: (None, None, None))
-    for name in ("_start_nn_workers", "_serve"):
-        monkeypatch.setattr(Ray, name, lambda *_, name=name: pytest.fail(name))
+    monkeypatch.setattr(Roles, "started", lambda self, check=True: (None, None, None))
+    for name in ("start_nn_workers", "serve"):
+        monkeypatch.setattr(Roles, name, lambda *_, name=name: pytest.fail(name))
     with pytest.raises(ConfigError, match="The declared capacity of the tables needs"):
         Ray(ps=2).connect(service(10**10).schema, SGD(0.1), Sync(), 0)

@@ -16,7 +16,7 @@ from persia.modes import Hybrid, Sync
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
 
-from persia.cluster.ray import cluster as on_ray
+from persia.cluster.ray import roles as on_ray
 from support.cluster_samples import NumberedBatches, delayed_host, eventually, kill_once_training, options, pids, reader
 
 pytestmark = pytest.mark.usefixtures("ray_here")
@@ -112,7 +112,7 @@ def test_no_row_is_lost_or_repeated_while_processes_come_and_go():
         running = threading.Thread(target=lambda: outcome.extend(cluster.run(lambda: train_each_once(cluster))))
         running.start()
         for embedding_workers, data_loaders in ((3, 2), (1, 3), (2, 1)):
-            eventually(lambda: cluster._service is not None, "the roles are there")
+            eventually(lambda: cluster._roles.service is not None, "the roles are there")
             cluster.scale(embedding_workers, data_loaders)
             assert running.is_alive(), "Give it more batches: it has ended before it was resized."
             assert len(pids(cluster, "embedding_worker")) == embedding_workers

@@ -77,8 +77,8 @@ def losses(cluster: Any, batches: int, mode: Any = None) -> list[float]:
 
 def pids(cluster: Ray, role: str | None = None) -> list[int]:
     """Of the living processes."""
-    assert cluster._processes is not None
-    return [p.info.pid for p in cluster._processes.all() if p.info is not None and role in (None, p.role)]
+    assert cluster._roles.processes is not None
+    return [p.info.pid for p in cluster._roles.processes.all() if p.info is not None and role in (None, p.role)]
 
 
 def running(pid: int) -> bool:

@@ -60,8 +60,8 @@ def main(folder: str) -> None:
             found["progressive"] = result.progressive.auc
             found["rows_in_store"] = result.stored_rows
             found["told"] = told.lines
-            assert cluster._processes is not None
-            found["hosts"] = len({p.info.node for p in cluster._processes.all() if p.info is not None})
+            assert cluster._roles.processes is not None
+            found["hosts"] = len({p.info.node for p in cluster._roles.processes.all() if p.info is not None})
     finally:
         ray.shutdown()
         nodes.shutdown()

@@ -32,15 +32,17 @@ def main() -> None:
         os.environ["PERSIA_CURVE_KEYS"] = keys
         with Ray(4, 2, 2, 2, options(restarts=0)) as cluster:  # A death is told of, not made good.
             trainer = make_trainer(cluster, persia.modes.Hybrid(2))
-            assert cluster._plan is not None
-            assert cluster._processes is not None
-            found["loopback"] = cluster._plan.loopback
+            assert cluster._roles.plan is not None
+            assert cluster._roles.processes is not None
+            found["loopback"] = cluster._roles.plan.loopback
             found["rows"] = trainer.fit(reader(40)).rows
             cluster.scale(embedding_workers=1, data_loaders=1)
             assert trainer.fit(reader(40)).lost_batches == 0
-            places = Counter(p.info.node for p in cluster._processes.of("embedding_ps") if p.info is not None)
+            places = Counter(p.info.node for p in cluster._roles.processes.of("embedding_ps") if p.info is not None)
             found["servers"] = list(places.values())
-            found["nn_workers"] = len({p.info.node for p in cluster._processes.of("nn_worker") if p.info is not None})
+            found["nn_workers"] = len(
+                {p.info.node for p in cluster._roles.processes.of("nn_worker") if p.info is not None}
+            )
             os.kill(pids(cluster, "embedding_ps")[0], signal.SIGKILL)
             try:
                 trainer.fit(reader(100_000))

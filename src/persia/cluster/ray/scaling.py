@@ -10,19 +10,64 @@ import ray
 from persia import rpc
 from persia.cluster.ray.feeding import AHEAD
 from persia.cluster.ray.processes import Process
-from persia.errors import ConfigError, DeadlineError
+from persia.cluster.ray.roles import DEPART_SECONDS, Roles
+from persia.errors import ConfigError, DataError, DeadlineError
 from persia.retry import Deadline
 from persia.services import Coordinator
 from persia.types import TITLES
 from persia.worker import WorkerOptions
 
-__all__ = ["DEPART_SECONDS", "await_leave", "check_capacity", "check_count", "free_ranks"]
+__all__ = ["await_leave", "check_capacity", "check_count", "count_of", "free_ranks", "scale"]
 
 MAX_PROCESSES = 256
 """Maximum number of processes of a role: the rank of an embedding worker is one byte of the batch id."""
 
 LEAVE_SECONDS = 0.05
-DEPART_SECONDS = 5.0
+
+
+def count_of(roles: Roles, role: str) -> int:
+    """Returns the number of embedding workers or data loaders, without leaving ones."""
+    with roles.lock:
+        if roles.service is None or roles.processes is None:
+            return roles.counts[role]
+        return sum(not p.leaving for p in roles.processes.of(role))
+
+
+def scale(roles: Roles, role: str, wanted: int) -> None:
+    """Starts or retires embedding workers or data loaders. Blocks until new ones serve and retired ones have ended.
+
+    Raises:
+        ConfigError: `wanted` exceeds the free ranks.
+        DeadlineError: a process did not start, or still had batches, in time.
+        DataError: the source cannot be shared by this many data loaders.
+    """
+    with roles.lock:
+        if roles.service is None:  # Nothing has started yet.
+            roles.counts[role] = wanted
+            return
+        processes, _, coordinator = roles.started()
+        all_of_them = processes.of(role)
+        staying = [p for p in all_of_them if not p.leaving]
+        ranks = free_ranks(role, {p.rank for p in all_of_them}, wanted - len(staying))
+        new = [roles.start_role(role, rank) for rank in ranks]
+        processes.await_ready(new, roles.options.timeout)
+        retired = staying[wanted:]
+        for process in retired:
+            process.leaving = True
+            coordinator.retire(role, process.rank)
+        if role == "data_loader" and (new or retired):
+            try:
+                roles.send_feed()
+            except DataError:  # The source cannot be shared by this many; training continues with the old ones.
+                for process in new:
+                    coordinator.depart(role, process.rank, process.info.incarnation if process.info else 1, "")
+                processes.end(new)
+                roles.send_feed()
+                raise
+    # Without the lock: training continues, and consumes their batches.
+    for process in retired:
+        await_leave(process, coordinator, roles.options.timeout, roles.running.locked)
+    processes.end(retired)
 
 
 def free_ranks(role: str, taken: Collection[int], count: int) -> list[int]:

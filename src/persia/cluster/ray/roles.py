@@ -1,0 +1,306 @@
+"""The processes of a cluster by role: starts them when they are needed, and again after deaths."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import ray
+
+from persia import rpc
+from persia.cluster.ray.capacities import server_capacities
+from persia.cluster.ray.connection import reach_coordinator, reach_tokens
+from persia.cluster.ray.feeding import LoaderFeed
+from persia.cluster.ray.hosts import CoordinatorHost, DataLoaderHost, EmbeddingServerHost, EmbeddingWorkerHost
+from persia.cluster.ray.nn_worker import DenseServerHost, NNWorkerHost, warn_of_idle_gpus
+from persia.cluster.ray.options import RayOptions
+from persia.cluster.ray.plan import Plan, Service, here, place
+from persia.cluster.ray.processes import Process, Processes, connect, make_plan
+from persia.cluster.ray.runs import RESTARTED
+from persia.errors import ClosedError, ConfigError, RoleDiedError
+from persia.ps.regions import remove_leftovers
+from persia.services import Coordinator, DenseMaker, Tokens
+from persia.types import Feed
+
+__all__ = ["DEPART_SECONDS", "Roles"]
+
+DEPART_SECONDS = 5.0
+"""Seconds that the coordinator may take to note a departure."""
+
+
+class Roles:
+    """The processes of a cluster. Thread-safe; methods block while processes start.
+
+    Args:
+        counts: numbers of processes by role; of those that scale, the numbers to start with.
+        options: of the cluster.
+
+    Attributes:
+        counts: see above.
+        options: see above.
+        lock: held while processes start or end. Reentrant.
+        running: held while a function runs on the NN workers.
+        service: what PSs and embedding workers serve; None until they start.
+        plan: addresses and settings; None until the coordinator has started, as are the next three.
+        coordinator: a connection to the coordinator.
+        tokens: a connection to its token scheduler.
+        processes: all of the cluster.
+        feed: source and feed of the data loaders.
+        closed: whether `close` has been called.
+        ps_deaths: deaths of embedding PSs in the current run. In asynchronous modes a restarted PS is out of phase.
+    """
+
+    def __init__(self, counts: Mapping[str, int], options: RayOptions) -> None:
+        self.counts = dict(counts)
+        self.options = options
+        self.lock = threading.RLock()
+        self.running = threading.Lock()
+        self.service: Service | None = None
+        self.plan: Plan | None = None
+        self.coordinator: Coordinator | None = None
+        self.tokens: Tokens | None = None
+        self.processes: Processes | None = None
+        self.feed = LoaderFeed(options.timeout, counts["nn_worker"])
+        self.closed = False
+        self.ps_deaths: list[RoleDiedError] = []
+        self._owns_ray = False
+        self._capacities: list[dict[str, int]] = []
+        self._losses = 0
+        """Number of times that embedding PSs have lost their rows."""
+
+    # --- starting -----------------------------------------------------------------------------------------------
+
+    def started(self, check: bool = True) -> tuple[Processes, Plan, Coordinator]:
+        """Starts Ray and the coordinator, unless they run.
+
+        Args:
+            check: whether to raise if a process has died permanently.
+
+        Raises:
+            ClosedError: the cluster is closed.
+            DeadlineError: the coordinator did not start in time.
+            RoleDiedError: a process has died permanently, or the coordinator could not start.
+        """
+        with self.lock:
+            if self.closed:
+                raise ClosedError("This cluster is closed; create another one.")
+            if self.processes is None or self.plan is None or self.coordinator is None:
+                self._owns_ray = connect(self.options.address) or self._owns_ray
+                plan = make_plan(self.counts["embedding_ps"], self.counts["nn_worker"], self.options)
+                self.processes = Processes(self._died, self._restarted, self.options.timeout)
+                process = self.processes.start(
+                    CoordinatorHost,
+                    "coordinator",
+                    0,
+                    (plan, 0),
+                    num_cpus=0,
+                    name=f"{plan.name}/coordinator",
+                    scheduling_strategy=here(),  # If the host of this process dies, training ends anyway.
+                    max_restarts=self.options.restarts if self.options.regions else 0,
+                )
+                self.processes.await_ready([process], self.options.timeout)
+                assert process.info is not None
+                self.plan = plan._replace(coordinator=process.info.address)
+                self.coordinator = reach_coordinator(self.plan)
+                self.tokens = reach_tokens(self.plan)
+            if check:
+                if not self.running.locked():
+                    self.forget_deaths()
+                self.processes.check()
+            return self.processes, self.plan, self.coordinator
+
+    def start_nn_workers(self) -> None:
+        """Starts the NN workers, unless they run. Does not wait until they are ready."""
+        with self.lock:
+            assert self.processes is not None
+            if not self.processes.of("nn_worker"):
+                warn_of_idle_gpus(self.options.gpus)
+                for rank in range(self.counts["nn_worker"]):
+                    self.start_nn_worker(rank)
+
+    def start_nn_worker(self, rank: int) -> Process:
+        """Starts the NN worker of a rank. Does not wait until it is ready."""
+        gpus = self.options.gpus
+        # Ray knows which hosts have GPUs.
+        where = "SPREAD" if gpus else place(rank, self.options.cpus > 0)
+        return self._start(NNWorkerHost, "nn_worker", rank, num_gpus=gpus, scheduling_strategy=where)
+
+    def capacities_of(self, service: Service) -> list[dict[str, int]]:
+        """Returns the capacities of the tables at each PS.
+
+        Raises:
+            ConfigError: they exceed the memory of the PSs' hosts.
+            DeadlineError: a host did not report its memory in time.
+        """
+        return server_capacities(service, self.counts["embedding_ps"], self.options)
+
+    def serve(self, service: Service, capacities: list[dict[str, int]] | None = None) -> bool:
+        """Starts PSs, embedding workers and data loaders, unless they run; returns whether the latter have a source.
+
+        Args:
+            service: what they serve.
+            capacities: of the PSs, if they have been divided already.
+
+        Raises:
+            ConfigError: they serve something else.
+        """
+        with self.lock:
+            processes, _, _ = self.started()
+            if self.service is None:
+                self._capacities = capacities or self.capacities_of(service)
+                self.service = service
+                started = [self._start_server(rank, service) for rank in range(self.counts["embedding_ps"])]
+                for role in ("embedding_worker", "data_loader"):
+                    started += [self.start_role(role, rank) for rank in range(self.counts[role])]
+                processes.await_ready(started, self.options.timeout)
+                self.send_feed()
+            elif self.service != service:
+                raise ConfigError(
+                    "This cluster serves another schema, embedding optimizer, mode or seed, to which its rows belong. "
+                    "Use another cluster.",
+                    field="cluster",
+                )
+            return self.feed.has_source
+
+    def serve_dense(self, maker: DenseMaker) -> None:
+        """Starts the dense PSs, unless they run."""
+        with self.lock:
+            processes, _, _ = self.started()
+            if not processes.of("dense_ps"):
+                ranks = range(self.options.dense_ps)
+                started = [self._start(DenseServerHost, "dense_ps", rank, maker) for rank in ranks]
+                processes.await_ready(started, self.options.timeout)
+
+    def start_role(self, role: str, rank: int) -> Process:
+        """Starts an embedding worker or a data loader. Does not wait until it is ready."""
+        host = EmbeddingWorkerHost if role == "embedding_worker" else DataLoaderHost
+        return self._start(host, role, rank, self.service, max_restarts=self.options.restarts)
+
+    def _start_server(self, rank: int, service: Service) -> Process:
+        """Starts a PS. If its rows outlive its process, it restarts on the same host."""
+        restarts = self.options.restarts if self.options.regions else 0
+        where = place(rank, self.options.cpus > 0)
+        return self._start(
+            EmbeddingServerHost,
+            "embedding_ps",
+            rank,
+            service,
+            self._capacities[rank],
+            self._losses,
+            scheduling_strategy=where,
+            max_restarts=restarts,
+        )
+
+    def _start(self, host: type, role: str, rank: int, *arguments: Any, **options: Any) -> Process:
+        assert self.processes is not None
+        assert self.plan is not None
+        name = f"{self.plan.name}/{role}-{rank}-{uuid.uuid4().hex[:4]}"
+        options = {"num_cpus": self.options.cpus, "name": name, **options}
+        return self.processes.start(host, role, rank, (self.plan, rank, *arguments), **options)
+
+    # --- data loaders -------------------------------------------------------------------------------------------
+
+    def begin_feed(self, feed: Feed) -> None:
+        """Starts another pass of the data loaders, or another part of one."""
+        with self.lock:
+            self.feed.begin(feed, self._loaders())
+
+    def renew_feed(self, generation: int) -> None:
+        """Starts the feed again for a new generation of NN workers."""
+        with self.lock:
+            self.feed.renew(generation)
+            self.send_feed()
+
+    def send_feed(self) -> None:
+        """Sends each data loader its share of the feed.
+
+        Raises:
+            DataError: the source cannot be shared by this many data loaders.
+        """
+        self.feed.send(self._loaders())
+
+    def _loaders(self) -> list[Process]:
+        assert self.processes is not None
+        return [p for p in self.processes.of("data_loader") if not p.leaving]
+
+    # --- deaths and restarts ------------------------------------------------------------------------------------
+
+    def restart_servers(self, ranks: Sequence[int]) -> None:
+        """Replaces embedding PSs that have died permanently by empty ones, and the embedding workers.
+
+        Raises:
+            DeadlineError: one did not start in time.
+            RoleDiedError: one could not start, or something else has died.
+        """
+        with self.lock:
+            assert self.processes is not None
+            assert self.service is not None
+            self.processes.forget_failures("embedding_ps")
+            processes, _, _ = self.started()
+            self._losses += 1
+            started = [self._start_server(rank, self.service) for rank in ranks]
+            processes.await_ready(started, self.options.timeout)
+            # Embedding workers are connected to the PSs that have died.
+            workers = processes.of("embedding_worker")
+            processes.end(workers)
+            started = [self.start_role("embedding_worker", worker.rank) for worker in workers]
+            processes.await_ready(started, self.options.timeout)
+
+    def forget_deaths(self) -> None:
+        """Forgets deaths of processes that the next run restarts anyway: between two runs they cost nothing."""
+        assert self.processes is not None
+        if any(death.fields["role"] in RESTARTED for death in self.processes.failures()):
+            self.end_run()
+
+    def end_run(self) -> None:
+        """Ends all NN workers, as others may wait for the one that failed; the next run starts new ones."""
+        with self.lock:
+            if self.closed:
+                return
+            assert self.processes is not None
+            self.processes.end([*self.processes.of("nn_worker"), *self.processes.of("dense_ps")])
+            for role in RESTARTED:
+                self.processes.forget_failures(role)
+
+    def _died(self, process: Process, reason: str) -> None:
+        if process.role == "embedding_ps":
+            self.ps_deaths.append(
+                RoleDiedError(
+                    f"{process.title} has died: {reason} Its gradients of the current step are lost.",
+                    role=process.role,
+                    rank=process.rank,
+                    returns=True,
+                )
+            )
+        if self.coordinator is not None and process.role != "coordinator":
+            incarnation = process.info.incarnation if process.info else 1
+            rpc.within(self.coordinator, DEPART_SECONDS).depart(process.role, process.rank, incarnation, reason)
+
+    def _restarted(self, process: Process) -> None:
+        if process.role == "data_loader":
+            with self.lock:
+                self.send_feed()
+
+    # --- the end ------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Ends all processes, and Ray if this has started it. Idempotent."""
+        with self.lock:
+            if self.closed:
+                return
+            self.closed = True
+            rpc.close(self.coordinator)
+            rpc.close(self.tokens)
+            try:
+                if self.processes is not None and ray.is_initialized():
+                    try:
+                        self.processes.close()
+                    finally:
+                        if self.plan is not None and (root := self.options.regions):
+                            self.processes.on_unreleased(partial(remove_leftovers, root, f"{self.plan.name}/*"))
+            finally:
+                if self._owns_ray:
+                    ray.shutdown()
