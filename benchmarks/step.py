@@ -2,20 +2,24 @@
 
     python -m benchmarks 'step.*' [--preset smoke|laptop|full] [--json FILE]
 
-TorchRec runs in an environment of its own: create it with benchmarks/baselines/torchrec_env.sh; without it that
-measure is skipped, and says so.
+Each peer runs in a process of its own, as torch's threads wait in another way beside persia's. TorchRec also has an
+environment of its own: create it with benchmarks/baselines/torchrec_env.sh; without it that measure is skipped, and
+says so.
 """
 
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks import runner
 from benchmarks.baselines.step_torch import DenseOnly, Plain, Samples, TorchRec, Variant, Workload, generate
@@ -73,6 +77,41 @@ class Persia(Variant):
         self.prefetched.close()
 
 
+class Apart:
+    """A variant in a process of its own.
+
+    Args:
+        kind: of the variant.
+        work: the workload, which is generated there.
+    """
+
+    def __init__(self, kind: type[Variant], work: Workload) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        arguments = (theirs, kind, work, torch.get_num_threads())
+        self._process = spawn.Process(target=_serve, args=arguments, daemon=True)
+        self._process.start()
+        theirs.close()  # Here, so that the end of the process ends the pipe.
+
+    def time(self, steps: int) -> float:
+        """Seconds for so many steps."""
+        self._pipe.send(steps)
+        return float(self._pipe.recv())
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+
+def _serve(pipe: Connection, kind: type[Variant], work: Workload, threads: int) -> None:
+    torch.set_num_threads(threads)
+    variant = kind(work)
+    while True:
+        pipe.send(variant.time(pipe.recv()))
+
+
 Make = Callable[[Workload, list[Samples]], Any]
 """Makes one side of a comparison, which has `time` and `close` as a `Variant` has."""
 
@@ -110,6 +149,12 @@ def compared(
         theirs.close()
 
 
+def compare_to(kind: type[Variant], preset: str, name: str, target: float) -> runner.Measure:
+    """Compares to a variant in a process of its own."""
+    adagrad = Adagrad(lr=0.05, initial_accumulator=FIRST)
+    return compare(preset, lambda work, _: Apart(kind, work), adagrad, name, target)
+
+
 def compare_to_torchrec(preset: str, name: str, target: float, **shape: Any) -> runner.Measure | None:
     """Compares to FBGEMM's fused row-wise Adagrad; None without its environment."""
     if TorchRec.python() is None:
@@ -120,7 +165,7 @@ def compare_to_torchrec(preset: str, name: str, target: float, **shape: Any) -> 
 
 @runner.measures("step.vs_torch")
 def vs_torch(preset: str) -> runner.Measure:
-    return compare(preset, Plain, Adagrad(lr=0.05, initial_accumulator=FIRST), "step.vs_torch", 1.9)
+    return compare_to(Plain, preset, "step.vs_torch", 1.9)
 
 
 @runner.measures("step.vs_torchrec")
@@ -136,4 +181,4 @@ def wide(preset: str) -> runner.Measure | None:
 
 @runner.measures("step.vs_dense_only")
 def vs_dense_only(preset: str) -> runner.Measure:
-    return compare(preset, DenseOnly, Adagrad(lr=0.05, initial_accumulator=FIRST), "step.vs_dense_only", 0.75)
+    return compare_to(DenseOnly, preset, "step.vs_dense_only", 0.75)

@@ -4,16 +4,19 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 
 import persia
 from persia.cluster import Embedded
-from persia.dense.torch_threads import choose_torch_threads, default_torch_threads
+from persia.dense.torch_threads import WAITING, choose_torch_threads, default_torch_threads, shorten_spinning
+from persia.nn import EmbeddingCollection, transfer
 from persia.nn.models import FFNN
 from persia.testing import Threads
 
+CORES = len(os.sched_getaffinity(0))
 SCHEMA = persia.Schema([persia.IdFeature("item", dim=4)])
 
 
@@ -109,3 +112,68 @@ print(before, torch.get_num_threads(), len(os.sched_getaffinity(0)))
     before, after, cores = map(int, done.stdout.split())
     assert before <= cores  # Of cores with two hardware threads each torch takes one.
     assert after == (max(1, cores // 2) if before == cores else before)
+
+
+SPINNING = """
+import sys, threading, time, torch
+from persia.dense.torch_threads import shorten_spinning
+
+torch.set_num_threads({threads})
+values = torch.ones(1 << 18)
+
+
+def milliseconds():
+    '''Processor time of the process, while it sleeps after an operation of all threads.'''
+    spent = []
+    for _ in range(20):
+        values.neg_()
+        begin = time.process_time()
+        time.sleep(0.02)
+        spent.append(time.process_time() - begin)
+    return 1e3 * sum(spent) / len(spent)
+
+
+before, done = milliseconds(), threading.Event()
+thread = threading.Thread(target=lambda: (shorten_spinning(), done.wait()))
+thread.start()
+time.sleep(0.1)
+meanwhile = milliseconds()
+done.set()
+thread.join()
+print(before, meanwhile, milliseconds())
+"""
+
+
+@pytest.mark.skipif(CORES < 2 or sys.platform != "linux", reason="needs two cores and GNU's OpenMP")
+def test_threads_of_torch_spin_less_while_a_thread_has_asked_for_it():
+    kept = {k: v for k, v in os.environ.items() if k not in WAITING}
+    code = SPINNING.format(threads=CORES)
+    done = subprocess.run([sys.executable, "-c", code], env=kept, capture_output=True, text=True, check=True)
+    before, meanwhile, after = map(float, done.stdout.split())
+    assert meanwhile < 0.4 * max(before, after)
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_what_the_environment_says_of_waiting_is_kept(name, monkeypatch):
+    for other in WAITING:
+        monkeypatch.delenv(other, raising=False)
+    operations = []
+    monkeypatch.setattr(torch, "ones", lambda *_: operations.append(1) or torch.zeros(1))
+    shorten_spinning()
+    assert operations
+    operations.clear()
+    monkeypatch.setenv(name, "1000")
+    shorten_spinning()
+    assert not operations
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize("trains", [True, False])
+def test_the_thread_that_looks_up_asks_for_it_beside_a_network_on_the_cpu(on_host, trains, monkeypatch):
+    asked = []
+    monkeypatch.setattr(transfer, "shorten_spinning", lambda: asked.append(threading.current_thread().name))
+    embeddings = EmbeddingCollection(SCHEMA, optimizer=persia.optim.SGD(lr=0.1)).train(trains)
+    embeddings._transfer._on_host = embeddings._expander.on_host = on_host
+    for _ in embeddings.prefetch([persia.Batch.from_columns(SCHEMA, {"item": [1, 2], "label": [1, 0]})]):
+        pass
+    assert asked == ["persia-lookup"] * on_host

@@ -1,4 +1,4 @@
-"""The default number of torch threads, if the user has not set it.
+"""The default number of torch threads, and how long they spin, if the user has not set it.
 
 Operations of torch on a CPU run in a team of OpenMP threads that wait for one another after each operation. They wait
 by spinning, for milliseconds: if one of them is not on a core, the others keep the cores busy without progress. With as
@@ -13,12 +13,18 @@ import os
 
 import torch
 
-__all__ = ["choose_torch_threads", "default_torch_threads"]
+__all__ = ["choose_torch_threads", "default_torch_threads", "shorten_spinning"]
 
 LOG = logging.getLogger("persia.trainer")
 
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Variables with which a user sets the number before torch is loaded."""
+
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+"""Variables with which a user sets how threads wait."""
+
+PARALLEL = 1 << 18
+"""Number of elements of an operation that torch divides among eight threads."""
 
 
 def default_torch_threads(teams: int = 1) -> int:
@@ -44,3 +50,15 @@ def choose_torch_threads(teams: int = 1) -> None:
             cores,
             cores,
         )
+
+
+def shorten_spinning() -> None:
+    """Lets torch's threads sleep soon when they wait, for as long as the calling thread lives. Call it in a new thread.
+
+    GNU's OpenMP lets a waiting thread spin for milliseconds, but for microseconds only while it manages more threads
+    than the process has cores. An operation of torch in the calling thread makes a team of its own, which stays idle:
+    then there are more, if torch computes with all cores. If it computes with half of them, nothing changes, nor with
+    another OpenMP, or if the user has set how threads wait.
+    """
+    if not any(os.environ.get(name) for name in WAITING):
+        torch.ones(PARALLEL).neg_()

@@ -306,6 +306,7 @@ class EmbeddingCollection(torch.nn.Module):
             functools.partial(pusher.look_up, look_up),
             pusher.drawn,
             pusher.close,
+            self._transfer.begin_beside_network,
         )
         own_loop = equal_steps is None and pusher.equal_steps
         counts = batch_counts(self.connection, self.options.timeout) if own_loop else None

@@ -55,7 +55,9 @@ class EvaluationReader:
                 sample.add(batch.id_features)
             return self._look_up(batch)
 
-        stages = Stages(self._validated, lambda: not stopped, look_up, lambda _: None, stop)
+        stages = Stages(
+            self._validated, lambda: not stopped, look_up, lambda _: None, stop, self._transfer.begin_beside_network
+        )
         pipeline = Pipeline(source, stages, self._timeout, ready=READY)
         try:
             while True:

@@ -126,6 +126,7 @@ class Stages(NamedTuple):
         lookup: returns the batch to train, and the function that makes it ready.
         drawn: gets at each draw the seconds that the batch had been ready; negative: those that the draw waited.
         stop: makes a blocked `may_lookup` return False.
+        begin: called by the thread that looks up, before anything else.
     """
 
     register: Callable[[Any], Any]
@@ -133,6 +134,7 @@ class Stages(NamedTuple):
     lookup: Callable[[Any], tuple[PreparedBatch, Callable[[], None]]]
     drawn: Callable[[float], None]
     stop: Callable[[], None]
+    begin: Callable[[], None]
 
 
 class _Failure(NamedTuple):
@@ -354,6 +356,7 @@ class Pipeline:
     def _run_lookup(self) -> None:
         number = 0
         try:
+            self._stages.begin()
             while True:
                 self._doing = f"data loader: batch {number}"
                 item = self._read.get()

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from persia import batching
 from persia.batching.batch import Batch
+from persia.dense.torch_threads import shorten_spinning
 from persia.errors import ConfigError
 from persia.memory import host_memory
 from persia.nn.options import check_device
@@ -308,6 +309,11 @@ class Transfer:
             rows, inverse = made["rows"], {**made["narrow"], **made["wide"]}
             offsets = {name: made["offsets"].get(name) for name in inverse}
         return PreparedBatch(tensors["dense"], tensors["labels"], batch.day, rows, inverse, offsets), ready
+
+    def begin_beside_network(self) -> None:
+        """Prepares the calling thread, a new one, for work beside the network. On a CPU both need the cores."""
+        if self._on_host:
+            shorten_spinning()
 
     def gradients_of(
         self, batch: PreparedBatch, scale: torch.Tensor | None, compressed: bool, *, sum_now: bool = False
