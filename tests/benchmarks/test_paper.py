@@ -79,7 +79,8 @@ def test_a_run_repeats_itself():
 
 def test_gaps_are_paired_by_seed_at_the_rates_of_sync(monkeypatch):
     asked = []
-    gain = {Sync(): 0.0, Hybrid(4): -0.0004, Hybrid("auto"): 0.0001, Async(): -0.01}
+    warm = Hybrid(4, warmup=1171)  # Half of 2,343 steps of 1,024 rows.
+    gain = {Sync(): 0.0, Hybrid(4): -0.0004, warm: -0.0002, Hybrid("auto"): 0.0001, Async(): -0.01}
 
     def everywhere(function, plans, result):
         assert function is train_and_test
@@ -98,14 +99,15 @@ def test_gaps_are_paired_by_seed_at_the_rates_of_sync(monkeypatch):
     tuning = [run for run in asked if run.seed == 99]
     runs = [run for run in asked if run.seed != 99]
     assert {run.mode for run in tuning} == {Sync(), Async()}
-    assert len(runs) == len(set(runs)) == 5 * 5
+    assert len(runs) == len(set(runs)) == 5 * 6
     assert {(run.source, run.network, run.rows) for run in runs} == {("criteo", "ffnn", paper.ROWS["laptop"])}
     assert {run.seed for run in runs} == {0, 1, 2, 3, 4}
     by_mode = {mode: {run.rates for run in runs if run.mode == mode} for mode in gain}
-    assert by_mode[Sync()] == by_mode[Hybrid(4)] == by_mode[Hybrid("auto")]
+    assert by_mode[Sync()] == by_mode[Hybrid(4)] == by_mode[warm] == by_mode[Hybrid("auto")]
     assert [rates.rows for rates in by_mode[Sync()]] == [0.2]
     assert {rates.rows for rates in by_mode[Async()]} == {0.2, 0.4}
-    for kind, gap in (("hybrid_4", -0.0004), ("hybrid_auto", 0.0001), ("async", -0.01), ("async_own", -0.01)):
+    gaps = {"hybrid_4": -0.0004, "hybrid_4_warm": -0.0002, "hybrid_auto": 0.0001, "async": -0.01, "async_own": -0.01}
+    for kind, gap in gaps.items():
         assert found[kind].details["per_seed"] == pytest.approx([gap] * 5)
     assert found["async"].details["rates"][1] == 0.2
     assert found["async_own"].details["rates"][1] == 0.4
