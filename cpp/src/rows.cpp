@@ -30,7 +30,7 @@ void Shard::begin() {
 }
 
 void Shard::fetch_slots(Shards shards, const Slice& slice, std::size_t start, Group& group) {
-  group.count = start < slice.count ? std::min(kGroup, slice.count - start) : 0;
+  group.count = std::min(kGroup, slice.count - start);
   for (std::size_t i = 0; i < group.count; ++i) {
     group.id[i] = slice.ids[slice.position(start + i)];
     const std::uint64_t hash = hash_id(group.id[i]);
@@ -47,28 +47,23 @@ void Shard::fetch_rows(Group& group, std::size_t prefetch_bytes) {
   for (std::size_t i = 0; i < group.count; ++i) {
     if (group.row[i] == Index::kNone) continue;
     const std::byte* bytes = group.shard[i]->row_bytes(group.row[i]);
-    // Past the outer caches: a row is used once per batch; the index profits from the room.
-    for (std::size_t at = 0; at < prefetch_bytes; at += kLine) __builtin_prefetch(bytes + at, 0, 0);
-    __builtin_prefetch(bytes + prefetch_bytes - 1, 0, 0);
+    const std::byte* const end = bytes + prefetch_bytes;  // Not a line twice: asking takes a place in the queue, too.
+    for (bytes -= reinterpret_cast<std::uintptr_t>(bytes) % kLine; bytes < end; bytes += kLine) prefetch(bytes);
   }
 }
 
-// Three groups are on their way at any time: while one is used, the rows of the next and the slots of the one after
-// it are being fetched.
+// Three groups are on their way at any time: the slots of one are being fetched, and the rows of the one before it,
+// while the one before that is used.
 template <class Use>
 void Shard::pipeline(Shards shards, const Slice& slice, std::size_t prefetch_bytes, Use&& use) {
-  Group groups[3];
-  fetch_slots(shards, slice, 0, groups[0]);
-  fetch_rows(groups[0], prefetch_bytes);
-  fetch_slots(shards, slice, kGroup, groups[1]);
-  std::size_t turn = 0;
-  for (std::size_t start = 0; start < slice.count; start += kGroup) {
-    Group& next = groups[(turn + 1) % 3];
-    fetch_rows(next, prefetch_bytes);
-    fetch_slots(shards, slice, start + 2 * kGroup, groups[(turn + 2) % 3]);
-    const Group& group = groups[turn];
-    for (std::size_t i = 0; i < group.count; ++i) use(start + i, group, i);
-    turn = (turn + 1) % 3;
+  Group groups[4];  // one more than needed, since a remainder by 4 costs nothing
+  const std::size_t count = (slice.count + kGroup - 1) / kGroup;
+  for (std::size_t n = 0; n < count + 2; ++n) {
+    if (n < count) fetch_slots(shards, slice, n * kGroup, groups[n % 4]);
+    if (n >= 1 && n <= count) fetch_rows(groups[(n - 1) % 4], prefetch_bytes);
+    if (n < 2) continue;
+    const Group& group = groups[(n - 2) % 4];
+    for (std::size_t i = 0; i < group.count; ++i) use((n - 2) * kGroup + i, group, i);
   }
 }
 

@@ -13,6 +13,7 @@
 #include <stdexcept>
 
 #include "persia/layout.hpp"
+#include "persia/memory.hpp"
 
 namespace persia {
 
@@ -40,7 +41,7 @@ class Index {
   }
 
   // Prefetches the cache line of a home position.
-  void prefetch(std::uint64_t home) const { __builtin_prefetch(slots_ + home); }
+  void prefetch(std::uint64_t home) const { persia::prefetch(slots_ + home); }
 
   // Returns the first position whose tag is not above `tag`. Counts whole lines, which avoids mispredicted branches:
   // all slots after the first smaller one are smaller, too.
