@@ -32,10 +32,11 @@ Array take(nb::handle object, const std::string& table, const char* what) {
   return array;
 }
 
-void check_rows(std::size_t rows, std::size_t width, std::size_t count, const persia::Table& table, const char* what) {
-  if (rows == count && width == table.config.dim) return;
+void check_rows(std::size_t rows, std::size_t width, std::size_t count, std::size_t expected,
+                const persia::Table& table, const char* what) {
+  if (rows == count && width == expected) return;
   throw std::invalid_argument("table '" + table.config.name + "': " + what + " must have shape [" +
-                              std::to_string(count) + ", " + std::to_string(table.config.dim) + "], not [" +
+                              std::to_string(count) + ", " + std::to_string(expected) + "], not [" +
                               std::to_string(rows) + ", " + std::to_string(width) + "]");
 }
 
@@ -58,7 +59,7 @@ void lookup(Store& store, const std::vector<std::size_t>& tables, nb::list ids, 
     const auto& table = store.table(tables[i]);
     const auto keys = take<Ids>(ids[i], table.config.name, kIdsWanted);
     const auto to = take<Output>(out[i], table.config.name, kOutWanted);
-    check_rows(to.shape(0), to.shape(1), keys.shape(0), table, "out");
+    check_rows(to.shape(0), to.shape(1), keys.shape(0), table.row_words, table, "out");
     requests.push_back({tables[i], keys.data(), keys.shape(0), to.data()});
   }
   const nb::gil_scoped_release release;
@@ -74,7 +75,7 @@ nb::list update(Store& store, const std::vector<std::size_t>& tables, nb::list i
     const auto& table = store.table(tables[i]);
     const auto keys = take<Ids>(ids[i], table.config.name, kIdsWanted);
     const auto values = take<Floats>(gradients[i], table.config.name, kGradientsWanted);
-    check_rows(values.shape(0), values.shape(1), keys.shape(0), table, "gradients");
+    check_rows(values.shape(0), values.shape(1), keys.shape(0), table.config.dim, table, "gradients");
     requests.push_back({tables[i], keys.data(), keys.shape(0), values.data(), lrs[i]});
   }
   std::vector<persia::PushCounts> counts;
@@ -199,7 +200,7 @@ void import_rows(Store& store, std::size_t index, nb::object ids, nb::object emb
   const auto steps = take<Words>(last_steps, name, "last_steps must be uint32 [rows]");
   const auto recency = take<Words>(stamps, name, "stamps must be uint32 [rows]");
   const std::size_t n = keys.shape(0);
-  check_rows(weights.shape(0), weights.shape(1), n, table, "embeddings");
+  check_rows(weights.shape(0), weights.shape(1), n, table.config.dim, table, "embeddings");
   if (state.shape(0) != n || state.shape(1) != table.state_width) {
     throw std::invalid_argument("table '" + name + "': states must have " + std::to_string(table.state_width) +
                                 " columns: were the rows written with another optimizer?");
@@ -331,6 +332,9 @@ void register_config(nb::module_& m) {
       .def(nb::init<>())
       .def_rw("name", &TableConfig::name)
       .def_rw("dim", &TableConfig::dim)
+      .def_prop_rw(
+          "dtype", [](const TableConfig& c) { return static_cast<std::uint32_t>(c.dtype); },
+          [](TableConfig& c, const std::string& dtype) { c.dtype = persia::dtype_of(dtype); })
       .def_rw("capacity", &TableConfig::capacity)
       .def_rw("shards", &TableConfig::shards)
       .def_rw("seed", &TableConfig::seed)

@@ -22,7 +22,9 @@ constexpr std::size_t kGrowLeast = std::size_t{64} << 10;
 constexpr std::size_t kGrowMost = std::size_t{16} << 20;
 
 std::size_t stride_of(const TableConfig& config, const Optimizer& optimizer) {
-  return align_up(sizeof(RowHeader) + sizeof(float) * (config.dim + optimizer.state_width(config.dim)), 8);
+  const std::size_t words =
+      words_of(config.dtype, config.dim) + words_of(state_dtype(config), optimizer.state_width(config.dim));
+  return align_up(sizeof(RowHeader) + sizeof(float) * words, 8);
 }
 
 std::uint64_t capacity_of(const TableConfig& config, std::uint32_t shard) {
@@ -76,6 +78,8 @@ Header identity_of(const TableConfig& c, const Optimizer& optimizer, std::uint32
   const auto& o = c.optimizer;
   h.settings = hash_of(o.momentum, o.weight_decay, o.initial_accumulator, o.eps, o.beta1, o.beta2, o.beta, o.l1, o.l2,
                        o.bound, c.initializer.kind, c.initializer.a, c.initializer.b, c.admission, c.admission_value);
+  // Regions of float32 tables are as they were before there were others.
+  if (c.dtype != Dtype::kFloat32) h.settings = hash_of(h.settings, c.dtype);
   h.check = check_of(h);
   return h;
 }
@@ -87,9 +91,13 @@ std::string name_in(const Header& h) { return {h.name, strnlen(h.name, kNameByte
 Shard::Shard(const TableConfig& config, const Optimizer& optimizer, std::uint32_t shard)
     : config_(&config),
       optimizer_(&optimizer),
+      values_(config.dtype),
+      states_(state_dtype(config)),
       dim_(config.dim),
+      words_(values_.words(config.dim)),
       stride_(stride_of(config, optimizer)),
       number_(shard) {
+  if (values_.narrow()) scratch_.resize(dim_ + optimizer.state_width(dim_));
   open_region();
   header_ = reinterpret_cast<Header*>(region_.base());
   rows_ = region_.base() + layout_.rows;
@@ -214,7 +222,7 @@ void Shard::check_identity() const {
   same("number of shards", h.shards, wanted.shards);
   same("seed", h.seed, wanted.seed);
   same("admission", h.sketch_width, wanted.sketch_width);
-  if (h.settings != wanted.settings) refuse("the optimizer's parameters, initializer or admission were others");
+  if (h.settings != wanted.settings) refuse("dtype, the optimizer's parameters, initializer or admission were others");
 }
 
 // Whether what changes is within bounds: nothing read from here on may lead out of the region.

@@ -9,20 +9,21 @@ namespace persia {
 namespace {
 
 // Calls body(table number in the call, first id, first float) for each table; the sums must be those of the buffers.
-template <class Body>
-void for_each_table(const Store& store, const PackedTables& asked, std::size_t ids, std::size_t floats, Body&& body) {
+template <class Width, class Body>
+void for_each_table(const Store& store, const PackedTables& asked, std::size_t ids, std::size_t floats,
+                    Width&& width_of, Body&& body) {
   if (asked.tables.size() != asked.counts.size()) throw std::invalid_argument("there must be one count per table");
   std::size_t first_id = 0, first_float = 0;
   for (std::size_t i = 0; i < asked.tables.size(); ++i) {
     const auto& table = store.table(asked.tables[i]);
-    const std::size_t count = asked.counts[i], dim = table.config.dim;
-    if (count > ids - first_id || count > (floats - first_float) / dim) {
+    const std::size_t count = asked.counts[i], width = width_of(table);
+    if (count > ids - first_id || count > (floats - first_float) / width) {
       throw std::invalid_argument("table '" + table.config.name + "': there are fewer ids or rows than its count " +
                                   std::to_string(count));
     }
     body(i, first_id, first_float);
     first_id += count;
-    first_float += count * dim;
+    first_float += count * width;
   }
   if (first_id != ids || first_float != floats) {
     throw std::invalid_argument("the counts of the tables make " + std::to_string(first_id) + " ids and " +
@@ -73,7 +74,8 @@ void for_each_slice(const ServerPart& part, std::size_t whole_bytes, std::size_t
 void lookup_packed(Store& store, const PackedTables& asked, std::span<const std::uint64_t> ids, std::span<float> out,
                    bool train) {
   std::vector<LookupRequest> requests;
-  for_each_table(store, asked, ids.size(), out.size(), [&](std::size_t i, std::size_t id, std::size_t at) {
+  const auto words = [](const Table& table) { return table.row_words; };
+  for_each_table(store, asked, ids.size(), out.size(), words, [&](std::size_t i, std::size_t id, std::size_t at) {
     requests.push_back({asked.tables[i], ids.data() + id, asked.counts[i], out.data() + at});
   });
   store.lookup(requests, train);
@@ -84,7 +86,8 @@ std::vector<PushCounts> update_packed(Store& store, const PackedTables& asked, s
                                       std::uint64_t client, std::uint64_t sequence) {
   if (lrs.size() != asked.tables.size()) throw std::invalid_argument("there must be one learning rate per table");
   std::vector<UpdateRequest> requests;
-  for_each_table(store, asked, ids.size(), gradients.size(), [&](std::size_t i, std::size_t id, std::size_t at) {
+  const auto dim = [](const Table& table) { return table.config.dim; };
+  for_each_table(store, asked, ids.size(), gradients.size(), dim, [&](std::size_t i, std::size_t id, std::size_t at) {
     requests.push_back({asked.tables[i], ids.data() + id, asked.counts[i], gradients.data() + at, lrs[i]});
   });
   return store.update(requests, step, client, sequence);

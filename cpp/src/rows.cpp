@@ -70,7 +70,7 @@ void Shard::pipeline(Shards shards, const Slice& slice, std::size_t prefetch_byt
 // One shard's part of a batch is scattered over the output, where the hardware does not see it coming.
 void Shard::prefetch_output(const Slice& slice, std::size_t i, const float* out) const {
   if (slice.positions == nullptr || i + kGroup >= slice.count) return;
-  __builtin_prefetch(out + slice.position(i + kGroup) * dim_, 1);
+  __builtin_prefetch(out + slice.position(i + kGroup) * words_, 1);
 }
 
 // The candidate may be another id with the same tag, or have been evicted or inserted since it was probed.
@@ -91,29 +91,29 @@ void Shard::lookup(Shards shards, const Slice& slice, float* out, bool train) {
 }
 
 void Shard::lookup_only(Shards shards, const Slice& slice, float* out) {
-  const std::size_t dim = shards[0]->dim_;
-  const std::size_t bytes = std::min(sizeof(RowHeader) + dim * sizeof(float), kMaxPrefetch);
+  const std::size_t words = shards[0]->words_;
+  const std::size_t bytes = std::min(sizeof(RowHeader) + words * sizeof(float), kMaxPrefetch);
   pipeline(shards, slice, bytes, [&](std::size_t i, const Group& group, std::size_t lane) {
     const Shard& shard = *group.shard[lane];
     shard.prefetch_output(slice, i, out);
-    float* to = out + slice.position(i) * dim;
+    float* to = out + slice.position(i) * words;
     const std::uint32_t number = shard.resolve(group, lane);
     if (number == Index::kNone) {
-      std::fill_n(to, dim, 0.0f);
+      std::fill_n(to, words, 0.0f);
     } else {
-      copy_floats(to, shard.weight(number), dim);
+      copy_floats(to, shard.weight(number), words);
     }
   });
 }
 
 void Shard::lookup_train(Shards shards, const Slice& slice, float* out) {
-  const std::size_t dim = shards[0]->dim_;
-  const std::size_t bytes = std::min(sizeof(RowHeader) + dim * sizeof(float), kMaxPrefetch);
+  const std::size_t words = shards[0]->words_;
+  const std::size_t bytes = std::min(sizeof(RowHeader) + words * sizeof(float), kMaxPrefetch);
   pipeline(shards, slice, bytes, [&](std::size_t i, const Group& group, std::size_t lane) {
     Shard& shard = *group.shard[lane];
     if (!shard.begun_) shard.begin();
     shard.prefetch_output(slice, i, out);
-    float* to = out + slice.position(i) * dim;
+    float* to = out + slice.position(i) * words;
     std::uint32_t number = shard.resolve(group, lane);
     Header& header = *shard.header_;
     ++header.counters.lookups;
@@ -124,11 +124,11 @@ void Shard::lookup_train(Shards shards, const Slice& slice, float* out) {
       ++header.counters.misses;
       number = shard.admit(group.id[lane]);
       if (number == Index::kNone) {
-        std::fill_n(to, dim, 0.0f);
+        std::fill_n(to, words, 0.0f);
         return;
       }
     }
-    copy_floats(to, shard.weight(number), dim);
+    copy_floats(to, shard.weight(number), words);
   });
 }
 
@@ -218,7 +218,24 @@ void Shard::apply(std::uint32_t number, const Push& push, const float* gradient)
   r.stamp = header_->clock;
   r.dirty_epoch = header_->dirty_epoch;
   crash_point();
+  if (values_.narrow()) return apply_narrow(number, push, gradient);
   optimizer_->apply({weight(number), state(number), gradient, dim_, push.lr, r.update_count});
+}
+
+// The same in float32 for a row of 16-bit values, which are rounded at the end.
+void Shard::apply_narrow(std::uint32_t number, const Push& push, const float* gradient) {
+  const RowHeader& r = *row(number);
+  float* const values = scratch_.data();
+  float* const moments = states_.narrow() ? values + dim_ : state(number);
+  values_.load(weight(number), values, dim_);
+  if (states_.narrow()) states_.load(state(number), moments, header_->state_width);
+  optimizer_->apply({values, moments, gradient, dim_, push.lr, r.update_count});
+  const auto random = [&](std::uint32_t part) {
+    return Rounding::of(header_->seed, header_->name_hash, r.key, r.update_count, part);
+  };
+  values_.store_stochastic(values, weight(number), dim_, random(0));
+  crash_point();
+  if (states_.narrow()) states_.store_stochastic(moments, state(number), header_->state_width, random(1));
 }
 
 }  // namespace persia

@@ -51,8 +51,15 @@ std::uint32_t Shard::insert(std::uint64_t id) {
   RowHeader& r = *row(number);
   r = {id, 0, 0, header_->clock, header_->dirty_epoch};
   crash_point();
-  initialize(config_->initializer, weight(number), dim_, row_key(header_->seed, header_->name_hash, id));
-  optimizer_->initialize_state(state(number), header_->state_width);
+  const std::uint64_t random = row_key(header_->seed, header_->name_hash, id);
+  if (values_.narrow()) {
+    initialize(config_->initializer, scratch_.data(), dim_, random);
+    values_.store_nearest(scratch_.data(), weight(number), dim_);
+  } else {
+    initialize(config_->initializer, weight(number), dim_, random);
+  }
+  // Moments begin with zeros, which are zeros in each dtype.
+  optimizer_->initialize_state(state(number), states_.words(header_->state_width));
   publish(id, number);
   return number;
 }
@@ -131,8 +138,16 @@ void Shard::append(const std::byte* row, RowBatch& rows) const {
   rows.update_counts.push_back(r.update_count);
   rows.last_steps.push_back(r.last_step);
   rows.stamps.push_back(r.stamp);
-  rows.embeddings.insert(rows.embeddings.end(), values, values + dim_);
-  rows.states.insert(rows.states.end(), values + dim_, values + dim_ + header_->state_width);
+  if (!values_.narrow()) {
+    rows.embeddings.insert(rows.embeddings.end(), values, values + dim_);
+    rows.states.insert(rows.states.end(), values + dim_, values + dim_ + header_->state_width);
+    return;
+  }
+  const std::size_t width = header_->state_width;
+  rows.embeddings.resize(rows.embeddings.size() + dim_);
+  values_.load(values, rows.embeddings.data() + rows.embeddings.size() - dim_, dim_);
+  rows.states.resize(rows.states.size() + width);
+  states_.load(values + words_, rows.states.data() + rows.states.size() - width, width);
 }
 
 void Shard::peek(const Slice& slice, std::uint8_t* found, RowBatch& rows) {
@@ -147,8 +162,8 @@ void Shard::peek(const Slice& slice, std::uint8_t* found, RowBatch& rows) {
     rows.update_counts[at] = r.update_count;
     rows.last_steps[at] = r.last_step;
     rows.stamps[at] = r.stamp;
-    copy_floats(rows.embeddings.data() + at * dim_, weight(number), dim_);
-    if (width > 0) copy_floats(rows.states.data() + at * width, state(number), width);
+    values_.load(weight(number), rows.embeddings.data() + at * dim_, dim_);
+    if (width > 0) states_.load(state(number), rows.states.data() + at * width, width);
   }
 }
 
@@ -197,8 +212,8 @@ void Shard::import_row(const RowView& rows, std::size_t at) {
   }
   *row(number) = {id, rows.update_counts[at], rows.last_steps[at], rows.stamps[at], 0};
   crash_point();
-  copy_floats(weight(number), rows.embeddings + at * dim_, dim_);
-  if (width > 0) copy_floats(state(number), rows.states + at * width, width);
+  values_.store_nearest(rows.embeddings + at * dim_, weight(number), dim_);
+  if (width > 0) states_.store_nearest(rows.states + at * width, state(number), width);
   if (known) {
     drop_undo();
   } else {

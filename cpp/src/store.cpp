@@ -51,7 +51,8 @@ TableConfig validated(TableConfig config) {
 Table::Table(TableConfig table_config)
     : config(validated(std::move(table_config))),
       optimizer(config.optimizer),
-      state_width(optimizer.state_width(config.dim)) {
+      state_width(optimizer.state_width(config.dim)),
+      row_words(words_of(config.dtype, config.dim)) {
   for (std::uint32_t i = 0; i < config.shards; ++i) {
     shards.push_back(std::make_unique<Shard>(config, optimizer, i));
     all.push_back(shards.back().get());

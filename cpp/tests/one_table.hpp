@@ -10,6 +10,14 @@ namespace persia {
 
 inline constexpr std::size_t kDim = 5;
 
+// The rows of the table; a test may change them.
+struct RowShape {
+  std::size_t dim = kDim;
+  Dtype dtype = Dtype::kFloat32;
+  OptimizerKind optimizer = OptimizerKind::kAdagrad;
+};
+inline RowShape row_shape;
+
 using Keys = std::vector<std::uint64_t>;
 
 inline Keys range(std::uint64_t from, std::uint64_t to) {
@@ -21,14 +29,16 @@ inline Keys range(std::uint64_t from, std::uint64_t to) {
 inline TableConfig config_of(std::uint64_t capacity, std::uint32_t shards) {
   TableConfig c;
   c.name = "t";
-  c.dim = kDim;
+  c.dim = row_shape.dim;
+  c.dtype = row_shape.dtype;
+  c.optimizer.kind = row_shape.optimizer;
   c.capacity = capacity;
   c.shards = shards;
   return c;
 }
 
 inline std::vector<float> look(Store& store, const Keys& keys, bool train = true) {
-  std::vector<float> out(keys.size() * kDim);
+  std::vector<float> out(keys.size() * words_of(row_shape.dtype, row_shape.dim));
   const LookupRequest request{0, keys.data(), keys.size(), out.data()};
   store.lookup({&request, 1}, train);
   return out;
@@ -47,7 +57,7 @@ inline PushCounts push(Store& store, const Keys& keys, const std::vector<float>&
 
 // Gradients of one.
 inline PushCounts push(Store& store, const Keys& keys, const Origin& origin = {}) {
-  return push(store, keys, std::vector<float>(keys.size() * kDim, 1.0f), origin);
+  return push(store, keys, std::vector<float>(keys.size() * row_shape.dim, 1.0f), origin);
 }
 
 }  // namespace persia

@@ -84,15 +84,17 @@ struct Tested {
 
   // The gradient of `bad`, if it is among the keys, is not finite.
   PushCounts push(const Keys& keys, std::uint64_t client, std::uint64_t sequence, std::uint64_t bad = ~0ull) {
-    std::vector<float> gradients(keys.size() * kDim);
+    const std::size_t dim = row_shape.dim;
+    std::vector<float> gradients(keys.size() * dim);
     for (std::size_t i = 0; i < gradients.size(); ++i) {
-      gradients[i] = keys[i / kDim] == bad ? INFINITY : 0.01f * static_cast<float>(i % 17 + 1);
+      gradients[i] = keys[i / dim] == bad ? INFINITY : 0.01f * static_cast<float>(i % 17 + 1);
     }
     return persia::push(store, keys, gradients, {static_cast<std::uint32_t>(sequence), client, sequence});
   }
 
   void import(const Keys& keys, float value) {
-    const std::vector<float> embeddings(keys.size() * kDim, value), states(keys.size() * kDim, 2 * value);
+    const std::vector<float> embeddings(keys.size() * row_shape.dim, value);
+    const std::vector<float> states(keys.size() * store.table(0).state_width, 2 * value);
     const std::vector<std::uint32_t> words(keys.size(), 3);
     store.import_rows(0, keys.size(),
                       {keys.data(), embeddings.data(), states.data(), words.data(), words.data(), words.data()});
@@ -108,8 +110,9 @@ struct Tested {
         CHECK(shard_of(batch.ids[i], kShards) == s);
         auto& row = all[batch.ids[i]];
         CHECK(row.empty());
-        row.assign(batch.embeddings.begin() + i * kDim, batch.embeddings.begin() + (i + 1) * kDim);
-        row.insert(row.end(), batch.states.begin() + i * kDim, batch.states.begin() + (i + 1) * kDim);
+        const std::size_t dim = row_shape.dim, width = store.table(0).state_width;
+        row.assign(batch.embeddings.begin() + i * dim, batch.embeddings.begin() + (i + 1) * dim);
+        row.insert(row.end(), batch.states.begin() + i * width, batch.states.begin() + (i + 1) * width);
         row.push_back(static_cast<float>(batch.update_counts[i]));
         row.push_back(static_cast<float>(batch.last_steps[i]));
       }
@@ -244,6 +247,33 @@ TEST(a_lookup_at_which_recency_is_numbered_anew) {
 
 TEST(an_import) {
   crash_everywhere(100, [](Tested& t) { t.look(range(0, 30)); }, [](Tested& t) { t.import(range(20, 40), 0.5f); });
+}
+
+// Updates, insertions and evictions, and imports; odd dims, and state behind them that has 16 bits, or 32.
+TEST(rows_of_16_bits) {
+  const RowShape shapes[] = {{1, Dtype::kBfloat16, OptimizerKind::kAdam},
+                             {3, Dtype::kBfloat16, OptimizerKind::kRowwiseAdagrad},
+                             {5, Dtype::kFloat16, OptimizerKind::kSgd}};
+  for (const RowShape& shape : shapes) {
+    row_shape = shape;
+    crash_everywhere(
+        100,
+        [](Tested& t) {
+          t.look(range(0, 20));
+          t.push(range(5, 20), 9, 1);
+        },
+        [](Tested& t) { t.push(backwards(range(0, 25)), 9, 2, 13); });
+    crash_everywhere(
+        16,
+        [](Tested& t) {
+          t.look(range(0, 20));
+          t.push(range(5, 20), 9, 1);
+          t.look(range(15, 20));
+        },
+        [](Tested& t) { t.look(backwards(range(17, 23))); });
+    crash_everywhere(100, [](Tested& t) { t.look(range(0, 12)); }, [](Tested& t) { t.import(range(8, 16), 0.7f); });
+  }
+  row_shape = {};
 }
 
 TEST(clearing) {

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from persia.ps.row_access import set_rows
 from persia.store import NativeStore, ReferenceStore, TableConfig
+from persia.types.values import DTYPES
 from support.stores import contents, lookup, update
 
 OPTIMIZERS = [
@@ -45,6 +46,7 @@ def configs(draw):
         admission=admission,
         admission_value=value,
         value_bound=draw(st.sampled_from([0.0, 0.0, 0.4])),
+        dtype=draw(st.sampled_from(DTYPES)),
     )
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import numpy as np
 
 from persia.store import NativeStore, ReferenceStore
+from persia.types.values import widen
 
 STORES = {"native": NativeStore, "reference": ReferenceStore}
 
 
 def lookup(store, ids, train=True, table=0):
     """Returns embeddings [n, dim]."""
-    rows = np.empty((len(ids), store.config(table).dim), np.float32)
+    config = store.config(table)
+    rows = np.empty((len(ids), config.row_words), np.float32)
     store.lookup_packed([table], [len(ids)], ids, rows.reshape(-1), train)
-    return rows
+    return widen(rows, config.dtype, config.dim)
 
 
 def update(store, ids, gradients, lr=0.1, step=1, client=0, sequence=0, table=0):

@@ -20,7 +20,7 @@ struct PackedTables {
   std::span<const std::size_t> counts;
 };
 
-// Runs `Store::lookup` into out: [count, dim] of the first table, then of the second, ...
+// Runs `Store::lookup` into out: [count, words of a row] of the first table, then of the second, ...
 void lookup_packed(Store& store, const PackedTables& asked, std::span<const std::uint64_t> ids, std::span<float> out,
                    bool train);
 

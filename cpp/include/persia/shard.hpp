@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "persia/half.hpp"
 #include "persia/index.hpp"
 #include "persia/layout.hpp"
 #include "persia/memory.hpp"
@@ -33,6 +34,7 @@ struct RegionFiles {
 struct TableConfig {
   std::string name;
   std::size_t dim = 16;
+  Dtype dtype = Dtype::kFloat32;                    // of embeddings; see state_dtype
   std::uint64_t capacity = std::uint64_t{1} << 30;  // rows, over all shards
   std::uint32_t shards = 8;                         // power of two
   std::uint64_t seed = 0;
@@ -43,6 +45,13 @@ struct TableConfig {
   bool durable = false;          // keep undo slot and push progress; always done in files
   RegionFiles files;
 };
+
+// Returns the dtype of the optimizer's state: Adam's moments in a bfloat16 table have the dtype of the table. float16
+// has no room for second moments, which underflow, and sums of squares stop growing where a step is lost.
+inline Dtype state_dtype(const TableConfig& config) {
+  const bool moments = config.optimizer.kind == OptimizerKind::kAdam && config.dtype == Dtype::kBfloat16;
+  return moments ? Dtype::kBfloat16 : Dtype::kFloat32;
+}
 
 // Returns the shard of a hash among `shards`, a power of two.
 inline std::size_t shard_of_hash(std::uint64_t hash, std::size_t shards) { return hash & (shards - 1); }
@@ -82,7 +91,8 @@ struct Recovery {
   bool rebuilt = false;  // the index was rebuilt from the rows
 };
 
-// Whole rows, column by column.
+// Whole rows, column by column. Values are float32, whatever the dtype of the table: reading is exact, and importing
+// rounds to the nearest.
 struct RowBatch {
   std::vector<std::uint64_t> ids;
   std::vector<float> embeddings;  // [rows, dim]
@@ -120,7 +130,8 @@ class Shard {
   // Creates the region of shard number `shard`, or attaches to its file. Throws as `Store::create_table` does.
   Shard(const TableConfig& config, const Optimizer& optimizer, std::uint32_t shard);
 
-  // Writes one embedding per position. Training admits missing ids and touches rows; otherwise nothing changes.
+  // Writes one embedding per position, as stored: the words of its dtype (half.hpp). Training admits missing ids and
+  // touches rows; otherwise nothing changes.
   static void lookup(Shards shards, const Slice& slice, float* out, bool train);
   // Applies a push, in the order of the slice. A tracked push is applied exactly once.
   static PushCounts update(Shards shards, const Slice& slice, const Push& push);
@@ -178,7 +189,8 @@ class Shard {
 
   RowHeader* row(std::uint32_t number) const { return reinterpret_cast<RowHeader*>(row_bytes(number)); }
   float* weight(std::uint32_t number) const { return reinterpret_cast<float*>(row_bytes(number) + sizeof(RowHeader)); }
-  float* state(std::uint32_t number) const { return weight(number) + dim_; }
+  // The words of both; floats, if their dtype is float32.
+  float* state(std::uint32_t number) const { return weight(number) + words_; }
   Stamps stamps() const { return {rows_, stride_, header_->rows_used}; }
 
   void open_region();
@@ -213,6 +225,7 @@ class Shard {
   void publish(std::uint64_t id, std::uint32_t number);
   void import_row(const RowView& rows, std::size_t position);
   void apply(std::uint32_t number, const Push& push, const float* gradient);
+  void apply_narrow(std::uint32_t number, const Push& push, const float* gradient);
   void tick();
   void save_undo(std::uint32_t number);
   void drop_undo();
@@ -236,7 +249,10 @@ class Shard {
 
   const TableConfig* config_;
   const Optimizer* optimizer_;
+  ValueCodec values_;
+  ValueCodec states_;
   std::size_t dim_;
+  std::size_t words_;  // of an embedding
   std::size_t stride_;
   std::uint32_t number_;
   Layout layout_;
@@ -250,6 +266,7 @@ class Shard {
   std::unique_ptr<Cut> cut_;
   std::mutex mutex_;
   // Of the request that holds the lock:
+  std::vector<float> scratch_;  // embedding and state of a row, if they have 16 bits
   bool begun_ = false;
   PushState begun_push_ = PushState::kNone;
   std::uint64_t skip_ = 0;  // gradients that an interrupted attempt of the push has applied

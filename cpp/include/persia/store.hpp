@@ -29,6 +29,7 @@ struct Table {
   TableConfig config;
   Optimizer optimizer;
   std::size_t state_width;
+  std::size_t row_words;  // of an embedding, as stored
   std::vector<std::unique_ptr<Shard>> shards;
   std::vector<Shard*> all;         // the same shards, for calls to all of them
   std::vector<Recovery> recovery;  // by shard, of an attached table
@@ -38,7 +39,7 @@ struct LookupRequest {
   std::size_t table;
   const std::uint64_t* ids;
   std::size_t count;
-  float* out;  // [count, dim]
+  float* out;  // [count, words of a row], as stored (half.hpp)
 };
 
 struct UpdateRequest {

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.errors import ConfigError
+from persia.types.values import DTYPES, Dtype, round_down, words_of
 
 __all__ = ["OPTIMIZER_PARAMS", "TableConfig"]
 
@@ -46,7 +47,7 @@ class TableConfig:
 
     Attributes:
         name: unique within a store; part of the key of the random start values.
-        dim: floats per embedding, 1 to 65536.
+        dim: values per embedding, 1 to 65536.
         capacity: rows kept at most, in this store. Memory is used by rows that exist, not by capacity.
         shards: power of two; 0 chooses by capacity: 8, fewer below 32,768 rows (4,096 a shard), more above 2^34 rows
             (2^31 a shard). Each shard has its lock and its share of the capacity, and evicts by itself. Apart from
@@ -62,6 +63,8 @@ class TableConfig:
             n-th occurrence on, "min_frequency".
         admission_value: the probability, or n (up to 65535).
         value_bound: embeddings are clamped to [-value_bound, value_bound] after each update; 0 does not clamp.
+        dtype: of embeddings in memory: "float32", "bfloat16" or "float16". Arithmetic is in float32; updates round to
+            16 bits at random (stochastic rounding), initial and imported values to the nearest.
     """
 
     name: str
@@ -77,6 +80,7 @@ class TableConfig:
     admission: AdmissionKind = "all"
     admission_value: float = 0.0
     value_bound: float = 0.0
+    dtype: Dtype = "float32"
 
     def __post_init__(self) -> None:
         self._check_shape()
@@ -86,6 +90,7 @@ class TableConfig:
     def _check_shape(self) -> None:
         self._require("name", bool(self.name), "must not be empty")
         self._require("dim", 1 <= self.dim <= 65536, "must be within 1 ... 65536")
+        self._require("dtype", self.dtype in DTYPES, f"must be one of {list(DTYPES)}")
         self._require("capacity", 1 <= self.capacity <= MAX_ROWS, "must be within 1 ... 2^41")
         shards = self.shards
         power = 0 <= shards <= _MAX_SHARDS and shards & (shards - 1) == 0
@@ -122,6 +127,7 @@ class TableConfig:
         )
         bound = self.value_bound
         self._require("value_bound", math.isfinite(bound) and bound >= 0, "must be finite and not negative")
+        self._require("value_bound", not bound or self.stored_bound > 0, f"is less than any number of {self.dtype}")
 
     def _require(self, name: str, condition: bool, message: str) -> None:
         if not condition:
@@ -150,11 +156,29 @@ class TableConfig:
     @property
     def row_bytes(self) -> int:
         """Maximum bytes of memory per row: values, state and overhead."""
-        return ROW_OVERHEAD + 4 * (self.dim + self.state_width)
+        return ROW_OVERHEAD + 4 * (self.row_words + words_of(self.state_dtype, self.state_width))
+
+    @property
+    def row_words(self) -> int:
+        """32-bit words of an embedding, as stored and as looked up; see `persia.types.values`."""
+        return words_of(self.dtype, self.dim)
+
+    @property
+    def state_dtype(self) -> Dtype:
+        """Dtype of the optimizer's state in memory: "bfloat16" for Adam's moments in a bfloat16 table, else float32.
+
+        Second moments underflow in float16. Sums of squares, which FTRL and Adagrad keep, need float32.
+        """
+        return "bfloat16" if (self.optimizer, self.dtype) == ("adam", "bfloat16") else "float32"
+
+    @property
+    def stored_bound(self) -> float:
+        """The largest number of `dtype` that is not above `value_bound`."""
+        return round_down(self.value_bound, self.dtype)
 
     @property
     def state_width(self) -> int:
-        """Floats of optimizer state per row."""
+        """Values of optimizer state per row."""
         if self.optimizer == "sgd":
             return self.dim if self.with_defaults()["momentum"] else 0
         return {"adagrad": self.dim, "rowwise_adagrad": 1, "adam": 2 * self.dim, "ftrl": 2 * self.dim}[self.optimizer]

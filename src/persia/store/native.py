@@ -35,7 +35,7 @@ def _store_errors() -> Iterator[None]:
 
 def _native_config(config: TableConfig) -> Any:
     native = _core.TableConfig()
-    for name in ("name", "dim", "capacity", "seed", "admission_value"):
+    for name in ("name", "dim", "dtype", "capacity", "seed", "admission_value"):
         setattr(native, name, getattr(config, name))
     native.shards = config.resolved_shards
     native.admission = getattr(_core.Admission, config.admission)
@@ -43,7 +43,7 @@ def _native_config(config: TableConfig) -> Any:
     optimizer.kind = config.optimizer
     for name, value in config.with_defaults().items():
         setattr(optimizer, name, value)
-    optimizer.bound = config.value_bound
+    optimizer.bound = config.stored_bound
     native.optimizer = optimizer
     initializer = _core.InitializerConfig()
     kind = "uniform" if config.initializer == "rsqrt_dim" else config.initializer
@@ -107,13 +107,13 @@ class NativeStore(EmbeddingStore):
             tables: numbers of the tables, each at most once.
             ids: per table, uint64 [n], contiguous.
             train: admit missing ids, and count the lookup as a use of the rows.
-            out: per table, float32 [n, dim] to write to, instead of new arrays.
+            out: per table, float32 [n, row_words] to write to, instead of new arrays.
 
         Returns:
-            Per table, float32 [n, dim].
+            Per table, rows as stored, float32 [n, row_words]: see `persia.types.values`.
         """
         if out is None:
-            out = [np.empty((len(i), self.config(t).dim), np.float32) for t, i in zip(tables, ids, strict=False)]
+            out = [np.empty((len(i), self.config(t).row_words), np.float32) for t, i in zip(tables, ids, strict=False)]
         result = list(out)
         with _store_errors():
             self._native.lookup(list(tables), list(ids), result, train)

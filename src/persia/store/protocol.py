@@ -18,7 +18,7 @@ ShardState = dict[str, NDArray[np.generic]]
 
 
 class Rows(NamedTuple):
-    """Whole rows, column by column.
+    """Whole rows, column by column. Values are float32, whatever the dtype of the table.
 
     Attributes:
         ids: uint64 [rows].
@@ -107,7 +107,8 @@ class EmbeddingStore(Protocol):
             tables: numbers of the tables, each at most once.
             counts: per table, the number of ids.
             ids: uint64 [sum of counts], contiguous.
-            out: float32 [sum of count * dim] to write to, contiguous.
+            out: float32 [sum of count * row_words] to write to, contiguous: rows as stored, which are embeddings in
+                tables of dtype float32; see `persia.types.values` for others.
             train: admit missing ids, and count the lookup as a use of the rows.
 
         Raises:
@@ -175,6 +176,8 @@ class EmbeddingStore(Protocol):
 
     def import_rows(self, table: int, rows: Rows) -> None:
         """Writes rows as exported: known ids are overwritten, others appended in order.
+
+        A table of 16-bit values rounds what it does not have exactly to the nearest.
 
         Imported into an empty table of the same shards, in the order of export and followed by `import_state`, a table
         continues bit for bit, later evictions included. In a full shard the less recent of the incoming and the oldest

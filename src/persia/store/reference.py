@@ -19,7 +19,9 @@ from persia.store.config import TableConfig
 from persia.store.protocol import EmbeddingStore, Rows, ShardState, Spill
 from persia.store.reference_random import shard_of
 from persia.store.reference_shard import COUNTERS, ReferenceRow, ReferenceShard
+from persia.store.reference_values import as_words
 from persia.types import UpdateCounts
+from persia.types.values import words_of
 
 __all__ = ["ReferenceStore"]
 
@@ -86,16 +88,18 @@ class ReferenceStore(EmbeddingStore):
         train: bool,
     ) -> None:
         """See `EmbeddingStore.lookup_packed`."""
-        for table, keys, rows in self._unpack(tables, counts, ids, out):
+        widths = [self.config(table).row_words for table in tables]
+        for table, keys, rows in self._unpack(tables, counts, ids, out, widths):
+            config = self.config(table)
             for shard, positions in self._by_shard(table, keys):
                 shard.clock += train
                 for position in positions:
                     id_ = int(keys[position])
                     if train:
-                        rows[position] = shard.lookup(id_)
+                        rows[position] = as_words(shard.lookup(id_), config)
                     else:
                         row = shard.find(id_)
-                        rows[position] = 0 if row is None else row.embedding
+                        rows[position] = 0 if row is None else as_words(row.embedding, config)
 
     @_locked
     def update_packed(
@@ -113,8 +117,9 @@ class ReferenceStore(EmbeddingStore):
         if len(lrs) != len(tables):
             raise StoreError("there must be one learning rate per table")
         push = (client, sequence)
+        dims = [self.config(table).dim for table in tables]
         result = []
-        for (table, keys, values), lr in zip(self._unpack(tables, counts, ids, gradients), lrs, strict=True):
+        for (table, keys, values), lr in zip(self._unpack(tables, counts, ids, gradients, dims), lrs, strict=True):
             outcomes = dict.fromkeys(("applied", "absent", "nonfinite", "duplicates"), 0)
             for shard, positions in self._by_shard(table, keys):
                 repeated = push in shard.applied
@@ -158,7 +163,8 @@ class ReferenceStore(EmbeddingStore):
         found = 0
         for shard in self._shards(table):
             found += shard.sketch.counters.nbytes if shard.sketch is not None else 0
-            found += sum(row.embedding.nbytes + row.state.nbytes for row in shard.rows)
+            words = shard.config.row_words + words_of(shard.config.state_dtype, shard.config.state_width)
+            found += 4 * words * len(shard.rows)
         return found
 
     @_locked
@@ -270,13 +276,18 @@ class ReferenceStore(EmbeddingStore):
         return [(shard, mine) for shard, mine in zip(shards, positions, strict=True) if mine]
 
     def _unpack(
-        self, tables: Sequence[int], counts: Sequence[int], ids: NDArray[np.uint64], floats: NDArray[np.float32]
+        self,
+        tables: Sequence[int],
+        counts: Sequence[int],
+        ids: NDArray[np.uint64],
+        floats: NDArray[np.float32],
+        widths: Sequence[int],
     ) -> list[tuple[int, NDArray[np.uint64], NDArray[np.float32]]]:
-        """Returns the views of each table: its number, ids `[n]` and floats `[n, dim]`."""
+        """Returns the views of each table: its number, ids `[n]` and floats `[n, width]`."""
         for name, array, dtype in (("ids", ids, np.uint64), ("out or gradients", floats, np.float32)):
             if array.dtype != dtype or array.ndim != 1 or not array.flags.c_contiguous:
                 raise StoreError(f"{name} must be a contiguous array [n] of {np.dtype(dtype)}")
-        sizes = [count * self.config(table).dim for table, count in zip(tables, counts, strict=False)]
+        sizes = [count * width for width, count in zip(widths, counts, strict=False)]
         if (
             not len(set(tables)) == len(tables) == len(counts)
             or min(counts, default=0) < 0
@@ -287,9 +298,9 @@ class ReferenceStore(EmbeddingStore):
                 f"{len(ids)} and {len(floats)}. Name each table once."
             )
         found = []
-        for table, count in zip(tables, counts, strict=True):
-            size = count * self.config(table).dim
-            found.append((table, ids[:count], floats[:size].reshape(count, self.config(table).dim)))
+        for table, count, width in zip(tables, counts, widths, strict=True):
+            size = count * width
+            found.append((table, ids[:count], floats[:size].reshape(count, width)))
             ids, floats = ids[count:], floats[size:]
         return found
 

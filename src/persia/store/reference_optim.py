@@ -24,7 +24,7 @@ def apply(config: TableConfig, weight: Vector, state: Vector, gradient: Vector, 
     with np.errstate(all="ignore"):
         _RULES[config.optimizer](params, weight, state, gradient, F(lr), count)
         if config.value_bound:
-            bound = F(config.value_bound)
+            bound = F(config.stored_bound)
             weight[:] = np.minimum(np.maximum(weight, -bound), bound)
 
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from persia.store.config import TableConfig
 
-__all__ = ["Sketch", "admission_draw", "initial_embedding", "shard_of"]
+__all__ = ["Sketch", "admission_draw", "initial_embedding", "random_bits", "row_key", "shard_of"]
 
 MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -35,28 +35,30 @@ def _hash_name(name: str) -> int:
     return mix64(h)
 
 
-def _row_key(seed: int, name: str, id_: int) -> int:
+def row_key(seed: int, name: str, id_: int) -> int:
+    """Key of the random numbers of an id."""
     return mix64(mix64((seed + _hash_name(name)) & MASK) ^ mix64(id_))
 
 
-def _random_bits(key: int, counter: int) -> int:
+def random_bits(key: int, counter: int) -> int:
+    """Number of this position in the random sequence of a key: 64 bits."""
     return mix64((key + (counter + 1) * GOLDEN) & MASK)
 
 
 def admission_draw(config: TableConfig, id_: int, occurrence: int) -> float:
     """Uniform in [0, 1), keyed by (seed, table, id, occurrence)."""
-    key = _row_key(config.seed ^ MASK, config.name, id_)
-    return (_random_bits(key, occurrence) >> 11) * 2.0**-53
+    key = row_key(config.seed ^ MASK, config.name, id_)
+    return (random_bits(key, occurrence) >> 11) * 2.0**-53
 
 
 def initial_embedding(config: TableConfig, id_: int) -> NDArray[np.float32]:
     """First values of the row of an id, float32 [dim]."""
     if config.initializer == "zeros":
         return np.zeros(config.dim, F)
-    key = _row_key(config.seed, config.name, id_)
+    key = row_key(config.seed, config.name, id_)
     halves: list[int] = []
     for pair in range((config.dim + 1) // 2):
-        bits = _random_bits(key, pair)
+        bits = random_bits(key, pair)
         halves += [(bits & 0xFFFFFFFF) >> 8, bits >> 40]
     a, b = (F(value) for value in config.initial_range)
     if config.initializer == "normal":

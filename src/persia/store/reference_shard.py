@@ -14,6 +14,7 @@ from persia.store import reference_optim
 from persia.store.config import TableConfig
 from persia.store.protocol import Spill
 from persia.store.reference_random import Sketch, admission_draw, initial_embedding
+from persia.store.reference_values import nearest, round_update
 
 __all__ = ["COUNTERS", "ReferenceRow", "ReferenceShard"]
 
@@ -24,7 +25,7 @@ COUNTERS = (
 
 @dataclass
 class ReferenceRow:
-    """A row and the numbers that a store keeps of it."""
+    """A row and the numbers that a store keeps of it. Values are float32, and numbers of the dtype of the table."""
 
     id: int
     embedding: NDArray[np.float32]
@@ -80,7 +81,8 @@ class ReferenceShard:
                 self.counters["rejected"] += 1
                 return np.zeros(self.config.dim, np.float32)
             self.counters["admitted"] += 1
-            row = ReferenceRow(id_, initial_embedding(self.config, id_), self.config.initial_state)
+            embedding = nearest(initial_embedding(self.config, id_), self.config.dtype)
+            row = ReferenceRow(id_, embedding, self.config.initial_state)
             self._insert(row)
         self._touch(row)
         return row.embedding
@@ -96,10 +98,13 @@ class ReferenceShard:
         row.last_step = step
         self._touch(row)
         reference_optim.apply(self.config, row.embedding, row.state, gradient, lr, row.update_count)
+        round_update(self.config, id_, row.update_count, row.embedding, row.state)
         return "applied"
 
     def put(self, row: ReferenceRow) -> None:
         """Replaces the row of an id or inserts it, unless the shard is full and all its rows are as recent."""
+        row.embedding = nearest(row.embedding, self.config.dtype)
+        row.state = nearest(row.state, self.config.state_dtype)
         place = self.index.get(row.id)
         if place is not None:
             self.rows[place] = row
