@@ -18,6 +18,7 @@
 #include "buffer.hpp"
 #include "module.hpp"
 #include "persia/codec.hpp"
+#include "persia/half.hpp"
 #include "persia/hash.hpp"
 #include "persia/texts.hpp"
 
@@ -335,6 +336,26 @@ void decode_fp16(nb::handle halves_in, nb::handle scales_in, nb::handle rows_out
                       rows.data<float>());
 }
 
+// Rows of 16-bit values as stored, in items of 2 or 4 bytes, to float32.
+void widen_rows(nb::handle stored_in, nb::handle rows_out, const std::string& dtype) {
+  Buffer stored;
+  if (!stored.open(stored_in, "fe", false) || stored.ndim() != 2 || !stored.contiguous()) {
+    throw nb::value_error("stored: must be a contiguous float32 or float16 array [n, width]");
+  }
+  const Buffer rows = take_dense<float>(rows_out, 2, {"output", 0}, "a contiguous float32 array [n, dim]");
+  const persia::ValueCodec codec(persia::dtype_of(dtype));
+  const std::size_t count = rows.shape(0), dim = rows.shape(1), bytes = codec.words(dim) * sizeof(float);
+  if (stored.shape(0) != count || stored.shape(1) * stored.itemsize() != bytes) {
+    throw nb::value_error("stored: must have as many rows as the output, of as many values");
+  }
+  const nb::gil_scoped_release release;
+  const auto* from = stored.data<const std::byte>();
+  // Without padding, all rows are one.
+  const bool whole = codec.words(dim) * 2 == dim;
+  const std::size_t pieces = whole ? 1 : count, size = whole ? count * dim : dim;
+  for (std::size_t i = 0; i < pieces; ++i) codec.load(from + i * bytes, rows.data<float>() + i * dim, size);
+}
+
 // A borrowed array. Its memory returns to the scratch with the last reference to the array.
 nb::object floats(nb::object scratch, std::size_t count) {
   struct Loan {
@@ -360,6 +381,7 @@ void register_batch(nb::module_& parent) {
   m.def("pool_backward", &pool_backward, arg("plans"), arg("gradients"), arg("outputs"), arg("pool"), arg("scratch"));
   m.def("encode_fp16", &encode_fp16, arg("rows"), arg("halves"), arg("scales"));
   m.def("decode_fp16", &decode_fp16, arg("halves"), arg("scales"), arg("rows"));
+  m.def("widen_rows", &widen_rows, arg("stored"), arg("rows"), arg("dtype"));
   m.def("text_ids", &text_ids, arg("data"), arg("offsets"), arg("validity").none(), arg("validity_start"), arg("kind"),
         arg("out"), arg("present"));
   m.def("text_numbers", &text_numbers, arg("data"), arg("offsets"), arg("validity").none(), arg("validity_start"),

@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from persia.errors import ConfigError
+from persia.types.values import DTYPES, Dtype, round_down
 
 __all__ = [
     "SGD",
@@ -75,6 +76,13 @@ def _integer(owner: str, name: str, value: object, low: int, high: float) -> Non
         raise ConfigError(
             f"{owner}.{name} = {value!r} is not a whole number {interval}; correct it.",
             field=f"{owner}.{name}",
+        )
+
+
+def _dtype(owner: str, value: object) -> None:
+    if value not in DTYPES:
+        raise ConfigError(
+            f"Invalid {owner}.dtype = {value!r}; expected one of: {', '.join(DTYPES)}.", field=f"{owner}.dtype"
         )
 
 
@@ -311,6 +319,9 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         value_bound: embeddings are clamped to +-this after an update; 0 for no bound.
         cache_rows: number of rows that each NN worker keeps copies of on its device, for the batches that the mode's
             staleness lets them serve; see the guide on GPUs. 0 for none.
+        dtype: of its embeddings in the memory of PSs and in messages: "float32", "bfloat16" or "float16". Models get
+            float32 and send gradients of float32, whatever it is. Adam's moments in a bfloat16 table have 16 bits, too;
+            all other state of optimizers is float32. See the guide on tables for what it costs.
     """
 
     name: str
@@ -321,6 +332,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     admission: Admission = AdmitAll()
     value_bound: float = 0.0
     cache_rows: int = 0
+    dtype: Dtype = "float32"
 
     def __post_init__(self) -> None:
         _name("Table", self.name)
@@ -329,6 +341,13 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             _integer(f"Table({self.name!r})", "capacity", self.capacity, 1, MAX_CAPACITY)
         _number(f"Table({self.name!r})", "value_bound", self.value_bound, 0, math.inf)
         _integer(f"Table({self.name!r})", "cache_rows", self.cache_rows, 0, (1 << 31) - 2)
+        _dtype(f"Table({self.name!r})", self.dtype)
+        if self.value_bound and not round_down(self.value_bound, self.dtype):
+            raise ConfigError(
+                f"Table({self.name!r}).value_bound = {self.value_bound!r} is less than any number of {self.dtype}; "
+                "raise it.",
+                field=f"Table({self.name!r}).value_bound",
+            )
         if self.cache_rows and not isinstance(self.admission, AdmitAll):
             raise ConfigError(
                 f"Table({self.name!r}).cache_rows = {self.cache_rows} needs admission = AdmitAll(): parameter servers "
@@ -351,6 +370,7 @@ class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         kind: conversion of values to ids. "auto": whole numbers from 0 to 2^64 - 1 are used as ids (5, 5.0 and the
             text "5" alike); all other values are hashed as text. "number": accepts such numbers only. "text": hashes
             every value as text, "5" included. Recorded in checkpoints.
+        dtype: of its embeddings, see `Table.dtype`; "float32" unless `table` is declared in the schema.
     """
 
     name: str
@@ -360,12 +380,15 @@ class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_length: int | None = None
     cross: tuple[str, ...] = ()
     kind: IdKind = "auto"
+    dtype: Dtype | None = None
 
     def __post_init__(self) -> None:
         owner = f"IdFeature({self.name!r})"
         _name("IdFeature", self.name)
         if self.dim is not None:
             _integer(owner, "dim", self.dim, 1, MAX_DIM)
+        if self.dtype is not None:
+            _dtype(owner, self.dtype)
         if self.pooling == "none":  # TOML has no null.
             msgspec.structs.force_setattr(self, "pooling", None)
         if self.pooling not in ("sum", "mean", "sqrtn", None):
@@ -458,15 +481,26 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                         f"IdFeature({feature.name!r}) has no dim and its table {name!r} is not declared; give dim.",
                         field=f"IdFeature({feature.name!r}).dim",
                     )
-                known = Table(name, dims[0])
+                dtypes = [f.dtype for f in self.id_features if f.table_name == name and f.dtype is not None]
+                known = Table(name, dims[0], dtype=(dtypes or ["float32"])[0])
             if feature.dim is not None and feature.dim != known.dim:
                 raise ConfigError(
                     f"IdFeature({feature.name!r}).dim = {feature.dim}, but its table {name!r} has dim {known.dim}; "
                     "features of one table have one dim.",
                     field=f"IdFeature({feature.name!r}).dim",
                 )
+            if feature.dtype is not None and feature.dtype != known.dtype:
+                raise ConfigError(
+                    f"IdFeature({feature.name!r}).dtype = {feature.dtype!r}, but its table {name!r} has dtype "
+                    f"{known.dtype!r}; features of one table have one dtype.",
+                    field=f"IdFeature({feature.name!r}).dtype",
+                )
             tables[name] = known
         return tables
+
+    def narrow_tables(self) -> dict[str, Table]:
+        """Returns the tables whose embeddings have 16 bits, by name."""
+        return {name: table for name, table in self.resolved_tables().items() if table.dtype != "float32"}
 
     def feature(self, name: str) -> IdFeature:
         """Returns an ID-type feature by name.

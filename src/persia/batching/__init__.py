@@ -8,7 +8,15 @@ from persia.batching.duplicates import average_gradients, merge_gradients, uniqu
 from persia.batching.hashing import hash_cross
 from persia.batching.native import RowSums, Scratch, ThreadPool, borrow
 from persia.batching.owners import group_by_owner, owners
-from persia.batching.packing import PackedBatch, decode_packed, encode_packed, pack_batch, put_part, take_part
+from persia.batching.packing import (
+    PackedBatch,
+    decode_packed,
+    encode_packed,
+    pack_batch,
+    plain_packed,
+    put_part,
+    take_part,
+)
 from persia.batching.pooling import FeaturePlan, Pooled, pool_backward, pool_forward
 from persia.batching.texts import TextBuffers, TextIds, TextNumbers, text_ids, text_numbers
 
@@ -33,6 +41,7 @@ __all__ = [
     "merge_gradients",
     "owners",
     "pack_batch",
+    "plain_packed",
     "pool_backward",
     "pool_forward",
     "put_part",

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+import operator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from persia.batching.codec import decode_rows, encode_rows
-from persia.batching.native import Scratch, ThreadPool, as_data_error
-from persia.types import Floats, Ids, Int64Array
+from persia.batching.native import Scratch, ThreadPool, as_data_error, core
+from persia.schema import Table
+from persia.types import Floats, Ids, Int64Array, WireRows
 from persia.types.packed import Packed
 
-__all__ = ["PackedBatch", "decode_packed", "encode_packed", "pack_batch", "put_part", "take_part"]
+__all__ = ["PackedBatch", "decode_packed", "encode_packed", "pack_batch", "plain_packed", "put_part", "take_part"]
 
 S = TypeVar("S", bound=np.generic)
 
@@ -108,8 +110,17 @@ def put_part(whole: Packed[S], bounds: Int64Array, server: int, mine: NDArray[S]
         _core.move_part(whole.buffer, mine, bounds, server, whole.widths or [1] * len(whole), False)
 
 
-def encode_packed(rows: Packed[np.float32]) -> tuple[Packed[np.float16], Packed[np.float32]]:
-    """`encode_rows` of all tables: a call for each run of tables of one width."""
+def encode_packed(
+    rows: Packed[np.float32], narrow: Collection[str] = ()
+) -> tuple[Packed[np.float16], Packed[np.float32]]:
+    """`encode_rows` of all tables: a call for each run of tables of one width.
+
+    Args:
+        rows: by table.
+        narrow: tables of 16-bit values, whose rows are as stored. They stay as they are, without scales.
+    """
+    if any(name in narrow for name in rows.names):
+        return _encode_mixed(rows, narrow)
     halves = np.empty(rows.buffer.shape, np.float16)
     scales = np.empty(sum(rows.counts), np.float32)
     for row, end, first, last, width in _runs(rows):
@@ -129,6 +140,54 @@ def decode_packed(halves: Packed[np.float16], scales: Packed[np.float32], scratc
         rows = scratch.floats(len(halves.buffer)) if rows is None else rows
         rows[first:last] = part
     return Packed(halves.names, halves.counts, np.empty(0, np.float32) if rows is None else rows, halves.widths)
+
+
+def plain_packed(
+    rows: Packed[np.float32 | np.float16],
+    scales: Packed[np.float32] | None,
+    narrow: Mapping[str, Table],
+    scratch: Scratch,
+) -> Packed[np.float32]:
+    """Rows as float32 `[n, dim]`, from any form in which they travel; as they are if they are float32 already.
+
+    Args:
+        rows: by table.
+        scales: of the tables that `encode_packed` has encoded; None if there are none.
+        narrow: tables of 16-bit values, by name; their rows are as stored.
+        scratch: memory kept from call to call.
+
+    Raises:
+        DataError: rows do not fit their table.
+    """
+    if not any(name in narrow for name in rows.names):
+        if scales is None:
+            return cast("Packed[np.float32]", rows)
+        return decode_packed(cast("Packed[np.float16]", rows), scales, scratch)
+    dims = [narrow[n].dim if n in narrow else w for n, w in zip(rows.names, rows.widths or [], strict=True)]
+    plain = Packed(rows.names, rows.counts, scratch.floats(sum(map(operator.mul, rows.counts, dims))), dims)
+    for (name, array), out in zip(rows.items(), plain.arrays(), strict=True):
+        if name in narrow:
+            with as_data_error:
+                core.widen_rows(array, out, narrow[name].dtype)
+        elif scales is not None and name in scales:
+            out[:] = decode_rows(array, scales[name], scratch)  # type: ignore[arg-type]
+        else:
+            out[:] = array
+    return plain
+
+
+def _encode_mixed(rows: Packed[np.float32], narrow: Collection[str]) -> tuple[Packed[np.float16], Packed[np.float32]]:
+    parts: list[WireRows] = []
+    scales: dict[str, Floats] = {}
+    for name, array in rows.items():
+        if name in narrow:
+            parts.append(array.view(np.float16))
+        else:
+            encoded, scales[name] = encode_rows(array)
+            parts.append(encoded)
+    buffer: Any = parts[0] if len(parts) == 1 else np.concatenate([part.reshape(-1) for part in parts])
+    widths = [part.shape[1] for part in parts]
+    return Packed(rows.names, rows.counts, buffer.reshape(-1), widths), Packed.of(scales, np.float32)
 
 
 def _runs(rows: Packed[Any]) -> Iterator[tuple[int, int, int, int, int]]:

@@ -10,13 +10,14 @@ import re
 import zlib
 from collections import Counter
 from datetime import datetime
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 from urllib.parse import quote
 
 import msgspec
 
 from persia.errors import CheckpointError, PersiaError
 from persia.schema import EmbeddingOptimizer
+from persia.types.values import Dtype
 
 __all__ = [
     "FORMAT",
@@ -118,7 +119,7 @@ class TableRecord(_Record, frozen=True):
     state_width: Width
     rows: Count
     shards: Count
-    dtype: Literal["float32", "float16"] = "float32"
+    dtype: Dtype = "float32"
 
 
 class Base(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -24,6 +24,7 @@ class TableInspection(msgspec.Struct, frozen=True):
     name: str
     rows: int
     dim: int
+    dtype: str
     optimizer: str
     state_width: int
     shards: int
@@ -79,7 +80,9 @@ def inspect(url: str | os.PathLike[str], step: int | None = None) -> Inspection:
         sizes = [part.bytes for part in manifest.parts if isinstance(part, RowsPart) and part.table == name]
         rule = type(table.optimizer).__name__ if table.optimizer else "-"
         tables.append(
-            TableInspection(name, table.rows, table.dim, rule, table.state_width, table.shards, len(sizes), sum(sizes))
+            TableInspection(
+                name, table.rows, table.dim, table.dtype, rule, table.state_width, table.shards, len(sizes), sum(sizes)
+            )
         )
     tensors = [
         TensorInspection(part.name, name, dtype, shape, size)
@@ -118,11 +121,11 @@ def format_inspection(inspection: Inspection) -> Group:
         f"{inspection.path}\n{step}, created {inspection.created:%Y-%m-%d %H:%M:%S %Z} by persia {inspection.persia}\n"
         f"{inspection.parts} parts, {_bytes(inspection.bytes)}"
     )
-    tables = Table("table", "dim", "optimizer", title="Embedding tables", title_justify="left")
+    tables = Table("table", "dim", "dtype", "optimizer", title="Embedding tables", title_justify="left")
     for heading in ("rows", "shards", "parts", "size"):
         tables.add_column(heading, justify="right")
     for t in inspection.tables:
-        cells = (t.name, str(t.dim), t.optimizer, f"{t.rows:,}", str(t.shards), str(t.parts), _bytes(t.bytes))
+        cells = (t.name, str(t.dim), t.dtype, t.optimizer, f"{t.rows:,}", str(t.shards), str(t.parts), _bytes(t.bytes))
         tables.add_row(*map(Text, cells))
     dense = Table("part", "tensor", "dtype", "shape", title="Dense tensors and states", title_justify="left")
     dense.add_column("size", justify="right")

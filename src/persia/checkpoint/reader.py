@@ -36,6 +36,7 @@ from persia.checkpoint.tensors import TensorView, decode, header_length, parse_h
 from persia.checkpoint.writer import ROW_ARRAYS
 from persia.errors import CheckpointError, PersiaError
 from persia.schema import EmbeddingOptimizer, Schema
+from persia.types.values import from_halves
 
 __all__ = ["CheckpointEntry", "CheckpointReader", "list_checkpoints"]
 
@@ -189,7 +190,7 @@ class CheckpointReader:
             CheckpointError: the part is missing or damaged.
         """
         arrays = self._read_rows(part)
-        arrays["embeddings"] = arrays["embeddings"].astype(np.float32, copy=False)
+        arrays["embeddings"] = from_halves(arrays["embeddings"])
         return arrays
 
     def _own_rows(self, table: str) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
@@ -423,11 +424,13 @@ class CheckpointReader:
             )
         arrays: dict[str, NDArray[Any]] = {}
         for name, (dtype, _) in ROW_ARRAYS.items():
-            array = views[name].numpy()
+            bits = views[name].dtype == "BF16"  # numpy has no such dtype
+            array = (views[name]._replace(dtype="U16") if bits else views[name]).numpy()
+            found = "bfloat16" if bits else array.dtype.name
             wanted = table.dtype if name == "embeddings" else dtype
-            if array.dtype != wanted or array.shape != shapes.get(name, (part.rows,)):
+            if found != wanted or array.shape != shapes.get(name, (part.rows,)):
                 raise CheckpointError(
-                    f"{self._full(part)}: {name} is {array.dtype} {list(array.shape)}, which contradicts the manifest. "
+                    f"{self._full(part)}: {name} is {found} {list(array.shape)}, which contradicts the manifest. "
                     "Use another checkpoint.",
                     path=self._full(part),
                 )

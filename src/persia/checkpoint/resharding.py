@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,6 +19,7 @@ from persia.checkpoint.storage import ahead
 from persia.checkpoint.writer import CheckpointWriter
 from persia.errors import CheckpointError
 from persia.schema import Schema
+from persia.types.values import LARGEST, Dtype, to_halves
 
 __all__ = ["ReshardOptions", "compact", "reshard"]
 
@@ -36,13 +37,14 @@ class ReshardOptions(NamedTuple):
         servers: number of embedding PSs to write parts for.
         tables: tables to include; None for all. A checkpoint of some tables can be read and given to
             `Trainer.load_rows`, but not resumed.
-        dtype: dtype of embeddings; "float16" halves the size and keeps 3 digits.
+        dtype: dtype of embeddings; None for that of each table. "float16" halves the size of float32 and keeps 3
+            digits, "bfloat16" 2.
         state: whether to include the optimizer state of rows. Prediction and warm starts do not need it.
     """
 
     servers: int = 1
     tables: tuple[str, ...] | None = None
-    dtype: Literal["float32", "float16"] = "float32"
+    dtype: Dtype | None = None
     state: bool = True
 
 
@@ -81,9 +83,12 @@ def reshard(
             raise CheckpointError(f"{writer.path} is also the source; choose another target.", path=writer.path)
         schema = _schema(reader, options.tables)
         all_gaps = clock_gaps(reader)
-        for table in schema.resolved_tables():
+        for table, declared in schema.resolved_tables().items():
             gaps = all_gaps.get(table, {})
-            moved = (_moved(reader, arrays, gaps.get(shard, 0), options) for shard, arrays in reader.rows(table))
+            dtype = options.dtype or declared.dtype
+            moved = (
+                _moved(reader, arrays, gaps.get(shard, 0), options.state, dtype) for shard, arrays in reader.rows(table)
+            )
             with closing(ahead(_by_owner(table, moved, options.servers, progress))) as parts:
                 for owner, arrays in parts:
                     writer.add_rows(table, owner * MOST_SHARDS, arrays)
@@ -118,8 +123,9 @@ def compact(url: str | os.PathLike[str], step: int | None = None, *, progress: P
         return reader.path
     manifest = reader.manifest
     with CheckpointWriter(reader.root, reader.base.step) as writer:
-        for table in manifest.tables:
-            for shard, arrays in reader.rows(table):
+        for table, declared in reader.schema.resolved_tables().items():
+            for shard, arrays in reader.rows(table) if table in manifest.tables else ():
+                arrays["embeddings"] = to_halves(arrays["embeddings"], declared.dtype)
                 writer.add_rows(table, shard, arrays)
                 progress(len(arrays["ids"]))
         for part in manifest.parts:
@@ -155,19 +161,16 @@ def _of_servers(part: object) -> bool:
     return isinstance(part, StatePart) and part.name.startswith("server-")
 
 
-def _moved(reader: CheckpointReader, arrays: Arrays, gap: int, options: ReshardOptions) -> Arrays:
+def _moved(reader: CheckpointReader, arrays: Arrays, gap: int, state: bool, dtype: Dtype) -> Arrays:
     """Rows with comparable stamps, in the dtype and with the state that are wanted."""
     if gap:
         arrays["stamp"] = arrays["stamp"] + np.uint32(gap)
-    if not options.state:
+    if not state:
         arrays["state"] = arrays["state"][:, :0]
-    if options.dtype == "float16":
-        with np.errstate(over="ignore"):
-            arrays["embeddings"] = arrays["embeddings"].astype(np.float16)
-        if not np.isfinite(arrays["embeddings"]).all():
-            raise CheckpointError(
-                f"{reader.path}: values beyond 65504 do not fit float16; take float32.", path=reader.path
-            )
+    values = arrays["embeddings"]
+    if dtype == "float16" and not (np.abs(values) <= LARGEST[dtype]).all():
+        raise CheckpointError(f"{reader.path}: values beyond 65504 do not fit float16; take float32.", path=reader.path)
+    arrays["embeddings"] = to_halves(values, dtype)
     return arrays
 
 

@@ -118,9 +118,9 @@ class CheckpointWriter:
         Args:
             table: name of the table.
             shard: number of the shard, unique within the table over all parameter servers.
-            arrays: `ids` uint64 `[n]`, `embeddings` float32 (or float16, in all parts) `[n, dim]`, `state` float32
-                `[n, width]` (width may be 0), `update_count`, `last_step` and `stamp` uint32 `[n]`. The caller may
-                reuse them after the call.
+            arrays: `ids` uint64 `[n]`, `embeddings` `[n, dim]`: float32, or in all parts float16, or the bits of
+                bfloat16 as uint16; `state` float32 `[n, width]` (width may be 0), `update_count`, `last_step` and
+                `stamp` uint32 `[n]`. The caller may reuse them after the call.
 
         Raises:
             CheckpointError: an array is missing or has the wrong shape or dtype; or the part cannot be written, which
@@ -137,7 +137,7 @@ class CheckpointWriter:
         shard = _check_shard(table, shard)
         steps = arrays["last_step"]
         path = f"rows/{_segment(table)}/{shard}-{self._numbers[table, shard]}.safetensors"
-        written = self._write(path, {name: view(arrays[name], f"{table}.{name}") for name in ROW_ARRAYS})
+        written = self._write(path, _row_views(table, arrays))
         span = (int(steps.min()), int(steps.max())) if rows else None
         self._parts.append(RowsPart(table=table, shard=shard, rows=rows, steps=span, **written))
         self._tables[table] = known
@@ -342,7 +342,7 @@ class CheckpointWriter:
         records: dict[str, TableRecord] = {}
         for name, table in tables.items():
             parts = [part for part in self._parts if isinstance(part, RowsPart) and part.table == name]
-            _, width, dtype = self._tables.get(name, (0, 0, "float32"))
+            _, width, dtype = self._tables.get(name, (0, 0, table.dtype))
             records[name] = TableRecord(
                 dim=table.dim,
                 optimizer=table.optimizer or optimizer,
@@ -372,7 +372,7 @@ def _check_rows(table: str, arrays: Mapping[str, NDArray[Any]]) -> tuple[int, tu
     count = len(arrays["ids"])
     for name, (dtype, axes) in ROW_ARRAYS.items():
         array = arrays[name]
-        half = name == "embeddings" and array.dtype == np.float16
+        half = name == "embeddings" and array.dtype in (np.float16, np.uint16)
         if (array.dtype != np.dtype(dtype) and not half) or array.ndim != axes or len(array) != count:
             raise CheckpointError(
                 f"{name} of table {table!r} is {array.dtype} {list(array.shape)}; "
@@ -381,7 +381,15 @@ def _check_rows(table: str, arrays: Mapping[str, NDArray[Any]]) -> tuple[int, tu
                 field=name,
             )
     embeddings = arrays["embeddings"]
-    return count, (embeddings.shape[1], arrays["state"].shape[1], embeddings.dtype.name)
+    dtype = "bfloat16" if embeddings.dtype == np.uint16 else embeddings.dtype.name
+    return count, (embeddings.shape[1], arrays["state"].shape[1], dtype)
+
+
+def _row_views(table: str, arrays: Mapping[str, NDArray[Any]]) -> dict[str, TensorView]:
+    views = {name: view(arrays[name], f"{table}.{name}") for name in ROW_ARRAYS}
+    if arrays["embeddings"].dtype == np.uint16:
+        views["embeddings"] = views["embeddings"]._replace(dtype="BF16")
+    return views
 
 
 def _check_shard(table: str, shard: int) -> int:

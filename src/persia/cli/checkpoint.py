@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from persia.errors import ConfigError
+from persia.types.values import DTYPES, Dtype
 
 if TYPE_CHECKING:
     from persia.checkpoint import CheckpointReader
@@ -59,7 +60,9 @@ def reshard(
     ps: Annotated[int, typer.Option(help="Number of embedding PSs to write parts for.")] = 1,
     step: Step = None,
     table: Tables = None,
-    dtype: Annotated[str, typer.Option(help="Type of the embeddings: float32 or float16.")] = "float32",
+    dtype: Annotated[
+        str, typer.Option(help="Type of the embeddings: float32, bfloat16, float16, or table for that of each table.")
+    ] = "table",
     rows_only: Annotated[bool, typer.Option("--rows-only", help="Omit the optimizer state of rows.")] = False,
 ) -> None:
     """Rewrite a checkpoint as a full one, partitioned for a number of PSs.
@@ -70,9 +73,9 @@ def reshard(
     from persia.checkpoint import CheckpointReader, ReshardOptions
     from persia.checkpoint import reshard as reshard_checkpoint
 
-    if dtype not in ("float32", "float16"):
-        raise ConfigError(f"Invalid --dtype {dtype}; expected float32 or float16.", field="dtype")
-    kind: Literal["float32", "float16"] = "float16" if dtype == "float16" else "float32"
+    if dtype != "table" and dtype not in DTYPES:
+        raise ConfigError(f"Invalid --dtype {dtype}; expected one of: table, {', '.join(DTYPES)}.", field="dtype")
+    kind = None if dtype == "table" else cast("Dtype", dtype)
     options = ReshardOptions(ps, tuple(table) if table else None, kind, not rows_only)
     with _bar("resharding", _rows(CheckpointReader(directory, step), table)) as progress:
         path = reshard_checkpoint(directory, target, options, step=step, progress=progress)

@@ -17,6 +17,7 @@ from persia.memory import host_memory
 from persia.nn.options import check_device
 from persia.nn.prepared import PreparedBatch
 from persia.nn.row_cache import CachePlan
+from persia.schema import Table
 from persia.types import FedBatch, Floats, Halves, Int64Array, Inverse, LookedUp, Packed, WireRows
 
 __all__ = [
@@ -192,13 +193,20 @@ SMALLEST_SCALE = 2.0**-126
 
 
 def decode(
-    rows: Mapping[str, WireRows], scales: Mapping[str, Floats] | None, scratch: batching.Scratch | None = None
+    rows: Mapping[str, WireRows],
+    scales: Mapping[str, Floats] | None,
+    scratch: batching.Scratch | None = None,
+    narrow: Mapping[str, Table] | None = None,
 ) -> Packed[np.float32]:
-    """Returns float32 rows `[n, dim]` by table; unchanged without scales."""
+    """Returns float32 rows `[n, dim]` by table; `narrow` tables have rows as stored. Float32 rows stay as they are."""
+    scratch = scratch or batching.Scratch()
+    if narrow and isinstance(rows, Packed):
+        factors = None if scales is None else Packed.of(scales, np.float32)
+        return batching.plain_packed(rows, factors, narrow, scratch)
     if scales is None:
         return Packed.of(cast("Mapping[str, Floats]", rows), np.float32)
     halves = Packed.of(cast("Mapping[str, Halves]", rows), np.float16)
-    return batching.decode_packed(halves, Packed.of(scales, np.float32), scratch or batching.Scratch())
+    return batching.decode_packed(halves, Packed.of(scales, np.float32), scratch)
 
 
 def encode(rows: Mapping[str, Floats]) -> tuple[Packed[np.float16], Packed[np.float32]]:
@@ -212,14 +220,22 @@ def encoded(rows: Packed[np.float32], compressed: bool) -> Encoded:
 
 
 def decode_tensors(
-    rows: Mapping[str, torch.Tensor], scales: Mapping[str, torch.Tensor] | None
+    rows: Mapping[str, torch.Tensor],
+    scales: Mapping[str, torch.Tensor] | None,
+    narrow: Mapping[str, Table] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Like `decode`, on the device of the tensors: tables of one width at once, as each operation is a kernel."""
-    found = dict(rows)
+    found, narrow = dict(rows), narrow or {}
     for names in of_one_width({name: rows[name] for name in scales or {}}):
         scale = joined([(scales or {})[name] for name in names])
         values = together([rows[name] for name in names]).to(torch.float32) * scale.unsqueeze(1)
         found.update(zip(names, values.split([len(rows[name]) for name in names]), strict=True))
+    for dtype in (torch.bfloat16, torch.float16):
+        mine = {n: rows[n] for n in rows if n in narrow and narrow[n].dtype == str(dtype).removeprefix("torch.")}
+        for names in of_one_width(mine):
+            values = together([rows[name] for name in names]).view(dtype).to(torch.float32)
+            parts = values.split([len(rows[name]) for name in names])
+            found.update({n: part[:, : narrow[n].dim].contiguous() for n, part in zip(names, parts, strict=True)})
     return found
 
 
@@ -254,16 +270,18 @@ def together(rows: Sequence[torch.Tensor]) -> torch.Tensor:
 class Transfer:
     """Converts between the wire form of a batch and the tensors of the network.
 
-    Compressed rows are decoded on the device of the network, so that half the bytes go to a GPU and back; on the host
-    the native core decodes them, with the same bits. All arrays of a kind cross as one.
+    Compressed rows and 16-bit values are decoded on the device of the network, so that half the bytes go to a GPU and
+    back; on the host the native core decodes them, with the same bits. All arrays of a kind cross as one.
 
     Args:
         staging: of the device.
         on_host: whether the native core works on the rows.
+        narrow: tables of 16-bit values, by name; see `Schema.narrow_tables`.
     """
 
-    def __init__(self, staging: Staging, on_host: bool) -> None:
+    def __init__(self, staging: Staging, on_host: bool, narrow: Mapping[str, Table] | None = None) -> None:
         self._staging = staging
+        self._narrow = narrow or {}
         self._on_host = on_host
         self._scratch = batching.Scratch()
 
@@ -283,7 +301,7 @@ class Transfer:
         inverse: dict[str, Inverse] | dict[str, torch.Tensor]
         offsets: dict[str, Int64Array | None] | dict[str, torch.Tensor | None]
         if self._on_host:
-            plain = decode(found.rows, found.scales, self._scratch)
+            plain = decode(found.rows, found.scales, self._scratch, self._narrow)
             tensors, ready = self._staging.to_device({**arrays, "rows": plain.buffer})
             rows, inverse = unpacked(tensors["rows"], plain), found.inverse
             if cached is not None:
@@ -300,7 +318,7 @@ class Transfer:
 
             def unpack(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
                 made.update({kind: unpacked(tensors[kind], pack) for kind, pack in packed.items()})
-                made["rows"] = decode_tensors(made["rows"], made.get("scales"))
+                made["rows"] = decode_tensors(made["rows"], made.get("scales"), self._narrow)
                 if cached is not None:
                     made["rows"] = cached.assemble(made["rows"], unpacked(tensors["places"].long(), cached.places))
                 return {**tensors, **{f"rows/{name}": rows for name, rows in made["rows"].items()}}

@@ -1,4 +1,4 @@
-"""Writing rows by id, composed of the methods that a store has for checkpoints."""
+"""Rows for checkpoints, and writing rows by id, composed of the methods that a store has for checkpoints."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from collections.abc import Callable
 
 import numpy as np
 
+from persia.errors import StoreError
 from persia.ps.regions import retry_when_full
-from persia.store import EmbeddingStore, Rows
+from persia.services import RowChunk
+from persia.store import EmbeddingStore, Rows, TableConfig
 from persia.types import Floats, Ids, RowsSet, RowState
+from persia.types.values import LARGEST, to_halves
 
-__all__ = ["RowSetter", "set_rows"]
+__all__ = ["RowSetter", "checked_values", "row_chunk", "set_rows"]
 
 KEPT_ANSWERS = 64
 """Number of answers kept for repeated calls: a call is repeated soon, and few callers set rows at the same time."""
@@ -68,6 +71,7 @@ def set_rows(
         attempt: calls the work, repeatedly if needed.
     """
     config = store.config(table)
+    values = checked_values(config, values)
     found, rows = store.peek(table, ids)
     if state is None:
         rows.state[~found] = config.initial_state
@@ -80,3 +84,27 @@ def set_rows(
     attempt(lambda: store.import_rows(table, whole))
     replaced = int(found.sum())
     return RowsSet(len(ids) - replaced, replaced, store.statistics(table)["evicted"] - evicted)
+
+
+def row_chunk(config: TableConfig, shard: int, rows: Rows) -> RowChunk:
+    """Returns rows of a shard for a checkpoint, embeddings in the dtype of the table."""
+    return RowChunk(config.name, shard, {**rows._asdict(), "embeddings": to_halves(rows.embeddings, config.dtype)})
+
+
+def checked_values(config: TableConfig, values: Floats) -> Floats:
+    """Returns values that a table can store.
+
+    Raises:
+        StoreError: a finite value exceeds the largest number of the dtype, as beyond 65,504 in float16.
+    """
+    if config.dtype == "float32":
+        return values
+    largest = LARGEST[config.dtype]
+    finite = np.abs(values[np.isfinite(values)])
+    if (most := float(finite.max(initial=0.0))) > largest:
+        raise StoreError(
+            f"Table {config.name!r}: {most:g} exceeds {largest:g}, the largest number of {config.dtype}; none of these "
+            "rows was set. Declare the table with dtype = 'bfloat16' or 'float32'.",
+            table=config.name,
+        )
+    return values

@@ -16,7 +16,7 @@ from persia.errors import StoreError
 from persia.memory import host_memory
 from persia.modes import Dense, Mode, RowLimit, decode, encode
 from persia.ps.regions import Regions, retry_when_full, taken_space
-from persia.ps.row_access import RowSetter
+from persia.ps.row_access import RowSetter, checked_values, row_chunk
 from persia.ps.sizes import check_free, check_share, declared_sizes, divide
 from persia.ps.snapshots import StoreSnapshots
 from persia.ps.tables import learning_rate, table_config
@@ -44,6 +44,7 @@ from persia.types import (
     UpdateCounts,
     sum_counts,
 )
+from persia.types.values import from_halves
 
 __all__ = ["EmbeddingServer", "ServerOptions"]
 
@@ -124,7 +125,7 @@ class EmbeddingServer(JournaledServer):
             for config in configs:
                 self._store.create_table(config)
         self._index = {name: number for number, name in enumerate(self._tables)}
-        self._last_places: tuple[Sequence[str], list[int], list[int]] = ([], [], [])
+        self._last_places: tuple[Sequence[str], list[int], list[int], list[int]] = ([], [], [], [])
         self._snapshots = StoreSnapshots(self._store, self._index)
         self._setter = RowSetter(self._store, self._options.timeout)
         kept = self._regions.mode if self._regions is not None else ""
@@ -187,14 +188,14 @@ class EmbeddingServer(JournaledServer):
                 ids = Packed.of(ids, np.uint64)
             except ValueError as error:
                 raise StoreError(f"lookup: {error}; ids are uint64 [n].") from error
-        numbers, dims = self._places(ids.names)
-        rows = self._scratch.floats(sum(map(operator.mul, ids.counts, dims)))
+        numbers, _, words = self._places(ids.names)
+        rows = self._scratch.floats(sum(map(operator.mul, ids.counts, words)))
         retry_when_full(
             lambda: self._store.lookup_packed(numbers, ids.counts, ids.buffer, rows, train),
             self._options.timeout,
             "lookup",
         )
-        return Packed(ids.names, ids.counts, rows, dims)
+        return Packed(ids.names, ids.counts, rows, words)
 
     def recorded_lookup(self, ids: Mapping[str, Ids], batch_id: int) -> Packed[np.float32]:
         """Looks up rows for training, and records it; see `persia.services.RecordableRows`."""
@@ -303,7 +304,7 @@ class EmbeddingServer(JournaledServer):
         self, client: int, sequence: int, gradients: Mapping[str, Gradients], step: int
     ) -> dict[str, UpdateCounts]:
         ids, rows = (packed := self._packed(gradients)).ids, packed.rows
-        numbers, _ = self._places(ids.names)
+        numbers, _, _ = self._places(ids.names)
         counts = self._store.update_packed(
             numbers,
             ids.counts,
@@ -356,11 +357,11 @@ class EmbeddingServer(JournaledServer):
 
     def export_rows(self) -> Iterator[RowChunk]:
         """Yields all rows, in chunks of about 64 MiB; each row is of one moment."""
-        for name, index in self._index.items():
+        for index in self._index.values():
             config = self._store.config(index)
             most = max(1, CHUNK_BYTES // (24 + 4 * (config.dim + config.state_width)))
             for shard, rows in self._store.iterate_rows(index, max_rows=most):
-                yield RowChunk(name, shard, rows._asdict())
+                yield row_chunk(config, shard, rows)
 
     def begin_snapshot(self, name: str, since: Mapping[str, int], directory: str, live: bool = False) -> SnapshotInfo:
         """Begins a store snapshot; see `persia.services.EmbeddingPS`."""
@@ -387,6 +388,7 @@ class EmbeddingServer(JournaledServer):
             count = len(arrays["ids"])
             arrays["state"] = np.full((count, config.state_width), config.initial_state, np.float32)
             arrays["update_count"] = np.zeros(count, np.uint32)
+        arrays["embeddings"] = checked_values(config, from_halves(arrays["embeddings"]))
         rows = Rows(**arrays)
         retry_when_full(lambda: self._store.import_rows(index, rows), self._options.timeout, "import_rows")
 
@@ -448,7 +450,7 @@ class EmbeddingServer(JournaledServer):
             except ValueError as error:
                 raise StoreError(f"Gradients: {error}; ids are uint64 [n], values float32 [n, dim].") from error
         ids, rows = gradients.ids, gradients.rows
-        _, dims = self._places(ids.names)
+        _, dims, _ = self._places(ids.names)
         if rows.names != ids.names or rows.counts != ids.counts or (dims and rows.widths != dims) or ids.widths:
             raise StoreError(
                 "Gradients must be ids uint64 [n] and values float32 [n, dim] for the same tables; got "
@@ -456,14 +458,18 @@ class EmbeddingServer(JournaledServer):
             )
         return gradients
 
-    def _places(self, names: Sequence[str]) -> tuple[list[int], list[int]]:
-        """Returns numbers and dims of tables. The last ones are kept, as nearly all calls are for the same tables."""
-        known, numbers, dims = self._last_places
+    def _places(self, names: Sequence[str]) -> tuple[list[int], list[int], list[int]]:
+        """Returns numbers of tables, dims, and words of a row.
+
+        The last ones are kept, as nearly all calls are for the same tables.
+        """
+        known, numbers, dims, words = self._last_places
         if known != names:
             numbers = [self._number(name) for name in names]
             dims = [self._tables[name].dim for name in names]
-            self._last_places = list(names), numbers, dims
-        return numbers, dims
+            words = [self._store.config(number).row_words for number in numbers]
+            self._last_places = list(names), numbers, dims, words
+        return numbers, dims, words
 
     def _number(self, table: str) -> int:
         index = self._index.get(table)

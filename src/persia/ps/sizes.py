@@ -19,6 +19,7 @@ from persia.memory import Memory, host_memory
 from persia.ps.tables import table_config
 from persia.schema import EmbeddingOptimizer, Table
 from persia.store import MAX_ROWS, ROW_OVERHEAD
+from persia.types.values import Dtype
 
 __all__ = [
     "MIN_SHARE",
@@ -49,8 +50,10 @@ class TableSize(NamedTuple):
         name: of the table.
         rows: its capacity: of the whole cluster, or the share of one PS.
         row_bytes: maximum memory of a row, with optimizer state, key, counters and its share of the index.
-        dim: floats of the embedding.
-        state: floats of optimizer state.
+        dim: values of the embedding.
+        state: values of optimizer state.
+        dtype: of the embedding.
+        state_dtype: of the optimizer state.
     """
 
     name: str
@@ -58,6 +61,8 @@ class TableSize(NamedTuple):
     row_bytes: int
     dim: int
     state: int
+    dtype: Dtype = "float32"
+    state_dtype: Dtype = "float32"
 
     @property
     def bytes(self) -> int:
@@ -65,7 +70,8 @@ class TableSize(NamedTuple):
         return self.rows * self.row_bytes
 
     def __str__(self) -> str:
-        parts = f"4 x dim {self.dim}, 4 x {self.state} of optimizer state, {ROW_OVERHEAD} of overhead"
+        width, state_width = (4 if dtype == "float32" else 2 for dtype in (self.dtype, self.state_dtype))
+        parts = f"{width} x dim {self.dim}, {state_width} x {self.state} of optimizer state, {ROW_OVERHEAD} of overhead"
         rows = f"{self.rows:,} rows of {self.row_bytes:,} bytes ({parts})"
         return f"table {self.name!r}: {rows} = {text_of_bytes(self.bytes)}"
 
@@ -82,7 +88,9 @@ def declared_sizes(tables: Mapping[str, Table], optimizer: EmbeddingOptimizer) -
         if table.capacity is not None:
             whole = msgspec.structs.replace(table, optimizer=table.optimizer or optimizer)
             config = table_config(whole, 0, None)
-            found.append(TableSize(table.name, table.capacity, config.row_bytes, config.dim, config.state_width))
+            kinds = (config.dtype, config.state_dtype)
+            size = TableSize(table.name, table.capacity, config.row_bytes, config.dim, config.state_width, *kinds)
+            found.append(size)
     return found
 
 
@@ -279,7 +287,9 @@ def _too_large(sizes: Sequence[TableSize], memory: Sequence[Memory | None], want
         remedies.append(f"use {enough} PSs with {text_of_bytes(least.total)} each, on other hosts")
     if "size of" in least.limit:
         remedies.append("enlarge that file system")
-    remedies.append("choose a smaller dim, or an optimizer with less state: RowwiseAdagrad has one float a row")
+    remedies.append(
+        "choose a smaller dim, dtype = 'bfloat16', or an optimizer with less state: RowwiseAdagrad has one float a row"
+    )
     remedies.append("if the tables will not be full, set `overcommit` of the cluster")
     return ConfigError(
         f"The declared capacity of the tables needs {text_of_bytes(wanted)} of memory, and {servers} "

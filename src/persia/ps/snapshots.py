@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping
 
 from persia.errors import StoreError
+from persia.ps.row_access import row_chunk
 from persia.services import RowChunk, SnapshotInfo
 from persia.store import EmbeddingStore, Spill
 
@@ -69,7 +70,7 @@ class StoreSnapshots:
                     self._checked(name)
                     rows, more = self._store.export_snapshot(index, shard, numbers[table], most)
                     if len(rows.ids):
-                        yield RowChunk(table, shard, rows._asdict())
+                        yield row_chunk(config, shard, rows)
 
     def removed(self, name: str) -> Iterator[RowChunk]:
         """Yields the ids that were evicted before the snapshot."""

@@ -61,6 +61,7 @@ def table_config(table: Table, seed: int, capacity: int | None) -> TableConfig:
         admission=admission,
         admission_value=value,
         value_bound=table.value_bound,
+        dtype=table.dtype,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from persia import batching
 from persia.batching.batch import Batch
 from persia.dense import partition, spec_of
 from persia.errors import DataError
@@ -24,7 +25,7 @@ from persia.ps.sizes import divide_here
 from persia.replay import ReplayDense, ReplayRows, ReplayServer, ScheduleEvent, Timeline, replay
 from persia.replay.schedule import DENSE
 from persia.replay.servers import Numbers, RowGradients
-from persia.schema import EmbeddingOptimizer, Schema
+from persia.schema import EmbeddingOptimizer, Schema, Table
 from persia.types import Floats, Gradients, Ids, Int64Array, PushHeader
 from persia.worker.routing import Entry, Router
 
@@ -34,12 +35,14 @@ __all__ = ["VirtualTraining"]
 class _StoredRows:
     """Tables of an embedding PS, which applies each update at once."""
 
-    def __init__(self, server: EmbeddingServer) -> None:
+    def __init__(self, server: EmbeddingServer, narrow: Mapping[str, Table]) -> None:
         self._server = server
+        self._narrow = narrow
+        self._scratch = batching.Scratch()
         self._pushes = 0
 
     def lookup(self, ids: Mapping[str, Ids]) -> dict[str, Floats]:
-        return dict(self._server.lookup(ids, train=True))
+        return dict(batching.plain_packed(self._server.lookup(ids, train=True), None, self._narrow, self._scratch))
 
     def update(self, gradients: RowGradients, step: int) -> None:
         self._pushes += 1
@@ -82,6 +85,8 @@ class VirtualTraining:
         self._entries: dict[int, tuple[Batch, Entry]] = {}
         self.logits: dict[int, Floats] = {}
         """Logits `[batch, labels]` of the training forward pass by batch, for progressive validation."""
+        self._narrow = schema.narrow_tables()
+        self._scratch = batching.Scratch()
         self.stores: list[EmbeddingServer] = []
         """The embedding PSs."""
         self._owned: list[list[int]] = []
@@ -99,7 +104,9 @@ class VirtualTraining:
         self._router = Router(self._schema, ps, threads)
         self._owned = partition([spec_of(str(n), p) for n, p in enumerate(self._used)], dense)
         for rank, store in enumerate(self.stores):
-            self._servers[f"ps-{rank}"] = ReplayRows(_StoredRows(store), functools.partial(self._ids, rank))
+            self._servers[f"ps-{rank}"] = ReplayRows(
+                _StoredRows(store, self._narrow), functools.partial(self._ids, rank)
+            )
         for rank in range(dense):
             read, update = functools.partial(self._pull, rank), functools.partial(self._update, rank)
             self._servers[f"dense-{rank}"] = ReplayDense(read, update)
@@ -153,7 +160,8 @@ class VirtualTraining:
             for batch in batches:
                 entry = self._router.entry(batch.id_features)
                 answers = [s.lookup(self._router.ids_of(entry, n), train=False) for n, s in enumerate(self.stores)]
-                rows = self._router.join(entry, answers)
+                stored = self._router.join(entry, answers)
+                rows = batching.plain_packed(stored, None, self._narrow, self._scratch)
                 embeddings = self._expander(_tensors(rows), entry.inverse, _offsets(entry))
                 found.append(self.model(torch.from_numpy(batch.dense), embeddings).numpy())
         return np.concatenate(found)

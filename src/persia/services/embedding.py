@@ -35,7 +35,8 @@ class RowChunk(NamedTuple):
         table: name of the table.
         shard: internal slice of the PS that the rows are from.
         arrays: the columns of `persia.store.Rows`: `ids` uint64 `[n]`, `embeddings` float32 `[n, dim]`, `state`
-            float32 `[n, width]`, `update_count`, `last_step` and `stamp` uint32 `[n]`.
+            float32 `[n, width]`, `update_count`, `last_step` and `stamp` uint32 `[n]`. Embeddings have the dtype of
+            their table; bfloat16 as its bits, uint16.
     """
 
     table: str
@@ -88,7 +89,7 @@ class EmbeddingPS(Protocol):
             train: whether missing ids may be admitted; otherwise they read as zeros and nothing changes.
 
         Returns:
-            By table, float32 `[n, dim]`.
+            By table, rows as stored: float32 `[n, dim]`, or the words of 16-bit values; see `persia.types.values`.
         """
 
     @rpc.waits
@@ -154,7 +155,10 @@ class EmbeddingPS(Protocol):
         """Imports rows; rows of the same ids are replaced.
 
         Without the column `state`, or with one of another width, rows start with the optimizer's initial state and an
-        update count of 0.
+        update count of 0. Embeddings may have another dtype than the table; they are rounded to the nearest.
+
+        Raises:
+            StoreError: there is no such table, or values do not fit the dtype of the table.
         """
 
     def contains(self, ids: Packed[np.uint64]) -> Packed[np.bool_]:
@@ -224,7 +228,8 @@ class EmbeddingPS(Protocol):
 class EmbeddingWorker(Protocol):
     """Embedding worker (Persia paper, Algorithm 1): buffers ID features, removes duplicates, routes.
 
-    With `compression="fp16"` rows and gradients travel as float16 with a scale per row.
+    With `compression="fp16"` rows and gradients travel as float16 with a scale per row. Rows of tables of 16-bit values
+    travel as they are stored, with and without it.
     """
 
     @rpc.waits

@@ -129,11 +129,12 @@ class LookedUp(NamedTuple):
     """Rows for the ID features of a batch, as they travel to an NN worker: distinct rows, and indices into them.
 
     Attributes:
-        rows: by table, float32 `[unique ids, dim]`; float16 where there are scales.
+        rows: by table `[unique ids, dim]`: float32, or with compression float16. Tables of 16-bit values have rows as
+            stored, see `persia.types.values`: their bits in the words of either dtype, without scales.
         narrow: by feature, index of each id's row in its table's `rows`; for tables with at most 65,536 unique ids.
         wide: the same for all other tables.
         offsets: by feature, int64 `[batch + 1]` into its index; features whose samples have one id each are left out.
-        scales: by table, float32 `[unique ids]`: a row is `rows * scale`. None without compression.
+        scales: by float32 table, float32 `[unique ids]`: a row is `rows * scale`. None without compression.
     """
 
     rows: Packed[np.float32 | np.float16]
@@ -155,7 +156,7 @@ class Contribution(NamedTuple):
         batch_id: what `register` returned for the batch.
         gradients: by table, `[unique ids, dim]`, row by row the gradient of `LookedUp.rows`; tables without a
             part in the loss are left out. float32, or float16 where there are scales.
-        scales: as in `LookedUp`.
+        scales: by table, float32 `[unique ids]`: a gradient is `gradients * scale`. None without compression.
     """
 
     batch_id: int

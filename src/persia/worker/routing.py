@@ -13,6 +13,7 @@ from persia.batching.batch import IdColumn
 from persia.errors import StoreError
 from persia.schema import Schema
 from persia.types import Contribution, Floats, Gradients, Halves, Inverse, Packed, PackedGradients
+from persia.types.values import words_of
 
 __all__ = ["Entry", "Router"]
 
@@ -56,7 +57,9 @@ class Router:
         for feature in schema.id_features:
             features[feature.table_name].append(feature.name)
         self._features = list(features.items())
-        self._dims = {name: table.dim for name, table in schema.resolved_tables().items()}
+        tables = schema.resolved_tables()
+        self._dims = {name: table.dim for name, table in tables.items()}
+        self._words = {name: words_of(table.dtype, table.dim) for name, table in tables.items()}
         self._max_length = {f.name: f.max_length for f in schema.id_features}
 
     def entry(self, id_features: Mapping[str, IdColumn]) -> Entry:
@@ -95,12 +98,12 @@ class Router:
         return batching.take_part(entry.ids, entry.found.bounds, server)
 
     def join(self, entry: Entry, answers: Sequence[Packed[np.float32]]) -> Packed[np.float32]:
-        """Returns the rows of the distinct ids, from the answers of all PSs."""
+        """Returns the rows of the distinct ids as stored, from the answers of all PSs."""
         if len(answers) == 1:
             return answers[0]
         ids = entry.ids
-        dims = [self._dims[name] for name in ids.names]
-        rows = Packed(ids.names, ids.counts, self._scratch.floats(sum(map(operator.mul, ids.counts, dims))), dims)
+        words = [self._words[name] for name in ids.names]
+        rows = Packed(ids.names, ids.counts, self._scratch.floats(sum(map(operator.mul, ids.counts, words))), words)
         for server, answer in enumerate(answers):
             batching.put_part(rows, entry.found.bounds, server, answer.buffer)
         return rows
