@@ -1,0 +1,331 @@
+"""Tables of 16-bit values from the schema to the model and back: every way rows take, and checkpoints."""
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+import persia
+from persia.batching.batch import Batch, IdColumn
+from persia.checkpoint import CheckpointReader, ReshardOptions, compact, inspect, reshard
+from persia.errors import CheckpointError, ConfigError, StoreError
+from persia.modes import Hybrid, Sync
+from persia.nn.transfer import Transfer
+from persia.optim import Adagrad, Adam, RowwiseAdagrad
+from persia.ps import EmbeddingServer, ServerOptions
+from persia.ps.sizes import declared_sizes
+from persia.replay import Setting, simulate, steady
+from persia.replay.virtual import VirtualTraining
+from persia.services import Connection, RowChunk
+from persia.types.values import from_halves, to_halves
+from persia.worker import Worker, WorkerOptions
+
+SCHEMA = persia.Schema(
+    [
+        persia.IdFeature("item", dim=5, dtype="bfloat16"),
+        persia.IdFeature("history", dim=5, table="item", pooling="mean"),
+        persia.IdFeature("user", dim=3),
+        persia.IdFeature("tag", dim=4, dtype="float16"),
+    ],
+    dense_features=["price"],
+)
+NARROW = persia.Schema([f for f in SCHEMA.id_features if f.name != "user"], dense_features=["price"])
+
+
+def make_batches(count, size=16, seed=0, schema=SCHEMA):
+    rng = np.random.default_rng(seed)
+    offsets = np.arange(0, 2 * size + 1, 2, dtype=np.int64)
+    found = []
+    for _ in range(count):
+        ids = {f.name: IdColumn(rng.integers(0, 40, size).astype(np.uint64)) for f in schema.id_features}
+        ids["history"] = IdColumn(rng.integers(0, 40, 2 * size).astype(np.uint64), offsets)
+        labels = (rng.random((size, 1)) < 0.5).astype(np.float32)
+        found.append(Batch(ids, rng.random((size, 1), np.float32), labels))
+    return found
+
+
+class Cluster:
+    """Several PSs in this process, with or without compression."""
+
+    def __init__(self, servers=1, compression="none"):
+        self.count, self.compression = servers, compression
+
+    def connect(self, schema, optimizer, mode, seed):
+        tables = schema.resolved_tables()
+        self.servers = [EmbeddingServer(tables, optimizer, mode, seed, 1) for _ in range(self.count)]
+        return Connection(Worker(schema, self.servers, options=WorkerOptions(self.compression)), self.servers)
+
+
+def trained(cluster, *, on_host=True, schema=SCHEMA, mode=None, optimizer=None):
+    """Trains, and checks that the model has got the rows that PSs store. Returns the rows of all tables by id."""
+    torch.manual_seed(0)
+    embeddings = persia.nn.EmbeddingCollection(
+        schema, optimizer=optimizer or Adagrad(lr=0.1), mode=mode or Sync(), cluster=cluster
+    )
+    if not on_host:
+        embeddings._expander.on_host = False
+        embeddings._transfer = Transfer(embeddings._staging, False, schema.narrow_tables())
+    net = torch.nn.Linear(1 + sum(f.dim or 5 for f in schema.id_features), 1)
+    for batch in embeddings.prefetch(make_batches(8, schema=schema)):
+        assert all(rows.dtype == torch.float32 and rows.is_contiguous() for rows in batch.rows.values())
+        for name, rows in batch.rows.items():
+            dtype = schema.resolved_tables()[name].dtype
+            values = rows.detach().numpy()
+            if dtype != "float32":
+                np.testing.assert_array_equal(from_halves(to_halves(values, dtype)), values)
+        logits = net(torch.cat([*embeddings(batch).values(), batch.dense], 1))
+        torch.nn.functional.binary_cross_entropy_with_logits(logits.double(), batch.labels.double()).backward()
+    return rows_of(cluster.servers)
+
+
+def rows_of(servers):
+    found = {}
+    for server in servers:
+        for chunk in server.export_rows():
+            values = from_halves(chunk.arrays["embeddings"])
+            for id_, row, state in zip(chunk.arrays["ids"], values, chunk.arrays["state"], strict=True):
+                found.setdefault(chunk.table, {})[int(id_)] = np.concatenate([row, state])
+    return found
+
+
+def assert_same(one, two, **tolerance):
+    assert one.keys() == two.keys()
+    for table, rows in one.items():
+        assert rows.keys() == two[table].keys()
+        for id_, row in rows.items():
+            np.testing.assert_allclose(two[table][id_], row, **({"rtol": 0, "atol": 0} | tolerance))
+
+
+@pytest.mark.parametrize("optimizer", [Adagrad(lr=0.1), Adam(lr=0.01), RowwiseAdagrad(lr=0.1)])
+def test_the_number_of_ps_changes_no_bit(optimizer):
+    assert_same(trained(Cluster(), optimizer=optimizer), trained(Cluster(3), optimizer=optimizer))
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+@pytest.mark.parametrize("schema", [SCHEMA, NARROW])
+def test_host_and_device_decode_the_same_bits(schema, compression):
+    (batch,) = make_batches(1, schema=schema)
+    cluster = Cluster(2, compression)
+    worker = cluster.connect(schema, Adagrad(lr=0.1), Sync(), 3).worker
+    found = worker.lookup(worker.register(batch.id_features))
+    assert (found.scales is not None) == (compression == "fp16")
+    assert found.rows["item"].nbytes == len(found.rows["item"]) * 12  # 5 values of 2 bytes, and 2 of padding
+    assert found.rows["tag"].nbytes == len(found.rows["tag"]) * 8
+    if found.scales is not None:
+        assert set(found.scales) == ({"user"} if "user" in found.rows else set())
+    narrow = schema.narrow_tables()
+    embeddings = persia.nn.EmbeddingCollection(schema, optimizer=Adagrad(lr=0.1), cluster=cluster)
+    staging = embeddings._staging
+    (mine, _), (theirs, _) = (Transfer(staging, on_host, narrow).rows(batch, found) for on_host in (True, False))
+    for name, rows in mine.rows.items():
+        assert torch.equal(theirs.rows[name], rows)
+        ids = worker.distinct_ids(worker.register(batch.id_features))[name]
+        dim = schema.resolved_tables()[name].dim
+        assert rows.shape == (len(ids), dim)
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_compression_leaves_16_bit_rows_as_they_are(on_host):
+    """Gradients are compressed, so training differs a little; the rows that models get are those of the store."""
+    plain, compressed = trained(Cluster(2), on_host=on_host), trained(Cluster(2, "fp16"), on_host=on_host)
+    assert_same(plain, compressed, atol=0.02)
+
+
+def test_copies_on_the_device_serve_rows_of_16_bits():
+    tables = [msgspec.structs.replace(table, cache_rows=100) for table in SCHEMA.resolved_tables().values()]
+    cached = msgspec.structs.replace(SCHEMA, tables=tables)
+    rows = trained(Cluster(), schema=cached, mode=Hybrid(3))
+    assert_same(trained(Cluster(), mode=Hybrid(3)), rows, atol=0.05)
+
+
+def test_evaluation_reads_what_training_stores():
+    cluster = Cluster(2)
+    embeddings = persia.nn.EmbeddingCollection(SCHEMA, optimizer=Adagrad(lr=0.1), mode=Sync(), cluster=cluster)
+    (batch,) = make_batches(1)
+    for prepared in embeddings.prefetch([batch]):
+        sum(value.sum() for value in embeddings(prepared).values()).backward()
+    stored = rows_of(cluster.servers)
+    worker = embeddings.connection.worker
+    found = worker.evaluate(batch.id_features)
+    ids = worker.distinct_ids(worker.register(batch.id_features))
+    prepared, _ = embeddings._transfer.rows(batch, found)
+    for name, rows in prepared.rows.items():
+        expected = [stored[name][int(id_)][: rows.shape[1]] for id_ in ids[name]]
+        np.testing.assert_array_equal(rows.numpy(), expected)
+    read = cluster.servers[0].read_rows("item", ids["item"], False)
+    assert read.values.dtype == np.float32
+
+
+# --- checkpoints --------------------------------------------------------------------------------------------------
+
+
+def reader(rows=2_000):
+    return persia.data.synthetic(rows, id_features=3, ids_per_feature=400, dense_features=1, batch_size=200)
+
+
+def trainer(dtype, optimizer=None, **options):
+    base = reader().schema
+    tables = [persia.Table(f"id_{n}", 16, optimizer=optimizer, dtype=dtype) for n in range(2)]
+    schema = persia.Schema(base.id_features, base.dense_features, base.labels, tables)
+    torch.manual_seed(0)
+    return persia.Trainer(
+        persia.nn.models.FFNN(schema, hidden=(16,)),
+        schema,
+        optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-2),
+        embedding_optimizer=Adagrad(lr=0.1),
+        mode=Sync(),
+        options=persia.TrainerOptions(**{"progress": False} | options),
+    )
+
+
+@pytest.mark.parametrize("optimizer", [None, Adam(lr=0.01)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, dtype, optimizer):
+    whole, first = trainer(dtype, optimizer), trainer(dtype, optimizer)
+    expected = whole.fit(reader(), epochs=2)
+    first.fit(reader(), epochs=2, max_steps=13)
+    first.save(str(tmp_path))
+    second = persia.Trainer.resume(
+        str(tmp_path), first.model, optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-2)
+    )
+    assert second.declared.schema.resolved_tables()["id_0"].dtype == dtype
+    assert second.fit(reader(), epochs=2).progressive == expected.progressive
+    servers = [t.embeddings.connection.servers for t in (whole, second)]
+    assert_same(*map(rows_of, servers))
+    found = inspect(tmp_path)
+    assert [(t.name, t.dtype) for t in found.tables] == [("id_0", dtype), ("id_1", dtype), ("id_2", "float32")]
+    if optimizer is None:  # 32 bytes less of each row of id_0
+        assert found.tables[0].bytes == pytest.approx(found.tables[2].bytes - 32 * found.tables[0].rows, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rows_of_other_dtypes_are_loaded_to_the_nearest(tmp_path, dtype):
+    first = trainer("float32")
+    first.fit(reader())
+    first.save(str(tmp_path / "float32"))
+    second = trainer(dtype)
+    second.load(str(tmp_path / "float32"))
+    plain, narrow = (rows_of(t.embeddings.connection.servers) for t in (first, second))
+    for table, rows in plain.items():
+        kind = dtype if table != "id_2" else "float32"
+        for id_, row in rows.items():
+            np.testing.assert_array_equal(narrow[table][id_][:16], from_halves(to_halves(row[:16], kind)))
+            np.testing.assert_array_equal(narrow[table][id_][16:], row[16:])
+    second.save(str(tmp_path / dtype))
+    third = trainer("float32")
+    third.load(str(tmp_path / dtype))
+    assert_same(narrow, rows_of(third.embeddings.connection.servers))
+
+
+def test_increments_resharding_and_compaction_keep_the_dtype(tmp_path):
+    saved = tmp_path / "saved"
+    first = trainer(
+        "bfloat16", checkpoint_dir=str(saved), checkpoint_every_steps=3, checkpoint_increments=2, keep_last=3
+    )
+    first.fit(reader())
+    chain = CheckpointReader(saved)
+    assert len(chain.links) > 1
+    rows = rows_of(first.embeddings.connection.servers)
+
+    def loaded(directory):
+        t = trainer("bfloat16")
+        t.load(str(directory))
+        return rows_of(t.embeddings.connection.servers)
+
+    assert_same(rows, loaded(saved))
+    reshard(saved, tmp_path / "two", ReshardOptions(2))
+    wide = ReshardOptions(dtype="float32", state=False)
+    reshard(saved, tmp_path / "wide", wide)
+    compact(saved)
+    for directory, dtype in ((saved, "bfloat16"), (tmp_path / "two", "bfloat16"), (tmp_path / "wide", "float32")):
+        assert CheckpointReader(directory).manifest.tables["id_0"].dtype == dtype
+        CheckpointReader(directory).verify()
+    assert_same(rows, loaded(saved))
+    assert_same(rows, loaded(tmp_path / "two"))
+
+
+def test_values_that_do_not_fit_are_refused():
+    server = EmbeddingServer({"t": persia.Table("t", 2, dtype="float16")}, Adagrad(lr=0.1), Sync(), 0, 1)
+    arrays = {"ids": np.array([1], np.uint64), "embeddings": np.array([[1, 7e4]], np.float32)}
+    zeros = {name: np.zeros(1, np.uint32) for name in ("update_count", "last_step", "stamp")}
+    with pytest.raises(StoreError, match="65504"):
+        server.import_rows(RowChunk("t", 0, {**arrays, **zeros}))
+    with pytest.raises(StoreError, match="65504"):
+        server.set_rows(1, "t", arrays["ids"], arrays["embeddings"], None)
+    assert not server.read_rows("t", arrays["ids"], False).found.any()
+    server.set_rows(2, "t", arrays["ids"], np.array([[1, 65504]], np.float32), None)
+
+
+def test_a_checkpoint_with_values_beyond_float16_is_not_resharded_to_it(tmp_path):
+    first = trainer("bfloat16")
+    first.fit(reader(200))
+    ids = np.arange(3, dtype=np.uint64)
+    first.embeddings.connection.servers[0].set_rows(1, "id_0", ids, np.full((3, 16), 1e6, np.float32), None)
+    first.save(str(tmp_path / "saved"))
+    with pytest.raises(CheckpointError, match="65504"):
+        reshard(tmp_path / "saved", tmp_path / "half", ReshardOptions(dtype="float16"))
+
+
+# --- the rest -----------------------------------------------------------------------------------------------------
+
+
+def test_virtual_time_trains_as_the_trainer_does():
+    reader_ = persia.data.synthetic(1024, id_features=3, ids_per_feature=200, batch_size=64, dim=4)
+    base = reader_.schema
+    tables = [persia.Table("id_0", 4, dtype="bfloat16"), persia.Table("id_1", 4, dtype="float16")]
+    schema = persia.Schema(base.id_features, base.dense_features, base.labels, tables)
+    batches = list(reader_)
+
+    def model():
+        torch.manual_seed(3)
+        return persia.nn.models.FFNN(schema, hidden=(8,))
+
+    def adam(parameters):
+        return torch.optim.Adam(parameters, 1e-2)
+
+    training = VirtualTraining(model(), schema, batches.__getitem__, adam, Adagrad(lr=0.05), seed=5)
+    training.run(simulate(Sync(), Setting(steady([1.0]), local_batch=64), len(batches)))
+    options = persia.TrainerOptions(seed=5, progress=False)
+    real = persia.Trainer(
+        model(), schema, optimizer=adam, embedding_optimizer=Adagrad(lr=0.05), mode=Sync(), options=options
+    )
+    real.fit(batches)
+    theirs = np.concatenate(list(real.predict(batches[:3])))
+    np.testing.assert_allclose(1 / (1 + np.exp(-training.evaluate(batches[:3]))), theirs, atol=2e-3)
+
+
+def test_capacity_follows_the_dtype():
+    sizes = {
+        dtype: declared_sizes({"t": persia.Table("t", 16, capacity=1000, dtype=dtype)}, Adam(lr=0.1))[0]
+        for dtype in ("float32", "bfloat16", "float16")
+    }
+    assert [size.row_bytes for size in sizes.values()] == [40 + 192, 40 + 96, 40 + 160]
+    assert "2 x dim 16, 2 x 32 of optimizer state" in str(sizes["bfloat16"])
+    with pytest.raises(ConfigError, match="2 x dim 16, 4 x 16 of optimizer state"):
+        tables = {"t": persia.Table("t", 16, capacity=1 << 44, dtype="bfloat16")}
+        EmbeddingServer(tables, Adagrad(lr=0.1), Sync(), 0, 1, ServerOptions())
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: persia.Table("t", 4, dtype="bf16"), "Table('t').dtype"),
+        (lambda: persia.IdFeature("f", dim=4, dtype="half"), "IdFeature('f').dtype"),
+        (lambda: persia.Table("t", 4, dtype="float16", value_bound=1e-9), "Table('t').value_bound"),
+        (
+            lambda: persia.Schema(
+                [persia.IdFeature("f", table="t", dtype="float16")], tables=[persia.Table("t", 4, dtype="bfloat16")]
+            ),
+            "IdFeature('f').dtype",
+        ),
+    ],
+)
+def test_refused_schemas(make, field):
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert caught.value.fields["field"] == field
+
+
+def test_features_of_one_table_may_leave_the_dtype_to_another():
+    features = [persia.IdFeature("a", dim=4, table="t"), persia.IdFeature("b", table="t", dtype="bfloat16")]
+    assert persia.Schema(features).resolved_tables()["t"].dtype == "bfloat16"
