@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
@@ -19,8 +20,9 @@ from persia.nn.models import FFNN, DeepFM
 from persia.optim import Adagrad
 from persia.replay import Setting, Summary, phases, simulate
 from persia.replay.virtual import VirtualTraining
-from persia.schema import IdFeature
+from persia.schema import EmbeddingOptimizer, IdFeature
 from persia.types import Int64Array
+from persia.types.values import Dtype
 
 __all__ = ["FILES", "LOCAL", "NETWORKS", "SOURCES", "WORKERS", "Dataset", "Outcome", "Run", "dataset", "train_and_test"]
 
@@ -184,17 +186,25 @@ def setting(seed: int) -> Setting:
     return Setting(trace, local_batch=LOCAL, lookup=LATENCY, push=LATENCY)
 
 
-def train_and_test(run: Run) -> Outcome:
-    """Trains one pass over the training rows, and evaluates the test rows."""
+def train_and_test(run: Run, dtype: Dtype = "float32", optimizer: EmbeddingOptimizer | None = None) -> Outcome:
+    """Trains one pass over the training rows, and evaluates the test rows.
+
+    Args:
+        run: the run.
+        dtype: of all tables.
+        optimizer: of rows; None for Adagrad with the rate of the run.
+    """
     torch.set_num_threads(1)
     rows = dataset(run.source, run.rows, run.seed)
     torch.manual_seed(run.seed)
+    tables = [msgspec.structs.replace(table, dtype=dtype) for table in rows.schema.resolved_tables().values()]
+    schema = msgspec.structs.replace(rows.schema, tables=tables)
     training = VirtualTraining(
-        NETWORKS[run.network](rows.schema),
-        rows.schema,
+        NETWORKS[run.network](schema),
+        schema,
         rows.batch,
         lambda parameters: torch.optim.Adam(parameters, run.rates.dense, fused=True),
-        Adagrad(lr=run.rates.rows),
+        optimizer or Adagrad(lr=run.rates.rows),
         seed=run.seed,
     )
     timeline = simulate(run.mode, setting(run.seed), len(rows.train) // LOCAL)

@@ -33,8 +33,8 @@ __all__ = [
 PRESETS = ("smoke", "laptop", "full")
 MODULES = (
     "store", "store_pauses", "hit_rates", "peers", "batch", "reading", "checkpoint", "rpc", "step", "gpu", "reuse",
-    "profile_step", "globo", "quality", "defaults", "modes", "modes_figures", "paper", "paper_figures", "convergence",
-    "modes_runtime", "traffic", "roles", "cluster", "recovery", "threads", "apmsqueeze", "apms_learning",
+    "profile_step", "globo", "quality", "narrow", "defaults", "modes", "modes_figures", "paper", "paper_figures",
+    "convergence", "modes_runtime", "traffic", "roles", "cluster", "recovery", "threads", "apmsqueeze", "apms_learning",
 )  # fmt: skip
 UNITS = ("ratio", "fraction", "s", "rows/s", "calls/s", "rows", "bytes", "bytes/s", "AUC", "loss", "norm", "bool")
 MIN_ROUNDS = 5

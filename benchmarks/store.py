@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import time
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 
 from benchmarks import runner
-from persia.store import NativeStore, TableConfig
+from persia.store import ROW_OVERHEAD, NativeStore, TableConfig
 
 BATCH = 65_536
 DIM = 16
@@ -46,6 +47,7 @@ TABLES: dict[str, dict[str, Any]] = {
     "": {"dim": DIM},
     ".dim_8": {"dim": 8},
     ".rowwise": {"dim": DIM, "optimizer": "rowwise_adagrad"},
+    ".bf16": {"dim": DIM, "dtype": "bfloat16"},
 }
 """Settings of the tables of store.bytes_per_row, by the suffix of their measures."""
 POINTS = 40
@@ -60,7 +62,7 @@ def ids_of(rows: np.ndarray) -> np.ndarray:
 def filled(rows: int, dim: int = DIM, threads: int = 1, **settings) -> NativeStore:
     store = NativeStore(threads)
     store.create_table(TableConfig("table", dim, **settings))
-    out = np.empty((BATCH, dim), np.float32)
+    out = np.empty((BATCH, store.config(0).row_words), np.float32)
     for start in range(0, rows, BATCH):
         ids = ids_of(np.arange(start, min(start + BATCH, rows)))
         store.lookup([0], [ids], True, [out[: len(ids)]])
@@ -95,8 +97,8 @@ def rate(batches: list[np.ndarray], call: Callable[[np.ndarray, int], object]) -
     return measure
 
 
-def looking_up(store: NativeStore, batches: list[np.ndarray], dim: int = DIM) -> Callable[[], float]:
-    out = [np.empty((len(batches[0]), dim), np.float32)]
+def looking_up(store: NativeStore, batches: list[np.ndarray]) -> Callable[[], float]:
+    out = [np.empty((len(batches[0]), store.config(0).row_words), np.float32)]
     keys = [ids_of(batch) for batch in batches]
     return rate(keys, lambda ids, _: store.lookup([0], [ids], True, out))
 
@@ -107,11 +109,11 @@ def selecting(table: torch.Tensor, batches: list[np.ndarray]) -> Callable[[], fl
     return rate(index, lambda rows, _: torch.index_select(table, 0, rows, out=out))
 
 
-def lookup(name: str, preset: str, batches_of, target: float) -> runner.Measure:
+def lookup(name: str, preset: str, batches_of, target: float, **settings: Any) -> runner.Measure:
     scale = SCALES[preset]
     torch.set_num_threads(1)
     batches = batches_of(scale.rows, scale.batches)
-    ours = looking_up(filled(scale.rows), batches)
+    ours = looking_up(filled(scale.rows, **settings), batches)
     theirs = selecting(torch.randn(scale.rows, DIM), batches)
     return runner.ratio(name, ours=ours, theirs=theirs, of="rows/s", rounds=scale.rounds, at_least=target)
 
@@ -126,6 +128,12 @@ def lookup_uniform(preset: str) -> runner.Measure:
 def lookup_zipf(preset: str) -> runner.Measure:
     """The same with Zipf(1.05) ids."""
     return lookup("store.lookup_zipf", preset, zipf_batches, 1.0)
+
+
+@runner.measures("store.lookup_bf16")
+def lookup_bf16(preset: str) -> runner.Measure:
+    """As store.lookup_uniform, with rows of bfloat16, which are looked up as they are, against float32."""
+    return lookup("store.lookup_bf16", preset, uniform_batches, 1.2, dtype="bfloat16")
 
 
 def update(name: str, preset: str, target: float, **settings: Any) -> runner.Measure:
@@ -153,6 +161,25 @@ def update_adagrad(preset: str) -> runner.Measure:
 def update_rowwise(preset: str) -> runner.Measure:
     """The same with row-wise Adagrad, whose state is one float a row."""
     return update("store.update_rowwise", preset, 1.0, optimizer="rowwise_adagrad")
+
+
+@runner.measures("store.update_adagrad_bf16", "store.update_rowwise_bf16")
+def update_bf16(preset: str) -> Iterator[runner.Measure]:
+    """Updates of bfloat16 rows, which are rounded at random, over those of float32 rows; the same state."""
+    scale = SCALES[preset]
+    batches = [ids_of(batch) for batch in uniform_batches(scale.rows, scale.batches)]
+    gradients = np.random.default_rng(1).normal(size=(len(batches[0]), DIM)).astype(np.float32)
+    for optimizer in ("adagrad", "rowwise_adagrad"):
+        rates = []
+        for dtype in ("bfloat16", "float32"):
+            store = filled(scale.rows, dtype=dtype, optimizer=optimizer)
+            rates.append(rate(batches, functools.partial(_push, store, gradients)))
+        name = f"store.update_{optimizer.removesuffix('_adagrad')}_bf16"
+        yield runner.ratio(name, ours=rates[0], theirs=rates[1], of="rows/s", rounds=scale.rounds)
+
+
+def _push(store: NativeStore, gradients: np.ndarray, ids: np.ndarray, step: int) -> None:
+    store.update([0], [ids], [gradients], [0.05], step)
 
 
 @runner.measures("store.insert")
@@ -196,7 +223,7 @@ def growth(preset: str) -> runner.Measure:
     torch.set_num_threads(1)
     large, small = (uniform_batches(rows, scale.batches) for rows in (scale.large, scale.small))
     ours = [
-        looking_up(filled(rows, 8, optimizer="sgd"), batches, 8)
+        looking_up(filled(rows, 8, optimizer="sgd"), batches)
         for rows, batches in ((scale.large, large), (scale.small, small))
     ]
     theirs = [selecting(torch.ones(rows, 8), batches) for rows, batches in ((scale.large, large), (scale.small, small))]
@@ -228,8 +255,8 @@ def bytes_beyond_payload(first: int, last: int, settings: dict[str, Any]) -> tup
     before = resident_bytes()
     store = filled(0, **settings)
     config = store.config(0)
-    payload = 4 * (config.dim + config.state_width)
-    out = np.empty((BATCH, config.dim), np.float32)
+    payload = config.row_bytes - ROW_OVERHEAD
+    out = np.empty((BATCH, config.row_words), np.float32)
     beyond = []
     for start in range(0, last, BATCH):
         store.lookup([0], [ids_of(np.arange(start, start + BATCH))], True, [out])

@@ -1,0 +1,80 @@
+"""What 16-bit rows cost in accuracy: the data and networks of `paper.table2`, in virtual time.
+
+    python -m benchmarks 'quality.bf16*' 'quality.fp16.*' [--preset smoke|laptop|full] [--json FILE]
+
+quality.bf16.DATA.NETWORK, quality.fp16.DATA.NETWORK
+    Test AUC after one pass in Hybrid(4) with rows of bfloat16, or float16, less that of the same run with rows of
+    float32, paired by seed. DATA and NETWORK are those of `paper.table2`. Adagrad, whose sums are float32.
+quality.bf16_adam.DATA.NETWORK
+    The same with Adam, whose moments are bfloat16, too, against Adam with float32.
+
+The rates are the same for both and not tuned: a pair differs by the dtype alone. Runs are spread over the cores, and
+kept in the file of PERSIA_RUNS.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from benchmarks import runner
+from benchmarks.modes_runs import FIRST, everywhere
+from benchmarks.paper_runs import FILES, NETWORKS, SOURCES, Outcome, Run, train_and_test
+from persia import data
+from persia.modes import Hybrid
+from persia.optim import Adam
+from persia.types.values import Dtype
+
+SEEDS = {"smoke": (0,), "laptop": (0, 1, 2, 3, 4), "full": (0, 1, 2, 3, 4)}
+ROWS = {"smoke": 4_096, "laptop": 1_000_000, "full": 12_000_000}
+"""Rows of both parts; globo has 5.8 million."""
+ROW_ADAM = Adam(lr=0.005, eps=1e-6)
+KINDS: dict[str, tuple[Dtype, Literal["adagrad", "adam"]]] = {
+    "bf16": ("bfloat16", "adagrad"),
+    "fp16": ("float16", "adagrad"),
+    "bf16_adam": ("bfloat16", "adam"),
+}
+
+
+class StoredRun(NamedTuple):
+    """A run with rows of a dtype."""
+
+    run: Run
+    dtype: Dtype
+    optimizer: Literal["adagrad", "adam"]
+
+
+def train_stored(plan: StoredRun) -> Outcome:
+    """Trains one pass over the training rows, and evaluates the test rows."""
+    return train_and_test(plan.run, plan.dtype, ROW_ADAM if plan.optimizer == "adam" else None)
+
+
+def narrow(preset: str, *, source: str, network: str) -> Iterator[runner.Measure]:
+    """Test AUC less that with rows of float32."""
+    if source in FILES and data.find(FILES[source]) is None:
+        print(f"{FILES[source]} is not here; set PERSIA_DATA to the directory that holds it.", file=sys.stderr)
+        return
+    runs = [Run(source, network, Hybrid(4), FIRST, seed, ROWS[preset]) for seed in SEEDS[preset]]
+    wide = {optimizer: ("float32", optimizer) for _, optimizer in KINDS.values()}
+    kinds = {**KINDS, **wide}
+    # Seed by seed, as a process keeps the rows of one.
+    plans = [StoredRun(run, dtype, optimizer) for run in runs for dtype, optimizer in kinds.values()]
+    outcomes = everywhere(train_stored, plans, Outcome)
+    found = {kind: outcomes[at :: len(kinds)] for at, kind in enumerate(kinds)}
+    for kind, (_, optimizer) in KINDS.items():
+        yield runner.paired(
+            f"quality.{kind}.{source}.{network}",
+            [one.auc for one in found[kind]],
+            [one.auc for one in found[optimizer]],
+            "AUC",
+            at_least=-0.0005,
+            details={"train_rows": found[kind][0].train_rows, "test_rows": found[kind][0].test_rows},
+        )
+
+
+for _source in SOURCES:
+    for _network in NETWORKS:
+        _names = (f"quality.{_kind}.{_source}.{_network}" for _kind in KINDS)
+        runner.measures(*_names)(functools.partial(narrow, source=_source, network=_network))
