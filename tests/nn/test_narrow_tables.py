@@ -8,7 +8,7 @@ import torch
 import persia
 from persia.batching.batch import Batch, IdColumn
 from persia.checkpoint import CheckpointReader, ReshardOptions, compact, inspect, reshard
-from persia.errors import CheckpointError, ConfigError, StoreError
+from persia.errors import CheckpointError, ConfigError, DataError, StoreError
 from persia.modes import Hybrid, Sync
 from persia.nn.transfer import Transfer
 from persia.optim import Adagrad, Adam, RowwiseAdagrad
@@ -254,6 +254,10 @@ def test_values_that_do_not_fit_are_refused():
         server.set_rows(1, "t", arrays["ids"], arrays["embeddings"], None)
     assert not server.read_rows("t", arrays["ids"], False).found.any()
     server.set_rows(2, "t", arrays["ids"], np.array([[1, 65504]], np.float32), None)
+    embeddings = persia.nn.EmbeddingCollection(SCHEMA, optimizer=Adagrad(lr=0.1))
+    with pytest.raises(DataError, match="65504"):
+        embeddings.set_rows("tag", arrays["ids"], np.full((1, 4), 7e4, np.float32))
+    embeddings.set_rows("item", arrays["ids"], np.full((1, 5), 7e4, np.float32))
 
 
 def test_a_checkpoint_with_values_beyond_float16_is_not_resharded_to_it(tmp_path):

@@ -19,6 +19,7 @@ from persia.rpc.fan_out import call_all
 from persia.schema import Schema, Table
 from persia.services import EmbeddingPS
 from persia.types import BoolArray, Floats, Ids, Int64Array, Packed, RowsSet, RowState, StoredRows
+from persia.types.values import LARGEST
 
 __all__ = ["RowAccess"]
 
@@ -222,6 +223,14 @@ def _checked_values(table: Table, ids: Ids, values: ArrayLike) -> Floats:
         raise DataError(
             f"Values for table {table.name!r} exceed its value_bound = {bound:g} at row {at} (id {ids[at]}); "
             "clip them.",
+            table=table.name,
+            row=at,
+        )
+    if rows.size and np.abs(rows).max() > LARGEST[table.dtype]:
+        at = int((np.abs(rows) > LARGEST[table.dtype]).any(1).argmax())
+        raise DataError(
+            f"Values for table {table.name!r} exceed {LARGEST[table.dtype]:g}, the largest number of {table.dtype}, at "
+            f"row {at} (id {ids[at]}); scale them down, or declare the table with dtype = 'bfloat16'.",
             table=table.name,
             row=at,
         )
