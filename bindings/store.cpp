@@ -349,6 +349,7 @@ void register_config(nb::module_& m) {
 
 void register_store(nb::module_& m) {
   register_config(m);
+  m.attr("MAX_SHARD_ROWS") = persia::kMaxRows;
   nb::exception<persia::RegionFull>(m, "RegionFull", PyExc_RuntimeError);
   using Release = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<Store>(m, "Store", "Tables of embedding rows; see persia.store.EmbeddingStore.")

@@ -5,7 +5,6 @@
 #include <bit>
 #include <cstddef>
 #include <cstring>
-#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -16,7 +15,6 @@
 namespace persia {
 namespace {
 
-constexpr std::uint64_t kMaxRows = std::numeric_limits<std::uint32_t>::max() - 1u;
 // A file grows by an eighth, within these bytes: often enough to waste little, seldom enough to cost little.
 constexpr std::size_t kGrowLeast = std::size_t{64} << 10;
 constexpr std::size_t kGrowMost = std::size_t{16} << 20;
@@ -29,7 +27,8 @@ std::size_t stride_of(const TableConfig& config, const Optimizer& optimizer) {
 
 std::uint64_t capacity_of(const TableConfig& config, std::uint32_t shard) {
   const std::uint64_t capacity = config.capacity / config.shards + (shard < config.capacity % config.shards ? 1 : 0);
-  if (capacity > kMaxRows) throw std::invalid_argument("a shard holds fewer than 2^32 - 1 rows: use more shards");
+  if (capacity > kMaxRows)
+    throw std::invalid_argument("a shard holds at most " + std::to_string(kMaxRows) + " rows: use more shards");
   return capacity;
 }
 

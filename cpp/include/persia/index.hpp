@@ -1,10 +1,10 @@
 // Ordered linear probing (Amble, Knuth 1974): an open hash table whose slots stay sorted by hash.
 //
-// A slot is a 32-bit tag (from the hash) over a 32-bit row number. The home position is monotone in the tag, so the
-// whole array is sorted, with holes. It is always the first slot of a cache line: nearly every search stays in one.
-// That gives three things: a miss ends at the first smaller tag, erasing needs no tombstone, and the table grows in
-// place by moving slots in order, without reading any row. Tags are sorted downwards so that an empty slot (zero) ends
-// a search by the same comparison.
+// A slot is a 32-bit tag (from the hash) over a 32-bit row number (`kRowBits`). The home position is monotone in the
+// tag, so the whole array is sorted, with holes. It is always the first slot of a cache line: nearly every search stays
+// in one. That gives three things: a miss ends at the first smaller tag, erasing needs no tombstone, and the table
+// grows in place by moving slots in order, without reading any row. Tags are sorted downwards so that an empty slot
+// (zero) ends a search by the same comparison.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -19,7 +19,7 @@ namespace persia {
 
 class Index {
  public:
-  static constexpr std::uint32_t kNone = 0xFFFFFFFFu;
+  static constexpr std::uint32_t kNone = kRowMask;  // no row has this number
   static constexpr std::uint64_t kFirstSlots = 64;
   static constexpr std::uint64_t kDoubling = 1u << 12;
   static constexpr std::uint64_t kLineSlots = 8;
@@ -32,12 +32,14 @@ class Index {
   // Returns the number of home slots, without the tail.
   std::uint64_t slot_count() const { return count_; }
 
-  // Returns the tag of a hash: its inverted upper half, never 0, which marks an empty slot.
-  static std::uint32_t tag_of(std::uint64_t hash) { return std::max(~static_cast<std::uint32_t>(hash >> 32), 1u); }
+  // Returns the tag of a hash: its inverted upper bits, never 0, which marks an empty slot.
+  static std::uint32_t tag_of(std::uint64_t hash) {
+    return std::max(~static_cast<std::uint32_t>(hash >> 32) >> (32 - kRowBits), 1u);
+  }
 
   // Returns the home position of a tag: the first slot of a cache line.
   std::uint64_t home(std::uint32_t tag) const {
-    return ((std::uint64_t{~tag} * (count_ / kLineSlots)) >> 32) * kLineSlots;
+    return ((std::uint64_t{~tag & kRowMask} * (count_ / kLineSlots)) >> kRowBits) * kLineSlots;
   }
 
   // Prefetches the cache line of a home position.
@@ -140,7 +142,7 @@ class Index {
 
   static std::uint64_t bound_of(std::uint32_t tag) { return (std::uint64_t{tag} << 32) | 0xFFFFFFFFu; }
   static std::uint32_t tag_in(std::uint64_t slot) { return static_cast<std::uint32_t>(slot >> 32); }
-  static std::uint32_t row_in(std::uint64_t slot) { return static_cast<std::uint32_t>(slot); }
+  static std::uint32_t row_in(std::uint64_t slot) { return static_cast<std::uint32_t>(slot) & kRowMask; }
 
   // Behind the last used slot; keeps the untouched part of the tail untouched.
   std::uint64_t used_end() const {

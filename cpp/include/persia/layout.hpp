@@ -9,6 +9,16 @@
 
 namespace persia {
 
+// Bits of a row number within a shard, and of a tag in its index. A build with 16 shows within seconds what happens in
+// a shard of as many rows as it has numbers; its regions are not those of other builds.
+#ifndef PERSIA_ROW_BITS
+#define PERSIA_ROW_BITS 32
+#endif
+inline constexpr unsigned kRowBits = PERSIA_ROW_BITS;
+static_assert(kRowBits == 16 || kRowBits == 32);
+inline constexpr auto kRowMask = static_cast<std::uint32_t>((std::uint64_t{1} << kRowBits) - 1);
+inline constexpr std::uint64_t kMaxRows = kRowMask - 1u;  // of a shard
+
 inline constexpr std::uint64_t kMagic = 0x3130414953524550u;  // "PERSIA01" in memory order
 inline constexpr std::uint32_t kFormat = 2;
 inline constexpr std::size_t kClients = 256;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import dataclass, field
 from typing import Literal
@@ -32,9 +33,9 @@ _ADMISSIONS = ("all", "probability", "min_frequency")
 _ROWS_PER_SHARD = 4096
 _DEFAULT_SHARDS = 8
 _MAX_SHARDS = 1024
-_MAX_ROWS_PER_SHARD = 2**32 - 2
-"""Row numbers within a shard have 32 bits."""
-_CHOSEN_ROWS_PER_SHARD = 2**31
+_MAX_ROWS_PER_SHARD: int = importlib.import_module("persia._core").MAX_SHARD_ROWS
+"""2^32 - 2, as row numbers within a shard have 32 bits; 2^16 - 2 in a build for tests."""
+_CHOSEN_ROWS_PER_SHARD = (_MAX_ROWS_PER_SHARD + 2) // 2
 MAX_ROWS = _MAX_SHARDS * _CHOSEN_ROWS_PER_SHARD
 """Maximum rows of a table in one store: 2^41."""
 ROW_OVERHEAD = 40
@@ -69,7 +70,7 @@ class TableConfig:
 
     name: str
     dim: int
-    capacity: int = 2**30
+    capacity: int = min(2**30, MAX_ROWS)
     shards: int = 0
     seed: int = 0
     optimizer: OptimizerKind = "adagrad"
@@ -91,7 +92,7 @@ class TableConfig:
         self._require("name", bool(self.name), "must not be empty")
         self._require("dim", 1 <= self.dim <= 65536, "must be within 1 ... 65536")
         self._require("dtype", self.dtype in DTYPES, f"must be one of {list(DTYPES)}")
-        self._require("capacity", 1 <= self.capacity <= MAX_ROWS, "must be within 1 ... 2^41")
+        self._require("capacity", 1 <= self.capacity <= MAX_ROWS, f"must be within 1 ... 2^{MAX_ROWS.bit_length() - 1}")
         shards = self.shards
         power = 0 <= shards <= _MAX_SHARDS and shards & (shards - 1) == 0
         self._require("shards", power, f"must be a power of two <= {_MAX_SHARDS}")

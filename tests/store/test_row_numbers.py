@@ -1,0 +1,65 @@
+"""What happens where a shard uses all its row numbers, 2^32 - 2: seen in a core whose numbers have 16 bits."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCENARIOS = Path(__file__).with_name("row_numbers.py")
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory):
+    """Path of a core that is built with 16 bits."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    cmake = shutil.which("cmake", path=path)
+    if cmake is None:
+        pytest.skip("CMake is not installed")
+    folder = tmp_path_factory.mktemp("build")
+    # As from a wheel's build: else the module would be put into the checkout.
+    options = ["SKBUILD=ON", "CMAKE_BUILD_TYPE=Release", "PERSIA_ROW_BITS=16", f"Python_EXECUTABLE={sys.executable}"]
+    configure = [cmake, "-S", ROOT, "-B", folder, "-GNinja", *(f"-D{option}" for option in options)]
+    for command in (configure, [cmake, "--build", folder, "-j", "2"]):
+        subprocess.run(command, check=True, env={**os.environ, "PATH": path}, stdout=subprocess.DEVNULL)
+    (module,) = folder.glob("_core*.so")
+    return str(module)
+
+
+OTHER_CORE = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("persia._core", sys.argv[1])
+sys.modules["persia._core"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["persia._core"])
+"""
+PROGRAM = """
+import runpy, sys
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0])
+"""
+
+
+def run(core, scenario):
+    """Runs a scenario in a process of its own, with the installed core for None, and returns what it prints."""
+    code = (OTHER_CORE if core else "") + PROGRAM
+    command = [sys.executable, "-c", code, str(core), SCENARIOS, scenario]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("scenario", ["a_full_shard_outlives_its_process", "more_rows_than_numbers_are_refused"])
+def test_a_shard_with_16_bits(core, scenario):
+    run(core, scenario)
+
+
+@pytest.mark.parametrize(
+    "scenario", ["a_full_shard_evicts_what_is_oldest", "a_table_has_more_rows_than_a_shard_has_numbers"]
+)
+def test_results_are_those_of_32_bits(core, scenario):
+    assert run(core, scenario) == run(None, scenario) != ""
