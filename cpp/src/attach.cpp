@@ -216,7 +216,7 @@ void Shard::check_identity() const {
   same("dim", h.dim, wanted.dim);
   same("optimizer", h.optimizer, wanted.optimizer);
   same("width of optimizer state", h.state_width, wanted.state_width);
-  same("row size", h.row_stride, wanted.row_stride);
+  same("dtype (bytes of a row)", h.row_stride, wanted.row_stride);
   same("capacity", h.capacity, wanted.capacity);
   same("number of shards", h.shards, wanted.shards);
   same("seed", h.seed, wanted.seed);

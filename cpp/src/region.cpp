@@ -90,7 +90,7 @@ Region Region::file(const std::string& path, std::size_t bytes, double lock_seco
     if (static_cast<std::size_t>(status.st_size) != total) {
       throw std::runtime_error("region " + path + ": has " + std::to_string(status.st_size) + " bytes, and a table " +
                                "like this has " + std::to_string(total) +
-                               ": it was cut short, or made for another table or capacity");
+                               ": it was cut short, or made for another table, capacity or dtype");
     }
   }
   region.reserve(total);
