@@ -11,5 +11,6 @@ NB_MODULE(_core, m) {
   register_packed(m);
   register_onebit(m);
   register_row_sums(m);
+  register_values(m);
   register_checksum(m);
 }

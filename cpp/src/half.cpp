@@ -38,10 +38,13 @@ struct Format<Dtype::kFloat16> {
   static constexpr std::uint32_t kLargest = 0x7BFFu, kInf = 0x7C00u, kNan = 0x7E00u;
   static constexpr std::uint32_t kNormal = 0x38800000u;  // 2^-14: multiples of 2^-24 below it
 
-  // After Fabian Giesen, "Half-precision float <-> float conversion".
+  // After Fabian Giesen, "Half-precision float <-> float conversion"; no operand is a subnormal float32, as threads may
+  // take those for zeros (torch.set_flush_denormal).
   [[gnu::always_inline]] static inline float widen(std::uint32_t half) {
     const std::uint32_t moved = (half & 0x7FFFu) << 13;
-    const std::uint32_t finite = std::bit_cast<std::uint32_t>(std::bit_cast<float>(moved) * 0x1p112f);
+    const bool small = (half & 0x7C00u) == 0;  // 2^-14 + the number, less 2^-14
+    const float raised = std::bit_cast<float>(moved + (small ? 0x38800000u : 0x38000000u));
+    const std::uint32_t finite = std::bit_cast<std::uint32_t>(raised - (small ? 0x1p-14f : 0.0f));
     const std::uint32_t magnitude = (half & 0x7C00u) == 0x7C00u ? moved | kInfinity : finite;
     return std::bit_cast<float>(magnitude | (half & 0x8000u) << 16);
   }
@@ -208,6 +211,15 @@ Dtype dtype_of(const std::string& name) {
   if (name == "bfloat16") return Dtype::kBfloat16;
   if (name == "float16") return Dtype::kFloat16;
   throw std::invalid_argument("unknown dtype '" + name + "': use float32, bfloat16 or float16");
+}
+
+float largest_finite(const float* values, std::size_t count) {
+  std::int32_t largest = 0;  // as bits, which are in the same order
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto magnitude = static_cast<std::int32_t>(std::bit_cast<std::uint32_t>(values[i]) & 0x7FFFFFFFu);
+    largest = std::max(largest, magnitude < static_cast<std::int32_t>(kInfinity) ? magnitude : 0);
+  }
+  return std::bit_cast<float>(largest);
 }
 
 ValueCodec::ValueCodec(Dtype dtype) : dtype_(dtype) {

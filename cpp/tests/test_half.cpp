@@ -7,6 +7,10 @@
 #include <stdexcept>
 #include <vector>
 
+#if defined(__SSE2__)
+#include <xmmintrin.h>
+#endif
+
 #include "check.hpp"
 #include "persia/half.hpp"
 
@@ -73,6 +77,37 @@ TEST(every_number_is_kept) {
       for (std::size_t i = 0; i < all.size(); ++i) CHECK(same(back[i], values[i]));
     }
   }
+}
+
+#if defined(__SSE2__)
+// As torch.set_flush_denormal leaves a thread: subnormal float32 are zeros to it. No number of float16 is one.
+TEST(float16_is_kept_where_subnormal_numbers_are_flushed) {
+  const Format& f = kFormats[1];
+  const ValueCodec codec(f.dtype);
+  std::vector<std::uint16_t> all;
+  for (std::uint32_t i = 0; i < 0x10000; ++i) {
+    if (std::isfinite(value_of(f, static_cast<std::uint16_t>(i)))) all.push_back(static_cast<std::uint16_t>(i));
+  }
+  const unsigned before = _mm_getcsr();
+  _mm_setcsr(before | 0x8040);  // both as results and as operands
+  const auto values = loaded(codec, all, all.size());
+  const auto near = stored(codec, values, false);
+  const auto random = stored(codec, values, true, 7);
+  _mm_setcsr(before);
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    CHECK(same(values[i], static_cast<float>(value_of(f, all[i]))));
+    CHECK(near[i] == all[i] && random[i] == all[i]);
+  }
+}
+#endif
+
+TEST(largest_finite) {
+  CHECK(persia::largest_finite(nullptr, 0) == 0);
+  std::vector<float> values = {1, -70000, kInf, -kInf, std::nanf(""), 65504};
+  CHECK(persia::largest_finite(values.data(), values.size()) == 70000);
+  CHECK(persia::largest_finite(values.data() + 2, 3) == 0);
+  values.assign(100, -1e-45f);
+  CHECK(persia::largest_finite(values.data(), 100) == 1e-45f);
 }
 
 // Neighbours of a value among the numbers of the format: they bound what it may become.

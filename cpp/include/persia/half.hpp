@@ -53,6 +53,9 @@ class ValueCodec {
   Dtype dtype() const { return dtype_; }
   // Whether a value has 16 bits.
   bool narrow() const { return dtype_ != Dtype::kFloat32; }
+// Returns the largest magnitude of the finite ones among `count` values; 0 without any.
+float largest_finite(const float* values, std::size_t count);
+
   // Returns the words that `count` values occupy.
   std::size_t words(std::size_t count) const { return words_of(dtype_, count); }
   // Reads values, exactly.

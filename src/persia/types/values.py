@@ -7,12 +7,25 @@ stores and the users of rows convert. numpy has no bfloat16: its bits are uint16
 
 from __future__ import annotations
 
+import importlib
 from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["DTYPES", "LARGEST", "Dtype", "from_halves", "round_down", "to_halves", "widen", "words_of"]
+__all__ = [
+    "DTYPES",
+    "LARGEST",
+    "Dtype",
+    "from_halves",
+    "largest_finite",
+    "round_down",
+    "to_halves",
+    "widen",
+    "words_of",
+]
+
+_core: Any = importlib.import_module("persia._core").values
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 """Dtype of the values of a table."""
@@ -44,9 +57,12 @@ def widen(words: NDArray[np.float32], dtype: Dtype, dim: int) -> NDArray[np.floa
 
 def from_halves(values: NDArray[Any]) -> NDArray[np.float32]:
     """Returns float32 values of any shape, exactly, from float32, float16 or bits of bfloat16 (uint16)."""
-    if values.dtype == np.uint16:
-        return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return values.astype(np.float32, copy=False)
+    if values.dtype not in (np.uint16, np.float16):
+        return values.astype(np.float32, copy=False)
+    out = np.empty(values.shape, np.float32)
+    bits = np.ascontiguousarray(values).view(np.uint16)
+    _core.widen(bits.reshape(-1), out.reshape(-1), "bfloat16" if values.dtype == np.uint16 else "float16")
+    return out
 
 
 def to_halves(values: NDArray[np.float32], dtype: Dtype) -> NDArray[Any]:
@@ -56,21 +72,24 @@ def to_halves(values: NDArray[np.float32], dtype: Dtype) -> NDArray[Any]:
     """
     if dtype == "float32":
         return values
-    limited = np.where(np.isfinite(values), np.clip(values, -LARGEST[dtype], LARGEST[dtype]), values)
-    if dtype == "float16":
-        return limited.astype(np.float16)
-    bits = limited.astype(np.float32).view(np.uint32)
-    rounded = bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
-    signs = bits & np.uint32(0x80000000)
-    chosen = np.where(np.isfinite(limited), rounded, np.where(np.isnan(limited), signs | np.uint32(0x7FC00000), bits))
-    return (chosen >> np.uint32(16)).astype(np.uint16)
+    out = np.empty(values.shape, np.uint16)
+    _core.narrow(np.ascontiguousarray(values, np.float32).reshape(-1), out.reshape(-1), dtype)
+    return out.view(np.float16) if dtype == "float16" else out
+
+
+def largest_finite(values: NDArray[np.float32]) -> float:
+    """Returns the largest magnitude of the finite values of an array of any shape; 0 without any."""
+    return float(_core.largest_finite(np.ascontiguousarray(values, np.float32).reshape(-1)))
 
 
 def round_down(value: float, dtype: Dtype) -> float:
-    """Returns the largest number of a dtype that is not above a positive float32 value."""
+    """Returns the largest number of a dtype that is not above a value, which is finite and not negative.
+
+    For float32, returns the value.
+    """
     if dtype == "float32":
         return value
-    if dtype == "bfloat16":
-        return float((np.array([value], np.float32).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)[0])
-    half = np.float16(min(value, LARGEST["float16"]))
-    return float(half if half <= value else np.nextafter(half, np.float16(0)))
+    near = to_halves(np.array([min(value, LARGEST[dtype])], np.float32), dtype)
+    if float(from_halves(near)[0]) > value:
+        near = (near.view(np.uint16) - np.uint16(1)).view(near.dtype)  # Bits are in the order of the numbers.
+    return float(from_halves(near)[0])
