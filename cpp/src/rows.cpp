@@ -227,15 +227,16 @@ void Shard::apply_narrow(std::uint32_t number, const Push& push, const float* gr
   const RowHeader& r = *row(number);
   float* const values = scratch_.data();
   float* const moments = states_.narrow() ? values + dim_ : state(number);
+  const std::uint64_t key =
+      Rounding::key_of(header_->seed, header_->name_hash, r.key, push.step, weight(number), words_);
   values_.load(weight(number), values, dim_);
   if (states_.narrow()) states_.load(state(number), moments, header_->state_width);
   optimizer_->apply({values, moments, gradient, dim_, push.lr, r.update_count});
-  const auto random = [&](std::uint32_t part) {
-    return Rounding::of(header_->seed, header_->name_hash, r.key, r.update_count, part);
-  };
-  values_.store_stochastic(values, weight(number), dim_, random(0));
+  values_.store_stochastic(values, weight(number), dim_, Rounding::of(key, r.update_count, 0));
   crash_point();
-  if (states_.narrow()) states_.store_stochastic(moments, state(number), header_->state_width, random(1));
+  if (states_.narrow()) {
+    states_.store_stochastic(moments, state(number), header_->state_width, Rounding::of(key, r.update_count, 1));
+  }
 }
 
 }  // namespace persia

@@ -54,7 +54,7 @@ std::uint32_t Shard::insert(std::uint64_t id) {
   const std::uint64_t random = row_key(header_->seed, header_->name_hash, id);
   if (values_.narrow()) {
     initialize(config_->initializer, scratch_.data(), dim_, random);
-    values_.store_nearest(scratch_.data(), weight(number), dim_);
+    store_embedding(number, scratch_.data());
   } else {
     initialize(config_->initializer, weight(number), dim_, random);
   }
@@ -129,6 +129,16 @@ void Shard::drop_undo() {
   barrier();
   header_->undo_row = 0;
   barrier();
+}
+
+// To the nearest, but 16-bit values not beyond the bound: rounding must not lead there.
+void Shard::store_embedding(std::uint32_t number, const float* values) {
+  const float bound = optimizer_->bound();
+  if (values_.narrow() && bound < std::numeric_limits<float>::infinity()) {
+    std::transform(values, values + dim_, scratch_.begin(), [&](float v) { return std::clamp(v, -bound, bound); });
+    values = scratch_.data();
+  }
+  values_.store_nearest(values, weight(number), dim_);
 }
 
 void Shard::append(const std::byte* row, RowBatch& rows) const {
@@ -212,7 +222,7 @@ void Shard::import_row(const RowView& rows, std::size_t at) {
   }
   *row(number) = {id, rows.update_counts[at], rows.last_steps[at], rows.stamps[at], 0};
   crash_point();
-  values_.store_nearest(rows.embeddings + at * dim_, weight(number), dim_);
+  store_embedding(number, rows.embeddings + at * dim_);
   if (width > 0) states_.store_nearest(rows.states + at * width, state(number), width);
   if (known) {
     drop_undo();

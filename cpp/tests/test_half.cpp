@@ -220,15 +220,29 @@ TEST(lengths) {
   }
 }
 
-// No two updates of rows share random numbers, nor do the embedding and the state of a row of the largest dim.
+// No two updates of rows share random numbers, nor do the embedding and the state of a row of the largest dim; nor
+// updates of the same number at another step, or of a row with other values.
 TEST(random_numbers_differ) {
   std::vector<std::uint64_t> numbers;
   for (std::uint64_t id = 0; id < 20; ++id) {
-    for (std::uint32_t update = 0; update < 20; ++update) {
-      for (const std::uint32_t part : {0u, 1u}) {
-        const auto random = persia::Rounding::of(1, 2, id, update, part);
-        for (const std::uint64_t at : {0u, 1u, 65536u / 4 * (part + 1) - 1}) {
-          numbers.push_back(persia::random_bits(random.key, random.first + at));
+    for (std::uint32_t step = 0; step < 5; ++step) {
+      for (std::uint32_t changed = 0; changed <= 7; ++changed) {
+        std::uint16_t halves[] = {0x3F80, 0xBF80, 0, 0x3F80, 0xBF80, 0x3F80, 0};
+        if (changed > 0) halves[changed - 1] ^= changed != 2 ? 1u : 0x8000u;
+        std::uint32_t words[4] = {};
+        std::memcpy(words, halves, sizeof(halves));
+        const std::uint64_t key = persia::Rounding::key_of(1, 2, id, step, words, 4);
+        // What is behind them does not count, nor does their alignment.
+        std::byte moved[20] = {};
+        std::memcpy(moved + 4, words, 16);
+        CHECK(persia::Rounding::key_of(1, 2, id, step, moved + 4, 4) == key);
+        for (std::uint32_t update = 0; update < 8; ++update) {
+          for (const std::uint32_t part : {0u, 1u}) {
+            const auto random = persia::Rounding::of(key, update, part);
+            for (const std::uint64_t at : {0u, 1u, 65536u / 4 * (part + 1) - 1}) {
+              numbers.push_back(persia::random_bits(random.key, random.first + at));
+            }
+          }
         }
       }
     }

@@ -8,6 +8,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <string>
 
 #include "persia/mix.hpp"
@@ -24,19 +25,36 @@ inline constexpr std::size_t words_of(Dtype dtype, std::size_t count) {
   return dtype == Dtype::kFloat32 ? count : (count + 1) / 2;
 }
 
-// The random numbers that round a row. They depend on (seed, table, id), the number of updates of the row, and the
-// element only, so results are the same for any number of threads, shards and PSs.
+// The random numbers that round a row. They depend on what an update changes and on nothing of where or how often it is
+// tried, so results are the same for any number of threads, shards and PSs, and for a push that is repeated.
 struct Rounding {
-  std::uint64_t key;    // of the row's sequence
+  std::uint64_t key;    // of the update's sequence
   std::uint64_t first;  // place of the first number in it
 
-  // Those of a row's `update`-th update. Part 0: the embedding; 1: the optimizer's state.
-  static Rounding of(std::uint64_t seed, std::uint64_t name_hash, std::uint64_t id, std::uint32_t update,
-                     std::uint32_t part) {
+  // Returns the key of an update of the row of (seed, table, id) at a step, where `words` are its embedding as stored
+  // before. Rows are loaded without their number of updates, and steps begin anew in another run: each alone would meet
+  // the same numbers again.
+  static std::uint64_t key_of(std::uint64_t seed, std::uint64_t name_hash, std::uint64_t id, std::uint32_t step,
+                              const void* words, std::size_t count) {
     constexpr std::uint64_t kApart = 0x726F756E64696E67u;  // from initial values and admission
-    return {row_key(seed ^ kApart, name_hash, id), std::uint64_t{update} << 17 | std::uint64_t{part} << 16};
+    std::uint64_t hash = mix64(step + kGolden);  // not the step: its bits would be taken for changes of the first word
+    for (std::size_t i = 0; i < count; i += 2) {
+      std::uint64_t pair = 0;
+      std::memcpy(&pair, static_cast<const std::byte*>(words) + 4 * i, i + 1 < count ? 8 : 4);
+      hash = (hash ^ pair) * kGolden;
+      hash ^= hash >> 32;
+    }
+    return mix64(row_key(seed ^ kApart, name_hash, id) ^ hash);
+  }
+
+  // Returns the numbers of a row's `update`-th update. Part 0: the embedding; 1: the optimizer's state.
+  static Rounding of(std::uint64_t key, std::uint32_t update, std::uint32_t part) {
+    return {key, std::uint64_t{update} << 17 | std::uint64_t{part} << 16};
   }
 };
+
+// Returns the largest magnitude of the finite ones among `count` values; 0 without any.
+float largest_finite(const float* values, std::size_t count);
 
 // Converts values of a dtype. Kernels are compiled for several instruction sets and chosen once.
 class ValueCodec {
@@ -53,9 +71,6 @@ class ValueCodec {
   Dtype dtype() const { return dtype_; }
   // Whether a value has 16 bits.
   bool narrow() const { return dtype_ != Dtype::kFloat32; }
-// Returns the largest magnitude of the finite ones among `count` values; 0 without any.
-float largest_finite(const float* values, std::size_t count);
-
   // Returns the words that `count` values occupy.
   std::size_t words(std::size_t count) const { return words_of(dtype_, count); }
   // Reads values, exactly.

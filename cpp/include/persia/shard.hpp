@@ -92,7 +92,7 @@ struct Recovery {
 };
 
 // Whole rows, column by column. Values are float32, whatever the dtype of the table: reading is exact, and importing
-// rounds to the nearest.
+// rounds to the nearest, within the bound.
 struct RowBatch {
   std::vector<std::uint64_t> ids;
   std::vector<float> embeddings;  // [rows, dim]
@@ -224,6 +224,7 @@ class Shard {
   std::uint32_t acquire(std::uint64_t id);
   void publish(std::uint64_t id, std::uint32_t number);
   void import_row(const RowView& rows, std::size_t position);
+  void store_embedding(std::uint32_t number, const float* values);
   void apply(std::uint32_t number, const Push& push, const float* gradient);
   void apply_narrow(std::uint32_t number, const Push& push, const float* gradient);
   void tick();

@@ -65,7 +65,7 @@ class TableConfig:
         admission_value: the probability, or n (up to 65535).
         value_bound: embeddings are clamped to [-value_bound, value_bound] after each update; 0 does not clamp.
         dtype: of embeddings in memory: "float32", "bfloat16" or "float16". Arithmetic is in float32; updates round to
-            16 bits at random (stochastic rounding), initial and imported values to the nearest.
+            16 bits at random (stochastic rounding), initial and imported values to the nearest, within `value_bound`.
     """
 
     name: str

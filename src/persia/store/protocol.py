@@ -177,7 +177,7 @@ class EmbeddingStore(Protocol):
     def import_rows(self, table: int, rows: Rows) -> None:
         """Writes rows as exported: known ids are overwritten, others appended in order.
 
-        A table of 16-bit values rounds what it does not have exactly to the nearest.
+        A table of 16-bit values rounds what it does not have exactly to the nearest, within its `value_bound`.
 
         Imported into an empty table of the same shards, in the order of export and followed by `import_state`, a table
         continues bit for bit, later evictions included. In a full shard the less recent of the incoming and the oldest

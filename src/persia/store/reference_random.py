@@ -9,7 +9,17 @@ from numpy.typing import NDArray
 
 from persia.store.config import TableConfig
 
-__all__ = ["Sketch", "admission_draw", "initial_embedding", "random_bits", "row_key", "shard_of"]
+__all__ = [
+    "GOLDEN",
+    "MASK",
+    "Sketch",
+    "admission_draw",
+    "initial_embedding",
+    "mix64",
+    "random_bits",
+    "row_key",
+    "shard_of",
+]
 
 MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15

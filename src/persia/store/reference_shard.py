@@ -14,7 +14,7 @@ from persia.store import reference_optim
 from persia.store.config import TableConfig
 from persia.store.protocol import Spill
 from persia.store.reference_random import Sketch, admission_draw, initial_embedding
-from persia.store.reference_values import nearest, round_update
+from persia.store.reference_values import as_words, nearest, nearest_embedding, round_update, rounding_key
 
 __all__ = ["COUNTERS", "ReferenceRow", "ReferenceShard"]
 
@@ -81,7 +81,7 @@ class ReferenceShard:
                 self.counters["rejected"] += 1
                 return np.zeros(self.config.dim, np.float32)
             self.counters["admitted"] += 1
-            embedding = nearest(initial_embedding(self.config, id_), self.config.dtype)
+            embedding = nearest_embedding(initial_embedding(self.config, id_), self.config)
             row = ReferenceRow(id_, embedding, self.config.initial_state)
             self._insert(row)
         self._touch(row)
@@ -97,13 +97,14 @@ class ReferenceShard:
         row.update_count += 1
         row.last_step = step
         self._touch(row)
+        key = rounding_key(self.config, id_, step, as_words(row.embedding, self.config))
         reference_optim.apply(self.config, row.embedding, row.state, gradient, lr, row.update_count)
-        round_update(self.config, id_, row.update_count, row.embedding, row.state)
+        round_update(self.config, key, row.update_count, row.embedding, row.state)
         return "applied"
 
     def put(self, row: ReferenceRow) -> None:
         """Replaces the row of an id or inserts it, unless the shard is full and all its rows are as recent."""
-        row.embedding = nearest(row.embedding, self.config.dtype)
+        row.embedding = nearest_embedding(row.embedding, self.config)
         row.state = nearest(row.state, self.config.state_dtype)
         place = self.index.get(row.id)
         if place is not None:
