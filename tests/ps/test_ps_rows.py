@@ -11,9 +11,10 @@ from persia.modes import Hybrid
 from persia.optim import Adagrad, Adam
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.schema import AdmitMinFrequency, Table
-from persia.services import EmbeddingPS
+from persia.services import EmbeddingPS, RowChunk
 from persia.store import NativeStore, ReferenceStore
 from persia.types import Gradients, Packed, PushHeader, RowsSet, RowState
+from persia.types.values import LARGEST, to_halves
 
 DEADLINE = 20.0
 U = np.uint64
@@ -67,6 +68,43 @@ def test_a_repeated_call_has_no_effect_and_the_same_answer(how):
         assert ps.set_rows(1, "t", ids(3), values(1), None) == first == RowsSet(1, 0, 0)
         np.testing.assert_array_equal(ps.read_rows("t", ids(3), False).values, values(1, 9))
         assert ps.set_rows(3, "t", ids(3), values(1), None) == RowsSet(0, 1, 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("how", ["here", "reference"])
+def test_rows_of_a_checkpoint_have_a_dtype_of_tables(how, dtype):
+    columns = {name: np.zeros(1, np.uint32) for name in ("last_step", "stamp")}
+    good = values(1) + 0.5
+    with served(how, dtype=dtype) as ps:
+        for wrong in (np.float64, np.int64, np.int16, np.uint8, np.bool_):
+            with pytest.raises(StoreError, match=f"'t': embeddings have dtype {np.dtype(wrong)}; expected float32"):
+                ps.import_rows(RowChunk("t", 0, {"ids": ids(1), "embeddings": good.astype(wrong), **columns}))
+        with pytest.raises(StoreError, match="'t' lack embeddings"):
+            ps.import_rows(RowChunk("t", 0, {"ids": ids(1), **columns}))
+        with pytest.raises(StoreError, match="shape"):
+            ps.import_rows(RowChunk("t", 0, {"ids": ids(1), "embeddings": good[:, :3], **columns}))
+        assert not ps.contains(Packed.of({"t": ids(1)}, U))["t"].any()
+        for other in ("float32", "bfloat16", "float16"):
+            ps.import_rows(RowChunk("t", 0, {"ids": ids(1), "embeddings": to_halves(good, other), **columns}))
+            np.testing.assert_array_equal(ps.read_rows("t", ids(1), False).values, good)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rows_of_a_chunk_come_back(dtype):
+    special = np.array([[np.inf, np.nan, -np.inf, LARGEST[dtype]]], np.float32)
+    with served("here", dtype=dtype) as ps, served("here", dtype=dtype) as other:
+        ps.set_rows(1, "t", ids(3), special, None)
+        (chunk,) = ps.export_rows()
+        assert chunk.arrays["embeddings"].dtype == (np.float16 if dtype == "float16" else np.uint16)
+        other.import_rows(chunk)
+        np.testing.assert_array_equal(other.read_rows("t", ids(3), False).values, special)
+
+
+def test_an_error_names_the_dtypes_that_fit():
+    with served("here", dtype="float16") as ps, pytest.raises(StoreError, match="'bfloat16' or 'float32'"):
+        ps.set_rows(1, "t", ids(3), np.full((1, 4), 1e5, np.float32), None)
+    with served("here", dtype="bfloat16") as ps, pytest.raises(StoreError, match="dtype = 'float32'"):
+        ps.set_rows(1, "t", ids(3), np.full((1, 4), 3.4e38, np.float32), None)
 
 
 def test_answers_are_kept_for_the_last_calls_only():

@@ -13,14 +13,17 @@ from persia.ps.regions import retry_when_full
 from persia.services import RowChunk
 from persia.store import EmbeddingStore, Rows, TableConfig
 from persia.types import Floats, Ids, RowsSet, RowState
-from persia.types.values import LARGEST, to_halves
+from persia.types.values import LARGEST, Dtype, from_halves, largest_finite, to_halves
 
-__all__ = ["RowSetter", "checked_values", "row_chunk", "set_rows"]
+__all__ = ["RowSetter", "chunk_rows", "row_chunk", "set_rows"]
 
 KEPT_ANSWERS = 64
 """Number of answers kept for repeated calls: a call is repeated soon, and few callers set rows at the same time."""
 
 MAX_STAMP = 2**32 - 1
+
+CHUNK_DTYPES: dict[Dtype, type[np.generic]] = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
+"""Dtypes of embeddings in a `RowChunk`, by that of their table."""
 
 
 class RowSetter:
@@ -71,7 +74,7 @@ def set_rows(
         attempt: calls the work, repeatedly if needed.
     """
     config = store.config(table)
-    values = checked_values(config, values)
+    _check_values(config, values)
     found, rows = store.peek(table, ids)
     if state is None:
         rows.state[~found] = config.initial_state
@@ -91,20 +94,43 @@ def row_chunk(config: TableConfig, shard: int, rows: Rows) -> RowChunk:
     return RowChunk(config.name, shard, {**rows._asdict(), "embeddings": to_halves(rows.embeddings, config.dtype)})
 
 
-def checked_values(config: TableConfig, values: Floats) -> Floats:
-    """Returns values that a table can store.
+def chunk_rows(config: TableConfig, chunk: RowChunk) -> Rows:
+    """Returns the rows of a chunk of a checkpoint. State of another optimizer gives way to the initial one.
 
     Raises:
-        StoreError: a finite value exceeds the largest number of the dtype, as beyond 65,504 in float16.
+        StoreError: a column is missing, or embeddings have no dtype that tables have, or a value that the table cannot
+            store.
     """
-    if config.dtype == "float32":
-        return values
-    largest = LARGEST[config.dtype]
-    finite = np.abs(values[np.isfinite(values)])
-    if (most := float(finite.max(initial=0.0))) > largest:
+    arrays = dict(chunk.arrays)
+    if missing := [name for name in ("ids", "embeddings", "last_step", "stamp") if name not in arrays]:
+        raise StoreError(f"Rows of table {config.name!r} lack {', '.join(missing)}.", table=config.name)
+    if "state" not in arrays or "update_count" not in arrays or arrays["state"].shape[1:] != (config.state_width,):
+        count = len(arrays["ids"])
+        arrays["state"] = np.full((count, config.state_width), config.initial_state, np.float32)
+        arrays["update_count"] = np.zeros(count, np.uint32)
+    found = arrays["embeddings"].dtype
+    dtype = next((dtype for dtype, stored in CHUNK_DTYPES.items() if stored == found), None)
+    if dtype is None:
         raise StoreError(
-            f"Table {config.name!r}: {most:g} exceeds {largest:g}, the largest number of {config.dtype}; none of these "
-            "rows was set. Declare the table with dtype = 'bfloat16' or 'float32'.",
+            f"Table {config.name!r}: embeddings have dtype {found}; expected float32, float16, or the bits of bfloat16 "
+            "as uint16.",
             table=config.name,
         )
-    return values
+    arrays["embeddings"] = from_halves(arrays["embeddings"])
+    if LARGEST[dtype] > LARGEST[config.dtype]:
+        _check_values(config, arrays["embeddings"])
+    return Rows(**{name: arrays[name] for name in Rows._fields})
+
+
+def _check_values(config: TableConfig, values: Floats) -> None:
+    largest = LARGEST[config.dtype]
+    if config.dtype != "float32" and (most := largest_finite(values)) > largest:
+        raise StoreError(
+            f"Table {config.name!r}: {most:g} exceeds {largest:g}, the largest number of {config.dtype}; none of the "
+            f"rows of this call was set. Declare the table with dtype = {_wider(most)}.",
+            table=config.name,
+        )
+
+
+def _wider(value: float) -> str:
+    return " or ".join(repr(dtype) for dtype in ("bfloat16", "float32") if value <= LARGEST[dtype])

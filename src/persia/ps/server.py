@@ -16,7 +16,7 @@ from persia.errors import StoreError
 from persia.memory import host_memory
 from persia.modes import Dense, Mode, RowLimit, decode, encode
 from persia.ps.regions import Regions, retry_when_full, taken_space
-from persia.ps.row_access import RowSetter, checked_values, row_chunk
+from persia.ps.row_access import RowSetter, chunk_rows, row_chunk
 from persia.ps.sizes import check_free, check_share, declared_sizes, divide
 from persia.ps.snapshots import StoreSnapshots
 from persia.ps.tables import learning_rate, table_config
@@ -26,7 +26,7 @@ from persia.pushes.sequencer import PushSequencer
 from persia.pushes.step_barrier import ArrivedPush, StepBarrier, completes_step
 from persia.schema import EmbeddingOptimizer, Table
 from persia.services import RowChunk, SnapshotInfo, StatePiece
-from persia.store import EmbeddingStore, NativeStore, Rows
+from persia.store import EmbeddingStore, NativeStore
 from persia.telemetry.metrics import Readings, figures
 from persia.types import (
     MERGED,
@@ -44,7 +44,6 @@ from persia.types import (
     UpdateCounts,
     sum_counts,
 )
-from persia.types.values import from_halves
 
 __all__ = ["EmbeddingServer", "ServerOptions"]
 
@@ -383,13 +382,7 @@ class EmbeddingServer(JournaledServer):
         """Imports rows; rows of the same ids are replaced. See `persia.services.EmbeddingPS`."""
         index = self._number(chunk.table)
         config = self._store.config(index)
-        arrays = dict(chunk.arrays)
-        if "state" not in arrays or arrays["state"].shape[1] != config.state_width:
-            count = len(arrays["ids"])
-            arrays["state"] = np.full((count, config.state_width), config.initial_state, np.float32)
-            arrays["update_count"] = np.zeros(count, np.uint32)
-        arrays["embeddings"] = checked_values(config, from_halves(arrays["embeddings"]))
-        rows = Rows(**arrays)
+        rows = chunk_rows(config, chunk)
         retry_when_full(lambda: self._store.import_rows(index, rows), self._options.timeout, "import_rows")
 
     def export_state(self) -> Iterator[list[StatePiece]]:

@@ -158,7 +158,8 @@ class EmbeddingPS(Protocol):
         update count of 0. Embeddings may have another dtype than the table; they are rounded to the nearest.
 
         Raises:
-            StoreError: there is no such table, or values do not fit the dtype of the table.
+            StoreError: there is no such table, a column is missing, embeddings are neither float32, float16 nor uint16,
+                or values do not fit the dtype of the table. None of the rows was imported.
         """
 
     def contains(self, ids: Packed[np.uint64]) -> Packed[np.bool_]:
