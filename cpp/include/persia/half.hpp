@@ -37,7 +37,7 @@ struct Rounding {
   static std::uint64_t key_of(std::uint64_t seed, std::uint64_t name_hash, std::uint64_t id, std::uint32_t step,
                               const void* words, std::size_t count) {
     constexpr std::uint64_t kApart = 0x726F756E64696E67u;  // from initial values and admission
-    std::uint64_t hash = mix64(step + kGolden);  // not the step: its bits would be taken for changes of the first word
+    std::uint64_t hash = mix64(step + kGolden);            // else its bits would pass for changes of the first word
     for (std::size_t i = 0; i < count; i += 2) {
       std::uint64_t pair = 0;
       std::memcpy(&pair, static_cast<const std::byte*>(words) + 4 * i, i + 1 < count ? 8 : 4);
