@@ -7,7 +7,7 @@ import torch
 
 import persia
 from persia.batching.batch import Batch, IdColumn
-from persia.checkpoint import CheckpointReader, ReshardOptions, compact, inspect, reshard
+from persia.checkpoint import CheckpointReader, CheckpointWriter, ReshardOptions, compact, inspect, reshard
 from persia.errors import CheckpointError, ConfigError, DataError, StoreError
 from persia.modes import Hybrid, Sync
 from persia.nn.transfer import Transfer
@@ -260,14 +260,96 @@ def test_values_that_do_not_fit_are_refused():
     embeddings.set_rows("item", arrays["ids"], np.full((1, 5), 7e4, np.float32))
 
 
-def test_a_checkpoint_with_values_beyond_float16_is_not_resharded_to_it(tmp_path):
-    first = trainer("bfloat16")
+def values_of(server, table, ids):
+    return server.read_rows(table, np.array(ids, np.uint64), False).values
+
+
+@pytest.mark.parametrize("value", [1e5, -1e5])
+def test_values_that_do_not_fit_are_found_before_anything_is_loaded(tmp_path, value):
+    first = trainer("float32")
     first.fit(reader(200))
-    ids = np.arange(3, dtype=np.uint64)
-    first.embeddings.connection.servers[0].set_rows(1, "id_0", ids, np.full((3, 16), 1e6, np.float32), None)
+    (server,) = first.embeddings.connection.servers
+    server.set_rows(1, "id_1", np.array([77], np.uint64), np.full((1, 16), value, np.float32), None)
+    first.save(str(tmp_path))
+    second = trainer("float16")
+    mine = second.embeddings.connection.servers
+    mine[0].set_rows(1, "id_0", np.array([3], np.uint64), np.full((1, 16), 0.5, np.float32), None)
+    before = rows_of(mine)
+    with pytest.raises(CheckpointError, match=f"'id_1' has {value:g} in the row of id 77, beyond 65504") as caught:
+        second.load_rows(str(tmp_path))
+    assert caught.value.fields == {"path": CheckpointReader(tmp_path).path, "table": "id_1", "id": 77}
+    assert_same(rows_of(mine), before)
+    assert second.load_rows(str(tmp_path), ["id_0"])["id_0"].rows
+    third = trainer("float16")
+    with pytest.raises(CheckpointError, match="id 77"):
+        third.load(str(tmp_path))
+    assert not rows_of(third.embeddings.connection.servers)
+    third.fit(reader(200))
+
+
+def test_values_that_a_newer_increment_replaces_need_not_fit(tmp_path):
+    base = None
+    table = msgspec.structs.replace(reader().schema.resolved_tables()["id_0"], optimizer=Adagrad(lr=0.1))
+    for step, value in ((1, 1e5), (2, 1.0)):
+        with CheckpointWriter(tmp_path, step) as writer:
+            rows = chunk_of(np.array([5], np.uint64), np.full((1, 16), value, np.float32))
+            writer.add_rows("id_0", 0, {**rows, "state": np.ones((1, 16), np.float32)})
+            schema = persia.Schema([persia.IdFeature("id_0", dim=16)], tables=[table])
+            writer.commit(schema=schema, base=base)
+        base = CheckpointReader(tmp_path, step).base
+    second = trainer("float16")
+    assert second.load_rows(str(tmp_path))["id_0"].rows == 1
+    assert (values_of(second.embeddings.connection.servers[0], "id_0", [5]) == 1).all()
+
+
+def test_rounding_while_loading_is_warned_of(tmp_path, caplog):
+    first = trainer("float32")
+    first.fit(reader(200))
+    first.save(str(tmp_path / "float32"))
+    second = trainer("bfloat16")
+    second.load(str(tmp_path / "float32"))
+    (one, two) = (record.getMessage() for record in caplog.records if "rounded" in record.getMessage())
+    assert one.startswith("Table 'id_0': values are rounded to the nearest bfloat16; in ")
+    assert one.endswith("they are float32.")
+    assert two.startswith("Table 'id_1'")
+    caplog.clear()
+    second.save(str(tmp_path / "bfloat16"))
+    for dtype in ("bfloat16", "float32"):  # Exact.
+        trainer(dtype).load(str(tmp_path / "bfloat16"))
+    assert "rounded" not in caplog.text
+
+
+@pytest.mark.parametrize(("dtype", "value"), [("float16", 1e6), ("bfloat16", 3.4e38)])
+def test_a_checkpoint_with_values_beyond_a_dtype_is_not_resharded_to_it(tmp_path, dtype, value):
+    first = trainer("float32")
+    first.fit(reader(200))
+    ids, rows = np.arange(3, dtype=np.uint64), np.zeros((3, 16), np.float32)
+    rows[2] = value
+    first.embeddings.connection.servers[0].set_rows(1, "id_0", ids, rows, None)
     first.save(str(tmp_path / "saved"))
-    with pytest.raises(CheckpointError, match="65504"):
-        reshard(tmp_path / "saved", tmp_path / "half", ReshardOptions(dtype="float16"))
+    with pytest.raises(CheckpointError, match=f"beyond .* largest number of {dtype}") as caught:
+        reshard(tmp_path / "saved", tmp_path / "half", ReshardOptions(dtype=dtype))
+    assert (caught.value.fields["table"], caught.value.fields["id"]) == ("id_0", 2)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rows_that_are_not_finite_are_resharded_in_their_dtype(tmp_path, dtype):
+    first = trainer(dtype)
+    first.fit(reader(200))
+    (server,) = first.embeddings.connection.servers
+    rows = np.full((2, 16), 0.5, np.float32)
+    rows[0, 3], rows[1, 4] = np.inf, np.nan
+    server.import_rows(RowChunk("id_0", 0, chunk_of(np.arange(2, dtype=np.uint64), rows)))
+    first.save(str(tmp_path / "saved"))
+    reshard(tmp_path / "saved", tmp_path / "again", ReshardOptions())
+    second = trainer(dtype)
+    second.load(str(tmp_path / "again"))
+    np.testing.assert_array_equal(values_of(second.embeddings.connection.servers[0], "id_0", [0, 1]), rows)
+
+
+def chunk_of(ids, values):
+    zeros = {name: np.zeros(len(ids), np.uint32) for name in ("update_count", "last_step", "stamp")}
+    return {"ids": ids, "embeddings": values, **zeros}
 
 
 # --- the rest -----------------------------------------------------------------------------------------------------

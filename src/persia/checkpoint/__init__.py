@@ -4,7 +4,7 @@ The format is specified in `docs/reference/checkpoint.md`. Torch is imported onl
 """
 
 from persia.checkpoint.comparing import TableDifference, diff
-from persia.checkpoint.compatibility import same_rule
+from persia.checkpoint.compatibility import check_values, same_rule
 from persia.checkpoint.exporting import export
 from persia.checkpoint.format import Base, Manifest, Part, RemovedPart, RowsPart, StatePart, TableRecord, TensorsPart
 from persia.checkpoint.inspection import Inspection, format_inspection, inspect
@@ -40,6 +40,7 @@ __all__ = [
     "TableRecord",
     "TableRows",
     "TensorsPart",
+    "check_values",
     "clock_gaps",
     "compact",
     "config_of_cluster",

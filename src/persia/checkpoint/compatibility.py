@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from persia.checkpoint.format import Manifest
-from persia.schema import SGD, EmbeddingOptimizer, IdFeature, Schema
+import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["differences", "features_with_kind", "same_rule"]
+from persia.checkpoint.format import Manifest
+from persia.errors import CheckpointError
+from persia.schema import SGD, EmbeddingOptimizer, IdFeature, Schema
+from persia.types.values import LARGEST, Dtype
+
+__all__ = ["check_values", "differences", "features_with_kind", "same_rule"]
 
 
 def differences(
@@ -38,6 +43,31 @@ def differences(
 def features_with_kind(manifest: Manifest[Any]) -> set[str]:
     """Returns the ID-type features whose `IdFeature.kind` is recorded; old checkpoints do not record it."""
     return {feature["name"] for feature in manifest.schema["id_features"] if "kind" in feature}
+
+
+def check_values(path: str, table: str, rows: dict[str, NDArray[Any]], dtype: Dtype) -> None:
+    """Checks that the embeddings of rows fit a dtype. NaN and infinities do: every dtype has them.
+
+    Args:
+        path: of the checkpoint, for the error.
+        table: of the rows.
+        rows: `ids` uint64 `[n]` and `embeddings` float32 `[n, dim]`.
+        dtype: in which they are to be kept.
+
+    Raises:
+        CheckpointError: a finite value exceeds the largest number of the dtype.
+    """
+    values = rows["embeddings"]
+    beyond = np.isfinite(values) & (np.abs(values) > LARGEST[dtype])
+    if beyond.any():
+        row, column = (int(place) for place in np.argwhere(beyond)[0])
+        raise CheckpointError(
+            f"{path}: table {table!r} has {values[row, column]:g} in the row of id {rows['ids'][row]}, beyond "
+            f"{LARGEST[dtype]:g}, the largest number of {dtype}. Use float32.",
+            path=path,
+            table=table,
+            id=int(rows["ids"][row]),
+        )
 
 
 def same_rule(one: EmbeddingOptimizer | None, other: EmbeddingOptimizer | None) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia import batching
+from persia.checkpoint.compatibility import check_values
 from persia.checkpoint.format import RemovedPart, RowsPart, StatePart
 from persia.checkpoint.reader import CheckpointReader
 from persia.checkpoint.servers import MOST_SHARDS, clock_gaps, config_of_cluster
@@ -19,7 +20,7 @@ from persia.checkpoint.storage import ahead
 from persia.checkpoint.writer import CheckpointWriter
 from persia.errors import CheckpointError
 from persia.schema import Schema
-from persia.types.values import LARGEST, Dtype, to_halves
+from persia.types.values import Dtype, to_halves
 
 __all__ = ["ReshardOptions", "compact", "reshard"]
 
@@ -73,7 +74,7 @@ def reshard(
         Path of the new checkpoint.
 
     Raises:
-        CheckpointError: an argument is invalid, a part is damaged, a value exceeds float16, or writing failed.
+        CheckpointError: an argument is invalid, a part is damaged, a value exceeds the dtype, or writing failed.
     """
     if not 1 <= options.servers <= MOST_SERVERS:
         raise CheckpointError(f"Invalid servers = {options.servers}; expected 1 to {MOST_SERVERS}.", field="servers")
@@ -87,7 +88,8 @@ def reshard(
             gaps = all_gaps.get(table, {})
             dtype = options.dtype or declared.dtype
             moved = (
-                _moved(reader, arrays, gaps.get(shard, 0), options.state, dtype) for shard, arrays in reader.rows(table)
+                _moved(reader.path, table, arrays, gaps.get(shard, 0), options.state, dtype)
+                for shard, arrays in reader.rows(table)
             )
             with closing(ahead(_by_owner(table, moved, options.servers, progress))) as parts:
                 for owner, arrays in parts:
@@ -161,16 +163,15 @@ def _of_servers(part: object) -> bool:
     return isinstance(part, StatePart) and part.name.startswith("server-")
 
 
-def _moved(reader: CheckpointReader, arrays: Arrays, gap: int, state: bool, dtype: Dtype) -> Arrays:
+def _moved(path: str, table: str, arrays: Arrays, gap: int, state: bool, dtype: Dtype) -> Arrays:
     """Rows with comparable stamps, in the dtype and with the state that are wanted."""
     if gap:
         arrays["stamp"] = arrays["stamp"] + np.uint32(gap)
     if not state:
         arrays["state"] = arrays["state"][:, :0]
-    values = arrays["embeddings"]
-    if dtype == "float16" and not (np.abs(values) <= LARGEST[dtype]).all():
-        raise CheckpointError(f"{reader.path}: values beyond 65504 do not fit float16; take float32.", path=reader.path)
-    arrays["embeddings"] = to_halves(values, dtype)
+    if dtype != "float32":
+        check_values(path, table, arrays, dtype)
+    arrays["embeddings"] = to_halves(arrays["embeddings"], dtype)
     return arrays
 
 

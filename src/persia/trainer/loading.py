@@ -14,6 +14,7 @@ from persia import batching
 from persia.checkpoint import (
     CAPACITY_SCOPE,
     CheckpointReader,
+    check_values,
     clock_gaps,
     config_of_cluster,
     same_rule,
@@ -28,6 +29,7 @@ from persia.schema import INITIAL_ACCUMULATOR, SGD, Adagrad, EmbeddingOptimizer,
 from persia.services import EmbeddingPS, RowChunk, StatePiece
 from persia.trainer.options import Declared, TrainerOptions
 from persia.trainer.state import TrainingState
+from persia.types.values import LARGEST
 
 __all__ = [
     "LoadOptions",
@@ -113,7 +115,8 @@ def load(
     Args:
         directory: where the checkpoint is.
         options: which one, and how.
-        declared: the declarations of the run, which those of the checkpoint have to match.
+        declared: the declarations of the run, which those of the checkpoint have to match, except for the dtypes of
+            tables: values are rounded to the nearest, and a warning says so.
         network: gets the tensors of the model.
         state: gets the state of training.
         embeddings: their PSs get rows.
@@ -204,9 +207,13 @@ def _import_rows(
         state: also take the optimizer's state, where the table has the same optimizer in the checkpoint.
         shards: also import the PSs' state besides rows, if they have the shape of those that wrote it.
         ranks: only import into these PSs.
+
+    Raises:
+        CheckpointError: values of a table do not fit its dtype; nothing has been imported.
     """
     if ranks is None:
         ranks = range(len(servers))
+    _check_dtypes(reader, [table for name, table in servers[0].tables().items() if name in tables])
     changed = [servers[rank] for rank in ranks]
     same = shards and _shapes(server_pieces(reader)) == _shapes(_exported(servers))
     # Stamps of rows, by which the oldest are evicted, count the clock of their shard. Rows that change shards need a
@@ -258,6 +265,24 @@ def _import_rows(
             reader.path,
         )
     return loaded
+
+
+def _check_dtypes(reader: CheckpointReader, tables: Iterable[Table]) -> None:
+    """Checks that the values of a checkpoint fit the dtypes of tables, and warns of those that get rounded.
+
+    Reads the rows of tables whose dtype in the checkpoint has larger numbers.
+    """
+    for table in tables:
+        written = {link.manifest.tables[table.name].dtype for link in reader.links} - {table.dtype}
+        if table.dtype == "float32" or not written:
+            continue
+        if any(LARGEST[dtype] > LARGEST[table.dtype] for dtype in written):
+            for _, arrays in reader.rows(table.name):
+                check_values(reader.path, table.name, arrays, table.dtype)
+        LOG.warning(
+            "Table %r: values are rounded to the nearest %s; in %s they are %s.",
+            table.name, table.dtype, reader.path, " and ".join(sorted(written)),
+        )  # fmt: skip
 
 
 def _count(servers: Sequence[EmbeddingPS], table: str, figure: str) -> int:
