@@ -124,7 +124,8 @@ def blocking(work: Workload, data: list[Samples]) -> Persia:
     """The same with copies that wait."""
     made = Persia(work, data, ADAGRAD)
     staging: Staging = Blocking(torch.device(work.device))
-    made.embeddings._staging, made.embeddings._transfer = staging, Transfer(staging, on_host=False)
+    tables = made.embeddings.schema.resolved_tables()
+    made.embeddings._staging, made.embeddings._transfer = staging, Transfer(staging, on_host=False, tables=tables)
     made.embeddings._expander.on_host = False  # In tests, which have no GPU.
     return made
 

@@ -498,10 +498,6 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             tables[name] = known
         return tables
 
-    def narrow_tables(self) -> dict[str, Table]:
-        """Returns the tables whose embeddings have 16 bits, by name."""
-        return {name: table for name, table in self.resolved_tables().items() if table.dtype != "float32"}
-
     def feature(self, name: str) -> IdFeature:
         """Returns an ID-type feature by name.
 

@@ -4,20 +4,25 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import persia
+from persia import batching
 from persia.batching.batch import Batch, IdColumn
 from persia.checkpoint import CheckpointReader, CheckpointWriter, ReshardOptions, compact, inspect, reshard
 from persia.errors import CheckpointError, ConfigError, DataError, StoreError
 from persia.modes import Hybrid, Sync
-from persia.nn.transfer import Transfer
+from persia.nn.transfer import CpuStaging, Transfer, decode, decode_tensors
 from persia.optim import Adagrad, Adam, RowwiseAdagrad
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.sizes import declared_sizes
 from persia.replay import Setting, simulate, steady
 from persia.replay.virtual import VirtualTraining
+from persia.rpc.arrays import Decoder, encode
 from persia.services import Connection, RowChunk
-from persia.types.values import from_halves, to_halves
+from persia.types import LookedUp, Packed
+from persia.types.values import DTYPES, from_halves, to_halves, words_of
 from persia.worker import Worker, WorkerOptions
 
 SCHEMA = persia.Schema(
@@ -44,6 +49,13 @@ def make_batches(count, size=16, seed=0, schema=SCHEMA):
     return found
 
 
+class Frame:
+    """What ZeroMQ would have received."""
+
+    def __init__(self, data):
+        self.buffer = data
+
+
 class Cluster:
     """Several PSs in this process, with or without compression."""
 
@@ -64,7 +76,7 @@ def trained(cluster, *, on_host=True, schema=SCHEMA, mode=None, optimizer=None):
     )
     if not on_host:
         embeddings._expander.on_host = False
-        embeddings._transfer = Transfer(embeddings._staging, False, schema.narrow_tables())
+        embeddings._transfer = Transfer(embeddings._staging, False, schema.resolved_tables())
     net = torch.nn.Linear(1 + sum(f.dim or 5 for f in schema.id_features), 1)
     for batch in embeddings.prefetch(make_batches(8, schema=schema)):
         assert all(rows.dtype == torch.float32 and rows.is_contiguous() for rows in batch.rows.values())
@@ -113,15 +125,128 @@ def test_host_and_device_decode_the_same_bits(schema, compression):
     assert found.rows["tag"].nbytes == len(found.rows["tag"]) * 8
     if found.scales is not None:
         assert set(found.scales) == ({"user"} if "user" in found.rows else set())
-    narrow = schema.narrow_tables()
+    tables = schema.resolved_tables()
     embeddings = persia.nn.EmbeddingCollection(schema, optimizer=Adagrad(lr=0.1), cluster=cluster)
     staging = embeddings._staging
-    (mine, _), (theirs, _) = (Transfer(staging, on_host, narrow).rows(batch, found) for on_host in (True, False))
+    (mine, _), (theirs, _) = (Transfer(staging, on_host, tables).rows(batch, found) for on_host in (True, False))
     for name, rows in mine.rows.items():
         assert torch.equal(theirs.rows[name], rows)
         ids = worker.distinct_ids(worker.register(batch.id_features))[name]
         dim = schema.resolved_tables()[name].dim
         assert rows.shape == (len(ids), dim)
+
+
+def looked_up(compression, schema=SCHEMA):
+    (batch,) = make_batches(1, schema=schema)
+    worker = Cluster(1, compression).connect(schema, Adagrad(lr=0.1), Sync(), 3).worker
+    return batch, worker.lookup(worker.register(batch.id_features))
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+@pytest.mark.parametrize("schema", [SCHEMA, NARROW])
+def test_rows_of_16_bits_cross_in_a_message(schema, compression):
+    _, found = looked_up(compression, schema)
+    payload, arrays = encode(found, 100)
+    frames = [memoryview(array.reshape(-1).view(np.uint8)) for array in arrays]
+    crossed = Decoder(LookedUp).decode(payload, [Frame(frame) for frame in frames])
+    np.testing.assert_array_equal(crossed.rows.buffer.view(np.uint8), found.rows.buffer.view(np.uint8))
+    assert (crossed.rows.widths, crossed.rows.counts) == (found.rows.widths, found.rows.counts)
+    assert (crossed.scales is None) == (found.scales is None)
+    tables = schema.resolved_tables()
+    expected, plain = (decode(one.rows, one.scales, tables=tables) for one in (found, crossed))
+    for name, rows in plain.items():
+        np.testing.assert_array_equal(rows, expected[name])
+        assert rows.shape[1] == tables[name].dim
+
+
+def changed(found, name, *, width=0, **fields):
+    """Rows with a table of another width, or other fields."""
+    if width:
+        arrays = dict(found.rows)
+        arrays[name] = np.zeros((len(arrays[name]), width), found.rows.buffer.dtype)
+        fields["rows"] = Packed.of(arrays, found.rows.buffer.dtype.type)
+    return found._replace(**fields)
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize(
+    ("compression", "table", "change"),
+    [
+        ("none", "item", lambda found: changed(found, "item", width=1)),
+        ("none", "item", lambda found: changed(found, "item", width=5)),
+        ("none", "user", lambda found: changed(found, "user", width=2)),
+        ("fp16", "item", lambda found: changed(found, "item", width=3)),
+        ("fp16", "user", lambda found: changed(found, "user", width=6)),
+        ("none", "item", lambda found: found._replace(rows=Packed(["item"], [2], found.rows.buffer[:2]))),
+        ("none", "other", lambda found: found._replace(rows=Packed.of({"other": np.zeros((2, 3), "f4")}, np.float32))),
+        ("fp16", "user", lambda found: found._replace(scales=None)),
+        ("fp16", "user", lambda found: found._replace(scales=Packed.of({"user": np.ones(1, "f4")}, np.float32))),
+        ("none", "user", lambda found: found._replace(scales=Packed.of({"user": np.ones(1, "f4")}, np.float32))),
+        ("fp16", "tag", lambda found: found._replace(
+            scales=Packed.of({**found.scales, "tag": np.ones(len(found.rows["tag"]), "f4")}, np.float32))),
+    ],
+)  # fmt: skip
+def test_rows_of_another_form_are_refused(compression, table, change, on_host):
+    batch, found = looked_up(compression)
+    transfer = Transfer(CpuStaging(), on_host, SCHEMA.resolved_tables())
+    transfer.rows(batch, found)
+    with pytest.raises(DataError, match=f"table {table!r} have another form") as caught:
+        transfer.rows(batch, change(found))
+    assert caught.value.fields["table"] == table
+
+
+def test_scales_in_another_order_are_refused():
+    tables = {name: persia.Table(name, 2) for name in "ab"}
+    rows, scales = batching.encode_packed(Packed.of(dict.fromkeys("ab", np.ones((3, 2), np.float32)), np.float32))
+    batching.check_rows(rows, scales, tables)
+    with pytest.raises(DataError, match="order of tables"):
+        batching.check_rows(rows, Packed(["b", "a"], scales.counts, scales.buffer), tables)
+
+
+def test_rows_by_name_are_decoded_too():
+    _, found = looked_up("none")
+    tables = SCHEMA.resolved_tables()
+    expected = decode(found.rows, None, tables=tables)
+    for name, rows in decode(dict(found.rows), None, tables=tables).items():
+        np.testing.assert_array_equal(rows, expected[name])
+
+
+TABLES = st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(1, 5), st.integers(0, 3)), max_size=7)
+
+
+@settings(max_examples=200, deadline=None)
+@given(TABLES, st.booleans(), st.integers(0, 99))
+def test_runs_of_tables_are_converted_as_each_table_by_itself(forms, compressed, seed):
+    rng = np.random.default_rng(seed)
+    tables, stored, expected = {}, {}, {}
+    for number, (dtype, dim, count) in enumerate(forms):
+        name = f"t{number}"
+        tables[name] = persia.Table(name, dim, dtype=dtype)
+        values = rng.normal(size=(count, dim)).astype(np.float32)
+        if dtype == "float32":
+            stored[name], expected[name] = values, values
+            if compressed:
+                expected[name] = batching.decode_rows(*batching.encode_rows(values))
+        else:
+            halves = to_halves(values, dtype)
+            expected[name] = from_halves(halves)
+            padded = np.zeros((count, 2 * words_of(dtype, dim)), np.uint16)
+            padded[:, :dim] = halves.view(np.uint16)
+            stored[name] = padded.view(np.float32)
+    rows, scales = Packed.of(stored, np.float32) if stored else Packed([], [], np.empty(0, np.float32), []), None
+    if compressed:
+        rows, scales = batching.encode_packed(rows, tables)
+    batching.check_rows(rows, scales, tables)
+    found = batching.plain_packed(rows, scales, tables, batching.Scratch())
+    assert list(found) == list(expected)
+    tensors = decode_tensors(
+        {name: torch.from_numpy(array.copy()) for name, array in rows.items()},
+        None if scales is None else {name: torch.from_numpy(array.copy()) for name, array in scales.items()},
+        tables,
+    )
+    for name, values in expected.items():
+        np.testing.assert_array_equal(found[name], values)
+        np.testing.assert_array_equal(tensors[name].numpy(), values)
 
 
 @pytest.mark.parametrize("on_host", [True, False])

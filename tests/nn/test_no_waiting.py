@@ -98,7 +98,7 @@ def steps(device, precision, around):
     )
     if device == "cpu":  # The way of a GPU.
         embeddings._expander.on_host = False
-        embeddings._transfer = Transfer(embeddings._staging, on_host=False)
+        embeddings._transfer = Transfer(embeddings._staging, on_host=False, tables=embeddings.schema.resolved_tables())
     losses = []
     for batch in embeddings.prefetch(make_batches(4)):
         with around(batch):

@@ -45,7 +45,7 @@ def collection(mode, on_host=True, scaler=None, **options):
     )
     if not on_host:  # The way of a GPU.
         embeddings._expander.on_host = False
-        embeddings._transfer = Transfer(embeddings._staging, on_host=False)
+        embeddings._transfer = Transfer(embeddings._staging, on_host=False, tables=embeddings.schema.resolved_tables())
     return embeddings
 
 

@@ -256,7 +256,7 @@ def train(cluster, mode, cache_rows, batches, on_host=True, accumulation=1, devi
         options=CollectionOptions(device=device, accumulation_steps=accumulation),
     )
     embeddings._expander.on_host = on_host
-    embeddings._transfer = Transfer(embeddings._staging, on_host)
+    embeddings._transfer = Transfer(embeddings._staging, on_host, tables=embeddings.schema.resolved_tables())
     seen = []
     for number, batch in enumerate(embeddings.prefetch(batches)):
         assert (batch.pooled is not None) == on_host

@@ -51,7 +51,7 @@ def trained(on_host):
         SCHEMA, optimizer=Adagrad(lr=0.1), mode=persia.modes.Sync(), cluster=cluster
     )
     embeddings._expander.on_host = on_host
-    embeddings._transfer = Transfer(embeddings._staging, on_host)
+    embeddings._transfer = Transfer(embeddings._staging, on_host, tables=embeddings.schema.resolved_tables())
     net = torch.nn.Linear(17, 1)
     seen = []
     for batch in embeddings.prefetch(make_batches(6)):
@@ -76,7 +76,7 @@ def test_rows_and_gradients_have_the_same_bits_on_both_ways(train):
     found = worker.lookup(worker.register(batch.id_features), train)
     assert found.scales is not None
     staging = CpuStaging()
-    host, device = (Transfer(staging, on_host) for on_host in (True, False))
+    host, device = (Transfer(staging, on_host, SCHEMA.resolved_tables()) for on_host in (True, False))
     (mine, _), (theirs, _) = host.rows(batch, found), device.rows(batch, found)
     for name, rows in mine.rows.items():
         assert torch.equal(theirs.rows[name], rows)
@@ -119,7 +119,7 @@ def test_gradients_are_sent_from_where_the_backward_pass_has_summed_them():
     inverse = dict.fromkeys("abc", np.arange(8, dtype=np.uint16))
     sum(values.sum() for values in expander(rows, inverse, dict.fromkeys("abc")).values()).backward()
     gradients = {name: leaf.grad for name, leaf in rows.items()}
-    packed, scales = Transfer(CpuStaging(), on_host=True).gradients(gradients, False)()
+    packed, scales = Transfer(CpuStaging(), True, schema.resolved_tables()).gradients(gradients, False)()
     assert scales is None
     assert packed.buffer.ctypes.data == gradients["a"].data_ptr()
     assert (packed["c"] == 1).all()

@@ -10,6 +10,7 @@ from persia.batching.native import RowSums, Scratch, ThreadPool, borrow
 from persia.batching.owners import group_by_owner, owners
 from persia.batching.packing import (
     PackedBatch,
+    check_rows,
     decode_packed,
     encode_packed,
     pack_batch,
@@ -32,6 +33,7 @@ __all__ = [
     "ThreadPool",
     "average_gradients",
     "borrow",
+    "check_rows",
     "decode_packed",
     "decode_rows",
     "encode_packed",

@@ -5,21 +5,34 @@ from __future__ import annotations
 import importlib
 import itertools
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.batching.codec import decode_rows, encode_rows
+from persia.batching.codec import encode_rows
 from persia.batching.native import Scratch, ThreadPool, as_data_error, core
+from persia.errors import DataError
 from persia.schema import Table
-from persia.types import Floats, Ids, Int64Array, WireRows
+from persia.types import Ids, Int64Array
 from persia.types.packed import Packed
+from persia.types.values import words_of
 
-__all__ = ["PackedBatch", "decode_packed", "encode_packed", "pack_batch", "plain_packed", "put_part", "take_part"]
+__all__ = [
+    "PackedBatch",
+    "check_rows",
+    "decode_packed",
+    "encode_packed",
+    "pack_batch",
+    "plain_packed",
+    "put_part",
+    "take_part",
+]
 
 S = TypeVar("S", bound=np.generic)
+
+NO_TABLES: Mapping[str, Table] = {}
 
 _core: Any = importlib.import_module("persia._core").packed
 
@@ -110,92 +123,147 @@ def put_part(whole: Packed[S], bounds: Int64Array, server: int, mine: NDArray[S]
         _core.move_part(whole.buffer, mine, bounds, server, whole.widths or [1] * len(whole), False)
 
 
+def check_rows(
+    rows: Packed[np.float32 | np.float16], scales: Packed[np.float32] | None, tables: Mapping[str, Table]
+) -> None:
+    """Checks that rows that were looked up have the form in which rows of their tables travel.
+
+    Args:
+        rows: by table.
+        scales: as in `LookedUp`.
+        tables: those of the schema, by name.
+
+    Raises:
+        DataError: a table is unknown, or its rows have another width, or the scales are not those of its rows.
+    """
+    halves = rows.buffer.dtype == np.float16
+    wanted: list[tuple[str, int]] = []
+    for name, count, width in zip(rows.names, rows.counts, rows.widths or [0] * len(rows), strict=True):
+        table = tables.get(name)
+        if table is None:
+            raise _unexpected(name, "there is no such table")
+        expected = words_of(table.dtype, table.dim) * (1 + (halves and table.dtype != "float32"))
+        if width != expected:
+            raise _unexpected(
+                name, f"a row of {table.dim} {table.dtype} has {expected} values of {rows.buffer.dtype}, not {width}"
+            )
+        if halves and table.dtype == "float32":
+            wanted.append((name, count))
+    given = [] if scales is None else list(zip(scales.names, scales.counts, strict=True))
+    if given != wanted or (scales is not None and scales.widths):
+        odd = [pair for pair in (*wanted, *given) if pair not in wanted or pair not in given] or [*wanted, *given]
+        raise _unexpected(odd[0][0], "compressed float32 rows need a scale each, in the order of tables; others none")
+
+
 def encode_packed(
-    rows: Packed[np.float32], narrow: Collection[str] = ()
+    rows: Packed[np.float32], tables: Mapping[str, Table] = NO_TABLES
 ) -> tuple[Packed[np.float16], Packed[np.float32]]:
     """`encode_rows` of all tables: a call for each run of tables of one width.
 
     Args:
         rows: by table.
-        narrow: tables of 16-bit values, whose rows are as stored. They stay as they are, without scales.
+        tables: by name. 16-bit rows stay as they are, without scales; tables that are not given have float32 rows.
     """
-    if any(name in narrow for name in rows.names):
-        return _encode_mixed(rows, narrow)
-    halves = np.empty(rows.buffer.shape, np.float16)
-    scales = np.empty(sum(rows.counts), np.float32)
-    for row, end, first, last, width in _runs(rows):
-        encoded, factors = encode_rows(rows.buffer[first:last].reshape(-1, width))
-        halves[first:last], scales[row:end] = encoded.reshape(-1), factors
-    return Packed(rows.names, rows.counts, halves, rows.widths), Packed(rows.names, rows.counts, scales)
+    stored = _of_16_bits(tables)
+    widths = [w * (1 + (n in stored)) for n, w in zip(rows.names, rows.widths or [], strict=False)]
+    halves = np.empty(sum(map(operator.mul, rows.counts, widths)), np.float16)
+    scaled = [(name, count) for name, count in zip(rows.names, rows.counts, strict=True) if name not in stored]
+    scales = np.empty(sum(count for _, count in scaled), np.float32)
+    row = start = 0
+    for run in _runs(rows, stored):
+        if run.stored is None:
+            encoded, scales[row : row + run.rows] = encode_rows(run.values)
+            row += run.rows
+        else:
+            encoded = run.values.view(np.float16)
+        halves[start : start + encoded.size] = encoded.reshape(-1)
+        start += encoded.size
+    names, counts = [name for name, _ in scaled], [count for _, count in scaled]
+    return Packed(rows.names, rows.counts, halves, widths), Packed(names, counts, scales)
 
 
 def decode_packed(halves: Packed[np.float16], scales: Packed[np.float32], scratch: Scratch) -> Packed[np.float32]:
-    """`decode_rows` of all tables: undoes `encode_packed`."""
-    rows: Floats | None = None
-    for row, end, first, last, width in _runs(halves):
-        part = decode_rows(halves.buffer[first:last].reshape(-1, width), scales.buffer[row:end], scratch).reshape(-1)
-        if last - first == len(halves.buffer):
-            rows = part
-            break
-        rows = scratch.floats(len(halves.buffer)) if rows is None else rows
-        rows[first:last] = part
-    return Packed(halves.names, halves.counts, np.empty(0, np.float32) if rows is None else rows, halves.widths)
+    """`decode_rows` of all tables: undoes `encode_packed` of float32 tables."""
+    return plain_packed(halves, scales, NO_TABLES, scratch)
 
 
 def plain_packed(
     rows: Packed[np.float32 | np.float16],
     scales: Packed[np.float32] | None,
-    narrow: Mapping[str, Table],
+    tables: Mapping[str, Table],
     scratch: Scratch,
 ) -> Packed[np.float32]:
     """Rows as float32 `[n, dim]`, from any form in which they travel; as they are if they are float32 already.
 
+    A call for each run of tables of one dtype and width.
+
     Args:
-        rows: by table.
-        scales: of the tables that `encode_packed` has encoded; None if there are none.
-        narrow: tables of 16-bit values, by name; their rows are as stored.
+        rows: by table; `check_rows` has checked those of others.
+        scales: of the tables that `encode_packed` has encoded, in their order; None if there are none.
+        tables: by name. 16-bit rows are as stored; tables that are not given have float32 rows.
         scratch: memory kept from call to call.
 
     Raises:
         DataError: rows do not fit their table.
     """
-    if not any(name in narrow for name in rows.names):
-        if scales is None:
-            return cast("Packed[np.float32]", rows)
-        return decode_packed(cast("Packed[np.float16]", rows), scales, scratch)
-    dims = [narrow[n].dim if n in narrow else w for n, w in zip(rows.names, rows.widths or [], strict=True)]
-    plain = Packed(rows.names, rows.counts, scratch.floats(sum(map(operator.mul, rows.counts, dims))), dims)
-    for (name, array), out in zip(rows.items(), plain.arrays(), strict=True):
-        if name in narrow:
-            with as_data_error:
-                core.widen_rows(array, out, narrow[name].dtype)
-        elif scales is not None and name in scales:
-            out[:] = decode_rows(array, scales[name], scratch)  # type: ignore[arg-type]
-        else:
-            out[:] = array
-    return plain
+    stored = _of_16_bits(tables)
+    if scales is None and not any(name in stored for name in rows.names):
+        return cast("Packed[np.float32]", rows)
+    dims = [stored[n].dim if n in stored else w for n, w in zip(rows.names, rows.widths or [], strict=False)]
+    plain = scratch.floats(sum(map(operator.mul, rows.counts, dims)))
+    row = start = 0
+    for run in _runs(rows, stored):
+        dim = run.values.shape[1] if run.stored is None else run.stored.dim
+        end = start + run.rows * dim
+        out = plain[start:end].reshape(run.rows, dim)
+        with as_data_error:
+            if run.stored is not None:
+                core.widen_rows(run.values, out, run.stored.dtype)
+            elif scales is not None:
+                core.decode_fp16(run.values, scales.buffer[row : row + run.rows], out)
+                row += run.rows
+            else:
+                out[:] = run.values
+        start = end
+    return Packed(rows.names, rows.counts, plain, dims)
 
 
-def _encode_mixed(rows: Packed[np.float32], narrow: Collection[str]) -> tuple[Packed[np.float16], Packed[np.float32]]:
-    parts: list[WireRows] = []
-    scales: dict[str, Floats] = {}
-    for name, array in rows.items():
-        if name in narrow:
-            parts.append(array.view(np.float16))
-        else:
-            encoded, scales[name] = encode_rows(array)
-            parts.append(encoded)
-    buffer: Any = parts[0] if len(parts) == 1 else np.concatenate([part.reshape(-1) for part in parts])
-    widths = [part.shape[1] for part in parts]
-    return Packed(rows.names, rows.counts, buffer.reshape(-1), widths), Packed.of(scales, np.float32)
+class _Run(NamedTuple):
+    """Rows of neighbouring tables of one dtype and width.
+
+    Attributes:
+        rows: how many.
+        values: `[rows, width]`.
+        stored: one of the tables if they have 16-bit rows; else None.
+    """
+
+    rows: int
+    values: NDArray[Any]
+    stored: Table | None
 
 
-def _runs(rows: Packed[Any]) -> Iterator[tuple[int, int, int, int, int]]:
-    """Neighbouring tables of one width: first row and end, first value and end, width."""
-    row = first = 0
-    pairs = zip(rows.widths or [], rows.counts, strict=False)
-    for width, run in itertools.groupby(pairs, key=lambda pair: pair[0]):
-        count = sum(n for _, n in run)
-        if count * width:
-            yield row, row + count, first, first + count * width, width
-        row, first = row + count, first + count * width
+def _runs(rows: Packed[Any], stored: Mapping[str, Table]) -> Iterator[_Run]:
+    def form(one: tuple[str, int, int]) -> tuple[int, str, int]:
+        table = stored.get(one[0])
+        return (one[1], "", 0) if table is None else (one[1], table.dtype, table.dim)
+
+    start = 0
+    parts = zip(rows.names, rows.widths or [], rows.counts, strict=False)
+    for (width, _, _), run in ((key, list(group)) for key, group in itertools.groupby(parts, form)):
+        count = sum(n for _, _, n in run)
+        end = start + count * width
+        if end > start:
+            yield _Run(count, rows.buffer[start:end].reshape(count, width), stored.get(run[0][0]))
+        start = end
+
+
+def _of_16_bits(tables: Mapping[str, Table]) -> dict[str, Table]:
+    return {name: table for name, table in tables.items() if table.dtype != "float32"}
+
+
+def _unexpected(table: str, problem: str) -> DataError:
+    return DataError(
+        f"Rows that were looked up in table {table!r} have another form: {problem}. Give all processes of a run the "
+        "same schema and version.",
+        table=table,
+    )

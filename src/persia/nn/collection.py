@@ -102,7 +102,7 @@ class EmbeddingCollection(torch.nn.Module):
         self.grad_scaler = grad_scaler
         self._staging = staging_for(self.options.device)
         self._expander = Expander(schema, self._staging.device)
-        self._transfer = Transfer(self._staging, self._expander.on_host, schema.narrow_tables())
+        self._transfer = Transfer(self._staging, self._expander.on_host, schema.resolved_tables())
         self.connection = cluster.connect(schema, optimizer, self.mode, self.options.seed)
         if not isinstance(cluster, ProcessCluster):  # There, NN workers train.
             check_gpus(self._staging.device.type, self.connection.gpus)

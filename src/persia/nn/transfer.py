@@ -18,7 +18,7 @@ from persia.nn.options import check_device
 from persia.nn.prepared import PreparedBatch
 from persia.nn.row_cache import CachePlan
 from persia.schema import Table
-from persia.types import FedBatch, Floats, Halves, Int64Array, Inverse, LookedUp, Packed, WireRows
+from persia.types import FedBatch, Floats, Int64Array, Inverse, LookedUp, Packed, WireRows
 
 __all__ = [
     "CpuStaging",
@@ -196,17 +196,13 @@ def decode(
     rows: Mapping[str, WireRows],
     scales: Mapping[str, Floats] | None,
     scratch: batching.Scratch | None = None,
-    narrow: Mapping[str, Table] | None = None,
+    tables: Mapping[str, Table] | None = None,
 ) -> Packed[np.float32]:
-    """Returns float32 rows `[n, dim]` by table; `narrow` tables have rows as stored. Float32 rows stay as they are."""
-    scratch = scratch or batching.Scratch()
-    if narrow and isinstance(rows, Packed):
-        factors = None if scales is None else Packed.of(scales, np.float32)
-        return batching.plain_packed(rows, factors, narrow, scratch)
-    if scales is None:
-        return Packed.of(cast("Mapping[str, Floats]", rows), np.float32)
-    halves = Packed.of(cast("Mapping[str, Halves]", rows), np.float16)
-    return batching.decode_packed(halves, Packed.of(scales, np.float32), scratch)
+    """Returns float32 rows `[n, dim]` by table; 16-bit rows of `tables` are given as stored."""
+    dtype: Any = np.float32 if scales is None else np.float16
+    packed = rows if isinstance(rows, Packed) else Packed.of(rows, dtype)
+    factors = None if scales is None else Packed.of(scales, np.float32)
+    return batching.plain_packed(packed, factors, tables or {}, scratch or batching.Scratch())
 
 
 def encode(rows: Mapping[str, Floats]) -> tuple[Packed[np.float16], Packed[np.float32]]:
@@ -222,20 +218,20 @@ def encoded(rows: Packed[np.float32], compressed: bool) -> Encoded:
 def decode_tensors(
     rows: Mapping[str, torch.Tensor],
     scales: Mapping[str, torch.Tensor] | None,
-    narrow: Mapping[str, Table] | None = None,
+    tables: Mapping[str, Table] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Like `decode`, on the device of the tensors: tables of one width at once, as each operation is a kernel."""
-    found, narrow = dict(rows), narrow or {}
+    found, tables = dict(rows), tables or {}
     for names in of_one_width({name: rows[name] for name in scales or {}}):
         scale = joined([(scales or {})[name] for name in names])
         values = together([rows[name] for name in names]).to(torch.float32) * scale.unsqueeze(1)
         found.update(zip(names, values.split([len(rows[name]) for name in names]), strict=True))
     for dtype in (torch.bfloat16, torch.float16):
-        mine = {n: rows[n] for n in rows if n in narrow and narrow[n].dtype == str(dtype).removeprefix("torch.")}
+        mine = {n: rows[n] for n in rows if n in tables and tables[n].dtype == str(dtype).removeprefix("torch.")}
         for names in of_one_width(mine):
             values = together([rows[name] for name in names]).view(dtype).to(torch.float32)
             parts = values.split([len(rows[name]) for name in names])
-            found.update({n: part[:, : narrow[n].dim].contiguous() for n, part in zip(names, parts, strict=True)})
+            found.update({n: part[:, : tables[n].dim].contiguous() for n, part in zip(names, parts, strict=True)})
     return found
 
 
@@ -276,12 +272,12 @@ class Transfer:
     Args:
         staging: of the device.
         on_host: whether the native core works on the rows.
-        narrow: tables of 16-bit values, by name; see `Schema.narrow_tables`.
+        tables: those of the schema, by name.
     """
 
-    def __init__(self, staging: Staging, on_host: bool, narrow: Mapping[str, Table] | None = None) -> None:
+    def __init__(self, staging: Staging, on_host: bool, tables: Mapping[str, Table]) -> None:
         self._staging = staging
-        self._narrow = narrow or {}
+        self._tables = tables
         self._on_host = on_host
         self._scratch = batching.Scratch()
 
@@ -294,14 +290,18 @@ class Transfer:
             batch: the samples.
             found: their rows, without those that `cached` has.
             cached: the plan of a `RowCache`, which gets copies of the rows that were found.
+
+        Raises:
+            DataError: the rows do not have the form of those of their tables.
         """
+        batching.check_rows(found.rows, found.scales, self._tables)
         arrays: dict[str, NDArray[Any]] = {"dense": batch.dense, "labels": batch.labels}
         if cached is not None:
             arrays["places"] = cached.places.buffer
         inverse: dict[str, Inverse] | dict[str, torch.Tensor]
         offsets: dict[str, Int64Array | None] | dict[str, torch.Tensor | None]
         if self._on_host:
-            plain = decode(found.rows, found.scales, self._scratch, self._narrow)
+            plain = decode(found.rows, found.scales, self._scratch, self._tables)
             tensors, ready = self._staging.to_device({**arrays, "rows": plain.buffer})
             rows, inverse = unpacked(tensors["rows"], plain), found.inverse
             if cached is not None:
@@ -318,7 +318,7 @@ class Transfer:
 
             def unpack(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
                 made.update({kind: unpacked(tensors[kind], pack) for kind, pack in packed.items()})
-                made["rows"] = decode_tensors(made["rows"], made.get("scales"), self._narrow)
+                made["rows"] = decode_tensors(made["rows"], made.get("scales"), self._tables)
                 if cached is not None:
                     made["rows"] = cached.assemble(made["rows"], unpacked(tensors["places"].long(), cached.places))
                 return {**tensors, **{f"rows/{name}": rows for name, rows in made["rows"].items()}}

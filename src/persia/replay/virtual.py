@@ -35,14 +35,14 @@ __all__ = ["VirtualTraining"]
 class _StoredRows:
     """Tables of an embedding PS, which applies each update at once."""
 
-    def __init__(self, server: EmbeddingServer, narrow: Mapping[str, Table]) -> None:
+    def __init__(self, server: EmbeddingServer, tables: Mapping[str, Table]) -> None:
         self._server = server
-        self._narrow = narrow
+        self._tables = tables
         self._scratch = batching.Scratch()
         self._pushes = 0
 
     def lookup(self, ids: Mapping[str, Ids]) -> dict[str, Floats]:
-        return dict(batching.plain_packed(self._server.lookup(ids, train=True), None, self._narrow, self._scratch))
+        return dict(batching.plain_packed(self._server.lookup(ids, train=True), None, self._tables, self._scratch))
 
     def update(self, gradients: RowGradients, step: int) -> None:
         self._pushes += 1
@@ -85,7 +85,7 @@ class VirtualTraining:
         self._entries: dict[int, tuple[Batch, Entry]] = {}
         self.logits: dict[int, Floats] = {}
         """Logits `[batch, labels]` of the training forward pass by batch, for progressive validation."""
-        self._narrow = schema.narrow_tables()
+        self._tables = schema.resolved_tables()
         self._scratch = batching.Scratch()
         self.stores: list[EmbeddingServer] = []
         """The embedding PSs."""
@@ -105,7 +105,7 @@ class VirtualTraining:
         self._owned = partition([spec_of(str(n), p) for n, p in enumerate(self._used)], dense)
         for rank, store in enumerate(self.stores):
             self._servers[f"ps-{rank}"] = ReplayRows(
-                _StoredRows(store, self._narrow), functools.partial(self._ids, rank)
+                _StoredRows(store, self._tables), functools.partial(self._ids, rank)
             )
         for rank in range(dense):
             read, update = functools.partial(self._pull, rank), functools.partial(self._update, rank)
@@ -161,7 +161,7 @@ class VirtualTraining:
                 entry = self._router.entry(batch.id_features)
                 answers = [s.lookup(self._router.ids_of(entry, n), train=False) for n, s in enumerate(self.stores)]
                 stored = self._router.join(entry, answers)
-                rows = batching.plain_packed(stored, None, self._narrow, self._scratch)
+                rows = batching.plain_packed(stored, None, self._tables, self._scratch)
                 embeddings = self._expander(_tensors(rows), entry.inverse, _offsets(entry))
                 found.append(self.model(torch.from_numpy(batch.dense), embeddings).numpy())
         return np.concatenate(found)

@@ -129,8 +129,8 @@ class LookedUp(NamedTuple):
     """Rows for the ID features of a batch, as they travel to an NN worker: distinct rows, and indices into them.
 
     Attributes:
-        rows: by table `[unique ids, dim]`: float32, or with compression float16. Tables of 16-bit values have rows as
-            stored, see `persia.types.values`: their bits in the words of either dtype, without scales.
+        rows: by table `[unique ids, dim]`: float32, or with compression float16. 16-bit rows are as stored, see
+            `persia.types.values`: their bits in items of either dtype, without scales.
         narrow: by feature, index of each id's row in its table's `rows`; for tables with at most 65,536 unique ids.
         wide: the same for all other tables.
         offsets: by feature, int64 `[batch + 1]` into its index; features whose samples have one id each are left out.

@@ -81,7 +81,7 @@ class Worker:
         options = options or WorkerOptions()
         self._buffer: BatchBuffer[Entry] = BatchBuffer(rank, incarnation, options)
         self._compresses = options.compression == "fp16"
-        self._narrow = frozenset(schema.narrow_tables())
+        self._tables = schema.resolved_tables()
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._traffic: Counter[tuple[str, str]] = Counter()
@@ -251,7 +251,7 @@ class Worker:
         if not self._compresses:
             plain = cast("Packed[np.float32 | np.float16]", rows)
             return LookedUp(plain, narrow, wide, entry.offsets)
-        halves, scales = batching.encode_packed(rows, self._narrow)
+        halves, scales = batching.encode_packed(rows, self._tables)
         short = cast("Packed[np.float32 | np.float16]", halves)
         return LookedUp(short, narrow, wide, entry.offsets, scales)
 
