@@ -202,6 +202,14 @@ def test_checkpoint_tools(config, tmp_path):
     persia("checkpoint", "compact", out)
     other = str(tmp_path / "other")
     assert "step-000000000010" in persia("checkpoint", "reshard", out, other, "--ps", "3")
+    for kind, expected in (("bfloat16", "bfloat16"), ("table", "float32")):
+        target = tmp_path / kind
+        persia("checkpoint", "reshard", out, str(target), "--dtype", kind)
+        tables = json.loads((target / "step-000000000010" / "manifest.json").read_bytes())["tables"]
+        assert {table["dtype"] for table in tables.values()} == {expected}
+        assert "is intact" in persia("checkpoint", "verify", str(target))
+    refused = persia("checkpoint", "reshard", out, str(tmp_path / "none"), "--dtype", "bf16", ok=False)
+    assert "expected one of: table, float32, bfloat16, float16" in " ".join(refused.split())
     text = persia("checkpoint", "diff", out, other)
     assert "changed" in text
     assert "id_0" in text

@@ -1,6 +1,7 @@
 """Runs of several NN workers against their replay in virtual time: same parameters, drops and staleness."""
 
 import itertools
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ from persia.replay import Records, load_timeline, recorded
 from persia.replay.virtual import VirtualTraining
 from persia.testing import Threads
 from persia.types import JournalRecord, PushHeader, ReadRecord
+from persia.types.values import from_halves
 from support.switching_samples import DEADLINE, ROWS, SCHEMA, Net, batches, rows_of, trainer
 
 WORKERS = 3
@@ -121,7 +123,7 @@ def assert_replayed(directory, data, t):
     rows, found = rows_of(t), {}
     for store in virtual.stores:
         for chunk in store.export_rows():
-            ids, values = chunk.arrays["ids"], chunk.arrays["embeddings"]
+            ids, values = chunk.arrays["ids"], from_halves(chunk.arrays["embeddings"])
             found.update({(chunk.table, int(i)): v for i, v in zip(ids, values, strict=True)})
     assert found.keys() == rows.keys()
     for key, row in rows.items():
@@ -159,6 +161,17 @@ def test_a_run_is_its_replay(mode, seed, tmp_path):
 def test_with_several_ps_of_both_kinds(mode, tmp_path):
     data = batches(31)
     _, t = run(mode, data, tmp_path, of_seed(5), servers=(2, 2))
+    assert_replayed(tmp_path, data, t)
+
+
+@pytest.mark.parametrize("mode", [Async(), Hybrid(3, combine=False)], ids=str)
+def test_a_run_with_rows_of_16_bits_is_its_replay(mode, tmp_path, monkeypatch):
+    """Rows round with numbers of their update, so a replay that makes the same updates rounds alike."""
+    features = [msgspec.structs.replace(feature, dtype="bfloat16") for feature in SCHEMA.id_features]
+    monkeypatch.setattr(sys.modules[__name__], "SCHEMA", msgspec.structs.replace(SCHEMA, id_features=features))
+    data = batches(30)
+    _, t = run(mode, data, tmp_path, of_seed(7))
+    assert t.embeddings.schema.resolved_tables()["item"].dtype == "bfloat16"
     assert_replayed(tmp_path, data, t)
 
 

@@ -8,6 +8,7 @@ import torch
 import persia
 from persia import Batch, IdColumn, IdFeature, Schema
 from persia.optim import Adagrad
+from persia.types.values import from_halves
 
 DEADLINE = 30.0
 ROWS = 16
@@ -57,7 +58,7 @@ def rows_of(t):
     rows = {}
     for server in t.embeddings.connection.servers:
         for chunk in server.export_rows():
-            ids, values = chunk.arrays["ids"], chunk.arrays["embeddings"]
+            ids, values = chunk.arrays["ids"], from_halves(chunk.arrays["embeddings"])
             rows.update({(chunk.table, int(i)): v for i, v in zip(ids, values, strict=True)})
     return rows
 
