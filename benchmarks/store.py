@@ -132,7 +132,10 @@ def lookup_zipf(preset: str) -> runner.Measure:
 
 @runner.measures("store.lookup_bf16")
 def lookup_bf16(preset: str) -> runner.Measure:
-    """As store.lookup_uniform, with rows of bfloat16, which are looked up as they are, against float32."""
+    """As store.lookup_uniform, with rows of bfloat16, which are looked up as they are, against float32.
+
+    NN workers widen the rows, which is not part of it.
+    """
     return lookup("store.lookup_bf16", preset, uniform_batches, 1.2, dtype="bfloat16")
 
 

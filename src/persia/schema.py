@@ -370,7 +370,8 @@ class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         kind: conversion of values to ids. "auto": whole numbers from 0 to 2^64 - 1 are used as ids (5, 5.0 and the
             text "5" alike); all other values are hashed as text. "number": accepts such numbers only. "text": hashes
             every value as text, "5" included. Recorded in checkpoints.
-        dtype: of its embeddings, see `Table.dtype`; "float32" unless `table` is declared in the schema.
+        dtype: of its embeddings, see `Table.dtype`; None for that of its table: as declared, or as another feature of
+            the table says, else "float32".
     """
 
     name: str

@@ -381,7 +381,8 @@ class Trainer:
     def load(self, directory: str, *, step: int | None = None, new_optimizer: bool = False) -> None:
         """Loads everything from a checkpoint of `directory`, its mode included; all is checked before anything changes.
 
-        The number of embedding PSs, their capacities and their admission may be others than those that wrote it.
+        The number of embedding PSs, their capacities and their admission may be others than those that wrote it. So may
+        the dtypes of tables: values are rounded to the nearest, and a warning says so.
 
         Args:
             directory: where `save` wrote.
@@ -390,7 +391,8 @@ class Trainer:
                 is reset, and a warning says so.
 
         Raises:
-            CheckpointError: it is damaged, or of another schema, model or optimizer.
+            CheckpointError: it is damaged, or of another schema, model or optimizer, or has values beyond the dtype of
+                a table.
         """
         replicas = self.step.replicas
         options = loading.LoadOptions(step, new_optimizer, self._trains_in_other_processes)
