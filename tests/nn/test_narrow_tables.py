@@ -34,7 +34,7 @@ SCHEMA = persia.Schema(
     ],
     dense_features=["price"],
 )
-NARROW = persia.Schema([f for f in SCHEMA.id_features if f.name != "user"], dense_features=["price"])
+ALL_OF_16_BITS = persia.Schema([f for f in SCHEMA.id_features if f.name != "user"], dense_features=["price"])
 
 
 def make_batches(count, size=16, seed=0, schema=SCHEMA):
@@ -114,7 +114,7 @@ def test_the_number_of_ps_changes_no_bit(optimizer):
 
 
 @pytest.mark.parametrize("compression", ["none", "fp16"])
-@pytest.mark.parametrize("schema", [SCHEMA, NARROW])
+@pytest.mark.parametrize("schema", [SCHEMA, ALL_OF_16_BITS])
 def test_host_and_device_decode_the_same_bits(schema, compression):
     (batch,) = make_batches(1, schema=schema)
     cluster = Cluster(2, compression)
@@ -143,7 +143,7 @@ def looked_up(compression, schema=SCHEMA):
 
 
 @pytest.mark.parametrize("compression", ["none", "fp16"])
-@pytest.mark.parametrize("schema", [SCHEMA, NARROW])
+@pytest.mark.parametrize("schema", [SCHEMA, ALL_OF_16_BITS])
 def test_rows_of_16_bits_cross_in_a_message(schema, compression):
     _, found = looked_up(compression, schema)
     payload, arrays = encode(found, 100)

@@ -30,7 +30,7 @@ from persia.services import EmbeddingPS
 from persia.store import NativeStore, TableConfig
 from persia.types import Contribution, Gradients, PushHeader
 from persia.worker import Worker
-from support import narrow_ps
+from support import ps_of_16_bits
 from support.ps_process import TABLES
 
 SCRIPT = Path(__file__).parents[1] / "support" / "ps_process.py"
@@ -250,17 +250,17 @@ def test_what_remains_of_nn_workers_that_restarted_changes_nothing(root):
 def test_rows_of_16_bits_outlive_their_process(root):
     """A PS that attaches the regions of one that was killed goes on with the bits of one that was not."""
     regions = str(root / "ps-0")
-    script = [sys.executable, narrow_ps.__file__, regions, "7"]
+    script = [sys.executable, ps_of_16_bits.__file__, regions, "7"]
     with subprocess.Popen(script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         rows = int(process.stdout.readline())
         process.kill()
-    whole, attached = narrow_ps.begin(None), narrow_ps.begin(regions)
+    whole, attached = ps_of_16_bits.begin(None), ps_of_16_bits.begin(regions)
     try:
-        narrow_ps.train(whole, range(7))
+        ps_of_16_bits.train(whole, range(7))
         assert sum(counts["rows"] for counts in attached.statistics().values()) == rows > 200
         assert_same_rows(attached, whole)
         for server in (whole, attached):
-            narrow_ps.train(server, range(7, 12))
+            ps_of_16_bits.train(server, range(7, 12))
         assert_same_rows(attached, whole)
     finally:
         attached.close()
@@ -269,7 +269,7 @@ def test_rows_of_16_bits_outlive_their_process(root):
 
 def assert_same_rows(one, other):
     ids = np.arange(200, dtype=np.uint64)
-    for table in narrow_ps.TABLES:
+    for table in ps_of_16_bits.TABLES:
         mine, theirs = (server.read_rows(table, ids, True) for server in (one, other))
         np.testing.assert_array_equal(mine.found, theirs.found)
         np.testing.assert_array_equal(mine.values, theirs.values)

@@ -1,4 +1,4 @@
-"""An embedding PS of 16-bit rows: `python narrow_ps.py REGIONS STEPS` trains, prints the number of rows, and waits."""
+"""An embedding PS of 16-bit rows, `ps_of_16_bits.py REGIONS STEPS`: trains, prints the number of rows, and waits."""
 
 import sys
 
