@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from persia.checkpoint.format import Manifest
 from persia.errors import CheckpointError
 from persia.schema import SGD, EmbeddingOptimizer, IdFeature, Schema
-from persia.types.values import LARGEST, Dtype
+from persia.types.values import LARGEST, Dtype, largest_finite
 
 __all__ = ["check_values", "differences", "features_with_kind", "same_rule"]
 
@@ -58,8 +58,8 @@ def check_values(path: str, table: str, rows: dict[str, NDArray[Any]], dtype: Dt
         CheckpointError: a finite value exceeds the largest number of the dtype.
     """
     values = rows["embeddings"]
-    beyond = np.isfinite(values) & (np.abs(values) > LARGEST[dtype])
-    if beyond.any():
+    if largest_finite(values) > LARGEST[dtype]:
+        beyond = np.isfinite(values) & (np.abs(values) > LARGEST[dtype])
         row, column = (int(place) for place in np.argwhere(beyond)[0])
         raise CheckpointError(
             f"{path}: table {table!r} has {values[row, column]:g} in the row of id {rows['ids'][row]}, beyond "
