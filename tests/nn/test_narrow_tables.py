@@ -396,6 +396,13 @@ def test_values_that_do_not_fit_are_refused():
     with pytest.raises(DataError, match="65504"):
         embeddings.set_rows("tag", arrays["ids"], np.full((1, 4), 7e4, np.float32))
     embeddings.set_rows("item", arrays["ids"], np.full((1, 5), 7e4, np.float32))
+    for table, dim, value, advice in (
+        ("tag", 4, 7e4, "bfloat16"),
+        ("tag", 4, 3.395e38, "float32"),
+        ("item", 5, 3.395e38, "float32"),
+    ):
+        with pytest.raises(DataError, match=f"dtype = '{advice}'"):
+            embeddings.set_rows(table, arrays["ids"], np.full((1, dim), value, np.float32))
 
 
 def values_of(server, table, ids):

@@ -228,9 +228,10 @@ def _checked_values(table: Table, ids: Ids, values: ArrayLike) -> Floats:
         )
     if rows.size and np.abs(rows).max() > LARGEST[table.dtype]:
         at = int((np.abs(rows) > LARGEST[table.dtype]).any(1).argmax())
+        wider = "bfloat16" if table.dtype == "float16" and np.abs(rows).max() <= LARGEST["bfloat16"] else "float32"
         raise DataError(
             f"Values for table {table.name!r} exceed {LARGEST[table.dtype]:g}, the largest number of {table.dtype}, at "
-            f"row {at} (id {ids[at]}); scale them down, or declare the table with dtype = 'bfloat16'.",
+            f"row {at} (id {ids[at]}); scale them down, or declare the table with dtype = '{wider}'.",
             table=table.name,
             row=at,
         )
