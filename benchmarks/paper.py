@@ -90,8 +90,13 @@ def table2(preset: str, *, source: str, network: str) -> Iterator[runner.Measure
         return
     shared = tuned(preset, source, network, Sync(), FIRST)
     warm = Hybrid(4, warmup=max(1, ROWS[preset] * 4 // 5 // (WORKERS * LOCAL) // 2))
-    modes = {"sync": Sync(), "hybrid_4": Hybrid(4), "hybrid_4_warm": warm, "hybrid_auto": Hybrid("auto")}
-    modes["async"] = Async()
+    modes = {
+        "sync": Sync(),
+        "hybrid_4": Hybrid(4),
+        "hybrid_4_warm": warm,
+        "hybrid_auto": Hybrid("auto"),
+        "async": Async(),
+    }
     found = outcomes(preset, source, network, modes, shared)
     own = tuned(preset, source, network, Async(), shared)
     found |= outcomes(preset, source, network, {"async_own": Async()}, own)

@@ -221,15 +221,14 @@ def decode_tensors(
     tables: Mapping[str, Table] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Like `decode`, on the device of the tensors: tables of one width at once, as each operation is a kernel."""
-    found, tables = dict(rows), tables or {}
-    for names in of_one_width({name: rows[name] for name in scales or {}}):
-        scale = joined([(scales or {})[name] for name in names])
+    found, scales, tables = dict(rows), scales or {}, tables or {}
+    for names in of_one_width({name: rows[name] for name in scales}):
+        scale = joined([scales[name] for name in names])
         values = together([rows[name] for name in names]).to(torch.float32) * scale.unsqueeze(1)
         found.update(zip(names, values.split([len(rows[name]) for name in names]), strict=True))
-    for dtype in (torch.bfloat16, torch.float16):
-        mine = {n: rows[n] for n in rows if n in tables and tables[n].dtype == str(dtype).removeprefix("torch.")}
-        for names in of_one_width(mine):
-            values = together([rows[name] for name in names]).view(dtype).to(torch.float32)
+    for dtype in ("bfloat16", "float16"):
+        for names in of_one_width({n: rows[n] for n in rows if n in tables and tables[n].dtype == dtype}):
+            values = together([rows[name] for name in names]).view(getattr(torch, dtype)).to(torch.float32)
             parts = values.split([len(rows[name]) for name in names])
             found.update({n: part[:, : tables[n].dim].contiguous() for n, part in zip(names, parts, strict=True)})
     return found
