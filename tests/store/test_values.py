@@ -16,10 +16,9 @@ from persia.types.values import (
     largest_finite,
     round_down,
     to_halves,
-    widen,
     words_of,
 )
-from support.stores import contents, lookup, update
+from support.stores import contents, lookup, update, widen
 
 NARROW = ["bfloat16", "float16"]
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)

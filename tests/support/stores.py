@@ -5,9 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 from persia.store import NativeStore, ReferenceStore
-from persia.types.values import widen
+from persia.types.values import from_halves
 
 STORES = {"native": NativeStore, "reference": ReferenceStore}
+
+
+def widen(words, dtype, dim):
+    """Returns the values of rows as stored, `[n, words of a row]`, as float32 `[n, dim]`."""
+    if dtype == "float32":
+        return words
+    return from_halves(words.view("float16" if dtype == "float16" else "uint16")[:, :dim])
 
 
 def lookup(store, ids, train=True, table=0):

@@ -21,7 +21,6 @@ __all__ = [
     "largest_finite",
     "round_down",
     "to_halves",
-    "widen",
     "words_of",
 ]
 
@@ -39,20 +38,6 @@ LARGEST: dict[Dtype, float] = {"float32": (2 - 2**-23) * 2.0**127, "bfloat16": (
 def words_of(dtype: Dtype, count: int) -> int:
     """Returns the 32-bit words that `count` values occupy."""
     return count if dtype == "float32" else (count + 1) // 2
-
-
-def widen(words: NDArray[np.float32], dtype: Dtype, dim: int) -> NDArray[np.float32]:
-    """Returns the values of rows, exactly: float32 `[n, dim]`.
-
-    Args:
-        words: rows as stored, float32 `[n, words_of(dtype, dim)]`, contiguous.
-        dtype: of the values.
-        dim: values per row.
-    """
-    if dtype == "float32":
-        return words
-    halves = words.view(np.uint16)[:, :dim]
-    return from_halves(halves.view(np.float16) if dtype == "float16" else halves)
 
 
 def from_halves(values: NDArray[Any]) -> NDArray[np.float32]:
