@@ -129,13 +129,12 @@ nb::object last_steps(Store& store, std::size_t index, nb::object ids) {
 }
 
 // Returns (rows, row number to continue with).
-nb::tuple export_rows(Store& store, std::size_t index, std::size_t shard, std::uint64_t start, std::uint64_t max_rows,
-                      std::uint32_t since_epoch) {
+nb::tuple export_rows(Store& store, std::size_t index, std::size_t shard, std::uint64_t start, std::uint64_t max_rows) {
   RowBatch rows;
   std::uint64_t next = 0;
   {
     const nb::gil_scoped_release release;
-    next = store.shard(index, shard).export_rows(start, max_rows, since_epoch, rows);
+    next = store.shard(index, shard).export_rows(start, max_rows, rows);
   }
   return nb::make_tuple(to_tuple(std::move(rows), store.table(index)), next);
 }
@@ -223,7 +222,7 @@ nb::dict export_state(Store& store, std::size_t index, std::size_t shard) {
   std::vector<std::uint64_t> counters(state.counters.begin(), state.counters.end());
   const std::size_t sketch = state.sketch.size();
   nb::dict result;
-  result["clocks"] = to_numpy(std::vector<std::uint64_t>{state.clock, state.dirty_epoch, state.client_clock}, {3});
+  result["clocks"] = to_numpy(std::vector<std::uint64_t>{state.clock, state.epoch, state.client_clock}, {3});
   result["clients"] = to_numpy(std::move(clients), {persia::kClients, persia::kClientWords});
   result["counters"] = to_numpy(std::move(counters), {persia::kCounters});
   result["sketch"] = to_numpy(std::move(state.sketch), {sketch});
@@ -243,7 +242,7 @@ void import_state(Store& store, std::size_t index, std::size_t shard, nb::dict v
   }
   persia::ShardState state;
   state.clock = static_cast<std::uint32_t>(clocks.data()[0]);
-  state.dirty_epoch = static_cast<std::uint32_t>(clocks.data()[1]);
+  state.epoch = static_cast<std::uint32_t>(clocks.data()[1]);
   state.client_clock = clocks.data()[2];
   state.clients.resize(persia::kClients);
   std::memcpy(state.clients.data(), clients.data(), persia::kClients * sizeof(persia::ClientEntry));
@@ -359,9 +358,9 @@ void register_store(nb::module_& m) {
       .def("update", &update, nb::arg("tables"), nb::arg("ids"), nb::arg("gradients"), nb::arg("lrs"), nb::arg("step"),
            nb::arg("client"), nb::arg("sequence"))
       .def("peek", &peek, nb::arg("table"), nb::arg("ids"))
+      .def("keep_last_steps", &Store::keep_last_steps, nb::arg("table"), Release())
       .def("last_steps", &last_steps, nb::arg("table"), nb::arg("ids"))
-      .def("export_rows", &export_rows, nb::arg("table"), nb::arg("shard"), nb::arg("start"), nb::arg("max_rows"),
-           nb::arg("since_epoch"))
+      .def("export_rows", &export_rows, nb::arg("table"), nb::arg("shard"), nb::arg("start"), nb::arg("max_rows"))
       .def("begin_cut", &begin_cut, nb::arg("table"), nb::arg("epoch"), nb::arg("since"), nb::arg("directory"),
            nb::arg("buffer_bytes"), nb::arg("evicted_limit"), nb::arg("live"), Release())
       .def("export_cut", &export_cut, nb::arg("table"), nb::arg("shard"), nb::arg("epoch"), nb::arg("max_rows"))
@@ -377,6 +376,5 @@ void register_store(nb::module_& m) {
       .def("memory_bytes", &Store::memory_bytes, nb::arg("table"), Release())
       .def("statistics", &statistics, nb::arg("table"))
       .def("recovery", &recovery, nb::arg("table"))
-      .def("clear", &Store::clear, nb::arg("table"), Release())
-      .def("set_dirty_epoch", &Store::set_dirty_epoch, nb::arg("table"), nb::arg("epoch"), Release());
+      .def("clear", &Store::clear, nb::arg("table"), Release());
 }

@@ -15,14 +15,18 @@
 namespace persia {
 namespace {
 
-// A file grows by an eighth, within these bytes: often enough to waste little, seldom enough to cost little.
+// Memory comes in pieces of an eighth of what there is, within these bytes: often enough to waste little, and so small
+// that no request waits long for one. Memory of this process comes in huge pages, which take 0.25 ms each.
 constexpr std::size_t kGrowLeast = std::size_t{64} << 10;
-constexpr std::size_t kGrowMost = std::size_t{16} << 20;
+constexpr std::size_t kGrowMostOfFile = std::size_t{256} << 10;
+// Slots of a growing index that get memory ahead of growth, for each row that still fits. Between two growths there are
+// two such slots for each row that comes, so this begins halfway, and the last ones have memory in time.
+constexpr std::uint64_t kAheadSlots = 4;
 
 std::size_t stride_of(const TableConfig& config, const Optimizer& optimizer) {
   const std::size_t words =
       words_of(config.dtype, config.dim) + words_of(state_dtype(config), optimizer.state_width(config.dim));
-  return align_up(sizeof(RowHeader) + sizeof(float) * words, 8);
+  return sizeof(RowHeader) + sizeof(float) * words;
 }
 
 std::uint64_t capacity_of(const TableConfig& config, std::uint32_t shard) {
@@ -36,8 +40,6 @@ std::uint64_t sketch_width_of(const TableConfig& config, std::uint64_t capacity)
   if (config.admission == Admission::kAll) return 0;
   return std::clamp<std::uint64_t>(std::bit_ceil(capacity), 1u << 10, 1u << 20);
 }
-
-std::size_t growth(std::size_t bytes) { return std::clamp(bytes / 8, kGrowLeast, kGrowMost); }
 
 std::uint64_t hash_bytes(const void* bytes, std::size_t count, std::uint64_t seed) {
   std::uint64_t hash = mix64(seed + count);
@@ -107,13 +109,16 @@ Shard::Shard(const TableConfig& config, const Optimizer& optimizer, std::uint32_
       region_.back(0, layout_.sketch + layout_.sketch_bytes);
       region_.back(layout_.index, header_->index_backed * sizeof(std::uint64_t));
       region_.back(layout_.rows, header_->rows_backed * stride_);
+      if (header_->keeps_last_steps != 0 && header_->rows_backed > 0) {
+        region_.back(layout_.last_steps, header_->rows_backed * sizeof(std::uint32_t));
+      }
     }
   } else {
     format();
   }
   header_->owner = static_cast<std::uint64_t>(getpid());
-  index_ =
-      Index(reinterpret_cast<std::uint64_t*>(region_.base() + layout_.index), header_->index_slots, layout_.max_slots);
+  index_ = Index(reinterpret_cast<std::uint64_t*>(region_.base() + layout_.index), header_->index_slots,
+                 layout_.max_slots, header_->index_old_slots, header_->index_frontier);
   sketch_ = Sketch(reinterpret_cast<std::uint16_t*>(region_.base() + layout_.sketch), header_->sketch_width);
 }
 
@@ -140,19 +145,14 @@ void Shard::open_region() {
 
 // A new region. It is one only when the magic number is there.
 void Shard::format() {
-  region_.back(0, layout_.sketch + layout_.sketch_bytes);
+  if (region_.is_file()) region_.back(0, layout_.sketch + layout_.sketch_bytes);
   Header identity = identity_of(*config_, *optimizer_, number_);
   identity.magic = 0;
   std::memcpy(region_.base(), &identity, sizeof(identity));
   Header& h = *header_;
   h.index_slots = std::min(Index::kFirstSlots, layout_.max_slots);
-  h.dirty_epoch = 1;
-  if (region_.is_file()) {
-    back_index(h.index_slots);
-  } else {
-    h.rows_backed = h.capacity;
-    h.index_backed = layout_.max_slots + kIndexTail;
-  }
+  h.epoch = 1;
+  back_index(h.index_slots + kIndexTail);
   barrier();
   h.magic = kMagic;
 }
@@ -167,24 +167,57 @@ void Shard::back_more(std::size_t offset, std::size_t bytes) const {
   }
 }
 
+std::size_t Shard::piece(std::size_t backed) const {
+  return std::clamp(backed / 8, kGrowLeast, region_.is_file() ? kGrowMostOfFile : kHugePage);
+}
+
+// All shards of a table fill alike. Each asks for a piece this much earlier than it needs it, so that no request waits
+// for those of all shards. Pieces of files are small, and must not be refused before they are needed.
+std::size_t Shard::ahead(std::size_t piece) const { return region_.is_file() ? 0 : piece * number_ / header_->shards; }
+
 // Room for at least one more row; published when it is there.
 void Shard::back_rows() {
-  const std::uint64_t more = std::max<std::uint64_t>(1, growth(header_->rows_backed * stride_) / stride_);
+  const std::size_t bytes = piece(header_->rows_backed * stride_);
+  rows_ahead_ = ahead(bytes) / stride_;
+  const std::uint64_t more = std::max<std::uint64_t>(1, bytes / stride_);
   const std::uint64_t rows = std::min(header_->capacity, header_->rows_backed + more);
-  back_more(layout_.rows + header_->rows_backed * stride_, (rows - header_->rows_backed) * stride_);
+  const auto back = [&](std::size_t section, std::size_t stride) {
+    back_more(section + header_->rows_backed * stride, (rows - header_->rows_backed) * stride);
+  };
+  back(layout_.rows, stride_);
+  if (header_->keeps_last_steps != 0) back(layout_.last_steps, sizeof(std::uint32_t));
   barrier();
   header_->rows_backed = rows;
   barrier();
 }
 
+// The memory is zeros, published when it is there.
+void Shard::keep_last_steps() {
+  const std::lock_guard lock(mutex_);
+  if (header_->keeps_last_steps != 0) return;
+  if (header_->rows_backed > 0) back_more(layout_.last_steps, header_->rows_backed * sizeof(std::uint32_t));
+  barrier();
+  header_->keeps_last_steps = 1;
+}
+
+// Room for so many index slots, the tail included; published when it is there.
 void Shard::back_index(std::uint64_t slots) {
-  const std::uint64_t needed = slots + kIndexTail;
-  if (needed <= header_->index_backed) return;
   constexpr std::size_t size = sizeof(std::uint64_t);
-  back_more(layout_.index + header_->index_backed * size, (needed - header_->index_backed) * size);
+  back_more(layout_.index + header_->index_backed * size, (slots - header_->index_backed) * size);
   barrier();
-  header_->index_backed = needed;
+  header_->index_backed = slots;
   barrier();
+}
+
+// Room for the slots of the next growth, piece by piece while rows come: growth uses the last of them first.
+void Shard::back_index_ahead(std::uint64_t rows) {
+  const std::uint64_t needed = index_.grown() + kIndexTail;
+  while (header_->index_backed < needed) {
+    const std::uint64_t missing = needed - header_->index_backed;
+    const std::size_t bytes = region_.is_file() ? kGrowMostOfFile : kHugePage;
+    if (missing + ahead(bytes) / sizeof(std::uint64_t) <= kAheadSlots * index_.room(rows)) return;
+    back_index(header_->index_backed + std::min<std::uint64_t>(missing, bytes / sizeof(std::uint64_t)));
+  }
 }
 
 // Whether it is the region of this shard of this table, written by a version that we understand.
@@ -231,8 +264,9 @@ void Shard::check_state() const {
   const bool slots = h.index_slots >= std::min(Index::kFirstSlots, layout_.max_slots) &&
                      h.index_slots <= layout_.max_slots && h.index_slots % Index::kLineSlots == 0 &&
                      h.index_backed >= h.index_slots + kIndexTail && h.index_backed <= layout_.max_slots + kIndexTail &&
-                     (h.rows_used * 5 <= h.index_slots * 4 || h.index_slots == layout_.max_slots);
-  if (rows && slots && h.undo_row <= h.rows_used && h.commit_slot <= kClients) return;
+                     (h.rows_used * 5 <= h.index_slots * 4 || h.index_slots == layout_.max_slots) &&
+                     h.index_old_slots <= h.index_slots && h.index_old_slots % Index::kLineSlots == 0;
+  if (rows && slots && h.undo_row <= h.rows_used && h.commit_slot <= kClients && h.keeps_last_steps <= 1) return;
   throw std::runtime_error(where() + ": its header is damaged: it says " + std::to_string(h.rows_used) + " rows of " +
                            std::to_string(h.rows_backed) + " of " + std::to_string(h.capacity) + ", " +
                            std::to_string(h.index_slots) + " slots of " + std::to_string(h.index_backed) +
@@ -245,7 +279,12 @@ Recovery Shard::recover() {
   found.busy = header_->busy != 0;
   found.undone = header_->undo_row != 0 && header_->undo_mark == header_->push.rows_applied;
   if (found.undone) {
-    std::memcpy(row_bytes(static_cast<std::uint32_t>(header_->undo_row - 1)), region_.base() + layout_.undo, stride_);
+    const auto number = static_cast<std::uint32_t>(header_->undo_row - 1);
+    const std::byte* const undo = region_.base() + layout_.undo;
+    std::uint32_t step = 0;
+    std::memcpy(row_bytes(number), undo, stride_);
+    std::memcpy(&step, undo + stride_, sizeof(step));
+    set_last_step(number, step);
   }
   barrier();
   header_->undo_row = 0;
@@ -254,6 +293,7 @@ Recovery Shard::recover() {
   PushLog(*header_).recover();
   found.rebuilt = (header_->busy & kIndexBusy) != 0 || !index_.sound(header_->rows_used);
   if (found.rebuilt) rebuild_index();
+  index_.clear_behind(region_.is_file() ? header_->index_backed : 0);
   victims_.clear();
   barrier();
   header_->busy = 0;
@@ -264,7 +304,7 @@ void Shard::rebuild_index() {
   header_->busy |= kIndexBusy;
   barrier();
   index_.build(header_->rows_used, [&](std::uint64_t number) {
-    const std::uint64_t hash = hash_id(row(static_cast<std::uint32_t>(number))->key);
+    const std::uint64_t hash = hash_id(row(static_cast<std::uint32_t>(number))->key());
     if (shard_of_hash(hash, header_->shards) != number_) {
       throw std::runtime_error(where() + ": row " + std::to_string(number) +
                                " belongs to another shard, so its rows are damaged. Remove it with `persia cluster "
@@ -273,6 +313,9 @@ void Shard::rebuild_index() {
     crash_point();
     return Index::tag_of(hash);
   });
+  barrier();
+  header_->index_old_slots = 0;
+  header_->index_frontier = 0;
 }
 
 }  // namespace persia

@@ -56,10 +56,61 @@ void Index::candidates(const Index* const* indices, const std::uint32_t* tags, s
 }
 #endif
 
+namespace {
+constexpr std::uint64_t kAheadLines = 4;  // that a step moves to, about
+}
+
+bool Index::move(std::uint64_t count) {
+  // Behind the last slot of a tag above the frontier.
+  std::uint64_t at = lower_bound(home(frontier_, old_lines_), frontier_), to = 0;
+  for (std::uint64_t moved = 0; moved < count;) {
+    while (at > 0 && slots_[at - 1] == 0) --at;
+    if (at == 0) {
+      frontier_ = kRowMask;
+      return true;
+    }
+    // All slots with the same new home, from `begin` on. They may have holes between them.
+    to = home(tag_in(slots_[at - 1]), lines_);
+    std::uint64_t begin = at - 1, slots = 1;
+    for (std::uint64_t before = begin; before > 0; --before) {
+      const std::uint64_t slot = slots_[before - 1];
+      if (slot == 0) continue;
+      if (home(tag_in(slot), lines_) != to) break;
+      begin = before - 1;
+      ++slots;
+    }
+    if (!empty(limit() - slots, slots)) return false;  // Each slot fills the next hole: so many are enough.
+    moved += slots;
+    frontier_ = tag_in(slots_[begin]);
+    // All but a few times the new line is empty.
+    std::uint64_t next = at <= to && slots <= kLineSlots && empty(to, kLineSlots) ? to + slots : 0;
+    for (; at > begin; --at) {
+      const std::uint64_t slot = slots_[at - 1];
+      // A slot that lies behind its new home stays there: no slot between them is empty. One that lies before it leaves
+      // a hole that no search meets, as all slots behind it have the same home or a later one.
+      if (slot == 0 || at > to) continue;
+      slots_[at - 1] = 0;
+      if (next > to) {
+        slots_[--next] = slot;
+      } else {
+        std::uint64_t hole = to;
+        while (slots_[hole] != 0) ++hole;
+        shift_into(to, hole, slot);
+      }
+    }
+  }
+  // The lines of the next step are needed after other rows of the request, which the hardware does not see through.
+  for (std::uint64_t ahead = 1; ahead <= kAheadLines * kLineSlots; ahead += kLineSlots) {
+    if (ahead <= at) __builtin_prefetch(slots_ + at - ahead, 1);
+    if (ahead <= to) __builtin_prefetch(slots_ + to - ahead, 1);
+  }
+  return true;
+}
+
 bool Index::sound(std::uint64_t rows) const {
   std::vector<bool> seen(rows);
   std::uint64_t found = 0, last = std::numeric_limits<std::uint64_t>::max(), run = 0, used_end = 0;
-  const std::uint64_t end = count_ + kIndexTail;
+  const std::uint64_t end = slot_count() + kIndexTail;
   for (std::uint64_t at = 0; at < end; ++at) {
     const std::uint64_t slot = slots_[at];
     if (slot == 0) {

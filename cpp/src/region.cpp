@@ -130,12 +130,13 @@ std::size_t Region::backed_bytes() const {
 }
 
 void Region::back(std::size_t offset, std::size_t bytes) const {
-  if (file_ < 0) return;
+  if (file_ < 0 && bytes < kHugePage / 2) return;
   const std::size_t begin = offset / page_ * page_;
   const std::size_t count = align_up(offset + bytes, page_) - begin;
   // First as a write through the mapping would: only so does a tmpfs give huge pages to those who ask for them.
-  // Whatever this does not do (it is new in Linux 5.14), the next call does, or says why not.
+  // Whatever this does not do (it is new in Linux 5.14), the next call does, or says why not, or the first write.
   madvise(base_ + begin, count, MADV_POPULATE_WRITE);
+  if (file_ < 0) return;
   int error = EINTR;
   while (error == EINTR) error = posix_fallocate(file_, static_cast<off_t>(begin), static_cast<off_t>(count));
   if (error == 0) return;

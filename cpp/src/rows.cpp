@@ -23,6 +23,12 @@ struct Shard::Group {
   std::uint32_t row[kGroup];
 };
 
+// What a request reads or writes of a row.
+struct Shard::Fetch {
+  std::size_t bytes;        // from the row's first on
+  bool last_steps = false;  // the row's last step, if the table keeps them
+};
+
 // At the first id of a request that falls into this shard.
 void Shard::begin() {
   mark();
@@ -42,25 +48,28 @@ void Shard::fetch_slots(Shards shards, const Slice& slice, std::size_t start, Gr
   }
 }
 
-void Shard::fetch_rows(Group& group, std::size_t prefetch_bytes) {
+void Shard::fetch_rows(Group& group, const Fetch& fetch) {
   Index::candidates(group.index, group.tag, group.count, group.row);
   for (std::size_t i = 0; i < group.count; ++i) {
     if (group.row[i] == Index::kNone) continue;
     const std::byte* bytes = group.shard[i]->row_bytes(group.row[i]);
-    const std::byte* const end = bytes + prefetch_bytes;  // Not a line twice: asking takes a place in the queue, too.
+    const std::byte* const end = bytes + fetch.bytes;  // Not a line twice: asking takes a place in the queue, too.
     for (bytes -= reinterpret_cast<std::uintptr_t>(bytes) % kLine; bytes < end; bytes += kLine) prefetch(bytes);
+    if (fetch.last_steps && group.shard[i]->header_->keeps_last_steps != 0) {
+      prefetch(group.shard[i]->last_steps() + group.row[i]);
+    }
   }
 }
 
 // Three groups are on their way at any time: the slots of one are being fetched, and the rows of the one before it,
 // while the one before that is used.
 template <class Use>
-void Shard::pipeline(Shards shards, const Slice& slice, std::size_t prefetch_bytes, Use&& use) {
+void Shard::pipeline(Shards shards, const Slice& slice, const Fetch& fetch, Use&& use) {
   Group groups[4];  // one more than needed, since a remainder by 4 costs nothing
   const std::size_t count = (slice.count + kGroup - 1) / kGroup;
   for (std::size_t n = 0; n < count + 2; ++n) {
     if (n < count) fetch_slots(shards, slice, n * kGroup, groups[n % 4]);
-    if (n >= 1 && n <= count) fetch_rows(groups[(n - 1) % 4], prefetch_bytes);
+    if (n >= 1 && n <= count) fetch_rows(groups[(n - 1) % 4], fetch);
     if (n < 2) continue;
     const Group& group = groups[(n - 2) % 4];
     for (std::size_t i = 0; i < group.count; ++i) use((n - 2) * kGroup + i, group, i);
@@ -76,7 +85,7 @@ void Shard::prefetch_output(const Slice& slice, std::size_t i, const float* out)
 // The candidate may be another id with the same tag, or have been evicted or inserted since it was probed.
 std::uint32_t Shard::resolve(const Group& group, std::size_t lane) const {
   const std::uint32_t number = group.row[lane];
-  if (number != Index::kNone && row(number)->key == group.id[lane]) return number;
+  if (number != Index::kNone && row(number)->key() == group.id[lane]) return number;
   return find(group.id[lane]);
 }
 
@@ -93,7 +102,7 @@ void Shard::lookup(Shards shards, const Slice& slice, float* out, bool train) {
 void Shard::lookup_only(Shards shards, const Slice& slice, float* out) {
   const std::size_t words = shards[0]->words_;
   const std::size_t bytes = std::min(sizeof(RowHeader) + words * sizeof(float), kMaxPrefetch);
-  pipeline(shards, slice, bytes, [&](std::size_t i, const Group& group, std::size_t lane) {
+  pipeline(shards, slice, {bytes}, [&](std::size_t i, const Group& group, std::size_t lane) {
     const Shard& shard = *group.shard[lane];
     shard.prefetch_output(slice, i, out);
     float* to = out + slice.position(i) * words;
@@ -109,7 +118,7 @@ void Shard::lookup_only(Shards shards, const Slice& slice, float* out) {
 void Shard::lookup_train(Shards shards, const Slice& slice, float* out) {
   const std::size_t words = shards[0]->words_;
   const std::size_t bytes = std::min(sizeof(RowHeader) + words * sizeof(float), kMaxPrefetch);
-  pipeline(shards, slice, bytes, [&](std::size_t i, const Group& group, std::size_t lane) {
+  pipeline(shards, slice, {bytes}, [&](std::size_t i, const Group& group, std::size_t lane) {
     Shard& shard = *group.shard[lane];
     if (!shard.begun_) shard.begin();
     shard.prefetch_output(slice, i, out);
@@ -135,10 +144,10 @@ void Shard::lookup_train(Shards shards, const Slice& slice, float* out) {
 void Shard::last_steps(Shards shards, const Slice& slice, std::uint32_t* out) {
   if (slice.count == 0) return;
   const Turn turn(shards);
-  pipeline(shards, slice, sizeof(RowHeader), [&](std::size_t i, const Group& group, std::size_t lane) {
+  pipeline(shards, slice, {sizeof(RowHeader), true}, [&](std::size_t i, const Group& group, std::size_t lane) {
     const Shard& shard = *group.shard[lane];
     const std::uint32_t number = shard.resolve(group, lane);
-    out[slice.position(i)] = number == Index::kNone ? 0 : shard.row(number)->last_step;
+    out[slice.position(i)] = number == Index::kNone ? 0 : shard.last_step(number);
   });
 }
 
@@ -167,7 +176,7 @@ PushCounts Shard::update(Shards shards, const Slice& slice, const Push& push) {
   const Turn turn(shards);
   const std::size_t dim = shards[0]->dim_;
   const std::size_t bytes = std::min(shards[0]->stride_, kMaxPrefetch);
-  pipeline(shards, slice, bytes, [&](std::size_t i, const Group& group, std::size_t lane) {
+  pipeline(shards, slice, {bytes, true}, [&](std::size_t i, const Group& group, std::size_t lane) {
     Shard& shard = *group.shard[lane];
     if (shard.begun_push_ != PushState::kOpen) {
       if (shard.begun_push_ == PushState::kNone) shard.begin_push(push);
@@ -210,13 +219,12 @@ PushCounts Shard::update(Shards shards, const Slice& slice, const Push& push) {
 }
 
 void Shard::apply(std::uint32_t number, const Push& push, const float* gradient) {
-  keep(number);
+  mark_changed(number);
   save_undo(number);
   RowHeader& r = *row(number);
   if (r.update_count != std::numeric_limits<std::uint32_t>::max()) ++r.update_count;
-  r.last_step = push.step;
-  r.stamp = header_->clock;
-  r.dirty_epoch = header_->dirty_epoch;
+  set_last_step(number, push.step);
+  renew(number);
   crash_point();
   if (values_.narrow()) return apply_narrow(number, push, gradient);
   optimizer_->apply({weight(number), state(number), gradient, dim_, push.lr, r.update_count});
@@ -228,7 +236,7 @@ void Shard::apply_narrow(std::uint32_t number, const Push& push, const float* gr
   float* const values = scratch_.data();
   float* const moments = states_.narrow() ? values + dim_ : state(number);
   const std::uint64_t key =
-      Rounding::key_of(header_->seed, header_->name_hash, r.key, push.step, weight(number), words_);
+      Rounding::key_of(header_->seed, header_->name_hash, r.key(), push.step, weight(number), words_);
   values_.load(weight(number), values, dim_);
   if (states_.narrow()) states_.load(state(number), moments, header_->state_width);
   optimizer_->apply({values, moments, gradient, dim_, push.lr, r.update_count});

@@ -24,7 +24,7 @@ void Shard::mark() {
 }
 
 std::uint32_t Shard::find(std::uint64_t id) const {
-  return index_.find(Index::tag_of(hash_id(id)), [&](std::uint32_t number) { return row(number)->key == id; });
+  return index_.find(Index::tag_of(hash_id(id)), [&](std::uint32_t number) { return row(number)->key() == id; });
 }
 
 std::uint32_t Shard::admit(std::uint64_t id) {
@@ -49,7 +49,10 @@ std::uint32_t Shard::admit(std::uint64_t id) {
 std::uint32_t Shard::insert(std::uint64_t id) {
   const std::uint32_t number = acquire(id);
   RowHeader& r = *row(number);
-  r = {id, 0, 0, header_->clock, header_->dirty_epoch};
+  r.set_key(id);
+  r.update_count = 0;
+  r.stamp = header_->clock;
+  set_last_step(number, 0);
   crash_point();
   const std::uint64_t random = row_key(header_->seed, header_->name_hash, id);
   if (values_.narrow()) {
@@ -67,22 +70,25 @@ std::uint32_t Shard::insert(std::uint64_t id) {
 // A row number to write to: the next unused one, or that of the least recently used row, whose place in the index goes
 // to the new id. Whatever may fail comes first: then nothing has changed.
 std::uint32_t Shard::acquire(std::uint64_t id) {
-  if (header_->rows_used < header_->rows_backed) return static_cast<std::uint32_t>(header_->rows_used);
   if (header_->rows_used < header_->capacity) {
-    back_rows();
+    const bool few = header_->rows_used + rows_ahead_ >= header_->rows_backed;
+    if (few && header_->rows_backed < header_->capacity) back_rows();
+    victims_.prepare(stamps(), header_->clock, header_->capacity - header_->rows_used);
     return static_cast<std::uint32_t>(header_->rows_used);
   }
-  const std::uint32_t number = victims_.pop(stamps(), header_->clock);
-  keep(number);
+  const std::uint32_t number = victims_.front(stamps(), header_->clock);
+  mark_changed(number);
   mark_index();
+  move_index();
   index_.insert(Index::tag_of(hash_id(id)), number);
   save_undo(number);
-  if (!index_.erase(Index::tag_of(hash_id(row(number)->key)), number)) {
+  if (!index_.erase(Index::tag_of(hash_id(row(number)->key())), number)) {
     index_.erase(Index::tag_of(hash_id(id)), number);
     drop_undo();
     throw std::runtime_error(where() + ": row " + std::to_string(number) + " is damaged: the index has no such id");
   }
-  evicted_.add(row(number)->key);
+  victims_.pop(stamps(), header_->clock);
+  changes_.evict(row(number)->key());
   ++header_->counters.evicted;
   return number;
 }
@@ -91,19 +97,40 @@ std::uint32_t Shard::acquire(std::uint64_t id) {
 void Shard::publish(std::uint64_t id, std::uint32_t number) {
   if (number == header_->rows_used) {
     const std::uint64_t rows = std::uint64_t{number} + 1;
-    if (index_.full(rows)) {
-      back_index(index_.grown());
-      mark_index();
-      index_.grow();
-      barrier();
-      header_->index_slots = index_.slot_count();
-    }
+    grow_index(rows);
     mark_index();
+    move_index();
     index_.insert(Index::tag_of(hash_id(id)), number);
     barrier();
     header_->rows_used = rows;
   }
   drop_undo();
+}
+
+// Before a row is inserted behind `rows` others: begins to grow if there is no room. Whatever may fail comes first.
+void Shard::grow_index(std::uint64_t rows) {
+  back_index_ahead(rows);
+  if (!index_.full(rows)) return;
+  mark_index();
+  while (move_index()) {  // Growth has ended long ago, unless ids share hashes.
+  }
+  index_.grow();
+  barrier();
+  header_->index_old_slots = index_.old_slots();
+  header_->index_frontier = index_.frontier();
+  barrier();
+  header_->index_slots = index_.slot_count();
+  barrier();
+}
+
+// Grows by a step. Returns whether there are more.
+bool Shard::move_index() {
+  if (!index_.growing()) return false;
+  const bool moved = index_.move(Index::kMoves);
+  barrier();
+  header_->index_frontier = index_.frontier();
+  header_->index_old_slots = index_.old_slots();
+  return moved && index_.growing();
 }
 
 void Shard::tick() {
@@ -117,7 +144,10 @@ void Shard::tick() {
 
 void Shard::save_undo(std::uint32_t number) {
   if (!header_->durable) return;
-  std::memcpy(region_.base() + layout_.undo, row_bytes(number), stride_);
+  std::byte* const undo = region_.base() + layout_.undo;
+  std::memcpy(undo, row_bytes(number), stride_);
+  const std::uint32_t step = last_step(number);
+  std::memcpy(undo + stride_, &step, sizeof(step));
   header_->undo_mark = header_->push.rows_applied;
   barrier();
   header_->undo_row = std::uint64_t{number} + 1;
@@ -141,12 +171,12 @@ void Shard::store_embedding(std::uint32_t number, const float* values) {
   values_.store_nearest(values, weight(number), dim_);
 }
 
-void Shard::append(const std::byte* row, RowBatch& rows) const {
+void Shard::append(const std::byte* row, std::uint32_t last_step, RowBatch& rows) const {
   const auto& r = *reinterpret_cast<const RowHeader*>(row);
   const auto* values = reinterpret_cast<const float*>(row + sizeof(RowHeader));
-  rows.ids.push_back(r.key);
+  rows.ids.push_back(r.key());
   rows.update_counts.push_back(r.update_count);
-  rows.last_steps.push_back(r.last_step);
+  rows.last_steps.push_back(last_step);
   rows.stamps.push_back(r.stamp);
   if (!values_.narrow()) {
     rows.embeddings.insert(rows.embeddings.end(), values, values + dim_);
@@ -170,21 +200,17 @@ void Shard::peek(const Slice& slice, std::uint8_t* found, RowBatch& rows) {
     if (number == Index::kNone) continue;
     const RowHeader& r = *row(number);
     rows.update_counts[at] = r.update_count;
-    rows.last_steps[at] = r.last_step;
+    rows.last_steps[at] = last_step(number);
     rows.stamps[at] = r.stamp;
     values_.load(weight(number), rows.embeddings.data() + at * dim_, dim_);
     if (width > 0) states_.load(state(number), rows.states.data() + at * width, width);
   }
 }
 
-std::uint64_t Shard::export_rows(std::uint64_t start, std::uint64_t max_rows, std::uint32_t since_epoch,
-                                 RowBatch& rows) {
+std::uint64_t Shard::export_rows(std::uint64_t start, std::uint64_t max_rows, RowBatch& rows) {
   const std::lock_guard lock(mutex_);
   const std::uint64_t end = start + std::min(max_rows, header_->rows_used - std::min(start, header_->rows_used));
-  for (std::uint64_t number = start; number < end; ++number) {
-    const auto n = static_cast<std::uint32_t>(number);
-    if (row(n)->dirty_epoch >= since_epoch) append(n, rows);
-  }
+  for (std::uint64_t number = start; number < end; ++number) append(static_cast<std::uint32_t>(number), rows);
   return end;
 }
 
@@ -193,7 +219,7 @@ void Shard::import_rows(const Slice& slice, const RowView& rows) {
   Shard* const self = this;
   const Turn turn(Shards(&self, 1));
   check_no_cut();
-  evicted_ = {};  // imported rows count as unchanged, so what has changed is no longer known
+  changes_ = {};  // imported rows count as unchanged, so what has changed is no longer known
   mark();
   victims_.clear();
   for (std::size_t i = 0; i < slice.count; ++i) {
@@ -220,7 +246,11 @@ void Shard::import_row(const RowView& rows, std::size_t at) {
     }
     number = acquire(id);
   }
-  *row(number) = {id, rows.update_counts[at], rows.last_steps[at], rows.stamps[at], 0};
+  RowHeader& r = *row(number);
+  r.set_key(id);
+  r.update_count = rows.update_counts[at];
+  r.stamp = rows.stamps[at];
+  set_last_step(number, rows.last_steps[at]);
   crash_point();
   store_embedding(number, rows.embeddings + at * dim_);
   if (width > 0) states_.store_nearest(rows.states + at * width, state(number), width);
@@ -235,7 +265,7 @@ ShardState Shard::export_state() {
   const std::lock_guard lock(mutex_);
   ShardState s;
   s.clock = header_->clock;
-  s.dirty_epoch = header_->dirty_epoch;
+  s.epoch = header_->epoch;
   s.client_clock = header_->client_clock;
   s.clients.assign(header_->clients, header_->clients + kClients);
   std::memcpy(s.counters.data(), &header_->counters, sizeof(Counters));
@@ -257,8 +287,8 @@ void Shard::import_state(const ShardState& s) {
   std::uint32_t clock = s.clock;
   for (std::uint64_t number = 0; number < all.count; ++number) clock = std::max(clock, all[number]);
   header_->clock = clock;
-  evicted_ = {};
-  header_->dirty_epoch = s.dirty_epoch;
+  changes_ = {};
+  header_->epoch = s.epoch;
   header_->client_clock = s.client_clock;
   std::copy(s.clients.begin(), s.clients.end(), header_->clients);
   std::memcpy(&header_->counters, s.counters.data(), sizeof(Counters));
@@ -270,24 +300,21 @@ void Shard::clear() {
   Shard* const self = this;
   const Turn turn(Shards(&self, 1));
   check_no_cut();
-  evicted_ = {};
+  changes_ = {};
   mark();
   mark_index();
   header_->rows_used = 0;
   barrier();
-  if (region_.is_file()) header_->rows_backed = 0;
+  header_->rows_backed = 0;
   barrier();
   index_.clear();
-  region_.discard(layout_.rows, layout_.rows_bytes);
+  header_->index_old_slots = 0;
+  header_->index_frontier = 0;
+  region_.discard(layout_.rows, layout_.total - layout_.rows);
   std::memset(region_.base() + layout_.sketch, 0, layout_.sketch_bytes);
   header_->clock = 0;
   header_->counters = {};
   victims_.clear();
-}
-
-void Shard::set_dirty_epoch(std::uint32_t epoch) {
-  const std::lock_guard lock(mutex_);
-  header_->dirty_epoch = epoch;
 }
 
 std::uint64_t Shard::size() {
@@ -298,7 +325,8 @@ std::uint64_t Shard::size() {
 std::uint64_t Shard::memory_bytes() {
   const std::lock_guard lock(mutex_);
   return layout_.sketch + layout_.sketch_bytes + header_->index_slots * sizeof(std::uint64_t) +
-         header_->rows_used * stride_;
+         header_->rows_used * (stride_ + (header_->keeps_last_steps != 0 ? sizeof(std::uint32_t) : 0)) +
+         changes_.rows.bytes();
 }
 
 Counters Shard::counters() {

@@ -22,10 +22,10 @@ constexpr std::size_t kWriteBytes = std::size_t{64} << 10;
   throw std::runtime_error("cannot " + what + " the file of old rows in " + directory + ": " + std::strerror(errno));
 }
 
-std::uint32_t number_of(const std::byte* record) {
-  std::uint32_t number = 0;
-  std::memcpy(&number, record, sizeof(number));
-  return number;
+Spill::Tag tag_of(const std::byte* record) {
+  Spill::Tag tag{};
+  std::memcpy(&tag, record, sizeof(tag));
+  return tag;
 }
 
 }  // namespace
@@ -33,21 +33,21 @@ std::uint32_t number_of(const std::byte* record) {
 Spill::Spill(std::string directory, std::size_t stride, std::size_t buffer_bytes)
     : directory_(std::move(directory)),
       stride_(stride),
-      record_(stride + sizeof(std::uint64_t)),  // rows stay aligned
+      record_(sizeof(Tag) + stride),
       buffer_records_(std::max<std::size_t>(buffer_bytes / record_, 1)) {}
 
 Spill::~Spill() {
   if (file_ >= 0) close(file_);
 }
 
-void Spill::add(std::uint32_t number, const std::byte* row) {
-  if (numbers_.size() == buffer_records_) flush();
+void Spill::add(Tag tag, const std::byte* row) {
+  if (tags_.size() == buffer_records_) flush();
   if (!buffer_) {
-    numbers_.reserve(buffer_records_);
+    tags_.reserve(buffer_records_);
     buffer_ = std::make_unique_for_overwrite<std::byte[]>(buffer_records_ * stride_);
   }
-  std::memcpy(buffer_.get() + numbers_.size() * stride_, row, stride_);
-  numbers_.push_back(number);
+  std::memcpy(buffer_.get() + tags_.size() * stride_, row, stride_);
+  tags_.push_back(tag);
 }
 
 void Spill::open_file() {
@@ -61,8 +61,8 @@ void Spill::open_file() {
 
 void Spill::flush() {
   if (file_ < 0) open_file();
-  std::vector<std::uint64_t> order(numbers_.size());
-  for (std::size_t i = 0; i < order.size(); ++i) order[i] = std::uint64_t{numbers_[i]} << 32 | i;
+  std::vector<std::uint64_t> order(tags_.size());
+  for (std::size_t i = 0; i < order.size(); ++i) order[i] = std::uint64_t{tags_[i].number} << 32 | i;
   std::sort(order.begin(), order.end());
   const std::size_t most = std::max<std::size_t>(kWriteBytes / record_, 1);
   const auto piece = std::make_unique_for_overwrite<std::byte[]>(most * record_);
@@ -74,37 +74,36 @@ void Spill::flush() {
     write_all(piece.get(), static_cast<std::size_t>(to - piece.get()));
   }
   runs_.push_back({begin, order.size(), static_cast<std::uint32_t>(order[0] >> 32)});
-  numbers_.clear();
+  tags_.clear();
 }
 
 void Spill::copy_record(std::size_t i, std::byte* to) const {
-  const std::uint64_t number = numbers_[i];
-  std::memcpy(to, &number, sizeof(number));
-  std::memcpy(to + sizeof(number), buffer_.get() + i * stride_, stride_);
+  std::memcpy(to, &tags_[i], sizeof(Tag));
+  std::memcpy(to + sizeof(Tag), buffer_.get() + i * stride_, stride_);
 }
 
 const std::vector<Spill::Old>& Spill::take(std::uint64_t end) {
   taken_.clear();
   old_.clear();
-  for (std::size_t i = 0; i < numbers_.size();) {
-    if (numbers_[i] >= end) {
+  for (std::size_t i = 0; i < tags_.size();) {
+    if (tags_[i].number >= end) {
       ++i;
       continue;
     }
     taken_.resize(taken_.size() + record_);
     copy_record(i, taken_.data() + taken_.size() - record_);
-    const std::size_t last = numbers_.size() - 1;
+    const std::size_t last = tags_.size() - 1;
     if (i != last) std::memcpy(buffer_.get() + i * stride_, buffer_.get() + last * stride_, stride_);
-    numbers_[i] = numbers_[last];
-    numbers_.pop_back();
+    tags_[i] = tags_[last];
+    tags_.pop_back();
   }
   for (Run& run : runs_) read_run(run, end);
   std::erase_if(runs_, [](const Run& run) { return run.left == 0; });
   for (std::size_t at = 0; at < taken_.size(); at += record_) {
     const std::byte* record = taken_.data() + at;
-    old_.push_back({number_of(record), record + sizeof(std::uint64_t)});
+    old_.push_back({tag_of(record), record + sizeof(Tag)});
   }
-  std::sort(old_.begin(), old_.end(), [](const Old& a, const Old& b) { return a.number < b.number; });
+  std::sort(old_.begin(), old_.end(), [](const Old& a, const Old& b) { return a.tag.number < b.tag.number; });
   return old_;
 }
 
@@ -116,8 +115,8 @@ void Spill::read_run(Run& run, std::uint64_t end) {
     taken_.resize(before + count * record_);
     read_all(run.at, taken_.data() + before, count * record_);
     std::size_t below = 0;
-    while (below < count && number_of(taken_.data() + before + below * record_) < end) ++below;
-    if (below < count) run.next = number_of(taken_.data() + before + below * record_);
+    while (below < count && tag_of(taken_.data() + before + below * record_).number < end) ++below;
+    if (below < count) run.next = tag_of(taken_.data() + before + below * record_).number;
     taken_.resize(before + below * record_);
     run.at += below * record_;
     run.left -= below;
@@ -147,17 +146,17 @@ void Spill::read_all(std::uint64_t at, std::byte* data, std::size_t bytes) const
   }
 }
 
-Cut::Cut(const CutOptions& options, std::uint64_t rows, std::size_t stride, std::vector<std::uint64_t> evicted)
+Cut::Cut(const CutOptions& options, std::uint64_t rows, std::size_t stride, Changes& before)
     : epoch_(options.epoch),
-      since_(options.since),
+      all_(options.since == 0),
       live_(options.live),
       rows_(rows),
       spill_(options.directory, stride, options.buffer_bytes),
-      evicted_(std::move(evicted)) {}
+      before_(std::move(before)) {}
 
-void Cut::spill_row(std::uint32_t number, const std::byte* row) noexcept {
+void Cut::spill_row(Spill::Tag tag, const std::byte* row) noexcept {
   try {
-    spill_.add(number, row);
+    spill_.add(tag, row);
   } catch (const std::exception& error) {
     fail(error.what());
   }
@@ -185,13 +184,14 @@ const std::vector<Spill::Old>& Cut::pass(std::uint64_t end) {
 void Shard::begin_cut(const CutOptions& options) {
   const std::lock_guard lock(mutex_);
   check_no_cut();
-  if (options.epoch <= header_->dirty_epoch) throw std::invalid_argument("the epoch of a snapshot must be a new one");
-  if (options.since != 0 && options.since != evicted_.since) {
+  if (options.epoch <= header_->epoch) throw std::invalid_argument("the epoch of a snapshot must be a new one");
+  if (options.since != 0 && options.since != changes_.since) {
     throw std::invalid_argument("what has changed since epoch " + std::to_string(options.since) + " is not known");
   }
-  cut_ = std::make_unique<Cut>(options, header_->rows_used, stride_, std::move(evicted_.ids));
-  evicted_ = {options.epoch, options.evicted_limit, {}};
-  header_->dirty_epoch = options.epoch;
+  Changes after{options.epoch, options.evicted_limit, {}, ChangedRows(header_->rows_used)};
+  cut_ = std::make_unique<Cut>(options, header_->rows_used, stride_, changes_);
+  changes_ = std::move(after);
+  header_->epoch = options.epoch;
 }
 
 Cut& Shard::cut_of(std::uint32_t epoch) const {
@@ -209,11 +209,11 @@ bool Shard::export_cut(std::uint32_t epoch, std::uint64_t max_rows, RowBatch& ro
     const auto& old = cut.pass(end);
     auto spilled = old.begin();
     for (std::uint64_t number = begin; number < end; ++number) {
-      if (spilled != old.end() && spilled->number == number) {
-        append(spilled->row, rows);
+      if (spilled != old.end() && spilled->tag.number == number) {
+        append(spilled->row, spilled->tag.last_step, rows);
         // A row that was about to change, and did not as there was no room, is there twice, with the same bytes.
-        while (spilled != old.end() && spilled->number == number) ++spilled;
-      } else if (const auto n = static_cast<std::uint32_t>(number); cut.wanted(*row(n))) {
+        while (spilled != old.end() && spilled->tag.number == number) ++spilled;
+      } else if (const auto n = static_cast<std::uint32_t>(number); cut.wanted(n, changes_.rows)) {
         append(n, rows);
       }
     }
@@ -229,7 +229,7 @@ std::vector<std::uint64_t> Shard::cut_evicted(std::uint32_t epoch) {
 
 std::uint32_t Shard::changes_since() {
   const std::lock_guard lock(mutex_);
-  return evicted_.since;
+  return changes_.since;
 }
 
 void Shard::end_cut() {

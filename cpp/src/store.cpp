@@ -224,6 +224,10 @@ std::vector<PushCounts> Store::update(std::span<const UpdateRequest> requests, s
   return counts;
 }
 
+void Store::keep_last_steps(std::size_t index) {
+  for (const auto& shard : table(index).shards) shard->keep_last_steps();
+}
+
 void Store::last_steps(std::size_t index, std::span<const std::uint64_t> ids, std::uint32_t* out) {
   check_process();
   const UpdateRequest request{index, ids.data(), ids.size(), nullptr, 0.0f};
@@ -290,10 +294,6 @@ Counters Store::counters(std::size_t index) const {
 
 void Store::clear(std::size_t index) {
   for (const auto& shard : table(index).shards) shard->clear();
-}
-
-void Store::set_dirty_epoch(std::size_t index, std::uint32_t epoch) {
-  for (const auto& shard : table(index).shards) shard->set_dirty_epoch(epoch);
 }
 
 }  // namespace persia

@@ -14,6 +14,7 @@
 #include <numeric>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "check.hpp"
@@ -39,14 +40,19 @@ Keys backwards(Keys keys) {
 // Leaves garbage wherever this process may have been writing when it died.
 void scribble(Shard& shard) {
   Header& h = shard.header();
+  const auto layout = Layout::of(h.capacity, h.row_stride, h.sketch_width);
   const auto fill = [](void* at, std::size_t bytes) { std::memset(at, 0xA5, bytes); };
+  const auto fill_row = [&](std::uint32_t row) {
+    fill(shard.row_bytes(row), h.row_stride);
+    if (h.keeps_last_steps != 0) fill(reinterpret_cast<std::byte*>(&h) + layout.last_steps + row * 4, 4);
+  };
   if (h.undo_row != 0 && h.undo_mark == h.push.rows_applied) {
-    fill(shard.row_bytes(static_cast<std::uint32_t>(h.undo_row - 1)), h.row_stride);
+    fill_row(static_cast<std::uint32_t>(h.undo_row - 1));
   }
-  if (h.rows_used < h.rows_backed) fill(shard.row_bytes(static_cast<std::uint32_t>(h.rows_used)), h.row_stride);
+  if (h.rows_used < h.rows_backed) fill_row(static_cast<std::uint32_t>(h.rows_used));
   if ((h.busy & kIndexBusy) != 0) {
-    const auto layout = Layout::of(h.capacity, h.row_stride, h.sketch_width);
     fill(reinterpret_cast<std::byte*>(&h) + layout.index, 4096);
+    if (h.index_old_slots != 0) h.index_frontier = 0xA5A5;
   }
   if (h.commit_slot != 0) fill(&h.clients[h.commit_slot - 1], sizeof(ClientEntry));
 }
@@ -73,11 +79,13 @@ struct Directory {
 
 // A store with one table: in files, or for comparison in the memory of this process.
 struct Tested {
-  Tested(const std::string& directory, bool attach, std::uint64_t capacity) : pool(1), store(pool) {
+  Tested(const std::string& directory, bool attach, std::uint64_t capacity, bool last_steps = true)
+      : pool(1), store(pool) {
     TableConfig c = config_of(capacity, kShards);
     if (!directory.empty()) c.files = {directory + "/t", attach, 5.0};
     crashing = &store;
     store.create_table(c);
+    if (last_steps) store.keep_last_steps(0);
   }
 
   void look(const Keys& keys) { persia::look(store, keys); }
@@ -105,7 +113,7 @@ struct Tested {
     std::map<std::uint64_t, std::vector<float>> all;
     for (std::uint32_t s = 0; s < kShards; ++s) {
       RowBatch batch;
-      store.shard(0, s).export_rows(0, 1 << 20, 0, batch);
+      store.shard(0, s).export_rows(0, 1 << 20, batch);
       for (std::size_t i = 0; i < batch.ids.size(); ++i) {
         CHECK(shard_of(batch.ids[i], kShards) == s);
         auto& row = all[batch.ids[i]];
@@ -131,7 +139,7 @@ struct Tested {
     std::vector<Keys> all;
     for (std::uint32_t s = 0; s < kShards; ++s) {
       RowBatch batch;
-      store.shard(0, s).export_rows(0, 1 << 20, 0, batch);
+      store.shard(0, s).export_rows(0, 1 << 20, batch);
       std::vector<std::size_t> rows(batch.ids.size());
       std::iota(rows.begin(), rows.end(), 0u);
       std::stable_sort(rows.begin(), rows.end(),
@@ -200,6 +208,21 @@ void crash_everywhere(std::uint64_t capacity, const Step& prepare, const Step& s
   std::printf("  %ld crash points\n", points);
 }
 
+bool grows(Tested& t, std::uint32_t shard) { return t.store.shard(0, shard).header().index_old_slots != 0; }
+
+// Inserts rows until the indices of all shards grow. Returns the ids.
+Keys look_until_growing(Tested& t) {
+  Keys keys;
+  for (std::uint64_t id = 0; !grows(t, 0) || !grows(t, 1); ++id) {
+    if (grows(t, shard_of(id, kShards))) continue;
+    t.look({id});
+    keys.push_back(id);
+  }
+  return keys;
+}
+
+constexpr std::uint64_t kNew = 1000;  // ids from here on are not among those
+
 }  // namespace
 
 TEST(a_push) {
@@ -220,6 +243,107 @@ TEST(a_push_after_others) {
 
 TEST(a_lookup_that_inserts_and_grows_index_and_file) {
   crash_everywhere(5000, [](Tested& t) { t.look(range(0, 40)); }, [](Tested& t) { t.look(backwards(range(20, 120))); });
+}
+
+TEST(a_push_while_the_index_grows) {
+  crash_everywhere(
+      5000, [](Tested& t) { look_until_growing(t); }, [](Tested& t) { t.push(backwards(range(10, 30)), 9, 1); });
+}
+
+TEST(a_lookup_that_inserts_while_the_index_grows) {
+  crash_everywhere(
+      5000, [](Tested& t) { look_until_growing(t); }, [](Tested& t) { t.look(backwards(range(kNew, kNew + 25))); });
+}
+
+TEST(a_lookup_that_evicts_while_the_index_grows) {
+  crash_everywhere(
+      2 * 53,  // of 64 slots each, of which 51 may be in use
+      [](Tested& t) {
+        for (std::uint64_t id = kNew; t.store.size(0) < 2 * 53; ++id) {
+          if (t.store.shard(0, shard_of(id, kShards)).size() < 53) t.look({id});
+        }
+        CHECK(grows(t, 0) && grows(t, 1));
+      },
+      [](Tested& t) { t.look(backwards(range(10, 30))); });
+}
+
+TEST(an_import_while_the_index_grows) {
+  crash_everywhere(
+      5000, [](Tested& t) { look_until_growing(t); }, [](Tested& t) { t.import(range(kNew - 5, kNew + 15), 0.5f); });
+}
+
+TEST(clearing_while_the_index_grows) {
+  crash_everywhere(5000, [](Tested& t) { look_until_growing(t); }, [](Tested& t) { t.store.clear(0); });
+}
+
+TEST(growth_goes_on_after_attaching) {
+  for (const bool killed : {false, true}) {
+    const Directory directory;
+    Keys keys;
+    Tested twin("", false, 5000);
+    keys = look_until_growing(twin);
+    CHECK(dies(killed ? 30 : 0, [&] {
+            Tested t(directory.path, false, 5000);
+            const long kill = std::exchange(crash_in, 0);
+            look_until_growing(t);
+            crash_in = kill;
+            t.push(keys, 9, 1);
+          }) == killed);
+    Tested t(directory.path, true, 5000);
+    for (const auto& found : t.store.table(0).recovery) CHECK(!found.rebuilt);
+    for (std::uint32_t s = 0; s < kShards; ++s) {
+      const Header &mine = t.store.shard(0, s).header(), &same = twin.store.shard(0, s).header();
+      CHECK(grows(t, s) && mine.index_old_slots == same.index_old_slots);
+      CHECK(mine.index_frontier == same.index_frontier && mine.index_slots == same.index_slots);
+    }
+    t.push(keys, 9, 1);
+    twin.push(keys, 9, 1);
+    CHECK(t.rows() == twin.rows());
+    for (Tested* each : {&t, &twin}) {
+      for (std::uint64_t id = kNew; grows(*each, 0) || grows(*each, 1); ++id) each->look({id});
+      each->look(range(2 * kNew, 3 * kNew));
+    }
+    CHECK(t.rows() == twin.rows() && t.order() == twin.order());
+  }
+}
+
+TEST(a_damaged_state_of_growth_is_mended_or_refused) {
+  const auto damaged = [](const std::function<void(Header&)>& damage) {
+    const Directory directory;
+    std::map<std::uint64_t, std::vector<float>> rows;
+    {
+      Tested t(directory.path, false, 5000);
+      look_until_growing(t);
+      rows = t.rows();
+      damage(t.store.shard(0, 1).header());
+    }
+    Tested t(directory.path, true, 5000);
+    CHECK(t.rows() == rows && !grows(t, 1));
+    t.look(range(kNew, 2 * kNew));
+    return t.store.table(0).recovery[1].rebuilt;
+  };
+  CHECK(damaged([](Header& h) { h.index_frontier = kRowMask / 4 * 3; }));
+  CHECK(damaged([](Header& h) { h.index_old_slots = 0; }));  // as of a version that does not know it
+  CHECK_THROWS(damaged([](Header& h) { h.index_old_slots = h.index_slots + Index::kLineSlots; }), std::runtime_error);
+  CHECK_THROWS(damaged([](Header& h) { h.index_old_slots -= 1; }), std::runtime_error);
+}
+
+// A process of an older version may have died while it wrote there.
+TEST(what_lies_behind_the_slots_is_cleared) {
+  const Directory directory;
+  {
+    Tested t(directory.path, false, 5000);
+    t.look(range(0, 80));
+    Header& h = t.store.shard(0, 0).header();
+    const auto layout = Layout::of(h.capacity, h.row_stride, h.sketch_width);
+    auto* slots = reinterpret_cast<std::uint64_t*>(reinterpret_cast<std::byte*>(&h) + layout.index);
+    CHECK(h.index_backed > h.index_slots + kIndexTail);
+    std::fill(slots + h.index_slots + kIndexTail, slots + h.index_backed, 0xA5A5A5A5A5A5A5A5u);
+  }
+  Tested t(directory.path, true, 5000), twin("", false, 5000);
+  twin.look(range(0, 80));
+  for (Tested* each : {&t, &twin}) each->look(range(80, 4000));
+  CHECK(t.rows() == twin.rows());
 }
 
 TEST(a_lookup_that_evicts) {
@@ -315,7 +439,7 @@ TEST(pushes_that_overlap_and_are_repeated_in_any_order) {
 TEST(a_table_whose_creation_was_interrupted_is_refused) {
   for (long point = 1;; ++point) {
     const Directory directory;
-    const bool died = dies(point, [&] { Tested(directory.path, false, 100); });
+    const bool died = dies(point, [&] { Tested(directory.path, false, 100, false); });
     if (!died) break;
     CHECK_THROWS(Tested(directory.path, true, 100), std::runtime_error);
     Tested anew(directory.path, false, 100);

@@ -19,12 +19,15 @@ struct Fixture {
   ThreadPool pool{1};
   Store store{pool};
 
-  explicit Fixture(std::uint64_t capacity, std::uint32_t shards) { store.create_table(config_of(capacity, shards)); }
+  explicit Fixture(std::uint64_t capacity, std::uint32_t shards) {
+    store.create_table(config_of(capacity, shards));
+    store.keep_last_steps(0);
+  }
   void look(const Keys& keys) { persia::look(store, keys); }
   void push(const Keys& keys, std::uint32_t step) { persia::push(store, keys, {step}); }
   std::vector<RowBatch> now() {
     std::vector<RowBatch> shards;
-    for (Shard* shard : store.table(0).all) shard->export_rows(0, ~std::uint64_t{0} >> 1, 0, shards.emplace_back());
+    for (Shard* shard : store.table(0).all) shard->export_rows(0, ~std::uint64_t{0} >> 1, shards.emplace_back());
     return shards;
   }
   void cut(std::uint32_t epoch, std::uint32_t since = 0, std::size_t buffer = 1 << 20) {
@@ -80,11 +83,11 @@ TEST(spill_gives_each_row_once_and_sorted) {
     std::vector<std::uint32_t> expected, found;
     const auto take = [&](std::uint64_t to) {
       for (const auto& old : spill.take(end = to)) {
-        CHECK(old.number < end);
+        CHECK(old.tag.number < end && old.tag.last_step == old.tag.number + 1);
         std::uint32_t value = 0;
         std::memcpy(&value, old.row + 4, sizeof(value));
-        CHECK(value == old.number * 7);
-        found.push_back(old.number);
+        CHECK(value == old.tag.number * 7);
+        found.push_back(old.tag.number);
       }
     };
     for (std::size_t i = 0; i < numbers.size(); ++i) {
@@ -92,7 +95,7 @@ TEST(spill_gives_each_row_once_and_sorted) {
       std::byte row[kStride] = {};
       const std::uint32_t value = numbers[i] * 7;
       std::memcpy(row + 4, &value, sizeof(value));
-      spill.add(numbers[i], row);
+      spill.add({numbers[i], numbers[i] + 1}, row);
       expected.push_back(numbers[i]);
       if (i % 100 == 50) take(end + 37);
     }
@@ -109,13 +112,13 @@ TEST(spill_writes_a_buffer_in_pieces) {
     Spill spill("/tmp", stride, 20 * (stride + 8));
     for (std::uint32_t i = 0; i < kRows; ++i) {
       const std::uint32_t number = i * 7 % kRows;
-      spill.add(number, std::vector<std::byte>(stride, std::byte{static_cast<unsigned char>(number)}).data());
+      spill.add({number, 0}, std::vector<std::byte>(stride, std::byte{static_cast<unsigned char>(number)}).data());
     }
     CHECK(spill.file_bytes() == 40 * (stride + 8));
     const auto& old = spill.take(kRows);
     CHECK(old.size() == kRows);
     for (std::uint32_t i = 0; i < old.size(); ++i) {
-      CHECK(old[i].number == i);
+      CHECK(old[i].tag.number == i);
       CHECK(std::all_of(old[i].row, old[i].row + stride,
                         [i](std::byte b) { return static_cast<std::uint32_t>(b) == i; }));
     }

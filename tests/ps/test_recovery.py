@@ -354,23 +354,23 @@ def test_capacities_that_do_not_fit_are_refused(mounted):
     place = mounted("size=4m")
     tables = {"item": Table("item", dim=16, capacity=10_000_000), "user": Table("user", dim=16)}
     options = ServerOptions(regions=str(place / "ps-0"))
-    expected = r"needs 1.6 GiB.* has 4.0 MiB \(the size of .*\).* 10,000,000 rows of 168 bytes .*, to 24,966 for table"
+    expected = r"needs 1.5 GiB.* has 4.0 MiB \(the size of .*\).* 10,000,000 rows of 164 bytes .*, to 25,575 for table"
     with pytest.raises(ConfigError, match=expected) as caught:
         EmbeddingServer(tables, Adagrad(0.1), Sync(), 0, 1, options)
-    assert caught.value.fields["wanted"] == 1_680_000_000
+    assert caught.value.fields["wanted"] == 1_640_000_000
     assert caught.value.fields["memory"] == 4 << 20
     assert not any(place.iterdir())
 
 
 def test_capacities_must_fit_for_all_ps_of_a_host(mounted, caplog):
-    tables = {"item": Table("item", dim=16, capacity=15_000, optimizer=SGD(lr=1.0))}  # 1.5 MiB
+    tables = {"item": Table("item", dim=16, capacity=15_000, optimizer=SGD(lr=1.0))}  # 1.4 MiB
     place = mounted("size=4m")
 
     def begun(number, neighbours):
         options = ServerOptions(regions=str(place / f"ps-{number}"), neighbours=neighbours)
         return EmbeddingServer(tables, SGD(lr=1.0), Sync(), 0, 1, options)
 
-    with pytest.raises(ConfigError, match=r"needs 1.5 MiB.* has 1.3 MiB"):
+    with pytest.raises(ConfigError, match=r"needs 1.4 MiB.* has 1.3 MiB"):
         begun(0, 3)
     servers = [begun(number, 2) for number in range(2)]
     # One that begins anew, though the other has filled its part, finds its own.
@@ -381,7 +381,7 @@ def test_capacities_must_fit_for_all_ps_of_a_host(mounted, caplog):
     (place / "filler").write_bytes(bytes(1 << 20))
     servers[0].close()
     servers[0] = begun(0, 2)
-    assert "MiB free for an embedding PS, but its tables may grow to 1.5 MiB: when it is full, lookups" in caplog.text
+    assert "MiB free for an embedding PS, but its tables may grow to 1.4 MiB: when it is full, lookups" in caplog.text
     for server in servers:
         server.close()
     del servers, server

@@ -221,18 +221,18 @@ def test_what_cannot_fit_is_refused_before_training(cluster):
     rows = 1 << 40
     schema = Schema([IdFeature("item", dim=64)], tables=[Table("item", dim=64, capacity=rows)])
     with pytest.raises(
-        ConfigError, match=r"table 'item': 1,099,511,627,776 rows of 552 bytes .* = 552.0 TiB"
+        ConfigError, match=r"table 'item': 1,099,511,627,776 rows of 548 bytes .* = 548.0 TiB"
     ) as caught:
         EmbeddingCollection(schema, optimizer=Adagrad(0.1), mode=Sync(), cluster=cluster)
     assert "lower `capacity`" in caught.value.message
     assert caught.value.fields["field"] == "capacity"
-    assert caught.value.fields["wanted"] == rows * 552
+    assert caught.value.fields["wanted"] == rows * 548
 
 
 def test_what_cannot_fit_is_accepted_with_a_warning_if_asked_for(caplog):
     schema = Schema([IdFeature("item", dim=1)], tables=[Table("item", dim=1, capacity=10**11)])
     assert rows_after(persia.cluster.Embedded(overcommit=True), schema) == 60_000
-    assert "its tables may grow to 4.0 TiB" in caplog.text
+    assert "its tables may grow to 3.6 TiB" in caplog.text
 
 
 def test_what_the_refusal_proposes_fits():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from persia import rpc
 from persia.errors import PersiaError, StalePushError, StoreError
-from persia.modes import Async, Bsp, Gba, Sync
+from persia.modes import Async, Bsp, Gba, Hybrid, Sync
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.pushes.reference import ReferenceAccumulator
 from persia.schema import SGD, Adam, Table
@@ -167,6 +167,21 @@ def test_to_another_mode_and_back(ps):
     server.switch(Sync(), 1, 2)
 
 
+def test_rows_of_a_synchronous_phase_take_any_gradient_once(ps):
+    """The switch to Gba begins to keep the step of each row; no gradient from before it is left."""
+    server = ps(Hybrid(1, combine=False))
+    before = server.lookup({"t": np.arange(1, dtype=np.uint64)}, True)["t"][:, 0].copy()
+    for step in range(4):
+        server.push(PushHeader(1, 0, step + 1, step, 8), gradient([0], 1.0))
+    assert not np.concatenate([chunk.arrays["last_step"] for chunk in server.export_rows()]).any()
+    server.switch(Gba(8, tolerance=1), 2, 4)
+    server.push(header(4, 1, token=4, generation=2), gradient([0], 1.0))
+    assert np.concatenate([chunk.arrays["last_step"] for chunk in server.export_rows()]).tolist() == [4]
+    server.push(header(5, 1, token=2, generation=2), gradient([0], 1.0))  # Too old for what was changed in step 4.
+    np.testing.assert_allclose(rows(server, 0), before - 5.0, atol=1e-5)
+    assert server.row_staleness().stale == 1
+
+
 def test_what_does_not_fit_is_refused_and_changes_nothing(ps):
     server = ps(Bsp(2))
     with pytest.raises(StoreError, match="no table"):
@@ -191,6 +206,7 @@ def test_any_order_is_the_order_of_slots(data):
     server = new_ps(Gba(8, tolerance, reduction), Adam(0.1))
     store = ReferenceStore()
     store.create_table(TableConfig("t", DIM, optimizer="adam"))
+    store.keep_last_steps(0)
     universe = np.arange(6, dtype=np.uint64)
     server.lookup({"t": universe}, True)
     lookup(store, universe)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persia.ps.row_access import set_rows
-from persia.store import NativeStore, ReferenceStore, TableConfig
+from persia.store import NativeStore, ReferenceStore, Spill, TableConfig
 from persia.types.values import DTYPES
 from support.stores import contents, lookup, update
 
@@ -80,7 +80,7 @@ def compare(store, reference):
         assert_same_rows(rows, theirs[shard])
 
 
-ACTIONS = ["train", "train", "update", "update", "evaluate", "read", "set", "restore"]
+ACTIONS = ["train", "train", "update", "update", "evaluate", "read", "set", "restore", "keep"]
 
 
 @settings(max_examples=150, deadline=None)
@@ -116,11 +116,51 @@ def test_any_history(data):
             keys = np.unique(ids)
             values = random.normal(size=(len(keys), config.dim)).astype(np.float32)
             assert set_rows(store, 0, keys, values, None) == set_rows(reference, 0, keys, values, None)
+        elif action == "keep":
+            for s in both:
+                s.keep_last_steps(0)
         else:
             store, reference = both = (
                 restored(store, config, NativeStore(threads)),
                 restored(reference, config, ReferenceStore()),
             )
+        compare(store, reference)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_any_history_while_the_index_grows(data):
+    """An index with `begins` rows begins to grow, and a twelfth as many new rows later it has grown."""
+    begins = data.draw(st.sampled_from([51, 102, 204, 409, 819]))
+    first = begins + data.draw(st.integers(0, begins // 12))
+    config = TableConfig("t", 3, capacity=first + data.draw(st.integers(0, 10)), shards=1, seed=begins)
+    store, reference = both = NativeStore(), ReferenceStore()
+    random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    universe = random.integers(0, 2**64, first + 40, dtype=np.uint64)
+    for s in both:
+        s.create_table(config)
+        lookup(s, universe[:first])
+    for step in range(1, data.draw(st.integers(1, 8))):
+        action = data.draw(st.sampled_from(["train", "evaluate", "update", "set", "snapshot"]))
+        ids = random.choice(universe, random.integers(1, 6))
+        if action in ("train", "evaluate"):
+            np.testing.assert_array_equal(*(lookup(s, ids, action == "train") for s in both))
+        elif action == "update":
+            gradients = random.normal(size=(len(ids), 3)).astype(np.float32)
+            assert update(store, ids, gradients, 0.1, step) == update(reference, ids, gradients, 0.1, step)
+        elif action == "set":
+            keys = np.unique(ids)
+            values = random.normal(size=(len(keys), 3)).astype(np.float32)
+            assert set_rows(store, 0, keys, values, None) == set_rows(reference, 0, keys, values, None)
+        else:
+            snapshots = []
+            for s in both:
+                epoch = s.begin_snapshot(0, 0, Spill("/tmp"))
+                lookup(s, ids)
+                rows, _ = s.export_snapshot(0, 0, epoch, 10**6)
+                s.end_snapshot(0)
+                snapshots.append(rows)
+            assert_same_rows(*snapshots)
         compare(store, reference)
 
 
@@ -163,6 +203,53 @@ def test_large_eviction_is_least_recently_used():
     assert survivors.sum() == 50_000
     # 49,900 ids left for what came last, whole batches but for the oldest one.
     assert survivors[400_000 - 49_900 :].all()
+
+
+class SearchedRows:
+    """Ids and stamps of a shard that searches all its rows for each victim; the reference store takes too long here."""
+
+    def __init__(self, capacity: int) -> None:
+        self.ids, self.stamps = np.zeros(capacity, np.uint64), np.zeros(capacity, np.uint32)
+        self.rows: dict[int, int] = {}
+        self.clock = 0
+
+    def lookup(self, ids):
+        self.clock += 1
+        for id_ in ids.tolist():
+            if id_ not in self.rows:
+                row = len(self.rows)
+                if row == len(self.ids):
+                    row = int(self.stamps.argmin())
+                    del self.rows[int(self.ids[row])]
+                self.rows[id_], self.ids[row] = row, id_
+            self.stamps[self.rows[id_]] = self.clock
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    capacity=st.sampled_from([12_000, 30_000]), share_new=st.sampled_from([1.0, 0.5, 0.1]), seed=st.integers(0, 2**32)
+)
+def test_victims_while_the_next_ones_are_collected(capacity, share_new, seed):
+    """Tables whose scans take many requests, and sort their rows in several runs."""
+    random = np.random.default_rng(seed)
+    store, searched = NativeStore(), SearchedRows(capacity)
+    store.create_table(TableConfig("t", 1, capacity=capacity, shards=1))
+    first_new, size = 0, capacity // 40
+    for request in range(120):
+        new = size if len(searched.rows) < capacity else int(size * share_new)
+        fresh = np.arange(first_new, first_new + new, dtype=np.uint64)
+        first_new += new
+        asked = random.permutation(np.append(fresh, random.choice(searched.ids, size - new)))
+        lookup(store, asked)
+        searched.lookup(asked)
+        if request % 4 == 0:
+            pushed = searched.ids[random.choice(len(searched.rows), size // 4)]
+            assert update(store, pushed, np.zeros((len(pushed), 1))).absent == 0
+            searched.lookup(pushed)
+    (rows,) = contents(store).values()
+    np.testing.assert_array_equal(rows.ids, searched.ids)
+    np.testing.assert_array_equal(rows.stamp, searched.stamps)
+    assert store.statistics(0)["evicted"] > capacity // 8
 
 
 def test_clock_overflow_keeps_order():

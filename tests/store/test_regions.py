@@ -67,6 +67,26 @@ def test_rows_outlive_the_store(directory):
     assert again.size(0) == 1000
 
 
+def test_last_steps_are_kept_from_a_moment_on(directory):
+    """A process that attaches goes on keeping them; rows that have not been updated since that moment have 0."""
+    store = filled(directory, 900)
+    store.update([0], [ids(1, 2)], [np.ones((2, 4), np.float32)], [0.1], 7)
+    before = store.memory_bytes(0)
+    assert store.last_steps(0, ids(1, 2)).tolist() == [0, 0]
+    store.keep_last_steps(0)
+    assert store.memory_bytes(0) == before + 4 * 900
+    store.update([0], [ids(2)], [np.ones((1, 4), np.float32)], [0.1], 8)
+    del store
+    again = make(directory, attach=True)
+    again.keep_last_steps(0)
+    again.lookup([0], [np.arange(900, 1000, dtype=np.uint64)], True)
+    again.update([0], [ids(3, 950)], [np.ones((2, 4), np.float32)], [0.1], 9)
+    assert again.last_steps(0, ids(1, 2, 3, 950, 5000)).tolist() == [0, 8, 9, 9, 0]
+    again.lookup([0], [np.arange(5000, 6500, dtype=np.uint64)], True)  # Takes the places of all rows.
+    again.lookup([0], [ids(950)], True)
+    assert again.last_steps(0, ids(950, *range(5500, 6500))).tolist() == [0] * 1001
+
+
 def test_two_stores_on_one_region(directory):
     store = filled(directory)
     for attach in (True, False):
@@ -81,7 +101,7 @@ def test_memory_follows_rows_not_capacity(directory):
     used = lambda: sum(path.stat().st_blocks * 512 for path in directory.iterdir())  # noqa: E731
     assert used() < 2 << 20
     store.lookup([0], [np.arange(100_000, dtype=np.uint64)], True)
-    payload = 100_000 * (24 + 4 * 32)
+    payload = 100_000 * (16 + 4 * 32)
     assert payload < used() < payload * 1.5
     store.clear(0)
     assert used() < payload / 2
@@ -118,7 +138,7 @@ def overwrite(path, offset, data):
     [
         (0, bytes(8), "never completed"),
         (0, b"SQLite f", "no region of an embedding store"),
-        (8, b"\x01", "format 1, and this version of persia reads format 2"),
+        (8, b"\x01", "format 1, and this version of persia reads format 3"),
         (30, b"\xff", "header is damaged"),
         (160, b"\xff" * 8, "header is damaged: it says"),
         (168, b"\xff" * 8, "header is damaged: it says"),

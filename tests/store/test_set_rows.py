@@ -19,6 +19,9 @@ def test_native_and_reference_agree(data):
     store, reference = NativeStore(data.draw(st.sampled_from([1, 3]))), ReferenceStore()
     store.create_table(config)
     reference.create_table(config)
+    if data.draw(st.booleans()):
+        store.keep_last_steps(0)
+        reference.keep_last_steps(0)
     random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     universe = random.integers(0, 2**64, data.draw(st.integers(1, 120)), dtype=np.uint64)
     for step in range(data.draw(st.integers(1, 10))):

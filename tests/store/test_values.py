@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persia.errors import ConfigError, StoreError
-from persia.store import NativeStore, ReferenceStore, TableConfig, reference_values
+from persia.store import ROW_OVERHEAD, NativeStore, ReferenceStore, TableConfig, reference_values
 from persia.types.values import (
     DTYPES,
     LARGEST,
@@ -20,7 +20,7 @@ from persia.types.values import (
 )
 from support.stores import contents, lookup, update, widen
 
-NARROW = ["bfloat16", "float16"]
+OF_16_BITS = ["bfloat16", "float16"]
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 BOUNDS = st.floats(1e-44, 1e300) | st.floats(1e-8, 1e-4) | st.floats(0.1, 1e5)
 
@@ -40,7 +40,7 @@ def stored_after(config, ids, gradients, threads=1):
     return lookup(store, ids, False)
 
 
-@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("dtype", OF_16_BITS)
 @given(value=FLOATS)
 @settings(max_examples=60, deadline=None)
 def test_nearest_is_exact_where_the_dtype_has_the_value(dtype, value):
@@ -51,7 +51,7 @@ def test_nearest_is_exact_where_the_dtype_has_the_value(dtype, value):
     assert round_down(abs(float(once[0])), dtype) == abs(float(once[0]))
 
 
-@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("dtype", OF_16_BITS)
 @pytest.mark.filterwarnings("error")
 @given(value=BOUNDS)
 @settings(max_examples=200, deadline=None)
@@ -65,7 +65,7 @@ def test_round_down(dtype, value):
     assert down == LARGEST[dtype] or following > value
 
 
-@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("dtype", OF_16_BITS)
 def test_conversions_agree_with_the_reference(dtype):
     random = np.random.default_rng(0)
     values = random.integers(0, 2**32, 50_001, dtype=np.uint32).view(np.float32)
@@ -88,7 +88,7 @@ def test_conversions_agree_with_the_reference(dtype):
     )
 
 
-@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("dtype", OF_16_BITS)
 @given(value=FLOATS)
 @settings(max_examples=60, deadline=None)
 def test_an_update_keeps_values_that_the_dtype_has(dtype, value):
@@ -98,7 +98,7 @@ def test_an_update_keeps_values_that_the_dtype_has(dtype, value):
     np.testing.assert_array_equal(rows, np.full_like(rows, value))
 
 
-@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("dtype", OF_16_BITS)
 @given(value=st.floats(1e-6, 6e4), sign=st.sampled_from([-1, 1]))
 @settings(max_examples=25, deadline=None)
 def test_rounding_is_right_on_average(dtype, value, sign):
@@ -122,7 +122,7 @@ def test_small_updates_add_up():
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam"])
-@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("dtype", OF_16_BITS)
 def test_results_do_not_depend_on_shards_threads_or_other_ids(dtype, optimizer):
     """The same rows, updated the same number of times; so two PSs get what one would."""
     random = np.random.default_rng(4)
@@ -164,7 +164,7 @@ def test_rows_that_are_loaded_without_state_do_not_meet_the_same_numbers_again(m
 
 
 @pytest.mark.parametrize("make", [NativeStore, ReferenceStore])
-@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("dtype", OF_16_BITS)
 def test_finite_values_stay_finite(make, dtype):
     store = make()
     store.create_table(plain(dtype, 4))
@@ -176,7 +176,7 @@ def test_finite_values_stay_finite(make, dtype):
 
 
 @pytest.mark.parametrize("make", [NativeStore, ReferenceStore])
-@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("dtype", OF_16_BITS)
 @pytest.mark.parametrize("bound", [0.7003, 0.7005, 0.702, 0.9998])
 def test_values_stay_within_the_bound(make, dtype, bound):
     """Also where the bound is no number of the dtype: rounding must not lead beyond it, in whatever way."""
@@ -196,7 +196,7 @@ def test_values_stay_within_the_bound(make, dtype, bound):
 
 
 @pytest.mark.parametrize("make", [NativeStore, ReferenceStore])
-@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("dtype", OF_16_BITS)
 @pytest.mark.parametrize("dim", [1, 3, 5, 8])
 def test_rows_as_stored(make, dtype, dim):
     store = make()
@@ -244,7 +244,7 @@ def test_memory_of_a_row():
             store.lookup([0], [np.arange(200_000, dtype=np.uint64)], True)
             assert store.memory_bytes(0) <= 200_000 * config.row_bytes
             assert store.memory_bytes(0) > 200_000 * (config.row_bytes - 24)
-            sizes[dtype, optimizer] = config.row_bytes - 40
+            sizes[dtype, optimizer] = config.row_bytes - ROW_OVERHEAD
     assert [sizes["float32", o] for o in ("sgd", "adagrad", "rowwise_adagrad", "adam")] == [64, 128, 68, 192]
     assert [sizes["bfloat16", o] for o in ("sgd", "adagrad", "rowwise_adagrad", "adam")] == [32, 96, 36, 96]
     assert sizes["float16", "adam"] == 32 + 128  # Second moments would underflow.
@@ -255,7 +255,7 @@ def test_second_moments_of_float16_do_not_underflow():
     ids = np.arange(50, dtype=np.uint64)
     gradients = [np.full((50, 4), 1e-5, np.float32)] * 10
     expected = stored_after(plain("float32", 4, optimizer="adam"), ids, gradients)
-    for dtype in NARROW:
+    for dtype in OF_16_BITS:
         found = stored_after(plain(dtype, 4, optimizer="adam"), ids, gradients)
         np.testing.assert_allclose(found.mean(), expected.mean(), rtol=0.02)
 

@@ -5,6 +5,10 @@
 // in one. That gives three things: a miss ends at the first smaller tag, erasing needs no tombstone, and the table
 // grows in place by moving slots in order, without reading any row. Tags are sorted downwards so that an empty slot
 // (zero) ends a search by the same comparison.
+//
+// Growth takes small steps, from the end. Tags up to a frontier, whose slots have been moved, have their home among the
+// new number of slots, all others among the old number. The home stays monotone in the tag, so the array is sorted at
+// each step, and searching, inserting and erasing are the same while it grows.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -23,14 +27,29 @@ class Index {
   static constexpr std::uint64_t kFirstSlots = 64;
   static constexpr std::uint64_t kDoubling = 1u << 12;
   static constexpr std::uint64_t kLineSlots = 8;
+  // Slots that move for each row that is inserted while the index grows. Until the last one has moved, the slots that
+  // have not take up one in so many of these rows: their load rises from 80 to 87 %.
+  static constexpr std::uint64_t kMoves = 12;
 
   Index() = default;
-  // A view of `max_slots` slots and the tail, of which `slot_count` are in use as home slots.
-  Index(std::uint64_t* slots, std::uint64_t slot_count, std::uint64_t max_slots)
-      : slots_(slots), count_(slot_count), max_(max_slots) {}
+  // A view of `max_slots` slots and the tail, of which `slot_count` are in use as home slots. Slots behind them and
+  // their tail must be zero. If `old_slots` is not 0, the index grows: see `old_slots` and `frontier`.
+  Index(std::uint64_t* slots, std::uint64_t slot_count, std::uint64_t max_slots, std::uint64_t old_slots = 0,
+        std::uint32_t frontier = 0)
+      : slots_(slots), lines_(slot_count / kLineSlots), old_lines_(lines_), max_(max_slots) {
+    if (old_slots == 0) return;
+    old_lines_ = old_slots / kLineSlots;
+    frontier_ = frontier;
+  }
 
   // Returns the number of home slots, without the tail.
-  std::uint64_t slot_count() const { return count_; }
+  std::uint64_t slot_count() const { return lines_ * kLineSlots; }
+  // Whether some slots have not been moved to their new homes.
+  bool growing() const { return frontier_ != kRowMask; }
+  // Returns the number of home slots of tags above the frontier; 0 if the index does not grow.
+  std::uint64_t old_slots() const { return growing() ? old_lines_ * kLineSlots : 0; }
+  // Returns the highest tag whose slots have been moved; 0 if the index does not grow.
+  std::uint32_t frontier() const { return growing() ? frontier_ : 0; }
 
   // Returns the tag of a hash: its inverted upper bits, never 0, which marks an empty slot.
   static std::uint32_t tag_of(std::uint64_t hash) {
@@ -38,9 +57,7 @@ class Index {
   }
 
   // Returns the home position of a tag: the first slot of a cache line.
-  std::uint64_t home(std::uint32_t tag) const {
-    return ((std::uint64_t{~tag & kRowMask} * (count_ / kLineSlots)) >> kRowBits) * kLineSlots;
-  }
+  std::uint64_t home(std::uint32_t tag) const { return home(tag, tag > frontier_ ? old_lines_ : lines_); }
 
   // Prefetches the cache line of a home position.
   void prefetch(std::uint64_t home) const { persia::prefetch(slots_ + home); }
@@ -69,19 +86,21 @@ class Index {
     return kNone;
   }
 
-  // Whether to grow before another insertion: the load exceeds 80 % and growth is possible.
-  bool full(std::uint64_t rows) const { return (rows + 1) * 5 > count_ * 4 && count_ < max_; }
+  // Returns the rows that fit beside `rows` before the index has to grow, which is at a load of 80 %.
+  std::uint64_t room(std::uint64_t rows) const {
+    const std::uint64_t most = slot_count() * 4 / 5;
+    return most > rows ? most - rows : 0;
+  }
+  // Whether to grow before another insertion: there is no room, and growth is possible.
+  bool full(std::uint64_t rows) const { return room(rows) == 0 && slot_count() < max_; }
 
   // Inserts a row, moving the following slots by one. Throws std::runtime_error if the tail overflows.
   void insert(std::uint32_t tag, std::uint32_t row) {
     const std::uint64_t at = lower_bound(home(tag), tag);
     std::uint64_t hole = at;
     while (slots_[hole] != 0) ++hole;
-    if (hole >= count_ + kIndexTail - kLineSlots) {
-      throw std::runtime_error("the index overflows: thousands of ids share one hash; hash the ids before use");
-    }
-    std::memmove(slots_ + at + 1, slots_ + at, (hole - at) * sizeof(std::uint64_t));
-    slots_[at] = (std::uint64_t{tag} << 32) | row;
+    if (hole >= limit()) throw overflow();
+    shift_into(at, hole, (std::uint64_t{tag} << 32) | row);
   }
 
   // Erases a row. Returns false if it is not there, which means that rows or index are damaged.
@@ -99,25 +118,32 @@ class Index {
     return true;
   }
 
-  // Grows by one step, in place: packs the slots at the end of the new array, then places them from its start. Placed
-  // slots never overtake packed ones, since the rest fits after them. Overflow into the tail can only shrink, because
-  // distances to the end grow.
+  // Begins to grow, by a half or, while small, to twice the slots. `move` must follow until the index no longer grows.
+  // Throws std::runtime_error if it still grows.
   void grow() {
-    const std::uint64_t old_end = used_end();
-    count_ = grown();
-    const std::uint64_t end = count_ + kIndexTail;
-    deal(pack(old_end, end), end);
+    if (growing()) throw overflow();
+    old_lines_ = lines_;
+    lines_ = grown() / kLineSlots;
+    frontier_ = 0;
   }
+
+  // Moves `count` slots of a growing index to their new homes: more, to move all that share a tag, and fewer at the end
+  // of growth. Overflow into the tail can only shrink, because distances to the end grow. But if thousands of ids that
+  // share one hash have been inserted meanwhile, it may stop before them, and returns false.
+  bool move(std::uint64_t count);
 
   // Returns the number of slots after `grow`.
   std::uint64_t grown() const {
-    return std::min(count_ < kDoubling ? count_ * 2 : (count_ + count_ / 2) / kLineSlots * kLineSlots, max_);
+    const std::uint64_t count = slot_count();
+    return std::min(count < kDoubling ? count * 2 : (count + count / 2) / kLineSlots * kLineSlots, max_);
   }
 
-  // Rebuilds the index for the rows 0 ... rows - 1 and their tags, which must fit. Ignores the old slots.
+  // Rebuilds the index for the rows 0 ... rows - 1 and their tags, which must fit. Ignores the old slots, and ends
+  // growth.
   template <class TagOf>
   void build(std::uint64_t rows, TagOf&& tag_of_row) {
-    const std::uint64_t end = count_ + kIndexTail;
+    frontier_ = kRowMask;
+    const std::uint64_t end = slot_count() + kIndexTail;
     std::uint64_t* const packed = slots_ + (end - rows);
     for (std::uint64_t row = 0; row < rows; ++row) packed[row] = (std::uint64_t{tag_of_row(row)} << 32) | row;
     std::sort(packed, slots_ + end, std::greater<>());
@@ -128,8 +154,17 @@ class Index {
   // search ends, and finds only these rows.
   bool sound(std::uint64_t rows) const;
 
-  // Empties the index.
-  void clear() { std::memset(slots_, 0, (count_ + kIndexTail) * sizeof(std::uint64_t)); }
+  // Zeroes the slots behind the tail, up to slot `end`.
+  void clear_behind(std::uint64_t end) {
+    const std::uint64_t begin = slot_count() + kIndexTail;
+    if (end > begin) std::memset(slots_ + begin, 0, (end - begin) * sizeof(std::uint64_t));
+  }
+
+  // Empties the index, and ends growth.
+  void clear() {
+    frontier_ = kRowMask;
+    std::memset(slots_, 0, (slot_count() + kIndexTail) * sizeof(std::uint64_t));
+  }
 
  private:
   static void candidates_avx2(const Index* const* indices, const std::uint32_t* tags, std::size_t count,
@@ -144,18 +179,23 @@ class Index {
   static std::uint32_t tag_in(std::uint64_t slot) { return static_cast<std::uint32_t>(slot >> 32); }
   static std::uint32_t row_in(std::uint64_t slot) { return static_cast<std::uint32_t>(slot) & kRowMask; }
 
-  // Behind the last used slot; keeps the untouched part of the tail untouched.
-  std::uint64_t used_end() const {
-    std::uint64_t end = count_;
-    while (slots_[end] != 0) ++end;
-    return end;
+  static std::uint64_t home(std::uint32_t tag, std::uint64_t lines) {
+    return ((std::uint64_t{~tag & kRowMask} * lines) >> kRowBits) * kLineSlots;
   }
-
-  std::uint64_t pack(std::uint64_t from, std::uint64_t to) {
-    while (from > 0) {
-      if (slots_[--from] != 0) slots_[--to] = slots_[from];
-    }
-    return to;
+  // Returns the first position at which no slot may lie: a search needs an empty line there.
+  std::uint64_t limit() const { return slot_count() + kIndexTail - kLineSlots; }
+  bool empty(std::uint64_t from, std::uint64_t count) const {
+    std::uint64_t all = 0;
+    for (std::uint64_t i = 0; i < count; ++i) all |= slots_[from + i];
+    return all == 0;
+  }
+  // Puts a slot at a position, and those from there to the hole one further.
+  void shift_into(std::uint64_t at, std::uint64_t hole, std::uint64_t slot) {
+    std::memmove(slots_ + at + 1, slots_ + at, (hole - at) * sizeof(std::uint64_t));
+    slots_[at] = slot;
+  }
+  static std::runtime_error overflow() {
+    return std::runtime_error("the index overflows: thousands of ids share one hash; hash the ids before use");
   }
 
   void deal(std::uint64_t from, std::uint64_t end) {
@@ -172,7 +212,9 @@ class Index {
   }
 
   std::uint64_t* slots_ = nullptr;
-  std::uint64_t count_ = 0;
+  std::uint64_t lines_ = 0;      // of home slots, for tags up to the frontier ...
+  std::uint64_t old_lines_ = 0;  // ... and for those above it
+  std::uint32_t frontier_ = kRowMask;
   std::uint64_t max_ = 0;
 };
 

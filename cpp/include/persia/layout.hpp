@@ -1,9 +1,14 @@
-// The layout of a region: header | undo slot | sketch | index | rows. This is format version 2.
+// The layout of a region: header | undo slot | sketch | index | rows | last steps. This is format version 3.
 //
 // A region holds offsets, never pointers, and no locks. It holds everything that a process needs to attach to it.
+//
+// Reserved bytes of the header are 0 until a later version gives them a meaning; 0 means what older ones did.
+// `index_old_slots` and `index_frontier` came so. An older version, which does not know them, finds an index that grows
+// to be damaged and rebuilds it.
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "persia/region.hpp"
 
@@ -20,7 +25,7 @@ inline constexpr auto kRowMask = static_cast<std::uint32_t>((std::uint64_t{1} <<
 inline constexpr std::uint64_t kMaxRows = kRowMask - 1u;  // of a shard
 
 inline constexpr std::uint64_t kMagic = 0x3130414953524550u;  // "PERSIA01" in memory order
-inline constexpr std::uint32_t kFormat = 2;
+inline constexpr std::uint32_t kFormat = 3;
 inline constexpr std::size_t kClients = 256;
 inline constexpr std::size_t kOpenPushes = 32;
 inline constexpr std::size_t kNameBytes = 64;
@@ -29,14 +34,21 @@ inline constexpr std::size_t kSketchRows = 4;
 // Slots after the last home position. Runs of this length do not occur by chance (< 1e-700 at the highest load).
 inline constexpr std::uint64_t kIndexTail = 4096;
 
+// What precedes the values of a row. Rows follow each other without padding, so they are aligned to 4 bytes, and the
+// key is read as bytes.
 struct RowHeader {
-  std::uint64_t key;
+  std::byte key_bytes[8];
   std::uint32_t update_count;
-  std::uint32_t last_step;
   std::uint32_t stamp;
-  std::uint32_t dirty_epoch;
+
+  std::uint64_t key() const {
+    std::uint64_t key = 0;
+    std::memcpy(&key, key_bytes, sizeof(key));
+    return key;
+  }
+  void set_key(std::uint64_t key) { std::memcpy(key_bytes, &key, sizeof(key)); }
 };
-static_assert(sizeof(RowHeader) == 24);
+static_assert(sizeof(RowHeader) == 16 && alignof(RowHeader) == 4);
 
 // The pushes of one client that a shard has applied. `last` is the highest number; bit i of `recent` says whether
 // last - 1 - i has been applied, too. `used` orders the entries by recency, so that the oldest is replaced.
@@ -107,7 +119,7 @@ struct Header {
   std::uint64_t index_backed;  // ... and index slots, the tail included
   std::uint64_t index_slots;
   std::uint32_t clock;
-  std::uint32_t dirty_epoch;
+  std::uint32_t epoch;  // number of the last snapshot; 1 before the first
   std::uint32_t busy;
   std::uint32_t commit_slot;  // entry + 1 of `clients` that `commit_entry` is about to replace
   std::uint64_t undo_row;     // row + 1 whose bytes the undo slot holds ...
@@ -116,7 +128,10 @@ struct Header {
   PushProgress push;
   ClientEntry commit_entry;
   Counters counters;
-  std::uint8_t reserved[136];
+  std::uint64_t index_old_slots;  // home slots of tags above the frontier; 0 unless the index grows (index.hpp)
+  std::uint32_t index_frontier;
+  std::uint32_t keeps_last_steps;  // 1: the section of last steps is in use
+  std::uint8_t reserved[120];
   OpenPush open[kOpenPushes];
   ClientEntry clients[kClients];
 };
@@ -127,13 +142,14 @@ static_assert(offsetof(Header, rows_used) == 160);
 static_assert(offsetof(Header, clock) == 192);
 static_assert(offsetof(Header, push) == 232);
 static_assert(offsetof(Header, counters) == 288);
+static_assert(offsetof(Header, index_old_slots) == 368);
 static_assert(offsetof(Header, open) == 504);
 static_assert(offsetof(Header, clients) == 1528);
 static_assert(sizeof(Header) <= kHeaderBytes);
 
 // Offsets and sizes of the sections of a region. They follow from numbers in the header alone.
 struct Layout {
-  std::size_t undo, sketch, sketch_bytes, index, index_bytes, rows, rows_bytes, total;
+  std::size_t undo, sketch, sketch_bytes, index, index_bytes, rows, rows_bytes, last_steps, total;
   std::uint64_t max_slots;
 
   // Returns the layout of a shard.
@@ -141,13 +157,14 @@ struct Layout {
     Layout l{};
     l.max_slots = align_up(capacity + capacity / 4 + 64, 8);  // whole cache lines
     l.undo = kHeaderBytes;
-    l.sketch = align_up(l.undo + row_stride, 4096);
+    l.sketch = align_up(l.undo + row_stride + sizeof(std::uint32_t), 4096);  // the undo slot: a row and its last step
     l.sketch_bytes = sketch_width * kSketchRows * sizeof(std::uint16_t);
     l.index = align_up(l.sketch + l.sketch_bytes, kHugePage);
     l.index_bytes = (l.max_slots + kIndexTail) * sizeof(std::uint64_t);
     l.rows = align_up(l.index + l.index_bytes, kHugePage);
     l.rows_bytes = capacity * row_stride;
-    l.total = l.rows + l.rows_bytes;
+    l.last_steps = align_up(l.rows + l.rows_bytes, 4096);
+    l.total = l.last_steps + capacity * sizeof(std::uint32_t);
     return l;
   }
 };

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace persia {
@@ -15,24 +16,72 @@ struct Stamps {
   std::uint32_t& operator[](std::uint64_t row) const;
 };
 
-// Scans all rows for the oldest eighth, queues those in order, and skips rows touched since. The queue is derived from
-// the stamps, so dropping it only causes a new scan.
+// Queues the oldest eighth of the rows in order, and skips rows touched since. While half of them remain, a scan for
+// the next eighth proceeds by a few rows with each row that is evicted, so that no caller waits for all of it. The
+// order is exact since stamps only rise: whatever is as old as the threshold of a scan when it ends was so at any
+// moment of it. The queues are derived from the stamps, so dropping them only causes a scan at once.
 class VictimQueue {
  public:
+  static constexpr std::size_t kRun = 1024;
+
+  // Sorts `run` rows at a time.
+  explicit VictimQueue(std::size_t run = kRun) : run_(run) {}
+
   // Returns the least recently used row. `clock` is the stamp of the current batch. If all rows have it, returns row 0.
   std::uint32_t front(const Stamps& stamps, std::uint32_t clock);
-  // Returns the same row and removes it from the queue; the caller evicts it.
-  std::uint32_t pop(const Stamps& stamps, std::uint32_t clock);
-  // Drops the queue.
+  // Removes the row that `front` returned; the caller evicts it.
+  void pop(const Stamps& stamps, std::uint32_t clock) noexcept;
+  // Prepares the first queue by a few rows. To be called with each row added while there is space for `space` more.
+  void prepare(const Stamps& stamps, std::uint32_t clock, std::uint64_t space) noexcept;
+  // Notes that a row with this stamp is about to get that of the current batch.
+  void touch(std::uint32_t row, std::uint32_t stamp) {
+    if (stamp < next_.end) leave(row, stamp);
+  }
+  // Drops the queues.
   void clear();
 
- private:
-  void scan(const Stamps& stamps, std::uint32_t clock);
-  void collect(const Stamps& stamps, std::uint32_t newest);
+  // Returns the number of rows that scans and their samples have read.
+  std::uint64_t read() const { return read_; }
 
-  std::vector<std::uint64_t> queue_;  // stamp << 32 | row, ascending
-  std::size_t next_ = 0;
-  std::uint32_t exhausted_ = 0;  // a clock at which no row was older
+ private:
+  // Rows in order, of which those before `at` have left.
+  struct Run {
+    std::unique_ptr<std::uint32_t[]> rows;
+    std::size_t at;
+    std::size_t size;
+  };
+  // The first row of a run: stamp << 32 | row.
+  struct Head {
+    std::uint64_t entry;
+    std::size_t run;
+
+    bool operator>(const Head& other) const { return entry > other.entry; }
+  };
+  struct Queue {
+    std::uint32_t end = 0;   // above the stamps of its rows
+    std::uint64_t live = 0;  // rows that have not been touched since
+    std::vector<Run> runs;
+    std::vector<Head> heads;  // a heap, the oldest first
+  };
+
+  std::uint64_t unread() const { return rows_ - cursor_; }
+  void leave(std::uint32_t row, std::uint32_t stamp);
+  void skip(const Stamps& stamps);
+  bool refill(const Stamps& stamps, std::uint32_t clock);
+  void proceed();
+  void advance(const Stamps& stamps, std::uint32_t clock, std::uint64_t left) noexcept;
+  void begin(const Stamps& stamps, std::uint32_t clock);
+  void collect(const Stamps& stamps, std::uint64_t count);
+  void end_run();
+
+  std::size_t run_;
+  Queue current_;
+  Queue next_;                           // that of the scan; its `end` is that of `current_` before the scan begins
+  std::uint64_t cursor_ = 0;             // the scan has read the rows before it ...
+  std::uint64_t rows_ = 0;               // ... and ends here
+  std::vector<std::uint64_t> unsorted_;  // stamp << 32 | row, of the next run
+  std::uint32_t exhausted_ = 0;          // a clock at which no row was older
+  std::uint64_t read_ = 0;
 };
 
 // Replaces stamps by their ranks 0, 1, ...; returns the largest. This keeps the order of eviction, even if a kill

@@ -49,8 +49,9 @@ class Region {
   bool is_file() const { return file_ >= 0; }
   // Returns the bytes of memory that the file occupies.
   std::size_t backed_bytes() const;
-  // Allocates memory for [offset, offset + bytes), as a write to a file that cannot grow is a SIGBUS. Throws
-  // RegionFull. No-op for anonymous memory.
+  // Allocates memory for [offset, offset + bytes). In a file it must come before a write, which would be a SIGBUS if
+  // the file cannot grow; throws RegionFull. In anonymous memory, where a write does the same, it only sets the
+  // time, and only for large ranges.
   void back(std::size_t offset, std::size_t bytes) const;
 
   // Requests huge pages for [offset, offset + bytes), from its first 2 MiB boundary on.

@@ -98,7 +98,7 @@ struct RowBatch {
   std::vector<float> embeddings;  // [rows, dim]
   std::vector<float> states;      // [rows, state width]
   std::vector<std::uint32_t> update_counts;
-  std::vector<std::uint32_t> last_steps;
+  std::vector<std::uint32_t> last_steps;  // zeros, unless the table keeps them
   std::vector<std::uint32_t> stamps;
 };
 
@@ -114,7 +114,7 @@ struct RowView {
 // State of a shard besides its rows.
 struct ShardState {
   std::uint32_t clock = 0;
-  std::uint32_t dirty_epoch = 1;
+  std::uint32_t epoch = 1;
   std::uint64_t client_clock = 0;
   std::vector<ClientEntry> clients;  // kClients
   std::array<std::uint64_t, kCounters> counters{};
@@ -136,14 +136,16 @@ class Shard {
   // Applies a push, in the order of the slice. A tracked push is applied exactly once.
   static PushCounts update(Shards shards, const Slice& slice, const Push& push);
 
+  // Keeps the step of each row's last change from now on; until then it is 0. Throws RegionFull.
+  void keep_last_steps();
   // Writes the step of the last change of each row; 0 for a new or absent row. Changes nothing.
   static void last_steps(Shards shards, const Slice& slice, std::uint32_t* out);
   // Sets found[position] and, if it is 1, the row at the same position of `rows`. Changes nothing.
   void peek(const Slice& slice, std::uint8_t* found, RowBatch& rows);
-  // Appends up to `max_rows` rows from row number `start` on to `rows`, skipping those last changed before
-  // `since_epoch`. Returns the row number to continue with, at least `size()` at the end.
-  std::uint64_t export_rows(std::uint64_t start, std::uint64_t max_rows, std::uint32_t since_epoch, RowBatch& rows);
-  // Takes a snapshot and starts a new dirty epoch. `export_cut` then returns the rows of this moment. One at a time.
+  // Appends up to `max_rows` rows from row number `start` on to `rows`. Returns the row number to continue with, at
+  // least `size()` at the end.
+  std::uint64_t export_rows(std::uint64_t start, std::uint64_t max_rows, RowBatch& rows);
+  // Takes a snapshot. `export_cut` then returns the rows of this moment. One at a time.
   void begin_cut(const CutOptions& options);
   // Appends the next `max_rows` or more rows of the snapshot of this epoch, in row order, to `rows`, and locks for a
   // few of them at a time. Returns whether there may be more. Throws std::runtime_error if the snapshot is lost or
@@ -151,7 +153,7 @@ class Shard {
   bool export_cut(std::uint32_t epoch, std::uint64_t max_rows, RowBatch& rows);
   // Returns the ids of rows that were evicted between `CutOptions::since` and the snapshot.
   std::vector<std::uint64_t> cut_evicted(std::uint32_t epoch);
-  // Returns the epoch since which changes and evicted ids are known; 0 if they are unknown.
+  // Returns the number of the snapshot since which changes and evicted ids are known; 0 if they are unknown.
   std::uint32_t changes_since();
   // Ends the snapshot, read or not.
   void end_cut();
@@ -165,15 +167,13 @@ class Shard {
 
   // Removes all rows and frees their memory.
   void clear();
-  // Sets the epoch of rows that change from now on.
-  void set_dirty_epoch(std::uint32_t epoch);
   // Recovers from a crash: rolls back a partly written row, completes a commit, rebuilds the index if needed. Throws
   // std::runtime_error if the region is damaged in another way.
   Recovery recover();
 
   // Returns the number of rows.
   std::uint64_t size();
-  // Returns the bytes of rows, index, sketch and header in use.
+  // Returns the bytes of rows, last steps, index, sketch, header and marks of changes in use.
   std::uint64_t memory_bytes();
   // Returns the counters since creation.
   Counters counters();
@@ -184,6 +184,7 @@ class Shard {
 
  private:
   struct Group;
+  struct Fetch;
   class Turn;
   enum class PushState { kNone, kOpen, kDuplicate };
 
@@ -191,6 +192,13 @@ class Shard {
   float* weight(std::uint32_t number) const { return reinterpret_cast<float*>(row_bytes(number) + sizeof(RowHeader)); }
   // The words of both; floats, if their dtype is float32.
   float* state(std::uint32_t number) const { return weight(number) + words_; }
+  std::uint32_t* last_steps() const { return reinterpret_cast<std::uint32_t*>(region_.base() + layout_.last_steps); }
+  std::uint32_t last_step(std::uint32_t number) const {
+    return header_->keeps_last_steps != 0 ? last_steps()[number] : 0;
+  }
+  void set_last_step(std::uint32_t number, std::uint32_t step) {
+    if (header_->keeps_last_steps != 0) last_steps()[number] = step;
+  }
   Stamps stamps() const { return {rows_, stride_, header_->rows_used}; }
 
   void open_region();
@@ -198,8 +206,13 @@ class Shard {
   void check_identity() const;
   void check_state() const;
   void back_more(std::size_t offset, std::size_t bytes) const;
+  std::size_t piece(std::size_t backed) const;
+  std::size_t ahead(std::size_t piece) const;
   void back_rows();
   void back_index(std::uint64_t slots);
+  void back_index_ahead(std::uint64_t rows);
+  void grow_index(std::uint64_t rows);
+  bool move_index();
   void mark();
   void mark_index() {
     if ((header_->busy & kIndexBusy) != 0) return;
@@ -210,10 +223,10 @@ class Shard {
   void begin_push(const Push& push);
   void end_push(const Push& push);
   static void fetch_slots(Shards shards, const Slice& slice, std::size_t start, Group& group);
-  static void fetch_rows(Group& group, std::size_t prefetch_bytes);
+  static void fetch_rows(Group& group, const Fetch& fetch);
   // Calls use(i, group, lane) for i = 0 ... slice.count - 1, in order.
   template <class Use>
-  static void pipeline(Shards shards, const Slice& slice, std::size_t prefetch_bytes, Use&& use);
+  static void pipeline(Shards shards, const Slice& slice, const Fetch& fetch, Use&& use);
   void prefetch_output(const Slice& slice, std::size_t i, const float* out) const;
   std::uint32_t resolve(const Group& group, std::size_t lane) const;
   std::uint32_t find(std::uint64_t id) const;
@@ -232,18 +245,23 @@ class Shard {
   void drop_undo();
   void rebuild_index();
   std::string where() const;
-  void append(const std::byte* row, RowBatch& rows) const;
-  void append(std::uint32_t number, RowBatch& rows) const { append(row_bytes(number), rows); }
-  // Before anything of a row changes.
-  void keep(std::uint32_t number) {
-    if (cut_) [[unlikely]]
-      cut_->keep(number, row_bytes(number));
+  void append(const std::byte* row, std::uint32_t last_step, RowBatch& rows) const;
+  void append(std::uint32_t number, RowBatch& rows) const { append(row_bytes(number), last_step(number), rows); }
+  // Marks a row as changed, before anything of it changes.
+  void mark_changed(std::uint32_t number) {
+    if (changes_.rows.has(number)) return;
+    if (cut_) cut_->keep({number, last_step(number)}, row_bytes(number));
+    changes_.rows.add(number);
   }
   // Its recency changes, and nothing else.
   void touch(std::uint32_t number) {
-    keep(number);
-    row(number)->stamp = header_->clock;
-    row(number)->dirty_epoch = header_->dirty_epoch;
+    mark_changed(number);
+    renew(number);
+  }
+  void renew(std::uint32_t number) {
+    RowHeader& r = *row(number);
+    victims_.touch(number, r.stamp);
+    r.stamp = header_->clock;
   }
   void check_no_cut() const;
   Cut& cut_of(std::uint32_t epoch) const;
@@ -260,10 +278,11 @@ class Shard {
   Region region_;
   Header* header_;
   std::byte* rows_;
+  std::uint64_t rows_ahead_ = 0;  // with fewer unused rows that have memory than these, more get it
   Index index_;
   Sketch sketch_;
   VictimQueue victims_;
-  Evictions evicted_;
+  Changes changes_;
   std::unique_ptr<Cut> cut_;
   std::mutex mutex_;
   // Of the request that holds the lock:

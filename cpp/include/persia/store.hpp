@@ -72,6 +72,9 @@ class Store {
   std::vector<PushCounts> update(std::span<const UpdateRequest> requests, std::uint32_t step, std::uint64_t client,
                                  std::uint64_t sequence);
 
+  // Keeps the step of each row's last change from now on; until then it is 0. Throws RegionFull if there is too little
+  // free space; a repetition continues.
+  void keep_last_steps(std::size_t table);
   // Writes the step of the last change of each row; 0 for a new or absent row.
   void last_steps(std::size_t table, std::span<const std::uint64_t> ids, std::uint32_t* out);
 
@@ -84,14 +87,12 @@ class Store {
 
   // Returns the number of rows of a table.
   std::uint64_t size(std::size_t table) const;
-  // Returns the bytes of rows, index, sketch and headers in use.
+  // Returns the bytes of rows, last steps, index, sketch, headers and marks of changes in use.
   std::uint64_t memory_bytes(std::size_t table) const;
   // Returns the counters of a table, summed over its shards.
   Counters counters(std::size_t table) const;
   // Removes all rows of a table and frees their memory.
   void clear(std::size_t table);
-  // Sets the epoch of rows that change from now on.
-  void set_dirty_epoch(std::size_t table, std::uint32_t epoch);
 
  private:
   struct Grouping;

@@ -156,6 +156,9 @@ class EmbeddingServer(JournaledServer):
         """
         ranks = range(self._options.nn_workers)
         all_reduce, alone = mode.dense() is Dense.ALL_REDUCE, mode.group(len(ranks), 1) == 1
+        if not all_reduce:  # The mode asks how old rows are.
+            for index in self._index.values():
+                self._store.keep_last_steps(index)
         self._mode = mode
         self._sums = GradientAccumulator(mode.reduction)
         self._barrier_per_rank = all_reduce and alone
@@ -232,7 +235,7 @@ class EmbeddingServer(JournaledServer):
         if (regions := self._regions) is not None:
             regions.forget_steps()  # Training is quiesced: no answer is outstanding.
             retry_when_full(lambda: regions.remember(encode(mode)), self._options.timeout, "switch")
-        self._adopt(mode, (generation, step - 1))
+        retry_when_full(lambda: self._adopt(mode, (generation, step - 1)), self._options.timeout, "switch")
 
     def drain(self, generation: int, step: int, held: int) -> dict[str, UpdateCounts]:
         """Applies the gradients of an incomplete step; see `persia.services.EmbeddingPS`."""

@@ -38,8 +38,8 @@ _MAX_ROWS_PER_SHARD: int = importlib.import_module("persia._core").MAX_SHARD_ROW
 _CHOSEN_ROWS_PER_SHARD = (_MAX_ROWS_PER_SHARD + 2) // 2
 MAX_ROWS = _MAX_SHARDS * _CHOSEN_ROWS_PER_SHARD
 """Maximum rows of a table in one store: 2^41."""
-ROW_OVERHEAD = 40
-"""Maximum bytes of a row besides embedding and state, including its share of the index."""
+ROW_OVERHEAD = 36
+"""Maximum bytes of a row besides embedding and state, including its last step and its share of the index."""
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ class NativeStore(EmbeddingStore):
             ids: per table, uint64 [n], contiguous.
             gradients: per table, float32 [n, dim], contiguous.
             lrs: per table, the learning rate.
-            step: global step or token, kept as `last_step` of each row.
+            step: global step or token; see `keep_last_steps`.
             client: identity of the sender; 0 is not tracked.
             sequence: number of the push at that client, rising from 1; 0 is not tracked.
 
@@ -183,15 +183,18 @@ class NativeStore(EmbeddingStore):
             found, rows = self._native.peek(table, ids)
         return found.astype(np.bool_), Rows(*rows)
 
+    def keep_last_steps(self, table: int) -> None:
+        """See `EmbeddingStore.keep_last_steps`."""
+        with _store_errors():
+            self._native.keep_last_steps(table)
+
     def last_steps(self, table: int, ids: NDArray[np.uint64]) -> NDArray[np.uint32]:
         """See `EmbeddingStore.last_steps`."""
         with _store_errors():
             steps: NDArray[np.uint32] = self._native.last_steps(table, ids)
         return steps
 
-    def export_rows(
-        self, table: int, shard: int, start: int = 0, max_rows: int = 65536, since_epoch: int = 0
-    ) -> tuple[Rows, int | None]:
+    def export_rows(self, table: int, shard: int, start: int = 0, max_rows: int = 65536) -> tuple[Rows, int | None]:
         """Returns up to `max_rows` rows of a shard from row number `start` on, in row order, each as of one moment.
 
         Args:
@@ -199,22 +202,21 @@ class NativeStore(EmbeddingStore):
             shard: 0 to `config(table).resolved_shards - 1`.
             start: 0, then what the previous call returned.
             max_rows: bounds the time for which the shard is locked.
-            since_epoch: leaves out rows that have not changed in this dirty epoch or later; 0 takes all.
 
         Returns:
             The rows and the row number to continue with, None at the end. Rows evicted between two calls may be missing
             or replaced.
         """
         with _store_errors():
-            rows, following = self._native.export_rows(table, shard, start, max_rows, since_epoch)
+            rows, following = self._native.export_rows(table, shard, start, max_rows)
         return Rows(*rows), following if following == start + max_rows else None
 
-    def iterate_rows(self, table: int, *, since_epoch: int = 0, max_rows: int = 65536) -> Iterator[tuple[int, Rows]]:
+    def iterate_rows(self, table: int, *, max_rows: int = 65536) -> Iterator[tuple[int, Rows]]:
         """See `EmbeddingStore.iterate_rows`."""
         for shard in range(self.config(table).resolved_shards):
             start: int | None = 0
             while start is not None:
-                rows, start = self.export_rows(table, shard, start, max_rows, since_epoch)
+                rows, start = self.export_rows(table, shard, start, max_rows)
                 if len(rows.ids):
                     yield shard, rows
 
@@ -266,11 +268,6 @@ class NativeStore(EmbeddingStore):
                 self._native.import_state(table, shard, state)
         except KeyError as error:
             raise StoreError(f"the shard state lacks {error}", table=table, shard=shard) from error
-
-    def set_dirty_epoch(self, table: int, epoch: int) -> None:
-        """Sets the epoch of rows that change from now on. It starts at 1; 0 means unchanged since the import."""
-        with _store_errors():
-            self._native.set_dirty_epoch(table, epoch)
 
     def size(self, table: int) -> int:
         """See `EmbeddingStore.size`."""

@@ -25,7 +25,8 @@ class Rows(NamedTuple):
         embeddings: float32 [rows, dim].
         state: float32 [rows, state width], the optimizer's state.
         update_count: uint32 [rows], updates applied to each row.
-        last_step: uint32 [rows], global step or token of the last one.
+        last_step: uint32 [rows], global step or token of the last one; 0 unless the table keeps it, see
+            `EmbeddingStore.keep_last_steps`.
         stamp: uint32 [rows], recency within the shard: larger is more recent.
     """
 
@@ -138,7 +139,7 @@ class EmbeddingStore(Protocol):
             ids: uint64 [sum of counts], contiguous.
             gradients: float32 [sum of count * dim], contiguous.
             lrs: per table, the learning rate.
-            step: global step or token, kept as `last_step` of each row.
+            step: global step or token; see `keep_last_steps`.
             client: identity of the sender; 0 is not tracked.
             sequence: number of the push at that client, rising from 1; 0 is not tracked.
 
@@ -149,8 +150,20 @@ class EmbeddingStore(Protocol):
             StoreError: an argument does not fit; the message names the table. Nothing has been changed.
         """
 
+    def keep_last_steps(self, table: int) -> None:
+        """Keeps the step of each row's last update or import from now on, 4 bytes a row; no-op if it is kept already.
+
+        Rows that were there before have 0 until they are updated. Regions keep it for good.
+
+        Raises:
+            StoreFullError: there is not enough space. Repeat the call when there is.
+        """
+
     def last_steps(self, table: int, ids: NDArray[np.uint64]) -> NDArray[np.uint32]:
-        """Returns the step of each row's last update, uint32 [n]; 0 for a new row and for none. Touches nothing."""
+        """Returns the step of each row's last update, uint32 [n]; 0 for a new row and for none. Touches nothing.
+
+        All are 0 unless the table keeps them.
+        """
 
     def contains(self, table: int, ids: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """Returns whether each id has a row: bool [n]."""
@@ -163,7 +176,7 @@ class EmbeddingStore(Protocol):
         """Returns the number of rows in a table."""
 
     def memory_bytes(self, table: int) -> int:
-        """Returns the bytes of rows, index, sketch and headers in use."""
+        """Returns the bytes of rows, index, sketch, headers and marks of changed rows in use."""
 
     def statistics(self, table: int) -> dict[str, int]:
         """Returns counts of ids looked up in training and of gradients.

@@ -136,6 +136,12 @@ class ReferenceStore(EmbeddingStore):
         return result
 
     @_locked
+    def keep_last_steps(self, table: int) -> None:
+        """See `EmbeddingStore.keep_last_steps`."""
+        for shard in self._shards(table):
+            shard.keeps_last_steps = True
+
+    @_locked
     def last_steps(self, table: int, ids: NDArray[np.uint64]) -> NDArray[np.uint32]:
         """See `EmbeddingStore.last_steps`."""
         return self.peek(table, ids)[1].last_step

@@ -60,6 +60,7 @@ class ReferenceShard:
         self.pushes = 0
         """How many of them the table has seen, before it was exported and imported included."""
         self.sketch = Sketch(capacity) if config.admission != "all" else None
+        self.keeps_last_steps = False
         self.epoch = 1
         self.changes_since = 0
         self.evicted: list[int] = []
@@ -95,7 +96,7 @@ class ReferenceShard:
         if not np.isfinite(gradient).all():
             return "nonfinite"
         row.update_count += 1
-        row.last_step = step
+        row.last_step = step if self.keeps_last_steps else 0
         self._touch(row)
         key = rounding_key(self.config, id_, step, as_words(row.embedding, self.config))
         reference_optim.apply(self.config, row.embedding, row.state, gradient, lr, row.update_count)
@@ -106,6 +107,7 @@ class ReferenceShard:
         """Replaces the row of an id or inserts it, unless the shard is full and all its rows are as recent."""
         row.embedding = nearest_embedding(row.embedding, self.config)
         row.state = nearest(row.state, self.config.state_dtype)
+        row.last_step *= self.keeps_last_steps
         place = self.index.get(row.id)
         if place is not None:
             self.rows[place] = row

@@ -18,7 +18,8 @@ class RowState(NamedTuple):
     Attributes:
         values: float32 `[n, width]`, see docs/guide/tables.md. Adam: first moment, then second; FTRL: z, then n.
         update_count: uint32 `[n]`, updates applied to each row.
-        last_step: uint32 `[n]`, the global step or token of the last one.
+        last_step: uint32 `[n]`, the global step or token of the last one; 0 unless the table is, or was, trained in an
+            asynchronous mode, since others do not ask for it.
     """
 
     values: Floats

@@ -1,0 +1,205 @@
+// The queue of rows to evict, beside a search for the smallest (stamp, row).
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <new>
+#include <random>
+#include <vector>
+
+#include "check.hpp"
+#include "persia/layout.hpp"
+#include "persia/recency.hpp"
+
+namespace {
+long fail_in = 0;  // the allocation that fails; 0: none
+}
+
+void* operator new(std::size_t bytes) {
+  if (fail_in > 0 && --fail_in == 0) throw std::bad_alloc();
+  void* const found = std::malloc(bytes > 0 ? bytes : 1);
+  if (found == nullptr) throw std::bad_alloc();
+  return found;
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+
+using namespace persia;
+
+namespace {
+
+// The rows of a shard of some capacity, of which a queue chooses the one to evict.
+struct Rows {
+  Rows(std::uint64_t most, std::size_t run) : capacity(most), headers(most), queue(run) {}
+
+  Stamps stamps() { return {reinterpret_cast<std::byte*>(headers.data()), sizeof(RowHeader), used}; }
+
+  void touch(std::uint32_t row) {
+    queue.touch(row, headers[row].stamp);
+    headers[row].stamp = clock;
+  }
+
+  std::uint32_t oldest() const {
+    std::uint32_t found = 0;
+    for (std::uint32_t row = 1; row < used; ++row) {
+      if (headers[row].stamp < headers[found].stamp) found = row;
+    }
+    return found;
+  }
+
+  // Gives a row to a new id, and returns the number of rows that were read for it.
+  std::uint64_t insert(bool check = true) {
+    const std::uint64_t before = queue.read();
+    if (used < capacity) {
+      queue.prepare(stamps(), clock, capacity - used);
+      headers[used++].stamp = clock;
+    } else {
+      const std::uint32_t row = queue.front(stamps(), clock);
+      if (check) CHECK(row == oldest());
+      queue.pop(stamps(), clock);
+      headers[row].stamp = clock;
+    }
+    return queue.read() - before;
+  }
+
+  std::uint64_t capacity;
+  std::vector<RowHeader> headers;
+  VictimQueue queue;
+  std::uint64_t used = 0;
+  std::uint32_t clock = 0;
+};
+
+// Which rows a request touches.
+enum class Pattern { kAny, kFew, kInTurn, kOldest };
+
+std::uint32_t draw(Rows& rows, Pattern pattern, std::mt19937& random, std::uint32_t& turn) {
+  const auto used = static_cast<std::uint32_t>(rows.used);
+  switch (pattern) {
+    case Pattern::kAny:
+      return static_cast<std::uint32_t>(random() % used);
+    case Pattern::kFew:
+      return static_cast<std::uint32_t>(random() % (used / 8 + 1));
+    case Pattern::kInTurn:
+      return turn++ % used;
+    case Pattern::kOldest:
+      break;
+  }
+  return rows.oldest();
+}
+
+}  // namespace
+
+TEST(evicts_in_the_order_of_a_search) {
+  std::mt19937 random(1);
+  for (const std::size_t run : {std::size_t{1}, std::size_t{3}, std::size_t{16}, VictimQueue::kRun}) {
+    for (const std::uint64_t capacity : {1u, 2u, 7u, 20u, 100u, 600u, 1500u}) {
+      for (const Pattern pattern : {Pattern::kAny, Pattern::kFew, Pattern::kInTurn, Pattern::kOldest}) {
+        for (const std::uint32_t new_in : {1u, 2u, 10u, 50u}) {  // one of so many ids is new
+          Rows rows(capacity, run);
+          std::uint32_t turn = 0;
+          const std::uint32_t most = random() % 3 == 0 ? 1 : 40;
+          for (std::uint64_t done = 0; done < 4 * capacity + 200;) {
+            ++rows.clock;
+            for (auto left = 1 + random() % most; left > 0; --left, ++done) {
+              if (rows.used == 0 || random() % new_in == 0) {
+                rows.insert();
+              } else {
+                rows.touch(draw(rows, pattern, random, turn));
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// A sample of 512 rows, and then a few rows with each eviction.
+TEST(no_eviction_waits_for_a_scan) {
+  constexpr std::uint64_t kRows = 50000;
+  for (const std::uint32_t new_in : {1u, 10u}) {
+    std::mt19937 random(2);
+    Rows rows(kRows, VictimQueue::kRun);
+    std::uint64_t samples = 0, most = 0, evicted = 0;
+    while (evicted < 5 * kRows) {
+      ++rows.clock;
+      for (int i = 0; i < 100; ++i) {
+        if (rows.used > 0 && random() % new_in != 0) {
+          rows.touch(static_cast<std::uint32_t>(random() % rows.used));
+          continue;
+        }
+        evicted += rows.used == kRows;
+        const std::uint64_t read = rows.insert(false);
+        if (read == 512) {
+          ++samples;
+        } else {
+          most = std::max(most, read);
+        }
+      }
+    }
+    CHECK(most <= 40);
+    CHECK(samples > 20 && samples < 200);
+    CHECK(rows.queue.read() < (new_in == 1 ? 9 : 20) * evicted);
+  }
+}
+
+TEST(rows_that_are_only_touched_are_not_read) {
+  constexpr std::uint32_t kRows = 5000;
+  Rows rows(kRows, VictimQueue::kRun);
+  for (std::uint32_t i = 0; i < kRows + 1; ++i) {
+    ++rows.clock;
+    rows.insert(false);
+  }
+  const std::uint64_t before = rows.queue.read();
+  for (int round = 0; round < 20; ++round) {
+    ++rows.clock;
+    for (std::uint32_t row = 0; row < kRows; ++row) rows.touch(row);
+  }
+  CHECK(rows.queue.read() == before);
+  for (int i = 0; i < 3; ++i) {
+    ++rows.clock;
+    rows.insert();
+  }
+}
+
+TEST(a_batch_that_replaces_all_rows_reads_them_once) {
+  Rows rows(2000, VictimQueue::kRun);
+  for (rows.clock = 1; rows.clock < 4; ++rows.clock) {
+    const std::uint64_t before = rows.queue.read();
+    for (int i = 0; i < 6000; ++i) rows.insert(i % 100 == 0);
+    CHECK(rows.queue.read() - before <= 3 * 2000);
+  }
+}
+
+TEST(a_dropped_queue_changes_no_order) {
+  std::mt19937 random(3);
+  Rows rows(700, 16);
+  for (int i = 0; i < 8000; ++i) {
+    if (random() % 3 == 0) ++rows.clock;
+    rows.insert();
+    if (random() % 4 == 0) rows.touch(static_cast<std::uint32_t>(random() % rows.used));
+    if (random() % 100 == 0) rows.queue.clear();
+  }
+}
+
+TEST(without_memory_an_eviction_fails_before_it_changes_anything) {
+  for (const bool dropped : {false, true}) {
+    for (long failing = 1; failing < 60; ++failing) {
+      std::mt19937 random(4);
+      Rows rows(500, 4);
+      for (int i = 0; i < 1500; ++i) {
+        ++rows.clock;
+        if (i == 450 + 3 * failing) fail_in = failing;
+        if (fail_in > 0 && dropped) rows.queue.clear();
+        try {
+          rows.insert();
+        } catch (const std::bad_alloc&) {
+          rows.insert();
+        }
+        if (i % 3 == 0) rows.touch(static_cast<std::uint32_t>(random() % rows.used));
+      }
+      fail_in = 0;
+    }
+  }
+}
+
+MAIN
