@@ -7,8 +7,8 @@ import time
 import weakref
 from collections.abc import Callable
 
+from persia.checks import MAX_THREADS, check_integer
 from persia.coordinator import TokenScheduler
-from persia.errors import ConfigError
 from persia.modes import Mode
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.sizes import divide_here
@@ -35,8 +35,8 @@ class Embedded:
     def __init__(
         self, threads: int | None = None, prometheus_port: int | None = None, overcommit: bool = False
     ) -> None:
-        if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
-            raise ConfigError(f"Embedded.threads = {threads!r}; give a whole number >= 1.", field="cluster.threads")
+        if threads is not None:
+            check_integer("cluster.threads", threads, 1, MAX_THREADS)
         self.threads = threads or min(8, len(os.sched_getaffinity(0)))
         self._overcommit = overcommit
         # Of the last connection; weak, so that observing does not keep it alive.

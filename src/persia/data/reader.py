@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from persia.batching.batch import Batch, IdColumn
+from persia.checks import MAX_SEED, check_integer
 from persia.errors import ConfigError
 from persia.schema import Schema
 from persia.types import Int64Array
@@ -70,10 +71,9 @@ class Order:
     shard: tuple[int, int] = (0, 1)
 
     def __post_init__(self) -> None:
-        for name, low in (("batch_size", 1), ("shuffle_rows", 0), ("seed", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                raise ConfigError(f"{name} = {value!r} is not a whole number of at least {low}.", field=name)
+        check_integer("batch_size", self.batch_size, 1)
+        check_integer("shuffle_rows", self.shuffle_rows, 0)
+        check_integer("seed", self.seed, 0, MAX_SEED)
         index, count = self.shard
         if not 0 <= index < count:
             raise ConfigError(f"shard = {self.shard!r} is not (index, count) with 0 <= index < count.", field="shard")

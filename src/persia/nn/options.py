@@ -6,6 +6,7 @@ import re
 
 import msgspec
 
+from persia.checks import MAX_SEED, check_integer, check_seconds
 from persia.errors import ConfigError
 
 __all__ = ["CollectionOptions", "check_device", "check_gpus"]
@@ -18,7 +19,8 @@ class CollectionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
     Args:
         device: where the network runs: "cpu", "cuda", "cuda:1", or "auto" for CUDA if this process has a device, else
-            the CPU.
+            the CPU. The default is "cpu", where torch makes a network: a loop of your own moves it itself, whereas a
+            `Trainer` moves it, so that `TrainerOptions.device` can be "auto".
         seed: of row initialisation and admission.
         accumulation_steps: number of batches whose gradients are applied together, as one update.
         timeout: seconds that a wait for a batch, a lookup or a push may take.
@@ -31,11 +33,9 @@ class CollectionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
     def __post_init__(self) -> None:
         check_device(self.device)
-        value = self.accumulation_steps
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"accumulation_steps = {value!r}; give a whole number >= 1.", field="accumulation_steps")
-        if not self.timeout > 0:
-            raise ConfigError(f"timeout = {self.timeout!r}; give a number of seconds > 0.", field="timeout")
+        check_integer("seed", self.seed, 0, MAX_SEED)
+        check_integer("accumulation_steps", self.accumulation_steps, 1)
+        check_seconds("timeout", self.timeout)
 
 
 def check_device(name: str) -> None:

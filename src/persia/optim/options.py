@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from persia.checks import MAX_STEPS, check_integer, check_number, check_seconds
 from persia.errors import ConfigError
 from persia.optim.compressors import AnyCompressor, Compressor, OneBit
 
@@ -60,10 +61,10 @@ class APMSqueezeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
             )
         if self.communicate not in ("momentum", "gradient"):
             raise ConfigError(f"communicate = {self.communicate!r}; use momentum or gradient.", field="communicate")
-        for name in ("clip_norm", "bucket_bytes", "timeout"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name} = {value!r}; give a number > 0.", field=name)
+        if self.clip_norm is not None:
+            check_number("clip_norm", self.clip_norm, 0, open_low=True)
+        check_integer("bucket_bytes", self.bucket_bytes, 1, MAX_STEPS)
+        check_seconds("timeout", self.timeout)
         if not isinstance(self.track_scale, bool):
             raise ConfigError(f"track_scale = {self.track_scale!r}; use True or False.", field="track_scale")
         if self.refresh_variance is not None and not _counts(self.refresh_variance):
@@ -71,11 +72,8 @@ class APMSqueezeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
                 f"refresh_variance = {self.refresh_variance!r}; give a number of updates >= 1, or None.",
                 field="refresh_variance",
             )
-        if not 0.0 <= self.variance_floor <= 1.0:
-            raise ConfigError(
-                f"variance_floor = {self.variance_floor!r}; give a number from 0 to 1.", field="variance_floor"
-            )
+        check_number("variance_floor", self.variance_floor, 0, 1)
 
 
 def _counts(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_STEPS

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from persia.checks import MAX_SEED, MAX_STEPS, check_integer, check_number, check_seconds
 from persia.errors import ConfigError
 from persia.modes import Auto, Mode
 from persia.nn.dense_step import Precision
@@ -81,48 +82,33 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         check_device(self.device)
         if self.precision not in ("float32", "bf16", "fp16"):
             raise ConfigError(f"precision = {self.precision!r}; use float32, bf16 or fp16.", field="precision")
-        for name in ("accumulation_steps", "keep_last", "checkpoint_every_steps"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ConfigError(f"{name} = {value!r}; give a whole number >= 1.", field=name)
-        seed = self.seed
-        if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 1 << 64:
-            raise ConfigError(f"seed = {seed!r}; give a whole number from 0 to 2^64 - 1.", field="seed")
+        check_integer("accumulation_steps", self.accumulation_steps, 1)
+        check_integer("keep_last", self.keep_last, 1)
+        check_integer("checkpoint_increments", self.checkpoint_increments, 0)
+        check_integer("max_failures", self.max_failures, 0)
+        check_integer("seed", self.seed, 0, MAX_SEED)
+        if self.checkpoint_every_steps is not None:
+            check_integer("checkpoint_every_steps", self.checkpoint_every_steps, 1, MAX_STEPS)
+        if self.checkpoint_every_seconds is not None:
+            check_seconds("checkpoint_every_seconds", self.checkpoint_every_seconds)
+        check_seconds("timeout", self.timeout)
+        check_seconds("recovery_point_every_seconds", self.recovery_point_every_seconds)
+        check_number("checkpoint_share", self.checkpoint_share, 0, 1, open_low=True)
+        if self.clip_norm is not None:
+            check_number("clip_norm", self.clip_norm, 0, open_low=True)
         if self.record_dir is not None and self.accumulation_steps > 1:
             raise ConfigError(
                 "A schedule is recorded batch by batch: leave accumulation_steps at 1.", field="record_dir"
             )
         steps = [step for step, _ in self.mode_schedule]
-        if any(step < 0 for step in steps) or any(b <= a for a, b in itertools.pairwise(steps)):
+        for step in steps:
+            check_integer("mode_schedule", step, 0, MAX_STEPS)
+        if any(b <= a for a, b in itertools.pairwise(steps)):
             raise ConfigError(
                 f"mode_schedule has the steps {steps}; give rising whole numbers >= 0.", field="mode_schedule"
             )
-        if not isinstance(self.checkpoint_increments, int) or self.checkpoint_increments < 0:
-            raise ConfigError(
-                f"checkpoint_increments = {self.checkpoint_increments!r}; give a whole number >= 0.",
-                field="checkpoint_increments",
-            )
-        if self.checkpoint_every_seconds is not None and not self.checkpoint_every_seconds > 0:
-            raise ConfigError(
-                f"checkpoint_every_seconds = {self.checkpoint_every_seconds!r}; give a number > 0.",
-                field="checkpoint_every_seconds",
-            )
-        if not 0 < self.checkpoint_share <= 1:
-            raise ConfigError(
-                f"checkpoint_share = {self.checkpoint_share!r}; give a number above 0, and 1 at most.",
-                field="checkpoint_share",
-            )
-        if not self.recovery_point_every_seconds > 0:
-            raise ConfigError(
-                f"recovery_point_every_seconds = {self.recovery_point_every_seconds!r}; give a number > 0.",
-                field="recovery_point_every_seconds",
-            )
-        if not isinstance(self.max_failures, int) or self.max_failures < 0:
-            raise ConfigError(f"max_failures = {self.max_failures!r}; give a whole number >= 0.", field="max_failures")
         if self.keep_best not in (None, "auc", "log_loss"):
             raise ConfigError(f"keep_best = {self.keep_best!r}; use auc or log_loss.", field="keep_best")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ConfigError(f"clip_norm = {self.clip_norm!r}; give a number > 0.", field="clip_norm")
 
 
 class Declared(NamedTuple):

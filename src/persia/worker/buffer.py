@@ -11,6 +11,7 @@ from typing import Generic, Literal, TypeVar
 
 import msgspec
 
+from persia.checks import check_integer, check_seconds
 from persia.errors import ConfigError, DeadlineError, MovedError, StaleBatchError
 from persia.retry import Deadline
 from persia.types import BatchId
@@ -37,11 +38,9 @@ class WorkerOptions(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.compression not in ("none", "fp16"):
             raise ConfigError(f'compression = {self.compression!r}; use "none" or "fp16".', field="compression")
-        if not isinstance(self.capacity, int) or isinstance(self.capacity, bool) or self.capacity < 1:
-            raise ConfigError(f"capacity = {self.capacity!r}; give a whole number >= 1.", field="capacity")
-        for name in ("timeout", "expiry"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} = {getattr(self, name)}; give seconds above 0.", field=name)
+        check_integer("capacity", self.capacity, 1)
+        check_seconds("timeout", self.timeout)
+        check_seconds("expiry", self.expiry)
 
 
 T = TypeVar("T")

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from persia.checks import MAX_COUNT, MAX_THREADS, check_integer, check_number, check_seconds
 from persia.errors import ConfigError
 from persia.telemetry.process import check_port
 
@@ -60,9 +61,9 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"compression = {self.compression!r}; use none or fp16.", field="compression")
         if self.log_level not in ("debug", "info", "warning", "error"):
             raise ConfigError(f"log_level = {self.log_level!r}; use debug, info, warning or error.", field="log_level")
-        for name in ("cpus", "gpus", "restarts"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name} = {getattr(self, name)!r}; give a number >= 0.", field=name)
+        check_number("cpus", self.cpus, 0, MAX_COUNT)
+        check_number("gpus", self.gpus, 0, MAX_COUNT)
+        check_integer("restarts", self.restarts, 0)
         if self.backend not in ("auto", "gloo", "nccl"):
             raise ConfigError(f"backend = {self.backend!r}; use auto, gloo or nccl.", field="backend")
         if self.backend == "nccl" and self.gpus < 1:
@@ -70,15 +71,13 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"backend = 'nccl' needs a GPU for each NN worker, but gpus = {self.gpus:g}; set gpus=1, or use gloo.",
                 field="backend",
             )
-        if self.threads is not None and (not isinstance(self.threads, int) or self.threads < 1):
-            raise ConfigError(f"threads = {self.threads!r}; give a whole number >= 1.", field="threads")
+        if self.threads is not None:
+            check_integer("threads", self.threads, 1, MAX_THREADS)
         if self.regions and not self.regions.startswith("/"):
             raise ConfigError(f"regions = {self.regions!r}; give an absolute path, or nothing.", field="regions")
-        if not isinstance(self.dense_ps, int) or self.dense_ps < 1:
-            raise ConfigError(f"dense_ps = {self.dense_ps!r}; give a whole number >= 1.", field="dense_ps")
+        check_integer("dense_ps", self.dense_ps, 1)
         check_port(self.prometheus_port, "prometheus_port")
-        if not self.timeout > 0:
-            raise ConfigError(f"timeout = {self.timeout!r}; give a number of seconds > 0.", field="timeout")
+        check_seconds("timeout", self.timeout)
 
     @property
     def process_group_backend(self) -> str:

@@ -1,0 +1,55 @@
+"""Declarations of a model's input and of its embedding tables, as frozen, validated records.
+
+A :class:`Schema` names ID-type features, non-ID-type ("dense") features and labels. Features read embedding
+tables; features that name the same table share its rows. Everything here can be written in TOML under the same
+names, and is stored in every checkpoint.
+"""
+
+from persia.schema.features import IdFeature, IdKind, Pooling, Schema
+from persia.schema.optimizers import (
+    INITIAL_ACCUMULATOR,
+    SGD,
+    Adagrad,
+    Adam,
+    EmbeddingOptimizer,
+    Ftrl,
+    RowwiseAdagrad,
+    Schedule,
+)
+from persia.schema.tables import (
+    Admission,
+    AdmitAll,
+    AdmitMinFrequency,
+    AdmitProbability,
+    Initializer,
+    Normal,
+    RsqrtDim,
+    Table,
+    Uniform,
+    Zeros,
+)
+
+__all__ = [
+    "INITIAL_ACCUMULATOR",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "Admission",
+    "AdmitAll",
+    "AdmitMinFrequency",
+    "AdmitProbability",
+    "EmbeddingOptimizer",
+    "Ftrl",
+    "IdFeature",
+    "IdKind",
+    "Initializer",
+    "Normal",
+    "Pooling",
+    "RowwiseAdagrad",
+    "RsqrtDim",
+    "Schedule",
+    "Schema",
+    "Table",
+    "Uniform",
+    "Zeros",
+]

@@ -1,0 +1,175 @@
+"""The input of a model: ID-type features, non-ID-type features and labels, and the tables that features read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from persia.checks import check_integer
+from persia.errors import ConfigError
+from persia.schema.checks import check_dtype, check_name
+from persia.schema.tables import MAX_DIM, Table
+from persia.types.values import Dtype
+
+__all__ = ["IdFeature", "IdKind", "Pooling", "Schema"]
+
+Pooling = Literal["sum", "mean", "sqrtn"]
+IdKind = Literal["auto", "number", "text"]
+
+
+class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One ID-type feature: for each sample one id, or a list of them.
+
+    Args:
+        name: column of the data, and key of the model's input.
+        dim: length of its embeddings; optional if `table` is declared in the schema.
+        table: table whose rows it reads; defaults to its own name. Features of one table share rows.
+        pooling: reduction of a sample's embeddings to one: "sum", "mean", "sqrtn" (sum / sqrt(count)).
+            None ("none" in a file) keeps the sequence: the model gets `[batch, max_length, dim]` and a mask.
+        max_length: maximum number of ids per sample; further ids are ignored. Required if `pooling` is None.
+        cross: names of single-valued features whose combination is the id. The column is computed, not read.
+        kind: conversion of values to ids. "auto": whole numbers from 0 to 2^64 - 1 are used as ids (5, 5.0 and the
+            text "5" alike); all other values are hashed as text. "number": accepts such numbers only. "text": hashes
+            every value as text, "5" included. Recorded in checkpoints.
+        dtype: of its embeddings, see `Table.dtype`; None for that of its table: as declared, or as another feature of
+            the table says, else "float32".
+    """
+
+    name: str
+    dim: int | None = None
+    table: str | None = None
+    pooling: Pooling | Literal["none"] | None = "sum"
+    max_length: int | None = None
+    cross: tuple[str, ...] = ()
+    kind: IdKind = "auto"
+    dtype: Dtype | None = None
+
+    def __post_init__(self) -> None:
+        owner = f"IdFeature({self.name!r})"
+        check_name("IdFeature", self.name)
+        if self.dim is not None:
+            check_integer(f"{owner}.dim", self.dim, 1, MAX_DIM)
+        if self.dtype is not None:
+            check_dtype(owner, self.dtype)
+        if self.pooling == "none":  # TOML has no null.
+            msgspec.structs.force_setattr(self, "pooling", None)
+        if self.pooling not in ("sum", "mean", "sqrtn", None):
+            raise ConfigError(
+                f"Invalid {owner}.pooling = {self.pooling!r}; expected 'sum', 'mean', 'sqrtn', or None to keep the "
+                "sequence.",
+                field=f"{owner}.pooling",
+            )
+        if self.max_length is not None:
+            check_integer(f"{owner}.max_length", self.max_length, 1, 1 << 20)
+        if self.pooling is None and self.max_length is None:
+            raise ConfigError(
+                f"{owner} has pooling=None; give max_length, the length of the sequence the model gets.",
+                field=f"{owner}.max_length",
+            )
+        if self.kind not in ("auto", "number", "text"):
+            raise ConfigError(
+                f"Invalid {owner}.kind = {self.kind!r}; expected 'auto', 'number' or 'text'.", field=f"{owner}.kind"
+            )
+        if self.cross and self.kind != "auto":
+            raise ConfigError(
+                f"{owner}.kind = {self.kind!r}, but a cross is computed from the ids of its parts; set their kind.",
+                field=f"{owner}.kind",
+            )
+        if len(self.cross) == 1:
+            raise ConfigError(f"{owner}.cross needs two or more features.", field=f"{owner}.cross")
+
+    @property
+    def table_name(self) -> str:
+        """The name of the table that the feature reads."""
+        return self.table or self.name
+
+
+class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The input of a model.
+
+    Args:
+        id_features: ID-type features; names are unique over all kinds of features.
+        dense_features: names of numeric columns, in the order in which the model gets them.
+        labels: names of the label columns, each in [0, 1].
+        tables: declarations of tables that differ from the defaults.
+
+    Raises:
+        ConfigError: names clash, a dimension is missing or contradictory, or a cross names an unknown feature.
+    """
+
+    id_features: Sequence[IdFeature]
+    dense_features: Sequence[str] = ()
+    labels: Sequence[str] = ("label",)
+    tables: Sequence[Table] = ()
+
+    def __post_init__(self) -> None:
+        for field in ("id_features", "dense_features", "labels", "tables"):
+            value = getattr(self, field)
+            if isinstance(value, str) or not isinstance(value, Sequence):
+                raise ConfigError(f"Schema.{field} = {value!r} is not a list; give a list.", field=field)
+        names = [f.name for f in self.id_features] + list(self.dense_features) + list(self.labels)
+        for name in names:
+            check_name("feature or label", name)
+            if names.count(name) > 1:
+                raise ConfigError(f"The name {name!r} occurs twice in the schema; rename one.", field=name)
+        declared = [t.name for t in self.tables]
+        for name in declared:
+            if declared.count(name) > 1:
+                raise ConfigError(f"Table {name!r} is declared twice in the schema.", field=name)
+            if name not in {f.table_name for f in self.id_features}:
+                raise ConfigError(f"Table {name!r} is read by no feature; remove it or name it in one.", field=name)
+        self.resolved_tables()
+        single = {f.name for f in self.id_features if not f.cross}
+        for feature in self.id_features:
+            for part in feature.cross:
+                if part not in single:
+                    raise ConfigError(
+                        f"IdFeature({feature.name!r}).cross names {part!r}, which is not an uncrossed ID-type feature; "
+                        "name features of the schema that are not crosses themselves.",
+                        field=f"IdFeature({feature.name!r}).cross",
+                    )
+
+    def resolved_tables(self) -> dict[str, Table]:
+        """Returns all tables by name, declared or implied by a feature, in order of first use."""
+        declared = {t.name: t for t in self.tables}
+        tables: dict[str, Table] = {}
+        for feature in self.id_features:
+            name = feature.table_name
+            known = tables.get(name) or declared.get(name)
+            if known is None:
+                dims = [f.dim for f in self.id_features if f.table_name == name and f.dim is not None]
+                if not dims:
+                    raise ConfigError(
+                        f"IdFeature({feature.name!r}) has no dim and its table {name!r} is not declared; give dim.",
+                        field=f"IdFeature({feature.name!r}).dim",
+                    )
+                dtypes = [f.dtype for f in self.id_features if f.table_name == name and f.dtype is not None]
+                known = Table(name, dims[0], dtype=(dtypes or ["float32"])[0])
+            if feature.dim is not None and feature.dim != known.dim:
+                raise ConfigError(
+                    f"IdFeature({feature.name!r}).dim = {feature.dim}, but its table {name!r} has dim {known.dim}; "
+                    "features of one table have one dim.",
+                    field=f"IdFeature({feature.name!r}).dim",
+                )
+            if feature.dtype is not None and feature.dtype != known.dtype:
+                raise ConfigError(
+                    f"IdFeature({feature.name!r}).dtype = {feature.dtype!r}, but its table {name!r} has dtype "
+                    f"{known.dtype!r}; features of one table have one dtype.",
+                    field=f"IdFeature({feature.name!r}).dtype",
+                )
+            tables[name] = known
+        return tables
+
+    def feature(self, name: str) -> IdFeature:
+        """Returns an ID-type feature by name.
+
+        Raises:
+            ConfigError: the schema has no such feature.
+        """
+        for feature in self.id_features:
+            if feature.name == name:
+                return feature
+        known = ", ".join(f.name for f in self.id_features)
+        raise ConfigError(f"The schema has no ID-type feature {name!r}; it has {known}.", field=name)

@@ -1,0 +1,142 @@
+"""Embedding tables: initial values of rows, which ids get a row, and a table's size and dtype."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from persia.checks import check_integer, check_number
+from persia.errors import ConfigError
+from persia.schema.checks import TaggedRecord, check_dtype, check_name
+from persia.schema.optimizers import EmbeddingOptimizer
+from persia.types.values import Dtype, round_down
+
+__all__ = [
+    "MAX_DIM",
+    "Admission",
+    "AdmitAll",
+    "AdmitMinFrequency",
+    "AdmitProbability",
+    "Initializer",
+    "Normal",
+    "RsqrtDim",
+    "Table",
+    "Uniform",
+    "Zeros",
+]
+
+MAX_DIM = 4096
+MAX_CAPACITY = 1 << 48
+
+
+class Uniform(TaggedRecord, frozen=True, tag="uniform"):
+    """Uniform values in [low, high), keyed by (seed, table, id): independent of the machine and of the order."""
+
+    low: float = -0.01
+    high: float = 0.01
+
+    def __post_init__(self) -> None:
+        self._number("low", -math.inf, math.inf)
+        self._number("high", self.low, math.inf)
+
+
+class Normal(TaggedRecord, frozen=True, tag="normal"):
+    """Normal values with this mean and standard deviation, keyed by (seed, table, id)."""
+
+    mean: float = 0.0
+    std: float = 0.01
+
+    def __post_init__(self) -> None:
+        self._number("mean", -math.inf, math.inf)
+        self._number("std", 0, math.inf)
+
+
+class Zeros(TaggedRecord, frozen=True, tag="zeros"):
+    """Zero values."""
+
+
+class RsqrtDim(TaggedRecord, frozen=True, tag="rsqrt_dim"):
+    """Uniform values in +-1/sqrt(dim), keyed by (seed, table, id)."""
+
+
+Initializer = Uniform | Normal | Zeros | RsqrtDim
+
+
+class AdmitAll(TaggedRecord, frozen=True, tag="all"):
+    """Admits every id that training looks up."""
+
+
+class AdmitProbability(TaggedRecord, frozen=True, tag="probability"):
+    """Admits an id with this probability at each occurrence, keyed by (seed, id, occurrence)."""
+
+    probability: float
+
+    def __post_init__(self) -> None:
+        self._number("probability", 0, 1, open_low=True)
+
+
+class AdmitMinFrequency(TaggedRecord, frozen=True, tag="min_frequency"):
+    """Admits an id at its `count`-th occurrence. The bounded sketch that counts may admit early, never late."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        check_integer("AdmitMinFrequency.count", self.count, 1, 65535)
+
+
+Admission = AdmitAll | AdmitProbability | AdmitMinFrequency
+
+
+class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One embedding table. Declare it only if it differs from the defaults; features create their tables otherwise.
+
+    Args:
+        name: name that features refer to.
+        dim: length of an embedding, 1 to 4096.
+        optimizer: optimizer of its rows; None for that of the trainer or collection.
+        initializer: initial values of a row.
+        capacity: maximum number of rows in the whole cluster, up to 2^48; beyond it, least recently used rows are
+            evicted. It is divided among the embedding PSs, and refused if it cannot fit into their memory. Each PS may
+            keep 1,024 rows (or `capacity`, if less), so a table of fewer than 1,024 rows for each PS may exceed it.
+            None: as many as memory holds, at most 2^30 in each PS. Memory grows with the rows held, not with this
+            number.
+        admission: which ids get a row in training.
+        value_bound: embeddings are clamped to +-this after an update; 0 for no bound.
+        cache_rows: number of rows that each NN worker keeps copies of on its device, for the batches that the mode's
+            staleness lets them serve; see the guide on GPUs. 0 for none.
+        dtype: of its embeddings in the memory of PSs and in messages: "float32", "bfloat16" or "float16". Models get
+            float32 and send gradients of float32, whatever it is. Adam's moments in a bfloat16 table have 16 bits, too;
+            all other state of optimizers is float32. See the guide on tables for what it costs.
+    """
+
+    name: str
+    dim: int
+    optimizer: EmbeddingOptimizer | None = None
+    initializer: Initializer = Uniform()
+    capacity: int | None = None
+    admission: Admission = AdmitAll()
+    value_bound: float = 0.0
+    cache_rows: int = 0
+    dtype: Dtype = "float32"
+
+    def __post_init__(self) -> None:
+        check_name("Table", self.name)
+        check_integer(f"Table({self.name!r}).dim", self.dim, 1, MAX_DIM)
+        if self.capacity is not None:
+            check_integer(f"Table({self.name!r}).capacity", self.capacity, 1, MAX_CAPACITY)
+        check_number(f"Table({self.name!r}).value_bound", self.value_bound, 0, math.inf)
+        check_integer(f"Table({self.name!r}).cache_rows", self.cache_rows, 0, (1 << 31) - 2)
+        check_dtype(f"Table({self.name!r})", self.dtype)
+        if self.value_bound and not round_down(self.value_bound, self.dtype):
+            raise ConfigError(
+                f"Table({self.name!r}).value_bound = {self.value_bound!r} is less than any number of {self.dtype}; "
+                "raise it.",
+                field=f"Table({self.name!r}).value_bound",
+            )
+        if self.cache_rows and not isinstance(self.admission, AdmitAll):
+            raise ConfigError(
+                f"Table({self.name!r}).cache_rows = {self.cache_rows} needs admission = AdmitAll(): parameter servers "
+                "do not count the ids that copies serve. Set cache_rows to 0, or admit all ids.",
+                field=f"Table({self.name!r}).cache_rows",
+            )
