@@ -186,7 +186,7 @@ def hybrid(preset: str) -> list[runner.Measure]:
         for number in range(EMULATED_ROUNDS[preset]):
             runs = [
                 lambda: synchronous.run(lambda: emulated(synchronous, Sync(), steps))[0],
-                lambda: asynchronous.run(lambda: emulated(asynchronous, Hybrid(4), steps, floor=True))[0],
+                lambda: asynchronous.run(lambda: emulated(asynchronous, Hybrid(4, warmup=0), steps, floor=True))[0],
             ]
             if number % 2:
                 ours, theirs = runs[1](), runs[0]()
@@ -216,12 +216,12 @@ def scaling(preset: str) -> runner.Measure:
         used = 0.0
         for number in range(EMULATED_ROUNDS[preset]):
             if number % 2:
-                alone = one.run(lambda: emulated(one, Hybrid(4), steps, SCALING_FEATURES))[0].seconds
+                alone = one.run(lambda: emulated(one, Hybrid(4, warmup=0), steps, SCALING_FEATURES))[0].seconds
             before = all_of_them.statistics() if number else {}
-            loops = all_of_them.run(lambda: emulated(all_of_them, Hybrid(4), steps, SCALING_FEATURES))
+            loops = all_of_them.run(lambda: emulated(all_of_them, Hybrid(4, warmup=0), steps, SCALING_FEATURES))
             after = all_of_them.statistics()
             if not number % 2:
-                alone = one.run(lambda: emulated(one, Hybrid(4), steps, SCALING_FEATURES))[0].seconds
+                alone = one.run(lambda: emulated(one, Hybrid(4, warmup=0), steps, SCALING_FEATURES))[0].seconds
             together = max(loop.seconds for loop in loops)
             step_seconds.append((alone / steps, together / steps))
             cpu += [loop.cpu / steps for loop in loops]

@@ -82,7 +82,7 @@ class Clicks:
 
     def run(self, tau: int) -> float:
         """Trains once on all samples, and returns the sum over steps of |f'|^2."""
-        mode = Hybrid(tau) if tau else Sync()
+        mode = Hybrid(tau, warmup=0) if tau else Sync()
         timeline = simulate(mode, Setting(steady([1.0])), len(self._ids))
         assert timeline.summary().row_staleness_max == tau
         rows = ReplayRows(PlainRows({"id": self._table}), lambda number: {"id": self._ids[number]})

@@ -69,7 +69,7 @@ class Stale(Persia):
             tables=[Table(name, work.dim, cache_rows=cache_rows) for name in names],
         )
         self.embeddings = EmbeddingCollection(
-            schema, optimizer=ADAGRAD, mode=Hybrid(8), options=CollectionOptions(work.device)
+            schema, optimizer=ADAGRAD, mode=Hybrid(8, warmup=0), options=CollectionOptions(work.device)
         )
         batches = [
             Batch({n: IdColumn(ids.astype(np.uint64)) for n, ids in zip(names, s.ids, strict=True)}, s.dense, s.labels)

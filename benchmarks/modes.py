@@ -66,7 +66,7 @@ DELAYED = ("hybrid_4", "hybrid_4_warm", "auto", "async")
 ASYNCHRONOUS: dict[str, Mode] = {
     "gba": Gba(GLOBAL), "bsp": Bsp(WORKERS), "hop_bw": HopBw(2), "hop_bs": HopBs(2), "async": Async()
 }  # fmt: skip
-OTHERS: dict[str, Mode] = {"hybrid": Hybrid(4), **ASYNCHRONOUS}
+OTHERS: dict[str, Mode] = {"hybrid": Hybrid(4, warmup=0), **ASYNCHRONOUS}
 STRAGGLING = ("100000_1.05", "500_1.05")
 DRIFTING = {"": 500, ".sparse": 100_000}
 """Ids of each feature, by the suffix of a name. Of 500 nearly all are in every step, so a delay costs most."""
@@ -150,7 +150,7 @@ def bound(preset: str) -> Iterator[runner.Measure]:
         setting = Setting(trace, local_batch=LOCAL, lookup=latency, push=latency)
         sync = simulate(SYNC, setting, batches).summary().rate
         warm = Hybrid(4, warmup=batches // WORKERS // 2)
-        modes = {"hybrid": Hybrid(4), "hybrid_warm": warm, "auto": Hybrid("auto"), **ASYNCHRONOUS}
+        modes = {"hybrid": Hybrid(4, warmup=0), "hybrid_warm": warm, "auto": Hybrid("auto", warmup=0), **ASYNCHRONOUS}
         for kind, mode in modes.items():
             found = simulate(mode, setting, batches).summary()
             yield runner.Measure(
@@ -219,8 +219,8 @@ def hybrid(preset: str) -> Iterator[runner.Measure]:
         plan = plan._replace(factors=EQUAL, latency=LATENCY)
         days = len(plan.modes)
         warmup = days * plan.rows // GLOBAL // 2
-        modes = {"sync": SYNC, "hybrid_4": Hybrid(4), "hybrid_4_warm": Hybrid(4, warmup=warmup)}
-        modes |= {"auto": Hybrid("auto"), "async": Async()}
+        modes = {"sync": SYNC, "hybrid_4": Hybrid(4, warmup=0), "hybrid_4_warm": Hybrid(4, warmup=warmup)}
+        modes |= {"auto": Hybrid("auto", warmup=0), "async": Async()}
         runs = curves({kind: plan._replace(modes=(mode,) * days) for kind, mode in modes.items()}, SEEDS[preset])
         yield sync_measure(f"modes.auc_hybrid.{name}.sync", runs["sync"], plan, preset)
         for kind in DELAYED:

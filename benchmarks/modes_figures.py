@@ -79,7 +79,8 @@ AGGREGATED = (1, 2, 4, 8, 16, 32)
 NN_WORKERS = (8, 20, 100, 200)
 LOCAL_BATCHES = (32, 64, 128, 256, 512)
 GLOBO: dict[str, Mode] = {
-    "sync": Sync(), "hybrid_auto": Hybrid("auto"), "hybrid_4": Hybrid(4), "gba": Gba(4 * 256), "async": Async(),
+    "sync": Sync(), "hybrid_auto": Hybrid("auto", warmup=0), "hybrid_4": Hybrid(4, warmup=0),
+    "gba": Gba(4 * 256), "async": Async(),
     "bsp": Bsp(4), "hop_bs": HopBs(2), "hop_bw": HopBw(1),
 }  # fmt: skip
 SYNC = Sync()

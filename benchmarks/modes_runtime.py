@@ -74,9 +74,15 @@ def moving(preset: str, length: int) -> Trace:
 
 def traced(mode: Mode, emulation: bench.Emulation, seconds: float) -> bench.ModeResult:
     """A run that lasts about so long."""
-    ideal = simulate(mode, Setting(emulation.trace, emulation.compute, bench.ROWS), 20_000)
+    return bench.run(mode, emulation, len(simulated_ends(mode, emulation, seconds)))
+
+
+def simulated_ends(mode: Mode, emulation: bench.Emulation, seconds: float) -> list[float]:
+    """When each batch is computed in the simulation, within so many seconds."""
+    batches = WORKERS * (int(seconds / emulation.compute) + 2)  # More than NN workers that are never slow can compute.
+    ideal = simulate(mode, Setting(emulation.trace, emulation.compute, bench.ROWS), batches)
     ends = [event.time for event in ideal.events if event.server == "ps-0" and event.kind in ("push", "drop")]
-    return bench.run(mode, emulation, bisect.bisect(ends, seconds))
+    return ends[: bisect.bisect(ends, seconds)]
 
 
 class OfBound(NamedTuple):
@@ -99,8 +105,8 @@ def of_bound(mode: Mode, emulation: bench.Emulation, seconds: float) -> OfBound:
     A few more batches are there to be handed out, so that what counts is the rate, not how a run ends.
     """
     setting = Setting(emulation.trace, emulation.compute, bench.ROWS)
-    ends = [e.time for e in simulate(mode, setting, 20_000).events if e.server == "ps-0" and e.kind in ("push", "drop")]
-    count = bisect.bisect(ends, seconds)
+    ends = simulated_ends(mode, emulation, seconds)
+    count = len(ends)
     batches = count + 2 * WORKERS
     ideal = simulate(mode, setting, batches).summary()
     trained = bench.train(mode, emulation, batches)

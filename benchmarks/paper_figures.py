@@ -2,7 +2,8 @@
 
     python -m benchmarks 'paper.figure*' [--preset smoke|laptop|full] [--json FILE]
 
-NN workers wait instead of computing, so that several fit on few cores; everything else is real. Hybrid is "auto".
+NN workers wait instead of computing, so that several fit on few cores; everything else is real. Hybrid is "auto"
+without a warm-up.
 
 paper.figure6    Seconds to the test AUC that Sync has after three quarters of the data: the fewer ones of Sync and
                  Async over those of Hybrid, geometric mean over seeds. NN workers are threads, and lookups and pushes

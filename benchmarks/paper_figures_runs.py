@@ -30,7 +30,7 @@ from persia.testing import Threads
 
 __all__ = ["MODES", "Curve", "CurvePlan", "SpeedPlan", "Speeds", "learn", "rates"]
 
-MODES: dict[str, Mode] = {"sync": Sync(), "hybrid": Hybrid("auto"), "async": Async()}
+MODES: dict[str, Mode] = {"sync": Sync(), "hybrid": Hybrid("auto", warmup=0), "async": Async()}
 SEEDING = threading.Lock()
 """NN workers that are threads share torch's random generator."""
 

@@ -4,7 +4,8 @@
 
 quality.hybrid, quality.hybrid_warmup, quality.hybrid_auto
                    Hybrid(4), Hybrid(4) with a warm-up over a third of the steps, and Hybrid("auto"), minus Sync, paired
-                   by seed: progressive AUC on stationary synthetic data with one NN worker.
+                   by seed: progressive AUC on stationary synthetic data with one NN worker. Without a warm-up but for
+                   the second.
 quality.workers_2, quality.workers_4 (and their _warmup, _auto)
                    The same with 2 and 4 NN workers, processes on Ray.
 quality.replay     The runs in Hybrid(4) above against "delayed Sync" in plain PyTorch with the delays that they
@@ -111,7 +112,12 @@ def runs(preset: str, nn_workers: int, kind: str) -> list[Outcome]:
     rows = (ROWS if nn_workers == 1 else WORKERS_ROWS)[preset]
     where: Any = "embedded" if nn_workers == 1 else "threads" if preset == "smoke" else "ray"
     warmup = rows // (BATCH * nn_workers * 3)
-    mode = {SYNC: Sync(), "": Hybrid(4), "_warmup": Hybrid(4, warmup=warmup), "_auto": Hybrid("auto")}[kind]
+    mode = {
+        SYNC: Sync(),
+        "": Hybrid(4, warmup=0),
+        "_warmup": Hybrid(4, warmup=warmup),
+        "_auto": Hybrid("auto", warmup=0),
+    }[kind]
     plans = [Plan(where, nn_workers, mode, OPTIMIZER, seed, rows, BATCH, kind == "") for seed in range(SEEDS[preset])]
     return outcomes(train, plans)
 
@@ -128,7 +134,9 @@ def outcomes(function: Callable[[Plan], Outcome], plans: Sequence[Plan]) -> list
 def replay_parameters(preset: str) -> runner.Measure:
     """Largest difference of a parameter or a number of a row from delayed Sync."""
     plans = [
-        Plan(where, count, Hybrid(4), optimizer, 0, STEPS[preset] * count * PARAMETERS_BATCH, PARAMETERS_BATCH)
+        Plan(
+            where, count, Hybrid(4, warmup=0), optimizer, 0, STEPS[preset] * count * PARAMETERS_BATCH, PARAMETERS_BATCH
+        )
         for where, count in PLACES[preset]
         for optimizer in ROW_OPTIMIZERS
     ]
@@ -148,7 +156,7 @@ def optimum(preset: str) -> runner.Measure:
     rows = {"smoke": 20_000, "laptop": 2_000_000, "full": 3_000_000}[preset]
     test_rows = min(rows, 500_000)
     reader = data.synthetic(rows, ids_per_feature=100, batch_size=BATCH)
-    trainer = make_trainer(reader.schema, Hybrid(4), OPTIMIZER, 0)
+    trainer = make_trainer(reader.schema, Hybrid(4, warmup=0), OPTIMIZER, 0)
     trainer.fit(reader)
     test = data.synthetic(rows, ids_per_feature=100, batch_size=BATCH)
     batches = [b for b, _ in zip(test.batches(epoch=1), range(test_rows // BATCH), strict=False)]

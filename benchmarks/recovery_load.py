@@ -119,6 +119,7 @@ class Victim:
         self.load = load
         self.twin = NativeStore()
         self.twin.create_table(load.table())
+        self.twin.keep_last_steps(0)
         self.done = 0
 
     def run_and_kill(self, seconds: float, operations: int = 0) -> int:
@@ -185,6 +186,7 @@ def kills(directory: Path, load: Load, count: int, longest: float) -> list[Compa
 def _work(directory: str, progress: str, done: int, load: Load) -> None:
     store = NativeStore(2)
     Regions(directory).create_tables(store, [load.table()])
+    store.keep_last_steps(0)
     with open(progress, "r+b") as file, mmap.mmap(file.fileno(), 8) as memory:
         while True:
             # Beforehand, so that a kill falls into the work of the store.

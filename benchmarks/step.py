@@ -28,6 +28,7 @@ from persia.modes import Hybrid
 from persia.nn import CollectionOptions, EmbeddingCollection
 from persia.schema import Adagrad, EmbeddingOptimizer, RowwiseAdagrad
 from persia.services import Cluster
+from persia.types.values import Dtype
 
 WORK = {"smoke": Workload(rows=20_000, batch=1024, batches=8), "laptop": Workload(), "full": Workload()}
 STEPS = {"smoke": 5, "laptop": 20, "full": 50}
@@ -42,13 +43,23 @@ class Persia(Variant):
     """The same network and data with `EmbeddingCollection`, in Hybrid(4); `benchmarks/cluster.py` runs it elsewhere."""
 
     def __init__(
-        self, work: Workload, data: list[Samples], optimizer: EmbeddingOptimizer, cluster: Cluster | None = None
+        self,
+        work: Workload,
+        data: list[Samples],
+        optimizer: EmbeddingOptimizer,
+        cluster: Cluster | None = None,
+        dtype: Dtype = "float32",
     ) -> None:
         super().__init__(work, data)
         names = [f"f{i}" for i in range(work.features)]
-        schema = Schema([IdFeature(name, dim=work.dim) for name in names], [f"d{i}" for i in range(work.dense)])
+        features = [IdFeature(name, dim=work.dim, dtype=dtype) for name in names]
+        schema = Schema(features, [f"d{i}" for i in range(work.dense)])
         self.embeddings = EmbeddingCollection(
-            schema, optimizer=optimizer, mode=Hybrid(4), cluster=cluster, options=CollectionOptions(work.device)
+            schema,
+            optimizer=optimizer,
+            mode=Hybrid(4, warmup=0),
+            cluster=cluster,
+            options=CollectionOptions(work.device),
         )
         batches = [
             Batch({n: IdColumn(ids.astype(np.uint64)) for n, ids in zip(names, s.ids, strict=True)}, s.dense, s.labels)
@@ -116,14 +127,6 @@ Make = Callable[[Workload, list[Samples]], Any]
 """Makes one side of a comparison, which has `time` and `close` as a `Variant` has."""
 
 
-def compare(
-    preset: str, peer_of: Make, optimizer: EmbeddingOptimizer, name: str, target: float, **shape: Any
-) -> runner.Measure:
-    """Samples/s of persia over the peer's; `shape` replaces fields of the workload."""
-    work = replace(WORK[preset], **shape)
-    return compared(name, preset, work, lambda work, data: Persia(work, data, optimizer), peer_of, target)
-
-
 def compared(
     name: str, preset: str, work: Workload, ours_of: Make, theirs_of: Make, target: float | None = None
 ) -> runner.Measure:
@@ -150,17 +153,36 @@ def compared(
 
 
 def compare_to(kind: type[Variant], preset: str, name: str, target: float) -> runner.Measure:
-    """Compares to a variant in a process of its own."""
+    """Samples/s of persia over those of a variant in a process of its own."""
     adagrad = Adagrad(lr=0.05, initial_accumulator=FIRST)
-    return compare(preset, lambda work, _: Apart(kind, work), adagrad, name, target)
+    return compared(
+        name,
+        preset,
+        WORK[preset],
+        lambda work, data: Persia(work, data, adagrad),
+        lambda work, _: Apart(kind, work),
+        target,
+    )
 
 
-def compare_to_torchrec(preset: str, name: str, target: float, **shape: Any) -> runner.Measure | None:
-    """Compares to FBGEMM's fused row-wise Adagrad; None without its environment."""
+def compare_to_torchrec(
+    preset: str, name: str, target: float | None, ours: Dtype = "float32", theirs: Dtype = "float32", **shape: Any
+) -> runner.Measure | None:
+    """Samples/s of persia over FBGEMM's with fused row-wise Adagrad; None without its environment.
+
+    `ours` and `theirs` are dtypes of rows; `shape` replaces fields of the workload.
+    """
     if TorchRec.python() is None:
         print("TorchRec's environment is missing; create it: benchmarks/baselines/torchrec_env.sh", file=sys.stderr)
         return None
-    return compare(preset, lambda work, _: TorchRec(work), RowwiseAdagrad(lr=0.05), name, target, **shape)
+    return compared(
+        name,
+        preset,
+        replace(WORK[preset], **shape),
+        lambda work, data: Persia(work, data, RowwiseAdagrad(lr=0.05), dtype=ours),
+        lambda work, _: TorchRec(work, dtype=theirs),
+        target,
+    )
 
 
 @runner.measures("step.vs_torch")
@@ -171,6 +193,21 @@ def vs_torch(preset: str) -> runner.Measure:
 @runner.measures("step.vs_torchrec")
 def vs_torchrec(preset: str) -> runner.Measure | None:
     return compare_to_torchrec(preset, "step.vs_torchrec", 1.15)
+
+
+@runner.measures("step.vs_torchrec_bf16")
+def vs_torchrec_bf16(preset: str) -> runner.Measure | None:
+    """16-bit rows on both sides: ours of bfloat16, rounded stochastically; FBGEMM's of float16, rounded to the nearest.
+
+    FBGEMM has no bfloat16 on CPUs.
+    """
+    return compare_to_torchrec(preset, "step.vs_torchrec_bf16", 1.25, "bfloat16", "float16")
+
+
+@runner.measures("step.bf16_vs_torchrec")
+def bf16_vs_torchrec(preset: str) -> runner.Measure | None:
+    """Rows of bfloat16 against FBGEMM's of float32, which its kernels for CPUs are faster with than with float16."""
+    return compare_to_torchrec(preset, "step.bf16_vs_torchrec", None, "bfloat16")
 
 
 @runner.measures("step.wide")

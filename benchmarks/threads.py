@@ -96,7 +96,7 @@ def _train(pipe: Connection, work: Work) -> None:
         reader.schema,
         optimizer=lambda params: torch.optim.Adam(params, 1e-3),
         embedding_optimizer=persia.optim.Adagrad(lr=0.05),
-        mode=persia.modes.Hybrid(4),
+        mode=persia.modes.Hybrid(4, warmup=0),
         options=persia.TrainerOptions(device="cpu", progress=False),
     )
     trainer.fit(data)

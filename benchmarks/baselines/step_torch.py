@@ -176,6 +176,8 @@ class TorchRec:
         threads: of torch, as in this process by default.
         optimizer: "rowwise_adagrad" or "adagrad".
         layer: "fbgemm", its kernel called directly, or "torchrec", TorchRec's module around it.
+        dtype: of rows, "float32" or "float16"; only of layer "fbgemm". Its kernels for CPUs have no bfloat16, and round
+            float16 to the nearest, whatever its `stochastic_rounding` says.
 
     Raises:
         FileNotFoundError: the environment has not been created.
@@ -187,6 +189,7 @@ class TorchRec:
         threads: int | None = None,
         optimizer: str = "rowwise_adagrad",
         layer: str = "fbgemm",
+        dtype: str = "float32",
     ) -> None:
         python = self.python()
         if python is None:
@@ -194,7 +197,7 @@ class TorchRec:
         script = Path(__file__).with_name("step_torchrec.py")
         options = {"work": asdict(work), "threads": threads or torch.get_num_threads(), "optimizer": optimizer}
         self.process = subprocess.Popen(
-            [python, str(script), json.dumps(options | {"layer": layer})],
+            [python, str(script), json.dumps(options | {"layer": layer, "dtype": dtype})],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

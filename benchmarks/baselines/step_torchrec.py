@@ -15,7 +15,7 @@ from torch import Tensor
 
 warnings.simplefilter("ignore")  # of the libraries; this process only measures
 
-from fbgemm_gpu.split_embedding_configs import EmbOptimType  # noqa: E402
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType  # noqa: E402
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation  # noqa: E402
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (  # noqa: E402
     ComputeDevice,
@@ -24,16 +24,22 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (  # noqa: E4
 from step_torch import Samples, Variant, Workload  # noqa: E402
 
 FUSED = {"rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "adagrad": EmbOptimType.EXACT_ADAGRAD}
+STORED = {"float32": SparseType.FP32, "float16": SparseType.FP16}
 
 
 class Fbgemm(Variant):
-    """All tables in one kernel call, which also applies the gradient."""
+    """All tables in one kernel call, which also applies the gradient. Its output is float32, whatever rows are."""
 
-    def __init__(self, work: Workload, optimizer: str) -> None:
+    def __init__(self, work: Workload, optimizer: str, dtype: str) -> None:
         super().__init__(work)
         table = (work.rows, work.dim, EmbeddingLocation.HOST, ComputeDevice.CPU)
         self.tables = SplitTableBatchedEmbeddingBagsCodegen(
-            [table] * work.features, optimizer=FUSED[optimizer], learning_rate=0.05, eps=1e-10
+            [table] * work.features,
+            optimizer=FUSED[optimizer],
+            learning_rate=0.05,
+            eps=1e-10,
+            weights_precision=STORED[dtype],
+            output_dtype=SparseType.FP32,
         )
         self.tables.init_embedding_weights_uniform(-0.01, 0.01)
         self.offsets = torch.arange(work.features * work.batch + 1)
@@ -88,8 +94,11 @@ def main() -> None:
     os.dup2(2, 1)  # whatever the libraries print must not mix with the answers
     options = json.loads(sys.argv[1])
     torch.set_num_threads(options["threads"])
-    kind = {"fbgemm": Fbgemm, "torchrec": TorchRecModule}[options["layer"]]
-    variant = kind(Workload(**options["work"]), options["optimizer"])
+    work, optimizer = Workload(**options["work"]), options["optimizer"]
+    if options["layer"] == "fbgemm":
+        variant: Variant = Fbgemm(work, optimizer, options["dtype"])
+    else:
+        variant = TorchRecModule(work, optimizer)
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         print("seconds", variant.time(int(line.split()[1])), file=answers, flush=True)

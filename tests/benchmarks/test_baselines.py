@@ -73,9 +73,9 @@ def test_step_variants(kind):
 
 
 @pytest.mark.skipif(step_torch.TorchRec.python() is None, reason="build/torchrec-env has not been created")
-@pytest.mark.parametrize("layer", ["fbgemm", "torchrec"])
-def test_torchrec_variant(layer):
-    with step_torch.TorchRec(TINY, threads=1, layer=layer) as variant:
+@pytest.mark.parametrize(("layer", "dtype"), [("fbgemm", "float32"), ("fbgemm", "float16"), ("torchrec", "float32")])
+def test_torchrec_variant(layer, dtype):
+    with step_torch.TorchRec(TINY, threads=1, layer=layer, dtype=dtype) as variant:
         assert variant.time(2) > 0
         assert variant.time(2) > 0
 

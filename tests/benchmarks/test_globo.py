@@ -14,7 +14,7 @@ def test_days_of_the_tuning_are_left_out(monkeypatch):
             near = -abs(plan.optimizer.lr - 0.2)
             return Run(1.0, near, (near,) * 2, 0.0)
         assert plan.optimizer.lr == 0.2
-        gap = {Sync(): 0.0, Hybrid("auto"): -0.001}.get(plan.mode, -0.01)
+        gap = {Sync(): 0.0, Hybrid("auto", warmup=0): -0.001}.get(plan.mode, -0.01)
         return Run(1.0, 0.5, (0.9 if plan.mode == Sync() else 0.1,) * 2 + (0.7 + gap,) * 3, 0.0)
 
     monkeypatch.setattr(globo, "found", lambda: True)

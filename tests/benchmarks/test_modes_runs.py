@@ -26,6 +26,6 @@ def test_a_run_through_all_days_is_tested_after_each():
     sync = train_through(plan)
     assert sync.areas[-1] == pytest.approx(aucs(plan)[-1], abs=1e-6)  # Draining in between changes nothing in Sync.
     assert sync.ends == pytest.approx((4 * 1.5 - 0.125, 8 * 1.5 - 0.125))  # Less the way of the last answer.
-    hybrid = train_through(plan._replace(modes=(Hybrid("auto"),) * 2))
+    hybrid = train_through(plan._replace(modes=(Hybrid("auto", warmup=0),) * 2))
     assert len(hybrid.areas) == 2
     assert hybrid.summary.rate > 1.2 * sync.summary.rate

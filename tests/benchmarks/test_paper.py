@@ -54,7 +54,7 @@ def test_every_mode_trains_on_the_same_rows_once(network, monkeypatch):
     plain = paper_runs.Dataset.batch
     monkeypatch.setattr(paper_runs.Dataset, "batch", lambda self, number: fed.append(number) or plain(self, number))
     found = {}
-    for mode in (Sync(), Hybrid(4), Hybrid("auto"), Async()):
+    for mode in (Sync(), Hybrid(4, warmup=0), Hybrid("auto", warmup=0), Async()):
         found[mode] = train_and_test(Run("taobao", network, mode, FIRST, 0, ROWS))
         assert sorted(fed) == list(range(found[Sync()].train_rows // LOCAL))
         fed.clear()
@@ -63,14 +63,14 @@ def test_every_mode_trains_on_the_same_rows_once(network, monkeypatch):
     assert len({one.auc for one in found.values()}) == 4
     stale = {mode: (one.summary.row_staleness_max, one.summary.staleness_max) for mode, one in found.items()}
     assert stale[Sync()] == (0, 0)
-    assert stale[Hybrid(4)][0] in (3, 4)
-    assert 1 <= stale[Hybrid("auto")][0] <= stale[Hybrid(4)][0]
-    assert stale[Hybrid(4)][1] == stale[Hybrid("auto")][1] == 0
+    assert stale[Hybrid(4, warmup=0)][0] in (3, 4)
+    assert 1 <= stale[Hybrid("auto", warmup=0)][0] <= stale[Hybrid(4, warmup=0)][0]
+    assert stale[Hybrid(4, warmup=0)][1] == stale[Hybrid("auto", warmup=0)][1] == 0
     assert min(stale[Async()]) >= WORKERS - 1
 
 
 def test_a_run_repeats_itself():
-    run = Run("avazu", "ffnn", Hybrid(4), FIRST, 3, 3_000)
+    run = Run("avazu", "ffnn", Hybrid(4, warmup=0), FIRST, 3, 3_000)
     first = train_and_test(run)
     dataset.cache_clear()
     assert train_and_test(run) == first
@@ -79,8 +79,13 @@ def test_a_run_repeats_itself():
 
 def test_gaps_are_paired_by_seed_at_the_rates_of_sync(monkeypatch):
     asked = []
-    warm = Hybrid(4, warmup=1171)  # Half of 2,343 steps of 1,024 rows.
-    gain = {Sync(): 0.0, Hybrid(4): -0.0004, warm: -0.0002, Hybrid("auto"): 0.0001, Async(): -0.01}
+    hybrid = {
+        Hybrid(4): -0.0002,
+        Hybrid("auto"): 0.0001,
+        Hybrid(4, warmup=0): -0.0004,
+        Hybrid("auto", warmup=0): -0.0003,
+    }
+    gain = {Sync(): 0.0, **hybrid, Async(): -0.01}
 
     def everywhere(function, plans, result):
         assert function is train_and_test
@@ -99,14 +104,15 @@ def test_gaps_are_paired_by_seed_at_the_rates_of_sync(monkeypatch):
     tuning = [run for run in asked if run.seed == 99]
     runs = [run for run in asked if run.seed != 99]
     assert {run.mode for run in tuning} == {Sync(), Async()}
-    assert len(runs) == len(set(runs)) == 5 * 6
+    assert len(runs) == len(set(runs)) == 5 * 7
     assert {(run.source, run.network, run.rows) for run in runs} == {("criteo", "ffnn", paper.ROWS["laptop"])}
     assert {run.seed for run in runs} == {0, 1, 2, 3, 4}
     by_mode = {mode: {run.rates for run in runs if run.mode == mode} for mode in gain}
-    assert by_mode[Sync()] == by_mode[Hybrid(4)] == by_mode[warm] == by_mode[Hybrid("auto")]
+    assert all(by_mode[mode] == by_mode[Sync()] for mode in hybrid)
     assert [rates.rows for rates in by_mode[Sync()]] == [0.2]
     assert {rates.rows for rates in by_mode[Async()]} == {0.2, 0.4}
-    gaps = {"hybrid_4": -0.0004, "hybrid_4_warm": -0.0002, "hybrid_auto": 0.0001, "async": -0.01, "async_own": -0.01}
+    names = ("hybrid_4", "hybrid_auto", "hybrid_4_cold", "hybrid_auto_cold")
+    gaps = {**dict(zip(names, hybrid.values(), strict=True)), "async": -0.01, "async_own": -0.01}
     for kind, gap in gaps.items():
         assert found[kind].details["per_seed"] == pytest.approx([gap] * 5)
     assert found["async"].details["rates"][1] == 0.2

@@ -30,6 +30,7 @@ from chaos_training import BATCH, LEARNING_RATE, MODES, make_data, make_schema, 
 
 import persia
 from persia.cluster.ray import roles as on_ray
+from persia.testing import Threads
 from support.cluster_samples import eventually, pids
 
 REGION_MEBIBYTES = 64
@@ -107,7 +108,8 @@ def run(plan: Plan, folder: Path, told: Callable[[str], None] = lambda _: None) 
             training, deaths, dropped = 0.0, 0, Dropped()
             try:
                 while chaos.is_alive() or trainer.global_step < plan.steps:
-                    result = trainer.fit(make_data(), max_steps=plan.chunk)
+                    left = plan.steps - trainer.global_step
+                    result = trainer.fit(make_data(), max_steps=min(plan.chunk, left) if left > 0 else plan.chunk)
                     training += result.seconds
                     deaths += result.failures
                     dropped.add(trainer.embeddings.connection.servers)
@@ -135,7 +137,7 @@ def run(plan: Plan, folder: Path, told: Callable[[str], None] = lambda _: None) 
         rows_of_a_batch = BATCH * len(make_schema().id_features)
         wrong += stale(dropped.rows, restarts, MODES["gba"].tolerance, NN_WORKERS, rows_of_a_batch)
     wrong += checkpoints(site.checkpoints, site.spoiled)
-    undisturbed = _undisturbed(plan, trainer.global_step, folder)
+    undisturbed = _undisturbed(plan, trainer.global_step)
     wrong += quality(auc, undisturbed)
     made = dict(Counter(fault.kind for fault in chaos.made))
     counted = sum(len(of.ids) for of in pushes.values())
@@ -158,13 +160,15 @@ class Dropped:
             self._seen[number] = dropped
 
 
-def _undisturbed(plan: Plan, steps: int, folder: Path) -> float:
-    """The AUC of as many steps in which nothing goes wrong."""
-    (folder / "undisturbed").mkdir()
-    with _cluster(Site(None, folder, folder / "undisturbed", set(), set())) as cluster:
-        trainer = make_trainer(cluster, plan.mode, None)
+def _undisturbed(plan: Plan, steps: int) -> float:
+    """The AUC of as many steps in which nothing goes wrong, with all roles in this process."""
+
+    def trained(member: Any) -> float:
+        trainer = make_trainer(member, plan.mode, None)
         trainer.fit(make_data(), max_steps=steps)
         return float(trainer.evaluate(make_test_data()).auc)
+
+    return Threads(NN_WORKERS, ps=2).run(trained)[0]
 
 
 def _ports(cluster: Any) -> set[int]:

@@ -1,16 +1,21 @@
 """The commands, as a user types them."""
 
+import contextlib
+import io
 import json
 import os
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
+from persia.cli import main
 
 CONFIG = """
 [data]
@@ -31,6 +36,21 @@ progress = false
 
 
 def persia(*arguments, ok=True):
+    """Runs a command in this process, as importing torch anew takes seconds."""
+    output = io.StringIO()
+    argv = mock.patch.object(sys, "argv", ["persia", *arguments])
+    with argv, contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        try:
+            main()
+            status = 0
+        except SystemExit as end:
+            status = end.code or 0
+    assert (status == 0) == ok, output.getvalue()
+    return output.getvalue()
+
+
+def persia_process(*arguments, ok=True):
+    """Runs a command in a process of its own."""
     done = subprocess.run([sys.executable, "-m", "persia", *arguments], capture_output=True, text=True, timeout=120)
     assert (done.returncode == 0) == ok, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -59,7 +79,7 @@ def config(tmp_path):
 
 def test_train_evaluate_predict_inspect_resume(config, tmp_path):
     out, result = str(tmp_path / "out"), tmp_path / "result.json"
-    text = persia("train", config, "--output", out, "--json", str(result))
+    text = persia_process("train", config, "--output", out, "--json", str(result))
     assert "progressive AUC" in text
     record = json.loads(result.read_text())
     assert record["global_step"] == 10
@@ -72,7 +92,7 @@ def test_train_evaluate_predict_inspect_resume(config, tmp_path):
     persia("predict", config, "--checkpoint", out, "--output", str(tmp_path / "p.csv"))
     assert "id_0" in persia("checkpoint", "inspect", out)
 
-    persia("train", config, "--resume", out, "--json", str(result), "--set", "train.epochs=2")
+    persia_process("train", config, "--resume", out, "--json", str(result), "--set", "train.epochs=2")
     assert json.loads(result.read_text())["global_step"] == 20
 
 
@@ -189,7 +209,7 @@ def test_a_wrong_configuration_is_one_line_that_names_the_field(config, change, 
 
 
 def test_a_missing_file_is_one_line(tmp_path):
-    text = persia("train", str(tmp_path / "none.toml"), ok=False)
+    text = persia_process("train", str(tmp_path / "none.toml"), ok=False)
     assert "cannot be read" in text
     assert "Traceback" not in text
 

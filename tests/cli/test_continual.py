@@ -155,7 +155,7 @@ def test_days_of_version_0_1_keep_their_mode(tmp_path):
     (day,) = json.loads(path.read_text())
     path.write_text(json.dumps([day | {"mode": {"kind": "hybrid", "staleness": 2}}]))
     (record,) = Run(tmp_path).recipe.records
-    assert record.mode == Hybrid(2, combine=False, reduction="per_id")
+    assert record.mode == Hybrid(2, combine=False, reduction="per_id", warmup=0)
 
 
 def test_another_run_is_inherited(tmp_path):

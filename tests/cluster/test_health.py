@@ -29,7 +29,10 @@ def test_one_process_tells_what_it_did(tmp_path):
     cluster = persia.cluster.Embedded(1, prometheus_port=0)
     assert cluster.health().total("nn_step") == 0
     trainer = make_trainer(
-        cluster, persia.modes.Hybrid(2), checkpoint_dir=str(tmp_path / "checkpoints"), checkpoint_every_steps=4
+        cluster,
+        persia.modes.Hybrid(2, warmup=0),
+        checkpoint_dir=str(tmp_path / "checkpoints"),
+        checkpoint_every_steps=4,
     )
     result = trainer.fit(reader(10))
     health = cluster.health()
@@ -80,9 +83,9 @@ def test_a_port_that_is_none(port):
 def test_every_process_answers(tmp_path):
     with persia.cluster.Ray(1, 1, 1, 2, options(compression="fp16", prometheus_port=21000)) as cluster:
         trainer = make_trainer(cluster)
-        data = reader(4000)
+        data = reader(1_000_000)
         results: list[object] = []
-        thread = threading.Thread(target=lambda: results.append(trainer.fit(data, max_steps=1000)))
+        thread = threading.Thread(target=lambda: results.append(trainer.fit(data)))
         thread.start()
         found: list[dict] = []
 
@@ -123,5 +126,6 @@ def test_every_process_answers(tmp_path):
             assert "0.5 s" in late["problem"]
         finally:
             os.kill(worker["pid"], signal.SIGCONT)
+            trainer.stop()
         thread.join(90)
         assert results

@@ -78,7 +78,7 @@ def test_what_is_ready_fits_the_embedding_workers():
 def test_a_death_for_good_ends_the_run_and_is_named(role, counter, title):
     """With its last lines; an embedding worker or data loader that may be started again is another test's."""
     with persia.cluster.Ray(2, 1, 1, 2, options(restarts=0, log_level="info")) as cluster:
-        trainer = make_trainer(cluster, persia.modes.Hybrid(2), max_failures=0)
+        trainer = make_trainer(cluster, persia.modes.Hybrid(2, warmup=0), max_failures=0)
         killed = threading.Thread(target=kill_once_training, args=(cluster, role, counter))
         killed.start()
         with pytest.raises(RoleDiedError, match=rf"{title} 0 \(process \d+ on .*has died") as caught:

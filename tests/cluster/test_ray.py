@@ -77,7 +77,7 @@ def test_no_number_of_processes_changes_a_number(ps, embedding_workers, data_loa
 def test_two_nn_workers_a_bare_loop_resizing_and_deaths(one_thread):
     """One cluster for all, as processes take long to start."""
     with persia.cluster.Ray(2, 1, 1, 2, options(regions="")) as cluster:
-        trainer = make_trainer(cluster, persia.modes.Hybrid(2))
+        trainer = make_trainer(cluster, persia.modes.Hybrid(2, warmup=0))
 
         # All rows are trained once, though 21 batches do not divide by 2; while processes come and go.
         resized = threading.Thread(target=cluster.scale, kwargs={"embedding_workers": 3, "data_loaders": 2})
@@ -122,7 +122,7 @@ def test_a_bare_loop_has_the_same_losses():
     with persia.cluster.Ray(2, 1, options=options()) as cluster:
         assert cluster.run(lambda: losses(cluster, 10)) == [expected]
         with pytest.raises(ConfigError, match="another schema"):
-            cluster.run(lambda: losses(cluster, 10, persia.modes.Hybrid(1)))
+            cluster.run(lambda: losses(cluster, 10, persia.modes.Hybrid(1, warmup=0)))
         assert torch_in(cluster, "embedding_ps") == torch_in(cluster, "embedding_worker") == "0"
 
 
@@ -131,7 +131,7 @@ def uneven(cluster: Any, equal: bool) -> int:
     rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
     data = reader(13)
     embeddings = persia.nn.EmbeddingCollection(
-        data.schema, optimizer=persia.optim.SGD(lr=0.1), mode=persia.modes.Hybrid(2), cluster=cluster
+        data.schema, optimizer=persia.optim.SGD(lr=0.1), mode=persia.modes.Hybrid(2, warmup=0), cluster=cluster
     )
     net = torch.nn.Linear(4 * 8 + 2, 1)
     replicas = persia.dense.AllReduce(net) if equal else None
@@ -150,7 +150,7 @@ def late(cluster: Any) -> int:
     rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
     data = reader(12)
     embeddings = persia.nn.EmbeddingCollection(
-        data.schema, optimizer=persia.optim.SGD(lr=0.1), mode=persia.modes.Hybrid(2), cluster=cluster
+        data.schema, optimizer=persia.optim.SGD(lr=0.1), mode=persia.modes.Hybrid(2, warmup=0), cluster=cluster
     )
     steps = 0
     for batch in embeddings.prefetch(list(data)[rank::count]):

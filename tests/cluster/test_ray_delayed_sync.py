@@ -18,7 +18,9 @@ BATCH = 64
 
 def test_a_run_on_ray_is_delayed_sync():
     """Two NN workers; in the last step one batch is smaller."""
-    found = train_smooth(Plan("ray", 2, Hybrid(3), Adagrad(lr=0.05), seed=0, rows=41 * BATCH + 10, batch=BATCH))
+    found = train_smooth(
+        Plan("ray", 2, Hybrid(3, warmup=0), Adagrad(lr=0.05), seed=0, rows=41 * BATCH + 10, batch=BATCH)
+    )
     assert found.staleness_max >= 1
     assert found.moved > 0.05
     assert found.network_apart <= 1e-5

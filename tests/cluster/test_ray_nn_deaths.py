@@ -39,7 +39,7 @@ def kills(cluster: Any, rank: int = 0, role: str = "nn_worker") -> Iterator[None
     ("mode", "nn_workers"),
     [
         pytest.param(Sync(), 2, id="sync"),
-        pytest.param(Hybrid(2), 1, id="hybrid, alone", marks=pytest.mark.slow),
+        pytest.param(Hybrid(2, warmup=0), 1, id="hybrid, alone", marks=pytest.mark.slow),
     ],
 )
 def test_all_restart_from_the_last_recovery_point(mode, nn_workers):
@@ -91,7 +91,7 @@ def test_a_dense_ps_that_dies_is_filled_from_the_last_recovery_point():
 @pytest.mark.slow
 def test_the_story_is_told_after_the_last_failure():
     with persia.cluster.Ray(1, 1, 1, 1, options()) as cluster:
-        trainer = make_trainer(cluster, Hybrid(2), max_failures=1, recovery_point_every_seconds=0.5)
+        trainer = make_trainer(cluster, Hybrid(2, warmup=0), max_failures=1, recovery_point_every_seconds=0.5)
         told: list[RoleDiedError] = []
 
         def train() -> None:

@@ -42,7 +42,7 @@ def versions(cluster: Any, mode: Any, batches: int) -> list[int]:
 
 @pytest.mark.parametrize(
     ("mode", "nn_workers"),
-    [pytest.param(Hybrid(2), 2, id="hybrid"), pytest.param(Sync(), 2, id="sync", marks=pytest.mark.slow)],
+    [pytest.param(Hybrid(2, warmup=0), 2, id="hybrid"), pytest.param(Sync(), 2, id="sync", marks=pytest.mark.slow)],
 )
 def test_staleness_keeps_its_bound_whoever_is_late(mode, nn_workers, monkeypatch):
     """Every role answers late, by random times. Own steps: recorded at the gate; of all NN workers: at the PSs."""
@@ -65,7 +65,7 @@ def train_each_once(cluster: Any) -> int:
     """Adds exactly 1 to `update_count` of the row of each sample's id."""
     torch.set_num_threads(1)
     embeddings = persia.nn.EmbeddingCollection(
-        NumberedBatches.schema, optimizer=persia.optim.SGD(lr=0.1), mode=Hybrid(3), cluster=cluster
+        NumberedBatches.schema, optimizer=persia.optim.SGD(lr=0.1), mode=Hybrid(3, warmup=0), cluster=cluster
     )
     for batch in embeddings.prefetch(embeddings.fed()):
         time.sleep(0.01)
@@ -75,7 +75,7 @@ def train_each_once(cluster: Any) -> int:
 
 def update_counts(cluster: Any) -> Counter[int]:
     """Of all rows, by id."""
-    connection = cluster.connect(NumberedBatches.schema, persia.optim.SGD(lr=0.1), Hybrid(3), 0)
+    connection = cluster.connect(NumberedBatches.schema, persia.optim.SGD(lr=0.1), Hybrid(3, warmup=0), 0)
     updates: Counter[int] = Counter()
     for server in connection.servers:
         for chunk in server.export_rows():

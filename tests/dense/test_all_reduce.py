@@ -185,7 +185,7 @@ def test_rows_of_a_discarded_update_do_not_count(two):
 
 @pytest.mark.parametrize("batches", [1, 4, 7])
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("mode", [Sync(), Hybrid(2)], ids=["sync", "hybrid"])
+@pytest.mark.parametrize("mode", [Sync(), Hybrid(2, warmup=0)], ids=["sync", "hybrid"])
 def test_uneven_data_neither_hang_nor_lose_rows(two, batches, accumulation, mode):
     sizes = [3 + i for i in range(batches)]
     with Services(SCHEMA, make_batches(sizes), 2, mode, accumulation=accumulation) as services:
@@ -217,7 +217,7 @@ CACHED = persia.Schema(
 
 
 def fit_with_copies(rank, addresses):
-    t = trainer(rank, 2, addresses, CACHED, Hybrid(4))
+    t = trainer(rank, 2, addresses, CACHED, Hybrid(4, warmup=0))
     result = t.fit(None)
     return result.staleness_max, t.embeddings.cached, parameters(t.model)
 
@@ -225,7 +225,7 @@ def fit_with_copies(rank, addresses):
 def test_copies_of_rows_serve_several_nn_workers(two):
     """Through embedding workers in another process, two of them."""
     batches = make_batches([8] * 24)
-    with Services(CACHED, batches, 2, Hybrid(4)) as services:
+    with Services(CACHED, batches, 2, Hybrid(4, warmup=0)) as services:
         (first, counts, mine), (second, others, theirs) = two.run(fit_with_copies, services.addresses)
         assert all(worker.buffered == 0 for worker in services.workers)
     assert first <= 4
@@ -324,7 +324,7 @@ class Losing:
         return self.worker.statistics()
 
 
-@pytest.mark.parametrize("mode", [Sync(), Hybrid(1)], ids=["sync", "hybrid"])
+@pytest.mark.parametrize("mode", [Sync(), Hybrid(1, warmup=0)], ids=["sync", "hybrid"])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_lost_batches_are_steps_of_no_weight(two, mode, accumulation):
     sizes = [3] * 12

@@ -70,7 +70,7 @@ def test_uncompressed_it_equals_one_worker_with_larger_batches(two):
     "options",
     [
         {},
-        {"mode": Hybrid(2)},
+        {"mode": Hybrid(2, warmup=0)},
         {"accumulation_steps": 2},
         {"precision": "bf16"},
         {"precision": "fp16", "accumulation_steps": 2},

@@ -20,7 +20,7 @@ from support.processes import Processes
 
 IDS = 20
 SCHEMA = persia.Schema([persia.IdFeature("item", dim=4)], dense_features=["price"], labels=["click"])
-MODES = [Sync(), Hybrid(2)]
+MODES = [Sync(), Hybrid(2, warmup=0)]
 NAMES = ["sync", "hybrid"]
 SECONDS = 20.0
 """Far below the 60 s after which a collective of these processes gives up."""
@@ -125,7 +125,7 @@ def test_plain_ddp_names_who_has_run_out(four, mode):
 
 
 def test_all_that_still_have_batches_are_told(four):
-    results = run(four, plain, Hybrid(2), [30, 12, 40, 31])
+    results = run(four, plain, Hybrid(2, warmup=0), [30, 12, 40, 31])
     assert [error and error[1]["having"] for _, _, error, _ in results] == [[0, 2, 3], None, [0, 2, 3], [0, 2, 3]]
     assert {error[1]["batch"] for _, _, error, _ in results if error} == {12}
 
@@ -145,14 +145,14 @@ def slow_step(embeddings, net, optimizer, batch):
 
 @pytest.mark.parametrize(("body", "source"), [(step, slow_reader), (slow_step, batches_of)], ids=["data", "step"])
 def test_a_slow_nn_worker_is_no_error(two, body, source):
-    results = run(two, plain, Hybrid(2), [12, 12], body, source)
+    results = run(two, plain, Hybrid(2, warmup=0), [12, 12], body, source)
     assert [(steps, error) for steps, _, error, _ in results] == [(12, None)] * 2
     for name, value in results[0][1].items():
         np.testing.assert_array_equal(results[1][1][name], value)
 
 
 def test_more_batches_than_counters_are_kept_in_several_passes(two):
-    results = run(two, plain, Hybrid(4), [300, 300], step, batches_of, 2)
+    results = run(two, plain, Hybrid(4, warmup=0), [300, 300], step, batches_of, 2)
     assert [(steps, error) for steps, _, error, _ in results] == [(600, None)] * 2
 
 
@@ -175,7 +175,7 @@ def left_early(rank, addresses, mode, counts):
 
 
 def test_loops_that_all_leave_early_are_no_error(two):
-    assert run(two, left_early, Hybrid(2), [20, 9]) == [9, 9]
+    assert run(two, left_early, Hybrid(2, warmup=0), [20, 9]) == [9, 9]
 
 
 def alone(rank, addresses, mode, counts):
@@ -187,7 +187,7 @@ def alone(rank, addresses, mode, counts):
 
 
 def test_networks_that_are_not_averaged_may_make_unequal_steps(two):
-    assert run(two, alone, Hybrid(2, combine=False), [20, 9]) == [20, 9]
+    assert run(two, alone, Hybrid(2, combine=False, warmup=0), [20, 9]) == [20, 9]
 
 
 def broken_reader(rank, count):
@@ -205,7 +205,7 @@ def broken(rank, addresses, mode, counts):
 
 
 def test_a_source_that_fails_is_told_to_the_others(two):
-    (message, fields), theirs = run(two, broken, Hybrid(2), [12, 12])
+    (message, fields), theirs = run(two, broken, Hybrid(2, warmup=0), [12, 12])
     assert theirs == "the disk is gone"
     assert (fields["batch"], fields["ended"], fields["left"]) == (5, [], [1])
     assert "NN worker 1 could not read it (ValueError: the disk is gone)" in message
@@ -224,4 +224,4 @@ def late(rank, addresses, mode, counts):
 
 def test_who_is_late_to_read_is_named():
     with Processes(2) as processes:
-        assert run(processes, late, Hybrid(2), [3, 3])[0] == {"batch": 0, "late": [1], "timeout": 0.5}
+        assert run(processes, late, Hybrid(2, warmup=0), [3, 3])[0] == {"batch": 0, "late": [1], "timeout": 0.5}

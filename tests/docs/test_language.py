@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2] / "src" / "persia"
 DONE = (
     "batching",
     "checkpoint",
+    "checks.py",
     "cli",
     "cluster",
     "config.py",
@@ -32,7 +33,7 @@ DONE = (
     "replay",
     "retry.py",
     "rpc",
-    "schema.py",
+    "schema",
     "services",
     "store",
     "telemetry",

@@ -26,6 +26,7 @@ from persia.modes import (
     ModeSetting,
     Observation,
     Sync,
+    combined_as,
     decode,
     encode,
     recorded_mode,
@@ -77,8 +78,14 @@ def test_a_warm_up_raises_the_bound_from_0(depth, warmup, step):
     assert mode.depth_at(depth, 0) == 0
     bound = mode.depth_at(depth, step)
     assert bound == depth if step >= warmup else bound * warmup <= depth * step < (bound + 1) * warmup
-    assert Hybrid(depth).depth_at(depth, step) == Sync().depth_at(depth, step) == depth
+    assert Hybrid(depth, warmup=0).depth_at(depth, step) == Sync().depth_at(depth, step) == depth
     assert Hybrid(None).depth_at(None, step) is None
+
+
+def test_a_warm_up_is_the_default_where_there_is_a_limit_to_rise_to():
+    assert (Hybrid().warmup, Hybrid(4).warmup, Hybrid(None).warmup) == (500, 500, 0)
+    assert [Hybrid(4).depth_at(4, step) for step in (0, 124, 125, 499, 500)] == [0, 0, 1, 3, 4]
+    assert [Hybrid("auto").depth_at(1, step) for step in (0, 499, 500)] == [0, 0, 1]
 
 
 def test_a_warm_up_needs_a_bound():
@@ -252,7 +259,7 @@ def test_modes_round_trip_as_configuration():
 def test_records_of_version_0_1_keep_their_behaviour():
     """They lack fields; files of users that lack them mean the defaults."""
     old = {
-        '{"kind": "hybrid", "staleness": 3}': Hybrid(3, combine=False, reduction="per_id"),
+        '{"kind": "hybrid", "staleness": 3}': Hybrid(3, combine=False, reduction="per_id", warmup=0),
         '{"kind": "bsp", "batches": 4}': Bsp(4, "per_id"),
         '{"kind": "hop_bw", "backup": 1}': HopBw(1, "per_id"),
         '{"kind": "sync", "reduction": "per_id"}': Sync("per_id"),
@@ -263,5 +270,13 @@ def test_records_of_version_0_1_keep_their_behaviour():
     for mode in MODES:
         assert decode(encode(mode), recorded=True) == mode
     tree = {"kind": "auto", "sync": {"kind": "hybrid"}, "asynchronous": {"kind": "bsp", "batches": 2}}
-    auto = Auto(Bsp(2, "per_id"), Hybrid(combine=False, reduction="per_id"))
+    auto = Auto(Bsp(2, "per_id"), Hybrid(combine=False, reduction="per_id", warmup=0))
     assert convert(recorded_mode(tree), ModeSetting, "here") == auto
+
+
+def test_a_mode_that_differs_by_defaults_alone_goes_on_as_it_was_begun():
+    begun = Hybrid(4, combine=False, reduction="per_id", warmup=0)
+    assert combined_as(Hybrid(4), begun) == begun
+    # The warm-up of one limit is not that of another.
+    assert combined_as(Hybrid(8), begun) == Hybrid(8, combine=False, reduction="per_id", warmup=500)
+    assert combined_as(Hybrid(None), begun) == Hybrid(None, combine=False, reduction="per_id")

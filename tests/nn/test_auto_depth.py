@@ -63,7 +63,7 @@ class Worker:
 def needed(share=0.02, **load):
     """The least fixed depth at which the training thread waits for less than this share of the time."""
     for depth in itertools.count(1):
-        worker = Worker(Hybrid(depth))
+        worker = Worker(Hybrid(depth, warmup=0))
         worker.train(20, **load)
         if np.mean(worker.shares) < share:
             return depth
@@ -72,7 +72,7 @@ def needed(share=0.02, **load):
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("delay", [0.0, 0.78, 0.82, 0.9, 1.5, 1.8, 3.79, 6.2, 11.0])
 def test_it_settles_at_what_is_needed_and_keeps_the_speed(delay, seed):
-    worker = Worker(Hybrid("auto"), seed=seed)
+    worker = Worker(Hybrid("auto", warmup=0), seed=seed)
     worker.train(60, delay=delay)
     rate = worker.train(120, delay=delay)
     depths = worker.depths[60:]
@@ -80,20 +80,20 @@ def test_it_settles_at_what_is_needed_and_keeps_the_speed(delay, seed):
     assert set(depths) <= {least - 1, least, most}
     assert np.mean(depths) > least - 0.3
     assert sum(a != b for a, b in itertools.pairwise(depths)) <= 2 * 120 / 8
-    assert rate > 0.97 * Worker(Hybrid(least + 4), seed=seed).train(60, delay=delay)
+    assert rate > 0.97 * Worker(Hybrid(least + 4, warmup=0), seed=seed).train(60, delay=delay)
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_away_from_a_border_it_does_not_move_at_all(seed):
     for delay in (0.3, 1.3, 2.3, 4.3):
-        worker = Worker(Hybrid("auto"), seed=seed)
+        worker = Worker(Hybrid("auto", warmup=0), seed=seed)
         worker.train(120, delay=delay)
         assert len(set(worker.depths[60:])) == 1
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_it_follows_the_load_up_and_down(seed):
-    worker = Worker(Hybrid("auto"), seed=seed)
+    worker = Worker(Hybrid("auto", warmup=0), seed=seed)
     for delay, least in ((0.2, 1), (4.5, 5), (1.4, 2), (7.5, 8), (0.2, 1)):
         assert needed(delay=delay) == least
         worker.train(24, delay=delay)
@@ -104,11 +104,11 @@ def test_it_follows_the_load_up_and_down(seed):
 @pytest.mark.parametrize(("depth", "expected"), [(1, 0), (2, 1), (3, 1), (4, 2)])
 def test_a_raise_that_did_not_help_is_taken_back(depth, expected):
     seen = Observation(waited=50.0, elapsed=100.0, would_wait=0.0, change=1, windows=1, before=50.0 / 128, steps=128)
-    assert Hybrid("auto").next_depth(depth, seen) == expected
+    assert Hybrid("auto", warmup=0).next_depth(depth, seen) == expected
 
 
 def test_a_load_that_no_depth_helps_is_not_answered_with_depth():
-    slow_push, slow_lookup = Worker(Hybrid("auto")), Worker(Hybrid("auto"))
+    slow_push, slow_lookup = Worker(Hybrid("auto", warmup=0)), Worker(Hybrid("auto", warmup=0))
     slow_push.train(300, push=1.5)
     assert max(slow_push.depths) <= 3
     assert np.mean(slow_push.depths[20:]) < 2.5
@@ -124,10 +124,10 @@ def test_a_load_that_no_depth_helps_is_not_answered_with_depth():
 def test_one_step_in_flight_that_saves_little_is_given_up(latency, seed):
     """As on a single machine: Sync's order costs `latency` of a step."""
     load = {"lookup": latency / 2, "push": latency / 2, "hiccup": 0.02}
-    worker = Worker(Hybrid("auto"), noise=0.2, seed=seed)
+    worker = Worker(Hybrid("auto", warmup=0), noise=0.2, seed=seed)
     rate = worker.train(100, **load)
     assert set(worker.depths[2:]) == {0}
-    assert rate > 0.88 * Worker(Hybrid(1), seed=seed).train(100, **load)
+    assert rate > 0.88 * Worker(Hybrid(1, warmup=0), seed=seed).train(100, **load)
 
 
 @pytest.mark.parametrize(
@@ -148,14 +148,16 @@ def test_one_step_in_flight_that_saves_little_is_given_up(latency, seed):
 )
 def test_the_last_step_in_flight_must_save_15_percent(depth, seen, expected):
     assert (
-        Hybrid("auto").next_depth(depth, Observation(**{"waited": 0.0, "elapsed": 100.0, "steps": 128, **seen}))
+        Hybrid("auto", warmup=0).next_depth(
+            depth, Observation(**{"waited": 0.0, "elapsed": 100.0, "steps": 128, **seen})
+        )
         == expected
     )
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_it_returns_to_a_step_in_flight_when_that_saves_more(seed):
-    worker = Worker(Hybrid("auto"), seed=seed)
+    worker = Worker(Hybrid("auto", warmup=0), seed=seed)
     for latency, depth in ((0.1, 0), (0.4, 1), (0.1, 0), (1.6, 2), (0.1, 0), (0.1, 0)):
         worker.train(24, lookup=latency / 2, push=latency / 2)
         assert worker.depths[-1] == depth
@@ -165,19 +167,19 @@ def test_it_returns_to_a_step_in_flight_when_that_saves_more(seed):
 @pytest.mark.parametrize("seed", range(2))
 def test_a_slow_ps_is_no_reason_to_leave_the_order_of_sync_and_return_again(seed):
     """Border of 15 %: it may be on either side, and changes at most once in 8 windows."""
-    worker = Worker(Hybrid("auto"), seed=seed)
+    worker = Worker(Hybrid("auto", warmup=0), seed=seed)
     worker.train(120, lookup=0.08, push=0.08)
     assert set(worker.depths) <= {0, 1}
     assert sum(a != b for a, b in itertools.pairwise(worker.depths)) <= 2 * 120 / 8
 
 
 def test_hiccups_of_the_network_raise_nothing():
-    worker = Worker(Hybrid("auto"), noise=0.2)
+    worker = Worker(Hybrid("auto", warmup=0), noise=0.2)
     worker.train(200, hiccup=0.02)
     assert np.mean(worker.depths) < 1.2
 
 
 def test_a_fixed_bound_stays():
-    worker = Worker(Hybrid(3))
+    worker = Worker(Hybrid(3, warmup=0))
     worker.train(20, delay=9.0)
     assert set(worker.depths) == {3}

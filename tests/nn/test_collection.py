@@ -140,7 +140,7 @@ def test_sequences_come_with_a_mask():
 
 @pytest.mark.parametrize("staleness", [1, 3])
 def test_staleness_never_exceeds_the_bound_and_is_used(staleness):
-    embeddings = collection(mode=Hybrid(staleness))
+    embeddings = collection(mode=Hybrid(staleness, warmup=0))
     embeddings.gate.versions = []
     rng = np.random.default_rng(1)
     for batch in embeddings.prefetch(make_batches(60)):
@@ -169,7 +169,7 @@ def test_unbounded_staleness_runs_ahead():
 
 
 def test_leaving_the_loop_early_stops_all_threads_and_applies_what_was_computed():
-    embeddings = collection(mode=Hybrid(4))
+    embeddings = collection(mode=Hybrid(4, warmup=0))
     before = threading.active_count()
     for number, batch in enumerate(embeddings.prefetch(make_batches(50))):
         flat(embeddings(batch)).sum().backward()
@@ -184,7 +184,7 @@ def test_leaving_the_loop_early_stops_all_threads_and_applies_what_was_computed(
 
 
 def test_an_error_in_the_loop_stops_all_threads():
-    embeddings = collection(mode=Hybrid(2))
+    embeddings = collection(mode=Hybrid(2, warmup=0))
     before = threading.active_count()
 
     def loop():
@@ -207,7 +207,7 @@ def test_batches_without_backward_are_released_and_counted():
 
 
 def test_a_late_backward_is_an_error():
-    embeddings = collection(mode=Hybrid(4))
+    embeddings = collection(mode=Hybrid(4, warmup=0))
     losses = []
     with pytest.raises(StaleBatchError, match="Call backward once per batch"):
         for batch in embeddings.prefetch(make_batches(4)):
@@ -251,7 +251,7 @@ def test_accumulation_equals_one_large_batch():
 
 
 def test_accumulation_with_staleness_and_a_rest():
-    embeddings = collection(mode=Hybrid(1), accumulation_steps=3)
+    embeddings = collection(mode=Hybrid(1, warmup=0), accumulation_steps=3)
     embeddings.gate.versions = []
     for batch in embeddings.prefetch(make_batches(10)):
         flat(embeddings(batch)).sum().backward()
@@ -273,7 +273,7 @@ def test_evaluation_reads_only():
 
 
 def test_evaluation_in_the_middle_of_training():
-    embeddings = collection(mode=Hybrid(2))
+    embeddings = collection(mode=Hybrid(2, warmup=0))
     for number, batch in enumerate(embeddings.prefetch(make_batches(10))):
         flat(embeddings(batch)).sum().backward()
         if number == 4:
@@ -387,7 +387,7 @@ class _Stream(torch.utils.data.IterableDataset):
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_torch_dataloader_workers(context):
     loader = torch.utils.data.DataLoader(_Stream(), batch_size=None, num_workers=2, multiprocessing_context=context)
-    embeddings = collection(mode=Hybrid(1))
+    embeddings = collection(mode=Hybrid(1, warmup=0))
     for _ in range(2):
         for batch in embeddings.prefetch(loader):
             flat(embeddings(batch)).sum().backward()
@@ -504,7 +504,8 @@ def batches():
     while True:
         columns = {name: IdColumn(rng.integers(0, 1 << 40, 4096).astype(np.uint64)) for name in names}
         yield Batch(columns, np.zeros((4096, 0), np.float32), np.zeros((4096, 1), np.float32))
-embeddings = persia.nn.EmbeddingCollection(schema, optimizer=persia.optim.SGD(lr=1.0), mode=persia.modes.Hybrid(4))
+mode = persia.modes.Hybrid(4, warmup=0)
+embeddings = persia.nn.EmbeddingCollection(schema, optimizer=persia.optim.SGD(lr=1.0), mode=mode)
 open_loop = embeddings.prefetch(batches())
 for batch in itertools.islice(open_loop, 3):
     sum(values.sum() for values in embeddings(batch).values()).backward()

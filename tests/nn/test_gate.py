@@ -12,7 +12,7 @@ from persia.nn.gate import WINDOW, StalenessGate
 
 @given(st.integers(1, 4), st.integers(1, 4), st.lists(st.booleans(), max_size=60))
 def test_every_interleaving_stays_below_the_bound(depth, accumulation, choices):
-    gate = StalenessGate(Hybrid(depth), accumulation)
+    gate = StalenessGate(Hybrid(depth, warmup=0), accumulation)
     gate.open()
     gate.versions = []
     looked_up = done = 0
@@ -104,7 +104,7 @@ def test_a_new_pass_begins_at_a_step_boundary():
 
 @pytest.mark.parametrize(("staleness", "ahead"), [(2, 1), (5, 3), (8, 4)])
 def test_lookups_leave_half_of_the_staleness_to_copies_of_rows(staleness, ahead):
-    gate = StalenessGate(Hybrid(staleness), 1)
+    gate = StalenessGate(Hybrid(staleness, warmup=0), 1)
     gate.reserves = True
     gate.open()
     for step in range(ahead + 1):  # The first one, and those ahead of its step.

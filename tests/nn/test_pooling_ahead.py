@@ -85,7 +85,7 @@ def threads(monkeypatch):
 @pytest.mark.parametrize(("accumulation_steps", "summing"), [(1, "persia-push"), (2, "MainThread")])
 def test_threads_beside_the_network_pool_and_sum(threads, accumulation_steps, summing):
     """Sums of gradients are left to the push thread, but for those that wait for other batches of the step."""
-    embeddings = collection(modes.Hybrid(2), accumulation_steps=accumulation_steps)
+    embeddings = collection(modes.Hybrid(2, warmup=0), accumulation_steps=accumulation_steps)
     for batch in embeddings.prefetch(make_batches(4)):
         squares(embeddings, batch).backward()
     assert threads == {"pool_rows": ["persia-lookup"] * 4, "sum_rows": [summing] * 4}

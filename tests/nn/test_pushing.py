@@ -123,11 +123,11 @@ def test_a_warm_up_counts_global_steps_from_pass_to_pass():
     ("mode", "most"),
     [
         (Sync(), 1),
-        (Hybrid(1), 2),
-        (Hybrid(2), 3),
-        (Hybrid(8), MOST_PUSHES),
+        (Hybrid(1, warmup=0), 2),
+        (Hybrid(2, warmup=0), 3),
+        (Hybrid(8, warmup=0), MOST_PUSHES),
         (Hybrid(None), MOST_PUSHES),
-        (Hybrid(8, combine=False), 1),
+        (Hybrid(8, combine=False, warmup=0), 1),
     ],
     ids=str,
 )
@@ -146,7 +146,7 @@ def test_as_many_pushes_are_in_flight_as_steps_are_open(mode, most):
 
 def test_one_nn_worker_has_one_push_in_flight():
     cluster = Recorded(seconds=0.02)
-    embeddings = collection(cluster, Hybrid(8))
+    embeddings = collection(cluster, Hybrid(8, warmup=0))
     for batch in embeddings.prefetch(batches(10)):
         backward(embeddings, batch)
     assert cluster.worker.most_in_flight == 1
@@ -169,7 +169,7 @@ def fail(embeddings, steps):
 def test_pushes_of_a_pass_that_has_failed_are_left_behind():
     """They may wait for an NN worker that has failed. Those that end later do not open the gate of the next pass."""
     cluster = Recorded(nn_workers=2)
-    embeddings = collection(cluster, Hybrid(2))
+    embeddings = collection(cluster, Hybrid(2, warmup=0))
     worker = cluster.worker
     worker.held.clear()
     began = time.monotonic()
@@ -189,7 +189,7 @@ def test_pushes_of_a_pass_that_has_failed_are_left_behind():
 @pytest.mark.usefixtures("short_grace")
 def test_slow_pushes_of_a_pass_that_has_failed_are_finished():
     cluster = Recorded(nn_workers=2, seconds=0.15)
-    embeddings = collection(cluster, Hybrid(20))
+    embeddings = collection(cluster, Hybrid(20, warmup=0))
     fail(embeddings, 3 * MOST_PUSHES)
     assert cluster.worker.returned == 3 * MOST_PUSHES
     embeddings.flush()
@@ -198,7 +198,7 @@ def test_slow_pushes_of_a_pass_that_has_failed_are_finished():
 @pytest.mark.usefixtures("short_grace")
 def test_a_pass_is_refused_while_pss_wait_for_a_step_of_a_failed_one():
     cluster = Recorded(nn_workers=2)
-    embeddings = collection(cluster, Hybrid(8))
+    embeddings = collection(cluster, Hybrid(8, warmup=0))
     cluster.worker.held.clear()
     fail(embeddings, 3)
     for _ in range(2):
@@ -217,7 +217,7 @@ def test_a_pass_is_refused_while_pss_wait_for_a_step_of_a_failed_one():
 @pytest.mark.usefixtures("short_grace")
 def test_a_dropped_push_releases_its_batches_and_one_in_flight_keeps_them():
     cluster = Recorded(nn_workers=2)
-    embeddings = collection(cluster, Hybrid(8))
+    embeddings = collection(cluster, Hybrid(8, warmup=0))
     worker = cluster.worker
     worker.held.clear()
     fail(embeddings, MOST_PUSHES + 2)
@@ -250,7 +250,7 @@ def test_the_exit_handler_stays_while_threads_run(monkeypatch):
     monkeypatch.setattr("atexit.register", handlers.append)
     monkeypatch.setattr("atexit.unregister", handlers.remove)
     cluster = Recorded(nn_workers=2)
-    embeddings = collection(cluster, Hybrid(8))
+    embeddings = collection(cluster, Hybrid(8, warmup=0))
     cluster.worker.held.clear()
     fail(embeddings, 2)
     assert len(handlers) == 1
@@ -336,7 +336,7 @@ def test_leaving_the_loop_at_a_dummy_batch_makes_its_step_and_at_another_none():
 
 def test_sequence_numbers_go_on_over_passes_and_kinds_of_phases():
     cluster = Recorded()
-    t = trainer(Sync(), cluster, mode_schedule=[(4, Gba(ROWS)), (7, Hybrid(2)), (9, Gba(2 * ROWS))])
+    t = trainer(Sync(), cluster, mode_schedule=[(4, Gba(ROWS)), (7, Hybrid(2, warmup=0)), (9, Gba(2 * ROWS))])
     t.fit(batches(13), epochs=2)
     assert [header.sequence for header in cluster.worker.headers] == list(range(1, 27))
     assert t.embeddings.pushes == 26

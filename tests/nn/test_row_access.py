@@ -65,6 +65,7 @@ def test_what_is_set_is_read(data):
     if state is None:  # That of existing rows stays; new ones begin with the first one.
         first = np.where(before.found[:, None], before.state.values, np.float32(Adagrad(0.1).initial_accumulator))
         state = RowState(first, before.state.update_count, before.state.last_step)
+    state = state._replace(last_step=np.zeros(len(ids), np.uint32))  # Hybrid does not ask for it.
     for mine, theirs in zip(after.state, state, strict=True):
         np.testing.assert_array_equal(mine, theirs[order])
 

@@ -76,7 +76,7 @@ def test_it_does_as_its_twin_and_no_row_is_too_old(batches, capacity, other, lim
         "b": Table("b", 3, cache_rows=other),
     }
     cache, twin = RowCache(tables), ReferenceCache(tables)
-    assert cache.open(Hybrid(4), lambda: 1 << 20)
+    assert cache.open(Hybrid(4, warmup=0), lambda: 1 << 20)
     hits = misses = 0
     for step, (ids, in_flight) in enumerate(batches):
         # Every row changes with every step; its value is the number of steps in it. More may be in it than is known.
@@ -111,7 +111,7 @@ def test_it_does_as_its_twin_and_no_row_is_too_old(batches, capacity, other, lim
 
 def test_clearing_forgets_all_copies():
     cache = RowCache({"a": Table("a", 1, cache_rows=8)})
-    cache.open(Hybrid(4), lambda: 1 << 20)
+    cache.open(Hybrid(4, warmup=0), lambda: 1 << 20)
     ids = Packed.of({"a": np.arange(3, dtype=np.uint64)}, np.uint64)
     assert cache.plan(ids, LookupTime(0, 0, 5)).wanted.buffer.all()
     assert not cache.plan(ids, LookupTime(1, 0, 5)).wanted.buffer.all()
@@ -127,9 +127,9 @@ def test_only_a_pass_that_uses_it_takes_memory():
         assert not cache.open(Sync(), lambda: 0)
         cache.clear()
         assert tracemalloc.get_traced_memory()[1] < slots
-        assert cache.open(Hybrid(4), lambda: 4 * slots)
+        assert cache.open(Hybrid(4, warmup=0), lambda: 4 * slots)
         assert SLOT_BYTES * slots <= tracemalloc.get_traced_memory()[0] < SLOT_BYTES * slots * 1.01
-        assert not cache.open(Hybrid(4), lambda: 0, recording=True)
+        assert not cache.open(Hybrid(4, warmup=0), lambda: 0, recording=True)
         assert tracemalloc.get_traced_memory()[0] < slots
     finally:
         tracemalloc.stop()
@@ -141,21 +141,21 @@ def test_copies_that_do_not_fit_into_the_device_are_refused():
     with pytest.raises(
         ConfigError, match=r"Table\('b'\).cache_rows = 100 needs 1,600 bytes .* has 1,599 left"
     ) as raised:
-        RowCache(tables).open(Hybrid(4), lambda: needed - 1)
+        RowCache(tables).open(Hybrid(4, warmup=0), lambda: needed - 1)
     assert raised.value.fields["field"] == "Table('b').cache_rows"
     cache = RowCache(tables)
-    assert cache.open(Hybrid(4), lambda: needed)
-    assert cache.open(Hybrid(4), lambda: 0)  # It has its memory.
+    assert cache.open(Hybrid(4, warmup=0), lambda: needed)
+    assert cache.open(Hybrid(4, warmup=0), lambda: 0)  # It has its memory.
 
 
 @pytest.mark.parametrize(
     ("mode", "leaves"),
     [
         (Sync(), False),
-        (Hybrid(1), False),
-        (Hybrid(2), True),
-        (Hybrid(8, combine=False), True),
-        (Hybrid("auto"), False),
+        (Hybrid(1, warmup=0), False),
+        (Hybrid(2, warmup=0), True),
+        (Hybrid(8, combine=False, warmup=0), True),
+        (Hybrid("auto", warmup=0), False),
         (Hybrid(None), False),
         (Async(4), False),
         (Gba(100), False),
@@ -269,7 +269,9 @@ def train(cluster, mode, cache_rows, batches, on_host=True, accumulation=1, devi
 
 def rows_are_new_enough(staleness, cache_rows, servers, on_host, accumulation, device="cpu"):
     cluster = Watching(servers)
-    embeddings, seen = train(cluster, Hybrid(staleness), cache_rows, make_batches(40), on_host, accumulation, device)
+    embeddings, seen = train(
+        cluster, Hybrid(staleness, warmup=0), cache_rows, make_batches(40), on_host, accumulation, device
+    )
     assert embeddings.cached.hits > 0
     assert cluster.asked == embeddings.cached.misses
     assert embeddings.cached.hits + embeddings.cached.misses == sum(len(ids) for ids, _ in seen)
@@ -317,7 +319,7 @@ def test_a_cache_changes_nothing_where_staleness_is_0(on_host, caplog):
 def test_a_pass_is_refused_if_copies_do_not_fit(monkeypatch):
     monkeypatch.setattr(CpuStaging, "free_bytes", lambda _: 1_000)
     with pytest.raises(ConfigError, match=r"Table\('item'\).cache_rows = 64 needs 1,024 bytes"):
-        train(Watching(), Hybrid(4), 64, make_batches(1))
+        train(Watching(), Hybrid(4, warmup=0), 64, make_batches(1))
     train(Watching(), Sync(), 64, make_batches(1))  # It has no copies.
 
 
@@ -330,9 +332,9 @@ def test_a_cache_without_effect_is_warned_of_once_for_each_reason(caplog):
     for cache in (RowCache(table), RowCache(table, warns=False)):
         for _ in range(3):
             assert not cache.open(Sync(), free)
-            assert cache.open(Hybrid(4), free)
-            assert not cache.open(Hybrid(4), free, recording=True)
-            assert not cache.open(Hybrid(1), free)
+            assert cache.open(Hybrid(4, warmup=0), free)
+            assert not cache.open(Hybrid(4, warmup=0), free, recording=True)
+            assert not cache.open(Hybrid(1, warmup=0), free)
     texts = [record.getMessage() for record in caplog.records]
     assert len(texts) == 3
     assert "no effect in Sync" in texts[0]
@@ -362,7 +364,7 @@ def test_a_cache_changes_nothing_where_no_id_comes_again_soon():
     found = []
     for cache_rows in (0, 64):
         cluster = Watching()
-        embeddings, _ = train(cluster, Hybrid(4), cache_rows, batches)
+        embeddings, _ = train(cluster, Hybrid(4, warmup=0), cache_rows, batches)
         found.append(cluster.rows())
     assert embeddings.cached == (0, 48)
     np.testing.assert_array_equal(*found)
@@ -370,7 +372,7 @@ def test_a_cache_changes_nothing_where_no_id_comes_again_soon():
 
 def test_compressed_rows_are_cached_too():
     cluster = Watching(compression="fp16")
-    embeddings, seen = train(cluster, Hybrid(4), 64, make_batches(20), on_host=False)
+    embeddings, seen = train(cluster, Hybrid(4, warmup=0), 64, make_batches(20), on_host=False)
     assert embeddings.cached.hits > 0
     assert all(np.isfinite(rows).all() for _, rows in seen)
 
@@ -378,7 +380,7 @@ def test_compressed_rows_are_cached_too():
 def test_copies_do_not_outlive_a_pass():
     """Between passes rows may be set."""
     cluster = Watching()
-    embeddings, _ = train(cluster, Hybrid(4), 64, make_batches(1))
+    embeddings, _ = train(cluster, Hybrid(4, warmup=0), 64, make_batches(1))
     ids = np.arange(20, dtype=np.uint64)
     embeddings.set_rows("item", ids, np.full((20, 4), 7.0, np.float32))
     for batch in embeddings.prefetch(make_batches(1)):
@@ -389,7 +391,7 @@ def test_a_batch_that_is_lost_leaves_no_copy():
     """Slots were taken for rows that never came."""
     cluster = Watching()
     embeddings = persia.nn.EmbeddingCollection(
-        schema(64), optimizer=persia.optim.SGD(lr=0.05), mode=Hybrid(4), cluster=cluster
+        schema(64), optimizer=persia.optim.SGD(lr=0.05), mode=Hybrid(4, warmup=0), cluster=cluster
     )
     lookup, calls = cluster.worker.lookup_part, []
 

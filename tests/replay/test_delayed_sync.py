@@ -45,7 +45,7 @@ def test_a_step_does_not_depend_on_how_many_nn_workers_share_it(optimizer, parts
         assert in_lock_step(Sync("per_id"), parts, optimizer).apart(whole) > 1e-3
 
 
-@pytest.mark.parametrize("mode", [Sync(), Hybrid(2), Bsp(4), Gba(4 * LOCAL)], ids=str)
+@pytest.mark.parametrize("mode", [Sync(), Hybrid(2, warmup=0), Bsp(4), Gba(4 * LOCAL)], ids=str)
 @pytest.mark.parametrize("optimizer", [SGD(0.5), Adagrad(0.5), Adam(0.5)], ids=lambda o: type(o).__name__)
 def test_rows_of_a_ps_do_not_depend_on_how_many_nn_workers_share_a_step(optimizer, mode):
     """Four pushes, of uneven batches, not all with the same ids or with any, and one with their mean over all rows."""
@@ -167,7 +167,7 @@ def assert_delayed_sync(t, data, workers, optimizer, directory):
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", [SGD(lr=0.5), Adagrad(lr=0.05)], ids=lambda o: type(o).__name__)
-@pytest.mark.parametrize("mode", [Sync(), Hybrid(3), Hybrid("auto")], ids=str)
+@pytest.mark.parametrize("mode", [Sync(), Hybrid(3, warmup=0), Hybrid("auto", warmup=0)], ids=str)
 def test_a_run_is_delayed_sync(mode, optimizer, workers, tmp_path):
     """Native store, barrier, push threads and all."""
     data = uneven(40)
@@ -185,7 +185,7 @@ def test_a_run_is_delayed_sync(mode, optimizer, workers, tmp_path):
 def test_a_run_with_rests_and_switches_is_delayed_sync(workers, tmp_path):
     """Calls of `fit` of a few steps each, and switches between and within them."""
     data, optimizer = uneven(40), Adagrad(lr=0.05)
-    schedule = [(2, Hybrid(2)), (5, Sync()), (7, Hybrid(None)), (10, Hybrid(3, warmup=12))]
+    schedule = [(2, Hybrid(2, warmup=0)), (5, Sync()), (7, Hybrid(None)), (10, Hybrid(3, warmup=12))]
 
     def work(member):
         options = {"record_dir": str(tmp_path), "mode_schedule": schedule}

@@ -30,9 +30,9 @@ WORKERS = 3
 MODES = [
     Sync(),
     Sync("per_id"),
-    Hybrid(3),
-    Hybrid(3, combine=False),
-    Hybrid(2, reduction="per_id"),
+    Hybrid(3, warmup=0),
+    Hybrid(3, combine=False, warmup=0),
+    Hybrid(2, reduction="per_id", warmup=0),
     Async(),
     Async(staleness=1),
     Bsp(4),
@@ -156,7 +156,9 @@ def test_a_run_is_its_replay(mode, seed, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "mode", [Hybrid(2), Hybrid(2, combine=False), Async(), HopBw(1), Gba(4 * ROWS, tolerance=1)], ids=str
+    "mode",
+    [Hybrid(2, warmup=0), Hybrid(2, combine=False, warmup=0), Async(), HopBw(1), Gba(4 * ROWS, tolerance=1)],
+    ids=str,
 )
 def test_with_several_ps_of_both_kinds(mode, tmp_path):
     data = batches(31)
@@ -164,7 +166,7 @@ def test_with_several_ps_of_both_kinds(mode, tmp_path):
     assert_replayed(tmp_path, data, t)
 
 
-@pytest.mark.parametrize("mode", [Async(), Hybrid(3, combine=False)], ids=str)
+@pytest.mark.parametrize("mode", [Async(), Hybrid(3, combine=False, warmup=0)], ids=str)
 def test_a_run_with_rows_of_16_bits_is_its_replay(mode, tmp_path, monkeypatch):
     """Rows round with numbers of their update, so a replay that makes the same updates rounds alike."""
     features = [msgspec.structs.replace(feature, dtype="bfloat16") for feature in SCHEMA.id_features]
@@ -175,7 +177,7 @@ def test_a_run_with_rows_of_16_bits_is_its_replay(mode, tmp_path, monkeypatch):
     assert_replayed(tmp_path, data, t)
 
 
-@pytest.mark.parametrize("mode", [Hybrid(3), Hybrid(3, combine=False)], ids=str)
+@pytest.mark.parametrize("mode", [Hybrid(3, warmup=0), Hybrid(3, combine=False, warmup=0)], ids=str)
 def test_the_record_has_pushes_that_take_long(mode, tmp_path, monkeypatch):
     """The NN worker that writes it does not wait for the others' rows otherwise."""
     push = EmbeddingServer.push
@@ -191,7 +193,7 @@ def test_the_record_has_pushes_that_take_long(mode, tmp_path, monkeypatch):
     assert_replayed(tmp_path, data, t)
 
 
-@pytest.mark.parametrize("mode", [Hybrid(3), Hybrid(None), Hybrid(2, reduction="per_id")], ids=str)
+@pytest.mark.parametrize("mode", [Hybrid(3, warmup=0), Hybrid(None), Hybrid(2, reduction="per_id", warmup=0)], ids=str)
 def test_a_run_whose_pushes_overtake_each_other_is_its_replay(mode, tmp_path, monkeypatch):
     """Several pushes of each NN worker are in flight, and several steps open at two PSs, in any order."""
     push, add, open_steps = EmbeddingServer.push, StepBarrier._add, []
@@ -215,7 +217,7 @@ def test_a_run_whose_pushes_overtake_each_other_is_its_replay(mode, tmp_path, mo
 
 def test_a_run_through_several_modes_is_its_replay(tmp_path):
     data = batches(60)
-    schedule = [(0, Sync()), (4, Gba(3 * ROWS)), (9, Hybrid(2)), (12, Bsp(2)), (17, Sync())]
+    schedule = [(0, Sync()), (4, Gba(3 * ROWS)), (9, Hybrid(2, warmup=0)), (12, Bsp(2)), (17, Sync())]
     _, t = run(Sync(), data, tmp_path, of_seed(3), mode_schedule=schedule)
     schedules = assert_replayed(tmp_path, data, t)
     assert [type(s.mode) for s in schedules] == [Sync, Gba, Hybrid, Bsp, Sync]
@@ -245,7 +247,9 @@ def test_a_run_with_a_crash_is_its_replay(mode, moment, tmp_path, monkeypatch):
         assert report.abandoned >= 1
 
 
-@pytest.mark.parametrize("mode", [Sync(), Hybrid(2), Hybrid(2, combine=False), Gba(3 * ROWS), Async()], ids=str)
+@pytest.mark.parametrize(
+    "mode", [Sync(), Hybrid(2, warmup=0), Hybrid(2, combine=False, warmup=0), Gba(3 * ROWS), Async()], ids=str
+)
 def test_a_gradient_that_one_ps_lacks_is_missing_in_the_replay_too(mode, tmp_path, monkeypatch):
     """As if its embedding worker had died within the push: another one sends the rest of the push empty."""
     push, first, lost = EmbeddingServer.push, [], []
@@ -366,7 +370,7 @@ def test_any_interleaving_and_any_crash_are_their_replay(data):
 def test_a_schedule_of_version_0_1_is_replayed_as_it_was_then(tmp_path):
     """Its mode lacks fields whose defaults have changed, and its events have fewer fields."""
     data = batches(20)
-    mode = Hybrid(2, combine=False, reduction="per_id")
+    mode = Hybrid(2, combine=False, reduction="per_id", warmup=0)
     _, t = run(mode, data, tmp_path, of_seed(4))
     path = tmp_path / "phase-1.jsonl"
     tree, *events = map(msgspec.json.decode, path.read_bytes().splitlines())

@@ -69,7 +69,7 @@ def functions_of_recording(run):
 
 
 @pytest.mark.skipif(sys.gettrace() is not None, reason="a debugger or coverage has the hook")
-@pytest.mark.parametrize("mode", [Sync(), Hybrid(2), Gba(2 * ROWS)], ids=str)
+@pytest.mark.parametrize("mode", [Sync(), Hybrid(2, warmup=0), Gba(2 * ROWS)], ids=str)
 def test_a_step_without_a_recorder_calls_none_of_it(mode, tmp_path):
     data = batches(4)
 
@@ -91,7 +91,10 @@ def columns(number):
 @pytest.mark.parametrize("how", ["here", "rpc"])
 def test_lookups_and_pushes_are_journaled(how):
     """The version of the rows of each batch, and the pushes in order, empty ones too; repetitions have no effect."""
-    servers = [EmbeddingServer(SCHEMA.resolved_tables(), Adagrad(0.1), Hybrid(4), seed=1, threads=1) for _ in range(2)]
+    servers = [
+        EmbeddingServer(SCHEMA.resolved_tables(), Adagrad(0.1), Hybrid(4, warmup=0), seed=1, threads=1)
+        for _ in range(2)
+    ]
     with ExitStack() as stack:
 
         def reached(role, *protocols):
@@ -141,7 +144,7 @@ def test_lookups_and_pushes_are_journaled(how):
 
 def test_a_recorded_lookup_waits_for_an_update(monkeypatch):
     """So all its rows are of one version."""
-    server = EmbeddingServer(SCHEMA.resolved_tables(), Adagrad(0.1), Hybrid(4), seed=1, threads=1)
+    server = EmbeddingServer(SCHEMA.resolved_tables(), Adagrad(0.1), Hybrid(4, warmup=0), seed=1, threads=1)
     server.begin_recording(0)
     ids = {"user": np.arange(3, dtype=np.uint64)}
     updating, go_on = threading.Event(), threading.Event()

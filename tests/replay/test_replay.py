@@ -61,7 +61,7 @@ def test_bsp_and_hop_bw_without_backup_are_sync_in_lock_step():
 
 def test_a_delay_changes_what_is_learned():
     sync = Problem(optimizer="sgd").run(lock_step(Sync(), 1, 60))
-    for mode in (Hybrid(2), Async()):
+    for mode in (Hybrid(2, warmup=0), Async()):
         late = Problem(optimizer="sgd").run(lock_step(mode, 4, 60))
         assert sync.apart(late) > 1e-3
 

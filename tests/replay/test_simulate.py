@@ -25,10 +25,10 @@ from persia.replay import (
 MODES = [
     *(
         Sync(),
-        Hybrid(1),
-        Hybrid(3),
-        Hybrid(2, combine=False),
-        Hybrid("auto"),
+        Hybrid(1, warmup=0),
+        Hybrid(3, warmup=0),
+        Hybrid(2, combine=False, warmup=0),
+        Hybrid("auto", warmup=0),
         Hybrid(None),
         Async(),
         Async(0),
@@ -152,7 +152,7 @@ def test_rates_with_two_slow_workers_of_eight():
     assert sync == pytest.approx(2.0, rel=0.01)
     for mode, expected in ((Gba(8), 6.5), (Async(), 6.5), (Bsp(8), 6.5), (HopBs(2), 2.0), (HopBw(2), 6.0)):
         assert rate(mode, trace) == pytest.approx(expected, rel=0.01), mode
-    assert rate(Hybrid(4), trace) == pytest.approx(2.0, rel=0.01)
+    assert rate(Hybrid(4, warmup=0), trace) == pytest.approx(2.0, rel=0.01)
 
 
 @pytest.mark.parametrize(("lookup", "push"), [(0.25, 0.25), (0.5, 0.5), (1.0, 0.5), (1.5, 1.0), (0.0, 3.0)])
@@ -168,9 +168,11 @@ def test_rates_with_latency(lookup, push):
     assert steps(Async()) == pytest.approx(1 / whole, rel=0.005)  # Fetches nothing ahead.
     most = 1 / max(1, lookup, push / MOST_PUSHES)
     for depth in (1, 2, 4):
-        assert steps(Hybrid(depth)) == pytest.approx(min(most, (depth + 1) / whole), rel=0.005)
+        assert steps(Hybrid(depth, warmup=0)) == pytest.approx(min(most, (depth + 1) / whole), rel=0.005)
     assert steps(Hybrid(None)) == pytest.approx(most, rel=0.005)
-    assert steps(Hybrid("auto")) > 0.87 * most  # It takes two windows at 1/2 and 3/4 of it to find a depth of 3.
+    assert (
+        steps(Hybrid("auto", warmup=0)) > 0.87 * most
+    )  # It takes two windows at 1/2 and 3/4 of it to find a depth of 3.
 
 
 def depths(mode, setting, batches):
@@ -190,11 +192,11 @@ def depths(mode, setting, batches):
 
 def test_auto_deepens_for_latency_and_not_for_stragglers():
     fast = Setting(steady([1, 1]), lookup=0.9, push=0.9)
-    assert depths(Hybrid("auto"), fast, 2 * 1280)[-5:] == [2] * 5  # 1.8 under way besides computing.
-    assert depths(Hybrid("auto"), Setting(steady([1, 1]), lookup=0.1, push=0.1), 2 * 1280)[-5:] == [1] * 5
-    assert depths(Hybrid("auto"), Setting(steady([1, 1]), lookup=0.05, push=0.05), 2 * 1280)[-5:] == [0] * 5
+    assert depths(Hybrid("auto", warmup=0), fast, 2 * 1280)[-5:] == [2] * 5  # 1.8 under way besides computing.
+    assert depths(Hybrid("auto", warmup=0), Setting(steady([1, 1]), lookup=0.1, push=0.1), 2 * 1280)[-5:] == [1] * 5
+    assert depths(Hybrid("auto", warmup=0), Setting(steady([1, 1]), lookup=0.05, push=0.05), 2 * 1280)[-5:] == [0] * 5
     slow_peer = Setting(steady([1, 4]), lookup=0.9, push=0.9)
-    assert depths(Hybrid("auto"), slow_peer, 2 * 1280)[-5:] == [1] * 5
+    assert depths(Hybrid("auto", warmup=0), slow_peer, 2 * 1280)[-5:] == [1] * 5
 
 
 def test_auto_begins_to_adapt_after_the_warm_up():

@@ -63,7 +63,7 @@ def test_several_nn_workers_train(reader):
     before = training.evaluate(batches)
     half = len(batches) // 2
     setting = Setting(steady([1.0, 1.0, 4.0, 2.0]), local_batch=BATCH)
-    first = simulate(Hybrid(2), setting, half)
+    first = simulate(Hybrid(2, warmup=0), setting, half)
     training.run(first)
     training.run(simulate(Gba(4 * BATCH), setting, range(half, len(batches)), step=first.end_step))
     labels = torch.from_numpy(np.concatenate([b.labels for b in batches]))

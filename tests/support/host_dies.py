@@ -37,7 +37,11 @@ def main(folder: str) -> None:
     try:
         with Ray(2, 2, 1, 2, options()) as cluster:
             trainer = make_trainer(
-                cluster, Hybrid(2), checkpoint_dir=folder, checkpoint_every_steps=50, recovery_point_every_seconds=1.0
+                cluster,
+                Hybrid(2, warmup=0),
+                checkpoint_dir=folder,
+                checkpoint_every_steps=50,
+                recovery_point_every_seconds=1.0,
             )
             trainer.fit(reader(100))
             told = Told()

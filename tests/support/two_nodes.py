@@ -31,7 +31,7 @@ def main() -> None:
                 found["without_keys"] = error.message
         os.environ["PERSIA_CURVE_KEYS"] = keys
         with Ray(4, 2, 2, 2, options(restarts=0)) as cluster:  # A death is told of, not made good.
-            trainer = make_trainer(cluster, persia.modes.Hybrid(2))
+            trainer = make_trainer(cluster, persia.modes.Hybrid(2, warmup=0))
             assert cluster._roles.plan is not None
             assert cluster._roles.processes is not None
             found["loopback"] = cluster._roles.plan.loopback

@@ -88,7 +88,7 @@ def spy_snapshots(monkeypatch):
     return live
 
 
-@pytest.mark.parametrize("mode", [Sync(), Hybrid(4)])
+@pytest.mark.parametrize("mode", [Sync(), Hybrid(4, warmup=0)])
 def test_a_checkpoint_is_of_its_step_though_training_goes_on(tmp_path, held, mode):
     schema = schema_of()
     torch.manual_seed(1)
@@ -115,7 +115,7 @@ def test_a_checkpoint_is_of_its_step_though_training_goes_on(tmp_path, held, mod
 def test_without_consistency_rows_are_of_some_step_and_the_span_says_so(tmp_path, held, monkeypatch):
     live = spy_snapshots(monkeypatch)
     options = {"checkpoint_consistent": False, "checkpoint_every_steps": 6, "keep_last": 9}
-    t = trainer(schema_of(), Hybrid(2), checkpoint_dir=str(tmp_path), **options)
+    t = trainer(schema_of(), Hybrid(2, warmup=0), checkpoint_dir=str(tmp_path), **options)
     t.fit(Letting(reader(), 18, held))
     first, last = CheckpointReader(tmp_path, 6).manifest.span
     assert first == 6

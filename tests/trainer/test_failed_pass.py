@@ -82,14 +82,16 @@ def fit_twice(cluster, mode, before_second=lambda: None, prepare=lambda member, 
 def test_slow_pushes_are_finished(applied):
     """All NN workers fail in the same batch, as they do when they share a network that has diverged."""
     applied.seconds = GRACE * 3 / 4
-    for t, _, _ in fit_twice(Threads(nn_workers=2, timeout=TIMEOUT), Hybrid(8)):
+    for t, _, _ in fit_twice(Threads(nn_workers=2, timeout=TIMEOUT), Hybrid(8, warmup=0)):
         assert t.global_step == STEPS
     assert applied == list(range(STEPS))
 
 
 def test_an_asynchronous_mode_continues(applied):
     applied.open.clear()
-    for t, _, following in fit_twice(Threads(nn_workers=2, timeout=TIMEOUT), Hybrid(8), applied.open.set, then=Async()):
+    for t, _, following in fit_twice(
+        Threads(nn_workers=2, timeout=TIMEOUT), Hybrid(8, warmup=0), applied.open.set, then=Async()
+    ):
         assert following < TIMEOUT / 2
         assert t.global_step >= STEPS
 
@@ -97,7 +99,9 @@ def test_an_asynchronous_mode_continues(applied):
 def test_pushes_that_do_not_return_are_left_behind_with_a_warning(applied, caplog):
     applied.open.clear()
     with caplog.at_level(logging.WARNING, "persia"):
-        for t, failing, following in fit_twice(Threads(nn_workers=2, timeout=TIMEOUT), Hybrid(8), applied.open.set):
+        for t, failing, following in fit_twice(
+            Threads(nn_workers=2, timeout=TIMEOUT), Hybrid(8, warmup=0), applied.open.set
+        ):
             assert failing < TIMEOUT / 2
             assert following < TIMEOUT / 2
             assert t.global_step == STEPS
@@ -120,7 +124,7 @@ def test_nn_workers_that_failed_before_and_after_a_push_count_alike_again(applie
 
             replicas.reduce_rest = reduce
 
-    found = fit_twice(Threads(nn_workers=2, timeout=TIMEOUT), Hybrid(2), prepare=prepare)
+    found = fit_twice(Threads(nn_workers=2, timeout=TIMEOUT), Hybrid(2, warmup=0), prepare=prepare)
     for t, failing, following in found:
         assert failing < TIMEOUT / 2
         assert following < TIMEOUT / 2

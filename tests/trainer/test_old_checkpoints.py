@@ -17,7 +17,7 @@ from persia.modes import Auto, Gba, Hybrid, Sync
 
 ARCHIVE = Path(__file__).parents[1] / "support" / "data" / "checkpoints-0.1.zip"
 MODES = {
-    "hybrid": Hybrid(3, combine=False, reduction="per_id"),
+    "hybrid": Hybrid(3, combine=False, reduction="per_id", warmup=0),
     "auto": Auto(Gba(8, reduction="per_id"), Sync("per_id"), seconds=9.0),
     "schedule": Gba(8, tolerance=2, reduction="per_id"),
 }

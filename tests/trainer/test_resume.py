@@ -106,7 +106,7 @@ def test_periodic_checkpoints_do_not_disturb_sync(tmp_path):
 
 def test_what_is_counted_goes_on_over_a_resume(tmp_path):
     schema = schema_of()
-    first = trainer(schema, Hybrid(3))
+    first = trainer(schema, Hybrid(3, warmup=0))
     before = first.fit(reader(), max_steps=9)
     assert before.absent_rows > 0
     assert before.staleness_max == 3
@@ -130,14 +130,14 @@ def test_a_state_of_version_0_1_is_taken():
 
 
 def test_the_depth_of_auto_is_restored_from_a_state_of_version_0_1():
-    t = trainer(schema_of(), Hybrid(4))
+    t = trainer(schema_of(), Hybrid(4, warmup=0))
     state = t.state.state_dict() | {"mode": '{"kind":"hybrid","staleness":"auto"}', "depth": 7}
     t.state.load_state_dict(state, trains_in_other_processes=False)
-    assert t.mode == Hybrid("auto", combine=False, reduction="per_id")
+    assert t.mode == Hybrid("auto", combine=False, reduction="per_id", warmup=0)
     assert t.embeddings.gate.depth == 7
 
 
-@pytest.mark.parametrize("mode", [Hybrid(4), Hybrid("auto")])
+@pytest.mark.parametrize("mode", [Hybrid(4, warmup=0), Hybrid("auto", warmup=0)])
 def test_resuming_in_hybrid_mode_goes_on(tmp_path, mode):
     schema = schema_of()
     first = trainer(schema, mode)

@@ -17,7 +17,7 @@ from persia.testing import Threads
 from support.switching_samples import DEADLINE, ROWS, Net, assert_same, batches, trainer
 
 STATUS = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: SystemExit}
-MODES = [Sync(), Hybrid(2), Async(), Bsp(3), HopBw(0), Gba(4 * ROWS)]
+MODES = [Sync(), Hybrid(2, warmup=0), Async(), Bsp(3), HopBw(0), Gba(4 * ROWS)]
 
 
 class Source:
@@ -217,7 +217,7 @@ def test_a_run_at_the_end_of_its_data_says_so(tmp_path, caplog):
         assert second.fit(data, epochs=1).steps == 10  # Anew, as ever.
 
 
-@pytest.mark.parametrize("mode", [Sync(), Hybrid(2)])
+@pytest.mark.parametrize("mode", [Sync(), Hybrid(2, warmup=0)])
 def test_a_push_that_fails_in_the_step_of_a_stop_is_raised_and_not_saved(mode, tmp_path, monkeypatch):
     """The loop is left without a further draw, which would raise the failure."""
     t = trainer(mode=mode, checkpoint_dir=str(tmp_path))

@@ -160,7 +160,7 @@ def test_switches_at_any_moment_lose_no_batch_and_train_none_twice(nn_workers, s
     data = Stream()
     cluster = Threads(nn_workers=nn_workers, timeout=DEADLINE)
     random = np.random.default_rng(0)
-    modes = [Sync(), Hybrid(2), Gba(2 * ROWS), Async(), Bsp(2), Hybrid(None), HopBs(2), HopBw(0)]
+    modes = [Sync(), Hybrid(2, warmup=0), Gba(2 * ROWS), Async(), Bsp(2), Hybrid(None), HopBs(2), HopBw(0)]
     made = []
     ready = threading.Barrier(nn_workers + 1)
     over = threading.Event()
@@ -208,7 +208,7 @@ def test_switches_at_any_moment_lose_no_batch_and_train_none_twice(nn_workers, s
     assert all("under way" in text for text in refused)
 
 
-@pytest.mark.parametrize("mode", [Sync(), Hybrid(2)])
+@pytest.mark.parametrize("mode", [Sync(), Hybrid(2, warmup=0)])
 def test_a_rest_while_one_nn_worker_has_no_data_is_the_same_step_for_all(mode):
     def work(member):
         t = persia.Trainer(
@@ -409,7 +409,7 @@ def test_a_crash_in_a_mode_with_all_reduce_is_told_to_the_others():
     assert isinstance(first, PersiaError)
 
 
-@pytest.mark.parametrize("mode", [Sync(), Hybrid(3)], ids=str)
+@pytest.mark.parametrize("mode", [Sync(), Hybrid(3, warmup=0)], ids=str)
 def test_an_nn_worker_that_fails_within_a_step_ends_the_others_at_once(mode):
     """Their pushes wait for its push at the PS, up to the deadline; their error does not."""
     cluster = Threads(nn_workers=3, timeout=DEADLINE)
@@ -473,10 +473,10 @@ def test_apmsqueeze_of_several_nn_workers_on_dense_pss(tmp_path):
 
 def test_what_was_chosen_by_hand_holds_in_a_resumed_run_until_the_next_entry_of_the_schedule(tmp_path):
     data = batches(30)
-    options = {"mode_schedule": [(0, Sync()), (10, Hybrid(2)), (20, Gba(ROWS))]}
+    options = {"mode_schedule": [(0, Sync()), (10, Hybrid(2, warmup=0)), (20, Gba(ROWS))]}
     first = trainer(Sync(), **options)
     first.fit(data, max_steps=12)
-    assert first.mode == Hybrid(2)
+    assert first.mode == Hybrid(2, warmup=0)
     first.switch(Bsp(1))
     first.fit(data, max_steps=2)
     assert first.mode == Bsp(1)

@@ -126,7 +126,7 @@ def test_max_steps_and_going_on():
 
 def test_a_plain_list_of_batches_and_hybrid_auto():
     batches = list(reader())
-    t = trainer(reader().schema, mode=Hybrid("auto"))
+    t = trainer(reader().schema, mode=Hybrid("auto", warmup=0))
     assert t.fit(batches, epochs=2).rows == 8_000
 
 
@@ -344,8 +344,8 @@ def test_a_step_that_overflows_in_fp16_does_not_advance_the_schedule(clip):
 @pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
 def test_cuda_trains(precision):
     data = reader(20_000)
-    result = trainer(data.schema, device="cuda", precision=precision, mode=Hybrid(4)).fit(data)
-    full = trainer(data.schema, device="cpu", mode=Hybrid(4)).fit(reader(20_000))
+    result = trainer(data.schema, device="cuda", precision=precision, mode=Hybrid(4, warmup=0)).fit(data)
+    full = trainer(data.schema, device="cpu", mode=Hybrid(4, warmup=0)).fit(reader(20_000))
     assert result.progressive.auc == pytest.approx(full.progressive.auc, abs=0.01)
 
 

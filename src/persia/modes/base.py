@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from persia.checks import MAX_COUNT
 from persia.errors import ConfigError
 
 __all__ = [
@@ -213,10 +214,11 @@ def hold_until_full(arrival: Arrival, weight: float = 1.0) -> Decision:
 
 
 def check_whole(mode: str, field: str, value: object, least: int, hint: str) -> None:
-    """Raises ConfigError unless `value` is a whole number of at least `least`; `hint` says what it means."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    """Raises ConfigError unless `value` is a whole number from `least` to 2^31 - 1; `hint` says what it means."""
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_COUNT:
         raise ConfigError(
-            f"Invalid {mode}.{field} = {value!r}; expected a whole number >= {least}: {hint}.", field=f"mode.{field}"
+            f"Invalid {mode}.{field} = {value!r}; expected a whole number from {least} to {MAX_COUNT}: {hint}.",
+            field=f"mode.{field}",
         )
 
 

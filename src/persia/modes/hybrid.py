@@ -6,6 +6,7 @@ from typing import Literal, cast
 
 import msgspec
 
+from persia.checks import MAX_COUNT
 from persia.errors import ConfigError
 from persia.modes.base import (
     Arrival,
@@ -43,6 +44,9 @@ HELPED = 0.9
 RETRY_WINDOWS = 8
 """Number of windows before "auto" repeats a change that did not help."""
 
+WARMUP = 500
+"""Global steps of the warm-up by default: nearly all that a delay costs is lost before (docs/papers.md, Table 2)."""
+
 
 @register
 class Hybrid(OnArrival, frozen=True, tag="hybrid"):
@@ -57,24 +61,27 @@ class Hybrid(OnArrival, frozen=True, tag="hybrid"):
             0.1. For NN workers that do not make steps together, as in a loop without averaging. Without effect with one
             NN worker.
         reduction: divisor of the sum of an id's gradients, as in `Sync`. Without effect with `combine=False`.
-        warmup: number of global steps in which the limit rises from 0, as in Sync, to `staleness`. Old rows cost most
-            accuracy at the start of training.
+        warmup: number of global steps in which the limit rises from 0, as in Sync, to `staleness`. By default 500; 0 if
+            there is no limit. Old rows cost most accuracy at the start of training.
     """
 
     staleness: int | Literal["auto", "unbounded"] | None = "auto"
     combine: bool = True
     reduction: Reduction = "global"
-    warmup: int = 0
+    warmup: int | None = None
 
     def __post_init__(self) -> None:
         if self.staleness == "unbounded":  # TOML has no null.
             msgspec.structs.force_setattr(self, "staleness", None)
+        if self.warmup is None:
+            msgspec.structs.force_setattr(self, "warmup", WARMUP if self.staleness is not None else 0)
         check_reduction("Hybrid", self.reduction)
-        number = isinstance(self.staleness, int) and not isinstance(self.staleness, bool) and self.staleness >= 1
-        if not (number or self.staleness is None or self.staleness == "auto"):
+        staleness = self.staleness
+        number = isinstance(staleness, int) and not isinstance(staleness, bool) and 1 <= staleness <= MAX_COUNT
+        if not (number or staleness is None or staleness == "auto"):
             raise ConfigError(
-                f"Invalid Hybrid.staleness = {self.staleness!r}; expected a whole number >= 1, 'auto', or None for no "
-                "limit. For staleness 0 use the mode Sync.",
+                f"Invalid Hybrid.staleness = {staleness!r}; expected a whole number from 1 to {MAX_COUNT}, 'auto', or "
+                "None for no limit. For staleness 0 use the mode Sync.",
                 field="mode.staleness",
             )
         check_whole("Hybrid", "warmup", self.warmup, 0, "the global steps in which the limit on staleness rises")
@@ -126,7 +133,8 @@ class Hybrid(OnArrival, frozen=True, tag="hybrid"):
 
     def depth_at(self, depth: int | None, step: int) -> int | None:
         """Returns a share of the depth in the warm-up, rounded down."""
-        return depth if depth is None or step >= self.warmup else depth * step // self.warmup
+        warmup = cast("int", self.warmup)
+        return depth if depth is None or step >= warmup else depth * step // warmup
 
     def dense(self) -> Dense:
         """Returns all-reduce, which overlaps with the backward pass."""

@@ -13,7 +13,7 @@ from persia.types.decoding import DECODERS, decode_hook
 __all__ = ["combined_as", "decode", "encode", "mode_of", "modules", "recorded_mode", "register"]
 
 ABSENT: dict[str, dict[str, Any]] = {
-    "hybrid": {"combine": False, "reduction": "per_id"},
+    "hybrid": {"combine": False, "reduction": "per_id", "warmup": 0},
     "bsp": {"reduction": "per_id"},
     "hop_bw": {"reduction": "per_id"},
 }
@@ -91,12 +91,16 @@ def recorded_mode(tree: Any) -> Any:
 
 
 def combined_as(mode: Mode, other: Mode) -> Mode:
-    """Returns a mode with the `reduction` and `combine` of another one, as far as both have these fields.
+    """Returns a mode with the `reduction`, `combine` and `warmup` of another one, as far as both have these fields.
 
     A declared mode that equals the present one but for these does not change a run: it goes on as it was begun, perhaps
     in a version with other defaults.
     """
-    fields = {"combine", "reduction"}.intersection(*(getattr(type(m), "__struct_fields__", ()) for m in (mode, other)))
+    fields = {"combine", "reduction", "warmup"}.intersection(
+        *(getattr(type(m), "__struct_fields__", ()) for m in (mode, other))
+    )
+    if getattr(mode, "staleness", None) != getattr(other, "staleness", None):
+        fields.discard("warmup")  # It leads to a limit, and this is another one.
     if not fields:
         return mode
     return cast(Mode, msgspec.structs.replace(cast(Any, mode), **{name: getattr(other, name) for name in fields}))

@@ -13,7 +13,7 @@ from persia.batching.batch import Batch, IdColumn
 from persia.checkpoint import CheckpointReader, CheckpointWriter, ReshardOptions, compact, inspect, reshard
 from persia.errors import CheckpointError, ConfigError, DataError, StoreError
 from persia.modes import Hybrid, Sync
-from persia.nn.transfer import CpuStaging, Transfer, decode, decode_tensors
+from persia.nn.transfer import CpuStaging, Transfer, decode, decode_tensors, staging_for
 from persia.optim import Adagrad, Adam, RowwiseAdagrad
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.sizes import declared_sizes
@@ -142,6 +142,21 @@ def looked_up(compression, schema=SCHEMA):
     return batch, worker.lookup(worker.register(batch.id_features))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+@pytest.mark.parametrize("schema", [SCHEMA, ALL_OF_16_BITS])
+def test_a_gpu_decodes_the_same_bits(schema, compression):
+    batch, found = looked_up(compression, schema)
+    tables = schema.resolved_tables()
+    mine, _ = Transfer(CpuStaging(), True, tables).rows(batch, found)
+    theirs, ready = Transfer(staging_for("cuda"), False, tables).rows(batch, found)
+    ready()
+    for name, rows in mine.rows.items():
+        assert theirs.rows[name].device.type == "cuda"
+        assert torch.equal(theirs.rows[name].cpu(), rows)
+
+
 @pytest.mark.parametrize("compression", ["none", "fp16"])
 @pytest.mark.parametrize("schema", [SCHEMA, ALL_OF_16_BITS])
 def test_rows_of_16_bits_cross_in_a_message(schema, compression):
@@ -261,7 +276,9 @@ def test_copies_on_the_device_serve_rows_of_16_bits(on_host):
     """Gradients of zero change no row, so that all rows that the model gets are those of the store."""
     tables = [msgspec.structs.replace(table, cache_rows=100) for table in SCHEMA.resolved_tables().values()]
     schema, cluster = msgspec.structs.replace(SCHEMA, tables=tables), Cluster(2)
-    embeddings = persia.nn.EmbeddingCollection(schema, optimizer=Adagrad(lr=0.1), mode=Hybrid(3), cluster=cluster)
+    embeddings = persia.nn.EmbeddingCollection(
+        schema, optimizer=Adagrad(lr=0.1), mode=Hybrid(3, warmup=0), cluster=cluster
+    )
     embeddings._expander.on_host = on_host
     embeddings._transfer = Transfer(embeddings._staging, on_host, schema.resolved_tables())
     worker, seen = embeddings.connection.worker, []
@@ -343,16 +360,16 @@ def test_rows_of_other_dtypes_are_loaded_to_the_nearest(tmp_path, dtype):
     first.save(str(tmp_path / "float32"))
     second = trainer(dtype)
     second.load(str(tmp_path / "float32"))
-    plain, narrow = (rows_of(t.embeddings.connection.servers) for t in (first, second))
-    for table, rows in plain.items():
+    float32, of_16_bits = (rows_of(t.embeddings.connection.servers) for t in (first, second))
+    for table, rows in float32.items():
         kind = dtype if table != "id_2" else "float32"
         for id_, row in rows.items():
-            np.testing.assert_array_equal(narrow[table][id_][:16], from_halves(to_halves(row[:16], kind)))
-            np.testing.assert_array_equal(narrow[table][id_][16:], row[16:])
+            np.testing.assert_array_equal(of_16_bits[table][id_][:16], from_halves(to_halves(row[:16], kind)))
+            np.testing.assert_array_equal(of_16_bits[table][id_][16:], row[16:])
     second.save(str(tmp_path / dtype))
     third = trainer("float32")
     third.load(str(tmp_path / dtype))
-    assert_same(narrow, rows_of(third.embeddings.connection.servers))
+    assert_same(of_16_bits, rows_of(third.embeddings.connection.servers))
 
 
 def test_increments_resharding_and_compaction_keep_the_dtype(tmp_path):
@@ -531,7 +548,7 @@ def test_capacity_follows_the_dtype():
         dtype: declared_sizes({"t": persia.Table("t", 16, capacity=1000, dtype=dtype)}, Adam(lr=0.1))[0]
         for dtype in ("float32", "bfloat16", "float16")
     }
-    assert [size.row_bytes for size in sizes.values()] == [40 + 192, 40 + 96, 40 + 160]
+    assert [size.row_bytes for size in sizes.values()] == [36 + 192, 36 + 96, 36 + 160]
     assert "2 x dim 16, 2 x 32 of optimizer state" in str(sizes["bfloat16"])
     with pytest.raises(ConfigError, match="2 x dim 16, 4 x 16 of optimizer state"):
         tables = {"t": persia.Table("t", 16, capacity=1 << 44, dtype="bfloat16")}
