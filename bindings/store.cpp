@@ -211,6 +211,23 @@ void import_rows(Store& store, std::size_t index, nb::object ids, nb::object emb
   store.import_rows(index, n, {keys.data(), weights.data(), state.data(), counts.data(), steps.data(), recency.data()});
 }
 
+// age, marks made, stamps before which rows have left; then age and clock of each mark.
+constexpr std::size_t kAgeWords = 3 + 2 * persia::kAgeMarks;
+
+std::vector<std::uint64_t> ages_to_words(const persia::Ages& ages) {
+  std::vector<std::uint64_t> words{ages.age, ages.marks_made, ages.left_before};
+  for (const auto& mark : ages.marks) words.insert(words.end(), {mark.age, mark.clock});
+  return words;
+}
+
+persia::Ages ages_of_words(const std::uint64_t* words) {
+  persia::Ages ages{words[0], words[1], static_cast<std::uint32_t>(words[2]), 0, {}};
+  for (std::size_t i = 0; i < persia::kAgeMarks; ++i) {
+    ages.marks[i] = {words[3 + 2 * i], static_cast<std::uint32_t>(words[4 + 2 * i]), 0};
+  }
+  return ages;
+}
+
 nb::dict export_state(Store& store, std::size_t index, std::size_t shard) {
   persia::ShardState state;
   {
@@ -226,6 +243,7 @@ nb::dict export_state(Store& store, std::size_t index, std::size_t shard) {
   result["clients"] = to_numpy(std::move(clients), {persia::kClients, persia::kClientWords});
   result["counters"] = to_numpy(std::move(counters), {persia::kCounters});
   result["sketch"] = to_numpy(std::move(state.sketch), {sketch});
+  result["ages"] = to_numpy(ages_to_words(state.ages), {kAgeWords});
   return result;
 }
 
@@ -234,10 +252,11 @@ void import_state(Store& store, std::size_t index, std::size_t shard, nb::dict v
   const auto clocks = take<Ids>(values["clocks"], name, "clocks must be uint64 [3]");
   const auto counters = take<Ids>(values["counters"], name, "counters must be uint64 [10]");
   const auto sketch = take<Halves>(values["sketch"], name, "sketch must be uint16 [counters]");
+  const auto ages = take<Ids>(values["ages"], name, "ages must be uint64 [67]");
   using Table2 = nb::ndarray<const std::uint64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
   const auto clients = take<Table2>(values["clients"], name, "clients must be uint64 [256, 4]");
   if (clocks.shape(0) != 3 || counters.shape(0) != persia::kCounters || clients.shape(0) != persia::kClients ||
-      clients.shape(1) != persia::kClientWords) {
+      clients.shape(1) != persia::kClientWords || ages.shape(0) != kAgeWords) {
     throw std::invalid_argument("table '" + name + "': the shard state has another shape: is it of another version?");
   }
   persia::ShardState state;
@@ -248,6 +267,7 @@ void import_state(Store& store, std::size_t index, std::size_t shard, nb::dict v
   std::memcpy(state.clients.data(), clients.data(), persia::kClients * sizeof(persia::ClientEntry));
   std::memcpy(state.counters.data(), counters.data(), sizeof(persia::Counters));
   state.sketch.assign(sketch.data(), sketch.data() + sketch.shape(0));
+  state.ages = ages_of_words(ages.data());
   const nb::gil_scoped_release release;
   store.shard(index, shard).import_state(state);
 }
@@ -341,6 +361,7 @@ void register_config(nb::module_& m) {
       .def_rw("initializer", &TableConfig::initializer)
       .def_rw("admission", &TableConfig::admission)
       .def_rw("admission_value", &TableConfig::admission_value)
+      .def_rw("ttl", &TableConfig::ttl)
       .def_rw("files", &TableConfig::files);
 }
 
@@ -358,6 +379,7 @@ void register_store(nb::module_& m) {
       .def("update", &update, nb::arg("tables"), nb::arg("ids"), nb::arg("gradients"), nb::arg("lrs"), nb::arg("step"),
            nb::arg("client"), nb::arg("sequence"))
       .def("peek", &peek, nb::arg("table"), nb::arg("ids"))
+      .def("age", &Store::age, nb::arg("table"), nb::arg("by"), Release())
       .def("keep_last_steps", &Store::keep_last_steps, nb::arg("table"), Release())
       .def("last_steps", &last_steps, nb::arg("table"), nb::arg("ids"))
       .def("export_rows", &export_rows, nb::arg("table"), nb::arg("shard"), nb::arg("start"), nb::arg("max_rows"))

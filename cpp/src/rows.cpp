@@ -106,7 +106,7 @@ void Shard::lookup_only(Shards shards, const Slice& slice, float* out) {
     const Shard& shard = *group.shard[lane];
     shard.prefetch_output(slice, i, out);
     float* to = out + slice.position(i) * words;
-    const std::uint32_t number = shard.resolve(group, lane);
+    const std::uint32_t number = shard.present(shard.resolve(group, lane));
     if (number == Index::kNone) {
       std::fill_n(to, words, 0.0f);
     } else {
@@ -126,12 +126,12 @@ void Shard::lookup_train(Shards shards, const Slice& slice, float* out) {
     std::uint32_t number = shard.resolve(group, lane);
     Header& header = *shard.header_;
     ++header.counters.lookups;
-    if (number != Index::kNone) {
+    if (number != Index::kNone && !shard.has_left(number)) {
       shard.touch(number);
       ++header.counters.hits;
     } else {
       ++header.counters.misses;
-      number = shard.admit(group.id[lane]);
+      number = shard.admit(group.id[lane], number);
       if (number == Index::kNone) {
         std::fill_n(to, words, 0.0f);
         return;
@@ -146,7 +146,7 @@ void Shard::last_steps(Shards shards, const Slice& slice, std::uint32_t* out) {
   const Turn turn(shards);
   pipeline(shards, slice, {sizeof(RowHeader), true}, [&](std::size_t i, const Group& group, std::size_t lane) {
     const Shard& shard = *group.shard[lane];
-    const std::uint32_t number = shard.resolve(group, lane);
+    const std::uint32_t number = shard.present(shard.resolve(group, lane));
     out[slice.position(i)] = number == Index::kNone ? 0 : shard.last_step(number);
   });
 }
@@ -186,7 +186,7 @@ PushCounts Shard::update(Shards shards, const Slice& slice, const Push& push) {
         return;
       }
     }
-    const std::uint32_t number = shard.resolve(group, lane);
+    const std::uint32_t number = shard.present(shard.resolve(group, lane));
     const float* gradient = push.gradients + slice.position(i) * dim;
     Header& header = *shard.header_;
     if (shard.skip_ > 0) {

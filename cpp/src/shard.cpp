@@ -8,6 +8,12 @@
 #include "persia/memory.hpp"
 
 namespace persia {
+namespace {
+
+constexpr std::uint64_t kMarksOfTtl = 16;  // marks in a time to live; twice as many are kept
+constexpr std::uint64_t kSweep = 4;        // rows that each new row looks at for one that has left
+
+}  // namespace
 
 PushCounts& PushCounts::operator+=(const PushCounts& other) {
   applied += other.applied;
@@ -27,7 +33,8 @@ std::uint32_t Shard::find(std::uint64_t id) const {
   return index_.find(Index::tag_of(hash_id(id)), [&](std::uint32_t number) { return row(number)->key() == id; });
 }
 
-std::uint32_t Shard::admit(std::uint64_t id) {
+// `left` is the row of this id if it has one, which has left, or none.
+std::uint32_t Shard::admit(std::uint64_t id, std::uint32_t left) {
   bool admitted = true;
   if (config_->admission != Admission::kAll) {
     const std::uint32_t occurrence = sketch_.add(id);
@@ -43,11 +50,11 @@ std::uint32_t Shard::admit(std::uint64_t id) {
     return Index::kNone;
   }
   ++header_->counters.admitted;
-  return insert(id);
+  return insert(id, left);
 }
 
-std::uint32_t Shard::insert(std::uint64_t id) {
-  const std::uint32_t number = acquire(id);
+std::uint32_t Shard::insert(std::uint64_t id, std::uint32_t left) {
+  const std::uint32_t number = left == Index::kNone ? acquire(id) : renewed(left);
   RowHeader& r = *row(number);
   r.set_key(id);
   r.update_count = 0;
@@ -67,16 +74,17 @@ std::uint32_t Shard::insert(std::uint64_t id) {
   return number;
 }
 
-// A row number to write to: the next unused one, or that of the least recently used row, whose place in the index goes
-// to the new id. Whatever may fail comes first: then nothing has changed.
+// A row number to write to: that of a row that has left, the next unused one, or that of the least recently used row.
+// The place of a row in the index goes to the new id. Whatever may fail comes first: then nothing has changed.
 std::uint32_t Shard::acquire(std::uint64_t id) {
-  if (header_->rows_used < header_->capacity) {
+  const std::uint32_t left = reusable();
+  if (left == Index::kNone && header_->rows_used < header_->capacity) {
     const bool few = header_->rows_used + rows_ahead_ >= header_->rows_backed;
     if (few && header_->rows_backed < header_->capacity) back_rows();
     victims_.prepare(stamps(), header_->clock, header_->capacity - header_->rows_used);
     return static_cast<std::uint32_t>(header_->rows_used);
   }
-  const std::uint32_t number = victims_.front(stamps(), header_->clock);
+  const std::uint32_t number = left == Index::kNone ? victims_.front(stamps(), header_->clock) : left;
   mark_changed(number);
   mark_index();
   move_index();
@@ -87,10 +95,59 @@ std::uint32_t Shard::acquire(std::uint64_t id) {
     drop_undo();
     throw std::runtime_error(where() + ": row " + std::to_string(number) + " is damaged: the index has no such id");
   }
-  victims_.pop(stamps(), header_->clock);
+  if (left == Index::kNone) {
+    victims_.pop(stamps(), header_->clock);
+  } else {
+    victims_.touch(number, row(number)->stamp);
+  }
   changes_.evict(row(number)->key());
   ++header_->counters.evicted;
   return number;
+}
+
+// The row of an id, which has left, to be written anew.
+std::uint32_t Shard::renewed(std::uint32_t number) {
+  mark_changed(number);
+  save_undo(number);
+  victims_.touch(number, row(number)->stamp);
+  ++header_->counters.evicted;
+  return number;
+}
+
+// A row that has left, or none. Looks at a few rows only, so that no request waits for a scan of all.
+std::uint32_t Shard::reusable() {
+  for (std::uint64_t i = 0; i < kSweep && sweep_rows_ > 0; ++i) {
+    --sweep_rows_;
+    if (sweep_ >= header_->rows_used) sweep_ = 0;
+    __builtin_prefetch(row_bytes(static_cast<std::uint32_t>(sweep_)) + kSweep * stride_);
+    const auto number = static_cast<std::uint32_t>(sweep_++);
+    if (has_left(number)) return number;
+  }
+  return Index::kNone;
+}
+
+void Shard::age(std::uint64_t by) {
+  const std::lock_guard lock(mutex_);
+  const std::uint64_t ttl = config_->ttl;
+  if (ttl == 0) return;
+  Ages& ages = header_->ages;
+  ages.age += by;
+  std::uint32_t left_before = ages.left_before;
+  for (std::uint64_t i = 0; i < std::min<std::uint64_t>(ages.marks_made, kAgeMarks); ++i) {
+    const AgeMark& mark = ages.marks[i];
+    if (ages.age - mark.age >= ttl) left_before = std::max(left_before, mark.clock + 1);
+  }
+  if (left_before > ages.left_before) {
+    ages.left_before = left_before;
+    sweep_rows_ = header_->rows_used;
+  }
+  const std::uint64_t made = ages.marks_made;
+  if (made > 0 && ages.age - ages.marks[(made - 1) % kAgeMarks].age < std::max<std::uint64_t>(1, ttl / kMarksOfTtl)) {
+    return;
+  }
+  ages.marks[made % kAgeMarks] = {ages.age, header_->clock, 0};
+  barrier();
+  ages.marks_made = made + 1;
 }
 
 // After a row has been written completely: makes it reachable, unless it has taken another's place.
@@ -136,6 +193,10 @@ bool Shard::move_index() {
 void Shard::tick() {
   if (header_->clock == std::numeric_limits<std::uint32_t>::max()) {
     if (cut_) cut_->fail("the recency of all rows was numbered anew (once in 2^32 requests); save again");
+    // Which clocks belong to which ages is not known any more: rows stay for another time to live.
+    header_->ages.left_before = 0;
+    header_->ages.marks_made = 0;
+    barrier();
     header_->clock = renumber(stamps());
     victims_.clear();
   }
@@ -195,7 +256,7 @@ void Shard::peek(const Slice& slice, std::uint8_t* found, RowBatch& rows) {
   const std::size_t width = header_->state_width;
   for (std::size_t i = 0; i < slice.count; ++i) {
     const std::size_t at = slice.position(i);
-    const std::uint32_t number = find(slice.ids[at]);
+    const std::uint32_t number = present(find(slice.ids[at]));
     found[at] = number != Index::kNone;
     if (number == Index::kNone) continue;
     const RowHeader& r = *row(number);
@@ -210,7 +271,9 @@ void Shard::peek(const Slice& slice, std::uint8_t* found, RowBatch& rows) {
 std::uint64_t Shard::export_rows(std::uint64_t start, std::uint64_t max_rows, RowBatch& rows) {
   const std::lock_guard lock(mutex_);
   const std::uint64_t end = start + std::min(max_rows, header_->rows_used - std::min(start, header_->rows_used));
-  for (std::uint64_t number = start; number < end; ++number) append(static_cast<std::uint32_t>(number), rows);
+  for (std::uint64_t number = start; number < end; ++number) {
+    if (const auto n = static_cast<std::uint32_t>(number); !has_left(n)) append(n, rows);
+  }
   return end;
 }
 
@@ -232,6 +295,7 @@ void Shard::import_rows(const Slice& slice, const RowView& rows) {
 void Shard::import_row(const RowView& rows, std::size_t at) {
   const std::uint64_t id = rows.ids[at];
   const std::size_t width = header_->state_width;
+  const std::uint32_t stamp = std::max(rows.stamps[at], header_->ages.left_before);  // it has not left
   std::uint32_t number = find(id);
   const bool known = number != Index::kNone;
   if (known) {
@@ -239,7 +303,7 @@ void Shard::import_row(const RowView& rows, std::size_t at) {
   } else {
     if (header_->rows_used == header_->capacity) {
       const std::uint32_t oldest = victims_.front(stamps(), header_->clock);
-      if (row(oldest)->stamp >= rows.stamps[at]) {
+      if (row(oldest)->stamp >= stamp) {
         ++header_->counters.evicted;
         return;
       }
@@ -249,7 +313,7 @@ void Shard::import_row(const RowView& rows, std::size_t at) {
   RowHeader& r = *row(number);
   r.set_key(id);
   r.update_count = rows.update_counts[at];
-  r.stamp = rows.stamps[at];
+  r.stamp = stamp;
   set_last_step(number, rows.last_steps[at]);
   crash_point();
   store_embedding(number, rows.embeddings + at * dim_);
@@ -271,6 +335,7 @@ ShardState Shard::export_state() {
   std::memcpy(s.counters.data(), &header_->counters, sizeof(Counters));
   const auto* counters = reinterpret_cast<const std::uint16_t*>(region_.base() + layout_.sketch);
   s.sketch.assign(counters, counters + header_->sketch_width * kSketchRows);
+  s.ages = header_->ages;
   return s;
 }
 
@@ -292,6 +357,8 @@ void Shard::import_state(const ShardState& s) {
   header_->client_clock = s.client_clock;
   std::copy(s.clients.begin(), s.clients.end(), header_->clients);
   std::memcpy(&header_->counters, s.counters.data(), sizeof(Counters));
+  header_->ages = s.ages;
+  sweep_ = sweep_rows_ = 0;
   std::memcpy(region_.base() + layout_.sketch, s.sketch.data(), s.sketch.size() * sizeof(std::uint16_t));
   victims_.clear();
 }
@@ -312,6 +379,8 @@ void Shard::clear() {
   header_->index_frontier = 0;
   region_.discard(layout_.rows, layout_.total - layout_.rows);
   std::memset(region_.base() + layout_.sketch, 0, layout_.sketch_bytes);
+  header_->ages = {};
+  sweep_ = sweep_rows_ = 0;
   header_->clock = 0;
   header_->counters = {};
   victims_.clear();

@@ -150,6 +150,7 @@ Cut::Cut(const CutOptions& options, std::uint64_t rows, std::size_t stride, Chan
     : epoch_(options.epoch),
       all_(options.since == 0),
       live_(options.live),
+      left_before_(options.left_before),
       rows_(rows),
       spill_(options.directory, stride, options.buffer_bytes),
       before_(std::move(before)) {}
@@ -189,7 +190,9 @@ void Shard::begin_cut(const CutOptions& options) {
     throw std::invalid_argument("what has changed since epoch " + std::to_string(options.since) + " is not known");
   }
   Changes after{options.epoch, options.evicted_limit, {}, ChangedRows(header_->rows_used)};
-  cut_ = std::make_unique<Cut>(options, header_->rows_used, stride_, changes_);
+  CutOptions now = options;
+  now.left_before = header_->ages.left_before;
+  cut_ = std::make_unique<Cut>(now, header_->rows_used, stride_, changes_);
   changes_ = std::move(after);
   header_->epoch = options.epoch;
 }
@@ -210,11 +213,12 @@ bool Shard::export_cut(std::uint32_t epoch, std::uint64_t max_rows, RowBatch& ro
     auto spilled = old.begin();
     for (std::uint64_t number = begin; number < end; ++number) {
       if (spilled != old.end() && spilled->tag.number == number) {
-        append(spilled->row, spilled->tag.last_step, rows);
+        const auto& old_row = *reinterpret_cast<const RowHeader*>(spilled->row);
+        if (!cut.had_left(old_row.stamp)) append(spilled->row, spilled->tag.last_step, rows);
         // A row that was about to change, and did not as there was no room, is there twice, with the same bytes.
         while (spilled != old.end() && spilled->tag.number == number) ++spilled;
       } else if (const auto n = static_cast<std::uint32_t>(number); cut.wanted(n, changes_.rows)) {
-        append(n, rows);
+        if (!cut.had_left(row(n)->stamp)) append(n, rows);
       }
     }
     if (end == cut.rows()) return false;

@@ -15,6 +15,7 @@ struct RowShape {
   std::size_t dim = kDim;
   Dtype dtype = Dtype::kFloat32;
   OptimizerKind optimizer = OptimizerKind::kAdagrad;
+  std::uint64_t ttl = 0;
 };
 inline RowShape row_shape;
 
@@ -32,6 +33,7 @@ inline TableConfig config_of(std::uint64_t capacity, std::uint32_t shards) {
   c.dim = row_shape.dim;
   c.dtype = row_shape.dtype;
   c.optimizer.kind = row_shape.optimizer;
+  c.ttl = row_shape.ttl;
   c.capacity = capacity;
   c.shards = shards;
   return c;

@@ -2,6 +2,7 @@
 #include <cstring>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <stdexcept>
 #include <thread>
@@ -371,3 +372,54 @@ TEST(bad_configurations) {
 }
 
 MAIN
+
+TEST(rows_leave_that_were_not_touched_for_their_time) {
+  row_shape.ttl = 160;
+  ThreadPool pool(1);
+  Store store(pool);
+  store.create_table(config_of(1 << 20, 2));
+  row_shape = {};
+  const auto found = [&](const Keys& keys) {
+    std::vector<std::uint8_t> found(keys.size());
+    store.peek(0, keys, found.data());
+    return std::accumulate(found.begin(), found.end(), 0);
+  };
+  store.age(0, 0);
+  look(store, range(0, 1000));
+  push(store, range(0, 1000));
+  store.age(0, 10);
+  look(store, range(500, 1500));
+  store.age(0, 159);
+  CHECK(found(range(0, 1500)) == 1500);
+  store.age(0, 1);  // 170, of which 160 since the mark after the first rows
+  CHECK(found(range(0, 500)) == 0 && found(range(500, 1500)) == 1000);
+  CHECK(push(store, range(0, 500)).absent == 500);
+  for (const float value : look(store, range(0, 500), false)) CHECK(value == 0.0f);
+  CHECK(store.size(0) == 1500);
+  // They begin anew, and their memory serves new rows.
+  const auto fresh = look(store, range(0, 200));
+  ThreadPool other_pool(1);
+  Store other(other_pool);
+  other.create_table(config_of(1 << 20, 2));
+  CHECK(fresh == look(other, range(0, 200)));
+  for (std::uint64_t id = 10000; id < 12000; id += 100) look(store, range(id, id + 100));
+  CHECK(store.size(0) == 3200 && found(range(0, 12000)) == 3200);
+  CHECK(store.counters(0).evicted == 500);
+}
+
+TEST(no_request_waits_for_rows_that_have_left) {
+  row_shape.ttl = 16;
+  ThreadPool pool(1);
+  Store store(pool);
+  store.create_table(config_of(1 << 20, 1));
+  row_shape = {};
+  store.age(0, 0);
+  look(store, range(0, 100'000));
+  store.age(0, 1);
+  look(store, range(1, 100'000));  // Row 0 has left, and is found at once; then none.
+  store.age(0, 16);
+  look(store, {200'000});
+  CHECK(store.size(0) == 100'000);
+  for (std::uint64_t id = 0; id < 10; ++id) look(store, {300'000 + id});
+  CHECK(store.size(0) == 100'010);
+}

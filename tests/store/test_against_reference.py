@@ -46,6 +46,7 @@ def configs(draw):
         admission=admission,
         admission_value=value,
         value_bound=draw(st.sampled_from([0.0, 0.0, 0.4])),
+        ttl=draw(st.sampled_from([0, 1, 3, 40])),
         dtype=draw(st.sampled_from(DTYPES)),
     )
 
@@ -71,7 +72,7 @@ def compare(store, reference):
     assert store.statistics(0) == reference.statistics(0)
     for shard in range(store.config(0).resolved_shards):
         mine, theirs = (s.export_state(0, shard) for s in (store, reference))
-        for name in ("clocks", "counters", "sketch"):
+        for name in ("clocks", "counters", "sketch", "ages"):
             assert mine[name].dtype == theirs[name].dtype
             np.testing.assert_array_equal(mine[name], theirs[name])
     mine, theirs = contents(store), contents(reference)
@@ -80,7 +81,7 @@ def compare(store, reference):
         assert_same_rows(rows, theirs[shard])
 
 
-ACTIONS = ["train", "train", "update", "update", "evaluate", "read", "set", "restore", "keep"]
+ACTIONS = ["train", "train", "update", "update", "evaluate", "read", "set", "restore", "keep", "age"]
 
 
 @settings(max_examples=150, deadline=None)
@@ -119,6 +120,10 @@ def test_any_history(data):
         elif action == "keep":
             for s in both:
                 s.keep_last_steps(0)
+        elif action == "age":
+            by = data.draw(st.integers(0, 30))
+            for s in both:
+                s.age(0, by)
         else:
             store, reference = both = (
                 restored(store, config, NativeStore(threads)),

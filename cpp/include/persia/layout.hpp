@@ -90,6 +90,22 @@ struct PushProgress {
   std::uint64_t rows_applied;  // in the push's own order, skipped rows included
 };
 
+// When rows leave a table with a time to live. Ages are counted in the unit of that time, steps or seconds, from the
+// first row on; marks say which clock belonged to an age.
+struct AgeMark {
+  std::uint64_t age;
+  std::uint32_t clock;
+  std::uint32_t unused;
+};
+inline constexpr std::size_t kAgeMarks = 32;
+struct Ages {
+  std::uint64_t age;
+  std::uint64_t marks_made;   // the last `kAgeMarks` of them are kept, mark i at i % kAgeMarks
+  std::uint32_t left_before;  // rows with lower stamps have left, whether or not their memory has been used again
+  std::uint32_t unused;
+  AgeMark marks[kAgeMarks];
+};
+
 // Values of `Header::busy`, which show the state of a shard whose process was killed.
 inline constexpr std::uint32_t kRowsBusy = 1;   // a request was running
 inline constexpr std::uint32_t kIndexBusy = 2;  // and it was changing the index
@@ -134,6 +150,7 @@ struct Header {
   std::uint8_t reserved[120];
   OpenPush open[kOpenPushes];
   ClientEntry clients[kClients];
+  Ages ages;  // all 0 in regions of versions that did not know it
 };
 static_assert(offsetof(Header, dim) == 88);
 static_assert(offsetof(Header, capacity) == 104);
@@ -145,6 +162,7 @@ static_assert(offsetof(Header, counters) == 288);
 static_assert(offsetof(Header, index_old_slots) == 368);
 static_assert(offsetof(Header, open) == 504);
 static_assert(offsetof(Header, clients) == 1528);
+static_assert(offsetof(Header, ages) == 9720);
 static_assert(sizeof(Header) <= kHeaderBytes);
 
 // Offsets and sizes of the sections of a region. They follow from numbers in the header alone.

@@ -42,6 +42,7 @@ struct TableConfig {
   InitializerConfig initializer;
   Admission admission = Admission::kAll;
   double admission_value = 0.0;  // the probability, or the number of occurrences
+  std::uint64_t ttl = 0;         // rows leave that were not touched for so long, in the unit of `Shard::age`; 0: never
   bool durable = false;          // keep undo slot and push progress; always done in files
   RegionFiles files;
 };
@@ -119,6 +120,7 @@ struct ShardState {
   std::vector<ClientEntry> clients;  // kClients
   std::array<std::uint64_t, kCounters> counters{};
   std::vector<std::uint16_t> sketch;  // empty without one
+  Ages ages{};
 };
 
 // Thread-safe: all methods lock unless noted.
@@ -136,6 +138,9 @@ class Shard {
   // Applies a push, in the order of the slice. A tracked push is applied exactly once.
   static PushCounts update(Shards shards, const Slice& slice, const Push& push);
 
+  // Lets time pass. Rows that were last touched longer than `ttl` ago, or up to a sixteenth of it later, leave: they are
+  // absent from then on, and their memory goes to new rows, each of which looks at a few rows for one.
+  void age(std::uint64_t by);
   // Keeps the step of each row's last change from now on; until then it is 0. Throws RegionFull.
   void keep_last_steps();
   // Writes the step of the last change of each row; 0 for a new or absent row. Changes nothing.
@@ -171,7 +176,7 @@ class Shard {
   // std::runtime_error if the region is damaged in another way.
   Recovery recover();
 
-  // Returns the number of rows.
+  // Returns the number of rows, with those that have left and whose memory has not been used again.
   std::uint64_t size();
   // Returns the bytes of rows, last steps, index, sketch, header and marks of changes in use.
   std::uint64_t memory_bytes();
@@ -198,6 +203,12 @@ class Shard {
   }
   void set_last_step(std::uint32_t number, std::uint32_t step) {
     if (header_->keeps_last_steps != 0) last_steps()[number] = step;
+  }
+  // Whether a row has not been touched for so long that it counts as absent.
+  bool has_left(std::uint32_t number) const { return row(number)->stamp < header_->ages.left_before; }
+  // The same row number, or none if the row has left.
+  std::uint32_t present(std::uint32_t number) const {
+    return number == Index::kNone || has_left(number) ? Index::kNone : number;
   }
   Stamps stamps() const { return {rows_, stride_, header_->rows_used}; }
 
@@ -232,9 +243,11 @@ class Shard {
   std::uint32_t find(std::uint64_t id) const;
   static void lookup_train(Shards shards, const Slice& slice, float* out);
   static void lookup_only(Shards shards, const Slice& slice, float* out);
-  std::uint32_t admit(std::uint64_t id);
-  std::uint32_t insert(std::uint64_t id);
+  std::uint32_t admit(std::uint64_t id, std::uint32_t left);
+  std::uint32_t insert(std::uint64_t id, std::uint32_t left);
   std::uint32_t acquire(std::uint64_t id);
+  std::uint32_t renewed(std::uint32_t number);
+  std::uint32_t reusable();
   void publish(std::uint64_t id, std::uint32_t number);
   void import_row(const RowView& rows, std::size_t position);
   void store_embedding(std::uint32_t number, const float* values);
@@ -282,6 +295,8 @@ class Shard {
   Index index_;
   Sketch sketch_;
   VictimQueue victims_;
+  std::uint64_t sweep_ = 0;       // the next row at which to look for one that has left ...
+  std::uint64_t sweep_rows_ = 0;  // ... and how many are to be looked at until all have been since the last ones left
   Changes changes_;
   std::unique_ptr<Cut> cut_;
   std::mutex mutex_;

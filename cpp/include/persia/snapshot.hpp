@@ -118,6 +118,7 @@ struct CutOptions {
   std::size_t buffer_bytes = std::size_t{1} << 20;
   std::size_t evicted_limit = 0;  // ids of rows evicted from the snapshot on are remembered, so many at most
   bool live = false;              // rows as they are when they are read, instead: nothing is spilled
+  std::uint32_t left_before = 0;  // rows with lower stamps have left the table
 };
 
 // A snapshot in work. The shard's lock guards it.
@@ -138,6 +139,8 @@ class Cut {
   bool wanted(std::uint32_t number, const ChangedRows& now) const {
     return live_ ? changed_before(number) || now.has(number) : changed_before(number) && !now.has(number);
   }
+  // Returns whether a row with this stamp had left the table when the snapshot began.
+  bool had_left(std::uint32_t stamp) const { return stamp < left_before_; }
   // Returns the number of the snapshot.
   std::uint32_t epoch() const { return epoch_; }
   // Returns the row number that the reader has reached.
@@ -159,6 +162,7 @@ class Cut {
   std::uint32_t epoch_;
   bool all_;
   bool live_;
+  std::uint32_t left_before_;
   std::uint64_t rows_;
   std::uint64_t next_ = 0;
   Spill spill_;

@@ -15,6 +15,7 @@ from persia import batching
 from persia.errors import StoreError
 from persia.memory import host_memory
 from persia.modes import Dense, Mode, RowLimit, decode, encode
+from persia.ps.ages import RowAges
 from persia.ps.regions import Regions, retry_when_full, taken_space
 from persia.ps.row_access import RowSetter, chunk_rows, row_chunk
 from persia.ps.sizes import check_free, check_share, declared_sizes, divide
@@ -124,6 +125,8 @@ class EmbeddingServer(JournaledServer):
             for config in configs:
                 self._store.create_table(config)
         self._index = {name: number for number, name in enumerate(self._tables)}
+        ttls = {self._index[name]: table.ttl for name, table in self._tables.items() if table.ttl is not None}
+        self._ages = RowAges(self._store, ttls)
         self._last_places: tuple[Sequence[str], list[int], list[int], list[int]] = ([], [], [], [])
         self._snapshots = StoreSnapshots(self._store, self._index)
         self._setter = RowSetter(self._store, self._options.timeout)
@@ -317,6 +320,7 @@ class EmbeddingServer(JournaledServer):
             client=client,
             sequence=sequence,
         )
+        self._ages.updated(step)
         return dict(zip(ids.names, counts, strict=True))
 
     def statistics(self) -> dict[str, dict[str, int]]:
@@ -432,7 +436,7 @@ class EmbeddingServer(JournaledServer):
         for name, index in self._index.items():
             for shard in range(self._store.config(index).resolved_shards):
                 for array, values in self._store.export_state(index, shard).items():
-                    if array == "clients":
+                    if array == "clients" or (array == "ages" and not self._store.config(index).ttl):
                         continue
                     most = CHUNK_BYTES // values.itemsize
                     for start in range(0, len(values), most):

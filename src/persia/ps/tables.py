@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
+from persia.ps.ages import ttl_of
 from persia.schema import (
     SGD,
     Adagrad,
@@ -61,6 +62,7 @@ def table_config(table: Table, seed: int, capacity: int | None) -> TableConfig:
         admission=admission,
         admission_value=value,
         value_bound=table.value_bound,
+        ttl=ttl_of(table.ttl),
         dtype=table.dtype,
     )
 

@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from persia.checks import check_integer, check_number
+from persia.checks import MAX_STEPS, check_integer, check_number
 from persia.errors import ConfigError
 from persia.schema.checks import TaggedRecord, check_dtype, check_name
 from persia.schema.optimizers import EmbeddingOptimizer
@@ -18,9 +18,11 @@ __all__ = [
     "AdmitAll",
     "AdmitMinFrequency",
     "AdmitProbability",
+    "Days",
     "Initializer",
     "Normal",
     "RsqrtDim",
+    "Steps",
     "Table",
     "Uniform",
     "Zeros",
@@ -28,6 +30,7 @@ __all__ = [
 
 MAX_DIM = 4096
 MAX_CAPACITY = 1 << 48
+MAX_DAYS = 36_500
 
 
 class Uniform(TaggedRecord, frozen=True, tag="uniform"):
@@ -85,6 +88,24 @@ class AdmitMinFrequency(TaggedRecord, frozen=True, tag="min_frequency"):
         check_integer("AdmitMinFrequency.count", self.count, 1, 65535)
 
 
+class Days(TaggedRecord, frozen=True, tag="days"):
+    """Days of training: time in which no gradients arrive for more than an hour does not count."""
+
+    days: float
+
+    def __post_init__(self) -> None:
+        self._number("days", 0, MAX_DAYS, open_low=True)
+
+
+class Steps(TaggedRecord, frozen=True, tag="steps"):
+    """Global steps of training."""
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        check_integer("Steps.steps", self.steps, 1, MAX_STEPS)
+
+
 Admission = AdmitAll | AdmitProbability | AdmitMinFrequency
 
 
@@ -102,6 +123,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             None: as many as memory holds, at most 2^30 in each PS. Memory grows with the rows held, not with this
             number.
         admission: which ids get a row in training.
+        ttl: time to live: rows that training has not met for so many `Days` or `Steps` leave the table. None: they stay.
         value_bound: embeddings are clamped to +-this after an update; 0 for no bound.
         cache_rows: number of rows that each NN worker keeps copies of on its device, for the batches that the mode's
             staleness lets them serve; see the guide on GPUs. 0 for none.
@@ -119,6 +141,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     value_bound: float = 0.0
     cache_rows: int = 0
     dtype: Dtype = "float32"
+    ttl: Days | Steps | None = None
 
     def __post_init__(self) -> None:
         check_name("Table", self.name)
@@ -128,6 +151,11 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         check_number(f"Table({self.name!r}).value_bound", self.value_bound, 0, math.inf)
         check_integer(f"Table({self.name!r}).cache_rows", self.cache_rows, 0, (1 << 31) - 2)
         check_dtype(f"Table({self.name!r})", self.dtype)
+        if not isinstance(self.ttl, Days | Steps | None):
+            raise ConfigError(
+                f"Invalid Table({self.name!r}).ttl = {self.ttl!r}; expected Days(...), Steps(...) or None.",
+                field=f"Table({self.name!r}).ttl",
+            )
         if self.value_bound and not round_down(self.value_bound, self.dtype):
             raise ConfigError(
                 f"Table({self.name!r}).value_bound = {self.value_bound!r} is less than any number of {self.dtype}; "

@@ -64,6 +64,7 @@ class TableConfig:
             n-th occurrence on, "min_frequency".
         admission_value: the probability, or n (up to 65535).
         value_bound: embeddings are clamped to [-value_bound, value_bound] after each update; 0 does not clamp.
+        ttl: time after which rows leave that training has not met, in the unit of `EmbeddingStore.age`; 0: they stay.
         dtype: of embeddings in memory: "float32", "bfloat16" or "float16". Arithmetic is in float32; updates round to
             16 bits at random (stochastic rounding), initial and imported values to the nearest, within `value_bound`.
     """
@@ -81,6 +82,7 @@ class TableConfig:
     admission: AdmissionKind = "all"
     admission_value: float = 0.0
     value_bound: float = 0.0
+    ttl: int = 0
     dtype: Dtype = "float32"
 
     def __post_init__(self) -> None:
@@ -126,6 +128,7 @@ class TableConfig:
             self.admission != "min_frequency" or (1 <= value <= 65535 and value == int(value)),
             "must be a whole number within 1 ... 65535 for a minimum frequency",
         )
+        self._require("ttl", 0 <= self.ttl < 2**63, "must be within 0 ... 2^63 - 1")
         bound = self.value_bound
         self._require("value_bound", math.isfinite(bound) and bound >= 0, "must be finite and not negative")
         self._require("value_bound", not bound or self.stored_bound > 0, f"is less than any number of {self.dtype}")

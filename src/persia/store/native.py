@@ -35,7 +35,7 @@ def _store_errors() -> Iterator[None]:
 
 def _native_config(config: TableConfig) -> Any:
     native = _core.TableConfig()
-    for name in ("name", "dim", "dtype", "capacity", "seed", "admission_value"):
+    for name in ("name", "dim", "dtype", "capacity", "seed", "admission_value", "ttl"):
         setattr(native, name, getattr(config, name))
     native.shards = config.resolved_shards
     native.admission = getattr(_core.Admission, config.admission)
@@ -182,6 +182,11 @@ class NativeStore(EmbeddingStore):
         with _store_errors():
             found, rows = self._native.peek(table, ids)
         return found.astype(np.bool_), Rows(*rows)
+
+    def age(self, table: int, by: int) -> None:
+        """See `EmbeddingStore.age`."""
+        with _store_errors():
+            self._native.age(table, by)
 
     def keep_last_steps(self, table: int) -> None:
         """See `EmbeddingStore.keep_last_steps`."""

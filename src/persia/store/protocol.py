@@ -14,7 +14,7 @@ from persia.types import UpdateCounts
 __all__ = ["EmbeddingStore", "Rows", "ShardState", "Spill"]
 
 ShardState = dict[str, NDArray[np.generic]]
-"""Clocks, client sequences, counters and admission sketch of one shard, as small arrays by name."""
+"""Clocks, client sequences, counters, admission sketch and ages of one shard, as small arrays by name."""
 
 
 class Rows(NamedTuple):
@@ -150,6 +150,15 @@ class EmbeddingStore(Protocol):
             StoreError: an argument does not fit; the message names the table. Nothing has been changed.
         """
 
+    def age(self, table: int, by: int) -> None:
+        """Lets time pass in a table with a `TableConfig.ttl`, in the unit of that; no-op for others.
+
+        Rows leave that training has not met for `ttl`, at the latest a sixteenth of it and the time between two calls
+        later. They are absent from then on: lookups in training begin them anew, subject to admission, and exports
+        leave them out. Their memory goes to new rows, each of which looks at a few rows for one; until then `size`
+        counts them. `statistics` counts them as evicted when their memory is used.
+        """
+
     def keep_last_steps(self, table: int) -> None:
         """Keeps the step of each row's last update or import from now on, 4 bytes a row; no-op if it is kept already.
 
@@ -173,7 +182,7 @@ class EmbeddingStore(Protocol):
         """Returns whole rows without touching them: (found [n], rows [n]); columns of ids without a row are zero."""
 
     def size(self, table: int) -> int:
-        """Returns the number of rows in a table."""
+        """Returns the number of rows that use memory in a table; see `age` for rows that have left."""
 
     def memory_bytes(self, table: int) -> int:
         """Returns the bytes of rows, index, sketch, headers and marks of changed rows in use."""
@@ -198,7 +207,7 @@ class EmbeddingStore(Protocol):
         """
 
     def export_state(self, table: int, shard: int) -> ShardState:
-        """Returns the state of a shard besides its rows: clocks, client sequences, counters, admission sketch."""
+        """Returns the state of a shard besides its rows: clocks, client sequences, counters, admission sketch, ages."""
 
     def import_state(self, table: int, shard: int, state: ShardState) -> None:
         """Restores `export_state`. Capacity, shards and admission must be those of the exporting table."""

@@ -18,7 +18,7 @@ from persia.errors import ConfigError, StoreError
 from persia.store.config import TableConfig
 from persia.store.protocol import EmbeddingStore, Rows, ShardState, Spill
 from persia.store.reference_random import shard_of
-from persia.store.reference_shard import COUNTERS, ReferenceRow, ReferenceShard
+from persia.store.reference_shard import COUNTERS, KEPT_MARKS, ReferenceRow, ReferenceShard
 from persia.store.reference_values import as_words
 from persia.types import UpdateCounts
 from persia.types.values import words_of
@@ -136,6 +136,12 @@ class ReferenceStore(EmbeddingStore):
         return result
 
     @_locked
+    def age(self, table: int, by: int) -> None:
+        """See `EmbeddingStore.age`."""
+        for shard in self._shards(table):
+            shard.pass_time(by)
+
+    @_locked
     def keep_last_steps(self, table: int) -> None:
         """See `EmbeddingStore.keep_last_steps`."""
         for shard in self._shards(table):
@@ -184,10 +190,12 @@ class ReferenceStore(EmbeddingStore):
         for number, shard in enumerate(self._shards(table)):
             for start in itertools.count(0, max_rows):
                 with self._lock:
-                    rows = _columns(config, shard.rows[start : start + max_rows])
-                if not len(rows.ids):
+                    part = shard.rows[start : start + max_rows]
+                    rows = _columns(config, [row for row in part if not shard.has_left(row)])
+                if not part:
                     break
-                yield number, rows
+                if len(rows.ids):
+                    yield number, rows
 
     @_locked
     def import_rows(self, table: int, rows: Rows) -> None:
@@ -213,6 +221,7 @@ class ReferenceStore(EmbeddingStore):
             "clients": np.array(sorted(found.applied), np.uint64).reshape(-1, 2),
             "counters": np.array(list(found.counters.values()), np.uint64),
             "sketch": sketch,
+            "ages": _ages(found),
         }
 
     @_locked
@@ -236,6 +245,7 @@ class ReferenceStore(EmbeddingStore):
         found.counters = dict(zip(COUNTERS, map(int, state["counters"]), strict=True))
         if found.sketch is not None:
             found.sketch.counters = state["sketch"].reshape(found.sketch.counters.shape).astype(np.uint16)
+        _set_ages(found, state["ages"])
         found.forget_changes()
 
     @_locked
@@ -309,6 +319,22 @@ class ReferenceStore(EmbeddingStore):
             found.append((table, ids[:count], floats[:size].reshape(count, width)))
             ids, floats = ids[count:], floats[size:]
         return found
+
+
+def _ages(shard: ReferenceShard) -> NDArray[np.uint64]:
+    ages = np.zeros(3 + 2 * KEPT_MARKS, np.uint64)
+    ages[:3] = shard.age, len(shard.marks), shard.left_before
+    for number in range(max(0, len(shard.marks) - KEPT_MARKS), len(shard.marks)):
+        at = 3 + 2 * (number % KEPT_MARKS)
+        ages[at : at + 2] = shard.marks[number]
+    return ages
+
+
+def _set_ages(shard: ReferenceShard, ages: NDArray[np.generic]) -> None:
+    shard.age, made, shard.left_before = map(int, ages[:3])
+    places = [3 + 2 * (number % KEPT_MARKS) for number in range(made)]
+    shard.marks = [(int(ages[at]), int(ages[at + 1])) for at in places]
+    shard.sweep = shard.sweep_places = 0
 
 
 def _columns(config: TableConfig, rows: Sequence[ReferenceRow]) -> Rows:

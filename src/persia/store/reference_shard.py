@@ -16,11 +16,14 @@ from persia.store.protocol import Spill
 from persia.store.reference_random import Sketch, admission_draw, initial_embedding
 from persia.store.reference_values import as_words, nearest, nearest_embedding, round_update, rounding_key
 
-__all__ = ["COUNTERS", "ReferenceRow", "ReferenceShard"]
+__all__ = ["COUNTERS", "KEPT_MARKS", "ReferenceRow", "ReferenceShard"]
 
 COUNTERS = (
     "lookups", "hits", "misses", "admitted", "rejected", "evicted", "applied", "absent", "nonfinite", "duplicates",
 )  # fmt: skip
+
+
+KEPT_MARKS, MARKS_OF_TTL, SWEEP = 32, 16, 4
 
 
 @dataclass
@@ -61,6 +64,13 @@ class ReferenceShard:
         """How many of them the table has seen, before it was exported and imported included."""
         self.sketch = Sketch(capacity) if config.admission != "all" else None
         self.keeps_last_steps = False
+        self.age = 0
+        self.marks: list[tuple[int, int]] = []
+        """Ages and the clocks that belonged to them; the last `KEPT_MARKS` count."""
+        self.left_before = 0
+        """Rows with lower stamps have left."""
+        self.sweep = 0
+        self.sweep_places = 0
         self.epoch = 1
         self.changes_since = 0
         self.evicted: list[int] = []
@@ -68,9 +78,26 @@ class ReferenceShard:
         self.snapshot: _Snapshot | None = None
 
     def find(self, id_: int) -> ReferenceRow | None:
-        """Returns the row of an id, if there is one."""
+        """Returns the row of an id, if there is one that has not left."""
         place = self.index.get(id_)
-        return None if place is None else self.rows[place]
+        return None if place is None or self.has_left(self.rows[place]) else self.rows[place]
+
+    def has_left(self, row: ReferenceRow) -> bool:
+        """Returns whether a row was last met longer ago than the time to live."""
+        return row.stamp < self.left_before
+
+    def pass_time(self, by: int) -> None:
+        """See `EmbeddingStore.age`."""
+        ttl = self.config.ttl
+        if not ttl:
+            return
+        self.age += by
+        due = [clock + 1 for age, clock in self.marks[-KEPT_MARKS:] if self.age - age >= ttl]
+        if max(due, default=0) > self.left_before:
+            self.left_before = max(due)
+            self.sweep_places = len(self.rows)
+        if not self.marks or self.age - self.marks[-1][0] >= max(1, ttl // MARKS_OF_TTL):
+            self.marks.append((self.age, self.clock))
 
     def lookup(self, id_: int) -> NDArray[np.float32]:
         """Returns the embedding of an id in training, which may get a row by that."""
@@ -108,6 +135,7 @@ class ReferenceShard:
         row.embedding = nearest_embedding(row.embedding, self.config)
         row.state = nearest(row.state, self.config.state_dtype)
         row.last_step *= self.keeps_last_steps
+        row.stamp = max(row.stamp, self.left_before)
         place = self.index.get(row.id)
         if place is not None:
             self.rows[place] = row
@@ -125,14 +153,31 @@ class ReferenceShard:
         return admission_draw(self.config, id_, occurrence) < self.config.admission_value
 
     def _insert(self, row: ReferenceRow) -> None:
-        place = len(self.rows)
-        if place < self.capacity:
+        own = self.index.get(row.id)
+        if own is not None:  # It has left.
+            self.counters["evicted"] += 1
+            self.rows[own] = row
+            return
+        place = self._left()
+        if place is None and len(self.rows) < self.capacity:
+            place = len(self.rows)
             self.rows.append(row)
         else:
-            place = self._oldest()
+            place = self._oldest() if place is None else place
             self._note_eviction(self.rows[place].id)
             self.rows[place] = row
         self.index[row.id] = place
+
+    def _left(self) -> int | None:
+        """Looks at a few places for a row that has left, in turn, until all have been looked at."""
+        for _ in range(min(SWEEP, self.sweep_places)):
+            self.sweep_places -= 1
+            if self.sweep >= len(self.rows):
+                self.sweep = 0
+            place, self.sweep = self.sweep, self.sweep + 1
+            if self.has_left(self.rows[place]):
+                return place
+        return None
 
     def _oldest(self) -> int:
         return min(range(len(self.rows)), key=lambda place: (self.rows[place].stamp, place))
@@ -158,10 +203,11 @@ class ReferenceShard:
         if since and since != self.changes_since:
             raise StoreError(f"what has changed since epoch {since} is not known")
         rows: Iterator[ReferenceRow]
+        before = self.left_before
         if spill.live:  # A generator looks at a row when it is read.
-            rows = (self.rows[place] for place in range(len(self.rows)) if self.rows[place].epoch >= since)
+            rows = (row for row in map(self.rows.__getitem__, range(len(self.rows))) if row.epoch >= since and row.stamp >= before)
         else:
-            rows = iter([copy.deepcopy(row) for row in self.rows if row.epoch >= since])
+            rows = iter([copy.deepcopy(row) for row in self.rows if row.epoch >= since and not self.has_left(row)])
         self.snapshot = _Snapshot(epoch, rows, self.evicted)
         self.epoch = self.changes_since = epoch
         self.evicted, self.evicted_limit = [], spill.evicted_limit

@@ -329,10 +329,10 @@ def _distribute(servers: Sequence[EmbeddingPS], chunk: RowChunk, ranks: Collecti
 
 
 def _shapes(states: Iterable[tuple[int, list[dict[str, Any]]]]) -> dict[tuple[int, str, int, str], int]:
-    """Returns the length of each array of state, by PS, table, shard and name."""
+    """Returns the length of each array of state that may differ in it, by PS, table, shard and name."""
     lengths: Counter[tuple[int, str, int, str]] = Counter()
     for number, pieces in states:
-        for piece in pieces:
+        for piece in (piece for piece in pieces if piece["array"] != "ages"):  # Their number does not differ.
             lengths[number, piece["table"], piece["shard"], piece["array"]] += len(piece["values"])
     return lengths
 

@@ -1,0 +1,193 @@
+"""Rows that leave a table after its time to live, in steps or in the time that training runs."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from persia import Days, Schema, Steps, Table
+from persia.errors import ConfigError
+from persia.modes import Sync
+from persia.optim import Adagrad
+from persia.ps import EmbeddingServer, ServerOptions
+from persia.ps.ages import RowAges
+from persia.schema import IdFeature
+from persia.services import StatePiece
+from persia.store import NativeStore, ReferenceStore, TableConfig
+from persia.types import Gradients, Packed, PushHeader
+from support.stores import STORES, lookup
+
+U = np.uint64
+
+
+def ids(*values):
+    return np.array(values, U)
+
+
+def server_of(ttl, store=NativeStore):
+    return EmbeddingServer({"t": Table("t", 4, ttl=ttl)}, Adagrad(0.1), Sync(), 1, 1, ServerOptions(store=store))
+
+
+def train(server, step, *met):
+    """One global step whose batch has these ids."""
+    server.lookup({"t": ids(*met)}, True)
+    gradients = {"t": Gradients(ids(*met), np.ones((len(met), 4), np.float32))}
+    return server.push(PushHeader(1, 0, step + 1, step, len(met)), gradients)["t"]
+
+
+def present(server, *asked):
+    return server.contains(Packed.of({"t": ids(*asked)}, U))["t"].tolist()
+
+
+@pytest.mark.parametrize("store", [NativeStore, ReferenceStore])
+def test_rows_leave_after_steps(store):
+    server = server_of(Steps(32), store)
+    train(server, 0, 1, 2)
+    trained = server.read_rows("t", ids(1, 2), False).values
+    for step in range(1, 33):
+        train(server, step, 2)
+        assert present(server, 1, 2) == [True, True]
+    for step in range(33, 38):
+        train(server, step, 2)
+    assert present(server, 1, 2) == [False, True]
+    train(server, 38, 1)
+    assert present(server, 1, 2) == [True, True]
+    np.testing.assert_array_equal(server.read_rows("t", ids(1), False).values, trained[:1])  # begun anew, one step
+    assert server.statistics()["t"]["evicted"] == 1
+
+
+def test_an_evaluation_is_no_meeting():
+    server = server_of(Steps(8))
+    train(server, 0, 1)
+    for step in range(1, 12):
+        server.lookup({"t": ids(1)}, False)
+        train(server, step, 2)
+    assert present(server, 1) == [False]
+    assert not server.lookup({"t": ids(1)}, False)["t"].any()
+
+
+class Told:
+    """What a store is told of the time."""
+
+    def __init__(self):
+        self.calls = []
+
+    def age(self, table, by):
+        self.calls.append((table, by))
+
+
+def test_time_without_training_does_not_count():
+    told, now = Told(), [1000.0]
+    ages = RowAges(told, {3: Days(1)}, lambda: now[0])
+    for seconds in (5, 1800, 40 * 86_400, 1800, 2000):
+        ages.updated(1)
+        now[0] += seconds
+    ages.updated(1)
+    assert sum(by for _, by in told.calls) == 5 + 1800 + 3600 + 1800 + 2000
+    assert {table for table, _ in told.calls} == {3}
+
+
+def test_seconds_add_up_however_short_the_steps_are():
+    told, now = Told(), [0.0]
+    ages = RowAges(told, {0: Days(1)}, lambda: now[0])
+    for _ in range(10 * 86_400 // 50):
+        ages.updated(1)
+        now[0] += 0.25
+    assert 4320 - 86_400 // 64 <= sum(by for _, by in told.calls) <= 4320
+    assert len(told.calls) < 10
+
+
+def test_steps_that_come_late_or_begin_anew_do_not_count():
+    told = Told()
+    ages = RowAges(told, {0: Steps(64)})
+    for step in (500, 501, 499, 503, 501, 503, 504):
+        ages.updated(step)
+    assert sum(by for _, by in told.calls) == 4
+
+
+def test_tables_without_a_time_to_live_are_not_asked():
+    told = Told()
+    RowAges(told, {}).updated(1)
+    assert not told.calls
+
+
+@pytest.mark.parametrize("ttl", [30, "30 days", True, 1.5])
+def test_a_time_to_live_needs_a_unit(ttl):
+    with pytest.raises(ConfigError, match=r"Days\(\.\.\.\), Steps\(\.\.\.\) or None"):
+        Table("t", 4, ttl=ttl)
+
+
+@pytest.mark.parametrize("make", [lambda: Days(0), lambda: Days(float("nan")), lambda: Steps(0), lambda: Steps(1.5)])
+def test_times_to_live_are_positive(make):
+    with pytest.raises(ConfigError, match="Days|Steps"):
+        make()
+
+
+def test_a_restored_server_continues():
+    """With rows and state of a checkpoint; a table that gets its time to live later has no state of it."""
+    server = server_of(Steps(16))
+    for step in range(6):
+        train(server, step, 1, 2)
+    for step in range(6, 20):
+        train(server, step, 2)
+    states = [StatePiece(*piece) for pieces in server.export_state() for piece in pieces]
+    assert {piece.array for piece in states} > {"ages"}
+    assert not any(p.array == "ages" for pieces in server_of(None).export_state() for p in pieces)
+    for ttl, pieces, left in (
+        (Steps(16), states, True),
+        (None, states, False),
+        (Steps(16), [piece for piece in states if piece.array != "ages"], False),
+    ):
+        other = server_of(ttl)
+        for chunk in server.export_rows():
+            other.import_rows(chunk)
+        other.import_state(pieces)
+        for step in range(20, 24):
+            train(other, step, 2)
+        assert present(other, 1, 2) == [not left, True]
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_imported_rows_have_not_left(name):
+    """As when an older checkpoint is loaded into a cluster that has trained for long."""
+    store, old = STORES[name](), STORES[name]()
+    config = TableConfig("t", 4, shards=1, ttl=4)
+    for each in (store, old):
+        each.create_table(config)
+    lookup(old, ids(7, 8))
+    for n in range(20):
+        lookup(store, ids(n + 100))
+        store.age(0, 1)
+    for _, rows in old.iterate_rows(0):
+        store.import_rows(0, rows)
+    assert store.contains(0, ids(7, 8)).all()
+
+
+def test_regions_keep_ages(tmp_path):
+    path = str(tmp_path / "t")
+    store = NativeStore()
+    store.create_table(TableConfig("t", 4, shards=1, ttl=16), files=path)
+    store.age(0, 0)
+    lookup(store, ids(1))
+    store.age(0, 1)
+    lookup(store, ids(2))
+    store.age(0, 14)
+    del store
+    store = NativeStore()
+    store.create_table(TableConfig("t", 4, shards=1, ttl=16), files=path, attach=True)
+    assert store.contains(0, ids(1, 2)).all()
+    store.age(0, 2)
+    assert store.contains(0, ids(1, 2)).tolist() == [False, True]
+    del store
+    store = NativeStore()  # What has left does not come back, whatever the time to live is then.
+    store.create_table(TableConfig("t", 4, shards=1), files=path, attach=True)
+    assert store.contains(0, ids(1, 2)).tolist() == [False, True]
+
+
+def test_a_time_to_live_in_a_file():
+    schema = Schema([IdFeature("ad", dim=4, table="t")], tables=[Table("t", 4, ttl=Days(30))])
+    assert msgspec.json.decode(msgspec.json.encode(schema), type=Schema).tables == list(schema.tables)
+    toml = """
+id_features = [{name = "ad", dim = 4, table = "t"}]
+tables = [{name = "t", dim = 4, ttl = {kind = "steps", steps = 1000}}]
+"""
+    assert msgspec.toml.decode(toml, type=Schema).tables[0].ttl == Steps(1000)
