@@ -1,9 +1,10 @@
 """Eviction and growth of the embedding store: their cost, and the longest requests.
 
-    python -m benchmarks 'store.evict*' store.grow_pause_p999 [--preset smoke|laptop|full] [--json FILE]
+    python -m benchmarks 'store.evict*' store.ttl store.grow_pause_p999 [--preset smoke|laptop|full] [--json FILE]
 
 Rows have 16 floats and Adagrad's state; one thread. In a full table half of the rows are in use (the even ones) and the
-other half is evicted, oldest first, so that each new id evicts one row and no other id misses.
+other half is evicted, oldest first, so that each new id evicts one row and no other id misses. In store.ttl the other half
+has left, so that each new id takes the memory of one of its rows.
 
 A pause is the 99.9th percentile of the time of a request less the median. It is wall-clock time, so it contains what
 other processes take. Two details tell how much that is: `cpu`, the same in processor time of the calling thread, and
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ EVICT_PAUSE, GROW_PAUSE = 0.001, 0.003
 class Scale:
     """How much of everything a preset does."""
 
-    rows: int  # of the table in store.evict
+    rows: int  # of the table in store.evict and store.ttl
     batches: int  # per timing there
     rounds: int
     full: tuple[int, int]  # rows of the tables in store.evict_pause_p999
@@ -62,13 +63,15 @@ class Stream:
         return ids_of(self.random.permutation(np.concatenate([known, new])))
 
 
-def in_use(rows: int, capacity: int) -> NativeStore:
-    """A table that has met `rows` rows, and the even ones of them last."""
-    store = filled(rows, capacity=capacity)
+def in_use(rows: int, capacity: int, ttl: int = 0) -> NativeStore:
+    """A table that has met `rows` rows, and the even ones of them last; the others have left if there is a `ttl`."""
+    store = filled(rows, capacity=capacity, ttl=ttl)
+    store.age(0, 0)
     out = np.empty((BATCH, DIM), np.float32)
     for start in range(0, rows, 2 * BATCH):
         ids = ids_of(np.arange(start, min(start + 2 * BATCH, rows), 2))
         store.lookup([0], [ids], True, [out[: len(ids)]])
+    store.age(0, ttl)
     return store
 
 
@@ -101,6 +104,17 @@ def evict(preset: str) -> runner.Measure:
     ours = with_new_ids(full, scale.rows, scale.batches)
     theirs = with_new_ids(roomy, scale.rows, scale.batches)
     return runner.ratio("store.evict", ours=ours, theirs=theirs, of="rows/s", rounds=scale.rounds, at_least=0.95)
+
+
+@runner.measures("store.ttl")
+def ttl(preset: str) -> runner.Measure:
+    """Lookups in a table that half of the rows have left, 10 % of the ids new, against those in a table that has room."""
+    scale = SCALES[preset]
+    left, roomy = in_use(scale.rows, 2**30, ttl=1), in_use(scale.rows, 2**30)
+    ours = with_new_ids(left, scale.rows, scale.batches)
+    theirs = with_new_ids(roomy, scale.rows, scale.batches)
+    found = runner.ratio("store.ttl", ours=ours, theirs=theirs, of="rows/s", rounds=scale.rounds, at_least=0.95)
+    return replace(found, details={**found.details, "rows": left.size(0), "rows_with_room": roomy.size(0)})
 
 
 def pause(seconds: Sequence[float]) -> float:
