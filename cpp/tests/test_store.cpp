@@ -416,10 +416,12 @@ TEST(no_request_waits_for_rows_that_have_left) {
   store.age(0, 0);
   look(store, range(0, 100'000));
   store.age(0, 1);
-  look(store, range(1, 100'000));  // Row 0 has left, and is found at once; then none.
+  look(store, range(1, 99'999));
   store.age(0, 16);
-  look(store, {200'000});
+  look(store, {200'000});  // in place of row 0, which is found at once
   CHECK(store.size(0) == 100'000);
-  for (std::uint64_t id = 0; id < 10; ++id) look(store, {300'000 + id});
+  look(store, range(300'000, 300'010));  // The last row is not looked at before thousands of others.
   CHECK(store.size(0) == 100'010);
+  look(store, range(400'000, 430'000));
+  CHECK(store.size(0) == 130'009);
 }

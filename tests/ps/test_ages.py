@@ -14,7 +14,7 @@ from persia.schema import IdFeature
 from persia.services import StatePiece
 from persia.store import NativeStore, ReferenceStore, TableConfig
 from persia.types import Gradients, Packed, PushHeader
-from support.stores import STORES, lookup
+from support.stores import STORES, lookup, update
 
 U = np.uint64
 
@@ -132,7 +132,7 @@ def test_a_restored_server_continues():
     states = [StatePiece(*piece) for pieces in server.export_state() for piece in pieces]
     assert {piece.array for piece in states} > {"ages"}
     assert not any(p.array == "ages" for pieces in server_of(None).export_state() for p in pieces)
-    for ttl, pieces, left in (
+    for ttl, pieces, leaves in (
         (Steps(16), states, True),
         (None, states, False),
         (Steps(16), [piece for piece in states if piece.array != "ages"], False),
@@ -143,7 +143,7 @@ def test_a_restored_server_continues():
         other.import_state(pieces)
         for step in range(20, 24):
             train(other, step, 2)
-        assert present(other, 1, 2) == [not left, True]
+        assert present(other, 1, 2) == [not leaves, True]
 
 
 @pytest.mark.parametrize("name", STORES)
@@ -181,6 +181,46 @@ def test_regions_keep_ages(tmp_path):
     store = NativeStore()  # What has left does not come back, whatever the time to live is then.
     store.create_table(TableConfig("t", 4, shards=1), files=path, attach=True)
     assert store.contains(0, ids(1, 2)).tolist() == [False, True]
+
+
+def left():
+    """A store that row 1 has left, and row 2 has not."""
+    store = NativeStore()
+    store.create_table(TableConfig("t", 4, shards=1, ttl=4))
+    store.keep_last_steps(0)
+    store.age(0, 0)
+    for n in range(6):
+        met = ids(1, 2) if n == 0 else ids(2)
+        lookup(store, met)
+        update(store, met, np.ones((len(met), 4)), step=n + 1)
+        store.age(0, 1)
+    assert store.contains(0, ids(1, 2)).tolist() == [False, True]
+    return store
+
+
+def test_a_row_that_has_left_has_no_last_step():
+    """Asynchronous modes take gradients for a new row, however old."""
+    assert left().last_steps(0, ids(1, 2)).tolist() == [0, 6]
+
+
+def test_a_table_that_was_cleared_begins_anew():
+    store = left()
+    store.clear(0)
+    lookup(store, ids(1, 2, 3))
+    assert store.contains(0, ids(1, 2, 3)).all()
+
+
+def test_rows_stay_when_recency_is_numbered_anew():
+    store = left()
+    state = store.export_state(0, 0)
+    state["clocks"][0] = 2**32 - 2
+    store.import_state(0, 0, state)
+    for _ in range(3):
+        lookup(store, ids(2))
+    assert store.contains(0, ids(2)).all()
+    for _ in range(8):
+        store.age(0, 1)
+    assert not store.contains(0, ids(2)).any()
 
 
 def test_a_time_to_live_in_a_file():
