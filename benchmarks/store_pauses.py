@@ -3,8 +3,8 @@
     python -m benchmarks 'store.evict*' store.ttl store.grow_pause_p999 [--preset smoke|laptop|full] [--json FILE]
 
 Rows have 16 floats and Adagrad's state; one thread. In a full table half of the rows are in use (the even ones) and the
-other half is evicted, oldest first, so that each new id evicts one row and no other id misses. In store.ttl the other half
-has left, so that each new id takes the memory of one of its rows.
+other half is evicted, oldest first, so that each new id evicts one row and no other id misses. In store.ttl the other
+half has left, so that each new id takes the memory of one of its rows.
 
 A pause is the 99.9th percentile of the time of a request less the median. It is wall-clock time, so it contains what
 other processes take. Two details tell how much that is: `cpu`, the same in processor time of the calling thread, and
@@ -108,7 +108,7 @@ def evict(preset: str) -> runner.Measure:
 
 @runner.measures("store.ttl")
 def ttl(preset: str) -> runner.Measure:
-    """Lookups in a table that half of the rows have left, 10 % of the ids new, against those in a table that has room."""
+    """Lookups in a table that half of the rows have left, 10 % of the ids new, against those in one that has room."""
     scale = SCALES[preset]
     left, roomy = in_use(scale.rows, 2**30, ttl=1), in_use(scale.rows, 2**30)
     ours = with_new_ids(left, scale.rows, scale.batches)

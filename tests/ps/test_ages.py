@@ -118,7 +118,7 @@ def test_a_time_to_live_needs_a_unit(ttl):
 
 @pytest.mark.parametrize("make", [lambda: Days(0), lambda: Days(float("nan")), lambda: Steps(0), lambda: Steps(1.5)])
 def test_times_to_live_are_positive(make):
-    with pytest.raises(ConfigError, match="Days|Steps"):
+    with pytest.raises(ConfigError, match=r"Days|Steps"):
         make()
 
 

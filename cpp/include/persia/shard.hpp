@@ -138,8 +138,8 @@ class Shard {
   // Applies a push, in the order of the slice. A tracked push is applied exactly once.
   static PushCounts update(Shards shards, const Slice& slice, const Push& push);
 
-  // Lets time pass. Rows that were last touched longer than `ttl` ago, or up to a sixteenth of it later, leave: they are
-  // absent from then on, and their memory goes to new rows, each of which looks at a few rows for one.
+  // Lets time pass. Rows that were last touched longer than `ttl` ago, or up to a sixteenth of it later, leave: they
+  // are absent from then on, and their memory goes to new rows, each of which looks at a few rows for one.
   void age(std::uint64_t by);
   // Keeps the step of each row's last change from now on; until then it is 0. Throws RegionFull.
   void keep_last_steps();

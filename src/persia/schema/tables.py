@@ -123,7 +123,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             None: as many as memory holds, at most 2^30 in each PS. Memory grows with the rows held, not with this
             number.
         admission: which ids get a row in training.
-        ttl: time to live: rows that training has not met for so many `Days` or `Steps` leave the table. None: they stay.
+        ttl: time to live: rows leave that training has not met for so many `Days` or `Steps`. None: they stay.
         value_bound: embeddings are clamped to +-this after an update; 0 for no bound.
         cache_rows: number of rows that each NN worker keeps copies of on its device, for the batches that the mode's
             staleness lets them serve; see the guide on GPUs. 0 for none.

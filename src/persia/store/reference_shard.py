@@ -205,7 +205,8 @@ class ReferenceShard:
         rows: Iterator[ReferenceRow]
         before = self.left_before
         if spill.live:  # A generator looks at a row when it is read.
-            rows = (row for row in map(self.rows.__getitem__, range(len(self.rows))) if row.epoch >= since and row.stamp >= before)
+            places = map(self.rows.__getitem__, range(len(self.rows)))
+            rows = (row for row in places if row.epoch >= since and row.stamp >= before)
         else:
             rows = iter([copy.deepcopy(row) for row in self.rows if row.epoch >= since and not self.has_left(row)])
         self.snapshot = _Snapshot(epoch, rows, self.evicted)
