@@ -211,7 +211,7 @@ def slowdown(preset: str) -> runner.Measure:
             data.schema,
             optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-3),
             embedding_optimizer=Adagrad(lr=0.05),
-            mode=Hybrid(4),
+            mode=Hybrid(4, warmup=0),
             options=options,
         )
         ps = trainer.embeddings.connection.servers[0]

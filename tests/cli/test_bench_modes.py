@@ -10,7 +10,7 @@ from persia.cli import ui
 from persia.cli.app import app
 from persia.coordinator import TokenScheduler
 from persia.errors import ConfigError, DataError
-from persia.modes import Auto, AutoEvidence, Gba, HopBw, StepTime, load_evidence
+from persia.modes import Auto, AutoEvidence, Gba, HopBw, Hybrid, StepTime, Sync, load_evidence
 from persia.testing import emulation as bench
 
 
@@ -23,6 +23,20 @@ def test_all_modes_side_by_side(tmp_path):
     assert [line["mode"].split("(")[0] for line in lines] == ["Sync", "Hybrid", "Async", "HopBs", "Bsp", "HopBw", "Gba"]
     assert all(line["rows_per_second"] > 0 for line in lines)
     assert all(line["mode"] in done.output for line in lines)
+
+
+def test_the_modes_are_compared_as_they_are_after_a_warm_up():
+    """A comparison has fewer steps than the default warm-up, in which Hybrid is Sync at first."""
+    emulation = bench.Emulation.parse(2, "0:1x", "5ms")
+    (hybrid,) = (mode for mode in bench.all_modes(emulation.workers) if isinstance(mode, Hybrid))
+    line = bench.run(hybrid, emulation, 24)
+    assert bench.record(line)["row_staleness_max"] > 0
+
+
+def test_columns_of_the_table_are_aligned():
+    lines = [bench.run(mode, bench.Emulation.parse(1, "0:1x", "1ms"), 2) for mode in (Hybrid(4), Sync())]
+    title, *rows = bench.table(lines).splitlines()
+    assert [len(row) for row in rows] == [len(title)] * 2
 
 
 def test_a_fast_nn_worker_takes_more_batches():

@@ -268,7 +268,8 @@ def modes(
 ) -> None:
     """Compare the speed of all modes while some NN workers are slow.
 
-    Compute time is emulated by sleeping, so one machine can stand for many.
+    Compute time is emulated by sleeping, so one machine can stand for many. Hybrid is compared as it is after its
+    warm-up.
     """
     from persia.cli import ui as out
     from persia.testing import emulation
