@@ -267,11 +267,11 @@ def train(cluster, mode, cache_rows, batches, on_host=True, accumulation=1, devi
     return embeddings, seen
 
 
-def rows_are_new_enough(staleness, cache_rows, servers, on_host, accumulation, device="cpu"):
-    cluster = Watching(servers)
-    embeddings, seen = train(
-        cluster, Hybrid(staleness, warmup=0), cache_rows, make_batches(40), on_host, accumulation, device
-    )
+def rows_are_new_enough(
+    staleness, cache_rows, servers, on_host, accumulation, device="cpu", *, warmup=0, batches=40
+):
+    cluster, mode = Watching(servers), Hybrid(staleness, warmup=warmup)
+    embeddings, seen = train(cluster, mode, cache_rows, make_batches(batches), on_host, accumulation, device)
     assert embeddings.cached.hits > 0
     assert cluster.asked == embeddings.cached.misses
     assert embeddings.cached.hits + embeddings.cached.misses == sum(len(ids) for ids, _ in seen)
@@ -282,8 +282,9 @@ def rows_are_new_enough(staleness, cache_rows, servers, on_host, accumulation, d
     states = [first, *(np.where(state.any(1, keepdims=True), state, first) for state in cluster.states)]
     for number, (ids, rows) in enumerate(seen):
         step = number // accumulation
+        oldest = max(0, step - mode.depth_at(staleness, step))
         for id_, row in zip(ids, rows, strict=True):
-            allowed = [state[int(id_)] for state in states[max(0, step - staleness) : step + 1]]
+            allowed = [state[int(id_)] for state in states[oldest : step + 1]]
             assert any(np.array_equal(row, state) for state in allowed)
 
 
@@ -295,6 +296,21 @@ def test_each_row_is_a_state_that_lacks_no_more_steps_than_allowed(
     staleness, cache_rows, servers, on_host, accumulation
 ):
     rows_are_new_enough(staleness, cache_rows, servers, on_host, accumulation)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_copies_lack_no_more_steps_than_the_warm_up_allows(accumulation):
+    """With the default one, of 500 global steps: at first none serves, as in Sync."""
+    batches = 520 * accumulation
+    rows_are_new_enough(4, 64, 2, True, accumulation, warmup=Hybrid(4).warmup, batches=batches)
+
+
+def test_no_copy_serves_while_the_warm_up_allows_no_delay():
+    """In the first 124 steps of Hybrid(4) a row lacks none."""
+    embeddings, _ = train(Watching(), Hybrid(4), 64, make_batches(120))
+    assert embeddings.cached.hits == 0
+    assert embeddings.cached.misses > 0
+    assert embeddings.staleness.max == 0
 
 
 @pytest.mark.gpu
