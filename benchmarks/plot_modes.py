@@ -107,7 +107,8 @@ SWITCHES = {
     "to Bsp": "modes.auc_switch_others.to_bsp.mean",
     "to HopBw": "modes.auc_switch_others.to_hop_bw.mean",
 }
-LATE = {"Hybrid(4)": "hybrid_4", "Hybrid(4), warm-up": "hybrid_4_warm", "Hybrid(auto)": "auto"}
+LATE = {"Hybrid(4), cold": "hybrid_4", "Hybrid(4), warm-up": "hybrid_4_warm", "Hybrid(auto), cold": "auto"}
+"""Without a warm-up, and with one over half of the run."""
 STRAGGLING = {
     "Gba": "gba", "HopBw(2)": "hop_bw", "HopBs(2)": "hop_bs", "Async": "async", "Async, own rates": "async_own",
 }  # fmt: skip

@@ -51,7 +51,7 @@ def test_what_a_mode_gains_is_in_rates_of_sync():
     lines |= {f"modes.auc_others.{plot_modes.DATA}.{k}": {"value": -0.002, "rows_per_virtual_s": 5.0} for k in kinds}
     lines[f"modes.auc_others.{plot_modes.DATA}.gba"]["rows_per_virtual_s"] = 20.0
     series = plot_modes.which_mode(lines).series
-    assert series["Hybrid(auto)"] == [(1.5, -0.001)]
+    assert series["Hybrid(auto), cold"] == [(1.5, -0.001)]
     assert series["Gba"] == [(4.0, -0.002)]
     assert series["HopBs(2)"] == [(1.0, -0.002)]
 

@@ -45,7 +45,7 @@ RETRY_WINDOWS = 8
 """Number of windows before "auto" repeats a change that did not help."""
 
 WARMUP = 500
-"""Global steps of the warm-up by default: nearly all that a delay costs is lost before (docs/papers.md, Table 2)."""
+"""Global steps of the warm-up by default: most of what a delay costs is lost at the start of a run (docs/papers.md)."""
 
 
 @register
