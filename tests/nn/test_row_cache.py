@@ -267,9 +267,7 @@ def train(cluster, mode, cache_rows, batches, on_host=True, accumulation=1, devi
     return embeddings, seen
 
 
-def rows_are_new_enough(
-    staleness, cache_rows, servers, on_host, accumulation, device="cpu", *, warmup=0, batches=40
-):
+def rows_are_new_enough(staleness, cache_rows, servers, on_host, accumulation, device="cpu", *, warmup=0, batches=40):
     cluster, mode = Watching(servers), Hybrid(staleness, warmup=warmup)
     embeddings, seen = train(cluster, mode, cache_rows, make_batches(batches), on_host, accumulation, device)
     assert embeddings.cached.hits > 0

@@ -157,6 +157,56 @@ def test_a_gpu_decodes_the_same_bits(schema, compression):
         assert torch.equal(theirs.rows[name].cpu(), rows)
 
 
+NO_DEVICE = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = [("cpu", True), ("cpu", False), pytest.param("cuda", False, marks=[pytest.mark.gpu, NO_DEVICE])]
+"""With whether the core converts rows, else torch on the device."""
+
+
+@pytest.mark.parametrize(("device", "on_host"), DEVICES)
+@pytest.mark.parametrize(("compression", "tolerance"), [("none", 0.0), ("fp16", 0.07)])
+def test_a_step_on_a_device_reads_and_updates_rows_of_16_bits(device, on_host, compression, tolerance):
+    """Forward: float32 of what is stored. Backward: SGD on it, exact in 8 bits where gradients cross as float32."""
+    ids = {"item": [[0], [1], [1], [2]], "history": [[0, 1], [2, 2], [3, 0], [1, 1]]}
+    ids |= {"user": [[5], [5], [6], [7]], "tag": [[3], [3], [3], [4]]}
+    tables = {"item": "item", "history": "item", "user": "user", "tag": "tag"}
+    columns = {
+        name: IdColumn(np.ravel(of).astype(np.uint64), np.arange(5, dtype=np.int64) * len(of[0]))
+        for name, of in ids.items()
+    }
+    batch = Batch(columns, np.zeros((4, 1), np.float32), np.zeros((4, 1), np.float32))
+    weights = [1.0, 2.0, 4.0, 8.0]
+    embeddings = persia.nn.EmbeddingCollection(
+        SCHEMA,
+        optimizer=persia.optim.SGD(lr=0.25),
+        mode=Sync(),
+        cluster=Cluster(2, compression),
+        options=persia.nn.CollectionOptions(device),
+    )
+    assert embeddings._expander.on_host == (device == "cpu")
+    if not on_host:
+        embeddings._expander.on_host = False
+        embeddings._transfer = Transfer(embeddings._staging, False, SCHEMA.resolved_tables())
+    expected, random = {}, np.random.default_rng(0)
+    for name, table in SCHEMA.resolved_tables().items():
+        expected[name] = random.integers(-8, 9, (8, table.dim)).astype(np.float32) / 4
+        embeddings.set_rows(name, np.arange(8, dtype=np.uint64), expected[name])
+    for prepared in embeddings.prefetch([batch]):
+        found = embeddings(prepared)
+        for name, of in ids.items():
+            pooled = np.stack([expected[tables[name]][sample].mean(0) for sample in of])
+            assert (found[name].device.type, found[name].dtype) == (device, torch.float32)
+            np.testing.assert_allclose(found[name].detach().cpu().numpy(), pooled, rtol=0, atol=tolerance)
+        factors = torch.tensor(weights, device=device)[:, None]
+        sum((values * factors).sum() for values in found.values()).backward()
+    for name, of in ids.items():
+        for sample, weight in zip(of, weights, strict=True):
+            for id_ in sample:
+                expected[tables[name]][id_] -= 0.25 * weight / len(sample)
+    for name, rows in expected.items():
+        stored = embeddings.rows(name, np.arange(8, dtype=np.uint64)).values
+        np.testing.assert_allclose(stored, rows, rtol=0, atol=tolerance)
+
+
 @pytest.mark.parametrize("compression", ["none", "fp16"])
 @pytest.mark.parametrize("schema", [SCHEMA, ALL_OF_16_BITS])
 def test_rows_of_16_bits_cross_in_a_message(schema, compression):
