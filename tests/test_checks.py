@@ -3,6 +3,7 @@
 import math
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +15,8 @@ from persia.cluster import Embedded, RayOptions
 from persia.data.reader import Order
 from persia.errors import ConfigError
 from persia.nn import CollectionOptions
-from persia.optim import Adagrad, APMSqueezeOptions
+from persia.optim import Adagrad, APMSqueezeOptions, OneBit, StochasticTernary, TopK
+from persia.schema import AdmitMinFrequency, Uniform
 from persia.worker import WorkerOptions
 
 WRONG = [-1, 2**70, 10**400, -(2**70), math.nan, math.inf, -math.inf, True, "1", [1], 1j]
@@ -41,9 +43,13 @@ FIELDS = {
     modes.HopBs: ["bound"],
     modes.HopBw: ["backup"],
     modes.Async: ["staleness"],
+    modes.Auto: ["gain", "back", "windows", "seconds"],
+    TopK: ["ratio"],
+    OneBit: ["block"],
+    StochasticTernary: ["block", "seed"],
 }  # fmt: skip
-REQUIRED = {Adagrad: {"lr": 0.1}, modes.Gba: {"global_batch_size": 8}}
-LARGE = {"clip_norm", "lr", "initial_accumulator", "eps", "weight_decay"}
+REQUIRED = {Adagrad: {"lr": 0.1}, modes.Gba: {"global_batch_size": 8}, modes.Auto: {"asynchronous": modes.Gba(8)}}
+LARGE = {"clip_norm", "lr", "initial_accumulator", "eps", "weight_decay", "gain", "back"}
 """Fields that may have 2^70."""
 CASES = [
     pytest.param(record, field, wrong, id=f"{record.__name__}.{field}-{str(wrong)[:20]}")
@@ -56,9 +62,103 @@ CASES = [
 
 @pytest.mark.parametrize(("record", "field", "wrong"), CASES)
 def test_a_value_out_of_range_is_refused_by_name(record, field, wrong):
-    with pytest.raises(ConfigError, match=field) as caught:
+    with pytest.raises(ConfigError, match=rf"^Invalid .*{field} = .*; expected ") as caught:
         record(**{**REQUIRED.get(record, {}), field: wrong})
     assert caught.value.fields["field"].rpartition(".")[2] == field
+
+
+OTHERS = {
+    persia.TrainerOptions: {
+        "precision": "fp8", "keep_best": "loss", "checkpoint_consistent": "no", "progress": 1, "allow_empty": None,
+        "schedule": 5, "checkpoint_dir": 5, "log_dir": b"logs", "record_dir": 1.5, "mode_schedule": 5,
+    },
+    RayOptions: {
+        "compression": "fp8", "log_level": "all", "backend": "mpi", "overcommit": "no", "regions": 5,
+        "address": 5,
+    },
+    Embedded: {"overcommit": "no"},
+    WorkerOptions: {"compression": "fp8"},
+    APMSqueezeOptions: {"communicate": "rows", "track_scale": 1, "debug": "no", "compressor": "one_bit"},
+    OneBit: {"scale": "l1"},
+    persia.Schedule: {"decay": "square"},
+    Adagrad: {"schedule": 5},
+    persia.Table: {"name": "", "optimizer": "adam", "initializer": "zeros", "admission": 3, "dtype": "int8"},
+    persia.IdFeature: {"name": "a\ud800", "table": 5, "cross": "ab", "kind": "id", "pooling": "max", "dtype": "int8"},
+    persia.Schema: {"id_features": ["a"], "tables": ["a"], "dense_features": "x", "labels": 5},
+    modes.Hybrid: {"combine": "no", "reduction": "mean"},
+    modes.Sync: {"reduction": "mean"},
+}  # fmt: skip
+REQUIRED |= {persia.Table: {"name": "t", "dim": 4}, persia.IdFeature: {"name": "a", "dim": 4}}
+REQUIRED |= {persia.Schema: {"id_features": [persia.IdFeature("a", 4)]}}
+
+
+@pytest.mark.parametrize(
+    ("record", "field", "wrong"),
+    [
+        pytest.param(record, field, wrong, id=f"{record.__name__}.{field}")
+        for record, fields in OTHERS.items()
+        for field, wrong in fields.items()
+    ],
+)
+def test_a_value_of_another_kind_is_refused_by_name(record, field, wrong):
+    with pytest.raises(
+        ConfigError, match=rf"^Invalid .*{field} = ?.*; expected |^Invalid \w+ name .*; expected "
+    ) as caught:
+        record(**{**REQUIRED.get(record, {}), field: wrong})
+    assert caught.value.fields["field"]
+
+
+@pytest.mark.parametrize(
+    ("record", "fields"),
+    [
+        (persia.TrainerOptions, {"seed": 3, "timeout": 0.5, "progress": False, "clip_norm": 2.0}),
+        (CollectionOptions, {"seed": 3, "timeout": 0.5}),
+        (RayOptions, {"cpus": 0.5, "threads": 2, "prometheus_port": 4000}),
+        (WorkerOptions, {"capacity": 3, "expiry": 0.5}),
+        (APMSqueezeOptions, {"warmup": 3, "clip_norm": 0.5, "debug": True}),
+        (OneBit, {"block": 64}),
+        (TopK, {"ratio": 0.5}),
+        (StochasticTernary, {"block": 4, "seed": 2}),
+        (persia.Schedule, {"warmup_steps": 3, "floor": 0.5}),
+        (Adagrad, {"lr": 0.5, "eps": 0.25}),
+        (Uniform, {"low": -0.5, "high": 0.5}),
+        (AdmitMinFrequency, {"count": 3}),
+        (persia.Table, {"name": "t", "dim": 4, "capacity": 9, "value_bound": 0.5}),
+        (persia.IdFeature, {"name": "a", "dim": 4, "max_length": 3}),
+        (modes.Hybrid, {"staleness": 3, "warmup": 7, "combine": False}),
+        (modes.Gba, {"global_batch_size": 8, "tolerance": 2}),
+        (modes.Bsp, {"batches": 3}),
+        (modes.HopBs, {"bound": 3}),
+        (modes.HopBw, {"backup": 3}),
+        (modes.Async, {"staleness": 3}),
+    ],
+)
+def test_numpy_scalars_are_taken_and_recorded_as_numbers(record, fields):
+    """A learning rate from numpy ended a run where it wrote its first checkpoint, which cannot record one."""
+    scalars = {name: np.array([value])[0] for name, value in fields.items()}
+    assert all(isinstance(scalar, np.generic) for scalar in scalars.values())
+    made, plain = record(**scalars), record(**fields)
+    assert made == plain
+    assert [type(getattr(made, name)) for name in fields] == [type(value) for value in fields.values()]
+    assert msgspec.json.encode(made) == msgspec.json.encode(plain)
+
+
+def test_sizes_of_batches_may_come_from_numpy():
+    made = Order(np.int64(3), np.int64(0), np.uint64(7))
+    assert made == Order(3, 0, 7)
+    assert [type(value) for value in (made.batch_size, made.shuffle_rows, made.seed)] == [int] * 3
+
+
+def test_names_from_numpy_are_taken_and_recorded_as_texts():
+    names = list(np.array(["price", "age"]))
+    schema = persia.Schema([persia.IdFeature(names[1], 4)], dense_features=names[:1])
+    assert msgspec.json.encode(schema) == msgspec.json.encode(persia.Schema([persia.IdFeature("age", 4)], ["price"]))
+
+
+def test_paths_are_taken_and_recorded_as_texts(tmp_path):
+    options = persia.TrainerOptions(checkpoint_dir=tmp_path, log_dir=tmp_path)
+    assert (options.checkpoint_dir, options.log_dir) == (str(tmp_path), str(tmp_path))
+    assert RayOptions(regions=tmp_path).regions == str(tmp_path)
 
 
 def test_the_largest_values_are_recorded_and_read_again():

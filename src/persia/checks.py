@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
 
 from persia.errors import ConfigError
 
@@ -12,9 +17,15 @@ __all__ = [
     "MAX_SEED",
     "MAX_STEPS",
     "MAX_THREADS",
+    "check_choice",
+    "check_flag",
     "check_integer",
+    "check_kind",
     "check_number",
     "check_seconds",
+    "described",
+    "plain",
+    "plain_fields",
 ]
 
 MAX_COUNT = (1 << 31) - 1
@@ -29,10 +40,23 @@ MAX_SECONDS = 1e9
 """Longest time, 31 years: waits of threads and sockets take no infinite one."""
 
 
+def plain(value: Any) -> Any:
+    """Returns the Python value of a NumPy scalar; any other value as it is."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def plain_fields(record: msgspec.Struct) -> None:
+    """Replaces NumPy scalars in the fields of a record by Python values: checkpoints and messages take no others."""
+    for name in record.__struct_fields__:
+        value = getattr(record, name)
+        if isinstance(value, np.generic):
+            msgspec.structs.force_setattr(record, name, plain(value))
+
+
 def check_integer(name: str, value: object, low: int, high: float = MAX_COUNT) -> None:
     """Raises ConfigError unless `value` is a whole number from `low` to `high`."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ConfigError(f"{name} = {value!r} is not a whole number from {low} to {high}; correct it.", field=name)
+        raise ConfigError(f"Invalid {name} = {value!r}; expected a whole number from {low} to {high}.", field=name)
 
 
 def check_number(
@@ -43,19 +67,60 @@ def check_number(
     *,
     open_low: bool = False,
     open_high: bool = False,
+    field: str | None = None,
 ) -> None:
-    """Raises ConfigError unless `value` is a finite number between `low` and `high`, without those that are open."""
+    """Raises ConfigError unless `value` is a finite number between `low` and `high`, without those that are open.
+
+    Args:
+        name: of the option, for the message.
+        value: of the option.
+        low: least number.
+        high: largest number.
+        open_low: whether `low` itself is refused.
+        open_high: whether `high` itself is refused.
+        field: of the error; `name` by default.
+    """
     if isinstance(value, (int, float)) and not isinstance(value, bool) and -math.inf < value < math.inf:
         inside = (low < value if open_low else low <= value) and (value < high if open_high else value <= high)
         if inside and _is_float(value):
             return
-    interval = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if open_high or math.isinf(high) else ']'}"
-    raise ConfigError(f"{name} = {value!r} is not a number in {interval}; correct it.", field=name)
+    opening, closing = "(" if open_low or math.isinf(low) else "[", ")" if open_high or math.isinf(high) else "]"
+    raise ConfigError(
+        f"Invalid {name} = {value!r}; expected a number in {opening}{low:g}, {high:g}{closing}.",
+        field=field or name,
+    )
 
 
-def check_seconds(name: str, value: object) -> None:
-    """Raises ConfigError unless `value` is a time above 0, of at most `MAX_SECONDS`."""
-    check_number(name, value, 0, MAX_SECONDS, open_low=True)
+def check_seconds(name: str, value: object, *, field: str | None = None) -> None:
+    """Raises ConfigError unless `value` is a time above 0, of at most `MAX_SECONDS`. See `check_number`."""
+    check_number(name, value, 0, MAX_SECONDS, open_low=True, field=field)
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raises ConfigError unless `value` is a boolean. A text such as "no" would count as True."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"Invalid {name} = {value!r}; expected True or False.", field=name)
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raises ConfigError unless `value` is one of these texts."""
+    if value not in choices:
+        raise ConfigError(f"Invalid {name} = {value!r}; expected one of: {', '.join(choices)}.", field=name)
+
+
+def check_kind(name: str, value: object, kinds: Any, expected: str) -> None:
+    """Raises ConfigError unless `value` is an instance of `kinds`, which the words `expected` describe."""
+    if not isinstance(value, kinds):
+        raise ConfigError(f"Invalid {name} = {described(value)}; expected {expected}.", field=name)
+
+
+def described(value: object) -> str:
+    """Returns a value in a few words: the values of optimizers, modules and clusters take lines."""
+    if value is None or isinstance(value, (str, int, float)):
+        return repr(value)
+    kind = value if isinstance(value, type) else type(value)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return f"the class {name}" if isinstance(value, type) else f"<{name}>"
 
 
 def _is_float(value: float) -> bool:

@@ -89,7 +89,7 @@ def test_a_warm_up_is_the_default_where_there_is_a_limit_to_rise_to():
 
 
 def test_a_warm_up_needs_a_bound():
-    with pytest.raises(ConfigError, match="warmup = 5 needs a limit") as caught:
+    with pytest.raises(ConfigError, match="warmup = 5; expected 0, as staleness = None has no limit") as caught:
         Hybrid(None, warmup=5)
     assert caught.value.fields["field"] == "mode.warmup"
     with pytest.raises(ConfigError, match="warmup = -1"):

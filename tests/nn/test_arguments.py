@@ -84,12 +84,12 @@ def batch():
 
 
 SHARED = [
-    ("schema", None, "schema = None; give a persia.Schema"),
+    ("schema", None, "schema = None; expected a persia.Schema"),
     ("schema", {"a": 4}, "schema = <dict>"),
-    ("mode", "sync", r"mode = 'sync'; give one of persia.modes, such as persia.modes.Sync\(\)"),
+    ("mode", "sync", r"mode = 'sync'; expected one of persia.modes, such as persia.modes.Sync\(\)"),
     ("mode", "", "mode = ''"),
-    ("mode", Sync, "mode = the class persia.modes.sync.Sync; give"),
-    ("cluster", Embedded, "cluster = the class persia.cluster.embedded.Embedded; give one of persia.cluster"),
+    ("mode", Sync, "mode = the class persia.modes.sync.Sync; expected"),
+    ("cluster", Embedded, "cluster = the class persia.cluster.embedded.Embedded; expected one of persia.cluster"),
     ("cluster", "ray", "cluster = 'ray'"),
 ]
 
@@ -98,15 +98,19 @@ SHARED = [
     ("name", "value", "message"),
     [
         *SHARED,
-        ("model", Net, r"model = the class .*Net; give a torch.nn.Module"),
+        ("model", Net, r"model = the class .*Net; expected a torch.nn.Module"),
         ("model", lambda dense, embeddings: dense, "model = <function>"),
-        ("optimizer", torch.optim.Adam([PARAMETER]), r"optimizer = <torch.optim.adam.Adam>; give a function .*lambda"),
+        (
+            "optimizer",
+            torch.optim.Adam([PARAMETER]),
+            r"optimizer = <torch.optim.adam.Adam>; .*lambda",
+        ),
         ("optimizer", "adam", "optimizer = 'adam'"),
         ("embedding_optimizer", torch.optim.Adagrad([PARAMETER]), r"= <torch.optim.adagrad.Adagrad>; .*persia.optim"),
-        ("embedding_optimizer", "adagrad", "embedding_optimizer = 'adagrad'; give one of persia.optim"),
+        ("embedding_optimizer", "adagrad", "embedding_optimizer = 'adagrad'; expected one of persia.optim"),
         ("embedding_optimizer", Adagrad, "embedding_optimizer = the class persia.schema.optimizers.Adagrad"),
         ("embedding_optimizer", None, "embedding_optimizer = None"),
-        ("options", {}, r"options = <dict>; give TrainerOptions\(...\)"),
+        ("options", {}, r"options = <dict>; expected TrainerOptions\(...\)"),
         ("options", CollectionOptions(), "options = <persia.nn.options.CollectionOptions>"),
     ],
 )
@@ -120,11 +124,11 @@ def test_a_trainer_names_a_wrong_argument(name, value, message):
     ("name", "value", "message"),
     [
         *SHARED,
-        ("mode", Auto(Gba(32)), r"mode = <persia.modes.auto.Auto>; give one of persia.modes"),
-        ("optimizer", lambda params: torch.optim.Adam(params), "optimizer = <function>; give one of persia.optim"),
+        ("mode", Auto(Gba(32)), r"mode = <persia.modes.auto.Auto>; expected one of persia.modes"),
+        ("optimizer", lambda params: torch.optim.Adam(params), "optimizer = <function>; expected one of persia.optim"),
         ("optimizer", None, "optimizer = None"),
-        ("grad_scaler", True, "grad_scaler = True; give a torch.amp.GradScaler"),
-        ("options", persia.TrainerOptions(), r"give CollectionOptions\(...\)"),
+        ("grad_scaler", True, "grad_scaler = True; expected a torch.amp.GradScaler"),
+        ("options", persia.TrainerOptions(), r"expected CollectionOptions\(...\)"),
     ],
 )
 def test_a_collection_names_a_wrong_argument(name, value, message):
@@ -138,7 +142,7 @@ def test_a_collection_names_a_wrong_argument(name, value, message):
 def test_a_collection_is_called_with_a_batch(wrong, training):
     collection = make_collection().train(training)
     with pytest.raises(
-        ConfigError, match=r"batch = .*; give a batch that `prefetch` yields, or .*from_columns"
+        ConfigError, match=r"batch = .*; expected a batch that `prefetch` yields, or .*from_columns"
     ) as raised:
         collection(wrong)
     assert raised.value.fields == {"field": "batch"}
@@ -274,7 +278,7 @@ def test_predictions_of_data_without_labels_have_rows_and_columns():
 
 @pytest.mark.parametrize("wrong", ["sync", Sync, Auto(Gba(8), Sync()), None])
 def test_a_switch_to_what_is_no_mode_is_refused(wrong):
-    message = r"^mode = .*; give one of persia\.modes"
+    message = r"^Invalid mode(_schedule)? = .*; expected one of persia\.modes"
     with pytest.raises(ConfigError, match=message):
         make_trainer().switch(wrong)
     with pytest.raises(ConfigError, match=message):

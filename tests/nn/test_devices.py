@@ -139,7 +139,7 @@ def test_nn_workers_that_share_a_gpu_use_gloo(given_options, expected):
 @pytest.mark.parametrize(
     ("given_options", "message"),
     [
-        ({"backend": "mpi"}, "use auto, gloo or nccl"),
+        ({"backend": "mpi"}, "expected one of: auto, gloo, nccl"),
         ({"backend": "nccl"}, "gpus = 0; set gpus=1"),
         ({"backend": "nccl", "gpus": 0.5}, "gpus = 0.5; set gpus=1"),
     ],

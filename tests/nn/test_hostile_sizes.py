@@ -50,7 +50,7 @@ def test_distinct_ids_at_the_limit_of_narrow_indices_reach_their_rows(count, clu
 
 @pytest.mark.parametrize("capacity", [0, -1, 2**48 + 1, 1e6, True, "1000"])
 def test_capacities_out_of_range_name_the_range(capacity):
-    with pytest.raises(ConfigError, match=r"capacity = .* is not a whole number from 1 to 281474976710656"):
+    with pytest.raises(ConfigError, match=r"capacity = .*; expected a whole number from 1 to 281474976710656"):
         Table("item", dim=4, capacity=capacity)
     assert Table("item", dim=4, capacity=2**48).capacity == 2**48
     assert Table("item", dim=4).capacity is None
@@ -58,7 +58,7 @@ def test_capacities_out_of_range_name_the_range(capacity):
 
 @pytest.mark.parametrize("length", [0, 2**20 + 1, 2.0])
 def test_lengths_out_of_range_name_the_range(length):
-    with pytest.raises(ConfigError, match=r"max_length = .* is not a whole number from 1 to 1048576"):
+    with pytest.raises(ConfigError, match=r"max_length = .*; expected a whole number from 1 to 1048576"):
         IdFeature("history", dim=4, max_length=length)
 
 

@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable
 
-from persia.checks import MAX_THREADS, check_integer
+from persia.checks import MAX_THREADS, check_flag, check_integer, plain
 from persia.coordinator import TokenScheduler
 from persia.modes import Mode
 from persia.ps import EmbeddingServer, ServerOptions
@@ -35,6 +35,8 @@ class Embedded:
     def __init__(
         self, threads: int | None = None, prometheus_port: int | None = None, overcommit: bool = False
     ) -> None:
+        threads, prometheus_port = plain(threads), plain(prometheus_port)
+        check_flag("cluster.overcommit", overcommit)
         if threads is not None:
             check_integer("cluster.threads", threads, 1, MAX_THREADS)
         self.threads = threads or min(8, len(os.sched_getaffinity(0)))

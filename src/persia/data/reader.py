@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from persia.batching.batch import Batch, IdColumn
-from persia.checks import MAX_SEED, check_integer
+from persia.checks import MAX_SEED, check_integer, plain
 from persia.errors import ConfigError
 from persia.schema import Schema
 from persia.types import Int64Array
@@ -71,12 +71,16 @@ class Order:
     shard: tuple[int, int] = (0, 1)
 
     def __post_init__(self) -> None:
+        for name in ("batch_size", "shuffle_rows", "seed"):
+            object.__setattr__(self, name, plain(getattr(self, name)))
         check_integer("batch_size", self.batch_size, 1)
         check_integer("shuffle_rows", self.shuffle_rows, 0)
         check_integer("seed", self.seed, 0, MAX_SEED)
         index, count = self.shard
         if not 0 <= index < count:
-            raise ConfigError(f"shard = {self.shard!r} is not (index, count) with 0 <= index < count.", field="shard")
+            raise ConfigError(
+                f"Invalid shard = {self.shard!r}; expected (index, count) with 0 <= index < count.", field="shard"
+            )
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import numpy as np
 
 from persia.batching import ThreadPool, hash_cross
 from persia.batching.columns import id_column
+from persia.checks import check_choice, plain_fields
 from persia.config import convert
 from persia.data.expressions import Expression, Rule
 from persia.data.values import Values
@@ -44,9 +45,9 @@ class Split(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, known in (("part", ("train", "test")), ("by", ("random", "hash", "time"))):
-            if getattr(self, name) not in known:
-                raise ConfigError(f"Split.{name} = {getattr(self, name)!r}; use one of {', '.join(known)}.", field=name)
+        plain_fields(self)
+        check_choice("Split.part", self.part, ("train", "test"))
+        check_choice("Split.by", self.by, ("random", "hash", "time"))
         if not isinstance(self.test, float) or not 0 < self.test < 1:
             raise ConfigError(f"Split.test = {self.test!r} is not a share between 0 and 1.", field="test")
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from persia.checks import plain_fields
 from persia.modes.base import Asynchronous, check_whole
 from persia.modes.registry import register
 
@@ -24,6 +25,7 @@ class Async(Asynchronous, frozen=True, tag="async"):
     staleness: int | None = None
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         if self.staleness is not None:
             check_whole("Async", "staleness", self.staleness, 0, "own steps in flight, or None for no limit")
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_
 
 import msgspec
 
+from persia.checks import check_number, check_seconds, plain_fields
 from persia.errors import ConfigError, DataError
 from persia.modes.base import Dense, Mode, check_whole
 from persia.modes.registry import mode_of
@@ -73,6 +74,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="k
     seconds: float = 5.0
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         if not isinstance(self.sync, Mode) or self.sync.dense() is not Dense.ALL_REDUCE:
             raise ConfigError(f"Invalid Auto.sync = {self.sync!r}; expected Sync or Hybrid.", field="mode.sync")
         if not isinstance(self.asynchronous, Mode) or self.asynchronous.dense() is not Dense.SERVER:
@@ -80,14 +82,15 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="k
                 f"Invalid Auto.asynchronous = {self.asynchronous!r}; expected an asynchronous mode, such as Gba.",
                 field="mode.asynchronous",
             )
-        if not 1 <= self.back < self.gain < float("inf"):
+        check_number("Auto.gain", self.gain, 1, open_low=True, field="mode.gain")
+        check_number("Auto.back", self.back, 1, field="mode.back")
+        if not self.back < self.gain:
             raise ConfigError(
                 f"Invalid Auto.back = {self.back!r} and Auto.gain = {self.gain!r}; expected 1 <= back < gain.",
                 field="mode.gain",
             )
         check_whole("Auto", "windows", self.windows, 1, "consecutive windows that must agree")
-        if not 0 < self.seconds < float("inf"):
-            raise ConfigError(f"Invalid Auto.seconds = {self.seconds!r}; expected a number > 0.", field="mode.seconds")
+        check_seconds("Auto.seconds", self.seconds, field="mode.seconds")
 
 
 if TYPE_CHECKING:

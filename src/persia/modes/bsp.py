@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from persia.checks import plain_fields
 from persia.modes.base import (
     Arrival,
     Asynchronous,
@@ -29,6 +30,7 @@ class Bsp(Asynchronous, frozen=True, tag="bsp"):
     reduction: Reduction = "global"
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         check_whole("Bsp", "batches", self.batches, 1, "gradients of a step")
         check_reduction("Bsp", self.reduction)
 

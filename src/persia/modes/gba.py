@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from persia.checks import plain_fields
 from persia.errors import ConfigError
 from persia.modes.base import (
     Arrival,
@@ -55,6 +56,7 @@ class Gba(Asynchronous, frozen=True, tag="gba"):
     reduction: Reduction = "global"
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         check_whole("Gba", "global_batch_size", self.global_batch_size, 1, "rows of a step")
         check_whole("Gba", "tolerance", self.tolerance, 0, "maximum age of a gradient in steps")
         check_reduction("Gba", self.reduction)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from persia.checks import plain_fields
 from persia.modes.base import Asynchronous, check_whole
 from persia.modes.registry import register
 
@@ -21,6 +22,7 @@ class HopBs(Asynchronous, frozen=True, tag="hop_bs"):
     bound: int
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         check_whole("HopBs", "bound", self.bound, 1, "steps that an NN worker may be ahead of the slowest")
 
     def gate(self, in_flight: int, depth: int | None, ahead: int = 0) -> bool:

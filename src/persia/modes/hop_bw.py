@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from persia.checks import plain_fields
 from persia.errors import ConfigError
 from persia.modes.base import (
     Action,
@@ -33,6 +34,7 @@ class HopBw(Asynchronous, frozen=True, tag="hop_bw"):
     reduction: Reduction = "global"
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         check_whole("HopBw", "backup", self.backup, 0, "gradients of a step that are not waited for")
         check_reduction("HopBw", self.reduction)
 

@@ -6,7 +6,7 @@ from typing import Literal, cast
 
 import msgspec
 
-from persia.checks import MAX_COUNT
+from persia.checks import MAX_COUNT, plain_fields
 from persia.errors import ConfigError
 from persia.modes.base import (
     Arrival,
@@ -71,10 +71,15 @@ class Hybrid(OnArrival, frozen=True, tag="hybrid"):
     warmup: int | None = None
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         if self.staleness == "unbounded":  # TOML has no null.
             msgspec.structs.force_setattr(self, "staleness", None)
         if self.warmup is None:
             msgspec.structs.force_setattr(self, "warmup", WARMUP if self.staleness is not None else 0)
+        if not isinstance(self.combine, bool):
+            raise ConfigError(
+                f"Invalid Hybrid.combine = {self.combine!r}; expected True or False.", field="mode.combine"
+            )
         check_reduction("Hybrid", self.reduction)
         staleness = self.staleness
         number = isinstance(staleness, int) and not isinstance(staleness, bool) and 1 <= staleness <= MAX_COUNT
@@ -87,8 +92,8 @@ class Hybrid(OnArrival, frozen=True, tag="hybrid"):
         check_whole("Hybrid", "warmup", self.warmup, 0, "the global steps in which the limit on staleness rises")
         if self.warmup and self.staleness is None:
             raise ConfigError(
-                f"Hybrid.warmup = {self.warmup} needs a limit to rise to, and staleness = None has none: set staleness "
-                "to a number or 'auto', or leave warmup at 0.",
+                f"Invalid Hybrid.warmup = {self.warmup}; expected 0, as staleness = None has no limit for a warm-up to "
+                "rise to. Set staleness to a number or 'auto', or leave warmup out.",
                 field="mode.warmup",
             )
 

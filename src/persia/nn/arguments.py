@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from persia.batching.batch import Batch
+from persia.checks import described
 from persia.errors import ConfigError
 from persia.modes import Auto, Mode
 from persia.nn.prepared import PreparedBatch
@@ -35,11 +36,11 @@ class Expected(NamedTuple):
 
     Attributes:
         accepts: returns whether a value is of this kind.
-        give: describes it, for errors.
+        words: describe it, for errors.
     """
 
     accepts: Callable[[Any], bool]
-    give: str
+    words: str
 
 
 def _optional(*types: Any) -> Callable[[Any], bool]:
@@ -61,8 +62,8 @@ EMBEDDING_OPTIMIZER = Expected(
     lambda value: isinstance(value, EmbeddingOptimizer), "one of persia.optim, such as persia.optim.Adagrad(lr=0.05)"
 )
 MODE = Expected(_optional(Mode), "one of persia.modes, such as persia.modes.Sync()")
-NEW_MODE = Expected(lambda value: value is not None and MODE.accepts(value), MODE.give)
-MODE_OR_AUTO = Expected(_optional(Mode, Auto), MODE.give)
+NEW_MODE = Expected(lambda value: value is not None and MODE.accepts(value), MODE.words)
+MODE_OR_AUTO = Expected(_optional(Mode, Auto), MODE.words)
 CLUSTER = Expected(
     lambda value: value is None or (callable(getattr(value, "connect", None)) and not isinstance(value, type)),
     "one of persia.cluster, such as persia.cluster.Embedded()",
@@ -83,13 +84,4 @@ def check_arguments(**arguments: tuple[object, Expected]) -> None:
     """
     for name, (value, expected) in arguments.items():
         if not expected.accepts(value):
-            raise ConfigError(f"{name} = {_described(value)}; give {expected.give}.", field=name)
-
-
-def _described(value: object) -> str:
-    """Returns a value in a few words: the values of optimizers, modules and clusters take lines."""
-    if value is None or isinstance(value, (str, int, float)):
-        return repr(value)
-    kind = value if isinstance(value, type) else type(value)
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    return f"the class {name}" if isinstance(value, type) else f"<{name}>"
+            raise ConfigError(f"Invalid {name} = {described(value)}; expected {expected.words}.", field=name)

@@ -6,7 +6,7 @@ import re
 
 import msgspec
 
-from persia.checks import MAX_SEED, check_integer, check_seconds
+from persia.checks import MAX_SEED, check_integer, check_seconds, plain_fields
 from persia.errors import ConfigError
 
 __all__ = ["CollectionOptions", "check_device", "check_gpus"]
@@ -32,6 +32,7 @@ class CollectionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         check_device(self.device)
         check_integer("seed", self.seed, 0, MAX_SEED)
         check_integer("accumulation_steps", self.accumulation_steps, 1)

@@ -358,7 +358,7 @@ class APMSqueeze(torch.optim.Optimizer):
             DeadlineError: see the class.
         """
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-            raise ConfigError(f"steps = {steps!r}; give a number of steps >= 1.", field="steps")
+            raise ConfigError(f"Invalid steps = {steps!r}; expected a whole number >= 1.", field="steps")
         if self._handed_over:
             raise ConfigError(
                 "The network is on dense PSs, where v cannot be warmed up again. Call rewarm after the switch to an "

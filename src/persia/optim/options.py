@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from persia.checks import MAX_STEPS, check_integer, check_number, check_seconds
+from persia.checks import MAX_STEPS, check_choice, check_flag, check_integer, check_number, check_seconds, plain_fields
 from persia.errors import ConfigError
 from persia.optim.compressors import AnyCompressor, Compressor, OneBit
 
@@ -52,28 +52,29 @@ class APMSqueezeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     debug: bool = False
 
     def __post_init__(self) -> None:
-        if self.warmup != "auto" and not _counts(self.warmup):
-            raise ConfigError(f'warmup = {self.warmup!r}; give a number of steps >= 1, or "auto".', field="warmup")
+        plain_fields(self)
+        if self.warmup != "auto":
+            _check_count("warmup", self.warmup, "'auto'")
         if self.compressor is not None and not isinstance(self.compressor, Compressor):
             raise ConfigError(
-                f"compressor = {self.compressor!r}; give a compressor of persia.optim, such as OneBit().",
+                f"Invalid compressor = {self.compressor!r}; expected one of persia.optim, such as OneBit().",
                 field="compressor",
             )
-        if self.communicate not in ("momentum", "gradient"):
-            raise ConfigError(f"communicate = {self.communicate!r}; use momentum or gradient.", field="communicate")
+        check_choice("communicate", self.communicate, ("momentum", "gradient"))
         if self.clip_norm is not None:
             check_number("clip_norm", self.clip_norm, 0, open_low=True)
         check_integer("bucket_bytes", self.bucket_bytes, 1, MAX_STEPS)
         check_seconds("timeout", self.timeout)
-        if not isinstance(self.track_scale, bool):
-            raise ConfigError(f"track_scale = {self.track_scale!r}; use True or False.", field="track_scale")
-        if self.refresh_variance is not None and not _counts(self.refresh_variance):
-            raise ConfigError(
-                f"refresh_variance = {self.refresh_variance!r}; give a number of updates >= 1, or None.",
-                field="refresh_variance",
-            )
+        check_flag("track_scale", self.track_scale)
+        check_flag("debug", self.debug)
+        if self.refresh_variance is not None:
+            _check_count("refresh_variance", self.refresh_variance, "None")
         check_number("variance_floor", self.variance_floor, 0, 1)
 
 
-def _counts(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_STEPS
+def _check_count(name: str, value: object, other: str) -> None:
+    """Raises ConfigError unless `value` is a number of steps; `other` is what the option takes beside one."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_STEPS:
+        raise ConfigError(
+            f"Invalid {name} = {value!r}; expected a whole number from 1 to {MAX_STEPS}, or {other}.", field=name
+        )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import NoneType
 from typing import Literal
 
 import msgspec
+import numpy as np
 
-from persia.checks import check_integer
+from persia.checks import check_choice, check_integer, check_kind, plain, plain_fields
 from persia.errors import ConfigError
 from persia.schema.checks import check_dtype, check_name
 from persia.schema.tables import MAX_DIM, Table
@@ -47,8 +49,11 @@ class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: Dtype | None = None
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         owner = f"IdFeature({self.name!r})"
         check_name("IdFeature", self.name)
+        check_kind(f"{owner}.table", self.table, (str, NoneType), "the name of a table, or None")
+        check_kind(f"{owner}.cross", self.cross, (tuple, list), "a tuple of names of features")
         if self.dim is not None:
             check_integer(f"{owner}.dim", self.dim, 1, MAX_DIM)
         if self.dtype is not None:
@@ -68,10 +73,7 @@ class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"{owner} has pooling=None; give max_length, the length of the sequence the model gets.",
                 field=f"{owner}.max_length",
             )
-        if self.kind not in ("auto", "number", "text"):
-            raise ConfigError(
-                f"Invalid {owner}.kind = {self.kind!r}; expected 'auto', 'number' or 'text'.", field=f"{owner}.kind"
-            )
+        check_choice(f"{owner}.kind", self.kind, ("auto", "number", "text"))
         if self.cross and self.kind != "auto":
             raise ConfigError(
                 f"{owner}.kind = {self.kind!r}, but a cross is computed from the ids of its parts; set their kind.",
@@ -108,7 +110,13 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for field in ("id_features", "dense_features", "labels", "tables"):
             value = getattr(self, field)
             if isinstance(value, str) or not isinstance(value, Sequence):
-                raise ConfigError(f"Schema.{field} = {value!r} is not a list; give a list.", field=field)
+                raise ConfigError(f"Invalid Schema.{field} = {value!r}; expected a list.", field=field)
+            if any(isinstance(each, np.generic) for each in value):
+                msgspec.structs.force_setattr(self, field, [plain(each) for each in value])
+        for feature in self.id_features:
+            check_kind("Schema.id_features", feature, IdFeature, "a list of IdFeature")
+        for table in self.tables:
+            check_kind("Schema.tables", table, Table, "a list of Table")
         names = [f.name for f in self.id_features] + list(self.dense_features) + list(self.labels)
         for name in names:
             check_name("feature or label", name)

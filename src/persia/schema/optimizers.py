@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from types import NoneType
 from typing import Literal
 
 import msgspec
 
-from persia.checks import MAX_STEPS, check_integer, check_number
+from persia.checks import MAX_STEPS, check_choice, check_integer, check_kind, check_number, plain, plain_fields
 from persia.errors import ConfigError
 from persia.schema.checks import TaggedRecord
 
@@ -39,16 +40,15 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     floor: float = 0.0
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         check_integer("Schedule.warmup_steps", self.warmup_steps, 0, MAX_STEPS)
         check_integer("Schedule.total_steps", self.total_steps, 0, MAX_STEPS)
         check_number("Schedule.floor", self.floor, 0, 1)
-        if self.decay not in ("constant", "linear", "cosine"):
-            raise ConfigError(
-                f"Invalid Schedule.decay = {self.decay!r}; expected one of: constant, linear, cosine.", field="decay"
-            )
+        check_choice("Schedule.decay", self.decay, ("constant", "linear", "cosine"))
         if self.decay != "constant" and self.total_steps <= self.warmup_steps:
             raise ConfigError(
-                f"Schedule.total_steps = {self.total_steps} must exceed warmup_steps = {self.warmup_steps}.",
+                f"Invalid Schedule.total_steps = {self.total_steps}; expected more than warmup_steps = "
+                f"{self.warmup_steps}.",
                 field="Schedule.total_steps",
             )
 
@@ -63,7 +63,16 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.floor + (1.0 - self.floor) * remaining
 
 
-class SGD(TaggedRecord, frozen=True, tag="sgd"):
+class _RowOptimizer(TaggedRecord, frozen=True):
+    def _check_shared(self, lr: object, schedule: object) -> None:
+        """Raises ConfigError unless the fields that all optimizers have are valid."""
+        super().__post_init__()
+        kind = type(self).__name__
+        check_number(f"{kind}.lr", plain(lr), 0, open_low=True)
+        check_kind(f"{kind}.schedule", schedule, (Schedule, NoneType), "a Schedule, or None")
+
+
+class SGD(_RowOptimizer, frozen=True, tag="sgd"):
     """Stochastic gradient descent with momentum and L2 weight decay, applied to the rows of a batch only.
 
     The update rule is that of `torch.optim.SGD`. State per row: the momentum vector if `momentum` > 0, else none.
@@ -75,7 +84,7 @@ class SGD(TaggedRecord, frozen=True, tag="sgd"):
     schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
-        self._number("lr", 0, math.inf, open_low=True)
+        self._check_shared(self.lr, self.schedule)
         self._number("momentum", 0, 1, open_high=True)
         self._number("weight_decay", 0, math.inf)
 
@@ -84,7 +93,7 @@ INITIAL_ACCUMULATOR = 1e-6
 """Default first accumulator of Adagrad. Versions up to 0.1 had 0.01, which checkpoints of theirs have recorded."""
 
 
-class _AdagradFields(TaggedRecord, frozen=True):
+class _AdagradFields(_RowOptimizer, frozen=True):
     lr: float
     initial_accumulator: float = INITIAL_ACCUMULATOR
     eps: float = 1e-10
@@ -92,7 +101,7 @@ class _AdagradFields(TaggedRecord, frozen=True):
     schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
-        self._number("lr", 0, math.inf, open_low=True)
+        self._check_shared(self.lr, self.schedule)
         self._number("initial_accumulator", 0, math.inf)
         self._number("eps", 0, math.inf)
         self._number("weight_decay", 0, math.inf)
@@ -128,7 +137,7 @@ class RowwiseAdagrad(_AdagradFields, frozen=True, tag="rowwise_adagrad"):
     """
 
 
-class Adam(TaggedRecord, frozen=True, tag="adam"):
+class Adam(_RowOptimizer, frozen=True, tag="adam"):
     """Lazy Adam: updates the rows of the batch only; bias correction uses the number of updates of each row."""
 
     lr: float
@@ -139,14 +148,14 @@ class Adam(TaggedRecord, frozen=True, tag="adam"):
     schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
-        self._number("lr", 0, math.inf, open_low=True)
+        self._check_shared(self.lr, self.schedule)
         self._number("beta1", 0, 1, open_high=True)
         self._number("beta2", 0, 1, open_high=True)
         self._number("eps", 0, math.inf, open_low=True)
         self._number("weight_decay", 0, math.inf)
 
 
-class Ftrl(TaggedRecord, frozen=True, tag="ftrl"):
+class Ftrl(_RowOptimizer, frozen=True, tag="ftrl"):
     """FTRL-proximal (McMahan et al., 2013), per coordinate; `lr` is the paper's alpha."""
 
     lr: float
@@ -156,7 +165,7 @@ class Ftrl(TaggedRecord, frozen=True, tag="ftrl"):
     schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
-        self._number("lr", 0, math.inf, open_low=True)
+        self._check_shared(self.lr, self.schedule)
         self._number("beta", 0, math.inf)
         self._number("l1", 0, math.inf)
         self._number("l2", 0, math.inf)

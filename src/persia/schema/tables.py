@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from persia.checks import MAX_STEPS, check_integer, check_number
+from persia.checks import MAX_STEPS, check_integer, check_kind, check_number, plain_fields
 from persia.errors import ConfigError
 from persia.schema.checks import TaggedRecord, check_dtype, check_name
 from persia.schema.optimizers import EmbeddingOptimizer
@@ -40,6 +40,7 @@ class Uniform(TaggedRecord, frozen=True, tag="uniform"):
     high: float = 0.01
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._number("low", -math.inf, math.inf)
         self._number("high", self.low, math.inf)
 
@@ -51,6 +52,7 @@ class Normal(TaggedRecord, frozen=True, tag="normal"):
     std: float = 0.01
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._number("mean", -math.inf, math.inf)
         self._number("std", 0, math.inf)
 
@@ -76,6 +78,7 @@ class AdmitProbability(TaggedRecord, frozen=True, tag="probability"):
     probability: float
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._number("probability", 0, 1, open_low=True)
 
 
@@ -85,6 +88,7 @@ class AdmitMinFrequency(TaggedRecord, frozen=True, tag="min_frequency"):
     count: int
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_integer("AdmitMinFrequency.count", self.count, 1, 65535)
 
 
@@ -94,6 +98,7 @@ class Days(TaggedRecord, frozen=True, tag="days"):
     days: float
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._number("days", 0, MAX_DAYS, open_low=True)
 
 
@@ -103,6 +108,7 @@ class Steps(TaggedRecord, frozen=True, tag="steps"):
     steps: int
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_integer("Steps.steps", self.steps, 1, MAX_STEPS)
 
 
@@ -144,22 +150,23 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ttl: Days | Steps | None = None
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         check_name("Table", self.name)
+        owner = f"Table({self.name!r})"
+        check_kind(f"{owner}.optimizer", self.optimizer, EmbeddingOptimizer | None, "one of persia.optim, or None")
+        check_kind(f"{owner}.initializer", self.initializer, Initializer, "Uniform, Normal, Zeros or RsqrtDim")
+        check_kind(f"{owner}.admission", self.admission, Admission, "AdmitAll, AdmitProbability or AdmitMinFrequency")
         check_integer(f"Table({self.name!r}).dim", self.dim, 1, MAX_DIM)
         if self.capacity is not None:
             check_integer(f"Table({self.name!r}).capacity", self.capacity, 1, MAX_CAPACITY)
         check_number(f"Table({self.name!r}).value_bound", self.value_bound, 0, math.inf)
         check_integer(f"Table({self.name!r}).cache_rows", self.cache_rows, 0, (1 << 31) - 2)
         check_dtype(f"Table({self.name!r})", self.dtype)
-        if not isinstance(self.ttl, Days | Steps | None):
-            raise ConfigError(
-                f"Invalid Table({self.name!r}).ttl = {self.ttl!r}; expected Days(...), Steps(...) or None.",
-                field=f"Table({self.name!r}).ttl",
-            )
+        check_kind(f"{owner}.ttl", self.ttl, Days | Steps | None, "Days(...), Steps(...) or None")
         if self.value_bound and not round_down(self.value_bound, self.dtype):
             raise ConfigError(
-                f"Table({self.name!r}).value_bound = {self.value_bound!r} is less than any number of {self.dtype}; "
-                "raise it.",
+                f"Invalid Table({self.name!r}).value_bound = {self.value_bound!r}; expected 0, or at least the "
+                f"smallest number of {self.dtype}.",
                 field=f"Table({self.name!r}).value_bound",
             )
         if self.cache_rows and not isinstance(self.admission, AdmitAll):

@@ -54,7 +54,9 @@ class Threads:
     ) -> None:
         for name, value in (("nn_workers", nn_workers), ("ps", ps), ("dense_ps", dense_ps)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"Threads.{name} = {value!r}; give a whole number >= 1.", field=f"cluster.{name}")
+                raise ConfigError(
+                    f"Invalid Threads.{name} = {value!r}; expected a whole number >= 1.", field=f"cluster.{name}"
+                )
         self.nn_workers = nn_workers
         self.tokens = tokens or TokenScheduler(timeout)
         self._ps = ps

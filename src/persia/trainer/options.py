@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import os
+from types import NoneType
 from typing import Literal, NamedTuple
 
 import msgspec
 
-from persia.checks import MAX_SEED, MAX_STEPS, check_integer, check_number, check_seconds
+from persia.checks import (
+    MAX_SEED,
+    MAX_STEPS,
+    check_choice,
+    check_flag,
+    check_integer,
+    check_kind,
+    check_number,
+    check_seconds,
+    plain_fields,
+)
 from persia.errors import ConfigError
 from persia.modes import Auto, Mode
+from persia.nn.arguments import NEW_MODE, check_arguments
 from persia.nn.dense_step import Precision
 from persia.nn.options import check_device
 from persia.schema import EmbeddingOptimizer, Schedule, Schema
@@ -79,9 +92,17 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mode_schedule: list[tuple[int, Mode]] = msgspec.field(default_factory=list)
 
     def __post_init__(self) -> None:
+        plain_fields(self)
+        for name in ("checkpoint_dir", "log_dir", "record_dir"):
+            value = getattr(self, name)
+            if isinstance(value, os.PathLike):  # Checkpoints record texts.
+                msgspec.structs.force_setattr(self, name, os.fspath(value))
+            check_kind(name, getattr(self, name), (str, NoneType), "a path, or None")
         check_device(self.device)
-        if self.precision not in ("float32", "bf16", "fp16"):
-            raise ConfigError(f"precision = {self.precision!r}; use float32, bf16 or fp16.", field="precision")
+        check_choice("precision", self.precision, ("float32", "bf16", "fp16"))
+        check_kind("schedule", self.schedule, (Schedule, NoneType), "a Schedule, or None")
+        for name in ("checkpoint_consistent", "progress", "allow_empty"):
+            check_flag(name, getattr(self, name))
         check_integer("accumulation_steps", self.accumulation_steps, 1)
         check_integer("keep_last", self.keep_last, 1)
         check_integer("checkpoint_increments", self.checkpoint_increments, 0)
@@ -100,15 +121,22 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(
                 "A schedule is recorded batch by batch: leave accumulation_steps at 1.", field="record_dir"
             )
+        check_kind("mode_schedule", self.mode_schedule, (list, tuple), "a list of (global step, mode)")
+        for entry in self.mode_schedule:
+            if not isinstance(entry, (list, tuple)) or len(entry) != 2:
+                raise ConfigError(
+                    f"Invalid mode_schedule with the entry {entry!r}; expected (global step, mode).",
+                    field="mode_schedule",
+                )
+            check_integer("mode_schedule", entry[0], 0, MAX_STEPS)
+            check_arguments(mode_schedule=(entry[1], NEW_MODE))
         steps = [step for step, _ in self.mode_schedule]
-        for step in steps:
-            check_integer("mode_schedule", step, 0, MAX_STEPS)
         if any(b <= a for a, b in itertools.pairwise(steps)):
             raise ConfigError(
-                f"mode_schedule has the steps {steps}; give rising whole numbers >= 0.", field="mode_schedule"
+                f"Invalid mode_schedule with the steps {steps}; expected rising numbers.", field="mode_schedule"
             )
-        if self.keep_best not in (None, "auc", "log_loss"):
-            raise ConfigError(f"keep_best = {self.keep_best!r}; use auc or log_loss.", field="keep_best")
+        if self.keep_best is not None:
+            check_choice("keep_best", self.keep_best, ("auc", "log_loss"))
 
 
 class Declared(NamedTuple):

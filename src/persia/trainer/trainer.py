@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from persia.batching.batch import Batch
 from persia.batching.validation import check_data
-from persia.checks import MAX_STEPS, check_integer
+from persia.checks import MAX_STEPS, check_integer, plain
 from persia.dense import AllReduce, AllReduceOptions
 from persia.dense.torch_threads import choose_torch_threads
 from persia.errors import ConfigError
@@ -267,9 +267,10 @@ class Trainer:
             )
         if train_data is None and connection.loader is None:
             raise ConfigError("train_data is None, and the cluster has no data loaders.", field="train_data")
-        for name, value in (("epochs", epochs), ("max_steps", max_steps)):
-            if value is not None:
-                check_integer(name, value, 1, MAX_STEPS)
+        epochs, max_steps = plain(epochs), plain(max_steps)
+        check_integer("epochs", epochs, 1, MAX_STEPS)
+        if max_steps is not None:
+            check_integer("max_steps", max_steps, 1, MAX_STEPS)
         self._stopping = False
         if isinstance(self.cluster, ProcessCluster) and train_data is not None:
             remote, data, bounds = self._driver(self.cluster), train_data, {"epochs": epochs, "max_steps": max_steps}

@@ -11,8 +11,8 @@ from typing import Generic, Literal, TypeVar
 
 import msgspec
 
-from persia.checks import check_integer, check_seconds
-from persia.errors import ConfigError, DeadlineError, MovedError, StaleBatchError
+from persia.checks import check_choice, check_integer, check_seconds, plain_fields
+from persia.errors import DeadlineError, MovedError, StaleBatchError
 from persia.retry import Deadline
 from persia.types import BatchId
 
@@ -36,8 +36,8 @@ class WorkerOptions(msgspec.Struct, frozen=True):
     expiry: float = 600.0
 
     def __post_init__(self) -> None:
-        if self.compression not in ("none", "fp16"):
-            raise ConfigError(f'compression = {self.compression!r}; use "none" or "fp16".', field="compression")
+        plain_fields(self)
+        check_choice("compression", self.compression, ("none", "fp16"))
         check_integer("capacity", self.capacity, 1)
         check_seconds("timeout", self.timeout)
         check_seconds("expiry", self.expiry)

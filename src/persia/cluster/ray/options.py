@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import os
+from types import NoneType
 from typing import Literal
 
 import msgspec
 
-from persia.checks import MAX_COUNT, MAX_THREADS, check_integer, check_number, check_seconds
+from persia.checks import (
+    MAX_COUNT,
+    MAX_THREADS,
+    check_choice,
+    check_flag,
+    check_integer,
+    check_kind,
+    check_number,
+    check_seconds,
+    plain_fields,
+)
 from persia.errors import ConfigError
 from persia.telemetry.process import check_port
 
@@ -57,15 +69,15 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log_level: str = "warning"
 
     def __post_init__(self) -> None:
-        if self.compression not in ("none", "fp16"):
-            raise ConfigError(f"compression = {self.compression!r}; use none or fp16.", field="compression")
-        if self.log_level not in ("debug", "info", "warning", "error"):
-            raise ConfigError(f"log_level = {self.log_level!r}; use debug, info, warning or error.", field="log_level")
+        plain_fields(self)
+        check_choice("compression", self.compression, ("none", "fp16"))
+        check_choice("log_level", self.log_level, ("debug", "info", "warning", "error"))
+        check_flag("overcommit", self.overcommit)
+        check_kind("address", self.address, (str, NoneType), "the address of a Ray cluster, or None")
         check_number("cpus", self.cpus, 0, MAX_COUNT)
         check_number("gpus", self.gpus, 0, MAX_COUNT)
         check_integer("restarts", self.restarts, 0)
-        if self.backend not in ("auto", "gloo", "nccl"):
-            raise ConfigError(f"backend = {self.backend!r}; use auto, gloo or nccl.", field="backend")
+        check_choice("backend", self.backend, ("auto", "gloo", "nccl"))
         if self.backend == "nccl" and self.gpus < 1:
             raise ConfigError(
                 f"backend = 'nccl' needs a GPU for each NN worker, but gpus = {self.gpus:g}; set gpus=1, or use gloo.",
@@ -73,8 +85,13 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if self.threads is not None:
             check_integer("threads", self.threads, 1, MAX_THREADS)
+        if isinstance(self.regions, os.PathLike):
+            msgspec.structs.force_setattr(self, "regions", os.fspath(self.regions))
+        check_kind("regions", self.regions, str, "an absolute path, or an empty text")
         if self.regions and not self.regions.startswith("/"):
-            raise ConfigError(f"regions = {self.regions!r}; give an absolute path, or nothing.", field="regions")
+            raise ConfigError(
+                f"Invalid regions = {self.regions!r}; expected an absolute path, or an empty text.", field="regions"
+            )
         check_integer("dense_ps", self.dense_ps, 1)
         check_port(self.prometheus_port, "prometheus_port")
         check_seconds("timeout", self.timeout)

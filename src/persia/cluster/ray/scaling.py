@@ -90,7 +90,8 @@ def check_count(name: str, value: object) -> None:
     """Raises ConfigError unless the number of processes of a role is valid."""
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_PROCESSES:
         raise ConfigError(
-            f"Ray.{name} = {value!r}; give a whole number from 1 to {MAX_PROCESSES}.", field=f"cluster.{name}"
+            f"Invalid Ray.{name} = {value!r}; expected a whole number from 1 to {MAX_PROCESSES}.",
+            field=f"cluster.{name}",
         )
 
 

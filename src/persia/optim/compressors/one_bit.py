@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 
+from persia.checks import MAX_COUNT, check_choice, plain_fields
 from persia.errors import ConfigError
 from persia.optim.compressors.base import Compressor
 
@@ -29,10 +30,10 @@ class OneBit(Compressor, frozen=True, tag="one_bit"):
     block: int = 2048
 
     def __post_init__(self) -> None:
-        if self.scale not in ("mean", "l2"):
-            raise ConfigError(f"scale = {self.scale!r}; use mean or l2.", field="scale")
-        if not isinstance(self.block, int) or self.block < 64 or self.block % 64:
-            raise ConfigError(f"block = {self.block!r}; give a multiple of 64.", field="block")
+        plain_fields(self)
+        check_choice("scale", self.scale, ("mean", "l2"))
+        if not isinstance(self.block, int) or not 64 <= self.block <= MAX_COUNT or self.block % 64:
+            raise ConfigError(f"Invalid block = {self.block!r}; expected a multiple of 64.", field="block")
 
     def payload_bytes(self, count: int) -> int:
         """Returns one bit per value plus four bytes per block."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from persia.checks import MAX_COUNT, MAX_STEPS, check_integer, plain_fields
 from persia.errors import ConfigError
 from persia.optim.compressors.base import Compressor
 
@@ -27,8 +28,10 @@ class StochasticTernary(Compressor, frozen=True, tag="stochastic_ternary"):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.block, int) or self.block < 4 or self.block % 4:
-            raise ConfigError(f"block = {self.block!r}; give a multiple of 4.", field="block")
+        plain_fields(self)
+        check_integer("seed", self.seed, 0, MAX_STEPS)
+        if not isinstance(self.block, int) or not 4 <= self.block <= MAX_COUNT or self.block % 4:
+            raise ConfigError(f"Invalid block = {self.block!r}; expected a multiple of 4.", field="block")
 
     def payload_bytes(self, count: int) -> int:
         """Returns two bits per value plus four bytes per block."""

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from persia.errors import ConfigError
+from persia.checks import check_number, plain_fields
 from persia.optim.compressors.base import Compressor
 
 __all__ = ["TopK"]
@@ -24,8 +24,8 @@ class TopK(Compressor, frozen=True, tag="top_k"):
     ratio: float = 0.01
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.ratio <= 1.0:
-            raise ConfigError(f"ratio = {self.ratio!r}; give a number > 0 and <= 1.", field="ratio")
+        plain_fields(self)
+        check_number("ratio", self.ratio, 0, 1, open_low=True)
 
     def payload_bytes(self, count: int) -> int:
         """Returns eight bytes per kept value."""
