@@ -12,10 +12,12 @@ import persia
 from persia import modes
 from persia.checks import MAX_COUNT, MAX_SECONDS, MAX_SEED, MAX_STEPS, check_integer, check_number, check_seconds
 from persia.cluster import Embedded, RayOptions
+from persia.data import Split
 from persia.data.reader import Order
 from persia.errors import ConfigError
 from persia.nn import CollectionOptions
 from persia.optim import Adagrad, APMSqueezeOptions, OneBit, StochasticTernary, TopK
+from persia.replay import Setting, steady
 from persia.schema import AdmitMinFrequency, Uniform
 from persia.worker import WorkerOptions
 
@@ -44,12 +46,15 @@ FIELDS = {
     modes.HopBw: ["backup"],
     modes.Async: ["staleness"],
     modes.Auto: ["gain", "back", "windows", "seconds"],
+    Split: ["seed"],
+    Setting: ["compute", "local_batch", "lookup", "push"],
     TopK: ["ratio"],
     OneBit: ["block"],
     StochasticTernary: ["block", "seed"],
 }  # fmt: skip
 REQUIRED = {Adagrad: {"lr": 0.1}, modes.Gba: {"global_batch_size": 8}, modes.Auto: {"asynchronous": modes.Gba(8)}}
-LARGE = {"clip_norm", "lr", "initial_accumulator", "eps", "weight_decay", "gain", "back"}
+REQUIRED |= {Split: {"part": "train"}, Setting: {"trace": steady([1.0])}}
+LARGE = {"compute", "lookup", "push", "clip_norm", "lr", "initial_accumulator", "eps", "weight_decay", "gain", "back"}
 """Fields that may have 2^70."""
 CASES = [
     pytest.param(record, field, wrong, id=f"{record.__name__}.{field}-{str(wrong)[:20]}")

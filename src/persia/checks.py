@@ -53,10 +53,12 @@ def plain_fields(record: msgspec.Struct) -> None:
             msgspec.structs.force_setattr(record, name, plain(value))
 
 
-def check_integer(name: str, value: object, low: int, high: float = MAX_COUNT) -> None:
-    """Raises ConfigError unless `value` is a whole number from `low` to `high`."""
+def check_integer(name: str, value: object, low: int, high: float = MAX_COUNT, *, field: str | None = None) -> None:
+    """Raises ConfigError unless `value` is a whole number from `low` to `high`; its `field` is `name` by default."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ConfigError(f"Invalid {name} = {value!r}; expected a whole number from {low} to {high}.", field=name)
+        raise ConfigError(
+            f"Invalid {name} = {value!r}; expected a whole number from {low} to {high}.", field=field or name
+        )
 
 
 def check_number(
@@ -102,10 +104,10 @@ def check_flag(name: str, value: object) -> None:
         raise ConfigError(f"Invalid {name} = {value!r}; expected True or False.", field=name)
 
 
-def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Raises ConfigError unless `value` is one of these texts."""
+def check_choice(name: str, value: object, choices: Sequence[str], *, field: str | None = None) -> None:
+    """Raises ConfigError unless `value` is one of these texts; its `field` is `name` by default."""
     if value not in choices:
-        raise ConfigError(f"Invalid {name} = {value!r}; expected one of: {', '.join(choices)}.", field=name)
+        raise ConfigError(f"Invalid {name} = {value!r}; expected one of: {', '.join(choices)}.", field=field or name)
 
 
 def check_kind(name: str, value: object, kinds: Any, expected: str) -> None:

@@ -115,7 +115,7 @@ def test_schedules_and_clipping():
 def test_max_steps_and_going_on():
     data = reader(4_000)
     stopped = trainer(data.schema)
-    assert stopped.fit(data, max_steps=7).steps == 7
+    assert stopped.fit(data, max_steps=np.int64(7)).steps == 7
     assert stopped.position == 7
     stopped.fit(data)
     whole = trainer(data.schema)
@@ -204,7 +204,7 @@ def test_options_are_checked():
             trainer(schema, **wrong)
     with pytest.raises(ConfigError, match="optimizer"):
         trainer(schema, optimizer=lambda p: None)
-    for wrong in ({"epochs": 0}, {"max_steps": -3}):
+    for wrong in ({"epochs": 0}, {"epochs": None}, {"epochs": True}, {"max_steps": -3}):
         with pytest.raises(ConfigError):
             trainer(schema).fit(reader(), **wrong)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from persia.batching import ThreadPool, hash_cross
 from persia.batching.columns import id_column
-from persia.checks import check_choice, plain_fields
+from persia.checks import MAX_SEED, check_choice, check_integer, plain_fields
 from persia.config import convert
 from persia.data.expressions import Expression, Rule
 from persia.data.values import Values
@@ -46,14 +46,15 @@ class Split(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         plain_fields(self)
-        check_choice("Split.part", self.part, ("train", "test"))
-        check_choice("Split.by", self.by, ("random", "hash", "time"))
+        check_choice("Split.part", self.part, ("train", "test"), field="part")
+        check_choice("Split.by", self.by, ("random", "hash", "time"), field="by")
         if not isinstance(self.test, float) or not 0 < self.test < 1:
-            raise ConfigError(f"Split.test = {self.test!r} is not a share between 0 and 1.", field="test")
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
-            raise ConfigError(f"Split.seed = {self.seed!r} is not a whole number from 0 to 2**64 - 1.", field="seed")
+            raise ConfigError(f"Invalid Split.test = {self.test!r}; expected a share between 0 and 1.", field="test")
+        check_integer("Split.seed", self.seed, 0, MAX_SEED, field="seed")
         if not isinstance(self.at, (str, int, float, type(None))):
-            raise ConfigError(f"Split.at = {self.at!r}: give a number, or a date or time as an ISO text.", field="at")
+            raise ConfigError(
+                f"Invalid Split.at = {self.at!r}; expected a number, or a date or time as an ISO text.", field="at"
+            )
         if (self.column is None) != (self.by == "random"):
             raise ConfigError(
                 f"Split.column = {self.column!r} with by={self.by!r}; "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
+from types import NoneType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from persia.batching.native import ThreadPool
+from persia.checks import check_kind
 from persia.errors import ConfigError
 from persia.optim import averaged, optimizer_state
 from persia.optim.buckets import Rule
@@ -90,6 +92,7 @@ class APMSqueeze(torch.optim.Optimizer):
         *,
         options: APMSqueezeOptions | None = None,
     ) -> None:
+        check_kind("options", options, (APMSqueezeOptions, NoneType), "APMSqueezeOptions(...), or None")
         self.options = options or APMSqueezeOptions()
         self._exchange: Exchange | None = None
         self._cohorts: list[Cohort] = []

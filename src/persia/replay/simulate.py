@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from persia.checks import check_integer, check_number, plain_fields
 from persia.errors import ConfigError
 from persia.modes import Action, Arrival, Dense, Mode
 from persia.nn.gate import WINDOW, Window
@@ -54,9 +55,11 @@ class Setting(msgspec.Struct, frozen=True):
     push: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("lookup", "push"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(f"Invalid Setting.{name} = {getattr(self, name)}; expected seconds >= 0.", field=name)
+        plain_fields(self)
+        check_number("Setting.compute", self.compute, 0, open_low=True)
+        check_integer("Setting.local_batch", self.local_batch, 1)
+        check_number("Setting.lookup", self.lookup, 0)
+        check_number("Setting.push", self.push, 0)
 
     @property
     def nn_workers(self) -> int:

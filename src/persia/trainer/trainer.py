@@ -257,6 +257,10 @@ class Trainer:
             RoleDiedError: processes of the cluster died more often than `TrainerOptions.max_failures`. The message says
                 which, when, and what was tried. The network here is as it was before the call.
         """
+        epochs, max_steps = plain(epochs), plain(max_steps)
+        check_integer("epochs", epochs, 1, MAX_STEPS)
+        if max_steps is not None:
+            check_integer("max_steps", max_steps, 1, MAX_STEPS)
         connection = self.embeddings.connection
         for name, data in (("train_data", train_data), ("eval_data", eval_data)):
             if data is not None:
@@ -267,10 +271,6 @@ class Trainer:
             )
         if train_data is None and connection.loader is None:
             raise ConfigError("train_data is None, and the cluster has no data loaders.", field="train_data")
-        epochs, max_steps = plain(epochs), plain(max_steps)
-        check_integer("epochs", epochs, 1, MAX_STEPS)
-        if max_steps is not None:
-            check_integer("max_steps", max_steps, 1, MAX_STEPS)
         self._stopping = False
         if isinstance(self.cluster, ProcessCluster) and train_data is not None:
             remote, data, bounds = self._driver(self.cluster), train_data, {"epochs": epochs, "max_steps": max_steps}

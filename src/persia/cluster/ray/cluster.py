@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import ray
 
+from persia.checks import plain
 from persia.cluster.ray.connection import WorkerConnection
 from persia.cluster.ray.options import RayOptions
 from persia.cluster.ray.plan import Service
@@ -52,6 +53,7 @@ class Ray:
         nn_workers: int = 1,
         options: RayOptions | None = None,
     ) -> None:
+        ps, embedding_workers, data_loaders, nn_workers = map(plain, (ps, embedding_workers, data_loaders, nn_workers))
         counts = {
             "ps": ps,
             "embedding_workers": embedding_workers,
@@ -229,6 +231,7 @@ class Ray:
             DeadlineError: a process did not start, or still had batches, in time.
             DataError: the source cannot be shared by this many data loaders.
         """
+        embedding_workers, data_loaders = plain(embedding_workers), plain(data_loaders)
         wanted = {"embedding_worker": embedding_workers, "data_loader": data_loaders}
         for role, count in wanted.items():
             if count is not None:

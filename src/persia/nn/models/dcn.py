@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from persia.errors import ConfigError
+from persia.checks import check_integer, plain
 from persia.nn.models.layers import feature_dims, mlp, output_count, pooled
 from persia.nn.pooling import Embeddings
 from persia.schema import Schema
@@ -47,10 +47,10 @@ class DCNv2(nn.Module):
         dims = feature_dims(schema)
         self.features = tuple(dims)
         width = sum(dims.values()) + len(schema.dense_features)
-        if cross_layers < 0:
-            raise ConfigError(f"cross_layers = {cross_layers} is negative; correct it.", field="cross_layers")
-        if low_rank is not None and not 1 <= low_rank <= width:
-            raise ConfigError(f"low_rank = {low_rank} is not from 1 to the width, {width}.", field="low_rank")
+        cross_layers, low_rank = plain(cross_layers), plain(low_rank)
+        check_integer("cross_layers", cross_layers, 0)
+        if low_rank is not None:
+            check_integer("low_rank", low_rank, 1, width)
         self.cross = nn.ModuleList(
             nn.Linear(width, width)
             if low_rank is None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from persia.checks import check_integer, check_number, plain
 from persia.errors import ConfigError
 from persia.nn.pooling import Embeddings, SequenceEmbedding
 from persia.schema import Schema
@@ -57,12 +58,11 @@ def mlp(
     Raises:
         ConfigError: a width is not a positive whole number, or `dropout` not in [0, 1).
     """
-    if not 0 <= dropout < 1:
-        raise ConfigError(f"dropout = {dropout!r} is not in [0, 1); correct it.", field="dropout")
+    dropout = plain(dropout)
+    check_number("dropout", dropout, 0, 1, open_high=True)
     layers: list[nn.Module] = []
-    for width in hidden:
-        if not isinstance(width, int) or width < 1:
-            raise ConfigError(f"Invalid width {width!r} of a hidden layer; give a whole number >= 1.", field="hidden")
+    for width in map(plain, hidden):
+        check_integer("width of a hidden layer", width, 1, field="hidden")
         layers.append(nn.Linear(inputs, width, bias=not batch_norm))
         if batch_norm:
             layers.append(nn.BatchNorm1d(width))
@@ -89,7 +89,7 @@ class SameDim(nn.Module):
         sizes = list(dims.values())
         self.dim = dim if dim is not None else max(sizes, key=lambda size: (sizes.count(size), size))
         if self.dim < 1:
-            raise ConfigError(f"dim = {dim!r} is not positive; correct it.", field="dim")
+            raise ConfigError(f"Invalid dim = {dim!r}; expected a whole number >= 1.", field="dim")
         self.indices = {name: i for i, (name, size) in enumerate(dims.items()) if size != self.dim}
         self.projections = nn.ModuleList(nn.Linear(dims[name], self.dim, bias=False) for name in self.indices)
 
