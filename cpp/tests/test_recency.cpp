@@ -3,7 +3,9 @@
 #include <cstdint>
 #include <cstdlib>
 #include <new>
+#include <numeric>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "check.hpp"
@@ -139,6 +141,44 @@ TEST(no_eviction_waits_for_a_scan) {
     CHECK(most <= 40);
     CHECK(samples > 20 && samples < 200);
     CHECK(rows.queue.read() < (new_in == 1 ? 9 : 20) * evicted);
+  }
+}
+
+// Whatever leaves the queue, by eviction or by being touched, a request reads a few rows for each of its ids.
+TEST(no_request_waits_for_a_scan_whatever_it_touches) {
+  constexpr std::uint64_t kRows = 50000;
+  struct Mix {
+    std::uint32_t quiet;   // touches of the oldest rows between two requests that evict
+    std::uint32_t evict;   // rows evicted by such a request
+    std::uint32_t newer;   // distance from the oldest rows, in rows, of those that are touched
+  };
+  for (const Mix& mix : {Mix{3000, 1, 0}, Mix{3000, 10, 0}, Mix{100, 1, 0}, Mix{3000, 1, 3200}, Mix{500, 20, 3200},
+                         Mix{1000, 3, 1000}, Mix{3000, 100, 6000}}) {
+    Rows rows(kRows, VictimQueue::kRun);
+    while (rows.used < kRows) {
+      ++rows.clock;
+      for (int i = 0; i < 100; ++i) rows.insert(false);
+    }
+    std::uint64_t most = 0;
+    std::vector<std::uint32_t> order(kRows);
+    for (int round = 0; round < 400; ++round) {
+      std::iota(order.begin(), order.end(), 0u);
+      std::sort(order.begin(), order.end(), [&](std::uint32_t a, std::uint32_t b) {
+        return std::pair(rows.headers[a].stamp, a) < std::pair(rows.headers[b].stamp, b);
+      });
+      std::size_t at = mix.newer;
+      for (std::uint32_t left = mix.quiet; left > 0;) {
+        ++rows.clock;
+        const std::uint64_t before = rows.queue.read();
+        for (std::uint32_t i = 0; i < 100 && left > 0; ++i, --left) rows.touch(order[at++]);
+        most = std::max(most, rows.queue.read() - before);
+      }
+      ++rows.clock;
+      const std::uint64_t before = rows.queue.read();
+      for (std::uint32_t i = 0; i < mix.evict; ++i) rows.insert(i == 0);
+      most = std::max(most, rows.queue.read() - before);
+    }
+    std::printf("  quiet %u evict %u newer %u: %lu\n", mix.quiet, mix.evict, mix.newer, (unsigned long)most);
   }
 }
 

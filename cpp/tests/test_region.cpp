@@ -56,10 +56,11 @@ TEST(sections_do_not_overlap) {
   for (const std::uint64_t capacity : {1ull, 1000ull, 1ull << 27}) {
     const auto l = persia::Layout::of(capacity, 152, 1024);
     CHECK(l.undo >= sizeof(persia::Header));
-    CHECK(l.sketch >= l.undo + 152);
+    CHECK(l.sketch >= l.undo + 152 + sizeof(std::uint32_t));
     CHECK(l.index >= l.sketch + l.sketch_bytes);
     CHECK(l.rows >= l.index + l.index_bytes);
-    CHECK(l.total == l.rows + capacity * 152);
+    CHECK(l.last_steps >= l.rows + capacity * 152 && l.last_steps % 4096 == 0);
+    CHECK(l.total == l.last_steps + capacity * sizeof(std::uint32_t));
     CHECK(l.max_slots * 4 >= capacity * 5);
   }
 }

@@ -52,7 +52,7 @@ def test_capacity_is_of_the_whole_cluster_and_refused_if_it_cannot_fit():
         return persia.nn.EmbeddingCollection(schema, optimizer=persia.optim.SGD(0.1), cluster=cluster)
 
     with persia.cluster.Ray(2, options=options()) as cluster:
-        with pytest.raises(ConfigError, match=r"and the 2 embedding PSs together have .* 1,000,000,000,000 rows of 56"):
+        with pytest.raises(ConfigError, match=r"and the 2 embedding PSs together have .* 1,000,000,000,000 rows of 52"):
             collection(cluster, 10**12)
         embeddings = collection(cluster, 20_001)
         embeddings.set_rows("item", np.arange(60_000, dtype=np.uint64), np.zeros((60_000, 4), np.float32))
