@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <functional>
+#include <limits>
 #include <new>
 #include <utility>
 
@@ -16,8 +17,11 @@ namespace {
 constexpr std::uint64_t kSample = 512;
 constexpr std::uint64_t kShare = 8;     // a queue has an eighth of the rows ...
 constexpr std::uint64_t kReserve = 16;  // ... and the scan for the next one begins when a sixteenth is left
+constexpr std::uint64_t kPart = 4;      // of which the scan leaves one in so many
 constexpr std::uint64_t kAhead = 32;
 constexpr std::size_t kAheadInRun = 2;
+constexpr std::size_t kSkipped = 4;  // rows that have been touched, for each one that is
+constexpr std::size_t kAll = std::numeric_limits<std::size_t>::max();
 
 // The i-th of `kSample` rows. They are not evenly spaced: neither may be the rows of a feature, or of a request.
 std::uint64_t sampled(std::uint64_t i, std::uint64_t rows) {
@@ -36,7 +40,7 @@ std::uint32_t VictimQueue::front(const Stamps& stamps, std::uint32_t clock) {
       const std::uint64_t entry = current_.heads.front().entry;
       const auto row = static_cast<std::uint32_t>(entry);
       if (stamps[row] == entry >> 32) return row;
-      skip(stamps);
+      skip(stamps, kAll);
     }
     if (exhausted_ == clock) return 0;
     try {
@@ -49,41 +53,48 @@ std::uint32_t VictimQueue::front(const Stamps& stamps, std::uint32_t clock) {
 }
 
 void VictimQueue::pop(const Stamps& stamps, std::uint32_t clock) noexcept {
-  if (current_.live > 0) {
-    --current_.live;
-    skip(stamps);
-    // The next row is one of these, which came to the heads of their runs long ago.
-    for (std::size_t i = 0; i < std::min<std::size_t>(3, current_.heads.size()); ++i) {
-      const auto* const row = &stamps[static_cast<std::uint32_t>(current_.heads[i].entry)];
-      prefetch(row);
-      prefetch(reinterpret_cast<const std::byte*>(row) + kLine);
-    }
+  space_ = 0;
+  used_ = true;
+  advance(stamps, clock);  // before the row leaves: its stamp is still the old one
+  if (current_.live == 0 || current_.heads.empty()) return;
+  --current_.live;
+  if (scanning() && static_cast<std::uint32_t>(current_.heads.front().entry) < cursor_) --next_.live;
+  skip(stamps, kAll);
+  // The next row is one of these, which came to the heads of their runs long ago.
+  for (std::size_t i = 0; i < std::min<std::size_t>(3, current_.heads.size()); ++i) {
+    const auto* const row = &stamps[static_cast<std::uint32_t>(current_.heads[i].entry)];
+    prefetch(row);
+    prefetch(reinterpret_cast<const std::byte*>(row) + kLine);
   }
-  advance(stamps, clock, current_.live);
 }
 
 void VictimQueue::prepare(const Stamps& stamps, std::uint32_t clock, std::uint64_t space) noexcept {
-  advance(stamps, clock, current_.live + space);
+  space_ = space;
+  used_ = true;
+  advance(stamps, clock);
 }
 
 void VictimQueue::clear() {
   current_ = {};
   next_ = {};
   cursor_ = rows_ = 0;
+  used_ = false;
   unsorted_.clear();
   exhausted_ = 0;
 }
 
-void VictimQueue::leave(std::uint32_t row, std::uint32_t stamp) {
-  if (stamp < current_.end) {
-    --current_.live;
-  } else if (row < cursor_) {
-    --next_.live;
+void VictimQueue::leave(const Stamps& stamps, std::uint32_t clock, std::uint32_t row, std::uint32_t before) noexcept {
+  if (before < current_.end) --current_.live;
+  if (scanning() && row < cursor_) --next_.live;
+  if (!current_.heads.empty()) {
+    const std::uint64_t oldest = current_.heads.front().entry;
+    if (stamps[static_cast<std::uint32_t>(oldest)] != oldest >> 32) skip(stamps, kSkipped);
   }
+  advance(stamps, clock);
 }
 
-// Replaces the first head by the next row of its run that has not been touched.
-void VictimQueue::skip(const Stamps& stamps) {
+// Replaces the first head by the next row of its run that has not been touched; or goes on by `most` that have been.
+void VictimQueue::skip(const Stamps& stamps, std::size_t most) {
   auto& heads = current_.heads;
   std::pop_heap(heads.begin(), heads.end(), std::greater<>());
   Run& run = current_.runs[heads.back().run];
@@ -91,8 +102,12 @@ void VictimQueue::skip(const Stamps& stamps) {
     if (run.at + kAheadInRun < run.size) __builtin_prefetch(&stamps[run.rows[run.at + kAheadInRun]], 1);
     const std::uint32_t row = run.rows[run.at];
     const std::uint64_t stamp = stamps[row];
-    if (stamp >= current_.end) continue;
-    heads.back().entry = stamp << 32 | row;
+    if (stamp < current_.end) {
+      heads.back().entry = stamp << 32 | row;
+    } else {
+      ++skipped_;
+      if (--most > 0) continue;
+    }
     std::push_heap(heads.begin(), heads.end(), std::greater<>());
     return;
   }
@@ -100,32 +115,24 @@ void VictimQueue::skip(const Stamps& stamps) {
   heads.pop_back();
 }
 
-// With the first queue empty, goes on to the next. Returns whether there is a row older than the clock.
+// With the queue empty, ends the scan or makes a whole one. Returns whether there is a row older than the clock.
 bool VictimQueue::refill(const Stamps& stamps, std::uint32_t clock) {
-  if (next_.end > current_.end) {
-    collect(stamps, unread());
-    proceed();
+  if (scanning()) {
+    collect(stamps, rows_);
     if (current_.live > 0) return true;
   }
   clear();
   begin(stamps, clock);
-  collect(stamps, unread());
-  proceed();
+  if (scanning()) collect(stamps, rows_);
   return current_.live > 0;
 }
 
-void VictimQueue::proceed() {
-  current_ = std::move(next_);
-  next_ = {};
-  next_.end = current_.end;
-}
-
-// `left` more rows may be evicted or touched before the next queue is needed.
-void VictimQueue::advance(const Stamps& stamps, std::uint32_t clock, std::uint64_t left) noexcept {
+// A row has left the queue or the rows of the scan, or has been added.
+void VictimQueue::advance(const Stamps& stamps, std::uint32_t clock) noexcept {
   try {
-    if (next_.end > current_.end) {
-      collect(stamps, unread() * 4 / (left * 3 + 1));
-    } else if (left <= stamps.count / kReserve) {
+    if (scanning()) {
+      collect(stamps, pace_);
+    } else if (used_ && current_.live + space_ <= stamps.count / kReserve) {
       begin(stamps, clock);
     }
   } catch (const std::bad_alloc&) {
@@ -145,7 +152,7 @@ void VictimQueue::begin(const Stamps& stamps, std::uint32_t clock) {
   }
   read_ += total;
   unsorted_.reserve(run_);
-  next_.runs.reserve(stamps.count / kShare / run_ * 2 + 1);
+  next_.runs.reserve((current_.live + stamps.count / kShare) / run_ * 2 + 1);
   next_.heads.reserve(next_.runs.capacity());
   const std::size_t rank = total / kShare;
   next_.end = clock;
@@ -155,21 +162,22 @@ void VictimQueue::begin(const Stamps& stamps, std::uint32_t clock) {
   }
   cursor_ = 0;
   rows_ = stamps.count;  // Rows added later are too recent.
+  pace_ = rows_ * kPart / ((current_.live + space_) * (kPart - 1) + 1) + 1;
+  used_ = false;
 }
 
 void VictimQueue::collect(const Stamps& stamps, std::uint64_t count) {
-  if (unread() == 0) return;
   const std::uint64_t end = std::min(cursor_ + count, rows_);
   read_ += end - cursor_;
   for (; cursor_ < end; ++cursor_) {
     __builtin_prefetch(&stamps[cursor_ + kAhead]);
     const std::uint64_t stamp = stamps[cursor_];
-    if (stamp < current_.end || stamp >= next_.end) continue;
+    if (stamp >= next_.end) continue;
     unsorted_.push_back(stamp << 32 | cursor_);
     ++next_.live;
     if (unsorted_.size() == run_) end_run();
   }
-  if (unread() == 0 && !unsorted_.empty()) end_run();
+  if (cursor_ == rows_) finish();
 }
 
 void VictimQueue::end_run() {
@@ -178,9 +186,16 @@ void VictimQueue::end_run() {
   std::transform(unsorted_.begin(), unsorted_.end(), rows.get(),
                  [](std::uint64_t entry) { return static_cast<std::uint32_t>(entry); });
   next_.heads.push_back({unsorted_[0], next_.runs.size()});
-  std::push_heap(next_.heads.begin(), next_.heads.end(), std::greater<>());
   next_.runs.push_back({std::move(rows), 0, unsorted_.size()});
   unsorted_.clear();
+}
+
+// Ends a scan: what is left of the queue before is in the new one, too.
+void VictimQueue::finish() {
+  if (!unsorted_.empty()) end_run();
+  std::make_heap(next_.heads.begin(), next_.heads.end(), std::greater<>());
+  current_ = std::exchange(next_, {});
+  next_.end = current_.end;
 }
 
 std::uint32_t renumber(const Stamps& stamps) {

@@ -98,7 +98,7 @@ std::uint32_t Shard::acquire(std::uint64_t id) {
   if (left == Index::kNone) {
     victims_.pop(stamps(), header_->clock);
   } else {
-    victims_.touch(number, row(number)->stamp);
+    renew(number);
   }
   changes_.evict(row(number)->key());
   ++header_->counters.evicted;
@@ -109,7 +109,7 @@ std::uint32_t Shard::acquire(std::uint64_t id) {
 std::uint32_t Shard::renewed(std::uint32_t number) {
   mark_changed(number);
   save_undo(number);
-  victims_.touch(number, row(number)->stamp);
+  renew(number);
   ++header_->counters.evicted;
   return number;
 }

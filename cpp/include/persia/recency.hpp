@@ -16,10 +16,11 @@ struct Stamps {
   std::uint32_t& operator[](std::uint64_t row) const;
 };
 
-// Queues the oldest eighth of the rows in order, and skips rows touched since. While half of them remain, a scan for
-// the next eighth proceeds by a few rows with each row that is evicted, so that no caller waits for all of it. The
-// order is exact since stamps only rise: whatever is as old as the threshold of a scan when it ends was so at any
-// moment of it. The queues are derived from the stamps, so dropping them only causes a scan at once.
+// Queues the oldest eighth of the rows in order, and skips rows touched since. When half of them remain, a scan begins
+// for a queue that has another eighth. It proceeds by a few rows with each row that leaves the queue, whether evicted
+// or touched, so that no caller waits for all of it. The order is exact since stamps only rise: whatever is as old as
+// the threshold of a scan when it ends was so at any moment of it. The queue is derived from the stamps, so dropping it
+// only causes a scan at once.
 class VictimQueue {
  public:
   static constexpr std::size_t kRun = 1024;
@@ -33,15 +34,17 @@ class VictimQueue {
   void pop(const Stamps& stamps, std::uint32_t clock) noexcept;
   // Prepares the first queue by a few rows. To be called with each row added while there is space for `space` more.
   void prepare(const Stamps& stamps, std::uint32_t clock, std::uint64_t space) noexcept;
-  // Notes that a row with this stamp is about to get that of the current batch.
-  void touch(std::uint32_t row, std::uint32_t stamp) {
-    if (stamp < next_.end) leave(row, stamp);
+  // Notes that a row with the stamp `before` has got that of the current batch.
+  void touch(const Stamps& stamps, std::uint32_t clock, std::uint32_t row, std::uint32_t before) noexcept {
+    if (before < next_.end) leave(stamps, clock, row, before);
   }
-  // Drops the queues.
+  // Drops the queue.
   void clear();
 
   // Returns the number of rows that scans and their samples have read.
   std::uint64_t read() const { return read_; }
+  // Returns the number of rows that have been skipped, as they had been touched.
+  std::uint64_t skipped() const { return skipped_; }
 
  private:
   // Rows in order, of which those before `at` have left.
@@ -64,24 +67,28 @@ class VictimQueue {
     std::vector<Head> heads;  // a heap, the oldest first
   };
 
-  std::uint64_t unread() const { return rows_ - cursor_; }
-  void leave(std::uint32_t row, std::uint32_t stamp);
-  void skip(const Stamps& stamps);
+  bool scanning() const { return next_.end > current_.end; }
+  void leave(const Stamps& stamps, std::uint32_t clock, std::uint32_t row, std::uint32_t before) noexcept;
+  void skip(const Stamps& stamps, std::size_t most);
   bool refill(const Stamps& stamps, std::uint32_t clock);
-  void proceed();
-  void advance(const Stamps& stamps, std::uint32_t clock, std::uint64_t left) noexcept;
+  void advance(const Stamps& stamps, std::uint32_t clock) noexcept;
   void begin(const Stamps& stamps, std::uint32_t clock);
   void collect(const Stamps& stamps, std::uint64_t count);
   void end_run();
+  void finish();
 
   std::size_t run_;
   Queue current_;
-  Queue next_;                           // that of the scan; its `end` is that of `current_` before the scan begins
+  Queue next_;                           // that of the scan; its `end` is that of `current_` while there is no scan
   std::uint64_t cursor_ = 0;             // the scan has read the rows before it ...
   std::uint64_t rows_ = 0;               // ... and ends here
+  std::uint64_t pace_ = 0;               // rows that it reads for each one that leaves the queue
+  std::uint64_t space_ = 0;              // rows that fit without an eviction
+  bool used_ = false;                    // rows have been added or evicted since the last scan began
   std::vector<std::uint64_t> unsorted_;  // stamp << 32 | row, of the next run
   std::uint32_t exhausted_ = 0;          // a clock at which no row was older
   std::uint64_t read_ = 0;
+  std::uint64_t skipped_ = 0;
 };
 
 // Replaces stamps by their ranks 0, 1, ...; returns the largest. This keeps the order of eviction, even if a kill

@@ -273,8 +273,9 @@ class Shard {
   }
   void renew(std::uint32_t number) {
     RowHeader& r = *row(number);
-    victims_.touch(number, r.stamp);
+    const std::uint32_t before = r.stamp;
     r.stamp = header_->clock;
+    victims_.touch(stamps(), header_->clock, number, before);
   }
   void check_no_cut() const;
   Cut& cut_of(std::uint32_t epoch) const;
