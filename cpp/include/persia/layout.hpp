@@ -3,8 +3,6 @@
 // A region holds offsets, never pointers, and no locks. It holds everything that a process needs to attach to it.
 //
 // Reserved bytes of the header are 0 until a later version gives them a meaning; 0 means what older ones did.
-// `index_old_slots` and `index_frontier` came so. An older version, which does not know them, finds an index that grows
-// to be damaged and rebuilds it.
 #pragma once
 #include <cstddef>
 #include <cstdint>
