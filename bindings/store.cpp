@@ -141,8 +141,15 @@ nb::tuple export_rows(Store& store, std::size_t index, std::size_t shard, std::u
 
 void begin_cut(Store& store, std::size_t index, std::uint32_t epoch, std::uint32_t since, const std::string& directory,
                std::size_t buffer_bytes, std::size_t evicted_limit, bool live) {
-  for (persia::Shard* shard : store.table(index).all) {
-    shard->begin_cut({epoch, since, directory, buffer_bytes, evicted_limit, live});
+  const auto& all = store.table(index).all;
+  std::size_t begun = 0;
+  try {
+    for (; begun < all.size(); ++begun) {
+      all[begun]->begin_cut({epoch, since, directory, buffer_bytes, evicted_limit, live});
+    }
+  } catch (...) {  // Else nobody would end those of the other shards.
+    while (begun > 0) all[--begun]->end_cut();
+    throw;
   }
 }
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from persia.errors import StoreError
 from persia.store import NativeStore, ReferenceStore, Spill, TableConfig
+from persia.store.reference_random import shard_of
 from support.stores import STORES, contents, lookup, update
 
 
@@ -139,6 +140,23 @@ def test_a_reader_of_a_snapshot_that_was_ended_takes_nothing_from_the_next(store
     with pytest.raises(StoreError, match="no such"):
         store.snapshot_evicted(0, 0, before)
     assert len(store.export_snapshot(0, 0, after)[0].ids) == 5
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_a_snapshot_that_one_shard_refuses_is_begun_in_none(kind):
+    store = STORES[kind]()
+    store.create_table(TableConfig("t", 3, capacity=20, shards=2))
+    ids = np.array([id_ for id_ in range(100) if shard_of(id_, 2) == 1], np.uint64)
+    lookup(store, ids[:10])
+    since = store.begin_snapshot(0, 0, Spill("/tmp", evicted_limit=5))
+    store.end_snapshot(0)
+    lookup(store, ids[10:20])  # evicts more ids than the second shard remembers
+    assert store.changes_since(0) == 0
+    with pytest.raises(StoreError, match="is not known"):
+        store.begin_snapshot(0, since, Spill("/tmp"))
+    store.import_rows(0, contents(store)[1])  # no snapshot is being read
+    whole = store.begin_snapshot(0, 0, Spill("/tmp"))
+    assert len(store.export_snapshot(0, 1, whole)[0].ids) == 10
 
 
 def test_a_native_snapshot_holds_back_clear():

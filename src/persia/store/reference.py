@@ -259,6 +259,8 @@ class ReferenceStore(EmbeddingStore):
         """See `EmbeddingStore.begin_snapshot`. Copies all rows, in memory."""
         epoch = 1 + max(shard.epoch for shard in self._shards(table))
         for shard in self._shards(table):
+            shard.check_snapshot(since)
+        for shard in self._shards(table):
             shard.begin_snapshot(epoch, since, spill)
         return epoch
 

@@ -199,9 +199,6 @@ class ReferenceShard:
 
     def begin_snapshot(self, epoch: int, since: int, spill: Spill) -> None:
         """Copies the rows changed since an earlier snapshot."""
-        self.check_idle()
-        if since and since != self.changes_since:
-            raise StoreError(f"what has changed since epoch {since} is not known")
         rows: Iterator[ReferenceRow]
         before = self.left_before
         if spill.live:  # A generator looks at a row when it is read.
@@ -212,6 +209,12 @@ class ReferenceShard:
         self.snapshot = _Snapshot(epoch, rows, self.evicted)
         self.epoch = self.changes_since = epoch
         self.evicted, self.evicted_limit = [], spill.evicted_limit
+
+    def check_snapshot(self, since: int) -> None:
+        """Raises `StoreError` if `begin_snapshot` is impossible."""
+        self.check_idle()
+        if since and since != self.changes_since:
+            raise StoreError(f"what has changed since epoch {since} is not known")
 
     def check_idle(self) -> None:
         """Raises `StoreError` during a snapshot."""
