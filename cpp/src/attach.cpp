@@ -185,7 +185,12 @@ void Shard::back_rows() {
     back_more(section + header_->rows_backed * stride, (rows - header_->rows_backed) * stride);
   };
   back(layout_.rows, stride_);
-  if (header_->keeps_last_steps != 0) back(layout_.last_steps, sizeof(std::uint32_t));
+  try {
+    if (header_->keeps_last_steps != 0) back(layout_.last_steps, sizeof(std::uint32_t));
+  } catch (const RegionFull&) {
+    region_.discard(layout_.rows + header_->rows_backed * stride_, (rows - header_->rows_backed) * stride_);
+    throw;
+  }
   barrier();
   header_->rows_backed = rows;
   barrier();

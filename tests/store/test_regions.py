@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -261,6 +262,41 @@ def test_a_full_file_system_is_an_error_and_no_signal(small):
     del store, caught
     again = make(small, attach=True, config=TableConfig("item", 16, capacity=10**6, shards=2))
     assert columns(again) == before
+
+
+@pytest.mark.parametrize("last_steps", [False, True])
+def test_wherever_space_ends_nothing_is_lost_and_none_is_taken(small, last_steps):
+    """Pieces of rows, last steps and index: the file system is full at each of them."""
+    config = TableConfig("item", 16, capacity=10**6, shards=1)
+    used = lambda: sum(path.stat().st_blocks for path in small.glob("t.*"))  # noqa: E731
+    rows = 1
+    for filler in reversed(range(1 << 20, (1 << 20) + (600 << 10), 16 << 10)):
+        store = make(small, config=config)
+        if last_steps:
+            store.keep_last_steps(0)
+        (small / "filler").write_bytes(bytes(filler))
+        rows -= 1  # at least as many as beside a larger filler
+        store.lookup([0], [np.arange(rows, dtype=np.uint64)], True)
+        with pytest.raises(StoreFullError, match="no room to grow"):
+            while True:
+                before = used()
+                store.lookup([0], [ids(rows)], True)
+                rows += 1
+        assert used() <= before + 8  # the rest of a page
+        keys = np.arange(rows, dtype=np.uint64)
+        assert store.update([0], [keys], [np.ones((rows, 16), np.float32)], [0.1], 3)[0].applied == rows
+        with suppress(StoreFullError):
+            store.keep_last_steps(0)
+            assert not (store.last_steps(0, keys) - 3 * last_steps).any()
+        expected = columns(store)
+        assert expected.keys() == set(range(rows))
+        del store
+        store = make(small, attach=True, config=config)
+        assert columns(store) == expected
+        (small / "filler").unlink()
+        store.lookup([0], [np.arange(rows + 100, dtype=np.uint64)], True)
+        assert store.size(0) == rows + 100
+        del store
 
 
 def test_a_table_that_does_not_fit_at_all(small):
