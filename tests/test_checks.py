@@ -154,6 +154,12 @@ def test_sizes_of_batches_may_come_from_numpy():
     assert [type(value) for value in (made.batch_size, made.shuffle_rows, made.seed)] == [int] * 3
 
 
+def test_steps_of_the_schedule_of_modes_may_come_from_numpy():
+    options = persia.TrainerOptions(mode_schedule=[(np.int64(3), modes.Sync()), (9, modes.Async())])
+    assert options == persia.TrainerOptions(mode_schedule=[(3, modes.Sync()), (9, modes.Async())])
+    assert msgspec.json.encode(options)
+
+
 def test_names_from_numpy_are_taken_and_recorded_as_texts():
     names = list(np.array(["price", "age"]))
     schema = persia.Schema([persia.IdFeature(names[1], 4)], dense_features=names[:1])

@@ -503,7 +503,15 @@ def test_wrong_options(options, field):
     assert caught.value.fields["field"] == field
 
 
-@pytest.mark.parametrize("arguments", [{"lr": -1.0}, {"betas": (1.0, 0.9)}, {"eps": -1.0}, {"weight_decay": -1.0}])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *({"lr": lr} for lr in (-1.0, "x", float("nan"))),
+        *({"betas": betas} for betas in ((1.0, 0.9), 0.9, (0.9, None))),
+        {"eps": -1.0},
+        {"weight_decay": -1.0},
+    ],
+)
 def test_wrong_arguments(arguments):
     with pytest.raises(ConfigError) as caught:
         APMSqueeze([torch.nn.Parameter(torch.zeros(3))], **arguments)

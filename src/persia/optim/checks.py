@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from persia.checks import check_number, plain
 from persia.errors import ConfigError, PersiaError
 from persia.optim.exchange import Exchange
 
@@ -19,15 +20,14 @@ __all__ = ["check_group", "refuse_ddp", "same_everywhere", "same_parameters"]
 
 def check_group(group: dict[str, Any], device: torch.device) -> None:
     """Raises ConfigError if an argument of a parameter group is invalid, or a parameter is not real or elsewhere."""
-    beta1, beta2 = group["betas"]
-    for name, good in (
-        ("lr", float(group["lr"]) >= 0.0),
-        ("betas", 0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0),
-        ("eps", group["eps"] >= 0.0),
-        ("weight_decay", group["weight_decay"] >= 0.0),
-    ):
-        if not good:
-            raise ConfigError(f"{name} = {group[name]!r} is not valid.", field=name)
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ConfigError(f"Invalid betas = {betas!r}; expected two numbers.", field="betas")
+    for beta in betas:
+        check_number("betas", plain(beta), 0, 1, open_high=True)
+    for name in ("lr", "eps", "weight_decay"):
+        value = group[name]
+        check_number(name, value.item() if isinstance(value, torch.Tensor) else plain(value), 0)
     for parameter in group["params"]:
         if parameter.device != device or not parameter.is_floating_point():
             raise ConfigError(

@@ -8,6 +8,7 @@ from types import NoneType
 from typing import Literal, NamedTuple
 
 import msgspec
+import numpy as np
 
 from persia.checks import (
     MAX_SEED,
@@ -18,6 +19,7 @@ from persia.checks import (
     check_kind,
     check_number,
     check_seconds,
+    plain,
     plain_fields,
 )
 from persia.errors import ConfigError
@@ -128,9 +130,12 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     f"Invalid mode_schedule with the entry {entry!r}; expected (global step, mode).",
                     field="mode_schedule",
                 )
-            check_integer("mode_schedule", entry[0], 0, MAX_STEPS)
+            check_integer("mode_schedule", plain(entry[0]), 0, MAX_STEPS)
             check_arguments(mode_schedule=(entry[1], NEW_MODE))
-        steps = [step for step, _ in self.mode_schedule]
+        steps = [plain(step) for step, _ in self.mode_schedule]
+        if any(isinstance(step, np.generic) for step, _ in self.mode_schedule):
+            modes = [mode for _, mode in self.mode_schedule]
+            msgspec.structs.force_setattr(self, "mode_schedule", list(zip(steps, modes, strict=True)))
         if any(b <= a for a, b in itertools.pairwise(steps)):
             raise ConfigError(
                 f"Invalid mode_schedule with the steps {steps}; expected rising numbers.", field="mode_schedule"
