@@ -64,7 +64,8 @@ class EmbeddingCollection(torch.nn.Module):
     Args:
         schema: features and tables.
         optimizer: for tables that declare none.
-        mode: how far lookups may run ahead of updates. It is the only place where staleness is set.
+        mode: how far lookups may run ahead of updates. It is the only place where staleness is set. By default
+            `persia.modes.Hybrid("auto")`, which is `Sync` in its warm-up of 500 global steps.
         cluster: where the roles run; None for this process.
         grad_scaler: the `torch.amp.GradScaler` of fp16 training; gradients are unscaled before they are pushed.
         options: further settings.

@@ -66,7 +66,8 @@ class Trainer:
         schema: the model's input.
         optimizer: makes the dense optimizer: `lambda params: torch.optim.Adam(params, 1e-3)`.
         embedding_optimizer: for tables that declare none.
-        mode: `persia.modes.Hybrid("auto")` by default; `persia.modes.Auto` to switch between two.
+        mode: `persia.modes.Hybrid("auto")` by default, which is `Sync` in its warm-up of 500 global steps;
+            `persia.modes.Auto` to switch between two.
         cluster: where the roles run; this process by default.
         options: the rest.
 
