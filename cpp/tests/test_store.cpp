@@ -240,6 +240,81 @@ TEST(evicts_the_least_recent) {
   CHECK(store.size(0) == 1000);
 }
 
+// Stamps do not only rise then.
+TEST(evicts_the_least_recent_after_clearing_imports_and_renumbering) {
+  constexpr std::uint64_t kRows = 300;
+  ThreadPool pool(1);
+  Store store(pool);
+  store.create_table(config_of(kRows, 1));
+  Shard& shard = store.shard(0, 0);
+  std::mt19937_64 random(6);
+  const auto rows_now = [&] {
+    RowBatch rows;
+    shard.export_rows(0, kRows, rows);
+    return rows;
+  };
+  for (std::uint64_t id = 0; id < 20000; ++id) {
+    const RowBatch before = rows_now();
+    look(store, {id});
+    if (before.ids.size() == kRows) {
+      const auto oldest = std::min_element(before.stamps.begin(), before.stamps.end()) - before.stamps.begin();
+      CHECK(rows_now().ids[oldest] == id);
+    }
+    if (random() % 2 == 0) look(store, {before.ids.empty() ? id : before.ids[random() % before.ids.size()]});
+    switch (random() % 1000) {
+      case 0:
+        store.clear(0);
+        break;
+      case 1:
+      case 2: {
+        RowBatch rows = rows_now();
+        for (std::size_t i = 0; i < rows.ids.size(); i += 3) rows.ids[i] += 1u << 20;  // takes the place of another
+        for (auto& stamp : rows.stamps) stamp = 1 + static_cast<std::uint32_t>(random() % shard.header().clock);
+        store.import_rows(0, rows.ids.size(),
+                          {rows.ids.data(), rows.embeddings.data(), rows.states.data(), rows.update_counts.data(),
+                           rows.last_steps.data(), rows.stamps.data()});
+        break;
+      }
+      case 3:
+        shard.header().clock = ~0u;
+        break;
+      case 4: {
+        ShardState state = shard.export_state();
+        state.clock = 0;
+        shard.import_state(state);
+        break;
+      }
+    }
+  }
+}
+
+TEST(no_request_of_a_full_table_scans_it) {
+  constexpr std::uint64_t kRows = 20000, kRequest = 100;
+  ThreadPool pool(1);
+  Store store(pool);
+  store.create_table(config_of(kRows, 1));
+  const VictimQueue& victims = store.shard(0, 0).victims();
+  std::uint64_t next = 0, oldest = 0, most = 0;
+  for (int request = 0; request < 3000; ++request) {
+    const std::uint64_t read = victims.read();
+    const bool full = store.size(0) == kRows;
+    if (!full || request % 20 == 0) {
+      look(store, range(next, next + kRequest));  // evicts as many, if it is full
+      next += kRequest;
+      oldest += full ? kRequest : 0;
+    } else if (request % 2 == 0) {
+      look(store, range(oldest, oldest + kRequest));
+      oldest = (oldest + kRequest) % next;
+    } else {
+      push(store, range(oldest, oldest + kRequest));
+      oldest = (oldest + kRequest) % next;
+    }
+    most = std::max(most, victims.read() - read);
+  }
+  CHECK(store.counters(0).evicted > 10 * kRequest);
+  CHECK(most > 0 && most <= 40 * kRequest);
+}
+
 TEST(threads_share_a_store) {
   ThreadPool pool(2);
   Store store(pool);

@@ -184,6 +184,8 @@ class Shard {
   Counters counters();
   // For tests; not locked.
   Header& header() { return *header_; }
+  // For tests; not locked.
+  const VictimQueue& victims() const { return victims_; }
   // Returns the first byte of a row; not locked.
   std::byte* row_bytes(std::uint32_t row) const { return rows_ + std::size_t{row} * stride_; }
 
