@@ -22,7 +22,7 @@ import pytest
 from persia import rpc
 from persia.batching.batch import IdColumn
 from persia.errors import ConfigError, DeadlineError, StalePushError, StoreError, StoreFullError
-from persia.modes import Hybrid, Sync, encode
+from persia.modes import Async, Hybrid, Sync, encode
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.regions import Regions, retry_when_full
 from persia.schema import SGD, Adagrad, IdFeature, Schema, Table
@@ -441,6 +441,26 @@ def test_lookups_wait_for_room_until_their_deadline():
     attempts.clear()
     with pytest.raises(StoreFullError, match="lookup waited"):
         retry_when_full(call, 0.0, "lookup")
+
+
+def test_a_switch_that_lacks_space_for_last_steps_is_not_remembered(mounted):
+    """The next process would need it to start."""
+    place = mounted("size=4m")
+    options = ServerOptions(regions=str(place / "ps-0"), timeout=0.2)
+    ps = EmbeddingServer(SCHEMA.resolved_tables(), SGD(0.1), Sync(), seed=1, threads=1, options=options)
+    for name, table in ps.tables().items():
+        ps.lookup({name: np.arange(5000 // table.dim, dtype=np.uint64)}, True)
+    with (place / "filler").open("wb", buffering=0) as file:
+        while shutil.disk_usage(place).free > 8192:  # enough for the mode
+            file.write(bytes(4096))
+    with pytest.raises(StoreFullError, match="switch waited"):
+        ps.switch(Async(), 1, 0)
+    assert Regions(str(place / "ps-0")).mode == ""
+    (place / "filler").unlink()
+    ps.switch(Async(), 2, 0)
+    assert Regions(str(place / "ps-0")).mode == encode(Async())
+    del ps
+    gc.collect()
 
 
 def test_a_switch_waits_for_room(mounted, caplog):

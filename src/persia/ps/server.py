@@ -159,9 +159,7 @@ class EmbeddingServer(JournaledServer):
         """
         ranks = range(self._options.nn_workers)
         all_reduce, alone = mode.dense() is Dense.ALL_REDUCE, mode.group(len(ranks), 1) == 1
-        if not all_reduce:  # The mode asks how old rows are.
-            for index in self._index.values():
-                self._store.keep_last_steps(index)
+        self._prepare(mode)
         self._mode = mode
         self._sums = GradientAccumulator(mode.reduction)
         self._barrier_per_rank = all_reduce and alone
@@ -181,6 +179,12 @@ class EmbeddingServer(JournaledServer):
             )
             for number, members in enumerate([[rank] for rank in ranks] if self._barrier_per_rank else [ranks])
         ]
+
+    def _prepare(self, mode: Mode) -> None:
+        """Keeps the last steps of rows from now on if the mode asks how old rows are. Raises `StoreFullError`."""
+        if mode.dense() is not Dense.ALL_REDUCE:
+            for index in self._index.values():
+                self._store.keep_last_steps(index)
 
     def tables(self) -> Mapping[str, Table]:
         """Returns the tables by name, their optimizers filled in."""
@@ -235,10 +239,12 @@ class EmbeddingServer(JournaledServer):
         self._sequencer.begin(generation, step)
         for barrier in self._barriers:
             barrier.renew(generation, step)
+        # First what needs space: a process that starts in the remembered mode must not have to wait for it.
+        retry_when_full(lambda: self._prepare(mode), self._options.timeout, "switch")
         if (regions := self._regions) is not None:
             regions.forget_steps()  # Training is quiesced: no answer is outstanding.
             retry_when_full(lambda: regions.remember(encode(mode)), self._options.timeout, "switch")
-        retry_when_full(lambda: self._adopt(mode, (generation, step - 1)), self._options.timeout, "switch")
+        self._adopt(mode, (generation, step - 1))
 
     def drain(self, generation: int, step: int, held: int) -> dict[str, UpdateCounts]:
         """Applies the gradients of an incomplete step; see `persia.services.EmbeddingPS`."""
