@@ -5,6 +5,7 @@ import math
 import msgspec
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ from persia.checks import MAX_COUNT, MAX_SECONDS, MAX_SEED, MAX_STEPS, check_int
 from persia.cluster import Embedded, RayOptions
 from persia.data import Split
 from persia.data.reader import Order
+from persia.dense import AllReduce, AllReduceOptions
 from persia.errors import ConfigError
 from persia.nn import CollectionOptions
 from persia.optim import Adagrad, APMSqueezeOptions, OneBit, StochasticTernary, TopK
@@ -152,6 +154,13 @@ def test_sizes_of_batches_may_come_from_numpy():
     made = Order(np.int64(3), np.int64(0), np.uint64(7))
     assert made == Order(3, 0, 7)
     assert [type(value) for value in (made.batch_size, made.shuffle_rows, made.seed)] == [int] * 3
+
+
+@pytest.mark.parametrize("options", [{"timeout": 0}, {"bucket_megabytes": math.inf}, {"average": "no"}])
+def test_options_of_all_reduce_are_refused_by_name(options):
+    (name,) = options
+    with pytest.raises(ConfigError, match=f"^Invalid {name} = .*; expected "):
+        AllReduce(torch.nn.Linear(1, 1), options=AllReduceOptions(**options))
 
 
 def test_steps_of_the_schedule_of_modes_may_come_from_numpy():

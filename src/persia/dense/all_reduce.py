@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from persia.checks import check_flag, check_number, check_seconds, plain
 from persia.dense.group import Group
 from persia.errors import ConfigError, PersiaError
 from persia.types.decoding import decode_hook
@@ -80,7 +81,7 @@ class AllReduce:
         options: timeout, size of buckets, who averages.
 
     Raises:
-        ConfigError: torch.distributed has another number of processes.
+        ConfigError: an option is out of range, or torch.distributed has another number of processes.
         DeadlineError: an NN worker was late.
         PersiaError: torch.distributed is not initialised.
     """
@@ -89,6 +90,9 @@ class AllReduce:
         self, model: torch.nn.Module, nn_workers: int | None = None, options: AllReduceOptions | None = None
     ) -> None:
         options = options or AllReduceOptions()
+        check_seconds("timeout", plain(options.timeout))
+        check_number("bucket_megabytes", plain(options.bucket_megabytes), 0, open_low=True)
+        check_flag("average", options.average)
         self._control = Group(options.timeout)
         nn_workers = self._control.size if nn_workers is None else nn_workers
         if self._control.size != nn_workers:
