@@ -23,6 +23,8 @@ constexpr std::size_t kGrowMostOfFile = std::size_t{256} << 10;
 // two such slots for each row that comes, so this begins halfway, and the last ones have memory in time.
 constexpr std::uint64_t kAheadSlots = 4;
 
+constexpr std::size_t kPage = 4096;  // the smallest that a file has memory in
+
 std::size_t stride_of(const TableConfig& config, const Optimizer& optimizer) {
   const std::size_t words =
       words_of(config.dtype, config.dim) + words_of(state_dtype(config), optimizer.state_width(config.dim));
@@ -105,14 +107,7 @@ Shard::Shard(const TableConfig& config, const Optimizer& optimizer, std::uint32_
   if (config.files.attach) {
     check_identity();
     check_state();
-    if (region_.backed_bytes() < header_->rows_backed * stride_) {  // A copy may have left out zeros.
-      region_.back(0, layout_.sketch + layout_.sketch_bytes);
-      region_.back(layout_.index, header_->index_backed * sizeof(std::uint64_t));
-      region_.back(layout_.rows, header_->rows_backed * stride_);
-      if (header_->keeps_last_steps != 0 && header_->rows_backed > 0) {
-        region_.back(layout_.last_steps, header_->rows_backed * sizeof(std::uint32_t));
-      }
-    }
+    back_all();
   } else {
     format();
   }
@@ -174,6 +169,21 @@ std::size_t Shard::piece(std::size_t backed) const {
 // All shards of a table fill alike. Each asks for a piece this much earlier than it needs it, so that no request waits
 // for those of all shards. Pieces of files are small, and must not be refused before they are needed.
 std::size_t Shard::ahead(std::size_t piece) const { return region_.is_file() ? 0 : piece * number_ / header_->shards; }
+
+// All that there should be memory for: a copy of a file may have left out zeros.
+void Shard::back_all() {
+  const std::size_t first = layout_.sketch + layout_.sketch_bytes,
+                    slots = header_->index_backed * sizeof(std::uint64_t);
+  const std::size_t rows = header_->rows_backed * stride_;
+  const std::size_t steps = header_->keeps_last_steps != 0 ? header_->rows_backed * sizeof(std::uint32_t) : 0;
+  std::size_t wanted = 0;
+  for (const std::size_t bytes : {first, slots, rows, steps}) wanted += align_up(bytes, kPage);
+  if (region_.backed_bytes() >= wanted) return;
+  region_.back(0, first);
+  region_.back(layout_.index, slots);
+  if (rows > 0) region_.back(layout_.rows, rows);
+  if (steps > 0) region_.back(layout_.last_steps, steps);
+}
 
 // Room for at least one more row; published when it is there.
 void Shard::back_rows() {

@@ -88,6 +88,24 @@ def test_last_steps_are_kept_from_a_moment_on(directory):
     assert again.last_steps(0, ids(950, *range(5500, 6500))).tolist() == [0] * 1001
 
 
+def test_a_copy_without_its_zeros_gets_memory_for_them(directory):
+    """Else a full file system would be a SIGBUS at the first write."""
+    store = make(directory)
+    store.keep_last_steps(0)
+    store.lookup([0], [np.arange(900, dtype=np.uint64)], True)
+    rows = columns(store)
+    del store
+    paths = [directory / "t.0", directory / "t.1"]
+    before = [path.stat().st_blocks for path in paths]
+    for path in paths:
+        subprocess.run(["cp", "--sparse=always", path, f"{path}.copy"], check=True)
+        Path(f"{path}.copy").replace(path)
+        assert path.stat().st_blocks < before[paths.index(path)]
+    again = make(directory, attach=True)
+    assert [path.stat().st_blocks for path in paths] == before
+    assert columns(again) == rows
+
+
 def test_two_stores_on_one_region(directory):
     store = filled(directory)
     for attach in (True, False):

@@ -221,6 +221,7 @@ class Shard {
   void back_more(std::size_t offset, std::size_t bytes) const;
   std::size_t piece(std::size_t backed) const;
   std::size_t ahead(std::size_t piece) const;
+  void back_all();
   void back_rows();
   void back_index(std::uint64_t slots);
   void back_index_ahead(std::uint64_t rows);
