@@ -5,7 +5,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 
 #include "module.hpp"
@@ -265,6 +267,9 @@ void import_state(Store& store, std::size_t index, std::size_t shard, nb::dict v
   if (clocks.shape(0) != 3 || counters.shape(0) != persia::kCounters || clients.shape(0) != persia::kClients ||
       clients.shape(1) != persia::kClientWords || ages.shape(0) != kAgeWords) {
     throw std::invalid_argument("table '" + name + "': the shard state has another shape: is it of another version?");
+  }
+  if (std::max(clocks.data()[0], clocks.data()[1]) > std::numeric_limits<std::uint32_t>::max()) {
+    throw std::invalid_argument("table '" + name + "': clock and epoch of the shard state must be below 2^32");
   }
   persia::ShardState state;
   state.clock = static_cast<std::uint32_t>(clocks.data()[0]);

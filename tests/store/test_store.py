@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from persia.errors import ConfigError, StoreError
-from persia.store import NativeStore, Spill, TableConfig
+from persia.store import NativeStore, Rows, Spill, TableConfig
 
 
 def resident_bytes():
@@ -140,6 +140,11 @@ def test_forked_child_is_refused():
 G = np.ones((1, 4), np.float32)
 
 
+def imported(**columns):
+    words = np.ones(1, np.uint32)
+    return Rows(ids(7), G, np.ones((1, 4), np.float32), words, words, words)._replace(**columns)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -159,7 +164,15 @@ G = np.ones((1, 4), np.float32)
         (lambda s: s.update([0], [ids(1)], [G], [np.nan], 1), "lr"),
         (lambda s: s.update([0], [ids(1)], [G], [-1.0], 1), "lr"),
         (lambda s: s.update([0], [ids(1)], [G], [0.1], -1), "incompatible"),
+        (lambda s: s.keep_last_steps(3), "no table 3"),
+        (lambda s: s.last_steps(0, np.array([1])), "'item': ids"),
+        (lambda s: s.peek(0, ids(1, 2, 3, 4)[::2]), "contiguous"),
+        (lambda s: s.import_rows(0, imported(last_step=ids(1))), "last_steps must be uint32"),
+        (lambda s: s.import_rows(0, imported(last_step=np.zeros(2, np.uint32))), "differ in length"),
+        (lambda s: s.import_rows(0, imported(embeddings=G[:, :2].copy())), r"shape \[1, 4\]"),
         (lambda s: s.export_rows(0, 99), "no shard 99"),
+        (lambda s: s.import_state(0, 0, s.export_state(0, 0) | {"clocks": ids(2**32, 1, 0)}), "below 2"),
+        (lambda s: s.import_state(0, 0, s.export_state(0, 0) | {"clocks": ids(1, 2**32, 0)}), "below 2"),
         (lambda s: s.import_state(0, 0, {}), "lacks"),
         (lambda s: s.create_table(TableConfig("huge", 4096, capacity=2**39, shards=256)), "address space"),
     ],
