@@ -220,19 +220,27 @@ void import_rows(Store& store, std::size_t index, nb::object ids, nb::object emb
   store.import_rows(index, n, {keys.data(), weights.data(), state.data(), counts.data(), steps.data(), recency.data()});
 }
 
-// age, marks made, stamps before which rows have left; then age and clock of each mark.
-constexpr std::size_t kAgeWords = 3 + 2 * persia::kAgeMarks;
+// age, marks made, stamp before which rows have left, unit; then age and clock of each mark.
+constexpr std::size_t kMarkWords = 4;
+constexpr std::size_t kAgeWords = kMarkWords + 2 * persia::kAgeMarks;
 
 std::vector<std::uint64_t> ages_to_words(const persia::Ages& ages) {
-  std::vector<std::uint64_t> words{ages.age, ages.marks_made, ages.left_before};
+  std::vector<std::uint64_t> words{ages.age, ages.marks_made, ages.left_before, ages.unit};
   for (const auto& mark : ages.marks) words.insert(words.end(), {mark.age, mark.clock});
   return words;
 }
 
-persia::Ages ages_of_words(const std::uint64_t* words) {
-  persia::Ages ages{words[0], words[1], static_cast<std::uint32_t>(words[2]), 0, {}};
+persia::Ages ages_of_words(const std::uint64_t* words, const std::string& table) {
+  const auto small = [&](std::uint64_t word) {
+    if (word > std::numeric_limits<std::uint32_t>::max()) {
+      throw std::invalid_argument("table '" + table +
+                                  "': stamps and clocks in the ages of the shard state must be below 2^32");
+    }
+    return static_cast<std::uint32_t>(word);
+  };
+  persia::Ages ages{words[0], words[1], small(words[2]), small(words[3]), {}};
   for (std::size_t i = 0; i < persia::kAgeMarks; ++i) {
-    ages.marks[i] = {words[3 + 2 * i], static_cast<std::uint32_t>(words[4 + 2 * i]), 0};
+    ages.marks[i] = {words[kMarkWords + 2 * i], small(words[kMarkWords + 2 * i + 1]), 0};
   }
   return ages;
 }
@@ -261,7 +269,7 @@ void import_state(Store& store, std::size_t index, std::size_t shard, nb::dict v
   const auto clocks = take<Ids>(values["clocks"], name, "clocks must be uint64 [3]");
   const auto counters = take<Ids>(values["counters"], name, "counters must be uint64 [10]");
   const auto sketch = take<Halves>(values["sketch"], name, "sketch must be uint16 [counters]");
-  const auto ages = take<Ids>(values["ages"], name, "ages must be uint64 [67]");
+  const auto ages = take<Ids>(values["ages"], name, "ages must be uint64 [68]");
   using Table2 = nb::ndarray<const std::uint64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
   const auto clients = take<Table2>(values["clients"], name, "clients must be uint64 [256, 4]");
   if (clocks.shape(0) != 3 || counters.shape(0) != persia::kCounters || clients.shape(0) != persia::kClients ||
@@ -279,7 +287,7 @@ void import_state(Store& store, std::size_t index, std::size_t shard, nb::dict v
   std::memcpy(state.clients.data(), clients.data(), persia::kClients * sizeof(persia::ClientEntry));
   std::memcpy(state.counters.data(), counters.data(), sizeof(persia::Counters));
   state.sketch.assign(sketch.data(), sketch.data() + sketch.shape(0));
-  state.ages = ages_of_words(ages.data());
+  state.ages = ages_of_words(ages.data(), name);
   const nb::gil_scoped_release release;
   store.shard(index, shard).import_state(state);
 }
@@ -374,6 +382,7 @@ void register_config(nb::module_& m) {
       .def_rw("admission", &TableConfig::admission)
       .def_rw("admission_value", &TableConfig::admission_value)
       .def_rw("ttl", &TableConfig::ttl)
+      .def_rw("ttl_unit", &TableConfig::ttl_unit)
       .def_rw("files", &TableConfig::files);
 }
 

@@ -304,6 +304,8 @@ Recovery Shard::recover() {
   barrier();
   header_->undo_row = 0;
   barrier();
+  // Rows stay for another time to live, if a process died while it set these.
+  if (!sound(header_->ages, header_->clock)) header_->ages = {};
   found.open = header_->commit_slot == 0 && header_->push.client != 0;
   PushLog(*header_).recover();
   found.rebuilt = (header_->busy & kIndexBusy) != 0 || !index_.sound(header_->rows_used);

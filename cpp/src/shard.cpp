@@ -8,12 +8,6 @@
 #include "persia/memory.hpp"
 
 namespace persia {
-namespace {
-
-constexpr std::uint64_t kMarksOfTtl = 16;  // marks in a time to live; twice as many are kept
-constexpr std::uint64_t kSweep = 4;        // rows that each new row looks at for one that has left
-
-}  // namespace
 
 PushCounts& PushCounts::operator+=(const PushCounts& other) {
   applied += other.applied;
@@ -97,57 +91,12 @@ std::uint32_t Shard::acquire(std::uint64_t id) {
   }
   if (left == Index::kNone) {
     victims_.pop(stamps(), header_->clock);
+    ++header_->counters.evicted;
   } else {
     renew(number);
   }
   changes_.evict(row(number)->key());
-  ++header_->counters.evicted;
   return number;
-}
-
-// The row of an id, which has left, to be written anew.
-std::uint32_t Shard::renewed(std::uint32_t number) {
-  mark_changed(number);
-  save_undo(number);
-  renew(number);
-  ++header_->counters.evicted;
-  return number;
-}
-
-// A row that has left, or none. Looks at a few rows only, so that no request waits for a scan of all.
-std::uint32_t Shard::reusable() {
-  for (std::uint64_t i = 0; i < kSweep && sweep_rows_ > 0; ++i) {
-    --sweep_rows_;
-    if (sweep_ >= header_->rows_used) sweep_ = 0;
-    __builtin_prefetch(row_bytes(static_cast<std::uint32_t>(sweep_)) + kSweep * stride_);
-    const auto number = static_cast<std::uint32_t>(sweep_++);
-    if (has_left(number)) return number;
-  }
-  return Index::kNone;
-}
-
-void Shard::age(std::uint64_t by) {
-  const std::lock_guard lock(mutex_);
-  const std::uint64_t ttl = config_->ttl;
-  if (ttl == 0) return;
-  Ages& ages = header_->ages;
-  ages.age += by;
-  std::uint32_t left_before = ages.left_before;
-  for (std::uint64_t i = 0; i < std::min<std::uint64_t>(ages.marks_made, kAgeMarks); ++i) {
-    const AgeMark& mark = ages.marks[i];
-    if (ages.age - mark.age >= ttl) left_before = std::max(left_before, mark.clock + 1);
-  }
-  if (left_before > ages.left_before) {
-    ages.left_before = left_before;
-    sweep_rows_ = header_->rows_used;
-  }
-  const std::uint64_t made = ages.marks_made;
-  if (made > 0 && ages.age - ages.marks[(made - 1) % kAgeMarks].age < std::max<std::uint64_t>(1, ttl / kMarksOfTtl)) {
-    return;
-  }
-  ages.marks[made % kAgeMarks] = {ages.age, header_->clock, 0};
-  barrier();
-  ages.marks_made = made + 1;
 }
 
 // After a row has been written completely: makes it reachable, unless it has taken another's place.
@@ -193,12 +142,7 @@ bool Shard::move_index() {
 void Shard::tick() {
   if (header_->clock == std::numeric_limits<std::uint32_t>::max()) {
     if (cut_) cut_->fail("the recency of all rows was numbered anew (once in 2^32 requests); save again");
-    // Which clocks belong to which ages is not known any more: rows stay for another time to live.
-    header_->ages.left_before = 0;
-    header_->ages.marks_made = 0;
-    barrier();
-    header_->clock = renumber(stamps());
-    victims_.clear();
+    renumber_rows();
   }
   ++header_->clock;
 }
@@ -295,7 +239,7 @@ void Shard::import_rows(const Slice& slice, const RowView& rows) {
 void Shard::import_row(const RowView& rows, std::size_t at) {
   const std::uint64_t id = rows.ids[at];
   const std::size_t width = header_->state_width;
-  const std::uint32_t stamp = std::max(rows.stamps[at], header_->ages.left_before);  // it has not left
+  const std::uint32_t stamp = std::max(rows.stamps[at], least_stamp());
   std::uint32_t number = find(id);
   const bool known = number != Index::kNone;
   if (known) {
@@ -342,6 +286,7 @@ ShardState Shard::export_state() {
 void Shard::import_state(const ShardState& s) {
   const std::lock_guard lock(mutex_);
   check_no_cut();
+  if (!sound(s.ages, s.clock)) throw std::invalid_argument("the ages of the state contradict each other or its clock");
   if (s.clients.size() != kClients) throw std::invalid_argument("the state has another number of client entries");
   if (s.sketch.size() != header_->sketch_width * kSketchRows) {
     throw std::invalid_argument("the state has an admission sketch of " + std::to_string(s.sketch.size()) +
@@ -358,7 +303,7 @@ void Shard::import_state(const ShardState& s) {
   std::copy(s.clients.begin(), s.clients.end(), header_->clients);
   std::memcpy(&header_->counters, s.counters.data(), sizeof(Counters));
   header_->ages = s.ages;
-  sweep_ = sweep_rows_ = 0;
+  forget_left();
   std::memcpy(region_.base() + layout_.sketch, s.sketch.data(), s.sketch.size() * sizeof(std::uint16_t));
   victims_.clear();
 }
@@ -380,7 +325,8 @@ void Shard::clear() {
   region_.discard(layout_.rows, layout_.total - layout_.rows);
   std::memset(region_.base() + layout_.sketch, 0, layout_.sketch_bytes);
   header_->ages = {};
-  sweep_ = sweep_rows_ = 0;
+  forget_left();
+  barrier();
   header_->clock = 0;
   header_->counters = {};
   victims_.clear();

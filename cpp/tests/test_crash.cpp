@@ -371,6 +371,27 @@ TEST(a_lookup_of_rows_that_have_left) {
   row_shape = {};
 }
 
+TEST(time_that_passes) {
+  row_shape.ttl = 10;
+  crash_everywhere(
+      5000,
+      [](Tested& t) {
+        for (int i = 0; i < 40; ++i) {
+          t.look(range(0, 20));
+          t.store.age(0, 1);
+        }
+        t.look(range(20, 60));
+        t.store.age(0, 1);
+        t.look(range(0, 20));
+        t.store.age(0, 10);
+      },
+      [](Tested& t) {
+        t.look(range(0, 20));
+        t.store.age(0, 1);
+      });
+  row_shape = {};
+}
+
 TEST(a_push_to_rows_that_have_left) {
   row_shape.ttl = 10;
   crash_everywhere(

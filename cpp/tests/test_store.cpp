@@ -479,7 +479,7 @@ TEST(rows_leave_that_were_not_touched_for_their_time) {
   CHECK(fresh == look(other, range(0, 200)));
   for (std::uint64_t id = 10000; id < 12000; id += 100) look(store, range(id, id + 100));
   CHECK(store.size(0) == 3200 && found(range(0, 12000)) == 3200);
-  CHECK(store.counters(0).evicted == 500);
+  CHECK(store.counters(0).evicted == 0);
 }
 
 TEST(no_request_waits_for_rows_that_have_left) {

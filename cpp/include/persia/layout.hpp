@@ -88,8 +88,8 @@ struct PushProgress {
   std::uint64_t rows_applied;  // in the push's own order, skipped rows included
 };
 
-// When rows leave a table with a time to live. Ages are counted in the unit of that time, steps or seconds, from the
-// first row on; marks say which clock belonged to an age.
+// When rows leave a table with a time to live. Ages are counted in the unit of that time, from the first row on; marks
+// say which clock belonged to an age.
 struct AgeMark {
   std::uint64_t age;
   std::uint32_t clock;
@@ -100,7 +100,7 @@ struct Ages {
   std::uint64_t age;
   std::uint64_t marks_made;   // the last `kAgeMarks` of them are kept, mark i at i % kAgeMarks
   std::uint32_t left_before;  // rows with lower stamps have left, whether or not their memory has been used again
-  std::uint32_t unused;
+  std::uint32_t unit;         // that of `TableConfig::ttl_unit`; 0 before the first row
   AgeMark marks[kAgeMarks];
 };
 

@@ -43,6 +43,7 @@ struct TableConfig {
   Admission admission = Admission::kAll;
   double admission_value = 0.0;  // the probability, or the number of occurrences
   std::uint64_t ttl = 0;         // rows leave that were not touched for so long, in the unit of `Shard::age`; 0: never
+  std::uint32_t ttl_unit = 1;    // 1: steps, 2: seconds. In regions and checkpoints: never reuse a number
   bool durable = false;          // keep undo slot and push progress; always done in files
   RegionFiles files;
 };
@@ -251,6 +252,10 @@ class Shard {
   std::uint32_t acquire(std::uint64_t id);
   std::uint32_t renewed(std::uint32_t number);
   std::uint32_t reusable();
+  std::uint32_t least_stamp() const;
+  void forget_left();
+  void renumber_rows();
+  static bool sound(const Ages& ages, std::uint32_t clock);
   void publish(std::uint64_t id, std::uint32_t number);
   void import_row(const RowView& rows, std::size_t position);
   void store_embedding(std::uint32_t number, const float* values);
@@ -299,8 +304,9 @@ class Shard {
   Index index_;
   Sketch sketch_;
   VictimQueue victims_;
-  std::uint64_t sweep_ = 0;       // the next row at which to look for one that has left ...
-  std::uint64_t sweep_rows_ = 0;  // ... and how many are to be looked at until all have been since the last ones left
+  std::vector<std::uint32_t> left_;  // rows that had left when they were looked at
+  std::uint64_t sweep_ = 0;          // the next row to look at ...
+  std::uint64_t sweep_rows_ = 0;  // ... and how many there are, until all have been looked at since the last ones left
   Changes changes_;
   std::unique_ptr<Cut> cut_;
   std::mutex mutex_;

@@ -8,25 +8,24 @@ from collections.abc import Callable, Mapping
 
 from persia.schema import Days, Steps
 from persia.store import EmbeddingStore
+from persia.store.config import TtlUnit
 
 __all__ = ["RowAges", "ttl_of"]
 
 SECONDS_OF_DAY = 86_400
 LONGEST_PAUSE = 3600.0
 """Seconds between two updates that count at most: a job that was down for a month must not lose all its rows."""
-CALLS_OF_TTL = 64
-"""Calls of the store in a time to live."""
 
 
-def ttl_of(ttl: Days | Steps | None) -> int:
-    """Returns a time to live in the unit of the store: steps, or seconds."""
+def ttl_of(ttl: Days | Steps | None) -> tuple[int, TtlUnit]:
+    """Returns a time to live as a store takes it, and its unit."""
     match ttl:
-        case Steps(steps):
-            return steps
         case Days(days):
-            return max(1, round(days * SECONDS_OF_DAY))
+            return max(1, round(days * SECONDS_OF_DAY)), "seconds"
+        case Steps(steps):
+            return steps, "steps"
         case None:
-            return 0
+            return 0, "steps"
 
 
 class RowAges:
@@ -42,28 +41,34 @@ class RowAges:
         self, store: EmbeddingStore, ttls: Mapping[int, Days | Steps], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._store = store
-        self._ttls = dict(ttls)
+        self._by_steps = [table for table, ttl in ttls.items() if isinstance(ttl, Steps)]
+        self._by_seconds = [table for table, ttl in ttls.items() if isinstance(ttl, Days)]
         self._clock = clock
         self._lock = threading.Lock()
-        self._untold = dict.fromkeys(self._ttls, 0.0)
-        """Time since the last call of the store, by table, in its unit."""
         self._step: int | None = None
         self._at: float | None = None
-        for table in self._ttls:
+        self._seconds = 0.0
+        """Training time that the store has not been told."""
+        for table in ttls:
             self._store.age(table, 0)
 
     def updated(self, step: int) -> None:
-        """Notes an update of a global step. Steps that come late, and those of a process before, do not count."""
-        if not self._ttls:
+        """Notes an update of a global step, which counts once; steps that come late do not count."""
+        if not self._by_steps and not self._by_seconds:
             return
         with self._lock:
+            steps = max(0, step - self._step) if self._step is not None else 1
+            self._step = step if self._step is None else max(step, self._step)
             now = self._clock()
-            seconds = min(now - self._at, LONGEST_PAUSE) if self._at is not None else 0.0
-            steps = max(0, step - self._step) if self._step is not None else 0
-            self._at, self._step = now, step if self._step is None else max(step, self._step)
-            for table, ttl in self._ttls.items():
-                self._untold[table] += steps if isinstance(ttl, Steps) else seconds
-                passed = int(self._untold[table])
-                if passed >= max(1, ttl_of(ttl) // CALLS_OF_TTL):
+            self._seconds += min(now - self._at, LONGEST_PAUSE) if self._at is not None else 0.0
+            self._at = now
+            seconds = int(self._seconds)
+            self._seconds -= seconds
+            for tables, passed in ((self._by_steps, steps), (self._by_seconds, seconds)):
+                for table in tables if passed else ():
                     self._store.age(table, passed)
-                    self._untold[table] -= passed
+
+    def renumber(self) -> None:
+        """Notes that the next global step may be any."""
+        with self._lock:
+            self._step = None

@@ -245,6 +245,7 @@ class EmbeddingServer(JournaledServer):
             regions.forget_steps()  # Training is quiesced: no answer is outstanding.
             retry_when_full(lambda: regions.remember(encode(mode)), self._options.timeout, "switch")
         self._adopt(mode, (generation, step - 1))
+        self._ages.renumber()
 
     def drain(self, generation: int, step: int, held: int) -> dict[str, UpdateCounts]:
         """Applies the gradients of an incomplete step; see `persia.services.EmbeddingPS`."""
@@ -437,6 +438,7 @@ class EmbeddingServer(JournaledServer):
                     )
                 array[piece.start : end] = piece.values
             self._store.import_state(index, shard, state)
+        self._ages.renumber()
 
     def _pieces(self) -> Iterator[StatePiece]:
         for name, index in self._index.items():

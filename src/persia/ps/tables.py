@@ -45,6 +45,7 @@ def table_config(table: Table, seed: int, capacity: int | None) -> TableConfig:
     optimizer = cast("EmbeddingOptimizer", table.optimizer)
     kind, low, high = _initializer(table.initializer)
     admission, value = _admission(table)
+    ttl, unit = ttl_of(table.ttl)
     return TableConfig(
         name=table.name,
         dim=table.dim,
@@ -62,7 +63,8 @@ def table_config(table: Table, seed: int, capacity: int | None) -> TableConfig:
         admission=admission,
         admission_value=value,
         value_bound=table.value_bound,
-        ttl=ttl_of(table.ttl),
+        ttl=ttl,
+        ttl_unit=unit,
         dtype=table.dtype,
     )
 

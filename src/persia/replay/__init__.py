@@ -6,7 +6,7 @@ or along one that a run has recorded. Both call the same pure functions of the m
 
 from persia.replay.follow import Compute, replay
 from persia.replay.plain import PlainRows, PlainTable
-from persia.replay.records import Records, recorded
+from persia.replay.records import Records, check_replayable, recorded
 from persia.replay.report import ReportLine, record, table
 from persia.replay.schedule import ScheduleEvent, Summary, Timeline, load_timeline
 from persia.replay.servers import ReplayDense, ReplayRows, ReplayServer, TakenGradient
@@ -30,6 +30,7 @@ __all__ = [
     "Timeline",
     "Trace",
     "alternating",
+    "check_replayable",
     "load_timeline",
     "load_trace",
     "phases",

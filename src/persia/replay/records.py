@@ -9,13 +9,25 @@ from typing import NamedTuple
 
 import msgspec
 
-from persia.errors import DataError
+from persia.errors import ConfigError, DataError
 from persia.modes import Dense, Mode
 from persia.replay.schedule import DENSE, ROWS, Kind, ScheduleEvent, Timeline
+from persia.schema import Days, Schema
 from persia.types import ArrivalRecord as Arrival
 from persia.types import JournalRecord, PushHeader, ReadRecord
 
-__all__ = ["Records", "recorded"]
+__all__ = ["Records", "check_replayable", "recorded"]
+
+
+def check_replayable(schema: Schema) -> None:
+    """Raises ConfigError if a replay of training with these tables would not know when rows leave."""
+    for table in schema.resolved_tables().values():
+        if isinstance(table.ttl, Days):
+            raise ConfigError(
+                f"Invalid Table({table.name!r}).ttl = {table.ttl!r} in a run that is recorded, replayed or trained in "
+                "virtual time, which knows steps but no days; expected Steps(...) or None.",
+                field=f"Table({table.name!r}).ttl",
+            )
 
 
 class Records(NamedTuple):

@@ -22,7 +22,15 @@ from persia.modes import Hybrid
 from persia.nn.pooling import Expander
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.sizes import divide_here
-from persia.replay import ReplayDense, ReplayRows, ReplayServer, ScheduleEvent, Timeline, replay
+from persia.replay import (
+    ReplayDense,
+    ReplayRows,
+    ReplayServer,
+    ScheduleEvent,
+    Timeline,
+    check_replayable,
+    replay,
+)
 from persia.replay.schedule import DENSE
 from persia.replay.servers import Numbers, RowGradients
 from persia.schema import EmbeddingOptimizer, Schema, Table
@@ -64,6 +72,9 @@ class VirtualTraining:
         optimizer: makes the optimizer of the dense parameters from a list of them.
         embedding_optimizer: optimizer of tables that declare none.
         seed: seed of row initialisation and admission.
+
+    Raises:
+        ConfigError: rows of a table leave after `Days`.
     """
 
     def __init__(
@@ -75,6 +86,7 @@ class VirtualTraining:
         embedding_optimizer: EmbeddingOptimizer,
         seed: int = 0,
     ) -> None:
+        check_replayable(schema)
         self.model = model
         self._batches = batches
         self._schema, self._embedding_optimizer, self._seed = schema, embedding_optimizer, seed
@@ -121,7 +133,10 @@ class VirtualTraining:
         replay(schedule, self._servers, self._compute, on_event)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns a copy of the parameters, rows and optimizer states, from which other trainings can continue."""
+        """Returns a copy of the parameters, rows and optimizer states, from which other trainings can continue.
+
+        Rows of tables with a `ttl` count as met at that moment.
+        """
         return {
             "parameters": [parameter.detach().clone() for parameter in self._kept],
             "buffers": [buffer.detach().clone() for buffer in self.model.buffers()],

@@ -93,7 +93,7 @@ class AdmitMinFrequency(TaggedRecord, frozen=True, tag="min_frequency"):
 
 
 class Days(TaggedRecord, frozen=True, tag="days"):
-    """Days of training: time in which no gradients arrive for more than an hour does not count."""
+    """Days of training: a pause without gradients counts as an hour at most."""
 
     days: float
 

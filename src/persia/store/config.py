@@ -18,6 +18,7 @@ __all__ = ["OPTIMIZER_PARAMS", "TableConfig"]
 OptimizerKind = Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "ftrl"]
 InitializerKind = Literal["uniform", "normal", "zeros", "rsqrt_dim"]
 AdmissionKind = Literal["all", "probability", "min_frequency"]
+TtlUnit = Literal["steps", "seconds"]
 
 OPTIMIZER_PARAMS: dict[str, dict[str, float]] = {
     "sgd": {"momentum": 0.0, "weight_decay": 0.0},
@@ -27,6 +28,9 @@ OPTIMIZER_PARAMS: dict[str, dict[str, float]] = {
     "ftrl": {"beta": 1.0, "l1": 0.0, "l2": 0.0, "initial_accumulator": 0.0},
 }
 """The parameters of each optimizer, with their defaults."""
+
+TTL_UNITS: dict[TtlUnit, int] = {"steps": 1, "seconds": 2}
+"""Their numbers in regions and checkpoints."""
 
 _INITIALIZERS = ("uniform", "normal", "zeros", "rsqrt_dim")
 _ADMISSIONS = ("all", "probability", "min_frequency")
@@ -64,7 +68,8 @@ class TableConfig:
             n-th occurrence on, "min_frequency".
         admission_value: the probability, or n (up to 65535).
         value_bound: embeddings are clamped to [-value_bound, value_bound] after each update; 0 does not clamp.
-        ttl: time after which rows leave that training has not met, in the unit of `EmbeddingStore.age`; 0: they stay.
+        ttl: time after which rows leave that training has not met, in `ttl_unit`; 0: they stay.
+        ttl_unit: of `EmbeddingStore.age`, "steps" or "seconds".
         dtype: of embeddings in memory: "float32", "bfloat16" or "float16". Arithmetic is in float32; updates round to
             16 bits at random (stochastic rounding), initial and imported values to the nearest, within `value_bound`.
     """
@@ -83,6 +88,7 @@ class TableConfig:
     admission_value: float = 0.0
     value_bound: float = 0.0
     ttl: int = 0
+    ttl_unit: TtlUnit = "steps"
     dtype: Dtype = "float32"
 
     def __post_init__(self) -> None:
@@ -128,6 +134,7 @@ class TableConfig:
             self.admission != "min_frequency" or (1 <= value <= 65535 and value == int(value)),
             "must be a whole number within 1 ... 65535 for a minimum frequency",
         )
+        self._require("ttl_unit", self.ttl_unit in TTL_UNITS, f"must be one of {list(TTL_UNITS)}")
         self._require("ttl", 0 <= self.ttl < 2**63, "must be within 0 ... 2^63 - 1")
         bound = self.value_bound
         self._require("value_bound", math.isfinite(bound) and bound >= 0, "must be finite and not negative")

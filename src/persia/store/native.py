@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.errors import ConfigError, StoreError, StoreFullError
-from persia.store.config import TableConfig
+from persia.store.config import TTL_UNITS, TableConfig
 from persia.store.protocol import EmbeddingStore, Rows, ShardState, Spill
 from persia.types import UpdateCounts
 
@@ -38,6 +38,7 @@ def _native_config(config: TableConfig) -> Any:
     for name in ("name", "dim", "dtype", "capacity", "seed", "admission_value", "ttl"):
         setattr(native, name, getattr(config, name))
     native.shards = config.resolved_shards
+    native.ttl_unit = TTL_UNITS[config.ttl_unit]
     native.admission = getattr(_core.Admission, config.admission)
     optimizer = _core.OptimizerConfig()
     optimizer.kind = config.optimizer

@@ -155,8 +155,8 @@ class EmbeddingStore(Protocol):
 
         Rows leave that training has not met for `ttl`, at the latest a sixteenth of it and the time between two calls
         later. They are absent from then on: lookups in training begin them anew, subject to admission, and exports
-        leave them out. Their memory goes to new rows, each of which looks at a few rows for one; until then `size`
-        counts them. `statistics` counts them as evicted when their memory is used.
+        leave them out. Their memory goes to new rows, each of which looks at a few rows for some; until then `size`
+        counts them. `statistics` never counts them as evicted. Imported rows count as met.
         """
 
     def keep_last_steps(self, table: int) -> None:

@@ -239,13 +239,13 @@ class ReferenceStore(EmbeddingStore):
                     table=table,
                     shard=shard,
                 )
+        _set_ages(found, state["ages"], int(state["clocks"][0]))
         clock, found.epoch, found.pushes = map(int, state["clocks"])
         found.clock = max([clock, *(row.stamp for row in found.rows)])
         found.applied = {(int(client), int(sequence)) for client, sequence in state["clients"]}
         found.counters = dict(zip(COUNTERS, map(int, state["counters"]), strict=True))
         if found.sketch is not None:
             found.sketch.counters = state["sketch"].reshape(found.sketch.counters.shape).astype(np.uint16)
-        _set_ages(found, state["ages"])
         found.forget_changes()
 
     @_locked
@@ -324,19 +324,27 @@ class ReferenceStore(EmbeddingStore):
 
 
 def _ages(shard: ReferenceShard) -> NDArray[np.uint64]:
-    ages = np.zeros(3 + 2 * KEPT_MARKS, np.uint64)
-    ages[:3] = shard.age, len(shard.marks), shard.left_before
-    for number in range(max(0, len(shard.marks) - KEPT_MARKS), len(shard.marks)):
-        at = 3 + 2 * (number % KEPT_MARKS)
-        ages[at : at + 2] = shard.marks[number]
+    ages = np.zeros(4 + 2 * KEPT_MARKS, np.uint64)
+    ages[:4] = shard.age, shard.marks_made, shard.left_before, shard.age_unit
+    for place, mark in zip(_mark_places(shard.marks_made), shard.marks, strict=True):
+        ages[place : place + 2] = mark
     return ages
 
 
-def _set_ages(shard: ReferenceShard, ages: NDArray[np.generic]) -> None:
-    shard.age, made, shard.left_before = map(int, ages[:3])
-    places = [3 + 2 * (number % KEPT_MARKS) for number in range(made)]
-    shard.marks = [(int(ages[at]), int(ages[at + 1])) for at in places]
+def _set_ages(shard: ReferenceShard, ages: NDArray[np.generic], clock: int) -> None:
+    age, made, left_before, unit = map(int, ages[:4])
+    marks = [(int(ages[place]), int(ages[place + 1])) for place in _mark_places(made)]
+    late = [mark for mark in marks if mark[0] > age or mark[1] > clock]
+    if late or left_before > clock + 1 or unit >= 2**32:
+        raise StoreError("the ages of the state contradict each other or its clock")
+    shard.age, shard.marks_made, shard.left_before, shard.age_unit, shard.marks = age, made, left_before, unit, marks
     shard.sweep = shard.sweep_places = 0
+    shard.left = []
+
+
+def _mark_places(made: int) -> list[int]:
+    """Places of the marks that are kept, the oldest first."""
+    return [4 + 2 * (number % KEPT_MARKS) for number in range(max(0, made - KEPT_MARKS), made)]
 
 
 def _columns(config: TableConfig, rows: Sequence[ReferenceRow]) -> Rows:

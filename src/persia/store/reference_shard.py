@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from persia.errors import StoreError
 from persia.store import reference_optim
-from persia.store.config import TableConfig
+from persia.store.config import TTL_UNITS, TableConfig
 from persia.store.protocol import Spill
 from persia.store.reference_random import Sketch, admission_draw, initial_embedding
 from persia.store.reference_values import as_words, nearest, nearest_embedding, round_update, rounding_key
@@ -23,7 +23,7 @@ COUNTERS = (
 )  # fmt: skip
 
 
-KEPT_MARKS, MARKS_OF_TTL, SWEEP = 32, 16, 4
+KEPT_MARKS, MARKS_OF_TTL, PARTS_OF_TTL, SWEEP, LISTED = 32, 16, 64, 4, 8
 
 
 @dataclass
@@ -64,13 +64,14 @@ class ReferenceShard:
         """How many of them the table has seen, before it was exported and imported included."""
         self.sketch = Sketch(capacity) if config.admission != "all" else None
         self.keeps_last_steps = False
-        self.age = 0
+        self.age, self.age_unit = 0, 0
+        self.marks_made = 0
         self.marks: list[tuple[int, int]] = []
-        """Ages and the clocks that belonged to them; the last `KEPT_MARKS` count."""
+        """Ages and the clocks that belonged to them: the last `KEPT_MARKS`."""
         self.left_before = 0
         """Rows with lower stamps have left."""
-        self.sweep = 0
-        self.sweep_places = 0
+        self.sweep = self.sweep_places = 0
+        self.left: list[int] = []
         self.epoch = 1
         self.changes_since = 0
         self.evicted: list[int] = []
@@ -91,13 +92,20 @@ class ReferenceShard:
         ttl = self.config.ttl
         if not ttl:
             return
+        unit = TTL_UNITS[self.config.ttl_unit]
+        if self.age_unit != unit:
+            self.age, self.age_unit, self.marks_made, self.marks = 0, unit, 0, []
+        before, granule = self.age, max(1, ttl // PARTS_OF_TTL)
         self.age += by
-        due = [clock + 1 for age, clock in self.marks[-KEPT_MARKS:] if self.age - age >= ttl]
+        if self.marks and self.age // granule == before // granule:
+            return
+        due = [clock + 1 for age, clock in self.marks if self.age - age >= ttl]
         if max(due, default=0) > self.left_before:
             self.left_before = max(due)
             self.sweep_places = len(self.rows)
         if not self.marks or self.age - self.marks[-1][0] >= max(1, ttl // MARKS_OF_TTL):
-            self.marks.append((self.age, self.clock))
+            self.marks = [*self.marks, (self.age, self.clock)][-KEPT_MARKS:]
+            self.marks_made += 1
 
     def lookup(self, id_: int) -> NDArray[np.float32]:
         """Returns the embedding of an id in training, which may get a row by that."""
@@ -135,7 +143,7 @@ class ReferenceShard:
         row.embedding = nearest_embedding(row.embedding, self.config)
         row.state = nearest(row.state, self.config.state_dtype)
         row.last_step *= self.keeps_last_steps
-        row.stamp = max(row.stamp, self.left_before)
+        row.stamp = max(row.stamp, self.left_before, self.marks[-1][1] + 1 if self.marks else 0)
         place = self.index.get(row.id)
         if place is not None:
             self.rows[place] = row
@@ -155,7 +163,6 @@ class ReferenceShard:
     def _insert(self, row: ReferenceRow) -> None:
         own = self.index.get(row.id)
         if own is not None:  # It has left.
-            self.counters["evicted"] += 1
             self.rows[own] = row
             return
         place = self._left()
@@ -163,18 +170,26 @@ class ReferenceShard:
             place = len(self.rows)
             self.rows.append(row)
         else:
-            place = self._oldest() if place is None else place
-            self._note_eviction(self.rows[place].id)
+            if place is None:
+                place = self._oldest()
+                self.counters["evicted"] += 1
+            self._note_removal(self.rows[place].id)
             self.rows[place] = row
         self.index[row.id] = place
 
     def _left(self) -> int | None:
-        """Looks at a few places for a row that has left, in turn, until all have been looked at."""
-        for _ in range(min(SWEEP, self.sweep_places)):
+        """Lists the places of rows that have left, looking at a few in turn, and returns one of the list."""
+        for _ in range(SWEEP):
+            if not self.sweep_places or len(self.left) > len(self.rows) // LISTED:
+                break
             self.sweep_places -= 1
             if self.sweep >= len(self.rows):
                 self.sweep = 0
-            place, self.sweep = self.sweep, self.sweep + 1
+            if self.has_left(self.rows[self.sweep]):
+                self.left.append(self.sweep)
+            self.sweep += 1
+        for _ in range(min(SWEEP, len(self.left))):
+            place = self.left.pop()
             if self.has_left(self.rows[place]):
                 return place
         return None
@@ -182,9 +197,8 @@ class ReferenceShard:
     def _oldest(self) -> int:
         return min(range(len(self.rows)), key=lambda place: (self.rows[place].stamp, place))
 
-    def _note_eviction(self, id_: int) -> None:
+    def _note_removal(self, id_: int) -> None:
         del self.index[id_]
-        self.counters["evicted"] += 1
         if len(self.evicted) < self.evicted_limit:
             self.evicted.append(id_)
         else:

@@ -9,7 +9,7 @@ from types import NoneType
 from persia.dense import SharedNetwork
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
-from persia.replay import recorded
+from persia.replay import check_replayable, recorded
 from persia.replay.recorder import Recorder
 from persia.services import DensePS
 from persia.trainer.state import TrainingState
@@ -27,7 +27,7 @@ class ScheduleRecorder:
         embeddings: a recorder is attached to them.
 
     Raises:
-        ConfigError: the cluster cannot record.
+        ConfigError: the cluster cannot record, or the run could not be replayed.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class ScheduleRecorder:
         self._dense: Sequence[DensePS] = []
         self._recorder: Recorder | None = None
         if directory is not None:
+            check_replayable(embeddings.schema)
             self._recorder = embeddings.outbox.observer = Recorder(embeddings.connection)
 
     def begin(self, shared: SharedNetwork | None) -> None:
