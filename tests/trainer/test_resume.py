@@ -14,6 +14,7 @@ from fsspec.implementations.local import LocalFileOpener
 import persia
 from persia.errors import CheckpointError, DataError, PeerRestartedError, PersiaError, StoreError, WireError
 from persia.modes import Hybrid, Sync
+from persia.nn.gate import StalenessGate
 from persia.optim import SGD, Adagrad, Adam
 from persia.ps import EmbeddingServer
 from persia.trainer import checkpointing as saving
@@ -146,6 +147,28 @@ def test_resuming_in_hybrid_mode_goes_on(tmp_path, mode):
     second = persia.Trainer.resume(str(tmp_path), model(schema), optimizer=adam)
     assert second.mode == mode
     assert second.fit(reader()).global_step == 20
+
+
+def test_a_resumed_run_does_not_warm_up_again(tmp_path, monkeypatch):
+    """It goes on in the warm-up, or behind it, as does the next pass of one run."""
+    opened, opening = [], StalenessGate.open
+
+    def spied(gate, step=0):
+        opened.append((step, gate.mode.depth_at(gate.depth, step)))
+        opening(gate, step)
+
+    monkeypatch.setattr(StalenessGate, "open", spied)
+    schema = schema_of()
+    first = trainer(schema, Hybrid(3, warmup=12))
+    first.fit(reader(), max_steps=4)
+    first.fit(reader(), max_steps=4)
+    first.save(str(tmp_path))
+    second = persia.Trainer.resume(str(tmp_path), model(schema), optimizer=adam)
+    second.fit(reader(), max_steps=8)
+    second.save(str(tmp_path))
+    third = persia.Trainer.resume(str(tmp_path), model(schema), optimizer=adam)
+    third.fit(reader(), max_steps=4)
+    assert opened == [(0, 0), (4, 1), (8, 2), (16, 3)]
 
 
 def test_schedules_scaler_and_options_are_restored(tmp_path):
