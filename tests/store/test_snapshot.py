@@ -129,6 +129,11 @@ def test_a_snapshot_that_is_read_holds_back_what_would_mix_it(store):
     assert store.changes_since(0) == snapshot
     store.import_rows(0, rows)
     assert store.changes_since(0) == 0  # Nobody has noted which rows these were.
+    snapshot = store.begin_snapshot(0, 0, Spill("/tmp"))
+    store.end_snapshot(0)
+    assert store.changes_since(0) == snapshot
+    store.import_state(0, 0, state)
+    assert store.changes_since(0) == 0
 
 
 def test_a_reader_of_a_snapshot_that_was_ended_takes_nothing_from_the_next(store):
