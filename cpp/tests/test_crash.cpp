@@ -282,6 +282,19 @@ TEST(clearing_while_the_index_grows) {
   crash_everywhere(5000, [](Tested& t) { look_until_growing(t); }, [](Tested& t) { t.store.clear(0); });
 }
 
+TEST(an_index_that_was_cleared_while_it_grew_is_kept) {
+  const Directory directory;
+  {
+    Tested t(directory.path, false, 5000);
+    look_until_growing(t);
+    t.store.clear(0);
+    t.look(range(0, 40));
+  }
+  Tested t(directory.path, true, 5000);
+  for (const auto& found : t.store.table(0).recovery) CHECK(!found.rebuilt);
+  CHECK(t.rows().size() == 40);
+}
+
 TEST(growth_goes_on_after_attaching) {
   for (const bool killed : {false, true}) {
     const Directory directory;
