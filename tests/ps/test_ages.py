@@ -309,6 +309,23 @@ def test_regions_keep_ages(tmp_path):
     assert store.contains(0, ids(1, 2)).tolist() == [False, True]
 
 
+def test_damaged_ages_of_a_region_are_forgotten(tmp_path):
+    """A threshold above the clock would make each new row leave at once."""
+    path, config = str(tmp_path / "t"), TableConfig("t", 4, shards=1, ttl=4)
+    store = NativeStore()
+    store.create_table(config, files=path)
+    lookup(store, ids(1))
+    store.age(0, 1)
+    del store
+    with open(path + ".0", "r+b") as region:
+        region.seek(9720 + 16)  # Ages::left_before
+        region.write(np.uint32(2**32 - 1).tobytes())
+    store = NativeStore()
+    store.create_table(config, files=path, attach=True)
+    lookup(store, ids(2))
+    assert store.contains(0, ids(1, 2)).all()
+
+
 def left():
     """A store that row 1 has left, and row 2 has not."""
     store = NativeStore()
