@@ -371,16 +371,16 @@ TEST(a_lookup_of_rows_that_have_left) {
       5000,
       [](Tested& t) {
         t.store.age(0, 0);
-        t.look(range(0, 60));
-        t.push(range(0, 60), 9, 1);
-        t.store.age(0, 5);
         t.look(range(0, 20));
+        t.push(range(0, 20), 9, 1);
         t.store.age(0, 5);
-        CHECK(t.rows().size() == 60);
+        t.look(range(0, 8));
         t.store.age(0, 5);
-        CHECK(t.rows().size() == 20 && t.store.size(0) == 60);
+        CHECK(t.rows().size() == 20);
+        t.store.age(0, 5);
+        CHECK(t.rows().size() == 8 && t.store.size(0) == 20);
       },
-      [](Tested& t) { t.look(backwards(range(10, 30)) + range(kNew, kNew + 20)); });
+      [](Tested& t) { t.look(backwards(range(5, 12)) + range(kNew, kNew + 5)); });
   row_shape = {};
 }
 
@@ -389,17 +389,17 @@ TEST(time_that_passes) {
   crash_everywhere(
       5000,
       [](Tested& t) {
-        for (int i = 0; i < 40; ++i) {
-          t.look(range(0, 20));
-          t.store.age(0, 1);
+        for (int i = 0; i < 20; ++i) {
+          t.look(range(0, 4));
+          t.store.age(0, 2);
         }
-        t.look(range(20, 60));
+        t.look(range(4, 12));
         t.store.age(0, 1);
-        t.look(range(0, 20));
+        t.look(range(0, 4));
         t.store.age(0, 10);
       },
       [](Tested& t) {
-        t.look(range(0, 20));
+        t.look(range(0, 4));
         t.store.age(0, 1);
       });
   row_shape = {};
@@ -408,16 +408,16 @@ TEST(time_that_passes) {
 TEST(a_push_to_rows_that_have_left) {
   row_shape.ttl = 10;
   crash_everywhere(
-      60,
+      20,
       [](Tested& t) {
-        t.look(range(0, 60));
+        t.look(range(0, 20));
         for (int i = 0; i < 4; ++i) {
           t.store.age(0, 3);
-          t.look(range(0, 20));
+          t.look(range(0, 8));
         }
         t.store.age(0, 3);
       },
-      [](Tested& t) { t.push(backwards(range(10, 30)), 9, 1); });
+      [](Tested& t) { t.push(backwards(range(5, 12)), 9, 1); });
   row_shape = {};
 }
 

@@ -20,7 +20,7 @@ from persia.schema import SGD, IdFeature, Schema, Table
 
 
 def service(capacity):
-    return Service(Schema([IdFeature("item", dim=15)], tables=[Table("item", 15, capacity=capacity)]), SGD(0.1), "", 0)
+    return Service(Schema([IdFeature("item", dim=16)], tables=[Table("item", 16, capacity=capacity)]), SGD(0.1), "", 0)
 
 
 class Hosts:
