@@ -118,7 +118,7 @@ class Index {
     return true;
   }
 
-  // Begins to grow, by a half or, while small, to twice the slots. `move` must follow until the index no longer grows.
+  // Begins to grow, by a third or, while small, to twice the slots. `move` must follow until the index no longer grows.
   // Throws std::runtime_error if it still grows.
   void grow() {
     if (growing()) throw overflow();
@@ -135,7 +135,7 @@ class Index {
   // Returns the number of slots after `grow`.
   std::uint64_t grown() const {
     const std::uint64_t count = slot_count();
-    return std::min(count < kDoubling ? count * 2 : (count + count / 2) / kLineSlots * kLineSlots, max_);
+    return std::min(count < kDoubling ? count * 2 : (count + count / 3) / kLineSlots * kLineSlots, max_);
   }
 
   // Rebuilds the index for the rows 0 ... rows - 1 and their tags, which must fit. Ignores the old slots, and ends
