@@ -20,7 +20,7 @@ namespace {
 constexpr std::size_t kGrowLeast = std::size_t{64} << 10;
 constexpr std::size_t kGrowMostOfFile = std::size_t{256} << 10;
 // Slots of a growing index that get memory ahead of growth, for each row that still fits. Between two growths there are
-// two such slots for each row that comes, so this begins halfway, and the last ones have memory in time.
+// 1.7 such slots for each row that comes, so this begins past halfway, and the last ones have memory in time.
 constexpr std::uint64_t kAheadSlots = 4;
 
 constexpr std::size_t kPage = 4096;  // the smallest that a file has memory in
