@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ __all__ = [
     "described",
     "plain",
     "plain_fields",
+    "plain_paths",
 ]
 
 MAX_COUNT = (1 << 31) - 1
@@ -51,6 +53,14 @@ def plain_fields(record: msgspec.Struct) -> None:
         value = getattr(record, name)
         if isinstance(value, np.generic):
             msgspec.structs.force_setattr(record, name, plain(value))
+
+
+def plain_paths(record: msgspec.Struct, *names: str) -> None:
+    """Replaces path objects in these fields of a record by texts: checkpoints and messages take no others."""
+    for name in names:
+        value = getattr(record, name)
+        if isinstance(value, os.PathLike):
+            msgspec.structs.force_setattr(record, name, os.fspath(value))
 
 
 def check_integer(name: str, value: object, low: int, high: float = MAX_COUNT, *, field: str | None = None) -> None:
@@ -98,10 +108,10 @@ def check_seconds(name: str, value: object, *, field: str | None = None) -> None
     check_number(name, value, 0, MAX_SECONDS, open_low=True, field=field)
 
 
-def check_flag(name: str, value: object) -> None:
+def check_flag(name: str, value: object, *, field: str | None = None) -> None:
     """Raises ConfigError unless `value` is a boolean. A text such as "no" would count as True."""
     if not isinstance(value, bool):
-        raise ConfigError(f"Invalid {name} = {value!r}; expected True or False.", field=name)
+        raise ConfigError(f"Invalid {name} = {value!r}; expected True or False.", field=field or name)
 
 
 def check_choice(name: str, value: object, choices: Sequence[str], *, field: str | None = None) -> None:

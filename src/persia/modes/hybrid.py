@@ -6,7 +6,7 @@ from typing import Literal, cast
 
 import msgspec
 
-from persia.checks import MAX_COUNT, plain_fields
+from persia.checks import MAX_COUNT, check_flag, plain_fields
 from persia.errors import ConfigError
 from persia.modes.base import (
     Arrival,
@@ -76,10 +76,7 @@ class Hybrid(OnArrival, frozen=True, tag="hybrid"):
             msgspec.structs.force_setattr(self, "staleness", None)
         if self.warmup is None:
             msgspec.structs.force_setattr(self, "warmup", WARMUP if self.staleness is not None else 0)
-        if not isinstance(self.combine, bool):
-            raise ConfigError(
-                f"Invalid Hybrid.combine = {self.combine!r}; expected True or False.", field="mode.combine"
-            )
+        check_flag("Hybrid.combine", self.combine, field="mode.combine")
         check_reduction("Hybrid", self.reduction)
         staleness = self.staleness
         number = isinstance(staleness, int) and not isinstance(staleness, bool) and 1 <= staleness <= MAX_COUNT

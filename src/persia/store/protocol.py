@@ -154,7 +154,7 @@ class EmbeddingStore(Protocol):
         """Lets time pass in a table with a `TableConfig.ttl`, in the unit of that; no-op for others.
 
         Rows leave that training has not met for `ttl`, at the latest a sixteenth of it and the time between two calls
-        later. They are absent from then on: lookups in training begin them anew, subject to admission, and exports
+        later. They are absent from then on: lookups in training give them new rows, subject to admission, and exports
         leave them out. Their memory goes to new rows, each of which looks at a few rows for some; until then `size`
         counts them. `statistics` never counts them as evicted. Imported rows count as met.
         """
@@ -233,7 +233,7 @@ class EmbeddingStore(Protocol):
             The number of this snapshot, for `since` of a later one. Numbers rise.
 
         Raises:
-            StoreError: a snapshot is under way, or changes `since` are not known (see `changes_since`). None has begun.
+            StoreError: a snapshot is under way, or changes `since` are not known (see `changes_since`). No snapshot has begun then.
         """
 
     def export_snapshot(self, table: int, shard: int, epoch: int, max_rows: int = 65536) -> tuple[Rows, bool]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from types import NoneType
 from typing import Literal, NamedTuple
 
@@ -21,6 +20,7 @@ from persia.checks import (
     check_seconds,
     plain,
     plain_fields,
+    plain_paths,
 )
 from persia.errors import ConfigError
 from persia.modes import Auto, Mode
@@ -95,10 +95,9 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         plain_fields(self)
-        for name in ("checkpoint_dir", "log_dir", "record_dir"):
-            value = getattr(self, name)
-            if isinstance(value, os.PathLike):  # Checkpoints record texts.
-                msgspec.structs.force_setattr(self, name, os.fspath(value))
+        paths = ("checkpoint_dir", "log_dir", "record_dir")
+        plain_paths(self, *paths)
+        for name in paths:
             check_kind(name, getattr(self, name), (str, NoneType), "a path, or None")
         check_device(self.device)
         check_choice("precision", self.precision, ("float32", "bf16", "fp16"))

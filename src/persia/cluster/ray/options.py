@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from types import NoneType
 from typing import Literal
 
@@ -18,6 +17,7 @@ from persia.checks import (
     check_number,
     check_seconds,
     plain_fields,
+    plain_paths,
 )
 from persia.errors import ConfigError
 from persia.telemetry.process import check_port
@@ -85,8 +85,7 @@ class RayOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if self.threads is not None:
             check_integer("threads", self.threads, 1, MAX_THREADS)
-        if isinstance(self.regions, os.PathLike):
-            msgspec.structs.force_setattr(self, "regions", os.fspath(self.regions))
+        plain_paths(self, "regions")
         check_kind("regions", self.regions, str, "an absolute path, or an empty text")
         if self.regions and not self.regions.startswith("/"):
             raise ConfigError(
