@@ -233,7 +233,7 @@ class EmbeddingStore(Protocol):
             The number of this snapshot, for `since` of a later one. Numbers rise.
 
         Raises:
-            StoreError: a snapshot is under way, or changes `since` are not known (see `changes_since`). No snapshot has begun then.
+            StoreError: a snapshot is under way, or changes `since` are not known (see `changes_since`). It begins none.
         """
 
     def export_snapshot(self, table: int, shard: int, epoch: int, max_rows: int = 65536) -> tuple[Rows, bool]:
