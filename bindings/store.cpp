@@ -130,7 +130,7 @@ nb::object last_steps(Store& store, std::size_t index, nb::object ids) {
   return to_numpy(std::move(steps), {n});
 }
 
-// Returns (rows, row number to continue with).
+// Returns (rows, row number to continue with, or None).
 nb::tuple export_rows(Store& store, std::size_t index, std::size_t shard, std::uint64_t start, std::uint64_t max_rows) {
   RowBatch rows;
   std::uint64_t next = 0;
@@ -138,7 +138,8 @@ nb::tuple export_rows(Store& store, std::size_t index, std::size_t shard, std::u
     const nb::gil_scoped_release release;
     next = store.shard(index, shard).export_rows(start, max_rows, rows);
   }
-  return nb::make_tuple(to_tuple(std::move(rows), store.table(index)), next);
+  const nb::object following = next == persia::Shard::kNoRow ? nb::none() : nb::cast(next);
+  return nb::make_tuple(to_tuple(std::move(rows), store.table(index)), following);
 }
 
 void begin_cut(Store& store, std::size_t index, std::uint32_t epoch, std::uint32_t since, const std::string& directory,
@@ -312,6 +313,22 @@ nb::dict statistics(Store& store, std::size_t index) {
   return d;
 }
 
+nb::dict tier_counts(Store& store, std::size_t index) {
+  persia::TierCounts c;
+  {
+    const nb::gil_scoped_release release;
+    c = store.tier_counts(index);
+  }
+  nb::dict d;
+  d["rows"] = c.rows;
+  d["disk_bytes"] = c.disk_bytes;
+  d["spilled"] = c.spilled;
+  d["read"] = c.read;
+  d["promoted"] = c.promoted;
+  d["compacted"] = c.compacted;
+  return d;
+}
+
 // Recovery counts of an attached table: its shards, and the number of shards in each state.
 nb::dict recovery(Store& store, std::size_t index) {
   std::size_t busy = 0, undone = 0, open = 0, rebuilt = 0;
@@ -367,6 +384,10 @@ void register_config(nb::module_& m) {
       .def_rw("path", &persia::RegionFiles::path)
       .def_rw("attach", &persia::RegionFiles::attach)
       .def_rw("lock_seconds", &persia::RegionFiles::lock_seconds);
+  nb::class_<persia::SpillFiles>(m, "SpillFiles")
+      .def(nb::init<>())
+      .def_rw("path", &persia::SpillFiles::path)
+      .def_rw("memory_rows", &persia::SpillFiles::memory_rows);
   nb::class_<TableConfig>(m, "TableConfig")
       .def(nb::init<>())
       .def_rw("name", &TableConfig::name)
@@ -383,7 +404,8 @@ void register_config(nb::module_& m) {
       .def_rw("admission_value", &TableConfig::admission_value)
       .def_rw("ttl", &TableConfig::ttl)
       .def_rw("ttl_unit", &TableConfig::ttl_unit)
-      .def_rw("files", &TableConfig::files);
+      .def_rw("files", &TableConfig::files)
+      .def_rw("spill", &TableConfig::spill);
 }
 
 }  // namespace
@@ -418,6 +440,7 @@ void register_store(nb::module_& m) {
       .def("size", &Store::size, nb::arg("table"), Release())
       .def("memory_bytes", &Store::memory_bytes, nb::arg("table"), Release())
       .def("statistics", &statistics, nb::arg("table"))
+      .def("tier_counts", &tier_counts, nb::arg("table"))
       .def("recovery", &recovery, nb::arg("table"))
       .def("clear", &Store::clear, nb::arg("table"), Release());
 }

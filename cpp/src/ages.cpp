@@ -105,13 +105,15 @@ void Shard::renumber_rows() {
   Ages& ages = header_->ages;
   std::uint64_t oldest = all.count;  // of the rows that have not left
   for (std::uint64_t row = 0; ages.left_before > 0 && row < all.count; ++row) {
-    if (all[row] >= ages.left_before && (oldest == all.count || all[row] < all[oldest])) oldest = row;
+    if (!vacant(static_cast<std::uint32_t>(row)) && all[row] >= ages.left_before &&
+        (oldest == all.count || all[row] < all[oldest]))
+      oldest = row;
   }
   const bool any_left = ages.left_before > 0;
   ages.left_before = 0;
   ages.marks_made = 0;
   barrier();
-  header_->clock = renumber(all);
+  header_->clock = renumber(all, tier_ != nullptr);
   if (any_left) ages.left_before = oldest < all.count ? all[oldest] : header_->clock + 1;
   forget_left();
   victims_.clear();

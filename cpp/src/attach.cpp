@@ -31,11 +31,17 @@ std::size_t stride_of(const TableConfig& config, const Optimizer& optimizer) {
   return sizeof(RowHeader) + sizeof(float) * words;
 }
 
+bool spills(const TableConfig& config) { return !config.spill.path.empty(); }
+
+// Of the rows in memory.
 std::uint64_t capacity_of(const TableConfig& config, std::uint32_t shard) {
-  const std::uint64_t capacity = config.capacity / config.shards + (shard < config.capacity % config.shards ? 1 : 0);
-  if (capacity > kMaxRows)
-    throw std::invalid_argument("a shard holds at most " + std::to_string(kMaxRows) + " rows: use more shards");
-  return capacity;
+  const std::uint64_t total = total_of(config, shard);
+  const std::uint64_t rows = spills(config) ? share_of(config.spill.memory_rows, config.shards, shard) : total;
+  // Of the records on disk, half may be dead.
+  if ((spills(config) ? rows + 2 * total : rows) > kMaxRows)
+    throw std::invalid_argument("a shard holds at most " + std::to_string(kMaxRows) +
+                                " rows, or half as many where some are on disk: use more shards");
+  return rows;
 }
 
 std::uint64_t sketch_width_of(const TableConfig& config, std::uint64_t capacity) {
@@ -66,7 +72,7 @@ Header identity_of(const TableConfig& c, const Optimizer& optimizer, std::uint32
   Header h{};
   h.magic = kMagic;
   h.format = kFormat;
-  h.durable = c.durable || !c.files.path.empty();
+  h.durable = c.durable || !c.files.path.empty() || spills(c);
   h.name_hash = hash_name(c.name);
   std::memcpy(h.name, c.name.data(), std::min(c.name.size(), kNameBytes));
   h.dim = static_cast<std::uint32_t>(c.dim);
@@ -77,12 +83,13 @@ Header identity_of(const TableConfig& c, const Optimizer& optimizer, std::uint32
   h.seed = c.seed;
   h.shard = shard;
   h.shards = c.shards;
-  h.sketch_width = sketch_width_of(c, h.capacity);
+  h.sketch_width = sketch_width_of(c, total_of(c, shard));
   const auto& o = c.optimizer;
   h.settings = hash_of(o.momentum, o.weight_decay, o.initial_accumulator, o.eps, o.beta1, o.beta2, o.beta, o.l1, o.l2,
                        o.bound, c.initializer.kind, c.initializer.a, c.initializer.b, c.admission, c.admission_value);
   // Regions of float32 tables are as they were before there were others.
   if (c.dtype != Dtype::kFloat32) h.settings = hash_of(h.settings, c.dtype);
+  if (spills(c)) h.settings = hash_of(h.settings, total_of(c, shard));
   h.check = check_of(h);
   return h;
 }
@@ -91,7 +98,7 @@ std::string name_in(const Header& h) { return {h.name, strnlen(h.name, kNameByte
 
 }  // namespace
 
-Shard::Shard(const TableConfig& config, const Optimizer& optimizer, std::uint32_t shard)
+Shard::Shard(const TableConfig& config, const Optimizer& optimizer, std::uint32_t shard, DiskReader* reader)
     : config_(&config),
       optimizer_(&optimizer),
       values_(config.dtype),
@@ -108,8 +115,12 @@ Shard::Shard(const TableConfig& config, const Optimizer& optimizer, std::uint32_
     check_identity();
     check_state();
     back_all();
+    open_tier(reader);
   } else {
     format();
+    open_tier(reader);
+    barrier();
+    header_->magic = kMagic;
   }
   header_->owner = static_cast<std::uint64_t>(getpid());
   index_ = Index(reinterpret_cast<std::uint64_t*>(region_.base() + layout_.index), header_->index_slots,
@@ -124,7 +135,8 @@ std::string Shard::where() const {
 
 void Shard::open_region() {
   const std::uint64_t capacity = capacity_of(*config_, number_);
-  layout_ = Layout::of(capacity, stride_, sketch_width_of(*config_, capacity));
+  const std::uint64_t total = total_of(*config_, number_);
+  layout_ = Layout::of(capacity, stride_, sketch_width_of(*config_, total), total);
   const auto& files = config_->files;
   const std::string path = files.path + "." + std::to_string(number_);
   if (files.path.empty()) {
@@ -148,8 +160,6 @@ void Shard::format() {
   h.index_slots = std::min(Index::kFirstSlots, layout_.max_slots);
   h.epoch = 1;
   back_index(h.index_slots + kIndexTail);
-  barrier();
-  h.magic = kMagic;
 }
 
 // Memory that nothing lies in yet. Where there is not enough, none is taken: others may need less.
@@ -269,13 +279,16 @@ void Shard::check_identity() const {
   same("number of shards", h.shards, wanted.shards);
   same("seed", h.seed, wanted.seed);
   same("admission", h.sketch_width, wanted.sketch_width);
-  if (h.settings != wanted.settings) refuse("dtype, the optimizer's parameters, initializer or admission were others");
+  if (h.settings != wanted.settings) {
+    refuse("dtype, the optimizer's parameters, initializer, admission or spill were others");
+  }
+  if ((h.cold.log != 0) != spills(*config_)) refuse("it was made with another spill");
 }
 
 // Whether what changes is within bounds: nothing read from here on may lead out of the region.
 void Shard::check_state() const {
   const Header& h = *header_;
-  const bool rows = h.rows_used <= h.rows_backed && h.rows_backed <= h.capacity;
+  const bool rows = h.rows_used <= h.rows_backed && h.rows_backed <= h.capacity && h.cold.move_row <= h.rows_used;
   const bool slots = h.index_slots >= std::min(Index::kFirstSlots, layout_.max_slots) &&
                      h.index_slots <= layout_.max_slots && h.index_slots % Index::kLineSlots == 0 &&
                      h.index_backed >= h.index_slots + kIndexTail && h.index_backed <= layout_.max_slots + kIndexTail &&
@@ -308,8 +321,12 @@ Recovery Shard::recover() {
   if (!sound(header_->ages, header_->clock)) header_->ages = {};
   found.open = header_->commit_slot == 0 && header_->push.client != 0;
   PushLog(*header_).recover();
-  found.rebuilt = (header_->busy & kIndexBusy) != 0 || !index_.sound(header_->rows_used);
-  if (found.rebuilt) rebuild_index();
+  if (tier_) {
+    found.rebuilt = recover_tier();
+  } else {
+    found.rebuilt = (header_->busy & kIndexBusy) != 0 || !index_.sound(header_->rows_used);
+    if (found.rebuilt) rebuild_index();
+  }
   index_.clear_behind(region_.is_file() ? header_->index_backed : 0);
   victims_.clear();
   barrier();
@@ -317,19 +334,22 @@ Recovery Shard::recover() {
   return found;
 }
 
+std::uint32_t Shard::checked_tag(std::uint32_t number) const {
+  const std::uint64_t hash = hash_id(row(number)->key());
+  if (shard_of_hash(hash, header_->shards) != number_) {
+    throw std::runtime_error(where() + ": row " + std::to_string(number) +
+                             " belongs to another shard, so its rows are damaged. Remove it with `persia cluster "
+                             "regions --clean`, and go on from a checkpoint");
+  }
+  crash_point();
+  return Index::tag_of(hash);
+}
+
 void Shard::rebuild_index() {
   header_->busy |= kIndexBusy;
   barrier();
-  index_.build(header_->rows_used, [&](std::uint64_t number) {
-    const std::uint64_t hash = hash_id(row(static_cast<std::uint32_t>(number))->key());
-    if (shard_of_hash(hash, header_->shards) != number_) {
-      throw std::runtime_error(where() + ": row " + std::to_string(number) +
-                               " belongs to another shard, so its rows are damaged. Remove it with `persia cluster "
-                               "regions --clean`, and go on from a checkpoint");
-    }
-    crash_point();
-    return Index::tag_of(hash);
-  });
+  index_.build(header_->rows_used,
+               [&](std::uint64_t number) { return checked_tag(static_cast<std::uint32_t>(number)); });
   barrier();
   header_->index_old_slots = 0;
   header_->index_frontier = 0;

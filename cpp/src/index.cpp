@@ -89,7 +89,6 @@ bool Index::move(std::uint64_t count) {
       // A slot that lies behind its new home stays there: no slot between them is empty. One that lies before it leaves
       // a hole that no search meets, as all slots behind it have the same home or a later one.
       if (slot == 0 || at > to) continue;
-      slots_[at - 1] = 0;
       if (next > to) {
         slots_[--next] = slot;
       } else {
@@ -97,6 +96,8 @@ bool Index::move(std::uint64_t count) {
         while (slots_[hole] != 0) ++hole;
         shift_into(to, hole, slot);
       }
+      word_barrier();
+      slots_[at - 1] = 0;
     }
   }
   // The lines of the next step are needed after other rows of the request, which the hardware does not see through.
@@ -109,23 +110,28 @@ bool Index::move(std::uint64_t count) {
 
 bool Index::sound(std::uint64_t rows) const {
   std::vector<bool> seen(rows);
-  std::uint64_t found = 0, last = std::numeric_limits<std::uint64_t>::max(), run = 0, used_end = 0;
-  const std::uint64_t end = slot_count() + kIndexTail;
-  for (std::uint64_t at = 0; at < end; ++at) {
-    const std::uint64_t slot = slots_[at];
-    if (slot == 0) {
-      run = at + 1;  // Slots that are taken begin here at the earliest: a search does not pass an empty one.
-      continue;
-    }
-    const std::uint32_t tag = tag_in(slot), row = row_in(slot);
-    if (tag == 0 || tag > last || row >= rows || seen[row]) return false;
-    if (home(tag) > at || home(tag) < run) return false;
-    seen[row] = true;
-    last = tag;
-    used_end = at + 1;
+  std::uint64_t found = 0;
+  const bool slots = sound_if([&](std::uint32_t row) {
+    if (row >= rows || seen[row]) return false;
     ++found;
+    seen[row] = true;
+    return true;
+  });
+  return slots && found == rows;
+}
+
+void Index::build(std::vector<std::uint64_t>& slots) {
+  frontier_ = kRowMask;
+  const std::uint64_t end = slot_count() + kIndexTail;
+  std::sort(slots.begin(), slots.end(), std::greater<>());
+  std::uint64_t next = 0;
+  for (const std::uint64_t slot : slots) {
+    const std::uint64_t at = std::max(home(tag_in(slot)), next);
+    if (at >= limit()) throw std::runtime_error("thousands of rows share one hash, which cannot be: they are damaged");
+    for (; next < at; ++next) slots_[next] = 0;
+    slots_[next++] = slot;
   }
-  return found == rows && used_end + kLineSlots <= end;
+  std::memset(slots_ + next, 0, (end - next) * sizeof(std::uint64_t));
 }
 
 }  // namespace persia

@@ -198,9 +198,12 @@ void VictimQueue::finish() {
   next_.end = current_.end;
 }
 
-std::uint32_t renumber(const Stamps& stamps) {
-  std::vector<std::uint64_t> all(stamps.count);
-  for (std::uint64_t row = 0; row < stamps.count; ++row) all[row] = std::uint64_t{stamps[row]} << 32 | row;
+std::uint32_t renumber(const Stamps& stamps, bool vacancies) {
+  std::vector<std::uint64_t> all;
+  all.reserve(stamps.count);
+  for (std::uint64_t row = 0; row < stamps.count; ++row) {
+    if (!vacancies || stamps[row] != kVacant) all.push_back(std::uint64_t{stamps[row]} << 32 | row);
+  }
   std::sort(all.begin(), all.end());
   std::uint32_t rank = 0;
   for (std::size_t i = 0; i < all.size(); ++i) {

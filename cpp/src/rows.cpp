@@ -23,6 +23,12 @@ struct Shard::Group {
   std::uint32_t row[kGroup];
 };
 
+// The ids of a lookup whose rows are on disk, or may be.
+struct Shard::Deferred {
+  std::vector<std::uint32_t> positions;
+  std::vector<FetchedRecords> fetched;  // by shard of the request
+};
+
 // What a request reads or writes of a row.
 struct Shard::Fetch {
   std::size_t bytes;        // from the row's first on
@@ -51,7 +57,7 @@ void Shard::fetch_slots(Shards shards, const Slice& slice, std::size_t start, Gr
 void Shard::fetch_rows(Group& group, const Fetch& fetch) {
   Index::candidates(group.index, group.tag, group.count, group.row);
   for (std::size_t i = 0; i < group.count; ++i) {
-    if (group.row[i] == Index::kNone) continue;
+    if (!group.shard[i]->in_memory(group.row[i])) continue;
     const std::byte* bytes = group.shard[i]->row_bytes(group.row[i]);
     const std::byte* const end = bytes + fetch.bytes;  // Not a line twice: asking takes a place in the queue, too.
     for (bytes -= reinterpret_cast<std::uintptr_t>(bytes) % kLine; bytes < end; bytes += kLine) prefetch(bytes);
@@ -82,40 +88,74 @@ void Shard::prefetch_output(const Slice& slice, std::size_t i, const float* out)
   __builtin_prefetch(out + slice.position(i + kGroup) * words_, 1);
 }
 
-// The candidate may be another id with the same tag, or have been evicted or inserted since it was probed.
+// The candidate may be another id with the same tag, or have been evicted, spilled or inserted since it was probed.
 std::uint32_t Shard::resolve(const Group& group, std::size_t lane) const {
   const std::uint32_t number = group.row[lane];
-  if (number != Index::kNone && row(number)->key() == group.id[lane]) return number;
+  if (in_memory(number) && row(number)->key() == group.id[lane] && row(number)->stamp != kVacant) return number;
   return find(group.id[lane]);
 }
 
+// Rows on disk come last. They are read without the locks, which others need meanwhile.
 void Shard::lookup(Shards shards, const Slice& slice, float* out, bool train) {
   if (slice.count == 0) return;
-  const Turn turn(shards);
-  if (train) {
-    lookup_train(shards, slice, out);
-  } else {
-    lookup_only(shards, slice, out);
+  const auto pass = [&](const Slice& ids, Deferred* deferred) {
+    if (train) {
+      lookup_train(shards, ids, out, deferred);
+    } else {
+      lookup_only(shards, ids, out, deferred);
+    }
+  };
+  Deferred deferred;
+  {
+    const Turn turn(shards);
+    if (!shards[0]->tier_) return pass(slice, nullptr);
+    deferred.fetched.resize(shards.size());
+    pass(slice, &deferred);
   }
+  if (deferred.positions.empty()) return;
+  for (std::size_t s = 0; s < shards.size(); ++s) deferred.fetched[s].read(shards[s]->tier_->log);
+  const Turn turn(shards);
+  for (std::size_t s = 0; s < shards.size(); ++s) {
+    shards[s]->tier_->fetched = &deferred.fetched[s];
+    shards[s]->header_->cold.read += deferred.fetched[s].size();
+  }
+  pass({slice.ids, deferred.positions.data(), deferred.positions.size()}, nullptr);
 }
 
-void Shard::lookup_only(Shards shards, const Slice& slice, float* out) {
+// Whether the row of an id, which is not in memory, may be on disk; then it is looked up in another pass.
+bool Shard::defer(const Slice& slice, std::size_t i, Deferred& deferred) const {
+  const std::size_t at = slice.position(i);
+  const std::size_t shard = deferred.fetched.size() == 1 ? 0 : number_;
+  if (!want_cold(slice.ids[at], deferred.fetched[shard])) return false;
+  deferred.positions.push_back(static_cast<std::uint32_t>(at));
+  return true;
+}
+
+void Shard::lookup_only(Shards shards, const Slice& slice, float* out, Deferred* deferred) {
   const std::size_t words = shards[0]->words_;
   const std::size_t bytes = std::min(sizeof(RowHeader) + words * sizeof(float), kMaxPrefetch);
   pipeline(shards, slice, {bytes}, [&](std::size_t i, const Group& group, std::size_t lane) {
-    const Shard& shard = *group.shard[lane];
+    Shard& shard = *group.shard[lane];
     shard.prefetch_output(slice, i, out);
     float* to = out + slice.position(i) * words;
-    const std::uint32_t number = shard.present(shard.resolve(group, lane));
-    if (number == Index::kNone) {
+    const std::uint32_t found = shard.resolve(group, lane), number = shard.present(found);
+    const float* values = number == Index::kNone ? nullptr : shard.weight(number);
+    if (found == Index::kNone && shard.tier_) {
+      if (deferred != nullptr) {
+        if (shard.defer(slice, i, *deferred)) return;
+      } else {
+        values = shard.cold_values(group.id[lane]);
+      }
+    }
+    if (values == nullptr) {
       std::fill_n(to, words, 0.0f);
     } else {
-      copy_floats(to, shard.weight(number), words);
+      copy_floats(to, values, words);
     }
   });
 }
 
-void Shard::lookup_train(Shards shards, const Slice& slice, float* out) {
+void Shard::lookup_train(Shards shards, const Slice& slice, float* out, Deferred* deferred) {
   const std::size_t words = shards[0]->words_;
   const std::size_t bytes = std::min(sizeof(RowHeader) + words * sizeof(float), kMaxPrefetch);
   pipeline(shards, slice, {bytes}, [&](std::size_t i, const Group& group, std::size_t lane) {
@@ -124,6 +164,13 @@ void Shard::lookup_train(Shards shards, const Slice& slice, float* out) {
     shard.prefetch_output(slice, i, out);
     float* to = out + slice.position(i) * words;
     std::uint32_t number = shard.resolve(group, lane);
+    if (number == Index::kNone && shard.tier_) {
+      if (deferred != nullptr) {
+        if (shard.defer(slice, i, *deferred)) return;
+      } else {
+        number = shard.promote(group.id[lane]);
+      }
+    }
     Header& header = *shard.header_;
     ++header.counters.lookups;
     if (number != Index::kNone && !shard.has_left(number)) {
@@ -145,9 +192,14 @@ void Shard::last_steps(Shards shards, const Slice& slice, std::uint32_t* out) {
   if (slice.count == 0) return;
   const Turn turn(shards);
   pipeline(shards, slice, {sizeof(RowHeader), true}, [&](std::size_t i, const Group& group, std::size_t lane) {
-    const Shard& shard = *group.shard[lane];
-    const std::uint32_t number = shard.present(shard.resolve(group, lane));
-    out[slice.position(i)] = number == Index::kNone ? 0 : shard.last_step(number);
+    Shard& shard = *group.shard[lane];
+    const std::uint32_t found = shard.resolve(group, lane), number = shard.present(found);
+    std::uint32_t& step = out[slice.position(i)];
+    step = number == Index::kNone ? 0 : shard.last_step(number);
+    if (found == Index::kNone && shard.tier_) {
+      shard.fetch_cold(slice, i, shards.size());
+      if (const ColdRow cold = shard.find_cold(group.id[lane]); shard.present(cold)) step = cold.last_step;
+    }
   });
 }
 
@@ -176,7 +228,7 @@ PushCounts Shard::update(Shards shards, const Slice& slice, const Push& push) {
   const Turn turn(shards);
   const std::size_t dim = shards[0]->dim_;
   const std::size_t bytes = std::min(shards[0]->stride_, kMaxPrefetch);
-  pipeline(shards, slice, {bytes, true}, [&](std::size_t i, const Group& group, std::size_t lane) {
+  const auto use = [&](std::size_t i, const Group& group, std::size_t lane) {
     Shard& shard = *group.shard[lane];
     if (shard.begun_push_ != PushState::kOpen) {
       if (shard.begun_push_ == PushState::kNone) shard.begin_push(push);
@@ -186,7 +238,12 @@ PushCounts Shard::update(Shards shards, const Slice& slice, const Push& push) {
         return;
       }
     }
-    const std::uint32_t number = shard.present(shard.resolve(group, lane));
+    std::uint32_t found = shard.resolve(group, lane);
+    if (found == Index::kNone && shard.tier_) {
+      shard.fetch_cold(slice, i, shards.size());
+      found = shard.promote(group.id[lane]);
+    }
+    const std::uint32_t number = shard.present(found);
     const float* gradient = push.gradients + slice.position(i) * dim;
     Header& header = *shard.header_;
     if (shard.skip_ > 0) {
@@ -213,7 +270,19 @@ PushCounts Shard::update(Shards shards, const Slice& slice, const Push& push) {
       ++header.push.rows_applied;
       shard.drop_undo();
     }
-  });
+  };
+  try {
+    if (shards[0]->tier_) {
+      for (Shard* shard : shards) shard->promote_all(slice, shards.size(), push);
+    }
+    pipeline(shards, slice, {bytes, true}, use);
+  } catch (...) {  // The disk may be full. What has been applied counts once the push is repeated.
+    for (Shard* shard : shards) {
+      if (shard->begun_push_ != PushState::kOpen || shard->header_->push.rows_applied == 0) continue;
+      PushLog(*shard->header_).recover();
+    }
+    throw;
+  }
   for (Shard* shard : shards) shard->end_push(push);
   return counts;
 }

@@ -24,7 +24,8 @@ void Shard::mark() {
 }
 
 std::uint32_t Shard::find(std::uint64_t id) const {
-  return index_.find(Index::tag_of(hash_id(id)), [&](std::uint32_t number) { return row(number)->key() == id; });
+  return index_.find(Index::tag_of(hash_id(id)),
+                     [&](std::uint32_t number) { return in_memory(number) && row(number)->key() == id; });
 }
 
 // `left` is the row of this id if it has one, which has left, or none.
@@ -52,7 +53,7 @@ std::uint32_t Shard::insert(std::uint64_t id, std::uint32_t left) {
   RowHeader& r = *row(number);
   r.set_key(id);
   r.update_count = 0;
-  r.stamp = header_->clock;
+  if (!taken_vacant(number)) r.stamp = header_->clock;
   set_last_step(number, 0);
   crash_point();
   const std::uint64_t random = row_key(header_->seed, header_->name_hash, id);
@@ -64,13 +65,18 @@ std::uint32_t Shard::insert(std::uint64_t id, std::uint32_t left) {
   }
   // Moments begin with zeros, which are zeros in each dtype.
   optimizer_->initialize_state(state(number), states_.words(header_->state_width));
-  publish(id, number);
+  publish(id, number, header_->clock);
   return number;
 }
 
 // A row number to write to: that of a row that has left, the next unused one, or that of the least recently used row.
 // The place of a row in the index goes to the new id. Whatever may fail comes first: then nothing has changed.
 std::uint32_t Shard::acquire(std::uint64_t id) {
+  if (tier_) {
+    make_vacant();
+    if (rows_total() >= tier_->capacity) evict_cold();
+    return tier_->vacant.back();
+  }
   const std::uint32_t left = reusable();
   if (left == Index::kNone && header_->rows_used < header_->capacity) {
     const bool few = header_->rows_used + rows_ahead_ >= header_->rows_backed;
@@ -87,7 +93,7 @@ std::uint32_t Shard::acquire(std::uint64_t id) {
   if (!index_.erase(Index::tag_of(hash_id(row(number)->key())), number)) {
     index_.erase(Index::tag_of(hash_id(id)), number);
     drop_undo();
-    throw std::runtime_error(where() + ": row " + std::to_string(number) + " is damaged: the index has no such id");
+    throw damaged(number);
   }
   if (left == Index::kNone) {
     victims_.pop(stamps(), header_->clock);
@@ -99,9 +105,22 @@ std::uint32_t Shard::acquire(std::uint64_t id) {
   return number;
 }
 
+std::runtime_error Shard::damaged(std::uint32_t number) const {
+  return std::runtime_error(where() + ": row " + std::to_string(number) + " is damaged: the index has no such id");
+}
+
 // After a row has been written completely: makes it reachable, unless it has taken another's place.
-void Shard::publish(std::uint64_t id, std::uint32_t number) {
-  if (number == header_->rows_used) {
+void Shard::publish(std::uint64_t id, std::uint32_t number, std::uint32_t stamp) {
+  if (taken_vacant(number)) {
+    grow_index(rows_total() + 1);
+    mark_index();
+    move_index();
+    index_.insert(Index::tag_of(hash_id(id)), number);
+    barrier();
+    row(number)->stamp = stamp;
+    barrier();
+    tier_->vacant.pop_back();
+  } else if (number == header_->rows_used) {
     const std::uint64_t rows = std::uint64_t{number} + 1;
     grow_index(rows);
     mark_index();
@@ -140,7 +159,7 @@ bool Shard::move_index() {
 }
 
 void Shard::tick() {
-  if (header_->clock == std::numeric_limits<std::uint32_t>::max()) {
+  if (header_->clock >= kLastClock) {
     if (cut_) cut_->fail("the recency of all rows was numbered anew (once in 2^32 requests); save again");
     renumber_rows();
   }
@@ -196,19 +215,32 @@ void Shard::append(const std::byte* row, std::uint32_t last_step, RowBatch& rows
 }
 
 void Shard::peek(const Slice& slice, std::uint8_t* found, RowBatch& rows) {
-  const std::lock_guard lock(mutex_);
+  Shard* const self = this;
+  const Turn turn(Shards(&self, 1));
   const std::size_t width = header_->state_width;
   for (std::size_t i = 0; i < slice.count; ++i) {
     const std::size_t at = slice.position(i);
-    const std::uint32_t number = present(find(slice.ids[at]));
-    found[at] = number != Index::kNone;
-    if (number == Index::kNone) continue;
-    const RowHeader& r = *row(number);
+    const std::uint32_t known = find(slice.ids[at]), number = present(known);
+    const std::byte* bytes = number == Index::kNone ? nullptr : row_bytes(number);
+    if (known == Index::kNone && tier_) {
+      fetch_cold(slice, i, 1);
+      if (const ColdRow cold = find_cold(slice.ids[at]); present(cold)) {
+        bytes = cold.row;
+        rows.last_steps[at] = cold.last_step;
+        rows.stamps[at] = stamp_of(cold);
+      }
+    }
+    found[at] = bytes != nullptr;
+    if (bytes == nullptr) continue;
+    const auto& r = *reinterpret_cast<const RowHeader*>(bytes);
+    const auto* values = reinterpret_cast<const float*>(bytes + sizeof(RowHeader));
     rows.update_counts[at] = r.update_count;
-    rows.last_steps[at] = last_step(number);
-    rows.stamps[at] = r.stamp;
-    values_.load(weight(number), rows.embeddings.data() + at * dim_, dim_);
-    if (width > 0) states_.load(state(number), rows.states.data() + at * width, width);
+    if (number != Index::kNone) {
+      rows.last_steps[at] = last_step(number);
+      rows.stamps[at] = r.stamp;
+    }
+    values_.load(values, rows.embeddings.data() + at * dim_, dim_);
+    if (width > 0) states_.load(values + words_, rows.states.data() + at * width, width);
   }
 }
 
@@ -216,9 +248,10 @@ std::uint64_t Shard::export_rows(std::uint64_t start, std::uint64_t max_rows, Ro
   const std::lock_guard lock(mutex_);
   const std::uint64_t end = start + std::min(max_rows, header_->rows_used - std::min(start, header_->rows_used));
   for (std::uint64_t number = start; number < end; ++number) {
-    if (const auto n = static_cast<std::uint32_t>(number); !has_left(n)) append(n, rows);
+    if (const auto n = static_cast<std::uint32_t>(number); !has_left(n) && !vacant(n)) append(n, rows);
   }
-  return end;
+  if (end < header_->rows_used) return end;
+  return tier_ ? export_cold(std::max(start, header_->capacity), max_rows, rows) : kNoRow;
 }
 
 void Shard::import_rows(const Slice& slice, const RowView& rows) {
@@ -230,7 +263,7 @@ void Shard::import_rows(const Slice& slice, const RowView& rows) {
   mark();
   victims_.clear();
   for (std::size_t i = 0; i < slice.count; ++i) {
-    header_->clock = std::max(header_->clock, rows.stamps[slice.position(i)]);
+    header_->clock = std::max(header_->clock, std::min(rows.stamps[slice.position(i)], kLastClock));
   }
   for (std::size_t i = 0; i < slice.count; ++i) import_row(rows, slice.position(i));
   victims_.clear();
@@ -239,13 +272,14 @@ void Shard::import_rows(const Slice& slice, const RowView& rows) {
 void Shard::import_row(const RowView& rows, std::size_t at) {
   const std::uint64_t id = rows.ids[at];
   const std::size_t width = header_->state_width;
-  const std::uint32_t stamp = std::max(rows.stamps[at], least_stamp());
+  const std::uint32_t stamp = std::max(std::min(rows.stamps[at], kLastClock), least_stamp());
   std::uint32_t number = find(id);
+  if (number == Index::kNone && tier_) number = promote(id);
   const bool known = number != Index::kNone;
   if (known) {
     save_undo(number);
   } else {
-    if (header_->rows_used == header_->capacity) {
+    if (!tier_ && header_->rows_used == header_->capacity) {
       const std::uint32_t oldest = victims_.front(stamps(), header_->clock);
       if (row(oldest)->stamp >= stamp) {
         ++header_->counters.evicted;
@@ -257,7 +291,7 @@ void Shard::import_row(const RowView& rows, std::size_t at) {
   RowHeader& r = *row(number);
   r.set_key(id);
   r.update_count = rows.update_counts[at];
-  r.stamp = stamp;
+  if (!taken_vacant(number)) r.stamp = stamp;
   set_last_step(number, rows.last_steps[at]);
   crash_point();
   store_embedding(number, rows.embeddings + at * dim_);
@@ -265,7 +299,7 @@ void Shard::import_row(const RowView& rows, std::size_t at) {
   if (known) {
     drop_undo();
   } else {
-    publish(id, number);
+    publish(id, number, stamp);
   }
 }
 
@@ -295,8 +329,10 @@ void Shard::import_state(const ShardState& s) {
   }
   const Stamps all = stamps();
   std::uint32_t clock = s.clock;
-  for (std::uint64_t number = 0; number < all.count; ++number) clock = std::max(clock, all[number]);
-  header_->clock = clock;
+  for (std::uint64_t number = 0; number < all.count; ++number) {
+    if (!vacant(static_cast<std::uint32_t>(number))) clock = std::max(clock, all[number]);
+  }
+  header_->clock = std::min(clock, kLastClock);
   changes_ = {};
   header_->epoch = s.epoch;
   header_->client_clock = s.client_clock;
@@ -315,6 +351,14 @@ void Shard::clear() {
   changes_ = {};
   mark();
   mark_index();
+  if (tier_) {
+    header_->cold.rebuilding = kClearing;
+    barrier();
+  }
+  clear_rows();
+}
+
+void Shard::clear_rows() {
   header_->rows_used = 0;
   barrier();
   header_->rows_backed = 0;
@@ -330,18 +374,31 @@ void Shard::clear() {
   header_->clock = 0;
   header_->counters = {};
   victims_.clear();
+  if (!tier_) return;
+  clear_tier();
+  barrier();
+  header_->cold.rebuilding = 0;
+  barrier();
 }
 
 std::uint64_t Shard::size() {
   const std::lock_guard lock(mutex_);
-  return header_->rows_used;
+  return rows_total();
 }
 
 std::uint64_t Shard::memory_bytes() {
   const std::lock_guard lock(mutex_);
   return layout_.sketch + layout_.sketch_bytes + header_->index_slots * sizeof(std::uint64_t) +
          header_->rows_used * (stride_ + (header_->keeps_last_steps != 0 ? sizeof(std::uint32_t) : 0)) +
-         changes_.rows.bytes();
+         changes_.rows.bytes() + changes_.records.bytes() +
+         (tier_ ? tier_->log.live_bits().size() * sizeof(std::uint64_t) : 0);
+}
+
+TierCounts Shard::tier_counts() {
+  const std::lock_guard lock(mutex_);
+  if (!tier_) return {};
+  const Cold& c = header_->cold;
+  return {tier_->log.live_records(), tier_->log.disk_bytes(), c.spilled, c.read, c.promoted, c.compacted};
 }
 
 Counters Shard::counters() {

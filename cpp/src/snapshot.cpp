@@ -155,6 +155,16 @@ Cut::Cut(const CutOptions& options, std::uint64_t rows, std::size_t stride, Chan
       spill_(options.directory, stride, options.buffer_bytes),
       before_(std::move(before)) {}
 
+void ChangedRows::set(std::uint32_t row, bool changed) noexcept {
+  try {
+    if (row / 64 >= words_.size()) words_.resize(row / 64 + 1, ~std::uint64_t{0});
+  } catch (const std::bad_alloc&) {
+    return;  // then it counts as changed
+  }
+  const std::uint64_t bit = std::uint64_t{1} << (row % 64);
+  words_[row / 64] = changed ? words_[row / 64] | bit : words_[row / 64] & ~bit;
+}
+
 void Cut::spill_row(Spill::Tag tag, const std::byte* row) noexcept {
   try {
     spill_.add(tag, row);
@@ -189,11 +199,18 @@ void Shard::begin_cut(const CutOptions& options) {
   if (options.since != 0 && options.since != changes_.since) {
     throw std::invalid_argument("what has changed since epoch " + std::to_string(options.since) + " is not known");
   }
-  Changes after{options.epoch, options.evicted_limit, {}, ChangedRows(header_->rows_used)};
+  Changes after{options.epoch,
+                options.evicted_limit,
+                {},
+                ChangedRows(header_->rows_used),
+                ChangedRows(tier_ ? tier_->log.end_record() : 0)};
   CutOptions now = options;
   now.left_before = header_->ages.left_before;
+  now.live = options.live && !tier_;  // rows that move to disk and back would be missed, or read twice
+  if (tier_) prepare_cold_cut();
   cut_ = std::make_unique<Cut>(now, header_->rows_used, stride_, changes_);
   changes_ = std::move(after);
+  if (tier_) begin_cold_cut();
   header_->epoch = options.epoch;
 }
 
@@ -221,7 +238,8 @@ bool Shard::export_cut(std::uint32_t epoch, std::uint64_t max_rows, RowBatch& ro
         if (!cut.had_left(row(n)->stamp)) append(n, rows);
       }
     }
-    if (end == cut.rows()) return false;
+    if (end < cut.rows()) continue;
+    if (!tier_ || !export_cold_cut(cut, rows)) return false;
   }
   return true;
 }
@@ -238,6 +256,7 @@ std::uint32_t Shard::changes_since() {
 
 void Shard::end_cut() {
   const std::lock_guard lock(mutex_);
+  end_cold_cut();
   cut_.reset();
 }
 

@@ -26,6 +26,11 @@ void validate(const TableConfig& c) {
   require(c.dim >= 1 && c.dim <= kMaxDim, c.name, "dim must be within 1 ... 65536");
   require(c.shards <= kMaxShards && std::has_single_bit(c.shards), c.name, "shards must be a power of two up to 1024");
   require(c.capacity >= c.shards, c.name, "capacity must be at least the number of shards");
+  if (!c.spill.path.empty()) {
+    const auto& s = c.spill;
+    require(s.memory_rows >= c.shards && s.memory_rows <= c.capacity, c.name,
+            "memory_rows must be at least the number of shards, and at most the capacity");
+  }
   const auto& o = c.optimizer;
   for (const float value : {o.momentum, o.weight_decay, o.initial_accumulator, o.eps, o.beta, o.l1, o.l2, o.bound}) {
     require(std::isfinite(value) && value >= 0.0f, c.name, "optimizer parameters must be finite and not negative");
@@ -53,8 +58,9 @@ Table::Table(TableConfig table_config)
       optimizer(config.optimizer),
       state_width(optimizer.state_width(config.dim)),
       row_words(words_of(config.dtype, config.dim)) {
+  if (!config.spill.path.empty()) reader = std::make_unique<DiskReader>();
   for (std::uint32_t i = 0; i < config.shards; ++i) {
-    shards.push_back(std::make_unique<Shard>(config, optimizer, i));
+    shards.push_back(std::make_unique<Shard>(config, optimizer, i, reader.get()));
     all.push_back(shards.back().get());
   }
 }
@@ -293,6 +299,12 @@ Counters Store::counters(std::size_t index) const {
     sum.nonfinite += c.nonfinite;
     sum.duplicates += c.duplicates;
   }
+  return sum;
+}
+
+TierCounts Store::tier_counts(std::size_t index) const {
+  TierCounts sum;
+  for (const auto& shard : table(index).shards) sum += shard->tier_counts();
   return sum;
 }
 

@@ -9,12 +9,17 @@
 // Growth takes small steps, from the end. Tags up to a frontier, whose slots have been moved, have their home among the
 // new number of slots, all others among the old number. The home stays monotone in the tag, so the array is sorted at
 // each step, and searching, inserting and erasing are the same while it grows.
+//
+// A slot is copied before it is overwritten. So a process that dies leaves some slots twice, and not one of those that
+// were there is missing: that matters for rows on disk, whose numbers are nowhere else.
 #pragma once
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <limits>
 #include <stdexcept>
+#include <vector>
 
 #include "persia/layout.hpp"
 #include "persia/memory.hpp"
@@ -113,9 +118,29 @@ class Index {
     }
     std::uint64_t end = at + 1;
     while (slots_[end] != 0 && home(tag_in(slots_[end])) < end) ++end;
-    std::memmove(slots_ + at, slots_ + at + 1, (end - at - 1) * sizeof(std::uint64_t));
+    for (; at + 1 < end; ++at) {
+      slots_[at] = slots_[at + 1];
+      word_barrier();
+    }
     slots_[end - 1] = 0;
     return true;
+  }
+
+  // Replaces the number of a row by another, with one store. Returns false if it is not there.
+  bool replace(std::uint32_t tag, std::uint32_t row, std::uint32_t by) {
+    const std::uint64_t wanted = (std::uint64_t{tag} << 32) | row;
+    std::uint64_t at = lower_bound(home(tag), tag);
+    while (slots_[at] != wanted) {
+      if (tag_in(slots_[at]) != tag) return false;
+      ++at;
+    }
+    slots_[at] = (std::uint64_t{tag} << 32) | by;
+    return true;
+  }
+
+  // Whether a row has this number and this tag.
+  bool has(std::uint32_t tag, std::uint32_t row) const {
+    return find(tag, [&](std::uint32_t other) { return other == row; }) == row;
   }
 
   // Begins to grow, by a third or, while small, to twice the slots. `move` must follow until the index no longer grows.
@@ -150,9 +175,38 @@ class Index {
     deal(end - rows, end);
   }
 
+  // The same for slots (tag << 32 | row) in any order.
+  void build(std::vector<std::uint64_t>& slots);
+  // Calls use(slot) for each slot that is taken, in order; tag << 32 | row.
+  template <class Use>
+  void for_each(Use&& use) const {
+    for (std::uint64_t at = 0; at < slot_count() + kIndexTail; ++at) {
+      if (slots_[at] != 0) use(slots_[at]);
+    }
+  }
+
   // Whether the slots are an index of the rows 0 ... rows - 1, as far as can be checked without reading a row: every
   // search ends, and finds only these rows.
   bool sound(std::uint64_t rows) const;
+  // The same, but `known(row)` says, once for each slot, whether the row may be there.
+  template <class Known>
+  bool sound_if(Known&& known) const {
+    std::uint64_t last = std::numeric_limits<std::uint64_t>::max(), run = 0, used_end = 0;
+    const std::uint64_t end = slot_count() + kIndexTail;
+    for (std::uint64_t at = 0; at < end; ++at) {
+      const std::uint64_t slot = slots_[at];
+      if (slot == 0) {
+        run = at + 1;  // Slots that are taken begin here at the earliest: a search does not pass an empty one.
+        continue;
+      }
+      const std::uint32_t tag = tag_in(slot);
+      if (tag == 0 || tag > last || !known(row_in(slot))) return false;
+      if (home(tag) > at || home(tag) < run) return false;
+      last = tag;
+      used_end = at + 1;
+    }
+    return used_end + kLineSlots <= end;
+  }
 
   // Zeroes the slots behind the tail, up to slot `end`.
   void clear_behind(std::uint64_t end) {
@@ -191,7 +245,10 @@ class Index {
   }
   // Puts a slot at a position, and those from there to the hole one further.
   void shift_into(std::uint64_t at, std::uint64_t hole, std::uint64_t slot) {
-    std::memmove(slots_ + at + 1, slots_ + at, (hole - at) * sizeof(std::uint64_t));
+    for (; hole > at; --hole) {
+      slots_[hole] = slots_[hole - 1];
+      word_barrier();
+    }
     slots_[at] = slot;
   }
   static std::runtime_error overflow() {

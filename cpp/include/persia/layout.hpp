@@ -4,6 +4,7 @@
 //
 // Reserved bytes of the header are 0 until a later version gives them a meaning; 0 means what older ones did.
 #pragma once
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -21,6 +22,9 @@ inline constexpr unsigned kRowBits = PERSIA_ROW_BITS;
 static_assert(kRowBits == 16 || kRowBits == 32);
 inline constexpr auto kRowMask = static_cast<std::uint32_t>((std::uint64_t{1} << kRowBits) - 1);
 inline constexpr std::uint64_t kMaxRows = kRowMask - 1u;  // of a shard
+// Stamp of a row of memory that holds none, as its row has gone to disk (tier.cpp). No clock gets there.
+inline constexpr std::uint32_t kVacant = 0xFFFFFFFFu;
+inline constexpr std::uint32_t kLastClock = kVacant - 1;
 
 inline constexpr std::uint64_t kMagic = 0x3130414953524550u;  // "PERSIA01" in memory order
 inline constexpr std::uint32_t kFormat = 3;
@@ -104,6 +108,23 @@ struct Ages {
   AgeMark marks[kAgeMarks];
 };
 
+// Values of `Cold::rebuilding`.
+inline constexpr std::uint32_t kRebuilding = 1;  // the slots of rows on disk are in a file of their own
+inline constexpr std::uint32_t kClearing = 2;    // all rows are being removed
+
+// Rows on disk (tier.cpp). All 0 in tables without them.
+struct Cold {
+  std::uint64_t log;          // id of the file of rows; 0: none
+  std::uint64_t next_record;  // number behind its last record
+  std::uint64_t move_row;     // row + 1 whose place in the index is about to become, or to have been, `move_record`
+  std::uint32_t move_record;
+  std::uint32_t rebuilding;  // kRebuilding, kClearing or 0
+  std::uint64_t spilled;     // rows that have gone to disk ...
+  std::uint64_t read;        // ... records that requests have read there ...
+  std::uint64_t promoted;    // ... rows that have come back ...
+  std::uint64_t compacted;   // ... and rows that were written again, to free the space of others
+};
+
 // Values of `Header::busy`, which show the state of a shard whose process was killed.
 inline constexpr std::uint32_t kRowsBusy = 1;   // a request was running
 inline constexpr std::uint32_t kIndexBusy = 2;  // and it was changing the index
@@ -145,7 +166,8 @@ struct Header {
   std::uint64_t index_old_slots;  // home slots of tags above the frontier; 0 unless the index grows (index.hpp)
   std::uint32_t index_frontier;
   std::uint32_t keeps_last_steps;  // 1: the section of last steps is in use
-  std::uint8_t reserved[120];
+  Cold cold;
+  std::uint8_t reserved[120 - sizeof(Cold)];
   OpenPush open[kOpenPushes];
   ClientEntry clients[kClients];
   Ages ages;  // all 0 in regions of versions that did not know it
@@ -168,10 +190,12 @@ struct Layout {
   std::size_t undo, sketch, sketch_bytes, index, index_bytes, rows, rows_bytes, last_steps, total;
   std::uint64_t max_slots;
 
-  // Returns the layout of a shard.
-  static Layout of(std::uint64_t capacity, std::size_t row_stride, std::uint64_t sketch_width) {
+  // Returns the layout of a shard. The index has room for `indexed` rows, of which `capacity` are in memory.
+  static Layout of(std::uint64_t capacity, std::size_t row_stride, std::uint64_t sketch_width,
+                   std::uint64_t indexed = 0) {
     Layout l{};
-    l.max_slots = align_up(capacity + capacity / 4 + 64, 8);  // whole cache lines
+    indexed = std::max(indexed, capacity);
+    l.max_slots = align_up(indexed + indexed / 4 + 64, 8);  // whole cache lines
     l.undo = kHeaderBytes;
     l.sketch = align_up(l.undo + row_stride + sizeof(std::uint32_t), 4096);  // the undo slot: a row and its last step
     l.sketch_bytes = sketch_width * kSketchRows * sizeof(std::uint16_t);

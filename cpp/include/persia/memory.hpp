@@ -14,8 +14,14 @@ inline void (*crash_hook)() = nullptr;
 inline void crash_point() {
   if (crash_hook != nullptr) crash_hook();
 }
+// The same between the words of a change that must be sound at each of them.
+inline void (*word_hook)() = nullptr;
+inline void word_point() {
+  if (word_hook != nullptr) word_hook();
+}
 #else
 inline void crash_point() {}
+inline void word_point() {}
 #endif
 
 // Makes the compiler keep the order of stores, which recovery after a kill relies on. No flush is needed: the pages
@@ -24,6 +30,12 @@ inline void crash_point() {}
 inline void barrier() {
   std::atomic_signal_fence(std::memory_order_seq_cst);
   crash_point();
+}
+
+// The same between single words, of which there are many.
+inline void word_barrier() {
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+  word_point();
 }
 
 // Begins to load a cache line into L2, for use a few hundred nanoseconds later. L2 can wait for far more lines at a

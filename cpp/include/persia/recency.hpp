@@ -92,7 +92,8 @@ class VictimQueue {
 };
 
 // Replaces stamps by their ranks 0, 1, ...; returns the largest. This keeps the order of eviction, even if a kill
-// interrupts it: no rank exceeds its stamp, and rows change from the oldest on.
-std::uint32_t renumber(const Stamps& stamps);
+// interrupts it: no rank exceeds its stamp, and rows change from the oldest on. With `vacancies`, rows with the stamp
+// kVacant hold none, and keep it.
+std::uint32_t renumber(const Stamps& stamps, bool vacancies = false);
 
 }  // namespace persia

@@ -19,6 +19,7 @@
 #include "persia/region.hpp"
 #include "persia/sketch.hpp"
 #include "persia/snapshot.hpp"
+#include "persia/tier.hpp"
 
 namespace persia {
 
@@ -29,6 +30,12 @@ struct RegionFiles {
   std::string path;           // empty: memory of this process
   bool attach = false;        // attach to existing files
   double lock_seconds = 0.0;  // maximum wait for a process that still holds them
+};
+
+// Files of rows that do not fit into memory: `path`.0 and so on, one per shard.
+struct SpillFiles {
+  std::string path;               // empty: rows that leave memory are evicted
+  std::uint64_t memory_rows = 0;  // rows in memory, over all shards
 };
 
 struct TableConfig {
@@ -44,9 +51,20 @@ struct TableConfig {
   double admission_value = 0.0;  // the probability, or the number of occurrences
   std::uint64_t ttl = 0;         // rows leave that were not touched for so long, in the unit of `Shard::age`; 0: never
   std::uint32_t ttl_unit = 1;    // 1: steps, 2: seconds. In regions and checkpoints: never reuse a number
-  bool durable = false;          // keep undo slot and push progress; always done in files
+  bool durable = false;          // keep undo slot and push progress; always done in files, and with rows on disk
   RegionFiles files;
+  SpillFiles spill;
 };
+
+// Returns the part of `rows` that one of `shards` has.
+inline std::uint64_t share_of(std::uint64_t rows, std::uint32_t shards, std::uint32_t shard) {
+  return rows / shards + (shard < rows % shards ? 1 : 0);
+}
+
+// Returns the maximum number of rows of a shard, those on disk included.
+inline std::uint64_t total_of(const TableConfig& config, std::uint32_t shard) {
+  return share_of(config.capacity, config.shards, shard);
+}
 
 // Returns the dtype of the optimizer's state: Adam's moments in a bfloat16 table have the dtype of the table. float16
 // has no room for second moments, which underflow, and sums of squares stop growing where a step is lost.
@@ -124,6 +142,18 @@ struct ShardState {
   Ages ages{};
 };
 
+// Rows on disk.
+struct TierCounts {
+  std::uint64_t rows = 0;        // now
+  std::uint64_t disk_bytes = 0;  // of the files now
+  std::uint64_t spilled = 0;     // rows that have left memory
+  std::uint64_t read = 0;        // records that requests have read
+  std::uint64_t promoted = 0;    // rows that have come back
+  std::uint64_t compacted = 0;   // rows written again, to free the space of others
+
+  TierCounts& operator+=(const TierCounts& other);
+};
+
 // Thread-safe: all methods lock unless noted.
 class Shard {
  public:
@@ -131,7 +161,8 @@ class Shard {
   using Shards = std::span<Shard* const>;
 
   // Creates the region of shard number `shard`, or attaches to its file. Throws as `Store::create_table` does.
-  Shard(const TableConfig& config, const Optimizer& optimizer, std::uint32_t shard);
+  // `reader` reads the rows on disk of a table that has some; it must outlive the shard.
+  Shard(const TableConfig& config, const Optimizer& optimizer, std::uint32_t shard, DiskReader* reader = nullptr);
 
   // Writes one embedding per position, as stored: the words of its dtype (half.hpp). Training admits missing ids and
   // touches rows; otherwise nothing changes.
@@ -148,8 +179,9 @@ class Shard {
   static void last_steps(Shards shards, const Slice& slice, std::uint32_t* out);
   // Sets found[position] and, if it is 1, the row at the same position of `rows`. Changes nothing.
   void peek(const Slice& slice, std::uint8_t* found, RowBatch& rows);
-  // Appends up to `max_rows` rows from row number `start` on to `rows`. Returns the row number to continue with, at
-  // least `size()` at the end.
+  // Appends up to `max_rows` rows from row number `start` on to `rows`; those on disk come last. Returns the row number
+  // to continue with; kNoRow at the end.
+  static constexpr std::uint64_t kNoRow = ~std::uint64_t{0};
   std::uint64_t export_rows(std::uint64_t start, std::uint64_t max_rows, RowBatch& rows);
   // Takes a snapshot. `export_cut` then returns the rows of this moment. One at a time.
   void begin_cut(const CutOptions& options);
@@ -163,8 +195,9 @@ class Shard {
   std::uint32_t changes_since();
   // Ends the snapshot, read or not.
   void end_cut();
-  // Overwrites or appends rows. A full shard keeps the more recent of the incoming and its oldest row. The oldest rows
-  // are determined once per call, so rows of the same call replace each other only approximately in that order.
+  // Overwrites or appends rows. A full shard without rows on disk keeps the more recent of the incoming and its oldest
+  // row. The oldest rows are determined once per call, so rows of the same call replace each other only approximately
+  // in that order.
   void import_rows(const Slice& slice, const RowView& rows);
   // Returns the state besides rows.
   ShardState export_state();
@@ -177,8 +210,10 @@ class Shard {
   // std::runtime_error if the region is damaged in another way.
   Recovery recover();
 
-  // Returns the number of rows, with those that have left and whose memory has not been used again.
+  // Returns the number of rows, with those on disk, and those that have left and whose memory has not been used again.
   std::uint64_t size();
+  // Returns what there is on disk, and what requests have read and written there.
+  TierCounts tier_counts();
   // Returns the bytes of rows, last steps, index, sketch, header and marks of changes in use.
   std::uint64_t memory_bytes();
   // Returns the counters since creation.
@@ -193,6 +228,7 @@ class Shard {
  private:
   struct Group;
   struct Fetch;
+  struct Deferred;
   class Turn;
   enum class PushState { kNone, kOpen, kDuplicate };
 
@@ -245,8 +281,9 @@ class Shard {
   void prefetch_output(const Slice& slice, std::size_t i, const float* out) const;
   std::uint32_t resolve(const Group& group, std::size_t lane) const;
   std::uint32_t find(std::uint64_t id) const;
-  static void lookup_train(Shards shards, const Slice& slice, float* out);
-  static void lookup_only(Shards shards, const Slice& slice, float* out);
+  static void lookup_once(Shards shards, const Slice& slice, float* out, bool train, Deferred* deferred);
+  static void lookup_train(Shards shards, const Slice& slice, float* out, Deferred* deferred);
+  static void lookup_only(Shards shards, const Slice& slice, float* out, Deferred* deferred);
   std::uint32_t admit(std::uint64_t id, std::uint32_t left);
   std::uint32_t insert(std::uint64_t id, std::uint32_t left);
   std::uint32_t acquire(std::uint64_t id);
@@ -256,7 +293,7 @@ class Shard {
   void forget_left();
   void renumber_rows();
   static bool sound(const Ages& ages, std::uint32_t clock);
-  void publish(std::uint64_t id, std::uint32_t number);
+  void publish(std::uint64_t id, std::uint32_t number, std::uint32_t stamp);
   void import_row(const RowView& rows, std::size_t position);
   void store_embedding(std::uint32_t number, const float* values);
   void apply(std::uint32_t number, const Push& push, const float* gradient);
@@ -285,6 +322,65 @@ class Shard {
     r.stamp = header_->clock;
     victims_.touch(stamps(), header_->clock, number, before);
   }
+  // Rows on disk (tier.cpp).
+  void open_tier(DiskReader* reader);
+  bool in_memory(std::uint32_t number) const { return number < header_->capacity; }
+  std::uint32_t number_of(std::uint32_t record) const { return static_cast<std::uint32_t>(header_->capacity + record); }
+  std::uint32_t record_of(std::uint32_t number) const { return static_cast<std::uint32_t>(number - header_->capacity); }
+  // Whether a row of memory holds none.
+  bool vacant(std::uint32_t number) const { return tier_ && row(number)->stamp == kVacant; }
+  // The same for one that `acquire` has returned.
+  bool taken_vacant(std::uint32_t number) const {
+    return tier_ && !tier_->vacant.empty() && tier_->vacant.back() == number;
+  }
+  std::uint64_t rows_total() const {
+    return header_->rows_used + (tier_ ? tier_->log.live_records() - tier_->vacant.size() : 0);
+  }
+  struct ColdRow {
+    std::uint32_t record = RowLog::kNone;
+    const std::byte* row = nullptr;  // valid until the next record is read
+    std::uint32_t last_step = 0;
+  };
+  ColdRow find_cold(std::uint64_t id);
+  bool want_cold(std::uint64_t id, FetchedRecords& wanted) const;
+  void fetch_cold(const Slice& slice, std::size_t from, std::size_t shards);
+  bool defer(const Slice& slice, std::size_t i, Deferred& deferred) const;
+  const float* cold_values(std::uint64_t id);
+  bool present(const ColdRow& cold) const;
+  std::uint32_t promote(std::uint64_t id);
+  void drop_cold(std::uint32_t record, std::uint64_t id);
+  void make_vacant();
+  void make_room();
+  void spill_rows();
+  void compact();
+  bool compact_block();
+  std::uint32_t expired_segment();
+  std::uint32_t append_to_log(const std::byte* row, std::uint32_t last_step, std::uint32_t stamp,
+                              RowLog::For what = RowLog::For::kRows);
+  void evict_cold();
+  void read_live(std::uint32_t from, std::uint32_t end);
+  void read_records();
+  ColdRow cold_row(std::size_t i) const;
+  std::uint32_t stamp_of(const ColdRow& cold) const;
+  void append_cold(const ColdRow& cold, RowBatch& rows) const;
+  std::uint64_t export_cold(std::uint64_t start, std::uint64_t max_rows, RowBatch& rows);
+  void clear_rows();
+  void clear_tier();
+  void promote_all(const Slice& slice, std::size_t shards, const Push& push);
+  void prepare_cold_cut();
+  void begin_cold_cut() noexcept;
+  bool export_cold_cut(Cut& cut, RowBatch& rows);
+  void end_cold_cut();
+  void finish_move();
+  bool recover_tier();
+  bool sound_with_tier() const;
+  void rebuild_with_tier(std::vector<std::uint64_t> slots);
+  std::string slots_path() const;
+  void write_slots(const std::vector<std::uint64_t>& slots) const;
+  std::vector<std::uint64_t> read_slots() const;
+  std::uint32_t checked_tag(std::uint32_t number) const;
+  std::runtime_error damaged(std::uint32_t number) const;
+
   void check_no_cut() const;
   Cut& cut_of(std::uint32_t epoch) const;
 
@@ -309,6 +405,7 @@ class Shard {
   std::uint64_t sweep_rows_ = 0;  // ... and how many there are, until all have been looked at since the last ones left
   Changes changes_;
   std::unique_ptr<Cut> cut_;
+  std::unique_ptr<Tier> tier_;  // of a table with rows on disk
   std::mutex mutex_;
   // Of the request that holds the lock:
   std::vector<float> scratch_;  // embedding and state of a row, if they have 16 bits
@@ -328,6 +425,7 @@ class Shard::Turn {
   ~Turn() {
     for (Shard* shard : shards_) {
       shard->begun_push_ = PushState::kNone;
+      if (shard->tier_) shard->tier_->fetched = nullptr;
       if (shard->begun_) {
         barrier();
         shard->header_->busy = 0;

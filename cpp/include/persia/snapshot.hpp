@@ -30,6 +30,8 @@ class ChangedRows {
   bool has(std::uint32_t row) const { return row / 64 >= words_.size() || (words_[row / 64] >> (row % 64) & 1u) != 0; }
   // Adds a row that has not changed before.
   void add(std::uint32_t row) { words_[row / 64] |= std::uint64_t{1} << (row % 64); }
+  // Says whether a row has changed, whose number may be new, or have been another's.
+  void set(std::uint32_t row, bool changed) noexcept;
   // Returns the bytes of the bits.
   std::uint64_t bytes() const { return words_.size() * sizeof(std::uint64_t); }
 
@@ -44,6 +46,7 @@ struct Changes {
   std::size_t limit = 0;
   std::vector<std::uint64_t> evicted;  // ids
   ChangedRows rows;                    // also read by the snapshot that began it, even if `since` is 0 by now
+  ChangedRows records;                 // of rows on disk
 
   // Adds an evicted id. Does not throw: without memory, changes become unknown.
   void evict(std::uint64_t id) noexcept {
@@ -145,6 +148,8 @@ class Cut {
   std::uint32_t epoch() const { return epoch_; }
   // Returns the row number that the reader has reached.
   std::uint64_t next() const { return next_; }
+  // Returns whether a record that was live when the snapshot began belongs to it.
+  bool wants_record(std::uint32_t record) const { return all_ || before_.records.has(record); }
   // Returns the number of rows when the snapshot began.
   std::uint64_t rows() const { return rows_; }
   // Notes that the reader has passed all rows below `end`. Returns the old ones among them; throws if the snapshot is

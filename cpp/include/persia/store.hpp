@@ -29,7 +29,8 @@ struct Table {
   TableConfig config;
   Optimizer optimizer;
   std::size_t state_width;
-  std::size_t row_words;  // of an embedding, as stored
+  std::size_t row_words;               // of an embedding, as stored
+  std::unique_ptr<DiskReader> reader;  // of rows on disk
   std::vector<std::unique_ptr<Shard>> shards;
   std::vector<Shard*> all;         // the same shards, for calls to all of them
   std::vector<Recovery> recovery;  // by shard, of an attached table
@@ -93,6 +94,8 @@ class Store {
   std::uint64_t memory_bytes(std::size_t table) const;
   // Returns the counters of a table, summed over its shards.
   Counters counters(std::size_t table) const;
+  // Returns what there is on disk of a table, summed over its shards.
+  TierCounts tier_counts(std::size_t table) const;
   // Removes all rows of a table and frees their memory.
   void clear(std::size_t table);
 

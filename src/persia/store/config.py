@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from persia.errors import ConfigError
 from persia.types.values import DTYPES, Dtype, round_down, words_of
 
-__all__ = ["OPTIMIZER_PARAMS", "TableConfig"]
+__all__ = ["COLD_ROW_BYTES", "OPTIMIZER_PARAMS", "TableConfig", "check_spill"]
 
 OptimizerKind = Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "ftrl"]
 InitializerKind = Literal["uniform", "normal", "zeros", "rsqrt_dim"]
@@ -44,6 +44,10 @@ MAX_ROWS = _MAX_SHARDS * _CHOSEN_ROWS_PER_SHARD
 """Maximum rows of a table in one store: 2^41."""
 ROW_OVERHEAD = 36
 """Maximum bytes of a row besides embedding and state, including its last step and its share of the index."""
+COLD_ROW_BYTES = 12
+"""Maximum bytes of memory of a row on disk: its share of the index, and a few bits."""
+RECORD_OVERHEAD = 24
+"""Bytes of a row on disk besides embedding and state."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +57,12 @@ class TableConfig:
     Attributes:
         name: unique within a store; part of the key of the random start values.
         dim: values per embedding, 1 to 65536.
-        capacity: rows kept at most, in this store. Memory is used by rows that exist, not by capacity.
-        shards: power of two; 0 chooses by capacity: 8, fewer below 32,768 rows (4,096 a shard), more above 2^34 rows
-            (2^31 a shard). Each shard has its lock and its share of the capacity, and evicts by itself. Apart from
-            which rows are evicted and how an admission by frequency counts, results do not depend on it.
+        capacity: rows kept at most, in this store, in memory and on disk. Memory is used by rows that exist, not by
+            capacity.
+        shards: power of two; 0 chooses by the rows in memory: 8, fewer below 32,768 rows (4,096 a shard), more above
+            2^34 rows (2^31 a shard, half of that with rows on disk). Each shard has its lock and its share of the
+            capacity, and evicts by itself. Apart from which rows are evicted and how an admission by frequency counts,
+            results do not depend on it.
         seed: of start values and random admission.
         optimizer: "sgd", "adagrad", "rowwise_adagrad", "adam" or "ftrl".
         optimizer_params: overrides of `OPTIMIZER_PARAMS[optimizer]`. The learning rate is given with each update.
@@ -72,6 +78,8 @@ class TableConfig:
         ttl_unit: of `EmbeddingStore.age`, "steps" or "seconds".
         dtype: of embeddings in memory: "float32", "bfloat16" or "float16". Arithmetic is in float32; updates round to
             16 bits at random (stochastic rounding), initial and imported values to the nearest, within `value_bound`.
+        memory_rows: rows kept in memory; the least recently used beyond them are on disk, see `spill` of
+            `EmbeddingStore.create_table`. 0: the table has no rows on disk.
     """
 
     name: str
@@ -90,6 +98,7 @@ class TableConfig:
     ttl: int = 0
     ttl_unit: TtlUnit = "steps"
     dtype: Dtype = "float32"
+    memory_rows: int = 0
 
     def __post_init__(self) -> None:
         self._check_shape()
@@ -107,6 +116,18 @@ class TableConfig:
         self._require("capacity", self.capacity >= shards, "must be at least the number of shards")
         most = shards * _MAX_ROWS_PER_SHARD
         self._require("capacity", not shards or self.capacity <= most, f"exceeds {most} rows in {shards} shards")
+        if self.memory_rows:
+            least = max(1, shards)
+            self._require(
+                "memory_rows", least <= self.memory_rows <= self.capacity, f"must be 0, or within {least} ... capacity"
+            )
+            fits = self.resolved_shards <= _MAX_SHARDS and self._numbers_per_shard(self.resolved_shards)
+            self._require(
+                "capacity",
+                fits,
+                "and memory_rows exceed the row numbers of the shards: with rows on disk, "
+                f"a shard numbers {_MAX_ROWS_PER_SHARD} rows of memory and, twice, of the table",
+            )
         self._require("seed", 0 <= self.seed < 2**64, "must be within 0 ... 2^64 - 1")
 
     def _check_optimizer(self) -> None:
@@ -158,16 +179,26 @@ class TableConfig:
         if self.shards:
             return self.shards
         shards = _DEFAULT_SHARDS
-        while shards > 1 and self.capacity // shards < _ROWS_PER_SHARD:
+        while shards > 1 and (self.memory_rows or self.capacity) // shards < _ROWS_PER_SHARD:
             shards //= 2
-        while self.capacity > shards * _CHOSEN_ROWS_PER_SHARD:
+        while self.capacity > shards * _CHOSEN_ROWS_PER_SHARD or not self._numbers_per_shard(shards):
             shards *= 2
         return shards
+
+    def _numbers_per_shard(self, shards: int) -> bool:
+        """Returns whether a shard has numbers for its rows: on disk, half of the records may be dead."""
+        rows, total = (-(-count // shards) for count in (self.memory_rows, self.capacity))
+        return not self.memory_rows or rows + 2 * total <= _MAX_ROWS_PER_SHARD
 
     @property
     def row_bytes(self) -> int:
         """Maximum bytes of memory per row: values, state and overhead."""
         return ROW_OVERHEAD + 4 * (self.row_words + words_of(self.state_dtype, self.state_width))
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of a row on disk: checksum, last step, key, counters, values and state."""
+        return RECORD_OVERHEAD + 4 * (self.row_words + words_of(self.state_dtype, self.state_width))
 
     @property
     def row_words(self) -> int:
@@ -207,3 +238,14 @@ class TableConfig:
         if self.initializer == "rsqrt_dim":
             return -1 / math.sqrt(self.dim), 1 / math.sqrt(self.dim)
         return self.initializer_a, self.initializer_b
+
+
+def check_spill(config: TableConfig, spill: str | None) -> None:
+    """Raises ConfigError unless both or none of `spill` and `TableConfig.memory_rows` are given."""
+    if (spill is not None) != (config.memory_rows > 0):
+        raise ConfigError(
+            f"table {config.name!r}: memory_rows is {config.memory_rows}, and spill is {spill!r}; give both for a "
+            "table with rows on disk, or none",
+            table=config.name,
+            field="memory_rows",
+        )

@@ -1,4 +1,4 @@
-"""The native store: tables of embedding rows in memory or in files, processed by the C++ core."""
+"""The native store: tables of embedding rows in memory, in files and on disk, processed by the C++ core."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia.errors import ConfigError, StoreError, StoreFullError
-from persia.store.config import TTL_UNITS, TableConfig
+from persia.store.config import TTL_UNITS, TableConfig, check_spill
 from persia.store.protocol import EmbeddingStore, Rows, ShardState, Spill
 from persia.types import UpdateCounts
 
@@ -69,11 +69,18 @@ class NativeStore(EmbeddingStore):
         self._native = _core.Store(pool)
         self._configs: list[TableConfig] = []
 
-    def create_table(self, config: TableConfig, files: str | None = None, attach: bool = False) -> int:
+    def create_table(
+        self, config: TableConfig, files: str | None = None, attach: bool = False, spill: str | None = None
+    ) -> int:
         """See `EmbeddingStore.create_table`."""
         if any(config.name == other.name for other in self._configs):
             raise ConfigError(f"table {config.name!r} exists already: give each table its own name", table=config.name)
+        check_spill(config, spill)
         native = _native_config(config)
+        if spill is not None:
+            cold = _core.SpillFiles()
+            cold.path, cold.memory_rows = spill, config.memory_rows
+            native.spill = cold
         if files is not None:
             regions = _core.RegionFiles()
             regions.path, regions.attach, regions.lock_seconds = files, attach, LOCK_SECONDS
@@ -203,6 +210,8 @@ class NativeStore(EmbeddingStore):
     def export_rows(self, table: int, shard: int, start: int = 0, max_rows: int = 65536) -> tuple[Rows, int | None]:
         """Returns up to `max_rows` rows of a shard from row number `start` on, in row order, each as of one moment.
 
+        Rows on disk come last.
+
         Args:
             table: number of the table.
             shard: 0 to `config(table).resolved_shards - 1`.
@@ -215,7 +224,7 @@ class NativeStore(EmbeddingStore):
         """
         with _store_errors():
             rows, following = self._native.export_rows(table, shard, start, max_rows)
-        return Rows(*rows), following if following == start + max_rows else None
+        return Rows(*rows), following
 
     def iterate_rows(self, table: int, *, max_rows: int = 65536) -> Iterator[tuple[int, Rows]]:
         """See `EmbeddingStore.iterate_rows`."""
@@ -289,6 +298,12 @@ class NativeStore(EmbeddingStore):
         """See `EmbeddingStore.statistics`."""
         with _store_errors():
             counts: dict[str, int] = self._native.statistics(table)
+        return counts
+
+    def tier_counts(self, table: int) -> dict[str, int]:
+        """See `EmbeddingStore.tier_counts`."""
+        with _store_errors():
+            counts: dict[str, int] = self._native.tier_counts(table)
         return counts
 
     def clear(self, table: int) -> None:

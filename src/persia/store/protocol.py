@@ -45,7 +45,8 @@ class Spill(NamedTuple):
         directory: of the file for those that do not fit in memory; it must be on a disk of this machine.
         buffer_bytes: memory per shard, and once more while it is written.
         evicted_limit: ids of evicted rows that each shard remembers between two snapshots, 8 bytes each.
-        live: keep no old rows: rows are exported as they are when they are read, each of one moment.
+        live: keep no old rows: rows are exported as they are when they are read, each of one moment. Tables with rows
+            on disk keep old rows nevertheless, as rows that move would be left out, or read twice.
     """
 
     directory: str
@@ -55,13 +56,17 @@ class Spill(NamedTuple):
 
 
 class EmbeddingStore(Protocol):
-    """Hash tables from id to embedding row, bounded by least-recently-used eviction.
+    """Hash tables from id to embedding row, bounded by eviction.
+
+    A full table evicts the least recently used row; one with rows on disk, those that have been there for the longest.
 
     An embedding PS, its snapshots and its regions use nothing else of a store. Tables are numbered in the order of
     creation. Methods are safe to call from several threads, and block while another thread works on the same shard.
     """
 
-    def create_table(self, config: TableConfig, files: str | None = None, attach: bool = False) -> int:
+    def create_table(
+        self, config: TableConfig, files: str | None = None, attach: bool = False, spill: str | None = None
+    ) -> int:
         """Adds a table and returns its number.
 
         Memory is used as rows arrive.
@@ -73,10 +78,15 @@ class EmbeddingStore(Protocol):
                 written at that moment is as it was before. One process uses them at a time.
             attach: continue with the rows in these files instead of creating new ones. Blocks for about a second per
                 10 M rows if a process died while it inserted.
+            spill: path of the files for rows that leave memory, path.0, path.1, ..., one per shard, on a disk of this
+                machine; for tables with `TableConfig.memory_rows`, and for these only. Rows there are as much part of
+                the table as others: each method reads them, and lookups in training and updates bring them back to
+                memory. The files outlive the process if `files` do, else they have no name.
 
         Raises:
-            ConfigError: the name is in use.
-            StoreError: the address space cannot be reserved; the files are in use, damaged, or of another table.
+            ConfigError: the name is in use, or only one of `spill` and `TableConfig.memory_rows` is given.
+            StoreError: the address space cannot be reserved; the files are in use, damaged, missing, or of another
+                table.
             StoreFullError: there is not enough space for the files.
         """
 
@@ -113,9 +123,9 @@ class EmbeddingStore(Protocol):
             train: admit missing ids, and count the lookup as a use of the rows.
 
         Raises:
-            StoreError: an argument does not fit; nothing has been changed.
-            StoreFullError: the table cannot grow. Some of the ids may have got rows; repeat the call when there is
-                free space.
+            StoreError: an argument does not fit, and nothing has been changed; or a row on disk cannot be read.
+            StoreFullError: the table cannot grow, in memory or on disk. Some of the ids may have got rows; repeat the
+                call when there is free space.
         """
 
     def update_packed(
@@ -147,7 +157,10 @@ class EmbeddingStore(Protocol):
             Per table, the outcome of its gradients.
 
         Raises:
-            StoreError: an argument does not fit; the message names the table. Nothing has been changed.
+            StoreError: an argument does not fit, and nothing has been changed: the message names the table. Or a row on
+                disk cannot be read.
+            StoreFullError: rows on disk cannot come back to memory, as others have to leave it and the disk is full. A
+                tracked push continues where it was when it is repeated; the counts of the call that failed are lost.
         """
 
     def age(self, table: int, by: int) -> None:
@@ -182,7 +195,7 @@ class EmbeddingStore(Protocol):
         """Returns whole rows without touching them: (found [n], rows [n]); columns of ids without a row are zero."""
 
     def size(self, table: int) -> int:
-        """Returns the number of rows that use memory in a table; see `age` for rows that have left."""
+        """Returns the number of rows of a table, in memory and on disk; see `age` for rows that have left."""
 
     def memory_bytes(self, table: int) -> int:
         """Returns the bytes of rows, index, sketch, headers and marks of changed rows in use."""
@@ -191,6 +204,14 @@ class EmbeddingStore(Protocol):
         """Returns counts of ids looked up in training and of gradients.
 
         Ids: lookups, hits, misses, admitted, rejected, evicted. Gradients: applied, absent, nonfinite, duplicates.
+        """
+
+    def tier_counts(self, table: int) -> dict[str, int]:
+        """Returns counts of rows on disk; all are 0 in a table without.
+
+        `rows`: on disk now. `disk_bytes`: of the files now. Since creation: `spilled`, rows that left memory; `read`,
+        rows that calls read from disk; `promoted`, rows that came back to memory; `compacted`, rows written again to
+        free the space of others.
         """
 
     def iterate_rows(self, table: int, *, max_rows: int = 65536) -> Iterator[tuple[int, Rows]]:

@@ -8,17 +8,17 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from persia.errors import ConfigError, StoreError
-from persia.store.config import TableConfig
+from persia.store.config import TableConfig, check_spill
 from persia.store.protocol import EmbeddingStore, Rows, ShardState, Spill
 from persia.store.reference_random import shard_of
-from persia.store.reference_shard import COUNTERS, KEPT_MARKS, ReferenceRow, ReferenceShard
+from persia.store.reference_shard import COUNTERS, KEPT_MARKS, TIER_COUNTS, ReferenceRow, ReferenceShard
 from persia.store.reference_values import as_words
 from persia.types import UpdateCounts
 from persia.types.values import words_of
@@ -53,8 +53,10 @@ class ReferenceStore(EmbeddingStore):
         self._tables: list[tuple[TableConfig, list[ReferenceShard]]] = []
 
     @_locked
-    def create_table(self, config: TableConfig, files: str | None = None, attach: bool = False) -> int:
-        """See `EmbeddingStore.create_table`. Rows cannot be kept in files."""
+    def create_table(
+        self, config: TableConfig, files: str | None = None, attach: bool = False, spill: str | None = None
+    ) -> int:
+        """See `EmbeddingStore.create_table`. Rows cannot be kept in files; see `_cold_rows` for those on disk."""
         if files is not None:
             raise StoreError(
                 f"table {config.name!r}: the reference store keeps rows in memory only; use no `regions`",
@@ -62,10 +64,24 @@ class ReferenceStore(EmbeddingStore):
             )
         if any(config.name == other.name for other, _ in self._tables):
             raise ConfigError(f"table {config.name!r} exists already: give each table its own name", table=config.name)
+        check_spill(config, spill)
         count = config.resolved_shards
-        capacities = [config.capacity // count + (i < config.capacity % count) for i in range(count)]
-        self._tables.append((config, [ReferenceShard(config, capacity) for capacity in capacities]))
+        shards = []
+        for number in range(count):
+            capacity, memory_rows = (
+                rows // count + (number < rows % count) for rows in (config.capacity, config.memory_rows)
+            )
+            if spill is None:
+                shards.append(ReferenceShard(config, capacity))
+            else:
+                cold = self._cold_rows(config, f"{spill}.{number}")
+                shards.append(ReferenceShard(config, capacity, memory_rows, cold))
+        self._tables.append((config, shards))
         return len(self._tables) - 1
+
+    def _cold_rows(self, config: TableConfig, path: str) -> MutableMapping[int, ReferenceRow]:
+        """Returns what keeps rows on disk: this store keeps them in memory, too."""
+        return {}
 
     def recovery(self, table: int) -> dict[str, int]:
         """See `EmbeddingStore.recovery`. There are no files to attach to."""
@@ -167,7 +183,7 @@ class ReferenceStore(EmbeddingStore):
     @_locked
     def size(self, table: int) -> int:
         """See `EmbeddingStore.size`."""
-        return sum(len(shard.rows) for shard in self._shards(table))
+        return sum(shard.size for shard in self._shards(table))
 
     @_locked
     def memory_bytes(self, table: int) -> int:
@@ -184,13 +200,22 @@ class ReferenceStore(EmbeddingStore):
         """See `EmbeddingStore.statistics`."""
         return {name: sum(shard.counters[name] for shard in self._shards(table)) for name in COUNTERS}
 
+    @_locked
+    def tier_counts(self, table: int) -> dict[str, int]:
+        """See `EmbeddingStore.tier_counts`. There are no files."""
+        shards = self._shards(table)
+        cold = sum(len(shard.cold or ()) for shard in shards)
+        counts = {name: sum(shard.tier_counts[name] for shard in shards) for name in TIER_COUNTS}
+        return {"rows": cold, "disk_bytes": 0, **counts}
+
     def iterate_rows(self, table: int, *, max_rows: int = 65536) -> Iterator[tuple[int, Rows]]:
         """See `EmbeddingStore.iterate_rows`."""
         config = self.config(table)
         for number, shard in enumerate(self._shards(table)):
             for start in itertools.count(0, max_rows):
                 with self._lock:
-                    part = shard.rows[start : start + max_rows]
+                    cold = shard.cold.values() if shard.cold is not None else ()
+                    part = list(itertools.islice(itertools.chain(shard.rows, cold), start, start + max_rows))
                     rows = _columns(config, [row for row in part if not shard.has_left(row)])
                 if not part:
                     break

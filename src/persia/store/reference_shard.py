@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,12 +16,13 @@ from persia.store.protocol import Spill
 from persia.store.reference_random import Sketch, admission_draw, initial_embedding
 from persia.store.reference_values import as_words, nearest, nearest_embedding, round_update, rounding_key
 
-__all__ = ["COUNTERS", "KEPT_MARKS", "ReferenceRow", "ReferenceShard"]
+__all__ = ["COUNTERS", "KEPT_MARKS", "TIER_COUNTS", "ReferenceRow", "ReferenceShard"]
 
 COUNTERS = (
     "lookups", "hits", "misses", "admitted", "rejected", "evicted", "applied", "absent", "nonfinite", "duplicates",
 )  # fmt: skip
 
+TIER_COUNTS = ("spilled", "read", "promoted", "compacted")
 
 KEPT_MARKS, MARKS_OF_TTL, PARTS_OF_TTL, SWEEP, LISTED = 32, 16, 64, 4, 8
 
@@ -48,11 +49,27 @@ class _Snapshot:
 
 
 class ReferenceShard:
-    """Rows of a share of the ids, up to a capacity, in the order in which they were inserted."""
+    """Rows of a share of the ids, up to a capacity, in the order in which they were inserted.
 
-    def __init__(self, config: TableConfig, capacity: int) -> None:
+    Args:
+        config: of the table.
+        capacity: maximum number of rows.
+        memory_rows: maximum number of rows in memory; as many as `capacity` without rows on disk.
+        cold: keeps rows on disk, in the order in which they came there; None without.
+    """
+
+    def __init__(
+        self,
+        config: TableConfig,
+        capacity: int,
+        memory_rows: int | None = None,
+        cold: MutableMapping[int, ReferenceRow] | None = None,
+    ) -> None:
         self.config = config
         self.capacity = capacity
+        self.memory_rows = capacity if memory_rows is None else memory_rows
+        self.cold = cold
+        self.tier_counts = dict.fromkeys(TIER_COUNTS, 0)
         self.rows: list[ReferenceRow] = []
         self.index: dict[int, int] = {}
         """Place in `rows` by id."""
@@ -81,7 +98,18 @@ class ReferenceShard:
     def find(self, id_: int) -> ReferenceRow | None:
         """Returns the row of an id, if there is one that has not left."""
         place = self.index.get(id_)
-        return None if place is None or self.has_left(self.rows[place]) else self.rows[place]
+        row = self.rows[place] if place is not None else self._read(id_)
+        return None if row is None or self.has_left(row) else row
+
+    @property
+    def size(self) -> int:
+        """The number of rows."""
+        return len(self.rows) + len(self.cold or ())
+
+    def all_rows(self) -> list[ReferenceRow]:
+        """Returns all rows that have not left, those in memory first."""
+        rows = [*self.rows, *(self.cold.values() if self.cold is not None else ())]
+        return [row for row in rows if not self.has_left(row)]
 
     def has_left(self, row: ReferenceRow) -> bool:
         """Returns whether a row was last met longer ago than the time to live."""
@@ -110,6 +138,7 @@ class ReferenceShard:
     def lookup(self, id_: int) -> NDArray[np.float32]:
         """Returns the embedding of an id in training, which may get a row by that."""
         self.counters["lookups"] += 1
+        self._promote(id_)
         row = self.find(id_)
         self.counters["misses" if row is None else "hits"] += 1
         if row is None:
@@ -125,6 +154,7 @@ class ReferenceShard:
 
     def update(self, id_: int, gradient: NDArray[np.float32], lr: float, step: int) -> str:
         """Applies a gradient, and returns the name of its counter."""
+        self._promote(id_)
         row = self.find(id_)
         if row is None:
             return "absent"
@@ -144,10 +174,12 @@ class ReferenceShard:
         row.state = nearest(row.state, self.config.state_dtype)
         row.last_step *= self.keeps_last_steps
         row.stamp = max(row.stamp, self.left_before, self.marks[-1][1] + 1 if self.marks else 0)
+        self._promote(row.id)
         place = self.index.get(row.id)
+        full = self.cold is None and len(self.rows) == self.capacity
         if place is not None:
             self.rows[place] = row
-        elif len(self.rows) == self.capacity and self.rows[self._oldest()].stamp >= row.stamp:
+        elif full and self.rows[self._oldest()].stamp >= row.stamp:
             self.counters["evicted"] += 1
         else:
             self._insert(row)
@@ -166,16 +198,53 @@ class ReferenceShard:
             self.rows[own] = row
             return
         place = self._left()
-        if place is None and len(self.rows) < self.capacity:
+        if place is not None:
+            self._note_removal(self.rows[place].id)
+        elif len(self.rows) < self.memory_rows:
             place = len(self.rows)
             self.rows.append(row)
         else:
-            if place is None:
-                place = self._oldest()
-                self.counters["evicted"] += 1
-            self._note_removal(self.rows[place].id)
-            self.rows[place] = row
+            place = self._oldest()
+            self._move_out(self.rows[place])
+        self.rows[place] = row
         self.index[row.id] = place
+        if self.cold is not None and self.size > self.capacity:
+            oldest = next(iter(self.cold), None)
+            if oldest is not None:
+                del self.cold[oldest]
+                self.counters["evicted"] += 1
+                self._note_eviction(oldest)
+
+    def _move_out(self, row: ReferenceRow) -> None:
+        """Evicts a row, or moves it to disk."""
+        if self.cold is None:
+            self.counters["evicted"] += 1
+            self._note_removal(row.id)
+        elif self.has_left(row):
+            self._note_removal(row.id)
+        else:
+            del self.index[row.id]
+            self.cold[row.id] = row
+            self.tier_counts["spilled"] += 1
+
+    def _read(self, id_: int) -> ReferenceRow | None:
+        """Returns a row on disk, if there is one."""
+        if self.cold is None or id_ not in self.cold:
+            return None
+        self.tier_counts["read"] += 1
+        return self.cold[id_]
+
+    def _promote(self, id_: int) -> None:
+        """Moves a row on disk to memory, if there is one; one that has left is removed."""
+        row = self._read(id_)
+        if row is None or self.cold is None:
+            return
+        del self.cold[id_]
+        if self.has_left(row):
+            self._note_eviction(id_)
+        else:
+            self._insert(row)
+            self.tier_counts["promoted"] += 1
 
     def _left(self) -> int | None:
         """Lists the places of rows that have left, looking at a few in turn, and returns one of the list."""
@@ -199,6 +268,9 @@ class ReferenceShard:
 
     def _note_removal(self, id_: int) -> None:
         del self.index[id_]
+        self._note_eviction(id_)
+
+    def _note_eviction(self, id_: int) -> None:
         if len(self.evicted) < self.evicted_limit:
             self.evicted.append(id_)
         else:
@@ -215,11 +287,11 @@ class ReferenceShard:
         """Copies the rows changed since an earlier snapshot."""
         rows: Iterator[ReferenceRow]
         before = self.left_before
-        if spill.live:  # A generator looks at a row when it is read.
+        if spill.live and self.cold is None:  # A generator looks at a row when it is read.
             places = map(self.rows.__getitem__, range(len(self.rows)))
             rows = (row for row in places if row.epoch >= since and row.stamp >= before)
         else:
-            rows = iter([copy.deepcopy(row) for row in self.rows if row.epoch >= since and not self.has_left(row)])
+            rows = iter([copy.deepcopy(row) for row in self.all_rows() if row.epoch >= since])
         self.snapshot = _Snapshot(epoch, rows, self.evicted)
         self.epoch = self.changes_since = epoch
         self.evicted, self.evicted_limit = [], spill.evicted_limit

@@ -1,0 +1,63 @@
+// What a shard knows of its rows on disk, beside its index and the header of its region.
+#pragma once
+#include <cstdint>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "persia/row_log.hpp"
+
+namespace persia {
+
+// Records of one shard, read in one batch, mostly without its lock. A record is what it was as long as the segment has
+// not been used again.
+class FetchedRecords {
+ public:
+  // Notes a record to read; under the shard's lock.
+  void want(const RowLog& log, std::uint32_t record) {
+    wanted_.push_back({record, log.generation(log.segment_of(record))});
+  }
+  // Returns whether no record is wanted.
+  bool empty() const { return wanted_.empty(); }
+  // Reads them. Blocks. Needs no lock.
+  void read(const RowLog& log);
+  // Returns the bytes of a record; nullptr if it has not been read, or may have become another one since. Under the
+  // shard's lock.
+  const std::byte* find(const RowLog& log, std::uint32_t record) const;
+  // Returns the number of records read.
+  std::size_t size() const { return records_.size(); }
+
+ private:
+  std::vector<std::pair<std::uint32_t, std::uint32_t>> wanted_;  // and generation of its segment
+  std::vector<std::uint32_t> records_;                           // sorted
+  std::vector<std::byte> bytes_;
+};
+
+struct Tier {
+  Tier(RowLog rows_on_disk, std::uint64_t rows) : log(std::move(rows_on_disk)), capacity(rows) {}
+
+  RowLog log;
+  std::uint64_t capacity;                   // rows, those in memory included
+  std::vector<std::uint32_t> vacant;        // rows of memory that hold none
+  std::uint32_t hand = 0;                   // row that left last, of those that were equally recent
+  const FetchedRecords* fetched = nullptr;  // of the request that holds the lock
+  FetchedRecords ahead;                     // of one that reads under the lock
+  // The segment that is being compacted, its generation, and the record to go on with.
+  std::uint32_t compacting = RowLog::kNone;
+  std::uint32_t generation = 0;
+  std::uint32_t cursor = 0;
+  std::uint64_t to_compact = 0;  // records to look at
+  // By segment, no record has a later stamp; and the stamps for which segments were looked at last (`left_before`).
+  std::vector<std::uint32_t> newest;
+  std::uint32_t looked_for = 0;
+  // Of a snapshot: the records that were live when it began and have not been read yet, a bit each; the record to
+  // go on with, and the end.
+  std::vector<std::uint64_t> cut;
+  std::uint64_t cut_next = 0;
+  std::uint64_t cut_end = 0;
+  // Scratch memory.
+  std::vector<std::uint32_t> records;
+  std::vector<std::byte> bytes;
+};
+
+}  // namespace persia

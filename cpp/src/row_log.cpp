@@ -1,0 +1,605 @@
+#include "persia/row_log.hpp"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <new>
+#include <numeric>
+#include <stdexcept>
+#include <thread>
+
+#include "persia/checksum.hpp"
+#include "persia/disk_faults.hpp"
+#include "persia/memory.hpp"
+#include "persia/region.hpp"
+
+namespace persia {
+namespace {
+
+constexpr std::uint64_t kMagic = 0x3130474F4C535250u;  // "PRSLOG01" in memory order
+constexpr std::uint32_t kFormat = 1;
+constexpr std::size_t kWindow = 8 << 20;         // bytes of pages in memory, per call of `read`
+constexpr std::size_t kLongestRead = 256 << 10;  // so that many are in flight where records neighbour each other
+constexpr std::size_t kReserved = 1;             // segments that only compaction may begin
+constexpr std::size_t kSpareSegments = 2;        // free ones that keep their space on disk
+constexpr auto kLockRetry = std::chrono::milliseconds(5);
+
+struct FileHeader {
+  std::uint64_t magic;
+  std::uint32_t format, segment_blocks;
+  std::uint64_t id, row_bytes;
+  std::uint32_t checksum, reserved;  // of all before it
+};
+static_assert(sizeof(FileHeader) == 40);
+
+std::uint32_t checksum_of(const FileHeader& header) {
+  return crc32(0, reinterpret_cast<const std::byte*>(&header), offsetof(FileHeader, checksum));
+}
+
+std::size_t page_begin(std::size_t bytes) { return bytes / RowLog::kPage * RowLog::kPage; }
+std::size_t page_end(std::size_t bytes) { return align_up(bytes, RowLog::kPage); }
+
+std::size_t record_bytes_of(std::size_t row_bytes) { return RowLog::kRecordHeader + align_up(row_bytes, 4); }
+
+std::string mib(std::uint64_t bytes) { return std::to_string(bytes >> 20) + " MiB"; }
+
+std::string text(const char* what, std::uint64_t value) { return what + std::to_string(value); }
+
+}  // namespace
+
+RowLog::File::~File() {
+  if (fd_ >= 0) close(fd_);
+}
+
+RowLog::Bytes RowLog::page_aligned(std::size_t bytes) {
+  auto* const memory = static_cast<std::byte*>(std::aligned_alloc(kPage, page_end(bytes)));
+  if (memory == nullptr) throw std::bad_alloc();
+  return Bytes(memory);
+}
+
+void RowLog::fail(const std::string& what, int error) const {
+  throw std::runtime_error("rows on disk " + path_ + ": " + what +
+                           (error != 0 ? std::string(" (") + std::strerror(error) + ")" : ""));
+}
+
+void RowLog::fail_full(int error) const {
+  struct statvfs system{};
+  const bool known = fstatvfs(file_.get(), &system) == 0;
+  throw RegionFull("rows on disk " + path_ + ": no room to grow beyond " + mib(disk_bytes()) + " (" +
+                   std::strerror(error) + (known ? "; free there: " + mib(system.f_bavail * system.f_frsize) : "") +
+                   "). Free space there, lower the capacity of the table, or spill to another directory");
+}
+
+std::size_t RowLog::block_records(std::size_t row_bytes) {
+  return std::max<std::size_t>(1, kBlockBytes / record_bytes_of(row_bytes));
+}
+
+RowLog::RowLog(const Options& options, DiskReader& reader)
+    : path_(options.path),
+      reader_(&reader),
+      row_bytes_(options.row_bytes),
+      record_bytes_(record_bytes_of(options.row_bytes)),
+      block_records_(block_records(options.row_bytes)),
+      block_bytes_(page_end(block_records_ * record_bytes_)),
+      segment_bytes_(block_bytes_ * options.segment_blocks),
+      segment_records_(static_cast<std::uint32_t>(block_records_ * options.segment_blocks)),
+      max_segments_(0) {
+  const std::uint64_t of_segment = std::uint64_t{block_records_} * options.segment_blocks;
+  if (row_bytes_ == 0 || of_segment == 0 || of_segment > kNone ||
+      std::min<std::uint64_t>(options.max_records, kNone) < of_segment) {
+    fail(text("Invalid max_records = ", options.max_records) + text(" with segments of ", of_segment) +
+             text(" records of ", row_bytes_) + " bytes; expected one segment of a record or more at least",
+         0);
+  }
+  max_segments_ = std::min<std::uint64_t>(options.max_records, kNone) / of_segment;
+}
+
+// --- The file ---------------------------------------------------------------------------------------------------
+
+void RowLog::open_named(int flags) {
+  flags |= O_RDWR | O_CLOEXEC | O_NOFOLLOW;
+  int fd = open(path_.c_str(), flags | O_DIRECT, 0600);
+  if (fd < 0 && errno == EINVAL) fd = open(path_.c_str(), flags, 0600);
+  if (fd < 0 && errno == ENOENT && (flags & O_CREAT) == 0) {
+    fail(
+        "the file is gone, and with it the rows that had no place in memory. Go on from a checkpoint, with an empty "
+        "table",
+        0);
+  }
+  if (fd < 0) fail((flags & O_CREAT) != 0 ? "cannot be created" : "cannot be opened", errno);
+  adopt(fd);
+  struct stat status{};
+  if (fstat(fd, &status) != 0) fail("cannot be examined", errno);
+  if (!S_ISREG(status.st_mode)) fail("is not a regular file; choose another directory", 0);
+}
+
+// The kernel frees a file that has no name when the process ends, however it ends.
+void RowLog::open_unnamed() {
+  const std::size_t slash = path_.rfind('/');
+  const std::string directory = slash == std::string::npos ? "." : path_.substr(0, slash + 1);
+  constexpr int flags = O_TMPFILE | O_RDWR | O_CLOEXEC;
+  int fd = open(directory.c_str(), flags | O_DIRECT, 0600);
+  if (fd < 0 && errno == EINVAL) fd = open(directory.c_str(), flags, 0600);
+  if (fd < 0 && (errno == EOPNOTSUPP || errno == EISDIR || errno == EINVAL)) {  // no O_TMPFILE here
+    std::string name = path_ + ".XXXXXX";
+    fd = mkostemp(name.data(), O_CLOEXEC | O_DIRECT);
+    if (fd < 0 && errno == EINVAL) {
+      name = path_ + ".XXXXXX";
+      fd = mkostemp(name.data(), O_CLOEXEC);
+    }
+    if (fd >= 0) unlink(name.c_str());
+  }
+  if (fd < 0) fail("cannot be created", errno);
+  adopt(fd);
+}
+
+// Where O_DIRECT is refused, at least nothing is read ahead.
+void RowLog::adopt(int fd) {
+  file_ = File(fd);
+  posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM);
+}
+
+// Some file systems accept the flag, but not what it means. Returns false if it was not set.
+bool RowLog::leave_direct() const {
+  const int flags = fcntl(file_.get(), F_GETFL);
+  return (flags & O_DIRECT) != 0 && fcntl(file_.get(), F_SETFL, flags & ~O_DIRECT) == 0;
+}
+
+// A process that was killed gives the lock back once its last read has ended, which may take a moment.
+void RowLog::lock(double seconds) const {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+  while (flock(file_.get(), LOCK_EX | LOCK_NB) != 0) {
+    if (errno != EWOULDBLOCK && errno != EINTR) fail("cannot be locked", errno);
+    if (std::chrono::steady_clock::now() >= end) {
+      fail("another process has it in use. End the other one (`fuser " + path_ +
+               "` names it), or give each its own directory",
+           0);
+    }
+    std::this_thread::sleep_for(kLockRetry);
+  }
+  struct stat here{}, there{};
+  if (fstat(file_.get(), &here) != 0 || stat(path_.c_str(), &there) != 0 || here.st_ino != there.st_ino) {
+    fail("the file was removed while this process waited for it; start again", 0);
+  }
+}
+
+RowLog RowLog::create(const Options& options, DiskReader& reader) {
+  RowLog log(options, reader);
+  if (options.keep) {
+    log.open_named(O_CREAT);
+    log.lock(options.lock_seconds);
+    if (ftruncate(log.file_.get(), 0) != 0) log.fail("cannot be emptied", errno);
+  } else {
+    log.open_unnamed();
+  }
+  log.write_header(options);
+  return log;
+}
+
+RowLog RowLog::attach(const Options& options, std::uint64_t next, DiskReader& reader) {
+  RowLog log(options, reader);
+  log.open_named(0);
+  log.lock(options.lock_seconds);
+  log.check_header(options);
+  if (next > log.max_segments_ * log.segment_records_) {
+    log.fail(text("has ", next) + text(" records, more than max_records allows: ", options.max_records), 0);
+  }
+  struct stat status{};
+  if (fstat(log.file_.get(), &status) != 0) log.fail("cannot be examined", errno);
+  const auto size = static_cast<std::uint64_t>(status.st_size);
+  const std::uint64_t segments = size < kFileHeader ? 0 : (size - kFileHeader) / log.segment_bytes_;
+  const std::uint64_t needed = (next + log.segment_records_ - 1) / log.segment_records_;
+  if (segments < needed) {
+    log.fail(text("has ", size) + text(" bytes, and its records need ", log.offset_of_segment(needed)) +
+                 ": it was cut short. Go on from a checkpoint, with an empty table",
+             0);
+  }
+  log.segments_.resize(std::min(segments, log.max_segments_));
+  log.live_bits_.resize((log.end_record() + 63) / 64);
+  for (Segment& segment : log.segments_) segment.born = log.born_++;
+  log.next_ = log.head_ = next;
+  if (next % log.segment_records_ != 0) {
+    Segment& segment = log.segments_[log.segment_of(static_cast<std::uint32_t>(next))];
+    segment.writing = true;
+    segment.born = log.born_++;
+  }
+  log.load_last_block();
+  return log;
+}
+
+void RowLog::write_header(const Options& options) {
+  const Bytes bytes = page_aligned(kPage);
+  std::memset(bytes.get(), 0, kPage);
+  FileHeader header{kMagic, kFormat, static_cast<std::uint32_t>(options.segment_blocks), options.id, row_bytes_, 0, 0};
+  header.checksum = checksum_of(header);
+  std::memcpy(bytes.get(), &header, sizeof(header));
+  write(bytes.get(), kPage, 0);
+  if (ftruncate(file_.get(), kFileHeader) != 0) fail("cannot be written", errno);
+}
+
+void RowLog::check_header(const Options& options) {
+  const Bytes bytes = page_aligned(kPage);
+  ssize_t got = pread(file_.get(), bytes.get(), kPage, 0);
+  if (got < 0 && errno == EINVAL && leave_direct()) got = pread(file_.get(), bytes.get(), kPage, 0);
+  if (got < 0) fail("cannot be read", errno);
+  FileHeader header{};
+  std::memcpy(&header, bytes.get(), sizeof(header));
+  const std::string remedy = ". Remove it, and go on from a checkpoint, with an empty table";
+  if (got != static_cast<ssize_t>(kPage) || header.magic != kMagic) fail("is not a file of rows" + remedy, 0);
+  if (header.format != kFormat) fail(text("has format ", header.format) + text("; expected ", kFormat) + remedy, 0);
+  if (header.checksum != checksum_of(header)) fail("its header is damaged" + remedy, 0);
+  if (header.id != options.id)
+    fail("belongs to another table, or to the same one before it was created again" + remedy, 0);
+  if (header.row_bytes != row_bytes_ || header.segment_blocks != options.segment_blocks) {
+    fail(text("has rows of ", header.row_bytes) + text(" bytes in segments of ", header.segment_blocks) +
+             text(" blocks, and a table like this has rows of ", row_bytes_) +
+             text(" bytes in segments of ", options.segment_blocks) + ": it was made for another table" + remedy,
+         0);
+  }
+}
+
+// --- Appending --------------------------------------------------------------------------------------------------
+
+std::uint64_t RowLog::offset_of(std::uint32_t record) const {
+  const std::uint64_t block = record / block_records_;
+  return kFileHeader + block * block_bytes_ + record % block_records_ * record_bytes_;
+}
+
+std::uint32_t RowLog::checksum(std::uint32_t record, const std::byte* bytes) const {
+  const std::uint32_t of_number = crc32(0, reinterpret_cast<const std::byte*>(&record), sizeof(record));
+  return crc32(of_number, bytes + sizeof(record), record_bytes_ - sizeof(record));
+}
+
+std::uint32_t RowLog::append(std::uint32_t last_step, const std::byte* row, For what) {
+  if (blocks_.empty() || blocks_.back().records == block_records_) {
+    try {
+      begin_block(what);
+    } catch (...) {
+      drop_unflushed();
+      throw;
+    }
+  }
+  Block& block = blocks_.back();
+  const auto record = static_cast<std::uint32_t>(block.first + block.records);
+  std::byte* const at = block.bytes.get() + block.records * record_bytes_;
+  std::memcpy(at + 4, &last_step, sizeof(last_step));
+  std::memcpy(at + kRecordHeader, row, row_bytes_);
+  const std::uint32_t sum = checksum(record, at);
+  std::memcpy(at, &sum, sizeof(sum));
+  ++block.records;
+  ++head_;
+  return record;
+}
+
+void RowLog::begin_block(For what) {
+  blocks_.reserve(blocks_.size() + 1);
+  Bytes bytes = spare_ ? std::move(spare_) : page_aligned(block_bytes_);
+  std::memset(bytes.get(), 0, block_bytes_);
+  if (head_ % segment_records_ == 0) begin_segment(what);
+  blocks_.push_back({static_cast<std::uint32_t>(head_), 0, 0, std::move(bytes)});
+}
+
+// One that has space on disk is preferred, so that a full disk is met as late as possible; then the first one, so that
+// the file stays short.
+void RowLog::begin_segment(For what) {
+  std::uint32_t chosen = kNone;
+  for (std::uint32_t s = 0; s < segments_.size(); ++s) {
+    if (!segments_[s].is_free()) continue;
+    if (chosen == kNone || segments_[s].has_space) chosen = s;
+    if (segments_[s].has_space) break;
+  }
+  // Without a segment to write to, compaction could not free any.
+  if (chosen == kNone || segments_left() <= (what == For::kCompaction ? 0 : kReserved)) {
+    if (segments_left() <= (what == For::kCompaction ? 0 : kReserved)) {
+      throw RegionFull("rows on disk " + path_ + text(": all ", max_segments_ * segment_records_) +
+                       " records are in use; lower the capacity of the table, or end the snapshot that is open");
+    }
+    chosen = static_cast<std::uint32_t>(segments_.size());
+    live_bits_.resize((end_record() + segment_records_ + 63) / 64);
+    segments_.emplace_back().has_space = false;
+  }
+  Segment& segment = segments_[chosen];
+  segment.writing = true;
+  segment.born = born_++;
+  ++segment.generation;
+  head_ = std::uint64_t{chosen} * segment_records_;
+}
+
+void RowLog::flush() {
+  if (blocks_.empty()) return;
+  try {
+    for (const Block& block : blocks_) {
+      if (block.first % segment_records_ == 0 && block.flushed == 0) allocate(segment_of(block.first));
+    }
+    for (const Block& block : blocks_) {
+      if (block.records > block.flushed) write_new(block);
+    }
+  } catch (...) {
+    drop_unflushed();
+    throw;
+  }
+  next_ = head_;
+  for (Block& block : blocks_) {
+    written_records_ += block.records - block.flushed;
+    block.flushed = block.records;
+    settle(segment_of(block.first));
+  }
+  if (blocks_.back().records == block_records_) {
+    spare_ = std::move(blocks_.back().bytes);
+    blocks_.clear();
+  } else if (blocks_.size() > 1) {
+    blocks_.erase(blocks_.begin(), blocks_.end() - 1);
+  }
+}
+
+// Allocates the space of a segment, for most of its blocks are written long after.
+void RowLog::allocate(std::uint32_t segment) {
+  const auto offset = static_cast<off_t>(offset_of_segment(segment));
+  crash_point();
+  int error = disk_fault(DiskAccess::kAllocate);
+  while (error == 0 && fallocate(file_.get(), 0, offset, static_cast<off_t>(segment_bytes_)) != 0) {
+    if (errno == EINTR) continue;
+    error = errno;
+  }
+  crash_point();
+  if (error == EOPNOTSUPP) {  // The space is taken when it is written; the file must have its length all the same.
+    struct stat status{};
+    error = 0;
+    const off_t end = offset + static_cast<off_t>(segment_bytes_);
+    if (fstat(file_.get(), &status) != 0 || (status.st_size < end && ftruncate(file_.get(), end) != 0)) error = errno;
+  }
+  if (error == ENOSPC || error == EDQUOT) fail_full(error);
+  if (error != 0) fail("cannot grow", error);
+  segments_[segment].has_space = true;
+}
+
+void RowLog::write_new(const Block& block) const {
+  const std::size_t begin = page_begin(block.flushed * record_bytes_);
+  const std::size_t end = page_end(block.records * record_bytes_);
+  write(block.bytes.get() + begin, end - begin, offset_of(block.first) + begin);
+}
+
+void RowLog::write(const std::byte* bytes, std::size_t count, std::uint64_t offset) const {
+  while (count > 0) {
+    crash_point();
+    ssize_t done = -1;
+    errno = disk_fault(DiskAccess::kWrite);
+    if (errno == 0) done = pwrite(file_.get(), bytes, count, static_cast<off_t>(offset));
+    const int error = errno;
+    crash_point();
+    if (done < 0 && (error == EINTR || error == EAGAIN)) continue;
+    if (done < 0 && error == EINVAL && leave_direct()) continue;
+    if (done < 0 && (error == ENOSPC || error == EDQUOT)) fail_full(error);
+    if (done < 0) fail("cannot be written" + text(" at offset ", offset), error);
+    // O_DIRECT goes on at a page only.
+    const std::size_t whole =
+        static_cast<std::size_t>(done) == count ? count : page_begin(static_cast<std::size_t>(done));
+    if (whole == 0) fail_full(ENOSPC);
+    bytes += whole;
+    offset += whole;
+    count -= whole;
+  }
+}
+
+// Notes whether a segment is still being written to, now that no record waits for it.
+void RowLog::settle(std::uint32_t segment) noexcept {
+  segments_[segment].writing =
+      next_ % segment_records_ != 0 && segment == segment_of(static_cast<std::uint32_t>(next_));
+}
+
+void RowLog::drop_unflushed() noexcept {
+  head_ = next_;
+  for (const Block& block : blocks_) settle(segment_of(block.first));
+  if (!blocks_.empty() && blocks_.front().flushed > 0) {
+    Block& first = blocks_.front();
+    first.records = first.flushed;
+    std::memset(first.bytes.get() + first.records * record_bytes_, 0, block_bytes_ - first.records * record_bytes_);
+    blocks_.erase(blocks_.begin() + 1, blocks_.end());
+  } else {
+    blocks_.clear();
+  }
+}
+
+// The pages of the last block are written again when records are added to it.
+void RowLog::load_last_block() {
+  const std::size_t records = next_ % block_records_;
+  if (records == 0) return;
+  Block block{static_cast<std::uint32_t>(next_ - records), records, records, page_aligned(block_bytes_)};
+  const std::size_t bytes = records * record_bytes_;
+  const DiskReader::Read read{file_.get(), offset_of(block.first), page_end(bytes), block.bytes.get()};
+  try {
+    reader_->read({&read, 1});
+  } catch (const std::runtime_error& error) {
+    fail(error.what(), 0);
+  }
+  std::memset(block.bytes.get() + bytes, 0, block_bytes_ - bytes);
+  blocks_.push_back(std::move(block));
+}
+
+// --- Reading ----------------------------------------------------------------------------------------------------
+
+void RowLog::read(std::span<const std::uint32_t> records, std::byte* out) const {
+  std::vector<std::uint32_t> order(records.size());
+  std::iota(order.begin(), order.end(), 0u);
+  std::sort(order.begin(), order.end(), [&](std::uint32_t a, std::uint32_t b) { return records[a] < records[b]; });
+  std::vector<DiskReader::Read> reads;
+  std::vector<std::pair<std::uint32_t, std::size_t>> places;  // position in `records`, and where the record lies
+  Bytes pages;
+  std::size_t room = 0;
+  for (std::size_t i = 0; i < order.size();) {
+    // A window of records, whose pages are in memory at a time.
+    reads.clear();
+    places.clear();
+    std::size_t used = 0;
+    for (; i < order.size(); ++i) {
+      const std::uint64_t offset = offset_of(records[order[i]]);
+      const std::uint64_t begin = page_begin(offset), end = page_end(offset + record_bytes_);
+      DiskReader::Read* last = reads.empty() ? nullptr : &reads.back();
+      const std::uint64_t covered = last == nullptr ? 0 : last->offset + last->bytes;
+      if (last == nullptr || begin > covered || (end > covered && end - last->offset > kLongestRead)) {
+        if (used > 0 && used + (end - begin) > kWindow) break;
+        reads.push_back({file_.get(), begin, static_cast<std::size_t>(end - begin), nullptr});
+        used += end - begin;
+      } else if (end > covered) {
+        if (used + (end - covered) > kWindow) break;
+        last->bytes += end - covered;
+        used += end - covered;
+      }
+      const std::uint64_t in_read = offset - reads.back().offset;
+      places.emplace_back(order[i], used - reads.back().bytes + in_read);
+    }
+    if (used > room) pages = page_aligned(room = used);
+    std::byte* to = pages.get();
+    for (DiskReader::Read& read : reads) {
+      read.to = to;
+      to += read.bytes;
+    }
+    try {
+      reader_->read(reads);
+    } catch (const std::runtime_error& error) {
+      fail(error.what(), 0);
+    }
+    for (const auto& [position, place] : places) {
+      std::memcpy(out + position * record_bytes_, pages.get() + place, record_bytes_);
+    }
+  }
+}
+
+const std::byte* RowLog::row_in(std::uint32_t record, const std::byte* bytes) const {
+  std::uint32_t sum = 0;
+  std::memcpy(&sum, bytes, sizeof(sum));
+  if (sum != checksum(record, bytes)) {
+    fail(text("record ", record) + text(" at offset ", offset_of(record)) +
+             " is damaged: the disk holds other bytes than were written. Go on from a checkpoint, with an empty table",
+         0);
+  }
+  return bytes + kRecordHeader;
+}
+
+std::uint32_t RowLog::last_step_in(const std::byte* bytes) {
+  std::uint32_t step = 0;
+  std::memcpy(&step, bytes + 4, sizeof(step));
+  return step;
+}
+
+// --- Segments ---------------------------------------------------------------------------------------------------
+
+void RowLog::revive(std::uint32_t record) {
+  if (record >= end_record()) {
+    fail(text("it ends before record ", record) + ": it was cut short. Go on from a checkpoint, with an empty table",
+         0);
+  }
+  if (live(record)) return;
+  live_bits_[record / 64] |= std::uint64_t{1} << (record % 64);
+  ++segments_[segment_of(record)].live;
+  ++live_records_;
+}
+
+void RowLog::release(std::uint32_t record) {
+  if (!live(record)) return;
+  live_bits_[record / 64] &= ~(std::uint64_t{1} << (record % 64));
+  --live_records_;
+  const std::uint32_t segment = segment_of(record);
+  if (--segments_[segment].live == 0) trim(segment);
+}
+
+void RowLog::unpin(std::uint32_t segment) noexcept {
+  if (--segments_[segment].pins == 0) trim(segment);
+}
+
+void RowLog::unpin_all() noexcept {
+  for (std::uint32_t s = 0; s < segments_.size(); ++s) {
+    if (std::exchange(segments_[s].pins, 0) != 0) trim(s);
+  }
+}
+
+std::size_t RowLog::free_segments() const {
+  return static_cast<std::size_t>(
+      std::count_if(segments_.begin(), segments_.end(), [](const Segment& s) { return s.is_free(); }));
+}
+
+// Gives the space of a segment back to the disk if it is one more free segment than will soon be used again.
+void RowLog::trim(std::uint32_t segment) noexcept {
+  if (!segments_[segment].is_free()) return;
+  const auto spare =
+      std::count_if(segments_.begin(), segments_.end(), [](const Segment& s) { return s.is_free() && s.has_space; });
+  if (static_cast<std::size_t>(spare) > kSpareSegments) punch(segment);
+}
+
+void RowLog::punch(std::uint32_t segment) noexcept {
+  Segment& s = segments_[segment];
+  ++s.generation;
+  crash_point();
+  // Where the file system cannot do this, the space stays with the file, to be used again.
+  if (fallocate(file_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset_of_segment(segment)),
+                static_cast<off_t>(segment_bytes_)) == 0) {
+    s.has_space = false;
+  }
+  crash_point();
+}
+
+// Once a share d of all records is dead, the best segment has at least that share, so that its space costs at most
+// (1 - d) / d writes for each record that is appended in it, 1 / d in all: at a third 3, while the file is at most
+// half as large again as what lives in it. As rows that are met again leave holes where they are often met, the best
+// segment is mostly far better than that.
+std::uint32_t RowLog::candidate(std::uint32_t spared) const {
+  const bool scarce = segments_left() <= kReserved + kSpareSegments;
+  std::uint32_t best = kNone;
+  std::uint64_t all = 0, alive = 0;
+  for (std::uint32_t s = 0; s < segments_.size(); ++s) {
+    const Segment& segment = segments_[s];
+    if (segment.writing || segment.pins > 0 || segment.live == 0 || (s == spared && !scarce)) continue;
+    all += segment_records_;
+    alive += segment.live;
+    if (best == kNone || segment.live < segments_[best].live) best = s;
+  }
+  if (best == kNone) return kNone;
+  // Each segment that is compacted shall free an eighth of itself.
+  const bool worth = 8 * (segment_records_ - segments_[best].live) >= segment_records_;
+  return 3 * (all - alive) > all || (scarce && worth) ? best : kNone;
+}
+
+std::uint64_t RowLog::segments_left() const { return max_segments_ - segments_.size() + free_segments(); }
+
+bool RowLog::exhausted() const { return segments_left() <= kReserved; }
+
+std::uint32_t RowLog::oldest() const {
+  std::uint32_t first = kNone;
+  for (std::uint32_t s = 0; s < segments_.size(); ++s) {
+    const Segment& segment = segments_[s];
+    if (!segment.writing && segment.live > 0 && (first == kNone || segment.born < segments_[first].born)) first = s;
+  }
+  return first;
+}
+
+std::uint64_t RowLog::disk_bytes() const {
+  struct stat status{};
+  return fstat(file_.get(), &status) == 0 ? static_cast<std::uint64_t>(status.st_blocks) * 512 : 0;
+}
+
+// The file keeps its length: reads without the lock may be under way.
+void RowLog::clear() {
+  blocks_.clear();
+  next_ = head_ = 0;
+  live_records_ = 0;
+  std::fill(live_bits_.begin(), live_bits_.end(), 0);
+  for (std::uint32_t s = 0; s < segments_.size(); ++s) {
+    Segment& segment = segments_[s];
+    segment.writing = false;
+    segment.live = 0;
+    if (segment.pins == 0) {
+      punch(s);
+    } else {
+      ++segment.generation;
+    }
+  }
+}
+
+}  // namespace persia
