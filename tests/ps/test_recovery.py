@@ -24,7 +24,8 @@ from persia.batching.batch import IdColumn
 from persia.errors import ConfigError, DeadlineError, StalePushError, StoreError, StoreFullError
 from persia.modes import Async, Hybrid, Sync, encode
 from persia.ps import EmbeddingServer, ServerOptions
-from persia.ps.regions import Regions, retry_when_full
+from persia.ps.regions import Regions
+from persia.ps.space import SpaceWait
 from persia.schema import SGD, Adagrad, IdFeature, Schema, Table
 from persia.services import EmbeddingPS
 from persia.store import NativeStore, TableConfig
@@ -437,10 +438,10 @@ def test_lookups_wait_for_room_until_their_deadline():
             raise StoreFullError("region x: no room")
         return "rows"
 
-    assert retry_when_full(call, 30.0, "lookup") == "rows"
+    assert SpaceWait(30.0).retry(call, "lookup") == "rows"
     attempts.clear()
     with pytest.raises(StoreFullError, match="lookup waited"):
-        retry_when_full(call, 0.0, "lookup")
+        SpaceWait(0.0).retry(call, "lookup")
 
 
 def test_a_switch_that_lacks_space_for_last_steps_is_not_remembered(mounted):

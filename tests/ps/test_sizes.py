@@ -20,6 +20,7 @@ from persia.optim import SGD, Adagrad, Adam, RowwiseAdagrad
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.sizes import (
     MIN_SHARE,
+    Shares,
     TableSize,
     check_free,
     check_share,
@@ -303,7 +304,7 @@ def test_a_ps_accepts_each_share_that_was_computed_for_its_memory(rows, memories
 
 
 def test_tables_without_a_declared_capacity_are_not_refused():
-    assert divide_here({"item": Table("item", dim=4096)}, Adam(0.1), 3) == [{}, {}, {}]
+    assert divide_here({"item": Table("item", dim=4096)}, Adam(0.1), 3) == [Shares({}, {})] * 3
 
 
 def test_what_does_not_fit_now_is_warned_of(caplog):

@@ -15,7 +15,7 @@ class Several:
     def connect(self, schema, optimizer, mode, seed):
         tables = schema.resolved_tables()
         servers = [
-            EmbeddingServer(tables, optimizer, mode, seed, 1, ServerOptions(capacities=capacities))
-            for capacities in divide_here(tables, optimizer, self.count)
+            EmbeddingServer(tables, optimizer, mode, seed, 1, ServerOptions(**shares._asdict()))
+            for shares in divide_here(tables, optimizer, self.count)
         ]
         return Connection(Worker(schema, servers), servers)

@@ -126,7 +126,7 @@ def _doing(health: Health) -> str:
             hits = total("ps_hits") / max(1.0, total("ps_lookups"))
             return (
                 f"{total('ps_rows'):,.0f} rows, {total('ps_bytes') / 2**20:,.0f} MiB, {hits:.1%} hits, "
-                f"{total('ps_evicted'):,.0f} evicted, {total('ps_nonfinite'):,.0f} non-finite"
+                f"{total('ps_evicted'):,.0f} evicted, {total('ps_nonfinite'):,.0f} non-finite{_disk(health)}"
             )
         case "dense_ps":
             return f"version {total('dense_version'):,.0f}"
@@ -147,6 +147,20 @@ def _doing(health: Health) -> str:
             )
         case _:
             return ""
+
+
+def _disk(health: Health) -> str:
+    """Formats the metrics of rows on disk; empty in a PS without."""
+    total = health.total
+    if not any(figure.name == "ps_disk_rows" for figure in health.figures):
+        return ""
+    in_memory = 1 - total("ps_promoted") / max(1.0, total("ps_hits"))
+    written = (total("ps_spilled") + total("ps_compacted")) / max(1.0, total("ps_spilled"))
+    return (
+        f"; on disk {total('ps_disk_rows'):,.0f} rows, {total('ps_disk_bytes') / 2**30:,.1f} GiB, "
+        f"{max(0.0, in_memory):.1%} of hits in memory, {total('ps_disk_reads'):,.0f} read, "
+        f"write amplification {max(1.0, written):.2f}"
+    )
 
 
 def _record(member: Member, answer: Health | str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The command `persia cluster regions`: shared-memory regions of embedding PSs on this host."""
+"""The command `persia cluster regions`: regions and rows on disk of embedding PSs on this host."""
 
 from __future__ import annotations
 
@@ -22,16 +22,21 @@ def cluster() -> None:
 @cluster_app.command()
 def regions(
     directory: Annotated[
-        str, typer.Option(help="Directory of the regions: the option `regions` of the cluster.", metavar="DIR")
+        str,
+        typer.Option(
+            help="Directory of regions: `regions` of the cluster; or of rows on disk: `spill` of a table.",
+            metavar="DIR",
+        ),
     ] = "/dev/shm",
     clean: Annotated[
         bool, typer.Option("--clean", help="Remove regions that no process uses. Their rows are lost.")
     ] = False,
 ) -> None:
-    """List the shared-memory regions of embedding PSs; optionally clean up.
+    """List the shared-memory regions of embedding PSs, with their rows on disk; optionally clean up.
 
-    A cluster removes its regions when it ends. They are left over if its driver is killed. Do not clean while a
-    cluster recovers: a PS that restarts does not use its regions for a moment.
+    A cluster removes its regions when it ends. They are left over if its driver is killed. Rows on disk are removed
+    with the regions that they belong to; if the host has restarted, only they are left, in the directory `spill` of
+    their tables. Do not clean while a cluster recovers: a PS that restarts does not use its regions for a moment.
     """
     from rich.console import Console
     from rich.table import Table
@@ -49,12 +54,17 @@ def regions(
         typer.echo(f"There are no regions in {directory}.")
         return
     table = Table()
-    for column in ("regions", "tables", "MiB", "started", ""):
-        table.add_column(column, overflow="fold", justify="right" if column == "MiB" else "left")
+    for column in ("regions", "tables", "MiB", "MiB on disk", "started", ""):
+        table.add_column(column, overflow="fold", justify="right" if column.startswith("MiB") else "left")
     for left in found:
         state = "in use" if left.in_use else ("removed" if clean and left.remove() else "left over")
         tables = ", ".join(left.tables) or "(never completed)"
         table.add_row(
-            Text(left.path), Text(tables), f"{left.memory / (1 << 20):,.1f}", f"{left.seconds / 60:,.0f} min ago", state
+            Text(left.path),
+            Text(tables),
+            f"{left.memory / (1 << 20):,.1f}",
+            f"{left.disk / (1 << 20):,.1f}",
+            f"{left.seconds / 60:,.0f} min ago",
+            state,
         )
     Console().print(table)

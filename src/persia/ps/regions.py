@@ -2,6 +2,7 @@
 
 A PS has a directory of its own, with a file for each shard of each table and, once all of them exist, a manifest. A
 process that finds the manifest attaches to the regions. Without one it creates them, and overwrites what is there.
+Rows on disk are in directories of their own; see `persia.ps.spill`.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 
 from persia.errors import StoreError, StoreFullError
 from persia.memory import file_system
-from persia.retry import Deadline, retry
+from persia.ps.spill import SpillPlaces, cold_files, spill_places
 from persia.store import EmbeddingStore, TableConfig
 
 __all__ = [
@@ -35,7 +36,6 @@ __all__ = [
     "Regions",
     "leftovers",
     "remove_leftovers",
-    "retry_when_full",
     "taken_space",
 ]
 
@@ -74,12 +74,15 @@ class Regions:
         """Whether a process has created all tables here."""
         return (self.directory / MANIFEST).exists()
 
-    def create_tables(self, store: EmbeddingStore, configs: Sequence[TableConfig]) -> bool:
+    def create_tables(
+        self, store: EmbeddingStore, configs: Sequence[TableConfig], roots: Mapping[str, str] | None = None
+    ) -> bool:
         """Creates the tables, or attaches to those of the process before. Blocks while damaged indices are rebuilt.
 
         Args:
             store: gets the tables.
             configs: of the tables.
+            roots: `Table.spill` of those with rows on disk, by name.
 
         Returns:
             Whether the tables existed.
@@ -90,6 +93,7 @@ class Regions:
         """
         began = time.monotonic()
         names = [config.name for config in configs]
+        spill = SpillPlaces(roots or {}, self.directory)
         manifest = self._read()
         if manifest is None:
             try:
@@ -107,13 +111,20 @@ class Regions:
                 "`persia cluster regions --clean`.",
                 path=str(self.directory),
             )
+        if manifest is None:
+            spill.create()
         found = [
-            store.create_table(config, files=self._path(number, config.name), attach=manifest is not None)
+            store.create_table(
+                config, self._path(number, config.name), manifest is not None, spill.path(number, config.name)
+            )
             for number, config in enumerate(configs)
         ]
         if manifest is None:
+            for place in spill.directories:
+                if place != self.directory:  # So that it is listed by itself, if the regions are gone with the host.
+                    _write(place, _Manifest(FORMAT, spill.tables(place)))
             self.forget_steps()
-            self._write(_Manifest(FORMAT, names))
+            _write(self.directory, _Manifest(FORMAT, names))
             _hint(self.directory)
             return False
         sums: Counter[str] = Counter()
@@ -211,22 +222,24 @@ class Regions:
                 path=str(path),
             ) from error
 
-    def _write(self, manifest: _Manifest) -> None:
-        path = self.directory / MANIFEST
-        draft = path.with_suffix(".draft")
-        draft.write_bytes(msgspec.json.encode(manifest))
-        draft.replace(path)
+
+def _write(directory: Path, manifest: _Manifest) -> None:
+    path = directory / MANIFEST
+    draft = path.with_suffix(".draft")
+    draft.write_bytes(msgspec.json.encode(manifest))
+    draft.replace(path)
 
 
 class Leftover(NamedTuple):
-    """The regions of a PS on this host.
+    """The regions of a PS on this host, with its rows on disk; or only these, if the regions are elsewhere or gone.
 
     Attributes:
         path: directory of the PS.
         tables: their names; empty if the start of the PS was interrupted.
-        memory: bytes in use.
+        memory: bytes of regions.
         in_use: whether a process has them open.
         seconds: since the PS was started.
+        disk: bytes of rows on disk.
     """
 
     path: str
@@ -234,11 +247,12 @@ class Leftover(NamedTuple):
     memory: int
     in_use: bool
     seconds: float
+    disk: int
 
     def remove(self) -> bool:
         """Removes them, unless a process has them open by now. Returns whether they were removed."""
         with contextlib.ExitStack() as stack:
-            for path in _files(Path(self.path)):
+            for path in _all_files(Path(self.path)):
                 if not stack.enter_context(_locked(path)):
                     return False
             _remove(Path(self.path))
@@ -265,14 +279,15 @@ def leftovers(root: str = DEFAULT_ROOT, pattern: str = "persia-*/*") -> list[Lef
         except (OSError, msgspec.MsgspecError):
             manifest = None
         try:
-            files = _files(directory)
+            files = _all_files(directory)
             found.append(
                 Leftover(
                     str(directory),
                     manifest.tables if manifest is not None else [],
-                    sum(map(_blocks, files)),
+                    sum(_blocks(path) for path in files if not _is_cold(path)),
                     any(_in_use(path) for path in files),
                     time.time() - directory.stat().st_mtime,
+                    sum(_blocks(path) for path in files if _is_cold(path)),
                 )
             )
         except OSError:  # Just being removed.
@@ -286,8 +301,17 @@ def taken_space(directory: str) -> int:
     with contextlib.suppress(OSError):  # There is no directory yet.
         for neighbour in Path(directory).parent.iterdir():
             with contextlib.suppress(OSError):  # Not a directory, not readable, or just being removed.
-                taken += sum(map(_blocks, _files(neighbour)))
+                taken += sum(_blocks(path) for path in _files(neighbour) if not _is_cold(path))
     return taken
+
+
+def _all_files(directory: Path) -> list[Path]:
+    """Returns the files of a PS, those of its rows on disk included."""
+    return _files(directory) + [path for place in spill_places(directory) for path in cold_files(place)]
+
+
+def _is_cold(path: Path) -> bool:
+    return ".cold." in path.name
 
 
 def _files(directory: Path) -> list[Path]:
@@ -305,7 +329,11 @@ def _blocks(path: Path) -> int:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
     """Takes the lock of a region, if it is free; yields whether it was."""
-    number = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        number = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:  # Just being removed.
+        yield True
+        return
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield True
@@ -323,6 +351,13 @@ def _in_use(path: Path) -> bool:
 def _remove(directory: Path) -> None:
     # The manifest first: no process may attach to the rest of an interrupted removal.
     (directory / MANIFEST).unlink(missing_ok=True)
+    for place in spill_places(directory):
+        for path in [*cold_files(place), place / MANIFEST]:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        with contextlib.suppress(OSError):  # Other PSs of the cluster may be here.
+            place.rmdir()
+            place.parent.rmdir()
     shutil.rmtree(directory, ignore_errors=True)
     with contextlib.suppress(OSError):  # Other PSs of the cluster may be here.
         directory.parent.rmdir()
@@ -346,37 +381,3 @@ def _huge_pages(directory: Path) -> bool:
     asked = "[force]" in forced.read_text() if forced.exists() else False
     requested = any(f"huge={how}" in mounted.options for how in ("always", "within_size", "advise"))
     return mounted.kind == "tmpfs" and (asked or requested)
-
-
-T = TypeVar("T")
-
-
-def retry_when_full(call: Callable[[], T], timeout: float, operation: str) -> T:
-    """Retries a call while there is no space for new rows.
-
-    Args:
-        call: may be repeated.
-        timeout: seconds to try.
-        operation: its name, for the error.
-
-    Raises:
-        StoreFullError: there was no space until the deadline.
-    """
-    began = time.monotonic()
-
-    def log_wait(error: Exception) -> None:
-        log.warning("%s waits for space: %s", operation, str(error))  # A log that kept the error would keep the store.
-
-    try:
-        return retry(
-            call,
-            transient=lambda error: isinstance(error, StoreFullError),
-            deadline=Deadline(timeout),
-            on_wait=log_wait,
-        )
-    except StoreFullError as error:
-        raise StoreFullError(
-            f"{error.message}. ({operation} waited {time.monotonic() - began:.1f} s for space.)",
-            operation=operation,
-            seconds=timeout,
-        ) from error

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from persia.errors import StoreError
-from persia.ps.regions import retry_when_full
+from persia.ps.space import SpaceWait
 from persia.services import RowChunk
 from persia.store import EmbeddingStore, Rows, TableConfig
 from persia.types import Floats, Ids, RowsSet, RowState
@@ -31,12 +31,12 @@ class RowSetter:
 
     Args:
         store: with all its tables.
-        timeout: seconds to wait for space.
+        space: waits for space.
     """
 
-    def __init__(self, store: EmbeddingStore, timeout: float) -> None:
+    def __init__(self, store: EmbeddingStore, space: SpaceWait) -> None:
         self._store = store
-        self._timeout = timeout
+        self._space = space
         self._lock = threading.Lock()
         self._answers: OrderedDict[int, RowsSet] = OrderedDict()
 
@@ -46,9 +46,7 @@ class RowSetter:
             known = self._answers.get(call)
             if known is not None:
                 return known
-            answer = set_rows(
-                self._store, table, ids, values, state, lambda work: retry_when_full(work, self._timeout, "set_rows")
-            )
+            answer = set_rows(self._store, table, ids, values, state, lambda work: self._space.retry(work, "set_rows"))
             self._answers[call] = answer
             if len(self._answers) > KEPT_ANSWERS:
                 self._answers.popitem(last=False)

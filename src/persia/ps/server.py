@@ -16,10 +16,12 @@ from persia.errors import StoreError
 from persia.memory import host_memory
 from persia.modes import Dense, Mode, RowLimit, decode, encode
 from persia.ps.ages import RowAges
-from persia.ps.regions import Regions, retry_when_full, taken_space
+from persia.ps.regions import Regions, taken_space
 from persia.ps.row_access import RowSetter, chunk_rows, row_chunk
-from persia.ps.sizes import check_free, check_share, declared_sizes, divide
+from persia.ps.sizes import Shares, check_free, check_share, divide_tables, table_sizes
 from persia.ps.snapshots import StoreSnapshots
+from persia.ps.space import SpaceWait
+from persia.ps.spill import SpillPlaces, warn_of_disks
 from persia.ps.tables import learning_rate, table_config
 from persia.pushes.accumulator import GradientAccumulator, average_step
 from persia.pushes.journal import JournaledServer
@@ -54,14 +56,15 @@ class ServerOptions(msgspec.Struct, frozen=True):
 
     Args:
         nn_workers: number of NN workers that push.
-        timeout: seconds that a push waits for those of the other NN workers, and a lookup for space for new rows.
+        timeout: seconds that a push waits for those of the other NN workers, and any call for space for rows.
         regions: directory of this PS alone for rows that outlive its process, such as "/dev/shm/persia-example/ps-0";
-            None keeps rows in the memory of the process.
+            None keeps rows in the memory of the process. Rows on disk outlive it with the regions, not without.
         neighbours: number of PSs of the same tables, this one included, that share the memory of this host.
         capacities: rows that this PS keeps of each table with a declared capacity, by name; see `persia.ps.sizes`. None
             if it is the only PS, which keeps all.
         store: makes the store, given the threads of the PS.
         overcommit: accept tables whose capacity exceeds the memory of this host, with a warning.
+        memory_rows: likewise, rows in memory of each table with `spill`.
     """
 
     nn_workers: int = 1
@@ -71,10 +74,21 @@ class ServerOptions(msgspec.Struct, frozen=True):
     capacities: Mapping[str, int] | None = None
     store: Callable[[batching.ThreadPool], EmbeddingStore] = NativeStore
     overcommit: bool = False
+    memory_rows: Mapping[str, int] | None = None
 
 
 CHUNK_BYTES = 64 << 20
 """Approximate size of an exported chunk. It bounds the memory of a checkpoint, and how long a shard is locked."""
+
+DISK_COUNTS = {
+    "rows": "disk_rows",
+    "disk_bytes": "disk_bytes",
+    "spilled": "spilled",
+    "read": "disk_reads",
+    "promoted": "promoted",
+    "compacted": "compacted",
+}
+"""Names of metrics by those of `EmbeddingStore.tier_counts`."""
 
 MOST_PIECES = 1000
 """Maximum number of pieces of state in one list: the size of a message is limited."""
@@ -117,38 +131,54 @@ class EmbeddingServer(JournaledServer):
             for name, table in tables.items()
         }
         self._regions = Regions(self._options.regions) if self._options.regions is not None else None
-        capacities = self._capacities(optimizer)
-        configs = [table_config(table, seed, capacities.get(name)) for name, table in self._tables.items()]
-        if self._regions is not None:
-            self._regions.create_tables(self._store, configs)
-        else:
-            for config in configs:
-                self._store.create_table(config)
+        self._space = SpaceWait(self._options.timeout)
+        self._create_tables(self._shares(optimizer), optimizer, seed)
         self._index = {name: number for number, name in enumerate(self._tables)}
         ttls = {self._index[name]: table.ttl for name, table in self._tables.items() if table.ttl is not None}
         self._ages = RowAges(self._store, ttls)
         self._last_places: tuple[Sequence[str], list[int], list[int], list[int]] = ([], [], [], [])
         self._snapshots = StoreSnapshots(self._store, self._index)
-        self._setter = RowSetter(self._store, self._options.timeout)
+        self._setter = RowSetter(self._store, self._space)
         kept = self._regions.mode if self._regions is not None else ""
         self._adopt(decode(kept) if kept else mode)
 
-    def _capacities(self, optimizer: EmbeddingOptimizer) -> Mapping[str, int]:
-        """Returns the rows of each declared table that this PS keeps, and checks that there is memory for them."""
-        sizes = declared_sizes(self._tables, optimizer)
-        capacities, place = self._options.capacities, self._options.regions
-        if not sizes and place is None:
-            return {}
+    def _shares(self, optimizer: EmbeddingOptimizer) -> Shares:
+        """Returns the rows of each table that this PS keeps, and checks that there is memory for them."""
+        place = self._options.regions
+        spills = any(table.spill is not None for table in self._tables.values())
+        if place is None and not spills and all(table.capacity is None for table in self._tables.values()):
+            return Shares({}, {})
         memory = host_memory(place).shared(self._options.neighbours, taken_space(place) if place else 0)
         attaches = self._regions is not None and self._regions.complete
-        if capacities is None:
-            capacities = divide(sizes, [None if attaches or self._options.overcommit else memory])[0]
+        if self._options.capacities is None:
+            shares = divide_tables(self._tables, optimizer, [memory], attaches or self._options.overcommit)[0]
+        else:
+            shares = Shares(dict(self._options.capacities), dict(self._options.memory_rows or {}))
         if not attaches:
-            shares = [size._replace(rows=capacities[size.name]) for size in sizes]
+            sizes = table_sizes(self._tables, optimizer, shares)
             if not self._options.overcommit:
-                check_share(shares, memory)
-            check_free(shares, memory, place)
-        return capacities
+                check_share(sizes, memory)
+            check_free(sizes, memory, place)
+        return shares
+
+    def _create_tables(self, shares: Shares, optimizer: EmbeddingOptimizer, seed: int) -> None:
+        """Creates the tables, or attaches to those in the regions."""
+        configs = {
+            name: table_config(table, seed, shares.capacities.get(name), shares.memory_rows.get(name, 0))
+            for name, table in self._tables.items()
+        }
+        roots = {name: table.spill for name, table in self._tables.items() if table.spill is not None}
+        places = SpillPlaces(roots, self._regions.directory if self._regions is not None else None)
+        attached = False
+        if self._regions is not None:
+            attached = self._regions.create_tables(self._store, list(configs.values()), roots)
+        else:
+            places.create()
+            for number, (name, config) in enumerate(configs.items()):
+                self._store.create_table(config, spill=places.path(number, name))
+        if roots and not attached:
+            sizes = table_sizes(self._tables, optimizer, shares)
+            warn_of_disks(places, sizes, configs, self._options.neighbours)
 
     def _adopt(self, mode: Mode, before: tuple[int, int] | None = None) -> None:
         """Starts a mode, or continues in the one of the process before.
@@ -199,11 +229,7 @@ class EmbeddingServer(JournaledServer):
                 raise StoreError(f"lookup: {error}; ids are uint64 [n].") from error
         numbers, _, words = self._places(ids.names)
         rows = self._scratch.floats(sum(map(operator.mul, ids.counts, words)))
-        retry_when_full(
-            lambda: self._store.lookup_packed(numbers, ids.counts, ids.buffer, rows, train),
-            self._options.timeout,
-            "lookup",
-        )
+        self._space.retry(lambda: self._store.lookup_packed(numbers, ids.counts, ids.buffer, rows, train), "lookup")
         return Packed(ids.names, ids.counts, rows, words)
 
     def recorded_lookup(self, ids: Mapping[str, Ids], batch_id: int) -> Packed[np.float32]:
@@ -240,10 +266,10 @@ class EmbeddingServer(JournaledServer):
         for barrier in self._barriers:
             barrier.renew(generation, step)
         # First what needs space: a process that starts in the remembered mode must not have to wait for it.
-        retry_when_full(lambda: self._prepare(mode), self._options.timeout, "switch")
+        self._space.retry(lambda: self._prepare(mode), "switch")
         if (regions := self._regions) is not None:
             regions.forget_steps()  # Training is quiesced: no answer is outstanding.
-            retry_when_full(lambda: regions.remember(encode(mode)), self._options.timeout, "switch")
+            self._space.retry(lambda: regions.remember(encode(mode)), "switch")
         self._adopt(mode, (generation, step - 1))
         self._ages.renumber()
 
@@ -317,29 +343,33 @@ class EmbeddingServer(JournaledServer):
     ) -> dict[str, UpdateCounts]:
         ids, rows = (packed := self._packed(gradients)).ids, packed.rows
         numbers, _, _ = self._places(ids.names)
-        counts = self._store.update_packed(
-            numbers,
-            ids.counts,
-            ids.buffer,
-            rows.buffer,
-            [learning_rate(self._tables[name], step) for name in ids.names],
-            step=step,
-            client=client,
-            sequence=sequence,
-        )
+        rates = [learning_rate(self._tables[name], step) for name in ids.names]
+
+        def update() -> list[UpdateCounts]:  # A tracked push continues where it was when the disk was full.
+            return self._store.update_packed(
+                numbers, ids.counts, ids.buffer, rows.buffer, rates, step=step, client=client, sequence=sequence
+            )
+
+        counts = self._space.retry(update, "push")
         self._ages.updated(step)
         return dict(zip(ids.names, counts, strict=True))
 
     def statistics(self) -> dict[str, dict[str, int]]:
-        """Returns counters by table, with `rows` and `bytes` in use."""
+        """Returns counters by table, with `rows` and `bytes` in use, and those of rows on disk where there are some."""
         return {
             name: {
                 "rows": self._store.size(index),
                 "bytes": self._store.memory_bytes(index),
                 **self._store.statistics(index),
+                **self._disk_counts(index),
             }
             for name, index in self._index.items()
         }
+
+    def _disk_counts(self, index: int) -> dict[str, int]:
+        if not self._store.config(index).memory_rows:
+            return {}
+        return {DISK_COUNTS[name]: count for name, count in self._store.tier_counts(index).items()}
 
     def observe(self) -> Readings:
         """Returns `statistics` and `row_staleness` as metrics."""
@@ -397,7 +427,7 @@ class EmbeddingServer(JournaledServer):
         index = self._number(chunk.table)
         config = self._store.config(index)
         rows = chunk_rows(config, chunk)
-        retry_when_full(lambda: self._store.import_rows(index, rows), self._options.timeout, "import_rows")
+        self._space.retry(lambda: self._store.import_rows(index, rows), "import_rows")
 
     def export_state(self) -> Iterator[list[StatePiece]]:
         """Yields the state besides rows: clocks, counters and admission sketches, in lists of about 64 MiB.

@@ -1,7 +1,8 @@
 """Sizes of embedding tables: bytes per row, rows of each PS, and whether they fit into memory.
 
 Ids are hashed to PSs, so each PS owns an equal part of the ids, whatever its memory. Capacities are therefore divided
-equally, and unequally only as far as the memory of a PS is too small for an equal part.
+equally, and unequally only as far as the memory of a PS is too small for an equal part. Of a table with `spill`, the
+rows in memory are divided so; its capacity, which the disk bounds, is divided equally.
 """
 
 from __future__ import annotations
@@ -18,17 +19,21 @@ from persia.errors import ConfigError
 from persia.memory import Memory, host_memory
 from persia.ps.tables import table_config
 from persia.schema import EmbeddingOptimizer, Table
-from persia.store import MAX_ROWS, ROW_OVERHEAD
+from persia.store import COLD_ROW_BYTES, MAX_ROWS, ROW_OVERHEAD, TableConfig
 from persia.types.values import Dtype
 
 __all__ = [
     "MIN_SHARE",
+    "Shares",
     "TableSize",
     "check_free",
     "check_share",
     "declared_sizes",
     "divide",
     "divide_here",
+    "divide_tables",
+    "fits_disk",
+    "table_sizes",
     "text_of_bytes",
 ]
 
@@ -39,16 +44,32 @@ LITTLE = 256 << 20
 NAMED = 4
 """Maximum number of tables or PSs in a message."""
 ATTEMPTS = 100
+AUTOMATIC = Fraction(9, 10)
+"""Part of the memory that tables with a chosen number of rows in memory take: the process itself needs some."""
+DISK_RESERVE = Fraction(3, 2)
+"""Bytes on disk by bytes of rows there: up to a third of the records wait to be overwritten."""
 
 log = logging.getLogger("persia.ps")
 
 
+class Shares(NamedTuple):
+    """Rows that a PS keeps of each table, by name.
+
+    Attributes:
+        capacities: of tables with a declared capacity, rows in all.
+        memory_rows: of tables with `spill`, rows in memory.
+    """
+
+    capacities: dict[str, int]
+    memory_rows: dict[str, int]
+
+
 class TableSize(NamedTuple):
-    """Maximum size of a table with a declared capacity.
+    """Maximum size of a table with a declared capacity, or with rows on disk.
 
     Attributes:
         name: of the table.
-        rows: its capacity: of the whole cluster, or the share of one PS.
+        rows: in memory, of the whole cluster or of one PS: its capacity, unless there are rows on disk.
         row_bytes: maximum memory of a row, with optimizer state, key, counters and its share of the index.
         dim: values of the embedding.
         state: values of optimizer state.
@@ -63,21 +84,38 @@ class TableSize(NamedTuple):
     state: int
     dtype: Dtype = "float32"
     state_dtype: Dtype = "float32"
+    capacity: int | None = None
+    """Of a table with rows on disk, its rows in all; None for one without, or if it declares none."""
+    spills: bool = False
+    """Whether it has rows on disk."""
 
     @property
     def bytes(self) -> int:
-        """Maximum memory of all rows."""
-        return self.rows * self.row_bytes
+        """Maximum memory of all rows, with the index of those on disk."""
+        return self.rows * self.own_bytes + (self.capacity or 0) * COLD_ROW_BYTES
+
+    @property
+    def own_bytes(self) -> int:
+        """Memory by which a row in memory exceeds one on disk; all of it, if the number of those is not known."""
+        return self.row_bytes - (COLD_ROW_BYTES if self.capacity is not None else 0)
+
+    def index_bytes(self, count: int) -> int:
+        """Returns the memory that each of `count` PSs needs for its equal share of rows, wherever they are."""
+        return -(-(self.capacity or 0) // count) * COLD_ROW_BYTES
 
     def __str__(self) -> str:
         width, state_width = (4 if dtype == "float32" else 2 for dtype in (self.dtype, self.state_dtype))
         parts = f"{width} x dim {self.dim}, {state_width} x {self.state} of optimizer state, {ROW_OVERHEAD} of overhead"
         rows = f"{self.rows:,} rows of {self.row_bytes:,} bytes ({parts})"
+        if self.capacity is not None:
+            rows += f" and {self.capacity - self.rows:,} rows on disk of {COLD_ROW_BYTES} bytes"
         return f"table {self.name!r}: {rows} = {text_of_bytes(self.bytes)}"
 
 
 def declared_sizes(tables: Mapping[str, Table], optimizer: EmbeddingOptimizer) -> list[TableSize]:
-    """Returns the maximum sizes of the tables that declare a capacity; the others take what memory they find.
+    """Returns the maximum sizes of the tables that declare a capacity, or the rows in memory of those with `spill`.
+
+    The others take what memory they find; see `divide_tables`.
 
     Args:
         tables: by name.
@@ -85,17 +123,105 @@ def declared_sizes(tables: Mapping[str, Table], optimizer: EmbeddingOptimizer) -
     """
     found = []
     for table in tables.values():
-        if table.capacity is not None:
-            whole = msgspec.structs.replace(table, optimizer=table.optimizer or optimizer)
-            config = table_config(whole, 0, None)
-            kinds = (config.dtype, config.state_dtype)
-            size = TableSize(table.name, table.capacity, config.row_bytes, config.dim, config.state_width, *kinds)
-            found.append(size)
+        rows = table.capacity if table.spill is None else table.memory_rows
+        if rows is not None:
+            found.append(_size(table, optimizer, rows))
+    return found
+
+
+def _size(table: Table, optimizer: EmbeddingOptimizer, rows: int) -> TableSize:
+    """Returns the size of a table with so many rows in memory."""
+    config = _config(table, optimizer)
+    kinds = (config.dtype, config.state_dtype)
+    spills = table.spill is not None
+    capacity = table.capacity if spills else None
+    return TableSize(
+        table.name, rows, config.row_bytes, config.dim, config.state_width, *kinds, capacity=capacity, spills=spills
+    )
+
+
+def _config(table: Table, optimizer: EmbeddingOptimizer) -> TableConfig:
+    """Returns what decides the size of a row."""
+    return table_config(msgspec.structs.replace(table, optimizer=table.optimizer or optimizer), 0, None)
+
+
+def divide_tables(
+    tables: Mapping[str, Table],
+    optimizer: EmbeddingOptimizer,
+    memory: Sequence[Memory | None],
+    overcommit: bool = False,
+) -> list[Shares]:
+    """Divides the tables among PSs: `divide` for the rows in memory, and equal parts of what is on disk.
+
+    A table with `spill` that does not say how many rows are in memory gets what the others leave: in equal parts, if
+    there are several that take what they find. Half of that is for the index if its capacity is not declared, either.
+
+    Args:
+        tables: by name.
+        optimizer: of tables that declare none.
+        memory: by PS, as for `divide`; known if a table takes what it finds.
+        overcommit: accept tables that do not fit.
+
+    Raises:
+        ConfigError: see `divide`.
+    """
+    count = len(memory)
+    sizes = declared_sizes(tables, optimizer)
+    sizes += _chosen_sizes(tables, optimizer, sizes, memory)
+    rows = divide(sizes, [None] * count if overcommit else memory)
+    shares = [Shares({}, {}) for _ in memory]
+    for size in sizes:
+        whole = _rounded(size.capacity, [Fraction(1)] * count) if size.capacity is not None else []
+        for rank, share in enumerate(shares):
+            mine = rows[rank][size.name]
+            if not size.spills:
+                share.capacities[size.name] = mine
+                continue
+            share.memory_rows[size.name] = mine
+            if size.capacity is not None:
+                share.capacities[size.name] = max(mine, whole[rank], min(size.capacity, MIN_SHARE))
+    return shares
+
+
+def table_sizes(tables: Mapping[str, Table], optimizer: EmbeddingOptimizer, shares: Shares) -> list[TableSize]:
+    """Returns the sizes of the shares of a PS; tables that take what memory they find have none."""
+    found = []
+    for name, table in tables.items():
+        rows = (shares.capacities if table.spill is None else shares.memory_rows).get(name)
+        if rows is not None:
+            size = _size(table, optimizer, rows)
+            found.append(size._replace(capacity=shares.capacities.get(name) if size.spills else None))
+    return found
+
+
+def takes_what_it_finds(table: Table) -> bool:
+    """Returns whether a table says neither how many rows it has in memory nor how many there are."""
+    return (table.capacity if table.spill is None else table.memory_rows) is None
+
+
+def _chosen_sizes(
+    tables: Mapping[str, Table],
+    optimizer: EmbeddingOptimizer,
+    declared: Sequence[TableSize],
+    memory: Sequence[Memory | None],
+) -> list[TableSize]:
+    """Returns the sizes of tables with `spill` that do not say how many rows are in memory."""
+    known = [one.total for one in memory if one is not None]
+    takers = sum(map(takes_what_it_finds, tables.values()))
+    found = []
+    for table in tables.values():
+        if table.spill is not None and table.memory_rows is None:
+            left = sum(known) - sum(size.bytes for size in declared)
+            part = max(0, math.floor(left * AUTOMATIC) // takers)
+            size = _size(table, optimizer, 0)
+            rows = (part - size.bytes if size.capacity is not None else part // 2) // size.own_bytes
+            most = size.capacity or len(memory) * TableConfig.capacity
+            found.append(size._replace(rows=min(most, max(rows, len(memory) * MIN_SHARE))))
     return found
 
 
 def divide(sizes: Sequence[TableSize], memory: Sequence[Memory | None]) -> list[dict[str, int]]:
-    """Divides capacities among PSs.
+    """Divides the rows in memory among PSs.
 
     The shares of a table add up to its capacity and differ by one row at most. A PS whose memory is too small for an
     equal share gets what fits, the same fraction of each table, and the others get the rest; a warning names it, as it
@@ -107,20 +233,22 @@ def divide(sizes: Sequence[TableSize], memory: Sequence[Memory | None]) -> list[
         memory: by PS, its part of the memory of its host; None for enough.
 
     Returns:
-        By PS, the rows of each table that it keeps.
+        By PS, the rows of each table that it keeps in memory.
 
     Raises:
         ConfigError: all PSs together have too little memory, a PS has too little for the least shares, or too few row
             numbers; the message has the numbers.
     """
     count = len(memory)
+    index = sum(size.index_bytes(count) for size in sizes)
+    least = _least(sizes) + index
     for rank, one in enumerate(memory):
-        if one is not None and one.total < _least(sizes):
-            raise _too_little(sizes, rank, one)
+        if one is not None and one.total < least:
+            raise _too_little(sizes, rank, one, least)
     small = [size for size in sizes if size.rows <= count * MIN_SHARE]
     large = [size for size in sizes if size.rows > count * MIN_SHARE]
-    fixed = sum(min(size.rows, MIN_SHARE) * size.row_bytes for size in small)
-    wanted = sum(size.bytes for size in large)
+    fixed = index + sum(min(size.rows, MIN_SHARE) * size.own_bytes for size in small)
+    wanted = sum(size.rows * size.own_bytes for size in large)
     limits = [wanted if one is None else min(wanted, max(0, one.total - fixed)) for one in memory]
     if sum(limits) < wanted:
         raise _too_large(sizes, memory, fixed * count + wanted, Fraction(sum(limits), wanted))
@@ -131,11 +259,13 @@ def divide(sizes: Sequence[TableSize], memory: Sequence[Memory | None]) -> list[
         weights = parts if size.rows > count * MIN_SHARE else [Fraction(1)] * count
         for mine, rows in zip(shares, _rounded(size.rows, weights), strict=True):
             mine[size.name] = max(rows, min(size.rows, MIN_SHARE))
-            if mine[size.name] > MAX_ROWS:
+            whole = size.capacity or size.rows
+            share = max(mine[size.name], -(-whole // count))
+            if share > MAX_ROWS:
                 raise ConfigError(
-                    f"Table {size.name!r} has a capacity of {size.rows:,} rows, {rows:,} for one of {count} embedding "
+                    f"Table {size.name!r} has a capacity of {whole:,} rows, {share:,} for one of {count} embedding "
                     f"PSs; a PS numbers {MAX_ROWS:,} rows of a table at most. Lower `capacity`, or use "
-                    f"{math.ceil(size.rows / MAX_ROWS)} PSs or more.",
+                    f"{math.ceil(whole / MAX_ROWS)} PSs or more.",
                     field="capacity",
                     table=size.name,
                 )
@@ -144,8 +274,8 @@ def divide(sizes: Sequence[TableSize], memory: Sequence[Memory | None]) -> list[
 
 def divide_here(
     tables: Mapping[str, Table], optimizer: EmbeddingOptimizer, count: int, overcommit: bool = False
-) -> list[dict[str, int]]:
-    """Divides capacities among PSs in this process; see `divide`.
+) -> list[Shares]:
+    """Divides tables among PSs in this process; see `divide_tables`.
 
     Args:
         tables: by name.
@@ -153,9 +283,7 @@ def divide_here(
         count: number of PSs.
         overcommit: accept capacities that exceed the memory of this host.
     """
-    sizes = declared_sizes(tables, optimizer)
-    memory = host_memory().shared(count) if sizes and not overcommit else None
-    return divide(sizes, [memory] * count)
+    return divide_tables(tables, optimizer, [host_memory().shared(count)] * count, overcommit)
 
 
 def _water_level(limits: Sequence[int], wanted: int) -> list[Fraction]:
@@ -185,8 +313,8 @@ def _rounded(rows: int, weights: Sequence[Fraction]) -> list[int]:
 
 
 def _least(sizes: Sequence[TableSize]) -> int:
-    """Returns the memory of the least shares of a PS."""
-    return sum(min(size.rows, MIN_SHARE) * size.row_bytes for size in sizes)
+    """Returns the memory of the least shares of a PS, without the index of rows on disk."""
+    return sum(min(size.rows, MIN_SHARE) * size.own_bytes for size in sizes)
 
 
 def _warn_of_unequal(parts: Sequence[Fraction], memory: Sequence[Memory | None]) -> None:
@@ -214,7 +342,8 @@ def _enough_servers(sizes: Sequence[TableSize], memory: int) -> int | None:
     """Returns the least number of PSs with this memory each that the tables fit into; None if there is none."""
     count = 1
     for _ in range(ATTEMPTS):  # What is needed grows with the number, as shares have a least size.
-        needed = sum(max(size.rows, count * min(size.rows, MIN_SHARE)) * size.row_bytes for size in sizes)
+        rows = sum(max(size.rows, count * min(size.rows, MIN_SHARE)) * size.own_bytes for size in sizes)
+        needed = rows + count * sum(size.index_bytes(count) for size in sizes)
         if needed <= count * memory:
             return count
         if memory <= _least(sizes):
@@ -223,14 +352,15 @@ def _enough_servers(sizes: Sequence[TableSize], memory: int) -> int | None:
     return None
 
 
-def _too_little(sizes: Sequence[TableSize], rank: int, memory: Memory) -> ConfigError:
-    """Returns the error for a PS whose memory does not hold the least shares."""
-    least = _least(sizes)
+def _too_little(sizes: Sequence[TableSize], rank: int, memory: Memory, least: int) -> ConfigError:
+    """Returns the error for a PS whose memory does not hold the least shares and the index of rows on disk."""
+    cold = least - _least(sizes)
+    index = f", and {text_of_bytes(cold)} for the index of rows on disk" if cold else ""
     return ConfigError(
         f"Embedding PS {rank} has {text_of_bytes(memory.total)} of memory ({memory.limit}), but each PS needs "
         f"{text_of_bytes(least)}: for up to {MIN_SHARE:,} rows of each of {len(sizes):,} tables, as it owns an equal "
-        "part of the ids. Do one of: place the PSs on hosts with more memory; use fewer PSs for each host; declare "
-        "fewer tables; if the tables will not be full, set `overcommit` of the cluster.",
+        f"part of the ids{index}. Do one of: place the PSs on hosts with more memory; use fewer PSs for each host; "
+        "declare fewer tables; if the tables will not be full, set `overcommit` of the cluster.",
         field="capacity",
         rank=rank,
         wanted=least,
@@ -280,9 +410,12 @@ def _too_large(sizes: Sequence[TableSize], memory: Sequence[Memory | None], want
         others = sum(size.bytes for size in largest[NAMED:])
         named.append(f"{len(largest) - NAMED} other tables = {text_of_bytes(others)}")
     servers = "the embedding PS has" if len(memory) == 1 else f"the {len(memory)} embedding PSs together have"
+    limit = "memory_rows" if largest[0].spills else "capacity"
     remedies = [
-        f"lower `capacity`, to {math.floor(largest[0].rows * fits):,} for table {largest[0].name!r} and others alike"
+        f"lower `{limit}`, to {math.floor(largest[0].rows * fits):,} for table {largest[0].name!r} and others alike"
     ]
+    if not largest[0].spills:
+        remedies.append("set `spill` of the tables, for rows on an SSD")
     if (enough := _enough_servers(sizes, least.total)) is not None:
         remedies.append(f"use {enough} PSs with {text_of_bytes(least.total)} each, on other hosts")
     if "size of" in least.limit:
@@ -328,6 +461,26 @@ def check_free(shares: Sequence[TableSize], memory: Memory, place: str | None) -
         log.warning("%s: when it is full, %s. %s.", free, fails, remedy)
     else:
         log.info("%s for an embedding PS, %s declared", free, text_of_bytes(wanted))
+
+
+def fits_disk(sizes: Sequence[TableSize], record_bytes: Mapping[str, int], free: int, place: str) -> bool:
+    """Returns whether the rows that a PS may have on a disk fit into what is free there; warns if they do not.
+
+    Args:
+        sizes: of the tables with rows there, and a declared capacity: the shares of this PS.
+        record_bytes: of a row on disk, by table.
+        free: bytes, its part of what is free.
+        place: directory, for the message.
+    """
+    wanted = math.floor(sum((size.capacity or 0) * record_bytes[size.name] for size in sizes) * DISK_RESERVE)
+    if wanted > free:
+        log.warning(
+            "%s has %s free for an embedding PS, but its rows on disk may take %s: %s. When it is full, training "
+            "pauses. Free space there, set `spill` to a directory on a larger disk, or lower `capacity`.",
+            place, text_of_bytes(free), text_of_bytes(wanted),
+            ", ".join(f"{size.capacity:,} rows of {size.name!r}" for size in sizes[:NAMED]),
+        )  # fmt: skip
+    return wanted <= free
 
 
 def text_of_bytes(count: int) -> str:

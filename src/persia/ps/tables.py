@@ -34,13 +34,14 @@ OPTIMIZERS: dict[type[EmbeddingOptimizer], OptimizerKind] = {
 }
 
 
-def table_config(table: Table, seed: int, capacity: int | None) -> TableConfig:
+def table_config(table: Table, seed: int, capacity: int | None, memory_rows: int = 0) -> TableConfig:
     """Returns the store's configuration of a table whose optimizer is filled in.
 
     Args:
         table: the table.
         seed: of row initialisation and admission.
         capacity: rows that this PS keeps; None if the table declares none.
+        memory_rows: rows of them that it keeps in memory, of a table with `spill`; 0 for one without.
     """
     optimizer = cast("EmbeddingOptimizer", table.optimizer)
     kind, low, high = _initializer(table.initializer)
@@ -66,6 +67,7 @@ def table_config(table: Table, seed: int, capacity: int | None) -> TableConfig:
         ttl=ttl,
         ttl_unit=unit,
         dtype=table.dtype,
+        memory_rows=memory_rows,
     )
 
 

@@ -110,8 +110,8 @@ class VirtualTraining:
         tables, optimizer = self._schema.resolved_tables(), self._embedding_optimizer
         mode = Hybrid(None, combine=False)
         self.stores = [
-            EmbeddingServer(tables, optimizer, mode, self._seed, threads, ServerOptions(capacities=capacities))
-            for capacities in divide_here(tables, optimizer, ps)
+            EmbeddingServer(tables, optimizer, mode, self._seed, threads, ServerOptions(**shares._asdict()))
+            for shares in divide_here(tables, optimizer, ps)
         ]
         self._router = Router(self._schema, ps, threads)
         self._owned = partition([spec_of(str(n), p) for n, p in enumerate(self._used)], dense)

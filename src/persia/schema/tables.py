@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from persia.checks import MAX_STEPS, check_integer, check_kind, check_number, plain_fields
+from persia.checks import MAX_STEPS, check_integer, check_kind, check_number, described, plain_fields, plain_paths
 from persia.errors import ConfigError
 from persia.schema.checks import TaggedRecord, check_dtype, check_name
 from persia.schema.optimizers import EmbeddingOptimizer
@@ -126,8 +126,8 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         capacity: maximum number of rows in the whole cluster, up to 2^48; beyond it, least recently used rows are
             evicted. It is divided among the embedding PSs, and refused if it cannot fit into their memory. Each PS may
             keep 1,024 rows (or `capacity`, if less), so a table of fewer than 1,024 rows for each PS may exceed it.
-            None: as many as memory holds, at most 2^30 in each PS. Memory grows with the rows held, not with this
-            number.
+            None: as many as memory holds, or with `spill` memory and disk, at most 2^30 in each PS. Memory grows with
+            the rows held, not with this number.
         admission: which ids get a row in training.
         ttl: time to live: rows leave that training has not met for so many `Days` or `Steps`. None: they stay.
         value_bound: embeddings are clamped to +-this after an update; 0 for no bound.
@@ -136,6 +136,11 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         dtype: of its embeddings in the memory of PSs and in messages: "float32", "bfloat16" or "float16". Models get
             float32 and send gradients of float32, whatever it is. Adam's moments in a bfloat16 table have 16 bits, too;
             all other state of optimizers is float32. See the guide on tables for what it costs.
+        spill: directory on a local SSD of each host with an embedding PS, an absolute path. Least recently used rows
+            beyond `memory_rows` move there, and come back when they are met: none is evicted below `capacity`. See the
+            guide on tables larger than memory. None: all rows are in memory.
+        memory_rows: with `spill`, maximum number of rows in memory, in the whole cluster; divided among the embedding
+            PSs, as `capacity` is. None: as many as memory holds when the cluster starts.
     """
 
     name: str
@@ -148,9 +153,12 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cache_rows: int = 0
     dtype: Dtype = "float32"
     ttl: Days | Steps | None = None
+    spill: str | None = None
+    memory_rows: int | None = None
 
     def __post_init__(self) -> None:
         plain_fields(self)
+        plain_paths(self, "spill")
         check_name("Table", self.name)
         owner = f"Table({self.name!r})"
         check_kind(f"{owner}.optimizer", self.optimizer, EmbeddingOptimizer | None, "one of persia.optim, or None")
@@ -163,6 +171,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         check_integer(f"Table({self.name!r}).cache_rows", self.cache_rows, 0, (1 << 31) - 2)
         check_dtype(f"Table({self.name!r})", self.dtype)
         check_kind(f"{owner}.ttl", self.ttl, Days | Steps | None, "Days(...), Steps(...) or None")
+        self._check_spill(owner)
         if self.value_bound and not round_down(self.value_bound, self.dtype):
             raise ConfigError(
                 f"Invalid Table({self.name!r}).value_bound = {self.value_bound!r}; expected 0, or at least the "
@@ -175,3 +184,20 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 "do not count the ids that copies serve. Set cache_rows to 0, or admit all ids.",
                 field=f"Table({self.name!r}).cache_rows",
             )
+
+    def _check_spill(self, owner: str) -> None:
+        if self.spill is not None and not (isinstance(self.spill, str) and self.spill.startswith("/")):
+            raise ConfigError(
+                f"Invalid {owner}.spill = {described(self.spill)}; expected an absolute path of a directory on a local "
+                "SSD, or None.",
+                field=f"{owner}.spill",
+            )
+        if self.memory_rows is None:
+            return
+        if self.spill is None:
+            raise ConfigError(
+                f"{owner}.memory_rows = {described(self.memory_rows)} needs spill = a directory on a local SSD, for "
+                "the rows beyond them. Set it, or limit the rows of a table that is in memory with `capacity`.",
+                field=f"{owner}.memory_rows",
+            )
+        check_integer(f"{owner}.memory_rows", self.memory_rows, 1, self.capacity or MAX_CAPACITY)

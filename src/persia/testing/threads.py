@@ -111,8 +111,8 @@ class Threads:
             if self._worker is None:
                 threads, tables = Embedded().threads, schema.resolved_tables()
                 options = [
-                    ServerOptions(self.nn_workers, self._timeout, neighbours=self._ps, capacities=capacities)
-                    for capacities in divide_here(tables, optimizer, self._ps)
+                    ServerOptions(self.nn_workers, self._timeout, neighbours=self._ps, **shares._asdict())
+                    for shares in divide_here(tables, optimizer, self._ps)
                 ]
                 self._servers = [EmbeddingServer(tables, optimizer, mode, seed, threads, one) for one in options]
                 self._worker = Worker(schema, self._servers, threads)
