@@ -16,6 +16,7 @@ import typer
 from persia import __version__
 from persia.cli.checkpoint import checkpoint_app
 from persia.cli.health import health
+from persia.cli.plan import plan, rates
 from persia.cli.regions import cluster_app
 from persia.errors import CheckpointError, ConfigError, PersiaError
 
@@ -38,10 +39,12 @@ app = typer.Typer(
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(cluster_app, name="cluster")
 app.command()(health)
+app.command()(plan)
 control_app = typer.Typer(no_args_is_help=True, help="Control a running job.")
 app.add_typer(control_app, name="control")
-bench_app = typer.Typer(no_args_is_help=True, help="Compare training modes and rehearse automatic mode choice.")
+bench_app = typer.Typer(no_args_is_help=True, help="Measure rates, compare training modes, and rehearse mode choice.")
 app.add_typer(bench_app, name="bench")
+bench_app.command()(rates)
 
 Config = Annotated[str, typer.Argument(help="TOML file; see examples/*.toml.", metavar="CONFIG")]
 Set = Annotated[

@@ -10,7 +10,8 @@ import msgspec
 import torch
 
 from persia import data
-from persia.cluster import Embedded, RayOptions
+from persia.cluster import Embedded, Placement, RayOptions
+from persia.cluster.ray.placement import PlacedRole
 from persia.config import convert, dump
 from persia.errors import ConfigError
 from persia.modes import Hybrid, Mode, ModeSetting
@@ -186,6 +187,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         data_loaders: number of data loaders.
         nn_workers: number of NN workers.
         overcommit: accept tables whose declared capacity exceeds the memory of the hosts, with a warning.
+        place: placements by role, such as `[cluster.place.ps]` with `memory = "100GB"`.
         ray: address, resources, compression, ...
     """
 
@@ -196,6 +198,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data_loaders: int = 1
     nn_workers: int = 1
     overcommit: bool = False
+    place: dict[PlacedRole, Placement] = {}
     ray: RayOptions = RayOptions()
 
     def build(self, prometheus_port: int | None = None) -> Cluster:
@@ -211,7 +214,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             overcommit=self.ray.overcommit or self.overcommit,
             prometheus_port=port,
         )
-        return Ray(self.ps, self.embedding_workers, self.data_loaders, self.nn_workers, options)
+        return Ray(self.ps, self.embedding_workers, self.data_loaders, self.nn_workers, options, self.place)
 
 
 class ObserveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

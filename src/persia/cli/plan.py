@@ -1,0 +1,314 @@
+"""The commands `persia plan` and `persia bench rates`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from persia.errors import ConfigError
+
+if TYPE_CHECKING:
+    from persia.batching.batch import Batch
+    from persia.cli.run_config import RunConfig
+    from persia.plan import DeploymentPlan, PlanRequest, Rates
+    from persia.plan.rates import WorkloadRate
+    from persia.plan.workload import FakeCluster
+    from persia.schema import Schema
+
+__all__ = ["measure_rates", "plan", "rates", "request_of", "run_key"]
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Override a field of CONFIG. Repeatable.", metavar="KEY=VALUE"),
+]
+
+
+def plan(
+    config: Annotated[str, typer.Argument(help="TOML file of the run, as for `persia train`.", metavar="CONFIG")],
+    overrides: Overrides = None,
+    rows: Annotated[
+        list[str] | None,
+        typer.Option(help="Rows that a table will have: `item=1.2e9`. Default: its capacity. Repeatable."),
+    ] = None,
+    hosts: Annotated[
+        str | None, typer.Option(help="TOML file with [[hosts]] sections. Default: this machine.", metavar="FILE")
+    ] = None,
+    samples_per_second: Annotated[
+        str | None, typer.Option(help="Rate to plan for: `200_000`. Default: that of the processes in CONFIG.")
+    ] = None,
+    rates: Annotated[
+        list[str] | None,
+        typer.Option(help="File written by `persia bench rates`. Repeatable: the last one counts.", metavar="FILE"),
+    ] = None,
+    zipf: Annotated[
+        float, typer.Option(help="Zipf exponent of the ids, for rows on SSD. Default: uniform, the worst case.")
+    ] = 0.0,
+    ray_file: Annotated[str | None, typer.Option(help="Write a cluster file for `ray up`.", metavar="FILE")] = None,
+    json: Annotated[str | None, typer.Option(help="Write the plan to this file as JSON.", metavar="FILE")] = None,
+) -> None:
+    """Plan a deployment: memory, disk, hosts, network, rate and bottleneck.
+
+    No cluster is started. All rates were measured by `persia bench rates CONFIG --save rates.json`; a rate that is
+    missing is an error that names the command.
+    """
+    from persia.cli import ui as out
+    from persia.plan import cluster_file, load_hosts, load_rates, plan_deployment, this_host
+    from persia.plan.units import parse_count
+
+    wanted = {}
+    for item in rows or []:
+        name, equals, count = item.rpartition("=")
+        if not equals:
+            raise ConfigError(f"Invalid --rows {item}; expected TABLE=N.", field="rows")
+        wanted[name] = parse_count(count, f"--rows {name}")
+    run = _read(config, overrides)
+    measured = load_rates(rates or ["rates.json"])
+    rate = None if samples_per_second is None else float(parse_count(samples_per_second, "--samples-per-second"))
+    request = request_of(run, measured, wanted)._replace(
+        hosts=load_hosts(hosts) if hosts else [this_host()], samples_per_second=rate, zipf=zipf
+    )
+    found = plan_deployment(request)
+    _print(found, request, measured)
+    if ray_file is not None:
+        Path(ray_file).write_text(cluster_file(found, shlex.join(["persia", *sys.argv[1:]])), encoding="utf-8")
+    if json is not None:
+        out.write_json(json, _record(found, measured))
+
+
+def rates(
+    config: Annotated[str, typer.Argument(help="TOML file of the run.", metavar="CONFIG")],
+    save: Annotated[str, typer.Option(help="JSON file that the rates are added to.", metavar="FILE")],
+    overrides: Overrides = None,
+    disk: Annotated[
+        str | None, typer.Option(help="Directory on the SSD for rows beyond memory, to measure it.", metavar="DIR")
+    ] = None,
+) -> None:
+    """Measure this machine's rates for `persia plan`: rows, calls, steps, checkpoints, disk.
+
+    Takes about half a minute and up to 500 MB of memory. Run it on a machine like those of the plan, with the network
+    of CONFIG on the device that NN workers will have.
+    """
+    from persia.plan import save_rates
+
+    run = _read(config, overrides)
+    command = shlex.join(["persia", *sys.argv[1:]])
+    measured = measure_rates(run, config, command, disk)
+    save_rates(save, measured)
+    for key, row in measured.rows.items():
+        typer.echo(
+            f"rows {key}: {1 / row.lookup / 1e6:,.1f} M lookups/s and {1 / row.update / 1e6:,.1f} M updates/s per core"
+        )
+    for workload in measured.workloads.values():
+        step = workload.step
+        typer.echo(f"steps of {workload.batch.samples:,} samples on {step.device}: {step.seconds * 1e3:,.1f} ms")
+    typer.echo(f"Saved the rates to {save}")
+
+
+def measure_rates(run: RunConfig, name: str, command: str, disk: str | None = None) -> Rates:
+    """Measures all rates that a configuration needs on this machine.
+
+    Args:
+        run: the configuration.
+        name: of its file.
+        command: to record.
+        disk: directory on an SSD to measure; None to leave it out.
+    """
+    import datetime
+    import os
+    import platform
+
+    from persia import __version__
+    from persia.plan import Rates, RateSource, planned_tables, row_key
+    from persia.plan.measure import measure_checkpoint, measure_disk, measure_rows, measure_wire
+
+    reader = run.reader()
+    schema = reader.schema
+    tables = planned_tables(schema, run.embedding_optimizer, dict.fromkeys(schema.resolved_tables(), 1), False)
+    workload = _workload(run, name, schema, reader)
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    machine = f"{_processor()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}"
+    return Rates(
+        1,
+        [RateSource(machine, os.cpu_count() or 1, __version__, now, command)],
+        {
+            row_key(table.config): measure_rows(table.config)
+            for table in {row_key(t.config): t for t in tables}.values()
+        },
+        {run_key(run): workload},
+        measure_wire(),
+        measure_checkpoint(),
+        None if disk is None else measure_disk(disk),
+    )
+
+
+def request_of(run: RunConfig, measured: Rates, rows: dict[str, int]) -> PlanRequest:
+    """Returns the request for a plan of a configuration's own processes on this machine.
+
+    Args:
+        run: the configuration.
+        measured: rates, with those of the configuration.
+        rows: by table.
+    """
+    from persia.modes import Auto, Dense, Hybrid
+    from persia.plan import PlanRequest, Topology, planned_tables, this_host
+
+    mode = run.mode.sync if isinstance(run.mode, Auto) else run.mode
+    asynchronous = mode.dense() is not Dense.ALL_REDUCE or isinstance(run.mode, Auto)
+    cluster = run.cluster
+    apart = cluster.kind == "ray"
+    counts = {
+        "embedding_ps": cluster.ps,
+        "embedding_worker": cluster.embedding_workers,
+        "data_loader": cluster.data_loaders,
+        "nn_worker": cluster.nn_workers,
+    }
+    topology = Topology(
+        counts if apart else dict.fromkeys(counts, 1), apart, apart and cluster.ray.compression == "fp16"
+    )
+    if isinstance(mode, Hybrid):
+        depth = mode.staleness if isinstance(mode.staleness, int) else None
+    else:
+        depth = 0
+    workload = measured.workload(run_key(run))
+    schema = run.reader().schema
+    tables = planned_tables(schema, run.embedding_optimizer, rows, asynchronous)
+    threads = cluster.ray.threads or cluster.threads
+    declared = {
+        name: table.memory_rows for name, table in schema.resolved_tables().items() if table.memory_rows is not None
+    }
+    return PlanRequest(
+        tables, [this_host()], measured, workload, topology, depth, threads=threads, memory_rows=declared
+    )
+
+
+def _read(config: str, overrides: list[str] | None) -> RunConfig:
+    from persia.cli.imports import Imports, import_modules
+    from persia.cli.run_config import RunConfig
+    from persia.config import convert, load
+
+    tree = load(config, overrides or [])
+    import_modules(convert(tree, Imports, config).imports)
+    return convert(tree, RunConfig, config)
+
+
+def run_key(run: RunConfig) -> str:
+    """Returns the key of a configuration's rates: its data, network, optimizers and size of a batch."""
+    from persia.plan import workload_key
+
+    dumped = run.dump()
+    return workload_key(*(dumped[name] for name in ("data", "schema", "model", "optimizer", "embedding_optimizer")))
+
+
+def _workload(run: RunConfig, name: str, schema: Schema, reader: Any) -> WorkloadRate:
+    import msgspec
+    import torch
+
+    from persia.modes import Hybrid
+    from persia.plan.workload import measure_workload
+    from persia.trainer import Trainer
+
+    trainers: dict[int, Trainer] = {}
+    options = msgspec.structs.replace(
+        run.trainer, progress=False, checkpoint_dir=None, checkpoint_every_steps=None, checkpoint_every_seconds=None,
+        keep_best=None, log_dir=None, record_dir=None, mode_schedule=[],
+    )  # fmt: skip
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    network = run.model.build(schema)
+
+    def fit(cluster: FakeCluster, batches: Sequence[Batch], steps: int) -> float:
+        if id(cluster) not in trainers:
+            trainers[id(cluster)] = Trainer(
+                network, schema, optimizer=run.optimizer.factory(), embedding_optimizer=run.embedding_optimizer,
+                mode=Hybrid(4, warmup=0), cluster=cluster, options=options,
+            )  # fmt: skip
+        return trainers[id(cluster)].fit(batches, epochs=1 << 30, max_steps=steps).seconds
+
+    parameters = sum(parameter.numel() for parameter in network.parameters())
+    return measure_workload(name, schema, run.embedding_optimizer, reader, fit, device, parameters)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        import platform
+
+        return platform.processor() or platform.machine()
+
+
+def _print(found: DeploymentPlan, request: PlanRequest, measured: Rates) -> None:
+    from rich.table import Table
+
+    from persia.cli import ui as out
+    from persia.plan.units import format_bytes, format_count, format_seconds
+
+    for source in measured.sources:
+        typer.echo(f"Rates: {source.file}, measured {source.measured} on {source.machine}")
+    tables = Table(title="tables")
+    for column in ("table", "rows", "in memory", "memory", "SSD", "checkpoint"):
+        tables.add_column(column, justify="left" if column == "table" else "right")
+    for table in found.tables:
+        sizes = [format_bytes(size) for size in (table.memory, table.disk, table.checkpoint)]
+        tables.add_row(table.name, format_count(table.rows), format_count(table.memory_rows), *sizes)
+    out.CONSOLE.print(tables)
+    hosts = Table(title="hosts")
+    for column in ("kind", "hosts", "for", "rows in memory of each", "on its SSD", "processes"):
+        hosts.add_column(column, justify="left" if column in ("kind", "for", "processes") else "right")
+    for host in found.hosts:
+        processes = ", ".join(f"{count} {role}" for role, count in host.roles.items())
+        sizes = [format_bytes(host.memory), format_bytes(host.disk)]
+        hosts.add_row(host.kind.name, f"{host.number:,}", host.needed_for, *sizes, processes)
+    out.CONSOLE.print(hosts)
+    roles = Table(title=f"roles at {found.samples_per_second:,.0f} samples/s")
+    for column in ("role", "processes", "busy cores", "in, each", "out, each"):
+        roles.add_column(column, justify="left" if column == "role" else "right")
+    for role in found.roles:
+        moved = [f"{format_bytes(rate)}/s" for rate in (role.received, role.sent)]
+        roles.add_row(role.role, f"{role.processes:,}", f"{role.cores:,.1f}", *moved)
+    out.CONSOLE.print(roles)
+    limits = Table(title="what the resources permit")
+    limits.add_column("resource")
+    limits.add_column("samples/s", justify="right")
+    for limit in found.limits:
+        limits.add_row(limit.resource, f"{limit.samples_per_second:,.0f}")
+    out.CONSOLE.print(limits)
+    typer.echo(f"Bottleneck: {found.bottleneck.resource}")
+    typer.echo(
+        f"A checkpoint takes {format_seconds(found.checkpoint_seconds)} to write and "
+        f"{format_seconds(found.restore_seconds)} to load; a restarted PS whose host lives answers after "
+        f"{format_seconds(found.restart_seconds)}."
+    )
+    if request.depth == 0 and request.tables and request.tables[0].last_steps:
+        typer.echo("Dense PSs of the asynchronous mode are not counted.")
+
+
+def _record(found: DeploymentPlan, measured: Rates) -> dict[str, Any]:
+    import msgspec
+
+    from persia.plan import place_of
+
+    return {
+        **{name: _plain(getattr(found, name)) for name in found._fields},
+        "place": place_of(found),
+        "rates": [msgspec.to_builtins(source) for source in measured.sources],
+    }
+
+
+def _plain(value: Any) -> Any:
+    import msgspec
+
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return {name: _plain(getattr(value, name)) for name in value._fields}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return msgspec.to_builtins(value)

@@ -1,0 +1,149 @@
+"""Work and traffic of each role for a batch: core seconds, bytes in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from persia.plan.hosts import ROLES
+from persia.plan.rates import BatchShape, Rates, WorkloadRate
+from persia.plan.tables import PlannedTable
+
+__all__ = ["BatchTraffic", "RoleLoad", "Topology", "batch_traffic", "role_loads"]
+
+ID_BYTES = 8
+SCALE_BYTES = 4
+NARROW_ROWS = 1 << 16
+"""Distinct rows of a table up to which indices have 16 bits."""
+
+
+class Topology(NamedTuple):
+    """How a configuration's roles run.
+
+    Attributes:
+        counts: processes by role.
+        apart: whether they are processes that call one another; otherwise all are in one process.
+        compressed: whether rows and gradients travel to NN workers and back as fp16.
+    """
+
+    counts: Mapping[str, int]
+    apart: bool = True
+    compressed: bool = False
+
+
+class BatchTraffic(NamedTuple):
+    """Bytes of the messages of a batch.
+
+    Attributes:
+        ids: of ID-type features, from a data loader to an embedding worker.
+        dense: other features and labels, from a data loader to an NN worker.
+        keys: distinct ids, from an embedding worker to the PSs; a push has them again.
+        found: rows, from the PSs to an embedding worker.
+        answers: rows and indices, from an embedding worker to an NN worker.
+        pushed: gradients, from an NN worker to an embedding worker.
+        gradients: from an embedding worker to the PSs.
+        reduced: of the all-reduce, in and out of an NN worker.
+    """
+
+    ids: float
+    dense: float
+    keys: float
+    found: float
+    answers: float
+    pushed: float
+    gradients: float
+    reduced: float
+
+
+class RoleLoad(NamedTuple):
+    """Load of a batch on all processes of a role together.
+
+    Attributes:
+        core_seconds: processor time.
+        received: bytes in.
+        sent: bytes out.
+        calls: calls made or answered.
+    """
+
+    core_seconds: float = 0.0
+    received: float = 0.0
+    sent: float = 0.0
+    calls: float = 0.0
+
+
+def role_loads(
+    tables: Sequence[PlannedTable], rates: Rates, workload: WorkloadRate, topology: Topology
+) -> dict[str, RoleLoad]:
+    """Returns the load of each role for a batch.
+
+    Args:
+        tables: of the plan.
+        rates: measured.
+        workload: rates of the configuration.
+        topology: numbers of processes.
+
+    Raises:
+        ConfigError: a rate is missing.
+    """
+    batch, counts = workload.batch, topology.counts
+    servers = counts["embedding_ps"]
+    rows = {table.config.name: batch.unique[table.config.name] for table in tables}
+    cores = dict.fromkeys(ROLES, 0.0)
+    cores["data_loader"] = workload.reader
+    cores["embedding_worker"] = workload.worker
+    cores["nn_worker"] = workload.step.core_seconds
+    cores["embedding_ps"] = servers * workload.server
+    for table in tables:
+        rate = rates.row(table.config)
+        cores["embedding_ps"] += rows[table.config.name] * (rate.lookup + rate.update)
+    if not topology.apart:
+        return {role: RoleLoad(cores[role]) for role in ROLES}
+    if rates.wire is None:
+        raise rates.missing("the cost of calls between processes")
+    traffic = batch_traffic(tables, batch, topology)
+    loads = {}
+    for role, (received, sent, calls) in _by_role(traffic, servers).items():
+        wire = (calls * rates.wire.call + (received + sent) * rates.wire.byte) / 2  # The other half is the peer's.
+        loads[role] = RoleLoad(cores[role] + wire, received, sent, calls)
+    return loads
+
+
+def batch_traffic(tables: Sequence[PlannedTable], batch: BatchShape, topology: Topology) -> BatchTraffic:
+    """Returns the bytes of the messages of a batch, without their headers.
+
+    Args:
+        tables: of the plan.
+        batch: its shape.
+        topology: numbers of processes, and whether rows are compressed.
+    """
+    rows, workers = batch.unique, topology.counts["nn_worker"]
+    found = answers = gradients = pushed = 0.0
+    for table in tables:
+        config, count = table.config, rows[table.config.name]
+        halves = (2 * config.dim + SCALE_BYTES) * count
+        found += 4 * config.row_words * count
+        gradients += 4 * config.dim * count
+        answers += halves if topology.compressed and config.dtype == "float32" else 4 * config.row_words * count
+        answers += batch.ids[config.name] * (2 if count <= NARROW_ROWS else 4)
+        pushed += halves if topology.compressed else 4 * config.dim * count
+    return BatchTraffic(
+        ids=sum(batch.ids.values()) * ID_BYTES + batch.offset_bytes,
+        dense=batch.dense_bytes,
+        keys=sum(rows[table.config.name] for table in tables) * ID_BYTES,
+        found=found,
+        answers=answers + batch.offset_bytes,
+        pushed=pushed,
+        gradients=gradients,
+        reduced=2 * (workers - 1) / workers * 4 * batch.parameters,
+    )
+
+
+def _by_role(traffic: BatchTraffic, servers: int) -> dict[str, tuple[float, float, float]]:
+    """Returns bytes in, bytes out and calls of each role for a batch."""
+    ids, dense, keys, found, answers, pushed, gradients, reduced = traffic
+    return {
+        "data_loader": (0.0, ids + dense, 2),
+        "embedding_worker": (ids + found + pushed, keys + answers + keys + gradients, 3 + 2 * servers),
+        "embedding_ps": (keys + keys + gradients, found, 2 * servers),
+        "nn_worker": (dense + answers + reduced, pushed + reduced, 3),
+    }

@@ -1,0 +1,284 @@
+"""Measures the rates of this machine that do not depend on data or network: rows, calls, checkpoints, disks.
+
+Costs are processor time wherever a processor does the work, so other programs on the machine change them little.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import multiprocessing
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from persia import rpc
+from persia.checkpoint import CheckpointReader, CheckpointWriter
+from persia.errors import ConfigError, DeadlineError
+from persia.modes import Hybrid
+from persia.plan.rates import CheckpointRate, DiskRate, RowRate, WireRate
+from persia.ps import EmbeddingServer
+from persia.schema import Adagrad, IdFeature, Schema
+from persia.services import RowChunk
+from persia.store import NativeStore, TableConfig
+from persia.types import Floats, Packed
+
+__all__ = ["measure_checkpoint", "measure_disk", "measure_rows", "measure_wire"]
+
+TABLE_BYTES = 1 << 28
+"""Memory of a table at most: far more than the caches of a core, little beside that of a machine."""
+TABLE_ROWS = 2_000_000
+REQUEST_IDS = 16_384
+ROUNDS = 5
+SECONDS = 0.4
+"""Of one measurement, at least."""
+DEADLINE = 60.0
+CALL_BYTES = 4 << 20
+CHECKPOINT_ROWS = 1_000_000
+DISK_BYTES = 512 << 20
+READ_BYTES = 4096
+WRITE_BYTES = 64 << 10
+READERS = 32
+"""Threads that read at the same time."""
+
+
+def core_seconds(work: Callable[[], int], seconds: float = SECONDS) -> float:
+    """Returns the median over rounds of the processor seconds of this process for a unit of work.
+
+    Args:
+        work: does some units and returns their number.
+        seconds: of processor time in a round, at least.
+    """
+    found = []
+    for _ in range(ROUNDS):
+        began, units, spent = time.process_time(), 0, 0.0
+        while spent < seconds / ROUNDS:
+            units += work()
+            spent = time.process_time() - began
+        found.append(spent / units)
+    return sorted(found)[ROUNDS // 2]
+
+
+def measure_rows(table: TableConfig) -> RowRate:
+    """Measures lookups and updates of a table's rows on one core. Takes up to 300 MB of memory and a few seconds."""
+    count = max(2 * REQUEST_IDS, min(TABLE_ROWS, TABLE_BYTES // table.row_bytes))
+    store = NativeStore(1)
+    store.create_table(TableConfig(
+        "rates", table.dim, optimizer=table.optimizer, optimizer_params=table.optimizer_params, dtype=table.dtype
+    ))  # fmt: skip
+    rng = np.random.default_rng(0)
+    ids = rng.permutation(count).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    requests = [ids[start : start + REQUEST_IDS] for start in range(0, count - REQUEST_IDS + 1, REQUEST_IDS)]
+    out = np.empty((REQUEST_IDS, store.config(0).row_words), np.float32)
+    gradients = rng.normal(size=(REQUEST_IDS, table.dim)).astype(np.float32)
+    for request in requests:
+        store.lookup([0], [request], True, [out])
+    at = 0
+
+    def following() -> np.ndarray:
+        nonlocal at
+        at += 1
+        return requests[at % len(requests)]
+
+    def look_up() -> int:
+        store.lookup([0], [following()], True, [out])
+        return REQUEST_IDS
+
+    def update() -> int:
+        store.update([0], [following()], [gradients], [0.05], at)
+        return REQUEST_IDS
+
+    return RowRate(core_seconds(look_up), core_seconds(update), len(requests) * REQUEST_IDS)
+
+
+class _Sink(Protocol):
+    def echo(self, array: Floats, answer: int) -> Floats: ...
+
+    def spent(self) -> float: ...
+
+
+class _SinkService:
+    def __init__(self) -> None:
+        self._answers = {0: np.zeros(0, np.float32), CALL_BYTES: np.zeros(CALL_BYTES // 4, np.float32)}
+
+    def echo(self, array: Floats, answer: int) -> Floats:
+        return self._answers[answer]
+
+    def spent(self) -> float:
+        return time.process_time()
+
+
+def _serve_sink(pipe: Pipe) -> None:
+    with rpc.serve(_SinkService(), protocol=_Sink) as server:
+        pipe.send(server.address)
+        pipe.recv()
+
+
+def measure_wire() -> WireRate:
+    """Measures calls between this process and another one, over loopback.
+
+    Raises:
+        DeadlineError: the other process did not start in time.
+    """
+    methods = multiprocessing.get_context("spawn")
+    here, there = methods.Pipe()
+    process = methods.Process(target=_serve_sink, args=(there,), daemon=True)
+    process.start()
+    try:
+        if not here.poll(DEADLINE):
+            raise DeadlineError(f"The process that measures calls did not start within {DEADLINE:g} s.")
+        stub = rpc.connect(here.recv(), _Sink, peer="the measuring process", timeout=DEADLINE)
+        try:
+            empty, full = np.zeros(0, np.float32), np.zeros(CALL_BYTES // 4, np.float32)
+            call, _ = _cost(stub, lambda: stub.echo(empty, 0))
+            both, seconds = _cost(stub, lambda: stub.echo(full, CALL_BYTES))
+        finally:
+            rpc.close(stub)
+        here.send(None)
+    finally:
+        process.join(DEADLINE)
+        process.kill()
+    moved = 2 * CALL_BYTES
+    return WireRate(call, max(0.0, both - call) / moved, moved / seconds)
+
+
+def _cost(stub: _Sink, call: Callable[[], object]) -> tuple[float, float]:
+    """Returns the processor seconds of both processes and the seconds of a call, medians over rounds."""
+    costs, times = [], []
+    for _ in range(ROUNDS):
+        calls = 0
+        core, began = time.process_time() + stub.spent(), time.perf_counter()
+        while time.perf_counter() - began < SECONDS:
+            call()
+            calls += 1
+        times.append((time.perf_counter() - began) / calls)
+        costs.append((time.process_time() + stub.spent() - core) / calls)
+    return sorted(costs)[ROUNDS // 2], sorted(times)[ROUNDS // 2]
+
+
+@contextlib.contextmanager
+def _scratch(directory: str | None) -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="persia-rates-", dir=directory))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+_RESTART = """
+import sys
+from persia import rpc
+from persia.modes import Hybrid
+from persia.ps import EmbeddingServer, ServerOptions
+from persia.schema import Adagrad, IdFeature, Schema
+tables = Schema([IdFeature("item", dim=16)]).resolved_tables()
+server = rpc.serve(EmbeddingServer(tables, Adagrad(0.05), Hybrid(4), 0, 1), "tcp://127.0.0.1:*")
+print(server.address, flush=True)
+server.close()
+"""
+
+
+def measure_checkpoint(directory: str | None = None) -> CheckpointRate:
+    """Measures writing and reading the rows of a PS, and the start of a PS process.
+
+    Args:
+        directory: where checkpoints will be; None for that of temporary files. Needs 200 MB.
+    """
+    schema = Schema([IdFeature("item", dim=16)])
+    server = EmbeddingServer(schema.resolved_tables(), Adagrad(0.05), Hybrid(4), 0, 1)
+    for start in range(0, CHECKPOINT_ROWS, 100_000):
+        ids = np.arange(start, start + 100_000, dtype=np.uint64)
+        server.lookup(Packed(["item"], [len(ids)], ids), True)
+    written, read = [], []
+    with _scratch(directory) as path:
+        for step in range(1, 4):
+            began = time.perf_counter()
+            name = f"snapshot-{step}"
+            server.begin_snapshot(name, {}, str(path))
+            with CheckpointWriter(path, step, keep_last=1) as writer:
+                for chunk in server.snapshot_rows(name):
+                    writer.add_rows(chunk.table, chunk.shard, chunk.arrays)
+                writer.commit(schema=schema, optimizer=Adagrad(0.05))
+            server.end_snapshot(name)
+            written.append(time.perf_counter() - began)
+        size = sum(file.stat().st_size for file in path.rglob("rows/**/*") if file.is_file())
+        for _ in range(3):
+            other = EmbeddingServer(schema.resolved_tables(), Adagrad(0.05), Hybrid(4), 0, 1)
+            began = time.perf_counter()
+            for chunk in _chunks(path):
+                other.import_rows(chunk)
+            read.append(time.perf_counter() - began)
+    restarts = []
+    for _ in range(3):
+        began = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", _RESTART], capture_output=True, timeout=DEADLINE, check=True)
+        assert done.stdout.startswith(b"tcp://")
+        restarts.append(time.perf_counter() - began)
+    middle = (sorted(each)[1] for each in (written, read, restarts))
+    write, back, restart = middle
+    return CheckpointRate(size / write, size / back, restart)
+
+
+def _chunks(path: Path) -> Iterator[RowChunk]:
+    for shard, arrays in CheckpointReader(path).rows("item"):
+        yield RowChunk("item", shard, arrays)
+
+
+def measure_disk(directory: str) -> DiskRate:
+    """Measures random reads and writes of an SSD past the cache of the operating system. Writes 512 MiB.
+
+    Args:
+        directory: on the SSD.
+
+    Raises:
+        ConfigError: the file system has no direct I/O (a tmpfs, for example).
+    """
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    with _scratch(directory) as path:
+        file = path / "blocks"
+        block = mmap.mmap(-1, WRITE_BYTES)
+        block.write(random.Random(0).randbytes(WRITE_BYTES))
+        try:
+            out = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"The file system of {directory} has no direct I/O ({error.strerror}), so its SSD cannot be measured; "
+                "name a directory on the disk itself.",
+                field="disk",
+            ) from error
+        try:
+            began = time.perf_counter()
+            for _ in range(DISK_BYTES // WRITE_BYTES):
+                os.write(out, block)
+            os.fsync(out)
+            written = time.perf_counter() - began
+        finally:
+            os.close(out)
+        source = os.open(file, os.O_RDONLY | os.O_DIRECT)
+        try:
+            with ThreadPoolExecutor(READERS) as pool:
+                reads = sum(pool.map(lambda seed: _random_reads(source, seed), range(READERS)))
+        finally:
+            os.close(source)
+    return DiskRate(directory, reads, DISK_BYTES / written)
+
+
+def _random_reads(file: int, seed: int) -> float:
+    """Returns the reads/s of one thread."""
+    page, rng, count = mmap.mmap(-1, READ_BYTES), random.Random(seed), 0
+    began = time.perf_counter()
+    while (spent := time.perf_counter() - began) < 5 * SECONDS:
+        os.preadv(file, [page], READ_BYTES * rng.randrange(DISK_BYTES // READ_BYTES))
+        count += 1
+    return count / spent

@@ -1,0 +1,78 @@
+"""Turns a plan into the `place` argument of `persia.cluster.Ray`, and into a cluster file for `ray up`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from persia.plan.deployment import DeploymentPlan, HostPlan
+
+__all__ = ["PLACE_ROLES", "cluster_file", "place_of"]
+
+PLACE_ROLES = {
+    "embedding_ps": "ps", "embedding_worker": "embedding_workers", "data_loader": "data_loaders",
+    "nn_worker": "nn_workers",
+}  # fmt: skip
+"""Names of the arguments of `persia.cluster.Ray` by role; `place` has the role `embedding_ps` as "ps"."""
+
+LITTLE = 0.001
+"""Of a host's own resource, of which it has 1: any number of processes fit, and on no other host."""
+
+
+def place_of(plan: DeploymentPlan) -> dict[str, dict[str, Any]]:
+    """Returns the `Placement` of a process by role, as plain data: its kind of host, memory of a PS, a GPU."""
+    found: dict[str, dict[str, Any]] = {}
+    for host in plan.hosts:
+        for role, processes in host.roles.items():
+            wanted: dict[str, Any] = {"resources": {host.kind.name: LITTLE}}
+            if role == "embedding_ps":
+                wanted["memory"] = int(host.memory * host.number / processes)
+            if role == "nn_worker" and host.kind.gpus:
+                wanted["GPU"] = 1
+            found["ps" if role == "embedding_ps" else role] = wanted
+    return found
+
+
+def cluster_file(plan: DeploymentPlan, command: str) -> str:
+    """Returns a cluster file for `ray up`, in YAML. The provider and the types of machines are left to fill in.
+
+    Args:
+        plan: the plan.
+        command: that made it, for the first line.
+    """
+    counts = {PLACE_ROLES[role.role]: role.processes for role in plan.roles}
+    arguments = ", ".join(f"{name}={count}" for name, count in counts.items())
+    lines = [
+        f"# {command}",
+        f'# persia.cluster.Ray({arguments}, place={json.dumps(place_of(plan))}, options=RayOptions(address="auto"))',
+        "cluster_name: persia",
+        f"max_workers: {sum(host.number for host in plan.hosts)}",
+        "provider: { type: gcp, region: FILL-IN, availability_zone: FILL-IN, project_id: FILL-IN }",
+        "auth: { ssh_user: ubuntu }",
+        "available_node_types:",
+        "  head:",
+        "    resources: { CPU: 0 }",
+        "    node_config: { machineType: FILL-IN }",
+    ]
+    for host in plan.hosts:
+        lines += _node_type(host)
+    lines += [
+        "head_node_type: head",
+        "setup_commands: ['pip install \"persia[ray]\"']",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _node_type(host: HostPlan) -> list[str]:
+    kind = host.kind
+    resources = {"CPU": kind.cores, "memory": kind.memory, kind.name: 1}
+    if kind.gpus:
+        resources["GPU"] = kind.gpus
+    roles = ", ".join(f"{count} x {role}" for role, count in host.roles.items())
+    return [
+        f"  {kind.name}:  # {roles}; as many for their {host.needed_for}",
+        f"    min_workers: {host.number}",
+        f"    max_workers: {host.number}",
+        f"    resources: {json.dumps(resources)}",
+        "    node_config: { machineType: FILL-IN }",
+    ]

@@ -1,0 +1,171 @@
+"""Bytes of tables in memory, on SSD and in checkpoints, by the arithmetic of the store (`cpp/include/persia`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import msgspec
+
+from persia.errors import ConfigError
+from persia.ps.tables import table_config
+from persia.schema import EmbeddingOptimizer, Schema
+from persia.store import TableConfig
+from persia.types.values import words_of
+
+__all__ = [
+    "PlannedTable",
+    "TableBytes",
+    "bytes_of",
+    "disk_row_bytes",
+    "index_slots",
+    "planned_tables",
+]
+
+ROW_HEADER_BYTES = 16
+LAST_STEP_BYTES = 4
+SLOT_BYTES = 8
+FIRST_SLOTS = 64
+DOUBLING_SLOTS = 4096
+SHARD_BYTES = 16384 + 4096
+"""Header and undo slot of a shard."""
+PAGE_BYTES = 2 << 20
+"""Rows and index of a shard each end within a huge page: half of one is unused on average."""
+
+BLOCK_BYTES = 64 << 10
+RECORD_HEADER_BYTES = 8
+RECORD_BITS = 3
+"""Bits of memory for each record of the SSD tier."""
+LIVE_SHARE = 2 / 3
+"""Share of the records of the SSD tier that are live at least, as compaction keeps it."""
+
+
+class PlannedTable(NamedTuple):
+    """A table of a plan.
+
+    Attributes:
+        config: of the store of one PS that has all rows.
+        rows: of the whole cluster.
+        last_steps: whether each row has its last step: in asynchronous modes.
+        capacity: of the whole cluster; None for as many rows as memory holds.
+    """
+
+    config: TableConfig
+    rows: int
+    last_steps: bool = False
+    capacity: int | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in memory, without its share of the index."""
+        config = self.config
+        words = config.row_words + words_of(config.state_dtype, config.state_width)
+        return ROW_HEADER_BYTES + 4 * words + (LAST_STEP_BYTES if self.last_steps else 0)
+
+    @property
+    def checkpoint_row_bytes(self) -> int:
+        """Bytes of a row in a checkpoint: id, embedding, state in float32, and three counters."""
+        config = self.config
+        return 8 + config.dim * (4 if config.dtype == "float32" else 2) + 4 * config.state_width + 12
+
+
+class TableBytes(NamedTuple):
+    """Bytes of a table in all PSs together.
+
+    Attributes:
+        name: of the table.
+        rows: in all.
+        memory_rows: rows in memory; the others are on SSD.
+        memory: bytes of memory: rows, index, and the index of rows on SSD.
+        disk: bytes on SSD, what compaction leaves included.
+        checkpoint: bytes of a checkpoint.
+    """
+
+    name: str
+    rows: int
+    memory_rows: int
+    memory: int
+    disk: int
+    checkpoint: int
+
+
+def planned_tables(
+    schema: Schema, optimizer: EmbeddingOptimizer, rows: Mapping[str, int], asynchronous: bool
+) -> list[PlannedTable]:
+    """Returns the tables of a schema with their numbers of rows.
+
+    Args:
+        schema: the input of the model.
+        optimizer: of tables that declare none.
+        rows: by table; others have their declared capacity.
+        asynchronous: whether the mode keeps last steps.
+
+    Raises:
+        ConfigError: a table has no number of rows, or there is no such table.
+    """
+    tables = schema.resolved_tables()
+    if unknown := [name for name in rows if name not in tables]:
+        raise ConfigError(
+            f"Invalid --rows {unknown[0]}: there is no such table; expected one of: {', '.join(tables)}.", field="rows"
+        )
+    found = []
+    for name, table in tables.items():
+        count = rows.get(name, table.capacity)
+        if count is None:
+            raise ConfigError(
+                f"The rows of table {name!r} are not known: give --rows {name}=N, or declare its capacity.",
+                field=f"rows.{name}",
+            )
+        config = table_config(msgspec.structs.replace(table, optimizer=table.optimizer or optimizer), 0, None)
+        found.append(PlannedTable(config, count, asynchronous, None if table.capacity is None else count))
+    return found
+
+
+def index_slots(rows: int, capacity: int) -> int:
+    """Returns the slots of a shard's index with so many rows: it grows at a load of 80 %, by a third once it is large.
+
+    The same steps as `Index::grown` in `cpp/include/persia/index.hpp`.
+    """
+    most = (capacity + capacity // 4 + 64 + 7) // 8 * 8
+    slots = min(FIRST_SLOTS, most)
+    while slots * 4 // 5 < rows and slots < most:
+        slots = min(most, slots * 2 if slots < DOUBLING_SLOTS else (slots + slots // 3) // 8 * 8)
+    return slots
+
+
+def disk_row_bytes(table: PlannedTable) -> float:
+    """Returns the bytes of SSD for a row: records are packed in blocks, of which compaction keeps two thirds live."""
+    record = RECORD_HEADER_BYTES + table.row_bytes - (LAST_STEP_BYTES if table.last_steps else 0)
+    per_block = BLOCK_BYTES // record
+    packed = BLOCK_BYTES / per_block if per_block else math.ceil(record / 4096) * 4096
+    return packed / LIVE_SHARE
+
+
+def bytes_of(table: PlannedTable, servers: int, memory_rows: int | None = None) -> TableBytes:
+    """Returns the bytes of a table.
+
+    Args:
+        table: the table.
+        servers: number of PSs that share it.
+        memory_rows: rows in memory at most, of the whole cluster; None for all.
+    """
+    hot = table.rows if memory_rows is None else min(table.rows, memory_rows)
+    cold = table.rows - hot
+    share = math.ceil(table.rows / servers)
+    capacity = max(share, TableConfig.capacity if table.capacity is None else math.ceil(table.capacity / servers))
+    config = replace(table.config, capacity=capacity)
+    shards = servers * config.resolved_shards
+    # Rows on SSD have their slots in the same index.
+    slots = index_slots(math.ceil(table.rows / shards), math.ceil(capacity / config.resolved_shards)) * shards
+    bits = RECORD_BITS / 8 / LIVE_SHARE  # Of memory, for each live record.
+    unused = sum(PAGE_BYTES // 2 for size in (slots * SLOT_BYTES, hot * table.row_bytes) if size > shards * PAGE_BYTES)
+    return TableBytes(
+        table.config.name,
+        table.rows,
+        hot,
+        shards * (SHARD_BYTES + unused) + slots * SLOT_BYTES + hot * table.row_bytes + math.ceil(cold * bits),
+        math.ceil(cold * disk_row_bytes(table)),
+        table.rows * table.checkpoint_row_bytes,
+    )

@@ -1,0 +1,195 @@
+"""Plans: processes and hosts for a rate, what limits it, and what is refused."""
+
+import math
+
+import pytest
+
+from persia import IdFeature, Schema
+from persia.cluster.ray.placement import read_place
+from persia.errors import ConfigError
+from persia.plan import HostKind, PlanRequest, Rates, Topology, cluster_file, place_of, plan_deployment, planned_tables
+from persia.plan.rates import (
+    BatchShape,
+    CheckpointRate,
+    DiskRate,
+    RateSource,
+    RowRate,
+    StepRate,
+    WireRate,
+    WorkloadRate,
+)
+from persia.schema import Adagrad
+
+ONE = {"embedding_ps": 1, "embedding_worker": 1, "data_loader": 1, "nn_worker": 1}
+MACHINE = RateSource("test", 8, "0", "", "", "rates.json")
+ROW = RowRate(1e-7, 3e-7, 1000)
+CHECKPOINT = CheckpointRate(1e8, 2e8, 0.5)
+DISK = DiskRate("/ssd", 100_000.0, 1e9)
+BATCH = BatchShape(1000, {"item": 5000.0}, {"item": 4000.0}, 0.0, 8000.0, 1_000_000)
+WORK = WorkloadRate("run.toml", BATCH, 0.002, 0.004, 0.0001, StepRate("cpu", 0.01, 0.01))
+
+
+def request(rows=1_000_000, hosts=None, counts=ONE, rate=None, **changes):
+    schema = Schema([IdFeature("item", dim=16)])
+    tables = planned_tables(schema, Adagrad(0.05), {"item": rows}, False)
+    rates = Rates(1, [MACHINE], {"16/float32/adagrad": ROW}, {}, WireRate(0.0, 0.0, 1e9), CHECKPOINT, DISK)
+    hosts = hosts or [HostKind("host", 8, 10**10, network=1e9)]
+    plan = PlanRequest(tables, hosts, rates, WORK, Topology(counts), samples_per_second=rate)
+    return plan._replace(**changes)
+
+
+def limits(plan):
+    return {limit.resource: limit.samples_per_second for limit in plan.limits}
+
+
+def test_the_rate_of_the_processes_in_the_configuration():
+    plan = plan_deployment(request())
+    found = limits(plan)
+    assert found["steps of NN workers"] == pytest.approx(1000 / 0.01)
+    assert found["threads of data_loader processes"] == pytest.approx(1000 / 0.002)
+    # 4,000 rows at 0.4 us, and 0.1 ms for the requests; 8 threads.
+    assert found["threads of embedding_ps processes"] == pytest.approx(8 * 1000 / (4000 * 4e-7 + 1e-4))
+    assert found["cores of host"] == pytest.approx(8 * 1000 / (0.002 + 0.004 + 0.01 + 0.0017))
+    # The embedding worker gets ids, rows and gradients; the PS keys twice and gradients.
+    received = 5000 * 8 + 4000 * 64 * 2 + (4000 * 16 + 4000 * 64) + (8000 + 4000 * 64 + 5000 * 2)
+    assert found["network of host, in"] == pytest.approx(1e9 * 1000 / received)
+    assert plan.bottleneck.resource == "steps of NN workers"
+    assert plan.samples_per_second == pytest.approx(1e5)
+    assert plan.checkpoint_seconds == pytest.approx(1_000_000 * 148 / 1e8)
+    assert plan.restore_seconds == pytest.approx(1_000_000 * 148 / 2e8)
+
+
+def test_processes_and_hosts_for_a_rate():
+    gpu = HostKind("gpu", 96, 10**12, ("nn_worker",), network=12.5e9, gpus=8)
+    rest = HostKind("rest", 8, 10**9, network=1e9)
+    plan = plan_deployment(request(30_000_000, [gpu, rest], rate=2_000_000))
+    assert plan.samples_per_second == 2_000_000
+    assert plan.bottleneck.samples_per_second >= 2_000_000
+    roles = {role.role: role for role in plan.roles}
+    assert roles["nn_worker"].processes == math.ceil(2000 * 0.01 / 0.8) == 25
+    assert roles["data_loader"].processes == 5
+    hosts = {host.kind.name: host for host in plan.hosts}
+    assert hosts["gpu"].number == 4
+    assert hosts["gpu"].needed_for == "GPUs"
+    assert hosts["rest"].needed_for == "memory"
+    assert hosts["rest"].number == pytest.approx(30e6 * 156 / 0.9e9, abs=1)
+    assert roles["embedding_ps"].processes == hosts["rest"].number
+    assert roles["nn_worker"].cores == pytest.approx(20, rel=0.01)
+
+
+def test_a_lack_of_hosts_is_refused():
+    with pytest.raises(ConfigError, match=r"needs 2 hosts of kind 'host' for their memory, and there are 1"):
+        plan_deployment(request(hosts=[HostKind("host", 8, 10**8, count=1)]))
+    with pytest.raises(ConfigError, match="lower --samples-per-second"):
+        plan_deployment(request(hosts=[HostKind("host", 2, 10**10, count=1)], rate=1_000_000))
+
+
+def test_rows_that_do_not_fit_go_to_the_disk():
+    few = HostKind("host", 8, 2 * 10**8, count=1, disk=10**11)
+    plan = plan_deployment(request(2_000_000, [few]))
+    (table,) = plan.tables
+    assert table.memory <= 0.9 * 2e8
+    assert table.memory > 0.85 * 2e8
+    assert 0 < table.memory_rows < 2_000_000
+    assert table.disk > 0
+    uniform = limits(plan)["disk reads of host"]
+    missing = 1 - table.memory_rows / 2_000_000
+    assert uniform == pytest.approx(1e5 * 1000 / (4000 * missing), rel=0.05)
+    # A record of 152 bytes for each missing row, and two that compaction rewrites.
+    assert limits(plan)["disk writes of host"] == pytest.approx(1e9 * 1000 / (4000 * missing * 152 * 3), rel=0.05)
+    skewed = limits(plan_deployment(request(2_000_000, [few], zipf=1.05)))["disk reads of host"]
+    assert skewed > 2 * uniform
+    chosen = plan_deployment(request(2_000_000, [few], memory_rows={"item": 100_000}))
+    assert chosen.tables[0].memory_rows == 100_000
+
+
+def test_a_disk_that_is_too_small_is_refused():
+    with pytest.raises(ConfigError, match="for their disk"):
+        plan_deployment(request(2_000_000, [HostKind("host", 8, 2 * 10**8, count=1, disk=10**7)]))
+
+
+def test_missing_rates_are_refused():
+    full = request(2_000_000, [HostKind("host", 8, 2 * 10**8, count=1, disk=10**11)])
+    fields = {"disk": r"--disk DIR --save", "checkpoint": "speed of checkpoints", "wire": "calls between processes"}
+    for field, message in fields.items():
+        rates = Rates(**{name: getattr(full.rates, name) for name in Rates.__struct_fields__} | {field: None})
+        with pytest.raises(ConfigError, match=message):
+            plan_deployment(full._replace(rates=rates))
+    with pytest.raises(ConfigError, match="rows '16/float32/adagrad' of table 'item'"):
+        plan_deployment(full._replace(rates=Rates(1, [MACHINE], checkpoint=CHECKPOINT, wire=WireRate(0, 0, 1))))
+    with pytest.raises(ConfigError, match="this configuration's data, network"):
+        full.rates.workload("unknown")
+
+
+def test_a_bounded_depth_shows_latency():
+    other = 0.004 + 0.0017
+    sync = limits(plan_deployment(request(depth=0)))["steps of NN workers"]
+    assert sync == pytest.approx(1000 / (0.01 + other))
+    assert limits(plan_deployment(request(depth=1)))["steps of NN workers"] == pytest.approx(1e5)
+
+
+def test_roles_in_one_process_have_no_calls():
+    plan = plan_deployment(request(topology=Topology(ONE, apart=False)))
+    assert {name.split(" ")[0] for name in limits(plan)} == {"steps", "cores"}
+    assert all(role.received == role.sent == 0 for role in plan.roles)
+
+
+def test_each_ps_has_its_requests():
+    plan = plan_deployment(request(counts={**ONE, "embedding_ps": 3}))
+    load = next(role.load for role in plan.roles if role.role == "embedding_ps")
+    assert load.core_seconds == pytest.approx(4000 * 4e-7 + 3 * 1e-4)
+    assert load.calls == 6
+
+
+def test_messages_cost_their_sender_and_their_receiver():
+    plain, rates = request(), request().rates
+    wire = Rates(
+        **{name: getattr(rates, name) for name in Rates.__struct_fields__} | {"wire": WireRate(0.001, 2e-9, 1)}
+    )
+    first, second = (
+        {role.role: role.load for role in plan_deployment(asked).roles} for asked in (plain, plain._replace(rates=wire))
+    )
+    more = {role: second[role].core_seconds - first[role].core_seconds for role in first}
+    assert more["embedding_ps"] == pytest.approx(2 * 0.001 / 2 + (4000 * 80 + 4000 * 64) * 2e-9 / 2)
+    # What one side receives, another one has sent, and both were charged a half.
+    moved = sum(load.sent for load in first.values())
+    assert sum(load.received for load in first.values()) == pytest.approx(moved)
+    assert sum(more.values()) == pytest.approx(moved * 2e-9 + sum(load.calls for load in first.values()) * 0.001 / 2)
+
+
+def test_compression_and_several_nn_workers_change_traffic():
+    counts = {**ONE, "nn_worker": 4}
+    plain = {role.role: role.load for role in plan_deployment(request(counts=counts)).roles}
+    short = {
+        role.role: role.load for role in plan_deployment(request(topology=Topology(counts, compressed=True))).roles
+    }
+    reduced = 2 * 3 / 4 * 4 * 1_000_000
+    assert plain["nn_worker"].sent == pytest.approx(4000 * 64 + reduced)
+    assert short["nn_worker"].sent == pytest.approx(4000 * 36 + reduced)
+    assert short["nn_worker"].received == pytest.approx(8000 + 4000 * 36 + 5000 * 2 + reduced)
+    assert short["embedding_ps"] == plain["embedding_ps"]
+
+
+def test_the_cluster_file_fits_the_schema_of_ray_up():
+    import importlib.util
+    import json
+    from pathlib import Path
+
+    yaml = pytest.importorskip("yaml")
+    jsonschema = pytest.importorskip("jsonschema")
+    if (ray := importlib.util.find_spec("ray")) is None:
+        pytest.skip('Ray is not installed: pip install "persia[ray]"')
+    gpu = HostKind("gpu", 96, 10**12, ("nn_worker",), network=12.5e9, gpus=8)
+    plan = plan_deployment(request(30_000_000, [gpu, HostKind("rest", 8, 10**9, network=1e9)], rate=2_000_000))
+    config = yaml.safe_load(cluster_file(plan, "persia plan run.toml"))
+    jsonschema.validate(config, json.loads((Path(ray.origin).parent / "autoscaler" / "ray-schema.json").read_text()))
+    kinds = config["available_node_types"]
+    assert sum(kind.get("min_workers", 0) for kind in kinds.values()) == config["max_workers"]
+    place = place_of(plan)
+    assert place["nn_worker"] == {"resources": {"gpu": 0.001}, "GPU": 1}
+    assert read_place(place).keys() == place.keys()
+    # What the processes of a host ask for, it has.
+    processes = next(role.processes for role in plan.roles if role.role == "embedding_ps")
+    hosts = kinds["rest"]["min_workers"]
+    assert place["ps"]["memory"] * processes <= hosts * kinds["rest"]["resources"]["memory"]
+    assert place["ps"].keys() == {"resources", "memory"}
