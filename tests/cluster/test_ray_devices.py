@@ -43,6 +43,21 @@ def test_reserved_gpus_that_would_idle_are_an_error():
             assert raised.value.fields["field"] == "gpus"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_gpus_of_a_placement_that_would_idle_are_an_error():
+    """As with RayOptions.gpus. More GPUs than Ray has are refused before a process starts."""
+    with persia.cluster.Ray(options=options(), place={"nn_worker": {"GPU": 1}}) as cluster:
+        assert cluster.gpus == 1
+        with pytest.raises(ConfigError, match=r"RayOptions.gpus reserves 1 GPU .* would idle"):
+            make_trainer(cluster, device="cpu")
+        with pytest.raises(ConfigError, match=r"sees no CUDA device in NN worker 0 on .* or set gpus=0"):
+            make_trainer(cluster, device="cuda").fit(reader(3))
+    with persia.cluster.Ray(nn_workers=2, options=options(), place={"nn_worker": {"GPU": 1}}) as cluster:
+        with pytest.raises(ConfigError, match=r"NN worker 1 \(of 2\) cannot be placed: no host has GPU 1"):
+            make_trainer(cluster, device="cuda")
+        assert cluster._roles.processes is None
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_two_nn_workers_share_a_gpu():

@@ -44,6 +44,31 @@ def test_a_ps_that_dies_changes_no_number(tmp_path):
     assert not list(tmp_path.iterdir())  # Nothing is left over.
 
 
+def test_a_ps_that_dies_has_its_rows_on_disk(tmp_path):
+    """Most rows of a table are there; nothing is left of them when the cluster ends."""
+    torch.set_num_threads(1)
+    expected = make_trainer(persia.cluster.Embedded(1)).fit(reader(BATCHES))
+    regions, spill = tmp_path / "regions", tmp_path / "ssd"
+    with persia.cluster.Ray(2, options=options(regions=str(regions))) as cluster:
+        trainer = make_trainer(cluster, table={"spill": spill, "memory_rows": 60})
+        killed = threading.Thread(target=kill_once_training, args=(cluster, "embedding_ps", None))
+        killed.start()
+        result = trainer.fit(reader(BATCHES))
+        killed.join(60)
+        assert not killed.is_alive()
+        assert (result.rows, result.lost_batches, result.lost_gradients) == (BATCHES * 64, 0, 0)
+        assert result.progressive == expected.progressive
+        counts = trainer.embeddings.statistics()["id_0"]
+        assert counts["disk_rows"] > 300
+        assert counts["spilled"] > counts["promoted"] > 0
+        left = {Path(one.path).name: one.disk for one in leftovers(str(regions))}
+        assert left["coordinator"] == 0
+        assert min(left["ps-0"], left["ps-1"]) > 0
+        assert {Path(one.path).name for one in leftovers(str(spill))} == {"ps-0", "ps-1"}
+    assert not list(regions.iterdir())
+    assert not list(spill.iterdir())
+
+
 def test_a_ps_that_is_dead_for_good_leaves_no_memory(tmp_path):
     """Its successor begins with the rows of the checkpoint, beside nothing."""
     with persia.cluster.Ray(2, options=options(restarts=0, regions=str(tmp_path / "regions"))) as cluster:

@@ -38,11 +38,12 @@ def reader(batches: int, epoch_seed: int = 1) -> Any:
     )
 
 
-def make_trainer(cluster: Any, mode: Any = None, **changes: Any) -> persia.Trainer:
+def make_trainer(cluster: Any, mode: Any = None, table: Any = None, **changes: Any) -> persia.Trainer:
     torch.manual_seed(0)
     base = reader(1).schema
     # Declared, so that shares of a capacity pass through deaths and restarts.
-    schema = persia.Schema(base.id_features, base.dense_features, base.labels, [persia.Table("id_0", 8, capacity=5000)])
+    tables = [persia.Table("id_0", 8, capacity=5000, **(table or {}))]
+    schema = persia.Schema(base.id_features, base.dense_features, base.labels, tables)
     return persia.Trainer(
         FFNN(schema, hidden=(16,), dropout=0.1),
         schema,

@@ -10,8 +10,9 @@ from persia.errors import MissingExtraError
 if TYPE_CHECKING:
     from persia.cluster.ray.cluster import Ray
     from persia.cluster.ray.options import RayOptions
+    from persia.cluster.ray.placement import Placement
 
-__all__ = ["Embedded", "Ray", "RayOptions"]
+__all__ = ["Embedded", "Placement", "Ray", "RayOptions"]
 
 
 def __getattr__(name: str) -> Any:
@@ -20,6 +21,10 @@ def __getattr__(name: str) -> Any:
         from persia.cluster.ray.options import RayOptions
 
         return RayOptions
+    if name == "Placement":
+        from persia.cluster.ray.placement import Placement
+
+        return Placement
     if name == "Ray":
         try:
             from persia.cluster.ray.cluster import Ray

@@ -84,8 +84,10 @@ class Embedded:
             return [DenseServer(maker)]
 
         tables = schema.resolved_tables()
-        capacities = divide_here(tables, optimizer, 1, overcommit=self._overcommit)[0]
-        options = ServerOptions(capacities=capacities, overcommit=self._overcommit)
+        shares = divide_here(tables, optimizer, 1, overcommit=self._overcommit)[0]
+        options = ServerOptions(
+            capacities=shares.capacities, overcommit=self._overcommit, memory_rows=shares.memory_rows
+        )
         server = EmbeddingServer(tables, optimizer, mode, seed, self.threads, options)
         worker = Worker(schema, [server], self.threads)
         self._server, self._worker = weakref.ref(server), weakref.ref(worker)

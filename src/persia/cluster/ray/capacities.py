@@ -1,48 +1,59 @@
-"""Divides the capacities of tables among the embedding PSs of a cluster, by the memory of their hosts."""
+"""Divides the tables among the embedding PSs of a cluster, by the memory of their hosts."""
 
 from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 
 from persia.cluster.ray.options import RayOptions
-from persia.cluster.ray.plan import Service, neighbours, node_of
+from persia.cluster.ray.plan import Service, seat_of
 from persia.cluster.ray.processes import run_on_all
 from persia.memory import Memory, host_memory
-from persia.ps.sizes import declared_sizes, divide
+from persia.ps.sizes import Shares, divide_tables
 
 __all__ = ["server_capacities"]
 
 log = logging.getLogger("persia.cluster")
 
 
-def server_capacities(service: Service, servers: int, options: RayOptions) -> list[dict[str, int]]:
-    """Returns by PS the rows that it keeps of each table with a declared capacity.
+def server_capacities(
+    service: Service, nodes: Sequence[str], options: RayOptions, reserved: int | None = None
+) -> list[Shares]:
+    """Returns by PS the rows that it keeps of each table with a declared capacity, or with rows on disk.
 
     Blocks until each host of PSs has answered. Call it once per cluster: the shares of PSs that restart do not change.
 
     Args:
         service: what the PSs will serve.
-        servers: number of PSs.
+        nodes: ids of the Ray nodes of the PSs, by rank.
         options: where their regions are, whether capacities may exceed the memory, and how long to wait.
+        reserved: bytes that each PS reserves, and does not exceed; None for its part of what its host has.
 
     Raises:
         ConfigError: the tables do not fit into the memory of the hosts, and `overcommit` is not set.
         DeadlineError: a host did not answer in time.
         PersiaError: a host could not be asked.
     """
-    sizes = declared_sizes(service.schema.resolved_tables(), service.optimizer)
-    if not sizes:
-        return [{}] * servers
-    memory: list[Memory | None] = [None] * servers
-    if not options.overcommit:
-        nodes = [node_of(rank) for rank in range(servers)]
+    tables = service.schema.resolved_tables()
+    if all(table.capacity is None and table.spill is None for table in tables.values()):
+        return [Shares({}, {})] * len(nodes)
+    memory: list[Memory | None] = [None] * len(nodes)
+    measured = any(table.spill is not None and table.memory_rows is None for table in tables.values())
+    if measured or not options.overcommit:
         measure = functools.partial(host_memory, options.regions or None)
         of_node = run_on_all(set(nodes), measure, options.timeout)
-        memory = [of_node[node].shared(neighbours(rank, servers)) for rank, node in enumerate(nodes)]
-    shares = divide(sizes, memory)
+        shared = [of_node[node].shared(seat_of(rank, nodes).neighbours) for rank, node in enumerate(nodes)]
+        memory = [_at_most(reserved, one) for one in shared]
+    shares = divide_tables(tables, service.optimizer, memory, options.overcommit)
     for rank, share in enumerate(shares):
-        log.info(
-            "embedding PS %d keeps up to %s", rank, ", ".join(f"{rows:,} rows of {n!r}" for n, rows in share.items())
-        )
+        rows = [f"{rows:,} rows of {name!r}" for name, rows in share.capacities.items()]
+        rows += [f"{rows:,} rows of {name!r} in memory" for name, rows in share.memory_rows.items()]
+        log.info("embedding PS %d keeps up to %s", rank, ", ".join(rows))
     return shares
+
+
+def _at_most(reserved: int | None, memory: Memory) -> Memory:
+    if reserved is None or reserved >= memory.total:
+        return memory
+    return Memory(reserved, min(reserved, memory.free), "`memory` of place['ps']")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -11,6 +11,8 @@ import ray
 from persia.checks import plain
 from persia.cluster.ray.connection import WorkerConnection
 from persia.cluster.ray.options import RayOptions
+from persia.cluster.ray.placement import PlacedRole, Placement, nn_worker_gpus, read_place
+from persia.cluster.ray.placing import Placer
 from persia.cluster.ray.plan import Service
 from persia.cluster.ray.roles import Roles
 from persia.cluster.ray.runs import CONSEQUENCES, Recovery, Replacement, pickled, results
@@ -40,6 +42,9 @@ class Ray:
         data_loaders: number of processes that read.
         nn_workers: number of processes that train the network.
         options: further settings.
+        place: placements of roles, for example `{"ps": {"memory": "100GB"}, "nn_worker": {"GPU": 1}}`. Without any, PSs
+            and NN workers go to one host after another, and Ray puts the others; with some, other roles are spread,
+            over hosts without GPUs first. Hosts are chosen as the cluster starts, for all processes or none.
 
     Raises:
         ConfigError: an argument is not valid.
@@ -52,6 +57,7 @@ class Ray:
         data_loaders: int = 1,
         nn_workers: int = 1,
         options: RayOptions | None = None,
+        place: Mapping[PlacedRole, Placement | Mapping[str, Any]] | None = None,
     ) -> None:
         ps, embedding_workers, data_loaders, nn_workers = map(plain, (ps, embedding_workers, data_loaders, nn_workers))
         counts = {
@@ -65,7 +71,8 @@ class Ray:
         check_capacity(embedding_workers, data_loaders, nn_workers)
         self.ps = ps
         self.nn_workers = nn_workers
-        self.options = options or RayOptions()
+        self.place = read_place(place or {})
+        self.options = nn_worker_gpus(self.place, options or RayOptions())
         self._roles = Roles(
             {
                 "embedding_ps": ps,
@@ -74,6 +81,7 @@ class Ray:
                 "nn_worker": nn_workers,
             },
             self.options,
+            Placer(self.place, self.options),
         )
         self._connections: list[WorkerConnection] = []
 
@@ -88,8 +96,8 @@ class Ray:
         """Starts the roles and returns a connection for reading: training happens on the NN workers.
 
         Raises:
-            ConfigError: this cluster serves something else already, or the declared capacity of the tables exceeds the
-                memory of the PSs' hosts.
+            ConfigError: this cluster serves something else already, a process cannot be placed, or the declared
+                capacity of the tables exceeds the memory of the PSs' hosts.
             DeadlineError: a process did not start, or a host did not report its memory, in time.
             RoleDiedError: a process could not start.
         """
@@ -114,6 +122,7 @@ class Ray:
         is pickled by cloudpickle.
 
         Raises:
+            ConfigError: a process cannot be placed; the message lists the hosts and what each has.
             DataError: the source (see `feed`) cannot be shared by this many data loaders.
             RoleDiedError: a process has died (of NN workers, while the function ran); it is named, with its last
                 lines, and so are those that died after it.
@@ -140,6 +149,7 @@ class Ray:
         """Replaces embedding PSs that have died permanently by empty ones, on any node with free resources.
 
         Raises:
+            ConfigError: one cannot be placed, and no host has joined in time.
             DeadlineError: one did not start in time; it is named.
             RoleDiedError: one could not start, or something else has died.
         """
@@ -226,8 +236,8 @@ class Ray:
         the retired ones have ended.
 
         Raises:
-            ConfigError: a number is below 1, exceeds the free ranks, or allows more ready batches than embedding
-                workers buffer.
+            ConfigError: a number is below 1, exceeds the free ranks, allows more ready batches than embedding
+                workers buffer, or a process cannot be placed.
             DeadlineError: a process did not start, or still had batches, in time.
             DataError: the source cannot be shared by this many data loaders.
         """

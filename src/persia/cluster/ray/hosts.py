@@ -16,7 +16,7 @@ import ray
 from persia import rpc
 from persia.cluster import numa
 from persia.cluster.ray.connection import connect_servers, reach, reach_coordinator
-from persia.cluster.ray.plan import Plan, ProcessInfo, Service, neighbours, position
+from persia.cluster.ray.plan import Plan, ProcessInfo, ServerSeat, Service
 from persia.coordinator import CoordinatorServer, TokenScheduler, report_metrics
 from persia.coordinator.store import CoordinatorStore, StateFile
 from persia.data.loader import Loader
@@ -26,6 +26,7 @@ from persia.membership.listener import Listener
 from persia.modes import decode
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.regions import Regions, remove_leftovers
+from persia.ps.sizes import Shares
 from persia.retry import Backoff, Deadline, retry
 from persia.rpc.interface import describe
 from persia.services import (
@@ -240,7 +241,7 @@ class EmbeddingServerHost(Host):
 
     role = "embedding_ps"
 
-    def __init__(self, plan: Plan, rank: int, service: Service, capacities: dict[str, int], losses: int) -> None:
+    def __init__(self, plan: Plan, rank: int, service: Service, shares: Shares, losses: int, seat: ServerSeat) -> None:
         super().__init__(plan, rank)
         schema, optimizer, mode, seed = service
         name = f"ps-{rank}.{losses}" if losses else f"ps-{rank}"
@@ -251,16 +252,17 @@ class EmbeddingServerHost(Host):
         if address:
             self._check_rows(address, regions)
         elif losses and plan.options.regions:  # The process before does not return; its rows are not needed any more.
-            for left in (f"ps-{rank}", f"ps-{rank}.*"):
-                remove_leftovers(plan.options.regions, f"{plan.name}/{left}")
-        sharing = neighbours(rank, plan.servers)
+            spills = [table.spill for table in schema.resolved_tables().values() if table.spill is not None]
+            for root in dict.fromkeys([plan.options.regions, *spills]):
+                for left in (f"ps-{rank}", f"ps-{rank}.*"):
+                    remove_leftovers(root, f"{plan.name}/{left}")
         # Its host may not be the one that was measured. After a loss, training continues wherever there is a host.
         overcommit = plan.options.overcommit or losses > 0
         options = ServerOptions(
-            plan.nn_workers, plan.options.timeout, regions, sharing, capacities, overcommit=overcommit
+            plan.nn_workers, plan.options.timeout, regions, seat.neighbours, **shares._asdict(), overcommit=overcommit
         )
         threads = cores(plan)
-        numa.pin(position(rank), threads)
+        numa.pin(seat.position, threads)
         self.servant = EmbeddingServer(schema.resolved_tables(), optimizer, decode(mode), seed, threads, options)
         self.join(self.serve(self.servant, together(EmbeddingPS, RecordableRows), address))
 

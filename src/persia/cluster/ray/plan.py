@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import ray
@@ -10,7 +11,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from persia.cluster.ray.options import RayOptions
 from persia.schema import EmbeddingOptimizer, Schema
 
-__all__ = ["Plan", "ProcessInfo", "Service", "here", "neighbours", "node_of", "place"]
+__all__ = ["Plan", "ProcessInfo", "ServerSeat", "Service", "here", "node_of", "place", "seat_of"]
 
 
 class Service(NamedTuple):
@@ -69,6 +70,28 @@ class ProcessInfo(NamedTuple):
     address: str
 
 
+class ServerSeat(NamedTuple):
+    """Place of a PS among those of its host. It keeps it when it restarts.
+
+    Attributes:
+        neighbours: number of PSs on the host, this one included.
+        position: number of those with a lower rank.
+    """
+
+    neighbours: int
+    position: int
+
+
+def seat_of(rank: int, nodes: Sequence[str]) -> ServerSeat:
+    """Returns the place of a PS on its host.
+
+    Args:
+        rank: of the PS.
+        nodes: ids of the nodes of all PSs, by rank.
+    """
+    return ServerSeat(nodes.count(nodes[rank]), nodes[:rank].count(nodes[rank]))
+
+
 def here() -> Any:
     """Returns the placement on the host of this process."""
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -91,17 +114,6 @@ def node_of(rank: int) -> str:
     """Returns the id of the node where `place` puts a rank."""
     nodes = _nodes()
     return nodes[rank % len(nodes)]
-
-
-def neighbours(rank: int, count: int) -> int:
-    """Returns how many of `count` processes share the host of a rank, which is one of them."""
-    hosts = len(_nodes())
-    return len(range(rank % hosts, count, hosts))
-
-
-def position(rank: int) -> int:
-    """Returns how many processes of the same role and a lower rank share the host of a rank."""
-    return rank // len(_nodes())
 
 
 def _nodes() -> list[str]:

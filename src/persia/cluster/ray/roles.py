@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,11 +17,13 @@ from persia.cluster.ray.feeding import LoaderFeed
 from persia.cluster.ray.hosts import CoordinatorHost, DataLoaderHost, EmbeddingServerHost, EmbeddingWorkerHost
 from persia.cluster.ray.nn_worker import DenseServerHost, NNWorkerHost, warn_of_idle_gpus
 from persia.cluster.ray.options import RayOptions
-from persia.cluster.ray.plan import Plan, Service, here, place
+from persia.cluster.ray.placing import Placer
+from persia.cluster.ray.plan import Plan, Service, here, seat_of
 from persia.cluster.ray.processes import Process, Processes, connect, make_plan
 from persia.cluster.ray.runs import RESTARTED
 from persia.errors import ClosedError, ConfigError, RoleDiedError
 from persia.ps.regions import remove_leftovers
+from persia.ps.sizes import Shares
 from persia.services import Coordinator, DenseMaker, Tokens
 from persia.types import Feed
 
@@ -37,10 +39,12 @@ class Roles:
     Args:
         counts: numbers of processes by role; of those that scale, the numbers to start with.
         options: of the cluster.
+        placer: chooses the hosts; None for those in turn.
 
     Attributes:
         counts: see above.
         options: see above.
+        placer: see above.
         lock: held while processes start or end. Reentrant.
         running: held while a function runs on the NN workers.
         service: what PSs and embedding workers serve; None until they start.
@@ -53,9 +57,10 @@ class Roles:
         ps_deaths: deaths of embedding PSs in the current run. In asynchronous modes a restarted PS is out of phase.
     """
 
-    def __init__(self, counts: Mapping[str, int], options: RayOptions) -> None:
+    def __init__(self, counts: Mapping[str, int], options: RayOptions, placer: Placer | None = None) -> None:
         self.counts = dict(counts)
         self.options = options
+        self.placer = placer or Placer({}, options)
         self.lock = threading.RLock()
         self.running = threading.Lock()
         self.service: Service | None = None
@@ -67,7 +72,7 @@ class Roles:
         self.closed = False
         self.ps_deaths: list[RoleDiedError] = []
         self._owns_ray = False
-        self._capacities: list[dict[str, int]] = []
+        self._capacities: list[Shares] = []
         self._losses = 0
         """Number of times that embedding PSs have lost their rows."""
 
@@ -81,6 +86,7 @@ class Roles:
 
         Raises:
             ClosedError: the cluster is closed.
+            ConfigError: a process cannot be placed; the message lists the hosts and what each has.
             DeadlineError: the coordinator did not start in time.
             RoleDiedError: a process has died permanently, or the coordinator could not start.
         """
@@ -90,6 +96,7 @@ class Roles:
             if self.processes is None or self.plan is None or self.coordinator is None:
                 self._owns_ray = connect(self.options.address) or self._owns_ray
                 plan = make_plan(self.counts["embedding_ps"], self.counts["nn_worker"], self.options)
+                self.placer.lay_out(self.counts)
                 self.processes = Processes(self._died, self._restarted, self.options.timeout)
                 process = self.processes.start(
                     CoordinatorHost,
@@ -118,26 +125,30 @@ class Roles:
             assert self.processes is not None
             if not self.processes.of("nn_worker"):
                 warn_of_idle_gpus(self.options.gpus)
+                self.placer.reserve("nn_worker", range(self.counts["nn_worker"]))
                 for rank in range(self.counts["nn_worker"]):
                     self.start_nn_worker(rank)
 
     def start_nn_worker(self, rank: int) -> Process:
-        """Starts the NN worker of a rank. Does not wait until it is ready."""
-        gpus = self.options.gpus
-        # Ray knows which hosts have GPUs.
-        where = "SPREAD" if gpus else place(rank, self.options.cpus > 0)
-        return self._start(NNWorkerHost, "nn_worker", rank, num_gpus=gpus, scheduling_strategy=where)
+        """Starts the NN worker of a rank. Does not wait until it is ready.
 
-    def capacities_of(self, service: Service) -> list[dict[str, int]]:
+        Raises:
+            ConfigError: its host is gone, and no other has what it needs.
+        """
+        self.placer.reserve("nn_worker", [rank], wait=False)
+        return self._start(NNWorkerHost, "nn_worker", rank)
+
+    def capacities_of(self, service: Service) -> list[Shares]:
         """Returns the capacities of the tables at each PS.
 
         Raises:
             ConfigError: they exceed the memory of the PSs' hosts.
             DeadlineError: a host did not report its memory in time.
         """
-        return server_capacities(service, self.counts["embedding_ps"], self.options)
+        nodes = self.placer.server_nodes(self.counts["embedding_ps"])
+        return server_capacities(service, nodes, self.options, self.placer.server_memory())
 
-    def serve(self, service: Service, capacities: list[dict[str, int]] | None = None) -> bool:
+    def serve(self, service: Service, capacities: list[Shares] | None = None) -> bool:
         """Starts PSs, embedding workers and data loaders, unless they run; returns whether the latter have a source.
 
         Args:
@@ -152,9 +163,10 @@ class Roles:
             if self.service is None:
                 self._capacities = capacities or self.capacities_of(service)
                 self.service = service
-                started = [self._start_server(rank, service) for rank in range(self.counts["embedding_ps"])]
+                self.placer.reserve("embedding_ps", range(self.counts["embedding_ps"]))
+                started = self._start_servers(range(self.counts["embedding_ps"]), service)
                 for role in ("embedding_worker", "data_loader"):
-                    started += [self.start_role(role, rank) for rank in range(self.counts[role])]
+                    started += self.start_role(role, range(self.counts[role]))
                 processes.await_ready(started, self.options.timeout)
                 self.send_feed()
             elif self.service != service:
@@ -171,34 +183,35 @@ class Roles:
             processes, _, _ = self.started()
             if not processes.of("dense_ps"):
                 ranks = range(self.options.dense_ps)
+                self.placer.reserve("dense_ps", ranks)
                 started = [self._start(DenseServerHost, "dense_ps", rank, maker) for rank in ranks]
                 processes.await_ready(started, self.options.timeout)
 
-    def start_role(self, role: str, rank: int) -> Process:
-        """Starts an embedding worker or a data loader. Does not wait until it is ready."""
-        host = EmbeddingWorkerHost if role == "embedding_worker" else DataLoaderHost
-        return self._start(host, role, rank, self.service, max_restarts=self.options.restarts)
+    def start_role(self, role: str, ranks: Collection[int]) -> list[Process]:
+        """Starts embedding workers or data loaders. Does not wait until they are ready.
 
-    def _start_server(self, rank: int, service: Service) -> Process:
-        """Starts a PS. If its rows outlive its process, it restarts on the same host."""
+        Raises:
+            ConfigError: one cannot be placed; then none starts.
+        """
+        host = EmbeddingWorkerHost if role == "embedding_worker" else DataLoaderHost
+        self.placer.reserve(role, ranks)
+        return [self._start(host, role, rank, self.service, max_restarts=self.options.restarts) for rank in ranks]
+
+    def _start_servers(self, ranks: Collection[int], service: Service) -> list[Process]:
+        """Starts PSs. If their rows outlive their processes, they restart on the same host."""
         restarts = self.options.restarts if self.options.regions else 0
-        where = place(rank, self.options.cpus > 0)
-        return self._start(
-            EmbeddingServerHost,
-            "embedding_ps",
-            rank,
-            service,
-            self._capacities[rank],
-            self._losses,
-            scheduling_strategy=where,
-            max_restarts=restarts,
-        )
+        nodes = self.placer.server_nodes(self.counts["embedding_ps"])
+        started = []
+        for rank in ranks:
+            arguments = (service, self._capacities[rank], self._losses, seat_of(rank, nodes))
+            started.append(self._start(EmbeddingServerHost, "embedding_ps", rank, *arguments, max_restarts=restarts))
+        return started
 
     def _start(self, host: type, role: str, rank: int, *arguments: Any, **options: Any) -> Process:
         assert self.processes is not None
         assert self.plan is not None
         name = f"{self.plan.name}/{role}-{rank}-{uuid.uuid4().hex[:4]}"
-        options = {"num_cpus": self.options.cpus, "name": name, **options}
+        options = {"name": name, **self.placer.actor_options(role, rank), **options}
         return self.processes.start(host, role, rank, (self.plan, rank, *arguments), **options)
 
     # --- data loaders -------------------------------------------------------------------------------------------
@@ -232,21 +245,23 @@ class Roles:
         """Replaces embedding PSs that have died permanently by empty ones, and the embedding workers.
 
         Raises:
+            ConfigError: one cannot be placed, and no host has joined in time.
             DeadlineError: one did not start in time.
             RoleDiedError: one could not start, or something else has died.
         """
         with self.lock:
             assert self.processes is not None
             assert self.service is not None
+            self.placer.reserve("embedding_ps", ranks)
             self.processes.forget_failures("embedding_ps")
             processes, _, _ = self.started()
             self._losses += 1
-            started = [self._start_server(rank, self.service) for rank in ranks]
+            started = self._start_servers(ranks, self.service)
             processes.await_ready(started, self.options.timeout)
             # Embedding workers are connected to the PSs that have died.
             workers = processes.of("embedding_worker")
             processes.end(workers)
-            started = [self.start_role("embedding_worker", worker.rank) for worker in workers]
+            started = self.start_role("embedding_worker", [worker.rank for worker in workers])
             processes.await_ready(started, self.options.timeout)
 
     def forget_deaths(self) -> None:

@@ -11,7 +11,7 @@ import ray
 
 from persia.cluster.ray.nn_worker import CLUSTER, Outcome
 from persia.cluster.ray.processes import Process, Processes
-from persia.errors import DeadlineError, PersiaError, RoleDiedError, StalePushError
+from persia.errors import ConfigError, DeadlineError, PersiaError, RoleDiedError, StalePushError
 from persia.retry import Deadline
 from persia.services import Tokens
 from persia.types import TITLES
@@ -66,8 +66,12 @@ class Replacement:
         if not self._tokens.cancel(self._generation, rank):
             return False
         LOG.warning("%s\nThe other NN workers continue until it is replaced.", death.message)
+        try:
+            self._starting.append(self._start(rank))
+        except ConfigError as error:  # The next attempt waits for a host.
+            LOG.warning("The others cannot continue without it: %s", error.message)
+            return False
         self.deaths[rank] = death
-        self._starting.append(self._start(rank))
         return True
 
     def poll(self) -> None:

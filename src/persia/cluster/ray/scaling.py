@@ -37,7 +37,7 @@ def scale(roles: Roles, role: str, wanted: int) -> None:
     """Starts or retires embedding workers or data loaders. Blocks until new ones serve and retired ones have ended.
 
     Raises:
-        ConfigError: `wanted` exceeds the free ranks.
+        ConfigError: `wanted` exceeds the free ranks, or a process cannot be placed.
         DeadlineError: a process did not start, or still had batches, in time.
         DataError: the source cannot be shared by this many data loaders.
     """
@@ -49,7 +49,7 @@ def scale(roles: Roles, role: str, wanted: int) -> None:
         all_of_them = processes.of(role)
         staying = [p for p in all_of_them if not p.leaving]
         ranks = free_ranks(role, {p.rank for p in all_of_them}, wanted - len(staying))
-        new = [roles.start_role(role, rank) for rank in ranks]
+        new = roles.start_role(role, ranks)
         processes.await_ready(new, roles.options.timeout)
         retired = staying[wanted:]
         for process in retired:
@@ -62,12 +62,14 @@ def scale(roles: Roles, role: str, wanted: int) -> None:
                 for process in new:
                     coordinator.depart(role, process.rank, process.info.incarnation if process.info else 1, "")
                 processes.end(new)
+                roles.placer.release(role, ranks)
                 roles.send_feed()
                 raise
     # Without the lock: training continues, and consumes their batches.
     for process in retired:
         await_leave(process, coordinator, roles.options.timeout, roles.running.locked)
     processes.end(retired)
+    roles.placer.release(role, [process.rank for process in retired])
 
 
 def free_ranks(role: str, taken: Collection[int], count: int) -> list[int]:

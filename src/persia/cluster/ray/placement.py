@@ -1,0 +1,170 @@
+"""`Placement`: the hosts that a role needs, and what each process reserves there; importable without ray."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from persia.checks import MAX_COUNT, check_choice, check_kind, check_number, described, plain, plain_fields
+from persia.cluster.ray.options import RayOptions
+from persia.errors import ConfigError
+
+__all__ = ["RESOURCE_UNIT", "Place", "PlacedRole", "Placement", "nn_worker_gpus", "read_place"]
+
+PlacedRole = Literal["ps", "embedding_worker", "data_loader", "nn_worker", "dense_ps"]
+"""Roles that can be placed. The coordinator runs on the host of the driver, without which training ends anyway."""
+
+ROLES: tuple[PlacedRole, ...] = ("ps", "embedding_worker", "data_loader", "nn_worker", "dense_ps")
+
+UNITS = {
+    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+MAX_BYTES = 1 << 62
+RESOURCE_UNIT = 1e-4
+"""Ray counts resources in units of this size."""
+FIELDS = ("CPU", "GPU", "memory")
+"""Resources that are fields of `Placement`, so not among its `resources`."""
+
+
+class Placement(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, rename={"cpu": "CPU", "gpu": "GPU"}
+):
+    """Demands of each process of a role on its host. Plain data: `msgspec.json.encode`, or a section of a TOML file.
+
+    Ray counts `memory`, `cpu`, `gpu` and `resources` of its hosts, and gives out no more than they have. In dicts and
+    files `cpu` and `gpu` have Ray's names, `CPU` and `GPU`.
+
+    Args:
+        memory: in bytes, or as a text such as "100GB" or "64GiB". A PS keeps rows up to this size, in regions with so
+            much free space on its host (unless `overcommit` is set); of other roles only Ray counts it.
+        cpu: processors; None for `RayOptions.cpus`.
+        gpu: GPUs, of NN workers only; None for `RayOptions.gpus`. 0.5 lets two NN workers share one.
+        resources: custom resources of Ray by name, such as `{"ssd": 1}` for `ray start --resources='{"ssd": 4}'`.
+        labels: labels that the host must have, such as `{"pool": "memory"}` for `ray start --labels=pool=memory`.
+        strategy: "spread" over as many hosts as possible, PSs in proportion to free memory; or "pack" onto as few as
+            possible, for fast communication among the processes of the role.
+    """
+
+    memory: int | str = 0
+    cpu: float | None = None
+    gpu: float | None = None
+    resources: dict[str, float] = {}
+    labels: dict[str, str] = {}
+    strategy: Literal["spread", "pack"] = "spread"
+
+    def __post_init__(self) -> None:
+        plain_fields(self)
+        bytes_of("Placement.memory", self.memory)
+        for name, amount in (("CPU", self.cpu), ("GPU", self.gpu)):
+            if amount is not None:
+                _check_amount(f"Placement.{name}", amount)
+        if self.gpu is not None and self.gpu > 1 and self.gpu != int(self.gpu):
+            raise ConfigError(
+                f"Invalid Placement.GPU = {self.gpu!r}; expected a whole number, or a fraction of one GPU.", field="GPU"
+            )
+        check_kind("Placement.resources", self.resources, dict, "amounts by the name of a resource")
+        for resource, amount in self.resources.items():
+            _check_resource(resource)
+            _check_amount(f"Placement.resources[{resource!r}]", amount)
+        check_kind("Placement.labels", self.labels, dict, "values by the name of a label")
+        for label, value in self.labels.items():
+            check_kind(f"Placement.labels[{label!r}]", value, str, "a text")
+        check_choice("Placement.strategy", self.strategy, ("spread", "pack"))
+
+    @property
+    def memory_bytes(self) -> int:
+        """`memory` in bytes."""
+        return bytes_of("Placement.memory", self.memory)
+
+    def demand(self) -> dict[str, float]:
+        """Returns the amounts that a process takes of its host's resources, by the names of Ray; none of them is 0."""
+        amounts = {"memory": float(self.memory_bytes), "CPU": self.cpu or 0.0, "GPU": self.gpu or 0.0}
+        if 0 < amounts["GPU"] < 1:  # Each is on one GPU: two processes with 0.4 leave too little for a third.
+            amounts["GPU"] = 1 / math.floor(1 / amounts["GPU"] + RESOURCE_UNIT)
+        return {name: amount for name, amount in {**amounts, **self.resources}.items() if amount}
+
+
+Place = dict[PlacedRole, Placement]
+"""Placements by role."""
+
+
+def read_place(place: object) -> Place:
+    """Checks the argument `place` of a cluster, whose placements may be plain data.
+
+    Raises:
+        ConfigError: a role is unknown, or a placement is not valid.
+    """
+    check_kind("place", place, Mapping, 'a dict by role, such as {"ps": {"memory": "100GB"}}')
+    assert isinstance(place, Mapping)
+    found: Place = {}
+    for role, wanted in place.items():
+        check_choice("role in place", role, ROLES, field="place")
+        try:
+            values = {name: plain(v) for name, v in wanted.items()} if isinstance(wanted, Mapping) else wanted
+            found[role] = msgspec.convert(values, Placement)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"Invalid place[{role!r}] = {wanted!r}: {error}.", field=f"place.{role}") from error
+        if found[role].gpu and role != "nn_worker":
+            raise ConfigError(
+                f"place[{role!r}] reserves a GPU, which would idle: only NN workers compute on GPUs. To use hosts with "
+                "GPUs for their memory or processors, give them a label and ask for that.",
+                field=f"place.{role}",
+            )
+    return found
+
+
+def nn_worker_gpus(wanted: Place, options: RayOptions) -> RayOptions:
+    """Returns the options with the GPUs of `place["nn_worker"]`: those that NN workers must train on.
+
+    Raises:
+        ConfigError: both say how many, and differ.
+    """
+    gpus = wanted["nn_worker"].gpu if "nn_worker" in wanted else None
+    if gpus is None or gpus == options.gpus:
+        return options
+    if options.gpus:
+        raise ConfigError(
+            f"place['nn_worker'] reserves {gpus:g} GPU for each NN worker, but RayOptions.gpus {options.gpus:g}. Set "
+            "one of them.",
+            field="place.nn_worker",
+        )
+    return msgspec.structs.replace(options, gpus=gpus)
+
+
+def bytes_of(name: str, value: object) -> int:
+    """Returns a size in bytes: a whole number, or a text such as "100GB" (10^9 bytes each) or "64GiB" (2^30 each).
+
+    Raises:
+        ConfigError: it is neither, or negative.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_BYTES:
+        return value
+    parts = SIZE.fullmatch(value) if isinstance(value, str) else None
+    if parts is not None and parts[2].upper() in UNITS:
+        size = int(float(parts[1]) * UNITS[parts[2].upper()])
+        if size <= MAX_BYTES:
+            return size
+    raise ConfigError(
+        f"Invalid {name} = {described(value)}; expected bytes, as a whole number or a text such as '100GB' or '64GiB'.",
+        field=name,
+    )
+
+
+def _check_resource(name: object) -> None:
+    """Raises ConfigError unless this is the name of a custom resource."""
+    if not isinstance(name, str) or not name or name in FIELDS:
+        raise ConfigError(
+            f"Invalid name {name!r} in Placement.resources; expected that of a custom resource. Memory, CPUs and GPUs "
+            "have fields of their own.",
+            field="resources",
+        )
+
+
+def _check_amount(name: str, amount: Any) -> None:
+    check_number(name, amount, 0, MAX_COUNT)

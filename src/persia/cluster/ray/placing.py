@@ -1,0 +1,201 @@
+"""Places the processes of a cluster on Ray's hosts: as `place` of the user says, or on the hosts in turn."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from persia.cluster.ray.layout import REGIONS, HostLayout, RayNode, RoleDemand, demands_of
+from persia.cluster.ray.options import RayOptions
+from persia.cluster.ray.placement import Place
+from persia.cluster.ray.plan import node_of, place
+from persia.cluster.ray.processes import run_on_all
+from persia.errors import ConfigError, PersiaError
+from persia.memory import host_memory
+from persia.retry import Deadline
+
+__all__ = ["Placer", "ray_nodes"]
+
+LOG = logging.getLogger("persia.cluster")
+
+RETURNING = ("embedding_worker", "data_loader")
+"""Roles that Ray restarts on any host that meets their demands."""
+RELEASE_SECONDS = 10.0
+"""Maximum time until Ray knows what processes that have ended had reserved."""
+POLL_SECONDS = 0.2
+
+
+class Placer:
+    """Knows the host of each process of a cluster, and what it reserves there. Thread-safe.
+
+    Without placements, PSs and NN workers go to one host after another, and the other roles where Ray puts them. With
+    placements, a `HostLayout` decides for all roles; those without a placement are spread.
+
+    Args:
+        wanted: placements by role.
+        options: of the cluster.
+    """
+
+    def __init__(self, wanted: Place, options: RayOptions) -> None:
+        self._wanted = wanted
+        self._options = options
+        self._layout: HostLayout | None = None
+
+    def lay_out(self, counts: Mapping[str, int]) -> None:
+        """Chooses a host for each process, before the first one starts.
+
+        Blocks for a few seconds at most, if Ray still counts what processes that have just ended had reserved.
+
+        Args:
+            counts: numbers of processes by role.
+
+        Raises:
+            ConfigError: a process cannot be placed; the message lists the hosts and what each has.
+            DeadlineError: a host did not report its memory in time.
+        """
+        if not self._wanted:
+            return
+        demands = demands_of(self._wanted, counts, self._options)
+        deadline = Deadline(RELEASE_SECONDS)
+        while True:
+            nodes = self._nodes(demands["embedding_ps"])
+            try:
+                self._layout = HostLayout(demands, nodes)
+                break
+            except ConfigError:
+                if deadline.passed or not _fits(demands, nodes):
+                    raise
+            time.sleep(POLL_SECONDS)
+        for role, demand in demands.items():
+            hosts = [self._layout.node_of(role, rank) for rank in range(demand.number)]
+            LOG.info("placed %s on the Ray nodes %s", role, hosts)
+
+    def reserve(self, role: str, ranks: Collection[int], wait: bool = True) -> None:
+        """Chooses hosts for processes that are about to start, unless they have one: for all or none of them.
+
+        Blocks for `RayOptions.timeout` at most where a host is gone and no other has what its processes need: Ray may
+        add one.
+
+        Args:
+            role: of the processes.
+            ranks: of the processes.
+            wait: whether to wait for a host.
+
+        Raises:
+            ConfigError: one cannot be placed; the message lists the hosts and what each has.
+            PersiaError: a host could not be asked for its memory.
+        """
+        layout = self._layout
+        if layout is None:
+            return
+        layout.update(ray_nodes())
+        if layout.placed(role, ranks):
+            return
+        replaces = any(layout.node_of(role, rank) is not None for rank in ranks)
+        deadline = Deadline(self._options.timeout if wait and replaces else 0)
+        told = False
+        while True:
+            try:
+                layout.update(self._nodes(layout.demands[role]))
+                layout.place(role, ranks)
+                return
+            except PersiaError as error:
+                if deadline.passed:
+                    raise
+                if not told:
+                    LOG.warning("%s\nWaiting %.0f s for a host.", error.message, deadline.left)
+                    told = True
+            time.sleep(POLL_SECONDS)
+
+    def release(self, role: str, ranks: Collection[int]) -> None:
+        """Forgets processes that have ended for good."""
+        if self._layout is not None:
+            self._layout.release(role, ranks)
+
+    def server_nodes(self, count: int) -> list[str]:
+        """Returns the ids of the nodes of the PSs, by rank."""
+        layout = self._layout
+        if layout is None:
+            return [node_of(rank) for rank in range(count)]
+        return [layout.node_of("embedding_ps", rank) or "" for rank in range(count)]
+
+    def server_memory(self) -> int | None:
+        """Returns the bytes that each PS reserves; None if it does not say."""
+        return (self._wanted["ps"].memory_bytes or None) if "ps" in self._wanted else None
+
+    def actor_options(self, role: str, rank: int) -> dict[str, Any]:
+        """Returns the options of a process for Ray: what it reserves, and where. `reserve` it before."""
+        layout = self._layout
+        if layout is None:
+            return self._in_turn(role, rank)
+        placement = layout.demands[role].placement
+        node = layout.node_of(role, rank)
+        assert node is not None
+        # A PS restarts where its rows are, an NN worker never without its GPU.
+        strategy = NodeAffinitySchedulingStrategy(node, soft=role in RETURNING)
+        found: dict[str, Any] = {"num_cpus": placement.cpu, "scheduling_strategy": strategy}
+        if placement.gpu:
+            found["num_gpus"] = placement.gpu
+        if placement.memory_bytes:
+            found["memory"] = placement.memory_bytes
+        if placement.resources:
+            found["resources"] = placement.resources
+        if placement.labels and role in RETURNING:  # On another host, too.
+            found["label_selector"] = placement.labels
+        return found
+
+    def _in_turn(self, role: str, rank: int) -> dict[str, Any]:
+        options = self._options
+        found: dict[str, Any] = {"num_cpus": options.cpus}
+        if role == "embedding_ps":
+            found["scheduling_strategy"] = place(rank, options.cpus > 0)
+        elif role == "nn_worker":
+            # Ray knows which hosts have GPUs.
+            found["scheduling_strategy"] = "SPREAD" if options.gpus else place(rank, options.cpus > 0)
+            found["num_gpus"] = options.gpus
+        return found
+
+    def _nodes(self, demand: RoleDemand) -> list[RayNode]:
+        """Returns the living hosts; for a role that asks for memory of regions, with what the hosts have of it."""
+        nodes = ray_nodes()
+        if REGIONS not in demand.amounts:
+            return nodes
+        asked = [node.id for node in nodes if demand.placement.labels.items() <= node.labels.items()]
+        measure = functools.partial(host_memory, self._options.regions or None)
+        found = run_on_all(asked, measure, self._options.timeout)
+        return [_with_regions(node, found[node.id].free) if node.id in found else node for node in nodes]
+
+
+def ray_nodes() -> list[RayNode]:
+    """Returns the living hosts of Ray."""
+    free = ray._private.state.available_resources_per_node()
+    return [
+        RayNode(
+            node["NodeID"],
+            node["NodeManagerAddress"],
+            node["Resources"],
+            free.get(node["NodeID"], node["Resources"]),
+            node.get("Labels", {}),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def _with_regions(node: RayNode, free: float) -> RayNode:
+    return node._replace(total={**node.total, REGIONS: free}, free={**node.free, REGIONS: free})
+
+
+def _fits(demands: Mapping[str, RoleDemand], nodes: Sequence[RayNode]) -> bool:
+    """Returns whether the processes can be placed once nothing else is reserved."""
+    try:
+        HostLayout(demands, [node._replace(free=node.total) for node in nodes])
+    except ConfigError:
+        return False
+    return True

@@ -1,0 +1,201 @@
+"""What the placer does with Ray's hosts: waits, measures and reserves; without a cluster."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import NamedTuple
+
+import pytest
+
+pytest.importorskip("ray", reason='Ray is not installed: pip install "persia[ray]"')
+
+from persia.cluster.ray import placing
+from persia.cluster.ray.layout import RayNode
+from persia.cluster.ray.options import RayOptions
+from persia.cluster.ray.placement import read_place
+from persia.cluster.ray.placing import Placer
+from persia.cluster.ray.runs import Replacement
+from persia.errors import ConfigError, DeadlineError, RoleDiedError
+from persia.memory import Memory
+from support.cluster_samples import eventually
+
+COUNTS = {"embedding_ps": 2, "embedding_worker": 1, "data_loader": 1, "nn_worker": 1}
+
+
+def node(name, memory=10**9, free=None, labels=None):
+    total = {"CPU": 4.0, "memory": memory}
+    return RayNode(name, f"10.0.0.{name}", total, {**total, "memory": free or memory}, labels or {})
+
+
+class Affinity(NamedTuple):
+    """As that of Ray, which takes only ids that look like its own."""
+
+    node_id: str
+    soft: bool
+
+
+class Hosts:
+    """Living hosts, and the free memory of those that measure it."""
+
+    def __init__(self):
+        self.living = [node("a"), node("b")]
+        self.memory = dict.fromkeys("abcd", 10**9)
+        self.asked = []
+        self.reads = 0
+
+    def nodes(self):
+        self.reads += 1
+        return list(self.living)
+
+    def measure(self, nodes, function, timeout):
+        self.asked.append(sorted(nodes))
+        if any(one not in self.memory for one in nodes):
+            raise DeadlineError(f"No answer within {timeout:g} s")
+        return {one: Memory(2 * self.memory[one], self.memory[one], "the size of /dev/shm") for one in nodes}
+
+
+@pytest.fixture
+def hosts(monkeypatch):
+    made = Hosts()
+    monkeypatch.setattr(placing, "ray_nodes", made.nodes)
+    monkeypatch.setattr(placing, "run_on_all", made.measure)
+    monkeypatch.setattr(placing, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(placing, "NodeAffinitySchedulingStrategy", Affinity)
+    return made
+
+
+def placer(place, timeout=60.0, **options):
+    made = Placer(read_place(place), RayOptions(timeout=timeout, **options))
+    made.lay_out(COUNTS)
+    return made
+
+
+def test_what_a_process_reserves(hosts):
+    placed = placer({"ps": {"memory": "1GB", "CPU": 1, "resources": {}}, "embedding_worker": {"labels": {}}}, cpus=0.5)
+    assert placed.server_nodes(2) == ["a", "b"]
+    assert placed.server_memory() == 10**9
+    found = placed.actor_options("embedding_ps", 1)
+    where = found.pop("scheduling_strategy")
+    assert (where.node_id, where.soft) == ("b", False)  # Its rows are there.
+    assert found == {"num_cpus": 1, "memory": 10**9}
+    found = placed.actor_options("data_loader", 0)
+    assert found.pop("scheduling_strategy").soft
+    assert found == {"num_cpus": 0.5}
+
+
+def test_labels_hold_where_ray_restarts_a_process(hosts):
+    hosts.living = [node("a"), node("b", labels={"pool": "x"})]
+    place = {"embedding_worker": {"labels": {"pool": "x"}}, "nn_worker": {"resources": {"fast": 0.5}, "GPU": 1}}
+    for one in hosts.living:
+        one.total.update(GPU=1.0, fast=1.0)
+    hosts.living = [one._replace(free=one.total) for one in hosts.living]
+    placed = placer(place)
+    found = placed.actor_options("embedding_worker", 0)
+    assert found["scheduling_strategy"].node_id == "b"
+    assert found["label_selector"] == {"pool": "x"}
+    placed = Placer(read_place(place), RayOptions(gpus=1))
+    placed.lay_out(COUNTS)
+    found = placed.actor_options("nn_worker", 0)
+    assert not found["scheduling_strategy"].soft
+    assert (found["num_gpus"], found["resources"]) == (1, {"fast": 0.5})
+
+
+def test_without_placements_nothing_is_read(hosts):
+    placed = Placer({}, RayOptions())
+    placed.lay_out(COUNTS)
+    placed.reserve("nn_worker", [0])
+    placed.release("nn_worker", [0])
+    assert placed.server_memory() is None
+    assert placed.actor_options("embedding_worker", 0) == {"num_cpus": 0.0}
+    assert not hosts.reads
+
+
+def test_free_memory_of_regions_is_measured(hosts):
+    hosts.living.append(node("c", labels={"pool": "x"}))
+    hosts.memory["a"] = 5 * 10**8
+    assert placer({"ps": {"memory": "600MB"}}).server_nodes(2) == ["b", "c"]
+    assert hosts.asked == [["a", "b", "c"]]
+    with pytest.raises(ConfigError, match=r"embedding PS 1 (.|\n)*; too little memory"):
+        placer({"ps": {"memory": "600MB", "labels": {"pool": "x"}}})
+    assert hosts.asked[-1] == ["c"]
+    asked = len(hosts.asked)
+    assert placer({"ps": {"memory": "600MB"}}, overcommit=True).server_nodes(2) == ["a", "b"]
+    placer({"ps": {}})
+    assert len(hosts.asked) == asked
+
+
+def test_what_cannot_be_had_is_refused_at_once(hosts):
+    with pytest.raises(ConfigError, match="embedding PS 0"):
+        placer({"ps": {"memory": "2GB"}})
+    assert hosts.reads == 1
+
+
+def test_memory_that_another_cluster_has_just_released_is_waited_for(hosts):
+    whole, hosts.living = hosts.living, [node(name, free=10**8) for name in "ab"]
+    made = []
+    thread = threading.Thread(target=lambda: made.append(placer({"ps": {"memory": "800MB"}})))
+    thread.start()
+    eventually(lambda: hosts.reads > 2, "it polls")
+    hosts.living = whole
+    thread.join(30)
+    assert made[0].server_nodes(2) == ["a", "b"]
+
+
+def test_memory_that_others_keep_is_refused_after_a_while(hosts, monkeypatch):
+    monkeypatch.setattr(placing, "RELEASE_SECONDS", 0.05)
+    hosts.living = [node(name, free=10**8) for name in "ab"]
+    with pytest.raises(ConfigError, match=r"memory 0\.1 GB of 1 GB"):
+        placer({"ps": {"memory": "800MB"}})
+
+
+def test_a_lost_host_is_waited_for(hosts, caplog):
+    placed = placer({"ps": {"memory": "800MB"}})
+    hosts.living = [node("a")]
+    thread = threading.Thread(target=placed.reserve, args=("embedding_ps", [1]))
+    thread.start()
+    eventually(lambda: "Waiting 60 s for a host" in caplog.text, "it says so")
+    assert "10.0.0.a: CPU 4 of 4, memory 0.2 GB of 1 GB" in caplog.text
+    hosts.living = [node("a"), node("x")]  # Does not report its memory yet.
+    reads = hosts.reads
+    eventually(lambda: hosts.reads > reads + 2, "it polls")
+    hosts.memory["x"] = 10**9
+    thread.join(30)
+    assert placed.server_nodes(2) == ["a", "x"]
+    assert caplog.text.count("Waiting") == 1
+
+
+def test_a_lost_host_that_does_not_come_back_is_an_error(hosts):
+    placed = placer({"ps": {"memory": "800MB"}}, timeout=0.05)
+    hosts.living = [node("a")]
+    with pytest.raises(ConfigError, match=r"embedding PS 1 \(of 2\) cannot be placed"):
+        placed.reserve("embedding_ps", [1])
+
+
+def test_more_processes_are_refused_at_once(hosts):
+    placed = placer({"embedding_worker": {"CPU": 3}})
+    placed.reserve("embedding_worker", [1])
+    reads = hosts.reads
+    with pytest.raises(ConfigError, match="embedding worker 2"):
+        placed.reserve("embedding_worker", [2])
+    assert hosts.reads == reads + 2
+    placed.release("embedding_worker", [1])
+    placed.reserve("embedding_worker", [2])
+
+
+def test_the_others_do_not_wait_for_an_nn_worker_without_a_host(caplog):
+    """In an asynchronous mode: the phase ends, and the next attempt waits."""
+
+    class Tokens:
+        def cancel(self, generation, rank):
+            return True
+
+    def start(rank):
+        raise ConfigError(f"NN worker {rank} cannot be placed")
+
+    replacement = Replacement(None, Tokens(), 1, start, 1.0)
+    death = RoleDiedError("it has died", role="nn_worker", rank=1)
+    with caplog.at_level(logging.WARNING, "persia"):
+        assert not replacement.replace(death)
+    assert "The others cannot continue without it: NN worker 1 cannot be placed" in caplog.text
+    assert not replacement.deaths
