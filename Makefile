@@ -68,7 +68,7 @@ format: install  ## fix style
 	$(BIN)/clang-format -i $$(git ls-files '*.cpp' '*.hpp')
 
 # First words of the names that `python -m benchmarks --list` prints: one process each, so that none measures what another left behind.
-BENCHMARKS = store peers batch reading checkpoint rpc step gpu reuse profile globo quality modes paper traffic ps roles cluster recovery threads apms
+BENCHMARKS = plan capacity ssd store peers batch reading checkpoint rpc step gpu reuse profile globo quality modes paper traffic ps roles cluster recovery threads apms
 
 bench: install  ## every figure of docs/performance.md, some hours
 	for area in $(BENCHMARKS); do $(BIN)/python -m benchmarks "$$area.*" --preset laptop || exit 1; done

@@ -8,6 +8,7 @@ Rows of dim 16 with Adagrad, in /dev/shm.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -52,17 +53,17 @@ SCALES = {
 }
 
 SERVE = """
-import os, sys
+import json, os, sys
 from persia import rpc
 from persia.modes import Hybrid
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.schema import Adagrad, Table
 from persia.services import EmbeddingPS
 
-address, regions = sys.argv[1:]
+address, regions, settings = sys.argv[1:]
 print("imported", flush=True)
 sys.stdin.readline()
-tables = {"table": Table("table", dim=16)}
+tables = {"table": Table("table", dim=16, **json.loads(settings))}
 threads = len(os.sched_getaffinity(0))
 servant = EmbeddingServer(tables, Adagrad(0.05), Hybrid(4), 0, threads, ServerOptions(1, 60.0, regions))
 with rpc.serve(servant, address, protocol=EmbeddingPS):
@@ -72,13 +73,19 @@ with rpc.serve(servant, address, protocol=EmbeddingPS):
 
 
 class Server:
-    """A PS process that has imported all it needs, as Ray's processes have, and begins when it is told to."""
+    """A PS process that has imported all it needs, as Ray's processes have, and begins when it is told to.
 
-    def __init__(self, address: str, regions: Path) -> None:
+    Args:
+        address: where it listens.
+        regions: directory of its regions.
+        settings: of its table.
+    """
+
+    def __init__(self, address: str, regions: Path, **settings: object) -> None:
         source = Path(__file__).resolve().parents[1] / "src"
         paths = os.pathsep.join([str(source), *sys.path])
         self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVE, address, str(regions)],
+            [sys.executable, "-c", SERVE, address, str(regions), json.dumps(settings)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": paths}, text=True,
         )  # fmt: skip
         self._expect()

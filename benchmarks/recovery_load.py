@@ -36,6 +36,8 @@ class Load(NamedTuple):
         batch: most ids of an operation.
         dim: of the table.
         optimizer: of the table.
+        memory_rows: rows in memory of the table that is killed; 0: it has none on disk.
+        spill: where those on disk are.
     """
 
     seed: int
@@ -44,9 +46,18 @@ class Load(NamedTuple):
     batch: int = 800
     dim: int = 16
     optimizer: str = "adagrad"
+    memory_rows: int = 0
+    spill: str = ""
 
-    def table(self) -> TableConfig:
-        return TableConfig("table", self.dim, self.capacity, shards=4, seed=self.seed, optimizer=self.optimizer)
+    def table(self, memory_rows: int = 0) -> TableConfig:
+        return TableConfig(
+            "table", self.dim, self.capacity, 4, self.seed, optimizer=self.optimizer, memory_rows=memory_rows
+        )
+
+    def open(self, store: NativeStore, directory: Path) -> bool:
+        """Creates the table in these regions, or attaches to it."""
+        roots = {"table": self.spill} if self.memory_rows else {}
+        return Regions(str(directory)).create_tables(store, [self.table(self.memory_rows)], roots)
 
     def batch_of(self, operation: int) -> tuple[np.ndarray, np.random.Generator]:
         generator = np.random.default_rng([self.seed, operation])
@@ -98,12 +109,14 @@ class Comparison(NamedTuple):
         wrong: of them, neither as before nor as after the operation in flight, or missing.
         seconds: that attaching took.
         recovery: what attaching found.
+        tier: counts of rows on disk since the beginning.
     """
 
     rows: int
     wrong: int
     seconds: float
     recovery: dict[str, int]
+    tier: dict[str, int]
 
 
 class Victim:
@@ -162,7 +175,7 @@ class Victim:
         after = columns(self.twin)
         store = NativeStore(2)
         began = time.perf_counter()
-        assert Regions(str(self.directory)).create_tables(store, [self.load.table()])
+        assert self.load.open(store, self.directory)
         seconds = time.perf_counter() - began
         found = columns(store)
         wrong = sum(row not in (before.get(id_), after.get(id_)) for id_, row in found.items())
@@ -173,7 +186,7 @@ class Victim:
         repeated = columns(store)
         wrong += sum(repeated.get(id_) != after.get(id_) for id_ in repeated.keys() | after.keys())
         self.done = completed + 1
-        return Comparison(len(found), wrong, seconds, store.recovery(0))
+        return Comparison(len(found), wrong, seconds, store.recovery(0), store.tier_counts(0))
 
 
 def kills(directory: Path, load: Load, count: int, longest: float) -> list[Comparison]:
@@ -185,7 +198,7 @@ def kills(directory: Path, load: Load, count: int, longest: float) -> list[Compa
 
 def _work(directory: str, progress: str, done: int, load: Load) -> None:
     store = NativeStore(2)
-    Regions(directory).create_tables(store, [load.table()])
+    load.open(store, Path(directory))
     store.keep_last_steps(0)
     with open(progress, "r+b") as file, mmap.mmap(file.fileno(), 8) as memory:
         while True:
@@ -200,4 +213,4 @@ def _work(directory: str, progress: str, done: int, load: Load) -> None:
 
 if __name__ == "__main__":
     where, shared, first, *numbers = sys.argv[1:]
-    _work(where, shared, int(first), Load(*map(int, numbers[:5]), numbers[5]))
+    _work(where, shared, int(first), Load(*map(int, numbers[:5]), numbers[5], int(numbers[6]), numbers[7]))

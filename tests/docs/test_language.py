@@ -28,6 +28,7 @@ DONE = (
     "modes",
     "nn",
     "optim",
+    "plan",
     "ps",
     "pushes",
     "replay",

@@ -1,0 +1,58 @@
+"""Charts of docs/capacity.md, as SVG, from JSON lines.
+
+    python -m benchmarks.plot_capacity [LINES] [DIRECTORY]
+
+`python -m benchmarks 'capacity.*' --json FILE` prints the lines; a later line of a name replaces an earlier one. A
+chart whose measures are missing is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.plot_modes import Chart, Lines
+
+ASSETS = Path(__file__).resolve().parents[1] / "docs" / "assets" / "capacity"
+
+
+def size(lines: Lines) -> Chart:
+    """Figure 9, left."""
+    found = lines["capacity.simulated"]["by_size"]
+    series = {kind: [(parameters, rate / 1e6) for parameters, rate in points] for kind, points in found.items()}
+    title = "Figure 9, left, simulated: rate by size, Hybrid(4), 64 NN workers"
+    return Chart(title, "trillion parameters", "million samples/s", series, log_x=True)
+
+
+def modes(lines: Lines) -> Chart:
+    """Figure 9, right."""
+    by_step = lines["capacity.simulated.modes"]["by step"]
+    names = {"Hybrid(4) over Sync": "hybrid over sync", "no barrier over Hybrid(4)": "async over hybrid"}
+    series = {label: [(line["step_ms"], line[key]) for line in by_step] for label, key in names.items()}
+    span = [by_step[0]["step_ms"], by_step[-1]["step_ms"]]
+    series["paper, 2.6"] = [(step, 2.6) for step in span]
+    series["paper, 1.2"] = [(step, 1.2) for step in span]
+    return Chart("Figure 9, right, simulated: modes at 100 T", "ms of a step", "ratio of rates", series)
+
+
+CHARTS: tuple[Callable[[Lines], Chart], ...] = (size, modes)
+
+
+def main(source: Path, target: Path) -> None:
+    """Writes all charts."""
+    lines = {line["name"]: line for line in map(json.loads, source.read_text().splitlines())}
+    target.mkdir(parents=True, exist_ok=True)
+    for make in CHARTS:
+        try:
+            chart = make(lines)
+        except KeyError:
+            print(f"{make.__name__}: its measures are not in {source}", file=sys.stderr)
+            continue
+        (target / f"{make.__name__}.svg").write_text(chart.svg())
+
+
+if __name__ == "__main__":
+    source, target = [*map(Path, sys.argv[1:]), *(ASSETS / "measures.jsonl", ASSETS)[len(sys.argv) - 1 :]]
+    main(source, target)
