@@ -192,7 +192,7 @@ def slowdown(preset: str) -> runner.Measure:
     the PS and what it writes: a thread of torch that waits for another one, which a checkpoint has put off its core,
     multiplies every delay.
     """
-    rows, every = (20_000, 1.5) if preset == "smoke" else (4_000_000, 15.0)
+    rows, every = (20_000, 3.0) if preset == "smoke" else (4_000_000, 15.0)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))
     data = persia.data.synthetic(
         1024 * 100, id_features=8, ids_per_feature=rows // 8, dense_features=4, batch_size=1024
@@ -246,7 +246,7 @@ def slowdown(preset: str) -> runner.Measure:
 
 
 def checkpoints_of(trainer: persia.Trainer, rounds: int, pace: Pace) -> list[tuple[float, float]]:
-    """When each of the next checkpoints of a training run began and ended; then stops the run, after a pause."""
+    """When each of the next checkpoints of a training run, pauses between them, began and ended; then stops the run."""
     every = trainer.options.checkpoint_every_seconds or 0.0
     spans: list[tuple[float, float]] = []
     try:
@@ -260,8 +260,11 @@ def checkpoints_of(trainer: persia.Trainer, rounds: int, pace: Pace) -> list[tup
                 continue
             step = figures["checkpoint_step"]
             end = time.perf_counter() - figures["checkpoint_age_seconds"]
-            spans.append((end - figures["checkpoint_seconds"], end))
-        assert all(after - end > every / 8 for (_, end), (after, _) in itertools.pairwise(spans)), "no pauses between"
+            begin = end - figures["checkpoint_seconds"]
+            if spans and begin - spans[-1][1] <= every / 8:
+                # Too little of a pause to compare them with, as where something else keeps the machine busy.
+                spans.clear()
+            spans.append((begin, end))
         time.sleep(every / 4)
     finally:
         pace.stopped.set()
