@@ -502,6 +502,12 @@ void RowLog::revive(std::uint32_t record) {
   ++live_records_;
 }
 
+void RowLog::forget() {
+  std::fill(live_bits_.begin(), live_bits_.end(), 0);
+  for (Segment& segment : segments_) segment.live = 0;
+  live_records_ = 0;
+}
+
 void RowLog::release(std::uint32_t record) {
   if (!live(record)) return;
   live_bits_[record / 64] &= ~(std::uint64_t{1} << (record % 64));

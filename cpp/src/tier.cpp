@@ -581,7 +581,6 @@ void Shard::finish_move() {
 
 // Finds out which rows are where. Returns whether the index was rebuilt.
 bool Shard::recover_tier() {
-  RowLog& log = tier_->log;
   if (header_->cold.rebuilding == kClearing) {
     clear_rows();
     return true;
@@ -590,7 +589,7 @@ bool Shard::recover_tier() {
   std::vector<std::uint64_t> slots;
   if (header_->cold.rebuilding != 0) {
     slots = read_slots();
-  } else if ((header_->busy & kIndexBusy) != 0 || !sound_with_tier()) {
+  } else if ((header_->busy & kIndexBusy) != 0 || !revive_rows()) {
     // As often as a slot was copied; that of a row of memory says nothing, as the row may be vacant.
     index_.for_each([&](std::uint64_t slot) {
       if (const auto number = static_cast<std::uint32_t>(slot) & kRowMask; !in_memory(number)) slots.push_back(slot);
@@ -602,33 +601,43 @@ bool Shard::recover_tier() {
     header_->cold.rebuilding = kRebuilding;
     barrier();
   }
-  const bool rebuilt = header_->cold.rebuilding != 0;
-  if (rebuilt) rebuild_with_tier(std::move(slots));
-  index_.for_each([&](std::uint64_t slot) {
-    if (const auto number = static_cast<std::uint32_t>(slot) & kRowMask; !in_memory(number)) {
-      log.revive(record_of(number));
-    }
-  });
-  for (std::uint64_t number = 0; number < header_->rows_used; ++number) {
-    if (const auto n = static_cast<std::uint32_t>(number); vacant(n)) tier_->vacant.push_back(n);
+  if (header_->cold.rebuilding == 0) return false;
+  rebuild_with_tier(std::move(slots));
+  tier_->log.forget();
+  tier_->vacant.clear();
+  if (!revive_rows()) {
+    throw std::runtime_error(where() +
+                             ": its index is damaged: it names rows twice. Remove it with `persia cluster "
+                             "regions --clean`, and go on from a checkpoint");
   }
-  return rebuilt;
+  return true;
 }
 
-// Whether each row of memory and only records that may be there are in the index, once each.
-bool Shard::sound_with_tier() const {
-  std::vector<bool> rows(header_->rows_used), records(tier_->log.end_record());
+// Notes which records are in use and which rows of memory are vacant. Returns whether each row of memory and only
+// records that may be there are in the index, once each. One pass: a process that restarts waits for it.
+bool Shard::revive_rows() {
+  RowLog& log = tier_->log;
+  std::vector<bool> rows(header_->rows_used);
   std::uint64_t found = 0, expected = 0;
   const bool sound = index_.sound_if([&](std::uint32_t number) {
-    auto& seen = in_memory(number) ? rows : records;
-    const std::uint32_t i = in_memory(number) ? number : record_of(number);
-    if (i >= seen.size() || seen[i] || (in_memory(number) && vacant(number))) return false;
-    found += in_memory(number);
-    seen[i] = true;
+    if (in_memory(number)) {
+      if (number >= rows.size() || rows[number] || vacant(number)) return false;
+      ++found;
+      rows[number] = true;
+      return true;
+    }
+    const std::uint32_t record = record_of(number);
+    if (record >= log.end_record() || log.live(record)) return false;
+    log.revive(record);
     return true;
   });
   for (std::uint64_t number = 0; number < header_->rows_used; ++number) {
-    expected += !vacant(static_cast<std::uint32_t>(number));
+    const auto n = static_cast<std::uint32_t>(number);
+    if (vacant(n)) {
+      tier_->vacant.push_back(n);
+    } else {
+      ++expected;
+    }
   }
   return sound && found == expected;
 }

@@ -1,4 +1,6 @@
 // The same of tables with rows on disk: a process dies at every word that it writes while rows move.
+#include <span>
+
 #include "crashing.hpp"
 
 using namespace persia;
@@ -110,6 +112,42 @@ TEST(an_import_of_rows_on_disk_and_new_ones) {
 
 TEST(clearing_rows_on_disk) {
   crash_with(12, [](Tested& t) { t.look(range(0, 40)); }, [](Tested& t) { t.store.clear(0); });
+}
+
+// No process leaves it so: the memory failed. Rows of memory are found by themselves, those on disk by what is left.
+TEST(a_damaged_index_is_rebuilt) {
+  memory_rows = 1600;
+  Tested twin("", false, 10'000);
+  twin.look(range(0, 3001));
+  const Directory directory;
+  {
+    Tested t(directory.path, false, 10'000);
+    t.look(range(0, 3001));
+    for (std::uint32_t s = 0; s < kShards; ++s) {
+      Shard& shard = t.store.shard(0, s);
+      Header& h = shard.header();
+      const auto index = Layout::of(h.capacity, h.row_stride, h.sketch_width).index;
+      const std::span slots(reinterpret_cast<std::uint64_t*>(reinterpret_cast<std::byte*>(&h) + index), h.index_slots);
+      const auto in_memory = std::find_if(
+          slots.begin(), slots.end(), [&](std::uint64_t slot) { return slot != 0 && (slot & kRowMask) < h.capacity; });
+      CHECK(in_memory != slots.end());
+      *in_memory = 0;
+      bool vacant = false;  // A row that is taken twice would be two ids' at once.
+      for (std::uint32_t row = 0; row < h.rows_used; ++row) {
+        vacant |= reinterpret_cast<const RowHeader*>(shard.row_bytes(row))->stamp == kVacant;
+      }
+      CHECK(vacant);
+    }
+  }
+  Tested t(directory.path, true, 10'000);
+  for (const auto& found : t.store.table(0).recovery) CHECK(found.rebuilt);
+  CHECK(t.rows() == twin.rows());
+  for (Tested* each : {&t, &twin}) {
+    each->look(backwards(range(0, 300)) + range(4000, 4300));
+    each->push(range(200, 400), 9, 1);
+  }
+  CHECK(t.rows() == twin.rows());
+  memory_rows = 0;
 }
 
 TEST(rows_on_disk_that_have_left) {

@@ -71,6 +71,8 @@ class RowLog {
   // which may use its segment again; or after `attach`. No-op if it is live. Throws std::runtime_error if the file
   // ends before it.
   void revive(std::uint32_t record);
+  // Notes that no record is in use, as just after `attach`, which is when it may be called. Keeps their bytes.
+  void forget();
   // Notes that a record is not in use any more. No-op if it is not live.
   void release(std::uint32_t record);
   // Returns whether a record is in use.

@@ -373,7 +373,7 @@ class Shard {
   void end_cold_cut();
   void finish_move();
   bool recover_tier();
-  bool sound_with_tier() const;
+  bool revive_rows();
   void rebuild_with_tier(std::vector<std::uint64_t> slots);
   std::string slots_path() const;
   void write_slots(const std::vector<std::uint64_t>& slots) const;
