@@ -1,17 +1,12 @@
-// Rows on disk: how they leave memory, how they come back, and what a process does that finds them.
+// Rows on disk: how they leave memory and come back. See tier_compaction.cpp and tier_recovery.cpp.
 //
 // The index refers to rows of memory and to records on disk alike: numbers from the capacity of memory on are records.
 // So a row moves by one store, of its other number to its slot. Before it, the new place is complete: the row's record
 // is in the file, or its bytes are in a vacant row of memory. After it, the old place is given up: the row of memory is
 // marked vacant, or the record counts as dead. `Header::cold` says which row is moving, so that whoever attaches
 // completes what is left of that. The slots of cold rows are nowhere else: no step of the index loses one (index.hpp).
-#include <fcntl.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <bit>
-#include <cerrno>
 #include <cstring>
 #include <random>
 #include <stdexcept>
@@ -22,27 +17,10 @@
 namespace persia {
 namespace {
 
-// Rows that leave memory together, or the disk: those of a block, but only so many of a small table.
-constexpr std::uint64_t kShareThatLeaves = 8;
 // Records that are looked at for each row that leaves memory, while there is a segment to compact. A third of its
 // records are dead at least, so this frees as many as come.
 constexpr std::uint64_t kCompactedPerRow = 3;
 constexpr std::uint64_t kLeastSegments = 16;
-
-class File {
- public:
-  File(const std::string& path, int flags) : file_(open(path.c_str(), flags | O_CLOEXEC | O_NOFOLLOW, 0600)) {}
-  ~File() {
-    if (file_ >= 0) close(file_);
-  }
-  File(const File&) = delete;
-  File& operator=(const File&) = delete;
-
-  int get() const { return file_; }
-
- private:
-  int file_;
-};
 
 }  // namespace
 
@@ -338,141 +316,6 @@ void Shard::make_room() {
   spill_rows();
 }
 
-// Reads the live ones of these records, which are left in `Tier::records`.
-void Shard::read_live(std::uint32_t from, std::uint32_t end) {
-  auto& records = tier_->records;
-  records.clear();
-  for (std::uint32_t record = from; record < end; ++record) {
-    if (tier_->log.live(record)) records.push_back(record);
-  }
-  read_records();
-}
-
-void Shard::read_records() {
-  const auto& records = tier_->records;
-  tier_->bytes.resize(std::max(tier_->bytes.size(), records.size() * tier_->log.record_bytes()));
-  if (!records.empty()) tier_->log.read(records, tier_->bytes.data());
-}
-
-Shard::ColdRow Shard::cold_row(std::size_t i) const {
-  const std::byte* const bytes = tier_->bytes.data() + i * tier_->log.record_bytes();
-  const std::uint32_t record = tier_->records[i];
-  return {record, tier_->log.row_in(record, bytes), RowLog::last_step_in(bytes)};
-}
-
-// Writes the live records of sparse segments again, a few blocks at a time.
-void Shard::compact() {
-  try {
-    while (tier_->to_compact >= RowLog::block_records(stride_)) {
-      if (!compact_block()) return;
-      tier_->to_compact -= RowLog::block_records(stride_);
-    }
-  } catch (const RegionFull&) {  // What asked for room has got it.
-  } catch (const std::runtime_error&) {
-    // A segment that cannot be read is left alone. Whoever needs one of its rows gets the error.
-    if (tier_->compacting != RowLog::kNone) tier_->log.pin(tier_->compacting);
-    tier_->compacting = RowLog::kNone;
-  }
-}
-
-// A segment whose rows have all left the table, or none.
-std::uint32_t Shard::expired_segment() {
-  const std::uint32_t left_before = header_->ages.left_before;
-  if (left_before == tier_->looked_for) return RowLog::kNone;
-  for (std::uint32_t segment = 0; segment < tier_->newest.size(); ++segment) {
-    if (tier_->newest[segment] < left_before && tier_->log.full(segment) && tier_->log.live_in(segment) > 0) {
-      return segment;
-    }
-  }
-  tier_->looked_for = left_before;
-  return RowLog::kNone;
-}
-
-// Appends a row to the log. It is there once the log has been flushed.
-std::uint32_t Shard::append_to_log(const std::byte* row, std::uint32_t last_step, std::uint32_t stamp,
-                                   RowLog::For what) {
-  const std::uint32_t record = tier_->log.append(last_step, row, what);
-  const std::uint32_t segment = tier_->log.segment_of(record);
-  // After an attach, the stamps of older records are unknown.
-  if (segment >= tier_->newest.size()) tier_->newest.resize(segment + 1, header_->clock);
-  auto& newest = tier_->newest[segment];
-  newest = record % tier_->log.segment_records() == 0 ? stamp : std::max(newest, stamp);
-  return record;
-}
-
-// Returns whether there was one.
-bool Shard::compact_block() {
-  RowLog& log = tier_->log;
-  if (tier_->compacting == RowLog::kNone) {
-    // What is about to be evicted must not become young again.
-    const bool full = rows_total() + RowLog::block_records(stride_) >= tier_->capacity;
-    tier_->compacting = log.candidate(full ? log.oldest() : RowLog::kNone);
-    if (tier_->compacting == RowLog::kNone) tier_->compacting = expired_segment();
-    if (tier_->compacting == RowLog::kNone) return false;
-    tier_->cursor = tier_->compacting * log.segment_records();
-    tier_->generation = log.generation(tier_->compacting);
-  }
-  if (tier_->generation != log.generation(tier_->compacting)) {  // Others have emptied it, and it is used again.
-    tier_->compacting = RowLog::kNone;
-    return true;
-  }
-  const std::uint32_t end = (tier_->compacting + 1) * log.segment_records();
-  const std::uint32_t from = tier_->cursor;
-  const auto to = static_cast<std::uint32_t>(std::min<std::uint64_t>(end, from + RowLog::block_records(stride_)));
-  read_live(from, to);
-  struct Moved {
-    ColdRow from;
-    std::uint32_t record;
-  };
-  std::vector<Moved> moved;
-  for (std::size_t i = 0; i < tier_->records.size(); ++i) {
-    const ColdRow cold = cold_row(i);
-    if (!present(cold)) {
-      drop_cold(cold.record, reinterpret_cast<const RowHeader*>(cold.row)->key());
-    } else {
-      moved.push_back({cold, append_to_log(cold.row, cold.last_step, stamp_of(cold), RowLog::For::kCompaction)});
-    }
-  }
-  if (!moved.empty()) log.flush();
-  header_->cold.next_record = log.next();
-  barrier();
-  for (const Moved& m : moved) {
-    const std::uint64_t id = reinterpret_cast<const RowHeader*>(m.from.row)->key();
-    if (!index_.replace(Index::tag_of(hash_id(id)), number_of(m.from.record), number_of(m.record))) {
-      throw damaged(number_of(m.from.record));
-    }
-    barrier();
-    log.revive(m.record);
-    changes_.records.set(m.record, changes_.records.has(m.from.record));
-    log.release(m.from.record);
-  }
-  header_->cold.compacted += moved.size();
-  tier_->cursor = to;
-  if (to == end) tier_->compacting = RowLog::kNone;
-  return true;
-}
-
-// Makes room for a row in a table at its capacity: rows that have been on disk for the longest are lost.
-void Shard::evict_cold() {
-  RowLog& log = tier_->log;
-  if (log.live_records() == 0) return;
-  const std::uint32_t full = log.oldest();
-  const std::uint32_t segment =
-      full != RowLog::kNone ? full : log.segment_of(static_cast<std::uint32_t>(header_->cold.next_record - 1));
-  const auto of_block = static_cast<std::uint32_t>(RowLog::block_records(stride_));
-  for (std::uint32_t from = segment * log.segment_records();; from += of_block) {
-    read_live(from, std::min(from + of_block, (segment + 1) * log.segment_records()));
-    if (tier_->records.empty()) continue;
-    const std::size_t most = std::max<std::uint64_t>(1, (tier_->capacity - header_->capacity) / kShareThatLeaves);
-    for (std::size_t i = 0; i < std::min(most, tier_->records.size()); ++i) {
-      const ColdRow cold = cold_row(i);
-      drop_cold(cold.record, reinterpret_cast<const RowHeader*>(cold.row)->key());
-      ++header_->counters.evicted;
-    }
-    return;
-  }
-}
-
 void Shard::append_cold(const ColdRow& cold, RowBatch& rows) const {
   append(cold.row, cold.last_step, rows);
   rows.stamps.back() = stamp_of(cold);
@@ -559,154 +402,6 @@ void Shard::end_cold_cut() {
   tier_->log.unpin_all();
   tier_->cut = {};
   tier_->cut_next = tier_->cut_end = 0;
-}
-
-// A process died while a row moved. The bytes of its new place are complete, so the slot says where it is.
-void Shard::finish_move() {
-  Cold& cold = header_->cold;
-  if (cold.move_row == 0) return;
-  RowHeader& r = *row(static_cast<std::uint32_t>(cold.move_row - 1));
-  const std::uint64_t slot = std::uint64_t{Index::tag_of(hash_id(r.key()))} << 32 | number_of(cold.move_record);
-  bool on_disk = false;
-  index_.for_each([&](std::uint64_t other) { on_disk |= other == slot; });
-  if (on_disk) {
-    r.stamp = kVacant;
-  } else if (r.stamp == kVacant) {
-    r.stamp = header_->clock;
-  }
-  barrier();
-  cold.move_row = 0;
-  barrier();
-}
-
-// Finds out which rows are where. Returns whether the index was rebuilt.
-bool Shard::recover_tier() {
-  if (header_->cold.rebuilding == kClearing) {
-    clear_rows();
-    return true;
-  }
-  finish_move();
-  std::vector<std::uint64_t> slots;
-  if (header_->cold.rebuilding != 0) {
-    slots = read_slots();
-  } else if ((header_->busy & kIndexBusy) != 0 || !revive_rows()) {
-    // As often as a slot was copied; that of a row of memory says nothing, as the row may be vacant.
-    index_.for_each([&](std::uint64_t slot) {
-      if (const auto number = static_cast<std::uint32_t>(slot) & kRowMask; !in_memory(number)) slots.push_back(slot);
-    });
-    std::sort(slots.begin(), slots.end());
-    slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
-    write_slots(slots);
-    barrier();
-    header_->cold.rebuilding = kRebuilding;
-    barrier();
-  }
-  if (header_->cold.rebuilding == 0) return false;
-  rebuild_with_tier(std::move(slots));
-  tier_->log.forget();
-  tier_->vacant.clear();
-  if (!revive_rows()) {
-    throw std::runtime_error(where() +
-                             ": its index is damaged: it names rows twice. Remove it with `persia cluster "
-                             "regions --clean`, and go on from a checkpoint");
-  }
-  return true;
-}
-
-// Notes which records are in use and which rows of memory are vacant. Returns whether each row of memory and only
-// records that may be there are in the index, once each. One pass: a process that restarts waits for it.
-bool Shard::revive_rows() {
-  RowLog& log = tier_->log;
-  std::vector<bool> rows(header_->rows_used);
-  std::uint64_t found = 0, expected = 0;
-  const bool sound = index_.sound_if([&](std::uint32_t number) {
-    if (in_memory(number)) {
-      if (number >= rows.size() || rows[number] || vacant(number)) return false;
-      ++found;
-      rows[number] = true;
-      return true;
-    }
-    const std::uint32_t record = record_of(number);
-    if (record >= log.end_record() || log.live(record)) return false;
-    log.revive(record);
-    return true;
-  });
-  for (std::uint64_t number = 0; number < header_->rows_used; ++number) {
-    const auto n = static_cast<std::uint32_t>(number);
-    if (vacant(n)) {
-      tier_->vacant.push_back(n);
-    } else {
-      ++expected;
-    }
-  }
-  return sound && found == expected;
-}
-
-void Shard::rebuild_with_tier(std::vector<std::uint64_t> slots) {
-  for (const std::uint64_t slot : slots) {
-    if (record_of(static_cast<std::uint32_t>(slot) & kRowMask) >= tier_->log.end_record()) {
-      throw std::runtime_error(where() + ": its index is damaged: it names rows behind the end of " +
-                               tier_->log.path() +
-                               ". Remove both with `persia cluster regions --clean`, and go on from a checkpoint");
-    }
-  }
-  for (std::uint64_t number = 0; number < header_->rows_used; ++number) {
-    const auto n = static_cast<std::uint32_t>(number);
-    if (!vacant(n)) slots.push_back(std::uint64_t{checked_tag(n)} << 32 | n);
-  }
-  header_->busy |= kIndexBusy;
-  barrier();
-  index_.build(slots);
-  barrier();
-  header_->index_old_slots = 0;
-  header_->index_frontier = 0;
-  barrier();
-  header_->cold.rebuilding = 0;
-  barrier();
-  unlink(slots_path().c_str());
-}
-
-std::string Shard::slots_path() const { return config_->spill.path + "." + std::to_string(number_) + ".slots"; }
-
-// The only copy while the index is being rebuilt: a process may die during that, too.
-void Shard::write_slots(const std::vector<std::uint64_t>& slots) const {
-  const std::string path = slots_path();
-  const File file(path, O_WRONLY | O_CREAT | O_TRUNC);
-  const auto* bytes = reinterpret_cast<const std::byte*>(slots.data());
-  for (std::size_t done = 0, all = slots.size() * sizeof(slots[0]); done < all;) {
-    const ssize_t count = file.get() < 0 ? -1 : write(file.get(), bytes + done, all - done);
-    if (count < 0 && errno == EINTR) continue;
-    if (count <= 0) {
-      throw RegionFull(where() + ": no room for the index of " + path + ", which a crash has left to rebuild (" +
-                       std::strerror(count == 0 ? ENOSPC : errno) + "). Free " + std::to_string((all >> 20) + 1) +
-                       " MiB there, and start the process again");
-    }
-    done += static_cast<std::size_t>(count);
-  }
-}
-
-std::vector<std::uint64_t> Shard::read_slots() const {
-  const std::string path = slots_path();
-  const File file(path, O_RDONLY);
-  struct stat status{};
-  const bool known = file.get() >= 0 && fstat(file.get(), &status) == 0;
-  std::vector<std::uint64_t> slots(known ? static_cast<std::size_t>(status.st_size) / sizeof(std::uint64_t) : 0);
-  auto* const bytes = reinterpret_cast<std::byte*>(slots.data());
-  const std::size_t all = slots.size() * sizeof(slots[0]);
-  std::size_t done = 0;
-  while (known && done < all) {
-    const ssize_t count = ::read(file.get(), bytes + done, all - done);
-    if (count < 0 && errno == EINTR) continue;
-    if (count <= 0) break;
-    done += static_cast<std::size_t>(count);
-  }
-  if (!known || done < all) {
-    throw std::runtime_error(where() + ": " + path + " cannot be read, which has what a crash left of its index (" +
-                             std::strerror(errno) +
-                             "). Put it back, or remove the region with `persia cluster regions --clean`, and go on "
-                             "from a checkpoint");
-  }
-  return slots;
 }
 
 }  // namespace persia

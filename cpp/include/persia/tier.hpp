@@ -9,6 +9,9 @@
 
 namespace persia {
 
+// Rows that leave memory together, or the disk: those of a block, but only so many of a small table.
+inline constexpr std::uint64_t kShareThatLeaves = 8;
+
 // Records of one shard, read in one batch, mostly without its lock. A record is what it was as long as the segment has
 // not been used again.
 class FetchedRecords {

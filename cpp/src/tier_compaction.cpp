@@ -1,0 +1,143 @@
+// Rows on disk: the space of those that have come back, have been changed or have left is freed.
+#include <algorithm>
+
+#include "persia/shard.hpp"
+
+namespace persia {
+
+// Reads the live ones of these records, which are left in `Tier::records`.
+void Shard::read_live(std::uint32_t from, std::uint32_t end) {
+  auto& records = tier_->records;
+  records.clear();
+  for (std::uint32_t record = from; record < end; ++record) {
+    if (tier_->log.live(record)) records.push_back(record);
+  }
+  read_records();
+}
+
+void Shard::read_records() {
+  const auto& records = tier_->records;
+  tier_->bytes.resize(std::max(tier_->bytes.size(), records.size() * tier_->log.record_bytes()));
+  if (!records.empty()) tier_->log.read(records, tier_->bytes.data());
+}
+
+Shard::ColdRow Shard::cold_row(std::size_t i) const {
+  const std::byte* const bytes = tier_->bytes.data() + i * tier_->log.record_bytes();
+  const std::uint32_t record = tier_->records[i];
+  return {record, tier_->log.row_in(record, bytes), RowLog::last_step_in(bytes)};
+}
+
+// Writes the live records of sparse segments again, a few blocks at a time.
+void Shard::compact() {
+  try {
+    while (tier_->to_compact >= RowLog::block_records(stride_)) {
+      if (!compact_block()) return;
+      tier_->to_compact -= RowLog::block_records(stride_);
+    }
+  } catch (const RegionFull&) {  // What asked for room has got it.
+  } catch (const std::runtime_error&) {
+    // A segment that cannot be read is left alone. Whoever needs one of its rows gets the error.
+    if (tier_->compacting != RowLog::kNone) tier_->log.pin(tier_->compacting);
+    tier_->compacting = RowLog::kNone;
+  }
+}
+
+// A segment whose rows have all left the table, or none.
+std::uint32_t Shard::expired_segment() {
+  const std::uint32_t left_before = header_->ages.left_before;
+  if (left_before == tier_->looked_for) return RowLog::kNone;
+  for (std::uint32_t segment = 0; segment < tier_->newest.size(); ++segment) {
+    if (tier_->newest[segment] < left_before && tier_->log.full(segment) && tier_->log.live_in(segment) > 0) {
+      return segment;
+    }
+  }
+  tier_->looked_for = left_before;
+  return RowLog::kNone;
+}
+
+// Appends a row to the log. It is there once the log has been flushed.
+std::uint32_t Shard::append_to_log(const std::byte* row, std::uint32_t last_step, std::uint32_t stamp,
+                                   RowLog::For what) {
+  const std::uint32_t record = tier_->log.append(last_step, row, what);
+  const std::uint32_t segment = tier_->log.segment_of(record);
+  // After an attach, the stamps of older records are unknown.
+  if (segment >= tier_->newest.size()) tier_->newest.resize(segment + 1, header_->clock);
+  auto& newest = tier_->newest[segment];
+  newest = record % tier_->log.segment_records() == 0 ? stamp : std::max(newest, stamp);
+  return record;
+}
+
+// Returns whether there was one.
+bool Shard::compact_block() {
+  RowLog& log = tier_->log;
+  if (tier_->compacting == RowLog::kNone) {
+    // What is about to be evicted must not become young again.
+    const bool full = rows_total() + RowLog::block_records(stride_) >= tier_->capacity;
+    tier_->compacting = log.candidate(full ? log.oldest() : RowLog::kNone);
+    if (tier_->compacting == RowLog::kNone) tier_->compacting = expired_segment();
+    if (tier_->compacting == RowLog::kNone) return false;
+    tier_->cursor = tier_->compacting * log.segment_records();
+    tier_->generation = log.generation(tier_->compacting);
+  }
+  if (tier_->generation != log.generation(tier_->compacting)) {  // Others have emptied it, and it is used again.
+    tier_->compacting = RowLog::kNone;
+    return true;
+  }
+  const std::uint32_t end = (tier_->compacting + 1) * log.segment_records();
+  const std::uint32_t from = tier_->cursor;
+  const auto to = static_cast<std::uint32_t>(std::min<std::uint64_t>(end, from + RowLog::block_records(stride_)));
+  read_live(from, to);
+  struct Moved {
+    ColdRow from;
+    std::uint32_t record;
+  };
+  std::vector<Moved> moved;
+  for (std::size_t i = 0; i < tier_->records.size(); ++i) {
+    const ColdRow cold = cold_row(i);
+    if (!present(cold)) {
+      drop_cold(cold.record, reinterpret_cast<const RowHeader*>(cold.row)->key());
+    } else {
+      moved.push_back({cold, append_to_log(cold.row, cold.last_step, stamp_of(cold), RowLog::For::kCompaction)});
+    }
+  }
+  if (!moved.empty()) log.flush();
+  header_->cold.next_record = log.next();
+  barrier();
+  for (const Moved& m : moved) {
+    const std::uint64_t id = reinterpret_cast<const RowHeader*>(m.from.row)->key();
+    if (!index_.replace(Index::tag_of(hash_id(id)), number_of(m.from.record), number_of(m.record))) {
+      throw damaged(number_of(m.from.record));
+    }
+    barrier();
+    log.revive(m.record);
+    changes_.records.set(m.record, changes_.records.has(m.from.record));
+    log.release(m.from.record);
+  }
+  header_->cold.compacted += moved.size();
+  tier_->cursor = to;
+  if (to == end) tier_->compacting = RowLog::kNone;
+  return true;
+}
+
+// Makes room for a row in a table at its capacity: rows that have been on disk for the longest are lost.
+void Shard::evict_cold() {
+  RowLog& log = tier_->log;
+  if (log.live_records() == 0) return;
+  const std::uint32_t full = log.oldest();
+  const std::uint32_t segment =
+      full != RowLog::kNone ? full : log.segment_of(static_cast<std::uint32_t>(header_->cold.next_record - 1));
+  const auto of_block = static_cast<std::uint32_t>(RowLog::block_records(stride_));
+  for (std::uint32_t from = segment * log.segment_records();; from += of_block) {
+    read_live(from, std::min(from + of_block, (segment + 1) * log.segment_records()));
+    if (tier_->records.empty()) continue;
+    const std::size_t most = std::max<std::uint64_t>(1, (tier_->capacity - header_->capacity) / kShareThatLeaves);
+    for (std::size_t i = 0; i < std::min(most, tier_->records.size()); ++i) {
+      const ColdRow cold = cold_row(i);
+      drop_cold(cold.record, reinterpret_cast<const RowHeader*>(cold.row)->key());
+      ++header_->counters.evicted;
+    }
+    return;
+  }
+}
+
+}  // namespace persia

@@ -1,0 +1,182 @@
+// Rows on disk: what a process does that attaches to the region of one that may have been killed.
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+
+#include "persia/memory.hpp"
+#include "persia/shard.hpp"
+
+namespace persia {
+namespace {
+
+class File {
+ public:
+  File(const std::string& path, int flags) : file_(open(path.c_str(), flags | O_CLOEXEC | O_NOFOLLOW, 0600)) {}
+  ~File() {
+    if (file_ >= 0) close(file_);
+  }
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+
+  int get() const { return file_; }
+
+ private:
+  int file_;
+};
+
+}  // namespace
+
+// A process died while a row moved. The bytes of its new place are complete, so the slot says where it is.
+void Shard::finish_move() {
+  Cold& cold = header_->cold;
+  if (cold.move_row == 0) return;
+  RowHeader& r = *row(static_cast<std::uint32_t>(cold.move_row - 1));
+  const std::uint64_t slot = std::uint64_t{Index::tag_of(hash_id(r.key()))} << 32 | number_of(cold.move_record);
+  bool on_disk = false;
+  index_.for_each([&](std::uint64_t other) { on_disk |= other == slot; });
+  if (on_disk) {
+    r.stamp = kVacant;
+  } else if (r.stamp == kVacant) {
+    r.stamp = header_->clock;
+  }
+  barrier();
+  cold.move_row = 0;
+  barrier();
+}
+
+// Finds out which rows are where. Returns whether the index was rebuilt.
+bool Shard::recover_tier() {
+  if (header_->cold.rebuilding == kClearing) {
+    clear_rows();
+    return true;
+  }
+  finish_move();
+  std::vector<std::uint64_t> slots;
+  if (header_->cold.rebuilding != 0) {
+    slots = read_slots();
+  } else if ((header_->busy & kIndexBusy) != 0 || !revive_rows()) {
+    // As often as a slot was copied; that of a row of memory says nothing, as the row may be vacant.
+    index_.for_each([&](std::uint64_t slot) {
+      if (const auto number = static_cast<std::uint32_t>(slot) & kRowMask; !in_memory(number)) slots.push_back(slot);
+    });
+    std::sort(slots.begin(), slots.end());
+    slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
+    write_slots(slots);
+    barrier();
+    header_->cold.rebuilding = kRebuilding;
+    barrier();
+  }
+  if (header_->cold.rebuilding == 0) return false;
+  rebuild_with_tier(std::move(slots));
+  tier_->log.forget();
+  tier_->vacant.clear();
+  if (!revive_rows()) {
+    throw std::runtime_error(where() +
+                             ": its index is damaged: it names rows twice. Remove it with `persia cluster "
+                             "regions --clean`, and go on from a checkpoint");
+  }
+  return true;
+}
+
+// Notes which records are in use and which rows of memory are vacant. Returns whether each row of memory and only
+// records that may be there are in the index, once each. One pass: a process that restarts waits for it.
+bool Shard::revive_rows() {
+  RowLog& log = tier_->log;
+  std::vector<bool> rows(header_->rows_used);
+  std::uint64_t found = 0, expected = 0;
+  const bool sound = index_.sound_if([&](std::uint32_t number) {
+    if (in_memory(number)) {
+      if (number >= rows.size() || rows[number] || vacant(number)) return false;
+      ++found;
+      rows[number] = true;
+      return true;
+    }
+    const std::uint32_t record = record_of(number);
+    if (record >= log.end_record() || log.live(record)) return false;
+    log.revive(record);
+    return true;
+  });
+  for (std::uint64_t number = 0; number < header_->rows_used; ++number) {
+    const auto n = static_cast<std::uint32_t>(number);
+    if (vacant(n)) {
+      tier_->vacant.push_back(n);
+    } else {
+      ++expected;
+    }
+  }
+  return sound && found == expected;
+}
+
+void Shard::rebuild_with_tier(std::vector<std::uint64_t> slots) {
+  for (const std::uint64_t slot : slots) {
+    if (record_of(static_cast<std::uint32_t>(slot) & kRowMask) >= tier_->log.end_record()) {
+      throw std::runtime_error(where() + ": its index is damaged: it names rows behind the end of " +
+                               tier_->log.path() +
+                               ". Remove both with `persia cluster regions --clean`, and go on from a checkpoint");
+    }
+  }
+  for (std::uint64_t number = 0; number < header_->rows_used; ++number) {
+    const auto n = static_cast<std::uint32_t>(number);
+    if (!vacant(n)) slots.push_back(std::uint64_t{checked_tag(n)} << 32 | n);
+  }
+  header_->busy |= kIndexBusy;
+  barrier();
+  index_.build(slots);
+  barrier();
+  header_->index_old_slots = 0;
+  header_->index_frontier = 0;
+  barrier();
+  header_->cold.rebuilding = 0;
+  barrier();
+  unlink(slots_path().c_str());
+}
+
+std::string Shard::slots_path() const { return config_->spill.path + "." + std::to_string(number_) + ".slots"; }
+
+// The only copy while the index is being rebuilt: a process may die during that, too.
+void Shard::write_slots(const std::vector<std::uint64_t>& slots) const {
+  const std::string path = slots_path();
+  const File file(path, O_WRONLY | O_CREAT | O_TRUNC);
+  const auto* bytes = reinterpret_cast<const std::byte*>(slots.data());
+  for (std::size_t done = 0, all = slots.size() * sizeof(slots[0]); done < all;) {
+    const ssize_t count = file.get() < 0 ? -1 : write(file.get(), bytes + done, all - done);
+    if (count < 0 && errno == EINTR) continue;
+    if (count <= 0) {
+      throw RegionFull(where() + ": no room for the index of " + path + ", which a crash has left to rebuild (" +
+                       std::strerror(count == 0 ? ENOSPC : errno) + "). Free " + std::to_string((all >> 20) + 1) +
+                       " MiB there, and start the process again");
+    }
+    done += static_cast<std::size_t>(count);
+  }
+}
+
+std::vector<std::uint64_t> Shard::read_slots() const {
+  const std::string path = slots_path();
+  const File file(path, O_RDONLY);
+  struct stat status{};
+  const bool known = file.get() >= 0 && fstat(file.get(), &status) == 0;
+  std::vector<std::uint64_t> slots(known ? static_cast<std::size_t>(status.st_size) / sizeof(std::uint64_t) : 0);
+  auto* const bytes = reinterpret_cast<std::byte*>(slots.data());
+  const std::size_t all = slots.size() * sizeof(slots[0]);
+  std::size_t done = 0;
+  while (known && done < all) {
+    const ssize_t count = ::read(file.get(), bytes + done, all - done);
+    if (count < 0 && errno == EINTR) continue;
+    if (count <= 0) break;
+    done += static_cast<std::size_t>(count);
+  }
+  if (!known || done < all) {
+    throw std::runtime_error(where() + ": " + path + " cannot be read, which has what a crash left of its index (" +
+                             std::strerror(errno) +
+                             "). Put it back, or remove the region with `persia cluster regions --clean`, and go on "
+                             "from a checkpoint");
+  }
+  return slots;
+}
+
+}  // namespace persia
