@@ -8,6 +8,13 @@
 #include <utility>
 #include <vector>
 
+// Whether these tests run under a sanitizer (gcc), which makes them many times as slow.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+inline constexpr bool kSanitized = true;
+#else
+inline constexpr bool kSanitized = false;
+#endif
+
 namespace check {
 
 struct Test {
