@@ -58,7 +58,7 @@ def plan(
     """
     from persia.cli import ui as out
     from persia.plan import cluster_file, load_hosts, load_rates, plan_deployment, this_host
-    from persia.plan.units import parse_count
+    from persia.units import parse_count
 
     wanted = {}
     for item in rows or []:
@@ -248,7 +248,7 @@ def _print(found: DeploymentPlan, request: PlanRequest, measured: Rates) -> None
     from rich.table import Table
 
     from persia.cli import ui as out
-    from persia.plan.units import format_bytes, format_count, format_seconds
+    from persia.units import format_bytes, format_count, format_seconds
 
     for source in measured.sources:
         typer.echo(f"Rates: {source.file}, measured {source.measured} on {source.machine}")

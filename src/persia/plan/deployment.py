@@ -12,7 +12,7 @@ from persia.plan.hosts import ROLES, HostKind, host_of
 from persia.plan.load import RoleLoad, Topology, role_loads
 from persia.plan.rates import Rates, WorkloadRate
 from persia.plan.tables import LIVE_SHARE, PlannedTable, TableBytes, bytes_of, disk_row_bytes
-from persia.plan.units import format_bytes
+from persia.units import format_bytes
 
 __all__ = ["DeploymentPlan", "HostPlan", "Limit", "PlanRequest", "RolePlan", "plan_deployment"]
 

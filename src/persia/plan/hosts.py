@@ -13,7 +13,7 @@ import msgspec
 from persia.config import convert
 from persia.errors import ConfigError
 from persia.memory import host_memory
-from persia.plan.units import parse_bandwidth, parse_bytes
+from persia.units import parse_bandwidth, parse_bytes
 
 __all__ = ["ROLES", "HostKind", "host_of", "load_hosts", "this_host"]
 

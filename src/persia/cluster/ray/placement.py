@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -12,6 +11,7 @@ import msgspec
 from persia.checks import MAX_COUNT, check_choice, check_kind, check_number, described, plain, plain_fields
 from persia.cluster.ray.options import RayOptions
 from persia.errors import ConfigError
+from persia.units import parse_bytes
 
 __all__ = ["RESOURCE_UNIT", "Place", "PlacedRole", "Placement", "nn_worker_gpus", "read_place"]
 
@@ -20,11 +20,6 @@ PlacedRole = Literal["ps", "embedding_worker", "data_loader", "nn_worker", "dens
 
 ROLES: tuple[PlacedRole, ...] = ("ps", "embedding_worker", "data_loader", "nn_worker", "dense_ps")
 
-UNITS = {
-    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
-}  # fmt: skip
-SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 MAX_BYTES = 1 << 62
 RESOURCE_UNIT = 1e-4
 """Ray counts resources in units of this size."""
@@ -60,7 +55,7 @@ class Placement(
 
     def __post_init__(self) -> None:
         plain_fields(self)
-        bytes_of("Placement.memory", self.memory)
+        _bytes(self.memory)
         for name, amount in (("CPU", self.cpu), ("GPU", self.gpu)):
             if amount is not None:
                 _check_amount(f"Placement.{name}", amount)
@@ -80,7 +75,7 @@ class Placement(
     @property
     def memory_bytes(self) -> int:
         """`memory` in bytes."""
-        return bytes_of("Placement.memory", self.memory)
+        return _bytes(self.memory)
 
     def demand(self) -> dict[str, float]:
         """Returns the amounts that a process takes of its host's resources, by the names of Ray; none of them is 0."""
@@ -137,23 +132,19 @@ def nn_worker_gpus(wanted: Place, options: RayOptions) -> RayOptions:
     return msgspec.structs.replace(options, gpus=gpus)
 
 
-def bytes_of(name: str, value: object) -> int:
-    """Returns a size in bytes: a whole number, or a text such as "100GB" (10^9 bytes each) or "64GiB" (2^30 each).
+def _bytes(value: object) -> int:
+    """Returns `Placement.memory` in bytes.
 
     Raises:
-        ConfigError: it is neither, or negative.
+        ConfigError: it is not bytes.
     """
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_BYTES:
-        return value
-    parts = SIZE.fullmatch(value) if isinstance(value, str) else None
-    if parts is not None and parts[2].upper() in UNITS:
-        size = int(float(parts[1]) * UNITS[parts[2].upper()])
-        if size <= MAX_BYTES:
-            return size
-    raise ConfigError(
-        f"Invalid {name} = {described(value)}; expected bytes, as a whole number or a text such as '100GB' or '64GiB'.",
-        field=name,
-    )
+    size = parse_bytes(value, "Placement.memory")
+    if size > MAX_BYTES:
+        raise ConfigError(
+            f"Invalid Placement.memory = {described(value)}; expected at most {MAX_BYTES} bytes.",
+            field="Placement.memory",
+        )
+    return size
 
 
 def _check_resource(name: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from persia.errors import ConfigError
@@ -12,6 +13,8 @@ _BYTES = {
     "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15,
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "PIB": 2**50,
 }  # fmt: skip
+MAX = 1 << 63
+"""Above all quantities."""
 _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 _BITS = {"BIT/S": 1, "KBIT/S": 10**3, "MBIT/S": 10**6, "GBIT/S": 10**9, "TBIT/S": 10**12}
 _QUANTITY = re.compile(r"\s*([0-9][0-9_,]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z/]*)\s*")
@@ -48,12 +51,14 @@ def parse_bandwidth(value: object, field: str) -> float:
 
 
 def _parse(value: object, field: str, units: dict[str, int], expected: str) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
-        return float(value)
-    found = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
-    if found is None or found[2].upper() not in units:
+    number = math.nan
+    if isinstance(value, int | float) and not isinstance(value, bool) and value < MAX:
+        number = float(value)
+    elif isinstance(value, str) and (found := _QUANTITY.fullmatch(value)) and found[2].upper() in units:
+        number = float(found[1].replace("_", "").replace(",", "")) * units[found[2].upper()]
+    if not 0 <= number < MAX:
         raise ConfigError(f"Invalid {field} = {value!r}; expected {expected}.", field=field)
-    return float(found[1].replace("_", "").replace(",", "")) * units[found[2].upper()]
+    return number
 
 
 def format_bytes(count: float) -> str:
