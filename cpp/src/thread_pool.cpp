@@ -6,6 +6,7 @@
 #include <exception>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace persia {
 
@@ -91,7 +92,8 @@ void ThreadPool::parallel_for(std::size_t count, const std::function<void(std::s
     const auto found = std::find(loops.begin(), loops.end(), loop);
     if (found != loops.end()) loops.erase(found);
   }
-  if (loop->error) std::rethrow_exception(loop->error);
+  // Taken out: a worker that still holds the loop must not be the one to free the error that the caller reads.
+  if (auto error = std::exchange(loop->error, nullptr)) std::rethrow_exception(std::move(error));
 }
 
 void ThreadPool::work(State& state) {
