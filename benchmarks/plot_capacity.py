@@ -8,12 +8,10 @@ chart whose measures are missing is left out.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.plot_modes import Chart, Lines
+from benchmarks.plot_modes import Chart, Lines, write_charts
 
 ASSETS = Path(__file__).resolve().parents[1] / "docs" / "assets" / "capacity"
 
@@ -37,22 +35,20 @@ def modes(lines: Lines) -> Chart:
     return Chart("Figure 9, right, simulated: modes at 100 T", "ms of a step", "ratio of rates", series)
 
 
-CHARTS: tuple[Callable[[Lines], Chart], ...] = (size, modes)
+def measured(lines: Lines) -> Chart:
+    """Figure 9, left, on one machine."""
+    series = {}
+    for dim in (16, 128):
+        memory, disk = (lines[f"capacity.flat.{where}_{dim}"]["by_size"] for where in ("memory", "disk"))
+        for ids, key in (("Zipf", "samples_per_s"), ("uniform", "uniform_samples_per_s")):
+            series[f"dim {dim}, {ids}"] = [(size["rows"] / 1e6, size[key] / 1e3) for size in [*memory, *disk]]
+    return Chart(
+        "Rate by size, two PSs on 2 cores, Hybrid(4)", "million rows", "thousand samples/s", series, log_x=True
+    )
 
 
-def main(source: Path, target: Path) -> None:
-    """Writes all charts."""
-    lines = {line["name"]: line for line in map(json.loads, source.read_text().splitlines())}
-    target.mkdir(parents=True, exist_ok=True)
-    for make in CHARTS:
-        try:
-            chart = make(lines)
-        except KeyError:
-            print(f"{make.__name__}: its measures are not in {source}", file=sys.stderr)
-            continue
-        (target / f"{make.__name__}.svg").write_text(chart.svg())
+CHARTS: tuple[Callable[[Lines], Chart], ...] = (size, modes, measured)
 
 
 if __name__ == "__main__":
-    source, target = [*map(Path, sys.argv[1:]), *(ASSETS / "measures.jsonl", ASSETS)[len(sys.argv) - 1 :]]
-    main(source, target)
+    write_charts(CHARTS, ASSETS)

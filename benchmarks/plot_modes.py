@@ -239,11 +239,12 @@ CHARTS: Sequence[Callable[[Lines], Chart]] = (
 )  # fmt: skip
 
 
-def main(source: Path, target: Path) -> None:
-    """Writes all charts."""
+def write_charts(charts: Sequence[Callable[[Lines], Chart]], assets: Path) -> None:
+    """Writes charts, from the arguments of the command line: a file of lines, and a directory."""
+    source, target = [*map(Path, sys.argv[1:]), *(assets / "measures.jsonl", assets)[len(sys.argv) - 1 :]]
     lines = {line["name"]: line for line in map(json.loads, source.read_text().splitlines())}
     target.mkdir(parents=True, exist_ok=True)
-    for make in CHARTS:
+    for make in charts:
         try:
             chart = make(lines)
         except (KeyError, IndexError):
@@ -253,5 +254,4 @@ def main(source: Path, target: Path) -> None:
 
 
 if __name__ == "__main__":
-    source, target = [*map(Path, sys.argv[1:]), *(ASSETS / "measures.jsonl", ASSETS)[len(sys.argv) - 1 :]]
-    main(source, target)
+    write_charts(CHARTS, ASSETS)

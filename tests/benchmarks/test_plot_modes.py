@@ -5,17 +5,18 @@ import re
 import pytest
 from benchmarks.plot_modes import Chart
 
-from benchmarks import plot_modes, runner
+from benchmarks import plot_capacity, plot_modes, runner
 
 LINE = {
     "value": 0.1, "per_day": [0.1, 0.2], "rate_per_day": [1, 2], "virtual_s_per_day": [1, 2], "quantiles": {"0.5": 0.1},
     "ids_within": {"0.1": 0.5}, "costs": [[1.0, 4, 2.0, 9.0]], "curves": {"sync": {"seconds": [1], "auc": [0.5]}},
     "rows_per_virtual_s": 9.0, "test": {"1e-06": {"0.1": 0.7}, "0.01": {"0.1": 0.6}},
+    "by_size": [{"rows": 1, "samples_per_s": 2, "uniform_samples_per_s": 3}],
 }  # fmt: skip
 """What a chart may read of any measure."""
 
 
-@pytest.mark.parametrize("make", plot_modes.CHARTS)
+@pytest.mark.parametrize("make", [*plot_modes.CHARTS, plot_capacity.measured])
 def test_measures_of_a_chart_exist(make):
     """A chart whose measures are missing is left out, so a name that has changed would pass unseen."""
     assert "<path" in make(dict.fromkeys(runner.names(), LINE)).svg()
