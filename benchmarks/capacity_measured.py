@@ -14,11 +14,12 @@ temporary files; reads and writes bypass the page cache.
 
 from __future__ import annotations
 
+import collections
 import itertools
 import statistics
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,6 +47,8 @@ EXPONENT = 1.05
 SERVERS = 2
 FILL = 1 << 18
 """Ids of a request that fills tables."""
+IN_FLIGHT = 2 * SERVERS
+"""Such requests at the same time."""
 
 
 class Scale(NamedTuple):
@@ -102,16 +105,24 @@ def widened(rows: int) -> list[int]:
     return [max(3, round(size * factor)) for size in VOCABULARIES]
 
 
+def equal_parts(sizes: list[int], kept: int) -> list[int]:
+    """Divides rows in memory equally among tables, as PSs do by themselves. Small tables are wholly in memory."""
+    parts = dict.fromkeys(range(len(sizes)), 0)
+    for done, i in enumerate(sorted(parts, key=lambda i: sizes[i])):
+        parts[i] = min(sizes[i], kept // (len(sizes) - done))
+        kept -= parts[i]
+    return list(parts.values())
+
+
 def schema_of(dim: int, kept: int = 0, rows: int = 0, spill: str | None = None) -> Schema:
     """Returns a schema with a table a feature; with `spill`, `kept` of `rows` are in memory."""
     features = [IdFeature(f"c{i}", dim=dim) for i in range(len(VOCABULARIES))]
+    sizes = widened(rows)
     tables = []
-    for feature, size in zip(features, widened(rows), strict=True):
+    for feature, size, memory in zip(features, sizes, equal_parts(sizes, kept), strict=True):
         if spill is None:
             tables.append(Table(feature.name, dim, dtype="bfloat16"))
         else:
-            # Tables of few rows stay in memory.
-            memory = min(size, max(10_000, round(size * kept / rows)))
             capacity = size + size // 8 + 10_000  # Above their sizes: hashes do not divide them equally.
             tables.append(
                 Table(feature.name, dim, dtype="bfloat16", capacity=capacity, spill=spill, memory_rows=memory)
@@ -173,18 +184,19 @@ class Run:
     def fill(self, rows: int) -> float:
         """Adds the rows that are missing, popular ones last; returns rows per second."""
         began, sizes = time.perf_counter(), widened(rows)
-        with ThreadPoolExecutor(SERVERS) as pool:
+        asked: collections.deque[Future[Any]] = collections.deque()
+        with ThreadPoolExecutor(IN_FLIGHT) as pool:
             for i, (before, size) in enumerate(zip(self._filled, sizes, strict=True)):
                 router = Router(Schema([self._schema.id_features[i]], tables=[self._schema.tables[i]]), SERVERS, 1)
                 for end in range(size, before, -FILL):
                     ids = ids_of(np.arange(max(before, end - FILL), end))
                     entry = router.entry({f"c{i}": IdColumn(ids)})
-                    asked = [
-                        pool.submit(ps.lookup, router.ids_of(entry, number), True)
-                        for number, ps in enumerate(self._servers)
-                    ]
-                    for each in asked:
-                        each.result()
+                    for number, ps in enumerate(self._servers):
+                        asked.append(pool.submit(ps.lookup, router.ids_of(entry, number), True))
+                    while len(asked) > IN_FLIGHT:
+                        asked.popleft().result()
+            while asked:
+                asked.popleft().result()
         added = sum(sizes) - sum(self._filled)
         self._filled = sizes
         return added / (time.perf_counter() - began)
