@@ -5,6 +5,7 @@ NB_MODULE(_core, m) {
   m.doc() = "Native core of persia: hot loops only. Use the Python faces in persia.store and persia.nn.";
   // Objects may live until the interpreter exits (a trainer in a script), so leak warnings would be noise.
   nanobind::set_leak_warnings(false);
+  register_isa(m);
   register_threads(m);
   register_store(m);
   register_batch(m);

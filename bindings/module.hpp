@@ -1,6 +1,7 @@
 #pragma once
 #include <nanobind/nanobind.h>
 
+void register_isa(nanobind::module_& m);
 void register_threads(nanobind::module_& m);
 void register_store(nanobind::module_& m);
 void register_batch(nanobind::module_& m);

@@ -1,6 +1,8 @@
 #include "persia/checksum.hpp"
 
 #include <array>
+
+#include "persia/isa.hpp"
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -73,8 +75,7 @@ constexpr std::size_t kBlock = 64;
 std::uint32_t crc32(std::uint32_t crc, const std::byte* data, std::size_t bytes) {
   std::uint32_t state = ~crc;
 #if defined(__x86_64__)
-  static const bool fast = __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1");
-  if (const std::size_t blocks = bytes / kBlock; fast && blocks > 0) {
+  if (const std::size_t blocks = bytes / kBlock; blocks > 0 && isa() != Isa::kBaseline) {
     state = by_blocks(state, data, blocks);
     data += blocks * kBlock;
     bytes %= kBlock;

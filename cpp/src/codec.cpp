@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "persia/isa.hpp"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -129,33 +131,26 @@ constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
   }
 }
 
-enum class Width { base, f16c, avx512 };
-
 // Short rows are best with the widest vectors that they fill.
-Width width_for(std::size_t dim) {
-  static const bool wide = __builtin_cpu_supports("avx512f");
-  static const bool narrow = __builtin_cpu_supports("avx") && __builtin_cpu_supports("f16c");
-  if (wide && dim >= 16 && dim % 16 < 8) return Width::avx512;
-  return narrow ? Width::f16c : Width::base;
-}
+Isa isa_for(std::size_t dim) { return std::min(isa(), dim >= 16 && dim % 16 < 8 ? Isa::kAvx512 : Isa::kAvx2); }
 #endif
 
 }  // namespace
 
 void encode_fp16(const float* rows, std::size_t count, std::size_t dim, std::uint16_t* halves, float* scales) {
 #if defined(__x86_64__)
-  const Width width = width_for(dim);
-  if (width == Width::avx512) return encode_avx512(rows, count, dim, halves, scales);
-  if (width == Width::f16c) return encode_f16c(rows, count, dim, halves, scales);
+  const Isa use = isa_for(dim);
+  if (use == Isa::kAvx512) return encode_avx512(rows, count, dim, halves, scales);
+  if (use == Isa::kAvx2) return encode_f16c(rows, count, dim, halves, scales);
 #endif
   encode_base(rows, count, dim, halves, scales);
 }
 
 void decode_fp16(const std::uint16_t* halves, const float* scales, std::size_t count, std::size_t dim, float* rows) {
 #if defined(__x86_64__)
-  const Width width = width_for(dim);
-  if (width == Width::avx512) return decode_avx512(halves, scales, count, dim, rows);
-  if (width == Width::f16c) return decode_f16c(halves, scales, count, dim, rows);
+  const Isa use = isa_for(dim);
+  if (use == Isa::kAvx512) return decode_avx512(halves, scales, count, dim, rows);
+  if (use == Isa::kAvx2) return decode_f16c(halves, scales, count, dim, rows);
 #endif
   decode_base(halves, scales, count, dim, rows);
 }

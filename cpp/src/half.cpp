@@ -5,6 +5,7 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "persia/isa.hpp"
 #include "persia/memory.hpp"
 
 namespace persia {
@@ -183,11 +184,8 @@ PERSIA_KERNELS(Avx512, [[gnu::target("avx512f,avx512vl,avx512bw,avx512dq,prefer-
 template <Dtype D>
 Kernels choose() {
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq")) {
-    return Avx512<D>::kAll;
-  }
-  if (__builtin_cpu_supports("avx2")) return Avx2<D>::kAll;
+  if (isa() == Isa::kAvx512) return Avx512<D>::kAll;
+  if (isa() == Isa::kAvx2) return Avx2<D>::kAll;
 #endif
   return Base<D>::kAll;
 }

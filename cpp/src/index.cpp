@@ -3,6 +3,8 @@
 #include <bit>
 #include <limits>
 #include <vector>
+
+#include "persia/isa.hpp"
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -11,9 +13,9 @@ namespace persia {
 
 void Index::candidates(const Index* const* indices, const std::uint32_t* tags, std::size_t count, std::uint32_t* rows) {
 #if defined(__x86_64__)
-  static const bool avx512 = __builtin_cpu_supports("avx512f"), avx2 = __builtin_cpu_supports("avx2");
-  if (avx512) return candidates_avx512(indices, tags, count, rows);
-  if (avx2) return candidates_avx2(indices, tags, count, rows);
+  const Isa use = isa();
+  if (use == Isa::kAvx512) return candidates_avx512(indices, tags, count, rows);
+  if (use == Isa::kAvx2) return candidates_avx2(indices, tags, count, rows);
 #endif
   for (std::size_t i = 0; i < count; ++i) {
     const Index& index = *indices[i];

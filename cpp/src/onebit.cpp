@@ -1,10 +1,11 @@
 #include "persia/onebit.hpp"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <vector>
+
+#include "persia/isa.hpp"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -215,21 +216,12 @@ PERSIA_AVX512 void unpack_avx512(const std::uint8_t* bits, std::size_t count, fl
 PERSIA_LOOPS(avx512, PERSIA_AVX512)
 #endif
 
-const Loops* find(OneBitWidth width) {
+const Loops& loops_for(Isa isa) {
 #if defined(__x86_64__)
-  const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  const bool narrow = __builtin_cpu_supports("avx2");
-  if (width == OneBitWidth::automatic) return wide ? &k_avx512 : narrow ? &k_avx2 : &k_base;
-  if (width == OneBitWidth::avx512) return wide ? &k_avx512 : nullptr;
-  if (width == OneBitWidth::avx2) return narrow ? &k_avx2 : nullptr;
+  if (isa == Isa::kAvx512) return k_avx512;
+  if (isa == Isa::kAvx2) return k_avx2;
 #endif
-  return width == OneBitWidth::automatic || width == OneBitWidth::base ? &k_base : nullptr;
-}
-
-std::atomic<const Loops*>& chosen() {
-  static std::atomic<const Loops*> loops{find(OneBitWidth::automatic)};
-  return loops;
+  return k_base;
 }
 
 // --- blocks
@@ -288,14 +280,8 @@ void for_runs(std::span<const MomentumRun> runs, std::size_t begin, std::size_t 
 
 }  // namespace
 
-bool onebit_use(OneBitWidth width) {
-  const Loops* loops = find(width);
-  if (loops != nullptr) chosen() = loops;
-  return loops != nullptr;
-}
-
 void onebit_pack(const OneBitFormat& format, float* values, std::size_t count, std::uint8_t* payload) {
-  const Loops& loops = *chosen();
+  const Loops& loops = loops_for(isa());
   for (std::size_t b = 0; b < format.blocks(count); ++b) {
     const Block block = block_at(format, count, b);
     pack_block(loops, format, block, values + block.begin, payload);
@@ -303,7 +289,7 @@ void onebit_pack(const OneBitFormat& format, float* values, std::size_t count, s
 }
 
 void onebit_unpack(const OneBitFormat& format, const std::uint8_t* payload, std::size_t count, float* out) {
-  const Loops& loops = *chosen();
+  const Loops& loops = loops_for(isa());
   for (std::size_t b = 0; b < format.blocks(count); ++b) {
     const Block block = block_at(format, count, b);
     unpack_block(loops, block, payload, out + block.begin, false);
@@ -312,7 +298,7 @@ void onebit_unpack(const OneBitFormat& format, const std::uint8_t* payload, std:
 
 void onebit_average(const OneBitFormat& format, const std::uint8_t* payloads, std::size_t stride, std::size_t workers,
                     float* error, std::size_t count, std::uint8_t* payload, ThreadPool& pool) {
-  const Loops& loops = *chosen();
+  const Loops& loops = loops_for(isa());
   const float share = 1.0f / static_cast<float>(workers);
   for_blocks(format, count, count, pool, [&](std::size_t, std::size_t, std::size_t, const Block& block, float* sum) {
     for (std::size_t w = 0; w < workers; ++w) unpack_block(loops, block, payloads + w * stride, sum, w != 0);
@@ -324,7 +310,7 @@ void onebit_average(const OneBitFormat& format, const std::uint8_t* payloads, st
 void onebit_compress(const OneBitFormat& format, std::span<const MomentumRun> runs, const float* momentum,
                      const OneBitRows* previous, float* error, std::size_t count, const OneBitRows& rows,
                      ThreadPool& pool) {
-  const Loops& loops = *chosen();
+  const Loops& loops = loops_for(isa());
   for_blocks(
       format, count, rows.chunk, pool,
       [&](std::size_t k, std::size_t start, std::size_t, const Block& block, float* room) {
@@ -344,7 +330,7 @@ void onebit_compress(const OneBitFormat& format, std::span<const MomentumRun> ru
 
 void onebit_apply(const OneBitFormat& format, std::span<const MomentumRun> runs, const OneBitRows& rows,
                   float* momentum, const float* variance, std::size_t count, ThreadPool& pool) {
-  const Loops& loops = *chosen();
+  const Loops& loops = loops_for(isa());
   for_blocks(format, count, rows.chunk, pool,
              [&](std::size_t k, std::size_t start, std::size_t, const Block& block, float* room) {
                const std::size_t begin = start + block.begin;
@@ -365,7 +351,7 @@ void onebit_apply(const OneBitFormat& format, std::span<const MomentumRun> runs,
 
 void adam_step(std::span<const MomentumRun> runs, const float* gradient, float factor, float* momentum, float* variance,
                std::size_t count, ThreadPool& pool) {
-  const Loops& loops = *chosen();
+  const Loops& loops = loops_for(isa());
   pool.parallel_for((count + kTask - 1) / kTask, [&](std::size_t task) {
     for_runs(runs, task * kTask, std::min(count, (task + 1) * kTask),
              [&](const MomentumRun& run, std::size_t at, std::size_t length) {
@@ -377,7 +363,7 @@ void adam_step(std::span<const MomentumRun> runs, const float* gradient, float f
 }
 
 double sum_of_squares(const float* values, std::size_t count, ThreadPool& pool) {
-  const Loops& loops = *chosen();
+  const Loops& loops = loops_for(isa());
   std::vector<double> sums((count + kTask - 1) / kTask);
   pool.parallel_for(sums.size(), [&](std::size_t task) {
     sums[task] = loops.squares(values + task * kTask, std::min(kTask, count - task * kTask));

@@ -6,6 +6,8 @@
 #include <limits>
 #include <stdexcept>
 
+#include "persia/isa.hpp"
+
 namespace persia {
 namespace {
 
@@ -167,8 +169,8 @@ template <OptimizerKind K>
 template <OptimizerKind K>
 Optimizer::Kernel choose() {
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl")) return step_avx512<K>;
-  if (__builtin_cpu_supports("avx2")) return step_avx2<K>;
+  if (isa() == Isa::kAvx512) return step_avx512<K>;
+  if (isa() == Isa::kAvx2) return step_avx2<K>;
 #endif
   return step_base<K>;
 }

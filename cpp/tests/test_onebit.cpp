@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "check.hpp"
+#include "persia/isa.hpp"
 #include "persia/onebit.hpp"
 
 using namespace persia;
@@ -20,12 +21,11 @@ std::vector<float> normal(std::size_t count, unsigned seed) {
   return values;
 }
 
-std::vector<OneBitWidth> widths() {
-  std::vector<OneBitWidth> found;
-  for (const auto width : {OneBitWidth::base, OneBitWidth::avx2, OneBitWidth::avx512}) {
-    if (onebit_use(width)) found.push_back(width);
+std::vector<Isa> isas() {
+  std::vector<Isa> found;
+  for (const Isa each : {Isa::kBaseline, Isa::kAvx2, Isa::kAvx512}) {
+    if (each <= widest_isa()) found.push_back(each);
   }
-  CHECK(onebit_use(OneBitWidth::automatic));
   return found;
 }
 
@@ -58,12 +58,12 @@ TEST(the_l2_scale_keeps_the_norm) {
   CHECK(std::fabs(p.arrived[0] - std::sqrt(12.5f)) < 1e-6f && p.arrived[1] == -p.arrived[0]);
 }
 
-TEST(every_width_gives_the_same_bits) {
+TEST(every_instruction_set_gives_the_same_bits) {
   for (const std::size_t count : {0, 1, 7, 8, 9, 15, 16, 17, 63, 64, 65, 127, 128, 200, 1000, 4097}) {
     for (const bool l2 : {false, true}) {
       std::vector<Packed> all;
-      for (const auto width : widths()) {
-        CHECK(onebit_use(width));
+      for (const Isa each : isas()) {
+        use_isa(each);
         all.push_back(pack({128, l2}, normal(count, 7)));
       }
       for (const auto& one : all) CHECK(one == all[0]);
@@ -71,7 +71,7 @@ TEST(every_width_gives_the_same_bits) {
         CHECK(std::fabs(all[0].lost[i] + all[0].arrived[i] - normal(count, 7)[i]) < 1e-6f);
     }
   }
-  onebit_use(OneBitWidth::automatic);
+  use_isa(widest_isa());
 }
 
 namespace {
@@ -145,12 +145,12 @@ Bucket step(std::size_t count, std::size_t workers, std::size_t threads, bool im
 
 }  // namespace
 
-TEST(a_step_is_the_same_in_every_width_on_any_number_of_threads_with_momentum_kept_or_implied) {
+TEST(a_step_is_the_same_in_every_instruction_set_on_any_number_of_threads_with_momentum_kept_or_implied) {
   for (const std::size_t count : {1, 64, 100, 5000, 300000}) {
     for (const std::size_t workers : {1, 2, 3}) {
       const Bucket expected = step(count, workers, 1, false);
-      for (const auto width : widths()) {
-        CHECK(onebit_use(width));
+      for (const Isa each : isas()) {
+        use_isa(each);
         for (const std::size_t threads : {1, 3}) {
           for (const bool implied : {false, true}) {
             const Bucket found = step(count, workers, threads, implied);
@@ -159,7 +159,7 @@ TEST(a_step_is_the_same_in_every_width_on_any_number_of_threads_with_momentum_ke
           }
         }
       }
-      onebit_use(OneBitWidth::automatic);
+      use_isa(widest_isa());
     }
   }
 }
@@ -199,8 +199,8 @@ TEST(a_step_is_what_the_algorithm_says) {
 }
 
 TEST(adam_is_adam) {
-  for (const auto width : widths()) {
-    CHECK(onebit_use(width));
+  for (const Isa each : isas()) {
+    use_isa(each);
     ThreadPool pool(2);
     const std::size_t count = 70001;
     auto x = normal(count, 1), g = normal(count, 2), m = normal(count, 3), v = normal(count, 4);
@@ -220,7 +220,7 @@ TEST(adam_is_adam) {
       CHECK(std::fabs(x[i] - xi) <= 1e-4 * (1 + std::fabs(xi)));
     }
   }
-  onebit_use(OneBitWidth::automatic);
+  use_isa(widest_isa());
 }
 
 TEST(a_sum_of_squares_is_finite_if_the_values_are) {
@@ -228,12 +228,12 @@ TEST(a_sum_of_squares_is_finite_if_the_values_are) {
   std::vector<float> values(200000, 3e38f);
   CHECK(std::isfinite(sum_of_squares(values.data(), values.size(), pool)));
   std::vector<double> sums;
-  for (const auto width : widths()) {
-    CHECK(onebit_use(width));
+  for (const Isa each : isas()) {
+    use_isa(each);
     const auto random = normal(100003, 3);
     sums.push_back(sum_of_squares(random.data(), random.size(), pool));
   }
-  onebit_use(OneBitWidth::automatic);
+  use_isa(widest_isa());
   for (const double sum : sums) CHECK(sum == sums[0]);
   for (const float bad : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
     values[199999] = bad;

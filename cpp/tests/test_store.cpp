@@ -10,6 +10,7 @@
 
 #include "check.hpp"
 #include "one_table.hpp"
+#include "persia/isa.hpp"
 
 using namespace persia;
 
@@ -99,12 +100,17 @@ struct SmallIndex {
       CHECK(model.index.find(tag, [](auto) { return false; }) == Index::kNone);
       CHECK(!model.index.erase(tag, count));
     }
-    Index::candidates(same.data(), asked.data(), asked.size(), candidates.data());
-    std::size_t i = 0;
-    for (const auto& [tag, numbers] : rows) {
-      const std::uint32_t candidate = candidates[i++];
-      CHECK(numbers.empty() ? candidate == Index::kNone : std::ranges::find(numbers, candidate) != numbers.end());
+    for (const Isa each : {Isa::kBaseline, Isa::kAvx2, Isa::kAvx512}) {
+      if (each > widest_isa()) break;
+      use_isa(each);
+      Index::candidates(same.data(), asked.data(), asked.size(), candidates.data());
+      std::size_t i = 0;
+      for (const auto& [tag, numbers] : rows) {
+        const std::uint32_t candidate = candidates[i++];
+        CHECK(numbers.empty() ? candidate == Index::kNone : std::ranges::find(numbers, candidate) != numbers.end());
+      }
     }
+    use_isa(widest_isa());
   }
 };
 

@@ -70,9 +70,4 @@ void adam_step(std::span<const MomentumRun> runs, const float* gradient, float f
 // Returns the sum of squares in float64, in a fixed order. NaN or infinite if and only if a value is.
 double sum_of_squares(const float* values, std::size_t count, ThreadPool& pool);
 
-// For tests: selects the instruction set of the loops above, all with the same result. Returns false if the machine
-// does not support it.
-enum class OneBitWidth { automatic, base, avx2, avx512 };
-bool onebit_use(OneBitWidth width);
-
 }  // namespace persia
