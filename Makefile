@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 SOURCES := $(shell find cpp bindings -name '*.cpp' -o -name '*.hpp' -o -name CMakeLists.txt) CMakeLists.txt pyproject.toml
 
-.PHONY: chaos gpu gpu-wheels demo demo-cluster test test-all test-processes test-rest test-cpp sanitize lint format bench bench-cpp bench-smoke examples docs clean install
+.PHONY: chaos gpu gpu-wheels demo demo-cluster test test-all test-processes test-rest test-cpp sanitize lint format wheel bench bench-cpp bench-smoke examples docs clean install
 
 install: $(READY)  ## create .venv and install persia into it, editable
 
@@ -67,8 +67,13 @@ format: install  ## fix style
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $$(git ls-files '*.cpp' '*.hpp')
 
+# What the wheel is built from: sdist, as a release is; or checkout, of what `install` has compiled.
+WHEEL_FROM ?= sdist
+wheel: install  ## build the source distribution and the wheel into dist/, install it into an empty environment, try it there
+	$(BIN)/python tests/wheel.py $(WHEEL_FROM)
+
 # First words of the names that `python -m benchmarks --list` prints: one process each, so that none measures what another left behind.
-BENCHMARKS = plan capacity ssd store peers batch reading checkpoint rpc step gpu reuse profile globo quality modes paper traffic ps roles cluster recovery threads apms
+BENCHMARKS = plan capacity ssd store peers batch reading checkpoint rpc step gpu reuse profile globo quality modes paper traffic ps roles cluster recovery threads apms wheel
 
 bench: install  ## every figure of docs/performance.md, some hours
 	for area in $(BENCHMARKS); do $(BIN)/python -m benchmarks "$$area.*" --preset laptop || exit 1; done

