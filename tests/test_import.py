@@ -1,0 +1,34 @@
+"""`import persia` stays cheap: no library is loaded before something needs it."""
+
+import subprocess
+import sys
+
+HEAVY = (
+    "numpy",
+    "torch",
+    "pyarrow",
+    "ray",
+    "zmq",
+    "msgspec",
+    "fsspec",
+    "safetensors",
+    "rich",
+    "typer",
+    "persia._core",
+    "asyncio",
+)
+
+
+def loaded(statement):
+    code = f"import sys; {statement}; print(*sorted(sys.modules))"
+    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+
+
+def test_the_package_alone_loads_no_library():
+    assert loaded("import persia").isdisjoint(HEAVY)
+
+
+def test_a_schema_needs_no_torch():
+    found = loaded("import persia; persia.Schema([persia.IdFeature('item', dim=8)])")
+    assert found.isdisjoint({"torch", "pyarrow", "ray", "rich", "typer"})
+    assert "msgspec" in found  # The check sees what a name loads.
