@@ -1,10 +1,13 @@
-"""A step of the dense network: when an accumulated update ends."""
+"""A step of the dense network: when an accumulated update ends, and losses that need more than logits."""
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
+from persia.errors import ConfigError
 from persia.nn.dense_step import DenseStep, StepOptions
+from persia.nn.output import ModelOutput
 
 
 class Net(torch.nn.Module):
@@ -34,3 +37,33 @@ def test_discarded_gradients_are_in_no_update():
     for network in networks:
         assert [train(network, 1.0), train(network, 2.0)] == [False, True]
     assert torch.equal(networks[0].model.head.weight, networks[1].model.head.weight)
+
+
+class WithExtra(Net):
+    def forward(self, dense, embeddings):
+        return ModelOutput(self.head(dense), {"norm": self.head.weight.square().sum()})
+
+
+class WithLoss(WithExtra):
+    def loss(self, logits, labels, extra):
+        return (logits - labels).square().mean() + extra["norm"]
+
+
+def test_the_loss_gets_what_the_model_returned_beside_logits():
+    model = WithLoss()
+    step = DenseStep(model, lambda p: torch.optim.SGD(p, 0.1), torch.device("cpu"), StepOptions())
+    batch = SimpleNamespace(dense=torch.ones(4, 2), labels=torch.ones(4, 1), weight=4, dummy=False)
+    logits, loss = step.forward_backward(batch, {}, all_reduce=False)
+    expected = (logits - 1).square().mean() + model.head.weight.square().sum()
+    torch.testing.assert_close(loss, expected.detach())
+    assert torch.equal(step.logits(batch, {}), logits)
+
+
+def test_a_model_output_without_a_loss_that_uses_it_is_refused():
+    step = DenseStep(WithExtra(), lambda p: torch.optim.SGD(p, 0.1), torch.device("cpu"), StepOptions())
+    batch = SimpleNamespace(dense=torch.ones(4, 2), labels=torch.ones(4, 1), weight=4, dummy=False)
+    with pytest.raises(ConfigError, match=r"WithExtra returned a ModelOutput.*loss\(logits, labels, extra\)"):
+        step.forward_backward(batch, {}, all_reduce=True)
+    batch.labels = torch.ones(4, 2)
+    with pytest.raises(ConfigError, match=r"logits of shape \[4, 1\]"):
+        step.logits(batch, {})

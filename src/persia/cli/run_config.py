@@ -40,6 +40,9 @@ MODELS: dict[str, Callable[..., torch.nn.Module]] = {
     "deepfm": models.DeepFM,
     "dlrm": models.DLRM,
     "dcn_v2": models.DCNv2,
+    "din": models.DIN,
+    "dien": models.DIEN,
+    "youtube_dnn": models.YouTubeDNN,
 }
 READERS: dict[str, Callable[..., Any]] = {
     "parquet": data.parquet,
@@ -144,7 +147,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         options: arguments of the model, by name (`hidden`, `dropout`, ...).
     """
 
-    kind: Literal["ffnn", "ffnn_paper", "deepfm", "dlrm", "dcn_v2"] = "ffnn"
+    kind: Literal["ffnn", "ffnn_paper", "deepfm", "dlrm", "dcn_v2", "din", "dien", "youtube_dnn"] = "ffnn"
     options: dict[str, Any] = {}
 
     def build(self, schema: Schema) -> torch.nn.Module:

@@ -4,6 +4,7 @@ from persia.nn import models
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.gate import Staleness
 from persia.nn.options import CollectionOptions
+from persia.nn.output import ModelOutput
 from persia.nn.pooling import Embeddings, SequenceEmbedding
 from persia.nn.prepared import PreparedBatch
 from persia.types import RowsSet, RowState, StoredRows
@@ -12,6 +13,7 @@ __all__ = [
     "CollectionOptions",
     "EmbeddingCollection",
     "Embeddings",
+    "ModelOutput",
     "PreparedBatch",
     "RowState",
     "RowsSet",

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from persia.errors import ConfigError
+from persia.nn.output import ModelOutput
 from persia.nn.pooling import Embeddings
 from persia.nn.prepared import PreparedBatch, loss_scale
 from persia.nn.replicas import Replicas, SingleReplica
@@ -43,7 +44,8 @@ class DenseStep:
 
     Args:
         model: `model(dense, embeddings)` gives logits `[batch, labels]`. A method `loss(logits, labels)` of the
-            model is used where it has one, else the mean binary cross-entropy over all labels.
+            model is used where it has one, else the mean binary cross-entropy over all labels. A model that gives a
+            `ModelOutput` has a method `loss(logits, labels, extra)`.
         optimizer: makes the optimizer from the model's parameters.
         device: where the network runs.
         options: the rest.
@@ -87,7 +89,7 @@ class DenseStep:
         self._autocast = (lambda: torch.autocast(device.type, dtype)) if dtype is not None else contextlib.nullcontext
         self._accumulation = options.accumulation_steps
         self._clip = options.clip_norm
-        self._loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = getattr(
+        self._loss: Callable[..., torch.Tensor] = getattr(
             model, "loss", torch.nn.functional.binary_cross_entropy_with_logits
         )
         self._batches = 0
@@ -127,10 +129,15 @@ class DenseStep:
         self, batch: PreparedBatch, embeddings: Embeddings, model: torch.nn.Module
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with self._autocast():
-            logits = model(batch.dense, embeddings)
+            output = model(batch.dense, embeddings)
+        logits = output.logits if isinstance(output, ModelOutput) else output
         _check_logits(logits, batch.labels)
         logits = logits.float()
-        loss = self._loss(logits, batch.labels)
+        if isinstance(output, ModelOutput):
+            _check_loss(self.model)
+            loss = self._loss(logits, batch.labels, output.extra)
+        else:
+            loss = self._loss(logits, batch.labels)
         scaled = loss if self._accumulation == 1 else loss / self._accumulation
         if self.scaler is not None:
             scaled = self.scaler.scale(scaled)
@@ -191,9 +198,20 @@ class DenseStep:
     def logits(self, batch: PreparedBatch, embeddings: Embeddings) -> torch.Tensor:
         """Logits float32 `[batch, labels]`, without training."""
         with self._autocast():
-            result: torch.Tensor = self.model(batch.dense, embeddings)
-        _check_logits(result, batch.labels)
-        return result.float()
+            output: torch.Tensor | ModelOutput = self.model(batch.dense, embeddings)
+        logits = output.logits if isinstance(output, ModelOutput) else output
+        _check_logits(logits, batch.labels)
+        return logits.float()
+
+
+def _check_loss(model: torch.nn.Module) -> None:
+    """Raises ConfigError if a model that returns a ModelOutput has no loss that takes its `extra`."""
+    if not hasattr(model, "loss"):
+        raise ConfigError(
+            f"{type(model).__name__} returned a ModelOutput, but has no loss that uses its `extra`; give the model a "
+            "method `loss(logits, labels, extra)`, or return the logits alone.",
+            field="model",
+        )
 
 
 def _check_logits(logits: object, labels: torch.Tensor) -> None:

@@ -62,7 +62,8 @@ class Trainer:
 
     Args:
         model: an `nn.Module`; `model(dense, embeddings)` returns logits `[batch, labels]`. A method
-            `loss(logits, labels)` replaces the default, binary cross-entropy.
+            `loss(logits, labels)` replaces the default, binary cross-entropy. A model whose loss needs more than
+            logits returns a `persia.nn.ModelOutput`.
         schema: the model's input.
         optimizer: makes the dense optimizer: `lambda params: torch.optim.Adam(params, 1e-3)`.
         embedding_optimizer: for tables that declare none.

@@ -2,7 +2,10 @@
 
 from persia.nn.models.dcn import DCNv2
 from persia.nn.models.deepfm import DeepFM
+from persia.nn.models.dien import DIEN
+from persia.nn.models.din import DIN
 from persia.nn.models.dlrm import DLRM
 from persia.nn.models.ffnn import FFNN
+from persia.nn.models.youtube_dnn import YouTubeDNN
 
-__all__ = ["DLRM", "FFNN", "DCNv2", "DeepFM"]
+__all__ = ["DIEN", "DIN", "DLRM", "FFNN", "DCNv2", "DeepFM", "YouTubeDNN"]

@@ -1,0 +1,66 @@
+"""DIN: the candidate weighs the user's history."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from persia.nn.models.history import HistoryInput
+from persia.nn.models.layers import mlp, output_count
+from persia.nn.pooling import Embeddings
+from persia.schema import Schema
+
+__all__ = ["DIN"]
+
+
+class DIN(nn.Module):
+    """Deep interest network (Zhou et al., KDD 2018, arXiv 1706.06978).
+
+    The weight of an event e for the candidate a is a small network's output on [e, a, e - a, e * a]; the user's
+    interest is the weighted sum of the events. Weights are not normalised, so that the sum tells how strong the
+    interest is (section 4.3). Activations are ReLU, where the paper has Dice. The order of events does not matter.
+    Candidate and events have one dimension; other un-pooled sequences enter as the mean over their ids.
+
+    Args:
+        schema: the input; names features, dimensions, labels.
+        history: pairs of an un-pooled feature and the candidate's feature, such as `[("history", "item")]`; the
+            un-pooled features are aligned, and those of one event are put side by side. By default each un-pooled
+            feature with the first pooled one of its table.
+        attention: widths of the attention network's hidden layers.
+        hidden: widths of the deep network's hidden layers.
+        dropout: share of each hidden layer that is dropped in training.
+        outputs: logits per sample; one for each label by default.
+
+    Raises:
+        ConfigError: the schema has no history, a pair does not fit, or a width is bad.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        *,
+        history: Sequence[tuple[str, str]] | None = None,
+        attention: Sequence[int] = (36,),
+        hidden: Sequence[int] = (256, 128),
+        dropout: float = 0.0,
+        outputs: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.input = HistoryInput(schema, history, newest_first=False)
+        self.input.check_same_dim()
+        width = self.input.dim
+        self.attention = mlp(4 * width, attention, 1)
+        inputs = width + self.input.others + len(schema.dense_features)
+        self.deep = mlp(inputs, hidden, output_count(schema, outputs), dropout=dropout)
+
+    def forward(self, dense: Tensor, embeddings: Embeddings) -> Tensor:
+        """Returns logits `[batch, outputs]` from dense features `[batch, n]` and embeddings."""
+        values, mask, candidate = self.input.events(embeddings)
+        target = candidate.unsqueeze(1).expand_as(values)
+        weights = self.attention(torch.cat([values, target, values - target, values * target], 2)).squeeze(2)
+        weights = weights.to(values.dtype) * mask
+        interest = torch.bmm(weights.unsqueeze(1), values).squeeze(1)
+        logits: Tensor = self.deep(torch.cat([interest, *self.input.rest(embeddings), dense], 1))
+        return logits

@@ -1,0 +1,250 @@
+"""The user's history and the candidate: reading them from the schema, and layers on sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from persia.checks import check_flag
+from persia.errors import ConfigError
+from persia.nn.models.layers import feature_dims, pooled
+from persia.nn.pooling import Embeddings, SequenceEmbedding
+from persia.schema import IdFeature, Schema
+
+__all__ = ["Events", "HistoryInput", "NextItem", "masked_softmax", "next_item_loss"]
+
+
+class Events(NamedTuple):
+    """The user's events in time order, and what is predicted.
+
+    Attributes:
+        values: `[batch, length, dim]`, zero where `mask` is False.
+        mask: bool `[batch, length]`: True for as many events as there are, then False.
+        candidate: `[batch, candidate dim]`.
+    """
+
+    values: Tensor
+    mask: Tensor
+    candidate: Tensor
+
+    @property
+    def lengths(self) -> Tensor:
+        """Events of each sample, int64 `[batch]`."""
+        return self.mask.sum(1)
+
+    def last(self, states: Tensor) -> Tensor:
+        """Returns the state `[batch, dim]` at the last event; zeros where there is none.
+
+        Args:
+            states: `[batch, length, dim]`.
+        """
+        index = (self.lengths - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, states.shape[2])
+        return states.gather(1, index).squeeze(1) * self.mask[:, :1]
+
+
+class HistoryInput:
+    """Divides the input of a model into events, the candidate, and the rest.
+
+    Args:
+        schema: of the model.
+        history: pairs of an un-pooled feature and the candidate's feature of the same kind, such as
+            `[("history", "item"), ("history_categories", "category")]`. The un-pooled features are aligned: entry t of
+            each is of the same event. None pairs each un-pooled feature with the first pooled one of its table.
+        newest_first: whether the data list the newest event first.
+        without: un-pooled features that the model reads otherwise.
+
+    Attributes:
+        pairs: the pairs.
+        dim: width of an event, all its features side by side.
+        candidate_dim: width of the candidate.
+        max_length: of the history.
+        others: width of all pooled features and those un-pooled ones that are not in the history, as `rest` returns.
+
+    Raises:
+        ConfigError: a feature is unknown, pooled or un-pooled where it must not be, or sequences differ in length.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        history: Sequence[tuple[str, str]] | None,
+        newest_first: bool,
+        without: Sequence[str] = (),
+    ) -> None:
+        dims = feature_dims(schema)
+        check_flag("newest_first", newest_first)
+        self.newest_first = newest_first
+        self.pairs = _pairs_of_tables(schema, without) if history is None else tuple((a, b) for a, b in history)
+        if not self.pairs:
+            raise ConfigError(
+                "This model needs a history: an un-pooled feature (pooling=None) and a pooled one of the same table; "
+                "name others as history=[(un-pooled, candidate)].",
+                field="history",
+            )
+        first = schema.feature(self.pairs[0][0])
+        sequences = [name for name, _ in self.pairs]
+        for sequence, candidate in self.pairs:
+            feature = _un_pooled(schema, sequence, "history")
+            if schema.feature(candidate).pooling is None:
+                raise ConfigError(
+                    f"The candidate's feature {candidate!r} is not pooled; pair {sequence!r} with a pooled feature.",
+                    field="history",
+                )
+            if sequences.count(sequence) > 1:
+                raise ConfigError(f"history names {sequence!r} twice; name each sequence once.", field="history")
+            _check_aligned(first, feature, "history")
+        self.max_length = first.max_length or 0
+        self.dim = sum(dims[name] for name in sequences)
+        self.candidate_dim = sum(dims[name] for _, name in self.pairs)
+        self._others = tuple(name for name in dims if name not in sequences and name not in without)
+        self.others = sum(dims[name] for name in self._others)
+
+    def check_same_dim(self) -> None:
+        """Raises ConfigError unless events and candidate have one width."""
+        if self.dim != self.candidate_dim:
+            raise ConfigError(
+                f"An event has dim {self.dim}, but the candidate {self.candidate_dim}; pair features of equal dims.",
+                field="history",
+            )
+
+    def events(self, embeddings: Embeddings) -> Events:
+        """Returns the history in time order, and the candidate."""
+        candidate = torch.cat([_tensor(embeddings[name]) for _, name in self.pairs], 1)
+        values, mask = self.aligned(embeddings, [name for name, _ in self.pairs])
+        return Events(values, mask, candidate)
+
+    def aligned(self, embeddings: Embeddings, names: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Returns sequences side by side, `[batch, length, dim]`, in time order, and where all have an id."""
+        parts = [_sequence(embeddings[name]) for name in names]
+        mask = parts[0].mask
+        values = torch.cat([part.values for part in parts], 2)
+        if len(parts) > 1:
+            for part in parts[1:]:
+                mask = mask & part.mask
+            values = values * mask.unsqueeze(2)
+        if self.newest_first:
+            position = torch.arange(mask.shape[1], device=mask.device)
+            index = (mask.sum(1, keepdim=True) - 1 - position).clamp(min=0)
+            values = values.gather(1, index.unsqueeze(2).expand_as(values)) * mask.unsqueeze(2)
+        return values, mask
+
+    def rest(self, embeddings: Embeddings) -> list[Tensor]:
+        """Returns the pooled features, the candidate's among them, and the means of other sequences."""
+        return [pooled(embeddings[name]) for name in self._others]
+
+
+class NextItem:
+    """Embeddings that did not follow in a history, for a loss that predicts each event from those before it.
+
+    Args:
+        schema: of the model.
+        history: of the model.
+        negatives: un-pooled features, aligned with the history and one for each of its pairs, of ids that the user did
+            not meet. None takes event t of another sample of the batch for event t.
+
+    Raises:
+        ConfigError: the features do not fit those of the history.
+    """
+
+    def __init__(self, schema: Schema, history: HistoryInput, negatives: Sequence[str] | None) -> None:
+        self._history = history
+        self._names = None if negatives is None else tuple(negatives)
+        if self._names is None:
+            return
+        if len(self._names) != len(history.pairs):
+            raise ConfigError(
+                f"negatives has {len(self._names)} features, but the history {len(history.pairs)}; give one for each "
+                "sequence of the history, in its order.",
+                field="negatives",
+            )
+        dims = feature_dims(schema)
+        for name, (sequence, _) in zip(self._names, history.pairs, strict=True):
+            feature = _un_pooled(schema, name, "negatives")
+            _check_aligned(schema.feature(sequence), feature, "negatives")
+            if dims[name] != dims[sequence]:
+                raise ConfigError(
+                    f"negatives: {name!r} has dim {dims[name]}, but {sequence!r} {dims[sequence]}; let both read one "
+                    "table.",
+                    field="negatives",
+                )
+
+    def sample(self, embeddings: Embeddings, events: Events) -> tuple[Tensor, Tensor]:
+        """Returns negatives `[batch, length, dim]` and where there is one, bool `[batch, length]`."""
+        if self._names is not None:
+            values, mask = self._history.aligned(embeddings, self._names)
+            return values, mask & events.mask
+        # Rows of one user often lie beside each other in the data, so the other sample is half a batch away.
+        shift = len(events.mask) // 2
+        return events.values.roll(shift, 0), events.mask.roll(shift, 0) & events.mask
+
+
+def masked_softmax(scores: Tensor, mask: Tensor) -> Tensor:
+    """Returns a softmax over the last axis where `mask` is True, and 0 elsewhere; all 0 without any."""
+    weights = F.softmax(scores.float().masked_fill(~mask, torch.finfo(torch.float32).min), -1)
+    return weights.to(scores.dtype) * mask
+
+
+def next_item_loss(states: Tensor, events: Events, negatives: tuple[Tensor, Tensor]) -> Tensor:
+    """Returns the mean loss of predicting event t + 1 from state t: -log s(<state, next>) - log(1 - s(<state, other>)).
+
+    The auxiliary loss of DIEN and the loss of SASRec (section 3.5) have this form.
+
+    Args:
+        states: `[batch, length, dim]`, of events up to t.
+        events: the history.
+        negatives: events that did not follow, and where there is one; as `NextItem.sample` returns.
+    """
+    others, present = negatives
+    state = states[:, :-1].float()
+    follows, differs = events.mask[:, 1:], present[:, 1:]
+    score = (state * events.values[:, 1:].float()).sum(2)
+    other = (state * others[:, 1:].float()).sum(2)
+    loss = F.softplus(-score) * follows + F.softplus(other) * differs
+    return loss.sum() / follows.sum().clamp(min=1)
+
+
+def _pairs_of_tables(schema: Schema, without: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Pairs each un-pooled feature with the first pooled one of its table."""
+    pooled_of: dict[str, str] = {}
+    for feature in schema.id_features:
+        if feature.pooling is not None:
+            pooled_of.setdefault(feature.table_name, feature.name)
+    return tuple(
+        (feature.name, pooled_of[feature.table_name])
+        for feature in schema.id_features
+        if feature.pooling is None and feature.name not in without and feature.table_name in pooled_of
+    )
+
+
+def _un_pooled(schema: Schema, name: str, field: str) -> IdFeature:
+    feature = schema.feature(name)
+    if feature.pooling is not None:
+        raise ConfigError(
+            f"{field}: feature {name!r} has pooling={feature.pooling!r}; declare it with pooling=None, which keeps the "
+            "sequence.",
+            field=field,
+        )
+    return feature
+
+
+def _check_aligned(first: IdFeature, feature: IdFeature, field: str) -> None:
+    if first.max_length != feature.max_length:
+        raise ConfigError(
+            f"{field}: {feature.name!r} has max_length {feature.max_length}, but {first.name!r} {first.max_length}; "
+            "aligned sequences have one max_length.",
+            field=field,
+        )
+
+
+def _sequence(embedding: Tensor | SequenceEmbedding) -> SequenceEmbedding:
+    assert isinstance(embedding, SequenceEmbedding)
+    return embedding
+
+
+def _tensor(embedding: Tensor | SequenceEmbedding) -> Tensor:
+    assert isinstance(embedding, Tensor)
+    return embedding
