@@ -7,11 +7,17 @@ import torch
 from torch import nn
 
 from persia.errors import ConfigError
-from persia.nn.models import DLRM, FFNN, DCNv2, DeepFM
+from persia.nn.models import DLRM, FFNN, PLE, DCNv2, DeepFM, FinalMLP, MaskNet, MMoE
 from persia.nn.pooling import SequenceEmbedding
 from persia.schema import IdFeature, Schema, Table
 
-MODELS = [FFNN, DeepFM, DLRM, DCNv2]
+
+class SerialMaskNet(MaskNet):
+    def __init__(self, schema, **options):
+        super().__init__(schema, kind="serial", **options)
+
+
+MODELS = [FFNN, DeepFM, DLRM, DCNv2, FinalMLP, MaskNet, SerialMaskNet, MMoE, PLE]
 
 
 def schema(labels=("click",), dims=(8, 8, 8), dense=2):
@@ -197,6 +203,23 @@ def test_a_schema_without_id_features_or_outputs_is_refused(make):
         (lambda: FFNN(schema(), dropout=1.0), "dropout"),
         (lambda: DeepFM(schema(), dim=0), "dim = 0"),
         (lambda: DLRM(schema(dims=(8,), dense=0)), "two ID-type features"),
+        (lambda: FinalMLP(schema(), hidden=(16, 9)), "heads = 2 does not divide"),
+        (lambda: FinalMLP(schema(), hidden2=(9,)), "heads = 2 does not divide"),
+        (lambda: FinalMLP(schema(), hidden=()), "heads = 2 does not divide"),
+        (lambda: FinalMLP(schema(), heads=0), "heads"),
+        (lambda: FinalMLP(schema(), gates=(["nope"], [])), "no ID-type feature 'nope'"),
+        (lambda: FinalMLP(schema(), gates=(["f0"],)), "two lists of features"),
+        (lambda: FinalMLP(schema(), gate_hidden=0), "gate_hidden"),
+        (lambda: MaskNet(schema(), kind="both"), "kind = 'both'"),
+        (lambda: MaskNet(schema(), blocks=0), "blocks"),
+        (lambda: MaskNet(schema(), width=0), "width"),
+        (lambda: MaskNet(schema(), reduction=0.0), "reduction"),
+        (lambda: MMoE(schema(), experts=0), "experts"),
+        (lambda: MMoE(schema(), expert_hidden=()), "expert_hidden"),
+        (lambda: PLE(schema(), levels=0), "levels"),
+        (lambda: PLE(schema(), experts=0), "experts"),
+        (lambda: PLE(schema(), shared_experts=0), "shared_experts"),
+        (lambda: PLE(schema(), expert_hidden=()), "expert_hidden"),
         (lambda: DCNv2(schema(), low_rank=0), "low_rank"),
         (lambda: DCNv2(schema(), cross_layers=-1), "cross_layers"),
     ],

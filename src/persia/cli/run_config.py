@@ -43,7 +43,15 @@ MODELS: dict[str, Callable[..., torch.nn.Module]] = {
     "din": models.DIN,
     "dien": models.DIEN,
     "youtube_dnn": models.YouTubeDNN,
+    "final_mlp": models.FinalMLP,
+    "mask_net": models.MaskNet,
+    "mmoe": models.MMoE,
+    "ple": models.PLE,
 }
+ModelKind = Literal[
+    "ffnn", "ffnn_paper", "deepfm", "dlrm", "dcn_v2", "din", "dien", "youtube_dnn", "final_mlp", "mask_net", "mmoe",
+    "ple",
+]  # fmt: skip
 READERS: dict[str, Callable[..., Any]] = {
     "parquet": data.parquet,
     "csv": data.csv,
@@ -147,7 +155,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         options: arguments of the model, by name (`hidden`, `dropout`, ...).
     """
 
-    kind: Literal["ffnn", "ffnn_paper", "deepfm", "dlrm", "dcn_v2", "din", "dien", "youtube_dnn"] = "ffnn"
+    kind: ModelKind = "ffnn"
     options: dict[str, Any] = {}
 
     def build(self, schema: Schema) -> torch.nn.Module:

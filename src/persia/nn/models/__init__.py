@@ -6,6 +6,9 @@ from persia.nn.models.dien import DIEN
 from persia.nn.models.din import DIN
 from persia.nn.models.dlrm import DLRM
 from persia.nn.models.ffnn import FFNN
+from persia.nn.models.final_mlp import FinalMLP
+from persia.nn.models.mask_net import MaskNet
+from persia.nn.models.multi_task import PLE, MMoE
 from persia.nn.models.youtube_dnn import YouTubeDNN
 
-__all__ = ["DIEN", "DIN", "DLRM", "FFNN", "DCNv2", "DeepFM", "YouTubeDNN"]
+__all__ = ["DIEN", "DIN", "DLRM", "FFNN", "PLE", "DCNv2", "DeepFM", "FinalMLP", "MMoE", "MaskNet", "YouTubeDNN"]
