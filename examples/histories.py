@@ -27,6 +27,7 @@ MODELS = {
     "YouTubeDNN": persia.nn.models.YouTubeDNN,
     "DIN": persia.nn.models.DIN,
     "DIEN": persia.nn.models.DIEN,
+    "HSTU": persia.nn.models.HSTU,
 }
 
 

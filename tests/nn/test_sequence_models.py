@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from persia.errors import ConfigError
-from persia.nn.models import DIEN, DIN, YouTubeDNN
+from persia.nn.models import DIEN, DIN, HSTU, SASRec, TwoTower, YouTubeDNN
 from persia.nn.pooling import SequenceEmbedding
 from persia.schema import IdFeature, Schema
 from support.histories import (
@@ -19,8 +19,18 @@ from support.histories import (
     softmax,
 )
 
-MODELS = [DIN, DIEN, YouTubeDNN]
+
+def two_tower(schema):
+    return TwoTower(schema, item=["item", "shop"])
+
+
+MODELS = [DIN, DIEN, YouTubeDNN, SASRec, HSTU, two_tower]
 PAIRS = [("items", "item"), ("shops", "shop")]
+
+
+def read(make, embeddings):
+    """Embeddings that the model reads."""
+    return {name: e for name, e in embeddings.items() if make is not SASRec or name != "user"}
 
 
 def events_of(numbers, row, reverse=False, names=("items", "shops")):
@@ -146,7 +156,7 @@ def test_gradients_reach_all_parameters_and_events_but_no_padding(make):
     _, loss = outcome(model, dense, embeddings)
     loss.backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
-    assert all(leaf.grad.abs().sum() > 0 for leaf in leaves(embeddings))
+    assert all(leaf.grad.abs().sum() > 0 for leaf in leaves(read(make, embeddings)))
     for e in embeddings.values():
         if isinstance(e, SequenceEmbedding):
             assert not e.values.grad[~e.mask].any()
@@ -234,7 +244,7 @@ def test_autocast(make, dtype):
         logits, loss = outcome(model, dense, embeddings)
     loss.float().backward()
     torch.testing.assert_close(logits.float(), exact, rtol=0.1, atol=0.1)
-    assert all(leaf.grad.isfinite().all() for leaf in leaves(embeddings))
+    assert all(leaf.grad.isfinite().all() for leaf in leaves(read(make, embeddings)))
 
 
 def test_pairs_are_those_of_one_table():
@@ -289,3 +299,183 @@ def test_a_schema_without_a_history_is_refused(make):
 def test_bad_arguments_are_refused(build, match):
     with pytest.raises(ConfigError, match=match):
         build(history_schema(extra=WIDE))
+
+
+def layer_norm(numbers, name, x):
+    normal = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+    return normal * numbers.of[f"{name}.weight"] + numbers.of[f"{name}.bias"]
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("newest_first", [False, True])
+def test_sasrec_attends_to_earlier_events(heads, newest_first):
+    schema = history_schema()
+    model = SASRec(schema, newest_first=newest_first, heads=heads, next_item=0.5)
+    dense, embeddings = made_inputs(schema)
+    numbers = Numbers(model, dense, embeddings)
+    logits, terms, predictions = [], 0.0, 0
+    for row in range(len(dense)):
+        events = events_of(numbers, row, newest_first)
+        x = events * np.sqrt(6) + numbers.of["positions"][: len(events)]
+        for block in ("blocks.0", "blocks.1"):
+            q, k, v = np.split(numbers.linear(f"{block}.projection", layer_norm(numbers, f"{block}.norms.0", x)), 3, 1)
+            attended = np.zeros_like(x)
+            size = 6 // heads
+            for t in range(len(events)):
+                for low in range(0, 6, size):
+                    part = slice(low, low + size)
+                    weights = softmax(k[: t + 1, part] @ q[t, part] / np.sqrt(size))
+                    attended[t, part] = weights @ v[: t + 1, part]
+            x = x + attended
+            hidden = np.maximum(numbers.linear(f"{block}.first", layer_norm(numbers, f"{block}.norms.1", x)), 0)
+            x = x + numbers.linear(f"{block}.second", hidden)
+        states = layer_norm(numbers, "norm", x)
+        candidate = np.concatenate([numbers.pooled["item"][row], numbers.pooled["shop"][row]])
+        logits.append([states[-1] @ candidate if len(events) else 0.0])
+        others = events_of(numbers, (row - len(dense) // 2) % len(dense), newest_first)
+        for t in range(len(events) - 1):
+            terms -= np.log(sigmoid(states[t] @ events[t + 1]))
+            predictions += 1
+            if t + 1 < len(others):
+                terms -= np.log(1 - sigmoid(states[t] @ others[t + 1]))
+    found, loss = outcome(model, dense, embeddings)
+    np.testing.assert_allclose(found.detach().numpy(), logits, rtol=1e-3, atol=1e-4)
+    bce = np.mean(-np.log(sigmoid(np.array(logits))))
+    assert loss.item() == pytest.approx(bce + 0.5 * terms / predictions, rel=1e-4)
+    assert isinstance(model.eval()(dense, embeddings), torch.Tensor)
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("newest_first", [False, True])
+def test_hstu_puts_the_candidate_behind_the_history(heads, newest_first):
+    schema = history_schema()
+    model = HSTU(schema, newest_first=newest_first, heads=heads, layers=3, hidden=(8,))
+    dense, embeddings = made_inputs(schema)
+    numbers = Numbers(model, dense, embeddings)
+    expected = []
+    for row in range(len(dense)):
+        candidate = np.concatenate([numbers.pooled["item"][row], numbers.pooled["shop"][row]])
+        x = np.concatenate([events_of(numbers, row, newest_first), [candidate]])
+        x = x + numbers.of["positions"][: len(x)]
+        for layer in range(3):
+            name = f"layers.{layer}"
+            y = numbers.linear(f"{name}.inputs", layer_norm(numbers, f"{name}.norm", x))
+            u, v, q, k = np.split(y * sigmoid(y), 4, 1)
+            attended = np.zeros_like(x)
+            for i in range(len(x)):
+                for j in range(i + 1):
+                    for part in np.split(np.arange(6), heads):
+                        score = q[i, part] @ k[j, part] + numbers.of[f"{name}.bias"][i - j]
+                        attended[i, part] += score * sigmoid(score) / (LENGTH + 1) * v[j, part]
+            x = x + numbers.linear(f"{name}.output", layer_norm(numbers, f"{name}.attended", attended) * u)
+        expected.append(numbers.mlp("deep", side_by_side(numbers, row, x[-1])))
+    np.testing.assert_allclose(model(dense, embeddings).detach().numpy(), expected, rtol=1e-3, atol=1e-4)
+
+
+def two_tower_schema(dense=("price", "age", "log_q")):
+    return Schema([IdFeature("user", dim=3), IdFeature("item", dim=4), IdFeature("shop", dim=2)], dense_features=dense)
+
+
+@pytest.mark.parametrize("log_q", [None, "log_q"])
+def test_two_tower_is_a_softmax_over_the_items_of_the_batch(log_q):
+    schema = two_tower_schema()
+    model = TwoTower(schema, item=["item", "shop", "price"], log_q=log_q, hidden=(8,), dim=5, temperature=0.3)
+    dense, embeddings = made_inputs(schema, rows=6)
+    with torch.no_grad():
+        for feature in (embeddings["item"], embeddings["shop"], dense[:, :1]):
+            feature[3] = feature[1]  # One item twice.
+    labels = torch.tensor([[1.0], [0.0], [0.5], [1.0], [0.0], [1.0]])
+    numbers = Numbers(model, dense, embeddings)
+    users, items = [], []
+    for row in range(6):
+        extra = [] if log_q else numbers.dense[row, 2:]  # Without correction the column is the user's.
+        user = np.concatenate([numbers.pooled["user"][row], numbers.dense[row, 1:2], extra])
+        item = np.concatenate([numbers.pooled["item"][row], numbers.pooled["shop"][row], numbers.dense[row, :1]])
+        for vectors, name, x in ((users, "user", user), (items, "item", item)):
+            y = numbers.mlp(name, x)
+            vectors.append(y / np.linalg.norm(y))
+    terms = 0.0
+    for i in range(6):
+        competitors = [j for j in range(6) if j == i or {i, j} != {1, 3}]
+        scores = [users[i] @ items[j] / 0.3 - (numbers.dense[j, 2] if log_q else 0) for j in competitors]
+        terms -= labels[i, 0].item() * np.log(softmax(np.array(scores))[competitors.index(i)])
+    logits, loss = outcome(model, dense, embeddings, labels)
+    expected = [[u @ v / 0.3] for u, v in zip(users, items, strict=True)]
+    np.testing.assert_allclose(logits.detach().numpy(), expected, rtol=1e-4, atol=1e-5)
+    assert loss.item() == pytest.approx(terms / 6, rel=1e-4)
+    np.testing.assert_allclose(model.users(dense, embeddings).detach().numpy(), users, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(model.items(dense, embeddings).detach().numpy(), items, rtol=1e-4, atol=1e-5)
+    assert isinstance(model.eval()(dense, embeddings), torch.Tensor)
+
+
+def test_two_tower_learns_from_clicks_alone_and_corrects_popularity():
+    """Users of group g choose items of group g, each as often as its popularity says."""
+    torch.manual_seed(0)
+    schema = two_tower_schema(dense=("log_q",))
+    generator = torch.Generator().manual_seed(0)
+    popularity = torch.tensor([8.0, 1.0, 8.0, 1.0])
+    share = popularity / popularity.sum()
+    scores = {}
+    for corrected in (True, False):
+        model = TwoTower(schema, item=["item", "shop"], log_q="log_q" if corrected else None, dim=8, temperature=1.0)
+        dims = {"user": 3, "item": 4, "shop": 2}
+        rows_of = {name: torch.randn(4, dim, generator=generator) for name, dim in dims.items()}
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+        for _ in range(60):
+            item = torch.multinomial(share, 256, replacement=True, generator=generator)
+            dense = share[item].log().unsqueeze(1) if corrected else torch.zeros(256, 1)
+            index = {"user": item // 2, "item": item, "shop": item}
+            embeddings = {name: rows[index[name]] for name, rows in rows_of.items()}
+            _, loss = outcome(model, dense, embeddings)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        model.eval()
+        every = rows_of | {"user": rows_of["user"][[0, 0, 0, 0]]}
+        scores[corrected] = model(torch.zeros(4, 1), every).squeeze(1)
+    # The user's group wins, and with the correction the popular item of it does more clearly.
+    assert all(found[:2].min() > found[2:].max() for found in scores.values())
+    assert scores[True][0] - scores[True][1] > scores[False][0] - scores[False][1] + 0.1
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_two_tower_takes_batches_of_hardly_any_rows(rows):
+    schema = two_tower_schema()
+    model = TwoTower(schema, item=["item"])
+    dense, embeddings = made_inputs(schema, rows)
+    logits, loss = outcome(model, dense, embeddings)
+    assert len(logits) == rows
+    if rows:
+        loss.backward()
+        assert loss.item() == 0
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("build", "match"),
+    [
+        (lambda: TwoTower(two_tower_schema(), item=["nope"]), "no ID-type feature 'nope'"),
+        (lambda: TwoTower(two_tower_schema(), item=[]), "leaves a tower without"),
+        (lambda: TwoTower(two_tower_schema(), item=["user", "item", "shop"]), "leaves a tower without"),
+        (lambda: TwoTower(two_tower_schema(), item=["item"], log_q="item"), "log_q = 'item' is no dense feature"),
+        (lambda: TwoTower(two_tower_schema(), item=["item"], temperature=0.0), "temperature"),
+        (lambda: TwoTower(two_tower_schema(), item=["item"], dim=0), "dim"),
+        (lambda: TwoTower(two_tower_schema(), item=["item"], hidden=(0,)), "width"),
+        (lambda: TwoTower(history_schema(labels=("a", "b")), item=["item"]), "one label"),
+        (lambda: SASRec(history_schema(labels=("a", "b"))), "one logit, but the schema 2 labels"),
+        (lambda: SASRec(history_schema(), heads=4), "heads = 4 does not divide the width of an event, 6"),
+        (lambda: SASRec(history_schema(), blocks=0), "blocks"),
+        (lambda: SASRec(history_schema(), next_item=-1), "next_item"),
+        (lambda: SASRec(history_schema(), dropout=1.0), "dropout"),
+        (lambda: SASRec(history_schema(extra=WIDE), history=[("items", "wide")]), "event has dim 4"),
+        (lambda: SASRec(history_schema(), history=PAIRS, negatives=["items"]), "negatives has 1 features"),
+        (lambda: HSTU(history_schema(), heads=4), "heads = 4 does not divide"),
+        (lambda: HSTU(history_schema(), layers=0), "layers"),
+        (lambda: HSTU(history_schema(), hidden=(0,)), "width"),
+        (lambda: HSTU(history_schema(), history=[]), "needs a history"),
+        (lambda: HSTU(history_schema(extra=WIDE), history=[("items", "wide")]), "event has dim 4"),
+    ],
+)
+def test_bad_arguments_of_towers_and_attention_are_refused(build, match):
+    with pytest.raises(ConfigError, match=match):
+        build()

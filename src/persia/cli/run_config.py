@@ -47,10 +47,13 @@ MODELS: dict[str, Callable[..., torch.nn.Module]] = {
     "mask_net": models.MaskNet,
     "mmoe": models.MMoE,
     "ple": models.PLE,
+    "sasrec": models.SASRec,
+    "hstu": models.HSTU,
+    "two_tower": models.TwoTower,
 }
 ModelKind = Literal[
     "ffnn", "ffnn_paper", "deepfm", "dlrm", "dcn_v2", "din", "dien", "youtube_dnn", "final_mlp", "mask_net", "mmoe",
-    "ple",
+    "ple", "sasrec", "hstu", "two_tower",
 ]  # fmt: skip
 READERS: dict[str, Callable[..., Any]] = {
     "parquet": data.parquet,

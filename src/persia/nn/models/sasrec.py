@@ -1,0 +1,136 @@
+"""SASRec: self-attention over the user's history predicts the next item."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from persia.checks import check_integer, check_number, plain
+from persia.errors import ConfigError
+from persia.nn.models.history import HistoryInput, NextItem, next_item_loss
+from persia.nn.output import ModelOutput
+from persia.nn.pooling import Embeddings
+from persia.schema import Schema
+
+__all__ = ["SASRec"]
+
+
+class SASRec(nn.Module):
+    """Self-attentive sequential recommendation (Kang, McAuley, ICDM 2018, arXiv 1808.09781).
+
+    Blocks of causal self-attention and a position-wise network on the items of the history give a state at each; the
+    logit is the dot product of the newest state and the candidate's embedding, 0 without a history. Only the history
+    and the candidate are read. In training, each state also predicts the item after it, the paper's loss (section 3.5).
+
+    Args:
+        schema: the input, with one label.
+        history: pairs of an un-pooled feature and the candidate's feature, such as `[("history", "item")]`; by default
+            each un-pooled feature with the first pooled one of its table.
+        newest_first: whether the data list the newest event first.
+        negatives: un-pooled features of items that did not follow, as in `DIEN`. By default those of another sample of
+            the batch.
+        next_item: weight of the loss over all positions of the history, beside that of the candidate; 0 for none.
+        blocks: number of blocks.
+        heads: of the attention; divides the width of an event. The paper has one.
+        dropout: share of embeddings, attention outputs and hidden units that is dropped in training.
+
+    Raises:
+        ConfigError: the schema has no history or not one label, a pair or negatives do not fit, or a number is bad.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        *,
+        history: Sequence[tuple[str, str]] | None = None,
+        newest_first: bool = False,
+        negatives: Sequence[str] | None = None,
+        next_item: float = 1.0,
+        blocks: int = 2,
+        heads: int = 1,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.input = HistoryInput(schema, history, newest_first, negatives or ())
+        self.input.check_same_dim()
+        self.negatives = NextItem(schema, self.input, negatives)
+        if len(schema.labels) != 1:
+            raise ConfigError(
+                f"SASRec has one logit, but the schema {len(schema.labels)} labels; declare one.", field="labels"
+            )
+        self.next_item, blocks, dropout = plain(next_item), plain(blocks), plain(dropout)
+        check_number("next_item", self.next_item, 0)
+        check_integer("blocks", blocks, 1)
+        check_number("dropout", dropout, 0, 1, open_high=True)
+        width = self.input.dim
+        _check_heads(heads, width)
+        self.positions = nn.Parameter(0.02 * torch.randn(self.input.max_length, width))
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(_Block(width, plain(heads), dropout) for _ in range(blocks))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, dense: Tensor, embeddings: Embeddings) -> Tensor | ModelOutput:
+        """Returns logits `[batch, 1]`; in training with the loss over all positions, float32 `[]`.
+
+        Args:
+            dense: not used.
+            embeddings: of the ID-type features.
+        """
+        events = self.input.events(embeddings)
+        x = self.dropout(events.values * math.sqrt(self.input.dim) + self.positions)
+        for block in self.blocks:
+            x = block(x)
+        states = self.norm(x)
+        logits = (events.last(states) * events.candidate).sum(1, keepdim=True)
+        if not (self.training and self.next_item):
+            return logits
+        return ModelOutput(logits, next_item_loss(states, events, self.negatives.sample(embeddings, events)))
+
+    def loss(self, logits: Tensor, labels: Tensor, extra: Tensor | None = None) -> Tensor:
+        """Returns the binary cross-entropy of the candidate, plus the weighted loss over all positions.
+
+        Args:
+            logits: `[batch, 1]`.
+            labels: `[batch, 1]`.
+            extra: the loss over all positions, if there is one.
+        """
+        loss = F.binary_cross_entropy_with_logits(logits, labels)
+        return loss if extra is None else loss + self.next_item * extra
+
+
+class _Block(nn.Module):
+    """Causal self-attention and a position-wise network, each on normalised inputs and with a residual connection.
+
+    Events lie before the padding, so that causality alone keeps padding from them.
+    """
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.projection = nn.Linear(width, 3 * width)
+        self.first = nn.Linear(width, width)
+        self.second = nn.Linear(width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns `[batch, length, width]` from the same."""
+        parts = self.projection(self.norms[0](x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
+        x = x + self.dropout(attended.transpose(1, 2).flatten(2))
+        hidden = self.dropout(torch.relu(self.first(self.norms[1](x))))
+        result: Tensor = x + self.dropout(self.second(hidden))
+        return result
+
+
+def _check_heads(heads: object, width: int) -> None:
+    """Raises ConfigError unless `heads` divides the width of an event."""
+    heads = plain(heads)
+    check_integer("heads", heads, 1)
+    assert isinstance(heads, int)
+    if width % heads:
+        raise ConfigError(f"heads = {heads} does not divide the width of an event, {width}.", field="heads")

@@ -1,0 +1,148 @@
+"""Two towers for retrieval, trained by a softmax over the items of the batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from persia.checks import check_integer, check_number, plain
+from persia.errors import ConfigError
+from persia.nn.models.layers import feature_dims, mlp, pooled
+from persia.nn.output import ModelOutput
+from persia.nn.pooling import Embeddings
+from persia.schema import Schema
+
+__all__ = ["TwoTower"]
+
+
+class TwoTower(nn.Module):
+    """User and item towers with in-batch sampled softmax and logQ correction (Yi et al., RecSys 2019).
+
+    Each tower is a perceptron whose output has length 1; the logit is the towers' dot product over the temperature. In
+    training, each positive sample's item competes with all items of the batch:
+
+        loss = mean over samples i of label_i * -log softmax_j(s(user_i, item_j) - log q_j)[i],
+
+    where q_j is the probability that item j is in a sample (section 3): without it, popular items would be negatives
+    too often. Items of the batch that equal sample i's are left out, recognised by equal embeddings. With several NN
+    workers the softmax is over the items of the local batch. Logits rank items; they are no probabilities, so log loss
+    and normalised entropy say nothing. Un-pooled sequences enter as the mean over their ids.
+
+    Args:
+        schema: the input, with one label, which weighs samples: 1 for what the user chose, 0 for other rows, whose
+            items are negatives only.
+        item: ID-type and dense features of the item; all others are the user's.
+        log_q: dense feature with log(q) of the sample's item; None for no correction. No tower reads it.
+        hidden: widths of each tower's hidden layers.
+        dim: length of the towers' outputs.
+        temperature: what dot products are divided by.
+        dropout: share of each hidden layer that is dropped in training.
+
+    Raises:
+        ConfigError: a feature is unknown, a tower has none, there is not one label, or a width or number is bad.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        *,
+        item: Sequence[str],
+        log_q: str | None = None,
+        hidden: Sequence[int] = (128,),
+        dim: int = 64,
+        temperature: float = 0.05,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        dims = feature_dims(schema)
+        dense = list(schema.dense_features)
+        if len(schema.labels) != 1:
+            raise ConfigError(
+                f"TwoTower needs one label, but the schema has {len(schema.labels)}; declare the one that says whether "
+                "the user chose the item.",
+                field="labels",
+            )
+        for name in item:
+            if name not in dense:
+                schema.feature(name)
+        if log_q is not None and log_q not in dense:
+            raise ConfigError(f"log_q = {log_q!r} is no dense feature of the schema; declare it there.", field="log_q")
+        self.temperature, dim = plain(temperature), plain(dim)
+        check_number("temperature", self.temperature, 0, open_low=True)
+        check_integer("dim", dim, 1)
+        self.features = tuple(tuple(name for name in dims if (name in item) == of_item) for of_item in (False, True))
+        if not all(self.features):
+            raise ConfigError(
+                f"item = {list(item)} leaves a tower without an ID-type feature; each needs one.", field="item"
+            )
+        columns = [
+            [number for number, name in enumerate(dense) if (name in item) == of_item and name != log_q]
+            for of_item in (False, True)
+        ]
+        self.log_q = None if log_q is None else dense.index(log_q)
+        for name, numbers in zip(("user_columns", "item_columns"), columns, strict=True):
+            self.register_buffer(name, torch.tensor(numbers, dtype=torch.int64), persistent=False)
+        self.user, self.item = (
+            mlp(sum(dims[name] for name in names) + len(numbers), hidden, dim, dropout=dropout)
+            for names, numbers in zip(self.features, columns, strict=True)
+        )
+
+    user_columns: Tensor
+    item_columns: Tensor
+
+    def users(self, dense: Tensor, embeddings: Embeddings) -> Tensor:
+        """Returns the users' vectors `[batch, dim]`, of length 1: queries of a nearest-neighbour search."""
+        parts = [pooled(embeddings[name]) for name in self.features[0]]
+        return F.normalize(self.user(torch.cat([*parts, dense.index_select(1, self.user_columns)], 1)), dim=1)
+
+    def items(self, dense: Tensor, embeddings: Embeddings) -> Tensor:
+        """Returns the items' vectors `[batch, dim]`, of length 1: what an index of items holds."""
+        return F.normalize(self.item(self._item_inputs(dense, embeddings)), dim=1)
+
+    def forward(self, dense: Tensor, embeddings: Embeddings) -> Tensor | ModelOutput:
+        """Returns logits `[batch, 1]`; in training with scores of all pairs, `[batch, batch]`.
+
+        Args:
+            dense: dense features, `[batch, n]`.
+            embeddings: of the ID-type features.
+        """
+        users = self.users(dense, embeddings)
+        inputs = self._item_inputs(dense, embeddings)
+        items = F.normalize(self.item(inputs), dim=1)
+        logits: Tensor = (users * items).sum(1, keepdim=True) / self.temperature
+        if not self.training:
+            return logits
+        scores = (users @ items.T).float() / self.temperature
+        if self.log_q is not None:
+            scores = scores - dense[:, self.log_q]
+        same = _equal_rows(inputs.detach())
+        same.fill_diagonal_(False)
+        return ModelOutput(logits, scores.masked_fill(same, -math.inf))
+
+    def loss(self, logits: Tensor, labels: Tensor, extra: Tensor) -> Tensor:
+        """Returns the in-batch softmax loss, mean over the batch.
+
+        Args:
+            logits: `[batch, 1]`; not used.
+            labels: weights of the samples, `[batch, 1]`.
+            extra: corrected scores of each user with all items, `[batch, batch]`.
+        """
+        loss: Tensor = -(labels.squeeze(1) * F.log_softmax(extra, 1).diagonal()).mean()
+        return loss
+
+    def _item_inputs(self, dense: Tensor, embeddings: Embeddings) -> Tensor:
+        parts = [pooled(embeddings[name]) for name in self.features[1]]
+        return torch.cat([*parts, dense.index_select(1, self.item_columns)], 1)
+
+
+def _equal_rows(values: Tensor) -> Tensor:
+    """Returns which rows of `[n, width]` are equal, bool `[n, n]`."""
+    if not len(values):
+        return torch.zeros(0, 0, dtype=torch.bool, device=values.device)
+    _, number = torch.unique(values, dim=0, return_inverse=True)
+    equal: Tensor = number.unsqueeze(1) == number
+    return equal
