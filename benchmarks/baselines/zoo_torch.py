@@ -1,0 +1,143 @@
+"""Plain PyTorch with `nn.Embedding` around any network of `persia.nn.models`: the peer of `benchmarks/zoo.py`.
+
+Ids are numbered and sequences padded in advance, outside of the time that is measured. Embeddings have sparse gradients
+and torch's Adagrad, the network Adam; loss and network are those of persia.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from persia.batching.batch import Batch, IdColumn
+from persia.nn.output import ModelOutput
+from persia.nn.pooling import SequenceEmbedding
+from persia.schema import Adagrad, Schema
+
+from .globo_torch import auc
+
+
+class Input(NamedTuple):
+    """A batch as tensors: by feature, what its embedding is looked up by."""
+
+    dense: Tensor
+    labels: Tensor
+    single: dict[str, Tensor]  # [batch]
+    bags: dict[str, tuple[Tensor, Tensor]]  # ids, offsets [batch + 1]
+    sequences: dict[str, tuple[Tensor, Tensor]]  # [batch, length], mask
+
+
+class Result(NamedTuple):
+    """Progressive AUC (mean over labels) and speed."""
+
+    auc: float
+    rows_per_s: float
+
+
+class Embeddings(nn.Module):
+    """One `nn.Embedding` for each table, initialised as persia does by default."""
+
+    def __init__(self, schema: Schema, sizes: Mapping[str, int]) -> None:
+        super().__init__()
+        self.schema = schema
+        self.tables = nn.ModuleDict(
+            {
+                name: nn.Embedding(sizes[name], table.dim, sparse=True)
+                for name, table in schema.resolved_tables().items()
+            }
+        )
+        for table in self.tables.values():
+            nn.init.uniform_(table.weight, -0.01, 0.01)
+
+    def forward(self, batch: Input) -> dict[str, Tensor | SequenceEmbedding]:
+        found: dict[str, Tensor | SequenceEmbedding] = {}
+        for feature in self.schema.id_features:
+            name, table = feature.name, self.tables[feature.table_name]
+            if feature.pooling is None:
+                index, mask = batch.sequences[name]
+                found[name] = SequenceEmbedding(table(index) * mask.unsqueeze(2), mask)
+            elif name in batch.single:
+                found[name] = table(batch.single[name])
+            else:
+                ids, offsets = batch.bags[name]
+                assert feature.pooling != "sqrtn"
+                found[name] = F.embedding_bag(
+                    ids, table.weight, offsets, mode=feature.pooling, sparse=True, include_last_offset=True
+                )
+        return found
+
+
+def prepared(schema: Schema, batches: Sequence[Batch]) -> tuple[list[Input], dict[str, int]]:
+    """Numbers the ids of each table, pads sequences, and returns the tables' sizes."""
+    known: dict[str, np.ndarray] = {}
+    for table in schema.resolved_tables():
+        names = [f.name for f in schema.id_features if f.table_name == table]
+        known[table] = np.unique(np.concatenate([b.id_features[name].values for b in batches for name in names]))
+    found = []
+    for batch in batches:
+        one = Input(torch.from_numpy(batch.dense), torch.from_numpy(batch.labels), {}, {}, {})
+        for feature in schema.id_features:
+            column = batch.id_features[feature.name]
+            index = np.searchsorted(known[feature.table_name], column.values).astype(np.int64)
+            if feature.pooling is None:
+                one.sequences[feature.name] = _padded(index, column, len(batch), feature.max_length or 0)
+            elif column.offsets is None:
+                one.single[feature.name] = torch.from_numpy(index)
+            else:
+                one.bags[feature.name] = torch.from_numpy(index), torch.from_numpy(column.offsets)
+        found.append(one)
+    return found, {table: max(1, len(ids)) for table, ids in known.items()}
+
+
+def _padded(index: np.ndarray, column: IdColumn, rows: int, length: int) -> tuple[Tensor, Tensor]:
+    offsets = np.arange(rows + 1) if column.offsets is None else column.offsets
+    mask = np.arange(length) < np.diff(offsets)[:, None]
+    where = np.where(mask, offsets[:-1, None] + np.arange(length), 0)
+    padded = index[where] if len(index) else np.zeros(where.shape, np.int64)
+    return torch.from_numpy(padded), torch.from_numpy(mask)
+
+
+def run(
+    model: nn.Module, schema: Schema, inputs: Sequence[Input], sizes: Mapping[str, int], rows: Adagrad, lr: float
+) -> Result:
+    """Trains for one pass and scores each batch before training on it.
+
+    Args:
+        model: a network of persia.
+        schema: of the batches.
+        inputs: the batches.
+        sizes: of the tables.
+        rows: optimizer of the embeddings.
+        lr: of Adam, on the network.
+    """
+    torch.sparse.check_sparse_tensor_invariants.disable()  # said aloud, or torch warns
+    embeddings = Embeddings(schema, sizes)
+    network = torch.optim.Adam(model.parameters(), lr)
+    tables = torch.optim.Adagrad(
+        embeddings.parameters(), rows.lr, initial_accumulator_value=rows.initial_accumulator, eps=rows.eps
+    )
+    loss_of = getattr(model, "loss", F.binary_cross_entropy_with_logits)
+    model.train()
+    scores = []
+    begin = time.perf_counter()
+    for batch in inputs:
+        output = model(batch.dense, embeddings(batch))
+        logits, *extra = output if isinstance(output, ModelOutput) else (output,)
+        loss = loss_of(logits, batch.labels, *extra)
+        network.zero_grad()
+        tables.zero_grad()
+        loss.backward()
+        network.step()
+        tables.step()
+        scores.append(logits.detach())
+    seconds = time.perf_counter() - begin
+    labels = np.concatenate([batch.labels.numpy() for batch in inputs])
+    found = torch.cat(scores).numpy()
+    areas = [auc(labels[:, i], found[:, i]) for i in range(labels.shape[1])]
+    return Result(float(np.mean(areas)), len(labels) / seconds)

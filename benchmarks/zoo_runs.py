@@ -1,0 +1,191 @@
+"""Data and runs for benchmarks/zoo.py."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from msgspec import structs
+
+from benchmarks.baselines import zoo_torch
+from persia import Batch, IdFeature, Schema, Trainer, TrainerOptions, data
+from persia.data.generator import expected_auc
+from persia.modes import Gba, Mode, Sync
+from persia.nn import models
+from persia.optim import Adagrad
+from persia.services import Cluster
+from persia.testing import Threads
+
+__all__ = ["MODELS", "SEQUENTIAL", "Clicks", "Compared", "compare", "days_of", "sequences", "switched"]
+
+BATCH = 1024
+ROWS = Adagrad(lr=0.05)
+NETWORK_LR = 1e-3
+LENGTH, CATEGORIES, ITEMS = 12, 10, 500
+WORKERS, LOCAL = 4, 128
+SEEDING = threading.Lock()
+"""NN workers that are threads share torch's random generator."""
+
+Make = Callable[[Schema, bool], torch.nn.Module]
+MODELS: Mapping[str, Make] = {
+    "ffnn": lambda schema, _: models.FFNN(schema),
+    "deepfm": lambda schema, _: models.DeepFM(schema),
+    "dlrm": lambda schema, _: models.DLRM(schema),
+    "dcn_v2": lambda schema, _: models.DCNv2(schema),
+    "final_mlp": lambda schema, _: models.FinalMLP(schema),
+    "mask_net": lambda schema, _: models.MaskNet(schema),
+    "mmoe": lambda schema, _: models.MMoE(schema),
+    "ple": lambda schema, _: models.PLE(schema),
+    "youtube_dnn": lambda schema, _: models.YouTubeDNN(schema),
+    "din": lambda schema, _: models.DIN(schema),
+    "dien": lambda schema, newest_first: models.DIEN(schema, newest_first=newest_first),
+    "sasrec": lambda schema, newest_first: models.SASRec(schema, newest_first=newest_first),
+    "hstu": lambda schema, newest_first: models.HSTU(schema, newest_first=newest_first),
+}
+"""By name: from a schema, and whether histories have the newest event first."""
+SEQUENTIAL = ("youtube_dnn", "din", "dien", "sasrec", "hstu")
+"""Models that are made for histories."""
+
+
+class Clicks(NamedTuple):
+    """Batches of a data set.
+
+    Attributes:
+        schema: their schema.
+        batches: in the order of training.
+        newest_first: whether histories have the newest event first.
+        best: AUC of the true probabilities; None where they are not known.
+    """
+
+    schema: Schema
+    batches: list[Batch]
+    newest_first: bool = False
+    best: float | None = None
+
+
+class Compared(NamedTuple):
+    """Progressive AUC and rows/s of persia and of plain PyTorch."""
+
+    auc: float
+    torch_auc: float
+    rate: float
+    torch_rate: float
+
+
+@functools.cache
+def globo(rows: int, sequence: bool) -> Clicks | None:
+    """The first clicks of globo_ctr, the history as a mean or as a sequence; None without the data."""
+    found = data.find("globo_ctr")
+    if found is None:
+        return None
+    schema = data.globo(found).schema
+    if sequence:
+        features = [
+            structs.replace(feature, pooling=None) if feature.name == "history" else feature
+            for feature in schema.id_features
+        ]
+        schema = structs.replace(schema, id_features=features)
+    reader = data.parquet(found, schema, BATCH, day="day")
+    return Clicks(schema, list(itertools.islice(reader, rows // BATCH)), newest_first=True)
+
+
+@functools.cache
+def adult(rows: int) -> Clicks | None:
+    """The training part of adult, in batches of 128; None without the data."""
+    if data.find("adult") is None:
+        return None
+    reader = data.adult(batch_size=128)
+    return Clicks(reader.schema, list(itertools.islice(reader, max(1, rows // 128))))
+
+
+@functools.cache
+def sequences(rows: int, batch_size: int = BATCH, seed: int = 0) -> Clicks:
+    """Clicks on items like the newest of a history whose interests change, with the best possible AUC.
+
+    A user is interested in one of ten categories of items for some events, then in another one. The candidate is
+    clicked with probability 0.7 if it is of the newest event's category, else 0.1.
+    """
+    schema = Schema([IdFeature("item", dim=16), IdFeature("history", table="item", pooling=None, max_length=LENGTH)])
+    rng = np.random.default_rng(seed)
+    batches, probabilities = [], []
+    for _ in range(rows // batch_size):
+        changes = np.cumsum(rng.random((batch_size, LENGTH)) < 0.3, axis=1)
+        interest = rng.integers(0, CATEGORIES, (batch_size, LENGTH + 1))[np.arange(batch_size)[:, None], changes]
+        events = interest + CATEGORIES * rng.integers(0, ITEMS // CATEGORIES, interest.shape)
+        category = np.where(rng.random(batch_size) < 0.5, interest[:, -1], rng.integers(0, CATEGORIES, batch_size))
+        item = category + CATEGORIES * rng.integers(0, ITEMS // CATEGORIES, batch_size)
+        probability = np.where(category == interest[:, -1], 0.7, 0.1).astype(np.float32)
+        columns = {"item": item, "history": events, "label": rng.random(batch_size) < probability}
+        batches.append(Batch.from_columns(schema, columns))
+        probabilities.append(probability)
+    return Clicks(schema, batches, best=expected_auc(np.concatenate(probabilities)))
+
+
+def compare(clicks: Clicks, make: Make, seed: int) -> Compared:
+    """Trains one pass here and in plain PyTorch, in an order that alternates with the seed."""
+
+    def ours() -> zoo_torch.Result:
+        trainer = _trainer(clicks, make, seed, Sync(), None)
+        result = trainer.fit(clicks.batches)
+        areas = [figures.auc for figures in result.progressive.labels.values()]
+        return zoo_torch.Result(float(np.mean(areas)), result.rows_per_second)
+
+    def theirs() -> zoo_torch.Result:
+        torch.manual_seed(seed)
+        model = make(clicks.schema, clicks.newest_first)
+        inputs, sizes = zoo_torch.prepared(clicks.schema, clicks.batches)
+        return zoo_torch.run(model, clicks.schema, inputs, sizes, ROWS, NETWORK_LR)
+
+    if seed % 2:
+        b, a = theirs(), ours()
+    else:
+        a, b = ours(), theirs()
+    return Compared(a.auc, b.auc, a.rows_per_s, b.rows_per_s)
+
+
+def days_of(rows: int, seed: int) -> tuple[list[Clicks], list[Batch]]:
+    """Returns five days of clicks in local batches, and a test set."""
+    whole = sequences(5 * rows, LOCAL, seed)
+    test = sequences(max(LOCAL, min(rows, 65_536)), LOCAL, 1_000 + seed)
+    size = rows // LOCAL
+    days = [whole._replace(batches=whole.batches[at : at + size]) for at in range(0, 5 * size, size)]
+    return days, [Batch.concat(test.batches)]
+
+
+def switched(days: Sequence[Clicks], test: list[Batch], make: Make, modes: Sequence[str], seed: int) -> list[float]:
+    """Trains day by day, each in a mode ("sync" or "gba"), with 4 NN workers; returns the test AUC after each day."""
+
+    def work(member: Any) -> list[float]:
+        trainer = _trainer(days[0], make, seed, Sync(), member)
+        found = []
+        before = "sync"
+        for day, kind in zip(days, modes, strict=True):
+            if kind != before and member.rank == 0:
+                trainer.switch(Sync() if kind == "sync" else Gba(WORKERS * LOCAL))
+            before = kind
+            trainer.fit(day.batches)
+            found.append(trainer.evaluate(test).auc)
+        return found
+
+    found: list[float] = Threads(WORKERS).run(work)[0]
+    return found
+
+
+def _trainer(clicks: Clicks, make: Make, seed: int, mode: Mode, cluster: Cluster | None) -> Trainer:
+    with SEEDING:
+        torch.manual_seed(seed)
+        model = make(clicks.schema, clicks.newest_first)
+    return Trainer(
+        model,
+        clicks.schema,
+        optimizer=lambda parameters: torch.optim.Adam(parameters, NETWORK_LR),
+        embedding_optimizer=ROWS,
+        mode=mode,
+        cluster=cluster,
+        options=TrainerOptions(seed=seed, device="cpu", progress=False),
+    )

@@ -1,0 +1,63 @@
+"""The peer of the model zoo looks up what persia looks up, and the data of the zoo are what they say."""
+
+import numpy as np
+import torch
+from benchmarks.baselines import zoo_torch
+
+import persia
+from benchmarks import zoo_runs
+from persia.metrics import Metrics
+from persia.nn import SequenceEmbedding
+from persia.schema import IdFeature, Schema
+
+SCHEMA = Schema(
+    [
+        IdFeature("item", dim=2),
+        IdFeature("before", table="item", pooling=None, max_length=2),
+        IdFeature("mean", table="item", pooling="mean"),
+        IdFeature("user", dim=3),
+    ],
+    labels=["click"],
+)
+
+
+def test_the_peer_gives_the_network_the_same_embeddings():
+    columns = {
+        "item": [7, 900, 7],
+        "before": [[900, 5, 7], [], [5]],
+        "mean": [[7, 5], [900], []],
+        "user": [3, 3, 10**12],
+        "click": [1, 0, 1],
+    }
+    batch = persia.Batch.from_columns(SCHEMA, columns)
+    (one,), sizes = zoo_torch.prepared(SCHEMA, [batch])
+    assert sizes == {"item": 3, "user": 2}
+    peer = zoo_torch.Embeddings(SCHEMA, sizes)
+    collection = persia.nn.EmbeddingCollection(SCHEMA, optimizer=persia.optim.Adagrad(lr=0.1), mode=persia.modes.Sync())
+    for table, ids in (("item", [5, 7, 900]), ("user", [3, 10**12])):
+        collection.set_rows(table, np.array(ids, np.uint64), peer.tables[table].weight.detach().numpy())
+    collection.eval()
+    for name, ours in collection(batch).items():
+        theirs = peer(one)[name]
+        if isinstance(ours, SequenceEmbedding):
+            assert torch.equal(ours.mask, theirs.mask)
+            ours, theirs = ours.values, theirs.values
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_sequences_tell_the_click_by_their_newest_event():
+    clicks = zoo_runs.sequences(20_480)
+    metrics = Metrics(["label"])
+    for batch in clicks.batches:
+        newest = batch.id_features["history"].values.reshape(len(batch), -1)[:, -1]
+        like = newest % zoo_runs.CATEGORIES == batch.id_features["item"].values % zoo_runs.CATEGORIES
+        metrics.update(like[:, None].astype(np.float32), batch.labels)
+    assert abs(metrics.result().auc - clicks.best) < 0.01
+
+
+def test_a_switch_that_changes_nothing_learns_alike():
+    days, test = zoo_runs.days_of(512, 0)
+    assert [sum(map(len, day.batches)) for day in days] == [512] * 5
+    first, second = (zoo_runs.switched(days, test, zoo_runs.MODELS["youtube_dnn"], ("sync",) * 5, 0) for _ in range(2))
+    assert first == second
+    assert len(first) == 5
