@@ -13,7 +13,7 @@ from persia.batching.batch import Batch, IdColumn
 from persia.batching.frames import as_mapping, from_frame, is_arrow
 from persia.batching.ids import ids_of_list, ids_of_numbers, is_list, is_missing, offsets_of_present
 from persia.batching.texts import TextBuffers, text_numbers
-from persia.batching.validation import check_finite, check_labels, check_offsets
+from persia.batching.validation import check_aligned, check_finite, check_labels, check_offsets
 from persia.errors import DataError
 from persia.schema import IdFeature, IdKind, Schema
 from persia.types import BoolArray, Floats, Int32Array
@@ -30,11 +30,16 @@ def from_columns(schema: Schema, columns: Mapping[str, Any], day: Any = None, *,
     ids: dict[str, IdColumn] = {}
     for feature in schema.id_features:
         if not feature.cross:
-            ids[feature.name] = id_column(feature.name, _get(columns, feature.name, "feature"), feature.kind)
+            kind: IdKind = feature.kind if feature.age_since is None else "number"
+            column = id_column(feature.name, _get(columns, feature.name, "feature"), kind)
+            if feature.age_since is not None:
+                column = _ages(feature, column, _get(columns, feature.age_since, f"age_since of {feature.name!r}"))
+            ids[feature.name] = column
             length.check(feature.name, len(ids[feature.name]))
     for feature in schema.id_features:
         if feature.cross:
             ids[feature.name] = _cross(feature, [ids[part] for part in feature.cross])
+    check_aligned(schema, ids)
     dense_columns = {n: float_column(n, _get(columns, n, "dense feature")) for n in schema.dense_features}
     has_labels = require_labels or all(name in columns for name in schema.labels)
     label_columns = {n: float_column(n, _get(columns, n, "label")) for n in schema.labels} if has_labels else {}
@@ -155,6 +160,21 @@ def _cross(feature: IdFeature, parts: list[IdColumn]) -> IdColumn:
         return IdColumn(hash_cross([part.values for part in parts], ThreadPool(1)))
     kept = [p.values[present] if p.offsets is None else p.values[p.offsets[:-1][present]] for p in parts]
     return IdColumn(hash_cross(kept, ThreadPool(1)), offsets_of_present(present, None))
+
+
+def _ages(feature: IdFeature, times: IdColumn, since: Any) -> IdColumn:
+    """Returns as ids the magnitudes of the ages of events; see `IdFeature.age_since`."""
+    assert feature.age_since is not None
+    now = id_column(feature.age_since, since, "number")
+    if now.offsets is not None or len(now) != len(times):
+        raise DataError(
+            f"Column {feature.age_since!r} (age_since of {feature.name!r}) lacks a time in some row, or has several; "
+            f"give one time for each of {len(times)} samples.",
+            column=feature.age_since,
+        )
+    samples = now.values if times.offsets is None else np.repeat(now.values, np.diff(times.offsets))
+    age = np.where(samples > times.values, samples - times.values, 0)
+    return IdColumn(np.log2(1.0 + age).astype(np.uint64), times.offsets)
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------

@@ -12,9 +12,18 @@ from persia.batching.batch import Batch, IdColumn
 from persia.batching.frames import is_frame
 from persia.errors import DataError
 from persia.schema import Schema
-from persia.types import FedBatch
+from persia.types import FedBatch, Int64Array
 
-__all__ = ["check_data", "check_finite", "check_labels", "check_offsets", "checked_items", "not_a_batch", "validate"]
+__all__ = [
+    "check_aligned",
+    "check_data",
+    "check_finite",
+    "check_labels",
+    "check_offsets",
+    "checked_items",
+    "not_a_batch",
+    "validate",
+]
 
 _REMEDY = (
     "For columns or a frame: [persia.Batch.from_columns(schema, frame)]; for files: a reader, such as "
@@ -102,6 +111,28 @@ def check_offsets(name: str, offsets: Any, values: int) -> None:
         )
 
 
+def check_aligned(schema: Schema, columns: Mapping[str, IdColumn]) -> None:
+    """Raises DataError unless features that are aligned have equally many ids in each sample."""
+    for feature in schema.id_features:
+        if feature.aligned_with is None:
+            continue
+        mine, other = _counts(columns[feature.name]), _counts(columns[feature.aligned_with])
+        if len(mine) == len(other) and (mine != other).any():  # The number of rows is checked elsewhere.
+            row = int((mine != other).argmax())
+            raise DataError(
+                f"Feature {feature.name!r} has {mine[row]} ids at row {row}, but {feature.aligned_with!r}, with which "
+                f"it is aligned, has {other[row]}; give both an entry for each event. Missing values are left out: "
+                "fill them in.",
+                feature=feature.name,
+                row=row,
+            )
+
+
+def _counts(column: IdColumn) -> Int64Array:
+    """Returns the number of ids of each sample."""
+    return np.ones(len(column.values), np.int64) if column.offsets is None else np.diff(column.offsets)
+
+
 def check_finite(name: str, values: Any, kind: str) -> None:
     """Raises DataError at the first NaN or infinity of a column [batch]."""
     finite = np.isfinite(values)
@@ -147,6 +178,7 @@ def validate(batch: Batch, schema: Schema, *, require_labels: bool = True) -> No
                 feature=name,
             )
         _check_column(name, batch.id_features[name], rows)
+    check_aligned(schema, batch.id_features)
     _check_matrix("dense", batch.dense, rows, len(schema.dense_features))
     if batch.dense.size and not np.isfinite(batch.dense).all():
         for i, name in enumerate(schema.dense_features):

@@ -31,10 +31,17 @@ class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         pooling: reduction of a sample's embeddings to one: "sum", "mean", "sqrtn" (sum / sqrt(count)).
             None ("none" in a file) keeps the sequence: the model gets `[batch, max_length, dim]` and a mask.
         max_length: maximum number of ids per sample; further ids are ignored. Required if `pooling` is None.
+        keep: which ids of a longer list count: the "first", or the "last", which are the newest ones of a history in
+            time order.
         cross: names of single-valued features whose combination is the id. The column is computed, not read.
         kind: conversion of values to ids. "auto": whole numbers from 0 to 2^64 - 1 are used as ids (5, 5.0 and the
             text "5" alike); all other values are hashed as text. "number": accepts such numbers only. "text": hashes
             every value as text, "5" included. Recorded in checkpoints.
+        aligned_with: another feature, of the same `max_length` and `keep`, whose list has an entry for each one of this
+            feature: the parts of one event. Data in which the lists of a sample differ in length are refused.
+        age_since: column with the time of the sample. The feature's own column then has times of events, and its ids
+            are the magnitudes of their ages, floor(log2(1 + age)), so that a model can learn how much an old event
+            counts. Times are whole numbers from 0 on in one unit; an event after the sample has age 0.
         dtype: of its embeddings, see `Table.dtype`; None for that of its table: as declared, or as another feature of
             the table says, else "float32".
     """
@@ -47,6 +54,9 @@ class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cross: tuple[str, ...] = ()
     kind: IdKind = "auto"
     dtype: Dtype | None = None
+    keep: Literal["first", "last"] = "first"
+    aligned_with: str | None = None
+    age_since: str | None = None
 
     def __post_init__(self) -> None:
         plain_fields(self)
@@ -78,6 +88,13 @@ class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(
                 f"{owner}.kind = {self.kind!r}, but a cross is computed from the ids of its parts; set their kind.",
                 field=f"{owner}.kind",
+            )
+        check_choice(f"{owner}.keep", self.keep, ("first", "last"))
+        for field in ("aligned_with", "age_since"):
+            check_kind(f"{owner}.{field}", getattr(self, field), (str, NoneType), "a name, or None")
+        if self.age_since is not None and (self.cross or self.kind != "auto"):
+            raise ConfigError(
+                f"{owner}.age_since computes ids from times; leave cross and kind out.", field=f"{owner}.age_since"
             )
         if len(self.cross) == 1:
             raise ConfigError(f"{owner}.cross needs two or more features.", field=f"{owner}.cross")
@@ -129,6 +146,9 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if name not in {f.table_name for f in self.id_features}:
                 raise ConfigError(f"Table {name!r} is read by no feature; remove it or name it in one.", field=name)
         self.resolved_tables()
+        for feature in self.id_features:
+            if feature.aligned_with is not None:
+                self._check_aligned(feature, self.feature(feature.aligned_with))
         single = {f.name for f in self.id_features if not f.cross}
         for feature in self.id_features:
             for part in feature.cross:
@@ -138,6 +158,16 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                         "name features of the schema that are not crosses themselves.",
                         field=f"IdFeature({feature.name!r}).cross",
                     )
+
+    def _check_aligned(self, feature: IdFeature, other: IdFeature) -> None:
+        for field in ("max_length", "keep"):
+            mine, theirs = getattr(feature, field), getattr(other, field)
+            if mine != theirs or feature.name == other.name:
+                raise ConfigError(
+                    f"IdFeature({feature.name!r}).aligned_with = {other.name!r}, whose {field} is {theirs!r}, not "
+                    f"{mine!r}; aligned features are two, of one max_length and keep.",
+                    field=f"IdFeature({feature.name!r}).aligned_with",
+                )
 
     def resolved_tables(self) -> dict[str, Table]:
         """Returns all tables by name, declared or implied by a feature, in order of first use."""

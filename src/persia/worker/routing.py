@@ -60,11 +60,11 @@ class Router:
         tables = schema.resolved_tables()
         self._dims = {name: table.dim for name, table in tables.items()}
         self._words = {name: words_of(table.dtype, table.dim) for name, table in tables.items()}
-        self._max_length = {f.name: f.max_length for f in schema.id_features}
+        self._kept = {f.name: (f.max_length, f.keep == "last") for f in schema.id_features}
 
     def entry(self, id_features: Mapping[str, IdColumn]) -> Entry:
         """Returns the distinct ids of a batch by table, sorted by owner."""
-        columns = {name: _truncated(id_features[name], most) for name, most in self._max_length.items()}
+        columns = {name: _truncated(id_features[name], *kept) for name, kept in self._kept.items()}
         values = [[columns[name].values for name in features] for _, features in self._features]
         found = batching.pack_batch(self._features, values, self._servers, self._pool, self._scratch)
         ends = {name: column.offsets for name, column in columns.items() if column.offsets is not None}
@@ -167,13 +167,17 @@ class Router:
         return PackedGradients.of(gradients)
 
 
-def _truncated(column: IdColumn, most: int | None) -> IdColumn:
-    """Returns the first `most` ids of each sample; the others are neither looked up nor admitted."""
+def _truncated(column: IdColumn, most: int | None, last: bool) -> IdColumn:
+    """Returns the first or last `most` ids of each sample; the others are neither looked up nor admitted."""
     if most is None or column.offsets is None:
         return column
     lengths = np.diff(column.offsets)
     if not len(lengths) or lengths.max() <= most:
         return column
-    position = np.arange(len(column.values)) - np.repeat(column.offsets[:-1], lengths)
+    index = np.arange(len(column.values))
+    if last:
+        kept = index >= np.repeat(column.offsets[1:] - most, lengths)
+    else:
+        kept = index < np.repeat(column.offsets[:-1] + most, lengths)
     offsets = np.concatenate(([0], np.cumsum(np.minimum(lengths, most)))).astype(np.int64)
-    return IdColumn(column.values[position < most], offsets)
+    return IdColumn(column.values[kept], offsets)

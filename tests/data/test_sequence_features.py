@@ -1,0 +1,134 @@
+"""Histories: which events are kept, parts of one event, and ages."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import persia
+from persia import data
+from persia.batching.batch import Batch, IdColumn
+from persia.errors import ConfigError, DataError
+from persia.schema import IdFeature, Schema
+from persia.worker.routing import Router
+
+
+def sequence(name: str, **options: Any) -> IdFeature:
+    return IdFeature(name, **{"dim": 2, "pooling": None, "max_length": 3} | options)
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=6), min_size=1, max_size=5), st.integers(1, 4))
+def test_the_first_or_last_ids_are_kept(lists: list[list[int]], most: int) -> None:
+    schema = Schema([sequence("a", max_length=most), sequence("b", table="a", max_length=most, keep="last")])
+    batch = Batch.from_columns(schema, {"a": lists, "b": lists, "label": [0] * len(lists)})
+    entry = Router(schema, servers=1, threads=1).entry(batch.id_features)
+    ids = entry.ids["a"]
+    for name, expected in (("a", [one[:most] for one in lists]), ("b", [one[-most:] for one in lists])):
+        offsets = entry.offsets.get(name)
+        values = ids[entry.inverse[name]].tolist()
+        if offsets is None:
+            assert [[value] for value in values] == expected
+        else:
+            assert [values[low:high] for low, high in itertools.pairwise(offsets)] == expected
+
+
+def test_a_model_gets_the_newest_events_in_order() -> None:
+    schema = Schema([sequence("h", keep="last", dim=1)])
+    embeddings = persia.nn.EmbeddingCollection(schema, optimizer=persia.optim.SGD(lr=0.1), mode=persia.modes.Sync())
+    embeddings.set_rows("h", np.arange(10, dtype=np.uint64), np.arange(10, dtype=np.float32)[:, None])
+    embeddings.eval()
+    found = embeddings(Batch.from_columns(schema, {"h": [[1, 2, 3, 4, 5], [7]], "label": [0, 1]}))["h"]
+    assert found.values.squeeze(2).tolist() == [[3, 4, 5], [7, 0, 0]]
+    assert found.mask.tolist() == [[True] * 3, [True, False, False]]
+
+
+ALIGNED = Schema([sequence("items"), sequence("shops", aligned_with="items")])
+
+
+def test_parts_of_an_event_have_as_many_entries() -> None:
+    columns = {"items": [[1, 2], [], [3]], "shops": [[5, 5], [], [6]], "label": [0, 1, 0]}
+    batch = Batch.from_columns(ALIGNED, columns)
+    batch.validate(ALIGNED)
+    with pytest.raises(DataError, match=r"'shops' has 1 ids at row 2, but 'items', with which it is aligned, has 2"):
+        Batch.from_columns(ALIGNED, columns | {"items": [[1, 2], [], [3, 4]]})
+    with pytest.raises(DataError, match=r"'shops' has 1 ids at row 0.*fill them in"):
+        Batch.from_columns(ALIGNED, columns | {"shops": [[5, None], [], [6]]})
+    by_hand = Batch({**batch.id_features, "shops": IdColumn(np.arange(3, dtype=np.uint64))}, batch.dense, batch.labels)
+    with pytest.raises(DataError, match=r"'shops' has 1 ids at row 0, but 'items'.* has 2"):
+        by_hand.validate(ALIGNED)
+
+
+AGES = Schema([IdFeature("item", dim=2), sequence("times", age_since="now")])
+
+
+def test_ages_are_magnitudes() -> None:
+    columns = {"item": [1, 2, 3], "times": [[0, 99, 100], [], [7]], "now": [100, 5, 3], "label": [0, 1, 0]}
+    column = Batch.from_columns(AGES, columns).id_features["times"]
+    assert column.values.tolist() == [6, 1, 0, 0]  # log2 of 101, 2, 1; the last event is in the future.
+    assert column.offsets is not None
+    assert column.offsets.tolist() == [0, 3, 3, 4]
+
+
+def test_ages_of_single_events() -> None:
+    schema = Schema([IdFeature("last_visit", dim=2, age_since="now")])
+    batch = Batch.from_columns(schema, {"last_visit": [1_000, 2_000], "now": [1_003, 2_000 + 2**40], "label": [0, 1]})
+    assert batch.id_features["last_visit"].values.tolist() == [2, 40]
+
+
+@pytest.mark.parametrize(
+    ("columns", "match"),
+    [
+        ({"now": [1, None, 3]}, "'now' .age_since of 'times'. lacks a time in some row"),
+        ({"now": [1, 2]}, "give one time for each of 3 samples"),
+        ({"now": [1.5, 2, 3]}, "'now'"),
+        ({"times": [["yesterday"], [], []]}, "'times'"),
+    ],
+)
+def test_times_that_are_none(columns: dict[str, Any], match: str) -> None:
+    good = {"item": [1, 2, 3], "times": [[1], [], [2]], "now": [2, 2, 2], "label": [0, 1, 0]}
+    with pytest.raises(DataError, match=match):
+        Batch.from_columns(AGES, good | columns)
+
+
+def test_a_missing_time_column_is_named() -> None:
+    with pytest.raises(DataError, match=r"'now'.*age_since of 'times'"):
+        Batch.from_columns(AGES, {"item": [1], "times": [[1]], "label": [0]})
+
+
+def test_files_have_times_too(tmp_path: Path) -> None:
+    columns = {
+        "item": pa.array([1, 2]),
+        "times": pa.array([[10, 16], [3]]),
+        "seen_at": pa.array([17, 10]),
+        "label": pa.array([0, 1]),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "clicks.parquet")
+    (batch,) = data.parquet(tmp_path / "clicks.parquet", AGES, 10, rename={"now": "seen_at"})
+    assert batch.id_features["times"].values.tolist() == [3, 1, 3]
+    with pytest.raises(DataError, match="has no column 'now'"):
+        list(data.parquet(tmp_path / "clicks.parquet", AGES, 10))
+
+
+@pytest.mark.parametrize(
+    ("build", "match"),
+    [
+        (lambda: sequence("a", keep="newest"), "keep = 'newest'"),
+        (lambda: sequence("a", age_since="t", kind="text"), "leave cross and kind out"),
+        (lambda: sequence("a", age_since=3), "age_since"),
+        (lambda: Schema([sequence("a", aligned_with="b")]), "no ID-type feature 'b'"),
+        (lambda: Schema([sequence("a", aligned_with="a")]), "aligned features are two"),
+        (lambda: Schema([sequence("a"), sequence("b", aligned_with="a", max_length=4)]), "max_length is 3, not 4"),
+        (lambda: Schema([sequence("a"), sequence("b", aligned_with="a", keep="last")]), "keep is 'first', not 'last'"),
+    ],
+)
+def test_schemas_that_do_not_fit(build: Any, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        build()
