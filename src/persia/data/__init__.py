@@ -15,12 +15,15 @@ from persia.data.from_movielens import movielens
 from persia.data.from_parquet import parquet
 from persia.data.generator import Synthetic, synthetic
 from persia.data.loader import Loader
+from persia.data.negatives import ItemCatalog, NegativeSampling, item_catalog, negatives
 from persia.data.reader import Order, Reader, RowSource, StreamReader
 from persia.data.selection import Split
 
 __all__ = [
     "File",
+    "ItemCatalog",
     "Loader",
+    "NegativeSampling",
     "Order",
     "Reader",
     "RowSource",
@@ -36,7 +39,9 @@ __all__ = [
     "expand",
     "find",
     "globo",
+    "item_catalog",
     "movielens",
+    "negatives",
     "parquet",
     "synthetic",
 ]

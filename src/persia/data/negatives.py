@@ -1,0 +1,232 @@
+"""Adds samples of items that users did not choose, for data that have only what they chose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from persia.batching.batch import Batch, IdColumn
+from persia.checks import MAX_SEED, check_choice, check_integer, check_number
+from persia.data.reader import Reader, share_of
+from persia.errors import ConfigError, DataError
+from persia.schema import Schema
+from persia.types import BoolArray, Floats, Ids, Int64Array
+
+__all__ = ["ItemCatalog", "NegativeSampling", "item_catalog", "negatives"]
+
+MAX_DRAWS = 20
+"""Draws of a negative that is the positive item itself; then the negative is left out."""
+
+
+@dataclass(frozen=True)
+class ItemCatalog:
+    """The items of a data set.
+
+    Attributes:
+        ids: by feature of the item, uint64 `[items]`; entry i of each is of item i.
+        counts: positive samples of each item, int64 `[items]`.
+    """
+
+    ids: Mapping[str, Ids]
+    counts: Int64Array
+
+
+def item_catalog(reader: Reader, features: Sequence[str]) -> ItemCatalog:
+    """Collects the items of the positive samples of a reader in one pass.
+
+    Args:
+        reader: the samples.
+        features: the item's ID-type features, the parts of its identity.
+
+    Raises:
+        ConfigError: a feature is unknown, or there is none.
+        DataError: a sample has no id, or several, of a feature; or no sample is positive.
+    """
+    _check_features(reader.schema, features)
+    found = np.empty((0, len(features)), np.uint64)
+    counts = np.empty(0, np.int64)
+    for number, batch in enumerate(reader.batches()):
+        rows = np.stack([_single(batch, name, number) for name in features], 1)[_positive(batch, number)]
+        # Merged batch by batch, so that memory is that of the items.
+        found, inverse = np.unique(np.concatenate([found, rows]), axis=0, return_inverse=True)
+        weights = np.concatenate([counts, np.ones(len(rows), np.int64)])
+        counts = np.bincount(inverse.reshape(-1), weights, len(found)).astype(np.int64)
+    if not len(found):
+        raise DataError("No sample is positive, so there are no items; see the reader's labels.")
+    return ItemCatalog({name: found[:, i].copy() for i, name in enumerate(features)}, counts)
+
+
+def negatives(
+    reader: Reader,
+    features: Sequence[str],
+    count: int,
+    *,
+    by: Literal["in_batch", "uniform", "popularity"] = "in_batch",
+    catalog: ItemCatalog | None = None,
+    power: float = 0.75,
+    seed: int = 0,
+) -> NegativeSampling:
+    """Adds to each positive sample `count` samples with another item and all labels 0.
+
+    Negatives stand behind their positive sample and differ from it in the item's features only. They depend on the
+    seed, the epoch and the number of the batch, so a run that resumes meets the same ones, and each epoch has others. A
+    batch grows by them; samples that are not positive stay as they are.
+
+    Args:
+        reader: the samples. One is positive if a label of it is above 0.
+        features: the item's ID-type features; they are replaced together. Each sample has one id of each.
+        count: negatives of each positive sample. One that is the positive item itself is drawn anew, and left out if
+            that does not help.
+        by: "in_batch" takes items of other samples of the batch, "uniform" any item of the catalog, "popularity" items
+            of the catalog with probability proportional to counts ** power.
+        catalog: items, as `item_catalog` finds them; for "uniform" and "popularity".
+        power: see `by`; 0.75 as in word2vec (Mikolov et al., NeurIPS 2013), 1 for the items' frequencies.
+        seed: of the draws.
+
+    Raises:
+        ConfigError: a feature is unknown, or part of a cross; a number is out of range; a catalog is missing, is given
+            for "in_batch", or lacks a feature.
+    """
+    _check_features(reader.schema, features)
+    return NegativeSampling(reader, tuple(features), count, by, catalog, power, seed)
+
+
+@dataclass(frozen=True)
+class NegativeSampling:
+    """The reader that `negatives` returns. Its fields are the function's arguments, and its share of the batches."""
+
+    reader: Reader
+    features: tuple[str, ...]
+    count: int
+    by: Literal["in_batch", "uniform", "popularity"] = "in_batch"
+    catalog: ItemCatalog | None = None
+    power: float = 0.75
+    seed: int = 0
+    share: tuple[int, int] = (0, 1)
+
+    def __post_init__(self) -> None:
+        _check_features(self.schema, self.features)
+        check_integer("count", self.count, 1)
+        check_choice("by", self.by, ("in_batch", "uniform", "popularity"))
+        check_number("power", self.power, 0)
+        check_integer("seed", self.seed, 0, MAX_SEED)
+        for feature in self.schema.id_features:
+            for name in self.features:
+                if name in feature.cross:
+                    raise ConfigError(
+                        f"{name!r} is part of the cross {feature.name!r}, whose id would stay that of the positive "
+                        "item; leave one of them out.",
+                        field="features",
+                    )
+        if (self.by == "in_batch") != (self.catalog is None):
+            raise ConfigError(
+                f"by = {self.by!r} {'takes no' if self.by == 'in_batch' else 'needs a'} catalog; item_catalog(reader, "
+                'features) is one for "uniform" and "popularity".',
+                field="catalog",
+            )
+        if self.catalog is not None:
+            for name in self.features:
+                if name not in self.catalog.ids:
+                    raise ConfigError(
+                        f"The catalog lacks feature {name!r}; it has {list(self.catalog.ids)}.", field=name
+                    )
+
+    @property
+    def schema(self) -> Schema:
+        """The schema of the other reader."""
+        return self.reader.schema
+
+    def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
+        """See `Reader.batches`."""
+        index, every = self.share
+        for number, batch in enumerate(self.reader.batches(epoch, start), start):
+            yield self._with_negatives(batch, epoch, number * every + index)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Iterates over the first pass."""
+        return self.batches()
+
+    def shard(self, index: int, count: int) -> NegativeSampling:
+        """Returns a reader of the batches with number % count == index; the other reader must have `shard`."""
+        part: Reader = self.reader.shard(index, count)  # type: ignore[attr-defined]
+        return replace(self, reader=part, share=share_of(self.share, index, count))
+
+    def _with_negatives(self, batch: Batch, epoch: int, number: int) -> Batch:
+        rng = np.random.Generator(np.random.PCG64((self.seed, epoch, number)))
+        own = {name: _single(batch, name, number) for name in self.features}
+        pool = own if self.catalog is None else self.catalog.ids
+        of = np.repeat(np.flatnonzero(_positive(batch, number)), self.count)
+        drawn = self._draw(rng, len(of), len(batch))
+        for _ in range(MAX_DRAWS):
+            same = self._same(pool, drawn, own, of)
+            if not same.any():
+                break
+            drawn[same] = self._draw(rng, int(same.sum()), len(batch))
+        kept = ~self._same(pool, drawn, own, of)
+        of, drawn = of[kept], drawn[kept]
+        # Behind its positive sample: a stable sort by the sample that each belongs to.
+        order = np.argsort(np.concatenate([np.arange(len(batch)), of]), kind="stable")
+        found = batch.take(np.concatenate([np.arange(len(batch)), of])[order])
+        replaced = {name: IdColumn(np.concatenate([own[name], pool[name][drawn]])[order]) for name in self.features}
+        labels = found.labels.copy()
+        labels[order >= len(batch)] = 0.0
+        return Batch({**found.id_features, **replaced}, found.dense, labels, found.day)
+
+    def _draw(self, rng: np.random.Generator, count: int, rows: int) -> Int64Array:
+        """Draws items of the pool."""
+        if self.catalog is None:
+            return rng.integers(0, rows, count)
+        if self.by == "uniform":
+            return rng.integers(0, len(self.catalog.counts), count)
+        return np.searchsorted(self._cumulative, rng.random(count), side="right").astype(np.int64)
+
+    def _same(self, pool: Mapping[str, Ids], drawn: Int64Array, own: Mapping[str, Ids], of: Int64Array) -> BoolArray:
+        """Returns which drawn items are those of the samples that they are negatives of."""
+        same = np.ones(len(of), np.bool_)
+        for name in self.features:
+            np.logical_and(same, pool[name][drawn] == own[name][of], out=same)
+        return same
+
+    @cached_property
+    def _cumulative(self) -> Floats:
+        """Returns the cumulative probabilities of the items, without the last one, which is 1."""
+        assert self.catalog is not None
+        weights = np.cumsum(self.catalog.counts.astype(np.float64) ** self.power)
+        cumulative: Floats = weights[:-1] / weights[-1]
+        return cumulative
+
+
+def _check_features(schema: Schema, features: Sequence[str]) -> None:
+    if isinstance(features, str) or not features:
+        raise ConfigError(f"Invalid features = {features!r}; expected a list of the item's features.", field="features")
+    for name in features:
+        schema.feature(name)
+
+
+def _positive(batch: Batch, number: int) -> BoolArray:
+    """Returns which samples are positive."""
+    if not batch.labels.shape[1]:
+        raise DataError(f"Batch {number} has no labels, which say what is positive; read them.", batch=number)
+    positive: BoolArray = np.asarray((batch.labels > 0).any(1))
+    return positive
+
+
+def _single(batch: Batch, name: str, number: int) -> Ids:
+    """Returns the ids of a feature that has one for each sample."""
+    column = batch.id_features[name]
+    if column.offsets is None:
+        return column.values
+    lengths = np.diff(column.offsets)
+    if (lengths != 1).any():
+        row = int((lengths != 1).argmax())
+        raise DataError(
+            f"Feature {name!r} of the item has {lengths[row]} ids at row {row} of batch {number}; an item has one id "
+            "of each of its features.",
+            feature=name,
+            row=row,
+        )
+    return column.values

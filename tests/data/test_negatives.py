@@ -1,0 +1,176 @@
+"""Negative sampling: which rows and items, replayable, shards, errors."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from persia import data
+from persia.batching.batch import Batch
+from persia.data.reader import share_of
+from persia.errors import ConfigError, DataError
+from persia.schema import IdFeature, Schema
+
+SCHEMA = Schema(
+    [IdFeature("user", dim=2), IdFeature("item", dim=2), IdFeature("shop", dim=2), IdFeature("past", dim=2)],
+    dense_features=["x"],
+)
+ITEM = ["item", "shop"]
+
+
+@dataclass(frozen=True)
+class Clicks:
+    """Batches of 8; item i is of shop i % 3, and every fourth row is negative already."""
+
+    schema: Schema = SCHEMA
+    count: int = 6
+    items: int = 12
+    share: tuple[int, int] = (0, 1)
+
+    def batches(self, epoch=0, start=0):
+        index, every = self.share
+        for number in range(start * every + index, self.count, every):
+            row = np.arange(8) + 8 * number
+            item = row * row % self.items
+            past = [[1] * (i % 3) for i in row]
+            columns = {"user": row, "item": item, "shop": item % 3, "past": past, "x": row, "label": row % 4 != 3}
+            yield Batch.from_columns(self.schema, columns, day=number)
+
+    def __iter__(self):
+        return self.batches()
+
+    def shard(self, index, count):
+        return replace(self, share=share_of(self.share, index, count))
+
+
+CATALOG = data.item_catalog(Clicks(), ITEM)
+
+
+def same(a: Batch, b: Batch) -> bool:
+    ids = all(np.array_equal(a.id_features[n].values, b.id_features[n].values) for n in a.id_features)
+    return ids and np.array_equal(a.labels, b.labels) and np.array_equal(a.dense, b.dense)
+
+
+def made(by: str, **options: Any) -> data.NegativeSampling:
+    catalog = None if by == "in_batch" else CATALOG
+    return data.negatives(Clicks(), ITEM, **{"count": 3, "by": by, "catalog": catalog, "seed": 5} | options)
+
+
+@pytest.mark.parametrize("by", ["in_batch", "uniform", "popularity"])
+def test_negatives_stand_behind_their_positive_sample(by):
+    for before, after in zip(Clicks(), made(by), strict=True):
+        after.validate(SCHEMA)
+        at = 0
+        for row in range(8):
+            positive = before.labels[row, 0] > 0
+            rows = slice(at, at + (4 if positive else 1))
+            at = rows.stop
+            assert set(after.id_features["user"].values[rows].tolist()) == {before.id_features["user"].values[row]}
+            assert set(after.dense[rows, 0].tolist()) == {before.dense[row, 0]}
+            assert after.labels[rows, 0].tolist() == [float(positive), 0, 0, 0][: rows.stop - rows.start]
+            items = after.id_features["item"].values[rows].tolist()
+            assert items[0] == before.id_features["item"].values[row]
+            assert items[0] not in items[1:]
+            past = after.id_features["past"]
+            assert set(np.diff(past.offsets)[rows].tolist()) == {row_length(before, row)}
+        assert at == len(after)
+        # The parts of an item stay together.
+        assert np.array_equal(after.id_features["shop"].values, after.id_features["item"].values % 3)
+        assert after.day.tolist() == [before.day[0]] * len(after)
+        own = before.id_features["item"].values.tolist()
+        known = own if by == "in_batch" else [*own, *CATALOG.ids["item"].tolist()]
+        assert set(after.id_features["item"].values.tolist()) <= set(known)
+
+
+def row_length(batch: Batch, row: int) -> int:
+    offsets = batch.id_features["past"].offsets
+    return int(offsets[row + 1] - offsets[row])
+
+
+@pytest.mark.parametrize("by", ["in_batch", "uniform", "popularity"])
+def test_batches_can_be_read_again_from_the_middle_and_in_shards(by):
+    reader = made(by)
+    whole = list(reader)
+    assert all(same(a, b) for a, b in zip(whole[4:], reader.batches(start=4), strict=True))
+    for index in range(3):
+        part = pickle.loads(pickle.dumps(reader.shard(index, 3)))
+        assert all(same(a, b) for a, b in zip(whole[index::3], part, strict=True))
+        assert all(same(a, b) for a, b in zip(whole[index + 3 :: 3], part.batches(start=1), strict=True))
+    halves = reader.shard(1, 2).shard(1, 3)
+    assert all(same(a, b) for a, b in zip(whole[3::6], halves, strict=False))
+    assert not all(same(a, b) for a, b in zip(whole, reader.batches(epoch=1), strict=True))
+    assert not all(same(a, b) for a, b in zip(whole, made(by, seed=6), strict=True))
+
+
+def test_the_catalog_counts_positive_samples():
+    counts: Counter[int] = Counter()
+    for batch in Clicks():
+        counts.update(batch.id_features["item"].values[batch.labels[:, 0] > 0].tolist())
+    assert dict(zip(CATALOG.ids["item"].tolist(), CATALOG.counts.tolist(), strict=True)) == counts
+    assert np.array_equal(CATALOG.ids["shop"], CATALOG.ids["item"] % 3)
+
+
+@pytest.mark.parametrize(
+    ("by", "power"), [("uniform", 1.0), ("popularity", 1.0), ("popularity", 0.5), ("popularity", 0.0)]
+)
+def test_items_are_drawn_as_asked(by, power):
+    catalog = data.ItemCatalog(
+        {"item": np.arange(100, 104, dtype=np.uint64), "shop": np.arange(4, dtype=np.uint64)}, np.array([1, 4, 16, 64])
+    )
+    reader = data.negatives(Clicks(), ITEM, 1_000, by=by, catalog=catalog, power=power)
+    items = np.concatenate([batch.id_features["item"].values for batch in reader])
+    found = np.bincount(items[items >= 100].astype(np.int64) - 100)
+    weights = catalog.counts**power if by == "popularity" else np.ones(4)
+    np.testing.assert_allclose(found / found.sum(), weights / weights.sum(), atol=0.01)
+
+
+def test_an_item_without_any_other_has_no_negatives():
+    reader = data.negatives(Clicks(items=1), ITEM, 3)
+    assert [len(batch) for batch in reader] == [8] * 6
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"features": ["nope"]}, "no ID-type feature 'nope'"),
+        ({"features": []}, "list of the item's features"),
+        ({"features": "item"}, "list of the item's features"),
+        ({"count": 0}, "count"),
+        ({"by": "other"}, "by = 'other'"),
+        ({"by": "uniform"}, "needs a catalog"),
+        ({"catalog": CATALOG}, "takes no catalog"),
+        ({"by": "uniform", "catalog": CATALOG, "features": ["user"]}, "lacks feature 'user'"),
+        ({"power": -1.0}, "power"),
+        ({"seed": -1}, "seed"),
+    ],
+)
+def test_bad_arguments_are_refused(options, match):
+    with pytest.raises(ConfigError, match=match):
+        data.negatives(Clicks(), **{"features": ITEM, "count": 1} | options)
+
+
+def test_parts_of_a_cross_are_refused():
+    crossed = Schema([*SCHEMA.id_features, IdFeature("both", dim=2, cross=("user", "item"))], dense_features=["x"])
+    with pytest.raises(ConfigError, match="'item' is part of the cross 'both'"):
+        data.negatives(Clicks(crossed), ITEM, 1)
+
+
+def test_items_without_one_id_and_data_without_labels_are_refused():
+    with pytest.raises(DataError, match=r"'past' of the item has 0 ids at row 0 of batch 0"):
+        next(iter(data.negatives(Clicks(), ["past"], 1)))
+    (batch,) = Clicks(count=1)
+    unlabelled = replace(batch, labels=np.zeros((8, 0), np.float32))
+
+    class Unlabelled(Clicks):
+        def batches(self, epoch=0, start=0):
+            yield unlabelled
+
+    with pytest.raises(DataError, match="Batch 0 has no labels"):
+        next(iter(data.negatives(Unlabelled(), ITEM, 1)))
+    with pytest.raises(DataError, match="No sample is positive"):
+        data.item_catalog(Clicks(count=0), ITEM)
