@@ -101,6 +101,7 @@ gpu:  ## on a machine with a CUDA device: build in place, run the tests marked g
 
 examples: $(wildcard examples/*.py)  ## run every example, small
 .PHONY: $(wildcard examples/*.py)
+examples/embedding_bag_after.py: examples/embedding_bag_before.py  # Loads what that one saved.
 $(wildcard examples/*.py): install
 	PERSIA_EXAMPLE_SMALL=1 $(BIN)/python $@
 

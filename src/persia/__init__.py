@@ -61,6 +61,7 @@ _PACKAGES = frozenset(
         "data",
         "dense",
         "errors",
+        "interop",
         "metrics",
         "modes",
         "nn",

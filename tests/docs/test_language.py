@@ -23,6 +23,7 @@ DONE = (
     "data",
     "dense",
     "errors.py",
+    "interop",
     "membership",
     "metrics",
     "modes",

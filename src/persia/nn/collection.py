@@ -43,7 +43,7 @@ from persia.nn.transfer import Encoded, Ready, Transfer, nothing_to_do, staging_
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Cluster, ProcessCluster
 from persia.telemetry.metrics import Histogram
-from persia.types import FedBatch, RowsSet, RowState, StoredRows
+from persia.types import FedBatch, Ids, RowsSet, RowState, StoredRows
 
 __all__ = ["EmbeddingCollection"]
 
@@ -99,6 +99,7 @@ class EmbeddingCollection(torch.nn.Module):
             cluster = Embedded()
         self.options = options or CollectionOptions()
         self.schema = schema
+        self.optimizer = optimizer
         self.mode = mode or Hybrid()
         self.grad_scaler = grad_scaler
         self._staging = staging_for(self.options.device)
@@ -285,6 +286,10 @@ class EmbeddingCollection(torch.nn.Module):
             raise PersiaError("Rows cannot be set during a training pass. Leave the `prefetch` loop first.")
         self.flush()
         return self._rows.set(table, ids, values, state)
+
+    def row_ids(self, table: str, values: ArrayLike) -> Ids:
+        """Returns the ids uint64 `[n]` of a column of values, as `rows` and `set_rows` map them."""
+        return self._rows.ids(table, values)
 
     # --- training ---------------------------------------------------------------------------------------------
 

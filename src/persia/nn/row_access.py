@@ -61,7 +61,7 @@ class RowAccess:
             DataError: a value is not one id.
         """
         declared = self._table(table)
-        keys = self._ids(table, ids)
+        keys = self.ids(table, ids)
         rounds = list(self._rounds(declared, keys)) or [[(self._servers[0], np.empty(0, np.int64))]]
         parts: list[StoredRows] = []
         for asked in rounds:
@@ -101,7 +101,7 @@ class RowAccess:
                 some of the rows may be set.
         """
         declared = self._table(table)
-        keys = self._ids(table, ids)
+        keys = self.ids(table, ids)
         rows = _checked_values(declared, keys, values)
         checked = None if state is None else _checked_state(declared, len(keys), state)
         done = RowsSet(0, 0, 0)
@@ -119,6 +119,32 @@ class RowAccess:
             ]
             done = RowsSet(*map(sum, zip(done, *call_all(calls), strict=True)))
         return done
+
+    def ids(self, table: str, ids: ArrayLike) -> Ids:
+        """Returns ids: arrays of uint64 as they are, other columns as readers map them for features of the table.
+
+        Raises:
+            ConfigError: there is no such table.
+            DataError: a value is not one id, or features of the table map values in several ways.
+        """
+        self._table(table)
+        if isinstance(ids, np.ndarray) and ids.dtype == np.uint64 and ids.ndim == 1:
+            return np.ascontiguousarray(ids)
+        kinds = {f.name: f.kind for f in self._schema.id_features if f.table_name == table and not f.cross}
+        if len(set(kinds.values())) > 1:
+            raise DataError(
+                f"Values for table {table!r} are ambiguous: its features map them to ids in several ways "
+                f"({', '.join(f'{name}: {kind}' for name, kind in kinds.items())}). Give ids, as an array of uint64.",
+                table=table,
+            )
+        name, kind = next(iter(kinds.items()), (table, "auto"))  # Only crosses read it: numbers are their ids.
+        column = id_column(name, ids, kind)
+        if column.offsets is not None:
+            raise DataError(
+                f"Rows of table {table!r} need one id each; give a list or an array [n] without missing values.",
+                table=table,
+            )
+        return column.values
 
     def contains(self, ids: Mapping[str, Ids]) -> dict[str, BoolArray]:
         """Returns by table whether each id has a row; one call to each PS."""
@@ -153,26 +179,6 @@ class RowAccess:
         if name not in self._tables:
             raise ConfigError(f"There is no table {name!r}; the schema has {', '.join(self._tables)}.", field="table")
         return self._tables[name]
-
-    def _ids(self, table: str, ids: ArrayLike) -> Ids:
-        """Returns ids: arrays of uint64 as they are, other columns as readers map them for features of the table."""
-        if isinstance(ids, np.ndarray) and ids.dtype == np.uint64 and ids.ndim == 1:
-            return np.ascontiguousarray(ids)
-        kinds = {f.name: f.kind for f in self._schema.id_features if f.table_name == table and not f.cross}
-        if len(set(kinds.values())) > 1:
-            raise DataError(
-                f"Values for table {table!r} are ambiguous: its features map them to ids in several ways "
-                f"({', '.join(f'{name}: {kind}' for name, kind in kinds.items())}). Give ids, as an array of uint64.",
-                table=table,
-            )
-        name, kind = next(iter(kinds.items()), (table, "auto"))  # Only crosses read it: numbers are their ids.
-        column = id_column(name, ids, kind)
-        if column.offsets is not None:
-            raise DataError(
-                f"Rows of table {table!r} need one id each; give a list or an array [n] without missing values.",
-                table=table,
-            )
-        return column.values
 
     def _rounds(self, table: Table, ids: Ids) -> Iterator[list[tuple[EmbeddingPS, Int64Array]]]:
         """Yields PSs to ask at the same time, with places of ids that each owns; many places take several rounds."""

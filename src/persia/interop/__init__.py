@@ -1,0 +1,7 @@
+"""Brings models of other libraries into persia, and back."""
+
+from persia.interop.embedding_bag import RowsExported, export_embedding, import_embedding
+from persia.interop.rows import table_ids
+from persia.interop.torch_optimizers import embedding_optimizer
+
+__all__ = ["RowsExported", "embedding_optimizer", "export_embedding", "import_embedding", "table_ids"]

@@ -1,0 +1,136 @@
+"""The optimizers of PyTorch as embedding optimizers, and their state as that of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from persia.errors import ConfigError
+from persia.schema import SGD, Adagrad, Adam, EmbeddingOptimizer, Ftrl, RowwiseAdagrad
+
+__all__ = ["TorchState", "embedding_optimizer", "read_state", "state_to_write"]
+
+KEYS: dict[type[EmbeddingOptimizer], tuple[str, ...]] = {
+    SGD: ("momentum_buffer",),
+    Adagrad: ("sum",),
+    Adam: ("exp_avg", "exp_avg_sq"),
+}
+"""Entries of a torch optimizer's state that are side by side in a row's."""
+
+
+class TorchState(NamedTuple):
+    """The state of a torch optimizer for a weight.
+
+    Attributes:
+        columns: float `[rows, dim]` each, in the order of `persia.nn.RowState.values`.
+        step: number of updates; 0 where the optimizer does not count them.
+    """
+
+    columns: Sequence[Tensor]
+    step: int
+
+
+def embedding_optimizer(optimizer: torch.optim.Optimizer, weight: Tensor) -> EmbeddingOptimizer:
+    """Returns the embedding optimizer whose update of a row is that of a torch optimizer.
+
+    `SGD`, `Adagrad`, `Adam`, `AdamW` without weight decay, and `SparseAdam` have one. Rows are updated when a batch has
+    them. So is the weight of a sparse module; a dense one is also changed by momentum, Adam's moments and weight decay
+    in steps without a gradient. Adam's bias correction counts the updates of the row, torch's those of the weight.
+
+    Args:
+        optimizer: from `torch.optim`, with its learning rate of now.
+        weight: the parameter, which the optimizer has.
+
+    Raises:
+        ConfigError: the optimizer does not have the weight, or has an option that no embedding optimizer has.
+    """
+    group = _group(optimizer, weight)
+    kind = type(optimizer).__name__
+    refused = {"maximize": False, "amsgrad": False, "nesterov": False, "dampening": 0, "lr_decay": 0}
+    if group.get("decoupled_weight_decay"):
+        refused["weight_decay"] = 0
+    for name, value in refused.items():
+        if group.get(name, value) != value:
+            raise ConfigError(
+                f"torch.optim.{kind} has {name} = {group[name]!r}, which no embedding optimizer of persia has; set it "
+                f"to {value!r}, or choose one of persia.optim.",
+                field=name,
+            )
+    lr = float(group["lr"])
+    match optimizer:
+        case torch.optim.SGD():
+            return SGD(lr, float(group["momentum"]), float(group["weight_decay"]))
+        case torch.optim.Adagrad():
+            first = float(group["initial_accumulator_value"])
+            return Adagrad(lr, first, float(group["eps"]), float(group["weight_decay"]))
+        case torch.optim.Adam() | torch.optim.SparseAdam():
+            beta1, beta2 = map(float, group["betas"])
+            return Adam(lr, beta1, beta2, float(group["eps"]), float(group.get("weight_decay", 0.0)))
+    raise ConfigError(
+        f"No embedding optimizer of persia updates rows as {kind} does; give SGD, Adagrad, Adam or SparseAdam of "
+        "torch.optim, or leave the optimizer out to move weights alone.",
+        field="optimizer",
+    )
+
+
+def read_state(optimizer: torch.optim.Optimizer, weight: Tensor, declared: EmbeddingOptimizer) -> TorchState | None:
+    """Returns the state of a weight, for rows that `declared` updates; None if there is none yet, or never.
+
+    Raises:
+        ConfigError: the state is not that of `declared`.
+    """
+    keys = _keys(optimizer, weight, declared)
+    state = optimizer.state.get(weight, {})
+    if not keys or any(state.get(key) is None for key in keys):
+        return None
+    return TorchState([state[key] for key in keys], int(state.get("step", 0)))
+
+
+def state_to_write(
+    optimizer: torch.optim.Optimizer, weight: Tensor, declared: EmbeddingOptimizer
+) -> tuple[dict[str, Any], Sequence[Tensor]]:
+    """Returns the state of a weight, and the tensors in it that hold the state of rows; zeros if it had none.
+
+    Raises:
+        ConfigError: the state is not that of `declared`.
+    """
+    keys = _keys(optimizer, weight, declared)
+    state: dict[str, Any] = optimizer.state[weight]
+    for key in keys:
+        if state.get(key) is None:
+            state[key] = torch.zeros_like(weight, memory_format=torch.preserve_format)
+        elif state[key].is_sparse:
+            state[key] = state[key].to_dense()
+    if keys and not isinstance(optimizer, torch.optim.SGD) and "step" not in state:
+        group = _group(optimizer, weight)
+        on_device = bool(group.get("fused") or group.get("capturable"))
+        state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device if on_device else "cpu")
+        if isinstance(optimizer, torch.optim.SparseAdam):  # Counts with a plain number.
+            state["step"] = 0
+    return state, [state[key] for key in keys]
+
+
+def _keys(optimizer: torch.optim.Optimizer, weight: Tensor, declared: EmbeddingOptimizer) -> tuple[str, ...]:
+    theirs = embedding_optimizer(optimizer, weight)
+    momentum = [isinstance(each, SGD) and bool(each.momentum) for each in (theirs, declared)]
+    if type(theirs) is not type(declared) or momentum[0] != momentum[1] or isinstance(declared, Ftrl | RowwiseAdagrad):
+        raise ConfigError(
+            f"The optimizer of the table is {declared!r}, whose state is not that of torch.optim."
+            f"{type(optimizer).__name__}; declare the table with optimizer = {theirs!r}, or leave the optimizer out to "
+            "move weights alone.",
+            field="optimizer",
+        )
+    return () if isinstance(declared, SGD) and not declared.momentum else KEYS[type(declared)]
+
+
+def _group(optimizer: torch.optim.Optimizer, weight: Tensor) -> dict[str, Any]:
+    for group in optimizer.param_groups:
+        if any(parameter is weight for parameter in group["params"]):
+            return group
+    raise ConfigError(
+        f"The {type(optimizer).__name__} does not have the weight of this module; give the optimizer that trains it.",
+        field="optimizer",
+    )
