@@ -73,7 +73,7 @@ wheel: install  ## build the source distribution and the wheel into dist/, insta
 	$(BIN)/python tests/wheel.py $(WHEEL_FROM)
 
 # First words of the names that `python -m benchmarks --list` prints: one process each, so that none measures what another left behind.
-BENCHMARKS = plan capacity ssd store peers batch reading checkpoint rpc step gpu reuse profile globo quality modes paper traffic ps roles cluster recovery threads apms wheel zoo
+BENCHMARKS = plan capacity ssd store peers batch reading checkpoint rpc step gpu reuse profile globo quality modes paper traffic ps roles cluster recovery threads apms wheel zoo interop
 
 bench: install  ## every figure of docs/performance.md, some hours
 	for area in $(BENCHMARKS); do $(BIN)/python -m benchmarks "$$area.*" --preset laptop || exit 1; done
@@ -101,7 +101,9 @@ gpu:  ## on a machine with a CUDA device: build in place, run the tests marked g
 
 examples: $(wildcard examples/*.py)  ## run every example, small
 .PHONY: $(wildcard examples/*.py)
-examples/embedding_bag_after.py: examples/embedding_bag_before.py  # Loads what that one saved.
+# Loads what the other one saved.
+examples/embedding_bag_after.py: examples/embedding_bag_before.py
+examples/torchrec_after.py: examples/torchrec_before.py
 $(wildcard examples/*.py): install
 	PERSIA_EXAMPLE_SMALL=1 $(BIN)/python $@
 

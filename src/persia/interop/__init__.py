@@ -1,7 +1,8 @@
 """Brings models of other libraries into persia, and back."""
 
+from persia.interop import torchrec
 from persia.interop.embedding_bag import RowsExported, export_embedding, import_embedding
 from persia.interop.rows import table_ids
 from persia.interop.torch_optimizers import embedding_optimizer
 
-__all__ = ["RowsExported", "embedding_optimizer", "export_embedding", "import_embedding", "table_ids"]
+__all__ = ["RowsExported", "embedding_optimizer", "export_embedding", "import_embedding", "table_ids", "torchrec"]

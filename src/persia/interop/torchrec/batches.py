@@ -1,0 +1,247 @@
+"""TorchRec's batches and table declarations as those of persia, and back; arrays are shared where they can be."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from persia.batching.batch import Batch, IdColumn
+from persia.errors import ConfigError, DataError, MissingExtraError
+from persia.nn import Embeddings
+from persia.schema import IdFeature, Schema, Table, Uniform
+from persia.types import Floats, Ids, Int64Array
+
+if TYPE_CHECKING:
+    from torchrec import EmbeddingBagConfig, KeyedJaggedTensor, KeyedTensor
+
+__all__ = ["TorchRecBatch", "from_batch", "keyed_jagged_tensor", "keyed_tensor", "schema_of", "to_batch"]
+
+POOLING = {"SUM": "sum", "MEAN": "mean"}
+DTYPES = {"FP32": "float32", "FP16": "float16", "BF16": "bfloat16"}
+
+
+class TorchRecBatch(NamedTuple):
+    """A batch as TorchRec has it.
+
+    Attributes:
+        ids: the ID-type features; values int64, with the bits of the ids.
+        dense: the dense features, each of length 1.
+        labels: float32 `[batch, labels]`.
+    """
+
+    ids: KeyedJaggedTensor
+    dense: KeyedTensor
+    labels: Tensor
+
+
+def schema_of(
+    configs: Sequence[EmbeddingBagConfig], dense_features: Sequence[str] = (), labels: Sequence[str] = ("label",)
+) -> Schema:
+    """Returns the schema of an `EmbeddingBagCollection`: `schema_of(ebc.embedding_bag_configs())`.
+
+    Ids that are new get values of the configuration's range, +-1/sqrt(num_embeddings) by default. Tables have no
+    capacity: declare one where memory needs it.
+
+    Raises:
+        ConfigError: two tables have a feature of the same name, or a table has a pooling or dtype that persia lacks.
+    """
+    features: list[IdFeature] = []
+    tables: list[Table] = []
+    for config in configs:
+        pooling, dtype = POOLING.get(config.pooling.name), DTYPES.get(config.data_type.name)
+        if pooling is None or dtype is None:
+            raise ConfigError(
+                f"Table {config.name!r} has pooling {config.pooling.name} and data type {config.data_type.name}; "
+                f"tables of persia take {', '.join(POOLING)} and {', '.join(DTYPES)}.",
+                field=config.name,
+            )
+        initializer = Uniform(config.get_weight_init_min(), config.get_weight_init_max())
+        tables.append(Table(config.name, config.embedding_dim, initializer=initializer, dtype=dtype))  # type: ignore[arg-type]
+        features += [IdFeature(name, table=config.name, pooling=pooling) for name in config.feature_names]  # type: ignore[arg-type]
+    return Schema(features, dense_features, labels, tables)
+
+
+def to_batch(
+    schema: Schema,
+    ids: KeyedJaggedTensor,
+    dense: Tensor | KeyedTensor | None = None,
+    labels: Tensor | None = None,
+    day: NDArray[np.int32] | None = None,
+) -> Batch:
+    """Returns a batch that shares the memory of TorchRec's tensors, if they are on the CPU, int64 and float32.
+
+    Offsets are computed, 8 bytes for each sample and feature; not for features with one id in each sample.
+
+    Args:
+        schema: of the model. Crossed features are not computed: they are keys of `ids`.
+        ids: the ID-type features, with or without others, of int64 or int32. Ids are their bits: -1 is 2^64 - 1.
+        dense: float `[batch, dense features]` in the order of the schema, or a KeyedTensor of these; None if the schema
+            has none.
+        labels: float `[batch]` or `[batch, labels]`; None for prediction.
+        day: int32 `[batch]`, see `Batch`.
+
+    Raises:
+        DataError: a feature of the schema is missing, `ids` have weights or a stride for each key, or shapes differ.
+    """
+    if ids.weights_or_none() is not None or ids.variable_stride_per_key():
+        raise DataError(
+            "The KeyedJaggedTensor has weights, or a stride for each key, which batches lack; convert one without."
+        )
+    columns = dict(zip(ids.keys(), _id_columns(ids), strict=True))
+    if missing := [feature.name for feature in schema.id_features if feature.name not in columns]:
+        raise DataError(
+            f"The KeyedJaggedTensor has no key {missing[0]!r}; it has {', '.join(columns)}. Name ID-type features as "
+            "its keys.",
+            feature=missing[0],
+        )
+    rows = ids.stride()
+    return Batch(
+        {feature.name: columns[feature.name] for feature in schema.id_features},
+        _dense(schema, dense, rows),
+        _matrix("labels", labels, rows, len(schema.labels) if labels is not None else 0),
+        day,
+    )
+
+
+def from_batch(schema: Schema, batch: Batch) -> TorchRecBatch:
+    """Returns a batch as TorchRec's tensors, which share its memory, except for what `keyed_jagged_tensor` copies.
+
+    Raises:
+        MissingExtraError: TorchRec is not installed.
+    """
+    dense = torch.from_numpy(_writable(batch.dense))
+    lengths = [1] * len(schema.dense_features)
+    keyed = _torchrec().KeyedTensor(list(schema.dense_features), lengths, dense)
+    return TorchRecBatch(keyed_jagged_tensor(schema, batch), keyed, torch.from_numpy(_writable(batch.labels)))
+
+
+def keyed_jagged_tensor(schema: Schema, batch: Batch) -> KeyedJaggedTensor:
+    """Returns the ID-type features of a batch, in the order of the schema.
+
+    A KeyedJaggedTensor has the values of all features in one array. They are shared if they lie side by side, as in a
+    batch from `to_batch` whose features were in this order, else copied.
+
+    Raises:
+        MissingExtraError: TorchRec is not installed.
+    """
+    columns = [batch.id_features[feature.name] for feature in schema.id_features]
+    rows = len(batch)
+    lengths = np.ones((len(columns), rows), np.int64)
+    for at, column in enumerate(columns):
+        if column.offsets is not None:
+            np.subtract(column.offsets[1:], column.offsets[:-1], out=lengths[at])
+    values = torch.from_numpy(_joined([column.values for column in columns]).view(np.int64))
+    names = [feature.name for feature in schema.id_features]
+    made: KeyedJaggedTensor = _torchrec().KeyedJaggedTensor(
+        names, values, lengths=torch.from_numpy(lengths.reshape(-1)), stride=rows
+    )
+    return made
+
+
+def keyed_tensor(embeddings: Embeddings) -> KeyedTensor:
+    """Returns pooled embeddings as an `EmbeddingBagCollection` returns them; gradients flow through it.
+
+    Args:
+        embeddings: of an `EmbeddingCollection`; all features pooled.
+
+    Raises:
+        ConfigError: a feature is not pooled.
+        MissingExtraError: TorchRec is not installed.
+    """
+    pooled = {name: each for name, each in embeddings.items() if isinstance(each, Tensor)}
+    if rest := embeddings.keys() - pooled.keys():
+        raise ConfigError(
+            f"Feature {min(rest)!r} is a sequence, which a KeyedTensor cannot hold; leave it out, or pool it.",
+            field=min(rest),
+        )
+    lengths = [each.shape[1] for each in pooled.values()]
+    made: KeyedTensor = _torchrec().KeyedTensor(list(pooled), lengths, torch.cat(list(pooled.values()), dim=1))
+    return made
+
+
+def _id_columns(ids: KeyedJaggedTensor) -> list[IdColumn]:
+    values = _ids(ids.values())
+    lengths: NDArray[Any] = ids.lengths().cpu().numpy().reshape(len(ids.keys()), ids.stride())
+    columns: list[IdColumn] = []
+    start = 0
+    for own, single in zip(lengths, (lengths == 1).all(axis=1).tolist(), strict=True):
+        offsets = None
+        end = start + len(own)
+        if not single:
+            offsets = np.zeros(len(own) + 1, np.int64)
+            np.cumsum(own, out=offsets[1:])
+            end = start + int(offsets[-1])
+        columns.append(IdColumn(values[start:end], offsets))
+        start = end
+    return columns
+
+
+def _ids(values: Tensor) -> Ids:
+    if values.dtype not in (torch.int64, torch.int32):
+        raise DataError(f"The values of the KeyedJaggedTensor are {values.dtype}; give torch.int64 or torch.int32.")
+    array: Int64Array = values.detach().cpu().to(torch.int64).contiguous().numpy()
+    return array.view(np.uint64)
+
+
+def _dense(schema: Schema, dense: Tensor | KeyedTensor | None, rows: int) -> Floats:
+    if dense is not None and not isinstance(dense, Tensor):
+        names = list(schema.dense_features)
+        if missing := [name for name in names if name not in dense.keys()]:  # noqa: SIM118
+            raise DataError(
+                f"The KeyedTensor has no key {missing[0]!r}; it has {', '.join(dense.keys())}.", feature=missing[0]
+            )
+        dense = dense.values() if dense.keys() == names else torch.cat([dense[name] for name in names], dim=1)
+    return _matrix("dense", dense, rows, len(schema.dense_features))
+
+
+def _matrix(name: str, tensor: Tensor | None, rows: int, width: int) -> Floats:
+    if tensor is None:
+        array: Floats = np.zeros((rows, 0), np.float32)
+    else:
+        array = tensor.detach().cpu().float().numpy()
+    if array.ndim == 1:
+        array = array[:, None]
+    if array.shape != (rows, width):
+        raise DataError(
+            f"{name} has shape {list(array.shape)}; the schema and the KeyedJaggedTensor need [{rows}, {width}].",
+            column=name,
+        )
+    return array
+
+
+def _joined(arrays: Sequence[Ids]) -> Ids:
+    """Returns arrays one after another: as a view of the memory that they share, if they are so already."""
+    first = arrays[0]
+    base = first.base
+    if base is not None and all(each.base is base and each.flags.c_contiguous for each in arrays):
+        begins = [each.__array_interface__["data"][0] for each in arrays]
+        ends = itertools.accumulate((each.nbytes for each in arrays), initial=begins[0])
+        if all(begin == end for begin, end in zip(begins, ends, strict=False)):
+            count = sum(map(len, arrays))
+            return _writable(np.lib.stride_tricks.as_strided(first, (count,), writeable=first.flags.writeable))
+    return np.concatenate(arrays)
+
+
+def _writable(array: NDArray[Any]) -> NDArray[Any]:
+    """Returns an array that torch may share: it warns of one that cannot be written to."""
+    return array if array.flags.writeable else array.copy()
+
+
+def _torchrec() -> ModuleType:
+    try:
+        import torchrec
+    except ImportError as error:
+        raise MissingExtraError(
+            f"TorchRec cannot be imported ({error}): pip install torchrec, or on a machine without a GPU "
+            "pip install --no-deps torchrec and pip install fbgemm-gpu-cpu, of versions that fit your torch.",
+            extra="torchrec",
+        ) from error
+    module: ModuleType = torchrec
+    return module

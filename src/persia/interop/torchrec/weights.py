@@ -1,0 +1,252 @@
+"""Weights and optimizer state of `EmbeddingBagCollection`s, in and out, also from sharded checkpoints."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from persia.errors import CheckpointError, ConfigError
+from persia.interop.embedding_bag import RowsExported
+from persia.interop.rows import declared, located, read_parts, set_parts
+from persia.nn import EmbeddingCollection
+from persia.schema import SGD, Adagrad, EmbeddingOptimizer, RowwiseAdagrad
+from persia.types import RowsSet
+
+__all__ = ["export_weights", "import_dcp", "import_weights"]
+
+MOMENTUM = re.compile(r"momentum_?1")
+"""Name of the accumulator of FBGEMM's Adagrad and row-wise Adagrad, at the end of a key."""
+
+
+def import_weights(
+    collection: EmbeddingCollection,
+    weights: Mapping[str, Any],
+    optimizer: Mapping[str, Any] | None = None,
+    *,
+    tables: Iterable[str] | None = None,
+) -> dict[str, RowsSet]:
+    """Sets rows of tables to the weights of an `EmbeddingBagCollection`: row i is that of id i. Blocks.
+
+    Call it while no NN worker trains; with several NN workers, on the first one.
+
+    Args:
+        collection: with tables of the names and dims of TorchRec's.
+        weights: `ebc.state_dict()`, or that of a model with one: `...embedding_bags.<table>.weight`.
+        optimizer: `ebc.fused_optimizer().state_dict()`, the state of fused Adagrad or row-wise Adagrad; None leaves
+            state as it is: that of new rows is the initial one.
+        tables: names of tables; None for all of the schema.
+
+    Returns:
+        By table, the numbers of rows.
+
+    Raises:
+        ConfigError: a table is missing, twice there, sharded, or of another shape or optimizer. Tables before it, in
+            the order of the schema, are set.
+    """
+    states = {} if optimizer is None else _flat(optimizer.get("state", optimizer))
+    done: dict[str, RowsSet] = {}
+    for table in _names(collection, tables):
+        weight = _plain(table, weights[_weight_key(table, weights)])
+        key = _state_key(table, states)
+        momentum = None if key is None else _plain(table, states[key])
+        if optimizer is not None and momentum is None:
+            _check_stateless(collection, table)
+        done[table] = _import(collection, table, weight, momentum)
+    return done
+
+
+def export_weights(
+    collection: EmbeddingCollection,
+    weights: Mapping[str, Any],
+    optimizer: Mapping[str, Any] | None = None,
+    *,
+    tables: Iterable[str] | None = None,
+) -> dict[str, RowsExported]:
+    """Writes rows of tables into the weights of an `EmbeddingBagCollection`, in place. Blocks.
+
+    Rows of ids beyond `num_embeddings` are left out; weights of ids without a row stay as they are.
+
+    Args:
+        collection: with tables of the names and dims of TorchRec's.
+        weights: `ebc.state_dict()`, whose tensors are those of the module.
+        optimizer: `ebc.fused_optimizer().state_dict()`; None to leave it as it is.
+        tables: names of tables; None for all of the schema.
+
+    Raises:
+        ConfigError: as for `import_weights`.
+    """
+    states = {} if optimizer is None else _flat(optimizer.get("state", optimizer))
+    done: dict[str, RowsExported] = {}
+    for table in _names(collection, tables):
+        weight = _plain(table, weights[_weight_key(table, weights)]).detach()
+        key = _state_key(table, states)
+        momentum = None if key is None else _plain(table, states[key])
+        if optimizer is not None and momentum is None:
+            _check_stateless(collection, table)
+        _check(collection, table, weight, momentum)
+        rows = located(collection, table, len(weight), None)
+        written = 0
+        for places, read in read_parts(collection, table, rows, weight.shape[1], momentum is not None):
+            at = places.to(weight.device)
+            weight[at] = torch.from_numpy(read.values).to(weight)
+            if momentum is not None and read.state is not None:
+                values = torch.from_numpy(read.state.values).to(momentum)
+                momentum[at] = values.reshape(len(at), *momentum.shape[1:])
+            written += len(places)
+        done[table] = RowsExported(written, len(rows.ids) - written)
+    return done
+
+
+def import_dcp(
+    collection: EmbeddingCollection,
+    directory: str | os.PathLike[str],
+    *,
+    tables: Iterable[str] | None = None,
+    state: bool = True,
+) -> dict[str, RowsSet]:
+    """Sets rows of tables to the weights in a checkpoint of `torch.distributed.checkpoint`. Blocks.
+
+    However the tables were sharded, and over however many ranks: shards are put together, one table after another, so
+    memory for the largest one is needed. No process group, and no TorchRec. The metadata of such a checkpoint is a
+    pickle, which can run code: read only those that you trust.
+
+    Args:
+        collection: with tables of the names and dims of TorchRec's.
+        directory: where `torch.distributed.checkpoint.save` wrote.
+        tables: names of tables; None for all of the schema.
+        state: also read the optimizer's, where the checkpoint has any.
+
+    Returns:
+        By table, the numbers of rows.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+        ConfigError: a table is missing, or of another shape or optimizer. Tables before it, in the order of the schema,
+            are set.
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    path = os.fspath(directory)
+    try:
+        metadata = FileSystemReader(path).read_metadata().state_dict_metadata
+    except Exception as error:  # Whatever unpickling raises.
+        raise CheckpointError(
+            f"{path} is not a checkpoint of torch.distributed.checkpoint ({error!r}); give the directory that has its "
+            "file .metadata.",
+            path=path,
+        ) from error
+    found = {key: entry for key, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
+    done: dict[str, RowsSet] = {}
+    for table in _names(collection, tables):
+        keys = [_weight_key(table, found)]
+        if state and (key := _state_key(table, found)) is not None:
+            keys.append(key)
+        tensors = {key: torch.empty(found[key].size, dtype=found[key].properties.dtype) for key in keys}
+        _read(path, tensors)
+        weight, *momenta = (tensors[key] for key in keys)
+        done[table] = _import(collection, table, weight, momenta[0] if momenta else None)
+    return done
+
+
+def _read(path: str, tensors: dict[str, Tensor]) -> None:
+    """Fills the tensors from a checkpoint."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # As asked for.
+            load(tensors, storage_reader=FileSystemReader(path), no_dist=True)
+    except (Exception, CheckpointException) as error:  # Which is no Exception.
+        raise CheckpointError(
+            f"{path} cannot be read: {error!r}. Save it again, or import another one.", path=path
+        ) from error
+
+
+def _import(collection: EmbeddingCollection, table: str, weight: Tensor, momentum: Tensor | None) -> RowsSet:
+    _check(collection, table, weight, momentum)
+    rows = located(collection, table, len(weight), None)
+    return set_parts(collection, table, rows, weight, None if momentum is None else [momentum])
+
+
+def _check(collection: EmbeddingCollection, table: str, weight: Tensor, momentum: Tensor | None) -> None:
+    known, rules = declared(collection, table)
+    if weight.ndim != 2 or weight.shape[1] != known.dim:
+        raise ConfigError(
+            f"The weight of table {table!r} has shape {list(weight.shape)}, but the table has dim {known.dim}; declare "
+            "it with that of the weight.",
+            field=table,
+        )
+    if momentum is None:
+        return
+    width = known.dim if isinstance(rules, Adagrad) else int(isinstance(rules, RowwiseAdagrad))
+    if momentum.numel() != len(weight) * width or len(momentum) != len(weight):
+        raise ConfigError(
+            f"The optimizer state of table {table!r} has shape {list(momentum.shape)}, which is not that of {rules!r}: "
+            f"Adagrad has [{len(weight)}, {known.dim}], RowwiseAdagrad [{len(weight)}]. Declare the table with the "
+            "optimizer that trained it, or import weights alone.",
+            field=table,
+        )
+
+
+def _check_stateless(collection: EmbeddingCollection, table: str) -> None:
+    """Raises ConfigError where a state was expected, but is not there."""
+    rules: EmbeddingOptimizer = declared(collection, table)[1]
+    if not (isinstance(rules, SGD) and not rules.momentum):
+        raise ConfigError(
+            f"The optimizer has no state momentum1 for table {table!r}, which {rules!r} needs; give the state of fused "
+            "Adagrad or row-wise Adagrad, or leave the optimizer out to move weights alone.",
+            field="optimizer",
+        )
+
+
+def _names(collection: EmbeddingCollection, tables: Iterable[str] | None) -> Iterator[str]:
+    for table in collection.schema.resolved_tables() if tables is None else tables:
+        declared(collection, table)
+        yield table
+
+
+def _weight_key(table: str, keys: Iterable[str]) -> str:
+    known = list(keys)
+    name = f"embedding_bags.{table}.weight"
+    found = [key for key in known if key == name or key.endswith(f".{name}")]
+    if len(found) != 1:
+        said = f"has {len(found)} keys" if found else "has no key"
+        raise ConfigError(
+            f"The state {said} that ends with {name!r}; it has {', '.join(known[:8])}{', ...' if known[8:] else ''}. "
+            "Name tables as TorchRec does, and give the state of one collection.",
+            field=table,
+        )
+    return found[0]
+
+
+def _state_key(table: str, keys: Iterable[str]) -> str | None:
+    """Returns `...<table>.weight.<table>.momentum1`, or `...<table>.weight.<table>.weight.momentum_1`."""
+    for key in keys:
+        owner, _, name = key.rpartition(".")
+        if MOMENTUM.fullmatch(name) and re.search(rf"(^|\.){re.escape(table)}\.weight\.", f"{owner}."):
+            return key
+    return None
+
+
+def _flat(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{owner}.{name}": value for owner, values in state.items() for name, value in values.items()}
+
+
+def _plain(table: str, tensor: Any) -> Tensor:
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        raise ConfigError(
+            f"The tensor of table {table!r} is a {type(tensor).__name__}, a part of a sharded one; save a checkpoint "
+            "with torch.distributed.checkpoint, and use `import_dcp`.",
+            field=table,
+        )
+    plain: Tensor = tensor
+    return plain
