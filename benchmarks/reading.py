@@ -92,3 +92,20 @@ def read_parquet(preset: str) -> runner.Measure:
             of="rows/s",
             rounds=ROUNDS[preset],
         )
+
+
+@runner.measures("reading.arrow")
+def read_arrow(preset: str) -> runner.Measure:
+    """A table in memory, over the same rows in a Parquet file, both with the readers here."""
+    with tempfile.TemporaryDirectory() as directory:
+        _, path = write(directory, ROWS[preset])
+        frame = persia.data.arrow(pq.read_table(path), SCHEMA, BATCH)
+        file = persia.data.parquet(path, SCHEMA, BATCH)
+        return runner.ratio(
+            "reading.arrow",
+            ours=rate(lambda: sum(map(len, frame))),
+            theirs=rate(lambda: sum(map(len, file))),
+            of="rows/s",
+            rounds=ROUNDS[preset],
+            at_least=1.0,
+        )

@@ -7,6 +7,7 @@ resumed. pyarrow and fsspec are imported on first use.
 from persia.data.days import Span, days
 from persia.data.files import File, expand, find
 from persia.data.from_adult import adult
+from persia.data.from_arrow import arrow
 from persia.data.from_avazu import avazu
 from persia.data.from_criteo import criteo
 from persia.data.from_csv import csv
@@ -32,6 +33,7 @@ __all__ = [
     "StreamReader",
     "Synthetic",
     "adult",
+    "arrow",
     "avazu",
     "criteo",
     "csv",

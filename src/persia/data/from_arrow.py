@@ -1,0 +1,199 @@
+"""Reads what speaks Arrow: frames, tables, data sets of other libraries, and streams of record batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from persia.batching.batch import Batch
+from persia.data.expressions import Rule
+from persia.data.files import File
+from persia.data.reader import Order, StreamReader
+from persia.data.rows import Conversion, DayUnit, Piece, require_rows
+from persia.data.selection import Selection, Split
+from persia.errors import DataError, PersiaError
+from persia.schema import Schema
+
+__all__ = ["arrow"]
+
+_CHUNK_ROWS = 65_536
+
+
+def arrow(
+    source: Any,
+    schema: Schema,
+    batch_size: int = 1024,
+    *,
+    rename: Mapping[str, str] | None = None,
+    labels: Mapping[str, Rule] | None = None,
+    fill: Mapping[str, float] | None = None,
+    where: Rule | None = None,
+    split: Split | Mapping[str, Any] | None = None,
+    day: str | None = None,
+    day_unit: DayUnit = "day",
+    shuffle_rows: int = 0,
+    seed: int = 0,
+    drop_last: bool = False,
+    shard: tuple[int, int] = (0, 1),
+    require_labels: bool = True,
+) -> StreamReader:
+    """Reads a frame, or a data set of another library, in pieces of at most 65,536 rows.
+
+    The source has to give the same rows in the same order each time. A resumed run reads it from the beginning, and
+    converts only what it has not trained.
+
+    Args:
+        source: one of
+            - a pandas or polars DataFrame, a pyarrow Table or RecordBatch, or any object with `__arrow_c_stream__`;
+            - a `pyarrow.dataset.Dataset`, and so a Lance data set: only the columns that are needed are read;
+            - a Hugging Face `datasets.Dataset` or `IterableDataset`;
+            - a Ray Data `Dataset`, with `execution_options.preserve_order` of its context set;
+            - a function without arguments that returns one of these, or a RecordBatchReader, which can be read only
+              once: `lambda: table.scan().to_arrow_batch_reader()` for Iceberg. On a cluster it has to be picklable.
+        schema: columns to read.
+        batch_size: samples per batch.
+        rename: column of the source by name in the schema, where they differ.
+        labels: rule by label, for labels that are not a column; see `parquet`.
+        fill: replacement of missing values, by dense feature or label; without it, a missing value is an error.
+        where: only rows for which this rule is true.
+        split: only one part of the rows.
+        day: column that gives `Batch.day`: whole numbers, dates, timestamps.
+        day_unit: unit of whole numbers in `day`.
+        shuffle_rows: size of the blocks within which rows are permuted, differently in each epoch; 0 keeps the order.
+        seed: seed of the permutations.
+        drop_last: drop a last batch that is not full.
+        shard: (index, count): only batches i with i % count == index.
+        require_labels: if False, sources without the label columns give `labels` of shape `[batch, 0]`.
+
+    Raises:
+        DataError: the source is of another kind, or can be read only once; while iterating: it cannot be read, lacks a
+            column or has invalid values, or there are no rows at all.
+        ConfigError: an argument is invalid.
+    """
+    if _root(source) == "pyarrow" and type(source).__name__ == "RecordBatchReader":
+        raise DataError(
+            "A RecordBatchReader can be read only once; give a function that opens it: "
+            "persia.data.arrow(lambda: table.scan().to_arrow_batch_reader(), ...)."
+        )
+    _opener(source)
+    conversion = Conversion(
+        schema,
+        dict(rename or {}),
+        day,
+        day_unit,
+        require_labels,
+        dict(labels or {}),
+        dict(fill or {}),
+        Selection.of(where, split),
+    )
+    return StreamReader(
+        schema, ArrowSource(source, conversion), Order(batch_size, shuffle_rows, seed, drop_last, shard)
+    )
+
+
+@dataclass(frozen=True)
+class ArrowSource:
+    """Rows of a source of Arrow data."""
+
+    source: Any
+    conversion: Conversion
+
+    def chunks(self, skip: int) -> Iterator[Batch]:
+        """See `RowSource.chunks`."""
+        file = File(f"{_root(self.source)}.{type(self.source).__name__}")
+        selection = self.conversion.selection
+        return require_rows(self.conversion.batches(self._pieces(file), skip), (file,), skip, selection)
+
+    def _pieces(self, file: File) -> Iterator[Piece]:
+        row = 0
+        parts = self._parts(file)
+        while True:
+            try:
+                part = next(parts, None)
+            except (PersiaError, MemoryError):
+                raise
+            except Exception as error:  # Each library raises errors of its own.
+                raise DataError(
+                    f"{file.path} cannot be read as Arrow data from row {row} on ({type(error).__name__}: {error}); "
+                    "correct it, or cast columns that have values of several kinds.",
+                    path=file.path,
+                ) from error
+            if part is None:
+                return
+            columns = self.conversion.columns_of(file, part.schema.names)
+            yield Piece(file, row, {name: _without_views(part.column(name)) for name in columns}, part.num_rows)
+            row += part.num_rows
+
+    def _parts(self, file: File) -> Iterator[Any]:
+        """Yields record batches."""
+        import pyarrow as pa
+
+        source = self.source() if _opener(self.source) == "function" else self.source
+        columns = None
+        if _opener(source) == "dataset":
+            columns = self.conversion.columns_of(file, source.schema.names)
+        for part in _tables(source, columns):
+            table = pa.Table.from_batches([part]) if isinstance(part, pa.RecordBatch) else part
+            yield from table.to_batches(max_chunksize=_CHUNK_ROWS)
+
+
+def _opener(source: Any) -> str:
+    """Returns how to read a source."""
+    root = _root(source)
+    if root == "ray" and hasattr(source, "iter_batches"):
+        return "ray"
+    if root == "datasets" and hasattr(source, "with_format"):
+        return "datasets"
+    if hasattr(source, "to_batches") and hasattr(source, "get_fragments"):
+        return "dataset"
+    if type(source).__name__ == "RecordBatch" and root == "pyarrow":
+        return "batch"
+    if hasattr(source, "__arrow_c_stream__"):
+        return "stream"
+    if callable(source):
+        return "function"
+    raise DataError(
+        f"Data are given as {type(source).__name__}; give a pandas or polars DataFrame, a pyarrow table or data set, a "
+        "data set of Hugging Face, Ray or Lance, or a function that returns one."
+    )
+
+
+def _tables(source: Any, columns: list[str] | None) -> Iterator[Any]:
+    """Yields tables or record batches."""
+    import pyarrow as pa
+
+    match _opener(source):
+        case "ray":
+            yield from source.iter_batches(batch_size=_CHUNK_ROWS, batch_format="pyarrow")
+        case "datasets":
+            yield from source.with_format("arrow").iter(batch_size=_CHUNK_ROWS)
+        case "dataset":
+            yield from source.to_batches(columns=columns, batch_size=_CHUNK_ROWS)
+        case "batch":
+            yield source
+        case "stream":
+            yield from pa.RecordBatchReader.from_stream(source)
+        case _:
+            raise DataError("The function returned another function; return a frame, a table or a data set.")
+
+
+def _without_views(column: Any) -> Any:
+    """Returns a column whose texts lie in one buffer: pyarrow selects no rows of the views that polars makes."""
+    kind = _kind_without_views(column.type)
+    return column if kind == column.type else column.cast(kind)
+
+
+def _kind_without_views(kind: Any) -> Any:
+    import pyarrow as pa
+
+    if str(kind) in ("string_view", "binary_view"):
+        return pa.large_string() if str(kind) == "string_view" else pa.large_binary()
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        value = _kind_without_views(kind.value_type)
+        return kind if value == kind.value_type else pa.large_list(value)
+    return kind
+
+
+def _root(source: Any) -> str:
+    return type(source).__module__.split(".")[0]

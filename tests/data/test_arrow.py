@@ -1,0 +1,214 @@
+"""Frames, tables and data sets of other libraries: one reader, the same batches."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pyarrow.dataset
+import pyarrow.parquet as pq
+import pytest
+
+from persia import data
+from persia.batching.batch import Batch
+from persia.data import from_arrow
+from persia.errors import DataError
+from persia.schema import IdFeature, Schema
+
+SCHEMA = Schema([IdFeature("user", dim=2), IdFeature("tags", dim=2)], dense_features=["age"], labels=["click"])
+ROWS = 23
+COLUMNS: dict[str, list[Any]] = {
+    "uid": [f"user {i % 7}" if i % 5 else None for i in range(ROWS)],
+    "tags": [list(range(i % 3)) for i in range(ROWS)],
+    "age": [i / 4 for i in range(ROWS)],
+    "click": [i % 2 for i in range(ROWS)],
+    "hour": [48 * i for i in range(ROWS)],
+    "other": ["x"] * ROWS,
+}
+TABLE = pa.table(COLUMNS)
+
+
+class Stream:
+    """As a connection to a data base may offer it."""
+
+    def __arrow_c_stream__(self, requested_schema: Any = None) -> Any:
+        return TABLE.__arrow_c_stream__(requested_schema)
+
+
+def hugging_face() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        datasets = pytest.importorskip("datasets", reason="datasets is not installed: pip install datasets")
+    return datasets.Dataset.from_dict(COLUMNS)
+
+
+def lance(path: Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        library = pytest.importorskip("lance", reason="Lance is not installed: pip install pylance")
+        return library.write_dataset(TABLE, str(path / "rows.lance"))
+
+
+def files(path: Path) -> Any:
+    pq.write_table(TABLE, path / "rows.parquet", row_group_size=4)
+    return pyarrow.dataset.dataset(path / "rows.parquet")
+
+
+SOURCES: dict[str, Callable[[Path], Any]] = {
+    "table": lambda path: TABLE,
+    "chunks": lambda path: pa.concat_tables([TABLE.slice(0, 9), TABLE.slice(9)]),
+    "record batch": lambda path: TABLE.to_batches()[0],
+    "pandas": lambda path: pd.DataFrame(COLUMNS),
+    "polars": lambda path: pl.DataFrame(COLUMNS),
+    "stream": lambda path: Stream(),
+    "function of a reader": lambda path: lambda: TABLE.to_reader(5),
+    "function of a frame": lambda path: lambda: pl.DataFrame(COLUMNS),
+    "pyarrow data set": files,
+    "Lance": lance,
+    "Hugging Face": lambda path: hugging_face(),
+    "Hugging Face, stream": lambda path: hugging_face().to_iterable_dataset(),
+}
+
+
+def same(batch: Batch, other: Batch) -> None:
+    for name, column in other.id_features.items():
+        mine = batch.id_features[name]
+        np.testing.assert_array_equal(mine.values, column.values)
+        assert (mine.offsets is None) == (column.offsets is None)
+        if mine.offsets is not None and column.offsets is not None:
+            np.testing.assert_array_equal(mine.offsets, column.offsets)
+    np.testing.assert_array_equal(batch.dense, other.dense)
+    np.testing.assert_array_equal(batch.labels, other.labels)
+    assert batch.day is not None
+    assert other.day is not None
+    np.testing.assert_array_equal(batch.day, other.day)
+
+
+OPTIONS: dict[str, Any] = {"rename": {"user": "uid"}, "day": "hour", "shuffle_rows": 10, "seed": 3}
+
+
+@pytest.mark.filterwarnings("ignore")  # Of the other libraries.
+@pytest.mark.parametrize("name", SOURCES)
+def test_batches_are_those_of_the_same_rows_in_a_file(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(from_arrow, "_CHUNK_ROWS", 6)
+    pq.write_table(TABLE, tmp_path / "expected.parquet")
+    expected = data.parquet(tmp_path / "expected.parquet", SCHEMA, 4, **OPTIONS)
+    reader = data.arrow(SOURCES[name](tmp_path), SCHEMA, 4, **OPTIONS)
+    assert isinstance(reader, data.Reader)
+    for epoch, start in ((0, 0), (1, 0), (1, 3)):
+        found = list(reader.batches(epoch, start))
+        assert len(found) == 6 - start
+        for mine, theirs in zip(found, expected.batches(epoch, start), strict=True):
+            same(mine, theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_ray_data(ray_here: None) -> None:
+    import ray.data
+
+    ray.data.DataContext.get_current().execution_options.preserve_order = True
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    reader = data.arrow(ray.data.from_arrow([TABLE.slice(0, 9), TABLE.slice(9)]), SCHEMA, 4, **OPTIONS)
+    expected = data.arrow(TABLE, SCHEMA, 4, **OPTIONS)
+    for mine, theirs in zip(reader, expected, strict=True):
+        same(mine, theirs)
+
+
+def test_pieces_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frame is one record batch, whatever its size."""
+    monkeypatch.setattr(from_arrow, "_CHUNK_ROWS", 6)
+    reader = data.arrow(pl.DataFrame(COLUMNS), SCHEMA, rename={"user": "uid"})
+    assert [len(chunk) for chunk in reader.source.chunks(0)] == [6, 6, 6, 5]
+
+
+@pytest.mark.parametrize("as_frame", [pl.DataFrame, pd.DataFrame, pa.table])
+def test_rows_with_texts_are_selected(as_frame: Callable[[Any], Any]) -> None:
+    """Polars has texts as views, which pyarrow selects no rows of; in lists, too."""
+    columns = {"user": ["a", "b", None], "tags": [["x"], ["y", "z"], None], "age": [1.0, 2.0, 3.0], "click": [0, 1, 0]}
+    frame = as_frame(columns)
+    kinds = [frame]
+    if isinstance(frame, pl.DataFrame):
+        kinds.append(frame.with_columns(pl.col("user").cast(pl.Categorical)))
+    for each in kinds:
+        (batch,) = data.arrow(each, SCHEMA, where="age > 1")
+        other = Batch.from_columns(SCHEMA, {name: column[1:] for name, column in columns.items()})
+        for name, column in other.id_features.items():
+            np.testing.assert_array_equal(batch.id_features[name].values, column.values)
+
+
+def test_an_error_names_the_row_of_the_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(from_arrow, "_CHUNK_ROWS", 6)
+    frame = pl.DataFrame(COLUMNS).with_columns(click=pl.Series([0.0] * 15 + [2.0] + [0.0] * 7))
+    with pytest.raises(DataError, match=r"polars\.DataFrame: .*at row 15"):
+        list(data.arrow(frame, SCHEMA, rename={"user": "uid"}))
+
+
+def test_only_columns_that_are_needed_are_read(tmp_path: Path) -> None:
+    read: list[list[str]] = []
+
+    class Recorded:
+        schema = TABLE.schema
+
+        def get_fragments(self) -> None: ...
+
+        def to_batches(self, columns: list[str], batch_size: int) -> Any:
+            read.append(columns)
+            return TABLE.select(columns).to_batches(max_chunksize=batch_size)
+
+    list(data.arrow(Recorded(), SCHEMA, rename={"user": "uid"}))
+    assert read == [["uid", "tags", "age", "click"]]
+
+
+def test_where_split_labels_and_fill_are_those_of_files() -> None:
+    frame = pd.DataFrame({"user": [1, 2, 3, 4], "tags": 0, "age": [1.0, None, 3.0, 4.0], "stars": [1, 2, 4, 5]})
+    reader = data.arrow(frame, SCHEMA, labels={"click": "stars >= 4"}, fill={"age": -1}, where="user > 1")
+    (batch,) = reader
+    assert batch.id_features["user"].values.tolist() == [2, 3, 4]
+    assert batch.dense[:, 0].tolist() == [-1, 3, 4]
+    assert batch.labels[:, 0].tolist() == [0, 1, 1]
+
+
+def test_a_reader_of_a_frame_can_be_pickled() -> None:
+    reader = data.arrow(pd.DataFrame(COLUMNS), SCHEMA, 4, rename={"user": "uid"})
+    for mine, theirs in zip(pickle.loads(pickle.dumps(reader)), reader, strict=True):
+        np.testing.assert_array_equal(mine.dense, theirs.dense)
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ([1, 2], "given as list"),
+        (pl.LazyFrame(COLUMNS), "given as LazyFrame"),
+        (TABLE.to_reader(), "only once"),
+    ],
+)
+def test_other_sources_are_refused(source: Any, error: str) -> None:
+    with pytest.raises(DataError, match=error):
+        data.arrow(source, SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        (lambda: lambda: None, "returned another function"),
+        (lambda: 1 / 0, "ZeroDivisionError"),
+        (lambda: 5, "given as int"),
+        (TABLE.slice(0, 0), "there are no rows"),
+        (TABLE, "no column 'user'"),
+        (pd.DataFrame({**COLUMNS, "user": [1, "x", 2.5, *range(20)]}), "cannot be read as Arrow data"),
+        (TABLE.append_column("user", TABLE["other"]).set_column(2, "age", pa.array(["x"] * ROWS)), "at row 0"),
+    ],
+)
+def test_rows_that_cannot_be_read_are_told(source: Any, error: str) -> None:
+    with pytest.raises(DataError, match=error):
+        list(data.arrow(source, SCHEMA))
