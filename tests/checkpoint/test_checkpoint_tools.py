@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from safetensors.numpy import load_file
 
 import persia
 from persia.checkpoint import CheckpointWriter, ReshardOptions, diff, export, reshard
@@ -60,7 +61,26 @@ def test_files(run: Path, tmp_path: Path) -> None:
         export(run, tmp_path / "out", tables=["nobody"])
 
 
-@pytest.mark.parametrize("kind", ["parquet", "npy"])
+def test_safetensors(run: Path, tmp_path: Path) -> None:
+    """Read by the library; `user` has no rows."""
+    ids, embeddings = expected()
+    files = export(run, tmp_path / "out", "safetensors")
+    assert [Path(file).name for file in files] == ["item.safetensors", "user.safetensors"]
+    found = load_file(files[0])
+    assert found.keys() == {"ids", "embeddings"}
+    np.testing.assert_array_equal(found["ids"], ids)
+    np.testing.assert_array_equal(found["embeddings"], embeddings)
+    assert load_file(files[1])["ids"].shape == (0,)
+    found = load_file(export(run, tmp_path / "out", "safetensors", tables=["item"], state=True)[0])
+    parts = [make_rows(7, seed=12), make_rows(3, seed=13)]
+    assert found.keys() == {"ids", "embeddings", "state", "update_count", "last_step"}
+    for name, array in found.items():
+        whole = np.concatenate([part[name] for part in parts])
+        np.testing.assert_array_equal(array, whole)
+        assert array.dtype == whole.dtype
+
+
+@pytest.mark.parametrize("kind", ["parquet", "npy", "safetensors"])
 def test_an_export_that_fails_leaves_the_one_before(run: Path, tmp_path: Path, kind: str) -> None:
     files = export(run, tmp_path / "out", kind, tables=["item"])
     before = [Path(file).read_bytes() for file in files]

@@ -237,5 +237,7 @@ def test_checkpoint_tools(config, tmp_path):
     assert pq.read_table(files[-1]).num_rows > 0
     persia("checkpoint", "export", out, str(tmp_path / "files"), "--format", "npy")
     assert np.load(tmp_path / "files" / "id_1.embeddings.npy").shape[1] == 16
-    assert "expected parquet or npy" in persia("checkpoint", "export", out, str(tmp_path), "--format", "x", ok=False)
+    assert "expected parquet, npy, safetensors" in persia(
+        "checkpoint", "export", out, str(tmp_path), "--format", "x", ok=False
+    )
     assert "AUC" in persia("evaluate", config, "--checkpoint", other)

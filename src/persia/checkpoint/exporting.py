@@ -6,36 +6,41 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
 from persia.checkpoint.format import file_name
+from persia.checkpoint.tensors import encode_header
 from persia.checkpoint.view import TableRows, open
 from persia.errors import CheckpointError
 
-__all__ = ["export"]
+__all__ = ["EXPORT_FORMATS", "ExportFormat", "export"]
 
 Progress = Callable[[int], object]
+
+ExportFormat: TypeAlias = Literal["parquet", "npy", "safetensors"]
+EXPORT_FORMATS: tuple[ExportFormat, ...] = get_args(ExportFormat)
 
 
 def export(
     url: str | os.PathLike[str],
     target: str | os.PathLike[str],
-    kind: Literal["parquet", "npy"] = "parquet",
+    kind: ExportFormat = "parquet",
     *,
     tables: Sequence[str] | None = None,
     step: int | None = None,
     state: bool = False,
     progress: Progress = lambda _: None,
 ) -> list[str]:
-    """Writes the rows of each table to a local file, part by part; "npy" writes one file per column.
+    """Writes the rows of each table to local files, part by part.
 
     Args:
         url: directory of checkpoints, or of one step.
         target: local directory. Files of the same names are replaced once the new ones are complete.
-        kind: "parquet": `<table>.parquet` with `id`, `embedding`, `update_count`, `last_step`; or "npy":
-            `<table>.ids.npy` and `<table>.embeddings.npy`, in the same order.
+        kind: "parquet": `<table>.parquet` with `id`, `embedding`, `update_count`, `last_step`; "npy":
+            `<table>.ids.npy` and `<table>.embeddings.npy`, in the same order; or "safetensors": `<table>.safetensors`
+            with `ids` and `embeddings`, and with `state` also `update_count` and `last_step`.
         tables: tables to export; None for all.
         step: step to read; None for the latest.
         state: also write the optimizer state.
@@ -57,8 +62,7 @@ def export(
         Path(target).mkdir(parents=True, exist_ok=True)
         for name, rows in checkpoint.tables.items():
             if tables is None or name in tables:
-                write = _parquet if kind == "parquet" else _npy
-                files += write(rows, str(Path(target) / file_name(name)), state, progress)
+                files += _WRITERS[kind](rows, str(Path(target) / file_name(name)), state, progress)
     except OSError as error:
         raise CheckpointError(f"Cannot write to {target}: {error}.", path=os.fspath(target)) from error
     return files
@@ -101,6 +105,34 @@ def _npy(rows: TableRows, path: str, state: bool, progress: Progress) -> list[st
                 handles[name].write(np.ascontiguousarray(arrays[name]).data)
             progress(len(arrays["ids"]))
     return paths
+
+
+def _safetensors(rows: TableRows, path: str, state: bool, progress: Progress) -> list[str]:
+    path += ".safetensors"
+    count = len(rows)
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {
+        "ids": ("U64", (count,)),
+        "embeddings": ("F32", (count, rows.dim)),
+    }
+    if state:
+        counts = dict.fromkeys(("update_count", "last_step"), ("U32", (count,)))
+        tensors |= {"state": ("F32", (count, rows.state_width)), **counts}
+    header, positions = encode_header(tensors)
+    with _replaced([path]) as [draft], Path(draft).open("wb") as file:
+        file.write(header)
+        for arrays in rows:
+            for name, position in positions.items():
+                file.seek(position)
+                positions[name] += file.write(np.ascontiguousarray(arrays[name]).data)
+            progress(len(arrays["ids"]))
+    return [path]
+
+
+_WRITERS: dict[ExportFormat, Callable[[TableRows, str, bool, Progress], list[str]]] = {
+    "parquet": _parquet,
+    "npy": _npy,
+    "safetensors": _safetensors,
+}
 
 
 @contextlib.contextmanager

@@ -21,7 +21,17 @@ from persia.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MAX_HEADER_BYTES", "TensorView", "Value", "decode", "encode", "header_length", "parse_header", "view"]
+__all__ = [
+    "MAX_HEADER_BYTES",
+    "TensorView",
+    "Value",
+    "decode",
+    "encode",
+    "encode_header",
+    "header_length",
+    "parse_header",
+    "view",
+]
 
 MAX_HEADER_BYTES = 32 << 20
 MAX_RANK = 32
@@ -148,18 +158,36 @@ def encode(views: Mapping[str, TensorView]) -> list[memoryview]:
 
     Tensors with wider elements come first and the header is padded to 8 bytes, so every tensor is aligned.
     """
-    order = sorted(views, key=lambda name: (-_DTYPES[views[name].dtype][0], name))
-    header: dict[str, _Entry] = {}
+    header, starts = encode_header({name: (each.dtype, each.shape) for name, each in views.items()})
+    return [memoryview(header), *(views[name].data for name in starts)]
+
+
+def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
+    """Encodes the header of a safetensors file whose tensors are written later.
+
+    Args:
+        tensors: safetensors name of the dtype, and shape, by name.
+
+    Returns:
+        The first bytes of the file, and by tensor, in their order, the position of its first byte in the file.
+
+    Raises:
+        CheckpointError: there are too many tensors.
+    """
+    order = sorted(tensors, key=lambda name: (-_DTYPES[tensors[name][0]][0], name))
+    entries: dict[str, _Entry] = {}
     offset = 0
     for name in order:
-        end = offset + len(views[name].data)
-        header[name] = _Entry(views[name].dtype, views[name].shape, (offset, end))
+        dtype, shape = tensors[name]
+        end = offset + math.prod(shape) * _DTYPES[dtype][0]
+        entries[name] = _Entry(dtype, shape, (offset, end))
         offset = end
-    text = msgspec.json.encode(header)
+    text = msgspec.json.encode(entries)
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
-        raise CheckpointError(f"{len(views)} tensors are too many for one file; divide them.", tensors=len(views))
-    return [memoryview(len(text).to_bytes(8, "little") + text), *(views[name].data for name in order)]
+        raise CheckpointError(f"{len(tensors)} tensors are too many for one file; divide them.", tensors=len(tensors))
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + entry.data_offsets[0] for name, entry in entries.items()}
 
 
 def header_length(data: bytes | memoryview, path: str) -> int:

@@ -129,25 +129,26 @@ def diff(
 def export(
     directory: Directory,
     target: Target,
-    kind: Annotated[str, typer.Option("--format", help="File format: parquet or npy.")] = "parquet",
+    kind: Annotated[str, typer.Option("--format", help="File format: parquet, npy or safetensors.")] = "parquet",
     step: Step = None,
     table: Tables = None,
     state: Annotated[bool, typer.Option("--state", help="Also write the optimizer state of rows.")] = False,
 ) -> None:
-    """Export the rows of each table to a Parquet file or to .npy files.
+    """Export the rows of each table to a Parquet or safetensors file, or to .npy files.
 
     The npy format writes one file per column.
     """
     from persia.checkpoint import CheckpointReader
     from persia.checkpoint import export as export_checkpoint
+    from persia.checkpoint.exporting import EXPORT_FORMATS
 
-    if kind not in ("parquet", "npy"):
-        raise ConfigError(f"Invalid --format {kind}; expected parquet or npy.", field="format")
+    if kind not in EXPORT_FORMATS:
+        raise ConfigError(f"Invalid --format {kind}; expected {', '.join(EXPORT_FORMATS)}.", field="format")
     with _bar("exporting", _rows(CheckpointReader(directory, step), table)) as progress:
         files = export_checkpoint(
             directory,
             target,
-            "npy" if kind == "npy" else "parquet",
+            kind,
             tables=table,
             step=step,
             state=state,
