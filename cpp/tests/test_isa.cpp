@@ -2,8 +2,6 @@
 #include <bit>
 #include <cmath>
 #include <cstdlib>
-#include <cstring>
-#include <functional>
 #include <limits>
 #include <stdexcept>
 #include <vector>
@@ -29,10 +27,8 @@ std::uint32_t all_results = 0;  // the checksum of them
 template <class Compute>
 void same_bits(Compute&& compute) {
   const auto bits = [](const auto& values) {
-    using Value = typename std::decay_t<decltype(values)>::value_type;
-    std::vector<std::byte> bytes(values.size() * sizeof(Value));
-    if (!bytes.empty()) std::memcpy(bytes.data(), values.data(), bytes.size());
-    return bytes;
+    const auto* const begin = reinterpret_cast<const std::byte*>(values.data());
+    return std::vector<std::byte>(begin, begin + values.size() * sizeof(values[0]));
   };
   std::vector<std::byte> expected;
   for (const Isa each : kAll) {
