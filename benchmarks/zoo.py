@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 from benchmarks import runner
 from benchmarks.zoo_runs import (
@@ -98,17 +99,17 @@ for _source, _model in CASES:
 def switches(preset: str) -> Iterator[runner.Measure]:
     """Sync to Gba and back."""
     for name, model in SWITCHES.items():
-        ours: dict[int, list[float]] = {3: [], 4: []}
-        theirs: dict[int, list[float]] = {3: [], 4: []}
+        ours: list[list[float]] = []
+        theirs: list[list[float]] = []
         for seed in SEEDS[preset]:
             days, test = days_of(DAY_ROWS[preset], seed)
-            way = switched(days, test, MODELS[model], WAY, seed)
-            sync = switched(days, test, MODELS[model], ("sync",) * len(WAY), seed)
-            for day in ours:
-                ours[day].append(way[day])
-                theirs[day].append(sync[day])
+            ours.append(switched(days, test, MODELS[model], WAY, seed))
+            theirs.append(switched(days, test, MODELS[model], ("sync",) * len(WAY), seed))
         found = [
-            runner.paired(f"{name}.{kind}", ours[day], theirs[day], "AUC", at_least=-0.001)
+            runner.paired(
+                f"{name}.{kind}", [one[day] for one in ours], [one[day] for one in theirs], "AUC", at_least=-0.001
+            )
             for kind, day in (("to_gba", 3), ("to_sync", 4))
         ]
-        yield runner.worst(name, found)
+        worst = runner.worst(name, found)
+        yield replace(worst, details={**worst.details, "switched_per_day": ours, "sync_per_day": theirs})
