@@ -14,7 +14,7 @@ from persia import data
 from persia.batching.batch import Batch
 from persia.data.reader import share_of
 from persia.errors import ConfigError, DataError
-from persia.schema import IdFeature, Schema
+from persia.schema import IdFeature, Quotient, Schema
 
 SCHEMA = Schema(
     [IdFeature("user", dim=2), IdFeature("item", dim=2), IdFeature("shop", dim=2), IdFeature("past", dim=2)],
@@ -154,10 +154,13 @@ def test_bad_arguments_are_refused(options, match):
         data.negatives(Clicks(), **{"features": ITEM, "count": 1} | options)
 
 
-def test_parts_of_a_cross_are_refused():
-    crossed = Schema([*SCHEMA.id_features, IdFeature("both", dim=2, cross=("user", "item"))], dense_features=["x"])
-    with pytest.raises(ConfigError, match="'item' is part of the cross 'both'"):
-        data.negatives(Clicks(crossed), ITEM, 1)
+def test_parts_of_computed_features_are_refused():
+    crossed = IdFeature("both", dim=2, cross=("user", "item"))
+    mapped = IdFeature("both", dim=2, of="item", mapping=Quotient(2))
+    for computed in (crossed, mapped):
+        schema = Schema([*SCHEMA.id_features, computed], dense_features=["x"])
+        with pytest.raises(ConfigError, match="'item' is part of 'both'"):
+            data.negatives(Clicks(schema), ITEM, 1)
 
 
 def test_items_without_one_id_and_data_without_labels_are_refused():

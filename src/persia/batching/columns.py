@@ -15,8 +15,8 @@ from persia.batching.ids import ids_of_list, ids_of_numbers, is_list, is_missing
 from persia.batching.texts import TextBuffers, text_numbers
 from persia.batching.validation import check_aligned, check_finite, check_labels, check_offsets
 from persia.errors import DataError
-from persia.schema import IdFeature, IdKind, Schema
-from persia.types import BoolArray, Floats, Int32Array
+from persia.schema import HashTo, IdFeature, IdKind, IdMapping, Quotient, Schema
+from persia.types import BoolArray, Floats, Ids, Int32Array
 
 __all__ = ["from_columns"]
 
@@ -29,7 +29,7 @@ def from_columns(schema: Schema, columns: Mapping[str, Any], day: Any = None, *,
     length = _Length()
     ids: dict[str, IdColumn] = {}
     for feature in schema.id_features:
-        if not feature.cross:
+        if not feature.computed:
             kind: IdKind = feature.kind if feature.age_since is None else "number"
             column = id_column(feature.name, _get(columns, feature.name, "feature"), kind)
             if feature.age_since is not None:
@@ -39,6 +39,10 @@ def from_columns(schema: Schema, columns: Mapping[str, Any], day: Any = None, *,
     for feature in schema.id_features:
         if feature.cross:
             ids[feature.name] = _cross(feature, [ids[part] for part in feature.cross])
+    for feature in schema.id_features:
+        if feature.of is not None and feature.mapping is not None:
+            column = ids[feature.of]
+            ids[feature.name] = IdColumn(_mapped(feature.mapping, column.values), column.offsets)
     check_aligned(schema, ids)
     dense_columns = {n: float_column(n, _get(columns, n, "dense feature")) for n in schema.dense_features}
     has_labels = require_labels or all(name in columns for name in schema.labels)
@@ -160,6 +164,14 @@ def _cross(feature: IdFeature, parts: list[IdColumn]) -> IdColumn:
         return IdColumn(hash_cross([part.values for part in parts], ThreadPool(1)))
     kept = [p.values[present] if p.offsets is None else p.values[p.offsets[:-1][present]] for p in parts]
     return IdColumn(hash_cross(kept, ThreadPool(1)), offsets_of_present(present, None))
+
+
+def _mapped(mapping: IdMapping, ids: Ids) -> Ids:
+    """Returns the ids that a mapping makes of others."""
+    if isinstance(mapping, HashTo):
+        return hash_cross([np.ascontiguousarray(ids)], ThreadPool(1), seed=mapping.seed) % np.uint64(mapping.buckets)
+    by = np.uint64(mapping.by)
+    return ids // by if isinstance(mapping, Quotient) else ids % by
 
 
 def _ages(feature: IdFeature, times: IdColumn, since: Any) -> IdColumn:

@@ -127,6 +127,8 @@ def _meaning(feature: IdFeature) -> dict[str, Any]:
         "max_length": length,
         "cross": tuple(feature.cross),
         "kind": feature.kind,
+        "of": feature.of,
+        "mapping": feature.mapping,
     }
 
 

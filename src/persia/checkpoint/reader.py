@@ -140,7 +140,7 @@ class CheckpointReader:
         Raises:
             CheckpointError: the model cannot continue; the message lists all differences.
         """
-        unrecorded = {f.name for f in schema.id_features if not f.cross} - features_with_kind(self.manifest)
+        unrecorded = {f.name for f in schema.id_features if not f.computed} - features_with_kind(self.manifest)
         if unrecorded:
             _log.warning(
                 "%s was written before features had a `kind`. Ids of %s may have changed where columns hold texts of "

@@ -116,9 +116,9 @@ class NegativeSampling:
         check_integer("seed", self.seed, 0, MAX_SEED)
         for feature in self.schema.id_features:
             for name in self.features:
-                if name in feature.cross:
+                if name in (*feature.cross, feature.of):
                     raise ConfigError(
-                        f"{name!r} is part of the cross {feature.name!r}, whose id would stay that of the positive "
+                        f"{name!r} is part of {feature.name!r}, whose id would stay that of the positive "
                         "item; leave one of them out.",
                         field="features",
                     )

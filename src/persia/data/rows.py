@@ -74,7 +74,7 @@ class Conversion:
     def __post_init__(self) -> None:
         if self.day_unit not in _PER_DAY:
             raise ConfigError(f"day_unit = {self.day_unit!r}; use one of {', '.join(_PER_DAY)}.", field="day_unit")
-        known = [f.name for f in self.schema.id_features if not f.cross]
+        known = [f.name for f in self.schema.id_features if not f.computed]
         known += [f.age_since for f in self.schema.id_features if f.age_since is not None]
         known += [*self.schema.dense_features, *self.schema.labels]
         for name in self.rename:
@@ -99,7 +99,7 @@ class Conversion:
     @property
     def wanted(self) -> dict[str, str]:
         """Returns the column of the file for each column of the schema, except crossed features and rules."""
-        names = [f.name for f in self.schema.id_features if not f.cross]
+        names = [f.name for f in self.schema.id_features if not f.computed]
         names += [f.age_since for f in self.schema.id_features if f.age_since is not None]
         names += [*self.schema.dense_features, *(n for n in self.schema.labels if n not in self.labels)]
         return {name: self.rename.get(name, name) for name in names}

@@ -130,7 +130,7 @@ class RowAccess:
         self._table(table)
         if isinstance(ids, np.ndarray) and ids.dtype == np.uint64 and ids.ndim == 1:
             return np.ascontiguousarray(ids)
-        kinds = {f.name: f.kind for f in self._schema.id_features if f.table_name == table and not f.cross}
+        kinds = {f.name: f.kind for f in self._schema.id_features if f.table_name == table and not f.computed}
         if len(set(kinds.values())) > 1:
             raise DataError(
                 f"Values for table {table!r} are ambiguous: its features map them to ids in several ways "

@@ -6,6 +6,7 @@ names, and is stored in every checkpoint.
 """
 
 from persia.schema.features import IdFeature, IdKind, Pooling, Schema
+from persia.schema.mappings import HashTo, IdMapping, Quotient, Remainder
 from persia.schema.optimizers import (
     INITIAL_ACCUMULATOR,
     SGD,
@@ -43,11 +44,15 @@ __all__ = [
     "Days",
     "EmbeddingOptimizer",
     "Ftrl",
+    "HashTo",
     "IdFeature",
     "IdKind",
+    "IdMapping",
     "Initializer",
     "Normal",
     "Pooling",
+    "Quotient",
+    "Remainder",
     "RowwiseAdagrad",
     "RsqrtDim",
     "Schedule",

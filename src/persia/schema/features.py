@@ -12,6 +12,7 @@ import numpy as np
 from persia.checks import check_choice, check_integer, check_kind, plain, plain_fields
 from persia.errors import ConfigError
 from persia.schema.checks import check_dtype, check_name
+from persia.schema.mappings import IdMapping
 from persia.schema.tables import MAX_DIM, Table
 from persia.types.values import Dtype
 
@@ -42,6 +43,8 @@ class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         age_since: column with the time of the sample. The feature's own column then has times of events, and its ids
             are the magnitudes of their ages, floor(log2(1 + age)), so that a model can learn how much an old event
             counts. Times are whole numbers from 0 on in one unit; an event after the sample has age 0.
+        of: another feature, whose ids are mapped by `mapping`. The column is computed, not read.
+        mapping: `HashTo`, `Quotient` or `Remainder`; for tables with fewer rows than there are ids.
         dtype: of its embeddings, see `Table.dtype`; None for that of its table: as declared, or as another feature of
             the table says, else "float32".
     """
@@ -57,6 +60,8 @@ class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keep: Literal["first", "last"] = "first"
     aligned_with: str | None = None
     age_since: str | None = None
+    of: str | None = None
+    mapping: IdMapping | None = None
 
     def __post_init__(self) -> None:
         plain_fields(self)
@@ -90,14 +95,30 @@ class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 field=f"{owner}.kind",
             )
         check_choice(f"{owner}.keep", self.keep, ("first", "last"))
-        for field in ("aligned_with", "age_since"):
+        for field in ("aligned_with", "age_since", "of"):
             check_kind(f"{owner}.{field}", getattr(self, field), (str, NoneType), "a name, or None")
         if self.age_since is not None and (self.cross or self.kind != "auto"):
             raise ConfigError(
                 f"{owner}.age_since computes ids from times; leave cross and kind out.", field=f"{owner}.age_since"
             )
+        check_kind(f"{owner}.mapping", self.mapping, (IdMapping, NoneType), "HashTo, Quotient or Remainder")
+        if (self.of is None) != (self.mapping is None):
+            raise ConfigError(
+                f"{owner} has {'no of' if self.of is None else 'no mapping'}; give both: the other feature, and what "
+                "is done with its ids.",
+                field=f"{owner}.of",
+            )
+        if self.of is not None and (self.cross or self.kind != "auto" or self.age_since is not None):
+            raise ConfigError(
+                f"{owner} maps the ids of {self.of!r}; leave cross, kind and age_since out.", field=f"{owner}.of"
+            )
         if len(self.cross) == 1:
             raise ConfigError(f"{owner}.cross needs two or more features.", field=f"{owner}.cross")
+
+    @property
+    def computed(self) -> bool:
+        """Whether the ids are computed from those of other features, and not read."""
+        return bool(self.cross) or self.of is not None
 
     @property
     def table_name(self) -> str:
@@ -149,7 +170,14 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for feature in self.id_features:
             if feature.aligned_with is not None:
                 self._check_aligned(feature, self.feature(feature.aligned_with))
-        single = {f.name for f in self.id_features if not f.cross}
+        single = {f.name for f in self.id_features if not f.computed}
+        for feature in self.id_features:
+            if feature.of is not None and self.feature(feature.of).of is not None:
+                raise ConfigError(
+                    f"IdFeature({feature.name!r}).of names {feature.of!r}, which maps ids itself; name the feature "
+                    f"whose ids it maps.",
+                    field=f"IdFeature({feature.name!r}).of",
+                )
         for feature in self.id_features:
             for part in feature.cross:
                 if part not in single:
