@@ -24,10 +24,10 @@ from persia.testing import Threads
 __all__ = ["MODELS", "SEQUENTIAL", "Clicks", "Compared", "compare", "days_of", "sequences", "switched"]
 
 BATCH = 1024
-ROWS = Adagrad(lr=0.05)
-NETWORK_LR = 1e-3
-SWITCH_ROWS, SWITCH_NETWORK_LR = Adagrad(lr=0.1), 3e-3
-"""Of the switches. A model that still learns fast pays for every delay; with these, models are near their best AUC."""
+RATES = (Adagrad(lr=0.05), 1e-3)
+"""Of embeddings, and of Adam on the network."""
+SEQUENCE_RATES = (Adagrad(lr=0.1), 3e-3)
+"""Of generated sequences. A model that still learns fast pays for every delay; with these, it is soon near its best."""
 LENGTH, CATEGORIES, ITEMS = 12, 10, 500
 WORKERS, LOCAL = 4, 128
 SEEDING = threading.Lock()
@@ -60,12 +60,14 @@ class Clicks(NamedTuple):
     Attributes:
         schema: their schema.
         batches: in the order of training.
+        rates: optimizer of the embeddings, and learning rate of the network.
         newest_first: whether histories have the newest event first.
         best: AUC of the true probabilities; None where they are not known.
     """
 
     schema: Schema
     batches: list[Batch]
+    rates: tuple[Adagrad, float] = RATES
     newest_first: bool = False
     best: float | None = None
 
@@ -125,14 +127,14 @@ def sequences(rows: int, batch_size: int = BATCH, seed: int = 0) -> Clicks:
         columns = {"item": item, "history": events, "label": rng.random(batch_size) < probability}
         batches.append(Batch.from_columns(schema, columns))
         probabilities.append(probability)
-    return Clicks(schema, batches, best=expected_auc(np.concatenate(probabilities)))
+    return Clicks(schema, batches, SEQUENCE_RATES, best=expected_auc(np.concatenate(probabilities)))
 
 
 def compare(clicks: Clicks, make: Make, seed: int) -> Compared:
     """Trains one pass here and in plain PyTorch, in an order that alternates with the seed."""
 
     def ours() -> zoo_torch.Result:
-        trainer = _trainer(clicks, make, seed, None, ROWS, NETWORK_LR)
+        trainer = _trainer(clicks, make, seed, None)
         result = trainer.fit(clicks.batches)
         areas = [figures.auc for figures in result.progressive.labels.values()]
         return zoo_torch.Result(float(np.mean(areas)), result.rows_per_second)
@@ -141,7 +143,7 @@ def compare(clicks: Clicks, make: Make, seed: int) -> Compared:
         torch.manual_seed(seed)
         model = make(clicks.schema, clicks.newest_first)
         inputs, sizes = zoo_torch.prepared(clicks.schema, clicks.batches)
-        return zoo_torch.run(model, clicks.schema, inputs, sizes, ROWS, NETWORK_LR)
+        return zoo_torch.run(model, clicks.schema, inputs, sizes, *clicks.rates)
 
     if seed % 2:
         b, a = theirs(), ours()
@@ -163,7 +165,7 @@ def switched(days: Sequence[Clicks], test: list[Batch], make: Make, modes: Seque
     """Trains day by day, each in a mode ("sync" or "gba"), with 4 NN workers; returns the test AUC after each day."""
 
     def work(member: Any) -> list[float]:
-        trainer = _trainer(days[0], make, seed, member, SWITCH_ROWS, SWITCH_NETWORK_LR)
+        trainer = _trainer(days[0], make, seed, member)
         found = []
         before = "sync"
         for day, kind in zip(days, modes, strict=True):
@@ -178,9 +180,8 @@ def switched(days: Sequence[Clicks], test: list[Batch], make: Make, modes: Seque
     return found
 
 
-def _trainer(
-    clicks: Clicks, make: Make, seed: int, cluster: Cluster | None, rows: Adagrad, network_lr: float
-) -> Trainer:
+def _trainer(clicks: Clicks, make: Make, seed: int, cluster: Cluster | None) -> Trainer:
+    rows, network_lr = clicks.rates
     with SEEDING:
         torch.manual_seed(seed)
         model = make(clicks.schema, clicks.newest_first)
