@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from persia.checks import check_flag
+from persia.checks import check_flag, check_integer
 from persia.errors import ConfigError
 from persia.nn.models.layers import feature_dims, pooled
 from persia.nn.pooling import Embeddings, SequenceEmbedding
 from persia.schema import IdFeature, Schema
 
-__all__ = ["Events", "HistoryInput", "NextItem", "masked_softmax", "next_item_loss"]
+__all__ = ["Events", "HistoryInput", "NextItem", "check_heads", "masked_softmax", "next_item_loss"]
 
 
 class Events(NamedTuple):
@@ -180,6 +180,13 @@ class NextItem:
         # Rows of one user often lie beside each other in the data, so the other sample is half a batch away.
         shift = len(events.mask) // 2
         return events.values.roll(shift, 0), events.mask.roll(shift, 0) & events.mask
+
+
+def check_heads(heads: int, width: int) -> None:
+    """Raises ConfigError unless `heads` of an attention divides the width of an event."""
+    check_integer("heads", heads, 1)
+    if width % heads:
+        raise ConfigError(f"heads = {heads} does not divide the width of an event, {width}.", field="heads")
 
 
 def masked_softmax(scores: Tensor, mask: Tensor) -> Tensor:

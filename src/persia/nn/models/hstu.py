@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from persia.checks import check_integer, plain
-from persia.errors import ConfigError
-from persia.nn.models.history import HistoryInput
+from persia.nn.models.history import HistoryInput, check_heads
 from persia.nn.models.layers import mlp, output_count
 from persia.nn.pooling import Embeddings
 from persia.schema import Schema
@@ -67,10 +66,8 @@ class HSTU(nn.Module):
         self.input.check_same_dim()
         layers, heads = plain(layers), plain(heads)
         check_integer("layers", layers, 1)
-        check_integer("heads", heads, 1)
         width = self.input.dim
-        if width % heads:
-            raise ConfigError(f"heads = {heads} does not divide the width of an event, {width}.", field="heads")
+        check_heads(heads, width)
         positions = self.input.max_length + 1
         self.positions = nn.Parameter(0.02 * torch.randn(positions, width))
         self.layers = nn.ModuleList(_Layer(width, heads, positions) for _ in range(layers))

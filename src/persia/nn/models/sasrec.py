@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from persia.checks import check_integer, check_number, plain
 from persia.errors import ConfigError
-from persia.nn.models.history import HistoryInput, NextItem, next_item_loss
+from persia.nn.models.history import HistoryInput, NextItem, check_heads, next_item_loss
 from persia.nn.output import ModelOutput
 from persia.nn.pooling import Embeddings
 from persia.schema import Schema
@@ -62,15 +62,15 @@ class SASRec(nn.Module):
             raise ConfigError(
                 f"SASRec has one logit, but the schema {len(schema.labels)} labels; declare one.", field="labels"
             )
-        self.next_item, blocks, dropout = plain(next_item), plain(blocks), plain(dropout)
+        self.next_item, blocks, heads, dropout = map(plain, (next_item, blocks, heads, dropout))
         check_number("next_item", self.next_item, 0)
         check_integer("blocks", blocks, 1)
         check_number("dropout", dropout, 0, 1, open_high=True)
         width = self.input.dim
-        _check_heads(heads, width)
+        check_heads(heads, width)
         self.positions = nn.Parameter(0.02 * torch.randn(self.input.max_length, width))
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(_Block(width, plain(heads), dropout) for _ in range(blocks))
+        self.blocks = nn.ModuleList(_Block(width, heads, dropout) for _ in range(blocks))
         self.norm = nn.LayerNorm(width)
 
     def forward(self, dense: Tensor, embeddings: Embeddings) -> Tensor | ModelOutput:
@@ -125,12 +125,3 @@ class _Block(nn.Module):
         hidden = self.dropout(torch.relu(self.first(self.norms[1](x))))
         result: Tensor = x + self.dropout(self.second(hidden))
         return result
-
-
-def _check_heads(heads: object, width: int) -> None:
-    """Raises ConfigError unless `heads` divides the width of an event."""
-    heads = plain(heads)
-    check_integer("heads", heads, 1)
-    assert isinstance(heads, int)
-    if width % heads:
-        raise ConfigError(f"heads = {heads} does not divide the width of an event, {width}.", field="heads")
