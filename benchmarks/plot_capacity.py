@@ -39,6 +39,8 @@ def measured(lines: Lines) -> Chart:
     """Figure 9, left, on one machine."""
     series = {}
     for dim in (16, 128):
+        if f"capacity.flat.disk_{dim}" not in lines:
+            continue
         memory, disk = (lines[f"capacity.flat.{where}_{dim}"]["by_size"] for where in ("memory", "disk"))
         for ids, key in (("Zipf", "samples_per_s"), ("uniform", "uniform_samples_per_s")):
             series[f"dim {dim}, {ids}"] = [(size["rows"] / 1e6, size[key] / 1e3) for size in [*memory, *disk]]

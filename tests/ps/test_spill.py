@@ -412,6 +412,11 @@ def test_a_table_that_does_not_say_gets_what_memory_the_others_leave():
     assert shares(whole).memory_rows["item"] == pytest.approx(2_000_000_000 * 0.9 / 2 / 100 / 2, abs=1)
     assert "item" not in shares(whole).capacities
     assert shares(whole, Table("other", DIM)).memory_rows["item"] == pytest.approx(2_250_000, abs=1)
+    # What a small table does not need is left to the others.
+    small = Table("small", DIM, capacity=40_000, spill="/ssd")
+    found = shares(whole, small).memory_rows
+    assert found["small"] == 20_000
+    assert found["item"] == pytest.approx((2_000_000_000 * 0.9 - 40_000 * 100) / 2 / 100 / 2, abs=1)
     few = Table("item", DIM, spill="/ssd", capacity=10_000)
     assert shares(few) == Shares({"item": 5000}, {"item": 5000})
 

@@ -154,7 +154,8 @@ def divide_tables(
     """Divides the tables among PSs: `divide` for the rows in memory, and equal parts of what is on disk.
 
     A table with `spill` that does not say how many rows are in memory gets what the others leave: in equal parts, if
-    there are several that take what they find. Half of that is for the index if its capacity is not declared, either.
+    there are several that take what they find, but no more than all its rows take. Half of a part is for the index if
+    the capacity is not declared, either.
 
     Args:
         tables: by name.
@@ -206,15 +207,15 @@ def _chosen_sizes(
     memory: Sequence[Memory | None],
 ) -> list[TableSize]:
     """Returns the sizes of tables with `spill` that do not say how many rows are in memory."""
-    known = [one.total for one in memory if one is not None]
-    takers = sum(map(takes_what_it_finds, tables.values()))
+    known = sum(one.total for one in memory if one is not None)
+    left = max(0, math.floor((known - sum(size.bytes for size in declared)) * AUTOMATIC))
+    takers = [table for table in tables.values() if takes_what_it_finds(table)]
+    wholly = [_size(table, optimizer, table.capacity or 0).bytes if table.capacity else left for table in takers]
     found = []
-    for table in tables.values():
-        if table.spill is not None and table.memory_rows is None:
-            left = sum(known) - sum(size.bytes for size in declared)
-            part = max(0, math.floor(left * AUTOMATIC) // takers)
+    for table, part in zip(takers, _water_level(wholly, left), strict=True):
+        if table.spill is not None:
             size = _size(table, optimizer, 0)
-            rows = (part - size.bytes if size.capacity is not None else part // 2) // size.own_bytes
+            rows = (part - size.bytes if size.capacity is not None else part / 2) // size.own_bytes
             most = size.capacity or len(memory) * TableConfig.capacity
             found.append(size._replace(rows=min(most, max(rows, len(memory) * MIN_SHARE))))
     return found
