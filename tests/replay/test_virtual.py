@@ -7,6 +7,7 @@ import torch
 from persia import Trainer, TrainerOptions, data
 from persia.errors import DataError
 from persia.modes import Gba, Hybrid, Sync
+from persia.nn import ModelOutput
 from persia.nn.models import DeepFM
 from persia.optim import Adagrad, Adam
 from persia.replay import Setting, simulate, steady
@@ -20,10 +21,26 @@ def model_of(schema):
     return DeepFM(schema, hidden=(16,))
 
 
-def virtual(reader, rows=Adagrad(lr=0.05)):  # noqa: B008
+class Twofold(DeepFM):
+    """A model whose own loss needs more than logits."""
+
+    def forward(self, dense, embeddings):
+        logits = super().forward(dense, embeddings)
+        return ModelOutput(logits, logits.square()) if self.training else logits
+
+    def loss(self, logits, labels, extra):
+        return 2 * torch.nn.functional.binary_cross_entropy_with_logits(logits, labels) + 0.1 * extra.mean()
+
+
+def twofold_of(schema):
+    torch.manual_seed(3)
+    return Twofold(schema, hidden=(16,))
+
+
+def virtual(reader, rows=Adagrad(lr=0.05), model=model_of):  # noqa: B008
     batches = list(reader)
     training = VirtualTraining(
-        model_of(reader.schema),
+        model(reader.schema),
         reader.schema,
         batches.__getitem__,
         lambda parameters: torch.optim.Adam(parameters, 1e-2),
@@ -38,12 +55,13 @@ def reader():
     return data.synthetic(ROWS, id_features=4, ids_per_feature=200, batch_size=BATCH, dim=4)
 
 
+@pytest.mark.parametrize("model", [model_of, twofold_of])
 @pytest.mark.parametrize("mode", [Sync(), Gba(BATCH)])
-def test_one_nn_worker_trains_as_the_trainer_does(reader, mode):
-    training, batches = virtual(reader)
+def test_one_nn_worker_trains_as_the_trainer_does(reader, mode, model):
+    training, batches = virtual(reader, model=model)
     training.run(simulate(mode, Setting(steady([1.0]), local_batch=BATCH), len(batches)))
     trainer = Trainer(
-        model_of(reader.schema),
+        model(reader.schema),
         reader.schema,
         optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-2),
         embedding_optimizer=Adagrad(lr=0.05),

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from persia.errors import ConfigError
-from persia.nn.output import ModelOutput
+from persia.nn.output import logits_of, loss_of
 from persia.nn.pooling import Embeddings
 from persia.nn.prepared import PreparedBatch, loss_scale
 from persia.nn.replicas import Replicas, SingleReplica
@@ -89,9 +89,6 @@ class DenseStep:
         self._autocast = (lambda: torch.autocast(device.type, dtype)) if dtype is not None else contextlib.nullcontext
         self._accumulation = options.accumulation_steps
         self._clip = options.clip_norm
-        self._loss: Callable[..., torch.Tensor] = getattr(
-            model, "loss", torch.nn.functional.binary_cross_entropy_with_logits
-        )
         self._batches = 0
         self._rows = 0
         self._began = 0.0
@@ -130,14 +127,7 @@ class DenseStep:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with self._autocast():
             output = model(batch.dense, embeddings)
-        logits = output.logits if isinstance(output, ModelOutput) else output
-        _check_logits(logits, batch.labels)
-        logits = logits.float()
-        if isinstance(output, ModelOutput):
-            _check_loss(self.model)
-            loss = self._loss(logits, batch.labels, output.extra)
-        else:
-            loss = self._loss(logits, batch.labels)
+        logits, loss = loss_of(self.model, output, batch.labels)
         scaled = loss if self._accumulation == 1 else loss / self._accumulation
         if self.scaler is not None:
             scaled = self.scaler.scale(scaled)
@@ -198,32 +188,5 @@ class DenseStep:
     def logits(self, batch: PreparedBatch, embeddings: Embeddings) -> torch.Tensor:
         """Logits float32 `[batch, labels]`, without training."""
         with self._autocast():
-            output: torch.Tensor | ModelOutput = self.model(batch.dense, embeddings)
-        logits = output.logits if isinstance(output, ModelOutput) else output
-        _check_logits(logits, batch.labels)
-        return logits.float()
-
-
-def _check_loss(model: torch.nn.Module) -> None:
-    """Raises ConfigError if a model that returns a ModelOutput has no loss that takes its `extra`."""
-    if not hasattr(model, "loss"):
-        raise ConfigError(
-            f"{type(model).__name__} returned a ModelOutput, but has no loss that uses its `extra`; give the model a "
-            "method `loss(logits, labels, extra)`, or return the logits alone.",
-            field="model",
-        )
-
-
-def _check_logits(logits: object, labels: torch.Tensor) -> None:
-    """Raises ConfigError unless the model returned logits `[batch, labels]`. Data to predict may have no labels."""
-    shape = getattr(logits, "shape", None)
-    if shape == labels.shape:
-        return
-    rows, count = labels.shape
-    if not count and shape is not None and len(shape) == 2 and shape[0] == rows:
-        return
-    found = f"a {type(logits).__name__}" if shape is None else f"logits of shape {list(shape)}"
-    hint = f" Return one column per label, here {count}." if count else ""
-    raise ConfigError(
-        f"The model returned {found}; expected [batch, labels] = [{rows}, {count or 'labels'}].{hint}", field="model"
-    )
+            output = self.model(batch.dense, embeddings)
+        return logits_of(output, batch.labels)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["ModelOutput"]
+from persia.errors import ConfigError
+
+__all__ = ["ModelOutput", "logits_of", "loss_of"]
 
 
 class ModelOutput(NamedTuple):
@@ -23,3 +26,54 @@ class ModelOutput(NamedTuple):
 
     logits: torch.Tensor
     extra: Any
+
+
+def logits_of(output: object, labels: torch.Tensor) -> torch.Tensor:
+    """Returns logits float32 `[batch, labels]` of what a model returned.
+
+    Raises:
+        ConfigError: it has another shape.
+    """
+    logits = output.logits if isinstance(output, ModelOutput) else output
+    _check_logits(logits, labels)
+    assert isinstance(logits, torch.Tensor)
+    return logits.float()
+
+
+def loss_of(model: torch.nn.Module, output: object, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns logits as `logits_of` does, and the loss: the model's own, else the mean binary cross-entropy.
+
+    Args:
+        model: whose method `loss(logits, labels)`, or `loss(logits, labels, extra)` for a `ModelOutput`, is used.
+        output: what it returned.
+        labels: float32 `[batch, labels]`.
+
+    Raises:
+        ConfigError: the logits have another shape, or the model has no loss for its `extra`.
+    """
+    logits = logits_of(output, labels)
+    loss: Callable[..., torch.Tensor] | None = getattr(model, "loss", None)
+    if not isinstance(output, ModelOutput):
+        return logits, (loss or torch.nn.functional.binary_cross_entropy_with_logits)(logits, labels)
+    if loss is None:
+        raise ConfigError(
+            f"{type(model).__name__} returned a ModelOutput, but has no loss that uses its `extra`; give the model a "
+            "method `loss(logits, labels, extra)`, or return the logits alone.",
+            field="model",
+        )
+    return logits, loss(logits, labels, output.extra)
+
+
+def _check_logits(logits: object, labels: torch.Tensor) -> None:
+    """Raises ConfigError unless the model returned logits `[batch, labels]`. Data to predict may have no labels."""
+    shape = getattr(logits, "shape", None)
+    if shape == labels.shape:
+        return
+    rows, count = labels.shape
+    if not count and shape is not None and len(shape) == 2 and shape[0] == rows:
+        return
+    found = f"a {type(logits).__name__}" if shape is None else f"logits of shape {list(shape)}"
+    hint = f" Return one column per label, here {count}." if count else ""
+    raise ConfigError(
+        f"The model returned {found}; expected [batch, labels] = [{rows}, {count or 'labels'}].{hint}", field="model"
+    )

@@ -19,6 +19,7 @@ from persia.batching.batch import Batch
 from persia.dense import partition, spec_of
 from persia.errors import DataError
 from persia.modes import Hybrid
+from persia.nn.output import logits_of, loss_of
 from persia.nn.pooling import Expander
 from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.sizes import divide_here
@@ -178,7 +179,8 @@ class VirtualTraining:
                 stored = self._router.join(entry, answers)
                 rows = batching.plain_packed(stored, None, self._tables, self._scratch)
                 embeddings = self._expander(_tensors(rows), entry.inverse, _offsets(entry))
-                found.append(self.model(torch.from_numpy(batch.dense), embeddings).numpy())
+                output = self.model(torch.from_numpy(batch.dense), embeddings)
+                found.append(logits_of(output, torch.from_numpy(batch.labels)).numpy())
         return np.concatenate(found)
 
     # --- for the servers ----------------------------------------------------------------------------------------
@@ -210,8 +212,8 @@ class VirtualTraining:
         for leaf in leaves.values():
             leaf.requires_grad_()
         embeddings = self._expander(leaves, entry.inverse, _offsets(entry))
-        logits = self.model(torch.from_numpy(batch.dense), embeddings)
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, torch.from_numpy(batch.labels))
+        output = self.model(torch.from_numpy(batch.dense), embeddings)
+        logits, loss = loss_of(self.model, output, torch.from_numpy(batch.labels))
         loss.backward()
         self.logits[number] = logits.detach().numpy()
         flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._used]
