@@ -287,6 +287,42 @@ def test_state_of_another_optimizer_is_refused(ours):
             work(collection, ebc.state_dict(), ebc.fused_optimizer().state_dict())
 
 
+@pytest.mark.parametrize("second", ["momentum2", "exp_avg_sq"])
+def test_moments_of_adam_are_no_accumulators(second, tmp_path):
+    """They have the names and shapes of Adagrad's."""
+    weights = {"embedding_bags.shop.weight": torch.zeros(ROWS, DIM)}
+    state = {"shop.momentum1": torch.ones(ROWS, DIM), f"shop.{second}": torch.ones(ROWS, DIM)}
+    moments = {"state": {"embedding_bags.shop.weight": state}}
+    collection = collection_of(Adagrad(0.1))
+    for work in (import_weights, export_weights):
+        with pytest.raises(ConfigError, match=second):
+            work(collection, weights, moments, tables=["shop"])
+    torch.distributed.checkpoint.save({**weights, **moments}, checkpoint_id=str(tmp_path), no_dist=True)
+    with pytest.raises(ConfigError, match=second):
+        import_dcp(collection, tmp_path, tables=["shop"])
+    assert not len(table_ids(collection, "shop"))
+    assert import_dcp(collection, tmp_path, tables=["shop"], state=False)["shop"] == (ROWS, 0, 0)
+
+
+def test_a_step_is_no_second_state():
+    weights = {"embedding_bags.shop.weight": torch.zeros(ROWS, DIM)}
+    state = {"shop.step": torch.tensor(3.0), "shop.momentum1": torch.full((ROWS, DIM), 2.0)}
+    collection = collection_of(Adagrad(0.1))
+    import_weights(collection, weights, {"state": {"embedding_bags.shop.weight": state}}, tables=["shop"])
+    assert (collection.rows("shop", np.arange(ROWS), state=True).state.values == 2.0).all()
+
+
+def test_negative_values_are_no_accumulators():
+    weights = {"embedding_bags.shop.weight": torch.zeros(ROWS, DIM)}
+    first = torch.ones(ROWS, DIM)
+    first[3, 1] = -1e-6
+    collection = collection_of(Adagrad(0.1))
+    for work in (import_weights, export_weights):
+        with pytest.raises(ConfigError, match="negative"):
+            work(collection, weights, {"shop.weight": {"shop.momentum1": first}}, tables=["shop"])
+    assert not len(table_ids(collection, "shop"))
+
+
 def test_state_of_other_rows_is_refused():
     ebc = fused(torch.optim.Adagrad)
     turned = {"state": {"shop.weight": {"shop.momentum1": torch.zeros(DIM, ROWS)}}}

@@ -53,7 +53,7 @@ def import_weights(
     done: dict[str, RowsSet] = {}
     for table in _names(collection, tables):
         weight = _plain(table, weights[_weight_key(table, weights)])
-        key = _state_key(table, states)
+        key = _state_key(table, _shapes(states))
         momentum = None if key is None else _plain(table, states[key])
         if optimizer is not None and momentum is None:
             _check_stateless(collection, table)
@@ -85,7 +85,7 @@ def export_weights(
     done: dict[str, RowsExported] = {}
     for table in _names(collection, tables):
         weight = _plain(table, weights[_weight_key(table, weights)]).detach()
-        key = _state_key(table, states)
+        key = _state_key(table, _shapes(states))
         momentum = None if key is None else _plain(table, states[key])
         if optimizer is not None and momentum is None:
             _check_stateless(collection, table)
@@ -146,7 +146,7 @@ def import_dcp(
     done: dict[str, RowsSet] = {}
     for table in _names(collection, tables):
         keys = [_weight_key(table, found)]
-        if state and (key := _state_key(table, found)) is not None:
+        if state and (key := _state_key(table, {key: entry.size for key, entry in found.items()})) is not None:
             keys.append(key)
         tensors = {key: torch.empty(found[key].size, dtype=found[key].properties.dtype) for key in keys}
         _read(path, tensors)
@@ -195,6 +195,12 @@ def _check(collection: EmbeddingCollection, table: str, weight: Tensor, momentum
             "optimizer that trained it, or import weights alone.",
             field=table,
         )
+    if momentum.numel() and momentum.min() < 0:
+        raise ConfigError(
+            f"The optimizer state of table {table!r} has negative values, which no accumulator of Adagrad has: it is "
+            "that of another optimizer. Import weights alone.",
+            field=table,
+        )
 
 
 def _check_stateless(collection: EmbeddingCollection, table: str) -> None:
@@ -228,17 +234,34 @@ def _weight_key(table: str, keys: Iterable[str]) -> str:
     return found[0]
 
 
-def _state_key(table: str, keys: Iterable[str]) -> str | None:
-    """Returns `...<table>.weight.<table>.momentum1`, or `...<table>.weight.<table>.weight.momentum_1`."""
-    for key in keys:
+def _state_key(table: str, shapes: Mapping[str, torch.Size]) -> str | None:
+    """Returns `...<table>.weight.<table>.momentum1`, or `...<table>.weight.<table>.weight.momentum_1`.
+
+    TorchRec names the first state of every optimizer so, Adam's first moment too: only a second one tells them apart.
+    """
+    own = re.compile(rf"(^|\.){re.escape(table)}\.weight\.")
+    found: str | None = None
+    for key, shape in shapes.items():
         owner, _, name = key.rpartition(".")
-        if MOMENTUM.fullmatch(name) and re.search(rf"(^|\.){re.escape(table)}\.weight\.", f"{owner}."):
-            return key
-    return None
+        if not own.search(f"{owner}."):
+            continue
+        if MOMENTUM.fullmatch(name):
+            found = found or key
+        elif shape.numel() > 1:  # Numbers that are no state of rows, such as a step, may be beside it.
+            raise ConfigError(
+                f"The optimizer has the state {name!r} for table {table!r}, which Adagrad and row-wise Adagrad do not "
+                "have; its momentum1 is no accumulator. Import weights alone.",
+                field=table,
+            )
+    return found
 
 
 def _flat(state: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{owner}.{name}": value for owner, values in state.items() for name, value in values.items()}
+
+
+def _shapes(states: Mapping[str, Any]) -> dict[str, torch.Size]:
+    return {key: value.shape for key, value in states.items() if isinstance(value, Tensor)}
 
 
 def _plain(table: str, tensor: Any) -> Tensor:
