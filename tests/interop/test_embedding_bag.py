@@ -146,6 +146,31 @@ def test_a_vocabulary_names_the_rows():
     assert torch.equal(other.weight[[0, 3]], before[[0, 3]])
 
 
+@pytest.mark.parametrize("kind", ["auto", "number", "text"])
+def test_rows_are_those_that_batches_look_up(kind):
+    """Features of texts hash numbers as well."""
+    schema = Schema([IdFeature("item", dim=DIM, kind=kind)], labels=[])
+    collection = EmbeddingCollection(schema, optimizer=SGD(0.1), mode=Sync(), cluster=Several(1))
+    bag = bag_of()
+    import_embedding(collection, "item", bag)
+    batch = Batch.from_columns(schema, {"item": [7, 0, 11]})
+    ids = batch.id_features["item"].values
+    np.testing.assert_array_equal(collection.rows("item", ids).values, bag.weight.detach()[[7, 0, 11]])
+    other = nn.EmbeddingBag(ROWS, DIM)
+    assert export_embedding(collection, "item", other) == (ROWS, 0)
+    assert torch.equal(other.weight, bag.weight)
+
+
+def test_rows_of_mapped_ids_are_those_of_a_hashed_module():
+    """Row i of such a module is bucket i; the ids of the table are buckets."""
+    features = [IdFeature("item", dim=2), IdFeature("bucket", dim=DIM, of="item", mapping=persia.Remainder(ROWS))]
+    schema = Schema(features, labels=[])
+    collection = EmbeddingCollection(schema, optimizer=SGD(0.1), mode=Sync(), cluster=Several(1))
+    import_embedding(collection, "bucket", bag := bag_of())
+    ids = Batch.from_columns(schema, {"item": [7 + ROWS, 0, 11 + 5 * ROWS]}).id_features["bucket"].values
+    np.testing.assert_array_equal(collection.rows("bucket", ids).values, bag.weight.detach()[[7, 0, 11]])
+
+
 def test_a_table_without_end_becomes_a_module_of_its_rows():
     collection = collection_of(Adagrad(0.1), ps=3)
     ids = np.array([2**64 - 1, 7, 10**15], np.uint64)

@@ -53,7 +53,7 @@ def import_embedding(
             initial one.
         vocabulary: the ids of the module's rows. A dict from value to row, as models have that map texts to rows: rows
             that it does not name are left out. Or a column with the value of each row. Values are mapped to ids as
-            readers do. None: row i is id i.
+            readers do. None: row i is that of the number i, which is its id, except for features of `kind="text"`.
 
     Returns:
         Numbers of rows. `evicted` is more than 0 if the table's capacity is less than the rows of the module.

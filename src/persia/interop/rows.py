@@ -21,7 +21,7 @@ PART_VALUES = 1 << 24
 """Embedding values that are moved at once."""
 
 Vocabulary = ArrayLike | Mapping[Any, int] | None
-"""The ids of a weight's rows: a column with the value of each row; the row of each value; None if row i is id i."""
+"""The ids of a weight's rows: a column with the value of each row; the row of each value; None: row i is number i."""
 
 
 class Located(NamedTuple):
@@ -85,7 +85,10 @@ def located(
             )
         ids = collection.row_ids(table, list(vocabulary))
     else:
-        ids = np.arange(rows, dtype=np.uint64) if vocabulary is None else collection.row_ids(table, vocabulary)
+        if vocabulary is None:  # Row numbers are ids, unless readers hash numbers as texts.
+            features = [f for f in collection.schema.id_features if f.table_name == table]
+            vocabulary = places if any(f.kind == "text" for f in features) else places.astype(np.uint64)
+        ids = collection.row_ids(table, vocabulary)
     if len(ids) != len(places):
         raise DataError(
             f"Table {table!r}: {len(ids)} values for a weight of {rows} rows; give one value for each row, or a "

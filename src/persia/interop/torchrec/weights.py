@@ -31,7 +31,9 @@ def import_weights(
     *,
     tables: Iterable[str] | None = None,
 ) -> dict[str, RowsSet]:
-    """Sets rows of tables to the weights of an `EmbeddingBagCollection`: row i is that of id i. Blocks.
+    """Sets rows of tables to the weights of an `EmbeddingBagCollection`. Blocks.
+
+    Row i is that of the number i, which is its id, except for features of `kind="text"`, which hash it.
 
     Call it while no NN worker trains; with several NN workers, on the first one.
 
@@ -48,6 +50,7 @@ def import_weights(
     Raises:
         ConfigError: a table is missing, twice there, sharded, or of another shape or optimizer. Tables before it, in
             the order of the schema, are set.
+        DataError: features of a table map numbers to ids in several ways.
     """
     states = {} if optimizer is None else _flat(optimizer.get("state", optimizer))
     done: dict[str, RowsSet] = {}
