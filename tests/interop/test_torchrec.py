@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits as loss_of
 
-from persia import Batch, IdColumn, IdFeature, Schema, Table, Uniform
+from persia import Batch, HashTo, IdColumn, IdFeature, Schema, Table, Uniform
 from persia.errors import CheckpointError, ConfigError, DataError
 from persia.interop import table_ids
 from persia.interop.torchrec import (
@@ -150,6 +150,44 @@ def test_views_that_lie_side_by_side_in_another_order_are_not_one():
     apart = {"a": IdColumn(values[4:6]), "b": IdColumn(values[0:2]), "c": IdColumn(values[2:4])}
     batch = Batch(apart, np.zeros((2, 2), np.float32), np.zeros((2, 1), np.float32))
     assert keyed_jagged_tensor(SCHEMA, batch).values().tolist() == [4, 5, 0, 1, 2, 3]
+
+
+COMPUTED = Schema(
+    [
+        IdFeature("a", dim=4),
+        IdFeature("b", dim=4),
+        IdFeature("a_b", dim=4, cross=("a", "b")),
+        IdFeature("bucket", dim=4, of="b", mapping=HashTo(5, seed=1)),
+    ],
+    labels=[],
+)
+
+
+def test_computed_features_are_those_of_readers():
+    lengths = torch.tensor([1, 0, 1, 1, 1, 1])
+    ids = torchrec.KeyedJaggedTensor(["a", "b"], torch.tensor([3, 4, 5, 6, 7]), lengths=lengths)
+    batch = to_batch(COMPUTED, ids)
+    theirs = Batch.from_columns(
+        COMPUTED, {name: [each.tolist() for each in one.to_dense()] for name, one in ids.to_dict().items()}
+    )
+    for name in ("a_b", "bucket"):
+        mine, other = batch.id_features[name], theirs.id_features[name]
+        assert mine.values.tolist() == other.values.tolist()
+
+
+def test_computed_features_may_be_keys():
+    keys = ["a", "b", "a_b", "bucket"]
+    ids = torchrec.KeyedJaggedTensor(keys, torch.arange(4), lengths=torch.ones(4, dtype=torch.int64))
+    batch = to_batch(COMPUTED, ids)
+    assert [batch.id_features[key].values.tolist() for key in keys] == [[0], [1], [2], [3]]
+
+
+@pytest.mark.parametrize("option", [{"age_since": "now"}, {"kind": "text"}])
+def test_features_whose_numbers_are_no_ids_are_refused(option):
+    schema = Schema([IdFeature("a", dim=4, **option)], labels=[])
+    ids = torchrec.KeyedJaggedTensor(["a"], torch.arange(4), lengths=torch.ones(4, dtype=torch.int64))
+    with pytest.raises(ConfigError, match=next(iter(option))):
+        to_batch(schema, ids)
 
 
 @pytest.mark.parametrize(

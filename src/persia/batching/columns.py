@@ -18,7 +18,7 @@ from persia.errors import DataError
 from persia.schema import HashTo, IdFeature, IdKind, IdMapping, Quotient, Schema
 from persia.types import BoolArray, Floats, Ids, Int32Array
 
-__all__ = ["from_columns"]
+__all__ = ["add_computed", "from_columns"]
 
 _INT32 = np.iinfo(np.int32)
 
@@ -36,13 +36,7 @@ def from_columns(schema: Schema, columns: Mapping[str, Any], day: Any = None, *,
                 column = _ages(feature, column, _get(columns, feature.age_since, f"age_since of {feature.name!r}"))
             ids[feature.name] = column
             length.check(feature.name, len(ids[feature.name]))
-    for feature in schema.id_features:
-        if feature.cross:
-            ids[feature.name] = _cross(feature, [ids[part] for part in feature.cross])
-    for feature in schema.id_features:
-        if feature.of is not None and feature.mapping is not None:
-            column = ids[feature.of]
-            ids[feature.name] = IdColumn(_mapped(feature.mapping, column.values), column.offsets)
+    add_computed(schema, ids)
     check_aligned(schema, ids)
     dense_columns = {n: float_column(n, _get(columns, n, "dense feature")) for n in schema.dense_features}
     has_labels = require_labels or all(name in columns for name in schema.labels)
@@ -143,6 +137,25 @@ def _jagged(name: str, values: Any, offsets: Any, kind: IdKind) -> IdColumn:
     bounds = bounds.astype(np.int64, copy=False)
     # A missing value of the pair is one id less in its list.
     return IdColumn(flat.values, bounds if flat.offsets is None else flat.offsets[bounds])
+
+
+def add_computed(schema: Schema, ids: dict[str, IdColumn]) -> None:
+    """Adds the features that are computed from others, where they are missing: crosses and mapped ones.
+
+    Args:
+        schema: of the model.
+        ids: columns by feature; it has all that are not computed.
+
+    Raises:
+        DataError: a feature that is crossed has several ids in a sample.
+    """
+    for feature in schema.id_features:
+        if feature.cross and feature.name not in ids:
+            ids[feature.name] = _cross(feature, [ids[part] for part in feature.cross])
+    for feature in schema.id_features:
+        if feature.of is not None and feature.mapping is not None and feature.name not in ids:
+            column = ids[feature.of]
+            ids[feature.name] = IdColumn(_mapped(feature.mapping, column.values), column.offsets)
 
 
 def _cross(feature: IdFeature, parts: list[IdColumn]) -> IdColumn:

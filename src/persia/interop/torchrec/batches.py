@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from persia.batching.batch import Batch, IdColumn
+from persia.batching.columns import add_computed
 from persia.errors import ConfigError, DataError, MissingExtraError
 from persia.nn import Embeddings
 from persia.schema import IdFeature, Schema, Table, Uniform
@@ -80,7 +81,7 @@ def to_batch(
     Offsets are computed, 8 bytes for each sample and feature; not for features with one id in each sample.
 
     Args:
-        schema: of the model. Crossed features are not computed: they are keys of `ids`.
+        schema: of the model. Crosses and mapped features are computed as by readers, unless `ids` has them.
         ids: the ID-type features, with or without others, of int64 or int32. Ids are their bits: -1 is 2^64 - 1.
         dense: float `[batch, dense features]` in the order of the schema, or a KeyedTensor of these; None if the schema
             has none.
@@ -88,19 +89,29 @@ def to_batch(
         day: int32 `[batch]`, see `Batch`.
 
     Raises:
+        ConfigError: a feature of the schema has `age_since` or `kind="text"`: readers do not take its numbers as ids.
         DataError: a feature of the schema is missing, `ids` have weights or a stride for each key, or shapes differ.
     """
     if ids.weights_or_none() is not None or ids.variable_stride_per_key():
         raise DataError(
             "The KeyedJaggedTensor has weights, or a stride for each key, which batches lack; convert one without."
         )
+    for feature in schema.id_features:
+        if feature.age_since is not None or feature.kind == "text":
+            option = "age_since" if feature.age_since is not None else 'kind="text"'
+            raise ConfigError(
+                f"IdFeature({feature.name!r}) has {option}, but the values of a KeyedJaggedTensor are ids already; "
+                "declare the feature without it, or make batches with Batch.from_columns.",
+                field=f"IdFeature({feature.name!r})",
+            )
     columns = dict(zip(ids.keys(), _id_columns(ids), strict=True))
-    if missing := [feature.name for feature in schema.id_features if feature.name not in columns]:
+    if missing := [each.name for each in schema.id_features if not each.computed and each.name not in columns]:
         raise DataError(
             f"The KeyedJaggedTensor has no key {missing[0]!r}; it has {', '.join(columns)}. Name ID-type features as "
             "its keys.",
             feature=missing[0],
         )
+    add_computed(schema, columns)
     rows = ids.stride()
     return Batch(
         {feature.name: columns[feature.name] for feature in schema.id_features},
