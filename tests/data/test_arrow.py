@@ -184,6 +184,28 @@ def test_a_reader_of_a_frame_can_be_pickled() -> None:
         np.testing.assert_array_equal(mine.dense, theirs.dense)
 
 
+def test_a_function_has_to_open_a_new_reader_in_each_call() -> None:
+    opened = TABLE.to_reader(5)
+    reader = data.arrow(lambda: opened, SCHEMA, 4, rename={"user": "uid"})
+    assert len(list(reader)) == 6
+    # Nothing is left of it, which must not look like the end of the data.
+    with pytest.raises(DataError, match="open a new one in each call"):
+        list(reader.batches(1, start=1))
+    with pytest.raises(DataError, match="open a new one in each call"):
+        list(reader.shard(0, 2))
+
+
+def test_a_reader_that_has_been_read_can_be_pickled() -> None:
+    reader = data.arrow(_opened_anew, SCHEMA, 4, rename={"user": "uid"})
+    batches = reader.batches()
+    next(batches)
+    assert len(list(pickle.loads(pickle.dumps(reader)))) == 6
+
+
+def _opened_anew() -> Any:
+    return TABLE.to_reader(5)
+
+
 @pytest.mark.parametrize(
     ("source", "error"),
     [

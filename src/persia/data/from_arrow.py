@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 from persia.batching.batch import Batch
 from persia.data.expressions import Rule
@@ -50,7 +51,8 @@ def arrow(
             - a Hugging Face `datasets.Dataset` or `IterableDataset`;
             - a Ray Data `Dataset`, with `execution_options.preserve_order` of its context set;
             - a function without arguments that returns one of these, or a RecordBatchReader, which can be read only
-              once: `lambda: table.scan().to_arrow_batch_reader()` for Iceberg. On a cluster it has to be picklable.
+              once: `lambda: table.scan().to_arrow_batch_reader()` for Iceberg. Each call has to open a new reader. On a
+              cluster the function has to be picklable.
         schema: columns to read.
         batch_size: samples per batch.
         rename: column of the source by name in the schema, where they differ.
@@ -98,6 +100,12 @@ class ArrowSource:
 
     source: Any
     conversion: Conversion
+    _opened: WeakSet[Any] = field(default_factory=WeakSet, init=False, repr=False, compare=False)
+    """RecordBatchReaders that the function has returned. Each can be read only once."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles without the readers that are open."""
+        return ArrowSource, (self.source, self.conversion)
 
     def chunks(self, skip: int) -> Iterator[Batch]:
         """See `RowSource.chunks`."""
@@ -130,6 +138,13 @@ class ArrowSource:
         import pyarrow as pa
 
         source = self.source() if _opener(self.source) == "function" else self.source
+        if isinstance(source, pa.RecordBatchReader):
+            if source in self._opened:
+                raise DataError(
+                    "The function returned a RecordBatchReader that it had returned before, which can be read only "
+                    "once; open a new one in each call."
+                )
+            self._opened.add(source)
         columns = None
         if _opener(source) == "dataset":
             columns = self.conversion.columns_of(file, source.schema.names)
