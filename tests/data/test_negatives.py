@@ -28,7 +28,7 @@ class Clicks:
     """Batches of 8; item i is of shop i % 3, and every fourth row is negative already."""
 
     schema: Schema = SCHEMA
-    count: int = 6
+    count: int = 20
     items: int = 12
     share: tuple[int, int] = (0, 1)
 
@@ -46,6 +46,18 @@ class Clicks:
 
     def shard(self, index, count):
         return replace(self, share=share_of(self.share, index, count))
+
+
+class WithoutShard:
+    """As a reader of a user, which need not have `shard`."""
+
+    schema = SCHEMA
+
+    def batches(self, epoch=0, start=0):
+        return Clicks().batches(epoch, start)
+
+    def __iter__(self):
+        return self.batches()
 
 
 CATALOG = data.item_catalog(Clicks(), ITEM)
@@ -102,9 +114,20 @@ def test_batches_can_be_read_again_from_the_middle_and_in_shards(by):
         assert all(same(a, b) for a, b in zip(whole[index::3], part, strict=True))
         assert all(same(a, b) for a, b in zip(whole[index + 3 :: 3], part.batches(start=1), strict=True))
     halves = reader.shard(1, 2).shard(1, 3)
-    assert all(same(a, b) for a, b in zip(whole[3::6], halves, strict=False))
+    assert len(whole[3::6]) == 3
+    assert all(same(a, b) for a, b in zip(whole[3::6], halves, strict=True))
     assert not all(same(a, b) for a, b in zip(whole, reader.batches(epoch=1), strict=True))
     assert not all(same(a, b) for a, b in zip(whole, made(by, seed=6), strict=True))
+
+
+def test_several_data_loaders_can_share_a_reader_without_shard():
+    whole = list(made("in_batch"))
+    reader = data.negatives(WithoutShard(), ITEM, 3, seed=5)
+    assert all(same(a, b) for a, b in zip(whole, reader, strict=True))
+    part = reader.shard(1, 2)
+    assert all(same(a, b) for a, b in zip(whole[1::2], part, strict=True))
+    assert all(same(a, b) for a, b in zip(whole[5::2], part.batches(start=2), strict=True))
+    assert all(same(a, b) for a, b in zip(whole[3::6], part.shard(1, 3), strict=True))
 
 
 def test_the_catalog_counts_positive_samples():
@@ -131,7 +154,7 @@ def test_items_are_drawn_as_asked(by, power):
 
 def test_an_item_without_any_other_has_no_negatives():
     reader = data.negatives(Clicks(items=1), ITEM, 3)
-    assert [len(batch) for batch in reader] == [8] * 6
+    assert [len(batch) for batch in reader] == [8] * 20
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import Literal
 
 import numpy as np
@@ -14,6 +15,7 @@ from persia.checks import MAX_SEED, check_choice, check_integer, check_number
 from persia.data.reader import Reader, share_of
 from persia.errors import ConfigError, DataError
 from persia.schema import Schema
+from persia.services import Seekable, Sharded
 from persia.types import BoolArray, Floats, Ids, Int64Array
 
 __all__ = ["ItemCatalog", "NegativeSampling", "item_catalog", "negatives"]
@@ -143,7 +145,7 @@ class NegativeSampling:
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """See `Reader.batches`."""
         index, every = self.share
-        for number, batch in enumerate(self.reader.batches(epoch, start), start):
+        for number, batch in enumerate(self._positives(epoch, start), start):
             yield self._with_negatives(batch, epoch, number * every + index)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -151,9 +153,19 @@ class NegativeSampling:
         return self.batches()
 
     def shard(self, index: int, count: int) -> NegativeSampling:
-        """Returns a reader of the batches with number % count == index; the other reader must have `shard`."""
-        part: Reader = self.reader.shard(index, count)  # type: ignore[attr-defined]
-        return replace(self, reader=part, share=share_of(self.share, index, count))
+        """Returns a reader of the batches with number % count == index.
+
+        It skips the others as cheaply as the other reader does: one without `shard` reads them.
+        """
+        return replace(self, share=share_of(self.share, index, count))
+
+    def _positives(self, epoch: int, start: int) -> Iterator[Batch]:
+        """Iterates over the share of the other reader, without its first `start` batches."""
+        index, every = self.share
+        if every > 1 and isinstance(self.reader, Sharded):
+            part: Seekable = self.reader.shard(index, every)
+            return part.batches(epoch, start)
+        return islice(self.reader.batches(epoch, start * every + index), None, None, every)
 
     def _with_negatives(self, batch: Batch, epoch: int, number: int) -> Batch:
         rng = np.random.Generator(np.random.PCG64((self.seed, epoch, number)))
