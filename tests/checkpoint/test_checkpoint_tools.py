@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 import persia
 from persia.checkpoint import CheckpointWriter, ReshardOptions, diff, export, reshard
-from persia.errors import CheckpointError
+from persia.errors import CheckpointError, ConfigError
 from support.checkpoint_samples import OPTIMIZER, SCHEMA, make_rows, write
 
 
@@ -78,6 +78,12 @@ def test_safetensors(run: Path, tmp_path: Path) -> None:
         whole = np.concatenate([part[name] for part in parts])
         np.testing.assert_array_equal(array, whole)
         assert array.dtype == whole.dtype
+
+
+def test_an_unknown_kind_is_refused_before_anything_is_written(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="parquet, npy, safetensors"):
+        export(run, tmp_path / "out", "csv")  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("kind", ["parquet", "npy", "safetensors"])

@@ -228,6 +228,15 @@ def test_options_that_rows_lack_are_refused(make, field):
     assert refused.value.fields["field"] == field
 
 
+def test_weight_decay_of_adamw_is_refused_in_older_torch():
+    """Its groups do not say there that the decay is decoupled."""
+    bag = bag_of()
+    optimizer = torch.optim.AdamW(bag.parameters(), weight_decay=0.1)
+    optimizer.param_groups[0].pop("decoupled_weight_decay", None)
+    with pytest.raises(ConfigError, match="weight_decay"):
+        embedding_optimizer(optimizer, bag.weight)
+
+
 def test_options_are_those_of_the_group_of_the_weight():
     bag = bag_of()
     other = nn.Linear(2, 2)
@@ -270,6 +279,11 @@ def test_state_of_another_optimizer_is_refused(make, declared):
         (nn.Embedding(3, DIM), ["a", "b", "a"], "position 2"),
         (nn.Embedding(3, DIM), {"a": 3}, "rows 3 to 3"),
         (nn.Embedding(3, DIM), {"5": 1, 5: 2}, "position 1"),
+        (nn.Embedding(3, DIM), {"a": 1, "b": 1.5}, "row 1.5"),
+        (nn.Embedding(3, DIM), {"a": "first"}, "row 'first'"),
+        (nn.Embedding(3, DIM), {"a": 0, "b": True}, "row True"),
+        (nn.Embedding(3, DIM), {"a": 1, "b": 2, "c": 1}, "row 1 for several values"),
+        (nn.EmbeddingBag(3, DIM, mode="max"), None, "'max'"),
     ],
 )
 def test_what_does_not_fit_is_refused(module, vocabulary, error):

@@ -122,6 +122,18 @@ def test_features_in_another_order_are_copied():
         assert torch.equal(back[name].lengths(), ids[name].lengths())
 
 
+def test_there_may_be_no_dense_features():
+    """Those of a KeyedTensor are left out, as others that the schema does not have."""
+    schema = Schema([IdFeature("a", dim=4)], labels=[])
+    batch = to_batch(schema, jagged(), torchrec.KeyedTensor(["price"], [1], torch.ones(BATCH, 1)))
+    assert batch.dense.shape == (BATCH, 0)
+
+
+def test_a_keyed_tensor_needs_embeddings():
+    with pytest.raises(ConfigError, match="no embeddings"):
+        keyed_tensor({})
+
+
 def test_ids_keep_their_bits():
     ids = torchrec.KeyedJaggedTensor(["a", "b", "c"], torch.tensor([-1, 5, 7]), lengths=torch.tensor([1, 1, 1]))
     batch = to_batch(SCHEMA, ids, torch.zeros(1, 2))
@@ -230,6 +242,11 @@ def test_the_schema_is_that_of_the_collection():
     )
     with pytest.raises(ConfigError, match="INT8"):
         schema_of([int8])
+    weighted = torchrec.EmbeddingBagConfig(
+        name="t", embedding_dim=4, num_embeddings=9, feature_names=["f"], need_pos=True
+    )
+    with pytest.raises(ConfigError, match="need_pos"):
+        schema_of([weighted])
 
 
 # --- weights ----------------------------------------------------------------------------------------------------

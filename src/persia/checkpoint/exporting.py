@@ -13,6 +13,7 @@ import numpy as np
 from persia.checkpoint.format import file_name
 from persia.checkpoint.tensors import encode_header
 from persia.checkpoint.view import TableRows, open
+from persia.checks import check_choice
 from persia.errors import CheckpointError
 
 __all__ = ["EXPORT_FORMATS", "ExportFormat", "export"]
@@ -40,7 +41,7 @@ def export(
         target: local directory. Files of the same names are replaced once the new ones are complete.
         kind: "parquet": `<table>.parquet` with `id`, `embedding`, `update_count`, `last_step`; "npy":
             `<table>.ids.npy` and `<table>.embeddings.npy`, in the same order; or "safetensors": `<table>.safetensors`
-            with `ids` and `embeddings`, and with `state` also `update_count` and `last_step`.
+            with `ids` and `embeddings`, and with `state` also `state`, `update_count` and `last_step`.
         tables: tables to export; None for all.
         step: step to read; None for the latest.
         state: also write the optimizer state.
@@ -50,8 +51,10 @@ def export(
         Paths of the files.
 
     Raises:
+        ConfigError: there is no such kind.
         CheckpointError: a table does not exist, a part is damaged, or a file cannot be written.
     """
+    check_choice("kind", kind, EXPORT_FORMATS)
     checkpoint = open(url, step)
     for name in tables or ():
         if name not in checkpoint.tables:

@@ -134,6 +134,11 @@ def _checked(collection: EmbeddingCollection, table: str, module: Module) -> Emb
             "the table with that of the module.",
             field="module",
         )
+    if isinstance(module, torch.nn.EmbeddingBag) and module.mode == "max":
+        raise ConfigError(
+            "The module has mode = 'max', which no pooling of features does; train it with 'sum' or 'mean'.",
+            field="mode",
+        )
     for name, value in (("max_norm", None), ("scale_grad_by_freq", False)):
         if getattr(module, name) != value:
             raise ConfigError(

@@ -72,11 +72,11 @@ def located(
     """Returns the ids of a weight's rows, without the row of padding.
 
     Raises:
-        DataError: the vocabulary does not fit the weight, a value is not one id, or two values are the same id.
+        DataError: the vocabulary does not fit the weight, a value is not one id, or two values are the same id or row.
     """
     places = np.arange(rows)
     if isinstance(vocabulary, Mapping):
-        places = np.fromiter(vocabulary.values(), np.int64, len(vocabulary))
+        places = _places(table, list(vocabulary.values()))
         if places.size and not 0 <= places.min() <= places.max() < rows:
             raise DataError(
                 f"The vocabulary of table {table!r} has rows {places.min()} to {places.max()}, but the weight has "
@@ -105,6 +105,23 @@ def located(
         )
     kept = places != (-1 if padding is None else padding)
     return Located(ids[kept], places[kept])
+
+
+def _places(table: str, rows: Sequence[Any]) -> Int64Array:
+    """Returns the rows that a mapping names."""
+    for row in rows:
+        if isinstance(row, bool) or not isinstance(row, int | np.integer):
+            raise DataError(
+                f"The vocabulary of table {table!r} has the row {row!r}; give an integer for each value.", table=table
+            )
+    distinct, counts = np.unique(np.array(rows, np.int64), return_counts=True)
+    if len(distinct) != len(rows):
+        raise DataError(
+            f"The vocabulary of table {table!r} has row {distinct[counts > 1][0]} for several values; give each value "
+            "a row of its own.",
+            table=table,
+        )
+    return np.array(rows, np.int64)
 
 
 def set_parts(

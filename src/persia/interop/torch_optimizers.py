@@ -50,7 +50,7 @@ def embedding_optimizer(optimizer: torch.optim.Optimizer, weight: Tensor) -> Emb
     group = _group(optimizer, weight)
     kind = type(optimizer).__name__
     refused = {"maximize": False, "amsgrad": False, "nesterov": False, "dampening": 0, "lr_decay": 0}
-    if group.get("decoupled_weight_decay"):
+    if isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay"):
         refused["weight_decay"] = 0
     for name, value in refused.items():
         if group.get(name, value) != value:
@@ -66,12 +66,12 @@ def embedding_optimizer(optimizer: torch.optim.Optimizer, weight: Tensor) -> Emb
         case torch.optim.Adagrad():
             first = float(group["initial_accumulator_value"])
             return Adagrad(lr, first, float(group["eps"]), float(group["weight_decay"]))
-        case torch.optim.Adam() | torch.optim.SparseAdam():
+        case torch.optim.Adam() | torch.optim.AdamW() | torch.optim.SparseAdam():  # Older AdamW is no Adam.
             beta1, beta2 = map(float, group["betas"])
             return Adam(lr, beta1, beta2, float(group["eps"]), float(group.get("weight_decay", 0.0)))
     raise ConfigError(
-        f"No embedding optimizer of persia updates rows as {kind} does; give SGD, Adagrad, Adam or SparseAdam of "
-        "torch.optim, or leave the optimizer out to move weights alone.",
+        f"No embedding optimizer of persia updates rows as {kind} does; give SGD, Adagrad, Adam, AdamW or SparseAdam "
+        "of torch.optim, or leave the optimizer out to move weights alone.",
         field="optimizer",
     )
 

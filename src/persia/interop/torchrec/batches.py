@@ -51,7 +51,8 @@ def schema_of(
     capacity: declare one where memory needs it.
 
     Raises:
-        ConfigError: two tables have a feature of the same name, or a table has a pooling or dtype that persia lacks.
+        ConfigError: two tables have a feature of the same name, or a table has a pooling or dtype that persia lacks, or
+            position weights.
     """
     features: list[IdFeature] = []
     tables: list[Table] = []
@@ -61,6 +62,12 @@ def schema_of(
             raise ConfigError(
                 f"Table {config.name!r} has pooling {config.pooling.name} and data type {config.data_type.name}; "
                 f"tables of persia take {', '.join(POOLING)} and {', '.join(DTYPES)}.",
+                field=config.name,
+            )
+        if config.need_pos:
+            raise ConfigError(
+                f"Table {config.name!r} has need_pos, weights by position, which tables of persia lack; train it "
+                "without.",
                 field=config.name,
             )
         initializer = Uniform(config.get_weight_init_min(), config.get_weight_init_max())
@@ -163,7 +170,7 @@ def keyed_tensor(embeddings: Embeddings) -> KeyedTensor:
         embeddings: of an `EmbeddingCollection`; all features pooled.
 
     Raises:
-        ConfigError: a feature is not pooled.
+        ConfigError: a feature is not pooled, or there is none.
         MissingExtraError: TorchRec is not installed.
     """
     pooled = {name: each for name, each in embeddings.items() if isinstance(each, Tensor)}
@@ -172,6 +179,8 @@ def keyed_tensor(embeddings: Embeddings) -> KeyedTensor:
             f"Feature {min(rest)!r} is a sequence, which a KeyedTensor cannot hold; leave it out, or pool it.",
             field=min(rest),
         )
+    if not pooled:
+        raise ConfigError("There are no embeddings; give those of one feature at least.", field="embeddings")
     lengths = [each.shape[1] for each in pooled.values()]
     made: KeyedTensor = _torchrec().KeyedTensor(list(pooled), lengths, torch.cat(list(pooled.values()), dim=1))
     return made
@@ -208,7 +217,8 @@ def _dense(schema: Schema, dense: Tensor | KeyedTensor | None, rows: int) -> Flo
             raise DataError(
                 f"The KeyedTensor has no key {missing[0]!r}; it has {', '.join(dense.keys())}.", feature=missing[0]
             )
-        dense = dense.values() if dense.keys() == names else torch.cat([dense[name] for name in names], dim=1)
+        none = dense.values()[:, :0]  # For a schema without dense features.
+        dense = dense.values() if dense.keys() == names else torch.cat([none, *(dense[n] for n in names)], dim=1)
     return _matrix("dense", dense, rows, len(schema.dense_features))
 
 
