@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,7 +19,7 @@ import persia
 from persia import data
 from persia.batching.batch import Batch, IdColumn
 from persia.errors import ConfigError, DataError
-from persia.schema import IdFeature, Schema
+from persia.schema import HashTo, IdFeature, Schema
 from persia.worker.routing import Router
 
 
@@ -59,11 +61,66 @@ def test_parts_of_an_event_have_as_many_entries() -> None:
     batch.validate(ALIGNED)
     with pytest.raises(DataError, match=r"'shops' has 1 ids at row 2, but 'items', with which it is aligned, has 2"):
         Batch.from_columns(ALIGNED, columns | {"items": [[1, 2], [], [3, 4]]})
-    with pytest.raises(DataError, match=r"'shops' has 1 ids at row 0.*fill them in"):
-        Batch.from_columns(ALIGNED, columns | {"shops": [[5, None], [], [6]]})
     by_hand = Batch({**batch.id_features, "shops": IdColumn(np.arange(3, dtype=np.uint64))}, batch.dense, batch.labels)
     with pytest.raises(DataError, match=r"'shops' has 1 ids at row 0, but 'items'.* has 2"):
         by_hand.validate(ALIGNED)
+
+
+def arrow_lists(lists: Any, dictionary: bool = False) -> pa.Array:
+    values = pa.array([value for one in lists for value in one or []])
+    offsets = np.cumsum([0, *(len(one or []) for one in lists)])
+    return pa.ListArray.from_arrays(offsets, values.dictionary_encode() if dictionary else values)
+
+
+@pytest.mark.parametrize(
+    "shops",
+    [
+        [[1, None], [], [None, 3]],
+        [["a", ""], None, ["", "c"]],
+        [[0.5, np.nan], [], [np.nan, 2.0]],
+        arrow_lists([["a", None], [], [None, "c"]]),
+        arrow_lists([["a", None], [], [None, "c"]], dictionary=True),
+        pl.Series([[1, None], [], [None, 3]]),
+        pd.Series([[1, None], [], [None, 3]]),
+        (np.array([1.0, np.nan, np.nan, 3.0]), np.array([0, 2, 2, 4])),
+    ],
+    ids=["list", "texts", "floats", "arrow", "dictionary", "polars", "pandas", "pair"],
+)
+def test_a_missing_value_within_aligned_lists_is_refused(shops: Any) -> None:
+    """Left out of both lists, as elsewhere, it would pair the events around it."""
+    good = {"items": [[5, 6], [], [7, 8]], "label": [0, 1, 0]}
+    for columns in ({"shops": shops}, {"items": shops, "shops": shops}):
+        with pytest.raises(DataError, match=r"which is aligned, has a missing value in its list at row 0; fill it in"):
+            Batch.from_columns(ALIGNED, good | columns)
+    alone = Schema([sequence("shops")])
+    column = Batch.from_columns(alone, good | {"shops": shops}).id_features["shops"]
+    assert column.offsets is not None
+    assert column.offsets.tolist() == [0, 1, 1, 2]
+
+
+def test_aligned_lists_may_be_missing_as_a_whole() -> None:
+    for missing in (None, []):
+        columns = {"items": [[1, 2], missing], "shops": arrow_lists([[3, 4], missing]), "label": [0, 1]}
+        found = Batch.from_columns(ALIGNED, columns).id_features
+        assert [found[name].offsets.tolist() for name in ("items", "shops")] == [[0, 2, 2], [0, 2, 2]]  # type: ignore[union-attr]
+    rows = np.array([[1.0, 2.0], [3.0, 4.0]])
+    Batch.from_columns(ALIGNED, {"items": rows, "shops": rows, "label": [0, 1]})
+    rows[1, 0] = np.nan
+    with pytest.raises(DataError, match="'items', which is aligned, has a missing value in its list at row 1"):
+        Batch.from_columns(ALIGNED, {"items": rows, "shops": rows, "label": [0, 1]})
+
+
+def test_lists_that_mapped_features_are_aligned_by_are_complete() -> None:
+    mapped = sequence("hashed", of="items", mapping=HashTo(9), aligned_with="shops")
+    schema = Schema([sequence("items"), sequence("shops"), mapped])
+    with pytest.raises(DataError, match="'items', which is aligned, has a missing value"):
+        Batch.from_columns(schema, {"items": [[1, None]], "shops": [[2, None]], "label": [0]})
+
+
+def test_a_missing_value_within_aligned_lists_of_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("items,shops,label\n1|2,1|2,0\n1||3,1||3,0\n")
+    with pytest.raises(DataError, match=r"a\.csv: .*'items', which is aligned.* at row 1"):
+        list(data.csv(tmp_path / "a.csv", ALIGNED, lists={"items": "|", "shops": "|"}))
 
 
 AGES = Schema([IdFeature("item", dim=2), sequence("times", age_since="now")])

@@ -17,16 +17,24 @@ from persia.errors import DataError
 from persia.schema import IdKind
 from persia.types import BoolArray, Int64Array
 
-__all__ = ["arrow_floats", "arrow_ids"]
+__all__ = ["arrow_entries", "arrow_floats", "arrow_ids"]
 
 
 def arrow_ids(name: str, column: Any, kind: IdKind) -> IdColumn:
     """Ids from an arrow array of whole numbers, texts, floats, a dictionary, or lists of these."""
     array = _combine(column)
-    type_ = array.type
-    if pa.types.is_list(type_) or pa.types.is_large_list(type_) or pa.types.is_fixed_size_list(type_):
+    if _is_list(array.type):
         return _scalars(name, array.flatten(), _list_offsets(array), kind)
     return _scalars(name, array, None, kind)
+
+
+def arrow_entries(column: Any) -> Int64Array | None:
+    """Number of entries in each list of an arrow array, nulls too; None if it is of another type."""
+    return np.diff(_list_offsets(_combine(column))) if _is_list(column.type) else None
+
+
+def _is_list(kind: Any) -> bool:
+    return any(test(kind) for test in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
 
 
 def _list_offsets(array: Any) -> Int64Array:

@@ -13,10 +13,10 @@ from persia.batching.batch import Batch, IdColumn
 from persia.batching.frames import as_mapping, from_frame, is_arrow
 from persia.batching.ids import ids_of_list, ids_of_numbers, is_list, is_missing, offsets_of_present
 from persia.batching.texts import TextBuffers, text_numbers
-from persia.batching.validation import check_aligned, check_finite, check_labels, check_offsets
+from persia.batching.validation import check_aligned, check_complete, check_finite, check_labels, check_offsets
 from persia.errors import DataError
 from persia.schema import HashTo, IdFeature, IdKind, IdMapping, Quotient, Schema
-from persia.types import BoolArray, Floats, Ids, Int32Array
+from persia.types import BoolArray, Floats, Ids, Int32Array, Int64Array
 
 __all__ = ["add_computed", "from_columns"]
 
@@ -28,10 +28,14 @@ def from_columns(schema: Schema, columns: Mapping[str, Any], day: Any = None, *,
     columns = as_mapping(columns)
     length = _Length()
     ids: dict[str, IdColumn] = {}
+    aligned = schema.aligned()
     for feature in schema.id_features:
         if not feature.computed:
             kind: IdKind = feature.kind if feature.age_since is None else "number"
-            column = id_column(feature.name, _get(columns, feature.name, "feature"), kind)
+            given = from_frame(feature.name, _get(columns, feature.name, "feature"))
+            column = id_column(feature.name, given, kind)
+            if feature.name in aligned:
+                check_complete(feature.name, column, _entries(given))
             if feature.age_since is not None:
                 column = _ages(feature, column, _get(columns, feature.age_since, f"age_since of {feature.name!r}"))
             ids[feature.name] = column
@@ -125,6 +129,26 @@ def id_column(name: str, column: Any, kind: IdKind = "auto") -> IdColumn:
             feature=name,
         )
     return ids_of_numbers(name, array, None, kind)
+
+
+def _entries(column: Any) -> Int64Array | None:
+    """Returns the number of entries in each list of a column, missing ones too; None if it has no lists."""
+    if isinstance(column, IdColumn):
+        return None
+    if is_arrow(column):
+        from persia.batching.arrow_columns import arrow_entries
+
+        return arrow_entries(column)
+    if isinstance(column, tuple) and len(column) == 2 and all(map(_is_array_like, column)):
+        return np.diff(as_array("offsets", column[1])).astype(np.int64)
+    if not isinstance(column, (list, tuple)):
+        array = as_array("list", column)
+        if array.dtype.kind != "O":
+            return None if array.ndim == 1 else np.full(len(array), array.shape[1], np.int64)
+        column = array.tolist()
+    if not any(map(is_list, column)):
+        return None
+    return np.array([len(row) if is_list(row) else int(not is_missing(row)) for row in column], np.int64)
 
 
 def _jagged(name: str, values: Any, offsets: Any, kind: IdKind) -> IdColumn:

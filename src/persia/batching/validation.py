@@ -16,6 +16,7 @@ from persia.types import FedBatch, Int64Array
 
 __all__ = [
     "check_aligned",
+    "check_complete",
     "check_data",
     "check_finite",
     "check_labels",
@@ -121,11 +122,31 @@ def check_aligned(schema: Schema, columns: Mapping[str, IdColumn]) -> None:
             row = int((mine != other).argmax())
             raise DataError(
                 f"Feature {feature.name!r} has {mine[row]} ids at row {row}, but {feature.aligned_with!r}, with which "
-                f"it is aligned, has {other[row]}; give both an entry for each event. Missing values are left out: "
-                "fill them in.",
+                f"it is aligned, has {other[row]}; give both an entry for each event.",
                 feature=feature.name,
                 row=row,
             )
+
+
+def check_complete(name: str, column: IdColumn, entries: Int64Array | None) -> None:
+    """Raises DataError if a value is missing within a list: those after it would move to the events before theirs.
+
+    Args:
+        name: of a feature that is aligned.
+        column: its ids, without missing values.
+        entries: `[batch]` number of entries of each list that it was made from; None if there were no lists.
+    """
+    if entries is None:
+        return
+    missing = _counts(column) != entries
+    if missing.any():
+        row = int(missing.argmax())
+        raise DataError(
+            f"Feature {name!r}, which is aligned, has a missing value in its list at row {row}; fill it in with a "
+            "value of its own, such as 0, or leave the event out of all aligned lists.",
+            feature=name,
+            row=row,
+        )
 
 
 def _counts(column: IdColumn) -> Int64Array:

@@ -39,7 +39,8 @@ class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             text "5" alike); all other values are hashed as text. "number": accepts such numbers only. "text": hashes
             every value as text, "5" included. Recorded in checkpoints.
         aligned_with: another feature, of the same `max_length` and `keep`, whose list has an entry for each one of this
-            feature: the parts of one event. Data in which the lists of a sample differ in length are refused.
+            feature: the parts of one event. Data in which the lists of a sample differ in length, or lack a value
+            within, are refused.
         age_since: column with the time of the sample. The feature's own column then has times of events, and its ids
             are the magnitudes of their ages, floor(log2(1 + age)), so that a model can learn how much an old event
             counts. Times are whole numbers from 0 on in one unit; an event after the sample has age 0.
@@ -196,6 +197,12 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     f"{mine!r}; aligned features are two, of one max_length and keep.",
                     field=f"IdFeature({feature.name!r}).aligned_with",
                 )
+
+    def aligned(self) -> set[str]:
+        """Returns the names of features whose lists are aligned with those of another one, and are read."""
+        pairs = [(f.name, f.aligned_with) for f in self.id_features if f.aligned_with is not None]
+        features = [self.feature(name) for pair in pairs for name in pair]
+        return {f.of or f.name for f in features}
 
     def resolved_tables(self) -> dict[str, Table]:
         """Returns all tables by name, declared or implied by a feature, in order of first use."""
