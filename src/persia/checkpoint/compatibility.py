@@ -127,6 +127,8 @@ def _meaning(feature: IdFeature) -> dict[str, Any]:
         "max_length": length,
         "cross": tuple(feature.cross),
         "kind": feature.kind,
+        "keep": feature.keep if feature.max_length is not None else "first",
+        "age_since": feature.age_since,
         "of": feature.of,
         "mapping": feature.mapping,
     }
