@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 import persia
-from persia import Batch, IdFeature, Schema, Table
+from persia import Batch, HashTo, IdFeature, Quotient, Remainder, Schema, Table
 from persia.errors import ConfigError, DataError, PersiaError, StoreError
 from persia.modes import Sync
 from persia.nn import EmbeddingCollection, RowsSet, RowState
@@ -102,6 +102,57 @@ def test_values_of_a_table_that_maps_them_in_two_ways_are_refused():
     with pytest.raises(DataError, match=r"ambiguous.*shop: auto, name: text.*array of uint64"):
         embeddings.rows("shop", ["a"])
     assert embeddings.rows("shop", np.array([1], np.uint64)).found.tolist() == [False]
+
+
+MAPPED = Schema(
+    [
+        IdFeature("city", dim=2, kind="text"),
+        IdFeature("shop", dim=2),
+        IdFeature("both", dim=2, cross=("city", "shop")),
+        IdFeature("city_a", dim=2, of="city", mapping=HashTo(50, seed=1)),
+        IdFeature("shop_q", dim=2, of="shop", mapping=Quotient(3)),
+        IdFeature("shop_r", dim=2, of="shop", table="parts", mapping=Remainder(3)),
+        IdFeature("both_a", dim=2, of="both", mapping=HashTo(50)),
+    ],
+    labels=[],
+)
+
+
+def test_values_are_mapped_as_those_of_the_feature():
+    embeddings = collection(schema=MAPPED)
+    columns = {"city": ["5", "Oslo"], "shop": [7, 2**64 - 1]}
+    found = Batch.from_columns(MAPPED, columns).id_features
+    for feature, table in (("city_a", "city_a"), ("shop_q", "shop_q"), ("shop_r", "parts")):
+        values = columns[MAPPED.feature(feature).of]
+        assert embeddings.row_ids(table, values).tolist() == found[feature].values.tolist()
+        ids = np.array([5, 100], np.uint64)
+        assert embeddings.row_ids(table, ids).tolist() == [5, 100]
+    crosses = found["both"].values.tolist()
+    assert embeddings.row_ids("both_a", crosses).tolist() == found["both_a"].values.tolist()
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (IdFeature("shop_q", dim=2, of="shop", table="shop", mapping=Quotient(3)), r"shop_q: Quotient\(by=3\)"),
+        (IdFeature("both", dim=2, table="shop_r", cross=("city", "shop")), r"both: auto"),
+        (IdFeature("shop_q", dim=2, of="shop", table="shop_r", mapping=Quotient(3)), r"shop_r: Remainder\(by=3\)"),
+    ],
+)
+def test_values_of_a_table_with_mapped_and_other_ids_are_refused(other, said):
+    part = IdFeature("shop_r", dim=2, of="shop", mapping=Remainder(3))
+    embeddings = collection(schema=Schema([*MAPPED.id_features[:2], part, other], labels=[]))
+    with pytest.raises(DataError, match=rf"ambiguous.*{said}.*array of uint64"):
+        embeddings.rows(other.table_name, [1])
+    assert embeddings.row_ids(other.table_name, np.array([1], np.uint64)).tolist() == [1]
+
+
+def test_times_are_no_ids_of_ages():
+    schema = Schema([IdFeature("times", dim=2, age_since="now"), IdFeature("item", dim=2)], labels=[])
+    embeddings = collection(schema=schema)
+    with pytest.raises(DataError, match=r"magnitudes of ages \(age_since of 'times'\).*array of uint64"):
+        embeddings.rows("times", [1_700_000_000])
+    assert embeddings.row_ids("times", np.array([9], np.uint64)).tolist() == [9]
 
 
 def test_training_goes_on_from_what_was_set():

@@ -18,7 +18,7 @@ from persia.errors import DataError
 from persia.schema import HashTo, IdFeature, IdKind, IdMapping, Quotient, Schema
 from persia.types import BoolArray, Floats, Ids, Int32Array, Int64Array
 
-__all__ = ["add_computed", "from_columns"]
+__all__ = ["add_computed", "from_columns", "id_column", "mapped_ids"]
 
 _INT32 = np.iinfo(np.int32)
 
@@ -179,7 +179,7 @@ def add_computed(schema: Schema, ids: dict[str, IdColumn]) -> None:
     for feature in schema.id_features:
         if feature.of is not None and feature.mapping is not None and feature.name not in ids:
             column = ids[feature.of]
-            ids[feature.name] = IdColumn(_mapped(feature.mapping, column.values), column.offsets)
+            ids[feature.name] = IdColumn(mapped_ids(feature.mapping, column.values), column.offsets)
 
 
 def _cross(feature: IdFeature, parts: list[IdColumn]) -> IdColumn:
@@ -203,7 +203,7 @@ def _cross(feature: IdFeature, parts: list[IdColumn]) -> IdColumn:
     return IdColumn(hash_cross(kept, ThreadPool(1)), offsets_of_present(present, None))
 
 
-def _mapped(mapping: IdMapping, ids: Ids) -> Ids:
+def mapped_ids(mapping: IdMapping, ids: Ids) -> Ids:
     """Returns the ids that a mapping makes of others."""
     if isinstance(mapping, HashTo):
         return hash_cross([np.ascontiguousarray(ids)], ThreadPool(1), seed=mapping.seed) % np.uint64(mapping.buckets)

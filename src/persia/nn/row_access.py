@@ -13,10 +13,10 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from persia import batching
-from persia.batching.columns import id_column
+from persia.batching.columns import id_column, mapped_ids
 from persia.errors import ConfigError, DataError
 from persia.rpc.fan_out import call_all
-from persia.schema import Schema, Table
+from persia.schema import IdFeature, IdKind, IdMapping, Schema, Table
 from persia.services import EmbeddingPS
 from persia.types import BoolArray, Floats, Ids, Int64Array, Packed, RowsSet, RowState, StoredRows
 from persia.types.values import LARGEST
@@ -125,26 +125,41 @@ class RowAccess:
 
         Raises:
             ConfigError: there is no such table.
-            DataError: a value is not one id, or features of the table map values in several ways.
+            DataError: a value is not one id, or features of the table map values in several ways, or to ages.
         """
         self._table(table)
         if isinstance(ids, np.ndarray) and ids.dtype == np.uint64 and ids.ndim == 1:
             return np.ascontiguousarray(ids)
-        kinds = {f.name: f.kind for f in self._schema.id_features if f.table_name == table and not f.computed}
-        if len(set(kinds.values())) > 1:
+        features = [f for f in self._schema.id_features if f.table_name == table]
+        if ages := [f.name for f in features if f.age_since is not None]:
             raise DataError(
-                f"Values for table {table!r} are ambiguous: its features map them to ids in several ways "
-                f"({', '.join(f'{name}: {kind}' for name, kind in kinds.items())}). Give ids, as an array of uint64.",
+                f"Ids of table {table!r} are magnitudes of ages (age_since of {ages[0]!r}), which depend on two times. "
+                "Give the magnitudes themselves, as an array of uint64.",
                 table=table,
             )
-        name, kind = next(iter(kinds.items()), (table, "auto"))  # Only crosses read it: numbers are their ids.
+        mapped = any(f.mapping is not None for f in features)
+        ways = {f.name: self._way(f) for f in features if mapped or not f.cross}
+        if len(set(ways.values())) > 1:
+            said = (f"{name}: {mapping or kind}" for name, (kind, mapping) in ways.items())
+            raise DataError(
+                f"Values for table {table!r} are ambiguous: its features map them to ids in several ways "
+                f"({', '.join(said)}). Give ids, as an array of uint64.",
+                table=table,
+            )
+        # A table that only crosses read: numbers are their ids.
+        name, (kind, mapping) = next(iter(ways.items()), (table, ("auto", None)))
         column = id_column(name, ids, kind)
         if column.offsets is not None:
             raise DataError(
                 f"Rows of table {table!r} need one id each; give a list or an array [n] without missing values.",
                 table=table,
             )
-        return column.values
+        return column.values if mapping is None else mapped_ids(mapping, column.values)
+
+    def _way(self, feature: IdFeature) -> tuple[IdKind, IdMapping | None]:
+        """Returns how the values of a feature become ids; a mapped one has those of the feature that it maps."""
+        source = feature if feature.of is None else self._schema.feature(feature.of)
+        return source.kind, feature.mapping
 
     def contains(self, ids: Mapping[str, Ids]) -> dict[str, BoolArray]:
         """Returns by table whether each id has a row; one call to each PS."""
