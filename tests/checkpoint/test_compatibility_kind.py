@@ -46,7 +46,11 @@ HISTORY = IdFeature("times", dim=2, pooling=None, max_length=3)
         ({}, {"age_since": "now"}, "'times' has age_since 'now', in the checkpoint None"),
         ({"age_since": "now"}, {}, "'times' has age_since None, in the checkpoint 'now'"),
         ({}, {"keep": "last"}, "'times' has keep 'last', in the checkpoint 'first'"),
-        ({"pooling": "mean"}, {"pooling": "mean", "keep": "last"}, "'times' has keep 'last', in the checkpoint 'first'"),
+        (
+            {"pooling": "mean"},
+            {"pooling": "mean", "keep": "last"},
+            "'times' has keep 'last', in the checkpoint 'first'",
+        ),
     ],
 )
 def test_ids_of_another_meaning_are_refused(
