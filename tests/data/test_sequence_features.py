@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from datetime import UTC, date, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,91 @@ def test_ages_of_single_events() -> None:
     assert batch.id_features["last_visit"].values.tolist() == [2, 40]
 
 
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=1))
+def test_ages_are_exact(ages: list[int]) -> None:
+    powers = [(1 << k) + d for k in range(1, 65) for d in (-2, -1, 0)]
+    ages = [age for age in ages + powers if age < 2**64]
+    schema = Schema([IdFeature("visit", dim=2, age_since="now")], labels=[])
+    batch = Batch.from_columns(schema, {"visit": [0] * len(ages), "now": np.array(ages, np.uint64)})
+    assert batch.id_features["visit"].values.tolist() == [(age + 1).bit_length() - 1 for age in ages]
+
+
+def second(text: str) -> datetime:
+    return datetime.fromisoformat(text)
+
+
+NOW = [second("2024-05-01 12:00:00"), second("2024-05-01 12:00:00"), second("1969-12-31 23:59:59.5")]
+TIMES = [
+    [second("2024-05-01 11:59:58.999"), second("2024-05-01 11:00:00"), None],
+    [],
+    [second("1969-12-31 23:00:00"), second("1970-01-01 00:00:00")],
+]
+MAGNITUDES = [1, 11, 11, 0]  # log2 of 1 + 2, 3600 and 3599 seconds; the last event is in the future.
+
+
+def in_tokyo(times: list[Any]) -> list[Any]:
+    tokyo = timezone(timedelta(hours=9))
+    return [in_tokyo(t) if isinstance(t, list) else t and t.replace(tzinfo=UTC).astimezone(tokyo) for t in times]
+
+
+@pytest.mark.parametrize(
+    ("times", "now"),
+    [
+        (TIMES, NOW),
+        (in_tokyo(TIMES), NOW),
+        (pa.array(TIMES, pa.list_(pa.timestamp("ms"))), pa.array(NOW, pa.timestamp("us"))),
+        (pa.array(TIMES, pa.large_list(pa.timestamp("ns"))), pa.chunked_array([pa.array(NOW[:1]), pa.array(NOW[1:])])),
+        (pa.array(in_tokyo(TIMES), pa.list_(pa.timestamp("ns", "Asia/Tokyo"))), np.array(NOW, "datetime64[ms]")),
+        (pl.Series(TIMES), pl.Series(NOW)),
+        (pl.Series(TIMES), pd.Series(NOW)),
+        (pd.Series(TIMES), pd.Series(in_tokyo(NOW))),
+        (TIMES, np.array(NOW, object)),
+        (
+            (np.array(TIMES[0] + TIMES[2], "datetime64[us]"), np.array([0, 3, 3, 5])),
+            [np.datetime64(n, "ns") for n in NOW],
+        ),
+    ],
+    ids=["list", "zones", "arrow", "arrow in ns", "numpy", "polars", "pandas", "pandas zones", "objects", "pair"],
+)
+def test_ages_of_timestamps_are_in_seconds(times: Any, now: Any) -> None:
+    columns = {"item": [1, 2, 3], "times": times, "now": now, "label": [0, 1, 0]}
+    column = Batch.from_columns(AGES, columns).id_features["times"]
+    assert column.values.tolist() == MAGNITUDES
+    assert column.offsets is not None
+    assert column.offsets.tolist() == [0, 2, 2, 4]
+
+
+def test_ages_of_dates_are_in_seconds() -> None:
+    day, before = date(2024, 5, 1), date(2024, 4, 30)
+    for days in ([[before], [day]], pa.array([[before], [day]]), np.array([[before], [day]], "datetime64[D]")):
+        columns = {"item": [1, 2], "times": days, "now": [second("2024-05-01 00:00:01")] * 2, "label": [0, 1]}
+        assert Batch.from_columns(AGES, columns).id_features["times"].values.tolist() == [16, 1]
+
+
+def test_a_batch_without_events_has_times_of_any_kind() -> None:
+    for empty in ([[], None], pa.array([[], None])):
+        batch = Batch.from_columns(AGES, {"item": [1, 2], "times": empty, "now": NOW[:2], "label": [0, 1]})
+        assert not len(batch.id_features["times"].values)
+
+
+@pytest.mark.parametrize(
+    ("times", "now", "match"),
+    [
+        ([[1]], NOW[:1], "'times' has whole numbers, but 'now' .its age_since. has timestamps; give both as"),
+        (TIMES[:1], [1], "'times' has timestamps, but 'now' .its age_since. has whole numbers"),
+        ([[NOW[0], 5]], NOW[:1], "'times' has int 5 at row 0 among timestamps"),
+        ([[5, NOW[0]]], [5], "'times'.* at row 0"),
+        ([[5]], ["2024-05-01"], "'now' has '2024-05-01' at row 0, which is no time; give timestamps, or whole numbers"),
+        (TIMES[:1], [None], "lacks a time in some row"),
+        (TIMES[:1], np.array(["NaT"], "datetime64[s]"), "lacks a time in some row"),
+        ([[timedelta(1)]], NOW[:1], "'times'.* at row 0"),
+    ],
+)
+def test_times_of_two_kinds_are_refused(times: Any, now: Any, match: str) -> None:
+    with pytest.raises(DataError, match=match):
+        Batch.from_columns(AGES, {"item": [1], "times": times, "now": now, "label": [0]})
+
+
 @pytest.mark.parametrize(
     ("columns", "match"),
     [
@@ -170,6 +256,13 @@ def test_files_have_times_too(tmp_path: Path) -> None:
     pq.write_table(pa.table(columns), tmp_path / "clicks.parquet")
     (batch,) = data.parquet(tmp_path / "clicks.parquet", AGES, 10, rename={"now": "seen_at"})
     assert batch.id_features["times"].values.tolist() == [3, 1, 3]
+    stamps = {
+        "times": pa.array([[10, 16], [3]], pa.list_(pa.timestamp("s"))),
+        "seen_at": pa.array([17_999, 10_000], pa.timestamp("ms")),
+    }
+    pq.write_table(pa.table(columns | stamps), tmp_path / "stamps.parquet")
+    (same,) = data.parquet(tmp_path / "stamps.parquet", AGES, 10, rename={"now": "seen_at"})
+    assert same.id_features["times"].values.tolist() == [3, 1, 3]
     with pytest.raises(DataError, match="has no column 'now'"):
         list(data.parquet(tmp_path / "clicks.parquet", AGES, 10))
 

@@ -13,11 +13,12 @@ from persia.batching.batch import IdColumn
 from persia.batching.columns import numbers_of_texts
 from persia.batching.ids import ids_of_numbers, ids_of_texts, offsets_of_present
 from persia.batching.texts import TextBuffers, text_ids
+from persia.batching.times import seconds_of_timestamps
 from persia.errors import DataError
 from persia.schema import IdKind
 from persia.types import BoolArray, Int64Array
 
-__all__ = ["arrow_entries", "arrow_floats", "arrow_ids"]
+__all__ = ["arrow_entries", "arrow_floats", "arrow_ids", "arrow_seconds"]
 
 
 def arrow_ids(name: str, column: Any, kind: IdKind) -> IdColumn:
@@ -26,6 +27,15 @@ def arrow_ids(name: str, column: Any, kind: IdKind) -> IdColumn:
     if _is_list(array.type):
         return _scalars(name, array.flatten(), _list_offsets(array), kind)
     return _scalars(name, array, None, kind)
+
+
+def arrow_seconds(column: Any) -> IdColumn | None:
+    """Seconds of an arrow array of timestamps or dates, or lists of these; None if it is of another type."""
+    array = _combine(column)
+    flat, offsets = (array.flatten(), _list_offsets(array)) if _is_list(array.type) else (array, None)
+    if not (pa.types.is_timestamp(flat.type) or pa.types.is_date(flat.type)):
+        return None
+    return seconds_of_timestamps(flat.to_numpy(zero_copy_only=False), offsets)
 
 
 def arrow_entries(column: Any) -> Int64Array | None:

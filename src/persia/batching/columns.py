@@ -13,6 +13,7 @@ from persia.batching.batch import Batch, IdColumn
 from persia.batching.frames import as_mapping, from_frame, is_arrow
 from persia.batching.ids import ids_of_list, ids_of_numbers, is_list, is_missing, offsets_of_present
 from persia.batching.texts import TextBuffers, text_numbers
+from persia.batching.times import magnitudes, seconds_of_list, seconds_of_timestamps
 from persia.batching.validation import check_aligned, check_complete, check_finite, check_labels, check_offsets
 from persia.errors import DataError
 from persia.schema import HashTo, IdFeature, IdKind, IdMapping, Quotient, Schema
@@ -31,13 +32,13 @@ def from_columns(schema: Schema, columns: Mapping[str, Any], day: Any = None, *,
     aligned = schema.aligned()
     for feature in schema.id_features:
         if not feature.computed:
-            kind: IdKind = feature.kind if feature.age_since is None else "number"
             given = from_frame(feature.name, _get(columns, feature.name, "feature"))
-            column = id_column(feature.name, given, kind)
+            if feature.age_since is None:
+                column = id_column(feature.name, given, feature.kind)
+            else:
+                column = _ages(feature, given, _get(columns, feature.age_since, f"age_since of {feature.name!r}"))
             if feature.name in aligned:
                 check_complete(feature.name, column, _entries(given))
-            if feature.age_since is not None:
-                column = _ages(feature, column, _get(columns, feature.age_since, f"age_since of {feature.name!r}"))
             ids[feature.name] = column
             length.check(feature.name, len(ids[feature.name]))
     add_computed(schema, ids)
@@ -113,8 +114,8 @@ def id_column(name: str, column: Any, kind: IdKind = "auto") -> IdColumn:
         from persia.batching.arrow_columns import arrow_ids
 
         return arrow_ids(name, column, kind)
-    if isinstance(column, tuple) and len(column) == 2 and all(map(_is_array_like, column)):
-        return _jagged(name, *column, kind)
+    if _is_pair(column):
+        return _jagged(name, id_column(name, column[0], kind), column[1])
     if isinstance(column, (list, tuple)):
         return ids_of_list(name, column, kind)
     array = as_array(name, column)
@@ -139,7 +140,7 @@ def _entries(column: Any) -> Int64Array | None:
         from persia.batching.arrow_columns import arrow_entries
 
         return arrow_entries(column)
-    if isinstance(column, tuple) and len(column) == 2 and all(map(_is_array_like, column)):
+    if _is_pair(column):
         return np.diff(as_array("offsets", column[1])).astype(np.int64)
     if not isinstance(column, (list, tuple)):
         array = as_array("list", column)
@@ -151,8 +152,7 @@ def _entries(column: Any) -> Int64Array | None:
     return np.array([len(row) if is_list(row) else int(not is_missing(row)) for row in column], np.int64)
 
 
-def _jagged(name: str, values: Any, offsets: Any, kind: IdKind) -> IdColumn:
-    flat = id_column(name, values, kind)
+def _jagged(name: str, flat: IdColumn, offsets: Any) -> IdColumn:
     bounds = as_array(name, offsets)
     if bounds.dtype.kind not in "iu":
         raise DataError(f"Offsets of feature {name!r} are {bounds.dtype}; they must be whole numbers.", feature=name)
@@ -161,6 +161,11 @@ def _jagged(name: str, values: Any, offsets: Any, kind: IdKind) -> IdColumn:
     bounds = bounds.astype(np.int64, copy=False)
     # A missing value of the pair is one id less in its list.
     return IdColumn(flat.values, bounds if flat.offsets is None else flat.offsets[bounds])
+
+
+def _is_pair(column: Any) -> bool:
+    """Whether a column is given as values and offsets."""
+    return isinstance(column, tuple) and len(column) == 2 and all(map(_is_array_like, column))
 
 
 def add_computed(schema: Schema, ids: dict[str, IdColumn]) -> None:
@@ -211,19 +216,64 @@ def mapped_ids(mapping: IdMapping, ids: Ids) -> Ids:
     return ids // by if isinstance(mapping, Quotient) else ids % by
 
 
-def _ages(feature: IdFeature, times: IdColumn, since: Any) -> IdColumn:
+def _ages(feature: IdFeature, times: Any, since: Any) -> IdColumn:
     """Returns as ids the magnitudes of the ages of events; see `IdFeature.age_since`."""
     assert feature.age_since is not None
-    now = id_column(feature.age_since, since, "number")
-    if now.offsets is not None or len(now) != len(times):
+    event, event_is = _times(feature.name, times)
+    now, now_is = _times(feature.age_since, since)
+    if now.offsets is not None or len(now) != len(event):
         raise DataError(
             f"Column {feature.age_since!r} (age_since of {feature.name!r}) lacks a time in some row, or has several; "
-            f"give one time for each of {len(times)} samples.",
+            f"give one time for each of {len(event)} samples.",
             column=feature.age_since,
         )
-    samples = now.values if times.offsets is None else np.repeat(now.values, np.diff(times.offsets))
-    age = np.where(samples > times.values, samples - times.values, 0)
-    return IdColumn(np.log2(1.0 + age).astype(np.uint64), times.offsets)
+    if event_is != now_is and len(event.values):
+        raise DataError(
+            f"Column {feature.name!r} has {event_is}, but {feature.age_since!r} (its age_since) has {now_is}; give "
+            "both as timestamps, or both as whole numbers in one unit.",
+            column=feature.name,
+        )
+    samples = now.values if event.offsets is None else np.repeat(now.values, np.diff(event.offsets))
+    age = np.where(samples > event.values, samples - event.values, np.uint64(0))
+    return IdColumn(magnitudes(age), event.offsets)
+
+
+def _times(name: str, column: Any) -> tuple[IdColumn, str]:
+    """Returns times as numbers that can be subtracted, and what the column has: timestamps are then in seconds.
+
+    Raises:
+        DataError: a value is neither a timestamp nor a whole number from 0 on.
+    """
+    column = from_frame(name, column)
+    if _is_pair(column):
+        flat, kind = _times(name, column[0])
+        return _jagged(name, flat, column[1]), kind
+    seconds: IdColumn | None = None
+    if is_arrow(column):
+        from persia.batching.arrow_columns import arrow_seconds
+
+        seconds = arrow_seconds(column)
+    elif isinstance(column, (list, tuple)):
+        seconds = seconds_of_list(name, column)
+    elif not isinstance(column, IdColumn):
+        column = as_array(name, column)
+        if column.dtype.kind == "M":
+            offsets = None if column.ndim == 1 else np.arange(len(column) + 1, dtype=np.int64) * column.shape[1]
+            seconds = seconds_of_timestamps(column.reshape(-1), offsets)
+        elif column.dtype.kind == "O":
+            seconds = seconds_of_list(name, column.tolist())
+    if seconds is not None:
+        return seconds, "timestamps"
+    try:
+        return id_column(name, column, "number"), "whole numbers"
+    except DataError as error:
+        if "value" not in error.fields:
+            raise
+        raise DataError(
+            f"Column {name!r} has {error.fields['value']!r} at row {error.fields['row']}, which is no time; give "
+            "timestamps, or whole numbers from 0 on in one unit.",
+            **{**error.fields, "feature": name},
+        ) from error
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------

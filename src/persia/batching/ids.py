@@ -14,7 +14,16 @@ from persia.errors import DataError
 from persia.schema import IdKind
 from persia.types import BoolArray, Ids, Int64Array
 
-__all__ = ["ids_of_list", "ids_of_numbers", "ids_of_texts", "is_list", "is_missing", "offsets_of_present", "row_of"]
+__all__ = [
+    "flattened",
+    "ids_of_list",
+    "ids_of_numbers",
+    "ids_of_texts",
+    "is_list",
+    "is_missing",
+    "offsets_of_present",
+    "row_of",
+]
 
 
 def ids_of_numbers(name: str, values: NDArray[Any], offsets: Int64Array | None, kind: IdKind) -> IdColumn:
@@ -98,13 +107,7 @@ def ids_of_list(name: str, rows: Sequence[Any], kind: IdKind) -> IdColumn:
     Raises:
         DataError: a value is no id of this kind; names the feature, the row and the remedy.
     """
-    nested = any(is_list(row) for row in rows)
-    flat: list[Any] = []
-    offsets = np.zeros(len(rows) + 1, np.int64)
-    for i, row in enumerate(rows):
-        flat.extend(x for x in (row if is_list(row) else [row]) if not is_missing(x))
-        offsets[i + 1] = len(flat)
-    bounds = offsets if nested or len(flat) != len(rows) else None
+    flat, bounds = flattened(rows)
     if all(isinstance(x, (int, np.integer)) and not isinstance(x, bool) for x in flat):
         whole = [int(x) for x in flat]
         if not whole or (min(whole) >= 0 and max(whole) < 2**64):
@@ -113,6 +116,17 @@ def ids_of_list(name: str, rows: Sequence[Any], kind: IdKind) -> IdColumn:
         return ids_of_numbers(name, np.array(flat), bounds, kind)
     texts = [_text(name, x, row_of(i, bounds), kind) for i, x in enumerate(flat)]
     return ids_of_texts(name, TextBuffers.of(texts), bounds, kind)
+
+
+def flattened(rows: Sequence[Any]) -> tuple[list[Any], Int64Array | None]:
+    """Returns the values of a list of values, or of lists of values, without missing ones, and their offsets."""
+    nested = any(is_list(row) for row in rows)
+    flat: list[Any] = []
+    offsets = np.zeros(len(rows) + 1, np.int64)
+    for i, row in enumerate(rows):
+        flat.extend(x for x in (row if is_list(row) else [row]) if not is_missing(x))
+        offsets[i + 1] = len(flat)
+    return flat, offsets if nested or len(flat) != len(rows) else None
 
 
 def _text(name: str, value: Any, row: int, kind: IdKind) -> bytes:
@@ -157,6 +171,8 @@ def is_list(x: Any) -> bool:
 
 def is_missing(x: Any) -> bool:
     """Whether it stands for a missing value: None, NaN, NaT, pandas.NA."""
+    if isinstance(x, np.datetime64):
+        return bool(np.isnat(x))
     return x is None or type(x).__name__ in ("NAType", "NaTType") or (isinstance(x, (float, np.floating)) and x != x)
 
 

@@ -43,7 +43,8 @@ class IdFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             within, are refused.
         age_since: column with the time of the sample. The feature's own column then has times of events, and its ids
             are the magnitudes of their ages, floor(log2(1 + age)), so that a model can learn how much an old event
-            counts. Times are whole numbers from 0 on in one unit; an event after the sample has age 0.
+            counts. Both columns have timestamps or dates, whose ages are in whole seconds (those without a time zone
+            are taken as UTC), or whole numbers from 0 on in one unit. An event after the sample has age 0.
         of: another feature, whose ids are mapped by `mapping`. The column is computed, not read.
         mapping: `HashTo`, `Quotient` or `Remainder`; for tables with fewer rows than there are ids.
         dtype: of its embeddings, see `Table.dtype`; None for that of its table: as declared, or as another feature of
