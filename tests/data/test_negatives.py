@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,10 @@ from persia import data
 from persia.batching.batch import Batch
 from persia.data.reader import share_of
 from persia.errors import ConfigError, DataError
-from persia.schema import IdFeature, Quotient, Schema
+from persia.schema import IdFeature, Quotient, Remainder, Schema
+
+negatives_module = sys.modules[data.NegativeSampling.__module__]
+"""`data.negatives` is the function."""
 
 SCHEMA = Schema(
     [IdFeature("user", dim=2), IdFeature("item", dim=2), IdFeature("shop", dim=2), IdFeature("past", dim=2)],
@@ -177,13 +181,97 @@ def test_bad_arguments_are_refused(options, match):
         data.negatives(Clicks(), **{"features": ITEM, "count": 1} | options)
 
 
-def test_parts_of_computed_features_are_refused():
-    crossed = IdFeature("both", dim=2, cross=("user", "item"))
-    mapped = IdFeature("both", dim=2, of="item", mapping=Quotient(2))
-    for computed in (crossed, mapped):
-        schema = Schema([*SCHEMA.id_features, computed], dense_features=["x"])
-        with pytest.raises(ConfigError, match="'item' is part of 'both'"):
-            data.negatives(Clicks(schema), ITEM, 1)
+COMPUTED = Schema(
+    [
+        *SCHEMA.id_features,
+        IdFeature("both", dim=2, cross=("user", "item")),
+        IdFeature("item_q", dim=2, of="item", mapping=Quotient(2)),
+        IdFeature("item_r", dim=2, of="item", mapping=Remainder(2)),
+        IdFeature("both_q", dim=2, of="both", mapping=Quotient(2**60)),
+        IdFeature("user_q", dim=2, of="user", mapping=Quotient(2)),
+    ],
+    dense_features=["x"],
+)
+
+
+@pytest.mark.parametrize("by", ["in_batch", "uniform"])
+def test_computed_features_are_those_of_the_drawn_items(by):
+    catalog = None if by == "in_batch" else CATALOG
+    for after in data.negatives(Clicks(COMPUTED), ITEM, 3, by=by, catalog=catalog):
+        after.validate(COMPUTED)
+        plain = {name: after.id_features[name] for name in ("user", "item", "shop", "past")}
+        columns = {**plain, "x": after.dense[:, 0], "label": after.labels[:, 0]}
+        assert same(after, Batch.from_columns(COMPUTED, columns))
+        assert list(after.id_features) == [f.name for f in COMPUTED.id_features]
+
+
+@pytest.mark.parametrize(("name", "of"), [("both", "user, item"), ("item_q", "item")])
+def test_computed_features_are_not_drawn_themselves(name, of):
+    with pytest.raises(ConfigError, match=f"'{name}' is computed from {of}; name"):
+        data.negatives(Clicks(COMPUTED), ["shop", name], 1)
+
+
+IDS = np.arange(3, dtype=np.uint64)
+ONES = np.ones(3, np.int64)
+
+
+@pytest.mark.parametrize(
+    ("ids", "counts", "match"),
+    [
+        ({}, ONES, "ids has no feature"),
+        ([IDS], ONES, "ids has no feature"),
+        ({"item": IDS[:0]}, ONES[:0], r"counts is int64\[0\]; give int64\[items\]"),
+        ({"item": IDS.astype(np.int64)}, ONES, r"ids\['item'\] is int64\[3\]; give uint64\[3\]"),
+        ({"item": IDS, "shop": IDS[:2]}, ONES, r"ids\['shop'\] is uint64\[2\]; give uint64\[3\]"),
+        ({"item": IDS[:, None]}, ONES, r"ids\['item'\] is uint64\[3, 1\]"),
+        ({"item": [0, 1, 2]}, ONES, r"ids\['item'\] is list"),
+        ({"item": IDS}, np.array([1.0, np.nan, 2.0]), r"counts is float64\[3\]; give int64"),
+        ({"item": IDS}, [1, 2, 3], "counts is list"),
+        ({"item": IDS}, np.array([1, -4, 2]), "counts has -4 for item 1"),
+    ],
+)
+def test_catalogs_that_do_not_fit_are_refused(ids, counts, match):
+    with pytest.raises(ConfigError, match=match):
+        data.ItemCatalog(ids, counts)
+
+
+def test_a_catalog_without_counts_has_no_popular_items():
+    catalog = data.ItemCatalog({"item": IDS, "shop": IDS}, np.zeros(3, np.int64))
+    data.negatives(Clicks(), ITEM, 1, by="uniform", catalog=catalog)
+    with pytest.raises(ConfigError, match=r"All counts of the catalog are 0.*uniform"):
+        data.negatives(Clicks(), ITEM, 1, by="popularity", catalog=catalog)
+
+
+def test_large_counts_and_powers_are_drawn():
+    catalog = data.ItemCatalog({"item": IDS + np.uint64(100), "shop": IDS}, np.array([1, 2**62, 2**62]))
+    reader = data.negatives(Clicks(), ITEM, 100, by="popularity", catalog=catalog, power=1000.0)
+    items = np.concatenate([batch.id_features["item"].values for batch in reader])
+    assert set(items[items >= 100].tolist()) == {101, 102}
+
+
+@pytest.mark.parametrize("merged", [1, 7, 50, 10**6])
+def test_the_catalog_is_the_same_however_often_it_is_merged(merged, monkeypatch):
+    monkeypatch.setattr(negatives_module, "MERGED_ROWS", merged)
+    found = data.item_catalog(Clicks(), ITEM)
+    np.testing.assert_array_equal(found.counts, CATALOG.counts)
+    for name in ITEM:
+        np.testing.assert_array_equal(found.ids[name], CATALOG.ids[name])
+
+
+def test_the_catalog_is_sorted_seldom(monkeypatch):
+    """Samples wait until there are as many as items: 150 positive ones in 25 batches, 6 in each."""
+    sizes = []
+
+    def counting(rows, **options):
+        sizes.append(len(rows))
+        return unique(rows, **options)
+
+    unique = np.unique
+    monkeypatch.setattr(negatives_module, "MERGED_ROWS", 1)
+    monkeypatch.setattr(np, "unique", counting)
+    catalog = data.item_catalog(Clicks(count=25, items=10**6), ITEM)
+    assert catalog.counts.tolist() == [1] * 150
+    assert sizes == [6, 12, 24, 48, 96, 150]
 
 
 def test_items_without_one_id_and_data_without_labels_are_refused():

@@ -9,8 +9,10 @@ from itertools import islice
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from persia.batching.batch import Batch, IdColumn
+from persia.batching.columns import add_computed
 from persia.checks import MAX_SEED, check_choice, check_integer, check_number
 from persia.data.reader import Reader, share_of
 from persia.errors import ConfigError, DataError
@@ -19,6 +21,9 @@ from persia.services import Seekable, Sharded
 from persia.types import BoolArray, Floats, Ids, Int64Array
 
 __all__ = ["ItemCatalog", "NegativeSampling", "item_catalog", "negatives"]
+
+MERGED_ROWS = 1 << 16
+"""Positive samples that `item_catalog` merges at once, or as many as there are items, if these are more."""
 
 MAX_DRAWS = 20
 """Draws of a negative that is the positive item itself; then the negative is left out."""
@@ -30,11 +35,33 @@ class ItemCatalog:
 
     Attributes:
         ids: by feature of the item, uint64 `[items]`; entry i of each is of item i.
-        counts: positive samples of each item, int64 `[items]`.
+        counts: positive samples of each item, int64 `[items]`, from 0 on.
+
+    Raises:
+        ConfigError: there are no items, or an array has another dtype or shape, or a count is negative.
     """
 
     ids: Mapping[str, Ids]
     counts: Int64Array
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.ids, Mapping) or not self.ids:
+            raise ConfigError("ItemCatalog.ids has no feature; give a dict with the ids of each.", field="ids")
+        items = len(self.counts) if isinstance(self.counts, np.ndarray) and self.counts.ndim == 1 else 0
+        columns = [(f"ids[{name!r}]", ids, np.uint64) for name, ids in self.ids.items()]
+        for name, array, dtype in [("counts", self.counts, np.int64), *columns]:
+            if not isinstance(array, np.ndarray) or array.dtype != dtype or array.shape != (items,) or not items:
+                found = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
+                raise ConfigError(
+                    f"ItemCatalog.{name} is {found}; give {np.dtype(dtype)}[{items or 'items'}], one number for each "
+                    "of one or more items.",
+                    field=name,
+                )
+        if self.counts.min() < 0:
+            at = int(self.counts.argmin())
+            raise ConfigError(
+                f"ItemCatalog.counts has {self.counts[at]} for item {at}; counts are 0 or more.", field="counts"
+            )
 
 
 def item_catalog(reader: Reader, features: Sequence[str]) -> ItemCatalog:
@@ -51,15 +78,31 @@ def item_catalog(reader: Reader, features: Sequence[str]) -> ItemCatalog:
     _check_features(reader.schema, features)
     found = np.empty((0, len(features)), np.uint64)
     counts = np.empty(0, np.int64)
+    pending: list[NDArray[np.uint64]] = []
+    waiting = 0
     for number, batch in enumerate(reader.batches()):
         rows = np.stack([_single(batch, name, number) for name in features], 1)[_positive(batch, number)]
-        # Merged batch by batch, so that memory is that of the items.
-        found, inverse = np.unique(np.concatenate([found, rows]), axis=0, return_inverse=True)
-        weights = np.concatenate([counts, np.ones(len(rows), np.int64)])
-        counts = np.bincount(inverse.reshape(-1), weights, len(found)).astype(np.int64)
+        pending.append(rows)
+        waiting += len(rows)
+        # As many as there are items: memory is that of the items, and each sample is sorted a few times, however many
+        # batches there are.
+        if waiting >= max(MERGED_ROWS, len(found)):
+            found, counts = _merged(found, counts, pending)
+            pending, waiting = [], 0
+    found, counts = _merged(found, counts, pending)
     if not len(found):
         raise DataError("No sample is positive, so there are no items; see the reader's labels.")
     return ItemCatalog({name: found[:, i].copy() for i, name in enumerate(features)}, counts)
+
+
+def _merged(
+    found: NDArray[np.uint64], counts: Int64Array, rows: Sequence[NDArray[np.uint64]]
+) -> tuple[NDArray[np.uint64], Int64Array]:
+    """Returns distinct items `[items, features]` and their counts, after these rows have been added."""
+    merged, inverse = np.unique(np.concatenate([found, *rows]), axis=0, return_inverse=True)
+    total = np.bincount(inverse.reshape(-1)[len(found) :], minlength=len(merged))
+    total[inverse.reshape(-1)[: len(found)]] += counts
+    return merged, total.astype(np.int64)
 
 
 def negatives(
@@ -74,13 +117,15 @@ def negatives(
 ) -> NegativeSampling:
     """Adds to each positive sample `count` samples with another item and all labels 0.
 
-    Negatives stand behind their positive sample and differ from it in the item's features only. They depend on the
+    Negatives stand behind their positive sample and differ from it in the item's features, and in crosses and mapped
+    features of these, which are computed for the drawn items. They depend on the
     seed, the epoch and the number of the batch, so a run that resumes meets the same ones, and each epoch has others. A
     batch grows by them; samples that are not positive stay as they are.
 
     Args:
         reader: the samples. One is positive if a label of it is above 0.
-        features: the item's ID-type features; they are replaced together. Each sample has one id of each.
+        features: the item's ID-type features; they are replaced together. Each sample has one id of each. Computed
+            features follow from those that they are computed from, so they are not named.
         count: negatives of each positive sample. One that is the positive item itself is drawn anew, and left out if
             that does not help.
         by: "in_batch" takes items of other samples of the batch, "uniform" any item of the catalog, "popularity" items
@@ -90,8 +135,8 @@ def negatives(
         seed: of the draws.
 
     Raises:
-        ConfigError: a feature is unknown, or part of a cross; a number is out of range; a catalog is missing, is given
-            for "in_batch", or lacks a feature.
+        ConfigError: a feature is unknown or computed; a number is out of range; a catalog is missing, is given for
+            "in_batch", lacks a feature, or has only counts of 0 for "popularity".
     """
     _check_features(reader.schema, features)
     return NegativeSampling(reader, tuple(features), count, by, catalog, power, seed)
@@ -116,14 +161,13 @@ class NegativeSampling:
         check_choice("by", self.by, ("in_batch", "uniform", "popularity"))
         check_number("power", self.power, 0)
         check_integer("seed", self.seed, 0, MAX_SEED)
-        for feature in self.schema.id_features:
-            for name in self.features:
-                if name in (*feature.cross, feature.of):
-                    raise ConfigError(
-                        f"{name!r} is part of {feature.name!r}, whose id would stay that of the positive "
-                        "item; leave one of them out.",
-                        field="features",
-                    )
+        for feature in map(self.schema.feature, self.features):
+            if feature.computed:
+                raise ConfigError(
+                    f"{feature.name!r} is computed from {', '.join(feature.cross) or feature.of}; name the item's "
+                    "features among these: what is computed from them follows.",
+                    field="features",
+                )
         if (self.by == "in_batch") != (self.catalog is None):
             raise ConfigError(
                 f"by = {self.by!r} {'takes no' if self.by == 'in_batch' else 'needs a'} catalog; item_catalog(reader, "
@@ -136,6 +180,10 @@ class NegativeSampling:
                     raise ConfigError(
                         f"The catalog lacks feature {name!r}; it has {list(self.catalog.ids)}.", field=name
                     )
+            if self.by == "popularity" and not self.catalog.counts.any():
+                raise ConfigError(
+                    'All counts of the catalog are 0, so no item is popular; take by = "uniform".', field="catalog"
+                )
 
     @property
     def schema(self) -> Schema:
@@ -186,7 +234,10 @@ class NegativeSampling:
         replaced = {name: IdColumn(np.concatenate([own[name], pool[name][drawn]])[order]) for name in self.features}
         labels = found.labels.copy()
         labels[order >= len(batch)] = 0.0
-        return Batch({**found.id_features, **replaced}, found.dense, labels, found.day)
+        ids = {name: column for name, column in found.id_features.items() if name not in self._following}
+        ids |= replaced
+        add_computed(self.schema, ids)
+        return Batch({name: ids[name] for name in found.id_features}, found.dense, labels, found.day)
 
     def _draw(self, rng: np.random.Generator, count: int, rows: int) -> Int64Array:
         """Draws items of the pool."""
@@ -204,10 +255,19 @@ class NegativeSampling:
         return same
 
     @cached_property
+    def _following(self) -> frozenset[str]:
+        """Returns the features that are computed from those of the item."""
+        names = set(self.features)
+        names |= {f.name for f in self.schema.id_features if names.intersection(f.cross)}
+        names |= {f.name for f in self.schema.id_features if f.of in names}  # Also of crosses.
+        return frozenset(names.difference(self.features))
+
+    @cached_property
     def _cumulative(self) -> Floats:
         """Returns the cumulative probabilities of the items, without the last one, which is 1."""
         assert self.catalog is not None
-        weights = np.cumsum(self.catalog.counts.astype(np.float64) ** self.power)
+        # As shares of the largest count: powers of counts may be beyond float64.
+        weights = np.cumsum((self.catalog.counts / self.catalog.counts.max()) ** self.power)
         cumulative: Floats = weights[:-1] / weights[-1]
         return cumulative
 
