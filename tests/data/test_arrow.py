@@ -146,6 +146,66 @@ def test_rows_with_texts_are_selected(as_frame: Callable[[Any], Any]) -> None:
             np.testing.assert_array_equal(batch.id_features[name].values, column.values)
 
 
+def test_codes_of_views_are_compared() -> None:
+    codes = pa.array([0, 1, None, *[0] * 20], pa.int32())
+    for views in (pa.array(["a", "b"], pa.string_view()), pa.array([b"a", b"b"], pa.binary_view())):
+        table = TABLE.set_column(0, "user", pa.DictionaryArray.from_arrays(codes, views))
+        (batch,) = data.arrow(table, SCHEMA, where="user == 'b'")
+        assert batch.dense.tolist() == [[0.25]]
+        (batch,) = data.arrow(table, SCHEMA, where="age < 0.5")
+        other = Batch.from_columns(SCHEMA, {name: TABLE[name][:2] for name in SCHEMA_NAMES} | {"user": ["a", "b"]})
+        np.testing.assert_array_equal(batch.id_features["user"].values, other.id_features["user"].values)
+
+
+SCHEMA_NAMES = ("tags", "age", "click")
+
+
+def test_lists_of_one_length_are_selected() -> None:
+    """Polars calls them Array."""
+    columns = {"user": [1, 2, 3], "tags": [["x", "y"], ["z", "x"], None], "age": [1.0, 2.0, 3.0], "click": [0, 1, 0]}
+    frame = pl.DataFrame(columns, schema_overrides={"tags": pl.Array(pl.String, 2)})
+    (batch,) = data.arrow(frame, SCHEMA, where="age > 1")
+    other = Batch.from_columns(SCHEMA, {name: column[1:] for name, column in columns.items()})
+    np.testing.assert_array_equal(batch.id_features["tags"].values, other.id_features["tags"].values)
+    np.testing.assert_array_equal(batch.id_features["tags"].offsets, other.id_features["tags"].offsets)  # type: ignore[arg-type]
+
+
+def test_rows_that_cannot_be_selected_are_told() -> None:
+    encoded = pa.RunEndEncodedArray.from_arrays([ROWS], ["x"])
+    table = TABLE.set_column(0, "user", encoded)
+    with pytest.raises(DataError, match=r"pyarrow\.Table: Column 'user' holds run_end_encoded.*; cast it to plain"):
+        list(data.arrow(table, SCHEMA, where="age > 1"))
+
+
+@pytest.mark.parametrize("as_frame", [pl.DataFrame, pd.DataFrame])
+def test_remedies_do_not_speak_of_files(as_frame: Callable[[Any], Any]) -> None:
+    columns = {"uid": [1], "tags": [2], "age": [3.0], "click": [1]}
+    for options, changed, error in (
+        ({}, {"click": [7]}, "outside"),
+        ({}, {"uid": [float("inf")]}, "In the source, the column is 'uid'"),
+        ({"where": "age > 5"}, {}, "select no rows; correct them, or give another source"),
+        ({}, {name: [] for name in columns}, "is empty: there are no rows; give another source"),
+    ):
+        with pytest.raises(DataError, match=rf"DataFrame.*{error}") as refused:
+            list(data.arrow(as_frame(columns | changed), SCHEMA, rename={"user": "uid"}, **options))
+        assert "file" not in str(refused.value)
+        assert "path" not in str(refused.value)
+
+
+def test_queries_of_duckdb_can_be_read_at_the_same_time() -> None:
+    duckdb = pytest.importorskip("duckdb", reason="DuckDB is not installed: pip install duckdb")
+    connection = duckdb.connect()
+    connection.sql(
+        "CREATE TABLE clicks AS SELECT range AS user, [range] AS tags, range AS age, 1 AS click FROM range(23)"
+    )
+    query = "SELECT * FROM clicks ORDER BY age"
+    reader = data.arrow(lambda: connection.cursor().sql(query), SCHEMA, 4)
+    first, second = reader.batches(), reader.batches()
+    for mine, other in zip(first, second, strict=True):
+        np.testing.assert_array_equal(mine.dense, other.dense)
+    assert sum(map(len, reader)) == ROWS
+
+
 def test_an_error_names_the_row_of_the_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(from_arrow, "_CHUNK_ROWS", 6)
     frame = pl.DataFrame(COLUMNS).with_columns(click=pl.Series([0.0] * 15 + [2.0] + [0.0] * 7))

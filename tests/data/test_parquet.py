@@ -73,6 +73,16 @@ def test_day_from_a_hive_key_a_number_a_timestamp_or_a_date(tmp_path: Path) -> N
         assert days(data.parquet(path, SCHEMA, day="when", day_unit=unit)) == expected  # type: ignore[arg-type]
 
 
+def test_texts_may_be_views(tmp_path: Path) -> None:
+    """Which polars writes; pyarrow selects no rows of them."""
+    texts = pa.array([str(i) for i in range(10)], pa.string_view())
+    path = write(tmp_path / "a.parquet", user=texts, at=pa.array(["1970-01-03"] * 10, pa.string_view()))
+    reader = data.parquet(path, SCHEMA, where="user != '3'", day="at")
+    assert users(reader) == [0, 1, 2, 4, 5, 6, 7, 8, 9]
+    assert set(days(reader)) == {2}
+    assert days(data.parquet(path, SCHEMA, day="at")) == [2] * 10
+
+
 def test_a_hive_key_may_be_a_feature(tmp_path: Path) -> None:
     schema = Schema([IdFeature("region", dim=2), IdFeature("hour", dim=2)], labels=["click"])
     write(tmp_path / "region=eu" / "hour=07" / "a.parquet", 2)

@@ -98,7 +98,7 @@ def test_a_renamed_column_is_named_as_in_the_file(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(HEAD.replace("age", "years") + LINE + LINE.replace("0.5", "old"))
     error = refused(lambda: data.csv(tmp_path / "a.csv", SCHEMA, rename={"age": "years"}))
     assert fields(error) == {"path": str(tmp_path / "a.csv"), "row": 1, "column": "years", "value": "old"}
-    assert "In the file the column is 'years'." in error.message
+    assert "In the source, the column is 'years'." in error.message
 
 
 def test_the_second_file_counts_its_own_rows(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_files_without_rows(tmp_path: Path, text: str) -> None:
         stream.write(text)
     for paths, names in ((tmp_path / "a.csv", ("a.csv is empty",)), (tmp_path, ("a.csv, ", "c.csv.gz are empty"))):
         error = refused(lambda paths=paths: data.csv(paths, SCHEMA))
-        assert all(name in error.message for name in (*names, "there are no rows; correct the paths"))
+        assert all(name in error.message for name in (*names, "there are no rows; give another source"))
     (tmp_path / "d.csv").write_text(HEAD + LINE)
     assert sum(map(len, data.csv(tmp_path, SCHEMA))) == 1  # An empty file among others is none.
     assert list(data.csv(tmp_path, SCHEMA, shard=(1, 2))) == []  # Nor is a shard without a batch an error.

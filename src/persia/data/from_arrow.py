@@ -1,4 +1,4 @@
-"""Reads what speaks Arrow: frames, tables, data sets of other libraries, and streams of record batches."""
+"""Reads Arrow data: frames, tables, data sets of other libraries, and streams of record batches."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def arrow(
             - a Hugging Face `datasets.Dataset` or `IterableDataset`;
             - a Ray Data `Dataset`, with `execution_options.preserve_order` of its context set;
             - a function without arguments that returns one of these, or a RecordBatchReader, which can be read only
-              once: `lambda: table.scan().to_arrow_batch_reader()` for Iceberg. Each call has to open a new reader. On a
-              cluster the function has to be picklable.
+              once: `lambda: table.scan().to_arrow_batch_reader()` for Iceberg, `lambda: con.cursor().sql(...)` for
+              DuckDB. Each call has to open a new reader. On a cluster the function has to be picklable.
         schema: columns to read.
         batch_size: samples per batch.
         rename: column of the source by name in the schema, where they differ.
@@ -75,8 +75,9 @@ def arrow(
     """
     if _root(source) == "pyarrow" and type(source).__name__ == "RecordBatchReader":
         raise DataError(
-            "A RecordBatchReader can be read only once; give a function that opens it: "
-            "persia.data.arrow(lambda: table.scan().to_arrow_batch_reader(), ...)."
+            "A RecordBatchReader can be read only once; give a function that opens a new one: "
+            "persia.data.arrow(lambda: table.scan().to_arrow_batch_reader(), ...) for a table of Iceberg, "
+            "persia.data.arrow(lambda: con.cursor().sql(...), ...) for a query of DuckDB."
         )
     _opener(source)
     conversion = Conversion(
@@ -130,7 +131,7 @@ class ArrowSource:
             if part is None:
                 return
             columns = self.conversion.columns_of(file, part.schema.names)
-            yield Piece(file, row, {name: _without_views(part.column(name)) for name in columns}, part.num_rows)
+            yield Piece(file, row, {name: part.column(name) for name in columns}, part.num_rows)
             row += part.num_rows
 
     def _parts(self, file: File) -> Iterator[Any]:
@@ -191,23 +192,6 @@ def _tables(source: Any, columns: list[str] | None) -> Iterator[Any]:
             yield from pa.RecordBatchReader.from_stream(source)
         case _:
             raise DataError("The function returned another function; return a frame, a table or a data set.")
-
-
-def _without_views(column: Any) -> Any:
-    """Returns a column whose texts lie in one buffer: pyarrow selects no rows of the views that polars makes."""
-    kind = _kind_without_views(column.type)
-    return column if kind == column.type else column.cast(kind)
-
-
-def _kind_without_views(kind: Any) -> Any:
-    import pyarrow as pa
-
-    if str(kind) in ("string_view", "binary_view"):
-        return pa.large_string() if str(kind) == "string_view" else pa.large_binary()
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        value = _kind_without_views(kind.value_type)
-        return kind if value == kind.value_type else pa.large_list(value)
-    return kind
 
 
 def _root(source: Any) -> str:

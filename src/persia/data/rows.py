@@ -13,7 +13,7 @@ from persia.batching.columns import number_column
 from persia.data.expressions import Expression, Rule
 from persia.data.files import File
 from persia.data.selection import Selection
-from persia.data.values import times_of_text
+from persia.data.values import times_of_text, without_views
 from persia.errors import ConfigError, DataError
 from persia.schema import Schema
 from persia.types import Int64Array
@@ -81,7 +81,7 @@ class Conversion:
             if name not in known:
                 raise ConfigError(
                     f"rename has {name!r}, which is no column of the schema; it maps schema names ({', '.join(known)}) "
-                    "to columns of the file.",
+                    "to columns of the source.",
                     field="rename",
                 )
         for name in self.labels:
@@ -133,6 +133,7 @@ class Conversion:
         """
         first = 0
         for piece in pieces:
+            piece = piece._replace(columns={name: without_views(column) for name, column in piece.columns.items()})
             positions = None
             if self.selection is not None:
                 with self._located(piece, None, {}):
@@ -150,8 +151,8 @@ class Conversion:
                 import pyarrow as pa
 
                 positions = positions[begin:]
-                indices = pa.array(positions)
-                kept = {name: column.take(indices) for name, column in piece.columns.items()}
+                with self._located(piece, None, {}):
+                    kept = {name: _taken(name, column, pa.array(positions)) for name, column in piece.columns.items()}
                 piece = Piece(piece.file, piece.row, kept, count - begin)
             with self._located(piece, positions, {}):
                 computed = self._computed_labels(piece)
@@ -230,16 +231,34 @@ class Conversion:
             name = fields.get("column", fields.get("feature"))
             if name is not None:
                 fields["column"] = column = rename.get(name, name)
-                message += f" In the file the column is {column!r}." if column != name else ""
+                message += f" In the source, the column is {column!r}." if column != name else ""
             raise DataError(f"{piece.file.path}: {message}", **fields) from error
         except Exception as error:
             if not type(error).__module__.startswith("pyarrow"):
                 raise
             raise DataError(
-                f"{piece.file.path}: the rows from {piece.row} on cannot be converted ({error}); correct or exclude "
-                "the file.",
+                f"{piece.file.path}: the rows from {piece.row} on cannot be converted ({error}); correct "
+                "them, or leave them out.",
                 path=piece.file.path,
             ) from error
+
+
+def _taken(name: str, column: Any, indices: Any) -> Any:
+    """Returns rows of a column.
+
+    Raises:
+        DataError: pyarrow selects no rows of its type.
+    """
+    import pyarrow as pa
+
+    try:
+        return column.take(indices)
+    except pa.ArrowNotImplementedError as error:
+        raise DataError(
+            f"Column {name!r} holds {column.type}, of which pyarrow {pa.__version__} cannot select rows; cast it to "
+            "plain texts, numbers or lists of these, or read all rows.",
+            column=name,
+        ) from error
 
 
 def present_columns(
@@ -306,9 +325,9 @@ def require_rows(
     elif skip == 0:
         names = ", ".join(file.path for file in files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
         if selection is None:
-            message = f"{names} {'is' if len(files) == 1 else 'are'} empty: there are no rows; correct the paths."
+            message = f"{names} {'is' if len(files) == 1 else 'are'} empty: there are no rows; give another source."
         else:
-            message = f"{names}: `where` and `split` select no rows; correct them or the paths."
+            message = f"{names}: `where` and `split` select no rows; correct them, or give another source."
         raise DataError(message, path=files[0].path)
 
 

@@ -58,7 +58,7 @@ class Split(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if (self.column is None) != (self.by == "random"):
             raise ConfigError(
                 f"Split.column = {self.column!r} with by={self.by!r}; "
-                + ("a random split has no column." if self.by == "random" else "name the column of the file."),
+                + ("a random split has no column." if self.by == "random" else "name the column."),
                 field="column",
             )
         if (self.at is None) == (self.by == "time"):

@@ -8,7 +8,7 @@ from typing import Any
 from persia.batching.columns import number_column
 from persia.errors import DataError
 
-__all__ = ["Values", "times_of_text"]
+__all__ = ["Values", "times_of_text", "without_views"]
 
 _EXACT = 1 << 53
 """Bound below which float64 represents every whole number exactly."""
@@ -207,6 +207,27 @@ def _plain(name: str, array: Any) -> Any:
         array = array.cast(pa.string())
         return pc.if_else(pc.equal(pc.binary_length(array), 0), None, array)
     raise DataError(f"column {name!r} holds {type_}, which cannot be compared; use a function.", column=name)
+
+
+def without_views(column: Any) -> Any:
+    """Returns a column whose texts lie in one buffer: pyarrow selects no rows of the views that polars makes."""
+    kind = _kind_without_views(column.type)
+    return column if kind == column.type else column.cast(kind)
+
+
+def _kind_without_views(kind: Any) -> Any:
+    import pyarrow as pa
+
+    if str(kind) in ("string_view", "binary_view"):
+        return pa.large_string() if str(kind) == "string_view" else pa.large_binary()
+    if pa.types.is_dictionary(kind):
+        return pa.dictionary(kind.index_type, _kind_without_views(kind.value_type), kind.ordered)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        value = _kind_without_views(kind.value_type)
+        if value == kind.value_type:
+            return kind
+        return pa.list_(value, kind.list_size) if pa.types.is_fixed_size_list(kind) else pa.large_list(value)
+    return kind
 
 
 def times_of_text(name: str, column: Any) -> Any:
