@@ -1,10 +1,8 @@
 """Every model can be named in a configuration."""
 
-from typing import get_args
-
 import pytest
 
-from persia.cli.run_config import MODELS, ModelConfig, ModelKind
+from persia.cli.run_config import MODELS, OPTIMIZERS, ModelConfig, RunConfig
 from persia.config import convert
 from persia.errors import ConfigError
 from persia.nn import models
@@ -14,7 +12,6 @@ SCHEMA = Schema([IdFeature("item", dim=4), IdFeature("before", table="item", poo
 
 
 def test_kinds_are_the_models():
-    assert set(get_args(ModelKind)) == set(MODELS)
     assert {getattr(make, "__self__", make).__name__ for make in MODELS.values()} == set(models.__all__)
 
 
@@ -31,3 +28,10 @@ def test_histories_are_named_in_options():
     assert model.input.pairs == (("before", "item"),)
     with pytest.raises(ConfigError, match=r"Unknown option model\.options\.newest_last"):
         ModelConfig("dien", {"newest_last": True}).build(SCHEMA)
+
+
+@pytest.mark.parametrize(("section", "known"), [("model", MODELS), ("optimizer", OPTIMIZERS)])
+def test_other_kinds_are_refused(section, known):
+    expected = rf"Invalid {section}\.kind = 'none'; expected one of: {', '.join(known)}\."
+    with pytest.raises(ConfigError, match=expected):
+        convert({"data": {"kind": "synthetic"}, section: {"kind": "none"}}, RunConfig, "a.toml")

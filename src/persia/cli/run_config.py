@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from persia import data
+from persia.checks import check_choice
 from persia.cluster import Embedded, Placement, RayOptions
 from persia.cluster.ray.placement import PlacedRole
 from persia.config import convert, dump
@@ -51,10 +52,6 @@ MODELS: dict[str, Callable[..., torch.nn.Module]] = {
     "hstu": models.HSTU,
     "two_tower": models.TwoTower,
 }
-ModelKind = Literal[
-    "ffnn", "ffnn_paper", "deepfm", "dlrm", "dcn_v2", "din", "dien", "youtube_dnn", "final_mlp", "mask_net", "mmoe",
-    "ple", "sasrec", "hstu", "two_tower",
-]  # fmt: skip
 READERS: dict[str, Callable[..., Any]] = {
     "parquet": data.parquet,
     "csv": data.csv,
@@ -158,8 +155,11 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         options: arguments of the model, by name (`hidden`, `dropout`, ...).
     """
 
-    kind: ModelKind = "ffnn"
+    kind: str = "ffnn"
     options: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        check_choice("model.kind", self.kind, list(MODELS))
 
     def build(self, schema: Schema) -> torch.nn.Module:
         """Builds the network for a schema."""
@@ -177,9 +177,12 @@ class OptimizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         options: further arguments of the optimizer, by name; for "apmsqueeze" also those of `APMSqueezeOptions`.
     """
 
-    kind: Literal["adam", "adamw", "adagrad", "sgd", "rmsprop", "apmsqueeze"] = "adam"
+    kind: str = "adam"
     lr: float = 1e-3
     options: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        check_choice("optimizer.kind", self.kind, list(OPTIMIZERS))
 
     def factory(self) -> OptimizerFactory:
         """Returns a function that makes the optimizer from parameters."""
