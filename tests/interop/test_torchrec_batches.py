@@ -1,0 +1,126 @@
+"""TorchRec's jagged tensors as batches, also where TorchRec is not installed."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from persia import Batch, HashTo, IdColumn, IdFeature, Schema, Table
+from persia.errors import ConfigError, DataError, MissingExtraError
+from persia.interop.torchrec import keyed_jagged_tensor, to_batch
+from support.jagged import KINDS, parts
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Of TorchRec and FBGEMM.
+
+KEYS = ("a", "b", "c")
+SCHEMA = Schema(
+    [IdFeature("a", table="shop"), IdFeature("b", table="shop"), IdFeature("c", pooling="mean", dim=8)],
+    ["price", "age"],
+    tables=[Table("shop", 4)],
+)
+LENGTHS = torch.tensor([1, 1, 1, 2, 0, 3, 0, 0, 1])
+"""Three samples; a has one id in each."""
+
+
+def jagged(kind, dtype=torch.int64, keys=KEYS, lengths=LENGTHS):
+    return kind(list(keys), torch.arange(5, 5 + int(lengths.sum())).to(dtype), lengths=lengths)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_a_batch_has_the_ids_of_the_jagged_tensor(kind, dtype):
+    ids, labels = jagged(kind, dtype), torch.tensor([0.0, 1.0, 0.0])
+    batch = to_batch(SCHEMA, ids, torch.ones(3, 2), labels)
+    batch.validate(SCHEMA)
+    columns = parts(KEYS, ids.values(), LENGTHS) | {"price": [1, 1, 1], "age": [1, 1, 1], "label": labels}
+    expected = Batch.from_columns(SCHEMA, columns).id_features
+    for name, column in batch.id_features.items():
+        assert column.values.tolist() == expected[name].values.tolist()
+        if name == "a":
+            assert column.offsets is None
+        else:
+            assert column.offsets.tolist() == expected[name].offsets.tolist()
+    assert batch.labels[:, 0].tolist() == labels.tolist()
+    if dtype == torch.int64:
+        assert all(np.shares_memory(column.values, ids.values().numpy()) for column in batch.id_features.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_keep_their_bits(kind):
+    ids = kind(["a", "b", "c"], torch.tensor([-1, 5, 7]), lengths=torch.tensor([1, 1, 1]))
+    batch = to_batch(SCHEMA, ids, torch.zeros(1, 2))
+    assert batch.id_features["a"].values.tolist() == [2**64 - 1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_negative_int32_ids_are_those_of_int64(kind):
+    ids = kind(["a", "b", "c"], torch.tensor([-1, 5, 7], dtype=torch.int32), lengths=torch.tensor([1, 1, 1]))
+    assert to_batch(SCHEMA, ids, torch.zeros(1, 2)).id_features["a"].values.tolist() == [2**64 - 1]
+
+
+COMPUTED = Schema(
+    [
+        IdFeature("a", dim=4),
+        IdFeature("b", dim=4),
+        IdFeature("a_b", dim=4, cross=("a", "b")),
+        IdFeature("bucket", dim=4, of="b", mapping=HashTo(5, seed=1)),
+    ],
+    labels=[],
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_computed_features_are_those_of_readers(kind):
+    lengths = torch.tensor([1, 0, 1, 1, 1, 1])
+    ids = kind(["a", "b"], torch.tensor([3, 4, 5, 6, 7]), lengths=lengths)
+    batch = to_batch(COMPUTED, ids)
+    expected = Batch.from_columns(COMPUTED, parts(["a", "b"], ids.values(), lengths))
+    for name in ("a_b", "bucket"):
+        mine, other = batch.id_features[name], expected.id_features[name]
+        assert mine.values.tolist() == other.values.tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_computed_features_may_be_keys(kind):
+    keys = ["a", "b", "a_b", "bucket"]
+    ids = kind(keys, torch.arange(4), lengths=torch.ones(4, dtype=torch.int64))
+    batch = to_batch(COMPUTED, ids)
+    assert [batch.id_features[key].values.tolist() for key in keys] == [[0], [1], [2], [3]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("option", [{"age_since": "now"}, {"kind": "text"}])
+def test_features_whose_numbers_are_no_ids_are_refused(kind, option):
+    schema = Schema([IdFeature("a", dim=4, **option)], labels=[])
+    ids = kind(["a"], torch.arange(4), lengths=torch.ones(4, dtype=torch.int64))
+    with pytest.raises(ConfigError, match=next(iter(option))):
+        to_batch(schema, ids)
+
+
+ONE = torch.ones(1, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("ids", "dense", "labels", "error"),
+    [
+        (lambda kind: jagged(kind, keys=("a", "b"), lengths=LENGTHS[:6]), torch.zeros(3, 2), None, "no key 'c'"),
+        (jagged, torch.zeros(3, 3), None, "dense has shape"),
+        (jagged, None, None, "dense has shape"),
+        (jagged, torch.zeros(3, 2), torch.zeros(4), "labels has shape"),
+        (lambda kind: jagged(kind, torch.float32), torch.zeros(3, 2), None, "torch.float32"),
+        (lambda kind: kind(["a"], ONE, torch.ones(1), lengths=ONE), None, None, "weights"),
+    ],
+)
+def test_what_batches_lack_is_refused(kind, ids, dense, labels, error):
+    with pytest.raises(DataError, match=error):
+        to_batch(SCHEMA, ids(kind), dense, labels)
+
+
+def test_without_torchrec_its_tensors_cannot_be_made(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchrec", None)
+    one = IdColumn(np.ones(1, np.uint64))
+    batch = Batch({"a": one, "b": one, "c": one}, np.zeros((1, 2), np.float32), np.zeros((1, 1), np.float32))
+    with pytest.raises(MissingExtraError, match=r"pip install torchrec"):
+        keyed_jagged_tensor(SCHEMA, batch)
