@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia.batching.batch import Batch, IdColumn
+from persia.errors import DataError
 from persia.schema import IdFeature, Schema
 
 ID = Schema([IdFeature("a", dim=2)], labels=["y"])
@@ -146,6 +147,16 @@ def test_missing_floats_and_ints_are_empty() -> None:
         assert build(column, 3).offsets.tolist() == [0, 1, 1, 2]
     assert as_lists(build([3, None, 4], 3)) == as_lists(build(pa.array([3, None, 4]), 3)) == [[3], [], [4]]
     assert as_lists(build(pa.nulls(2), 2)) == as_lists(build([None, None], 2)) == [[], []]
+
+
+def test_masked_values_are_missing() -> None:
+    ids = np.ma.masked_array([7, 8, 9], [False, True, False])
+    assert as_lists(build(ids, 3)) == [[7], [], [9]]
+    assert as_lists(build(np.ma.masked_array([7, 8, 9]), 3)) == [[7], [8], [9]]
+    pairs = np.ma.masked_array([[1.0, 2.0], [3.0, 4.5]], [[False, True], [False, False]], np.float32)
+    assert as_lists(build(pairs, 2)) == [[1], [3, text_id("4.5")]]
+    with pytest.raises(DataError, match="'y' has a missing value at row 1"):
+        Batch.from_columns(ID, {"a": [1, 2], "y": np.ma.masked_array([1.0, 0.0], [False, True])})
 
 
 def test_a_missing_value_of_a_pair_is_left_out() -> None:

@@ -124,6 +124,16 @@ def test_ray_data(ray_here: None) -> None:
         same(mine, theirs)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_splits_of_hugging_face_are_named() -> None:
+    rows = hugging_face()
+    import datasets
+
+    splits = datasets.DatasetDict({"train": rows})
+    with pytest.raises(DataError, match="given as DatasetDict; give .* a data set"):
+        data.arrow(splits, SCHEMA)
+
+
 def test_pieces_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A frame is one record batch, whatever its size."""
     monkeypatch.setattr(from_arrow, "_CHUNK_ROWS", 6)
@@ -255,6 +265,24 @@ def test_a_function_has_to_open_a_new_reader_in_each_call() -> None:
         list(reader.shard(0, 2))
 
 
+class Once:
+    """A stream that is empty when it is read again."""
+
+    def __init__(self) -> None:
+        self.left = [TABLE, TABLE.slice(0, 0)]
+
+    def __arrow_c_stream__(self, requested_schema: Any = None) -> Any:
+        return (self.left.pop(0) if len(self.left) > 1 else self.left[0]).__arrow_c_stream__(requested_schema)
+
+
+def test_a_stream_that_has_been_read_is_not_the_end_of_the_data() -> None:
+    reader = data.arrow(Once(), SCHEMA, 4, rename={"user": "uid"})
+    assert len(list(reader)) == 6
+    for start in (0, 2):
+        with pytest.raises(DataError, match=r"is empty: there are no rows; .* a function that opens a new one"):
+            list(reader.batches(1, start=start))
+
+
 def test_a_reader_that_has_been_read_can_be_pickled() -> None:
     reader = data.arrow(_opened_anew, SCHEMA, 4, rename={"user": "uid"})
     batches = reader.batches()
@@ -272,6 +300,7 @@ def _opened_anew() -> Any:
         ([1, 2], "given as list"),
         (pl.LazyFrame(COLUMNS), "given as LazyFrame"),
         (TABLE.to_reader(), "only once"),
+        (pa.ipc.open_stream(pa.ipc.serialize_pandas(pd.DataFrame(COLUMNS))), "only once"),
     ],
 )
 def test_other_sources_are_refused(source: Any, error: str) -> None:

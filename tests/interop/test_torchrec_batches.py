@@ -9,7 +9,7 @@ import torch
 from persia import Batch, HashTo, IdColumn, IdFeature, Schema, Table
 from persia.errors import ConfigError, DataError, MissingExtraError
 from persia.interop.torchrec import keyed_jagged_tensor, to_batch
-from support.jagged import KINDS, parts
+from support.jagged import KINDS, Jagged, parts
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Of TorchRec and FBGEMM.
 
@@ -111,11 +111,26 @@ ONE = torch.ones(1, dtype=torch.int64)
         (jagged, torch.zeros(3, 2), torch.zeros(4), "labels has shape"),
         (lambda kind: jagged(kind, torch.float32), torch.zeros(3, 2), None, "torch.float32"),
         (lambda kind: kind(["a"], ONE, torch.ones(1), lengths=ONE), None, None, "weights"),
+        (lambda kind: kind(["a", "b", "a"], torch.arange(3), lengths=torch.ones(3).long()), None, None, "a key twice"),
     ],
 )
 def test_what_batches_lack_is_refused(kind, ids, dense, labels, error):
     with pytest.raises(DataError, match=error):
         to_batch(SCHEMA, ids(kind), dense, labels)
+
+
+def test_values_without_lengths_are_refused():
+    """TorchRec does not check it itself."""
+    for values in (3, 5):
+        ids = Jagged(["a", "b"], torch.arange(values), lengths=torch.tensor([1, 1, 1, 1]))
+        with pytest.raises(DataError, match=f"has {values} values, but its lengths add up to 4"):
+            to_batch(Schema([IdFeature("a", dim=2)], labels=[]), ids)
+
+
+def test_a_batch_of_another_schema_is_refused():
+    batch = Batch({"a": IdColumn(np.ones(1, np.uint64))}, np.zeros((1, 2), np.float32), np.zeros((1, 1), np.float32))
+    with pytest.raises(DataError, match="lacks feature 'b' of the schema"):
+        keyed_jagged_tensor(SCHEMA, batch)
 
 
 def test_without_torchrec_its_tensors_cannot_be_made(monkeypatch):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from persia.errors import DataError
 
 __all__ = ["as_mapping", "from_frame", "is_arrow", "is_frame", "refuse_duplicates"]
@@ -37,9 +39,13 @@ def as_mapping(columns: Any) -> Mapping[str, Any]:
 def from_frame(name: str, column: Any) -> Any:
     """A pandas or polars column as a pyarrow array, or as a list where Arrow has no one type for it; else the column.
 
+    A masked array of numpy comes back as a list in which masked values are None.
+
     Raises:
         DataError: it is a frame.
     """
+    if isinstance(column, np.ma.MaskedArray):
+        return _unmasked(column) if np.ma.getmaskarray(column).any() else column.data
     root = _library(column)
     if root not in ("pandas", "polars"):
         return column
@@ -57,6 +63,13 @@ def from_frame(name: str, column: Any) -> Any:
     except (pa.ArrowException, OverflowError):  # Values of several kinds, or whole numbers above 64 bits.
         pass
     return column.to_list()
+
+
+def _unmasked(column: Any) -> list[Any]:
+    if column.ndim > 1:
+        return [_unmasked(row) for row in column]
+    masked = np.ma.getmaskarray(column)
+    return [None if missing else value for value, missing in zip(column.data, masked, strict=True)]
 
 
 def is_arrow(column: Any) -> bool:

@@ -73,7 +73,7 @@ def arrow(
             column or has invalid values, or there are no rows at all.
         ConfigError: an argument is invalid.
     """
-    if _root(source) == "pyarrow" and type(source).__name__ == "RecordBatchReader":
+    if any(cls.__name__ == "RecordBatchReader" for cls in type(source).__mro__):
         raise DataError(
             "A RecordBatchReader can be read only once; give a function that opens a new one: "
             "persia.data.arrow(lambda: table.scan().to_arrow_batch_reader(), ...) for a table of Iceberg, "
@@ -129,6 +129,12 @@ class ArrowSource:
                     path=file.path,
                 ) from error
             if part is None:
+                if not row:  # Also of a stream that has been read before, wherever this pass begins.
+                    raise DataError(
+                        f"{file.path} is empty: there are no rows; give another source, or if it can be read only "
+                        "once, a function that opens a new one.",
+                        path=file.path,
+                    )
                 return
             columns = self.conversion.columns_of(file, part.schema.names)
             yield Piece(file, row, {name: part.column(name) for name in columns}, part.num_rows)
@@ -159,7 +165,7 @@ def _opener(source: Any) -> str:
     root = _root(source)
     if root == "ray" and hasattr(source, "iter_batches"):
         return "ray"
-    if root == "datasets" and hasattr(source, "with_format"):
+    if root == "datasets" and hasattr(source, "iter"):
         return "datasets"
     if hasattr(source, "to_batches") and hasattr(source, "get_fragments"):
         return "dataset"

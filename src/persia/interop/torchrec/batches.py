@@ -111,7 +111,10 @@ def to_batch(
                 "declare the feature without it, or make batches with Batch.from_columns.",
                 field=f"IdFeature({feature.name!r})",
             )
-    columns = dict(zip(ids.keys(), _id_columns(ids), strict=True))
+    keys = list(ids.keys())
+    if len(set(keys)) < len(keys):
+        raise DataError(f"The KeyedJaggedTensor has a key twice: {', '.join(keys)}; give each feature once.")
+    columns = dict(zip(keys, _id_columns(ids), strict=True))
     if missing := [each.name for each in schema.id_features if not each.computed and each.name not in columns]:
         raise DataError(
             f"The KeyedJaggedTensor has no key {missing[0]!r}; it has {', '.join(columns)}. Name ID-type features as "
@@ -144,11 +147,17 @@ def keyed_jagged_tensor(schema: Schema, batch: Batch) -> KeyedJaggedTensor:
     """Returns the ID-type features of a batch, in the order of the schema.
 
     A KeyedJaggedTensor has the values of all features in one array. They are shared if they lie side by side, as in a
-    batch from `to_batch` whose features were in this order, else copied.
+    batch from `to_batch` whose features were in this order, else copied. Lists are whole: `max_length` limits lookups.
 
     Raises:
+        DataError: the batch lacks a feature of the schema.
         MissingExtraError: TorchRec is not installed.
     """
+    if missing := [feature.name for feature in schema.id_features if feature.name not in batch.id_features]:
+        raise DataError(
+            f"The batch lacks feature {missing[0]!r} of the schema; give the schema that it was made with.",
+            feature=missing[0],
+        )
     columns = [batch.id_features[feature.name] for feature in schema.id_features]
     rows = len(batch)
     lengths = np.ones((len(columns), rows), np.int64)
@@ -200,6 +209,11 @@ def _id_columns(ids: KeyedJaggedTensor) -> list[IdColumn]:
             end = start + int(offsets[-1])
         columns.append(IdColumn(values[start:end], offsets))
         start = end
+    if start != len(values):
+        raise DataError(
+            f"The KeyedJaggedTensor has {len(values)} values, but its lengths add up to {start}; build it with the "
+            "lengths of its values."
+        )
     return columns
 
 
