@@ -130,7 +130,7 @@ def test_splits_of_hugging_face_are_named() -> None:
     import datasets
 
     splits = datasets.DatasetDict({"train": rows})
-    with pytest.raises(DataError, match="given as DatasetDict; give .* a data set"):
+    with pytest.raises(DataError, match=r"given as DatasetDict; give .* a data set"):
         data.arrow(splits, SCHEMA)
 
 

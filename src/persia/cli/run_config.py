@@ -60,6 +60,9 @@ READERS: dict[str, Callable[..., Any]] = {
     "movielens": data.movielens,
     "adult": data.adult,
     "globo": data.globo,
+    "kuairand": data.kuairand,
+    "mind": data.mind,
+    "taobao": data.taobao,
     "synthetic": data.synthetic,
 }
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -112,12 +115,15 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         kind: a reader of `persia.data`.
-        path: file, directory, glob or fsspec URL. "globo" and "adult" default to PERSIA_DATA; "synthetic" needs none.
+        path: file, directory, glob or fsspec URL. "adult", "globo", "kuairand", "mind" and "taobao" default to
+            PERSIA_DATA; "synthetic" needs none.
         batch_size: samples per batch.
         options: further arguments of the reader, by name.
     """
 
-    kind: Literal["parquet", "csv", "criteo", "avazu", "movielens", "adult", "globo", "synthetic"]
+    kind: Literal[
+        "parquet", "csv", "criteo", "avazu", "movielens", "adult", "globo", "kuairand", "mind", "taobao", "synthetic"
+    ]
     path: str | None = None
     batch_size: int = 1024
     options: dict[str, Any] = {}
@@ -133,7 +139,7 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         arguments = {"batch_size": self.batch_size, **self.options}
         if self.kind == "synthetic":
             return _call(make, arguments, f"{where}.options")
-        if self.path is None and self.kind not in ("globo", "adult"):
+        if self.path is None and self.kind not in ("globo", "adult", "kuairand", "mind", "taobao"):
             raise ConfigError(f"Missing {where}.path; give a file, directory, glob or URL.", field=f"{where}.path")
         if self.kind in ("parquet", "csv"):
             if schema is None:

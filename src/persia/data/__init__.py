@@ -12,8 +12,11 @@ from persia.data.from_avazu import avazu
 from persia.data.from_criteo import criteo
 from persia.data.from_csv import csv
 from persia.data.from_globo import globo
+from persia.data.from_kuairand import kuairand
+from persia.data.from_mind import mind
 from persia.data.from_movielens import movielens
 from persia.data.from_parquet import parquet
+from persia.data.from_taobao import taobao
 from persia.data.generator import Synthetic, synthetic
 from persia.data.loader import Loader
 from persia.data.negatives import ItemCatalog, NegativeSampling, item_catalog, negatives
@@ -42,8 +45,11 @@ __all__ = [
     "find",
     "globo",
     "item_catalog",
+    "kuairand",
+    "mind",
     "movielens",
     "negatives",
     "parquet",
     "synthetic",
+    "taobao",
 ]

@@ -152,11 +152,11 @@ class CsvSource:
 
     def chunks(self, skip: int) -> Iterator[Batch]:
         """See `RowSource.chunks`. Skipped rows are parsed but not converted."""
-        pieces = (piece for file in self.files for piece in self._pieces(file))
+        pieces = (piece for file in self.files for piece in self.pieces(file))
         batches = self.conversion.batches(pieces, skip, self._prepare)
         return require_rows(batches, self.files, skip, self.conversion.selection)
 
-    def _pieces(self, file: File) -> Iterator[Piece]:
+    def pieces(self, file: File) -> Iterator[Piece]:
         """Reads the needed columns as they are in the file: each field a text, or null if empty."""
         import pyarrow as pa
         import pyarrow.csv as pc

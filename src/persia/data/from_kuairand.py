@@ -1,0 +1,92 @@
+"""Reads KuaiRand's logs of videos."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from persia.checks import check_choice
+from persia.data.expressions import Rule
+from persia.data.files import Paths, found
+from persia.data.from_csv import csv
+from persia.data.reader import StreamReader
+from persia.data.selection import Split
+from persia.errors import ConfigError
+from persia.schema import IdFeature, Schema
+
+__all__ = ["kuairand"]
+
+_SIGNALS = (
+    "is_click",
+    "is_like",
+    "is_follow",
+    "is_comment",
+    "is_forward",
+    "is_hate",
+    "long_view",
+    "is_profile_enter",
+)
+
+
+def kuairand(
+    path: Paths | None = None,
+    batch_size: int = 1024,
+    *,
+    dim: int = 16,
+    signals: Sequence[str] = ("is_click",),
+    where: Rule | None = None,
+    split: Split | Mapping[str, Any] | None = None,
+    shuffle_rows: int = 0,
+    seed: int = 0,
+    drop_last: bool = False,
+    shard: tuple[int, int] = (0, 1),
+    require_labels: bool = True,
+) -> StreamReader:
+    """KuaiRand (Gao et al., CIKM 2022), short videos of Kuaishou: which were clicked, liked, watched to the end, ...
+
+    Comma-separated with header. ID-type features `user_id`, `video_id` and `tab` (the place in the app); labels are
+    `signals`; `Batch.day` is in days since 1970 (UTC), from `time_ms`. Other columns can be named in `where`:
+    "is_rand == 1" takes videos that were shown at random.
+
+    Args:
+        path: file, directory, glob or URL, or a list of these; None takes `find("kuairand")`. Of a directory, the files
+            `log_standard_*.csv` count, also in directories within it.
+        batch_size: samples of a batch.
+        dim: of all embeddings.
+        signals: labels, of "is_click", "is_like", "is_follow", "is_comment", "is_forward", "is_hate", "long_view" and
+            "is_profile_enter". Several are for `persia.nn.models.MMoE` and `PLE`.
+        where: only rows for which this rule over the columns of the file is true; see `parquet`.
+        split: only one part of the rows; see `parquet`.
+        shuffle_rows: see `parquet`.
+        seed: of the permutations.
+        drop_last: leave out a last batch that is not full.
+        shard: (index, count): only batches i with i % count == index.
+        require_labels: if False, files without labels give `labels` of shape `[batch, 0]`.
+
+    Raises:
+        ConfigError: a signal is unknown, or there is none.
+    """
+    if isinstance(signals, str) or not signals:
+        raise ConfigError(f'Invalid signals = {signals!r}; expected a list such as ["is_click"].', field="signals")
+    for signal in signals:
+        check_choice("signals", signal, _SIGNALS)
+    path = found("kuairand") if path is None else path
+    if isinstance(path, str | os.PathLike) and Path(path).is_dir():
+        path = str(Path(path) / "**" / "log_standard_*.csv")
+    features = [IdFeature(name, dim=dim, kind="number") for name in ("user_id", "video_id", "tab")]
+    return csv(
+        path,
+        Schema(features, labels=list(signals)),
+        batch_size,
+        day="time_ms",
+        day_unit="ms",
+        where=where,
+        split=split,
+        shuffle_rows=shuffle_rows,
+        seed=seed,
+        drop_last=drop_last,
+        shard=shard,
+        require_labels=require_labels,
+    )

@@ -1,0 +1,182 @@
+"""Readers of public logs of events: which columns become which features, on files as their publishers write them."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from persia import data
+from persia.batching.batch import Batch, IdColumn
+from persia.data import from_csv
+from persia.errors import ConfigError, DataError
+
+
+def only(reader: data.StreamReader) -> Batch:
+    (batch,) = reader
+    batch.validate(reader.schema, require_labels=False)
+    return batch
+
+
+def ids(batch: Batch) -> dict[str, list[int]]:
+    return {name: column.values.tolist() for name, column in batch.id_features.items()}
+
+
+def lists(column: IdColumn) -> list[list[int]]:
+    assert column.offsets is not None
+    return [column.values[low:high].tolist() for low, high in itertools.pairwise(column.offsets)]
+
+
+def text_ids(*texts: str) -> list[int]:
+    return [xxhash.xxh64_intdigest(text.encode()) for text in texts]
+
+
+def days(*dates: str) -> list[int]:
+    return np.array(dates, "datetime64[D]").astype(int).tolist()  # type: ignore[no-any-return]
+
+
+# --- Taobao -----------------------------------------------------------------------------------------------------
+
+BEHAVIORS = """\
+1,2268318,2520377,pv,1511544070
+1,2333346,2520771,buy,1511561733
+1000011,4719814,1320293,cart,1512257127
+1000011,4719814,1320293,fav,1512257128
+"""
+
+
+def test_taobao(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "taobao").mkdir()
+    file = tmp_path / "taobao" / "UserBehavior.csv"
+    file.write_text(BEHAVIORS)
+    monkeypatch.setenv("PERSIA_DATA", str(tmp_path))
+    batch = only(data.taobao())
+    assert ids(batch) == {
+        "user_id": [1, 1, 1000011, 1000011],
+        "item_id": [2268318, 2333346, 4719814, 4719814],
+        "category_id": [2520377, 2520771, 1320293, 1320293],
+    }
+    assert batch.labels[:, 0].tolist() == [0, 1, 0, 0]
+    assert batch.day is not None
+    assert batch.day.tolist() == days("2017-11-24", "2017-11-24", "2017-12-02", "2017-12-02")
+    batch = only(data.taobao(file, positive=["cart", "fav"], where="behavior != 'pv'"))
+    assert batch.labels[:, 0].tolist() == [0, 1, 1]
+    late = only(data.taobao(file, split={"part": "test", "by": "time", "column": "timestamp", "at": 1512000000}))
+    assert ids(late)["user_id"] == [1000011, 1000011]
+    for positive in ([], "buy", ["view"]):
+        with pytest.raises(ConfigError, match="positive"):
+            data.taobao(file, positive=positive)
+
+
+def test_other_formats_of_taobao_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("1,2,3\n")
+    with pytest.raises(DataError, match="first line has 3 fields, the format 5"):
+        list(data.taobao(tmp_path / "a.csv"))
+
+
+# --- KuaiRand ---------------------------------------------------------------------------------------------------
+
+VIDEOS = """\
+user_id,video_id,date,hourmin,time_ms,is_click,is_like,is_follow,is_comment,is_forward,is_hate,long_view,play_time_ms,\
+duration_ms,profile_stay_time,comment_stay_time,is_profile_enter,is_rand,tab
+17387,1123453,20220421,400,1650485801301,1,0,0,0,0,0,1,151024,104400,0,0,0,0,1
+17388,1123454,20220422,1000,1650592800000,0,1,0,0,0,0,0,500,104400,0,0,0,1,4
+"""
+
+
+def test_kuairand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "kuairand" / "KuaiRand-Pure" / "data"
+    folder.mkdir(parents=True)
+    (folder / "log_standard_4_08_to_4_21_pure.csv").write_text(VIDEOS)
+    (folder / "log_random_4_22_to_5_08_pure.csv").write_text(VIDEOS)
+    (folder / "user_features_pure.csv").write_text("user_id,user_active_degree\n17387,full_active\n")
+    monkeypatch.setenv("PERSIA_DATA", str(tmp_path))
+    batch = only(data.kuairand())
+    assert ids(batch) == {"user_id": [17387, 17388], "video_id": [1123453, 1123454], "tab": [1, 4]}
+    assert batch.labels.tolist() == [[1], [0]]
+    assert batch.day is not None
+    assert batch.day.tolist() == days("2022-04-20", "2022-04-22")
+    several = only(data.kuairand(folder, signals=["is_like", "long_view"], where="is_rand == 1"))
+    assert several.labels.tolist() == [[1, 0]]
+    one = data.kuairand(folder / "log_random_4_22_to_5_08_pure.csv")
+    assert len(only(one)) == 2
+    for signals in ([], "is_click", ["is_shared"]):
+        with pytest.raises(ConfigError, match="signals"):
+            data.kuairand(folder, signals=signals)
+
+
+# --- MIND -------------------------------------------------------------------------------------------------------
+
+IMPRESSIONS = (
+    "1\tU13740\t11/11/2019 9:05:58 AM\tN55189 N42782 N34694\tN55689-1 N35729-0\n"
+    "2\tU91836\t11/12/2019 6:11:30 PM\t\tN20678-0\n"
+    "3\tU73700\t11/14/2019 7:01:48 AM\tN10732\tN50014-0 N23877-0 N35389-1\n"
+)
+USERS = ["U13740", "U13740", "U91836", "U73700", "U73700", "U73700"]
+NEWS = ["N55689", "N35729", "N20678", "N50014", "N23877", "N35389"]
+
+
+def test_mind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for part in ("MINDsmall_train", "MINDsmall_dev"):
+        (tmp_path / "mind" / part).mkdir(parents=True)
+        (tmp_path / "mind" / part / "behaviors.tsv").write_text(IMPRESSIONS)
+        (tmp_path / "mind" / part / "news.tsv").write_text(
+            "N55528\tlifestyle\tlifestyleroyals\tThe Brands\t\t\t[]\t[]\n"
+        )
+    monkeypatch.setenv("PERSIA_DATA", str(tmp_path))
+    assert sum(map(len, data.mind())) == 12
+    reader = data.mind(tmp_path / "mind" / "MINDsmall_train", max_length=2)
+    batch = only(reader)
+    found = ids(batch)
+    assert found["user_id"] == text_ids(*USERS)
+    assert found["news_id"] == text_ids(*NEWS)
+    past = text_ids("N55189", "N42782", "N34694")
+    assert lists(batch.id_features["history"]) == [past, past, [], *[text_ids("N10732")] * 3]
+    assert batch.labels[:, 0].tolist() == [1, 0, 0, 0, 0, 1]
+    assert batch.day is not None
+    assert batch.day.tolist() == days(*["2019-11-11"] * 2, "2019-11-12", *["2019-11-14"] * 3)
+    history = reader.schema.feature("history")
+    assert (history.keep, history.max_length, history.table_name) == ("last", 2, "news_id")
+
+
+def test_samples_of_mind_are_those_of_the_file_wherever_reading_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [
+        f"{i}\tU{i}\t11/{i % 28 + 1}/2019 9:05:58 AM\tN1 N{i}\t{' '.join(f'N{j}-{j % 2}' for j in range(i % 4 + 1))}\n"
+        for i in range(40)
+    ]
+    for name, part in (("a", lines[:25]), ("b", lines[25:])):
+        (tmp_path / f"{name}.tsv").write_text("".join(part))
+    whole = only(data.mind(tmp_path / "*.tsv"))
+    assert len(whole) == 100
+    monkeypatch.setattr(from_csv, "_BLOCK_BYTES", 100)
+    reader = data.mind(tmp_path / "*.tsv", 7)
+    batches = list(reader)
+    assert ids(Batch.concat(batches)) == ids(whole)
+    assert [ids(batch) for batch in reader.batches(start=9)] == [ids(batch) for batch in batches[9:]]
+    (tmp_path / "c.txt").write_text("".join(lines).replace("N2-0 N3-1\n", "N2-0 N3\n"))
+    with pytest.raises(DataError, match=r"has 'N3' at row 9"):
+        list(data.mind(tmp_path / "c.txt", 3))
+    kept = data.mind(tmp_path / "*.tsv", split={"part": "test", "by": "hash", "column": "impression_id"})
+    rest = data.mind(tmp_path / "*.tsv", split={"part": "train", "by": "hash", "column": "impression_id"})
+    users = [set(ids(only(reader))["user_id"]) for reader in (kept, rest)]
+    assert not users[0] & users[1]
+    assert len(users[0]) + len(users[1]) == 40
+
+
+def test_impressions_without_clicks(tmp_path: Path) -> None:
+    file = tmp_path / "behaviors.tsv"
+    file.write_text(IMPRESSIONS.replace("-0", "").replace("-1", ""))
+    assert only(data.mind(file, require_labels=False)).labels.shape == (6, 0)
+    with pytest.raises(DataError, match="Column 'click'"):
+        list(data.mind(file))
+    file.write_text(IMPRESSIONS.replace("N23877-0", "N23877"))
+    with pytest.raises(DataError, match=r"behaviors\.tsv: column 'impressions' has 'N23877' at row 4"):
+        list(data.mind(file))
+    file.write_text(IMPRESSIONS.replace("11/12/2019", "2019-11-12"))
+    with pytest.raises(DataError, match=r"column 'time' has '2019-11-12 6:11:30 PM' at row 2; it takes times such as"):
+        list(data.mind(file))
