@@ -83,9 +83,15 @@ def environment_with_torch(folder: Path) -> Path:
     """
     venv.create(folder, symlinks=True)
     (packages,) = folder.glob("lib/python*/site-packages")
-    for distribution in closure("torch"):
-        for file in {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}:
-            (packages / file).symlink_to(Path(str(distribution.locate_file(file))).absolute())
+    # Distributions may share a folder: CUDA builds of torch need a dozen with a part of nvidia/ each.
+    tops = {
+        file.parts[0]: Path(str(distribution.locate_file(file.parts[0]))).absolute()
+        for distribution in closure("torch")
+        for file in distribution.files or ()
+    }
+    for name, path in tops.items():
+        if name not in ("..", "__pycache__"):
+            (packages / name).symlink_to(path)
     return folder / "bin" / "python"
 
 
