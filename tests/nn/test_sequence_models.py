@@ -252,6 +252,15 @@ def test_pairs_are_those_of_one_table():
     assert DIN(history_schema(), history=PAIRS[:1]).input.pairs == tuple(PAIRS[:1])
 
 
+def test_two_sequences_of_one_table_are_not_paired_by_guess():
+    extra = [IdFeature(f"{kind}_seen", table=kind, pooling=None, max_length=LENGTH) for kind in ("item", "shop")]
+    schema = history_schema(extra=extra)
+    with pytest.raises(ConfigError, match=r"'items' and 'item_seen' .* table 'item'; .* history=\[\('items', 'item'\)\]"):
+        DIN(schema)
+    assert DIN(schema, history=PAIRS[:1]).input.pairs == tuple(PAIRS[:1])
+    assert DIEN(schema, negatives=["item_seen", "shop_seen"]).input.pairs == tuple(PAIRS)
+
+
 WIDE = (IdFeature("wide", dim=7), IdFeature("long", table="item", pooling=None, max_length=LENGTH + 1))
 
 

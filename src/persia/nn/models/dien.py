@@ -30,8 +30,8 @@ class DIEN(nn.Module):
     Args:
         schema: the input; names features, dimensions, labels.
         history: pairs of an un-pooled feature and the candidate's feature, such as `[("history", "item")]`; the
-            un-pooled features are aligned, and those of one event are put side by side. By default each un-pooled
-            feature with the first pooled one of its table.
+            un-pooled features are aligned, and those of one event are put side by side. By default the un-pooled
+            feature of each table with its first pooled one.
         newest_first: whether the data list the newest event first.
         negatives: un-pooled features of events that did not happen, for the auxiliary loss: aligned with the history,
             one for each of its sequences. By default those of another sample of the batch.

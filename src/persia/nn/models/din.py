@@ -26,8 +26,8 @@ class DIN(nn.Module):
     Args:
         schema: the input; names features, dimensions, labels.
         history: pairs of an un-pooled feature and the candidate's feature, such as `[("history", "item")]`; the
-            un-pooled features are aligned, and those of one event are put side by side. By default each un-pooled
-            feature with the first pooled one of its table.
+            un-pooled features are aligned, and those of one event are put side by side. By default the un-pooled
+            feature of each table with its first pooled one.
         attention: widths of the attention network's hidden layers.
         hidden: widths of the deep network's hidden layers.
         dropout: share of each hidden layer that is dropped in training.

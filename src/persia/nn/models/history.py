@@ -53,7 +53,7 @@ class HistoryInput:
         schema: of the model.
         history: pairs of an un-pooled feature and the candidate's feature of the same kind, such as
             `[("history", "item"), ("history_categories", "category")]`. The un-pooled features are aligned: entry t of
-            each is of the same event. None pairs each un-pooled feature with the first pooled one of its table.
+            each is of the same event. None pairs the un-pooled feature of each table with its first pooled one.
         newest_first: whether the data list the newest event first.
         without: un-pooled features that the model reads otherwise.
 
@@ -65,7 +65,8 @@ class HistoryInput:
         others: width of all pooled features and those un-pooled ones that are not in the history, as `rest` returns.
 
     Raises:
-        ConfigError: a feature is unknown, pooled or un-pooled where it must not be, or sequences differ in length.
+        ConfigError: a feature is unknown, pooled or un-pooled where it must not be, sequences differ in length, or
+            `history` is None where a table has several un-pooled features.
     """
 
     def __init__(
@@ -215,16 +216,24 @@ def next_item_loss(states: Tensor, events: Events, negatives: tuple[Tensor, Tens
 
 
 def _pairs_of_tables(schema: Schema, without: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Pairs each un-pooled feature with the first pooled one of its table."""
-    pooled_of: dict[str, str] = {}
+    """Pairs the un-pooled feature of each table with the table's first pooled one."""
+    candidates: dict[str, str] = {}
     for feature in schema.id_features:
         if feature.pooling is not None:
-            pooled_of.setdefault(feature.table_name, feature.name)
-    return tuple(
-        (feature.name, pooled_of[feature.table_name])
-        for feature in schema.id_features
-        if feature.pooling is None and feature.name not in without and feature.table_name in pooled_of
-    )
+            candidates.setdefault(feature.table_name, feature.name)
+    sequences: dict[str, str] = {}
+    for feature in schema.id_features:
+        if feature.pooling is not None or feature.name in without or feature.table_name not in candidates:
+            continue
+        first = sequences.setdefault(feature.table_name, feature.name)
+        if first != feature.name:
+            raise ConfigError(
+                f"Ambiguous history: {first!r} and {feature.name!r} are both un-pooled features of the table "
+                f"{feature.table_name!r}; name the one that the model reads, such as "
+                f"history=[({first!r}, {candidates[feature.table_name]!r})].",
+                field="history",
+            )
+    return tuple((sequence, candidates[table]) for table, sequence in sequences.items())
 
 
 def _un_pooled(schema: Schema, name: str, field: str) -> IdFeature:

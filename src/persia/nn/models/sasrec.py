@@ -29,7 +29,7 @@ class SASRec(nn.Module):
     Args:
         schema: the input, with one label.
         history: pairs of an un-pooled feature and the candidate's feature, such as `[("history", "item")]`; by default
-            each un-pooled feature with the first pooled one of its table.
+            the un-pooled feature of each table with its first pooled one.
         newest_first: whether the data list the newest event first.
         negatives: un-pooled features of items that did not follow, as in `DIEN`. By default those of another sample of
             the batch.
