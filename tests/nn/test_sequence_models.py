@@ -391,8 +391,8 @@ def test_two_tower_is_a_softmax_over_the_items_of_the_batch(log_q):
     model = TwoTower(schema, item=["item", "shop", "price"], log_q=log_q, hidden=(8,), dim=5, temperature=0.3)
     dense, embeddings = made_inputs(schema, rows=6)
     with torch.no_grad():
-        for feature in (embeddings["item"], embeddings["shop"], dense[:, :1]):
-            feature[3] = feature[1]  # One item twice.
+        for feature in (embeddings["item"], embeddings["shop"]):
+            feature[3] = feature[1]  # One item twice, at two prices.
     labels = torch.tensor([[1.0], [0.0], [0.5], [1.0], [0.0], [1.0]])
     numbers = Numbers(model, dense, embeddings)
     users, items = [], []
@@ -415,6 +415,45 @@ def test_two_tower_is_a_softmax_over_the_items_of_the_batch(log_q):
     np.testing.assert_allclose(model.users(dense, embeddings).detach().numpy(), users, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(model.items(dense, embeddings).detach().numpy(), items, rtol=1e-4, atol=1e-5)
     assert isinstance(model.eval()(dense, embeddings), torch.Tensor)
+
+
+def test_two_tower_takes_items_without_rows_for_different_ones():
+    schema = two_tower_schema()
+    model = TwoTower(schema, item=["item", "shop", "price"])
+    dense, embeddings = made_inputs(schema)
+    for name in ("item", "shop"):
+        embeddings[name] = torch.zeros_like(embeddings[name])
+    assert model(dense, embeddings).extra.isfinite().all()
+    embeddings["shop"] = torch.ones_like(embeddings["shop"])
+    assert model(dense, embeddings).extra.isfinite().sum() == len(dense)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_two_tower_scores_are_float32_under_autocast(dtype):
+    schema = two_tower_schema()
+    model = TwoTower(schema, item=["item", "shop"], temperature=0.01)
+    dense, embeddings = made_inputs(schema)
+    with torch.autocast("cpu", dtype):
+        users, items = model.users(dense, embeddings), model.items(dense, embeddings)
+        logits, scores = model(dense, embeddings)
+    assert users.dtype == items.dtype == scores.dtype == torch.float32
+    torch.testing.assert_close(items.square().sum(1), torch.ones(len(items)))
+    exact = users.double() @ items.double().T / 0.01
+    torch.testing.assert_close(scores.double(), exact, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(logits.squeeze(1).double(), exact.diagonal(), rtol=1e-5, atol=1e-4)
+
+
+def test_two_tower_takes_an_item_that_was_never_counted_for_the_rarest():
+    schema = two_tower_schema()
+    model = TwoTower(schema, item=["item", "shop"], log_q="log_q")
+    dense, embeddings = made_inputs(schema)
+    dense[:, 2] = torch.tensor([-3.0, -9.0, -4.0, -3.0, -1.0, -2.0, -5.0])
+    finite = dense.clone()
+    dense[[2, 4], 2] = -torch.inf
+    finite[[2, 4], 2] = -9.0
+    assert torch.equal(model(dense, embeddings).extra, model(finite, embeddings).extra)
+    dense[:, 2] = -torch.inf
+    assert outcome(model, dense, embeddings)[1].isfinite()
 
 
 def test_two_tower_learns_from_clicks_alone_and_corrects_popularity():

@@ -28,15 +28,19 @@ class TwoTower(nn.Module):
         loss = mean over samples i of label_i * -log softmax_j(s(user_i, item_j) - log q_j)[i],
 
     where q_j is the probability that item j is in a sample (section 3): without it, popular items would be negatives
-    too often. Items of the batch that equal sample i's are left out, recognised by equal embeddings. With several NN
-    workers the softmax is over the items of the local batch. Logits rank items; they are no probabilities, so log loss
-    and normalised entropy say nothing. Un-pooled sequences enter as the mean over their ids.
+    too often. Other samples with the item of sample i are no negatives of it: those whose embeddings of the item's
+    ID-type features are equal, and not all zero, as those of ids without rows are. The items are those of one forward
+    pass: of the local batch with several NN workers, and of one micro-batch with gradient accumulation. A batch of one
+    sample has no negatives, and loss 0. Scores are float32 under autocast, too, as the temperature would magnify their
+    rounding. Logits rank items; they are no probabilities, so log loss and normalised entropy say nothing. Un-pooled
+    sequences enter as the mean over their ids.
 
     Args:
         schema: the input, with one label, which weighs samples: 1 for what the user chose, 0 for other rows, whose
             items are negatives only.
         item: ID-type and dense features of the item; all others are the user's.
-        log_q: dense feature with log(q) of the sample's item; None for no correction. No tower reads it.
+        log_q: dense feature with log(q) of the sample's item; None for no correction. No tower reads it. An item whose
+            value is log(0) counts as the rarest of the batch.
         hidden: widths of each tower's hidden layers.
         dim: length of the towers' outputs.
         temperature: what dot products are divided by.
@@ -95,32 +99,31 @@ class TwoTower(nn.Module):
     item_columns: Tensor
 
     def users(self, dense: Tensor, embeddings: Embeddings) -> Tensor:
-        """Returns the users' vectors `[batch, dim]`, of length 1: queries of a nearest-neighbour search."""
+        """Returns the users' vectors, float32 `[batch, dim]`, of length 1: queries of a nearest-neighbour search."""
         parts = [pooled(embeddings[name]) for name in self.features[0]]
-        return F.normalize(self.user(torch.cat([*parts, dense.index_select(1, self.user_columns)], 1)), dim=1)
+        return F.normalize(self.user(torch.cat([*parts, dense.index_select(1, self.user_columns)], 1)).float(), dim=1)
 
     def items(self, dense: Tensor, embeddings: Embeddings) -> Tensor:
-        """Returns the items' vectors `[batch, dim]`, of length 1: what an index of items holds."""
-        return F.normalize(self.item(self._item_inputs(dense, embeddings)), dim=1)
+        """Returns the items' vectors, float32 `[batch, dim]`, of length 1: what an index of items holds."""
+        parts = [pooled(embeddings[name]) for name in self.features[1]]
+        return F.normalize(self.item(torch.cat([*parts, dense.index_select(1, self.item_columns)], 1)).float(), dim=1)
 
     def forward(self, dense: Tensor, embeddings: Embeddings) -> Tensor | ModelOutput:
-        """Returns logits `[batch, 1]`; in training with scores of all pairs, `[batch, batch]`.
+        """Returns logits float32 `[batch, 1]`; in training with scores of all pairs, `[batch, batch]`.
 
         Args:
             dense: dense features, `[batch, n]`.
             embeddings: of the ID-type features.
         """
-        users = self.users(dense, embeddings)
-        inputs = self._item_inputs(dense, embeddings)
-        items = F.normalize(self.item(inputs), dim=1)
+        users, items = self.users(dense, embeddings), self.items(dense, embeddings)
         logits: Tensor = (users * items).sum(1, keepdim=True) / self.temperature
         if not self.training:
             return logits
-        scores = (users @ items.T).float() / self.temperature
+        with torch.autocast(users.device.type, enabled=False):
+            scores = users @ items.T / self.temperature
         if self.log_q is not None:
-            scores = scores - dense[:, self.log_q]
-        same = _equal_rows(inputs.detach())
-        same.fill_diagonal_(False)
+            scores = scores - _finite(dense[:, self.log_q])
+        same = _same_items([pooled(embeddings[name]).detach() for name in self.features[1]])
         return ModelOutput(logits, scores.masked_fill(same, -math.inf))
 
     def loss(self, logits: Tensor, labels: Tensor, extra: Tensor) -> Tensor:
@@ -134,15 +137,23 @@ class TwoTower(nn.Module):
         loss: Tensor = -(labels.squeeze(1) * F.log_softmax(extra, 1).diagonal()).mean()
         return loss
 
-    def _item_inputs(self, dense: Tensor, embeddings: Embeddings) -> Tensor:
-        parts = [pooled(embeddings[name]) for name in self.features[1]]
-        return torch.cat([*parts, dense.index_select(1, self.item_columns)], 1)
+
+def _finite(log_q: Tensor) -> Tensor:
+    """Returns log probabilities `[batch]` with the least finite one in place of -inf, or 0 if all are -inf."""
+    known = log_q > -math.inf
+    least = F.pad(log_q.where(known, 0), (0, 1)).amin()  # The padding is log(1), the largest.
+    return log_q.where(known, least)
 
 
-def _equal_rows(values: Tensor) -> Tensor:
-    """Returns which rows of `[n, width]` are equal, bool `[n, n]`."""
+def _same_items(features: list[Tensor]) -> Tensor:
+    """Returns which other samples have the same item, bool `[batch, batch]`.
+
+    Args:
+        features: embeddings of the item, `[batch, dim]` each.
+    """
+    values = torch.cat([feature.float() for feature in features], 1)
     if not len(values):
-        return torch.zeros(0, 0, dtype=torch.bool, device=values.device)
+        return values.new_zeros((0, 0), dtype=torch.bool)
     _, number = torch.unique(values, dim=0, return_inverse=True)
-    equal: Tensor = number.unsqueeze(1) == number
-    return equal
+    same: Tensor = (number.unsqueeze(1) == number) & values.any(1)
+    return same.fill_diagonal_(False)
