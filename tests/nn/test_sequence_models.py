@@ -6,6 +6,7 @@ import torch
 
 from persia.errors import ConfigError
 from persia.nn.models import DIEN, DIN, HSTU, SASRec, TwoTower, YouTubeDNN
+from persia.nn.models.dien import AttentionGRU
 from persia.nn.pooling import SequenceEmbedding
 from persia.schema import IdFeature, Schema
 from support.histories import (
@@ -109,6 +110,17 @@ def test_dien_follows_interests_and_predicts_the_next_event(newest_first):
     assert model.loss(logits, labels).item() == pytest.approx(bce, rel=1e-4)
 
 
+def test_dien_adds_up_a_long_history_in_float32_under_autocast():
+    torch.manual_seed(0)
+    layer = AttentionGRU(4)
+    values, attention = torch.randn(3, 1, 4).expand(3, 400, 4), torch.full((3, 400), 1 / 400)
+    exact = layer(values, attention)
+    with torch.autocast("cpu", torch.bfloat16):
+        state = layer(values, attention)
+    assert state.dtype == torch.float32
+    torch.testing.assert_close(state, exact, rtol=0.02, atol=0.002)
+
+
 def test_dien_takes_negatives_of_the_reader():
     extra = (
         IdFeature("not_items", table="item", pooling=None, max_length=LENGTH),
@@ -145,6 +157,17 @@ def test_youtube_dnn_has_powers_of_dense_features_and_means_of_sequences():
         root = np.where(x < 0, -np.sqrt(np.abs(x)), np.sqrt(np.abs(x)))
         expected.append(numbers.mlp("mlp", np.concatenate([*pooled, *means, x, x**2, root])))
     np.testing.assert_allclose(model(dense, embeddings).detach().numpy(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_youtube_dnn_takes_dense_features_whose_squares_exceed_float16():
+    schema = history_schema()
+    model = YouTubeDNN(schema)
+    dense, embeddings = made_inputs(schema)
+    with torch.autocast("cpu", torch.float16):
+        _, loss = outcome(model, dense * 10_000, embeddings)
+    loss.float().backward()
+    assert loss.isfinite()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
 @pytest.mark.parametrize("make", MODELS)

@@ -99,6 +99,8 @@ class DIEN(nn.Module):
 class AttentionGRU(nn.Module):
     """GRU with an attentional update gate: an event without attention leaves the state as it is.
 
+    The state is float32 under autocast, too: in 16 bits, the small changes of a long history would be rounded away.
+
     Args:
         width: of inputs and states.
     """
@@ -109,17 +111,17 @@ class AttentionGRU(nn.Module):
         self.states = nn.Linear(width, 3 * width)
 
     def forward(self, values: Tensor, attention: Tensor) -> Tensor:
-        """Returns the last state, `[batch, width]`.
+        """Returns the last state, float32 `[batch, width]`.
 
         Args:
             values: `[batch, length, width]`.
-            attention: of each, in [0, 1], `[batch, length]`.
+            attention: of each, in [0, 1], float32 `[batch, length]`.
         """
-        projected = self.inputs(values)
-        state: Tensor = projected.new_zeros(len(values), values.shape[2])
-        for step, weight in zip(projected.unbind(1), attention.to(projected.dtype).unsqueeze(2).unbind(1), strict=True):
+        projected = self.inputs(values).float()
+        state = projected.new_zeros(len(values), values.shape[2])
+        for step, weight in zip(projected.unbind(1), attention.unsqueeze(2).unbind(1), strict=True):
             update, reset, new = step.chunk(3, 1)
-            from_update, from_reset, from_new = self.states(state).chunk(3, 1)
+            from_update, from_reset, from_new = self.states(state).float().chunk(3, 1)
             candidate = torch.tanh(new + torch.sigmoid(reset + from_reset) * from_new)
             state = torch.lerp(state, candidate, weight * torch.sigmoid(update + from_update))
         return state

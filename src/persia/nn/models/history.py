@@ -191,9 +191,8 @@ def check_heads(heads: int, width: int) -> None:
 
 
 def masked_softmax(scores: Tensor, mask: Tensor) -> Tensor:
-    """Returns a softmax over the last axis where `mask` is True, and 0 elsewhere; all 0 without any."""
-    weights = F.softmax(scores.float().masked_fill(~mask, torch.finfo(torch.float32).min), -1)
-    return weights.to(scores.dtype) * mask
+    """Returns a softmax over the last axis where `mask` is True, and 0 elsewhere, in float32; all 0 without any."""
+    return F.softmax(scores.float().masked_fill(~mask, torch.finfo(torch.float32).min), -1) * mask
 
 
 def next_item_loss(states: Tensor, events: Events, negatives: tuple[Tensor, Tensor]) -> Tensor:
