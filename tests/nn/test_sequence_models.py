@@ -1,5 +1,7 @@
 """Networks on histories: values against NumPy loops over single events, gradients, and bad schemas."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -240,6 +242,35 @@ def test_padding_and_the_rest_of_the_batch_change_no_logit(make):
             for name, e in embeddings.items()
         }
         torch.testing.assert_close(model(dense[row : row + 1], alone), whole[row : row + 1])
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_no_model_waits_for_the_device(make, monkeypatch):
+    """A tensor on the meta device has no values to read."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # It does not know that device.
+
+    def leaf(tensor):
+        return tensor.detach().to("meta").requires_grad_()
+
+    schema = history_schema()
+    model = make(schema).to("meta")
+    dense, embeddings = made_inputs(schema)
+    embeddings = {
+        name: SequenceEmbedding(leaf(e.values), e.mask.to("meta")) if isinstance(e, SequenceEmbedding) else leaf(e)
+        for name, e in embeddings.items()
+    }
+    logits, loss = outcome(model, dense.to("meta"), embeddings)
+    assert logits.shape == (len(dense), 1)
+    loss.backward()
+
+
+def test_hstu_groups_samples_on_a_cpu_as_it_pads_them_elsewhere():
+    schema = history_schema()
+    model = HSTU(schema)
+    dense, embeddings = made_inputs(schema, rows=23)
+    padded = model._states(model.input.events(embeddings))
+    whole = model.deep(torch.cat([padded, *model.input.rest(embeddings), dense], 1))
+    torch.testing.assert_close(model(dense, embeddings), whole)
 
 
 @pytest.mark.parametrize("make", MODELS)

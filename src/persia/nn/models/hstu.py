@@ -1,4 +1,4 @@
-"""HSTU: gated pointwise attention over jagged histories."""
+"""HSTU: gated pointwise attention over the history and the candidate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from persia.checks import check_integer, plain
-from persia.nn.models.history import HistoryInput, check_heads
+from persia.nn.models.history import Events, HistoryInput, check_heads
 from persia.nn.models.layers import mlp, output_count
 from persia.nn.pooling import Embeddings
 from persia.schema import Schema
@@ -17,7 +17,7 @@ from persia.schema import Schema
 __all__ = ["HSTU"]
 
 GROUPS = 4
-"""Groups of samples of like length, each padded to its longest."""
+"""Groups of samples of like length, on a CPU."""
 
 
 class HSTU(nn.Module):
@@ -28,10 +28,13 @@ class HSTU(nn.Module):
         u, v, q, k = split(SiLU(f1(norm(x)))),  a = SiLU(q k' + bias) v / n,  y = x + f2(norm(a) * u),
 
     with causal attention that is not normalised, a learned bias for each distance of positions, and n the largest
-    number of positions. The candidate's output enters a perceptron with the other features. Attention is jagged: linear
-    layers see real events only, and samples of like length are attended to together, each group padded to its longest
-    sample. The paper's bias of time differences is left out; an aligned feature of the events' ages, as ids, is part of
-    the events instead. Other un-pooled sequences enter as the mean over their ids.
+    number of positions. A learned vector for each position, counted from the oldest event, is added to the input. The
+    candidate's output enters a perceptron with the other features. The paper's bias of time differences is left out; an
+    aligned feature of the events' ages, as ids, is part of the events instead. Other un-pooled sequences enter as the
+    mean over their ids.
+
+    On a CPU the batch is jagged: samples of like length pass the layers together, each group padded to its longest. On
+    other devices all are padded to `max_length`, as the host would have to wait for the device to learn their lengths.
 
     Args:
         schema: the input; names features, dimensions, labels.
@@ -77,22 +80,28 @@ class HSTU(nn.Module):
     def forward(self, dense: Tensor, embeddings: Embeddings) -> Tensor:
         """Returns logits `[batch, outputs]` from dense features `[batch, n]` and embeddings."""
         events = self.input.events(embeddings)
-        lengths = events.lengths
-        rows = torch.arange(len(lengths), device=lengths.device)
-        # The candidate takes the place behind the newest event.
-        values = F.pad(events.values, (0, 0, 0, 1)).index_put((rows, lengths), events.candidate)
-        mask = torch.arange(values.shape[1], device=lengths.device) <= lengths.unsqueeze(1)
-        x = (values + self.positions)[mask]
-        ends = (lengths + 1).cumsum(0)
-        groups = _groups(lengths + 1, ends)
-        for layer in self.layers:
-            x = layer(x, groups)
-        logits: Tensor = self.deep(torch.cat([x[ends - 1], *self.input.rest(embeddings), dense], 1))
+        if events.mask.device.type == "cpu":
+            order = events.lengths.argsort()
+            states = torch.cat([self._states(_shortened(events, rows)) for rows in order.chunk(GROUPS)])
+            state = states.index_select(0, order.argsort())
+        else:
+            state = self._states(events)
+        logits: Tensor = self.deep(torch.cat([state, *self.input.rest(embeddings), dense], 1))
         return logits
+
+    def _states(self, events: Events) -> Tensor:
+        """Returns the last layer's output for the candidate, `[batch, width]`."""
+        rows, lengths = torch.arange(len(events.mask), device=events.mask.device), events.lengths
+        # The candidate takes the place behind the newest event; none of the two attends to the padding after it.
+        x = F.pad(events.values, (0, 0, 0, 1)).index_put((rows, lengths), events.candidate)
+        x = x + self.positions[: x.shape[1]]
+        for layer in self.layers:
+            x = layer(x)
+        return x[rows, lengths]
 
 
 class _Layer(nn.Module):
-    """A unit on jagged sequences.
+    """A unit on sequences.
 
     Args:
         width: of inputs and outputs.
@@ -109,41 +118,22 @@ class _Layer(nn.Module):
         self.attended = nn.LayerNorm(width)
         self.output = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, groups: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Returns `[events, width]` from the same.
-
-        Args:
-            x: the events of all samples, one after another.
-            groups: of samples, as `_groups` returns.
-        """
-        gate, *parts = F.silu(self.inputs(self.norm(x))).chunk(4, 1)
-        found = torch.zeros_like(parts[0])
-        for index, mask in groups:
-            length = index.shape[1]
-            # [samples, heads, length, width / heads]
-            value, query, key = (p[index].unflatten(2, (self.heads, -1)).transpose(1, 2) for p in parts)
-            distance = torch.arange(length, device=x.device)
-            distance = distance.unsqueeze(1) - distance
-            bias = self.bias[distance.clamp(min=0)].to(query.dtype)
-            weights = F.silu(query @ key.transpose(2, 3) + bias) * (distance >= 0) / len(self.bias)
-            # Padding lies behind the events, so none of them attends to it.
-            attended = (weights @ value).transpose(1, 2).flatten(2)
-            found = found.index_put((index[mask],), attended[mask].to(found.dtype))
-        result: Tensor = x + self.output(self.attended(found) * gate)
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns `[batch, length, width]` from the same."""
+        gate, *parts = F.silu(self.inputs(self.norm(x))).chunk(4, 2)
+        # [batch, heads, length, width / heads]
+        value, query, key = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in parts)
+        position = torch.arange(x.shape[1], device=x.device)
+        distance = position.unsqueeze(1) - position
+        bias = self.bias[distance.clamp(min=0)].to(query.dtype)
+        weights = F.silu(query @ key.transpose(2, 3) + bias) * (distance >= 0) / len(self.bias)
+        attended = (weights @ value).transpose(1, 2).flatten(2)
+        result: Tensor = x + self.output(self.attended(attended) * gate)
         return result
 
 
-def _groups(lengths: Tensor, ends: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Returns groups of samples of like length: where their events lie, `[samples, longest]`, and which are real.
-
-    Args:
-        lengths: of the samples, `[batch]`, 1 or more.
-        ends: where each ends among the events of all.
-    """
-    found = []
-    for samples in lengths.argsort().chunk(GROUPS) if len(lengths) else ():
-        mine = lengths[samples].unsqueeze(1)
-        position = torch.arange(int(mine.max()), device=lengths.device)
-        mask = position < mine
-        found.append(((ends[samples].unsqueeze(1) - mine + position).where(mask, 0), mask))
-    return found
+def _shortened(events: Events, rows: Tensor) -> Events:
+    """Returns the events of these samples, padded to the longest of them."""
+    mask = events.mask[rows]
+    length = int(mask.any(0).sum())
+    return Events(events.values[rows, :length], mask[:, :length], events.candidate[rows])

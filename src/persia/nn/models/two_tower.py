@@ -18,6 +18,9 @@ from persia.schema import Schema
 
 __all__ = ["TwoTower"]
 
+HASH_FACTOR = -7046029254386353131
+"""2^64 over the golden ratio, as a signed integer: its powers mix bits well."""
+
 
 class TwoTower(nn.Module):
     """User and item towers with in-batch sampled softmax and logQ correction (Yi et al., RecSys 2019).
@@ -148,12 +151,14 @@ def _finite(log_q: Tensor) -> Tensor:
 def _same_items(features: list[Tensor]) -> Tensor:
     """Returns which other samples have the same item, bool `[batch, batch]`.
 
+    Compares hashes of 64 bits: `torch.unique` makes the host wait for the device, and is slower.
+
     Args:
         features: embeddings of the item, `[batch, dim]` each.
     """
     values = torch.cat([feature.float() for feature in features], 1)
-    if not len(values):
-        return values.new_zeros((0, 0), dtype=torch.bool)
-    _, number = torch.unique(values, dim=0, return_inverse=True)
-    same: Tensor = (number.unsqueeze(1) == number) & values.any(1)
+    bits = (values + 0.0).view(torch.int32).long()  # The sum turns -0.0 into 0.0.
+    factors = torch.full((bits.shape[1],), HASH_FACTOR, device=bits.device).cumprod(0)
+    hashes = (bits * factors).sum(1)
+    same: Tensor = (hashes.unsqueeze(1) == hashes) & values.any(1)
     return same.fill_diagonal_(False)
