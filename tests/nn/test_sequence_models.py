@@ -379,7 +379,7 @@ def test_sasrec_attends_to_earlier_events(heads, newest_first):
     logits, terms, predictions = [], 0.0, 0
     for row in range(len(dense)):
         events = events_of(numbers, row, newest_first)
-        x = events * np.sqrt(6) + numbers.of["positions"][: len(events)]
+        x = events * np.sqrt(6) + numbers.of["positions"][LENGTH - len(events) :]
         for block in ("blocks.0", "blocks.1"):
             q, k, v = np.split(numbers.linear(f"{block}.projection", layer_norm(numbers, f"{block}.norms.0", x)), 3, 1)
             attended = np.zeros_like(x)

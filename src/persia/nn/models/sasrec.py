@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from persia.checks import check_integer, check_number, plain
 from persia.errors import ConfigError
-from persia.nn.models.history import HistoryInput, NextItem, check_heads, next_item_loss
+from persia.nn.models.history import Events, HistoryInput, NextItem, check_heads, next_item_loss
 from persia.nn.output import ModelOutput
 from persia.nn.pooling import Embeddings
 from persia.schema import Schema
@@ -23,8 +23,9 @@ class SASRec(nn.Module):
     """Self-attentive sequential recommendation (Kang, McAuley, ICDM 2018, arXiv 1808.09781).
 
     Blocks of causal self-attention and a position-wise network on the items of the history give a state at each; the
-    logit is the dot product of the newest state and the candidate's embedding, 0 without a history. Only the history
-    and the candidate are read. In training, each state also predicts the item after it, the paper's loss (section 3.5).
+    logit is the dot product of the newest state and the candidate's embedding, 0 without a history. A learned vector
+    for each position, counted from the newest event as in the paper, is added to the items. Only the history and the
+    candidate are read. In training, each state also predicts the item after it, the paper's loss (section 3.5).
 
     Args:
         schema: the input, with one label.
@@ -81,7 +82,7 @@ class SASRec(nn.Module):
             embeddings: of the ID-type features.
         """
         events = self.input.events(embeddings)
-        x = self.dropout(events.values * math.sqrt(self.input.dim) + self.positions)
+        x = self.dropout(events.values * math.sqrt(self.input.dim) + self._positions(events))
         for block in self.blocks:
             x = block(x)
         states = self.norm(x)
@@ -89,6 +90,12 @@ class SASRec(nn.Module):
         if not (self.training and self.next_item):
             return logits
         return ModelOutput(logits, next_item_loss(states, events, self.negatives.sample(embeddings, events)))
+
+    def _positions(self, events: Events) -> Tensor:
+        """Returns the vectors of the events' positions, `[batch, length, dim]`; the newest event has the last one."""
+        length = len(self.positions)
+        index = torch.arange(length, device=events.mask.device) - events.lengths.unsqueeze(1)
+        return F.embedding(index % length, self.positions)  # Padding has some vector, which no event attends to.
 
     def loss(self, logits: Tensor, labels: Tensor, extra: Tensor | None = None) -> Tensor:
         """Returns the binary cross-entropy of the candidate, plus the weighted loss over all positions.
