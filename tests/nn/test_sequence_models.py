@@ -73,13 +73,23 @@ def gru(numbers, events):
     return states
 
 
+def predicted(states, events, others):
+    """Mean loss of a sample's predictions of its next events."""
+    terms = [0.0]
+    for t, (state, event) in enumerate(zip(states, events[1:], strict=False), start=1):
+        terms.append(-np.log(sigmoid(state @ event)))
+        if t < len(others):
+            terms[-1] -= np.log(1 - sigmoid(state @ others[t]))
+    return sum(terms) / max(1, len(terms) - 1)
+
+
 @pytest.mark.parametrize("newest_first", [False, True])
 def test_dien_follows_interests_and_predicts_the_next_event(newest_first):
     schema = history_schema()
     model = DIEN(schema, newest_first=newest_first, hidden=(8,), auxiliary=0.3)
     dense, embeddings = made_inputs(schema)
     numbers = Numbers(model, dense, embeddings)
-    expected, terms, predictions = [], 0.0, 0
+    expected, auxiliary = [], 0.0
     for row in range(len(dense)):
         events = events_of(numbers, row, newest_first)
         states = gru(numbers, events)
@@ -95,18 +105,14 @@ def test_dien_follows_interests_and_predicts_the_next_event(newest_first):
         expected.append(numbers.mlp("deep", side_by_side(numbers, row, interest)))
         # Negatives: the events of the sample half a batch before, where both have one.
         others = events_of(numbers, (row - len(dense) // 2) % len(dense), newest_first)
-        for t in range(len(events) - 1):
-            terms -= np.log(sigmoid(states[t] @ events[t + 1]))
-            predictions += 1
-            if t + 1 < len(others):
-                terms -= np.log(1 - sigmoid(states[t] @ others[t + 1]))
+        auxiliary += predicted(states, events, others) / len(dense)
     labels = torch.tensor([[1.0], [0.0]]).repeat(4, 1)[: len(dense)]
     logits, loss = outcome(model, dense, embeddings, labels)
     np.testing.assert_allclose(logits.detach().numpy(), expected, rtol=1e-4, atol=1e-5)
     p = sigmoid(np.array(expected))
     y = labels.numpy()
     bce = -np.mean(y * np.log(p) + (1 - y) * np.log(1 - p))
-    assert loss.item() == pytest.approx(bce + 0.3 * terms / predictions, rel=1e-4)
+    assert loss.item() == pytest.approx(bce + 0.3 * auxiliary, rel=1e-4)
     model.eval()
     assert isinstance(model(dense, embeddings), torch.Tensor)  # No auxiliary loss outside of training.
     assert model.loss(logits, labels).item() == pytest.approx(bce, rel=1e-4)
@@ -132,15 +138,13 @@ def test_dien_takes_negatives_of_the_reader():
     model = DIEN(schema, history=PAIRS, negatives=("not_items", "not_shops"), hidden=())
     dense, embeddings = made_inputs(schema)
     numbers = Numbers(model, dense, embeddings)
-    terms, predictions = 0.0, 0
+    auxiliary = 0.0
     for row in range(len(dense)):
         events = events_of(numbers, row)
         others = events_of(numbers, row, names=("not_items", "not_shops"))
-        for state, event, other in zip(gru(numbers, events), events[1:], others[1:], strict=False):
-            terms -= np.log(sigmoid(state @ event)) + np.log(1 - sigmoid(state @ other))
-            predictions += 1
+        auxiliary += predicted(gru(numbers, events), events, others) / len(dense)
     output = model(dense, embeddings)
-    assert output.extra.item() == pytest.approx(terms / predictions, rel=1e-4)
+    assert output.extra.item() == pytest.approx(auxiliary, rel=1e-4)
     # They are no input of the network itself.
     assert model.deep[0].in_features == 6 + 3 + 4 + 2 + 2
 
@@ -197,6 +201,21 @@ def test_padding_of_a_single_sequence_has_no_gradient(make):
     items = embeddings["items"]
     assert not items.values.grad[~items.mask].any()
     assert items.values.grad[items.mask].abs().sum(1).gt(0).all()
+
+
+@pytest.mark.parametrize("make", [DIEN, SASRec])
+def test_an_event_that_did_follow_is_no_negative(make):
+    schema = history_schema()
+    model = make(schema, history=PAIRS[:1])
+    dense, embeddings = made_inputs(schema, rows=2, lengths=[4, 4])
+    items = embeddings["items"]
+    with torch.no_grad():
+        items.values[1, 2] = items.values[0, 2]  # The same third event; the other sample is the other one.
+    events = model.input.events(embeddings)
+    sample = (model.next_item if make is DIEN else model.negatives).sample
+    assert sample(embeddings, events)[1].tolist() == 2 * [[True, True, False, True, False]]
+    alone = {"item": embeddings["item"][:1], "items": SequenceEmbedding(items.values[:1], items.mask[:1])}
+    assert not sample(alone, model.input.events(alone))[1].any()
 
 
 def shortened(sequence, length):
@@ -309,7 +328,9 @@ def test_pairs_are_those_of_one_table():
 def test_two_sequences_of_one_table_are_not_paired_by_guess():
     extra = [IdFeature(f"{kind}_seen", table=kind, pooling=None, max_length=LENGTH) for kind in ("item", "shop")]
     schema = history_schema(extra=extra)
-    with pytest.raises(ConfigError, match=r"'items' and 'item_seen' .* table 'item'; .* history=\[\('items', 'item'\)\]"):
+    with pytest.raises(
+        ConfigError, match=r"'items' and 'item_seen' .* table 'item'; .* history=\[\('items', 'item'\)\]"
+    ):
         DIN(schema)
     assert DIN(schema, history=PAIRS[:1]).input.pairs == tuple(PAIRS[:1])
     assert DIEN(schema, negatives=["item_seen", "shop_seen"]).input.pairs == tuple(PAIRS)
@@ -376,7 +397,7 @@ def test_sasrec_attends_to_earlier_events(heads, newest_first):
     model = SASRec(schema, newest_first=newest_first, heads=heads, next_item=0.5)
     dense, embeddings = made_inputs(schema)
     numbers = Numbers(model, dense, embeddings)
-    logits, terms, predictions = [], 0.0, 0
+    logits, auxiliary = [], 0.0
     for row in range(len(dense)):
         events = events_of(numbers, row, newest_first)
         x = events * np.sqrt(6) + numbers.of["positions"][LENGTH - len(events) :]
@@ -396,15 +417,11 @@ def test_sasrec_attends_to_earlier_events(heads, newest_first):
         candidate = np.concatenate([numbers.pooled["item"][row], numbers.pooled["shop"][row]])
         logits.append([states[-1] @ candidate if len(events) else 0.0])
         others = events_of(numbers, (row - len(dense) // 2) % len(dense), newest_first)
-        for t in range(len(events) - 1):
-            terms -= np.log(sigmoid(states[t] @ events[t + 1]))
-            predictions += 1
-            if t + 1 < len(others):
-                terms -= np.log(1 - sigmoid(states[t] @ others[t + 1]))
+        auxiliary += predicted(states, events, others) / len(dense)
     found, loss = outcome(model, dense, embeddings)
     np.testing.assert_allclose(found.detach().numpy(), logits, rtol=1e-3, atol=1e-4)
     bce = np.mean(-np.log(sigmoid(np.array(logits))))
-    assert loss.item() == pytest.approx(bce + 0.5 * terms / predictions, rel=1e-4)
+    assert loss.item() == pytest.approx(bce + 0.5 * auxiliary, rel=1e-4)
     assert isinstance(model.eval()(dense, embeddings), torch.Tensor)
 
 

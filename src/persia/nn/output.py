@@ -20,8 +20,8 @@ class ModelOutput(NamedTuple):
 
     Attributes:
         logits: `[batch, labels]`.
-        extra: anything made of tensors. Collectives of several NN workers average gradients only, so terms of it are
-            of this NN worker's local batch.
+        extra: anything made of tensors. Collectives of several NN workers average gradients only, by their rows: terms
+            of it are of this NN worker's local batch, and a loss that is a mean over rows is that of all rows.
     """
 
     logits: torch.Tensor

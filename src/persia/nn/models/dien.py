@@ -24,8 +24,9 @@ class DIEN(nn.Module):
     A GRU over the events gives an interest at each; in training, an auxiliary loss asks that it predicts the next event
     ("interest extractor layer"). A second GRU, whose update gate is scaled by the attention of the candidate to each
     interest (AUGRU, "interest evolving layer"), gives the interest that the candidate meets. Activations are ReLU,
-    where the paper has PReLU and Dice. The auxiliary loss is the mean over events, so that its weight does not depend
-    on their number. Other un-pooled sequences enter as the mean over their ids.
+    where the paper has PReLU and Dice. The auxiliary loss is the mean over the events of a sample, where the paper has
+    the sum, so that its weight does not depend on their number. Other un-pooled sequences enter as the mean over their
+    ids.
 
     Args:
         schema: the input; names features, dimensions, labels.
@@ -34,7 +35,8 @@ class DIEN(nn.Module):
             feature of each table with its first pooled one.
         newest_first: whether the data list the newest event first.
         negatives: un-pooled features of events that did not happen, for the auxiliary loss: aligned with the history,
-            one for each of its sequences. By default those of another sample of the batch.
+            one for each of its sequences. By default those of another sample of the local batch, which depend on how
+            samples are batched.
         auxiliary: weight of the auxiliary loss; 0 for none.
         hidden: widths of the deep network's hidden layers.
         dropout: share of each hidden layer that is dropped in training.

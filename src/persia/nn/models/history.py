@@ -145,7 +145,7 @@ class NextItem:
         schema: of the model.
         history: of the model.
         negatives: un-pooled features, aligned with the history and one for each of its pairs, of ids that the user did
-            not meet. None takes event t of another sample of the batch for event t.
+            not meet. None takes event t of another sample of the batch for event t. A batch of one sample has none.
 
     Raises:
         ConfigError: the features do not fit those of the history.
@@ -177,10 +177,12 @@ class NextItem:
         """Returns negatives `[batch, length, dim]` and where there is one, bool `[batch, length]`."""
         if self._names is not None:
             values, mask = self._history.aligned(embeddings, self._names)
-            return values, mask & events.mask
-        # Rows of one user often lie beside each other in the data, so the other sample is half a batch away.
-        shift = len(events.mask) // 2
-        return events.values.roll(shift, 0), events.mask.roll(shift, 0) & events.mask
+        else:
+            # Rows of one user often lie beside each other in the data, so the other sample is half a batch away.
+            shift = len(events.mask) // 2
+            values, mask = events.values.roll(shift, 0), events.mask.roll(shift, 0)
+        # An event that did follow is no negative; in a batch of one sample that is every one.
+        return values, mask & events.mask & (values != events.values).any(2)
 
 
 def check_heads(heads: int, width: int) -> None:
@@ -196,14 +198,20 @@ def masked_softmax(scores: Tensor, mask: Tensor) -> Tensor:
 
 
 def next_item_loss(states: Tensor, events: Events, negatives: tuple[Tensor, Tensor]) -> Tensor:
-    """Returns the mean loss of predicting event t + 1 from state t: -log s(<state, next>) - log(1 - s(<state, other>)).
+    """Returns the loss of predicting event t + 1 from state t: -log s(<state, next>) - log(1 - s(<state, other>)).
 
-    The auxiliary loss of DIEN and the loss of SASRec (section 3.5) have this form.
+    It is the mean over the predictions of a sample, and then over the samples, those without predictions included. So
+    it neither grows with the length of histories, nor depends on how samples are divided over NN workers and batches of
+    gradient accumulation. A prediction without a negative has its first term only. The auxiliary loss of DIEN and the
+    loss of SASRec (section 3.5) have this form.
 
     Args:
         states: `[batch, length, dim]`, of events up to t.
         events: the history.
         negatives: events that did not follow, and where there is one; as `NextItem.sample` returns.
+
+    Returns:
+        float32 `[]`.
     """
     others, present = negatives
     state = states[:, :-1].float()
@@ -211,7 +219,7 @@ def next_item_loss(states: Tensor, events: Events, negatives: tuple[Tensor, Tens
     score = (state * events.values[:, 1:].float()).sum(2)
     other = (state * others[:, 1:].float()).sum(2)
     loss = F.softplus(-score) * follows + F.softplus(other) * differs
-    return loss.sum() / follows.sum().clamp(min=1)
+    return (loss.sum(1) / follows.sum(1).clamp(min=1)).mean()
 
 
 def _pairs_of_tables(schema: Schema, without: Sequence[str]) -> tuple[tuple[str, str], ...]:
