@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -195,13 +196,54 @@ def test_a_schema_without_id_features_or_outputs_is_refused(make):
         make(schema(), hidden=(16, 0))
 
 
+@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"hidden": 8}, "hidden"),
+        ({"hidden": ("a",)}, "hidden"),
+        ({"hidden": (8.0,)}, "hidden"),
+        ({"hidden": None}, "hidden"),
+        ({"outputs": 1.5}, "outputs"),
+        ({"outputs": "1"}, "outputs"),
+        ({"outputs": True}, "outputs"),
+    ],
+)
+def test_options_of_another_type_are_refused_by_name(make, options, field):
+    with pytest.raises(ConfigError, match=f"Invalid.* {field} = ") as raised:
+        make(schema(), **options)
+    assert raised.value.fields["field"] == field
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_what_is_no_schema_is_refused(make):
+    with pytest.raises(ConfigError, match=r"Invalid schema = .*expected a persia\.Schema"):
+        make({"id_features": []})
+
+
+def test_numbers_of_numpy_are_taken():
+    s = schema()
+    model = MMoE(s, hidden=np.array([8, 4]), expert_hidden=[np.int64(6)], outputs=np.int64(2))
+    assert model(*inputs(s)).shape == (5, 2)
+
+
 @pytest.mark.parametrize(
     ("build", "match"),
     [
         (lambda: FFNN(schema(), products=[("f0", "nope")]), "no ID-type feature 'nope'"),
         (lambda: FFNN(schema(dims=(8, 4)), products=[("f0", "f1")]), r"'f0' \(dim 8\) and 'f1' \(dim 4\)"),
         (lambda: FFNN(schema(), dropout=1.0), "dropout"),
+        (lambda: FFNN(schema(), dropout="0.1"), "dropout"),
+        (lambda: FFNN(schema(), batch_norm="no"), "batch_norm"),
+        (lambda: FFNN(schema(), products=["ab"]), "Invalid products"),
+        (lambda: FFNN(schema(), products=[("f0",)]), "Invalid products"),
+        (lambda: FFNN(schema(), products=[("f0", 1)]), "Invalid products"),
+        (lambda: FFNN(schema(), products=3), "Invalid products = 3"),
         (lambda: DeepFM(schema(), dim=0), "dim = 0"),
+        (lambda: DeepFM(schema(), dim="8"), "dim = '8'"),
+        (lambda: DLRM(schema(), dim=1.5), "dim = 1.5"),
+        (lambda: DLRM(schema(), bottom=8), "Invalid bottom = 8"),
+        (lambda: DLRM(schema(), bottom=(0,)), "width in bottom = 0"),
         (lambda: DLRM(schema(dims=(8,), dense=0)), "two ID-type features"),
         (lambda: FinalMLP(schema(), hidden=(16, 9)), "heads = 2 does not divide"),
         (lambda: FinalMLP(schema(), hidden2=(9,)), "heads = 2 does not divide"),
@@ -209,13 +251,19 @@ def test_a_schema_without_id_features_or_outputs_is_refused(make):
         (lambda: FinalMLP(schema(), heads=0), "heads"),
         (lambda: FinalMLP(schema(), gates=(["nope"], [])), "no ID-type feature 'nope'"),
         (lambda: FinalMLP(schema(), gates=(["f0"],)), "two lists of features"),
+        (lambda: FinalMLP(schema(), gates=("f0", "f1")), "Invalid gates = 'f0'"),
+        (lambda: FinalMLP(schema(), gates=([0], [])), "Invalid gates"),
+        (lambda: FinalMLP(schema(), gates=None), "two lists of features"),
         (lambda: FinalMLP(schema(), gate_hidden=0), "gate_hidden"),
+        (lambda: FinalMLP(schema(), hidden2=("a",)), "width in hidden2 = 'a'"),
         (lambda: MaskNet(schema(), kind="both"), "kind = 'both'"),
         (lambda: MaskNet(schema(), blocks=0), "blocks"),
         (lambda: MaskNet(schema(), width=0), "width"),
         (lambda: MaskNet(schema(), reduction=0.0), "reduction"),
         (lambda: MMoE(schema(), experts=0), "experts"),
         (lambda: MMoE(schema(), expert_hidden=()), "expert_hidden"),
+        (lambda: MMoE(schema(), expert_hidden=("a",)), "width in expert_hidden = 'a'"),
+        (lambda: PLE(schema(), expert_hidden=8), "Invalid expert_hidden = 8"),
         (lambda: PLE(schema(), levels=0), "levels"),
         (lambda: PLE(schema(), experts=0), "experts"),
         (lambda: PLE(schema(), shared_experts=0), "shared_experts"),

@@ -207,7 +207,7 @@ def test_padding_of_a_single_sequence_has_no_gradient(make):
 def test_an_event_that_did_follow_is_no_negative(make):
     schema = history_schema()
     model = make(schema, history=PAIRS[:1])
-    dense, embeddings = made_inputs(schema, rows=2, lengths=[4, 4])
+    _, embeddings = made_inputs(schema, rows=2, lengths=[4, 4])
     items = embeddings["items"]
     with torch.no_grad():
         items.values[1, 2] = items.values[0, 2]  # The same third event; the other sample is the other one.
@@ -349,8 +349,14 @@ WIDE = (IdFeature("wide", dim=7), IdFeature("long", table="item", pooling=None, 
         ({"history": [*PAIRS, PAIRS[0]]}, "'items' twice"),
         ({"history": [*PAIRS, ("long", "item")]}, r"'long' has max_length 6, but 'items' 5"),
         ({"history": []}, "needs a history"),
+        ({"history": "items"}, "Invalid history = 'items'; expected a list of pairs"),
+        ({"history": [("items",)]}, "Invalid history"),
+        ({"history": [("items", 3)]}, "Invalid history"),
+        ({"history": 3}, "Invalid history = 3"),
         ({"hidden": (0,)}, "width"),
+        ({"hidden": 8}, "hidden = 8"),
         ({"outputs": 0}, "outputs"),
+        ({"outputs": 1.5}, "outputs = 1.5"),
         ({"dropout": 1.0}, "dropout"),
     ],
 )
@@ -371,7 +377,10 @@ def test_a_schema_without_a_history_is_refused(make):
     ("build", "match"),
     [
         (lambda s: DIN(s, history=[("items", "wide")]), "event has dim 4, but the candidate 7"),
-        (lambda s: DIN(s, history=PAIRS[:1], attention=(-1,)), "width"),
+        (lambda s: DIN(s, history=PAIRS[:1], attention=(-1,)), "width in attention = -1"),
+        (lambda s: DIN(s, history=PAIRS[:1], attention=4), "Invalid attention = 4"),
+        (lambda s: DIEN(s, history=PAIRS[:1], negatives="long"), "Invalid negatives = 'long'"),
+        (lambda s: SASRec(s, history=PAIRS[:1], negatives=3), "Invalid negatives = 3"),
         (lambda s: DIEN(s, history=PAIRS, negatives=["items"]), "negatives has 1 features, but the history 2"),
         (lambda s: DIEN(s, history=PAIRS[:1], negatives=["item"]), "negatives: feature 'item' has pooling='sum'"),
         (lambda s: DIEN(s, history=PAIRS[:1], negatives=["long"]), "'long' has max_length 6"),
@@ -574,6 +583,10 @@ def test_two_tower_takes_batches_of_hardly_any_rows(rows):
     ("build", "match"),
     [
         (lambda: TwoTower(two_tower_schema(), item=["nope"]), "no ID-type feature 'nope'"),
+        (lambda: TwoTower(two_tower_schema(), item="item"), "Invalid item = 'item'; expected a list of names"),
+        (lambda: TwoTower(two_tower_schema(), item=3), "Invalid item = 3"),
+        (lambda: TwoTower(two_tower_schema(), item=["item"], log_q=3), "log_q = 3 is no dense feature"),
+        (lambda: TwoTower(two_tower_schema(), item=["item"], hidden="8"), "width in hidden = '8'"),
         (lambda: TwoTower(two_tower_schema(), item=[]), "leaves a tower without"),
         (lambda: TwoTower(two_tower_schema(), item=["user", "item", "shop"]), "leaves a tower without"),
         (lambda: TwoTower(two_tower_schema(), item=["item"], log_q="item"), "log_q = 'item' is no dense feature"),

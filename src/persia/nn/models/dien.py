@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from persia.checks import check_number, plain
 from persia.nn.models.history import HistoryInput, NextItem, masked_softmax, next_item_loss
-from persia.nn.models.layers import mlp, output_count
+from persia.nn.models.layers import feature_names, mlp, output_count
 from persia.nn.output import ModelOutput
 from persia.nn.pooling import Embeddings
 from persia.schema import Schema
@@ -59,7 +59,7 @@ class DIEN(nn.Module):
         outputs: int | None = None,
     ) -> None:
         super().__init__()
-        self.input = HistoryInput(schema, history, newest_first, negatives or ())
+        self.input = HistoryInput(schema, history, newest_first, feature_names("negatives", negatives or ()))
         self.next_item = NextItem(schema, self.input, negatives)
         self.auxiliary = plain(auxiliary)
         check_number("auxiliary", self.auxiliary, 0)
@@ -120,7 +120,7 @@ class AttentionGRU(nn.Module):
             attention: of each, in [0, 1], float32 `[batch, length]`.
         """
         projected = self.inputs(values).float()
-        state = projected.new_zeros(len(values), values.shape[2])
+        state: Tensor = projected.new_zeros(len(values), values.shape[2])
         for step, weight in zip(projected.unbind(1), attention.unsqueeze(2).unbind(1), strict=True):
             update, reset, new = step.chunk(3, 1)
             from_update, from_reset, from_new = self.states(state).float().chunk(3, 1)

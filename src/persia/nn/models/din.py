@@ -51,7 +51,7 @@ class DIN(nn.Module):
         self.input = HistoryInput(schema, history, newest_first=False)
         self.input.check_same_dim()
         width = self.input.dim
-        self.attention = mlp(4 * width, attention, 1)
+        self.attention = mlp(4 * width, attention, 1, option="attention")
         inputs = width + self.input.others + len(schema.dense_features)
         self.deep = mlp(inputs, hidden, output_count(schema, outputs), dropout=dropout)
 

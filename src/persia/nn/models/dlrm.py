@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from persia.errors import ConfigError
-from persia.nn.models.layers import SameDim, feature_dims, mlp, output_count
+from persia.nn.models.layers import SameDim, feature_dims, layer_widths, mlp, output_count
 from persia.nn.pooling import Embeddings
 from persia.schema import Schema
 
@@ -47,7 +47,7 @@ class DLRM(nn.Module):
         super().__init__()
         self.same_dim = SameDim(feature_dims(schema), dim)
         dense = len(schema.dense_features)
-        self.bottom = mlp(dense, [*bottom, self.same_dim.dim], None) if dense else None
+        self.bottom = mlp(dense, [*layer_widths("bottom", bottom), self.same_dim.dim], None) if dense else None
         vectors = len(self.same_dim.names) + bool(dense)
         if vectors < 2:
             raise ConfigError("DLRM needs two ID-type features, or one and dense features.", field="id_features")

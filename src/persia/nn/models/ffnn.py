@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from persia.errors import ConfigError
-from persia.nn.models.layers import feature_dims, mlp, output_count, pooled
+from persia.nn.models.layers import feature_dims, feature_pairs, mlp, output_count, pooled
 from persia.nn.pooling import Embeddings
 from persia.schema import Schema
 
@@ -45,7 +45,8 @@ class FFNN(nn.Module):
     ) -> None:
         super().__init__()
         dims = feature_dims(schema)
-        for left, right in products:
+        self.products = feature_pairs("products", products)
+        for left, right in self.products:
             for name in (left, right):
                 schema.feature(name)
             if dims[left] != dims[right]:
@@ -54,8 +55,7 @@ class FFNN(nn.Module):
                     field="products",
                 )
         self.features = tuple(dims)
-        self.products = tuple((left, right) for left, right in products)
-        inputs = sum(dims.values()) + sum(dims[left] for left, _ in products) + len(schema.dense_features)
+        inputs = sum(dims.values()) + sum(dims[left] for left, _ in self.products) + len(schema.dense_features)
         self.mlp = mlp(inputs, hidden, output_count(schema, outputs), batch_norm=batch_norm, dropout=dropout)
 
     @classmethod

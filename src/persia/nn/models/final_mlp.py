@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from persia.checks import check_integer, plain
 from persia.errors import ConfigError
-from persia.nn.models.layers import feature_dims, mlp, output_count, pooled
+from persia.nn.models.layers import feature_dims, feature_names, layer_widths, mlp, output_count, pooled
 from persia.nn.pooling import Embeddings
 from persia.schema import Schema
 
@@ -55,7 +55,8 @@ class FinalMLP(nn.Module):
         dims = feature_dims(schema)
         self.features = tuple(dims)
         inputs = sum(dims.values()) + len(schema.dense_features)
-        streams = (tuple(hidden), tuple(hidden if hidden2 is None else hidden2))
+        first_widths = layer_widths("hidden", hidden)
+        streams = (first_widths, first_widths if hidden2 is None else layer_widths("hidden2", hidden2))
         heads, gate_hidden = plain(heads), plain(gate_hidden)
         check_integer("heads", heads, 1)
         check_integer("gate_hidden", gate_hidden, 1)
@@ -66,11 +67,12 @@ class FinalMLP(nn.Module):
                     "output of each stream into equal heads.",
                     field="heads",
                 )
-        if len(gates) != 2:
+        if not isinstance(gates, (tuple, list)) or len(gates) != 2:
             raise ConfigError(f"Invalid gates = {gates!r}; expected two lists of features.", field="gates")
-        for name in (*gates[0], *gates[1]):
+        read = [feature_names("gates", names) for names in gates]
+        for name in (*read[0], *read[1]):
             schema.feature(name)
-        self.gates = nn.ModuleList(_Gate({name: dims[name] for name in names}, gate_hidden, inputs) for names in gates)
+        self.gates = nn.ModuleList(_Gate({name: dims[name] for name in names}, gate_hidden, inputs) for names in read)
         self.streams = nn.ModuleList(mlp(inputs, widths, None, dropout=dropout) for widths in streams)
         first, second = streams[0][-1], streams[1][-1]
         count = output_count(schema, outputs)

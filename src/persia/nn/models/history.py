@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from persia.checks import check_flag, check_integer
 from persia.errors import ConfigError
-from persia.nn.models.layers import feature_dims, pooled
+from persia.nn.models.layers import feature_dims, feature_names, feature_pairs, pooled
 from persia.nn.pooling import Embeddings, SequenceEmbedding
 from persia.schema import IdFeature, Schema
 
@@ -79,7 +79,7 @@ class HistoryInput:
         dims = feature_dims(schema)
         check_flag("newest_first", newest_first)
         self.newest_first = newest_first
-        self.pairs = _pairs_of_tables(schema, without) if history is None else tuple((a, b) for a, b in history)
+        self.pairs = _pairs_of_tables(schema, without) if history is None else feature_pairs("history", history)
         if not self.pairs:
             raise ConfigError(
                 "This model needs a history: an un-pooled feature (pooling=None) and a pooled one of the same table; "
@@ -153,7 +153,7 @@ class NextItem:
 
     def __init__(self, schema: Schema, history: HistoryInput, negatives: Sequence[str] | None) -> None:
         self._history = history
-        self._names = None if negatives is None else tuple(negatives)
+        self._names = None if negatives is None else feature_names("negatives", negatives)
         if self._names is None:
             return
         if len(self._names) != len(history.pairs):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from persia.checks import check_integer, plain
 from persia.errors import ConfigError
-from persia.nn.models.layers import feature_dims, mlp, output_count, pooled
+from persia.nn.models.layers import feature_dims, layer_widths, mlp, output_count, pooled
 from persia.nn.pooling import Embeddings
 from persia.schema import Schema
 
@@ -50,7 +50,8 @@ class MMoE(nn.Module):
         inputs = sum(dims.values()) + len(schema.dense_features)
         experts = plain(experts)
         check_integer("experts", experts, 1)
-        width = _expert_width(expert_hidden)
+        expert_hidden = _expert_widths(expert_hidden)
+        width = expert_hidden[-1]
         tasks = output_count(schema, outputs)
         self.experts = nn.ModuleList(mlp(inputs, expert_hidden, None, dropout=dropout) for _ in range(experts))
         self.gates = nn.ModuleList(nn.Linear(inputs, experts, bias=False) for _ in range(tasks))
@@ -105,7 +106,8 @@ class PLE(nn.Module):
         check_integer("levels", levels, 1)
         check_integer("experts", experts, 1)
         check_integer("shared_experts", shared_experts, 1)
-        width = _expert_width(expert_hidden)
+        expert_hidden = _expert_widths(expert_hidden)
+        width = expert_hidden[-1]
         tasks = output_count(schema, outputs)
         counts = [experts] * tasks + [shared_experts]
         self.levels = nn.ModuleList(
@@ -165,8 +167,9 @@ def _mixture(scores: Tensor, experts: Tensor) -> Tensor:
     return torch.bmm(weights.unsqueeze(1), experts).squeeze(1)
 
 
-def _expert_width(hidden: Sequence[int]) -> int:
-    """Returns the width of an expert's output."""
-    if not hidden:
+def _expert_widths(hidden: Sequence[int]) -> tuple[int, ...]:
+    """Returns the widths of an expert's layers, of which there is one at least."""
+    widths = layer_widths("expert_hidden", hidden)
+    if not widths:
         raise ConfigError("An expert needs a layer; give expert_hidden a width.", field="expert_hidden")
-    return int(hidden[-1])
+    return widths

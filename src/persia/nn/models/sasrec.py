@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from persia.checks import check_integer, check_number, plain
 from persia.errors import ConfigError
 from persia.nn.models.history import Events, HistoryInput, NextItem, check_heads, next_item_loss
+from persia.nn.models.layers import feature_names
 from persia.nn.output import ModelOutput
 from persia.nn.pooling import Embeddings
 from persia.schema import Schema
@@ -56,7 +57,7 @@ class SASRec(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.input = HistoryInput(schema, history, newest_first, negatives or ())
+        self.input = HistoryInput(schema, history, newest_first, feature_names("negatives", negatives or ()))
         self.input.check_same_dim()
         self.negatives = NextItem(schema, self.input, negatives)
         if len(schema.labels) != 1:

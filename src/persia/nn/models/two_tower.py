@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from persia.checks import check_integer, check_number, plain
 from persia.errors import ConfigError
-from persia.nn.models.layers import feature_dims, mlp, pooled
+from persia.nn.models.layers import feature_dims, feature_names, mlp, pooled
 from persia.nn.output import ModelOutput
 from persia.nn.pooling import Embeddings
 from persia.schema import Schema
@@ -73,6 +73,7 @@ class TwoTower(nn.Module):
                 "the user chose the item.",
                 field="labels",
             )
+        item = feature_names("item", item)
         for name in item:
             if name not in dense:
                 schema.feature(name)
