@@ -34,6 +34,14 @@ def test_one_wheel_for_each_abi():
     assert {config[f"manylinux-{machine}-image"] for machine in ("x86_64", "aarch64")} == {"manylinux_2_28"}
 
 
+def test_a_wheel_of_the_stable_abi_is_never_built_without_it():
+    found = re.search(r"find_package\(Python [^)]*\)", (ROOT / "CMakeLists.txt").read_text())[0]
+    assert found.endswith(" ${SKBUILD_SABI_COMPONENT})")
+    assert "OPTIONAL" not in found
+    version = PROJECT["tool"]["scikit-build"]["cmake"]["version"].removeprefix(">=")
+    assert tuple(map(int, version.split("."))) >= (3, 26)  # The first to know the component.
+
+
 def test_nothing_but_the_build_is_needed_to_build():
     names = {re.match(r"[\w-]+", each)[0] for each in PROJECT["build-system"]["requires"]}
     assert names == {"scikit-build-core", "nanobind"}
