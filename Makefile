@@ -67,7 +67,8 @@ format: install  ## fix style
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $$(git ls-files '*.cpp' '*.hpp')
 
-# What the wheel is built from: sdist, as a release is; or checkout, of what `install` has compiled.
+# What the wheel is built from: sdist, as a release is; or checkout, of what `install` has compiled. What it needs comes from the
+# package index, or without a network from a folder of wheels: PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER make wheel
 WHEEL_FROM ?= sdist
 wheel: install  ## build the source distribution and the wheel into dist/, install it into an empty environment, try it there
 	$(BIN)/python tests/wheel.py $(WHEEL_FROM)

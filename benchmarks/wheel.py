@@ -2,7 +2,8 @@
 
     python -m benchmarks 'wheel.*' [--preset smoke|laptop|full] [--json FILE]
 
-wheel.size_mb    The wheel in dist/, where `make wheel` puts it. Without one, this and the next are skipped.
+wheel.size_mb    The wheel of this version in dist/, where `make wheel` puts it; without one, this and the next are
+                 skipped.
 wheel.install_s  `pip install` of it into an environment that has torch; all other dependencies come from the package
                  index or pip's cache, in the versions of constraints.txt. Preset smoke installs none of them.
 wheel.import_s   `import persia` in a new interpreter: the checkout's, which has the same files.
@@ -32,20 +33,24 @@ IMPORT = "import time; start = time.perf_counter(); import persia; print(time.pe
 @runner.measures("wheel.size_mb", "wheel.install_s")
 def built(preset: str) -> Iterator[runner.Measure]:
     """What `make wheel` built."""
-    wheels = sorted((ROOT / "dist").glob("persia-*.whl"), key=lambda wheel: wheel.stat().st_mtime)
-    if not wheels:
+    wheel = newest(ROOT / "dist", metadata.version("persia"))
+    if wheel is None:
         print(
-            "wheel.size_mb and wheel.install_s are skipped: dist/ has no wheel; `make wheel` builds it.",
+            "wheel.size_mb and wheel.install_s are skipped: dist/ has no wheel of this version; `make wheel` builds.",
             file=sys.stderr,
         )
         return
-    wheel = wheels[-1]
     facts = {"wheel": wheel.name}
     yield runner.Measure("wheel.size_mb", wheel.stat().st_size / 1e6, "MB", at_most=5.0, details=facts)
     options = ["--no-deps"] if preset == "smoke" else []
     times = [timed_install(wheel, options) for _ in range(runner.MIN_ROUNDS if preset == "full" else 1)]
     wall, processor = (statistics.median(each) for each in zip(*times, strict=True))
     yield runner.Measure("wheel.install_s", wall, "s", at_most=20.0, details={**facts, "processor_s": processor})
+
+
+def newest(folder: Path, version: str) -> Path | None:
+    """Returns the wheel of a version of persia that was built last; None if there is none."""
+    return max(folder.glob(f"persia-{version}-*.whl"), key=lambda wheel: wheel.stat().st_mtime, default=None)
 
 
 def timed_install(wheel: Path, options: list[str]) -> tuple[float, float]:

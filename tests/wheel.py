@@ -1,18 +1,21 @@
 """Builds the wheel and tries it as a user would; `make wheel` calls it.
 
     python tests/wheel.py [sdist|checkout]   build, repair, install into an empty environment, try
+    python tests/wheel.py check FILE...      refuse source distributions and wheels that lack a file
     python tests/wheel.py installed          try what this Python has installed
 
 From `sdist` (the default) the wheel is built of the source distribution, as a release is. From `checkout` it takes the
 objects that `make install` has compiled, and the source distribution is only compared with the files under version
-control. Leaves both in dist/. Nothing runs inside the checkout, so no file of it can stand in for one that the wheel
-lacks.
+control. Leaves both in dist/, in place of those of earlier versions. Nothing runs inside the checkout, so no file of it
+can stand in for one that the wheel lacks. What the wheel needs comes from the package index, or with PIP_NO_INDEX=1 and
+PIP_FIND_LINKS=FOLDER from a folder of wheels.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -59,14 +62,16 @@ def build(source: str, folder: Path) -> Path:
     (sdist,) = folder.glob("*.tar.gz")
     check_sdist(sdist)
     (raw,) = folder.glob("*.whl")
+    # The tag says which systems have all that the wheel links to: those with the C library of this one, or a newer one.
+    run(sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", folder / "repaired", raw)
+    (wheel,) = (folder / "repaired").glob("*.whl")
+    check_wheel(wheel)
+    check_sbom(wheel, metadata.version("nanobind"))
+    DIST.mkdir(exist_ok=True)
     for old in DIST.glob("persia-*"):
         old.unlink()
-    DIST.mkdir(exist_ok=True)
-    (DIST / sdist.name).write_bytes(sdist.read_bytes())
-    # The tag says which systems have all that the wheel links to: those with the C library of this one, or a newer one.
-    run(sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", DIST, raw)
-    (wheel,) = DIST.glob("*.whl")
-    return wheel
+    shutil.copy(sdist, DIST)
+    return Path(shutil.copy(wheel, DIST))
 
 
 def check_sdist(sdist: Path) -> None:
@@ -94,10 +99,15 @@ def check_wheel(wheel: Path) -> None:
             sys.exit(f"{wheel.name} bundles {', '.join(bundled)}: name their licences in licenses/ first.")
         if len([name for name in names if "dist-info/licenses/" in name]) != 3:
             sys.exit(f"{wheel.name} lacks LICENSE or the licences of what is linked.")
-        (sbom,) = (name for name in names if "dist-info/sboms/" in name)
+
+
+def check_sbom(wheel: Path, nanobind: str) -> None:
+    """Refuses a wheel whose list of components names another version of nanobind than the one that is linked."""
+    with ZipFile(wheel) as archive:
+        (sbom,) = (name for name in archive.namelist() if "dist-info/sboms/" in name)
         versions = {each["name"]: each.get("version") for each in json.loads(archive.read(sbom))["components"]}
-    if versions["nanobind"] != metadata.version("nanobind"):
-        sys.exit(f"{sbom} says nanobind {versions['nanobind']}; linked is {metadata.version('nanobind')}.")
+    if versions["nanobind"] != nanobind:
+        sys.exit(f"{sbom} says nanobind {versions['nanobind']}; linked is {nanobind}.")
 
 
 def try_out(prefix: Path) -> None:
@@ -124,17 +134,20 @@ def try_out(prefix: Path) -> None:
 
 def main() -> None:
     """Runs the command line."""
-    source = sys.argv[1] if len(sys.argv) > 1 else "sdist"
+    source, *files = sys.argv[1:] or ["sdist"]
     if source == "installed":
         return try_out(Path(sys.prefix))
+    if source == "check":
+        for file in map(Path, files):
+            (check_wheel if file.suffix == ".whl" else check_sdist)(file)
+        return None
     if source not in ("sdist", "checkout"):
-        sys.exit(f"Invalid source {source!r}; expected one of: sdist, checkout, installed")
+        sys.exit(f"Invalid source {source!r}; expected one of: sdist, checkout, check, installed")
     sys.path.insert(0, str(ROOT))
     from benchmarks.wheel import environment_with_torch, install
 
     with tempfile.TemporaryDirectory(prefix="persia-wheel-") as name:
         wheel = build(source, Path(name) / "dist")
-        check_wheel(wheel)
         python = environment_with_torch(Path(name) / "environment")
         install(python, wheel)
         try_out(python.parents[1])

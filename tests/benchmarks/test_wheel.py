@@ -1,6 +1,9 @@
-"""The environment in which a wheel is tried has torch with what it needs, and nothing else."""
+"""The environment in which a wheel is tried has torch and what it needs, and the wheel is the one just built."""
 
+import importlib.util
+import os
 import subprocess
+from pathlib import Path
 
 from benchmarks import wheel
 
@@ -30,3 +33,45 @@ def test_distributions_that_share_a_folder_are_linked_once(tmp_path, monkeypatch
     done = subprocess.run([python, "-c", f"{code}; import unrelated"], capture_output=True, text=True)
     assert done.stdout.split() == ["1", ".", "0"]
     assert "No module named 'unrelated'" in done.stderr
+
+
+def test_the_measured_wheel_is_the_last_one_of_this_version(tmp_path):
+    assert wheel.newest(tmp_path, "0.2") is None
+    names = ["persia-0.2-cp312-abi3-linux_x86_64.whl", "persia-0.2-cp311-cp311-linux_x86_64.whl", "persia-0.1-x.whl"]
+    for age, name in enumerate(reversed(names)):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (1_000 - age, 1_000 - age))  # That of the earlier version is the newest file.
+    assert wheel.newest(tmp_path, "0.2").name == names[1]
+
+
+def test_dist_has_the_wheel_just_built_and_none_of_earlier_versions(tmp_path, monkeypatch):
+    path = Path(__file__).parents[1] / "wheel.py"
+    spec = importlib.util.spec_from_file_location("build_wheel", path)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    dist, folder = tmp_path / "dist", tmp_path / "build"
+    dist.mkdir()
+    for name in ("persia-0.0.1-py3-none-any.whl", "persia-0.0.1.tar.gz", "other-1.0-py3-none-any.whl"):
+        (dist / name).touch()
+
+    def run(*command, **_):
+        if "auditwheel" in command:
+            target = command[command.index("--wheel-dir") + 1]
+            target.mkdir()
+            (target / "persia-0.2-repaired.whl").touch()
+        elif "build" in command:
+            folder.mkdir()
+            for name in ("persia-0.2.tar.gz", "persia-0.2-raw.whl"):
+                (folder / name).touch()
+        return ""
+
+    monkeypatch.setattr(script, "run", run)
+    monkeypatch.setattr(script, "DIST", dist)
+    for check in ("check_sdist", "check_wheel", "check_sbom"):
+        monkeypatch.setattr(script, check, lambda *_: None)
+    assert script.build("sdist", folder) == dist / "persia-0.2-repaired.whl"
+    assert sorted(path.name for path in dist.iterdir()) == [
+        "other-1.0-py3-none-any.whl",
+        "persia-0.2-repaired.whl",
+        "persia-0.2.tar.gz",
+    ]

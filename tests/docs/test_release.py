@@ -26,6 +26,36 @@ def test_wheels_are_tried_on_both_architectures_from_the_oldest_python_on():
     assert PROJECT["project"]["requires-python"] == f">={pythons[0]}"
 
 
+def test_wheels_are_built_from_the_source_distribution_and_tried():
+    wheels = JOBS["wheels"]
+    assert wheels["needs"] == "sdist"
+    assert not [step for step in wheels["steps"] if "checkout" in step.get("uses", "")]
+    (build,) = (step["run"] for step in wheels["steps"] if "run" in step)
+    assert "cibuildwheel" in build
+    assert "dist/*.tar.gz" in build
+    assert JOBS["try"]["needs"] == "wheels"
+    tried = JOBS["try"]["steps"][-1]["run"]
+    assert "tests/wheel.py check wheelhouse/*.whl" in tried
+    assert "tests/wheel.py installed" in tried
+
+
+def test_publishing_waits_for_the_gate():
+    assert [step["run"] for step in JOBS["gate"]["steps"] if "run" in step] == [".ci/run"]
+
+
+def test_actions_are_pinned_by_commit_and_tools_by_version():
+    steps = [step for job in JOBS.values() for step in job["steps"]]
+    loose = [step["uses"] for step in steps if "uses" in step and not re.search(r"@[0-9a-f]{40}$", step["uses"])]
+    assert loose == []
+    commands = " ".join(step.get("run", "") for step in steps)
+    assert re.findall(r"pipx run (\S+)", commands) == re.findall(r"pipx run (\w+==[\d.]+)", commands)
+
+
+def test_the_environment_is_the_documented_one():
+    page = (ROOT / "docs" / "guide" / "install.md").read_text(encoding="utf-8")
+    assert f"its environment `{JOBS['publish']['environment']}`" in " ".join(page.split())
+
+
 def test_one_wheel_for_each_abi():
     config = PROJECT["tool"]["cibuildwheel"]
     stable = PROJECT["tool"]["scikit-build"]["wheel"]["py-api"]
