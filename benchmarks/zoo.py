@@ -1,9 +1,10 @@
-"""Every model of `persia.nn.models`: accuracy and speed beside plain PyTorch, and the switch of the GBA paper.
+"""Models of `persia.nn.models`: accuracy and speed beside plain PyTorch, and the switch of the GBA paper.
 
     python -m benchmarks 'zoo.*' [--preset smoke|laptop|full] [--json FILE]
 
-zoo.auc.DATA.MODEL   Progressive AUC of one pass minus that of plain PyTorch with `nn.Embedding`, the same network,
-                     optimizers and rates; paired by seed. DATA is `globo`, `adult`, or `sequences`: generated clicks on
+zoo.auc.DATA.MODEL   Progressive AUC of one pass minus that of plain PyTorch with `nn.Embedding`, the same network and
+                     initial parameters of it, optimizers and rates; paired by seed. All models but TwoTower, whose
+                     logits are not of clicks. DATA is `globo`, `adult`, or `sequences`: generated clicks on
                      items like the newest of a history, whose best possible AUC is known (`best`).
 zoo.rate.DATA.MODEL  Rows/s of the same runs over those of plain PyTorch, whose ids are numbered and sequences padded
                      before its time begins. Both in alternation, in mode Sync.
