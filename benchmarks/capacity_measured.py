@@ -34,6 +34,7 @@ from benchmarks.store import ids_of
 from persia import Batch, IdColumn, IdFeature, Schema
 from persia.cluster import Ray
 from persia.modes import Hybrid
+from persia.ps.sizes import water_level
 from persia.schema import RowwiseAdagrad, Table
 from persia.worker.routing import Router
 
@@ -105,21 +106,13 @@ def widened(rows: int) -> list[int]:
     return [max(3, round(size * factor)) for size in VOCABULARIES]
 
 
-def equal_parts(sizes: list[int], kept: int) -> list[int]:
-    """Divides rows in memory equally among tables, as PSs do by themselves. Small tables are wholly in memory."""
-    parts = dict.fromkeys(range(len(sizes)), 0)
-    for done, i in enumerate(sorted(parts, key=lambda i: sizes[i])):
-        parts[i] = min(sizes[i], kept // (len(sizes) - done))
-        kept -= parts[i]
-    return list(parts.values())
-
-
 def schema_of(dim: int, kept: int = 0, rows: int = 0, spill: str | None = None) -> Schema:
     """Returns a schema with a table a feature; with `spill`, `kept` of `rows` are in memory."""
     features = [IdFeature(f"c{i}", dim=dim) for i in range(len(VOCABULARIES))]
     sizes = widened(rows)
     tables = []
-    for feature, size, memory in zip(features, sizes, equal_parts(sizes, kept), strict=True):
+    # Equal parts, as PSs divide their memory by themselves: small tables are wholly in memory.
+    for feature, size, memory in zip(features, sizes, map(int, water_level(sizes, kept)), strict=True):
         if spill is None:
             tables.append(Table(feature.name, dim, dtype="bfloat16"))
         else:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from persia.batching.batch import Batch, IdColumn
-from persia.nn.output import ModelOutput
+from persia.nn.output import loss_of
 from persia.nn.pooling import SequenceEmbedding
 from persia.schema import Adagrad, Schema
 
@@ -122,14 +122,11 @@ def run(
     tables = torch.optim.Adagrad(
         embeddings.parameters(), rows.lr, initial_accumulator_value=rows.initial_accumulator, eps=rows.eps
     )
-    loss_of = getattr(model, "loss", F.binary_cross_entropy_with_logits)
     model.train()
     scores = []
     begin = time.perf_counter()
     for batch in inputs:
-        output = model(batch.dense, embeddings(batch))
-        logits, *extra = output if isinstance(output, ModelOutput) else (output,)
-        loss = loss_of(logits, batch.labels, *extra)
+        logits, loss = loss_of(model, model(batch.dense, embeddings(batch)), batch.labels)
         network.zero_grad()
         tables.zero_grad()
         loss.backward()

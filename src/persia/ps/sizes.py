@@ -35,6 +35,7 @@ __all__ = [
     "fits_disk",
     "table_sizes",
     "text_of_bytes",
+    "water_level",
 ]
 
 MIN_SHARE = 1024
@@ -212,7 +213,7 @@ def _chosen_sizes(
     takers = [table for table in tables.values() if takes_what_it_finds(table)]
     wholly = [_size(table, optimizer, table.capacity or 0).bytes if table.capacity else left for table in takers]
     found = []
-    for table, part in zip(takers, _water_level(wholly, left), strict=True):
+    for table, part in zip(takers, water_level(wholly, left), strict=True):
         if table.spill is not None:
             size = _size(table, optimizer, 0)
             rows = (part - size.bytes if size.capacity is not None else part / 2) // size.own_bytes
@@ -253,7 +254,7 @@ def divide(sizes: Sequence[TableSize], memory: Sequence[Memory | None]) -> list[
     limits = [wanted if one is None else min(wanted, max(0, one.total - fixed)) for one in memory]
     if sum(limits) < wanted:
         raise _too_large(sizes, memory, fixed * count + wanted, Fraction(sum(limits), wanted))
-    parts = _water_level(limits, wanted)
+    parts = water_level(limits, wanted)
     _warn_of_unequal(parts, memory)
     shares: list[dict[str, int]] = [{} for _ in memory]
     for size in sizes:
@@ -287,8 +288,13 @@ def divide_here(
     return divide_tables(tables, optimizer, [host_memory().shared(count)] * count, overcommit)
 
 
-def _water_level(limits: Sequence[int], wanted: int) -> list[Fraction]:
-    """Returns equal parts of `wanted` up to the limits, which suffice: what exceeds a limit goes to the others."""
+def water_level(limits: Sequence[int], wanted: int) -> list[Fraction]:
+    """Returns equal parts of `wanted` up to the limits: what exceeds a limit goes to the others.
+
+    Args:
+        limits: the largest parts. If they do not suffice, they are the parts.
+        wanted: the sum of the parts.
+    """
     parts = [Fraction(limit) for limit in limits]
     left = wanted
     order = sorted(range(len(limits)), key=limits.__getitem__)

@@ -67,7 +67,8 @@ class VirtualTraining:
     Not thread-safe. Networks whose buffers change in training (BatchNorm) are trained as if by one NN worker.
 
     Args:
-        model: `model(dense, embeddings)` returns logits `[batch, labels]`; the loss is the mean binary cross-entropy.
+        model: `model(dense, embeddings)` returns logits `[batch, labels]`, or a `ModelOutput`. Its own `loss` is used
+            where it has one, else the mean binary cross-entropy.
         schema: the input of the model.
         batches: returns a batch by its number.
         optimizer: makes the optimizer of the dense parameters from a list of them.
