@@ -86,6 +86,12 @@ def test_train_evaluate_predict_inspect_resume(config, tmp_path):
     assert record["evaluation"]["rows"] == 500
 
     assert "AUC" in persia("evaluate", config, "--checkpoint", out)
+    scores = tmp_path / "scores.json"
+    text = persia(*f"evaluate {config} --checkpoint {out} --group-by id_0 --at 1 --at 5 --json {scores}".split())
+    assert "recall@5" in text
+    scored = json.loads(scores.read_text())
+    assert list(scored["grouped"]["click"]["ndcg"]) == ["1", "5"]
+    assert sum(bucket["rows"] for bucket in scored["buckets"]["click"]) == scored["rows"] == 500
     predictions = str(tmp_path / "new" / "p.parquet")
     persia("predict", config, "--checkpoint", out, "--output", predictions)
     assert pq.read_table(predictions).num_rows == 500

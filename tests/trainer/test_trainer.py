@@ -7,8 +7,10 @@ import torch
 
 import persia
 from persia.errors import ConfigError, DataError, DivergedError
+from persia.metrics import GroupedMetrics
 from persia.modes import Hybrid, Sync
 from persia.optim import Adagrad
+from persia.testing import Threads
 
 
 def reader(rows=4_000, **options):
@@ -16,7 +18,7 @@ def reader(rows=4_000, **options):
     return persia.data.synthetic(rows, **options)
 
 
-def trainer(schema, mode=None, model=None, optimizer=None, **options):
+def trainer(schema, mode=None, model=None, optimizer=None, cluster=None, **options):
     torch.manual_seed(0)
     return persia.Trainer(
         model or persia.nn.models.FFNN(schema, hidden=(16,)),
@@ -24,6 +26,7 @@ def trainer(schema, mode=None, model=None, optimizer=None, **options):
         optimizer=optimizer or (lambda p: torch.optim.Adam(p, 1e-2)),
         embedding_optimizer=Adagrad(lr=0.1),
         mode=mode or Sync(),
+        cluster=cluster,
         options=persia.TrainerOptions(**{"progress": False} | options),
     )
 
@@ -134,6 +137,45 @@ def test_an_iterator_cannot_be_read_twice():
     t = trainer(reader().schema)
     with pytest.raises(ConfigError, match="read twice"):
         t.fit(iter(list(reader())), epochs=2)
+
+
+@pytest.mark.parametrize("nn_workers", [1, 2])
+def test_samples_are_ranked_within_the_ids_of_a_feature(nn_workers):
+    data = reader(2_000)
+
+    def work(member):
+        t = trainer(data.schema, cluster=member)
+        t.fit(data)
+        return t.evaluate(data, group_by="id_1", at=(3, 5)), list(t.predict(data))
+
+    result, predictions = Threads(nn_workers=nn_workers, timeout=60.0).run(work)[0]
+    expected = GroupedMetrics((3, 5))
+    for batch, probabilities in zip(data, predictions, strict=True):
+        p = probabilities[:, 0].astype(np.float64)
+        expected.update(batch.id_features["id_1"].values, np.log(p / (1 - p)), batch.labels[:, 0])
+    found, expected = result.grouped["click"], expected.result()
+    assert (found.groups, found.rows) == (50, 2_000)
+    assert found.auc == pytest.approx(expected.auc, abs=1e-4)
+    assert found.recall == pytest.approx(expected.recall, abs=1e-3)
+    assert found.ndcg == pytest.approx(expected.ndcg, abs=1e-3)
+
+
+def test_groups_are_ids_of_a_feature_with_one_for_each_sample():
+    data = reader(400)
+    t = trainer(data.schema)
+    assert not t.evaluate(data).grouped
+    with pytest.raises(ConfigError, match="id_0, id_1, id_2"):
+        t.evaluate(data, group_by="user")
+    for offsets in ([0, 2, 3], [0, 1, 2], [0, 2, 2]):
+        ids = {f"id_{i}": np.arange(2) for i in range(3)} | {"id_1": (np.arange(offsets[-1]), np.array(offsets))}
+        batch = persia.Batch.from_columns(
+            data.schema, ids | {f"dense_{i}": [0.5, 1] for i in range(2)} | {"click": [0, 1]}
+        )
+        if offsets == [0, 1, 2]:
+            assert t.evaluate([batch], group_by="id_1").grouped["click"].groups == 2
+        else:
+            with pytest.raises(DataError, match="one id for each sample"):
+                t.evaluate([batch], group_by="id_1")
 
 
 def test_evaluation_and_prediction_change_nothing():

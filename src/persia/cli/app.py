@@ -170,6 +170,11 @@ def evaluate(
     config: Config,
     checkpoint: Checkpoint,
     overrides: Set = None,
+    group_by: Annotated[
+        str | None,
+        typer.Option(help="Also GAUC, recall@k and NDCG@k within each id of this feature.", metavar="FEATURE"),
+    ] = None,
+    at: Annotated[list[int] | None, typer.Option(help="k of these (repeatable; 10 by default).", metavar="K")] = None,
     json: Annotated[str | None, typer.Option(help="Write the result to this file as JSON.", metavar="FILE")] = None,
 ) -> None:
     """Evaluate a checkpoint on `eval_data`, or on `data` if there is none.
@@ -180,7 +185,7 @@ def evaluate(
 
     trainer, reader = _restored(config, overrides, checkpoint)
     with _ending(trainer):
-        result = trainer.evaluate(reader)
+        result = trainer.evaluate(reader, group_by=group_by, at=at or (10,))
     out.print_metrics("evaluation", result)
     if json is not None:
         out.write_json(json, out.metrics_record(result))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterator
@@ -69,21 +70,26 @@ def print_fit(result: FitResult, checkpoint: str | None) -> None:
 def print_metrics(title: str, result: MetricsResult) -> None:
     """Prints metrics by label, and by day if the data have days."""
     table = Table(title=title)
-    for column in ("", "rows", "AUC", "log-loss", "calibration"):
+    for column in ("", "rows", "AUC", "log-loss", "NE", "calibration"):
         table.add_column(column, justify="left" if not column else "right")
     lines: list[tuple[str, Figures]] = list(result.labels.items())
     for day, figures in result.per_day.items():
         lines += [(f"{label}, day {day}", f) for label, f in figures.items()]
     for name, f in lines:
-        table.add_row(name, f"{f.rows:,}", f"{f.auc:.4f}", f"{f.log_loss:.4f}", f"{f.calibration:.3f}")
+        figures_of = (f"{f.auc:.4f}", f"{f.log_loss:.4f}", f"{f.normalized_entropy:.4f}", f"{f.calibration:.3f}")
+        table.add_row(name, f"{f.rows:,}", *figures_of)
     CONSOLE.print(table)
+    for label, grouped in result.grouped.items():
+        ranks = [f"recall@{k} {share:.4f}" for k, share in grouped.recall.items()]
+        ranks += [f"NDCG@{k} {gain:.4f}" for k, gain in grouped.ndcg.items()]
+        CONSOLE.print(f"{label}, {grouped.groups:,} groups: GAUC {grouped.auc:.4f}, {', '.join(ranks)}")
 
 
 def metrics_record(result: MetricsResult) -> dict[str, Any]:
     """Converts metrics to plain data."""
 
     def plain(f: Figures) -> dict[str, Any]:
-        return {"rows": f.rows, "auc": f.auc, "log_loss": f.log_loss, "calibration": f.calibration}
+        return dataclasses.asdict(f)
 
     return {
         "rows": result.rows,
@@ -91,10 +97,13 @@ def metrics_record(result: MetricsResult) -> dict[str, Any]:
         "auc_mean_of_days": result.auc_mean_of_days,
         "log_loss": result.log_loss,
         "calibration": result.calibration,
+        "normalized_entropy": result.normalized_entropy,
         "labels": {name: plain(f) for name, f in result.labels.items()},
         "per_day": {
             str(day): {name: plain(f) for name, f in figures.items()} for day, figures in result.per_day.items()
         },
+        "buckets": {name: [bucket._asdict() for bucket in buckets] for name, buckets in result.buckets.items()},
+        "grouped": {name: dataclasses.asdict(grouped) for name, grouped in result.grouped.items()},
     }
 
 

@@ -1,14 +1,30 @@
-"""Streaming metrics of binary predictions, from logits: AUC, log-loss and calibration, per label and per day.
+"""Metrics of binary predictions, from logits: AUC, log-loss and calibration, per label and per day, and by group.
 
-Memory does not grow with rows, and an update takes microseconds. A metric that is restored from its state gives the
-same results to the last bit. Torch is not needed; CPU tensors without gradient are accepted as arrays.
+Memory does not grow with rows (but for groups), and an update takes microseconds. A metric that is restored from its
+state gives the same results to the last bit. Torch is not needed; CPU tensors without gradient are accepted as arrays.
 """
 
 from persia.metrics.auc import AUC, BLOCK
+from persia.metrics.buckets import CalibrationBucket, calibration_buckets
 from persia.metrics.calibration import Calibration
+from persia.metrics.grouped import GroupedFigures, GroupedMetrics
 from persia.metrics.log_loss import LogLoss
-from persia.metrics.merging import merged_metrics
+from persia.metrics.merging import merged_grouped, merged_metrics
 from persia.metrics.result import Figures, MetricsResult
 from persia.metrics.streaming import Metrics
 
-__all__ = ["AUC", "BLOCK", "Calibration", "Figures", "LogLoss", "Metrics", "MetricsResult", "merged_metrics"]
+__all__ = [
+    "AUC",
+    "BLOCK",
+    "Calibration",
+    "CalibrationBucket",
+    "Figures",
+    "GroupedFigures",
+    "GroupedMetrics",
+    "LogLoss",
+    "Metrics",
+    "MetricsResult",
+    "calibration_buckets",
+    "merged_grouped",
+    "merged_metrics",
+]

@@ -96,6 +96,12 @@ class AUC:
         sides = self._counts.reshape(-1, 2)
         return sides[:, 0], sides[:, 1]
 
+    def histogram(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+        """Returns the centers of all bins, float64 `[bins]`, and how much of negatives and of positives is in each."""
+        negative, positive = self._sides()
+        centers = (np.arange(len(negative), dtype=np.float64) + 0.5) * (2 * LIMIT / self.bins) - LIMIT
+        return centers, negative, positive
+
     def result(self) -> float:
         """Returns the AUC; nan while there are rows of one class only."""
         negative, positive = self._sides()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,7 +40,12 @@ class LabelMetrics:
 
     def figures(self) -> Figures:
         """Returns the metrics so far."""
-        return Figures(self.log_loss.rows, self.auc.result(), self.log_loss.result(), self.calibration.result())
+        rows, loss = self.log_loss.rows, self.log_loss.result()
+        base = self.calibration.observed / rows if rows else 0.0
+        normalized = math.nan
+        if 0 < base < 1:
+            normalized = loss / -(base * math.log(base) + (1 - base) * math.log1p(-base))
+        return Figures(rows, self.auc.result(), loss, self.calibration.result(), normalized)
 
     def state_dict(self) -> State:
         """Returns the states of all three metrics, whose keys differ."""

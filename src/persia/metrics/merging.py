@@ -7,9 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import safetensors.numpy
 
+from persia.metrics.grouped import GroupedMetrics
 from persia.metrics.streaming import Metrics
 
-__all__ = ["merged_metrics"]
+__all__ = ["merged_grouped", "merged_metrics"]
 
 
 def merged_metrics(metrics: Metrics, gather: Callable[[bytes], list[bytes]]) -> Metrics:
@@ -27,5 +28,18 @@ def merged_metrics(metrics: Metrics, gather: Callable[[bytes], list[bytes]]) -> 
     for payload in payloads:
         part = Metrics(metrics.labels, max_days=metrics.max_days)
         part.load_state_dict({**safetensors.numpy.load(payload), "labels": metrics.labels})
+        total.merge(part)
+    return total
+
+
+def merged_grouped(metrics: GroupedMetrics, gather: Callable[[bytes], list[bytes]]) -> GroupedMetrics:
+    """Merges the grouped metrics of all NN workers, as `merged_metrics` does. Each receives the rows of all."""
+    payloads = gather(safetensors.numpy.save(metrics.state_dict()))
+    if len(payloads) == 1:
+        return metrics
+    total = GroupedMetrics(metrics.at)
+    for payload in payloads:
+        part = GroupedMetrics(metrics.at)
+        part.load_state_dict(safetensors.numpy.load(payload))
         total.merge(part)
     return total

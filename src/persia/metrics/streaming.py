@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike
 
 from persia.errors import ConfigError, DataError
 from persia.metrics.auc import BLOCK
+from persia.metrics.buckets import calibration_buckets
 from persia.metrics.checks import State, check, loss_terms
 from persia.metrics.counts import LabelMetrics
 from persia.metrics.result import Figures, MetricsResult, mean
@@ -148,7 +149,7 @@ class Metrics:
         return copies
 
     def result(self) -> MetricsResult:
-        """Returns the metrics so far. Takes about 1 ms, plus 1 ms for each day with rows since the last call."""
+        """Returns the metrics so far. Takes about 3 ms per label, and 1 ms per day with rows since the last call."""
         total, days = self._complete()
         figures = dict(zip(self.labels, (t.figures() for t in total), strict=True))
         per_day: dict[int, dict[str, Figures]] = {}
@@ -163,8 +164,10 @@ class Metrics:
             auc=mean(f.auc for f in figures.values()),
             log_loss=mean(f.log_loss for f in figures.values()),
             calibration=mean(f.calibration for f in figures.values()),
+            normalized_entropy=mean(f.normalized_entropy for f in figures.values()),
             labels=figures,
             per_day=per_day,
+            buckets={name: calibration_buckets(t.auc) for name, t in zip(self.labels, total, strict=True)},
         )
 
     def merge(self, other: Metrics) -> None:

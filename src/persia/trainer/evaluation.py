@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -12,13 +14,14 @@ from numpy.typing import NDArray
 
 from persia.batching.batch import Batch
 from persia.batching.validation import check_data, checked_items
-from persia.errors import DataError
-from persia.metrics import Metrics, MetricsResult, merged_metrics
+from persia.errors import ConfigError, DataError
+from persia.metrics import GroupedFigures, GroupedMetrics, Metrics, MetricsResult, merged_grouped, merged_metrics
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
 from persia.nn.prepared import PreparedBatch
+from persia.schema import Schema
 from persia.trainer.progress import check_finite
-from persia.types import FedBatch
+from persia.types import FedBatch, Floats, Ids
 
 __all__ = ["Evaluator"]
 
@@ -35,14 +38,16 @@ class Evaluator:
         self._network = network
         self._embeddings = embeddings
 
-    def evaluate(self, data: Iterable[Batch]) -> MetricsResult:
+    def evaluate(self, data: Iterable[Batch], group_by: str | None = None, at: Sequence[int] = (10,)) -> MetricsResult:
         """Returns metrics on data; see `Trainer.evaluate`. All NN workers call it, and score the batches in turn."""
         check_data("data", data)
         connection = self._embeddings.connection
         rank, nn_workers = connection.rank, connection.nn_workers
-        metrics = Metrics(list(self._embeddings.schema.labels))
+        schema = self._embeddings.schema
+        metrics = Metrics(schema.labels)
+        groups = _Groups(schema, group_by, at) if group_by is not None else None
         mine = itertools.islice(checked_items(iter(data)), rank, None, nn_workers) if nn_workers > 1 else data
-        for number, (batch, logits) in enumerate(self.scored(mine)):
+        for number, (batch, logits) in enumerate(self.scored(groups.of(mine) if groups else mine)):
             number = rank + number * nn_workers
             if not batch.labels.shape[1]:
                 raise DataError(
@@ -51,8 +56,13 @@ class Evaluator:
                     batch=number,
                 )
             check_finite(f"Batch {number} of the data to evaluate", logits, batch=number)
-            metrics.update(logits, batch.labels.cpu().numpy(), batch.day)
-        return merged_metrics(metrics, self._network.replicas.gather).result()
+            labels = batch.labels.cpu().numpy()
+            metrics.update(logits, labels, batch.day)
+            if groups is not None:
+                groups.update(logits, labels)
+        gather = self._network.replicas.gather
+        result = merged_metrics(metrics, gather).result()
+        return result if groups is None else dataclasses.replace(result, grouped=groups.result(gather))
 
     def scored(self, data: Iterable[Batch | FedBatch]) -> Iterator[tuple[PreparedBatch, NDArray[np.float32]]]:
         """Yields batches and their logits. In between, model and collection are back in the mode that they had."""
@@ -77,3 +87,54 @@ class Evaluator:
         finally:
             for module, training in modes:
                 module.train(training)
+
+
+class _Groups:
+    """Metrics within groups of samples, by label.
+
+    Args:
+        schema: of the batches.
+        feature: ID-type feature whose ids are the groups.
+        at: see `GroupedMetrics`.
+    """
+
+    def __init__(self, schema: Schema, feature: str, at: Sequence[int]) -> None:
+        names = [each.name for each in schema.id_features]
+        if feature not in names:
+            raise ConfigError(
+                f"There is no ID-type feature {feature!r} to group by; the schema has {', '.join(names)}.",
+                field="group_by",
+            )
+        self._feature = feature
+        self._metrics = {label: GroupedMetrics(at) for label in schema.labels}
+        self._waiting: collections.deque[Ids] = collections.deque()
+
+    def of(self, data: Iterable[Batch | FedBatch]) -> Iterator[Batch]:
+        """Yields the batches, and keeps the groups of each until its `update`. Another thread may draw them."""
+        for position, batch in enumerate(checked_items(iter(data))):
+            if not isinstance(batch, Batch):
+                raise DataError(
+                    f"Batch {position} was fed to embedding workers, and its ids are not here; evaluate `Batch`es, or "
+                    "leave `group_by` out.",
+                    batch=position,
+                )
+            column = batch.id_features[self._feature]
+            lengths = np.diff(column.offsets) if column.offsets is not None else np.ones(len(batch))
+            if (lengths != 1).any():
+                raise DataError(
+                    f"Feature {self._feature!r} cannot group samples: some have no id, or several. Group by a feature "
+                    "that has one id for each sample.",
+                    feature=self._feature,
+                )
+            self._waiting.append(column.values)
+            yield batch
+
+    def update(self, logits: Floats, labels: Floats) -> None:
+        """Adds the scores of the oldest batch of `of` that has none yet: `[batch, labels]`."""
+        ids = self._waiting.popleft()
+        for k, metrics in enumerate(self._metrics.values()):
+            metrics.update(ids, logits[:, k], labels[:, k])
+
+    def result(self, gather: Callable[[bytes], list[bytes]]) -> dict[str, GroupedFigures]:
+        """Returns the metrics of all NN workers, by label."""
+        return {label: merged_grouped(metrics, gather).result() for label, metrics in self._metrics.items()}

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import NoneType
 
 import numpy as np
@@ -347,16 +347,25 @@ class Trainer:
         evaluation = evaluation or evaluate()
         return progress.result(evaluation, self.phases.report(), self.phases.mode_choices())
 
-    def evaluate(self, data: Iterable[Batch]) -> MetricsResult:
+    def evaluate(
+        self, data: Iterable[Batch], *, group_by: str | None = None, at: Sequence[int] = (10,)
+    ) -> MetricsResult:
         """Returns metrics on data. Read-only: the store and the model stay as they are.
 
         Several NN workers score the batches in turn, and all return the metrics of all.
 
+        Args:
+            data: batches with labels.
+            group_by: an ID-type feature with one id for each sample, such as the user: `grouped` of the result then has
+                GAUC, recall@k and NDCG@k. They need 16 bytes per sample and label.
+            at: values of k.
+
         Raises:
-            DataError: a batch does not fit the schema, or has no labels.
+            ConfigError: there is no such feature, or `at` is invalid.
+            DataError: a batch does not fit the schema, has no labels, or has no groups.
             DivergedError: logits are not finite.
         """
-        return self._evaluator.evaluate(data)
+        return self._evaluator.evaluate(data, group_by, at)
 
     def predict(self, data: Iterable[Batch]) -> Iterator[NDArray[np.float32]]:
         """Yields probabilities float32 `[batch, labels]`, batch by batch; read-only. The data need no labels.
