@@ -5,6 +5,7 @@ import io
 from rich.console import Console
 
 from persia.cli.health import _doing, _table
+from persia.membership.observing import Answer
 from persia.telemetry.metrics import Health, Metric
 from persia.types import Member
 
@@ -13,7 +14,7 @@ def test_the_last_lines_of_the_dead_are_printed_as_they_are():
     """A log is no markup."""
     dead = Member("embedding_ps", 1, 1, "tcp://h:1", "dead")
     text = io.StringIO()
-    Console(file=text, width=200).print(_table([(dead, "dead: no room in [/dev/shm] for table [item]")]))
+    Console(file=text, width=200).print(_table([Answer(dead, None, "dead: no room in [/dev/shm] for table [item]")]))
     assert "no room in [/dev/shm] for table [item]" in text.getvalue()
 
 

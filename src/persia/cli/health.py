@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from persia.errors import PersiaError
-
 if TYPE_CHECKING:
+    from persia.membership.observing import Answer
     from persia.telemetry.metrics import Health
-    from persia.types import Member
 
 __all__ = ["health"]
 
@@ -33,71 +30,43 @@ def health(
     Exits with status 1 if a process is dead and not replaced, or does not answer, so it can serve as a liveness probe.
     If the cluster uses CURVE keys, set PERSIA_CURVE_KEYS as the cluster does.
     """
-    from persia import rpc
     from persia.cli import ui as out
-    from persia.rpc.fan_out import call_all
-    from persia.services import ControlPlane
-    from persia.types import Member
+    from persia.membership.observing import ask_members
 
-    coordinator = rpc.connect(address, ControlPlane, peer="the coordinator", timeout=timeout)
-    try:
-        members = coordinator.membership().members
-    finally:
-        rpc.close(coordinator)
-    # An NN worker that has ended is not a fault: the cluster restarts one that crashed, or ends the run.
-    members = [m for m in members if m.role != "nn_worker" or m.state != "dead"]
-    members.insert(0, Member("coordinator", 0, 1, address))
-    answers = call_all([partial(_ask, member, timeout) for member in members])
-    out.CONSOLE.print(_table(list(zip(members, answers, strict=True))))
+    answers = ask_members(address, timeout)
+    out.CONSOLE.print(_table(answers))
     if json is not None:
-        out.write_json(json, [_record(m, a) for m, a in zip(members, answers, strict=True)])
+        out.write_json(json, [_record(answer) for answer in answers])
     if targets is not None:
-        endpoints = [answer.metrics for answer in answers if not isinstance(answer, str) and answer.metrics]
+        endpoints = [a.health.metrics for a in answers if a.health is not None and a.health.metrics]
         names = [url.removeprefix("http://").removesuffix("/metrics") for url in endpoints]
         out.write_json(targets, [{"targets": names, "labels": {"job": "persia"}}])
-    if any(isinstance(answer, str) for answer in answers):
+    if any(answer.health is None for answer in answers):
         raise typer.Exit(1)
 
 
-def _ask(member: Member, timeout: float) -> Health | str:
-    """Returns the health of a process, or the reason why there is none."""
-    from persia import rpc
-    from persia.services import Observable
-
-    if member.state == "dead":
-        return f"dead: {member.reason}"
-    try:
-        stub = rpc.connect(member.address, Observable, peer=f"{member.role} {member.rank}", timeout=timeout)
-        try:
-            return stub.health()
-        finally:
-            rpc.close(stub)
-    except PersiaError as error:
-        return f"no answer: {error.message}"
-
-
-def _table(found: list[tuple[Member, Health | str]]) -> Any:
+def _table(answers: list[Answer]) -> Any:
     from rich.table import Table
     from rich.text import Text
 
     table = Table()
     for column in ("process", "up", "where", "calls", "p50 / p99", "queue", "what it does"):
         table.add_column(column, overflow="fold")
-    for member, answer in found:
+    for member, health, problem in answers:
         name = f"{member.role} {member.rank}"
-        if isinstance(answer, str):
-            table.add_row(name, "-", member.address, "-", "-", "-", Text(answer, "red"))  # Not markup: a log is in it.
+        if health is None:
+            table.add_row(name, "-", member.address, "-", "-", "-", Text(problem, "red"))  # Not markup: a log is in it.
             continue
         state = "" if member.state == "alive" else f" ({member.state})"
-        again = f", incarnation {answer.incarnation}" if answer.incarnation > 1 else ""
+        again = f", incarnation {health.incarnation}" if health.incarnation > 1 else ""
         table.add_row(
             name + state,
-            f"{answer.uptime:,.0f} s{again}",
-            f"{answer.host} {answer.pid}",
-            f"{answer.total('rpc_calls'):,.0f}",
-            _times(answer),
-            f"{answer.total('rpc_requests_held'):,.0f}",
-            _doing(answer),
+            f"{health.uptime:,.0f} s{again}",
+            f"{health.host} {health.pid}",
+            f"{health.total('rpc_calls'):,.0f}",
+            _times(health),
+            f"{health.total('rpc_requests_held'):,.0f}",
+            _doing(health),
         )
     return table
 
@@ -163,9 +132,10 @@ def _disk(health: Health) -> str:
     )
 
 
-def _record(member: Member, answer: Health | str) -> dict[str, Any]:
-    if isinstance(answer, str):
-        return {**member._asdict(), "healthy": False, "problem": answer}
-    figures = [figure._asdict() for figure in answer.figures]
-    latencies = [latency._asdict() for latency in answer.latencies]
-    return {**member._asdict(), **answer._asdict(), "healthy": True, "figures": figures, "latencies": latencies}
+def _record(answer: Answer) -> dict[str, Any]:
+    member, health, problem = answer
+    if health is None:
+        return {**member._asdict(), "healthy": False, "problem": problem}
+    figures = [figure._asdict() for figure in health.figures]
+    latencies = [latency._asdict() for latency in health.latencies]
+    return {**member._asdict(), **health._asdict(), "healthy": True, "figures": figures, "latencies": latencies}

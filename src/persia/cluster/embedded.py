@@ -95,4 +95,5 @@ class Embedded:
         def observe(trainer: Callable[[], Readings]) -> None:
             self._trainer = weakref.WeakMethod(trainer)
 
-        return Connection(worker, [server], tokens=TokenScheduler(), dense=serve, observe=observe)
+        tracer = self._process.tracer
+        return Connection(worker, [server], tokens=TokenScheduler(), dense=serve, observe=observe, tracer=tracer)

@@ -18,6 +18,7 @@ from persia.membership.directory import Directory
 from persia.retry import Deadline
 from persia.schema import Schema
 from persia.services import EmbeddingWorker, Seekable
+from persia.telemetry.tracing import Tracer
 from persia.types import Delivery, FedBatch, Feed
 
 __all__ = ["Loader"]
@@ -95,6 +96,8 @@ class Loader:
         self._unwanted: deque[int] = deque()
         self._doing = "waiting for `begin`"
         self._counts: Counter[str] = Counter()
+        self.tracer = Tracer()
+        """Records reads and registrations."""
 
     # --- calls --------------------------------------------------------------------------------------------------
 
@@ -349,7 +352,8 @@ class Loader:
 
     def _read(self, feed: Feed, number: int) -> None:
         try:
-            batch = self._cursor.read(feed, number)
+            with self.tracer.span("read"):
+                batch = self._cursor.read(feed, number)
         except PersiaError as error:
             self._fail(feed, number, error)
             return
@@ -373,7 +377,8 @@ class Loader:
         if entry is None:
             return
         try:
-            batch_id = self._registrar.register(feed, number, entry.batch, lambda: self._feed is not feed)
+            with self.tracer.span("register"):
+                batch_id = self._registrar.register(feed, number, entry.batch, lambda: self._feed is not feed)
         except Exception as error:
             self._fail(feed, number, error)
             return

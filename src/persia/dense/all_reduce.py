@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar, cast
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from persia.checks import check_flag, check_number, check_seconds, plain
 from persia.dense.group import Group
 from persia.errors import ConfigError, PersiaError
+from persia.telemetry.tracing import Tracer
 from persia.types.decoding import decode_hook
 
 __all__ = ["AllReduce", "AllReduceOptions", "unlearned"]
@@ -80,6 +82,9 @@ class AllReduce:
         nn_workers: expected number of NN workers; None for all processes of torch.distributed.
         options: timeout, size of buckets, who averages.
 
+    Attributes:
+        tracer: records the sum of each bucket.
+
     Raises:
         ConfigError: an option is out of range, or torch.distributed has another number of processes.
         DeadlineError: an NN worker was late.
@@ -90,6 +95,7 @@ class AllReduce:
         self, model: torch.nn.Module, nn_workers: int | None = None, options: AllReduceOptions | None = None
     ) -> None:
         options = options or AllReduceOptions()
+        self.tracer = Tracer()
         check_seconds("timeout", plain(options.timeout))
         check_number("bucket_megabytes", plain(options.bucket_megabytes), 0, open_low=True)
         check_flag("average", options.average)
@@ -114,7 +120,7 @@ class AllReduce:
                 gradient_as_bucket_view=True,
                 **_NO_BUFFERS,
             )
-            self._ddp.register_comm_hook(None, lambda _, bucket: self._average(bucket.buffer()))
+            self._ddp.register_comm_hook(None, lambda _, bucket: self._average(bucket))
         else:
             for parameter in model.parameters():
                 dist.broadcast(parameter.detach(), src=0, group=self._group)
@@ -219,24 +225,28 @@ class AllReduce:
         self._sums.clear()
         self._averaged = True
 
-    def _average(self, bucket: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    def _average(self, bucket: torch._C._distributed_c10d.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Starts to sum the ranks' parts of a bucket. The hook of DDP: runs in the thread of the backward pass."""
+        began, track = time.monotonic(), f"bucket {bucket.index()}"
         try:
-            self._weigh(bucket)
-            work = dist.all_reduce(bucket, group=self._group, async_op=True)
+            self._weigh(bucket.buffer())
+            work = dist.all_reduce(bucket.buffer(), group=self._group, async_op=True)
         except Exception as error:
             self._failure = error
             raise
         assert work is not None
         future: torch.futures.Future[list[torch.Tensor]] = work.get_future()
-        return future.then(self._averaged_bucket)
 
-    def _averaged_bucket(self, future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-        try:
-            return future.value()[0]
-        except Exception as error:
-            self._failure = error
-            raise
+        def averaged(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            if self.tracer.active:
+                self.tracer.add("all-reduce", began, track=track)
+            try:
+                return future.value()[0]
+            except Exception as error:
+                self._failure = error
+                raise
+
+        return future.then(averaged)
 
     def _weigh_all(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Weighs gradients so that the optimizer's mean over NN workers is a mean over rows."""

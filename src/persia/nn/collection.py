@@ -43,6 +43,7 @@ from persia.nn.transfer import Encoded, Ready, Transfer, nothing_to_do, staging_
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Cluster, ProcessCluster
 from persia.telemetry.metrics import Histogram
+from persia.telemetry.tracing import Tracer
 from persia.types import FedBatch, Ids, RowsSet, RowState, StoredRows
 
 __all__ = ["EmbeddingCollection"]
@@ -123,6 +124,8 @@ class EmbeddingCollection(torch.nn.Module):
         """The batch that was called last without `prefetch`."""
         self._push_failure: BaseException | None = None
         self._compressed = False
+        self.tracer = self.connection.tracer or Tracer()
+        """Records what the threads of this process do, while a trace is taken."""
         self.waits = Histogram()
         """Time that the network has waited for batches."""
         self.step_timings: StepTimings | None = None
@@ -215,11 +218,12 @@ class EmbeddingCollection(torch.nn.Module):
                 "drawing the next.",
                 batch_id=batch.batch_id,
             )
-        if batch.trains and self._pipeline is not None and torch.is_grad_enabled():
-            self._pipeline.check_others()
-        if batch.pooled is not None:
-            return batch.pooled.embeddings()
-        return self._expander(batch.rows, batch.inverse, batch.offsets)
+        with self.tracer.span("pool", batch=batch.batch_id or 0):
+            if batch.trains and self._pipeline is not None and torch.is_grad_enabled():
+                self._pipeline.check_others()
+            if batch.pooled is not None:
+                return batch.pooled.embeddings()
+            return self._expander(batch.rows, batch.inverse, batch.offsets)
 
     def flush(self) -> None:
         """Applies an incomplete step of `accumulation_steps` batches that were called without `prefetch`. Blocks.
@@ -323,6 +327,7 @@ class EmbeddingCollection(torch.nn.Module):
             read_ahead=pusher.read_ahead,
             counts=counts,
             pushing=pusher.most_pushes,
+            tracer=self.tracer,
         )
         self._pipeline, self._pusher, self.outbox.submit = pipeline, pusher, pipeline.push
         batch: PreparedBatch | None = None
@@ -374,7 +379,7 @@ class EmbeddingCollection(torch.nn.Module):
         """Returns the next batch; after the last one dummy batches while other NN workers have data, then None."""
         self._pusher.want()
         try:
-            with self.waits.timed():
+            with self.waits.timed(), self.tracer.span("wait"):
                 batch = pipeline.draw()
         except StopIteration:
             if equal_steps is None:
@@ -406,23 +411,26 @@ class EmbeddingCollection(torch.nn.Module):
         """Looks up the rows of a batch; returns a dummy batch if it was lost with its embedding worker."""
         plan: CachePlan | None = None
         try:
-            if cache is None:
-                found = (self.outbox.observer or self._worker).lookup(batch.batch_id)
-            else:
-                plan = cache.plan(self._worker.distinct_ids(batch.batch_id), self.gate.last_lookup)
-                found = self._worker.lookup_part(batch.batch_id, plan.wanted)
+            with self.tracer.span("lookup", batch=batch.batch_id):
+                if cache is None:
+                    found = (self.outbox.observer or self._worker).lookup(batch.batch_id)
+                else:
+                    plan = cache.plan(self._worker.distinct_ids(batch.batch_id), self.gate.last_lookup)
+                    found = self._worker.lookup_part(batch.batch_id, plan.wanted)
         except StaleBatchError:
             self._cache.clear()
             self.outbox.lost(batch)
             return dummy_batch(self.schema, dummy_rows, self._staging.device), nothing_to_do
         self._compressed = found.scales is not None
-        prepared, ready = self._transfer.rows(batch, found, plan)
+        with self.tracer.span("transfer", batch=batch.batch_id):
+            prepared, ready = self._transfer.rows(batch, found, plan)
         if plan is not None:
             self.gate.aged(plan.oldest)
         if self._expander.on_host:
             prepared.pooled = self._expander.ahead(prepared.rows, prepared.inverse, prepared.offsets)
             if prepared.pooled.fits(self.ready):
-                prepared.pooled.pool()
+                with self.tracer.span("pool", batch=batch.batch_id):
+                    prepared.pooled.pool()
         prepared.await_gradient(batch.batch_id, self._end_of_backward)
         return prepared, ready
 

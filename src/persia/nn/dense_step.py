@@ -16,6 +16,7 @@ from persia.nn.prepared import PreparedBatch, loss_scale
 from persia.nn.replicas import Replicas, SingleReplica
 from persia.schema import Schedule
 from persia.telemetry.metrics import Histogram
+from persia.telemetry.tracing import Tracer
 
 __all__ = ["DenseStep", "OptimizerFactory", "Precision", "StepOptions"]
 
@@ -52,6 +53,7 @@ class DenseStep:
 
     Attributes:
         replicas: this network among those of other NN workers; set it before the first batch.
+        tracer: records forward, backward and update.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class DenseStep:
         self.model = model.to(device)
         self.make_optimizer = optimizer
         self.replicas: Replicas = SingleReplica(self.model)
+        self.tracer = Tracer()
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = optimizer(parameters)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
@@ -125,20 +128,23 @@ class DenseStep:
     def _forward_backward(
         self, batch: PreparedBatch, embeddings: Embeddings, model: torch.nn.Module
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        with self._autocast():
-            output = model(batch.dense, embeddings)
-        logits, loss = loss_of(self.model, output, batch.labels)
+        with self.tracer.span("forward"):
+            with self._autocast():
+                output = model(batch.dense, embeddings)
+            logits, loss = loss_of(self.model, output, batch.labels)
         scaled = loss if self._accumulation == 1 else loss / self._accumulation
         if self.scaler is not None:
             scaled = self.scaler.scale(scaled)
-        scaled.backward()
+        with self.tracer.span("backward"):
+            scaled.backward()
         return logits.detach(), loss.detach()
 
     def apply(self) -> bool:
         """Ends a batch of an update. Updates the network if it was the last one, and returns whether it was."""
         last = self._batches == self._accumulation
         if last:
-            self._update()
+            with self.tracer.span("update"):
+                self._update()
         self.times.add(time.perf_counter() - self._began)
         return last
 

@@ -20,6 +20,7 @@ from persia.errors import DeadlineError, PersiaError
 from persia.nn.batch_counts import BatchCounts
 from persia.nn.prepared import PreparedBatch
 from persia.retry import Deadline
+from persia.telemetry.tracing import Tracer
 
 __all__ = ["READ_AHEAD", "Channel", "Closed", "Pipeline", "Stages"]
 
@@ -158,6 +159,7 @@ class Pipeline:
         read_ahead: maximum number of batches read ahead of that; 0: one, which is read when its lookup is next.
         counts: of the batches of all NN workers, if all have to make the same number of steps.
         pushing: maximum number of pushes in flight, each in a thread. They start in order.
+        tracer: records what the threads do.
     """
 
     def __init__(
@@ -169,10 +171,12 @@ class Pipeline:
         read_ahead: int = READ_AHEAD,
         counts: BatchCounts | None = None,
         pushing: int = 1,
+        tracer: Tracer | None = None,
     ) -> None:
         self._source = source
         self._stages = stages
         self._timeout = timeout
+        self._tracer = tracer or Tracer()
         self._read: Channel[Any] = Channel(max(1, read_ahead))
         self._on_demand = read_ahead == 0
         self._counts = counts
@@ -334,7 +338,8 @@ class Pipeline:
                 if self._on_demand:
                     self._read.await_demand()
                 try:
-                    batch = next(self._source)
+                    with self._tracer.span("read"):
+                        batch = next(self._source)
                 except StopIteration:
                     break
                 if self._counts is not None:
@@ -364,9 +369,12 @@ class Pipeline:
                     self._ready.put(item)
                     break
                 self._doing = f"embedding worker: registering batch {number}"
-                registered = self._stages.register(item)
+                with self._tracer.span("register"):
+                    registered = self._stages.register(item)
                 self._doing = f"embedding worker: pushed gradients that batch {number} has to wait for"
-                if not self._stages.may_lookup():
+                with self._tracer.span("gate"):
+                    may_look_up = self._stages.may_lookup()
+                if not may_look_up:
                     break
                 self._doing = f"embedding worker: looking up batch {number}"
                 self._ready.put(_Ready(*self._stages.lookup(registered), time.monotonic()))

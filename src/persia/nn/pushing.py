@@ -17,6 +17,7 @@ from persia.nn.prepared import PreparedBatch
 from persia.nn.token_client import DrawnToken, TokenClient
 from persia.nn.transfer import Encoded, Ready
 from persia.services import Connection, ReadObserver
+from persia.telemetry.tracing import Tracer
 from persia.types import Contribution, FedBatch, PushHeader, ReadRecord, UpdateCounts, sum_counts
 
 __all__ = [
@@ -81,10 +82,12 @@ class Outbox:
         released: number of batches that were drawn and never back-propagated.
         observer: receives the inputs of each gradient while a schedule is recorded, with one batch per push.
         submit: runs a task in a push thread, started after those before it; outside of a training pass, at once.
+        tracer: records pushes.
     """
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
+        self.tracer = connection.tracer or Tracer()
         self.global_step = 0
         self.registered: set[int] = set()
         self.released = 0
@@ -164,7 +167,8 @@ class Outbox:
             assert batch.batch_id is not None
             rows = len(batch)
             total += rows
-            found.append(Contribution(batch.batch_id, *gradients()))
+            with self.tracer.span("transfer", batch=batch.batch_id):
+                found.append(Contribution(batch.batch_id, *gradients()))
             if self.observer is not None:
                 rank = self.connection.rank
                 self.observer.note(ReadRecord(rank, sequence, batch.number, rows, batch.batch_id, versions))
@@ -369,7 +373,7 @@ class StepPusher:
 
     def _push(self, group: Sequence[Gradient], sequence: int, step: int) -> None:
         connection = self._outbox.connection
-        with self._outbox.pushing(group):
+        with self._outbox.tracer.span("push", step + 1), self._outbox.pushing(group):
             contributions, rows = self._outbox.contributions(group, sequence, [step])
             header = PushHeader(connection.generation, connection.rank, sequence, step, rows)
             self._outbox.pushed(connection.worker.push(header, contributions))
@@ -413,7 +417,8 @@ class TokenPusher:
 
         Rows are pushed before dense gradients, so the rows are at least as new as the parameters.
         """
-        token = self._client.draw(len(batch.labels))
+        with self._outbox.tracer.span("gate", batch=batch.batch_id):
+            token = self._client.draw(len(batch.labels))
         prepared, ready = find(batch)
         prepared.number, prepared.token = token.number, token
 
@@ -455,8 +460,10 @@ class TokenPusher:
         # Here, not in the push thread: the gradient was computed with these parameters.
         version, versions = self._client.dense.version, self._client.dense.versions
 
+        batch_id = (group[0][0].batch_id if group else None) or 0
+
         def push() -> None:
-            with self._outbox.pushing(group):
+            with self._outbox.tracer.span("push", batch=batch_id), self._outbox.pushing(group):
                 contributions, rows = self._outbox.contributions(group, token.sequence, versions)
                 ticket, counts = self._client.push(token.sequence, rows, version, contributions, dense)
             self._outbox.pushed(counts)

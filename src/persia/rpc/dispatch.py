@@ -16,6 +16,7 @@ from persia.rpc.limits import Limits
 from persia.rpc.messages import Kind, Message, body, header_bytes
 from persia.rpc.streams import END, Streams
 from persia.telemetry.metrics import Histogram, Latency
+from persia.telemetry.tracing import NO_STEP, OFF, Tracer
 
 __all__ = ["Backlog", "Dispatcher", "Job", "Reply"]
 
@@ -143,15 +144,22 @@ class Dispatcher:
         methods: methods that may be called.
         limits: bounds on replies and iterators.
         count: called with the name of a counter: `calls`, `errors`, `malformed`, `expired`.
+        tracer: records the methods that run.
     """
 
     def __init__(
-        self, service: object, methods: Mapping[str, Method], limits: Limits, count: Callable[[str], None]
+        self,
+        service: object,
+        methods: Mapping[str, Method],
+        limits: Limits,
+        count: Callable[[str], None],
+        tracer: Tracer,
     ) -> None:
         self._service = service
         self._methods = methods
         self._limits = limits
         self._count = count
+        self._tracer = tracer
         self._times = {name: Histogram() for name in methods}
         self._cursor = Decoder[tuple[int, int]](tuple[int, int])
         self.streams = Streams(limits)
@@ -230,9 +238,12 @@ class Dispatcher:
 
     def _call(self, method: Method, arguments: tuple[Any, ...]) -> tuple[Kind, object]:
         self._count("calls")
+        tracer = self._tracer
+        span = tracer.span(method.name, **_subject(method, arguments)) if tracer.active else OFF
         began = time.perf_counter()
         try:
-            result = method.call(self._service, arguments)
+            with span:
+                result = method.call(self._service, arguments)
         finally:
             self._times[method.name].add(time.perf_counter() - began)
         return (Kind.STREAM, self.streams.open(result)) if method.streams else (Kind.RESULT, result)
@@ -243,3 +254,11 @@ class Dispatcher:
             return Kind.CLOSE, None
         item = self.streams.next(number, position)
         return (Kind.END, None) if item is END else (Kind.ITEM, item)
+
+
+def _subject(method: Method, arguments: tuple[Any, ...]) -> dict[str, int]:
+    """Returns the batch and the step that a call is about, as far as its arguments name them."""
+    named = {name: value for (name, _), value in zip(method.parameters, arguments, strict=True)}
+    header = named.get("header")
+    step = NO_STEP if header is None else header.step + 1  # The global step that the push completes.
+    return {"step": step, "batch": named.get("batch_id", 0)}

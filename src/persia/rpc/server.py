@@ -22,6 +22,7 @@ from persia.rpc.limits import Limits
 from persia.rpc.messages import Kind, parse
 from persia.rpc.port import UNREAD_MESSAGES, Intake, Port, server_port
 from persia.telemetry.metrics import Readings, figures
+from persia.telemetry.tracing import Tracer
 
 __all__ = ["Server", "serve"]
 
@@ -60,6 +61,7 @@ def serve(
     keys: str | os.PathLike[str] | None = None,
     insecure: bool = False,
     limits: Limits | None = None,
+    tracer: Tracer | None = None,
 ) -> Server:
     """Makes the methods of an object callable from other processes. Returns at once; threads serve the calls.
 
@@ -71,6 +73,7 @@ def serve(
         keys: file made by `make_keys`; None for the file that PERSIA_CURVE_KEYS names, if any.
         insecure: allows an address that other hosts can reach without keys.
         limits: bounds on messages, work and memory.
+        tracer: records each call that is run; None for none.
 
     Raises:
         ConfigError: the address is in use, or other hosts can reach it without keys; the keys are invalid; or a method
@@ -85,7 +88,7 @@ def serve(
     except BaseException:
         port.close(0)
         raise
-    return Server(service, methods, port, limits or Limits())
+    return Server(service, methods, port, limits or Limits(), tracer)
 
 
 class Server:
@@ -97,10 +100,17 @@ class Server:
     `Limits.request_bytes` in the clients.
     """
 
-    def __init__(self, service: object, methods: Mapping[str, Method], port: Port, limits: Limits) -> None:
+    def __init__(
+        self,
+        service: object,
+        methods: Mapping[str, Method],
+        port: Port,
+        limits: Limits,
+        tracer: Tracer | None = None,
+    ) -> None:
         self._port = port
         self._limits = limits
-        self._dispatcher = Dispatcher(service, methods, limits, self._count)
+        self._dispatcher = Dispatcher(service, methods, limits, self._count, tracer or Tracer())
         self._process = os.getpid()
         self._state = threading.Lock()  # Guards all that follows.
         self._backlog = Backlog(limits)

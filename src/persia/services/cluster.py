@@ -14,6 +14,7 @@ from persia.services.data import DataLoader, Seekable
 from persia.services.dense import DenseMaker, DensePS
 from persia.services.embedding import EmbeddingPS, EmbeddingWorker
 from persia.telemetry.metrics import Readings
+from persia.telemetry.tracing import Tracer
 
 __all__ = ["Attempt", "Cluster", "Connection", "ProcessCluster"]
 
@@ -43,6 +44,7 @@ class Connection(NamedTuple):
             recovery.
         halted: whether the driver asks training here to end after the current step; None if it never does.
         gpus: number that is reserved for each NN worker, which must then train on them.
+        tracer: records the spans of this process; None if the cluster takes no traces of it.
     """
 
     worker: EmbeddingWorker
@@ -58,6 +60,7 @@ class Connection(NamedTuple):
     save_recovery_point: Callable[[Any], None] | None = None
     halted: Callable[[], bool] | None = None
     gpus: float = 0.0
+    tracer: Tracer | None = None
 
 
 class Cluster(Protocol):

@@ -9,6 +9,7 @@ from persia import rpc
 from persia.modes import Auto, AutoEvidence, Mode
 from persia.services.recording import RecordableTokens
 from persia.telemetry.metrics import Health
+from persia.telemetry.tracing import ProcessTrace
 from persia.types import (
     Caller,
     Member,
@@ -212,3 +213,13 @@ class Observable(Protocol):
 
     def health(self) -> Health:
         """Returns its start time, counters and latencies."""
+
+    @rpc.inline
+    def clock(self) -> float:
+        """Returns its monotonic clock in seconds. Traces of other processes are related to the coordinator's."""
+
+    def start_trace(self, seconds: float) -> None:
+        """Begins to record spans, for `seconds` at most. Forgets those of an earlier trace."""
+
+    def trace(self) -> ProcessTrace:
+        """Ends recording, and returns the spans. Blocks to measure the offset to the coordinator's clock."""

@@ -1,4 +1,4 @@
-"""Health check of a process, and its optional Prometheus endpoint."""
+"""Health check and traces of a process, and its optional Prometheus endpoint."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from persia.errors import ConfigError
 from persia.telemetry.metrics import Health, Readings
 from persia.telemetry.prometheus import Endpoint
+from persia.telemetry.tracing import ProcessTrace, Tracer, clock_offset
 
 __all__ = ["LOOPBACK", "ObservedProcess", "check_port"]
 
@@ -23,16 +24,23 @@ def check_port(port: int | None, field: str) -> None:
 
 
 class ObservedProcess:
-    """Reports the health of one process. Thread-safe.
+    """Reports the health of one process, and traces it. Thread-safe.
 
     Args:
         role: role of the process; "embedded" if it runs all roles.
         rank: rank within the role.
         observe: returns the current metrics.
+
+    Attributes:
+        incarnation: number of restarts of this role and rank, counted from 1.
+        tracer: records the spans of this process.
+        reference: reads the clock to which the spans of `trace` are related; by default that of this process.
     """
 
     def __init__(self, role: str, rank: int, observe: Callable[[], Readings]) -> None:
         self.incarnation = 1
+        self.tracer = Tracer()
+        self.reference: Callable[[], float] = self.clock
         self._role = role
         self._rank = rank
         self._observe = observe
@@ -61,6 +69,21 @@ class ObservedProcess:
         uptime = time.monotonic() - self._began
         who = (self._role, self._rank, self.incarnation, os.getpid(), socket.gethostname())
         return Health(*who, uptime, self._url, *self._observe())
+
+    def clock(self) -> float:
+        """See `persia.services.Observable`."""
+        return time.monotonic()
+
+    def start_trace(self, seconds: float) -> None:
+        """See `persia.services.Observable`."""
+        self.tracer.start(seconds)
+
+    def trace(self) -> ProcessTrace:
+        """See `persia.services.Observable`."""
+        self.tracer.stop()
+        here = self.reference == self.clock
+        offset, uncertainty = (0.0, 0.0) if here else clock_offset(self.reference)
+        return self.tracer.trace(self._role, self._rank, os.getpid(), socket.gethostname(), offset, uncertainty)
 
     def close(self) -> None:
         """Stops the endpoint."""

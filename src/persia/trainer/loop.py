@@ -28,6 +28,7 @@ from persia.nn.dense_step import DenseStep
 from persia.nn.prepared import PreparedBatch
 from persia.nn.token_client import TokenClient
 from persia.services import Connection
+from persia.telemetry.trace_events import STEP
 from persia.trainer.progress import FitProgress
 from persia.trainer.sources import BatchSource
 from persia.trainer.state import TrainingState
@@ -92,9 +93,10 @@ class TrainingLoop:
             with _told_errors(prepared):
                 for batch in prepared:
                     step = state.global_step + 1
-                    # The backward pass pushes the gradients of rows, and averages those of the network.
-                    logits, loss = self._forward_backward(batch, all_reduce=True)
-                    updated = network.apply()  # At the last batch of a step: clipping, optimizer.
+                    with self._embeddings.tracer.span(STEP, step, batch.batch_id or 0):
+                        # The backward pass pushes the gradients of rows, and averages those of the network.
+                        logits, loss = self._forward_backward(batch, all_reduce=True)
+                        updated = network.apply()  # At the last batch of a step: clipping, optimizer.
                     drawn += 1
                     state.position += replicas.nn_workers
                     source.forget(state.position)
@@ -131,8 +133,9 @@ class TrainingLoop:
             with contextlib.closing(prepared):
                 for batch in prepared:
                     step = state.global_step + 1
-                    # The backward pass hands all gradients to the push thread: rows go first, then the network.
-                    logits, loss = self._forward_backward(batch, all_reduce=False)
+                    with self._embeddings.tracer.span(STEP, step, batch.batch_id or 0):
+                        # The backward pass hands all gradients to the push thread: rows go first, then the network.
+                        logits, loss = self._forward_backward(batch, all_reduce=False)
                     self._trained(step, batch, logits, loss)
                     if self._should_stop():
                         client.stop()

@@ -38,6 +38,7 @@ from persia.nn.transfer import staging_for
 from persia.optim import APMSqueeze
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Cluster, ProcessCluster
+from persia.telemetry.trace_events import tracing_to
 from persia.trainer import driver, loading, signals
 from persia.trainer.checkpointing import Checkpointing
 from persia.trainer.evaluation import Evaluator
@@ -125,15 +126,16 @@ class Trainer:
             options=CollectionOptions(str(device), options.seed, options.accumulation_steps, options.timeout),
         )
         connection = self.embeddings.connection
+        self.step.tracer = self.embeddings.tracer
         if device.type == "cpu":
             choose_torch_threads(connection.nn_workers if connection.replicas is not None else 1)
         if connection.replicas is not None:
             self.step.replicas = connection.replicas(self.model, options.timeout)
         elif connection.nn_workers > 1:
             average = not isinstance(self.step.optimizer, APMSqueeze)  # APMSqueeze averages gradients itself.
-            self.step.replicas = AllReduce(
-                self.model, connection.nn_workers, AllReduceOptions(options.timeout, average=average)
-            )
+            replicas = AllReduce(self.model, connection.nn_workers, AllReduceOptions(options.timeout, average=average))
+            replicas.tracer = self.embeddings.tracer
+            self.step.replicas = replicas
         self.state = TrainingState(self.step, self.embeddings, schema.labels, self.declared.first_mode, options.seed)
         self.phases = Phases(
             self.state,
@@ -346,6 +348,29 @@ class Trainer:
         replicas.settle()
         evaluation = evaluation or evaluate()
         return progress.result(evaluation, self.phases.report(), self.phases.mode_choices())
+
+    @contextlib.contextmanager
+    def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
+        """Traces what `fit` does within the block, from lookup to push, and writes it for https://ui.perfetto.dev.
+
+            with trainer.trace("trace.json"):
+                trainer.fit(data, max_steps=20)
+
+        Args:
+            path: of the file, Chrome's Trace Event Format. It has the first 100,000 spans, some 10,000 steps.
+
+        Raises:
+            ConfigError: training runs in other processes; use `persia trace ADDRESS` there.
+            OSError: the file cannot be written.
+        """
+        if self._trains_in_other_processes:
+            raise ConfigError(
+                "This trainer trains in other processes, so there is nothing to trace here. Run "
+                "`persia trace ADDRESS` with the cluster's control_address.",
+                field="cluster",
+            )
+        with tracing_to(path, self.embeddings.tracer, self.state.rank):
+            yield
 
     def evaluate(
         self, data: Iterable[Batch], *, group_by: str | None = None, at: Sequence[int] = (10,)

@@ -137,7 +137,7 @@ class Host:
         return Readings(found.figures + served.figures + cpu, found.latencies + served.latencies)
 
     def serve(self, service: object, protocol: type, address: str = "") -> str:
-        """Serves the role and `health` at this address, or at any; returns the address."""
+        """Serves the role and `Observable` at this address, or at any; returns the address."""
         answers = protocol if protocol is Observable else together(protocol, Observable)
         bind = functools.partial(
             rpc.serve,
@@ -145,6 +145,7 @@ class Host:
             address or f"{self.origin}*",
             protocol=answers,
             keys=self.plan.keys,
+            tracer=self.process.tracer,
         )
         # A killed process may take a moment to release its address.
         self.server = retry(
@@ -166,6 +167,7 @@ class Host:
         """Joins the membership, and starts to report at intervals."""
         if self.coordinator is None:
             self.coordinator = reach_coordinator(self.plan)
+            self.process.reference = rpc.cast_to(Observable, self.coordinator).clock
             threading.Thread(target=self._report_always, name="persia-report", daemon=True).start()
         incarnation = self.coordinator.join(self.role, self.rank, address).incarnation
         self.process.incarnation = incarnation
@@ -188,11 +190,12 @@ def together(*protocols: type) -> type:
 
 
 class _Observable:
-    """A role that also answers `health`."""
+    """A role that also answers the calls of `Observable`."""
 
     def __init__(self, service: object, process: ObservedProcess) -> None:
         self._service = service
-        self.health = process.health
+        for name in describe(Observable):
+            setattr(self, name, getattr(process, name))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._service, name)
@@ -406,6 +409,7 @@ class DataLoaderHost(Host):
                 timeout = self.plan.options.timeout
                 read = ray.cloudpickle.loads(pickled)
                 self._loader = Loader(read, self._schema, self._workers, accumulation_steps, timeout)
+                self._loader.tracer = self.process.tracer
                 self._source = source
             self._loader.begin(feed)
             self._deferred.resolve(self._loader)

@@ -293,7 +293,7 @@ class WorkerProcess:
             host.observer = trainer
 
         return self._connected.connection._replace(
-            observe=observe, save_recovery_point=save, halted=lambda: host.halted
+            observe=observe, save_recovery_point=save, halted=lambda: host.halted, tracer=host.process.tracer
         )
 
     def close(self) -> None:
