@@ -1,4 +1,4 @@
-"""Watching a run: a trace of its steps."""
+"""Watching a run: a trace of its steps, and a report."""
 
 import json
 import os
@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 
 import persia
+from persia.dashboard.report import report
+from persia.telemetry.run_record import read_run
 
 ROWS = 20_000 if os.environ.get("PERSIA_EXAMPLE_SMALL") else 500_000
 
@@ -22,6 +24,7 @@ def main() -> None:
             data.schema,
             optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-3),
             embedding_optimizer=persia.optim.Adagrad(lr=0.05),
+            options=persia.TrainerOptions(checkpoint_dir=folder),
         )
         with trainer.trace(Path(folder) / "trace.json"):  # Open it in https://ui.perfetto.dev.
             trainer.fit(data, max_steps=20)
@@ -30,6 +33,10 @@ def main() -> None:
             seconds[event["name"]] += event.get("dur", 0) / 1e6
         for name in ("lookup", "forward", "backward", "update", "push"):
             print(f"{name:>9} {seconds[name] * 1e3:7.1f} ms in 20 steps")
+
+        trainer.fit(data)
+        page = report(read_run(folder), "Synthetic clicks")  # As `persia report DIR`.
+        print(f"the report has {page.count('<svg')} charts")
 
 
 if __name__ == "__main__":

@@ -111,6 +111,23 @@ class AUC:
         below = np.cumsum(negative) - 0.5 * negative
         return float(np.dot(positive, below)) / pairs
 
+    def reliability(self, groups: int = 20) -> list[tuple[float, float, float]]:
+        """Returns mean prediction, mean label and number of rows of `groups` groups of about as many rows each.
+
+        Groups are in ascending order of predictions; bins of equal predictions are not divided.
+        """
+        negative, positive = self._sides()
+        rows = negative + positive
+        used = np.flatnonzero(rows)
+        if not len(used):
+            return []
+        rows, positive = rows[used], positive[used]
+        predicted = 1.0 / (1.0 + np.exp(LIMIT - (used + 0.5) * (2 * LIMIT / self.bins)))
+        middle = (np.cumsum(rows) - rows / 2) / rows.sum()
+        group = np.minimum((middle * groups).astype(np.intp), groups - 1)
+        sums = [np.bincount(group, of, groups) for of in (predicted * rows, positive, rows)]
+        return [(float(p / n), float(y / n), float(n)) for p, y, n in zip(*sums, strict=True) if n]
+
     def bound(self) -> float:
         """Returns the maximum error due to binning: half the fraction of pairs that share a bin."""
         negative, positive = self._sides()

@@ -170,6 +170,11 @@ class Metrics:
             buckets={name: calibration_buckets(t.auc) for name, t in zip(self.labels, total, strict=True)},
         )
 
+    def reliability(self) -> dict[str, list[tuple[float, float, float]]]:
+        """Returns, by label, mean prediction, mean label and rows of groups of rows; see `AUC.reliability`."""
+        total, _ = self._complete()
+        return {label: tally.auc.reliability() for label, tally in zip(self.labels, total, strict=True)}
+
     def merge(self, other: Metrics) -> None:
         """Adds the rows of another Metrics with the same labels, which is not modified."""
         if other.labels != self.labels:

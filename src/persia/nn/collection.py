@@ -28,6 +28,7 @@ from persia.nn.arguments import (
 )
 from persia.nn.batch_counts import batch_counts
 from persia.nn.evaluation import EvaluationReader
+from persia.nn.feature_costs import feature_costs
 from persia.nn.gate import Staleness, StalenessGate
 from persia.nn.options import CollectionOptions, check_gpus
 from persia.nn.pipeline import Pipeline, Stages
@@ -43,6 +44,7 @@ from persia.nn.transfer import Encoded, Ready, Transfer, nothing_to_do, staging_
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Cluster, ProcessCluster
 from persia.telemetry.metrics import Histogram
+from persia.telemetry.run_record import FeatureCost
 from persia.telemetry.tracing import Tracer
 from persia.types import FedBatch, Ids, RowsSet, RowState, StoredRows
 
@@ -277,6 +279,10 @@ class EmbeddingCollection(torch.nn.Module):
     def statistics(self) -> dict[str, dict[str, int]]:
         """Returns counters of the tables, summed over the PSs."""
         return self._rows.statistics()
+
+    def feature_costs(self, batch: PreparedBatch) -> list[FeatureCost]:
+        """Measures the work that each feature causes in a trained batch; most expensive first. Blocks."""
+        return feature_costs(self.schema, self._expander, batch)
 
     # --- rows by id -------------------------------------------------------------------------------------------
 

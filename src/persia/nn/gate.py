@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from typing import NamedTuple
 
 from persia.modes import Mode, Observation
@@ -120,9 +120,8 @@ class StalenessGate:
         self._first_step = 0
         self._open = False
         self._changed = threading.Condition()
-        self._lookups = 0
-        self._sum = 0
-        self._max = 0
+        self._counts: Counter[int] = Counter()
+        """Lookups by staleness."""
         self._window = Window(accumulation_steps)
         self._held: deque[float] = deque()  # Seconds of batches that are looked up and not drawn.
         self._drawn_at: float | None = None
@@ -130,8 +129,16 @@ class StalenessGate:
     @property
     def measured(self) -> Staleness:
         """Staleness so far."""
+        counts = self.counts
+        lookups = sum(counts.values())
+        total = sum(staleness * count for staleness, count in counts.items())
+        return Staleness(total / max(1, lookups), max(counts, default=0), lookups)
+
+    @property
+    def counts(self) -> dict[int, int]:
+        """Number of lookups so far, by staleness."""
         with self._changed:
-            return Staleness(self._sum / max(1, self._lookups), self._max, self._lookups)
+            return dict(self._counts)
 
     def open(self, step: int = 0) -> None:
         """Starts a pass over the data, with nothing in flight.
@@ -169,11 +176,9 @@ class StalenessGate:
             step = self._looked_up // self._accumulation
             limit = self._depth_at(self._looked_up)
             self.last_lookup = LookupTime(step, step - staleness, staleness if limit is None else limit)
-            self._sum += staleness
-            self._max = max(self._max, staleness)
+            self._counts[staleness] += 1
             if self.versions is not None:
                 self.versions.append(self._steps_before + self._done // self._accumulation)
-            self._lookups += 1
             self._looked_up += 1
             self._held.append(time.monotonic() - began)
             return True
@@ -182,8 +187,9 @@ class StalenessGate:
         """Notes that the oldest row of the last lookup is a copy that lacks this many steps."""
         with self._changed:
             fresh = self.last_lookup.step - self.last_lookup.applied
-            self._sum += max(0, staleness - fresh)
-            self._max = max(self._max, staleness)
+            if staleness > fresh:
+                self._counts[fresh] -= 1
+                self._counts[staleness] += 1
 
     def done(self, batches: int) -> None:
         """Notes that this many looked-up batches are applied or released."""

@@ -89,6 +89,29 @@ class Expander:
         plans, tables = self._plans(inverse, offsets), [rows[table] for table in self._tables]
         return self.by_feature(_NativePool.apply(self, plans, *tables))  # type: ignore[no-untyped-call]
 
+    def pool_one(
+        self,
+        name: str,
+        rows: Mapping[str, torch.Tensor],
+        inverse: Mapping[str, Inverse] | Mapping[str, torch.Tensor],
+        offsets: Mapping[str, Int64Array | None] | Mapping[str, torch.Tensor | None],
+    ) -> None:
+        """Pools one feature, waits until that is done, and drops the result: to measure it.
+
+        Args:
+            name: of the feature.
+            rows: by table, without gradients; see `__call__`, as for the others.
+            inverse: by feature.
+            offsets: by feature.
+        """
+        if self.on_host:
+            plan = self._plans(inverse, offsets)[list(self._features).index(name)]
+            self.pool_rows([plan], [rows[table].numpy() for table in self._tables])
+            return
+        tensors = cast("Mapping[str, torch.Tensor]", inverse), cast("Mapping[str, torch.Tensor | None]", offsets)
+        expand_with_torch({name: self._features[name]}, rows, *tensors)
+        torch.cuda.synchronize()
+
     def ahead(
         self,
         rows: Mapping[str, torch.Tensor],

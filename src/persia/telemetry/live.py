@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from types import TracebackType
@@ -33,6 +34,7 @@ class Snapshot(NamedTuple):
         auc: progressive AUC so far of the first label; each batch is scored before training on it.
         stored_rows: rows in the embedding store.
         staleness: mean measured staleness in steps.
+        hit_rate: fraction of ids looked up since the last snapshot that had a row; nan without any.
     """
 
     step: int
@@ -42,6 +44,7 @@ class Snapshot(NamedTuple):
     auc: float
     stored_rows: int
     staleness: float
+    hit_rate: float = math.nan
 
     def text(self) -> str:
         """Formats the snapshot as one line."""

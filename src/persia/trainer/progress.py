@@ -23,6 +23,7 @@ from persia.nn.transfer import Staging
 from persia.telemetry.live import LiveLine, Snapshot, summary_writer
 from persia.trainer.monitor import Monitor
 from persia.trainer.options import TrainerOptions
+from persia.trainer.run_recorder import RunRecorder
 from persia.trainer.state import TrainingState
 from persia.types import Floats, Int32Array
 
@@ -31,7 +32,7 @@ __all__ = ["FitProgress", "FitResult", "TrainedRows", "check_finite"]
 LOG = logging.getLogger("persia.data")
 
 LOG_EVERY = 50
-"""Batches between two points of TensorBoard."""
+"""Batches between two points of TensorBoard and of `run.json`; more points at the start of a call."""
 
 
 class FitResult(msgspec.Struct, frozen=True):
@@ -161,6 +162,9 @@ class FitProgress:
         """Whether a pass had no batch, which `allow_empty` permits."""
         self._shown = (self._began, 0)
         """Time of the last snapshot, and the rows trained until then."""
+        self._found = (0, 0)
+        """Lookups and hits until the last snapshot."""
+        self._recorder = RunRecorder(options, state, embeddings)
         self._on_rank0 = embeddings.connection.rank == 0
         self.line = LiveLine(options.progress and self._on_rank0)
         self._writer = summary_writer(options.log_dir) if options.log_dir and self._on_rank0 else None
@@ -211,8 +215,9 @@ class FitProgress:
         self._unscored = _Unscored(arrays, batch.day, step, self._state.epoch, batch.number)
         if logits.device.type == "cpu":
             self.score_rest()
-        if self._batches % LOG_EVERY == 1 and self._writer is not None:
-            self._write(self._writer, self._snapshot())
+        self._recorder.trained(batch)
+        if _due(self._batches) and (self._writer is not None or self._recorder.active):
+            self._log(self._snapshot())
         if self.line.due():
             self.line.show(self._snapshot())
 
@@ -240,26 +245,36 @@ class FitProgress:
         return TrainedRows(sum(t.rows for t in trained), max(t.seconds for t in trained))
 
     def close(self) -> None:
-        """Stops the clock, and closes the TensorBoard log."""
+        """Stops the clock, closes the TensorBoard log, and writes the record of the run so far."""
         self._seconds = time.monotonic() - self._began
         if self._writer is not None:
-            self._write(self._writer, self._snapshot())
+            self._log(self._snapshot())
             self._writer.close()
+        self._recorder.save(self._state.metrics)
 
     def _snapshot(self) -> Snapshot:
         self.score_rest()
         now = time.monotonic()
         before, rows_before = self._shown
         self._shown = (now, self._rows)
+        tables = self._embeddings.statistics().values()
+        before_lookups, before_hits = self._found
+        self._found = lookups, hits = sum(t["lookups"] for t in tables), sum(t["hits"] for t in tables)
         return Snapshot(
             step=self._state.global_step,
             rows=self._rows,
             rows_per_second=(self._rows - rows_before) / max(now - before, 1e-9),
             loss=self._loss,
             auc=self._state.metrics.result().auc,
-            stored_rows=sum(t["rows"] for t in self._embeddings.statistics().values()),
+            stored_rows=sum(t["rows"] for t in tables),
             staleness=self._embeddings.staleness.mean,
+            hit_rate=(hits - before_hits) / (lookups - before_lookups) if lookups > before_lookups else math.nan,
         )
+
+    def _log(self, snapshot: Snapshot) -> None:
+        self._recorder.add(snapshot)
+        if self._writer is not None:
+            self._write(self._writer, snapshot)
 
     def _write(self, writer: Any, snapshot: Snapshot) -> None:
         for name in ("rows_per_second", "loss", "auc", "stored_rows", "staleness"):
@@ -278,7 +293,10 @@ class FitProgress:
         rows, seconds = self.trained_by_all()
         so_far = self._state.totals()
         pushed = so_far.pushed
-        tables = self._embeddings.statistics().values()
+        of_tables = self._embeddings.statistics()
+        tables = of_tables.values()
+        metrics = merged_metrics(self._state.metrics, self._network.replicas.gather)
+        self._recorder.complete(metrics, of_tables, evaluation)
         per_ps = [server.row_staleness() for server in self._embeddings.connection.servers]
         return FitResult(
             rows=rows,
@@ -286,7 +304,7 @@ class FitProgress:
             rows_per_second=rows / seconds if seconds else 0.0,
             steps=step - self._first_step,
             global_step=step,
-            progressive=merged_metrics(self._state.metrics, self._network.replicas.gather).result(),
+            progressive=metrics.result(),
             evaluation=evaluation,
             staleness_mean=so_far.staleness_sum / max(1, so_far.lookups),
             staleness_max=so_far.staleness_max,
@@ -314,3 +332,7 @@ def check_finite(where: str, logits: Floats, loss: float = 0.0, **fields: int) -
             "clip_norm, or look at what the model computes.",
             **fields,
         )
+
+
+def _due(batches: int) -> bool:
+    return batches % LOG_EVERY == 1 or (batches < LOG_EVERY and batches.bit_count() == 1)

@@ -1,0 +1,149 @@
+"""The HTML report of a run: one file without links to others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from html import escape
+from importlib import resources
+from statistics import median
+
+from persia.dashboard.charts import Series, bars, lines, short
+from persia.telemetry.run_record import RunRecord
+
+__all__ = ["report", "style"]
+
+MOST_FEATURES = 20
+"""Rows of the table of features."""
+
+
+def report(record: RunRecord, title: str) -> str:
+    """Returns the report of a run as HTML. Names of features, tables and labels are escaped.
+
+    Args:
+        record: of the run.
+        title: of the page, such as the name of the directory.
+    """
+    body = [
+        f"<h1>{escape(title)}</h1>",
+        f'<p class="soft">{escape(_subtitle(record))}</p>',
+        '<div class="tiles">',
+        *(
+            f'<div class="tile"><span>{escape(name)}</span><b>{escape(value)}</b></div>'
+            for name, value in _tiles(record)
+        ),
+        "</div>",
+        '<div class="charts">',
+        *_charts(record),
+        "</div>",
+        *_tables(record),
+        *_features(record),
+    ]
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    head += f"<title>{escape(title)}</title>"
+    # Nothing is loaded and no script runs, whatever a name contains.
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    head += f'<meta http-equiv="Content-Security-Policy" content="{policy}"><style>{style()}</style>'
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>' + "\n".join(body) + "</body></html>\n"
+
+
+def style() -> str:
+    """Returns the style sheet of all pages."""
+    return resources.files("persia.dashboard").joinpath("style.css").read_text(encoding="utf-8")
+
+
+def _subtitle(record: RunRecord) -> str:
+    began = datetime.fromtimestamp(record.began, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    workers = f"{record.nn_workers} NN worker{'s' if record.nn_workers > 1 else ''}"
+    end = "" if record.complete else "; this call of fit did not return, so tables and features are missing"
+    return f"{record.mode}, {workers}; began {began}{end}"
+
+
+def _tiles(record: RunRecord) -> Iterable[tuple[str, str]]:
+    yield "global step", f"{record.step:,}"
+    if record.curve:
+        last = record.curve[-1]
+        yield "samples/s of NN worker 0, median", short(median(point.rows_per_second for point in record.curve))
+        yield "progressive AUC", "none" if last.auc is None else f"{last.auc:.4f}"
+    for label, metrics in record.evaluation.items():
+        for name, value in metrics.items():
+            what = f"evaluation {name.replace('_', '-').replace('auc', 'AUC')}"
+            if len(record.evaluation) > 1:
+                what += f", {label}"
+            yield what, "none" if value is None else f"{value:.4f}"
+    if record.tables:
+        yield "rows stored", short(sum(table["rows"] for table in record.tables.values()))
+        yield "memory of tables", f"{sum(table['bytes'] for table in record.tables.values()) / 2**20:,.0f} MiB"
+
+
+def _charts(record: RunRecord) -> Iterable[str]:
+    def curve(name: str) -> dict[str, Series]:
+        return {name: [(point.step, getattr(point, name)) for point in record.curve]}
+
+    yield lines("Loss of single batches", curve("loss"), "step")
+    yield lines("Progressive AUC: each batch is scored before it is trained", curve("auc"), "step")
+    yield lines("Samples/s of NN worker 0", curve("rows_per_second"), "step")
+    yield lines("Hit rate: share of looked-up ids that had a row", curve("hit_rate"), "step")
+    yield lines("Rows in the store", curve("stored_rows"), "step")
+    groups = {label: [(group.predicted, group.observed) for group in of] for label, of in record.calibration.items()}
+    yield lines("Calibration: mean label by mean prediction, 20 groups", groups, "prediction", diagonal=True)
+    lookups = {str(staleness): float(count) for staleness, count in sorted(record.staleness.items()) if count}
+    yield bars("Staleness: lookups by own steps not yet applied", lookups, "steps")
+
+
+def _tables(record: RunRecord) -> Iterable[str]:
+    if not record.tables:
+        return
+    rows = [
+        [
+            name,
+            f"{of['rows']:,}",
+            f"{of['bytes'] / 2**20:,.1f}",
+            f"{of['hits'] / max(1, of['lookups']):.1%}",
+            *(
+                f"{of.get(counter, 0):,}"
+                for counter in ("admitted", "rejected", "evicted", "applied", "absent", "nonfinite")
+            ),
+        ]
+        for name, of in sorted(record.tables.items(), key=lambda item: -item[1]["bytes"])
+    ]
+    names = [
+        "table",
+        "rows",
+        "MiB",
+        "hits",
+        "admitted",
+        "rejected",
+        "evicted",
+        "gradients applied",
+        "absent",
+        "non-finite",
+    ]
+    yield "<h2>Tables</h2>"
+    yield _table(names, rows)
+
+
+def _features(record: RunRecord) -> Iterable[str]:
+    if not record.features:
+        return
+    total = sum(cost.seconds for cost in record.features) or 1.0
+    rows = [
+        [
+            cost.name,
+            cost.table,
+            f"{cost.ids / max(1, cost.samples):.2f}",
+            f"{cost.seconds * 1e3:.3f}",
+            f"{cost.seconds / total:.1%}",
+        ]
+        for cost in record.features[:MOST_FEATURES]
+    ]
+    yield "<h2>Slowest features</h2>"
+    cut = f"; the first {MOST_FEATURES} of {len(record.features)}" if len(record.features) > MOST_FEATURES else ""
+    yield f'<p class="soft">Time to pool the rows of a feature in the last batch, measured one by one{cut}.</p>'
+    yield _table(["feature", "table", "ids per sample", "ms per batch", "share"], rows)
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in names)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
