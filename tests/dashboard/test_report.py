@@ -49,10 +49,11 @@ class Reader(HTMLParser):
 
 
 def record(name: str = "item") -> RunRecord:
+    groups = [CalibrationBin(0.1, 0.12, 5.0), CalibrationBin(0.8, 0.7, 5.0)]
     curve = [CurvePoint(step, step / 10, 1000.0 + step, 1 / step, None, 0.5, 0.1, step * 7) for step in range(1, 90)]
     counters = {"rows": 12_345, "bytes": 3 << 20, "lookups": 200, "hits": 150, "evicted": 5}
     return RunRecord(
-        "Sync()", 2, 1.7e9, 95, curve, {label: [CalibrationBin(0.1, 0.12, 5.0), CalibrationBin(0.8, 0.7, 5.0)] for label in (name, "like")},
+        "Sync()", 2, 1.7e9, 95, curve, dict.fromkeys((name, "like"), groups),
         {0: 7, 3: 2}, {name: counters}, [FeatureCost(name, name, 640, 64, 0.002)], {name: {"auc": 0.75}}, True,
     )  # fmt: skip
 

@@ -19,6 +19,7 @@ from persia.cli.health import health
 from persia.cli.plan import plan, rates
 from persia.cli.regions import cluster_app
 from persia.cli.report import report
+from persia.cli.top import top
 from persia.cli.trace import trace
 from persia.errors import CheckpointError, ConfigError, PersiaError
 
@@ -42,6 +43,7 @@ app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(cluster_app, name="cluster")
 app.command()(health)
 app.command()(plan)
+app.command()(top)
 app.command()(trace)
 app.command()(report)
 control_app = typer.Typer(no_args_is_help=True, help="Control a running job.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 import weakref
 from collections.abc import Callable
 
@@ -14,8 +13,8 @@ from persia.ps import EmbeddingServer, ServerOptions
 from persia.ps.sizes import divide_here
 from persia.schema import EmbeddingOptimizer, Schema
 from persia.services import Connection, DenseMaker, DensePS
-from persia.telemetry.metrics import Health, Metric, Readings
-from persia.telemetry.process import LOOPBACK, ObservedProcess, check_port
+from persia.telemetry.metrics import Health, Readings
+from persia.telemetry.process import LOOPBACK, ObservedProcess, check_port, process_metrics
 from persia.worker import Worker
 
 __all__ = ["Embedded"]
@@ -59,7 +58,7 @@ class Embedded:
         self._process.close()
 
     def _observe(self) -> Readings:
-        found = Readings([Metric("cpu_seconds", time.process_time(), {})], [])
+        found = Readings(process_metrics(), [])
         server, worker, trainer = self._server(), self._worker(), self._trainer()
         if server is not None:
             found.figures.extend(server.observe().figures)

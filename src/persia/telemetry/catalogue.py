@@ -72,6 +72,7 @@ CATALOGUE: dict[str, MetricKind] = {
     "nn_epoch": MetricKind("gauge", "epoch, counted from 0"),
     "nn_rows": MetricKind("counter", "samples trained by this NN worker"),
     "nn_loss": MetricKind("gauge", "of the last batch"),
+    "nn_auc": MetricKind("gauge", "progressive AUC of this NN worker, at most some seconds old"),
     "nn_ready": MetricKind("gauge", "batches looked up that wait for the network"),
     "nn_torch_threads": MetricKind("gauge", "threads that torch computes with"),
     "nn_staleness_sum": MetricKind("counter", "own steps between lookup and applied gradient, over all lookups"),
@@ -121,4 +122,5 @@ CATALOGUE: dict[str, MetricKind] = {
     "rpc_streams": MetricKind("gauge", "streams being read"),
     "rpc_call_seconds": MetricKind("histogram", "a method ran, by method"),
     "cpu_seconds": MetricKind("counter", "processor time of the process"),
+    "process_bytes": MetricKind("gauge", "memory of the process, shared memory included"),
 }

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 
 from persia.errors import ConfigError
-from persia.telemetry.metrics import Health, Readings
+from persia.telemetry.metrics import Health, Metric, Readings
 from persia.telemetry.prometheus import Endpoint
 from persia.telemetry.tracing import ProcessTrace, Tracer, clock_offset
 
-__all__ = ["LOOPBACK", "ObservedProcess", "check_port"]
+__all__ = ["LOOPBACK", "ObservedProcess", "check_port", "process_metrics"]
 
 LOOPBACK = "127.0.0.1"
 
@@ -21,6 +21,14 @@ def check_port(port: int | None, field: str) -> None:
     """Raises ConfigError unless `port` is a port, 0 for any free port, or None."""
     if port is not None and (not isinstance(port, int) or isinstance(port, bool) or not 0 <= port < 1 << 16):
         raise ConfigError(f"Invalid {field} = {port!r}; expected a port from 0 to 65535, or none.", field=field)
+
+
+def process_metrics() -> list[Metric]:
+    """Returns processor time and memory of this process."""
+    with open("/proc/self/statm", encoding="ascii") as counts:
+        pages = int(counts.read().split()[1])
+    memory = float(pages * os.sysconf("SC_PAGE_SIZE"))
+    return [Metric("cpu_seconds", time.process_time(), {}), Metric("process_bytes", memory, {})]
 
 
 class ObservedProcess:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import math
+import time
 from typing import Any
 
 import torch
 
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
-from persia.telemetry.metrics import Histogram, Metric, Readings, figures
+from persia.telemetry.metrics import Metric, Readings, figures
 from persia.trainer.checkpointing import Checkpointing
 from persia.trainer.state import TrainingState
 
 __all__ = ["Monitor"]
+
+
+AUC_SECONDS = 1.0
+"""Seconds between two calculations of the AUC."""
+
+WATCHED_SECONDS = 60.0
+"""Seconds after a reading of the metrics for which the AUC is kept up to date."""
 
 
 class Monitor:
@@ -38,15 +47,23 @@ class Monitor:
         self._checkpointing = checkpointing
         self._rows = 0
         self._loss: float | None = None
-        self._steps = Histogram()
+        self._auc = math.nan
+        self._scored_at = 0.0
+        self._observed_at = -math.inf
 
     def trained(self, rows: int, loss: float) -> None:
         """Counts a batch, and keeps the loss that is known now: its own, or on a GPU that of the batch before."""
         self._rows += rows
         self._loss = loss
+        # Here, as metrics change in this thread only. It takes a millisecond, so only while somebody looks.
+        now = time.monotonic()
+        if now - self._observed_at < WATCHED_SECONDS and now - self._scored_at > AUC_SECONDS:
+            self._scored_at = now
+            self._auc = self._state.metrics.result().auc
 
     def observe(self) -> Readings:
         """Returns all metrics. Takes no lock that training holds for long, and asks no other process."""
+        self._observed_at = time.monotonic()
         embeddings = self._embeddings
         staleness = embeddings.staleness
         # `EmbeddingWorkers`, the facade of several processes, counts them; a worker in this process loses none.
@@ -69,6 +86,8 @@ class Monitor:
         )
         if self._loss is not None:
             found.append(Metric("nn_loss", self._loss, {}))
+        if not math.isnan(self._auc):
+            found.append(Metric("nn_auc", self._auc, {}))
         for reason, rows in (("absent", pushed.absent), ("non_finite", pushed.non_finite)):
             found.append(Metric("nn_dropped_rows", rows, {"reason": reason}))
         reasons = {"released": pushed.released, "lost": pushed.lost_batches, "lost_gradient": pushed.lost_gradients}

@@ -228,10 +228,10 @@ class FitProgress:
         done, self._unscored = self._unscored, None
         arrays = done.arrays()
         self._loss = float(arrays["loss"])
-        self._monitor.trained(len(arrays["labels"]), self._loss)
         where = f"Global step {done.step} (batch {done.number} of epoch {done.epoch}, counted from 0)"
         check_finite(where, arrays["logits"], self._loss, step=done.step, epoch=done.epoch, batch=done.number)
         self._state.metrics.update(arrays["logits"], arrays["labels"], done.day)
+        self._monitor.trained(len(arrays["labels"]), self._loss)
 
     @property
     def trained_here(self) -> TrainedRows:

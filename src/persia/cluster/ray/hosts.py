@@ -41,8 +41,8 @@ from persia.services import (
     RecordableWorker,
     Tokens,
 )
-from persia.telemetry.metrics import Metric, Readings, figures
-from persia.telemetry.process import LOOPBACK, ObservedProcess
+from persia.telemetry.metrics import Readings, figures
+from persia.telemetry.process import LOOPBACK, ObservedProcess, process_metrics
 from persia.types import TITLES, Feed, Membership
 from persia.worker import Worker, WorkerOptions
 
@@ -133,8 +133,7 @@ class Host:
     def _observe(self) -> Readings:
         found = self.observe() if self.ready else Readings([], [])
         served = self.server.observe() if self.server is not None else Readings([], [])
-        cpu = [Metric("cpu_seconds", time.process_time(), {})]
-        return Readings(found.figures + served.figures + cpu, found.latencies + served.latencies)
+        return Readings(found.figures + served.figures + process_metrics(), found.latencies + served.latencies)
 
     def serve(self, service: object, protocol: type, address: str = "") -> str:
         """Serves the role and `Observable` at this address, or at any; returns the address."""

@@ -1,0 +1,189 @@
+"""The live table of `persia top`: all processes, or the metrics of one."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from persia.dashboard.charts import short
+from persia.dashboard.view import ClusterView, ProcessView, Watch
+from persia.membership.observing import Answer
+
+__all__ = ["Top", "frame"]
+
+KEYS = {
+    b"q": "quit", b"\x03": "quit",
+    b"k": "up", b"\x1b[A": "up",
+    b"j": "down", b"\x1b[B": "down",
+    b"\r": "open", b"\n": "open", b"\x1b[C": "open",
+    b"\x1b": "back", b"\x7f": "back", b"\x1b[D": "back", b"b": "back",
+}  # fmt: skip
+"""What keys do."""
+
+COLUMNS = ("process", "up", "rate", "wait", "staleness", "step", "loss", "AUC", "queue", "CPU", "memory")
+
+
+def frame(seen: ClusterView, selected: int | None = None) -> RenderableType:
+    """Returns the table of all processes.
+
+    Args:
+        seen: the processes.
+        selected: index of the marked one.
+    """
+    if seen.problem:
+        return Text(seen.problem, "red")
+    table = Table(expand=False)
+    for number, column in enumerate(COLUMNS):
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    for number, process in enumerate(seen.processes):
+        style = "reverse" if number == selected else None
+        if process.problem:
+            table.add_row(Text(process.name), Text(process.problem, "red"), style=style)  # Not markup: a log is in it.
+        else:
+            table.add_row(*map(Text, _cells(process)), style=style)
+    return Group(_headline(seen), table)
+
+
+def _headline(seen: ClusterView) -> Text:
+    parts = [
+        ("samples/s", _text(seen.total("rate"))),
+        ("loss", _text(seen.mean("loss"), ".4f")),
+        ("AUC", _text(seen.mean("auc"), ".4f")),
+        ("waiting", _text(seen.mean("wait"), ".0%")),
+        ("staleness", _text(seen.mean("staleness"), ".2f")),
+    ]
+    return Text("  ".join(f"{name} {value}" for name, value in parts), "bold")
+
+
+def _cells(process: ProcessView) -> list[str]:
+    memory = "" if process.memory is None else f"{process.memory / 2**20:,.0f} MiB"
+    return [
+        process.name,
+        _text(process.uptime, ",.0f", " s"),
+        _text(process.rate, unit=f" {process.unit}"),
+        _text(process.wait, ".0%"),
+        _text(process.staleness, ".2f"),
+        _text(process.step, ",.0f"),
+        _text(process.loss, ".4f"),
+        _text(process.auc, ".4f"),
+        _text(process.queue, ",.0f"),
+        _text(process.cpu, ".2f"),
+        memory,
+    ]
+
+
+def _text(value: float | None, form: str | None = None, unit: str = "") -> str:
+    if value is None:
+        return ""
+    return (short(value) if form is None else format(value, form)) + unit
+
+
+def details(answer: Answer) -> RenderableType:
+    """Returns all metrics of one process."""
+    member, health, problem = answer
+    title = f"{member.role} {member.rank}"
+    if health is None:
+        return Group(Text(title, "bold"), Text(problem, "red"))
+    table = Table("metric", "labels", "value", expand=False)
+    for figure in sorted(health.figures):
+        labels = " ".join(f"{name}={value}" for name, value in figure.labels.items())
+        table.add_row(Text(figure.name), Text(labels), Text(f"{figure.value:,.6g}", justify="right"))
+    for latency in sorted(health.latencies, key=lambda latency: -latency.seconds):
+        labels = " ".join(f"{name}={value}" for name, value in latency.labels.items())
+        if count := sum(latency.counts):
+            bounds = f"p50 ≤ {latency.quantile(0.5):g} s, p99 ≤ {latency.quantile(0.99):g} s, {count:,} times"
+            table.add_row(Text(latency.name), Text(labels), Text(bounds, justify="right"))
+    return Group(Text(f"{title} at {health.host} {health.pid}, up {health.uptime:,.0f} s", "bold"), table)
+
+
+class Top:
+    """Shows a watched cluster on a terminal, and follows keys.
+
+    Args:
+        watch: of the cluster.
+        console: of the terminal.
+    """
+
+    def __init__(self, watch: Watch, console: Console) -> None:
+        self._watch = watch
+        self._console = console
+        self._selected = 0
+        self._open = False
+        self._first = 0
+        """First line that is shown of the metrics of a process."""
+
+    def once(self, timeout: float) -> ClusterView | None:
+        """Prints the second view, which has rates, and returns it; None if it does not come within `timeout`."""
+        end = time.monotonic() + timeout
+        number, seen = 0, None
+        while number < 2 and time.monotonic() < end:
+            number, seen = self._watch.next(number, end - time.monotonic())
+        if seen is not None:
+            self._console.print(frame(seen))
+        return seen
+
+    def run(self) -> None:
+        """Shows the cluster until `q` is pressed. Blocks. Needs a terminal."""
+        with _keys(sys.stdin.fileno()) as pressed, Live(console=self._console, screen=True, auto_refresh=False) as live:
+            while True:
+                live.update(self._render(), refresh=True)
+                for action in pressed(0.2):
+                    if action == "quit":
+                        return
+                    self._act(action)
+
+    def _act(self, action: str) -> None:
+        step = {"up": -1, "down": 1}.get(action, 0)
+        if self._open:
+            self._first = max(0, self._first + step)
+        else:
+            self._selected = max(0, min(self._selected + step, len(self._watch.answers) - 1))
+        if action in ("open", "back"):
+            self._open, self._first = action == "open", 0
+
+    def _render(self) -> RenderableType:
+        _, seen = self._watch.next(0, 0.0)
+        keys = Text("arrows or j, k: move   enter: metrics of a process   esc or b: back   q: quit", "dim")
+        if seen is None:
+            return Group(Text("Waiting for the first answers ..."), keys)
+        answers = self._watch.answers
+        if not self._open or self._selected >= len(answers) or seen.problem:
+            return Group(frame(seen, self._selected), keys)
+        lines = self._console.render_lines(details(answers[self._selected]), pad=False)
+        height = max(1, self._console.height - 2)
+        self._first = min(self._first, max(0, len(lines) - height))
+        shown = lines[self._first : self._first + height]
+        return Group(*(Text.assemble(*((s.text, s.style or "") for s in line)) for line in shown), keys)
+
+
+@contextmanager
+def _keys(terminal: int) -> Iterator[Callable[[float], list[str]]]:
+    """Reads single keys; yields a function that waits for some, and returns what they do."""
+    before = termios.tcgetattr(terminal)
+    tty.setcbreak(terminal)
+
+    def pressed(timeout: float) -> list[str]:
+        readable, _, _ = select.select([terminal], [], [], timeout)
+        if not readable:
+            return []
+        typed = os.read(terminal, 64)
+        if not typed:  # The terminal is gone.
+            return ["quit"]
+        return [KEYS[key] for key in re.findall(rb"\x1b\[.|.", typed, re.DOTALL) if key in KEYS]
+
+    try:
+        yield pressed
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
