@@ -93,6 +93,9 @@ def train(
     resume: Annotated[
         str | None, typer.Option(help="Continue from the latest checkpoint in this directory.", metavar="DIR")
     ] = None,
+    ui: Annotated[
+        bool, typer.Option("--ui", help="Show the run on a page at 127.0.0.1, while it trains; see `observe.ui_port`.")
+    ] = False,
     dump_config: Annotated[
         bool, typer.Option("--dump-config", help="Print the resolved configuration with all defaults, and exit.")
     ] = False,
@@ -121,7 +124,8 @@ def train(
             trainer.load(resume)
         trainer.resume_line = _resume_line(trainer.global_step, run.train.max_steps, config, overrides, json)
         evaluation = run.eval_data.reader(reader.schema, "eval_data") if run.eval_data is not None else None
-        result = trainer.fit(reader, evaluation, epochs=run.train.epochs, max_steps=run.train.max_steps)
+        with _page(trainer, run.observe.ui_port) if ui else contextlib.nullcontext():
+            result = trainer.fit(reader, evaluation, epochs=run.train.epochs, max_steps=run.train.max_steps)
     out.print_fit(result, trainer.options.checkpoint_dir)
     if json is not None:
         out.write_json(json, out.fit_record(result))
@@ -384,6 +388,18 @@ def _control_address(trainer: Trainer) -> str:
 
     assert isinstance(trainer.cluster, Ray)
     return trainer.cluster.control_address
+
+
+@contextlib.contextmanager
+def _page(trainer: Trainer, port: int) -> Iterator[None]:
+    """Serves the page of the trainer's cluster, and prints its address."""
+    from persia.dashboard.server import serve_page
+    from persia.dashboard.view import asking
+
+    assert trainer.cluster is not None
+    with serve_page(asking(trainer.cluster), port) as url:
+        typer.echo(f"Page of this run: {url}", err=True)
+        yield
 
 
 def _check_unused(output: str | None, resume: str | None) -> None:

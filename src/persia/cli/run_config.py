@@ -21,6 +21,7 @@ from persia.nn.dense_step import OptimizerFactory
 from persia.optim import APMSqueeze, APMSqueezeOptions
 from persia.schema import Adagrad, EmbeddingOptimizer, Schema
 from persia.services import Cluster
+from persia.telemetry.process import check_port
 from persia.trainer import Trainer
 from persia.trainer.options import TrainerOptions
 
@@ -245,9 +246,15 @@ class ObserveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         prometheus_port: port on which each process exports its metrics, or the next free one; null for no export.
+        ui_port: port at 127.0.0.1 of the page of `persia train --ui`, or the next free one; 0 for any.
     """
 
     prometheus_port: int | None = None
+    ui_port: int = 8060
+
+    def __post_init__(self) -> None:
+        check_port(self.prometheus_port, "observe.prometheus_port")
+        check_port(self.ui_port, "observe.ui_port")
 
 
 class TrainConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

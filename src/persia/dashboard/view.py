@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import time
@@ -10,12 +11,17 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from persia.errors import PersiaError
-from persia.membership.observing import Answer
+from persia.cluster.embedded import Embedded
+from persia.errors import ConfigError, PersiaError
+from persia.membership.observing import Answer, ask_members
+from persia.services import Cluster
 from persia.telemetry.metrics import Health
-from persia.types import TITLES
+from persia.types import TITLES, Member
 
-__all__ = ["ClusterView", "ProcessView", "Watch", "view"]
+__all__ = ["ClusterView", "ProcessView", "Watch", "asking", "view"]
+
+ANSWER_SECONDS = 5.0
+"""Seconds that a process has to answer."""
 
 MOST_VIEWS = 1800
 """Views that are kept; with more, every second one of the older half is dropped."""
@@ -104,6 +110,20 @@ class ClusterView(msgspec.Struct, frozen=True):
 
     def _of_training(self, field: str) -> list[float | None]:
         return [getattr(process, field) for process in self.processes if process.role in ("nn_worker", "embedded")]
+
+
+def asking(cluster: Cluster) -> Callable[[], Sequence[Answer]]:
+    """Returns the function that asks all processes of a cluster, for `Watch`. Starts a cluster of processes if needed.
+
+    Raises:
+        ConfigError: the cluster reports no health.
+    """
+    if isinstance(cluster, Embedded):
+        return lambda: [Answer(Member("embedded", 0, 1, ""), cluster.health())]
+    address: str | None = getattr(cluster, "control_address", None)
+    if address is None:
+        raise ConfigError(f"{type(cluster).__name__} reports no health; use Embedded or Ray.", field="cluster")
+    return functools.partial(ask_members, address, ANSWER_SECONDS)
 
 
 def view(before: Sequence[Answer], now: Sequence[Answer], seconds: float) -> list[ProcessView]:
