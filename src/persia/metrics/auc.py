@@ -109,7 +109,7 @@ class AUC:
         if pairs == 0:
             return math.nan
         below = np.cumsum(negative) - 0.5 * negative
-        return float(np.dot(positive, below)) / pairs
+        return float((positive * below).sum()) / pairs  # `np.dot` of strided arrays takes three times as long.
 
     def reliability(self, groups: int = 20) -> list[tuple[float, float, float]]:
         """Returns mean prediction, mean label and number of rows of `groups` groups of about as many rows each.

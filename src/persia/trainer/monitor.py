@@ -17,7 +17,7 @@ from persia.trainer.state import TrainingState
 __all__ = ["Monitor"]
 
 
-AUC_SECONDS = 1.0
+AUC_SECONDS = 5.0
 """Seconds between two calculations of the AUC."""
 
 WATCHED_SECONDS = 60.0
@@ -55,7 +55,7 @@ class Monitor:
         """Counts a batch, and keeps the loss that is known now: its own, or on a GPU that of the batch before."""
         self._rows += rows
         self._loss = loss
-        # Here, as metrics change in this thread only. It takes a millisecond, so only while somebody looks.
+        # Here, as metrics change in this thread only. It takes milliseconds, so only while somebody looks.
         now = time.monotonic()
         if now - self._observed_at < WATCHED_SECONDS and now - self._scored_at > AUC_SECONDS:
             self._scored_at = now
