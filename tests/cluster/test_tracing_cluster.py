@@ -69,6 +69,7 @@ def test_all_roles_are_on_one_time_line(tmp_path):
     assert steps <= {span["args"].get("step") for span in spans["embedding worker 0"] if span["name"] == "lookup"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_here")
 def test_asynchronous_training_is_traced(tmp_path):
     with persia.cluster.Ray(1, 1, 1, 1, options()) as cluster:

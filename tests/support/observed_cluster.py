@@ -18,6 +18,7 @@ class Trained:
 
     def __init__(self) -> None:
         self.steps = 0
+        self.readings = 0
         self.waits = Histogram()
         self.table = "item"
 
@@ -29,7 +30,8 @@ class Trained:
         return Readings([*figures("nn", counts), *process_metrics()], [self.waits.latency("nn_wait_seconds")])
 
     def embedding_ps(self) -> Readings:
-        counts = {"rows": 5, "lookups": 1000 * self.steps, "hits": 900 * self.steps}
+        self.readings += 1
+        counts = {"rows": 5, "lookups": 1000 * self.readings, "hits": 900 * self.readings}
         return Readings([Metric(f"ps_{n}", float(v), {"table": self.table}) for n, v in counts.items()], [])
 
 
