@@ -18,7 +18,19 @@ PAGES = [
     *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page not in PAST and page.parent.name != "decisions"),
 ]
 FOLDERS = (".ci", "benchmarks", "bindings", "cpp", "docs", "examples", "src", "tests")
-ELSEWHERE = {"site/", "globo_ctr/", "adult/", "utils.py", "auto.json", "manifest.json", "regions.json", "run.json"}
+ELSEWHERE = {
+    "config.toml",
+    "model.py",
+    "train.py",
+    "site/",
+    "globo_ctr/",
+    "adult/",
+    "utils.py",
+    "auto.json",
+    "manifest.json",
+    "regions.json",
+    "run.json",
+}
 """Paths that are made, downloaded, or forbidden."""
 
 CODE = re.compile(r"`([^`\n]+)`")

@@ -16,6 +16,7 @@ import typer
 from persia import __version__
 from persia.cli.checkpoint import checkpoint_app
 from persia.cli.health import health
+from persia.cli.init import init
 from persia.cli.plan import plan, rates
 from persia.cli.regions import cluster_app
 from persia.cli.report import report
@@ -41,6 +42,7 @@ app = typer.Typer(
 )
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(cluster_app, name="cluster")
+app.command()(init)
 app.command()(health)
 app.command()(plan)
 app.command()(top)
@@ -328,7 +330,7 @@ def main() -> Any:
 
 
 def _read(config: str, overrides: list[str] | None, output: str | None = None) -> RunConfig:
-    from persia.cli.imports import Imports, import_modules
+    from persia.cli.imports import Imports, add_folder, import_modules
     from persia.cli.run_config import RunConfig
     from persia.config import convert, load
 
@@ -336,6 +338,7 @@ def _read(config: str, overrides: list[str] | None, output: str | None = None) -
     if output is not None:
         changes.append(f"trainer.checkpoint_dir={jsonlib.dumps(output)}")
     tree = load(config, changes)
+    add_folder(config)
     import_modules(convert(tree, Imports, config).imports)
     return convert(tree, RunConfig, config)
 

@@ -1,4 +1,4 @@
-"""Modules of a user, which the commands import before they read a mode."""
+"""Modules of a user, with modes and models of their own."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import importlib
 import os
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 import msgspec
 
 from persia.errors import ConfigError
 
-__all__ = ["Imports", "import_modules"]
+__all__ = ["Imports", "add_folder", "import_modules"]
 
 
 class Imports(msgspec.Struct, frozen=True):
@@ -24,10 +25,20 @@ class Imports(msgspec.Struct, frozen=True):
     imports: list[str] = []
 
 
-def import_modules(names: Iterable[str]) -> None:
+def add_folder(config: str) -> None:
+    """Lets modules be imported from the folder of a configuration first, then from the working directory."""
+    folder = str(Path(config).resolve().parent)
+    sys.path[:] = dict.fromkeys((folder, os.getcwd(), *sys.path))
+
+
+def import_modules(names: Iterable[str], field: str = "imports") -> None:
     """Imports modules from the working directory or `sys.path`, so that their modes are registered.
 
     The installed program looks in the working directory, as `python -m persia` does.
+
+    Args:
+        names: names of modules.
+        field: field of the configuration that names them, for error messages.
 
     Raises:
         ConfigError: a module is not found or raises an error.
@@ -46,4 +57,4 @@ def import_modules(names: Iterable[str]) -> None:
             else:
                 remedy = f"`python -c 'import {name}'` shows where"
             cause = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(".")
-            raise ConfigError(f"Cannot import {name!r}: {cause}. {remedy}.", field="imports", module=name) from error
+            raise ConfigError(f"Cannot import {name!r}: {cause}. {remedy}.", field=field, module=name) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ import msgspec
 import torch
 
 from persia import data
-from persia.checks import check_choice
+from persia.cli.imports import import_modules
 from persia.cluster import Embedded, Placement, RayOptions
 from persia.cluster.ray.placement import PlacedRole
 from persia.config import convert, dump
@@ -158,7 +159,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The network.
 
     Attributes:
-        kind: a model of `persia.nn.models`.
+        kind: a model of `persia.nn.models`, or one of your own as "module:Class", such as "model:Model" for the class
+            `Model` in `model.py` beside the configuration. The class takes the schema, then the options.
         options: arguments of the model, by name (`hidden`, `dropout`, ...).
     """
 
@@ -166,13 +168,35 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     options: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
-        check_choice("model.kind", self.kind, list(MODELS))
+        if self.kind not in MODELS and not all(self.kind.partition(":")):
+            raise ConfigError(
+                f"Invalid model.kind = {self.kind!r}; expected one of: {', '.join(MODELS)}; or a class of your own as "
+                "module:Class.",
+                field="model.kind",
+            )
 
     def build(self, schema: Schema) -> torch.nn.Module:
-        """Builds the network for a schema."""
+        """Builds the network for a schema.
+
+        Raises:
+            ConfigError: the module or its class is not found, or an option is unknown or invalid.
+        """
         options = {name: tuple(v) if isinstance(v, list) else v for name, v in self.options.items()}
-        network: torch.nn.Module = _call(MODELS[self.kind], options, "model.options", schema)
+        network: torch.nn.Module = _call(self._maker(), options, "model.options", schema)
         return network
+
+    def _maker(self) -> Callable[..., torch.nn.Module]:
+        if self.kind in MODELS:
+            return MODELS[self.kind]
+        module, _, name = self.kind.partition(":")
+        import_modules([module], "model.kind")
+        made: Callable[..., torch.nn.Module] | None = getattr(sys.modules[module], name, None)
+        if made is None:
+            raise ConfigError(
+                f"Invalid model.kind = {self.kind!r}: {module} has no {name!r}; name a class of the module.",
+                field="model.kind",
+            )
+        return made
 
 
 class OptimizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,0 +1,193 @@
+"""The command `persia init`."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from persia.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from persia.cli.init.columns import ColumnGuess
+    from persia.cli.init.guess import Guess, LabelGuess
+    from persia.cli.init.sample import Sample
+
+__all__ = ["init"]
+
+_TRIED_BATCHES = 100
+
+
+def init(
+    data: Annotated[str, typer.Argument(help="Parquet or CSV file, directory, glob or URL.", metavar="DATA")],
+    out: Annotated[
+        str | None, typer.Option("--out", help="Directory to write to. Defaults to NAME_model here.", metavar="DIR")
+    ] = None,
+    label: Annotated[str | None, typer.Option(help="Column to predict. Guessed by default.", metavar="COLUMN")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Take all guesses without asking.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite files of an earlier `persia init`.")] = False,
+) -> None:
+    """Write a configuration, a model and a program that train on your data.
+
+    Guesses from the first rows which column is the label, and which are ids, numbers, lists and times. Asks on a
+    terminal where it is unsure. Then `persia train DIR/config.toml` and `python DIR/train.py` train as they are.
+
+        persia init clicks.parquet --label clicked
+    """
+    from persia.cli.init.columns import plain_values
+    from persia.cli.init.files import FILES, write_files
+    from persia.cli.init.guess import described, guess_label, label_from
+    from persia.cli.init.guess import guess as guess_columns
+    from persia.cli.init.sample import read_sample
+
+    folder = Path(out or f"{_stem(data)}_model").resolve()
+    present = [name for name in FILES if (folder / name).exists()]
+    if present and not force:
+        raise ConfigError(
+            f"{folder} has {' and '.join(present)} already; give another directory with --out, or overwrite with "
+            "--force.",
+            path=str(folder),
+        )
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file; give another directory with --out.", path=str(folder))
+    sample = read_sample(data)
+    values = {name: plain_values(array) for name, array in sample.columns.items()}
+    if label is not None:
+        if label not in values:
+            raise ConfigError(f"{data} has no column {label!r}; it has {described(sample)}.", field="label")
+        chosen = label_from(sample, label, values[label])
+    else:
+        chosen = _choose_label(sample, guess_label(sample, values), yes)
+    guess = guess_columns(sample, chosen, values)
+    if sys.stdin.isatty() and not yes:
+        guess = guess._replace(columns=[_ask(column) for column in guess.columns])
+    texts = _working(guess, folder)
+    write_files(folder, texts)
+    _report(guess, folder)
+
+
+def _stem(data: str) -> str:
+    """Returns a name for the directory of a data set: that of the file, or of the folder of a glob."""
+    parts = [part for part in re.split(r"[/\\]", data) if part and not any(c in part for c in "*?[") and part != ".."]
+    name = re.split(r"\.(?=[A-Za-z])", parts[-1])[0] if parts else ""
+    return re.sub(r"\W+", "_", name).strip("_") or "data"
+
+
+def _choose_label(sample: Sample, found: list[LabelGuess], yes: bool) -> LabelGuess:
+    """Returns the likeliest label, or that which a person chooses.
+
+    Raises:
+        ConfigError: several columns are likely, and nobody can be asked.
+    """
+    best = found[0]
+    if best.sure or yes:
+        return best
+    names = [label.column for label in found]
+    if not sys.stdin.isatty():
+        raise ConfigError(
+            f"{sample.path}: unsure which column to predict: {', '.join(names)}. Name it with --label COLUMN, or take "
+            f"{best.column!r} with --yes.",
+            field="label",
+        )
+    typer.echo("Columns that may be the label:")
+    for label in found:
+        typer.echo(f"  {label.column}: {label.reason}")
+    while (name := typer.prompt("Which column do you want to predict?", default=best.column)) not in names:
+        typer.echo(f"Choose one of: {', '.join(names)}")
+    return found[names.index(name)]
+
+
+def _ask(column: ColumnGuess) -> ColumnGuess:
+    """Asks whether whole numbers are ids, if that is not clear."""
+    if column.sure or column.role not in ("id", "number"):
+        return column
+    question = f"{column.column} has {column.distinct:,} different {column.reason}. Is it an id or a number?"
+    while (answer := typer.prompt(question, default=column.role)) not in ("id", "number"):
+        typer.echo("Answer id or number.")
+    return column if answer == column.role else column._replace(role=answer, reason="as you said")
+
+
+def _working(guess: Guess, folder: Path) -> dict[str, str]:
+    """Returns files whose configuration reads both labels in the training and in the held-out rows.
+
+    Raises:
+        DataError: the reader refuses the rows, or there are too few of one label.
+    """
+    from persia.cli.init.files import file_texts
+
+    splits = [
+        guess.split,
+        *({"test": share} for share in (0.2, 0.3, 0.5) if "by" in guess.split or guess.sample.complete),
+    ]
+    for split in splits:
+        texts = file_texts(guess._replace(split=split), folder)
+        if _reads_both_labels(texts["config.toml"]):
+            return texts
+    raise DataError(
+        f"{guess.sample.path}: {guess.label.column!r} is the same in too many rows to train on some and test on "
+        f"others ({guess.label.reason}); give more rows, or another column with --label.",
+        path=guess.sample.path,
+    )
+
+
+def _reads_both_labels(config: str) -> bool:
+    import itertools
+    import tomllib
+
+    from persia.cli.run_config import RunConfig
+    from persia.config import convert
+
+    run = convert(tomllib.loads(config), RunConfig, "config.toml")
+    assert run.eval_data is not None
+    parts = []
+    for section, name in ((run.data.in_order(), "data"), (run.eval_data, "eval_data")):
+        seen: set[bool] = set()
+        try:
+            for batch in itertools.islice(section.reader(run.schema, name), _TRIED_BATCHES):
+                seen |= set((batch.labels > 0.5).ravel().tolist())
+        except DataError as error:
+            if "select no rows" not in error.message:
+                raise
+        parts.append(len(seen) == 2)
+    return all(parts)
+
+
+def _report(guess: Guess, folder: Path) -> None:
+    """Prints what was guessed, what was written, and what to run."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from persia.cli.init.files import FILES
+
+    sample, label = guess.sample, guess.label
+    table = Table("column", "use", "because", title=f"{sample.path}", title_justify="left")
+    table.add_row(Text(label.column), "label", Text(label.reason))
+    order = {"id": 0, "list": 1, "number": 2, "time": 3, "unused": 4}
+    for column in sorted(guess.columns, key=lambda c: order[c.role]):
+        use = {"time": "split", "unused": "left out"}.get(column.role, column.role)
+        if column.role == "time" and guess.split.get("column") != column.column:
+            use = "left out"
+        table.add_row(Text(column.column), use, Text(column.reason))
+    Console().print(table)
+    if sample.kind == "csv":
+        lines = "the first line has the names" if sample.header else "no line of names"
+        typer.echo(f"Fields are separated by {sample.delimiter!r}; {lines}.")
+    if "by" in guess.split:
+        typer.echo(f"Held out for testing: the last tenth by {guess.split['column']}, from {guess.split['at']} on.")
+    typer.echo(f"Wrote {', '.join(FILES)} to {folder}. Next:\n")
+    shown = _shown(folder)
+    typer.echo(f"  persia train {shown}/config.toml")
+    typer.echo(f"  persia evaluate {shown}/config.toml --checkpoint {shown}/runs/config")
+    typer.echo(f"  python {shown}/train.py\n")
+
+
+def _shown(folder: Path) -> str:
+    """Returns the path as a shell takes it, relative to the working directory where it is inside."""
+    import shlex
+
+    here = Path.cwd()
+    return shlex.quote(str(folder.relative_to(here) if folder.is_relative_to(here) and folder != here else folder))

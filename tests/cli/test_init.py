@@ -1,0 +1,301 @@
+"""`persia init`: what it guesses, writes and refuses, and that what it writes trains."""
+
+import contextlib
+import io
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from persia.cli import main
+from persia.cli.init import init
+from persia.errors import ConfigError, DataError
+
+ROWS = 400
+
+
+def persia(*arguments):
+    """Runs a command in this process; returns the exit status and what it has printed."""
+    output = io.StringIO()
+    argv = mock.patch.object(sys, "argv", ["persia", *map(str, arguments)])
+    with argv, contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        try:
+            main()
+            status = 0
+        except SystemExit as end:
+            status = end.code or 0
+    return status, output.getvalue()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    yield tmp_path
+    sys.modules.pop("model", None)
+
+
+def clicks(rows=ROWS):
+    """A CSV with columns of all kinds."""
+    lines = ["row,user_id,genres,title,city,price,age,created_at,zip,constant,clicked"]
+    for i in range(rows):
+        genres = "|".join(f"g{j}" for j in range(i % 3 + 1))
+        title = f"word{i % 7} word{i % 11} word{i % 13} word{i}"
+        price = "" if i % 10 == 0 else f"{i * 0.37:.2f}"
+        created = f"2024-05-{1 + i * 28 // rows:02d} 10:00:00"
+        lines.append(
+            f"{i},{i * 7 % 50},{genres},{title},city {i % 5},{price},{20 + i % 60},{created},0{i % 9}210,x,"
+            f"{int(i * 7 % 50 < 25)}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def config(folder):
+    return tomllib.loads((Path(folder) / "config.toml").read_text())
+
+
+def uses(found):
+    features = {each["name"]: each for each in found["schema"]["id_features"]}
+    return features, found["schema"]["dense_features"]
+
+
+def test_uses_of_columns(folder):
+    (folder / "clicks.csv").write_text(clicks())
+    init("clicks.csv", "out", yes=True)
+    found = config("out")
+    features, dense = uses(found)
+    assert found["schema"]["labels"] == ["clicked"]
+    assert set(features) == {"user_id", "genres", "title", "city", "zip"}
+    assert dense == ["price", "age"]
+    options = found["data"]["options"]
+    assert options["lists"] == {"genres": "|", "title": " "}
+    assert options["fill"] == {"price": pytest.approx(74.7, abs=5)}
+    assert features["zip"]["kind"] == "text"  # 01210 is not 1210.
+    split = {"by": "time", "column": "created_at"}
+    assert {key: options["split"][key] for key in split} == split
+    assert options["split"]["at"].startswith("2024-05-2")
+    assert found["eval_data"]["options"]["split"] == {**options["split"], "part": "test"}
+    assert "row: differs in every row" in (folder / "out" / "config.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "separator", "header"),
+    [
+        ("user;label\n" + "".join(f"u{i % 7};{i % 2}\n" for i in range(50)), ";", True),
+        ("".join(f"u{i % 7}\t{i % 2}\n" for i in range(50)), "\t", False),
+        ("name,label\n" + "".join(f'"a, b{i % 7}",{i % 2}\n' for i in range(50)), ",", True),
+        ("".join(f"{i % 5} {i % 3} {i % 2}\n" for i in range(50)), " ", False),
+        ("\ufeffuser,label\n" + "".join(f"u{i % 7},{'yes' if i % 3 else 'no'}\n" for i in range(50)), ",", True),
+    ],
+)
+def test_separator_and_header(folder, text, separator, header):
+    (folder / "data.csv").write_text(text)
+    init("data.csv", "out", yes=True)
+    options = config("out")["data"]["options"]
+    assert options.get("delimiter", ",") == separator
+    assert ("column_names" not in options) == header
+
+
+@pytest.mark.parametrize(
+    ("values", "rule"),
+    [
+        (["<=50K", "<=50K", ">50K"], "income == '>50K'"),
+        (["yes", "yes", "no"], "income == 'yes'"),
+        (["1", "1", "2"], "income >= 2"),
+        (["1", "2", "3", "4"], "income >= 3"),
+        (["1", "1", ""], None),
+    ],
+)
+def test_labels_by_rule(folder, values, rule):
+    lines = "".join(f"u{i % 5},{values[i % len(values)]}\n" for i in range(120))
+    (folder / "data.csv").write_text(f"user,income\n{lines}")
+    if values[-1] == "":
+        with pytest.raises(DataError, match="'income' has one value only; a label has two"):
+            init("data.csv", "out", label="income", yes=True)
+        return
+    init("data.csv", "out", label="income", yes=True)
+    assert config("out")["data"]["options"]["labels"] == {"income": rule}
+
+
+def test_rows_without_a_label_are_left_out(folder):
+    lines = "".join(f"u{i % 5},{['0', '1', ''][i % 3]}\n" for i in range(120))
+    (folder / "data.csv").write_text(f"user,label\n{lines}")
+    init("data.csv", "out", yes=True)
+    assert config("out")["data"]["options"]["where"] == "label is not None"
+
+
+def test_lists_share_the_embeddings_of_their_items(folder):
+    item = np.arange(ROWS) % 40
+    table = {
+        "item_id": item,
+        "user_id": np.arange(ROWS) * 7 % 90 + 1000,
+        "seen": [[int(i), int(i + 3) % 40] for i in item],
+        "vector": [[0.5, 0.5]] * ROWS,
+        "label": item % 2,
+    }
+    pq.write_table(pa.table(table), folder / "data.parquet")
+    init("data.parquet", "out", yes=True)
+    features, dense = uses(config("out"))
+    assert features["seen"] == {"name": "seen", "dim": 16, "table": "item_id", "pooling": "mean"}
+    assert features["item_id"]["dim"] == 16
+    assert dense == []
+    assert "vector: holds lists of double" in (folder / "out" / "config.toml").read_text()
+
+
+def test_an_unclear_label_is_asked_or_refused(folder, monkeypatch):
+    lines = "".join(f"u{i % 5},{'ab'[i % 2]},{'cd'[i // 2 % 2]},e{i % 3}\n" for i in range(120))
+    (folder / "data.csv").write_text(f"user,one,two,three\n{lines}")
+    with pytest.raises(ConfigError, match=r"unsure which column to predict: one, two\. Name it with --label COLUMN"):
+        init("data.csv", "out")
+    assert not (folder / "out").exists()
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdin", terminal)
+    answers = iter(["three", "two"])
+    monkeypatch.setattr("typer.prompt", lambda *_, **__: next(answers))
+    init("data.csv", "out")
+    assert config("out")["schema"]["labels"] == ["two"]
+    init("data.csv", "taken", yes=True)
+    assert config("taken")["schema"]["labels"] == ["one"]
+
+
+def test_whole_numbers_that_may_be_ids_are_asked(folder, monkeypatch):
+    lines = "".join(f"u{i % 5},{i % 60},{i % 2}\n" for i in range(300))
+    (folder / "data.csv").write_text(f"user,thing,label\n{lines}")
+    init("data.csv", "guessed", yes=True)
+    assert uses(config("guessed"))[1] == []
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdin", terminal)
+    monkeypatch.setattr("typer.prompt", lambda *_, **__: "number")
+    init("data.csv", "asked")
+    assert uses(config("asked"))[1] == ["thing"]
+
+
+GOOD = "".join(f"{i % 5},{'xyz'[i % 3]},{i % 2}\n" for i in range(100))
+HOSTILE = {
+    "no label": ("a,b,c\n" + "".join(f"{i % 5},{'xyz'[i % 3]},{i % 7}\n" for i in range(100)), "Name one with --label"),
+    "names twice": ("id,x,x\n" + GOOD, "has 2 columns named 'x'; rename"),
+    "ragged": ("id,x,label\n" + GOOD + "1,2\n", r"line 102 has 2 fields instead of 3: '1,2'"),
+    "zero bytes": (b"\x00\x01\x02" * 999, "is not text: it has zero bytes"),
+    "not UTF-8": ("id,x,label\n" + GOOD.replace("x", "ü")).encode("latin-1"),
+    "empty": ("", "is empty"),
+    "blank": ("\n\n\n", "is empty"),
+    "only a header": ("id,x,label\n", "has only one line"),
+    "two rows": ("id,x,label\n1,a,0\n2,b,1\n", "has 2 rows; give a file with at least 20"),
+    "constant label": ("id,x,label\n" + GOOD.replace(",1\n", ",0\n"), "'label' has one value only; a label has two"),
+    "constant label beside a flag": (
+        "flag,x,label\n" + "".join(f"{i % 2},{'xyz'[i % 3]},0\n" for i in range(100)),
+        "'label' has one value only; a label has two",
+    ),
+    "two ids": ("user_id,x\n" + "".join(f"{i % 2},{'xyz'[i % 3]}\n" for i in range(100)), "Name one with --label"),
+    "texts as labels": (
+        "id,label\n" + "".join(f"{i % 5},{'xyz'[i % 3]}\n" for i in range(100)),
+        "'label' has 3 different texts; a label has two",
+    ),
+    "one column": ("label\n" + "0\n1\n" * 100, "has no columns that a comma, tab"),
+    "wide": (",".join(f"c{i}" for i in range(9_999)) + ",label\n" + ("1," * 9_999 + "1\n") * 30, "has 10,000 columns"),
+    "only numbers": (
+        "a,b,label\n" + "".join(f"{i / 7},{i / 3},{i % 2}\n" for i in range(100)),
+        "has no column of ids, categories or lists, only numbers",
+    ),
+    "JSON": ('{"id": 1, "label": 0}\n' * 100, "looks like JSON; convert it"),
+    "a spreadsheet": (b"PK\x03\x04" + b"1" * 99, "is an archive, or a spreadsheet; save the sheet as CSV"),
+    "open quote": ('id,x,label\n1,"open,0\n' + GOOD, "close open quotes"),
+    "one positive": (
+        "id,x,label\n" + GOOD.replace(",1\n", ",0\n") + "1,x,1\n",
+        "'label' is the same in too many rows to train on some and test on others",
+    ),
+}
+HOSTILE["not UTF-8"] = (HOSTILE["not UTF-8"], "line 2 has the byte 0xfc. Convert it: iconv")
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_files_are_refused_and_leave_nothing(folder, name):
+    content, message = HOSTILE[name]
+    (folder / "data.csv").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=message):
+        init("data.csv", "out", yes=True)
+    assert [path.name for path in folder.iterdir()] == ["data.csv"]
+
+
+def test_a_corrupt_parquet_file_is_refused(folder):
+    (folder / "data.parquet").write_bytes(b"PAR1" + b"1" * 99)
+    with pytest.raises(DataError, match="may be truncated, corrupt or of another format"):
+        init("data.parquet", "out", yes=True)
+
+
+def test_unknown_label_and_no_file(folder):
+    (folder / "data.csv").write_text(GOOD)
+    with pytest.raises(ConfigError, match=r"has no column 'label'; it has column_1 \(0\), column_2 \(x\)"):
+        init("data.csv", "out", label="label")
+    with pytest.raises(DataError, match="stands for no file"):
+        init("absent.csv", "out")
+
+
+def test_files_are_overwritten_by_force_only(folder):
+    (folder / "data.csv").write_text(f"id,x,label\n{GOOD}")
+    init("data.csv", "out", yes=True)
+    (folder / "out" / "model.py").write_text("mine")
+    with pytest.raises(ConfigError, match="already; give another directory with --out, or overwrite with --force"):
+        init("data.csv", "out", yes=True)
+    assert (folder / "out" / "model.py").read_text() == "mine"
+    init("data.csv", "out", yes=True, force=True)
+    assert "class Model" in (folder / "out" / "model.py").read_text()
+    (folder / "file").write_text("")
+    with pytest.raises(ConfigError, match="is a file; give another directory"):
+        init("data.csv", "file", yes=True)
+
+
+def test_a_failure_to_write_leaves_nothing(folder, monkeypatch):
+    (folder / "data.csv").write_text(f"id,x,label\n{GOOD}")
+    write = Path.write_text
+
+    def full(path, *arguments, **options):
+        if path.name == ".train.py.part":
+            raise OSError(28, "No space left on device")
+        return write(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        init("data.csv", "new/out", yes=True)
+    assert [path.name for path in folder.iterdir()] == ["data.csv"]
+
+
+def test_odd_names_and_quotes_survive(folder):
+    head = '"a ""quoted"" name"," km/h",labels = { x = 1 }\n'
+    (folder / 'it\'s "odd".csv').write_text(
+        head + "".join(f"x{i % 5},{i / 3},{'no' if i % 2 else 'yes'}\n" for i in range(99))
+    )
+    init('it\'s "odd".csv', "out", label="labels = { x = 1 }", yes=True)
+    status, output = persia("train", "out/config.toml", "--set", "train.max_steps=2", "--set", "trainer.progress=false")
+    assert status == 0, output
+
+
+def test_both_ways_train_as_they_are(folder):
+    (folder / "clicks.csv").write_text(clicks())
+    status, output = persia("init", "clicks.csv", "--yes")
+    assert status == 0
+    assert "persia train clicks_model/config.toml" in output
+    status, output = persia("train", "clicks_model/config.toml", "--set", "trainer.progress=false")
+    assert status == 0, output
+    assert "evaluation" in output
+    checkpoint = "clicks_model/runs/config"
+    status, output = persia("evaluate", "clicks_model/config.toml", "--checkpoint", checkpoint)
+    assert status == 0, output
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    done = subprocess.run(
+        [sys.executable, "../clicks_model/train.py"], capture_output=True, text=True, timeout=120, cwd=elsewhere
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(re.search(r"AUC on held-out rows: ([\d.]+)", done.stdout)[1]) > 0.9
+    assert any(path.name != "config" for path in (folder / "clicks_model" / "runs").iterdir())
