@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         Uniform,
         Zeros,
     )
+    from persia.telemetry.tracking import MLflow, Wandb
     from persia.trainer import FitResult, Trainer
     from persia.trainer.options import TrainerOptions
 
@@ -57,6 +58,7 @@ _HOMES = {
         "Uniform",
         "Zeros",
     ),
+    "persia.telemetry.tracking": ("MLflow", "Wandb"),
     "persia.trainer": ("FitResult", "Trainer"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -88,6 +90,7 @@ __all__ = [
     "HashTo",
     "IdColumn",
     "IdFeature",
+    "MLflow",
     "Normal",
     "PersiaError",
     "Quotient",
@@ -100,6 +103,7 @@ __all__ = [
     "Trainer",
     "TrainerOptions",
     "Uniform",
+    "Wandb",
     "Zeros",
     "cluster",
     "data",

@@ -1,4 +1,4 @@
-"""Telemetry of a run: progress line and TensorBoard (`live`), metrics of every role (`metrics`), Prometheus.
+"""Telemetry of a run: progress line (`live`), trackers (`tracking`), metrics of every role (`metrics`), Prometheus.
 
 This package imports none of its modules, so that parameter servers start without a terminal or a web server.
 """

@@ -1,4 +1,4 @@
-"""Progress of a run: a live line on a terminal, plain lines elsewhere, and optionally TensorBoard."""
+"""Progress of a run: a live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -6,18 +6,13 @@ import math
 import sys
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from persia.errors import MissingExtraError
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
-__all__ = ["LiveLine", "Snapshot", "summary_writer"]
+__all__ = ["LiveLine", "Snapshot"]
 
 REFRESH_SECONDS = 0.5
 PLAIN_SECONDS = 10.0
@@ -90,20 +85,3 @@ class LiveLine:
         elif self._enabled:
             print(snapshot.text(), file=sys.stderr, flush=True)
         self._next = time.monotonic() + (REFRESH_SECONDS if self._live else PLAIN_SECONDS)
-
-
-def summary_writer(directory: str) -> SummaryWriter:
-    """Creates a TensorBoard writer.
-
-    Raises:
-        MissingExtraError: TensorBoard is not installed.
-    """
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise MissingExtraError(
-            'log_dir needs TensorBoard: pip install "persia[tensorboard]", or leave log_dir out.',
-            extra="tensorboard",
-        ) from error
-    writer: Any = SummaryWriter
-    return writer(directory)  # type: ignore[no-any-return]

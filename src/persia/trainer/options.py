@@ -28,6 +28,7 @@ from persia.nn.arguments import NEW_MODE, check_arguments
 from persia.nn.dense_step import Precision
 from persia.nn.options import check_device
 from persia.schema import EmbeddingOptimizer, Schedule, Schema
+from persia.telemetry.tracking import MLflow, TensorBoardTracker, Tracker, Wandb
 
 __all__ = ["Declared", "TrainerOptions"]
 
@@ -56,6 +57,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         keep_last: checkpoints kept, with those that they add to; older ones are removed.
         keep_best: keep the best one of `fit` too, by this metric of `eval_data`, evaluated at each checkpoint.
         log_dir: TensorBoard directory (needs the extra `tensorboard`).
+        trackers: `persia.MLflow` and `persia.Wandb`, which receive the metrics of the run.
         progress: whether to show a live line.
         timeout: seconds that any wait for data, embeddings or other NN workers may take.
         record_dir: directory for the schedule of each phase, `phase-1.jsonl`, ...: `persia.replay` follows it, and
@@ -85,6 +87,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keep_last: int = 2
     keep_best: Literal["auc", "log_loss"] | None = None
     log_dir: str | None = None
+    trackers: list[MLflow | Wandb] = msgspec.field(default_factory=list)
     progress: bool = True
     timeout: float = 600.0
     record_dir: str | None = None
@@ -122,6 +125,9 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(
                 "A schedule is recorded batch by batch: leave accumulation_steps at 1.", field="record_dir"
             )
+        check_kind("trackers", self.trackers, (list, tuple), "a list of MLflow and Wandb")
+        for tracker in self.trackers:
+            check_kind("trackers", tracker, (MLflow, Wandb), "a list of MLflow and Wandb")
         check_kind("mode_schedule", self.mode_schedule, (list, tuple), "a list of (global step, mode)")
         for entry in self.mode_schedule:
             if not isinstance(entry, (list, tuple)) or len(entry) != 2:
@@ -141,6 +147,11 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if self.keep_best is not None:
             check_choice("keep_best", self.keep_best, ("auc", "log_loss"))
+
+    def make_trackers(self) -> list[Tracker]:
+        """Makes the trackers; they open nothing before the first `Trainer.fit`."""
+        board: list[Tracker] = [TensorBoardTracker(self.log_dir)] if self.log_dir else []
+        return board + [tracker.tracker() for tracker in self.trackers]
 
 
 class Declared(NamedTuple):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,9 +21,10 @@ from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
 from persia.nn.prepared import PreparedBatch
 from persia.nn.transfer import Staging
-from persia.telemetry.live import LiveLine, Snapshot, summary_writer
+from persia.telemetry.live import LiveLine, Snapshot
+from persia.telemetry.tracking import Tracker
 from persia.trainer.monitor import Monitor
-from persia.trainer.options import TrainerOptions
+from persia.trainer.options import Declared, TrainerOptions
 from persia.trainer.run_recorder import RunRecorder
 from persia.trainer.state import TrainingState
 from persia.types import Floats, Int32Array
@@ -30,9 +32,10 @@ from persia.types import Floats, Int32Array
 __all__ = ["FitProgress", "FitResult", "TrainedRows", "check_finite"]
 
 LOG = logging.getLogger("persia.data")
+TRACKING = logging.getLogger("persia.tracking")
 
 LOG_EVERY = 50
-"""Batches between two points of TensorBoard and of `run.json`; more points at the start of a call."""
+"""Batches between two points of trackers and of `run.json`; more points at the start of a call."""
 
 
 class FitResult(msgspec.Struct, frozen=True):
@@ -133,7 +136,8 @@ class FitProgress:
         embeddings: has the counts of lookups and gradients.
         monitor: receives rows and losses.
         staging: moves logits to the host.
-        options: has the live line and TensorBoard.
+        options: has the live line.
+        trackers: receive metrics; the first NN worker has them.
     """
 
     def __init__(
@@ -144,6 +148,7 @@ class FitProgress:
         monitor: Monitor,
         staging: Staging,
         options: TrainerOptions,
+        trackers: Sequence[Tracker] = (),
     ) -> None:
         self._state = state
         self._network = network
@@ -167,7 +172,37 @@ class FitProgress:
         self._recorder = RunRecorder(options, state, embeddings)
         self._on_rank0 = embeddings.connection.rank == 0
         self.line = LiveLine(options.progress and self._on_rank0)
-        self._writer = summary_writer(options.log_dir) if options.log_dir and self._on_rank0 else None
+        self._trackers = trackers if self._on_rank0 else ()
+
+    @contextlib.contextmanager
+    def tracked(self, declared: Declared) -> Iterator[None]:
+        """Opens the run in all trackers, and ends it after the block.
+
+        Raises:
+            MissingExtraError: a package is not installed.
+            ConfigError: a tracker cannot open the run.
+        """
+        optimizer = self._network.optimizer
+        parameters = {
+            "model": type(self._network.model).__name__,
+            "optimizer": type(optimizer).__name__,
+            "lr": str(optimizer.param_groups[0]["lr"]),
+            "embedding_optimizer": str(declared.embedding_optimizer),
+            "mode": str(declared.mode),
+            "seed": str(declared.options.seed),
+        }
+        failed = True
+        begun: list[Tracker] = []
+        try:
+            for tracker in self._trackers:
+                tracker.begin(parameters)
+                begun.append(tracker)
+            yield
+            failed = False
+        finally:
+            for tracker in begun:
+                with _reported(tracker):
+                    tracker.end(failed)
 
     def check_pass(self) -> None:
         """Checks that a pass that has ended had any batch.
@@ -216,7 +251,7 @@ class FitProgress:
         if logits.device.type == "cpu":
             self.score_rest()
         self._recorder.trained(batch)
-        if _due(self._batches) and (self._writer is not None or self._recorder.active):
+        if _due(self._batches) and (self._trackers or self._recorder.active):
             self._log(self._snapshot())
         if self.line.due():
             self.line.show(self._snapshot())
@@ -245,11 +280,10 @@ class FitProgress:
         return TrainedRows(sum(t.rows for t in trained), max(t.seconds for t in trained))
 
     def close(self) -> None:
-        """Stops the clock, closes the TensorBoard log, and writes the record of the run so far."""
+        """Stops the clock, tells trackers the last metrics, and writes the record of the run so far."""
         self._seconds = time.monotonic() - self._began
-        if self._writer is not None:
+        if self._trackers:
             self._log(self._snapshot())
-            self._writer.close()
         self._recorder.save(self._state.metrics)
 
     def _snapshot(self) -> Snapshot:
@@ -273,23 +307,31 @@ class FitProgress:
 
     def _log(self, snapshot: Snapshot) -> None:
         self._recorder.add(snapshot)
-        if self._writer is not None:
-            self._write(self._writer, snapshot)
+        if self._trackers:
+            self._track(snapshot)
 
-    def _write(self, writer: Any, snapshot: Snapshot) -> None:
-        for name in ("rows_per_second", "loss", "auc", "stored_rows", "staleness"):
-            writer.add_scalar(f"train/{name}", getattr(snapshot, name), snapshot.step)
+    def _track(self, snapshot: Snapshot) -> None:
+        names = ("rows_per_second", "loss", "auc", "stored_rows", "staleness")
+        values = {f"train/{name}": float(getattr(snapshot, name)) for name in names}
         # APMSqueeze has statistics of its communication.
         statistics: dict[str, Any] = getattr(self._network.optimizer, "statistics", dict)()
         for name, value in statistics.items():
-            number = float(value == "compressed") if name == "phase" else value
-            writer.add_scalar(f"optimizer/{name}", number, snapshot.step)
+            values[f"optimizer/{name}"] = float(value == "compressed") if name == "phase" else float(value)
+        self._log(values, snapshot.step)
+
+    def _log(self, values: Mapping[str, float], step: int) -> None:
+        for tracker in self._trackers:
+            with _reported(tracker):
+                tracker.log(values, step)
 
     def result(
         self, evaluation: MetricsResult | None, asynchronous: TokenReport | None, mode_choices: list[ModeChoice]
     ) -> FitResult:
         """Returns the result of the call. Blocks until all NN workers have called it."""
         step = self._state.global_step
+        if evaluation is not None:
+            names = ("auc", "log_loss", "calibration")
+            self._log({f"eval/{name}": float(getattr(evaluation, name)) for name in names}, step)
         rows, seconds = self.trained_by_all()
         so_far = self._state.totals()
         pushed = so_far.pushed
@@ -320,6 +362,15 @@ class FitProgress:
             asynchronous=asynchronous,
             mode_choices=mode_choices,
         )
+
+
+@contextlib.contextmanager
+def _reported(tracker: Tracker) -> Iterator[None]:
+    """Turns errors of a tracker into warnings: a server that is away must not end the training."""
+    try:
+        yield
+    except Exception as error:
+        TRACKING.warning("%s: metrics were lost (%s).", type(tracker).__name__.strip("_"), error)
 
 
 def check_finite(where: str, logits: Floats, loss: float = 0.0, **fields: int) -> None:

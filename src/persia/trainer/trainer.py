@@ -153,6 +153,7 @@ class Trainer:
         """Rows that this NN worker trained in the last call of `fit`, and the seconds that it took."""
         self.resume_line: Callable[[str, int], str] = self._resume_line
         """Code that resumes from a directory at a step, printed after a signal; the command line has its own."""
+        self._trackers = options.make_trackers()
         self._loaded = False
         """Whether a checkpoint was loaded since the last call of `fit`."""
         self._stopping = False
@@ -295,7 +296,9 @@ class Trainer:
             raise ConfigError("keep_best needs eval_data.", field="eval_data")
         recovery = connection.save_recovery_point is not None
         bounds = Bounds(state, self.step, self.options, max_steps, recovery, lambda: self.stopping)
-        progress = FitProgress(state, self.step, self.embeddings, self.monitor, self._staging, self.options)
+        progress = FitProgress(
+            state, self.step, self.embeddings, self.monitor, self._staging, self.options, self._trackers
+        )
         loop = TrainingLoop(state, self.step, self.embeddings, progress, lambda: self.stopping)
         saved_step: int | None = None  # Of the last checkpoint of this call.
         self.phases.begin()
@@ -305,49 +308,50 @@ class Trainer:
         def evaluate() -> MetricsResult | None:
             return self._evaluated(bounds, eval_data)
 
-        try:
-            with progress.line:
-                while state.epoch < epochs and not bounds.reached():
-                    source = source_of(train_data, state, connection, replicas, loaded=self._loaded)
-                    self._loaded = False
-                    while not bounds.reached():
-                        if self.phases.adopt_next_mode():
-                            if recovery:  # Else a restart after a death would bring back the mode before.
+        with progress.tracked(self.declared):
+            try:
+                with progress.line:
+                    while state.epoch < epochs and not bounds.reached():
+                        source = source_of(train_data, state, connection, replicas, loaded=self._loaded)
+                        self._loaded = False
+                        while not bounds.reached():
+                            if self.phases.adopt_next_mode():
+                                if recovery:  # Else a restart after a death would bring back the mode before.
+                                    driver.save_recovery_point(self.step, state, connection, progress)
+                                self.phases.confirm_mode()
+                            steps = bounds.steps_left(self.phases.next_switch)
+                            if ended := self.phases.train(loop, source, steps):
+                                progress.check_pass()
+                                state.epoch, state.position = state.epoch + 1, 0
+                            self.phases.raise_if_nn_workers_died()
+                            if bounds.stop_requested() or ended:
+                                break
+                            if bounds.checkpoints.due() and self.checkpointing.begin_periodic(evaluate):
+                                saved_step = state.global_step
+                            if bounds.recovery_points.due():
                                 driver.save_recovery_point(self.step, state, connection, progress)
-                            self.phases.confirm_mode()
-                        steps = bounds.steps_left(self.phases.next_switch)
-                        if ended := self.phases.train(loop, source, steps):
-                            progress.check_pass()
-                            state.epoch, state.position = state.epoch + 1, 0
-                        self.phases.raise_if_nn_workers_died()
-                        if bounds.stop_requested() or ended:
-                            break
-                        if bounds.checkpoints.due() and self.checkpointing.begin_periodic(evaluate):
-                            saved_step = state.global_step
-                        if bounds.recovery_points.due():
-                            driver.save_recovery_point(self.step, state, connection, progress)
-        except Exception:
-            with contextlib.suppress(Exception):  # The first error says more than that of a checkpoint.
-                self.checkpointing.wait()
-            raise
-        finally:
-            progress.close()
-            self.trained_here = progress.trained_here
-        progress.check_trained(epochs)
-        if self.checkpointing.await_periodic():
-            saved_step = None
-        evaluation = None
-        try:
-            if keep_best is not None:
-                evaluation = evaluate()
-        finally:  # Also if the evaluation has failed.
-            if directory is not None and saved_step != state.global_step:
-                self.checkpointing.save_last(evaluation)
-        # Set only after the save: if that fails, the next call saves again, rather than train from epoch 0.
-        state.finished = state.epoch >= epochs
-        replicas.settle()
-        evaluation = evaluation or evaluate()
-        return progress.result(evaluation, self.phases.report(), self.phases.mode_choices())
+            except Exception:
+                with contextlib.suppress(Exception):  # The first error says more than that of a checkpoint.
+                    self.checkpointing.wait()
+                raise
+            finally:
+                progress.close()
+                self.trained_here = progress.trained_here
+            progress.check_trained(epochs)
+            if self.checkpointing.await_periodic():
+                saved_step = None
+            evaluation = None
+            try:
+                if keep_best is not None:
+                    evaluation = evaluate()
+            finally:  # Also if the evaluation has failed.
+                if directory is not None and saved_step != state.global_step:
+                    self.checkpointing.save_last(evaluation)
+            # Set only after the save: if that fails, the next call saves again, rather than train from epoch 0.
+            state.finished = state.epoch >= epochs
+            replicas.settle()
+            evaluation = evaluation or evaluate()
+            return progress.result(evaluation, self.phases.report(), self.phases.mode_choices())
 
     @contextlib.contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:

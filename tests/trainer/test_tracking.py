@@ -1,0 +1,140 @@
+"""Trackers: what a run sends to MLflow, Weights & Biases and others."""
+
+import logging
+import sys
+
+import pytest
+import torch
+
+import persia
+from persia.config import convert
+from persia.errors import ConfigError, DataError, MissingExtraError
+from persia.telemetry.tracking import MLflow, Wandb
+from persia.trainer.options import TrainerOptions
+
+ROWS = 2_000
+
+
+def reader():
+    return persia.data.synthetic(ROWS, id_features=2, ids_per_feature=30, batch_size=20)
+
+
+def trainer(schema, *trackers):
+    torch.manual_seed(0)
+    return persia.Trainer(
+        persia.nn.models.FFNN(schema, hidden=(8,)),
+        schema,
+        optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-3),
+        embedding_optimizer=persia.optim.Adagrad(lr=0.05),
+        mode=persia.modes.Sync(),
+        options=TrainerOptions(progress=False, trackers=list(trackers)),
+    )
+
+
+class Recorded:
+    """A tracker that keeps what it gets, and may fail."""
+
+    def __init__(self, fails=False):
+        self.calls = []
+        self.fails = fails
+
+    def begin(self, parameters):
+        self.calls.append(("begin", dict(parameters)))
+
+    def log(self, values, step):
+        self.calls.append(("log", step, dict(values)))
+        if self.fails:
+            raise ConnectionError("no route to host")
+
+    def end(self, failed):
+        self.calls.append(("end", failed))
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    made = Recorded()
+    monkeypatch.setattr(MLflow, "tracker", lambda _: made)
+    return made
+
+
+def test_a_tracker_gets_parameters_metrics_and_the_end(recorded):
+    data = reader()
+    result = trainer(data.schema, MLflow()).fit(data, data)
+    first, *logged, last = recorded.calls
+    assert first[0] == "begin"
+    assert first[1]["model"] == "FFNN"
+    assert first[1]["lr"] == "0.001"
+    assert "Adagrad(lr=0.05" in first[1]["embedding_optimizer"]
+    assert last == ("end", False)
+    assert [step for _, step, _ in logged] == [1, 51, 100, 100]
+    assert set(logged[0][2]) == {f"train/{n}" for n in ("rows_per_second", "loss", "auc", "stored_rows", "staleness")}
+    assert logged[-2][2]["train/auc"] == result.progressive.auc
+    assert logged[-1][2]["eval/auc"] == result.evaluation.auc
+
+
+def test_a_failed_run_is_marked(recorded):
+    data = reader()
+    batches = list(data)
+    bad = persia.Batch({}, batches[0].dense, batches[0].labels)
+    with pytest.raises(DataError):
+        trainer(data.schema, MLflow()).fit([batches[0], bad])
+    assert recorded.calls[-1] == ("end", True)
+
+
+def test_a_tracker_that_fails_does_not_end_the_training(recorded, caplog):
+    recorded.fails = True
+    data = reader()
+    with caplog.at_level(logging.WARNING, "persia.tracking"):
+        assert trainer(data.schema, MLflow()).fit(data).rows == ROWS
+    assert "Recorded: metrics were lost (no route to host)." in caplog.text
+    assert recorded.calls[-1] == ("end", False)
+
+
+def test_trackers_in_configurations():
+    tree = {"trackers": [{"kind": "mlflow", "uri": "sqlite:///x.db"}, {"kind": "wandb", "project": "clicks"}]}
+    options = convert(tree, TrainerOptions, "trainer")
+    assert options.trackers == [MLflow("sqlite:///x.db"), Wandb("clicks")]
+    with pytest.raises(ConfigError, match="trackers"):
+        TrainerOptions(trackers=["mlflow"])
+
+
+@pytest.mark.parametrize(("tracker", "package"), [(MLflow(), "mlflow"), (Wandb(), "wandb")])
+def test_a_missing_package_is_named(monkeypatch, tracker, package):
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    data = reader()
+    with pytest.raises(MissingExtraError, match=rf'pip install "persia\[{package}\]"'):
+        trainer(data.schema, tracker).fit(data)
+
+
+@pytest.mark.filterwarnings("default")  # MLflow's own.
+def test_mlflow_records_one_run_over_several_calls(tmp_path):
+    tracking = pytest.importorskip("mlflow.tracking", reason="needs the extra mlflow")
+    pytest.importorskip("sqlalchemy", reason="MLflow needs sqlalchemy for a local store")
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    data = reader()
+    t = trainer(data.schema, MLflow(uri, "clicks", "first"))
+    t.fit(data, max_steps=60)
+    result = t.fit(data, data)
+    client = tracking.MlflowClient(uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("clicks").experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.info.run_name == "first"
+    assert run.data.params["mode"] == "Sync(reduction='global')"
+    assert run.data.metrics["eval/auc"] == pytest.approx(result.evaluation.auc)
+    assert [point.step for point in client.get_metric_history(run.info.run_id, "train/auc")] == [1, 51, 60, 61, 100]
+
+
+@pytest.mark.filterwarnings("default")  # wandb's own.
+def test_wandb_records_a_run_offline(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb", reason="needs the extra wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    data = reader()
+    t = trainer(data.schema, Wandb("clicks", "first", str(tmp_path)))
+    t.fit(data, max_steps=60)
+    t.fit(data, data)
+    runs = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len({path.stem for path in runs}) == 1  # Both calls have the same id.
+    assert wandb.run is None
