@@ -19,6 +19,7 @@ PAGES = [
 ]
 FOLDERS = (".ci", "benchmarks", "bindings", "cpp", "docs", "examples", "src", "tests")
 ELSEWHERE = {
+    "best.toml",
     "config.toml",
     "model.py",
     "train.py",

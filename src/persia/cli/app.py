@@ -22,7 +22,7 @@ from persia.cli.regions import cluster_app
 from persia.cli.report import report
 from persia.cli.top import top
 from persia.cli.trace import trace
-from persia.errors import CheckpointError, ConfigError, PersiaError
+from persia.errors import CheckpointError, ConfigError, MissingExtraError, PersiaError
 
 if TYPE_CHECKING:
     from persia.cli.run_config import RunConfig
@@ -98,6 +98,9 @@ def train(
     ui: Annotated[
         bool, typer.Option("--ui", help="Show the run on a page at 127.0.0.1, while it trains; see `observe.ui_port`.")
     ] = False,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Run the trials of [sweep] in folders of --output, and keep the best.")
+    ] = False,
     dump_config: Annotated[
         bool, typer.Option("--dump-config", help="Print the resolved configuration with all defaults, and exit.")
     ] = False,
@@ -115,6 +118,9 @@ def train(
     _check_unused(run.trainer.checkpoint_dir, resume)
     if json is not None:
         out.check_writable(json)
+    if sweep:
+        _sweep(config, overrides, output, resume, json)
+        return
     reader = run.reader()
     trainer = run.build_trainer(reader.schema)
     with _ending(trainer, trains=True):
@@ -131,6 +137,25 @@ def train(
     out.print_fit(result, trainer.options.checkpoint_dir)
     if json is not None:
         out.write_json(json, out.fit_record(result))
+
+
+def _sweep(config: str, overrides: list[str] | None, output: str | None, resume: str | None, json: str | None) -> None:
+    from persia.cli import ui as out
+    from persia.config import load
+
+    if output is None or resume is not None:
+        raise ConfigError("--sweep needs --output, and does not go with --resume.", field="sweep")
+    try:
+        from persia.cli.sweep import Sweep
+    except ImportError as error:
+        raise MissingExtraError('--sweep needs Optuna: pip install "persia[optuna]".', extra="optuna") from error
+    trials = Sweep(load(config, overrides or []), output, _ending)
+    trials.run(lambda r: typer.echo(f"trial {r.number} {r.state}: {r.metric:.4f} with {jsonlib.dumps(r.values)}"))
+    out.CONSOLE.print(trials.table())
+    if trials.best is not None:
+        typer.echo(f"Best configuration: {output}/best.toml, trained in {trials.folder(trials.best.number)}/checkpoint")
+    if json is not None:
+        out.write_json(json, [record._asdict() for record in trials.records])
 
 
 @app.command()

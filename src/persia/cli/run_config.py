@@ -11,6 +11,8 @@ import msgspec
 import torch
 
 from persia import data
+from persia.checks import check_integer
+from persia.checks import check_choice
 from persia.cli.imports import import_modules
 from persia.cluster import Embedded, Placement, RayOptions
 from persia.cluster.ray.placement import PlacedRole
@@ -33,7 +35,9 @@ __all__ = [
     "ModelConfig",
     "ObserveConfig",
     "OptimizerConfig",
+    "Range",
     "RunConfig",
+    "SweepConfig",
     "TrainConfig",
 ]
 
@@ -315,6 +319,55 @@ class ContinualConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {int(first): mode for first, mode in self.modes.items()}[max(begun)] if begun else None
 
 
+class Range(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A range of numbers of a sweep: whole ones if both ends are.
+
+    Attributes:
+        low: least number.
+        high: greatest number.
+        log: draw from the logarithms, as for learning rates.
+    """
+
+    low: int | float
+    high: int | float
+    log: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.low < self.high or (self.log and self.low <= 0):
+            raise ConfigError(
+                f"Invalid range from {self.low} to {self.high}; expected low < high, and low > 0 with log.",
+                field="sweep.values",
+            )
+
+
+class SweepConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Trials of `persia train --sweep`.
+
+    Attributes:
+        values: by path, as in `--set`: a list of values, or a range `{ low = 1e-4, high = 1e-2, log = true }`.
+        trials: number of trials, which Optuna's TPE sampler draws. By default all combinations if all values are
+            lists, else 20.
+        metric: what to optimise: of `eval_data`, or the progressive one where there is none.
+        prune_every_steps: every so many steps, a trial stops whose progressive metric is worse than the median of
+            earlier trials at that step. Not set: no trial stops early.
+        seed: seed of the sampler.
+    """
+
+    values: dict[str, Range | list[Any]] = {}
+    trials: int | None = None
+    metric: Literal["auc", "log_loss"] = "auc"
+    prune_every_steps: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("trials", "prune_every_steps"):
+            if (value := getattr(self, name)) is not None:
+                check_integer(f"sweep.{name}", value, 1)
+        for path, values in self.values.items():
+            if isinstance(values, list) and not values:
+                raise ConfigError(f"sweep.values.{path!r} is an empty list; give values.", field="sweep.values")
+
+
 class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A whole run.
 
@@ -331,6 +384,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         trainer: precision, checkpoints, seed, ...
         observe: export of metrics.
         continual: options of `persia continual`.
+        sweep: options of `persia train --sweep`.
         imports: modules with modes of your own, which are imported first.
     """
 
@@ -346,6 +400,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     trainer: TrainerOptions = TrainerOptions()
     observe: ObserveConfig = ObserveConfig()
     continual: ContinualConfig = ContinualConfig()
+    sweep: SweepConfig | None = None
     imports: list[str] = []
 
     def reader(self) -> Any:

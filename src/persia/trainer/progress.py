@@ -252,7 +252,7 @@ class FitProgress:
             self.score_rest()
         self._recorder.trained(batch)
         if _due(self._batches) and (self._trackers or self._recorder.active):
-            self._log(self._snapshot())
+            self._record(self._snapshot())
         if self.line.due():
             self.line.show(self._snapshot())
 
@@ -283,7 +283,7 @@ class FitProgress:
         """Stops the clock, tells trackers the last metrics, and writes the record of the run so far."""
         self._seconds = time.monotonic() - self._began
         if self._trackers:
-            self._log(self._snapshot())
+            self._record(self._snapshot())
         self._recorder.save(self._state.metrics)
 
     def _snapshot(self) -> Snapshot:
@@ -305,7 +305,7 @@ class FitProgress:
             hit_rate=(hits - before_hits) / (lookups - before_lookups) if lookups > before_lookups else math.nan,
         )
 
-    def _log(self, snapshot: Snapshot) -> None:
+    def _record(self, snapshot: Snapshot) -> None:
         self._recorder.add(snapshot)
         if self._trackers:
             self._track(snapshot)

@@ -1,0 +1,240 @@
+"""`persia train --sweep`: trials with other values of a configuration, one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import optuna
+
+from persia.cli import ui
+from persia.cli.run_config import Range, RunConfig, SweepConfig
+from persia.config import convert, dump
+from persia.errors import ConfigError, DivergedError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from persia.trainer import Trainer
+
+__all__ = ["Sweep", "TrialRecord", "with_values"]
+
+STARTUP_TRIALS = 3
+"""Trials that are not pruned, as there is little to compare them with."""
+
+
+class TrialRecord(NamedTuple):
+    """Result of a trial.
+
+    Attributes:
+        number: its number, from 0.
+        values: value by path in the configuration.
+        state: "done", "pruned", or "diverged".
+        metric: metric of the sweep; the progressive one so far if the trial was pruned, NaN if it diverged.
+        rows: samples trained.
+    """
+
+    number: int
+    values: dict[str, Any]
+    state: str
+    metric: float
+    rows: int
+
+
+class Sweep:
+    """The trials of a sweep.
+
+    Args:
+        tree: the configuration as plain data.
+        output: directory for a folder of each trial; must not exist, or be empty.
+        close: context that closes the cluster of a trainer.
+
+    Raises:
+        ConfigError: there is no section `sweep`, a value does not fit the configuration, or `output` is not empty.
+    """
+
+    def __init__(
+        self, tree: dict[str, Any], output: str, close: Callable[[Trainer], AbstractContextManager[None]]
+    ) -> None:
+        run = convert(tree, RunConfig, "the configuration")
+        config = run.sweep
+        if config is None or not config.values:
+            raise ConfigError("Missing [sweep.values]; --sweep needs at least one path with values.", field="sweep")
+        self._config: SweepConfig = config
+        self._tree = {key: value for key, value in tree.items() if key != "sweep"}
+        for kind in ("embedding_optimizer", "mode"):  # Their fields need the kind, which may be the default.
+            self._tree.setdefault(kind, {k: v for k, v in dump(getattr(run, kind)).items() if v is not None})
+        self._output = Path(output)
+        if self._output.exists() and any(self._output.iterdir()):
+            raise ConfigError(f"{output} is not empty; give another directory as --output.", field="output")
+        self._close = close
+        self._minimize = config.metric == "log_loss"
+        self.records: list[TrialRecord] = []
+        for path, values in config.values.items():
+            for value in [values.low, values.high] if isinstance(values, Range) else values:
+                convert(with_values(self._tree, {path: value}), RunConfig, f"sweep.values.{path!r} = {value!r}")
+
+    @property
+    def best(self) -> TrialRecord | None:
+        """The best trial that is done; None without any."""
+        done = [record for record in self.records if record.state == "done" and not math.isnan(record.metric)]
+        sign = 1 if self._minimize else -1
+        return min(done, key=lambda record: sign * record.metric, default=None)
+
+    def run(self, report: Callable[[TrialRecord], object]) -> None:
+        """Runs all trials; keeps the checkpoint of the best one, and its configuration as `best.toml`."""
+        optuna.logging.set_verbosity(optuna.logging.ERROR)  # Each trial is reported here.
+        config = self._config
+        grid = {path: values for path, values in config.values.items() if not isinstance(values, Range)}
+        complete = len(grid) == len(config.values) and config.trials is None
+        sampler: optuna.samplers.BaseSampler = optuna.samplers.TPESampler(seed=config.seed)
+        if complete:
+            choices = {path: [json.dumps(value) for value in values] for path, values in grid.items()}
+            sampler = optuna.samplers.GridSampler(choices, seed=config.seed)
+        trials = math.prod(map(len, grid.values())) if complete else config.trials or 20
+        study = optuna.create_study(
+            direction="minimize" if self._minimize else "maximize",
+            sampler=sampler,
+            pruner=optuna.pruners.MedianPruner(STARTUP_TRIALS) if config.prune_every_steps else None,
+        )
+
+        def objective(trial: optuna.Trial) -> float:
+            record = self._run_trial(trial)
+            self.records.append(record)
+            self._keep_best()
+            report(record)
+            if record.state == "pruned":
+                raise optuna.TrialPruned
+            return record.metric  # NaN marks the trial as failed.
+
+        study.optimize(objective, n_trials=trials)
+
+    def table(self) -> Table:
+        """Formats the trials, the best first."""
+        from rich.table import Table
+
+        sign = 1 if self._minimize else -1
+        table = Table(title="sweep")
+        for column in ("trial", *self._config.values, self._config.metric, "rows", ""):
+            table.add_column(column, justify="left" if not column else "right", overflow="fold")
+        order = {"done": 0, "pruned": 1, "diverged": 2}
+        for record in sorted(self.records, key=lambda r: (order[r.state], sign * r.metric)):
+            shown = [f"{v:.4g}" if isinstance(v, float) else str(v) for v in record.values.values()]
+            state = "best" if record is self.best else record.state
+            table.add_row(str(record.number), *shown, f"{record.metric:.4f}", f"{record.rows:,}", state)
+        return table
+
+    def folder(self, number: int) -> Path:
+        """Returns the directory of a trial."""
+        return self._output / f"trial-{number:03}"
+
+    def _run_trial(self, trial: optuna.Trial) -> TrialRecord:
+        number = trial.number
+        values = {path: _suggest(trial, path, space) for path, space in self._config.values.items()}
+        tree = with_values(self._tree, values)
+        run = convert(tree, RunConfig, f"trial {number}")
+        folder = self.folder(number)
+        folder.mkdir(parents=True)
+        _write_toml(folder / "config.toml", tree)
+        # Checkpoints of a trial that may be pruned are not worth their time.
+        unsaved = with_values(tree, {"trainer.checkpoint_dir": None, "trainer.keep_best": None})
+        for name in ("checkpoint_every_steps", "checkpoint_every_seconds"):
+            unsaved["trainer"].pop(name, None)
+        reader = run.reader()
+        trainer = convert(unsaved, RunConfig, f"trial {number}").build_trainer(reader.schema)
+        with self._close(trainer):
+            state, metric = self._train(run, trainer, reader, trial)
+            if state == "done":
+                trainer.save(folder / "checkpoint")
+            rows = trainer.metrics.result().rows
+        record = TrialRecord(number, values, state, metric, rows)
+        ui.write_json(str(folder / "result.json"), record._asdict())
+        return record
+
+    def _train(self, run: RunConfig, trainer: Trainer, reader: Any, trial: optuna.Trial) -> tuple[str, float]:
+        """Trains in parts, after each of which the trial may be pruned; returns its state and metric."""
+        metric, every = self._config.metric, self._config.prune_every_steps
+        left = run.train.max_steps
+        progressive = math.nan
+        while True:
+            steps = min((n for n in (every, left) if n is not None), default=None)
+            try:
+                result = trainer.fit(reader, epochs=run.train.epochs, max_steps=steps)
+            except DivergedError:
+                return "diverged", math.nan
+            progressive = float(getattr(result.progressive, metric))
+            left = None if left is None else left - result.steps
+            if trainer.finished or left == 0:
+                break
+            trial.report(progressive, trainer.global_step)
+            if trial.should_prune():
+                return "pruned", progressive
+        if run.eval_data is None:
+            return "done", progressive
+        evaluation = trainer.evaluate(run.eval_data.in_order().reader(reader.schema, "eval_data"))
+        return "done", float(getattr(evaluation, metric))
+
+    def _keep_best(self) -> None:
+        best = self.best
+        if best is None:
+            return
+        for record in self.records:
+            if record is not best:
+                shutil.rmtree(self.folder(record.number) / "checkpoint", ignore_errors=True)
+        shutil.copyfile(self.folder(best.number) / "config.toml", self._output / "best.toml")
+
+
+def with_values(tree: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Returns a copy of a configuration with other values; a value of None removes the field.
+
+    A path is as in `--set`. In a list of named records a part of it is the name of one, or `*` for all:
+    `schema.id_features.item.dim`.
+
+    Raises:
+        ConfigError: a path leads through a value, or names no record.
+    """
+    tree = copy.deepcopy(tree)
+    for path, value in values.items():
+        *parts, last = path.split(".")
+        nodes: list[Any] = [tree]
+        for part in parts:
+            nodes = list(itertools.chain.from_iterable(_inside(node, part, path) for node in nodes))
+        for node in nodes:
+            if not isinstance(node, dict):
+                raise ConfigError(f"Invalid sweep.values.{path!r}: it leads through a value.", field="sweep.values")
+            if value is None:
+                node.pop(last, None)
+            else:
+                node[last] = value
+    return tree
+
+
+def _inside(node: Any, part: str, path: str) -> Iterable[Any]:
+    if isinstance(node, list):
+        found = [item for item in node if isinstance(item, dict) and part in ("*", item.get("name"))]
+    else:
+        found = [node.setdefault(part, {})] if isinstance(node, dict) else []
+    if not found:
+        raise ConfigError(f"Invalid sweep.values.{path!r}: there is no {part!r}.", field="sweep.values")
+    return found
+
+
+def _suggest(trial: optuna.Trial, path: str, space: Range | list[Any]) -> Any:
+    if not isinstance(space, Range):
+        return json.loads(trial.suggest_categorical(path, [json.dumps(value) for value in space]))
+    if isinstance(space.low, int) and isinstance(space.high, int):
+        return trial.suggest_int(path, space.low, space.high, log=space.log)
+    return trial.suggest_float(path, float(space.low), float(space.high), log=space.log)
+
+
+def _write_toml(path: Path, tree: dict[str, Any]) -> None:
+    with path.open("w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
+        ui.print_toml(tree)

@@ -1,0 +1,141 @@
+"""`persia train --sweep`."""
+
+import contextlib
+import io
+import json
+import sys
+import tomllib
+from unittest import mock
+
+import pytest
+
+from persia.cli import main
+from persia.cli.run_config import Range, SweepConfig
+from persia.config import convert
+from persia.errors import ConfigError
+
+pytest.importorskip("optuna", reason="needs the extra optuna")
+
+from persia.cli.sweep import Sweep, with_values
+
+CONFIG = """
+[data]
+kind = "synthetic"
+batch_size = 100
+options = { rows = 1_500, id_features = 2, ids_per_feature = 20, dim = 4 }
+
+[mode]
+kind = "sync"
+
+[trainer]
+progress = false
+checkpoint_dir = "unused"
+checkpoint_every_steps = 2
+
+"""
+
+
+def persia(*arguments, ok=True):
+    output = io.StringIO()
+    argv = mock.patch.object(sys, "argv", ["persia", *arguments])
+    with argv, contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        try:
+            main()
+            status = 0
+        except SystemExit as end:
+            status = end.code or 0
+    assert (status == 0) == ok, output.getvalue()
+    return output.getvalue()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_lists_are_tried_in_all_combinations_and_the_best_is_kept(folder):
+    sweep = '[sweep.values]\n"optimizer.lr" = [1e-3, 1e-9]\n"embedding_optimizer.lr" = [0.5, 1e-9]\n'
+    (folder / "run.toml").write_text(CONFIG + sweep)
+    output = persia("train", "run.toml", "--sweep", "--output", "out", "--json", "all.json")
+    records = json.loads((folder / "all.json").read_text())
+    pairs = {(r["values"]["optimizer.lr"], r["values"]["embedding_optimizer.lr"]) for r in records}
+    assert pairs == {(1e-3, 0.5), (1e-3, 1e-9), (1e-9, 0.5), (1e-9, 1e-9)}
+    assert {r["state"] for r in records} == {"done"}
+    best = max(records, key=lambda r: r["metric"])
+    assert f"trained in out/trial-{best['number']:03}/checkpoint" in output
+    assert [p.parent.name for p in (folder / "out").glob("*/checkpoint")] == [f"trial-{best['number']:03}"]
+    kept = tomllib.loads((folder / "out" / "best.toml").read_text())
+    assert kept["optimizer"]["lr"] == best["values"]["optimizer.lr"]
+    assert kept["embedding_optimizer"]["lr"] == best["values"]["embedding_optimizer.lr"]
+    assert not (folder / "unused").exists()
+    checkpoint = f"out/trial-{best['number']:03}/checkpoint"
+    assert "AUC" in persia("evaluate", "out/best.toml", "--checkpoint", checkpoint)
+    assert "out is not empty" in persia("train", "run.toml", "--sweep", "--output", "out", ok=False)
+
+
+def test_hopeless_trials_stop_early(folder):
+    values = '"embedding_optimizer.lr" = [0.5, 0.4, 0.3, 0.2, 1e-9]\n'
+    (folder / "run.toml").write_text(CONFIG + f"[sweep]\nprune_every_steps = 4\nseed = 5\n[sweep.values]\n{values}")
+    persia("train", "run.toml", "--sweep", "--output", "out", "--json", "all.json")
+    records = json.loads((folder / "all.json").read_text())
+    pruned = [r for r in records if r["state"] == "pruned"]
+    assert pruned
+    assert all(r["rows"] < 1_500 for r in pruned)
+    assert all(r["rows"] == 1_500 for r in records if r["state"] == "done")
+
+
+def test_a_diverged_trial_does_not_end_the_sweep(folder):
+    sweep = '[sweep.values]\n"optimizer.lr" = [1e30, 1e-3]\n'
+    (folder / "run.toml").write_text(CONFIG + sweep)
+    persia("train", "run.toml", "--sweep", "--output", "out", "--json", "all.json")
+    states = {r["values"]["optimizer.lr"]: r["state"] for r in json.loads((folder / "all.json").read_text())}
+    assert states == {1e30: "diverged", 1e-3: "done"}
+
+
+def test_ranges_are_drawn(folder):
+    sweep = '[sweep]\ntrials = 3\nmetric = "log_loss"\n[sweep.values]\n'
+    ranges = '"optimizer.lr" = { low = 1e-4, high = 1e-2, log = true }\n"train.epochs" = { low = 1, high = 2 }\n'
+    (folder / "run.toml").write_text(CONFIG + sweep + ranges)
+    output = persia("train", "run.toml", "--sweep", "--output", "out", "--json", "all.json")
+    records = json.loads((folder / "all.json").read_text())
+    assert len({r["values"]["optimizer.lr"] for r in records}) == 3
+    assert all(1e-4 <= r["values"]["optimizer.lr"] <= 1e-2 for r in records)
+    assert {r["values"]["train.epochs"] for r in records} <= {1, 2}
+    assert all(r["rows"] == 1_500 * r["values"]["train.epochs"] for r in records)
+    least = min(records, key=lambda r: r["metric"])
+    assert f"trial-{least['number']:03}/checkpoint" in output
+
+
+def test_paths_lead_through_named_records():
+    tree = {"schema": {"id_features": [{"name": "a", "dim": 4}, {"name": "b", "dim": 4}]}}
+    one = with_values(tree, {"schema.id_features.b.dim": 8})
+    assert [f["dim"] for f in one["schema"]["id_features"]] == [4, 8]
+    every = with_values(tree, {"schema.id_features.*.dim": 8})
+    assert [f["dim"] for f in every["schema"]["id_features"]] == [8, 8]
+    assert [f["dim"] for f in tree["schema"]["id_features"]] == [4, 4]
+    with pytest.raises(ConfigError, match="there is no 'c'"):
+        with_values(tree, {"schema.id_features.c.dim": 8})
+
+
+@pytest.mark.parametrize(
+    ("sweep", "message"),
+    [
+        (None, r"Missing \[sweep\.values\]"),
+        ({"values": {"optimizer.rate": [1]}}, r"sweep\.values\.'optimizer\.rate' = 1: optimizer: .*unknown field"),
+        ({"values": {"optimizer.lr": ["a"]}}, r"sweep\.values\.'optimizer\.lr' = 'a'"),
+        ({"values": {"optimizer.lr": []}}, "is an empty list"),
+        ({"values": {"optimizer.lr": {"low": 2, "high": 1}}}, "Invalid range from 2 to 1"),
+        ({"values": {"optimizer.lr": {"low": 0, "high": 1, "log": True}}}, "low > 0 with log"),
+    ],
+)
+def test_wrong_sweeps_are_refused_before_a_trial(tmp_path, sweep, message):
+    tree = tomllib.loads(CONFIG) | ({"sweep": sweep} if sweep else {})
+    with pytest.raises(ConfigError, match=message):
+        Sweep(tree, str(tmp_path / "out"), contextlib.nullcontext)
+
+
+def test_options_of_the_command(folder):
+    (folder / "run.toml").write_text(CONFIG)
+    assert "--sweep needs --output" in persia("train", "run.toml", "--sweep", ok=False)
+    assert convert({"values": {"a": {"low": 1, "high": 2}}}, SweepConfig, "s").values == {"a": Range(1, 2)}
