@@ -14,7 +14,7 @@ import msgspec
 import typer
 
 from persia import __version__
-from persia.cli.checkpoint import checkpoint_app
+from persia.cli.checkpoint import checkpoint_app, export
 from persia.cli.health import health
 from persia.cli.init import init
 from persia.cli.plan import plan, rates
@@ -43,6 +43,7 @@ app = typer.Typer(
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(cluster_app, name="cluster")
 app.command()(init)
+app.command()(export)  # Also `persia checkpoint export`.
 app.command()(health)
 app.command()(plan)
 app.command()(top)
@@ -200,6 +201,46 @@ def continual(
     out.CONSOLE.print(recipe.table(todo.records))
     if json is not None:
         out.write_json(json, [msgspec.to_builtins(record) for record in todo.records])
+
+
+@app.command("import")
+def import_(
+    config: Config,
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="Directory of TABLE.parquet or TABLE.safetensors files, or of torch.distributed.checkpoint.",
+            metavar="SOURCE",
+        ),
+    ],
+    output: Annotated[str, typer.Option(help="Directory for the checkpoint. Must not hold a run.", metavar="DIR")],
+    overrides: Set = None,
+    table: Annotated[
+        list[str] | None, typer.Option("--table", help="Table to import. Repeatable. Defaults to all.", metavar="NAME")
+    ] = None,
+) -> None:
+    """Start a run with the embeddings of another one, or of another library.
+
+    Writes a checkpoint with these rows and a new network, which `persia train CONFIG --resume DIR` continues. The files
+    are those that `persia export` writes; see `persia.interop.import_rows`. A directory that
+    torch.distributed.checkpoint wrote needs tables of TorchRec; read only those that you trust.
+    """
+    from pathlib import Path
+
+    from persia.interop import import_rows
+    from persia.interop.torchrec import import_dcp
+
+    run = _read(config, overrides, output)
+    _check_unused(output, None)
+    read = import_dcp if (Path(source) / ".metadata").exists() else import_rows
+    trainer = run.build_trainer(run.reader().schema)
+    with _ending(trainer):
+        done = read(trainer.embeddings, source, tables=table)
+        path = trainer.save(output)
+    for name, rows in done.items():
+        evicted = f", {rows.evicted:,} of them evicted" if rows.evicted else ""
+        typer.echo(f"{name}: {rows.inserted + rows.replaced:,} rows{evicted}")
+    typer.echo(f"Wrote {path}. Next: {_command(['train', config, '--resume', output], overrides or [], None)}")
 
 
 @app.command()

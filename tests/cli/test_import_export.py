@@ -1,0 +1,128 @@
+"""`persia import` and `persia export`."""
+
+import contextlib
+import io
+import sys
+from unittest import mock
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from persia import checkpoint
+from persia.cli import main
+
+CONFIG = """
+[data]
+kind = "synthetic"
+batch_size = 100
+options = { rows = 1_500, id_features = 2, ids_per_feature = 20, dim = 4 }
+
+[mode]
+kind = "sync"
+
+[trainer]
+progress = false
+"""
+
+
+def persia(*arguments, ok=True):
+    output = io.StringIO()
+    argv = mock.patch.object(sys, "argv", ["persia", *arguments])
+    with argv, contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        try:
+            main()
+            status = 0
+        except SystemExit as end:
+            status = end.code or 0
+    assert (status == 0) == ok, output.getvalue()
+    return output.getvalue()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(CONFIG)
+    return tmp_path
+
+
+def rows_of(directory):
+    """By table: ids in order, with embeddings, state and counts of updates."""
+    found = {}
+    for name, table in checkpoint.open(directory).tables.items():
+        parts = list(table)
+        if not parts:
+            continue
+        columns = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+        order = np.argsort(columns["ids"])
+        found[name] = [columns[key][order] for key in ("ids", "embeddings", "state", "update_count")]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["parquet", "safetensors"])
+def test_rows_come_back_bit_by_bit_and_train_on(folder, kind):
+    persia("train", "run.toml", "--output", "one")
+    persia("export", "one", "files", "--format", kind, "--state")
+    output = persia("import", "run.toml", "files", "--output", "two")
+    assert "persia train run.toml --resume two" in output
+    first, second = rows_of("one"), rows_of("two")
+    assert first.keys() == second.keys()
+    for name, columns in first.items():
+        assert f"{name}: {len(columns[0])} rows" in output
+        for ours, theirs in zip(columns, second[name], strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    persia("train", "run.toml", "--resume", "two")
+
+
+def test_a_part_of_the_tables_without_state(folder):
+    persia("train", "run.toml", "--output", "one")
+    persia("export", "one", "files")
+    name = sorted(rows_of("one"))[0]
+    persia("import", "run.toml", "files", "--output", "two", "--table", name)
+    columns, imported = rows_of("one")[name], rows_of("two")
+    np.testing.assert_array_equal(columns[1], imported[name][1])
+    assert not imported[name][3].any()
+    assert list(imported) == [name]
+
+
+def test_a_matrix_has_the_rows_of_the_numbers(folder):
+    weight = np.random.default_rng(0).random((30, 4)).astype(np.float32)
+    (folder / "files").mkdir()
+    save_file({"weight": weight}, folder / "files" / "id_0.safetensors")
+    persia("import", "run.toml", "files", "--output", "two")
+    ids, embeddings, *_ = rows_of("two")["id_0"]
+    np.testing.assert_array_equal(ids, np.arange(30))
+    np.testing.assert_array_equal(embeddings, weight)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_checkpoints(folder):
+    from torch.distributed.checkpoint import save
+
+    weights = {f"embedding_bags.id_{i}.weight": torch.rand(20, 4) for i in range(2)}
+    save(weights, checkpoint_id="dcp", no_dist=True)
+    assert "id_0: 20 rows" in persia("import", "run.toml", "dcp", "--output", "two")
+    np.testing.assert_array_equal(rows_of("two")["id_1"][1], weights["embedding_bags.id_1.weight"].numpy())
+
+
+def test_what_does_not_fit_is_refused(folder):
+    files = folder / "files"
+    files.mkdir()
+    assert "has no file of rows; name the one of table 'id_0'" in persia(
+        "import", "run.toml", "files", "--output", "two", ok=False
+    )
+    embedding = pa.FixedSizeListArray.from_arrays(pa.array(np.zeros(15, np.float32)), 3)
+    pq.write_table(pa.table({"id": pa.array(range(5), pa.uint64()), "embedding": embedding}), files / "id_0.parquet")
+    refused = persia("import", "run.toml", "files", "--output", "two", ok=False)
+    assert "embeddings of shape [5, 3] for table 'id_0' of dim 4; set the dim" in refused
+    lists = [[1.0, 2.0, 3.0, 4.0]] * 4 + [[1.0]]
+    pq.write_table(pa.table({"id": pa.array(range(5), pa.uint64()), "embedding": lists}), files / "id_0.parquet")
+    assert "its lists differ in length" in persia("import", "run.toml", "files", "--output", "two", ok=False)
+    (files / "id_0.parquet").write_bytes(b"not Parquet")
+    assert "id_0.parquet cannot be read" in persia("import", "run.toml", "files", "--output", "two", ok=False)
+    (files / "id_0.safetensors").write_bytes(b"not safetensors")
+    assert "are of one table; remove one" in persia("import", "run.toml", "files", "--output", "two", ok=False)
+    assert not (folder / "two").exists()
