@@ -11,6 +11,7 @@ from unittest import mock
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 import pytest
 
@@ -148,6 +149,23 @@ def test_lists_share_the_embeddings_of_their_items(folder):
     assert features["item_id"]["dim"] == 16
     assert dense == []
     assert "vector: holds lists of double" in (folder / "out" / "config.toml").read_text()
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_rows_of_several_files_count_together(folder, suffix, monkeypatch):
+    (folder / "data").mkdir()
+    for part in range(3):
+        columns = {"user": [f"u{i % 5}" for i in range(60)], "label": [i % 2 for i in range(60)], "part": [part] * 60}
+        write = pq.write_table if suffix == "parquet" else pa_csv.write_csv
+        write(pa.table(columns), folder / "data" / f"{part}.{suffix}")
+    init("data", "out", yes=True)
+    text = (folder / "out" / "config.toml").read_text()
+    assert "from its 180 rows" in text
+    assert 'name = "part"' in text  # Not the same in every row.
+    monkeypatch.setattr("persia.cli.init.sample.MAX_ROWS", 100)
+    init("data", "some", yes=True)
+    read = 60 if suffix == "parquet" else 100  # Of Parquet, only whole files after the first.
+    assert f"from the first {read} rows" in (folder / "some" / "config.toml").read_text()
 
 
 def test_an_unclear_label_is_asked_or_refused(folder, monkeypatch):

@@ -37,7 +37,7 @@ class Sample(NamedTuple):
     Attributes:
         path: file, directory, glob or URL, as given.
         kind: the reader of `persia.data`.
-        files: files of the data set; the rows are of the first.
+        files: files of the data set.
         columns: pyarrow array `[rows]` by column; of delimited text, each field as a text, or null if empty.
         rows: number of rows.
         complete: whether these are all rows of the data set.
@@ -96,19 +96,24 @@ def _parquet_sample(path: str, files: tuple[File, ...]) -> Sample:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    with files[0].open() as stream:
-        table = pq.ParquetFile(stream)
-        names = table.schema_arrow.names
-        _check_names(files[0].path, names)
-        batches = []
-        rows = 0
-        for batch in table.iter_batches(min(MAX_ROWS, 1 << 16)):
-            batches.append(batch.slice(0, MAX_ROWS - rows))
-            rows += len(batches[-1])
-            if rows == MAX_ROWS:
+    batches: list[Any] = []
+    rows, complete = 0, True
+    schema = None
+    for file in files:
+        with file.open() as stream:
+            table = pq.ParquetFile(stream)
+            if schema is None:
+                schema = table.schema_arrow
+                _check_names(file.path, schema.names)
+            complete = complete and table.schema_arrow.equals(schema) and rows + table.metadata.num_rows <= MAX_ROWS
+            if not complete and batches:
                 break
-        read = pa.Table.from_batches(batches, table.schema_arrow)
-        complete = len(files) == 1 and rows == table.metadata.num_rows
+            for batch in table.iter_batches(1 << 16):
+                batches.append(batch.slice(0, MAX_ROWS - rows))
+                rows += len(batches[-1])
+                if rows == MAX_ROWS:
+                    break
+    read = pa.Table.from_batches(batches, schema)
     return Sample(path, "parquet", files, _columns(read), rows, complete)
 
 
@@ -135,15 +140,17 @@ def _text_sample(path: str, files: tuple[File, ...]) -> Sample:
     opened = Sample(path, "csv", files, {}, 0, False, delimiter, header)
     batches: list[Any] = []
     rows = 0
-    complete = len(files) == 1
-    with file.open() as stream:
-        for batch in _open_text(file, stream, names, opened, names):
-            if rows == MAX_ROWS:
-                complete = False
-                break
-            complete = complete and len(batch) <= MAX_ROWS - rows
-            batches.append(batch.slice(0, MAX_ROWS - rows))
-            rows += len(batches[-1])
+    complete = True
+    for file in files:
+        if not complete:
+            break
+        with file.open() as stream:
+            for batch in _open_text(file, stream, names, opened, names):
+                complete = len(batch) <= MAX_ROWS - rows
+                batches.append(batch.slice(0, MAX_ROWS - rows))
+                rows += len(batches[-1])
+                if not complete:
+                    break
     table = pa.Table.from_batches(batches) if batches else pa.table({name: pa.array([], pa.string()) for name in names})
     return opened._replace(columns=_columns(table), rows=rows, complete=complete)
 
