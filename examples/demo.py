@@ -10,6 +10,14 @@ from persia import data
 
 HERE = Path(__file__).parent
 OUTPUT = "runs/demo"
+NEXT = """
+This trained the configuration {config}, and saved rows, network and optimizer state in {output}.
+The progressive AUC scores each batch before it is trained, so it is that of unseen samples. Next:
+
+  {persia} checkpoint inspect {output}
+  {persia} train {config} --resume {output} --set train.epochs=2
+  {persia} init YOUR_FILE.csv   # or .parquet: writes a configuration, a model and a program for your data
+"""
 
 
 def main() -> int:
@@ -20,7 +28,10 @@ def main() -> int:
     command = [sys.executable, "-m", "persia", "train", str(config), "--output", OUTPUT]
     if os.environ.get("PERSIA_EXAMPLE_SMALL"):
         command += ["--set", "train.max_steps=300"]
-    return subprocess.run(command, check=False).returncode
+    status = subprocess.run(command, check=False).returncode
+    if status == 0:
+        print(NEXT.format(persia=Path(sys.executable).with_name("persia"), config=config, output=OUTPUT))
+    return status
 
 
 if __name__ == "__main__":
