@@ -198,6 +198,32 @@ nb::object cut_evicted(Store& store, std::size_t index, std::size_t shard, std::
   return to_numpy(std::move(ids), {n});
 }
 
+bool begin_changes(Store& store, std::size_t index, bool whole, std::size_t removed_limit) {
+  for (persia::Shard* shard : store.table(index).all) {
+    if (!shard->begin_changes(whole, removed_limit)) return false;  // The others ask for all rows from now on.
+  }
+  return true;
+}
+
+// Returns ((removed ids, ids, embeddings), whether there may be more).
+nb::tuple take_changes(Store& store, std::size_t index, std::size_t shard, std::uint64_t max_rows) {
+  persia::RowChanges changes;
+  bool more = false;
+  {
+    const nb::gil_scoped_release release;
+    more = store.shard(index, shard).take_changes(max_rows, changes);
+  }
+  const std::size_t n = changes.ids.size(), removed = changes.removed.size();
+  return nb::make_tuple(
+      nb::make_tuple(to_numpy(std::move(changes.removed), {removed}), to_numpy(std::move(changes.ids), {n}),
+                     to_numpy(std::move(changes.embeddings), {n, store.table(index).config.dim})),
+      more);
+}
+
+void end_changes(Store& store, std::size_t index) {
+  for (persia::Shard* shard : store.table(index).all) shard->end_changes();
+}
+
 void import_rows(Store& store, std::size_t index, nb::object ids, nb::object embeddings, nb::object states,
                  nb::object update_counts, nb::object last_steps, nb::object stamps) {
   const auto& table = store.table(index);
@@ -432,6 +458,9 @@ void register_store(nb::module_& m) {
       .def("cut_evicted", &cut_evicted, nb::arg("table"), nb::arg("shard"), nb::arg("epoch"))
       .def("end_cut", &end_cut, nb::arg("table"), Release())
       .def("changes_since", &changes_since, nb::arg("table"), Release())
+      .def("begin_changes", &begin_changes, nb::arg("table"), nb::arg("whole"), nb::arg("removed_limit"), Release())
+      .def("take_changes", &take_changes, nb::arg("table"), nb::arg("shard"), nb::arg("max_rows"))
+      .def("end_changes", &end_changes, nb::arg("table"), Release())
       .def("import_rows", &import_rows, nb::arg("table"), nb::arg("ids"), nb::arg("embeddings"), nb::arg("states"),
            nb::arg("update_counts"), nb::arg("last_steps"), nb::arg("stamps"))
       .def("export_state", &export_state, nb::arg("table"), nb::arg("shard"))

@@ -289,6 +289,7 @@ PushCounts Shard::update(Shards shards, const Slice& slice, const Push& push) {
 
 void Shard::apply(std::uint32_t number, const Push& push, const float* gradient) {
   mark_changed(number);
+  changefeed_.mark(number);
   save_undo(number);
   RowHeader& r = *row(number);
   if (r.update_count != std::numeric_limits<std::uint32_t>::max()) ++r.update_count;

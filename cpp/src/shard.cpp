@@ -66,6 +66,7 @@ std::uint32_t Shard::insert(std::uint64_t id, std::uint32_t left) {
   // Moments begin with zeros, which are zeros in each dtype.
   optimizer_->initialize_state(state(number), states_.words(header_->state_width));
   publish(id, number, header_->clock);
+  changefeed_.mark(number);
   return number;
 }
 
@@ -102,6 +103,7 @@ std::uint32_t Shard::acquire(std::uint64_t id) {
     renew(number);
   }
   changes_.evict(row(number)->key());
+  changefeed_.remove(number, row(number)->key());
   return number;
 }
 
@@ -161,6 +163,7 @@ bool Shard::move_index() {
 void Shard::tick() {
   if (header_->clock >= kLastClock) {
     if (cut_) cut_->fail("the recency of all rows was numbered anew (once in 2^32 requests); save again");
+    changefeed_.lose();
     renumber_rows();
   }
   ++header_->clock;
@@ -301,6 +304,7 @@ void Shard::import_row(const RowView& rows, std::size_t at) {
   } else {
     publish(id, number, stamp);
   }
+  changefeed_.mark(number);
 }
 
 ShardState Shard::export_state() {
@@ -334,6 +338,7 @@ void Shard::import_state(const ShardState& s) {
   }
   header_->clock = std::min(clock, kLastClock);
   changes_ = {};
+  changefeed_.lose();
   header_->epoch = s.epoch;
   header_->client_clock = s.client_clock;
   std::copy(s.clients.begin(), s.clients.end(), header_->clients);
@@ -349,6 +354,7 @@ void Shard::clear() {
   const Turn turn(Shards(&self, 1));
   check_no_cut();
   changes_ = {};
+  changefeed_.lose();
   mark();
   mark_index();
   if (tier_) {
@@ -390,7 +396,7 @@ std::uint64_t Shard::memory_bytes() {
   const std::lock_guard lock(mutex_);
   return layout_.sketch + layout_.sketch_bytes + header_->index_slots * sizeof(std::uint64_t) +
          header_->rows_used * (stride_ + (header_->keeps_last_steps != 0 ? sizeof(std::uint32_t) : 0)) +
-         changes_.rows.bytes() + changes_.records.bytes() +
+         changes_.rows.bytes() + changes_.records.bytes() + changefeed_.bytes() +
          (tier_ ? tier_->log.live_bits().size() * sizeof(std::uint64_t) : 0);
 }
 

@@ -170,6 +170,7 @@ std::uint32_t Shard::promote(std::uint64_t id) {
   barrier();
   header_->cold.move_row = 0;
   barrier();
+  changefeed_.move(mark_of(number_of(cold.record)), number);
   tier_->vacant.pop_back();
   tier_->log.release(cold.record);
   ++header_->cold.promoted;
@@ -195,6 +196,7 @@ void Shard::drop_cold(std::uint32_t record, std::uint64_t id) {
   if (!index_.erase(Index::tag_of(hash_id(id)), number_of(record))) throw damaged(number_of(record));
   tier_->log.release(record);
   changes_.evict(id);
+  changefeed_.remove(mark_of(number_of(record)), id);
 }
 
 // Whatever may fail comes first: then nothing has changed.
@@ -225,6 +227,7 @@ void Shard::make_vacant() {
   const std::uint64_t id = row(left)->key();
   if (!index_.erase(Index::tag_of(hash_id(id)), left)) throw damaged(left);
   changes_.evict(id);
+  changefeed_.remove(left, id);
   // With any stamp but these two it would come back, if a kill came now.
   const std::uint32_t before = row(left)->stamp;
   if (!found) victims_.pop(stamps(), header_->clock);
@@ -286,6 +289,7 @@ void Shard::spill_rows() {
     barrier();
     log.revive(l.record);
     changes_.records.set(l.record, changed);
+    changefeed_.move(l.number, mark_of(number_of(l.record)));
     tier_->vacant.push_back(l.number);
   }
   header_->cold.spilled += leaving.size();
@@ -346,6 +350,7 @@ void Shard::clear_tier() {
   tier_->vacant.clear();
   tier_->compacting = RowLog::kNone;
   tier_->newest.clear();
+  tier_->oldest.clear();
   tier_->looked_for = 0;
   Cold& cold = header_->cold;
   cold.spilled = cold.read = cold.promoted = cold.compacted = 0;

@@ -61,9 +61,14 @@ std::uint32_t Shard::append_to_log(const std::byte* row, std::uint32_t last_step
   const std::uint32_t record = tier_->log.append(last_step, row, what);
   const std::uint32_t segment = tier_->log.segment_of(record);
   // After an attach, the stamps of older records are unknown.
-  if (segment >= tier_->newest.size()) tier_->newest.resize(segment + 1, header_->clock);
-  auto& newest = tier_->newest[segment];
-  newest = record % tier_->log.segment_records() == 0 ? stamp : std::max(newest, stamp);
+  if (segment >= tier_->newest.size()) {
+    tier_->newest.resize(segment + 1, header_->clock);
+    tier_->oldest.resize(segment + 1, 0);
+  }
+  const bool first = record % tier_->log.segment_records() == 0;
+  auto &newest = tier_->newest[segment], &oldest = tier_->oldest[segment];
+  newest = first ? stamp : std::max(newest, stamp);
+  oldest = first ? stamp : std::min(oldest, stamp);
   return record;
 }
 
@@ -111,6 +116,7 @@ bool Shard::compact_block() {
     barrier();
     log.revive(m.record);
     changes_.records.set(m.record, changes_.records.has(m.from.record));
+    changefeed_.move(mark_of(number_of(m.from.record)), mark_of(number_of(m.record)));
     log.release(m.from.record);
   }
   header_->cold.compacted += moved.size();

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "persia/changefeed.hpp"
 #include "persia/half.hpp"
 #include "persia/index.hpp"
 #include "persia/layout.hpp"
@@ -195,6 +196,17 @@ class Shard {
   std::uint32_t changes_since();
   // Ends the snapshot, read or not.
   void end_cut();
+  // Begins a pass over the rows that have changed since the last pass, or over all. `take_changes` then returns them.
+  // From the first pass over all rows on changes are marked, and the ids of removed rows are listed, so many at most.
+  // Returns false, and begins none, if what has changed is not known: there were too many removed rows, the last pass
+  // was not read to its end, the shard was cleared or got another state.
+  bool begin_changes(bool all, std::size_t removed_limit);
+  // Appends what the pass has next: about `max_rows`, and up to `kRowsPerLock` more; ids of removed rows come first.
+  // Locks for a few of them at a time. Returns whether there may be more. Values are as of now; a row of which they are
+  // newer than the pass is not marked any more. Throws std::runtime_error if there is no pass, or it is lost.
+  bool take_changes(std::uint64_t max_rows, RowChanges& changes);
+  // Marks no more changes, and frees the memory of marks.
+  void end_changes();
   // Overwrites or appends rows. A full shard without rows on disk keeps the more recent of the incoming and its oldest
   // row. The oldest rows are determined once per call, so rows of the same call replace each other only approximately
   // in that order.
@@ -381,6 +393,13 @@ class Shard {
   std::uint32_t checked_tag(std::uint32_t number) const;
   std::runtime_error damaged(std::uint32_t number) const;
 
+  // The position of a row in the changefeed's marks. Those of records begin in a word of their own.
+  std::uint64_t mark_of(std::uint32_t number) const {
+    return in_memory(number) ? number : align_up(header_->capacity, 64) + record_of(number);
+  }
+  bool search_left(RowChanges& changes);
+  void take_marked(RowChanges& changes);
+
   void check_no_cut() const;
   Cut& cut_of(std::uint32_t epoch) const;
 
@@ -405,6 +424,7 @@ class Shard {
   std::uint64_t sweep_rows_ = 0;  // ... and how many there are, until all have been looked at since the last ones left
   Changes changes_;
   std::unique_ptr<Cut> cut_;
+  Changefeed changefeed_;
   std::unique_ptr<Tier> tier_;  // of a table with rows on disk
   std::mutex mutex_;
   // Of the request that holds the lock:

@@ -50,8 +50,9 @@ struct Tier {
   std::uint32_t generation = 0;
   std::uint32_t cursor = 0;
   std::uint64_t to_compact = 0;  // records to look at
-  // By segment, no record has a later stamp; and the stamps for which segments were looked at last (`left_before`).
-  std::vector<std::uint32_t> newest;
+  // By segment, no record has a later stamp, and none an earlier one; and the stamps for which segments were looked at
+  // last (`left_before`).
+  std::vector<std::uint32_t> newest, oldest;
   std::uint32_t looked_for = 0;
   // Of a snapshot: the records that were live when it began and have not been read yet, a bit each; the record to
   // go on with, and the end.
@@ -61,6 +62,12 @@ struct Tier {
   // Scratch memory.
   std::vector<std::uint32_t> records;
   std::vector<std::byte> bytes;
+
+  // Returns bounds of the stamps in a segment, of which nothing may be known.
+  std::uint32_t newest_in(std::uint32_t segment, std::uint32_t clock) const {
+    return segment < newest.size() ? newest[segment] : clock;
+  }
+  std::uint32_t oldest_in(std::uint32_t segment) const { return segment < oldest.size() ? oldest[segment] : 0; }
 };
 
 }  // namespace persia

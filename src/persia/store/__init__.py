@@ -6,7 +6,7 @@ slow, readable twin with the same results. `persia.store.rocksdb` has a twin who
 
 from persia.store.config import COLD_ROW_BYTES, MAX_ROWS, OPTIMIZER_PARAMS, ROW_OVERHEAD, TableConfig
 from persia.store.native import NativeStore
-from persia.store.protocol import EmbeddingStore, Rows, ShardState, Spill
+from persia.store.protocol import EmbeddingStore, RowChanges, Rows, ShardState, Spill
 from persia.store.reference import ReferenceStore
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "EmbeddingStore",
     "NativeStore",
     "ReferenceStore",
+    "RowChanges",
     "Rows",
     "ShardState",
     "Spill",

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from persia.errors import ConfigError, StoreError, StoreFullError
 from persia.store.config import TTL_UNITS, TableConfig, check_spill
-from persia.store.protocol import EmbeddingStore, Rows, ShardState, Spill
+from persia.store.protocol import EmbeddingStore, RowChanges, Rows, ShardState, Spill
 from persia.types import UpdateCounts
 
 __all__ = ["NativeStore"]
@@ -264,6 +264,22 @@ class NativeStore(EmbeddingStore):
         """See `EmbeddingStore.end_snapshot`."""
         with _store_errors():
             self._native.end_cut(table)
+
+    def begin_changes(self, table: int, whole: bool, removed_limit: int = 1 << 17) -> bool:
+        """See `EmbeddingStore.begin_changes`."""
+        with _store_errors():
+            return bool(self._native.begin_changes(table, whole, removed_limit))
+
+    def take_changes(self, table: int, shard: int, max_rows: int = 65536) -> tuple[RowChanges, bool]:
+        """See `EmbeddingStore.take_changes`."""
+        with _store_errors():
+            changes, more = self._native.take_changes(table, shard, max_rows)
+        return RowChanges(*changes), more
+
+    def end_changes(self, table: int) -> None:
+        """See `EmbeddingStore.end_changes`."""
+        with _store_errors():
+            self._native.end_changes(table)
 
     def import_rows(self, table: int, rows: Rows) -> None:
         """See `EmbeddingStore.import_rows`."""

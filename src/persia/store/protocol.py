@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from persia.store.config import TableConfig
 from persia.types import UpdateCounts
 
-__all__ = ["EmbeddingStore", "Rows", "ShardState", "Spill"]
+__all__ = ["EmbeddingStore", "RowChanges", "Rows", "ShardState", "Spill"]
 
 ShardState = dict[str, NDArray[np.generic]]
 """Clocks, client sequences, counters, admission sketch and ages of one shard, as small arrays by name."""
@@ -53,6 +53,20 @@ class Spill(NamedTuple):
     buffer_bytes: int = 1 << 20
     evicted_limit: int = 1 << 18
     live: bool = False
+
+
+class RowChanges(NamedTuple):
+    """Changes of rows, for a copy of a table: it drops `removed` and then sets `ids`.
+
+    Attributes:
+        removed: uint64 [n], evicted or expired, repetitions included.
+        ids: uint64 [rows], each once in a pass.
+        embeddings: float32 [rows, dim], whatever the dtype of the table.
+    """
+
+    removed: NDArray[np.uint64]
+    ids: NDArray[np.uint64]
+    embeddings: NDArray[np.float32]
 
 
 class EmbeddingStore(Protocol):
@@ -271,3 +285,34 @@ class EmbeddingStore(Protocol):
 
     def end_snapshot(self, table: int) -> None:
         """Ends the snapshot, whether it was read or not; no-op without one."""
+
+    def begin_changes(self, table: int, whole: bool, removed_limit: int = 1 << 17) -> bool:
+        """Begins a pass over the rows whose values have changed since the last pass, or over all rows.
+
+        Passes serve one publisher, and are independent of snapshots: both may be read at once. From the first pass over
+        all rows on, the store marks rows whose values change, two bits a row, and lists ids that are removed.
+
+        Args:
+            table: number of the table.
+            whole: take all rows. A copy of the table drops all its rows before it applies the pass.
+            removed_limit: ids of removed rows that each shard lists between two passes, 8 bytes each.
+
+        Returns:
+            False if it is not known what has changed, as it is before the first pass, after more removals than
+            `removed_limit`, if the last pass was not read to its end, and after `import_state`. Then begin again with
+            `whole`.
+        """
+
+    def take_changes(self, table: int, shard: int, max_rows: int = 65536) -> tuple[RowChanges, bool]:
+        """Returns the next changes of a pass (`max_rows`, or up to 4,096 more), and whether there may be more.
+
+        The shard is locked for 4,096 rows at a time. Values are those of now. What changes or is removed after a
+        shard's pass has begun is in the next pass, unless its values have been taken. Once all shards have been read, a
+        copy has each row that has not been removed meanwhile with values at least as new as when the pass began.
+
+        Raises:
+            StoreError: there is no pass, or it is lost, as `import_state` ends it. Or a row on disk cannot be read.
+        """
+
+    def end_changes(self, table: int) -> None:
+        """Marks no more changes and frees the memory of marks; no-op without a pass."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from persia.errors import ConfigError, StoreError
 from persia.store.config import TableConfig, check_spill
-from persia.store.protocol import EmbeddingStore, Rows, ShardState, Spill
+from persia.store.protocol import EmbeddingStore, RowChanges, Rows, ShardState, Spill
 from persia.store.reference_random import shard_of
 from persia.store.reference_shard import COUNTERS, KEPT_MARKS, TIER_COUNTS, ReferenceRow, ReferenceShard
 from persia.store.reference_values import as_words
@@ -272,6 +272,7 @@ class ReferenceStore(EmbeddingStore):
         if found.sketch is not None:
             found.sketch.counters = state["sketch"].reshape(found.sketch.counters.shape).astype(np.uint16)
         found.forget_changes()
+        found.end_changes()
 
     @_locked
     def changes_since(self, table: int) -> int:
@@ -305,6 +306,26 @@ class ReferenceStore(EmbeddingStore):
         """See `EmbeddingStore.end_snapshot`."""
         for shard in self._shards(table):
             shard.snapshot = None
+
+    @_locked
+    def begin_changes(self, table: int, whole: bool, removed_limit: int = 1 << 17) -> bool:
+        """See `EmbeddingStore.begin_changes`. Copies all rows, in memory."""
+        return all(shard.begin_changes(whole, removed_limit) for shard in self._shards(table))
+
+    @_locked
+    def take_changes(self, table: int, shard: int, max_rows: int = 65536) -> tuple[RowChanges, bool]:
+        """See `EmbeddingStore.take_changes`."""
+        found = self._shards(table)[shard]
+        removed, rows = found.take_changes(max_rows)
+        embeddings = np.array([row for _, row in rows], np.float32).reshape(-1, self.config(table).dim)
+        ids = np.array([id_ for id_, _ in rows], np.uint64)
+        return RowChanges(np.array(removed, np.uint64), ids, embeddings), len(rows) == max_rows
+
+    @_locked
+    def end_changes(self, table: int) -> None:
+        """See `EmbeddingStore.end_changes`."""
+        for shard in self._shards(table):
+            shard.end_changes()
 
     def _shards(self, table: int) -> list[ReferenceShard]:
         self.config(table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 
@@ -39,6 +40,12 @@ class ReferenceRow:
     stamp: int = 0
     epoch: int = 0
     """Number of the snapshot after which the row last changed; 0 if it was imported."""
+
+
+@dataclass
+class _Pass:
+    removed: list[int]
+    rows: Iterator[tuple[int, NDArray[np.float32]]]
 
 
 @dataclass
@@ -94,6 +101,9 @@ class ReferenceShard:
         self.evicted: list[int] = []
         self.evicted_limit = 0
         self.snapshot: _Snapshot | None = None
+        self.published: dict[int, NDArray[np.float32]] | None = None
+        """Embeddings by id, as of the last pass over changes; None if there was none."""
+        self.changes: _Pass | None = None
 
     def find(self, id_: int) -> ReferenceRow | None:
         """Returns the row of an id, if there is one that has not left."""
@@ -312,3 +322,31 @@ class ReferenceShard:
         if self.snapshot is None or self.snapshot.epoch != epoch:
             raise StoreError("there is no such snapshot of this shard: it was ended")
         return self.snapshot
+
+    def begin_changes(self, whole: bool, removed_limit: int) -> bool:
+        """Compares all rows with those of the last pass; see `EmbeddingStore.begin_changes`."""
+        known = self.published is not None and self.changes is None
+        if not whole and not known:
+            return False
+        before = {} if whole or self.published is None else self.published
+        now = {row.id: row.embedding.copy() for row in self.all_rows()}
+        removed = [id_ for id_ in before if id_ not in now]
+        if len(removed) > removed_limit:
+            return False
+        changed = [(i, row) for i, row in now.items() if i not in before or before[i].tobytes() != row.tobytes()]
+        self.published, self.changes = now, _Pass(removed, iter(changed))
+        return True
+
+    def take_changes(self, max_rows: int) -> tuple[list[int], list[tuple[int, NDArray[np.float32]]]]:
+        """Returns removed ids, and the next rows of the pass: no more than `max_rows`, and fewer at its end."""
+        if self.changes is None:
+            raise StoreError("what has changed is not known any more: begin with all rows")
+        removed, self.changes.removed = self.changes.removed, []
+        rows = list(itertools.islice(self.changes.rows, max_rows))
+        if len(rows) < max_rows:
+            self.changes = None
+        return removed, rows
+
+    def end_changes(self) -> None:
+        """Forgets what was published."""
+        self.published = self.changes = None
