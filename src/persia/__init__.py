@@ -74,6 +74,7 @@ _PACKAGES = frozenset(
         "modes",
         "nn",
         "optim",
+        "publish",
         "replay",
         "schema",
         "testing",

@@ -20,6 +20,7 @@ __all__ = [
     "NNWorkersDiedError",
     "PeerRestartedError",
     "PersiaError",
+    "PublishError",
     "RemoteError",
     "RoleDiedError",
     "StaleBatchError",
@@ -70,6 +71,10 @@ class StoreFullError(StoreError):
 
 class CheckpointError(PersiaError):
     """A checkpoint cannot be written or read. The store, the model and older checkpoints are unchanged."""
+
+
+class PublishError(PersiaError):
+    """The log of changes cannot be read. A reader keeps what it has."""
 
 
 class DeadlineError(PersiaError):

@@ -20,6 +20,7 @@ PAGES = [
 FOLDERS = (".ci", "benchmarks", "bindings", "cpp", "docs", "examples", "src", "tests")
 ELSEWHERE = {
     "best.toml",
+    "epoch.json",
     "config.toml",
     "model.py",
     "train.py",

@@ -22,7 +22,7 @@ def make_loop(nn_workers, batches, error=ZeroDivisionError):
     embeddings = mock.MagicMock()
     embeddings.prefetch.side_effect = lambda *_, **__: (SimpleNamespace(weight=4, batch_id=1) for _ in range(batches))
     state = SimpleNamespace(position=0, global_step=0, local_batch=4, mode=None)
-    return TrainingLoop(state, network, embeddings, mock.MagicMock(), lambda: False), network
+    return TrainingLoop(state, network, embeddings, mock.MagicMock(), lambda: False, None), network
 
 
 @pytest.mark.parametrize("nn_workers", [1, 2])

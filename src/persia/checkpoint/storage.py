@@ -82,6 +82,10 @@ class Storage:
         self.between: Callable[[], object] = lambda: None
         fs.invalidate_cache()
 
+    def refresh(self) -> None:
+        """Forgets listings, which some file systems keep."""
+        self._fs.invalidate_cache()
+
     def full(self, path: str = "") -> str:
         """Returns the full path, as used by the file system and in messages."""
         return f"{self._root.rstrip('/')}/{path}" if path else self._root

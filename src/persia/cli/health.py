@@ -95,7 +95,8 @@ def _doing(health: Health) -> str:
             hits = total("ps_hits") / max(1.0, total("ps_lookups"))
             return (
                 f"{total('ps_rows'):,.0f} rows, {total('ps_bytes') / 2**20:,.0f} MiB, {hits:.1%} hits, "
-                f"{total('ps_evicted'):,.0f} evicted, {total('ps_nonfinite'):,.0f} non-finite{_disk(health)}"
+                f"{total('ps_evicted'):,.0f} evicted, {total('ps_nonfinite'):,.0f} non-finite"
+                f"{_disk(health)}{_published(health)}"
             )
         case "dense_ps":
             return f"version {total('dense_version'):,.0f}"
@@ -130,6 +131,15 @@ def _disk(health: Health) -> str:
         f"{max(0.0, in_memory):.1%} of hits in memory, {total('ps_disk_reads'):,.0f} read, "
         f"write amplification {max(1.0, written):.2f}"
     )
+
+
+def _published(health: Health) -> str:
+    """Formats how old published rows are; empty in a PS that does not publish."""
+    total = health.total
+    if not any(figure.name == "ps_publish_age_seconds" for figure in health.figures):
+        return ""
+    failing = ", cannot publish" if total("ps_publish_failing") else ""
+    return f"; published {total('ps_publish_age_seconds'):,.0f} s ago{failing}"
 
 
 def _record(answer: Answer) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from persia.errors import StoreError
 from persia.memory import host_memory
 from persia.modes import Dense, Mode, RowLimit, decode, encode
 from persia.ps.ages import RowAges
+from persia.ps.publishing import RowPublishing
 from persia.ps.regions import Regions, taken_space
 from persia.ps.row_access import RowSetter, chunk_rows, row_chunk
 from persia.ps.sizes import Shares, check_free, check_share, divide_tables, table_sizes
@@ -39,6 +40,8 @@ from persia.types import (
     Ids,
     Packed,
     PackedGradients,
+    PublishOrder,
+    PublishStatus,
     PushHeader,
     RowsSet,
     RowStaleness,
@@ -138,6 +141,7 @@ class EmbeddingServer(JournaledServer):
         self._ages = RowAges(self._store, ttls)
         self._last_places: tuple[Sequence[str], list[int], list[int], list[int]] = ([], [], [], [])
         self._snapshots = StoreSnapshots(self._store, self._index)
+        self._publishing = RowPublishing(self._store, self._index)
         self._setter = RowSetter(self._store, self._space)
         kept = self._regions.mode if self._regions is not None else ""
         self._adopt(decode(kept) if kept else mode)
@@ -352,6 +356,7 @@ class EmbeddingServer(JournaledServer):
 
         counts = self._space.retry(update, "push")
         self._ages.updated(step)
+        self._publishing.applied(step)
         return dict(zip(ids.names, counts, strict=True))
 
     def statistics(self) -> dict[str, dict[str, int]]:
@@ -374,7 +379,8 @@ class EmbeddingServer(JournaledServer):
     def observe(self) -> Readings:
         """Returns `statistics` and `row_staleness` as metrics."""
         found = [f for table, counts in self.statistics().items() for f in figures("ps", counts, table=table)]
-        return Readings(found + figures("ps_slot", dataclasses.asdict(self._row_staleness)), [])
+        found += figures("ps_slot", dataclasses.asdict(self._row_staleness))
+        return Readings(found + self._publishing.figures(), [])
 
     def row_staleness(self) -> RowStaleness:
         """Returns the staleness of rows in asynchronous modes."""
@@ -422,11 +428,24 @@ class EmbeddingServer(JournaledServer):
         """Ends a store snapshot."""
         self._snapshots.end(name)
 
+    def publish(self, order: PublishOrder) -> PublishStatus:
+        """Begins to publish the rows; see `persia.services.EmbeddingPS`."""
+        return self._publishing.begin(order)
+
+    def published(self) -> PublishStatus:
+        """Returns how far this PS has published."""
+        return self._publishing.status()
+
+    def end_publishing(self, last: bool) -> PublishStatus:
+        """Ends publishing; see `persia.services.EmbeddingPS`."""
+        return self._publishing.end(last=last)
+
     def import_rows(self, chunk: RowChunk) -> None:
         """Imports rows; rows of the same ids are replaced. See `persia.services.EmbeddingPS`."""
         index = self._number(chunk.table)
         config = self._store.config(index)
         rows = chunk_rows(config, chunk)
+        self._publishing.go_back()
         self._space.retry(lambda: self._store.import_rows(index, rows), "import_rows")
 
     def export_state(self) -> Iterator[list[StatePiece]]:
@@ -452,6 +471,7 @@ class EmbeddingServer(JournaledServer):
             StoreError: there is no such table, shard or array, or it is shorter: use the same capacity, shards and
                 admission. Pieces of other shards may have been imported.
         """
+        self._publishing.go_back()
         for (name, shard), group in itertools.groupby(pieces, key=lambda piece: (piece.table, piece.shard)):
             index = self._number(name)
             if not 0 <= shard < self._store.config(index).resolved_shards:

@@ -17,6 +17,8 @@ from persia.types import (
     LookedUp,
     Packed,
     PackedGradients,
+    PublishOrder,
+    PublishStatus,
     PushHeader,
     RowsSet,
     RowStaleness,
@@ -150,6 +152,31 @@ class EmbeddingPS(Protocol):
 
     def end_snapshot(self, name: str) -> None:
         """Ends a snapshot; an unknown one is no error."""
+
+    def publish(self, order: PublishOrder) -> PublishStatus:
+        """Begins to publish the rows in the background, from a snapshot on; a repetition changes nothing.
+
+        A publisher of another epoch ends before. `import_rows` and `import_state` end the epoch, as rows go back, and
+        so does a restart: begin another one then.
+
+        Returns:
+            See `published`.
+
+        Raises:
+            CheckpointError: the URL is not valid.
+            MissingExtraError: a package for the URL's file system is not installed.
+        """
+
+    def published(self) -> PublishStatus:
+        """Returns how far this PS has published; an epoch of -1 if it does not, or not any more."""
+
+    @rpc.waits
+    def end_publishing(self, last: bool) -> PublishStatus:
+        """Ends publishing, if it has begun, and returns how far it came.
+
+        Args:
+            last: publish what has changed until now before; that takes 30 s at most.
+        """
 
     def import_rows(self, chunk: RowChunk) -> None:
         """Imports rows; rows of the same ids are replaced.

@@ -43,6 +43,10 @@ CATALOGUE: dict[str, MetricKind] = {
     "ps_slot_stale": MetricKind("counter", "of those, rows dropped as the gradient was too old"),
     "ps_slot_staleness_sum": MetricKind("counter", "steps by which rows were newer than their gradient's"),
     "ps_slot_staleness_max": MetricKind("gauge", "the largest of them"),
+    "ps_publish_age_seconds": MetricKind("gauge", "since the rows were as they are published"),
+    "ps_publish_step": MetricKind("gauge", "global steps that the published rows contain"),
+    "ps_publish_rows": MetricKind("counter", "rows published in this epoch of the log of changes"),
+    "ps_publish_failing": MetricKind("gauge", "1 while this PS cannot publish"),
     # Dense PS.
     "dense_version": MetricKind("gauge", "version of the dense parameters"),
     "dense_pushes": MetricKind("counter", "gradients taken"),
@@ -86,6 +90,8 @@ CATALOGUE: dict[str, MetricKind] = {
     "nn_checkpoint_step": MetricKind("gauge", "its step"),
     "nn_checkpoint_seconds": MetricKind("gauge", "how long it took to write"),
     "nn_checkpoint_failures": MetricKind("counter", "checkpoints that could not be written"),
+    "nn_publish_age_seconds": MetricKind("gauge", "since the network was as it is published"),
+    "nn_publish_failing": MetricKind("gauge", "1 while the network cannot be published"),
     "nn_wait_seconds": MetricKind("histogram", "the network waited for a batch"),
     "nn_step_seconds": MetricKind("histogram", "forward, backward and update of a batch"),
     # Compressing optimizer.

@@ -30,6 +30,7 @@ from persia.nn.token_client import TokenClient
 from persia.services import Connection
 from persia.telemetry.trace_events import STEP
 from persia.trainer.progress import FitProgress
+from persia.trainer.publishing import Publishing
 from persia.trainer.sources import BatchSource
 from persia.trainer.state import TrainingState
 from persia.types import FedBatch
@@ -60,6 +61,7 @@ class TrainingLoop:
         embeddings: looks up rows ahead; the backward pass makes it push their gradients.
         progress: scores batches and shows progress.
         should_stop: whether this NN worker was asked to stop.
+        publishing: publishes the network; None on all NN workers but the first.
     """
 
     def __init__(
@@ -69,12 +71,14 @@ class TrainingLoop:
         embeddings: EmbeddingCollection,
         progress: FitProgress,
         should_stop: Callable[[], bool],
+        publishing: Publishing | None,
     ) -> None:
         self._state = state
         self._network = network
         self._embeddings = embeddings
         self._progress = progress
         self._should_stop = should_stop
+        self._publishing = publishing
 
     def synchronous(self, source: BatchSource, batches: int | None, switch_requested: Callable[[], bool]) -> PhaseEnd:
         """Trains this NN worker's share of the pass, `batches` batches at most. All NN workers make the same steps.
@@ -154,6 +158,8 @@ class TrainingLoop:
         if first and connection.rank == 0:
             advise(state.mode, connection.nn_workers, state.local_batch)
         self._progress.trained(step, batch, logits, loss)
+        if self._publishing is not None:
+            self._publishing.offer()
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
 from persia.telemetry.metrics import Metric, Readings, figures
 from persia.trainer.checkpointing import Checkpointing
+from persia.trainer.publishing import Publishing
 from persia.trainer.state import TrainingState
 
 __all__ = ["Monitor"]
@@ -32,6 +33,7 @@ class Monitor:
         network: has the step times, and an optimizer that may count what it sends.
         embeddings: has staleness, waits and dropped gradients.
         checkpointing: has the age and the failures of checkpoints.
+        publishing: has the age of the published network.
     """
 
     def __init__(
@@ -40,11 +42,13 @@ class Monitor:
         network: DenseStep,
         embeddings: EmbeddingCollection,
         checkpointing: Checkpointing,
+        publishing: Publishing,
     ) -> None:
         self._state = state
         self._network = network
         self._embeddings = embeddings
         self._checkpointing = checkpointing
+        self._publishing = publishing
         self._rows = 0
         self._loss: float | None = None
         self._auc = math.nan
@@ -82,6 +86,7 @@ class Monitor:
                 "cache_hits": embeddings.cached.hits,
                 "cache_misses": embeddings.cached.misses,
                 **self._checkpointing.metrics(),
+                **self._publishing.metrics(),
             },
         )
         if self._loss is not None:

@@ -29,6 +29,7 @@ from persia.nn.dense_step import Precision
 from persia.nn.options import check_device
 from persia.schema import EmbeddingOptimizer, Schedule, Schema
 from persia.telemetry.tracking import MLflow, TensorBoardTracker, Tracker, Wandb
+from persia.types import PublishOptions
 
 __all__ = ["Declared", "TrainerOptions"]
 
@@ -68,6 +69,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         max_failures: maximum number of NN-worker restarts per `fit` call, after an NN worker, a dense PS or a host has
             died; the next such death ends the call. Other roles restart by themselves: see `RayOptions.restarts`.
         allow_empty: let `fit` on data without a single batch warn, instead of raising DataError.
+        publish: where `fit` publishes changes of rows, and the network, for those who serve them; None for nowhere.
         mode_schedule: `[(global step, mode), ...]`: from this step on this mode. `Trainer.switch` holds until the next
             entry.
     """
@@ -94,6 +96,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     recovery_point_every_seconds: float = 30.0
     max_failures: int = 5
     allow_empty: bool = False
+    publish: PublishOptions | None = None
     mode_schedule: list[tuple[int, Mode]] = msgspec.field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -128,6 +131,7 @@ class TrainerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         check_kind("trackers", self.trackers, (list, tuple), "a list of MLflow and Wandb")
         for tracker in self.trackers:
             check_kind("trackers", tracker, (MLflow, Wandb), "a list of MLflow and Wandb")
+        check_kind("publish", self.publish, (PublishOptions, NoneType), "PublishOptions, or None")
         check_kind("mode_schedule", self.mode_schedule, (list, tuple), "a list of (global step, mode)")
         for entry in self.mode_schedule:
             if not isinstance(entry, (list, tuple)) or len(entry) != 2:

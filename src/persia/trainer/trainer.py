@@ -48,6 +48,7 @@ from persia.trainer.monitor import Monitor
 from persia.trainer.options import Declared, TrainerOptions
 from persia.trainer.phases import ModeSwitch, Phases
 from persia.trainer.progress import FitProgress, FitResult, TrainedRows
+from persia.trainer.publishing import Publishing
 from persia.trainer.sources import set_local_batch, source_of
 from persia.trainer.state import TrainingState
 
@@ -145,7 +146,8 @@ class Trainer:
             trains_in_other_processes=self._trains_in_other_processes,
         )
         self.checkpointing = Checkpointing(self.step, self.state, connection.servers, self.declared)
-        self.monitor = Monitor(self.state, self.step, self.embeddings, self.checkpointing)
+        self._publishing = Publishing(options.publish, self.step, self.state, connection.servers)
+        self.monitor = Monitor(self.state, self.step, self.embeddings, self.checkpointing, self._publishing)
         if connection.observe is not None:
             connection.observe(self.monitor.observe)
         self._evaluator = Evaluator(self.step, self.embeddings)
@@ -299,7 +301,8 @@ class Trainer:
         progress = FitProgress(
             state, self.step, self.embeddings, self.monitor, self._staging, self.options, self._trackers
         )
-        loop = TrainingLoop(state, self.step, self.embeddings, progress, lambda: self.stopping)
+        publishing = self._publishing if connection.rank == 0 else None
+        loop = TrainingLoop(state, self.step, self.embeddings, progress, lambda: self.stopping, publishing)
         saved_step: int | None = None  # Of the last checkpoint of this call.
         self.phases.begin()
         self.model.train()
@@ -309,6 +312,9 @@ class Trainer:
             return self._evaluated(bounds, eval_data)
 
         with progress.tracked(self.declared):
+            if publishing is not None:
+                publishing.begin()
+            trained = False
             try:
                 with progress.line:
                     while state.epoch < epochs and not bounds.reached():
@@ -330,6 +336,7 @@ class Trainer:
                                 saved_step = state.global_step
                             if bounds.recovery_points.due():
                                 driver.save_recovery_point(self.step, state, connection, progress)
+                trained = True
             except Exception:
                 with contextlib.suppress(Exception):  # The first error says more than that of a checkpoint.
                     self.checkpointing.wait()
@@ -337,6 +344,8 @@ class Trainer:
             finally:
                 progress.close()
                 self.trained_here = progress.trained_here
+                if publishing is not None:
+                    publishing.end(last=trained)
             progress.check_trained(epochs)
             if self.checkpointing.await_periodic():
                 saved_step = None

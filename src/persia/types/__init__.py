@@ -23,6 +23,7 @@ from persia.types.batches import (
 from persia.types.dense import DenseState, Pulled, PushedDense, TensorSpec
 from persia.types.membership import TITLES, Member, Membership
 from persia.types.packed import Gradients, Packed, PackedGradients
+from persia.types.publishing import PublishOptions, PublishOrder, PublishStatus
 from persia.types.rows import RowsSet, RowState, StoredRows
 from persia.types.tokens import (
     ArrivalRecord,
@@ -69,6 +70,9 @@ __all__ = [
     "Packed",
     "PackedGradients",
     "PhaseRecord",
+    "PublishOptions",
+    "PublishOrder",
+    "PublishStatus",
     "Pulled",
     "PushHeader",
     "PushedDense",

@@ -1,0 +1,85 @@
+"""Publishing of a PS's rows: which publisher runs, and when its epoch is over."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from persia.store import EmbeddingStore
+from persia.telemetry.metrics import Metric, figures
+from persia.types import PublishOrder, PublishStatus
+
+if TYPE_CHECKING:
+    from persia.publish import Publisher
+
+__all__ = ["RowPublishing"]
+
+
+class RowPublishing:
+    """Runs at most one publisher. Safe to call from several threads.
+
+    Args:
+        store: with all its tables.
+        tables: numbers of the tables, by name.
+    """
+
+    def __init__(self, store: EmbeddingStore, tables: Mapping[str, int]) -> None:
+        self._store = store
+        self._tables = tables
+        self._lock = threading.Lock()
+        self._run = ""
+        self._publisher: Publisher | None = None
+        self._step = 0
+
+    def applied(self, step: int) -> None:
+        """Notes that the gradients of the global step `step`, counted from 0, have been applied."""
+        self._step = max(self._step, step + 1)
+
+    def begin(self, order: PublishOrder) -> PublishStatus:
+        """See `persia.services.EmbeddingPS.publish`."""
+        from persia.publish import Publisher  # A PS that does not publish restarts faster.
+
+        with self._lock:
+            if self._run != order.run:
+                self._end(last=False)
+                self._step = max(self._step, order.step)
+                publisher = Publisher(self._store, self._tables, order, lambda: self._step)
+                self._run, self._publisher = order.run, publisher
+                publisher.start()
+            return self._status
+
+    def status(self) -> PublishStatus:
+        """Returns how far it has published."""
+        with self._lock:
+            return self._status
+
+    def end(self, *, last: bool) -> PublishStatus:
+        """Ends publishing, if it has begun, and returns how far it came. Blocks."""
+        with self._lock:
+            publisher = self._publisher
+            self._end(last=last)
+            return PublishStatus() if publisher is None else publisher.status
+
+    def go_back(self) -> None:
+        """Ends the epoch before rows go back to an earlier state: what was published is void."""
+        with self._lock:
+            self._end(last=False)
+            self._step = 0
+
+    def figures(self) -> list[Metric]:
+        """Returns the metrics of publishing; none if it has not begun."""
+        status = self.status()
+        if status.epoch < 0:
+            return []
+        counts = {"age_seconds": status.age, "step": status.step, "rows": status.rows, "failing": bool(status.error)}
+        return figures("ps_publish", counts)
+
+    @property
+    def _status(self) -> PublishStatus:
+        return PublishStatus() if self._publisher is None else self._publisher.status
+
+    def _end(self, *, last: bool) -> None:
+        if self._publisher is not None:
+            self._publisher.stop(last=last)
+            self._publisher = None

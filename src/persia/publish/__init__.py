@@ -1,0 +1,23 @@
+"""The log of changes: what training changes in rows and network, for those who serve them.
+
+Each embedding PS publishes its rows with a `Publisher`, NN worker 0 the network. `follow` reads the log, and `Replica`
+is the simplest reader. docs/guide/publishing.md explains it, docs/reference/changes.md is the format.
+"""
+
+from persia.publish.follower import Change, Follower, NetworkUpdate, RowsUpdate, follow
+from persia.publish.publisher import Publisher
+from persia.publish.replica import Replica
+from persia.types.publishing import PublishOptions, PublishOrder, PublishStatus
+
+__all__ = [
+    "Change",
+    "Follower",
+    "NetworkUpdate",
+    "PublishOptions",
+    "PublishOrder",
+    "PublishStatus",
+    "Publisher",
+    "Replica",
+    "RowsUpdate",
+    "follow",
+]

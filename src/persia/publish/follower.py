@@ -1,0 +1,354 @@
+"""Follows the log of changes: finds what is new, and checks that nothing is missing, damaged or out of order."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from persia.checkpoint.format import checksum_text
+from persia.checkpoint.storage import Storage
+from persia.checkpoint.tensors import TensorView
+from persia.checkpoint.tensors import decode as decode_tensors
+from persia.errors import CheckpointError, PublishError
+from persia.publish.format import (
+    EPOCH_FILE,
+    MAX_EPOCH_BYTES,
+    MAX_MANIFEST_BYTES,
+    NETWORK,
+    Epoch,
+    LogEntry,
+    TableChanges,
+    decode,
+    entry_name,
+    epoch_name,
+    parse_entry,
+    parse_epoch,
+    part_name,
+    stream_of,
+)
+from persia.publish.values import NAMES, decode_values
+
+__all__ = ["Change", "Follower", "NetworkUpdate", "RowsUpdate", "follow"]
+
+LOG = logging.getLogger("persia.publish")
+
+
+class Change(NamedTuple):
+    """Changes of rows of one table. Drop `removed` first, then set `ids`.
+
+    Attributes:
+        table: name of the table.
+        ids: uint64 `[n]`, each once.
+        values: float32 `[n, dim]`.
+        removed: uint64 `[m]`.
+        step: global steps that the values contain, at least.
+    """
+
+    table: str
+    ids: NDArray[np.uint64]
+    values: NDArray[np.float32]
+    removed: NDArray[np.uint64]
+    step: int
+
+
+@dataclass(frozen=True)
+class RowsUpdate:
+    """An entry of a PS. Read `changes` to the end, then ask the follower for the next update.
+
+    Attributes:
+        epoch: number of the epoch. In a new one, rows of earlier ones are void.
+        servers: number of PSs in this epoch; the first update of each of them is whole.
+        server: number of the PS.
+        sequence: number of the entry.
+        step: global steps that the PS's rows contain after it.
+        time: seconds since 1970, when the rows were as they are in it.
+        whole: whether it has all rows of the PS, so that all others of this PS are void.
+        changes: to be applied in order. An increment has been checked as a whole; a part of a whole update is checked
+            when it is read, so apply it to a new copy, and drop that if this raises PublishError.
+    """
+
+    epoch: int
+    servers: int
+    server: int
+    sequence: int
+    step: int
+    time: float
+    whole: bool
+    changes: Iterator[Change]
+
+
+@dataclass(frozen=True)
+class NetworkUpdate:
+    """A version of the network.
+
+    Attributes:
+        epoch: number of the epoch.
+        servers: number of PSs in this epoch.
+        sequence: number of the version.
+        step: its global step.
+        time: seconds since 1970, when it was as it is here.
+        tensors: by name, as in `state_dict`; `TensorView.torch()` and `.numpy()` convert.
+    """
+
+    epoch: int
+    servers: int
+    sequence: int
+    step: int
+    time: float
+    tensors: dict[str, TensorView]
+
+
+def follow(url: str) -> Follower:
+    """Returns a follower of the log of changes in a directory: a path, or any URL that fsspec supports.
+
+    Raises:
+        CheckpointError: the URL is not valid.
+        MissingExtraError: a package for the URL's file system is not installed.
+    """
+    return Follower(url)
+
+
+class Follower:
+    """Reads the log of changes from its newest snapshots on. Not thread-safe.
+
+    It reads a newer snapshot instead of entries that are missing or damaged. Until there is one, and while a new epoch
+    is not complete, there are no updates: keep what you have.
+
+    Args:
+        url: where the log is.
+
+    Attributes:
+        problem: what was wrong at the last call of `updates`; empty if nothing was.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._storage = Storage(url)
+        self._epoch: Epoch | None = None
+        self._positions: dict[str, int] = {}
+        """The last entry that was read, by stream."""
+        self.problem = ""
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch that it reads; -1 before the first."""
+        return -1 if self._epoch is None else self._epoch.epoch
+
+    def updates(self) -> Iterator[RowsUpdate | NetworkUpdate]:
+        """Yields what is new, and ends when there is nothing more. Blocks for the file system only.
+
+        An update counts as read once the next one is asked for; if it was not read to its end, it comes again.
+        """
+        self.problem = ""
+        self._storage.refresh()
+        try:
+            self._find_epoch()
+            if self._epoch is None:
+                return
+            for server in range(self._epoch.servers):
+                yield from self._rows(self._epoch, server)
+            yield from self._network(self._epoch)
+        except CheckpointError as error:
+            self._note(str(error))
+
+    def _note(self, problem: str) -> None:
+        if not self.problem:
+            self.problem = problem
+
+    # --- epochs -------------------------------------------------------------------------------------------------
+
+    def _find_epoch(self) -> None:
+        """Changes to the newest epoch of which all streams have begun, if it is another one."""
+        numbers = [number for name in self._storage.names() if (number := parse_epoch(name)) is not None]
+        if not numbers:
+            self._note(f"there is no epoch in {self._storage.url}")
+        for number in sorted(numbers, reverse=True):
+            try:
+                epoch = self._read_epoch(number)
+            except PublishError as error:
+                self._note(error.message)
+                continue
+            if epoch == self._epoch:
+                return
+            if self._has_begun(epoch):
+                self._epoch, self._positions = epoch, {}
+                return
+
+    def _read_epoch(self, number: int) -> Epoch:
+        path = f"{epoch_name(number)}/{EPOCH_FILE}"
+        found = decode(self._read(path, MAX_EPOCH_BYTES), Epoch, self._storage.full(path))
+        if found.epoch != number:
+            raise PublishError(f"{self._storage.full(path)} is of epoch {found.epoch}.", path=path)
+        return found
+
+    def _has_begun(self, epoch: Epoch) -> bool:
+        streams = [stream_of(server) for server in range(epoch.servers)]
+        kinds = {stream: [kind for _, kind in self._entries(epoch, stream)] for stream in [*streams, NETWORK]}
+        return all("snapshot" in kinds[stream] for stream in streams) and bool(kinds[NETWORK])
+
+    def _entries(self, epoch: Epoch, stream: str) -> list[tuple[int, str]]:
+        """Returns sequence and kind of the entries of a stream that are there, in order."""
+        names = self._storage.names(f"{epoch_name(epoch.epoch)}/{stream}")
+        return sorted(entry for name in names if (entry := parse_entry(name)) is not None)
+
+    # --- entries ------------------------------------------------------------------------------------------------
+
+    def _rows(self, epoch: Epoch, server: int) -> Iterator[RowsUpdate]:
+        stream = stream_of(server)
+        entries = self._entries(epoch, stream)
+        position = self._positions.get(stream, -1)
+        while (entry := self._next(epoch, stream, entries, position)) is not None:
+            whole = entry.kind == "snapshot"
+            try:
+                changes = self._changes(entry)
+                read = _Read(changes if whole else iter(list(changes)))
+            except (PublishError, CheckpointError) as error:
+                self._note(error.message)
+                entries = [other for other in entries if other[0] > entry.sequence and other[1] == "snapshot"]
+                continue
+            yield RowsUpdate(
+                epoch.epoch, epoch.servers, server, entry.sequence, entry.step, entry.time, whole, iter(read)
+            )
+            if read.failure:
+                self._note(read.failure)
+                entries = [other for other in entries if other[0] != entry.sequence]
+                continue
+            if not read.complete:
+                return
+            position = self._positions[stream] = entry.sequence
+
+    def _next(self, epoch: Epoch, stream: str, entries: list[tuple[int, str]], position: int) -> LogEntry | None:
+        """Returns the entry to read next: the one that follows, or the newest snapshot if that cannot be."""
+        later = [entry for entry in entries if entry[0] > position]
+        snapshots = [entry for entry in later if entry[1] == "snapshot"]
+        follows = position >= 0 and bool(later) and later[0][0] == position + 1
+        candidates = ([later[0]] if follows else []) + snapshots[::-1]
+        if later and not follows and position >= 0:
+            self._note(f"entry {position + 1} of {stream} in epoch {epoch.epoch} is missing")
+        for sequence, kind in candidates:
+            try:
+                return self._read_entry(epoch, stream, sequence, kind)
+            except (PublishError, CheckpointError) as error:
+                self._note(error.message)
+        return None
+
+    def _read_entry(self, epoch: Epoch, stream: str, sequence: int, kind: str) -> LogEntry:
+        path = f"{epoch_name(epoch.epoch)}/{stream}/{entry_name(sequence, kind)}"  # type: ignore[arg-type]
+        full = self._storage.full(path)
+        entry = decode(self._read(path, MAX_MANIFEST_BYTES), LogEntry, full)
+        place = (entry.run, entry.epoch, entry.stream, entry.sequence, entry.kind)
+        if place != (epoch.run, epoch.epoch, stream, sequence, kind):
+            raise PublishError(
+                f"{full} belongs elsewhere: it says that it is entry {entry.sequence} of {entry.stream} in epoch "
+                f"{entry.epoch} of run {entry.run}.",
+                path=full,
+            )
+        return entry
+
+    def _network(self, epoch: Epoch) -> Iterator[NetworkUpdate]:
+        position = self._positions.get(NETWORK, -1)
+        for sequence, kind in reversed(self._entries(epoch, NETWORK)):  # Each version is whole: the newest suffices.
+            if sequence <= position:
+                return
+            try:
+                entry = self._read_entry(epoch, NETWORK, sequence, kind)
+                tensors = {name: tensor for part in self._parts(entry) for name, tensor in part.items()}
+            except (PublishError, CheckpointError) as error:
+                self._note(error.message)
+                continue
+            yield NetworkUpdate(epoch.epoch, epoch.servers, sequence, entry.step, entry.time, tensors)
+            self._positions[NETWORK] = sequence
+            return
+
+    def _changes(self, entry: LogEntry) -> Iterator[Change]:
+        """Yields the changes of an entry, and checks them against its manifest."""
+        rows, removed = [0] * len(entry.tables), [0] * len(entry.tables)
+        for number, tensors in enumerate(self._parts(entry)):
+            where = f"part {number} of entry {entry.sequence} of {entry.stream} in epoch {entry.epoch}"
+            known = 0
+            for place, table in enumerate(entry.tables):
+                mine = {
+                    name: tensors[f"{place}.{name}"]
+                    for name in ("removed", "ids", "values", "scales")
+                    if f"{place}.{name}" in tensors
+                }
+                if not mine:
+                    continue
+                known += len(mine)
+                change = _change(table, mine, entry, where)
+                rows[place] += len(change.ids)
+                removed[place] += len(change.removed)
+                yield change
+            if known != len(tensors):
+                raise PublishError(f"{where} has tensors that it should not have.", entry=entry.sequence)
+        for table, found, gone in zip(entry.tables, rows, removed, strict=True):
+            if (found, gone) != (table.rows, table.removed):
+                raise PublishError(
+                    f"Entry {entry.sequence} of {entry.stream} has {found} rows and {gone} removed ids of table "
+                    f"{table.name!r}; its manifest says {table.rows} and {table.removed}.",
+                    entry=entry.sequence,
+                )
+
+    def _parts(self, entry: LogEntry) -> Iterator[dict[str, TensorView]]:
+        """Yields the tensors of each part by name, after its length and checksum have been checked."""
+        for number, part in enumerate(entry.parts):
+            path = f"{epoch_name(entry.epoch)}/{entry.stream}/{part_name(entry.sequence, number)}"
+            full = self._storage.full(path)
+            size = self._storage.size(path)
+            if size != part.bytes:
+                found = "is missing" if size is None else f"has {size} bytes"
+                raise PublishError(f"{full} {found}; its manifest says {part.bytes} bytes.", path=full)
+            data, crc = self._storage.load(path, part.bytes)
+            if checksum_text(crc) != part.checksum:
+                raise PublishError(f"{full} is damaged: its checksum is not that of its manifest.", path=full)
+            yield decode_tensors(data, full)
+
+    def _read(self, path: str, most: int) -> bytes:
+        size = self._storage.size(path)
+        if size is None or size > most:
+            found = "is missing" if size is None else f"has {size} bytes, of {most} at most"
+            raise PublishError(f"{self._storage.full(path)} {found}.", path=path)
+        return self._storage.head(path, 0, size)
+
+
+class _Read:
+    """Changes of an entry, and whether they have been read to the end."""
+
+    def __init__(self, changes: Iterator[Change]) -> None:
+        self._changes = changes
+        self.complete = False
+        self.failure = ""
+
+    def __iter__(self) -> Iterator[Change]:
+        try:
+            yield from self._changes
+        except (PublishError, CheckpointError) as error:
+            self.failure = error.message
+            raise PublishError(error.message) from error
+        self.complete = True
+
+
+def _change(table: TableChanges, tensors: dict[str, TensorView], entry: LogEntry, where: str) -> Change:
+    """Returns the change of a table, after the dtypes and shapes of its tensors have been checked."""
+    none = TensorView("U64", (0,), memoryview(b""))
+    removed, ids = tensors.pop("removed", none), tensors.pop("ids", none)
+    n = ids.shape[0] if ids.shape else 0
+    expected = {"values": (NAMES[entry.dtype], (n, table.dim)), "scales": ("F32", (n,))}
+    if entry.dtype != "int8":
+        del expected["scales"]
+    found = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    columns = [(column.dtype, len(column.shape)) for column in (removed, ids)]
+    if columns != [("U64", 1)] * 2 or found != (expected if n else {}):
+        raise PublishError(
+            f"{where}: the tensors of table {table.name!r} have dtypes or shapes that do not fit its manifest.",
+            table=table.name,
+        )
+    values = np.empty((0, table.dim), np.float32)
+    if n:
+        scales = tensors["scales"].numpy() if "scales" in tensors else None
+        values = decode_values(tensors["values"].numpy(), scales)
+    return Change(table.name, ids.numpy(), values, removed.numpy(), entry.step)

@@ -1,0 +1,179 @@
+"""The log of changes as typed records, and the names of its files.
+
+`docs/reference/changes.md` is the specification. Input is untrusted: sizes are limited before anything is decoded,
+unknown fields are rejected, and so are records that contradict their place or one another.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Final, Literal, TypeVar
+
+import msgspec
+
+from persia.errors import PublishError
+from persia.types.publishing import PublishDtype
+
+__all__ = [
+    "EPOCH_FILE",
+    "FORMAT",
+    "MAX_EPOCH_BYTES",
+    "MAX_MANIFEST_BYTES",
+    "NETWORK",
+    "VERSION",
+    "Epoch",
+    "Kind",
+    "LogEntry",
+    "Part",
+    "TableChanges",
+    "decode",
+    "entry_name",
+    "epoch_name",
+    "parse_entry",
+    "parse_epoch",
+    "part_name",
+    "stream_of",
+]
+
+FORMAT: Final = "persia-changes"
+VERSION: Final = 1
+EPOCH_FILE = "epoch.json"
+NETWORK = "network"
+"""Name of the stream of the network."""
+
+MAX_EPOCH_BYTES = 1 << 20
+MAX_MANIFEST_BYTES = 16 << 20
+MAX_PART_BYTES = 8 << 30
+MAX_TABLES = 4096
+MAX_PARTS = 1 << 16
+
+Kind = Literal["snapshot", "increment", "network"]
+
+_EPOCH = re.compile(r"epoch-([0-9]{10})")
+_ENTRY = re.compile(r"([0-9]{10})-(snapshot|increment|network)\.json")
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+Number = Annotated[int, msgspec.Meta(ge=0, lt=10**10)]
+Servers = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+Dim = Annotated[int, msgspec.Meta(ge=1, le=4096)]
+TableName = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+Run = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
+PartBytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_PART_BYTES)]
+Checksum = Annotated[str, msgspec.Meta(pattern=r"^crc32:[0-9a-f]{8}$")]
+Format = Literal["persia-changes"]
+Version = Literal[1]
+
+
+class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of the records below."""
+
+
+class Epoch(_Record, frozen=True):
+    """`epoch.json`: an epoch, whose streams are `rows-0` to `rows-(servers - 1)`, and `network`.
+
+    Args:
+        run: random identifier, which all entries of the epoch repeat.
+        servers: number of embedding PSs.
+    """
+
+    format: Format
+    version: Version
+    epoch: Number
+    run: Run
+    servers: Servers
+
+
+class TableChanges(_Record, frozen=True):
+    """A table: its columns, and how many rows and removed ids there are in the parts of an entry."""
+
+    name: TableName
+    dim: Dim
+    rows: Count
+    removed: Count
+
+
+class Part(_Record, frozen=True):
+    """A file of an entry, number i of which is `part_name(sequence, i)`: its length and checksum."""
+
+    bytes: PartBytes
+    checksum: Checksum
+
+
+class LogEntry(_Record, frozen=True):
+    """The manifest of an entry of a stream, written after its parts.
+
+    Args:
+        run: identifies the epoch.
+        stream: where the entry belongs.
+        sequence: its number in the stream, from 0 on without gaps.
+        kind: "snapshot": all rows of the PS; "increment": changes since entry `sequence - 1`; "network".
+        step: global steps that it contains.
+        time: seconds since 1970, when rows or network were as they are here.
+        dtype: of rows.
+        tables: in the order of their names; tensors of rows are named by the index of their table.
+        parts: to be applied in order.
+    """
+
+    format: Format
+    version: Version
+    run: Run
+    epoch: Number
+    stream: Annotated[str, msgspec.Meta(pattern=r"^(network|rows-[0-9]{1,5})$")]
+    sequence: Number
+    kind: Kind
+    step: Count
+    time: float
+    dtype: PublishDtype
+    tables: Annotated[list[TableChanges], msgspec.Meta(max_length=MAX_TABLES)]
+    parts: Annotated[list[Part], msgspec.Meta(max_length=MAX_PARTS)]
+
+
+def epoch_name(epoch: int) -> str:
+    """Returns the name of the directory of an epoch."""
+    return f"epoch-{epoch:010d}"
+
+
+def parse_epoch(name: str) -> int | None:
+    """Returns the number of the epoch in a directory of this name; None if it has another purpose."""
+    found = _EPOCH.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def stream_of(server: int) -> str:
+    """Returns the name of the stream of a PS."""
+    return f"rows-{server}"
+
+
+def entry_name(sequence: int, kind: Kind) -> str:
+    """Returns the name of the manifest of an entry."""
+    return f"{sequence:010d}-{kind}.json"
+
+
+def parse_entry(name: str) -> tuple[int, str] | None:
+    """Returns sequence and kind of the entry with a manifest of this name; None for other files."""
+    found = _ENTRY.fullmatch(name)
+    return (int(found[1]), found[2]) if found else None
+
+
+def part_name(sequence: int, part: int) -> str:
+    """Returns the name of a part of an entry."""
+    return f"{sequence:010d}.{part:05d}.safetensors"
+
+
+Record = TypeVar("Record", Epoch, LogEntry)
+
+
+def decode(data: bytes, kind: type[Record], path: str) -> Record:
+    """Decodes a manifest or `epoch.json`, whose length has been checked.
+
+    Raises:
+        PublishError: it is not one, or of another version.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise PublishError(
+            f"{path} is not a {FORMAT} file of version {VERSION}: {error}. It is damaged, or of another version of "
+            "persia.",
+            path=path,
+        ) from None

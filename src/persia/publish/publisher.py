@@ -1,0 +1,270 @@
+"""The publisher of one embedding PS: a thread that writes what has changed in the store to the log of changes."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from persia.checkpoint.storage import Storage
+from persia.errors import CheckpointError, PersiaError
+from persia.publish.format import TableChanges, stream_of
+from persia.publish.stream import StreamWriter
+from persia.publish.values import encode_values
+from persia.retry import Backoff, Deadline, retry
+from persia.store import EmbeddingStore, RowChanges
+from persia.types.publishing import PublishOrder, PublishStatus
+
+__all__ = ["Publisher", "reason"]
+
+LOG = logging.getLogger("persia.publish")
+
+PART_BYTES = 32 << 20
+"""Approximate size of the rows of a part as float32. It bounds the memory of a publisher."""
+
+REMOVED_BYTES = 16 << 20
+"""Memory for ids of removed rows between two increments, of all shards together."""
+
+MOST_INCREMENTS = 1000
+"""Increments after which a snapshot follows, so that a reader never has to read more."""
+
+POLL_SECONDS = 0.1
+"""Between two looks at the number of applied gradients."""
+
+LAST_SECONDS = 30.0
+"""Time that the last increment may take when a publisher stops."""
+
+BACKOFF = Backoff(0.5, 30.0)
+
+
+class _StoppedError(PersiaError):
+    """The publisher was stopped while it could not write."""
+
+
+class Publisher:
+    """Publishes the rows of a store: a snapshot, then increments. Thread-safe.
+
+    Training never waits for it: while it cannot write, the store marks what changes, in bounded memory, and the next
+    entry has all of it.
+
+    Args:
+        store: with all its tables.
+        tables: numbers of the tables, by name.
+        order: where, when, and as which PS.
+        step: returns the number of global steps whose gradients are applied.
+
+    Raises:
+        CheckpointError: the URL is not valid.
+        MissingExtraError: a package for the URL's file system is not installed.
+    """
+
+    def __init__(
+        self, store: EmbeddingStore, tables: Mapping[str, int], order: PublishOrder, step: Callable[[], int]
+    ) -> None:
+        options = order.options
+        self._store = store
+        self._tables = {name: tables[name] for name in sorted(tables)}
+        self._order = order
+        self._step = step
+        self._writer = StreamWriter(
+            Storage(options.url), order.epoch, order.run, stream_of(order.server), options.dtype, options.keep
+        )
+        shards = sum(store.config(index).resolved_shards for index in self._tables.values())
+        self._removed_limit = max(1024, REMOVED_BYTES // 8 // shards)
+        self._stop = threading.Event()
+        self._last = False  # Write one more entry before the thread ends.
+        self._status = PublishStatus(order.epoch)
+        self._fresh: float | None = None
+        """When the rows were as the last entry has them."""
+        self._thread = threading.Thread(target=self._run, name="persia-publish", daemon=True)
+
+    def start(self) -> None:
+        """Begins with a snapshot, in the background."""
+        atexit.register(self._end_thread, 1.0)  # A thread that is in the core when Python ends would abort the process.
+        self._thread.start()
+
+    def stop(self, *, last: bool) -> None:
+        """Ends publishing, and the marking of changes. Blocks for 30 s at most.
+
+        Args:
+            last: publish what has changed until now before.
+        """
+        self._last = last
+        self._end_thread(LAST_SECONDS if last else 1.0)
+        atexit.unregister(self._end_thread)
+        for index in self._tables.values():
+            self._store.end_changes(index)
+
+    def _end_thread(self, seconds: float) -> None:
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(seconds)
+        self._last = False  # If it hangs in the file system, it must not take what another publisher is to have.
+
+    @property
+    def status(self) -> PublishStatus:
+        """How far it has published."""
+        age = 0.0 if self._fresh is None else time.monotonic() - self._fresh
+        return self._status._replace(age=age)
+
+    # --- the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._retried(self._check_stream)
+            if self._status.epoch < 0:
+                return
+            self._publish_or_warn()
+            while self._wait():
+                self._publish_or_warn()
+            if self._last:
+                self._publish_or_warn()
+        except _StoppedError:
+            pass
+
+    def _check_stream(self) -> None:
+        """Ends the epoch if this PS has published in it before it restarted: its sequence would begin again."""
+        if self._writer.begun():
+            self._status = PublishStatus()
+
+    def _wait(self) -> bool:
+        """Waits until the next entry is due. Returns whether to go on."""
+        options = self._order.options
+        if options.rows is None:
+            return not self._stop.wait(options.seconds)
+        due, applied = time.monotonic() + options.seconds, self._applied()
+        while (left := due - time.monotonic()) > 0 and self._applied() - applied < options.rows:
+            if self._stop.wait(min(left, POLL_SECONDS)):
+                return False
+        return not self._stop.is_set()
+
+    def _applied(self) -> int:
+        return sum(self._store.statistics(index)["applied"] for index in self._tables.values())
+
+    def _publish_or_warn(self) -> None:
+        """Publishes one entry. Training must not end by what goes wrong here, nor publishing."""
+        try:
+            self._publish()
+        except _StoppedError:
+            raise
+        except Exception as error:
+            self._writer.discard()
+            if not self._stop.is_set():
+                self._failed(error)
+
+    def _publish(self) -> None:
+        """Writes a snapshot, or what has changed since the last entry."""
+        began, step, writer = time.monotonic(), self._step(), self._writer
+        grown = writer.increment_bytes > writer.snapshot_bytes or writer.increments >= MOST_INCREMENTS
+        whole = writer.sequence < 0 or grown or not self._begin(whole=False)
+        if whole:
+            self._begin(whole=True)
+        totals = [[0, 0] for _ in self._tables]
+        parts = 0
+        for part in self._parts():
+            self._retried(functools.partial(writer.add_part, self._tensors(part, totals)))
+            parts += 1
+        if parts or whole or step != self._status.step:
+            tables = [
+                TableChanges(name=name, dim=self._store.config(index).dim, rows=rows, removed=removed)
+                for (name, index), (rows, removed) in zip(self._tables.items(), totals, strict=True)
+            ]
+            self._retried(lambda: writer.commit("snapshot" if whole else "increment", step, began, tables))
+        self._fresh = began
+        rows = self._status.rows + sum(rows for rows, _ in totals)
+        self._status = self._status._replace(sequence=writer.sequence, step=step, rows=rows)
+        self._succeeded()
+        self._retried(writer.remove_old)
+
+    def _begin(self, *, whole: bool) -> bool:
+        """Begins a pass over all tables. Returns whether what has changed is known in all of them."""
+        return all(self._store.begin_changes(index, whole, self._removed_limit) for index in self._tables.values())
+
+    def _parts(self) -> Iterator[list[tuple[int, RowChanges]]]:
+        """Yields the changes of a pass, as parts: changes with the place of their table in the manifest."""
+        part: list[tuple[int, RowChanges]] = []
+        nbytes = 0
+        for place, index in enumerate(self._tables.values()):
+            config = self._store.config(index)
+            most = max(1, PART_BYTES // 4 // (8 + 4 * config.dim))
+            for shard in range(config.resolved_shards):
+                more = True
+                while more:
+                    if self._stop.is_set() and not self._last:
+                        raise _StoppedError("stopped")
+                    changes, more = self._store.take_changes(index, shard, most)
+                    if not len(changes.ids) and not len(changes.removed):
+                        continue
+                    part.append((place, changes))
+                    nbytes += changes.removed.nbytes + changes.ids.nbytes + changes.embeddings.nbytes
+                    if nbytes >= PART_BYTES:
+                        yield part
+                        part, nbytes = [], 0
+        if part:
+            yield part
+
+    def _tensors(self, part: list[tuple[int, RowChanges]], totals: list[list[int]]) -> dict[str, NDArray[Any]]:
+        """Returns the tensors of a part by name, and counts what is in them."""
+        tensors: dict[str, NDArray[Any]] = {}
+        for place in sorted({place for place, _ in part}):
+            mine = [changes for at, changes in part if at == place]
+            removed = np.unique(np.concatenate([changes.removed for changes in mine]))
+            ids = np.concatenate([changes.ids for changes in mine])
+            values, scales = encode_values(
+                np.concatenate([changes.embeddings for changes in mine]), self._order.options.dtype
+            )
+            if len(removed):
+                tensors[f"{place}.removed"] = removed
+            if len(ids):
+                tensors[f"{place}.ids"], tensors[f"{place}.values"] = ids, values
+                if scales is not None:
+                    tensors[f"{place}.scales"] = scales
+            totals[place][0] += len(ids)
+            totals[place][1] += len(removed)
+        return tensors
+
+    # --- failures -----------------------------------------------------------------------------------------------
+
+    def _retried(self, write: Callable[[], None]) -> None:
+        """Writes until it succeeds, or the publisher is stopped."""
+
+        def pause(seconds: float) -> None:
+            if self._stop.wait(seconds):
+                raise _StoppedError("stopped")
+
+        retry(
+            write,
+            transient=lambda error: isinstance(error, CheckpointError),
+            deadline=Deadline(math.inf),
+            backoff=BACKOFF,
+            on_wait=self._failed,
+            wait=pause,
+        )
+
+    def _failed(self, error: Exception) -> None:
+        if not self._status.error:
+            LOG.warning(
+                "PS %d cannot publish to %s; training goes on, and readers get no new rows until it can: %s",
+                self._order.server,
+                self._order.options.url,
+                reason(error),
+            )
+        self._status = self._status._replace(error=reason(error))
+
+    def _succeeded(self) -> None:
+        if self._status.error:
+            LOG.warning("PS %d publishes to %s again.", self._order.server, self._order.options.url)
+            self._status = self._status._replace(error="")
+
+
+def reason(error: Exception) -> str:
+    """Returns why the file system has failed."""
+    return str(error.__cause__ or error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

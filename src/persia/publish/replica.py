@@ -1,0 +1,109 @@
+"""A read-only copy of the published rows and network, in memory: the simplest reader of the log of changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from persia.errors import PublishError
+from persia.publish.follower import Follower, NetworkUpdate, RowsUpdate
+
+__all__ = ["Replica"]
+
+_Rows: TypeAlias = dict[str, dict[int, NDArray[np.float32]]]
+"""Rows of a PS, by table and id."""
+
+
+@dataclass
+class _Copy:
+    """What is known of an epoch: rows and their steps by PS, and the network."""
+
+    epoch: int
+    rows: dict[int, _Rows] = field(default_factory=dict)
+    steps: dict[int, int] = field(default_factory=dict)
+    network: NetworkUpdate | None = None
+
+
+class Replica:
+    """Rows by table and id, and the newest network, of the log of changes. Not thread-safe.
+
+    What it holds is of one epoch: in a new one it changes to the new rows of all PSs and their network at once.
+
+    Args:
+        follower: reads the log.
+    """
+
+    def __init__(self, follower: Follower) -> None:
+        self._follower = follower
+        self._copy = _Copy(-1)
+        self._next = _Copy(-1)
+        """The epoch that is being read, before all of it is there."""
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch; -1 before the first refresh that found one."""
+        return self._copy.epoch
+
+    @property
+    def network(self) -> NetworkUpdate | None:
+        """The newest version of the network; None before the first."""
+        return self._copy.network
+
+    @property
+    def steps(self) -> dict[int, int]:
+        """Global steps that the rows of each PS contain."""
+        return self._copy.steps
+
+    @property
+    def problem(self) -> str:
+        """Why the last refresh could not read everything; empty if it could."""
+        return self._follower.problem
+
+    def refresh(self) -> None:
+        """Applies all updates that are there."""
+        for update in self._follower.updates():
+            current = update.epoch == self._copy.epoch
+            if not current and update.epoch != self._next.epoch:
+                self._next = _Copy(update.epoch)
+            copy = self._copy if current else self._next
+            if isinstance(update, RowsUpdate):
+                _apply(copy, update)
+            else:
+                copy.network = update
+            if not current and copy.network is not None and len(copy.rows) == update.servers:
+                self._copy, self._next = copy, _Copy(-1)
+
+    def lookup(self, table: str, ids: Iterable[int], dim: int) -> tuple[NDArray[np.bool_], NDArray[np.float32]]:
+        """Returns whether each id has a row, `[n]`, and the rows, `[n, dim]`; zeros where there is none."""
+        found = [self.get(table, int(id_)) for id_ in ids]
+        zeros = np.zeros(dim, np.float32)
+        rows = np.array([zeros if row is None else row for row in found], np.float32).reshape(-1, dim)
+        return np.array([row is not None for row in found], np.bool_), rows
+
+    def get(self, table: str, id_: int) -> NDArray[np.float32] | None:
+        """Returns the row of an id; None if there is none."""
+        for tables in self._copy.rows.values():
+            if id_ in (rows := tables.get(table, {})):
+                return rows[id_]
+        return None
+
+    def rows(self, table: str) -> dict[int, NDArray[np.float32]]:
+        """Returns all rows of a table by id."""
+        return {id_: row for tables in self._copy.rows.values() for id_, row in tables.get(table, {}).items()}
+
+
+def _apply(copy: _Copy, update: RowsUpdate) -> None:
+    tables: _Rows = {} if update.whole else copy.rows[update.server]
+    try:
+        for change in update.changes:
+            rows = tables.setdefault(change.table, {})
+            for id_ in change.removed.tolist():
+                rows.pop(id_, None)
+            rows.update(zip(change.ids.tolist(), change.values, strict=True))
+    except PublishError:
+        return  # Of a whole update: the follower reads another one instead.
+    copy.rows[update.server], copy.steps[update.server] = tables, update.step

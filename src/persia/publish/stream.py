@@ -1,0 +1,129 @@
+"""Writes the entries of one stream of the log of changes: parts first, then the manifest, which makes them visible."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from persia.checkpoint.format import checksum_text
+from persia.checkpoint.storage import Storage
+from persia.checkpoint.tensors import encode, view
+from persia.publish.format import (
+    FORMAT,
+    VERSION,
+    Kind,
+    LogEntry,
+    Part,
+    TableChanges,
+    entry_name,
+    epoch_name,
+    parse_entry,
+    part_name,
+)
+from persia.types.publishing import PublishDtype
+
+__all__ = ["StreamWriter"]
+
+
+class StreamWriter:
+    """Writes the entries of one stream of an epoch, one at a time, and removes old ones. Used by one thread.
+
+    A call that has raised CheckpointError may be repeated; readers have seen nothing of it.
+
+    Args:
+        storage: of the log.
+        epoch: number of the epoch.
+        run: its identifier.
+        stream: name of the stream.
+        dtype: of rows.
+        keep: snapshots, or versions of the network, to keep.
+
+    Attributes:
+        sequence: number of the last complete entry; -1 before the first.
+        snapshot_bytes: of the last snapshot.
+        increment_bytes: of the increments since.
+        increments: number of these.
+    """
+
+    def __init__(
+        self, storage: Storage, epoch: int, run: str, stream: str, dtype: PublishDtype = "float32", keep: int = 1
+    ) -> None:
+        self._storage = storage
+        self._epoch = epoch
+        self._run = run
+        self._stream = stream
+        self._dtype = dtype
+        self._keep = keep
+        self._parts: list[Part] = []
+        self._entries: list[tuple[int, Kind, int]] = []
+        """Sequence, kind and number of parts of the entries that are there."""
+        self.sequence = -1
+        self.snapshot_bytes = self.increment_bytes = self.increments = 0
+
+    def begun(self) -> bool:
+        """Returns whether the stream has entries, which another writer must have written."""
+        return any(parse_entry(name) for name in self._storage.names(f"{epoch_name(self._epoch)}/{self._stream}"))
+
+    def add_part(self, tensors: Mapping[str, Any]) -> None:
+        """Writes the next part of the entry in work. Arrays or tensors by name."""
+        path = self._path(part_name(self.sequence + 1, len(self._parts)))
+        size, crc = self._storage.write(path, encode({name: view(value, name) for name, value in tensors.items()}))
+        self._parts.append(Part(bytes=size, checksum=checksum_text(crc)))
+
+    def discard(self) -> None:
+        """Forgets the parts of the entry in work. Those of the next one take their place."""
+        self._parts = []
+
+    def commit(self, kind: Kind, step: int, began: float, tables: list[TableChanges]) -> None:
+        """Completes the entry in work, then removes those that nobody needs.
+
+        Args:
+            kind: of the entry.
+            step: global steps that it contains.
+            began: when its rows were as they are in it, at the latest; `time.monotonic`.
+            tables: what is in it.
+        """
+        sequence = self.sequence + 1
+        entry = LogEntry(
+            format=FORMAT,
+            version=VERSION,
+            run=self._run,
+            epoch=self._epoch,
+            stream=self._stream,
+            sequence=sequence,
+            kind=kind,
+            step=step,
+            time=time.time() - (time.monotonic() - began),
+            dtype=self._dtype,
+            tables=tables,
+            parts=self._parts,
+        )
+        self._storage.sync()
+        self._storage.put(self._path(entry_name(sequence, kind)), msgspec.json.encode(entry))
+        nbytes = sum(part.bytes for part in self._parts)
+        if kind == "increment":
+            self.increment_bytes += nbytes
+            self.increments += 1
+        else:
+            self.snapshot_bytes, self.increment_bytes, self.increments = nbytes, 0, 0
+        self._entries.append((sequence, kind, len(self._parts)))
+        self.sequence, self._parts = sequence, []
+
+    def remove_old(self) -> None:
+        """Removes the entries before the oldest snapshot, or network, to keep."""
+        whole = [sequence for sequence, kind, _ in self._entries if kind != "increment"]
+        if len(whole) <= self._keep:
+            return
+        oldest = whole[-self._keep]
+        while self._entries[0][0] < oldest:
+            sequence, kind, parts = self._entries[0]
+            self._storage.remove(self._path(entry_name(sequence, kind)))  # First: an entry without it is none.
+            for part in range(parts):
+                self._storage.remove(self._path(part_name(sequence, part)))
+            del self._entries[0]
+
+    def _path(self, name: str) -> str:
+        return f"{epoch_name(self._epoch)}/{self._stream}/{name}"

@@ -1,0 +1,230 @@
+"""Publishing of a training run: begins its epochs, has the embedding PSs publish rows, and publishes the network."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from persia.checkpoint.storage import Storage
+from persia.nn.dense_step import DenseStep
+from persia.publish.format import EPOCH_FILE, FORMAT, NETWORK, VERSION, Epoch, epoch_name, parse_epoch
+from persia.publish.publisher import reason
+from persia.publish.stream import StreamWriter
+from persia.services import EmbeddingPS
+from persia.trainer.state import TrainingState
+from persia.types import PublishOptions, PublishOrder
+
+__all__ = ["Publishing"]
+
+LOG = logging.getLogger("persia.publish")
+
+KEPT_NETWORKS = 2
+"""Versions of the network that stay, so that a reader of the one before is not disturbed."""
+
+POLL_SECONDS = 0.2
+"""Between two looks whether to stop, while a copy of the network is awaited."""
+
+LAST_SECONDS = 60.0
+"""Time that the last entries may take at the end of a `fit` call."""
+
+
+class _Network(NamedTuple):
+    """A copy of the network: its step, when it was made, and its tensors in CPU memory."""
+
+    step: int
+    at: float
+    tensors: dict[str, torch.Tensor]
+
+
+class Publishing:
+    """Publishes one call of `fit` after the other; each begins an epoch. Used by the training thread of NN worker 0.
+
+    A thread does all the work but the copies of the network, so training never waits for the file system. It begins a
+    new epoch once a PS does not publish any more: it has restarted, or rows were loaded into it.
+
+    Args:
+        options: None publishes nothing.
+        network: the dense network.
+        state: has the global step.
+        servers: the embedding PSs.
+    """
+
+    def __init__(
+        self, options: PublishOptions | None, network: DenseStep, state: TrainingState, servers: Sequence[EmbeddingPS]
+    ) -> None:
+        self._options = options
+        self._network = network
+        self._state = state
+        self._servers = servers
+        self._thread: threading.Thread | None = None
+        self._last = False  # Publish once more at the end.
+        self._stop = threading.Event()
+        self._wanted = threading.Event()
+        self._copied = threading.Event()
+        self._copy = _Network(0, 0.0, {})
+        self._fresh: float | None = None
+        """When the network was as it is published."""
+        self._error = ""
+
+    def begin(self) -> None:
+        """Begins a new epoch, in the background.
+
+        Raises:
+            CheckpointError: the URL is not valid.
+            MissingExtraError: a package for the URL's file system is not installed.
+        """
+        if self._options is None:
+            return
+        run = _Run(self._options, self._state.global_step, self._servers)
+        self._stop = threading.Event()
+        self._take_copy()
+        self._thread = threading.Thread(
+            target=self._publish, args=(run, self._stop), name="persia-publish-network", daemon=True
+        )
+        self._thread.start()
+
+    def offer(self) -> None:
+        """Copies the network if the thread wants it. Call it after each batch."""
+        if self._wanted.is_set():
+            self._take_copy()
+
+    def end(self, *, last: bool) -> None:
+        """Ends the publishing of a call of `fit`. Blocks for 60 s at most.
+
+        Args:
+            last: publish the rows and the network of this moment before.
+        """
+        thread = self._thread
+        if thread is None:
+            return
+        if last:
+            self._take_copy()
+        self._last = last
+        self._stop.set()
+        thread.join(LAST_SECONDS)
+        self._thread = None
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the age of the published network, and whether publishing fails; empty without. Thread-safe."""
+        if self._options is None:
+            return {}
+        found: dict[str, float] = {"publish_failing": bool(self._error)}
+        if self._fresh is not None:
+            found["publish_age_seconds"] = time.monotonic() - self._fresh
+        return found
+
+    def _take_copy(self) -> None:
+        tensors = {
+            name: tensor.detach().to("cpu", copy=True)
+            for name, tensor in self._network.model.state_dict().items()
+            if isinstance(tensor, torch.Tensor)
+        }
+        self._copy = _Network(self._state.global_step, time.monotonic(), tensors)
+        self._wanted.clear()
+        self._copied.set()
+
+    # --- the thread ---------------------------------------------------------------------------------------------
+
+    def _publish(self, run: _Run, stop: threading.Event) -> None:
+        assert self._options is not None
+        while True:
+            try:
+                run.check_servers()
+                run.write_network(self._copy)
+                run.remove_old_epochs()
+                self._fresh = self._copy.at
+                if self._error:
+                    LOG.warning("The network is published to %s again.", self._options.url)
+                    self._error = ""
+            except Exception as error:  # Training must not end by it, nor publishing.
+                if not self._error:
+                    LOG.warning(
+                        "Cannot publish the network to %s; training goes on: %s", self._options.url, reason(error)
+                    )
+                self._error = reason(error)
+            if stop.wait(self._options.seconds):
+                break
+            self._copied.clear()
+            self._wanted.set()
+            while not (self._copied.wait(POLL_SECONDS) or stop.is_set()):
+                pass  # There may be no batch for a while.
+        if threading.current_thread() is not self._thread:  # It hung in the file system for too long.
+            return
+        try:
+            run.end(self._copy if self._last else None)
+        except Exception as error:
+            LOG.warning("The last changes are not published to %s: %s", self._options.url, reason(error))
+
+
+class _Run:
+    """The epochs of one call of `fit` from `step` on, and the stream of the network in the last one."""
+
+    def __init__(self, options: PublishOptions, step: int, servers: Sequence[EmbeddingPS]) -> None:
+        self._options = options
+        self._step = step
+        """Global steps that the rows of all PSs contain."""
+        self._storage = Storage(options.url)
+        self._servers = servers
+        self._epoch: Epoch | None = None
+        self._writer: StreamWriter | None = None
+        self._written = -1
+        """Step of the last version of the network in this epoch; -1 before the first."""
+        self._alone = False
+        """Whether older epochs have been removed."""
+
+    def check_servers(self) -> None:
+        """Begins an epoch, unless all PSs publish in the current one."""
+        if self._epoch is None or any(server.published().epoch != self._epoch.epoch for server in self._servers):
+            self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        self._epoch = None
+        self._storage.refresh()
+        used = [number for name in self._storage.names() if (number := parse_epoch(name)) is not None]
+        number, run = max(used, default=-1) + 1, secrets.token_hex(16)
+        epoch = Epoch(format=FORMAT, version=VERSION, epoch=number, run=run, servers=len(self._servers))
+        self._storage.put(f"{epoch_name(number)}/{EPOCH_FILE}", msgspec.json.encode(epoch))
+        for rank, server in enumerate(self._servers):
+            server.publish(PublishOrder(self._options, number, run, rank, self._step))
+        self._step = 0  # In the middle of training, pushes of the last steps may be on their way.
+        self._writer = StreamWriter(self._storage, number, run, NETWORK, keep=KEPT_NETWORKS)
+        self._epoch, self._written, self._alone = epoch, -1, False
+
+    def write_network(self, network: _Network) -> None:
+        """Writes a version of the network, if it is a new one."""
+        assert self._writer is not None
+        if network.step == self._written:
+            return
+        self._writer.discard()
+        self._writer.add_part(network.tensors)
+        self._writer.commit("network", network.step, network.at, [])
+        self._written = network.step
+        self._writer.remove_old()
+
+    def remove_old_epochs(self) -> None:
+        """Removes older epochs, once each PS has published a snapshot in this one."""
+        if not self._alone and all(server.published().sequence >= 0 for server in self._servers):
+            self._remove_others()
+
+    def _remove_others(self) -> None:
+        assert self._epoch is not None
+        for name in self._storage.names():
+            if (number := parse_epoch(name)) is not None and number < self._epoch.epoch:
+                self._storage.remove(name)
+        self._alone = True
+
+    def end(self, network: _Network | None) -> None:
+        """Ends the publishing of all PSs, after the last changes and this network, if there is one."""
+        ended = [server.end_publishing(network is not None) for server in self._servers]
+        if network is None or self._epoch is None:
+            return
+        self.write_network(network)
+        if not self._alone and all(status.sequence >= 0 for status in ended):
+            self._remove_others()

@@ -1,0 +1,252 @@
+"""A follower has the rows of the log, whatever is missing, damaged, repeated or out of order in it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from persia.publish import Replica, RowsUpdate, follow
+from persia.publish.format import EPOCH_FILE, LogEntry, epoch_name
+from support.change_log import ChangeLog, assert_equal_rows
+
+
+@pytest.fixture
+def replica(log):
+    found = Replica(follow(log.url))
+    found.refresh()
+    assert_equal_rows(found, log)
+    return found
+
+
+def advance(log, entries=1):
+    for _ in range(entries):
+        log.train()
+        log.publish()
+
+
+def outgrow(log):
+    """Publishes until there is another snapshot."""
+    publisher = log.publishers[0]
+    before = publisher._writer.snapshot_bytes
+    while publisher._writer.snapshot_bytes == before:
+        advance(log)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_it_follows_snapshots_and_increments(tmp_path, servers):
+    log = ChangeLog(tmp_path / "log", servers)
+    log.train(3)
+    log.begin()
+    replica = Replica(follow(log.url))
+    for _ in range(12):  # More than one snapshot, and more ids than the store has room for.
+        replica.refresh()
+        assert_equal_rows(replica, log)
+        assert replica.steps == dict.fromkeys(range(servers), log.step)
+        assert replica.network.step == log.step
+        np.testing.assert_array_equal(replica.network.tensors["weight"].numpy(), [log.step] * 2)
+        assert not replica.problem
+        advance(log)
+    late = Replica(follow(log.url))
+    late.refresh()
+    replica.refresh()
+    assert late.rows("item").keys() == replica.rows("item").keys()
+    assert_equal_rows(late, log)
+
+
+def test_a_lookup_says_which_ids_have_a_row(log, replica):
+    id_, row = next(iter(log.rows(0).items()))
+    found, rows = replica.lookup("item", [id_, 10**6], 3)
+    np.testing.assert_array_equal(found, [True, False])
+    np.testing.assert_array_equal(rows, [row, [0, 0, 0]])
+
+
+def test_removed_rows_are_gone_after_the_next_increment(log, replica):
+    gone: set[int] = set()
+    for _ in range(20):
+        before = set(log.rows(0))
+        advance(log)
+        replica.refresh()
+        gone = (gone | before) - set(log.rows(0))
+        assert not gone & set(replica.rows("item"))
+    assert gone
+
+
+def test_an_empty_place_and_one_that_has_not_begun(tmp_path):
+    replica = Replica(follow(str(tmp_path / "log")))
+    replica.refresh()
+    assert "no epoch" in replica.problem
+    assert replica.epoch == -1
+    log = ChangeLog(tmp_path / "log")
+    log.train()
+    log.begin()
+    os.remove(log.path("0000000000-snapshot.json"))
+    replica.refresh()
+    assert replica.epoch == -1
+
+
+def damage(path, how):
+    data = bytearray(Path(path).read_bytes())
+    if how == "missing":
+        os.remove(path)
+        return
+    if how == "truncated":
+        data = data[: len(data) // 2]
+    elif how == "flipped":
+        data[len(data) // 2] ^= 4
+    elif how == "empty":
+        data = bytearray()
+    Path(path).write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated", "flipped", "empty"])
+@pytest.mark.parametrize("file", ["0000000001-increment.json", "0000000001.00000.safetensors"])
+def test_a_damaged_increment_is_replaced_by_the_next_snapshot(log, replica, file, how):
+    kept = {id_: row.copy() for id_, row in replica.rows("item").items()}
+    advance(log, 2)
+    damage(log.path(file), how)
+    replica.refresh()
+    assert replica.problem
+    assert replica.steps == {0: 3}  # It serves on what it had.
+    assert {id_: row.tobytes() for id_, row in replica.rows("item").items()} == {
+        id_: row.tobytes() for id_, row in kept.items()
+    }
+    outgrow(log)
+    replica.refresh()
+    assert_equal_rows(replica, log)
+    replica.refresh()
+    assert not replica.problem
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated", "flipped", "empty"])
+def test_a_damaged_snapshot_is_replaced_by_the_one_before(log, how):
+    outgrow(log)
+    snapshots = sorted(name for name in os.listdir(log.path()) if name.endswith("snapshot.json"))
+    assert len(snapshots) == 2
+    damage(log.path(snapshots[-1].replace("-snapshot.json", ".00000.safetensors")), how)
+    replica = Replica(follow(log.url))
+    replica.refresh()
+    assert replica.problem
+    assert replica.steps == {0: log.step - 1}
+    outgrow(log)
+    replica.refresh()
+    assert_equal_rows(replica, log)
+
+
+def test_a_repeated_increment_is_not_applied_twice(log, replica):
+    advance(log)
+    replica.refresh()
+    manifest = Path(log.path("0000000001-increment.json"))
+    Path(log.path("0000000002-increment.json")).write_bytes(manifest.read_bytes())
+    shutil.copy(log.path("0000000001.00000.safetensors"), log.path("0000000002.00000.safetensors"))
+    replica.refresh()
+    assert "belongs elsewhere" in replica.problem
+    assert replica.steps == {0: 4}
+
+
+def test_increments_in_the_wrong_order_are_refused(log, replica):
+    advance(log, 2)
+    first, second = (Path(log.path(f"000000000{n}-increment.json")) for n in (1, 2))
+    contents = first.read_bytes(), second.read_bytes()
+    first.write_bytes(contents[1])
+    second.write_bytes(contents[0])
+    replica.refresh()
+    assert "belongs elsewhere" in replica.problem
+    assert replica.steps == {0: 3}
+
+
+def test_files_of_another_run_are_refused(log, replica):
+    advance(log)
+    data = msgspec.json.decode(Path(log.path("0000000001-increment.json")).read_bytes())
+    Path(log.path("0000000001-increment.json")).write_bytes(msgspec.json.encode({**data, "run": "f" * 32}))
+    replica.refresh()
+    assert "belongs elsewhere" in replica.problem
+
+
+def test_a_new_epoch_replaces_everything_at_once(tmp_path):
+    log = ChangeLog(tmp_path / "log", 2)
+    log.train(3)
+    log.begin()
+    replica = Replica(follow(log.url))
+    replica.refresh()
+    log.train(3)
+    log.publish()
+    undone = set(log.rows(0))
+    # Training goes back: the stores are those of another past.
+    log.stores = [log.new_store() for _ in range(2)]
+    log.step = 1
+    log.train(1)
+    log.begin()
+    for name in ("0000000000-snapshot.json", "0000000000.00000.safetensors"):
+        os.rename(log.path(name, server=1), f"{log.url}/{name}")
+    replica.refresh()
+    assert replica.epoch == 0
+    assert set(replica.rows("item")) == undone
+    for name in ("0000000000.00000.safetensors", "0000000000-snapshot.json"):
+        os.rename(f"{log.url}/{name}", log.path(name, server=1))
+    replica.refresh()
+    assert replica.epoch == 1
+    assert replica.steps == {0: 2, 1: 2}
+    assert_equal_rows(replica, log)
+    shutil.rmtree(f"{log.url}/{epoch_name(0)}")
+    advance(log)
+    replica.refresh()
+    assert_equal_rows(replica, log)
+    assert not replica.problem
+
+
+def test_an_update_that_was_not_read_comes_again(log):
+    follower = follow(log.url)
+    for _ in range(2):
+        first = next(follower.updates())
+        assert isinstance(first, RowsUpdate)
+        assert (first.sequence, first.whole) == (0, True)
+    updates = follower.updates()
+    assert sum(len(change.ids) for change in next(updates).changes) > 0
+    list(updates)
+    assert not list(follower.updates())
+
+
+HOSTILE = [
+    {"version": 2},
+    {"tables": [{"name": "item", "dim": 1 << 20, "rows": 0, "removed": 0}]},
+    {"parts": [{"bytes": -1, "checksum": "crc32:00000000"}]},
+    {"parts": [{"bytes": 1 << 50, "checksum": "crc32:00000000"}]},
+    {"stream": "../../etc"},
+    {"sequence": 1.5},
+    {"more": 1},
+    {"tables": []},
+    {"dtype": "int8"},
+]
+
+
+@pytest.mark.parametrize("fields", HOSTILE)
+def test_hostile_manifests_are_refused(log, replica, fields):
+    advance(log)
+    path = Path(log.path("0000000001-increment.json"))
+    path.write_bytes(msgspec.json.encode({**msgspec.json.decode(path.read_bytes()), **fields}))
+    replica.refresh()
+    assert replica.problem
+    assert replica.steps == {0: 3}
+
+
+def test_rows_that_the_manifest_does_not_announce_are_refused(log, replica):
+    advance(log)
+    path = Path(log.path("0000000001-increment.json"))
+    entry = msgspec.json.decode(path.read_bytes(), type=LogEntry)
+    tables = [msgspec.structs.replace(table, rows=table.rows + 1) for table in entry.tables]
+    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(entry, tables=tables)))
+    replica.refresh()
+    assert "its manifest says" in replica.problem
+
+
+def test_a_damaged_epoch_file_leaves_the_reader_where_it_is(log, replica):
+    log.begin()
+    Path(f"{log.url}/{epoch_name(1)}/{EPOCH_FILE}").write_bytes(b"{}")
+    replica.refresh()
+    assert "epoch.json" in replica.problem
+    assert replica.epoch == 0

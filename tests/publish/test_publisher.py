@@ -1,0 +1,241 @@
+"""What a publisher promises when it is killed, cannot write, or stops."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+
+import numpy as np
+import pytest
+
+from persia.checkpoint.storage import Storage
+from persia.errors import CheckpointError
+from persia.publish import Publisher, PublishOptions, PublishOrder, Replica, follow
+from support.change_log import ChangeLog, assert_equal_rows
+from support.stores import lookup, update
+
+
+class KilledError(BaseException):
+    pass
+
+
+def until(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_a_kill_between_any_two_writes(tmp_path, monkeypatch, half):
+    """A reader never sees anything but the rows of a step, and gets those of the new epoch."""
+    write = Storage.write
+    kill_at = [1 << 30]
+
+    def killed_write(self, path, buffers):
+        kill_at[0] -= 1
+        if kill_at[0] == 0:
+            if half:  # In the middle of a file.
+                data = b"".join(bytes(buffer) for buffer in buffers)
+                write(self, path, [memoryview(data[: len(data) // 2])])
+            raise KilledError
+        return write(self, path, buffers)
+
+    monkeypatch.setattr(Storage, "write", killed_write)
+    kills = 0
+    for kill in range(1, 60):
+        log = ChangeLog(tmp_path / f"log-{kill}")
+        history = {}
+        replica = Replica(follow(log.url))
+        kill_at[0] = kill
+        try:
+            log.train()
+            history[log.step] = log.rows(0)
+            log.begin()
+            for _ in range(4):
+                log.train()
+                history[log.step] = {id_: row.copy() for id_, row in log.rows(0).items()}
+                log.publish()
+                replica.refresh()
+        except KilledError:
+            kills += 1
+        else:
+            assert kills == kill - 1
+            assert kills > 10
+            return
+        kill_at[0] = 1 << 30
+        for reader in (replica, Replica(follow(log.url))):
+            reader.refresh()
+            if reader.epoch < 0:
+                continue
+            rows = history[reader.steps[0]]
+            assert reader.rows("item").keys() == rows.keys()
+            assert all(reader.rows("item")[id_].tobytes() == row.tobytes() for id_, row in rows.items())
+        log.epoch += 1
+        log.begin()
+        replica.refresh()
+        assert_equal_rows(replica, log)
+    raise AssertionError("the loop above never came to its end")
+
+
+def order(log, **options):
+    log.epoch, log.run = log.epoch + 1, f"{log.epoch + 1:032x}"
+    return PublishOrder(PublishOptions(log.url, **options), log.epoch, log.run, 0, 0)
+
+
+def publisher_of(log, **options):
+    return Publisher(log.stores[0], {"item": 0, "user": 1}, order(log, **options), lambda: log.step)
+
+
+@pytest.fixture
+def trained(tmp_path):
+    log = ChangeLog(tmp_path / "log")
+    log.train(2)
+    return log
+
+
+def test_it_publishes_by_time_and_stops_with_the_last_changes(trained):
+    publisher = publisher_of(trained, seconds=0.05)
+    publisher.start()
+    until(lambda: publisher.status.sequence == 0)
+    trained.train()
+    until(lambda: publisher.status.sequence >= 1)
+    assert publisher.status.step == 3
+    trained.train()
+    publisher.stop(last=True)
+    assert publisher.status.step == 4
+    assert not trained.stores[0].begin_changes(0, False)  # Nothing is marked any more.
+
+
+def test_it_publishes_by_rows(trained):
+    publisher = publisher_of(trained, seconds=3600.0, rows=70)
+    publisher.start()
+    until(lambda: publisher.status.sequence == 0)
+    trained.train()
+    until(lambda: publisher.status.sequence == 1)
+    publisher.stop(last=False)
+
+
+def test_without_changes_nothing_is_written(trained):
+    publisher = publisher_of(trained)
+    publisher._publish()
+    publisher._publish()
+    assert publisher.status.sequence == 0
+    trained.step += 1  # Readers learn that they have the rows of this step.
+    publisher._publish()
+    assert (publisher.status.sequence, publisher.status.step) == (1, 3)
+
+
+def test_a_place_that_cannot_be_written_makes_readers_wait_and_nobody_else(trained, monkeypatch, caplog):
+    broken = [False]
+    write = Storage.write
+
+    def failing_write(self, path, buffers):
+        if broken[0]:
+            raise CheckpointError("cannot write") from OSError("no space")
+        return write(self, path, buffers)
+
+    monkeypatch.setattr(Storage, "write", failing_write)
+    publisher = publisher_of(trained, seconds=0.02)
+    publisher.start()
+    until(lambda: publisher.status.sequence == 0)
+    broken[0] = True
+    with caplog.at_level(logging.WARNING, "persia.publish"):
+        trained.train(3)
+        until(lambda: publisher.status.error)
+        assert publisher.status.error == "no space"
+        began = time.monotonic()
+        trained.train(5)
+        assert time.monotonic() - began < 2.0
+        assert publisher.status.age > 0
+        broken[0] = False
+        until(lambda: publisher.status.step == 10)
+    assert not publisher.status.error
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2
+    assert "training goes on" in lines[0]
+    assert "again" in lines[1]
+    publisher.stop(last=True)
+
+
+def test_a_publisher_that_cannot_write_stops_at_once(trained, monkeypatch):
+    def failing_write(self, path, buffers):
+        raise CheckpointError("cannot write")
+
+    monkeypatch.setattr(Storage, "write", failing_write)
+    publisher = publisher_of(trained, seconds=0.02)
+    publisher.start()
+    until(lambda: publisher.status.error)
+    began = time.monotonic()
+    publisher.stop(last=True)
+    assert time.monotonic() - began < 5.0
+
+
+def test_too_many_removed_rows_make_a_snapshot(trained):
+    publisher = publisher_of(trained)
+    publisher._removed_limit = 5
+    publisher._publish()
+    ids = np.arange(10_000, 10_800, dtype=np.uint64)
+    lookup(trained.stores[0], ids)
+    trained.step += 1
+    publisher._publish()
+    assert "0000000001-snapshot.json" in os.listdir(trained.path())
+
+
+def test_parts_are_bounded(trained, monkeypatch):
+    monkeypatch.setattr("persia.publish.publisher.PART_BYTES", 1000)
+    trained.epoch = -1
+    trained.begin()
+    trained.train()
+    trained.publish()
+    assert os.path.exists(trained.path("0000000000.00001.safetensors"))
+    replica = Replica(follow(trained.url))
+    replica.refresh()
+    assert_equal_rows(replica, trained)
+
+
+def test_old_snapshots_are_removed_with_their_increments(tmp_path):
+    log = ChangeLog(tmp_path / "log", keep=1)
+    log.train()
+    log.begin()
+    for _ in range(30):
+        log.train()
+        log.publish()
+        names = [name for name in os.listdir(log.path()) if name.endswith(".json")]
+        assert sum("snapshot" in name for name in names) == 1
+        assert "snapshot" in min(names)
+        assert min(os.listdir(log.path())).split(".")[0].split("-")[0] == min(names).split("-")[0]
+    assert min(names) != "0000000000-snapshot.json"
+
+
+def test_a_stream_that_has_begun_is_left_alone(trained):
+    """A PS that restarts and is asked to publish once more must not write other rows under the same names."""
+    first = publisher_of(trained)
+    first._publish()
+    trained.epoch -= 1
+    again = publisher_of(trained)
+    again.start()
+    until(lambda: again.status.epoch == -1)
+    again.stop(last=True)
+    assert os.listdir(trained.path()).count("0000000001-increment.json") == 0
+
+
+def test_what_fails_in_the_store_is_repaired_by_a_snapshot(trained):
+    store = trained.stores[0]
+    publisher = publisher_of(trained)
+    publisher._publish()
+    update(store, np.arange(3, dtype=np.uint64), np.ones((3, 3)))
+    begin, take = store.begin_changes, store.take_changes
+
+    def failing(*args):
+        store.take_changes = take
+        raise RuntimeError("disk")
+
+    store.take_changes = failing
+    publisher._publish_or_warn()
+    assert "disk" in publisher.status.error
+    store.begin_changes = begin
+    publisher._publish_or_warn()
+    assert not publisher.status.error
+    assert "0000000001-snapshot.json" in os.listdir(trained.path())
