@@ -274,6 +274,20 @@ TEST(rows_that_leave_after_their_time_to_live_are_removed_once) {
   }
 }
 
+TEST(rows_that_have_left_and_whose_memory_is_used_again_are_removed) {
+  for (const std::uint64_t memory_rows : {0, 64}) {
+    Published table({5000, 1, memory_rows, 4});
+    look(table.store, range(0, 60));
+    table.pass();
+    for (int step = 0; step < 20; ++step) table.store.age(0, 1);
+    for (std::uint64_t id = 100; id < 150; ++id) look(table.store, {id});
+    CHECK(table.begin(false));
+    table.take_all();
+    CHECK(table.follower == table.rows());
+    CHECK(table.follower.size() == 50);
+  }
+}
+
 TEST(training_goes_on_beside_a_publisher) {
   for (const std::uint64_t memory_rows : {0, 128}) {
     Published table({2000, 2, memory_rows, 50}, 1 << 20, 2);
