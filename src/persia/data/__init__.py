@@ -12,6 +12,7 @@ from persia.data.from_avazu import avazu
 from persia.data.from_criteo import criteo
 from persia.data.from_csv import csv
 from persia.data.from_globo import globo
+from persia.data.from_kafka import kafka
 from persia.data.from_kuairand import kuairand
 from persia.data.from_mind import mind
 from persia.data.from_movielens import movielens
@@ -45,6 +46,7 @@ __all__ = [
     "find",
     "globo",
     "item_catalog",
+    "kafka",
     "kuairand",
     "mind",
     "movielens",

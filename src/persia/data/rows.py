@@ -104,6 +104,11 @@ class Conversion:
         names += [*self.schema.dense_features, *(n for n in self.schema.labels if n not in self.labels)]
         return {name: self.rename.get(name, name) for name in names}
 
+    @property
+    def rule_columns(self) -> list[str]:
+        """Returns the columns of the file that rules of labels read."""
+        return [column for rule in self._rules().values() for column in rule.columns]
+
     def columns_of(self, file: File, present: list[str], hint: str = _REMEDY) -> list[str]:
         """Returns the columns to read from a file.
 

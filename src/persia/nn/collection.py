@@ -167,6 +167,7 @@ class EmbeddingCollection(torch.nn.Module):
         *,
         tokens: TokenClient | None = None,
         start: int = 0,
+        endless: bool = False,
     ) -> Generator[PreparedBatch, None, None]:
         """Iterates over a loader with rows looked up ahead, in background threads.
 
@@ -179,6 +180,7 @@ class EmbeddingCollection(torch.nn.Module):
             tokens: the token client of an asynchronous mode; `loader` yields its `batches` then.
             start: batch number at which all NN workers begin in the pass over the data, as for `fed`. Only recorded
                 schedules use it.
+            endless: whether `loader` may be idle for any time, like a stream; its next batch then has no deadline.
 
         Yields:
             Batches on the device. Use each before drawing the next; a batch without a backward pass by then is released
@@ -199,7 +201,7 @@ class EmbeddingCollection(torch.nn.Module):
         if (tokens is None) != (self.mode.dense() is Dense.ALL_REDUCE):
             raise self._needs_trainer()
         pusher = self._steps if tokens is None else TokenPusher(self.outbox, tokens)
-        return self._train(source, pusher, equal_steps, start)
+        return self._train(source, pusher, equal_steps, start, endless)
 
     def forward(self, batch: PreparedBatch | Batch) -> Embeddings:
         """Returns embeddings by feature: `[batch, dim]`, or a SequenceEmbedding if the feature is not pooled.
@@ -304,7 +306,12 @@ class EmbeddingCollection(torch.nn.Module):
     # --- training ---------------------------------------------------------------------------------------------
 
     def _train(
-        self, source: Iterator[Batch | FedBatch], pusher: Pusher, equal_steps: EqualSteps | None, start: int
+        self,
+        source: Iterator[Batch | FedBatch],
+        pusher: Pusher,
+        equal_steps: EqualSteps | None,
+        start: int,
+        endless: bool,
     ) -> Generator[PreparedBatch, None, None]:
         self._check_process()
         if self._pipeline is not None:
@@ -334,6 +341,7 @@ class EmbeddingCollection(torch.nn.Module):
             counts=counts,
             pushing=pusher.most_pushes,
             tracer=self.tracer,
+            endless=endless,
         )
         self._pipeline, self._pusher, self.outbox.submit = pipeline, pusher, pipeline.push
         batch: PreparedBatch | None = None

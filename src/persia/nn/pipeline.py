@@ -160,6 +160,7 @@ class Pipeline:
         counts: of the batches of all NN workers, if all have to make the same number of steps.
         pushing: maximum number of pushes in flight, each in a thread. They start in order.
         tracer: records what the threads do.
+        endless: whether the loader may be idle for any time; draws then wait for its next batch without a deadline.
     """
 
     def __init__(
@@ -172,8 +173,11 @@ class Pipeline:
         counts: BatchCounts | None = None,
         pushing: int = 1,
         tracer: Tracer | None = None,
+        endless: bool = False,
     ) -> None:
         self._source = source
+        self._endless = endless
+        self._awaits_loader = False
         self._stages = stages
         self._timeout = timeout
         self._tracer = tracer or Tracer()
@@ -222,18 +226,22 @@ class Pipeline:
         began = time.monotonic()
         if self.push_failure is not None:
             raise self.push_failure
-        try:
-            item = self._ready.get(self._timeout)
-        except Closed:
-            raise StopIteration from None
-        except TimeoutError:
-            raise DeadlineError(
-                f"Batch {self._number} was not ready within {self._timeout:g} s. Late: {self._doing}. "
-                "Check what blocks that stage, or raise `timeout`.",
-                batch=self._number,
-                stage=self._doing,
-                timeout=self._timeout,
-            ) from None
+        item: _Ready | _Failure | None = None
+        while item is None:
+            try:
+                item = self._ready.get(self._timeout)
+            except Closed:
+                raise StopIteration from None
+            except TimeoutError:
+                if self._endless and self._awaits_loader:
+                    continue
+                raise DeadlineError(
+                    f"Batch {self._number} was not ready within {self._timeout:g} s. Late: {self._doing}. "
+                    "Check what blocks that stage, or raise `timeout`.",
+                    batch=self._number,
+                    stage=self._doing,
+                    timeout=self._timeout,
+                ) from None
         if isinstance(item, _Failure):
             raise item.error
         self._number += 1
@@ -364,7 +372,9 @@ class Pipeline:
             self._stages.begin()
             while True:
                 self._doing = f"data loader: batch {number}"
+                self._awaits_loader = True
                 item = self._read.get()
+                self._awaits_loader = False
                 if isinstance(item, _Failure):
                     self._ready.put(item)
                     break

@@ -7,7 +7,7 @@ repeated call has the effect of one. docs/reference/protocol.md says who calls w
 
 from persia.services.cluster import Attempt, Cluster, Connection, ProcessCluster
 from persia.services.control import ControlPlane, Coordinator, Observable, Tokens, TrainingPhase
-from persia.services.data import DataLoader, Seekable, Sharded
+from persia.services.data import DataLoader, Seekable, Sharded, Stream
 from persia.services.dense import DenseMaker, DensePS
 from persia.services.embedding import EmbeddingPS, EmbeddingWorker, RowChunk, SnapshotInfo, StatePiece
 from persia.services.recording import ReadObserver, Recordable, RecordableRows, RecordableTokens, RecordableWorker
@@ -35,6 +35,7 @@ __all__ = [
     "Sharded",
     "SnapshotInfo",
     "StatePiece",
+    "Stream",
     "Tokens",
     "TrainingPhase",
 ]

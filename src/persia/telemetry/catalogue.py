@@ -94,6 +94,12 @@ CATALOGUE: dict[str, MetricKind] = {
     "nn_publish_failing": MetricKind("gauge", "1 while the network cannot be published"),
     "nn_wait_seconds": MetricKind("histogram", "the network waited for a batch"),
     "nn_step_seconds": MetricKind("histogram", "forward, backward and update of a batch"),
+    # Stream that is trained on.
+    "stream_rows": MetricKind("counter", "samples read"),
+    "stream_batches": MetricKind("counter", "batches read"),
+    "stream_poison": MetricKind("counter", "messages skipped as they could not be converted"),
+    "stream_lag": MetricKind("gauge", "messages of a partition that are not read yet"),
+    "stream_delay_seconds": MetricKind("gauge", "age of the last message that was read"),
     # Compressing optimizer.
     "apmsqueeze_steps": MetricKind("counter", "updates of the network"),
     "apmsqueeze_skipped_steps": MetricKind("counter", "updates left out because of a NaN or Inf on any NN worker"),

@@ -319,6 +319,7 @@ class Checkpointing:
         except BaseException:
             writer.abort()
             raise
+        stream = state.stream
         whole = all(info.whole for info in infos)
         config = {
             "schema": dump(self._declared.schema),
@@ -351,6 +352,8 @@ class Checkpointing:
                 raise
             finally:
                 _end_snapshots(servers, name)
+            if stream is not None:  # Only now: nobody goes back to before these offsets.
+                stream.commit(training["offsets"])
             increments = 0 if whole or chain is None else chain.increments + 1
             now = time.monotonic()
             self._last = _Written(now, step, now - began)

@@ -92,7 +92,7 @@ class TrainingLoop:
         drawn, stopped_at, complete = 0, None, False
         mine = _in_turn(source, state.position, batches, self._embeddings.connection)
         # In background threads: read a batch, wait at the mode's gate, look up its rows at the embedding workers.
-        prepared = self._embeddings.prefetch(mine, replicas, start=state.position)
+        prepared = self._embeddings.prefetch(mine, replicas, start=state.position, endless=source.endless)
         try:
             with _told_errors(prepared):
                 for batch in prepared:
@@ -132,7 +132,7 @@ class TrainingLoop:
         """
         state = self._state
         # In background threads: take a batch, look up its rows. Token and parameters come when the network is free.
-        prepared = self._embeddings.prefetch(client.batches(source.read), tokens=client)
+        prepared = self._embeddings.prefetch(client.batches(source.read), tokens=client, endless=source.endless)
         try:
             with contextlib.closing(prepared):
                 for batch in prepared:

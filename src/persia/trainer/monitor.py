@@ -98,6 +98,8 @@ class Monitor:
         reasons = {"released": pushed.released, "lost": pushed.lost_batches, "lost_gradient": pushed.lost_gradients}
         found += [Metric("nn_dropped_batches", count, {"reason": reason}) for reason, count in reasons.items()]
         found += _compression(self._network.optimizer)
+        if self._state.stream is not None:
+            found += self._state.stream.observe()
         return Readings(
             found,
             [embeddings.waits.latency("nn_wait_seconds"), self._network.times.latency("nn_step_seconds")],

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 from persia.batching.batch import Batch
 from persia.batching.validation import checked_items
-from persia.errors import DataError
+from persia.errors import ConfigError, DataError
 from persia.modes import Gba, Mode
 from persia.nn.replicas import Replicas
-from persia.services import Connection, DataLoader, Seekable
+from persia.services import Connection, DataLoader, ProcessCluster, Seekable, Stream
 from persia.trainer.state import TrainingState
 from persia.types import FedBatch, Feed
 
@@ -21,6 +21,7 @@ __all__ = [
     "BatchSource",
     "LoaderSource",
     "LocalSource",
+    "check_stream",
     "declared_batch_size",
     "largest_batch",
     "set_local_batch",
@@ -30,6 +31,10 @@ __all__ = [
 
 class BatchSource(Protocol):
     """Batches of one pass by their numbers."""
+
+    @property
+    def endless(self) -> bool:
+        """Whether `read` may block for any time, until a stream has data."""
 
     def read(self, number: int) -> Batch | FedBatch | None:
         """Returns a batch; None if the pass has none of this number, nor a higher one. Blocks."""
@@ -55,6 +60,7 @@ class LocalSource:
         reopen: returns an iterator from a batch number on; None if the data can be read only once.
         rest: an iterator over the rest of the pass.
         position: number of its first batch.
+        stream: the stream that is read, if it is one, which forgets what is trained.
     """
 
     def __init__(
@@ -62,7 +68,10 @@ class LocalSource:
         reopen: Callable[[int], Iterator[Batch | FedBatch]] | None,
         rest: Iterator[Batch | FedBatch],
         position: int,
+        stream: Stream | None = None,
     ) -> None:
+        self.endless = stream is not None
+        self._stream = stream
         self._reopen = reopen
         self._rest = rest
         self._following = position
@@ -111,6 +120,8 @@ class LocalSource:
         """Forgets batches of lower numbers."""
         for number in [n for n in list(self._kept) if n < below]:
             del self._kept[number]
+        if self._stream is not None:
+            self._stream.forget(below)
 
     def begin_phase(self, on_demand: bool, stopped_early: bool) -> None:
         """No-op: batches that are not trained are still here."""
@@ -125,6 +136,8 @@ class LoaderSource:
         rank: of the NN worker that takes batches.
         epoch: number of the pass.
     """
+
+    endless = False
 
     def __init__(self, loader: DataLoader, begin: Callable[[bool], None], rank: int, epoch: int) -> None:
         self._loader = loader
@@ -164,6 +177,27 @@ def largest_batch(data: Any, mode: Mode) -> int:
     return max(rows, default=0)
 
 
+def check_stream(data: object, epochs: int, cluster: object, nn_workers: int) -> None:
+    """Checks that a stream, if the data are one, can be trained on.
+
+    Raises:
+        ConfigError: there are several epochs, or it would be read by other processes, or by several NN workers.
+    """
+    if not isinstance(data, Stream):
+        return
+    if epochs > 1:
+        raise ConfigError(
+            f"epochs = {epochs}, and train_data is a stream, which has one pass; call `fit` again to go on with it.",
+            field="epochs",
+        )
+    if isinstance(cluster, ProcessCluster) or nn_workers > 1:
+        raise ConfigError(
+            "train_data is a stream, whose position only a single NN worker keeps, in its own process. Train with "
+            "cluster=persia.cluster.Embedded(), or write the stream to files first.",
+            field="train_data",
+        )
+
+
 def set_local_batch(data: Iterable[Batch] | None, state: TrainingState) -> None:
     """Sets `state.local_batch` at the start of a `fit` call, if the data declare a batch size or are a list.
 
@@ -201,7 +235,7 @@ def source_of(
         return LoaderSource(loader, begin, connection.rank, epoch)
     assert data is not None
     if isinstance(data, Seekable):
-        return _local(lambda n: data.batches(epoch, n), data.batches(epoch, position), position)
+        return _local(lambda n: data.batches(epoch, n), data.batches(epoch, position), position, state.stream)
     if isinstance(data, Iterator):  # The call before has read it up to `position`, except after a resume.
         return _local(None, itertools.islice(data, position if loaded else 0, None), position)
     return _local(
@@ -209,7 +243,12 @@ def source_of(
     )
 
 
-def _local(reopen: Callable[[int], Iterator[Batch]] | None, rest: Iterator[Batch], position: int) -> LocalSource:
+def _local(
+    reopen: Callable[[int], Iterator[Batch]] | None,
+    rest: Iterator[Batch],
+    position: int,
+    stream: Stream | None = None,
+) -> LocalSource:
     """Returns a `LocalSource` of items that are checked: in `read`, None means the end of the pass."""
     reopened = None if reopen is None else lambda number: checked_items(reopen(number), number)
-    return LocalSource(reopened, checked_items(rest, position), position)
+    return LocalSource(reopened, checked_items(rest, position), position, stream)

@@ -19,6 +19,8 @@ from persia.modes import encode as encode_mode
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.dense_step import DenseStep
 from persia.nn.pushing import PushCounts
+from persia.services import Stream
+from persia.types import Offsets
 
 __all__ = ["RandomState", "RunTotals", "TrainingState", "random_states", "set_random_state"]
 
@@ -108,6 +110,10 @@ class TrainingState:
         """Counts of all NN workers from before this process counted: up to a resume, or in earlier calls of `fit`."""
         self.other_random: list[RandomState] = []
         """Random generators of NN workers 1, 2, ... of a cluster, until they start again."""
+        self.stream: Stream | None = None
+        """The stream that `fit` reads, or has read last; None for other data."""
+        self._offsets: Offsets = {}
+        """Positions of streams at the beginning of `stream`, and of those read before."""
         self.finished = False
         """Whether the last call of `fit` came to the end of its epochs. Not in checkpoints."""
         self.rank = embeddings.connection.rank
@@ -121,6 +127,38 @@ class TrainingState:
     @global_step.setter
     def global_step(self, step: int) -> None:
         self._embeddings.global_step = step
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a pass ended only because its stream was asked to stop."""
+        return self.stream is not None and self.stream.interrupted
+
+    @property
+    def offsets(self) -> Offsets:
+        """Offsets of all streams so far, at the current position."""
+        return self._offsets | (self.stream.offsets(self.position) if self.stream is not None else {})
+
+    def begin_data(self, data: object, stopping: Callable[[], bool]) -> None:
+        """Begins a call of `fit`. A stream goes on at its offsets.
+
+        Args:
+            data: see `Trainer.fit`.
+            stopping: polled by a stream that waits for data; whether the call is to end.
+        """
+        if self.finished:
+            self.epoch = self.position = 0
+        self.finished = False
+        self._offsets = self.offsets
+        self.stream = data if isinstance(data, Stream) else None
+        if self.stream is not None:
+            self.stream.begin(self.position, self._offsets, stopping)
+
+    def end_pass(self) -> None:
+        """Ends a pass over the data. The next one goes on at the offsets of a stream."""
+        self._offsets = self.offsets
+        self.epoch, self.position = self.epoch + 1, 0
+        if self.stream is not None:
+            self.stream.begin(0, self._offsets, lambda: True)
 
     def change_mode(self, mode: Mode) -> None:
         """Trains in another mode from now on. Call it between two phases."""
@@ -157,6 +195,7 @@ class TrainingState:
             "local_batch": self.local_batch,
             "epoch": self.epoch,
             "position": self.position,
+            "offsets": self.offsets,
             "random": [*random_states(gather), *self.other_random],
             "metrics": merged_metrics(self.metrics, gather).state_dict(),
             "counts": msgspec.to_builtins(self.totals()),
@@ -187,6 +226,7 @@ class TrainingState:
             self._embeddings.gate.depth = state["depth"]
         self.local_batch = state.get("local_batch", 0)  # Earlier checkpoints lack it.
         self.epoch, self.position = state["epoch"], state["position"]
+        self._offsets = state.get("offsets", {})  # Earlier checkpoints lack them.
         self.earlier = msgspec.convert(state.get("counts", {}), RunTotals)
         if rank == 0:
             self.metrics.load_state_dict(state["metrics"])

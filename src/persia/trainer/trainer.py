@@ -49,7 +49,7 @@ from persia.trainer.options import Declared, TrainerOptions
 from persia.trainer.phases import ModeSwitch, Phases
 from persia.trainer.progress import FitProgress, FitResult, TrainedRows
 from persia.trainer.publishing import Publishing
-from persia.trainer.sources import set_local_batch, source_of
+from persia.trainer.sources import check_stream, set_local_batch, source_of
 from persia.trainer.state import TrainingState
 
 __all__ = ["FitResult", "Trainer", "TrainerOptions"]
@@ -239,7 +239,9 @@ class Trainer:
         """Trains until `epochs` epochs, or `max_steps` steps of this call, are done.
 
         The next call continues where this one was stopped by `max_steps` or an error, or where a checkpoint was
-        written. After a call that finished its epochs, the next one starts at epoch 0, perhaps with other data.
+        written. After a call that finished its epochs, the next one starts at epoch 0, perhaps with other data; a
+        stream goes on at its offsets, which are part of checkpoints. A stream without an end trains until `max_steps`,
+        `stop` or a signal.
 
         Signals: the first SIGINT (Ctrl-C) or SIGTERM ends the call after its step. It saves if there is a
         `checkpoint_dir`, prints which step was saved and how to resume, and raises KeyboardInterrupt, or
@@ -276,6 +278,7 @@ class Trainer:
             raise ConfigError(
                 "train_data is an iterator and cannot be read twice; give a reader or a list.", field="train_data"
             )
+        check_stream(train_data, epochs, self.cluster, connection.nn_workers)
         if train_data is None and connection.loader is None:
             raise ConfigError("train_data is None, and the cluster has no data loaders.", field="train_data")
         self._stopping = False
@@ -291,9 +294,7 @@ class Trainer:
         state, connection, replicas = self.state, self.embeddings.connection, self.step.replicas
         directory, keep_best = self.options.checkpoint_dir, self.options.keep_best
         set_local_batch(train_data, state)
-        if state.finished:
-            state.epoch = state.position = 0
-        state.finished = False
+        state.begin_data(train_data, lambda: self.stopping)
         if keep_best is not None and eval_data is None:
             raise ConfigError("keep_best needs eval_data.", field="eval_data")
         recovery = connection.save_recovery_point is not None
@@ -326,9 +327,10 @@ class Trainer:
                                     driver.save_recovery_point(self.step, state, connection, progress)
                                 self.phases.confirm_mode()
                             steps = bounds.steps_left(self.phases.next_switch)
-                            if ended := self.phases.train(loop, source, steps):
+                            ended = self.phases.train(loop, source, steps) and not state.interrupted
+                            if ended:
                                 progress.check_pass()
-                                state.epoch, state.position = state.epoch + 1, 0
+                                state.end_pass()
                             self.phases.raise_if_nn_workers_died()
                             if bounds.stop_requested() or ended:
                                 break

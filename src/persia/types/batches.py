@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -21,6 +21,7 @@ __all__ = [
     "FedBatch",
     "Feed",
     "LookedUp",
+    "Offsets",
     "PushHeader",
     "UpdateCounts",
     "sum_counts",
@@ -32,6 +33,9 @@ INCARNATION_BITS = 16
 RANK_BITS = 16
 MERGED = 1 << 48
 """Marks the client of a push that is the sum of a step, and so of no single NN worker."""
+
+Offsets: TypeAlias = dict[str, dict[int, int]]
+"""Position in a stream: the offset of the next message, by topic and partition."""
 
 
 class BatchId(NamedTuple):

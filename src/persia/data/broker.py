@@ -1,0 +1,406 @@
+"""Messages of a Kafka cluster: partitions, offsets, and buffers of what was fetched. For one thread."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from persia.data.messages import MessageDecoder, StreamMessage
+from persia.data.offset_log import Partition
+from persia.errors import DataError, DeadlineError, MissingExtraError, PersiaError
+from persia.retry import Deadline
+from persia.types import Offsets
+
+__all__ = ["Broker", "BrokerOptions", "Buffer", "Stopped", "client", "committed", "require_library"]
+
+T = TypeVar("T")
+
+LOG = logging.getLogger("persia.data")
+
+POLL_SECONDS = 0.1
+"""Maximum wait for messages, before the caller looks whether it was asked to stop."""
+
+METADATA_SECONDS = 30.0
+"""Interval of looking for new partitions, and for topics that were deleted."""
+
+PROBE_SECONDS = 1.0
+"""Interval of asking for the brokers while they cannot be reached, and time for their answer."""
+
+
+class Stopped(Exception):  # noqa: N818 - not an error
+    """Raised where a stream that was asked to stop would wait."""
+
+
+@dataclass(frozen=True)
+class BrokerOptions:
+    """How to reach brokers.
+
+    Attributes:
+        bootstrap: addresses of some brokers, `host:port,host:port`.
+        topics: topics to read.
+        group: consumer group that offsets are committed to; None for none.
+        timeout: seconds for which brokers may be out of reach.
+        config: further settings of librdkafka.
+    """
+
+    bootstrap: str
+    topics: tuple[str, ...]
+    group: str | None
+    timeout: float
+    config: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+@dataclass
+class Buffer:
+    """Messages of a partition that were fetched and are in no batch yet.
+
+    Attributes:
+        messages: in the order of their offsets.
+        position: offset up to which all messages have been fetched.
+        end: last known end of the partition; -1 before it was reached.
+        rows: rows of `messages`.
+        since: time at which the first of them came.
+        paused: whether fetching is paused, as there is enough.
+    """
+
+    messages: deque[StreamMessage] = field(default_factory=deque)
+    position: int = 0
+    end: int = -1
+    rows: int = 0
+    since: float = 0.0
+    paused: bool = False
+
+    @property
+    def caught_up(self) -> bool:
+        """Whether all messages of the partition have been fetched, as far as is known."""
+        return self.end >= self.position
+
+    def take(self, rows: int) -> list[StreamMessage]:
+        """Removes messages with so many rows, or all; at least one."""
+        taken: list[StreamMessage] = []
+        have = 0
+        while self.messages and (not taken or have + self.messages[0].rows <= rows):
+            taken.append(self.messages.popleft())
+            have += taken[-1].rows
+        self.rows -= have
+        self.since = time.monotonic()
+        return taken
+
+    def take_below(self, end: int) -> list[StreamMessage]:
+        """Removes the messages before an offset."""
+        taken: list[StreamMessage] = []
+        while self.messages and self.messages[0].offset < end:
+            taken.append(self.messages.popleft())
+        self.rows -= sum(message.rows for message in taken)
+        return taken
+
+
+def require_library() -> None:
+    """Raises MissingExtraError if confluent-kafka is not installed."""
+    try:
+        import confluent_kafka  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError('Reading from Kafka needs confluent-kafka: pip install "persia[kafka]".') from error
+
+
+def client(kind: str, options: BrokerOptions, **settings: Any) -> Any:
+    """Returns a `Consumer` or a `Producer` of confluent-kafka.
+
+    Raises:
+        DataError: librdkafka refuses a setting.
+    """
+    import confluent_kafka
+
+    try:
+        # Lost connections are reported here, once, not with each attempt.
+        quiet = {"log_level": 2, "log.connection.close": False}
+        config = {"bootstrap.servers": options.bootstrap, **quiet, **options.config, **settings}
+        return getattr(confluent_kafka, kind)(config, logger=LOG)
+    except (confluent_kafka.KafkaException, TypeError, ValueError) as error:
+        raise DataError(f"Kafka at {options.bootstrap}: {error}; correct `config`.", bootstrap=options.bootstrap) from (
+            error
+        )
+
+
+class Broker:
+    """A connection to the brokers.
+
+    Args:
+        options: how to reach them.
+        decoder: decodes values.
+        stopping: polled while waiting.
+    """
+
+    def __init__(self, options: BrokerOptions, decoder: MessageDecoder, stopping: Callable[[], bool]) -> None:
+        self._options = options
+        self._decoder = decoder
+        self._stopping = stopping
+        self._error: Any = None
+        """Last error of the connection; None once a broker has answered."""
+        self._down: Deadline | None = None
+        """Deadline of the brokers to come back; None while they can be reached."""
+        self._probe = self._metadata = time.monotonic()
+        self.buffers: dict[Partition, Buffer] = {}
+        self._consumer = client(
+            "Consumer",
+            options,
+            **{
+                # Offsets belong to checkpoints: nothing is committed here, and no group assigns partitions.
+                "group.id": options.group or f"persia-{uuid.uuid4().hex}",
+                "enable.auto.commit": False,
+                "enable.auto.offset.store": False,
+                "enable.partition.eof": True,
+                "auto.offset.reset": "error",
+                "error_cb": self._failed,
+            },
+        )
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._consumer.close()
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def partitions(self) -> list[Partition]:
+        """Returns the partitions of all topics. Blocks.
+
+        Raises:
+            DataError: there is no such topic, or it may not be read.
+            DeadlineError: no broker answered in time.
+            Stopped: asked to stop.
+        """
+        return [partition for topic in self._options.topics for partition in self._partitions(topic)]
+
+    def watermarks(self, partition: Partition) -> tuple[int, int]:
+        """Returns the first offset that there is, and the offset of the next message to be written. Blocks."""
+        low, high = self._ask(
+            f"the offsets of {_name(partition)}",
+            lambda: self._consumer.get_watermark_offsets(_of(partition), timeout=PROBE_SECONDS),
+        )
+        return int(low), int(high)
+
+    def offsets_at(self, partitions: Iterable[Partition], milliseconds: int) -> dict[Partition, int]:
+        """Returns the offsets of the first messages from a time on; of the next one to be written if there is none."""
+        asked = [_of(partition, milliseconds) for partition in partitions]
+        answered = self._ask(
+            f"the offsets at {milliseconds} ms", lambda: self._consumer.offsets_for_times(asked, PROBE_SECONDS)
+        )
+        found = {Partition(answer.topic, answer.partition): int(answer.offset) for answer in answered}
+        return {p: offset if offset >= 0 else self.watermarks(p)[1] for p, offset in found.items()}
+
+    def lag(self, partition: Partition, offset: int) -> int | None:
+        """Returns the number of offsets from `offset` to the end of a partition, as of its last fetch; else None."""
+        try:
+            _, high = self._consumer.get_watermark_offsets(_of(partition), cached=True)
+        except Exception:  # Nothing was fetched yet.
+            return None
+        return max(0, high - offset) if high >= 0 else None
+
+    # --- messages -----------------------------------------------------------------------------------------------
+
+    def assign(self, offsets: Mapping[Partition, int]) -> None:
+        """Adds partitions, to be fetched from these offsets on."""
+        for partition, offset in offsets.items():
+            self.buffers[partition] = Buffer(position=offset)
+        self._consumer.incremental_assign([_of(partition, offset) for partition, offset in offsets.items()])
+
+    def new_partitions(self) -> list[Partition]:
+        """Returns partitions that are not assigned; looks for them now and then, else returns none."""
+        if time.monotonic() - self._metadata < METADATA_SECONDS:
+            return []
+        self._metadata = time.monotonic()
+        return [partition for partition in self.partitions() if partition not in self.buffers]
+
+    def pause(self, partition: Partition, paused: bool) -> None:
+        """Pauses fetching a partition, or resumes it."""
+        buffer = self.buffers[partition]
+        if buffer.paused != paused:
+            buffer.paused = paused
+            (self._consumer.pause if paused else self._consumer.resume)([_of(partition)])
+
+    def poll(self, messages: int) -> None:
+        """Fetches messages into the buffers. Blocks until there are so many, for a short time at most.
+
+        Raises:
+            DataError: a topic or partition cannot be read, or an offset has been deleted.
+            DeadlineError: no broker could be reached for `timeout` seconds.
+            Stopped: asked to stop.
+        """
+        if self._stopping():
+            raise Stopped
+        fetched = self._consumer.consume(messages, POLL_SECONDS)
+        now = time.monotonic()
+        for message in fetched:
+            error = message.error()
+            if error is not None:
+                self._check(message, error)
+                continue
+            buffer = self.buffers[Partition(message.topic(), message.partition())]
+            offset = message.offset()
+            found = self._decoder.message(offset, message.value(), message.timestamp()[1])
+            if not buffer.messages:
+                buffer.since = now
+            buffer.messages.append(found)
+            buffer.rows += found.rows
+            buffer.position = offset + 1
+        self._watch(bool(fetched))
+
+    # --- outages ------------------------------------------------------------------------------------------------
+
+    def _failed(self, error: Any) -> None:
+        """Notes an error of the connection; librdkafka tries again by itself."""
+        self._error = error
+
+    def _watch(self, answered: bool) -> None:
+        """Notes whether brokers can be reached.
+
+        Raises:
+            DeadlineError: they could not be for `timeout` seconds.
+        """
+        if answered:
+            self._back()
+        if self._error is None or time.monotonic() - self._probe < PROBE_SECONDS:
+            return
+        self._probe = time.monotonic()
+        try:  # Idle partitions do not tell when brokers are back, and connections are also lost for less.
+            self._consumer.list_topics(self._options.topics[0], timeout=PROBE_SECONDS)
+        except Exception:
+            if self._down is None:
+                self._down = Deadline(self._options.timeout)
+                LOG.warning(
+                    "Kafka at %s cannot be reached (%s); waiting up to %g s for it.",
+                    self._options.bootstrap, self._error.str(), self._options.timeout,
+                )  # fmt: skip
+            if self._down.passed:
+                raise self._late("messages") from None
+        else:
+            self._back()
+
+    def _back(self) -> None:
+        if self._down is not None:
+            LOG.warning("Kafka at %s can be reached again; reading goes on.", self._options.bootstrap)
+        self._error = self._down = None
+
+    def _late(self, what: str) -> DeadlineError:
+        reason = self._error.str() if self._error is not None else "no answer"
+        return DeadlineError(
+            f"Kafka at {self._options.bootstrap} did not give {what} within {self._options.timeout:g} s ({reason}). "
+            "See whether the brokers run and can be reached from here, then continue from the last checkpoint; or "
+            "raise `timeout`.",
+            bootstrap=self._options.bootstrap,
+            seconds=self._options.timeout,
+        )
+
+    def _ask(self, what: str, call: Callable[[], T]) -> T:
+        """Repeats a request until it is answered."""
+        from confluent_kafka import KafkaException
+
+        deadline = Deadline(self._options.timeout)
+        while True:
+            if self._stopping():
+                raise Stopped
+            try:
+                return call()
+            except KafkaException as failed:
+                error = failed.args[0]
+                if not _transient(error):
+                    raise self._refused(what, error) from failed
+                self._error = error
+            if deadline.passed:
+                raise self._late(what)
+            self._watch(answered=False)
+            time.sleep(POLL_SECONDS)
+
+    def _partitions(self, topic: str) -> list[Partition]:
+        what = f"the partitions of topic {topic!r}"
+        found = self._ask(what, lambda: self._consumer.list_topics(topic, timeout=PROBE_SECONDS)).topics[topic]
+        if found.error is not None or not found.partitions:
+            raise self._refused(what, found.error)
+        return [Partition(topic, number) for number in sorted(found.partitions)]
+
+    def _check(self, message: Any, error: Any) -> None:
+        """Handles an event that is not a message."""
+        from confluent_kafka import KafkaError
+
+        where = f"partition {message.partition()} of topic {message.topic()!r}"
+        partition = Partition(message.topic(), message.partition())
+        if error.code() == KafkaError._PARTITION_EOF:
+            buffer = self.buffers[partition]
+            buffer.end = message.offset()
+            buffer.position = max(buffer.position, buffer.end)
+        elif error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
+            raise self.deleted(partition, self.buffers[partition].position)
+        elif not _transient(error):
+            raise self._refused(where, error)
+        else:
+            self._error = error
+
+    def deleted(self, partition: Partition, offset: int) -> DataError:
+        """Returns the error for messages that are gone."""
+        try:
+            low, high = self.watermarks(partition)
+            rest = f"it has offsets {low} to {high}"
+        except PersiaError as error:
+            rest = error.message
+        return DataError(
+            f"Kafka at {self._options.bootstrap}: offset {offset} of {_name(partition)} is not there; {rest}. The "
+            "messages have been deleted, or the topic was made anew. Restore them, or train on from now in a run that "
+            "begins with this checkpoint's rows (Trainer.load_rows), and raise the topic's retention.",
+            topic=partition.topic,
+            partition=partition.number,
+            offset=offset,
+        )
+
+    def _refused(self, what: str, error: Any) -> DataError:
+        reason = error.str() if error is not None else "it has no partitions"
+        return DataError(
+            f"Kafka at {self._options.bootstrap} refused {what}: {reason}. Check the name of the topic, that it has "
+            "not been deleted, and the rights of this client.",
+            bootstrap=self._options.bootstrap,
+        )
+
+
+def committed(options: BrokerOptions, offsets: Offsets, seconds: float) -> None:
+    """Commits offsets to the group. Blocks for `seconds` at most.
+
+    Raises:
+        Exception: of confluent-kafka.
+    """
+    consumer = client("Consumer", options, **{"group.id": options.group, "enable.auto.commit": False})
+    try:
+        positions = [_of(Partition(topic, p), o) for topic, of in offsets.items() for p, o in of.items()]
+        consumer.list_topics(options.topics[0], timeout=seconds)
+        consumer.commit(offsets=positions, asynchronous=False)
+    finally:
+        consumer.close()
+
+
+def _transient(error: Any) -> bool:
+    from confluent_kafka import KafkaError
+
+    return error.code() in (
+        KafkaError._ALL_BROKERS_DOWN,
+        KafkaError._TRANSPORT,
+        KafkaError._TIMED_OUT,
+        KafkaError._RESOLVE,
+        KafkaError.LEADER_NOT_AVAILABLE,
+        KafkaError.NOT_LEADER_FOR_PARTITION,
+        KafkaError.REQUEST_TIMED_OUT,
+    )
+
+
+def _of(partition: Partition, offset: int | None = None) -> Any:
+    from confluent_kafka import TopicPartition
+
+    if offset is None:
+        return TopicPartition(partition.topic, partition.number)
+    return TopicPartition(partition.topic, partition.number, offset)
+
+
+def _name(partition: Partition) -> str:
+    return f"partition {partition.number} of topic {partition.topic!r}"

@@ -1,0 +1,167 @@
+"""Training on a stream: its offsets in checkpoints, going on after an end, waiting, stopping, commits to the group."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from confluent_kafka import Consumer, TopicPartition
+
+import persia
+from persia.checkpoint import CheckpointReader, list_checkpoints
+from persia.errors import ConfigError
+from persia.modes import Gba, Hybrid, Sync
+from persia.trainer.options import TrainerOptions
+from support.kafka import SCHEMA, Kafka, clicks, until
+
+MODES = [Sync(), Hybrid(2, warmup=0), Gba(20)]
+
+
+@pytest.fixture
+def kafka():
+    return Kafka()
+
+
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, 0.1)
+
+
+def model():
+    torch.manual_seed(0)
+    return persia.nn.models.DeepFM(SCHEMA, hidden=(8,))
+
+
+def trainer(mode=MODES[0], **options):
+    return persia.Trainer(
+        model(),
+        SCHEMA,
+        optimizer=optimizer,
+        embedding_optimizer=persia.optim.SGD(lr=0.1),
+        mode=mode,
+        options=TrainerOptions(progress=False, **options),
+    )
+
+
+def parameters(one):
+    return torch.cat([p.detach().ravel() for p in one.model.parameters()])
+
+
+def test_a_resumed_run_trains_what_an_uninterrupted_one_does(kafka, tmp_path):
+    kafka.write(clicks(range(60)))
+    whole = trainer()
+    whole.fit(kafka.reader(5))
+    assert whole.global_step == 12
+    first = trainer(checkpoint_dir=str(tmp_path))
+    first.fit(kafka.reader(5), max_steps=5)
+    assert CheckpointReader(str(tmp_path)).state("training")["offsets"] == {kafka.topic: {0: 25, 1: 0, 2: 0, 3: 0}}
+    resumed = persia.Trainer.resume(str(tmp_path), model(), optimizer=optimizer)
+    # A start is for partitions without an offset.
+    result = resumed.fit(kafka.reader(5, start="latest"))
+    assert (result.rows, resumed.global_step) == (35, 12)
+    assert torch.equal(parameters(resumed), parameters(whole))
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda m: type(m).__name__)
+def test_every_message_is_trained_once_over_calls_that_stop_anywhere(kafka, mode, tmp_path):
+    for partition in range(3):
+        kafka.write(clicks(range(partition * 100, partition * 100 + 40)), partition)
+    one = trainer(mode, checkpoint_dir=str(tmp_path))
+    rows = sum(one.fit(kafka.reader(10), max_steps=2).rows for _ in range(2))
+    two = persia.Trainer.resume(str(tmp_path), model(), optimizer=optimizer)
+    result = two.fit(kafka.reader(10))
+    assert rows + result.rows == 120
+    assert two.finished
+    kafka.write(clicks(range(7)), 3)
+    assert two.fit(kafka.reader(10)).rows == 7
+    assert two.state.offsets == {kafka.topic: {0: 40, 1: 40, 2: 40, 3: 7}}
+
+
+def test_a_call_after_an_end_goes_on_also_in_another_process(kafka, tmp_path):
+    kafka.write(clicks(range(10)))
+    trainer(checkpoint_dir=str(tmp_path)).fit(kafka.reader(5))
+    kafka.write(clicks(range(10, 17)))
+    resumed = persia.Trainer.resume(str(tmp_path), model(), optimizer=optimizer)
+    assert resumed.fit(kafka.reader(5), epochs=1).rows == 0  # That call was complete: epochs before a resume count.
+    assert resumed.fit(kafka.reader(5)).rows == 7
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda m: type(m).__name__)
+def test_stop_ends_a_stream_that_is_idle(kafka, mode, tmp_path):
+    kafka.write(clicks(range(20)))
+    one = trainer(mode, checkpoint_dir=str(tmp_path))
+    stopper = threading.Thread(target=lambda: (until(lambda: one.state.stream is not None), time.sleep(1), one.stop()))
+    stopper.start()
+    result = one.fit(kafka.reader(10, until=None))
+    stopper.join()
+    assert result.rows == 20
+    assert not one.finished
+    assert list_checkpoints(str(tmp_path))[-1].step == one.global_step
+    kafka.write(clicks(range(20, 30)))
+    assert one.fit(kafka.reader(10)).rows == 10
+
+
+def test_sigterm_saves_while_a_stream_is_idle(kafka, tmp_path):
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        kafka.write(clicks(range(20)))
+        one = trainer(checkpoint_dir=str(tmp_path))
+        threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        with pytest.raises(SystemExit):
+            one.fit(kafka.reader(10, until=None))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert CheckpointReader(str(tmp_path)).state("training")["offsets"][kafka.topic][0] == 20
+
+
+def test_a_stream_may_be_idle_for_longer_than_the_timeout(kafka):
+    kafka.write(clicks(range(10)))
+    one = trainer(timeout=0.5)
+    threading.Timer(1.5, kafka.write, (clicks(range(10, 20)),)).start()
+    assert one.fit(kafka.reader(10, until=None), max_steps=2).rows == 20
+
+
+def test_offsets_are_committed_only_when_their_checkpoint_is_complete(kafka, tmp_path, monkeypatch):
+    kafka.write(clicks(range(40)))
+    one = trainer(checkpoint_dir=str(tmp_path), checkpoint_every_steps=2)
+    reader = kafka.reader(10, group="lag")
+    seen = []
+    commit = reader.commit
+
+    def committing(offsets):
+        seen.append((list_checkpoints(str(tmp_path))[-1].step, offsets[kafka.topic][0]))
+        commit(offsets)
+
+    monkeypatch.setattr(reader, "commit", committing)
+    one.fit(reader)
+    assert {step * 10 == offset for step, offset in seen} == {True}
+    assert seen[-1] == (4, 40)
+    consumer = Consumer({"bootstrap.servers": kafka.bootstrap, "group.id": "lag"})
+    (found,) = consumer.committed([TopicPartition(kafka.topic, 0)], timeout=10)
+    consumer.close()
+    assert found.offset == 40
+
+
+def test_records_do_not_grow_with_a_run(kafka):
+    kafka.write(clicks(range(100)))
+    one = trainer()
+    reader = kafka.reader(10)
+    one.fit(reader, max_steps=6)
+    with pytest.raises(persia.errors.DataError, match="Batch 5 of the stream is not recorded; batches 6 to"):
+        reader.offsets(5)
+
+
+def test_metrics_of_the_stream_are_those_of_the_process(kafka):
+    kafka.write(clicks(range(30)))
+    one = trainer()
+    one.fit(kafka.reader(10))
+    found = {m.name: m.value for m in one.monitor.observe().figures if m.labels.get("partition", "0") == "0"}
+    assert (found["stream_rows"], found["stream_poison"], found["stream_lag"]) == (30, 0, 0)
+
+
+def test_several_passes_over_a_stream_are_refused(kafka):
+    with pytest.raises(ConfigError, match="epochs = 2, and train_data is a stream"):
+        trainer().fit(kafka.reader(10), epochs=2)
