@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 from confluent_kafka import Producer
+from confluent_kafka.admin import AdminClient, NewTopic
 
 import persia
 from persia.batching.batch import Batch
@@ -38,6 +39,10 @@ class Kafka:
         brokers = self.producer.list_topics(timeout=10).brokers.values()
         self.bootstrap = configured or ",".join(f"{broker.host}:{broker.port}" for broker in brokers)
         self.topic = f"clicks-{uuid.uuid4().hex[:8]}"
+        if configured is not None and configured == os.environ.get("KAFKA_BOOTSTRAP"):  # With as many as the mock has.
+            admin = AdminClient({"bootstrap.servers": configured})
+            for done in admin.create_topics([NewTopic(self.topic, num_partitions=4)]).values():
+                done.result()
 
     def write(
         self, values: Iterable[bytes | None], partition: int = 0, topic: str | None = None, **options: Any
@@ -47,7 +52,8 @@ class Kafka:
         assert self.producer.flush(30) == 0
 
     def reader(self, batch_size: int = 10, **options: Any) -> Any:
-        options = {"bootstrap": self.bootstrap, "until": "now", "timeout": 10.0, **options}
+        quick = {"fetch.wait.max.ms": 20}  # The mock answers an empty fetch only then.
+        options = {"bootstrap": self.bootstrap, "until": "now", "timeout": 10.0, "config": quick, **options}
         return persia.data.kafka(self.topic, SCHEMA, batch_size, **options)
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from confluent_kafka import Consumer, TopicPartition
@@ -16,6 +19,7 @@ from persia.checkpoint import CheckpointReader, list_checkpoints
 from persia.errors import ConfigError
 from persia.modes import Gba, Hybrid, Sync
 from persia.trainer.options import TrainerOptions
+from support import stream_run
 from support.kafka import SCHEMA, Kafka, clicks, until
 
 MODES = [Sync(), Hybrid(2, warmup=0), Gba(20)]
@@ -63,6 +67,37 @@ def test_a_resumed_run_trains_what_an_uninterrupted_one_does(kafka, tmp_path):
     result = resumed.fit(kafka.reader(5, start="latest"))
     assert (result.rows, resumed.global_step) == (35, 12)
     assert torch.equal(parameters(resumed), parameters(whole))
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_again_and_again_ends_as_one_that_never_was(kafka, tmp_path):
+    kafka.write(clicks(range(400)))
+    whole = stream_run.trainer(str(tmp_path / "whole"))
+    whole.fit(stream_run.reader(kafka.bootstrap, kafka.topic))
+    killed = str(tmp_path / "killed")
+    words = [sys.executable, "-m", "support.stream_run", kafka.bootstrap, kafka.topic, killed]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    steps = [0]
+    while steps[-1] < 50:
+        with subprocess.Popen(words, env=environment) as process:
+            until(lambda: steps[-1] + 15 < last_step(killed), 60)
+            process.send_signal(signal.SIGKILL)
+        steps.append(last_step(killed))
+    resumed = stream_run.trainer(killed)
+    assert resumed.global_step == steps[-1] < 80
+    resumed.fit(stream_run.reader(kafka.bootstrap, kafka.topic))
+    assert resumed.state.offsets == whole.state.offsets
+    assert resumed.global_step == whole.global_step == 80
+    assert torch.equal(parameters(resumed), parameters(whole))
+    ids = resumed.embeddings.row_ids("item", np.arange(400))
+    one, other = (each.embeddings.rows("item", ids) for each in (resumed, whole))
+    assert one.found.all()
+    assert np.array_equal(one.values, other.values)
+
+
+def last_step(directory):
+    found = list_checkpoints(directory)
+    return found[-1].step if found else 0
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda m: type(m).__name__)
