@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 import uuid
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -50,8 +51,8 @@ def model() -> torch.nn.Module:
     return persia.nn.models.DeepFM(SCHEMA, hidden=(32,))
 
 
-def adam(parameters: object) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, 1e-3)  # type: ignore[arg-type]
+def adam(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, 1e-3)
 
 
 def main() -> None:

@@ -71,6 +71,26 @@ def test_recorded_batches_are_read_again_exactly(kafka):
         again.close()
 
 
+def test_partitions_that_are_not_wanted_are_paused_and_lose_nothing(kafka, monkeypatch):
+    kafka.write(clicks(range(300)), 0)
+    kafka.write(clicks(range(1000, 1300)), 1)
+    reader = kafka.reader(5)
+    reader.begin(0, {kafka.topic: {0: 0, 1: 0, 2: 0, 3: 0}}, lambda: False)
+    reader._log.append(OffsetRange(Partition(kafka.topic, 1), 0, 300))
+    paused = []
+    pause = broker.Broker.pause
+
+    def noted(self: Any, partition: Partition, wanted: bool) -> None:
+        paused.append(wanted)
+        pause(self, partition, wanted)
+
+    monkeypatch.setattr(broker.Broker, "pause", noted)
+    found = [items(batch) for batch in reader.batches()]
+    assert found[0] == list(range(1000, 1300))
+    assert list(itertools.chain(*found[1:])) == list(range(300))
+    assert any(paused)
+
+
 def test_offsets_continue_in_another_process(kafka):
     kafka.write(clicks(range(30)), 0)
     kafka.write(clicks(range(50, 80)), 3)
@@ -230,6 +250,25 @@ def test_messages_that_have_been_deleted_are_named(kafka):
     reader.begin(0, {kafka.topic: {0: 3, 1: 0, 2: 0, 3: 0}}, lambda: False)
     with pytest.raises(DataError, match=rf"offset 3 of partition 0 of topic '{kafka.topic}' is not there; it has"):
         list(reader.batches())
+
+
+def test_a_topic_that_was_made_anew_is_an_error(kafka):
+    kafka.write(clicks(range(5)))
+    for offsets in ({0: 6, 1: 0, 2: 0, 3: 0}, {0: 5, 1: 0, 2: 0, 3: 0, 4: 7}):
+        reader = kafka.reader()
+        reader.begin(3, {kafka.topic: offsets}, lambda: False)
+        with pytest.raises(DataError, match=r"is not there; .*or the topic was made anew"):
+            list(reader.batches(0, 3))
+
+
+def test_a_start_is_for_topics_without_a_position(kafka):
+    other = f"{kafka.topic}-other"
+    kafka.write(clicks(range(4)))
+    kafka.write(clicks(range(10, 14)), topic=other)
+    reader = persia.data.kafka([kafka.topic, other], SCHEMA, 4, bootstrap=kafka.bootstrap, until="now", start="latest")
+    reader.begin(0, {kafka.topic: {0: 2}}, lambda: False)
+    assert [items(batch) for batch in reader.batches()] == [[2, 3]]
+    assert reader.offsets(1) == {kafka.topic: {0: 4, 1: 0, 2: 0, 3: 0}, other: {0: 4, 1: 0, 2: 0, 3: 0}}
 
 
 def test_a_broker_that_is_not_there_is_waited_for_and_named(kafka, caplog, monkeypatch):

@@ -242,6 +242,8 @@ class Broker:
                 continue
             buffer = self.buffers[Partition(message.topic(), message.partition())]
             offset = message.offset()
+            if offset < buffer.position:  # Fetched again after a pause.
+                continue
             found = self._decoder.message(offset, message.value(), message.timestamp()[1])
             if not buffer.messages:
                 buffer.since = now

@@ -276,20 +276,27 @@ class KafkaReader:
 
     def _open(self, broker: Broker, log: OffsetLog, number: int) -> None:
         """Finds the partitions and their ends, and begins to fetch at batch `number`."""
-        partitions, known = broker.partitions(), log.partitions()
-        start, until = self._options.start, self._options.until
+        partitions, start, until = broker.partitions(), self._options.start, self._options.until
         marks = {partition: broker.watermarks(partition) for partition in partitions}
         begins = {partition: low for partition, (low, _) in marks.items()}
         ends = {partition: high for partition, (_, high) in marks.items()}
-        if not known:  # Else what is missing was added since, and begins with its first message.
-            begins = ends if start == "latest" else begins
-            begins = broker.offsets_at(partitions, _milliseconds(start)) if isinstance(start, datetime) else begins
+        known = {partition.topic for partition in log.partitions()}
+        # A partition that a known topic lacks was added since, and begins with its first message.
+        if new := [partition for partition in partitions if partition.topic not in known]:
+            if isinstance(start, datetime):
+                begins |= broker.offsets_at(new, _milliseconds(start))
+            elif start == "latest":
+                begins |= {partition: ends[partition] for partition in new}
         for partition, offset in begins.items():
             log.add_partition(partition, offset)
         if log.ends is None and until is not None:
             log.ends = broker.offsets_at(partitions, _milliseconds(until)) if isinstance(until, datetime) else ends
-        offsets = log.offsets(number)
-        broker.assign({Partition(topic, p): o for topic, of in offsets.items() for p, o in of.items()})
+        offsets = {Partition(topic, p): o for topic, of in log.offsets(number).items() for p, o in of.items()}
+        for partition, offset in offsets.items():
+            low, high = marks.get(partition, (0, -1))
+            if not low <= offset <= high:
+                raise broker.deleted(partition, offset)
+        broker.assign(offsets)
 
     def _read_again(self, broker: Broker, log: OffsetLog, recorded: OffsetRange) -> Batch:
         """Reads a recorded batch."""
