@@ -89,7 +89,7 @@ chaos: install  ## train while things go wrong, 90 minutes
 
 # The machine with the GPU needs no network: copy the checkout there with .whl, and run `make gpu`.
 GPU_WHEELS = nanobind msgspec pyzmq pyarrow typer shellingham rich markdown-it-py mdurl pygments pytest pluggy iniconfig \
-  pytest-timeout hypothesis sortedcontainers xxhash safetensors fsspec
+  pytest-timeout hypothesis sortedcontainers xxhash safetensors fsspec confluent-kafka
 GPU_PYTHON ?= 3.12
 
 gpu-wheels: install  ## collect what `make gpu` needs beside torch, numpy and CMake, into .whl

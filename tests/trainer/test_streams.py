@@ -19,6 +19,7 @@ from persia.checkpoint import CheckpointReader, list_checkpoints
 from persia.errors import ConfigError
 from persia.modes import Gba, Hybrid, Sync
 from persia.trainer.options import TrainerOptions
+from persia.trainer.sources import check_stream
 from support import stream_run
 from support.kafka import SCHEMA, Kafka, clicks, until
 
@@ -200,3 +201,14 @@ def test_metrics_of_the_stream_are_those_of_the_process(kafka):
 def test_several_passes_over_a_stream_are_refused(kafka):
     with pytest.raises(ConfigError, match="epochs = 2, and train_data is a stream"):
         trainer().fit(kafka.reader(10), epochs=2)
+
+
+def test_a_stream_is_refused_where_other_processes_or_several_nn_workers_would_read_it(kafka):
+    class Processes:
+        gpus = 0.0
+        run = attempt = restart_servers = feed = scale = statistics = close = connect = print
+
+    for cluster, nn_workers in ((Processes(), 1), (None, 2)):
+        with pytest.raises(ConfigError, match="train_data is a stream, whose position only a single NN worker keeps"):
+            check_stream(kafka.reader(10), 1, cluster, nn_workers)
+        check_stream([], 1, cluster, nn_workers)
