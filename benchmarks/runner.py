@@ -35,7 +35,8 @@ MODULES = (
     "store", "store_pauses", "hit_rates", "peers", "batch", "reading", "checkpoint", "rpc", "step", "gpu", "reuse",
     "profile_step", "globo", "quality", "row_dtypes", "defaults", "modes", "modes_figures", "paper", "paper_figures",
     "convergence", "modes_runtime", "traffic", "roles", "cluster", "recovery", "ssd", "ssd_rates", "plan", "capacity",
-    "capacity_measured", "threads", "apmsqueeze", "apms_learning", "wheel", "zoo", "interop", "ui", "init", "publish", "kafka",
+    "capacity_measured", "threads", "apmsqueeze", "apms_learning", "wheel", "zoo", "interop", "ui", "init", "publish",
+    "kafka",
 )  # fmt: skip
 UNITS = ("ratio", "fraction", "s", "rows/s", "calls/s", "rows", "bytes", "MB", "bytes/s", "AUC", "loss", "norm", "bool")
 MIN_ROUNDS = 5

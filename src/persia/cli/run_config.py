@@ -11,8 +11,7 @@ import msgspec
 import torch
 
 from persia import data
-from persia.checks import check_integer
-from persia.checks import check_choice
+from persia.checks import check_choice, check_integer
 from persia.cli.imports import import_modules
 from persia.cluster import Embedded, Placement, RayOptions
 from persia.cluster.ray.placement import PlacedRole
