@@ -66,7 +66,7 @@ def test_a_tracker_gets_parameters_metrics_and_the_end(recorded):
     assert first[1]["lr"] == "0.001"
     assert "Adagrad(lr=0.05" in first[1]["embedding_optimizer"]
     assert last == ("end", False)
-    assert [step for _, step, _ in logged] == [1, 51, 100, 100]
+    assert [step for _, step, _ in logged] == [1, 2, 4, 8, 16, 32, 51, 100, 100]
     assert set(logged[0][2]) == {f"train/{n}" for n in ("rows_per_second", "loss", "auc", "stored_rows", "staleness")}
     assert logged[-2][2]["train/auc"] == result.progressive.auc
     assert logged[-1][2]["eval/auc"] == result.evaluation.auc
@@ -123,7 +123,8 @@ def test_mlflow_records_one_run_over_several_calls(tmp_path):
     assert run.info.run_name == "first"
     assert run.data.params["mode"] == "Sync(reduction='global')"
     assert run.data.metrics["eval/auc"] == pytest.approx(result.evaluation.auc)
-    assert [point.step for point in client.get_metric_history(run.info.run_id, "train/auc")] == [1, 51, 60, 61, 100]
+    points = [point.step for point in client.get_metric_history(run.info.run_id, "train/auc")]
+    assert points == [1, 2, 4, 8, 16, 32, 51, 60, 61, 62, 64, 68, 76, 92, 100]
 
 
 @pytest.mark.filterwarnings("default")  # wandb's own.
