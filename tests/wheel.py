@@ -104,7 +104,8 @@ def check_wheel(wheel: Path) -> None:
 def check_sbom(wheel: Path, nanobind: str) -> None:
     """Refuses a wheel whose list of components names another version of nanobind than the one that is linked."""
     with ZipFile(wheel) as archive:
-        (sbom,) = (name for name in archive.namelist() if "dist-info/sboms/" in name)
+        # auditwheel adds a list of its own, of what it bundles.
+        (sbom,) = (name for name in archive.namelist() if name.endswith(".dist-info/sboms/persia.cdx.json"))
         versions = {each["name"]: each.get("version") for each in json.loads(archive.read(sbom))["components"]}
     if versions["nanobind"] != nanobind:
         sys.exit(f"{sbom} says nanobind {versions['nanobind']}; linked is {nanobind}.")

@@ -1,11 +1,24 @@
 """The environment in which a wheel is tried has torch and what it needs, and the wheel is the one just built."""
 
 import importlib.util
+import json
 import os
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
 
 from benchmarks import wheel
+
+
+def the_script():
+    """tests/wheel.py, which no package has."""
+    spec = importlib.util.spec_from_file_location("wheel_script", Path(__file__).parents[1] / "wheel.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
 
 
 def distribution(folder, name, files, requires=()):
@@ -45,10 +58,7 @@ def test_the_measured_wheel_is_the_last_one_of_this_version(tmp_path):
 
 
 def test_dist_has_the_wheel_just_built_and_none_of_earlier_versions(tmp_path, monkeypatch):
-    path = Path(__file__).parents[1] / "wheel.py"
-    spec = importlib.util.spec_from_file_location("build_wheel", path)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = the_script()
     dist, folder = tmp_path / "dist", tmp_path / "build"
     dist.mkdir()
     for name in ("persia-0.0.1-py3-none-any.whl", "persia-0.0.1.tar.gz", "other-1.0-py3-none-any.whl"):
@@ -75,3 +85,15 @@ def test_dist_has_the_wheel_just_built_and_none_of_earlier_versions(tmp_path, mo
         "persia-0.2-repaired.whl",
         "persia-0.2.tar.gz",
     ]
+
+
+@pytest.mark.parametrize("found", ["2.0", "3.0"])
+def test_the_list_of_components_names_what_is_linked(tmp_path, found):
+    file = tmp_path / "persia-0.2.whl"
+    with ZipFile(file, "w") as archive:
+        # auditwheel writes one beside ours, with nothing in it that we link.
+        archive.writestr("persia-0.2.dist-info/sboms/auditwheel.cdx.json", "{}")
+        components = [{"name": "nanobind", "version": found}, {"name": "robin-map"}]
+        archive.writestr("persia-0.2.dist-info/sboms/persia.cdx.json", json.dumps({"components": components}))
+    with nullcontext() if found == "2.0" else pytest.raises(SystemExit, match=r"nanobind 3\.0; linked is 2\.0"):
+        the_script().check_sbom(file, "2.0")
